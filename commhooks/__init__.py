@@ -1,0 +1,75 @@
+"""Gradient communication hooks with compression for PyTorch data-parallel training."""
+
+from commhooks._checkpoint import flatten_state, unflatten_state
+from commhooks._errors import (
+    CheckpointError,
+    HookNotAttachedError,
+    OptionError,
+    PayloadError,
+    RegistrationError,
+    SchemeError,
+    UnknownSchemeError,
+)
+from commhooks._hook import as_hook, comm_hook
+from commhooks._ledger import Ledger
+from commhooks._memory import Layout, Memory
+from commhooks._register import register
+from commhooks._registry import make, names, register_scheme
+from commhooks._scheme import Codec, Context, Exchanged, Scheme
+from commhooks._simulation import Simulation
+from commhooks._state import HookState
+from commhooks._version import __version__
+from commhooks._wrappers import (
+    Cast,
+    Coalesced,
+    DelayedStart,
+    ErrorFeedback,
+    FlushResidual,
+    PerParameter,
+    Rule,
+)
+from commhooks.schemes.casts import bf16, fp16
+from commhooks.schemes.dense import Dense, Noop, TwoPhaseCast
+from ddp_core import CollectiveError, MismatchError
+
+__all__ = [
+    "Cast",
+    "CheckpointError",
+    "Coalesced",
+    "Codec",
+    "CollectiveError",
+    "Context",
+    "DelayedStart",
+    "Dense",
+    "ErrorFeedback",
+    "Exchanged",
+    "FlushResidual",
+    "HookNotAttachedError",
+    "HookState",
+    "Layout",
+    "Ledger",
+    "Memory",
+    "MismatchError",
+    "Noop",
+    "OptionError",
+    "PayloadError",
+    "PerParameter",
+    "RegistrationError",
+    "Rule",
+    "Scheme",
+    "SchemeError",
+    "Simulation",
+    "TwoPhaseCast",
+    "UnknownSchemeError",
+    "__version__",
+    "as_hook",
+    "bf16",
+    "comm_hook",
+    "flatten_state",
+    "fp16",
+    "make",
+    "names",
+    "register",
+    "register_scheme",
+    "unflatten_state",
+]

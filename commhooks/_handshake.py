@@ -1,0 +1,56 @@
+"""Compares across ranks what they are about to do, so that a mismatch is an error and not a hang."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from ddp_core import MismatchError
+
+__all__ = ["handshake"]
+
+
+def handshake(call: str, facts: Mapping[str, Any], group: dist.ProcessGroup) -> None:
+    """Raises on every rank if the ranks' ``facts`` differ; all ranks of ``group`` call it.
+
+    Args:
+        call: what is being agreed on, for the message.
+        facts: by field; compared for equality.
+
+    Raises:
+        MismatchError: names the first field that differs and the ranks and values.
+        RuntimeError: a rank did not come within the group's timeout.
+    """
+    everyone: list[Any] = [None] * group.size()
+    try:
+        dist.all_gather_object(everyone, dict(facts), group=group)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{call}: not every rank called it (or one raised before it could); all ranks call "
+            f"{call} alike, between two steps: {error}"
+        ) from error
+    for field in everyone[0]:
+        values = [theirs.get(field) for theirs in everyone]
+        odd = [rank for rank, value in enumerate(values) if value != values[0]]
+        if odd:
+            raise MismatchError(f"{call}: {_difference(field, values, odd[0])}")
+
+
+def _difference(field: str, values: list[Any], odd: int) -> str:
+    mine, theirs = values[0], values[odd]
+    ranks = [rank for rank, value in enumerate(values) if value != mine]
+    if isinstance(mine, list) and isinstance(theirs, list):
+        for position in range(max(len(mine), len(theirs))):
+            left = mine[position] if position < len(mine) else "nothing"
+            right = theirs[position] if position < len(theirs) else "nothing"
+            if left != right:
+                return (
+                    f"{field} differ between ranks at position {position}: rank 0 has {left}, "
+                    f"rank {odd} has {right} (ranks that differ from rank 0: {ranks})"
+                )
+    return (
+        f"{field} differs between ranks: rank 0 has {mine!r}, rank {odd} has {theirs!r} "
+        f"(ranks that differ from rank 0: {ranks})"
+    )

@@ -1,0 +1,69 @@
+"""The one hook function of all schemes, and ``as_hook`` for hooks of one's own.
+
+No ``from __future__ import annotations`` here: DistributedDataParallel compares the annotations of
+a hook with the classes themselves and refuses strings.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["as_hook", "comm_hook"]
+
+
+def comm_hook(
+    state: Any, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Averages a bucket by the scheme of ``state``, a :class:`commhooks.HookState`.
+
+    Example:
+        >>> ddp_model.register_comm_hook(HookState("bf16", ddp_model), comm_hook)
+    """
+    return state.launch(bucket)  # type: ignore[no-any-return]
+
+
+def as_hook(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A plain function that DistributedDataParallel accepts as hook, from any callable.
+
+    DDP refuses partials, objects with ``__call__``, a second parameter not named ``bucket``, and
+    annotations that are strings.
+
+    Args:
+        function: called as ``function(state, bucket)``; returns a ``Future[Tensor]``.
+
+    Raises:
+        TypeError: ``function`` cannot be called with two positional arguments.
+
+    Example:
+        >>> ddp_model.register_comm_hook(None, as_hook(functools.partial(my_hook, ratio=0.1)))
+    """
+    if not callable(function):
+        raise TypeError(f"as_hook(function) takes a callable, got {type(function).__name__}")
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError as error:
+        raise TypeError(f"as_hook: {function!r} cannot be called as hook(state, bucket): {error}") from error
+    except ValueError:  # a builtin without a signature: nothing to check
+        pass
+    inner = function
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    name = getattr(inner, "__qualname__", type(inner).__qualname__)
+
+    def hook(
+        state: object, bucket: dist.GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
+        future = function(state, bucket)
+        if not isinstance(future, torch.futures.Future):
+            raise TypeError(
+                f"the communication hook {name} returns a torch.futures.Future[Tensor], "
+                f"got {type(future).__name__}"
+            )
+        return future
+
+    hook.__name__, hook.__qualname__ = name.rpartition(".")[2], name
+    return hook

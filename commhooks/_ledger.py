@@ -1,0 +1,113 @@
+"""Counts what every collective moved and how long it took."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from ddp_core import RoundRecord
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["Ledger"]
+
+COLUMNS = (
+    "step",
+    "bucket",
+    "round",
+    "collective",
+    "dense_bytes",
+    "payload_bytes",
+    "wire_bytes",
+    "encode_s",
+    "wire_s",
+    "decode_s",
+    "exposed_s",
+)
+
+
+class Ledger:
+    """Rows of the latest collectives, and totals since the start.
+
+    Args:
+        history: rows kept for ``report``; older ones remain in the totals only.
+    """
+
+    def __init__(self, history: int = 100_000) -> None:
+        self._rows: deque[RoundRecord] = deque(maxlen=history)
+        self._backward_end: dict[int, float] = {}
+        self.steps = 0
+        self.dense_bytes = 0
+        self.payload_bytes = 0
+        self.wire_bytes = 0.0
+
+    def add(self, row: RoundRecord) -> None:
+        """Takes in one finished collective."""
+        self._rows.append(row)
+        self.dense_bytes += row.dense_bytes
+        self.payload_bytes += row.payload_bytes
+        self.wire_bytes += row.wire_bytes
+
+    def launched_last(self, step: int, now: float) -> None:
+        """Marks when a step's last bucket was handed over: from here on, waiting is exposed."""
+        self._backward_end[step] = now
+        self.steps += 1
+        oldest = self._rows[0].step if self._rows else step
+        for gone in [kept for kept in self._backward_end if kept < oldest]:
+            del self._backward_end[gone]
+
+    def report(self) -> pd.DataFrame:
+        """A row per step, bucket and round; times in seconds.
+
+        ``dense_bytes`` stands on a bucket's first round only, so that sums are right.
+        ``wire_bytes`` is what one rank sends, by the formula of the collective.
+        ``encode_s`` is the work before the collective, ``decode_s`` the work after the last one.
+        ``exposed_s`` is the part of a row's waiting and decoding that came after the step's last
+        bucket was launched and that no other row accounts for: backward did not hide it.
+        """
+        import pandas as pd
+
+        rows = list(self._rows)
+        exposed = self._exposed(rows)
+        table = [
+            (
+                row.step,
+                row.bucket,
+                row.round,
+                row.collective,
+                row.dense_bytes,
+                row.payload_bytes,
+                row.wire_bytes,
+                row.yielded - row.resumed,
+                row.done - row.issued,
+                max(row.finished - row.done, 0.0),
+                exposed[id(row)],
+            )
+            for row in rows
+        ]
+        frame = pd.DataFrame(table, columns=list(COLUMNS))
+        return frame.sort_values(["step", "bucket", "round"], kind="stable", ignore_index=True)
+
+    def _exposed(self, rows: Iterable[RoundRecord]) -> dict[int, float]:
+        """Seconds each row keeps its step waiting; overlapping waits are counted once."""
+        exposed: dict[int, float] = {}
+        covered: dict[int, float] = {}  # by step: up to when waiting is accounted for
+        for row in sorted(rows, key=lambda row: (row.step, row.finished)):
+            end = self._backward_end.get(row.step)
+            if end is None:
+                exposed[id(row)] = 0.0
+                continue
+            begin = max(covered.get(row.step, end), row.resumed)
+            exposed[id(row)] = max(row.finished - begin, 0.0)
+            covered[row.step] = max(covered.get(row.step, end), row.finished)
+        return exposed
+
+    def last_step(self) -> dict[str, Any]:
+        """Sums over the latest step."""
+        if not self._rows:
+            return {}
+        frame = self.report()
+        latest = frame[frame["step"] == frame["step"].max()]
+        return {column: float(latest[column].sum()) for column in COLUMNS[4:]}

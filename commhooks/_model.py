@@ -1,0 +1,75 @@
+"""Finds the DistributedDataParallel in what the user holds, and the names of its parameters."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from commhooks._errors import RegistrationError
+
+__all__ = ["find_ddp", "find_owner", "parameter_names"]
+
+
+def find_ddp(model: object) -> DistributedDataParallel:
+    """``model`` itself, or the one DistributedDataParallel inside it.
+
+    Raises:
+        RegistrationError: there is none, or more than one.
+    """
+    if isinstance(model, DistributedDataParallel):
+        return model
+    if not isinstance(model, nn.Module):
+        raise RegistrationError(
+            f"register(model, ...) takes a DistributedDataParallel module, got "
+            f"{type(model).__name__}"
+        )
+    inside = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    if len(inside) == 1:
+        return inside[0]
+    if inside:
+        raise RegistrationError(
+            f"register: {type(model).__name__} holds {len(inside)} DistributedDataParallel "
+            f"modules; register a hook on each"
+        )
+    kinds = {type(module).__name__ for module in model.modules()}
+    if any("FSDP" in kind or "FullySharded" in kind for kind in kinds):
+        raise RegistrationError(
+            "register: the model is sharded (FSDP), which reduces gradients itself and takes no "
+            "DDP hook; wrap it in DistributedDataParallel instead"
+        )
+    raise RegistrationError(
+        f"register: {type(model).__name__} is not wrapped in DistributedDataParallel, so nothing "
+        f"would call the hook: model = torch.nn.parallel.DistributedDataParallel(model) first"
+    )
+
+
+def find_owner(state: object) -> DistributedDataParallel | None:
+    """The DistributedDataParallel on which ``state`` was registered by ``register_comm_hook``.
+
+    torch tells a hook its parameters but not its model. Looked up once, at the first bucket.
+    """
+    for candidate in gc.get_objects():
+        if type(candidate).__module__.startswith("torch") and isinstance(
+            candidate, DistributedDataParallel
+        ):
+            hooks: list[tuple[Any, Any]] = getattr(candidate, "_comm_hooks", [])
+            if any(registered is state for _, registered in hooks):
+                return candidate
+    return None
+
+
+def parameter_names(model: nn.Module) -> dict[int, tuple[str, torch.Size, torch.dtype]]:
+    """Name, shape and dtype of every parameter that takes part, by ``id``; DDP's prefix is left out."""
+    module = model.module if isinstance(model, DistributedDataParallel) else model
+    ignored: set[str] = set(getattr(model, "parameters_to_ignore", ()))
+    ignored |= set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    found: dict[int, tuple[str, torch.Size, torch.dtype]] = {}
+    parameter: Tensor
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and name not in ignored:
+            found[id(parameter)] = (name, parameter.shape, parameter.dtype)
+    return found

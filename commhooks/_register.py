@@ -1,0 +1,120 @@
+"""``register``: a scheme on a model in one call, checked so that it cannot silently not run."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from commhooks._errors import HookNotAttachedError, RegistrationError
+from commhooks._hook import comm_hook
+from commhooks._model import find_ddp
+from commhooks._scheme import Scheme
+from commhooks._state import HookState
+
+__all__ = ["register"]
+
+
+def register(
+    model: nn.Module,
+    scheme: str | Scheme = "none",
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    seed: int = 0,
+    **options: Any,
+) -> HookState:
+    """Registers a scheme on a DistributedDataParallel model; all ranks call it alike.
+
+    Args:
+        model: torch's DistributedDataParallel, or a module that holds exactly one.
+        scheme: a name (:func:`commhooks.names`) or a scheme.
+        process_group: ranks to average over; the model's own by default.
+        seed: base of the scheme's random draws, the same on every rank.
+        options: of the scheme, see :func:`commhooks.make`.
+
+    Returns:
+        The hook's state: switch, save, load and report through it.
+
+    Raises:
+        RegistrationError: not a DDP model, no process group, or a hook is registered already.
+        UnknownSchemeError, OptionError: wrong name or option; suggests the nearest.
+        MismatchError: the ranks differ in scheme, options, versions or parameters.
+
+    Example:
+        >>> hook = commhooks.register(ddp_model, "powersgd", rank=4, start_step=100)
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise RegistrationError(
+            "register: no process group; call torch.distributed.init_process_group first"
+        )
+    ddp = find_ddp(model)
+    _drop_stale(ddp)
+    if ddp._comm_hooks:
+        hook, state = ddp._comm_hooks[0]
+        if isinstance(state, HookState):
+            raise RegistrationError(
+                f"register: this model already has the hook {state}; change its scheme with "
+                f"hook.switch(...)"
+            )
+        raise RegistrationError(
+            f"register: this model already has the hook {getattr(hook, '__qualname__', hook)}, "
+            f"and DistributedDataParallel takes one; wrap the module anew to change it"
+        )
+    state = HookState(scheme, ddp, process_group=process_group, seed=seed, **options)
+    state.agree("commhooks.register")
+    ddp.register_comm_hook(state, comm_hook)
+    ddp.register_forward_pre_hook(AttachmentGuard(state, ddp))
+    return state
+
+
+def _drop_stale(ddp: DistributedDataParallel) -> None:
+    """Removes what a pickled or copied DDP brings along: a hook that its reducer does not have."""
+    guards = [
+        (key, guard)
+        for key, guard in ddp._forward_pre_hooks.items()
+        if isinstance(guard, AttachmentGuard)
+    ]
+    for key, guard in guards:
+        if not guard.attached_to(ddp):
+            del ddp._forward_pre_hooks[key]
+            ddp._comm_hooks.clear()
+
+
+class AttachmentGuard:
+    """Forward pre-hook that raises where the registered hook would silently not run."""
+
+    def __init__(self, state: HookState, ddp: DistributedDataParallel) -> None:
+        self._state = state
+        self._ddp: weakref.ref[nn.Module] | None = weakref.ref(ddp)
+        self._had_grad = any(parameter.grad is not None for parameter in ddp.parameters())
+
+    def attached_to(self, module: nn.Module) -> bool:
+        """Whether ``module`` is the one the hook was registered on, in this process."""
+        return self._ddp is not None and self._ddp() is module
+
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        if not self.attached_to(module):
+            raise HookNotAttachedError(
+                "this DistributedDataParallel was unpickled or copied: it lists a communication "
+                "hook that its reducer does not have, so gradients would be averaged without it. "
+                "Call commhooks.register(model, ...) on it, then load_state_dict"
+            )
+        if self._state.calls or self._had_grad:
+            return
+        if any(parameter.grad is not None for parameter in module.parameters()):
+            synced = getattr(module, "require_backward_grad_sync", True)
+            if synced:
+                raise HookNotAttachedError(
+                    "a backward pass made gradients but the registered hook was never called. "
+                    "Is the loss computed through the wrapped module instead of the "
+                    "DistributedDataParallel, or every backward inside no_sync()?"
+                )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"state": self._state}
+
+    def __setstate__(self, saved: dict[str, Any]) -> None:
+        self._state, self._ddp, self._had_grad = saved["state"], None, False

@@ -1,0 +1,194 @@
+"""What a scheme is: straight-line code that turns a local gradient into the averaged one.
+
+A scheme yields collectives and is sent their results. Its settings are frozen fields, what it
+remembers lives in ``ctx.memory``, and it neither knows nor cares which driver runs it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from commhooks._memory import Layout, Memory
+from ddp_core import AllGather, Collective
+
+__all__ = ["Codec", "Context", "Exchanged", "Scheme", "SchemeExchange", "children", "walk"]
+
+
+class Exchanged(NamedTuple):
+    """What one exchange of a bucket gave.
+
+    Attributes:
+        mean: flat averaged gradient, the same bits on every rank.
+        sent: what this rank's share decoded to, flat; the mean of it over ranks is ``mean``.
+            None: everything was sent.
+        unsent: ``grad - sent``, where the scheme computed it cheaper than by subtracting.
+        finite: one bool, the same on every rank; None where the scheme did not look.
+    """
+
+    mean: Tensor
+    sent: Tensor | None = None
+    unsent: Tensor | None = None
+    finite: Tensor | None = None
+
+
+SchemeExchange = Generator[Collective, Tensor, Exchanged]
+
+
+@dataclass
+class Context:
+    """Where an exchange runs: bucket layout, step, ranks, memory, random streams.
+
+    Attributes:
+        memory: tensors that survive the step, see :class:`commhooks.Memory`.
+        output: flat tensor in the gradient's dtype that may take the mean; may be ``grad`` itself.
+        step: counts synchronised backward passes from 0.
+        rank, world_size: within the process group.
+        seed: base of all random streams; the same on every rank.
+        keep_unsent: error feedback needs ``sent`` or ``unsent``; without it they may be omitted.
+            With it, ``grad`` is left as it was, unless it is returned as ``unsent``.
+    """
+
+    memory: Memory
+    output: Tensor
+    step: int = 0
+    rank: int = 0
+    world_size: int = 1
+    seed: int = 0
+    keep_unsent: bool = False
+    find_layout: Any = None
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Parameter names and shapes in the flat gradient."""
+        layout: Layout = self.find_layout()
+        return layout
+
+    def replace(self, **changes: Any) -> Context:
+        """The same context but for ``changes``."""
+        return replace(self, **changes)
+
+    def generator(self, name: str, *, shared: bool = True, step: int | None = None) -> torch.Generator:
+        """A CPU random generator keyed by parameter name and step, and by rank unless ``shared``.
+
+        Keyed draws need no state in a checkpoint, and do not depend on the bucket layout.
+        """
+        step = self.step if step is None else step
+        text = f"{self.seed}/{name}/{step}/{'shared' if shared else self.rank}"
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+class Scheme:
+    """Base of all schemes. Subclasses are frozen dataclasses and implement ``exchange``.
+
+    Attributes:
+        rounds: collectives per bucket, at most.
+        biased: converges only with error feedback.
+        linear: payloads of all ranks may be summed by an all-reduce.
+        stateful: keeps something in ``ctx.memory``.
+        averages: returns the average over ranks (False: no-op and local schemes).
+    """
+
+    rounds: int = 1
+    biased: ClassVar[bool] = False
+    linear: ClassVar[bool] = False
+    stateful: bool = False
+    averages: ClassVar[bool] = True
+    coalesce: bool = False
+
+    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
+        """Yields collectives, is sent their results, returns the averaged gradient.
+
+        Args:
+            grad: flat local gradient of one bucket; may be overwritten unless ``ctx.keep_unsent``.
+            ctx: where the exchange runs.
+        """
+        raise NotImplementedError
+        yield
+
+    def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
+        """Why ``value`` cannot be this scheme's memory of a parameter of that shape; None if it can.
+
+        Keys a scheme does not own are answered by "unknown".
+        """
+        return "unknown"
+
+    def initial_memory(self, name: str, shape: torch.Size, ctx: Context) -> dict[str, Tensor]:
+        """What a parameter's memory holds before its first step, by key; for complete checkpoints."""
+        return {}
+
+
+class Codec(Scheme):
+    """A scheme of one all-gather, given by ``encode`` and ``decode``.
+
+    Every rank decodes the payloads of all ranks, in rank order, so all get equal bits.
+    """
+
+    def encode(self, grad: Tensor, ctx: Context) -> dict[str, Tensor]:
+        """The payload: named tensors whose shapes and dtypes depend on the bucket, not on values."""
+        raise NotImplementedError
+
+    def decode(self, payload: dict[str, Tensor], like: Tensor, ctx: Context) -> Tensor:
+        """A tensor like ``like`` from a payload."""
+        raise NotImplementedError
+
+    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
+        payload = self.encode(grad, ctx)
+        packed = _pack(payload)
+        gathered = yield AllGather(packed)
+        mean, sent = torch.zeros_like(grad), None
+        for rank in range(ctx.world_size):
+            decoded = self.decode(_unpack(gathered[rank], payload), grad, ctx)
+            mean.add_(decoded)
+            if rank == ctx.rank:
+                sent = decoded
+        return Exchanged(mean.mul_(1.0 / ctx.world_size), sent=sent)
+
+
+def _pack(payload: dict[str, Tensor]) -> Tensor:
+    """All tensors of a payload as one flat uint8 tensor, widest element first so that views align."""
+    parts = sorted(payload.items(), key=lambda item: -item[1].element_size())
+    return torch.cat([value.contiguous().view(-1).view(torch.uint8) for _, value in parts])
+
+
+def _unpack(packed: Tensor, like: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The payload that ``_pack`` packed; names, shapes and dtypes are those of ``like``."""
+    parts = sorted(like.items(), key=lambda item: -item[1].element_size())
+    sizes = [value.numel() * value.element_size() for _, value in parts]
+    return {
+        name: piece.clone().view(value.dtype).view(value.shape)
+        for (name, value), piece in zip(parts, packed.split(sizes), strict=True)
+    }
+
+
+S = TypeVar("S", bound=Scheme)
+
+
+def children(scheme: Scheme) -> list[Scheme]:
+    """The schemes a wrapper wraps, found in its fields."""
+    found: list[Scheme] = []
+
+    def look(value: object) -> None:
+        if isinstance(value, Scheme):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            for item in value:
+                look(item)
+
+    for setting in fields(scheme):  # type: ignore[arg-type]
+        look(getattr(scheme, setting.name))
+    return found
+
+
+def walk(scheme: Scheme) -> Iterator[Scheme]:
+    """``scheme`` and all it wraps, outermost first."""
+    yield scheme
+    for child in children(scheme):
+        yield from walk(child)

@@ -1,0 +1,77 @@
+"""The flat gradient of several parameters, as the reducer hands it to a hook."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+__all__ = ["GradBucket"]
+
+
+class GradBucket:
+    """torch's ``GradBucket`` (same six methods) that also knows its parameters' names.
+
+    Args:
+        index: position in launch order within the step.
+        buffer: flat gradient, one dimension.
+        parameters: the parameters whose gradients ``buffer`` holds, in order.
+        names: their names in the model.
+        is_last: whether this is the step's last bucket.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        buffer: Tensor,
+        parameters: Sequence[Tensor],
+        *,
+        names: Sequence[str] = (),
+        is_last: bool = True,
+    ) -> None:
+        numel = sum(parameter.numel() for parameter in parameters)
+        if buffer.dim() != 1 or buffer.numel() != numel:
+            raise ValueError(
+                f"GradBucket(buffer=...) is flat with one entry per parameter entry ({numel}), "
+                f"got shape {tuple(buffer.shape)}"
+            )
+        self._index, self._buffer, self._is_last = index, buffer, is_last
+        self._parameters, self._names = list(parameters), list(names)
+
+    def index(self) -> int:
+        """Position in launch order; 0 holds the gradients that are ready first."""
+        return self._index
+
+    def buffer(self) -> Tensor:
+        """Flat gradient of all parameters of the bucket."""
+        return self._buffer
+
+    def gradients(self) -> list[Tensor]:
+        """Views into the buffer, one per parameter, in its shape."""
+        sizes = [parameter.numel() for parameter in self._parameters]
+        parts = self._buffer.split(sizes)
+        return [
+            part.view(parameter.shape)
+            for part, parameter in zip(parts, self._parameters, strict=True)
+        ]
+
+    def parameters(self) -> list[Tensor]:
+        """The parameters, in the order of their gradients in the buffer."""
+        return list(self._parameters)
+
+    def names(self) -> list[str]:
+        """The parameters' names, in the same order."""
+        return list(self._names)
+
+    def is_last(self) -> bool:
+        """Whether this is the last bucket of the step."""
+        return self._is_last
+
+    def set_buffer(self, tensor: Tensor) -> None:
+        """Replaces the buffer; the new tensor has as many entries."""
+        if tensor.numel() != self._buffer.numel():
+            raise ValueError(
+                f"GradBucket.set_buffer: the bucket has {self._buffer.numel()} entries, "
+                f"got {tensor.numel()}"
+            )
+        self._buffer = tensor

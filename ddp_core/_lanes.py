@@ -1,0 +1,188 @@
+"""Lanes: one ordered queue and one process group per round, for Gloo and other host backends.
+
+On Gloo, callbacks of different buckets fire in different orders on different ranks. A collective
+issued from whichever callback fires first therefore meets another bucket's collective on the other
+rank. Here the n-th collective of every bucket goes through lane n, in ticket order: bucket i issues
+its n-th collective after bucket i-1 issued its n-th, or passed its turn. Each lane has a group of
+its own, so lanes need no order among each other.
+
+Lane 0 is the caller's group: first collectives are issued inside the hook call, in the order in
+which the reducer launches buckets, as DistributedDataParallel itself would. Later rounds are
+resumed by one driver thread per ``Lanes``; Gloo's threads only post to its queue.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_core._task import Task, clock
+
+__all__ = ["Lanes", "group_timeout"]
+
+_Event = Callable[[], None]
+
+
+def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """The timeout ``group`` was made with; None where the backend does not tell."""
+    with contextlib.suppress(Exception):
+        backend = group._get_backend(torch.device("cpu"))
+        return timedelta(seconds=backend.options._timeout.total_seconds())
+    return None
+
+
+@dataclass(eq=False)
+class _Lane:
+    group: dist.ProcessGroup
+    turn: int = 0  # the ticket that issues next
+    waiting: dict[int, Task] = field(default_factory=dict)
+    passed: set[int] = field(default_factory=set)
+
+
+def _drive(events: queue.SimpleQueue[_Event | None]) -> None:
+    """The driver thread: runs events until it is told to stop. Holds no reference to the lanes."""
+    while (event := events.get()) is not None:
+        event()
+        del event
+
+
+def _shut_down(
+    events: queue.SimpleQueue[_Event | None],
+    threads: list[threading.Thread],
+    groups: list[dist.ProcessGroup],
+) -> None:
+    events.put(None)
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(timeout=5)
+    for group in groups:
+        # The caller may have destroyed the default group, and with it these, before.
+        if dist.is_initialized():
+            with contextlib.suppress(ValueError, AssertionError, RuntimeError):
+                dist.destroy_process_group(group)
+    groups.clear()
+
+
+class Lanes:
+    """Drives exchanges over ``rounds`` lanes.
+
+    Making lanes beyond the first is itself a collective: all ranks of ``group`` call it together.
+
+    Args:
+        group: lane 0; the ranks, and the timeout of every lane, are its.
+        rounds: collectives per bucket, at most.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, rounds: int = 1) -> None:
+        self._lanes = [_Lane(group)]
+        self._tickets = 0
+        self._lock = threading.Lock()
+        self._events: queue.SimpleQueue[_Event | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._own_groups: list[dist.ProcessGroup] = []
+        # Also runs at interpreter exit, before Gloo's threads lose the interpreter.
+        self._finalizer = weakref.finalize(
+            self, _shut_down, self._events, self._threads, self._own_groups
+        )
+        self.ensure(rounds)
+
+    @property
+    def rounds(self) -> int:
+        """Number of lanes."""
+        return len(self._lanes)
+
+    def ensure(self, rounds: int) -> None:
+        """Adds lanes until there are ``rounds``; no exchange may be under way."""
+        group = self._lanes[0].group
+        ranks = dist.get_process_group_ranks(group)
+        while len(self._lanes) < rounds:
+            own: Any = dist.new_group(
+                ranks,
+                timeout=group_timeout(group),
+                backend=dist.get_backend(group),
+                use_local_synchronization=len(ranks) != dist.get_world_size(),
+            )
+            self._own_groups.append(own)
+            self._lanes.append(_Lane(own, turn=self._tickets))
+
+    def run(self, task: Task) -> torch.futures.Future[Tensor]:
+        """Starts ``task`` and returns the future of its result; encodes in the calling thread."""
+        if not self._finalizer.alive:
+            raise RuntimeError("Lanes.run: the lanes are closed; register the hook again")
+        if not self._threads:
+            thread = threading.Thread(
+                target=_drive, args=(self._events,), name="commhooks-lanes", daemon=True
+            )
+            thread.start()
+            self._threads.append(thread)
+        # `then` turns an exception into the future's error; set_exception would hand C++ a value.
+        future = task.completion.then(task.outcome)
+        task.ticket = self._tickets
+        self._tickets += 1
+        self._step(task, None)
+        return future
+
+    def close(self) -> None:
+        """Stops the driver thread and destroys the groups of lanes 1 and up. Safe to call twice."""
+        self._finalizer()
+
+    def _step(self, task: Task, error: BaseException | None) -> None:
+        """Advances ``task`` and puts its next collective into its lane, or completes its future."""
+        request = task.advance(error)
+        with self._lock:
+            if request is not None:
+                lane = self._lanes[task.round]
+                lane.waiting[task.ticket] = task
+                self._issue_ready(lane)
+            else:
+                # Also after an error: later buckets must not wait for this one.
+                for lane in self._lanes[len(task.rows) :]:
+                    lane.passed.add(task.ticket)
+                    self._issue_ready(lane)
+        if request is None:
+            task.completion.set_result(None)
+
+    def _issue_ready(self, lane: _Lane) -> None:
+        """Issues, in ticket order, all collectives of ``lane`` whose turn has come."""
+        while True:
+            if lane.turn in lane.passed:
+                lane.passed.remove(lane.turn)
+            elif lane.turn in lane.waiting:
+                self._issue(lane, lane.waiting.pop(lane.turn))
+            else:
+                return
+            lane.turn += 1
+
+    def _issue(self, lane: _Lane, task: Task) -> None:
+        """Starts the pending collective of ``task``; its completion becomes an event."""
+        assert task.request is not None
+        row = task.rows[-1]
+        row.issued = clock()
+        try:
+            work = task.request.issue(lane.group)
+        except Exception as error:
+            failure = task.failed(error)
+            self._events.put(partial(self._step, task, failure))
+            return
+
+        def done(future: torch.futures.Future[Any]) -> None:
+            row.done = clock()
+            failure = None
+            try:
+                future.value()
+            except Exception as error:
+                failure = task.failed(error)
+            self._events.put(partial(self._step, task, failure))
+
+        work.get_future().add_done_callback(done)
