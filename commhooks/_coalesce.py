@@ -98,7 +98,9 @@ class Coalescer:
         self._held: list[_Held] = []
         self.layouts: dict[Any, Layout] = {}
 
-    def hold(self, index: int, buffer: Tensor, find_layout: FindLayout) -> torch.futures.Future[Tensor]:
+    def hold(
+        self, index: int, buffer: Tensor, find_layout: FindLayout
+    ) -> torch.futures.Future[Tensor]:
         """Keeps a bucket back; its future completes with its group."""
         if any(one.index == index for one in self._held):  # the last step was abandoned
             self._held.clear()

@@ -15,9 +15,7 @@ import torch.distributed as dist
 __all__ = ["as_hook", "comm_hook"]
 
 
-def comm_hook(
-    state: Any, bucket: dist.GradBucket
-) -> torch.futures.Future[torch.Tensor]:
+def comm_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Averages a bucket by the scheme of ``state``, a :class:`commhooks.HookState`.
 
     Example:
@@ -46,7 +44,9 @@ def as_hook(function: Callable[..., Any]) -> Callable[..., Any]:
     try:
         inspect.signature(function).bind(None, None)
     except TypeError as error:
-        raise TypeError(f"as_hook: {function!r} cannot be called as hook(state, bucket): {error}") from error
+        raise TypeError(
+            f"as_hook: {function!r} cannot be called as hook(state, bucket): {error}"
+        ) from error
     except ValueError:  # a builtin without a signature: nothing to check
         pass
     inner = function
@@ -54,9 +54,7 @@ def as_hook(function: Callable[..., Any]) -> Callable[..., Any]:
         inner = inner.func
     name = getattr(inner, "__qualname__", type(inner).__qualname__)
 
-    def hook(
-        state: object, bucket: dist.GradBucket
-    ) -> torch.futures.Future[torch.Tensor]:
+    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         future = function(state, bucket)
         if not isinstance(future, torch.futures.Future):
             raise TypeError(

@@ -55,8 +55,8 @@ class Ledger:
         self._backward_end[step] = now
         self.steps += 1
         oldest = self._rows[0].step if self._rows else step
-        for gone in [kept for kept in self._backward_end if kept < oldest]:
-            del self._backward_end[gone]
+        while (kept := next(iter(self._backward_end))) < oldest:
+            del self._backward_end[kept]
 
     def report(self) -> pd.DataFrame:
         """A row per step, bucket and round; times in seconds.

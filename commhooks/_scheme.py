@@ -74,7 +74,9 @@ class Context:
         """The same context but for ``changes``."""
         return replace(self, **changes)
 
-    def generator(self, name: str, *, shared: bool = True, step: int | None = None) -> torch.Generator:
+    def generator(
+        self, name: str, *, shared: bool = True, step: int | None = None
+    ) -> torch.Generator:
         """A CPU random generator keyed by parameter name and step, and by rank unless ``shared``.
 
         Keyed draws need no state in a checkpoint, and do not depend on the bucket layout.

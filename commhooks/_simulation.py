@@ -48,7 +48,9 @@ class Simulation:
         ]
         self.requests: list[tuple[str, int]] = []  # of rank 0, all steps: collective, payload bytes
 
-    def step(self, grads: Sequence[Tensor], *, buckets: Sequence[Layout] | None = None) -> list[Tensor]:
+    def step(
+        self, grads: Sequence[Tensor], *, buckets: Sequence[Layout] | None = None
+    ) -> list[Tensor]:
         """One step: each rank's flat gradient in, each rank's average out.
 
         Args:

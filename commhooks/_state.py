@@ -62,23 +62,28 @@ class HookState:
         history: int = 100_000,
         **options: Any,
     ) -> None:
-        self._init(make(scheme, **options), seed, history)
-        self._process_group = process_group
+        self._init(make(scheme, **options), seed, history, process_group)
         if model is not None:
             self._adopt(model)
 
-    def _init(self, scheme: Scheme, seed: int, history: int) -> None:
+    def _init(
+        self,
+        scheme: Scheme,
+        seed: int,
+        history: int,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
         self._engine = Engine(scheme, rank=-1, world_size=0, seed=seed)
         self._history = history
         self.ledger = Ledger(history)
-        self._process_group: dist.ProcessGroup | None = None
+        self._process_group = process_group
         self._model: weakref.ref[nn.Module] | None = None
         self._parameters: dict[int, tuple[str, torch.Size, torch.dtype]] = {}
         self._layouts: dict[tuple[int, ...], Layout] = {}
         self._lanes: Lanes | None = None
         self._streams: Streams | None = None
         self._coalescer = Coalescer()
-        self._pending_load: tuple[dict[str, Any], Any] | None = None
+        self._agreed = False
         self._closed = False
         self.calls = 0
 
@@ -126,7 +131,7 @@ class HookState:
                 f"HookState.switch: step {self.step} is under way; switch between two steps, "
                 f"after loss.backward() returned"
             )
-        if self._bound:
+        if self._agreed:
             handshake("HookState.switch", self._facts(built), self._group())
         self._replace(built)
 
@@ -297,7 +302,8 @@ class HookState:
                 "the hook was closed (HookState.close), but the model still trains with it; "
                 "wrap the model in a new DistributedDataParallel, or close after training"
             )
-        self._bind()
+        if not self._agreed:
+            self.agree("the first step with this hook")
         self.calls += 1
         engine, step, is_last = self._engine, self._engine.step, bucket.is_last()
         buffer: Tensor = bucket.buffer()
@@ -432,7 +438,8 @@ class HookState:
         """Handshake with the other ranks, and the driver's groups; a collective."""
         self._bind()
         handshake(call, self._facts(self.scheme), self._group())
-        if all(parameter_device == "cpu" for parameter_device in self._devices()):
+        self._agreed = True
+        if self._devices() <= {"cpu"}:
             self._lanes = self._lanes or Lanes(self._group(), self.scheme.rounds)
 
     def _devices(self) -> set[str]:

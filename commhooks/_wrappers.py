@@ -15,7 +15,15 @@ from commhooks._scheme import Context, Exchanged, Scheme, SchemeExchange, childr
 from commhooks.schemes.dense import Dense
 from ddp_core import AllReduce, Collective
 
-__all__ = ["Cast", "Coalesced", "DelayedStart", "ErrorFeedback", "FlushResidual", "PerParameter", "Rule"]
+__all__ = [
+    "Cast",
+    "Coalesced",
+    "DelayedStart",
+    "ErrorFeedback",
+    "FlushResidual",
+    "PerParameter",
+    "Rule",
+]
 
 RESIDUAL = "residual"
 
@@ -130,7 +138,9 @@ class FlushResidual(Wrapper):
 
     def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
         memory, layout = ctx.memory, ctx.layout
-        if memory.has(RESIDUAL) and any(memory.get(RESIDUAL, name) is not None for name in layout.names):
+        if memory.has(RESIDUAL) and any(
+            memory.get(RESIDUAL, name) is not None for name in layout.names
+        ):
             grad.add_(memory.read(RESIDUAL, layout, device=grad.device).to(grad.dtype))
             memory.write(RESIDUAL, layout, None)
         return (yield from self.scheme.exchange(grad, ctx))
@@ -417,7 +427,9 @@ class _Part:
 
     def put_back(self, output: Tensor) -> None:
         """Writes the mean to where the parameters are in the bucket."""
-        for (begin, end), piece in zip(self.spans, self.result.mean.split(self.layout.sizes), strict=True):
+        for (begin, end), piece in zip(
+            self.spans, self.result.mean.split(self.layout.sizes), strict=True
+        ):
             output[begin:end].copy_(piece)
 
     def put_sent(self, sent: Tensor) -> None:

@@ -129,7 +129,8 @@ class AllGather(Collective):
     def issue(self, group: dist.ProcessGroup) -> dist.Work:
         flat = self.tensor.contiguous().view(-1)
         self._result = flat.new_empty((group.size(), *self.tensor.shape))
-        return _all_gather(self._result.view(-1), flat, group=group, async_op=True)
+        work: dist.Work = _all_gather(self._result.view(-1), flat, group=group, async_op=True)
+        return work
 
     def result(self) -> Tensor:
         return self._result
@@ -141,7 +142,10 @@ class AllGather(Collective):
 
 
 class AllToAll(Collective):
-    """Sends row i of ``tensor`` (shape ``(world_size, ...)``) to rank i; row j of the result is from rank j."""
+    """Sends row i of ``tensor`` (shape ``(world_size, ...)``) to rank i.
+
+    Row j of the result is what rank j sent.
+    """
 
     name = "all_to_all"
 
@@ -156,9 +160,10 @@ class AllToAll(Collective):
             )
         source = self.tensor.contiguous()
         self._result = torch.empty_like(source)
-        return dist.all_to_all_single(
+        work: dist.Work = dist.all_to_all_single(
             self._result.view(-1), source.view(-1), group=group, async_op=True
         )
+        return work
 
     def result(self) -> Tensor:
         return self._result
@@ -170,7 +175,7 @@ class AllToAll(Collective):
 
 
 class ReduceScatter(Collective):
-    """Sums ``tensor`` (shape ``(world_size, ...)``) over all ranks; rank i is sent row i of the sum."""
+    """Sums ``tensor`` (shape ``(world_size, ...)``) over all ranks; rank i gets row i of the sum."""
 
     name = "reduce_scatter"
 
@@ -185,7 +190,9 @@ class ReduceScatter(Collective):
             )
         source = self.tensor.contiguous()
         self._result = source.new_empty(self.tensor.shape[1:])
-        return _reduce_scatter(self._result.view(-1), source.view(-1), group=group, async_op=True)
+        flat = source.view(-1)
+        work: dist.Work = _reduce_scatter(self._result.view(-1), flat, group=group, async_op=True)
+        return work
 
     def result(self) -> Tensor:
         return self._result

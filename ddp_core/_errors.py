@@ -4,7 +4,7 @@ __all__ = ["CollectiveError", "MismatchError", "RoundsError"]
 
 
 class CollectiveError(RuntimeError):
-    """A collective failed (dead peer, timeout, ...); carries where: ``step``, ``bucket``, ``round``."""
+    """A collective failed (dead peer, timeout, ...) in this ``step``, ``bucket`` and ``round``."""
 
     def __init__(self, message: str, *, step: int, bucket: int, round: int) -> None:
         super().__init__(message)

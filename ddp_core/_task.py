@@ -20,7 +20,7 @@ clock = time.perf_counter
 
 @dataclass(slots=True)
 class RoundRecord:
-    """What one collective of one bucket moved, and when; times in seconds of ``time.perf_counter``."""
+    """What one collective of one bucket moved, and when (seconds of ``time.perf_counter``)."""
 
     step: int
     bucket: int
