@@ -1,4 +1,4 @@
-"""Compares across ranks what they are about to do, so that a mismatch is an error and not a hang."""
+"""Compares across ranks what they are about to do: a mismatch is an error, not a hang."""
 
 from __future__ import annotations
 

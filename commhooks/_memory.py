@@ -1,4 +1,4 @@
-"""What a scheme remembers between steps: tensors by parameter name, written only if a step was good.
+"""What a scheme remembers between steps: tensors by parameter name, kept if the step was good.
 
 A scheme works on flat tensors, one per bucket; buckets come and go (DDP rebuilds them, a resumed
 job starts with others). So values are kept flat for the layout in use and found by parameter name

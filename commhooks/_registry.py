@@ -130,7 +130,7 @@ def _build(name: str, options: dict[str, Any]) -> Scheme:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise UnknownSchemeError(f"no scheme {name!r}{hint} Registered: {', '.join(names())}")
     if isinstance(factory, type):
-        known = [setting.name for setting in fields(factory) if setting.init]  # type: ignore[arg-type]
+        known = [setting.name for setting in fields(factory) if setting.init]
         for option in options:
             if option not in known:
                 every = [*known, *_wrapper_options]
@@ -141,7 +141,7 @@ def _build(name: str, options: dict[str, Any]) -> Scheme:
                 )
         missing = [
             setting.name
-            for setting in fields(factory)  # type: ignore[arg-type]
+            for setting in fields(factory)
             if setting.init
             and setting.default is MISSING
             and setting.default_factory is MISSING

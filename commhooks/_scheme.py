@@ -116,14 +116,14 @@ class Scheme:
         yield
 
     def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
-        """Why ``value`` cannot be this scheme's memory of a parameter of that shape; None if it can.
+        """Why ``value`` cannot be this scheme's memory of such a parameter; None if it can.
 
         Keys a scheme does not own are answered by "unknown".
         """
         return "unknown"
 
     def initial_memory(self, name: str, shape: torch.Size, ctx: Context) -> dict[str, Tensor]:
-        """What a parameter's memory holds before its first step, by key; for complete checkpoints."""
+        """A parameter's memory before its first step, by key; makes checkpoints complete."""
         return {}
 
 
@@ -134,7 +134,7 @@ class Codec(Scheme):
     """
 
     def encode(self, grad: Tensor, ctx: Context) -> dict[str, Tensor]:
-        """The payload: named tensors whose shapes and dtypes depend on the bucket, not on values."""
+        """The payload: named tensors; shapes and dtypes depend on the bucket, not on values."""
         raise NotImplementedError
 
     def decode(self, payload: dict[str, Tensor], like: Tensor, ctx: Context) -> Tensor:
@@ -155,7 +155,7 @@ class Codec(Scheme):
 
 
 def _pack(payload: dict[str, Tensor]) -> Tensor:
-    """All tensors of a payload as one flat uint8 tensor, widest element first so that views align."""
+    """All tensors of a payload as flat uint8, widest element first so that views align."""
     parts = sorted(payload.items(), key=lambda item: -item[1].element_size())
     return torch.cat([value.contiguous().view(-1).view(torch.uint8) for _, value in parts])
 

@@ -1,4 +1,4 @@
-"""What stands behind a registered hook: scheme, memory, ledger, and the driver of its collectives."""
+"""What stands behind a registered hook: scheme, memory, ledger, driver of its collectives."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ class HookState:
 
     @property
     def skipped_steps(self) -> int:
-        """Steps with a non-finite gradient, which left the memory as it was (counted on the CPU)."""
+        """Steps whose non-finite gradient left the memory as it was (counted on the CPU)."""
         return self._engine.skipped
 
     def residual(self, name: str) -> Tensor | None:

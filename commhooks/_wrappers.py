@@ -1,4 +1,4 @@
-"""Schemes around a scheme: error feedback, cast, delayed start, choice per parameter, coalescing."""
+"""Schemes around a scheme: feedback, cast, delayed start, choice per parameter, coalescing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def _need_scheme(owner: object, scheme: object) -> None:
     if not isinstance(scheme, Scheme):
         name = type(owner).__name__
         raise TypeError(
-            f"{name}(scheme) wraps a Scheme, got {scheme!r}: use commhooks.make(name, ...) for a name"
+            f"{name}(scheme) wraps a Scheme, got {scheme!r}: "
+            f"use commhooks.make(name, ...) for a name"
         )
 
 
@@ -94,8 +95,8 @@ class ErrorFeedback(Wrapper):
 
     scheme: Scheme
 
-    biased = False  # type: ignore[assignment]
-    stateful = True  # type: ignore[assignment]
+    biased = False
+    stateful = True
 
     def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
         memory, layout = ctx.memory, ctx.layout
@@ -134,7 +135,7 @@ class FlushResidual(Wrapper):
 
     scheme: Scheme
 
-    stateful = True  # type: ignore[assignment]
+    stateful = True
 
     def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
         memory, layout = ctx.memory, ctx.layout
@@ -213,10 +214,7 @@ def request_is_mean(request: Collective) -> bool:
 
 def _widen(arrived: Tensor, like: Tensor, scale: float) -> Tensor:
     """The result in the scheme's own dtype; in the request's own memory where it has the shape."""
-    if arrived.shape == like.shape:
-        wide = like.copy_(arrived)
-    else:
-        wide = arrived.to(like.dtype)
+    wide = like.copy_(arrived) if arrived.shape == like.shape else arrived.to(like.dtype)
     return wide if scale == 1.0 else wide.mul_(scale)
 
 
@@ -262,7 +260,8 @@ class DelayedStart(Wrapper):
         _need_scheme(self, self.before)
         if not isinstance(self.start_step, int) or self.start_step < 0:
             raise ValueError(
-                f"DelayedStart(start_step=...) is a number of steps, 0 or more, got {self.start_step!r}"
+                f"DelayedStart(start_step=...) is a number of steps, 0 or more, "
+                f"got {self.start_step!r}"
             )
 
     @property
@@ -284,7 +283,7 @@ class Coalesced(Wrapper):
 
     scheme: Scheme
 
-    coalesce = True  # type: ignore[assignment]
+    coalesce = True
 
     def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
         return (yield from self.scheme.exchange(grad, ctx))

@@ -96,7 +96,9 @@ class AllReduce(Collective):
     def issue(self, group: dist.ProcessGroup) -> dist.Work:
         if self.op == "mean":
             self.tensor.mul_(1.0 / group.size())
-        return dist.all_reduce(self.tensor, _REDUCE_OPS[self.op], group=group, async_op=True)
+        op = _REDUCE_OPS[self.op]
+        work: dist.Work = dist.all_reduce(self.tensor, op, group=group, async_op=True)
+        return work
 
     def like(self, tensor: Tensor) -> AllReduce:
         return AllReduce(tensor, self.op)
@@ -175,7 +177,7 @@ class AllToAll(Collective):
 
 
 class ReduceScatter(Collective):
-    """Sums ``tensor`` (shape ``(world_size, ...)``) over all ranks; rank i gets row i of the sum."""
+    """Sums ``tensor`` (shape ``(world_size, ...)``) over all ranks; rank i gets row i."""
 
     name = "reduce_scatter"
 
@@ -218,7 +220,9 @@ class Broadcast(Collective):
         return self.payload_nbytes * (world_size - 1) / world_size
 
     def issue(self, group: dist.ProcessGroup) -> dist.Work:
-        return dist.broadcast(self.tensor, group=group, group_src=self.source, async_op=True)
+        source = self.source
+        work: dist.Work = dist.broadcast(self.tensor, group=group, group_src=source, async_op=True)
+        return work
 
     def like(self, tensor: Tensor) -> Broadcast:
         return Broadcast(tensor, self.source)
