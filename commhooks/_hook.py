@@ -10,12 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 __all__ = ["as_hook", "comm_hook"]
 
 
-def comm_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def comm_hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Averages a bucket by the scheme of ``state``, a :class:`commhooks.HookState`.
 
     Example:
@@ -54,7 +54,7 @@ def as_hook(function: Callable[..., Any]) -> Callable[..., Any]:
         inner = inner.func
     name = getattr(inner, "__qualname__", type(inner).__qualname__)
 
-    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         future = function(state, bucket)
         if not isinstance(future, torch.futures.Future):
             raise TypeError(

@@ -63,7 +63,7 @@ def find_owner(state: object) -> DistributedDataParallel | None:
 
 
 def parameter_names(model: nn.Module) -> dict[int, tuple[str, torch.Size, torch.dtype]]:
-    """Name (without DDP's prefix), shape and dtype of every parameter that takes part, by ``id``."""
+    """Name (without DDP's prefix), shape and dtype of every trained parameter, by ``id``."""
     module = model.module if isinstance(model, DistributedDataParallel) else model
     ignored: set[str] = set(getattr(model, "parameters_to_ignore", ()))
     ignored |= set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
