@@ -30,9 +30,11 @@ from commhooks._wrappers import (
 )
 from commhooks.schemes.casts import bf16, fp16
 from commhooks.schemes.dense import Dense, Noop, TwoPhaseCast
+from commhooks.schemes.powersgd import BatchedPowerSGD, PowerSGD
 from ddp_core import CollectiveError, MismatchError
 
 __all__ = [
+    "BatchedPowerSGD",
     "Cast",
     "CheckpointError",
     "Coalesced",
@@ -55,6 +57,7 @@ __all__ = [
     "PayloadError",
     "PerParameter",
     "RegistrationError",
+    "PowerSGD",
     "Rule",
     "Scheme",
     "SchemeError",

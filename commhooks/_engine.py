@@ -14,6 +14,7 @@ from torch import Tensor
 from commhooks._errors import SchemeError
 from commhooks._memory import Layout, Memory
 from commhooks._scheme import Context, Exchanged, Scheme
+from commhooks.kernels import all_finite
 from ddp_core import AllReduce, Exchange
 
 __all__ = ["Engine"]
@@ -84,7 +85,7 @@ class Engine:
             if self.scheme.stateful:
                 # The same bits on every rank, so the verdict needs no message.
                 finite = result.finite
-                self._finite.append(_all_finite(mean) if finite is None else finite)
+                self._finite.append(all_finite(mean) if finite is None else finite)
             return mean
         except BaseException:
             self._failed = True
@@ -123,14 +124,6 @@ class Engine:
                     self.skipped += 1
             self.step += 1
             self._reset()
-
-
-def _all_finite(tensor: Tensor) -> Tensor:
-    """One bool: whether every entry is finite; one pass, nothing allocated."""
-    if not tensor.numel():
-        return torch.ones((), dtype=torch.bool, device=tensor.device)
-    # The largest magnitude is NaN where any entry is, and infinite where any is.
-    return torch.isfinite(torch.linalg.vector_norm(tensor, float("inf")))
 
 
 def _exchange_sparse(grad: Tensor, scheme: Scheme) -> Exchange:
