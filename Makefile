@@ -1,0 +1,36 @@
+# Two commands set everything up on a fresh machine: `make bandwidth` (the main job) and `make test`.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+# torch is pinned in constraints.txt: without a pin pip fetches gigabytes of CUDA packages.
+INSTALL := $(RUN) -m pip install --quiet --constraint constraints.txt
+
+.PHONY: bandwidth test format clean
+
+bandwidth: $(VENV)/experiments
+	$(RUN) -m experiments.bandwidth
+
+test: $(VENV)/dev
+	$(RUN) -m ruff format --check .
+	$(RUN) -m ruff check .
+	$(RUN) -m mypy
+	$(RUN) -m pytest
+
+format: $(VENV)/dev
+	$(RUN) -m ruff format .
+	$(RUN) -m ruff check --fix .
+
+$(VENV)/created:
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+$(VENV)/experiments: $(VENV)/created pyproject.toml constraints.txt
+	$(INSTALL) --editable '.[experiments]'
+	touch $@
+
+$(VENV)/dev: $(VENV)/created pyproject.toml constraints.txt
+	$(INSTALL) --editable '.[dev]'
+	touch $@ $(VENV)/experiments
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
