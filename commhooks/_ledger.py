@@ -88,7 +88,10 @@ class Ledger:
             for row in rows
         ]
         frame = pd.DataFrame(table, columns=list(COLUMNS))
-        return frame.sort_values(["step", "bucket", "round"], kind="stable", ignore_index=True)
+        ordered: pd.DataFrame = frame.sort_values(
+            ["step", "bucket", "round"], kind="stable", ignore_index=True
+        )
+        return ordered
 
     def _exposed(self, rows: Iterable[RoundRecord]) -> dict[int, float]:
         """Seconds each row keeps its step waiting; overlapping waits are counted once."""

@@ -56,7 +56,8 @@ def _unit_columns(columns: Tensor) -> Tensor:
     zero = largest == 0
     unit = columns / torch.where(zero, 1.0, largest)
     unit[:, :1].add_(zero)
-    return unit.div_(torch.linalg.vector_norm(unit, dim=1, keepdim=True))
+    norms: Tensor = torch.linalg.vector_norm(unit, dim=1, keepdim=True)
+    return unit.div_(norms)
 
 
 def unit_rows(factors: Tensor, fresh: Callable[[], Tensor]) -> Tensor:
@@ -67,13 +68,17 @@ def unit_rows(factors: Tensor, fresh: Callable[[], Tensor]) -> Tensor:
 
     Args:
         factors: shape (b, r, m).
-        fresh: makes the replacement, same shape; on the CPU it is called only when needed.
+        fresh: makes the replacement, same shape; on the CPU it is not called if all rows
+            of all matrices are of similar size.
     """
     norms = torch.linalg.vector_norm(factors, dim=2, keepdim=True)
-    dead = norms <= 16 * torch.finfo(factors.dtype).eps * norms.amax(dim=1, keepdim=True)
-    unit = factors / norms
-    if dead.device.type == "cpu" and not dead.any():
-        return unit
+    unit: Tensor = factors / norms
+    threshold = 16 * torch.finfo(factors.dtype).eps
+    if norms.device.type == "cpu" and norms.numel():
+        low, high = torch.aminmax(norms)
+        if low.item() > threshold * high.item():  # the usual case: no row of any matrix is dead
+            return unit
+    dead = norms <= threshold * norms.amax(dim=1, keepdim=True)
     return torch.where(dead, fresh(), unit)
 
 

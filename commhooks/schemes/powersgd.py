@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from commhooks._memory import Layout
+from commhooks._memory import Layout, Memory
 from commhooks._registry import register_scheme
 from commhooks._scheme import Context, Exchanged, Scheme, SchemeExchange
 from commhooks.kernels import (
+    all_finite,
     decode_low_rank,
     multiply_left,
     multiply_right,
@@ -28,7 +29,7 @@ __all__ = ["BatchedPowerSGD", "PowerSGD", "payload_numel"]
 
 KEY = "powersgd.q"
 BATCHED_KEY = "batched_powersgd.q"
-# Four products a run cost 30 us in calls; copying a matrix of 2^14 entries there and back, 10.
+# Four products a run cost 30 us in calls; to copy 2^14 entries there and back takes 10 us.
 _MANY_RUNS, _SMALL = 4, 1 << 14
 
 
@@ -69,15 +70,15 @@ class _Run(NamedTuple):
     """Equal pieces at a constant distance in the bucket: one strided view shows them all."""
 
     first: int  # position of its first piece among its equals
-    count: int
+    pieces: int
     offset: int
     stride: int
 
     def view(self, flat: Tensor, *shape: int) -> Tensor:
-        """All pieces of the run, shape ``(count, *shape)``; no copy."""
+        """All pieces of the run, shape ``(pieces, *shape)``; no copy."""
         inner = (shape[1], 1) if len(shape) == 2 else (1,)
         begin = flat.storage_offset() + self.offset
-        return flat.as_strided((self.count, *shape), (self.stride, *inner), begin)
+        return flat.as_strided((self.pieces, *shape), (self.stride, *inner), begin)
 
 
 _Views = list[tuple[slice, Tensor]]
@@ -96,7 +97,7 @@ class _Group(NamedTuple):
     def views(self, flat: Tensor) -> _Views:
         """For each run, which members of the group it holds, and the view of them."""
         return [
-            (slice(run.first, run.first + run.count), run.view(flat, self.rows, self.columns))
+            (slice(run.first, run.first + run.pieces), run.view(flat, self.rows, self.columns))
             for run in self.runs
         ]
 
@@ -125,7 +126,6 @@ class _Plan:
     factors: Layout  # of the second payload; also how the warm start is remembered
     left_numel: int
     tail_numel: int
-    fresh: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
 
     def left(self, flat: Tensor) -> list[Tensor]:
         """The left factors (b, r, n) of each group in the first payload."""
@@ -149,16 +149,19 @@ def _blocks(flat: Tensor, shapes: list[tuple[int, int, int]]) -> list[Tensor]:
 
 @lru_cache(maxsize=1024)
 def _plan(layout: Layout, rank: int, min_compression_rate: float, batch: bool) -> _Plan:
-    matrices: dict[tuple[int, ...], list[int]] = {}
+    matrices: dict[tuple[int, int, int, int], list[int]] = {}
     dense: list[tuple[int, int]] = []
     for position, shape in enumerate(layout.shapes):
         used = _rank(shape, rank, min_compression_rate)
         if used:
-            key = (*_as_matrix(shape), used) if batch else (*_as_matrix(shape), used, position)
+            key = (*_as_matrix(shape), used, 0 if batch else position)
             matrices.setdefault(key, []).append(position)
         elif shape.numel():
             dense.append((layout.offsets[position], layout.offsets[position + 1]))
-    groups = tuple(_group(layout, *key[:3], positions) for key, positions in matrices.items())
+    groups = tuple(
+        _group(layout, rows, columns, used, positions)
+        for (rows, columns, used, _), positions in matrices.items()
+    )
     order = [(i, (group.rank, group.columns)) for group in groups for i in group.positions]
     factors = Layout([layout.names[i] for i, _ in order], [shape for _, shape in order])
     left_numel = sum(len(group.positions) * group.rank * group.rows for group in groups)
@@ -205,10 +208,10 @@ def _runs(offsets: list[int]) -> tuple[_Run, ...]:
 class PowerSGD(Scheme):
     """Sends each gradient matrix M (n x m) as two thin factors of rank r.
 
-    With Q from the last step: ``P = orthonormalise(mean(M Q^T))``, ``Q = mean(P^T M)``, and the mean
-    gradient is ``P Q``, its projection on the columns of P. Both means are all-reduces; parameters
-    that do not pay (vectors among them) ride along in the first. A parameter of more than two
-    dimensions is a matrix of ``shape[0]`` rows.
+    With Q from the last step: ``P = orthonormalise(mean(M Q^T))``, ``Q = mean(P^T M)``, and the
+    mean gradient is ``P Q``, its projection on the columns of P. Both means are all-reduces;
+    parameters that do not pay (vectors among them) ride along in the first. A parameter of more
+    than two dimensions is a matrix of ``shape[0]`` rows.
 
     Biased: use with ``ErrorFeedback``. Payload per matrix: ``r * (n + m)`` entries, in float32
     for 16-bit gradients; ``Cast`` around it halves that. Gradients of rank r arrive exactly.
@@ -272,7 +275,7 @@ class PowerSGD(Scheme):
         first = AllReduce(_first_payload(plan, grad, matrices, right))
         payload = yield first
         p, tail = payload.split((plan.left_numel, plan.tail_numel))
-        finite = _all_finite(payload)
+        finite = all_finite(payload)
         left = _orthonormal(plan.left(p), finite)
 
         for views, factor, out in zip(matrices, left, plan.right(q), strict=True):
@@ -281,7 +284,7 @@ class PowerSGD(Scheme):
         own = q.clone() if ctx.keep_unsent else q
         second = AllReduce(q)
         q = yield second
-        finite = finite & _all_finite(q)
+        finite = finite & all_finite(q)
         q.add_(_poison(finite))
         if self.warm_start:
             ctx.memory.write(KEY, plan.factors, q)
@@ -292,7 +295,7 @@ class PowerSGD(Scheme):
             sent_tail = None if first.sent is None else first.sent[plan.left_numel :]
             unsent = _subtract_sent(plan, grad, matrices, left, own, sent_tail)
         _decode(plan, left, q, tail, ctx.output)
-        return Exchanged(ctx.output, unsent=unsent, finite=finite)
+        return Exchanged(ctx.output, unsent=unsent, finite=finite & _fits(ctx.output))
 
     def _right_factors(
         self, plan: _Plan, grad: Tensor, ctx: Context
@@ -308,25 +311,27 @@ class PowerSGD(Scheme):
 
         old = memory.read(KEY, factors, device=grad.device, dtype=grad.dtype, initial=initial)
         old = old.to(grad.dtype)
-        right = [
-            unit_rows(block, lambda i=i: plan.right(_fresh(plan, ctx, grad))[i])  # type: ignore[misc]
-            for i, block in enumerate(plan.right(old))
-        ]
+
+        def fresh(group: int) -> Tensor:
+            return plan.right(_fresh(factors, ctx.seed, grad.device, grad.dtype))[group]
+
+        blocks = enumerate(plan.right(old))
+        right = [unit_rows(block, partial(fresh, group)) for group, block in blocks]
         return right, memory.scratch(KEY, factors, old)
 
 
 @register_scheme("batched_powersgd")
 @dataclass(frozen=True)
 class BatchedPowerSGD(Scheme):
-    """PowerSGD on the whole bucket as one square matrix: fewest bytes and operations, less accurate.
+    """PowerSGD on the whole bucket as one square matrix: fewer bytes and calls, less accurate.
 
     The bucket, padded by zeros to a square of side ``ceil(sqrt(numel))``, is never copied or
     resized: the padding takes part in the formulas only.
 
     Biased: use with ``ErrorFeedback``. Payload: ``2 * rank * side`` entries per bucket; a bucket
     that is no larger than this travels as it is. If any value of any rank is not finite, the whole
-    bucket arrives as NaN. The warm start belongs to the bucket: it begins anew when DDP or a resumed
-    job forms others.
+    bucket arrives as NaN. The warm start belongs to the bucket: it begins anew when DDP or a
+    resumed job forms others.
 
     Args:
         rank: 1 or 2, usually.
@@ -367,34 +372,33 @@ class BatchedPowerSGD(Scheme):
         factors = Layout(ctx.layout.names[:1], [(rank, side)])
         right, q = self._right_factor(factors, grad, ctx)
 
-        body, last = _square(grad, side)
+        parts = _square(grad, side)
         p = right.new_zeros(rank, side)
-        torch.mm(right, body.mT, out=(body_p := p.new_empty(rank, len(body))))
-        p[:, : len(body)] = body_p
-        p[:, len(body) : len(body) + 1] = right[:, : last.shape[1]] @ last.mT
+        for rows, part in parts:
+            p[:, rows] = right[:, : part.shape[1]] @ part.mT
         p = yield AllReduce(p)
-        finite = _all_finite(p)
+        finite = all_finite(p)
         (left,) = _orthonormal([p[None]], finite)
-        body_left, last_left = left[0, :, : len(body)], left[0, :, len(body) : len(body) + 1]
 
-        torch.mm(body_left, body, out=q)
-        q[:, : last.shape[1]].addmm_(last_left, last)
+        q.zero_()
+        for rows, part in parts:
+            q[:, : part.shape[1]].addmm_(left[0, :, rows], part)
         own = q.clone() if ctx.keep_unsent else q
         second = AllReduce(q)
         q = yield second
-        finite = finite & _all_finite(q)
+        finite = finite & all_finite(q)
         q.add_(_poison(finite))
         if self.warm_start:
             ctx.memory.write(BATCHED_KEY, factors, q.view(-1))
 
         if ctx.keep_unsent:
             own = own if second.sent is None else second.sent
-            body.addmm_(body_left.mT, own, alpha=-1)
-            last.addmm_(last_left.mT, own[:, : last.shape[1]], alpha=-1)
-        body_out, last_out = _square(ctx.output, side)
-        decode_low_rank(body_left[None], q[None], out=body_out[None])
-        decode_low_rank(last_left[None], q[None, :, : last.shape[1]], out=last_out[None])
-        return Exchanged(ctx.output, unsent=grad if ctx.keep_unsent else None, finite=finite)
+            for rows, part in parts:
+                part.addmm_(left[0, :, rows].mT, own[:, : part.shape[1]], alpha=-1)
+        for rows, part in _square(ctx.output, side):
+            decode_low_rank(left[..., rows], q[None, :, : part.shape[1]], out=part[None])
+        unsent = grad if ctx.keep_unsent else None
+        return Exchanged(ctx.output, unsent=unsent, finite=finite & _fits(ctx.output))
 
     def _right_factor(self, factors: Layout, grad: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
         """The right factor (r, side) to start from, and a tensor for the new one."""
@@ -409,9 +413,11 @@ class BatchedPowerSGD(Scheme):
         old = memory.read(
             BATCHED_KEY, factors, device=grad.device, dtype=grad.dtype, initial=initial
         ).to(grad.dtype)
-        right = unit_rows(
-            old.view(1, *shape), lambda: _random(factors, ctx, 0, grad).view(1, *shape)
-        )[0]
+
+        def fresh() -> Tensor:
+            return _fresh(factors, ctx.seed, grad.device, grad.dtype).view(1, *shape)
+
+        right = unit_rows(old.view(1, *shape), fresh)[0]
         return right, memory.scratch(BATCHED_KEY, factors, old).view(shape)
 
 
@@ -467,12 +473,11 @@ def _initial(name: str, shape: torch.Size, old: Tensor | None, ctx: Context) -> 
     return new
 
 
-def _fresh(plan: _Plan, ctx: Context, like: Tensor) -> Tensor:
+@lru_cache(maxsize=256)
+def _fresh(factors: Layout, seed: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """What dead rows are replaced by: random, the same on every rank, the same every time."""
-    place = (ctx.seed, like.device, like.dtype)
-    if place not in plan.fresh:
-        plan.fresh[place] = _random(plan.factors, ctx, 0, like)
-    return plan.fresh[place]
+    like = torch.empty(0, device=device, dtype=dtype)
+    return _random(factors, Context(Memory(), like, seed=seed), 0, like)
 
 
 # ---- payloads
@@ -492,15 +497,14 @@ def _first_payload(
     return payload
 
 
-def _all_finite(payload: Tensor) -> Tensor:
-    """One bool, without waiting for a GPU."""
-    # 0 * x is NaN exactly where x is not finite. A tenth of the time of torch.isfinite(x).all().
-    return torch.isfinite(payload.mul(0.0).sum())
-
-
 def _poison(finite: Tensor) -> Tensor:
     """0 if finite, else NaN: added to a factor, it makes every entry of the product NaN."""
     return torch.where(finite, 0.0, float("nan"))
+
+
+def _fits(output: Tensor) -> Tensor | bool:
+    """Whether a finite mean stayed finite in the gradient's own dtype."""
+    return all_finite(output) if output.dtype == torch.float16 else True
 
 
 def _orthonormal(left: list[Tensor], finite: Tensor) -> list[Tensor]:
@@ -528,13 +532,13 @@ def _subtract_sent(
             subtract_low_rank(view, factor[part], share[part])
             if group.scattered:
                 group.put(view, grad)
-    views = plan.tail_views(grad)
+    tails = plan.tail_views(grad)
     if sent_tail is None:
-        for view in views:
-            view.zero_()
+        for tail in tails:
+            tail.zero_()
     else:
-        for view, piece in _pieces(views, sent_tail):
-            view.sub_(piece)
+        for tail, piece in _pieces(tails, sent_tail):
+            tail.sub_(piece)
     return grad
 
 
@@ -557,7 +561,10 @@ def _pieces(views: list[Tensor], flat: Tensor) -> Iterator[tuple[Tensor, Tensor]
         yield view, part.view(view.shape)
 
 
-def _square(flat: Tensor, side: int) -> tuple[Tensor, Tensor]:
-    """A bucket as the full rows of a square, and the rest, one row that may be short or empty."""
-    full = flat.numel() // side * side
-    return flat[:full].view(-1, side), flat[full:].view(1, -1)
+def _square(flat: Tensor, side: int) -> list[tuple[slice, Tensor]]:
+    """The rows of the square that hold entries, and views of them: full ones, and a short last."""
+    rows, rest = divmod(flat.numel(), side)
+    parts = [(slice(0, rows), flat[: rows * side].view(rows, side))]
+    if rest:
+        parts.append((slice(rows, rows + 1), flat[rows * side :].view(1, rest)))
+    return parts

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
-
 from commhooks.kernels import (
     decode_low_rank,
     multiply_left,
@@ -14,6 +12,7 @@ from commhooks.kernels import (
     subtract_low_rank,
     unit_rows,
 )
+from torch import Tensor
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -1,0 +1,1 @@
+"""Studies: ``python -m experiments.<study>``; each has a command, a seed and a result."""

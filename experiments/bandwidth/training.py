@@ -1,0 +1,178 @@
+"""Trains one task with every hook side by side, in alternating blocks, and measures each."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
+from experiments.tasks import TASKS, Task
+
+__all__ = ["HOOKS", "Case", "Settings", "train"]
+
+# Name in the table -> scheme and options; None is plain DistributedDataParallel.
+HOOKS: dict[str, tuple[str, dict[str, Any]] | None] = {
+    "no hook": None,
+    "allreduce": ("none", {}),
+    "fp16": ("fp16", {}),
+    "bf16": ("bf16", {}),
+    "PowerSGD 1": ("powersgd", {"rank": 1}),
+    "PowerSGD 2": ("powersgd", {"rank": 2}),
+    "PowerSGD 4": ("powersgd", {"rank": 4}),
+    "batched PowerSGD 1": ("batched_powersgd", {"rank": 1}),
+    "fp16 PowerSGD 4": ("powersgd", {"rank": 4, "wire_dtype": "fp16"}),
+    "no-op headroom": ("noop", {}),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How long, with what seed, and which hooks."""
+
+    task: str
+    hooks: Sequence[str]
+    steps: int = 200
+    block: int = 10
+    start_step: int = 10
+    seed: int = 0
+    bucket_cap_mb: float = 1.0
+
+
+@dataclass
+class Case:
+    """What one hook gave; the fields are the columns of the table."""
+
+    task: str
+    hook: str
+    dense_bytes: float = 0.0
+    payload_bytes: float = 0.0
+    wire_bytes: float = 0.0
+    step_s: float = 0.0
+    exposed_s: float = 0.0
+    loss: float = 0.0
+    accuracy: float = 0.0
+    relative_error: float = 0.0
+    ranks_agree: bool = True
+    losses: list[float] = field(default_factory=list)
+
+
+class _Runner:
+    """One hook: its own model, optimizer and DistributedDataParallel."""
+
+    def __init__(self, name: str, task: Task, settings: Settings) -> None:
+        torch.manual_seed(settings.seed)
+        self.name, self.task = name, task
+        self.ddp = DistributedDataParallel(task.model(), bucket_cap_mb=settings.bucket_cap_mb)
+        self.parameters = list(self.ddp.parameters())
+        self.optimizer = task.optimizer(self.ddp)
+        self.hook: commhooks.HookState | None = None
+        chosen = HOOKS[name]
+        if chosen is not None:
+            scheme, options = chosen
+            if "powersgd" in scheme:
+                options = {**options, "start_step": settings.start_step}
+            self.hook = commhooks.register(self.ddp, scheme, seed=settings.seed, **options)
+        self.step = 0
+        self.block_times: list[float] = []
+        self.timed_steps: set[int] = set()
+        self.errors: list[float] = []
+        self.losses: list[float] = []
+
+    def gradients(self, *, sync: bool) -> Tensor:
+        """Flat gradient of this step's batch: averaged by the hook, or local."""
+        self.optimizer.zero_grad(set_to_none=True)
+        x, target = self.task.batch(dist.get_rank(), self.step)
+        with nullcontext() if sync else self.ddp.no_sync():
+            loss = self.task.loss(self.ddp(x), target)
+            loss.backward()
+        if sync:
+            self.losses.append(float(loss.detach()))
+            return torch.empty(0)
+        return torch.cat([parameter.grad.flatten() for parameter in self.parameters])
+
+    def train_step(self) -> None:
+        """One ordinary step."""
+        self.gradients(sync=True)
+        self.optimizer.step()
+        self.step += 1
+
+    def probe_step(self) -> None:
+        """A step that also compares the hook's average with the exact mean; not timed."""
+        exact = self.gradients(sync=False).double()
+        dist.all_reduce(exact)
+        exact /= dist.get_world_size()
+        self.gradients(sync=True)
+        averaged = torch.cat([parameter.grad.flatten() for parameter in self.parameters])
+        self.errors.append(float((averaged.double() - exact).norm() / exact.norm()))
+        self.optimizer.step()
+        self.step += 1
+
+    def run_block(self, steps: int) -> None:
+        """A probe step, then ``steps`` timed ones; the slowest rank's time counts."""
+        self.probe_step()
+        dist.barrier()
+        self.timed_steps.update(range(self.step, self.step + steps))
+        begin = time.perf_counter()
+        for _ in range(steps):
+            self.train_step()
+        elapsed = torch.tensor((time.perf_counter() - begin) / steps)
+        dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
+        self.block_times.append(float(elapsed))
+
+    def result(self, start_step: int) -> Case:
+        """The measured case, compressed and timed steps only."""
+        case = Case(self.task.name, self.name, losses=self.losses)
+        # The first two blocks warm up: buckets are rebuilt, compression starts.
+        case.step_s = statistics.median(self.block_times[2:] or self.block_times)
+        case.relative_error = statistics.median(self.errors[2:] or self.errors)
+        case.dense_bytes = float(sum(p.numel() * p.element_size() for p in self.parameters))
+        world_size = dist.get_world_size()
+        if self.hook is None:
+            case.payload_bytes = case.dense_bytes
+            case.wire_bytes = case.dense_bytes * 2 * (world_size - 1) / world_size
+            case.exposed_s = float("nan")
+        else:
+            steps = (
+                self.hook.report()
+                .groupby("step")[["payload_bytes", "wire_bytes", "exposed_s"]]
+                .sum()
+            )
+            steps = steps[(steps.index >= start_step) & steps.index.isin(self.timed_steps)]
+            for column in ("payload_bytes", "wire_bytes", "exposed_s"):
+                value = float(steps[column].median()) if len(steps) else 0.0
+                setattr(case, column, value)
+        model = self.ddp.module
+        case.loss, case.accuracy = self.task.evaluate(model)
+        flat = torch.cat([parameter.detach().flatten() for parameter in self.parameters])
+        peers = [torch.empty_like(flat) for _ in range(world_size)]
+        dist.all_gather(peers, flat)
+        case.ranks_agree = all(torch.equal(peer, flat) for peer in peers)
+        return case
+
+
+def train(rank: int, world_size: int, send: Callable[[Any], None], settings: Settings) -> None:
+    """One process: every hook of ``settings`` on one task; rank 0 sends progress and results."""
+    task = TASKS[settings.task](world_size, seed=settings.seed)
+    runners = [_Runner(name, task, settings) for name in settings.hooks]
+    blocks = max(settings.steps // (settings.block + 1), 3)
+    for turn in range(blocks):
+        # The order turns around each time, so that slow drift of the machine hits all alike.
+        for runner in runners if turn % 2 == 0 else reversed(runners):
+            runner.run_block(settings.block)
+            if rank == 0:
+                send({"progress": settings.task, "steps": settings.block + 1, "hook": runner.name})
+    for runner in runners:
+        case = runner.result(settings.start_step)
+        if rank == 0:
+            send({"case": asdict(case)})
+        if runner.hook is not None:
+            runner.hook.close()

@@ -1,0 +1,83 @@
+"""Starts the Gloo processes of a study on this machine, with messages back to the parent.
+
+For studies only: training runs use torchrun.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import queue
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["run_ranks"]
+
+Send = Callable[[Any], None]
+
+
+def run_ranks(worker: Callable[..., None], world_size: int, *args: Any) -> Iterator[Any]:
+    """Runs ``worker(rank, world_size, send, *args)`` in each process; yields what they send.
+
+    Raises:
+        RuntimeError: a process failed; with its traceback.
+    """
+    context = multiprocessing.get_context("spawn")
+    messages: Any = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        store = f"file://{folder}/store"
+        processes = [
+            context.Process(target=_rank, args=(worker, rank, world_size, store, messages, args))
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        ended = 0
+        try:
+            while ended < world_size:
+                try:
+                    kind, value = messages.get(timeout=1)
+                except queue.Empty:
+                    dead = [p.exitcode for p in processes if p.exitcode not in (None, 0)]
+                    if dead:
+                        raise RuntimeError(f"a process ended with exit code {dead[0]}") from None
+                    continue
+                if kind == "error":
+                    raise RuntimeError(f"a process failed:\n{value}")
+                if kind == "end":
+                    ended += 1
+                else:
+                    yield value
+        finally:
+            for process in processes:
+                process.join(timeout=10 if ended == world_size else 0)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+
+
+def _rank(
+    worker: Callable[..., None], rank: int, world_size: int, store: str, messages: Any, args: Any
+) -> None:
+    try:
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            "gloo",
+            init_method=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=120),
+        )
+        worker(rank, world_size, lambda value: messages.put(("value", value)), *args)
+        dist.barrier()
+        dist.destroy_process_group()
+        messages.put(("end", rank))
+    except Exception:
+        messages.put(("error", traceback.format_exc()))
+        sys.exit(1)

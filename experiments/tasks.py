@@ -1,0 +1,176 @@
+"""The two tasks of the studies: digits by a small CNN, Python source by a character transformer.
+
+Real data that every machine has: scikit-learn's digits, and the source of the standard library.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["TASKS", "Task", "characters", "digits"]
+
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model, its data, and how to judge it.
+
+    Attributes:
+        model: makes the model; the caller seeds torch first.
+        batch: the training batch of a rank at a step.
+        evaluate: loss and accuracy on held-out data.
+        loss: training loss of model outputs and targets.
+        lr: learning rate (SGD with momentum 0.9 where ``adam`` is False).
+    """
+
+    name: str
+    model: Callable[[], nn.Module]
+    batch: Callable[[int, int], Batch]
+    evaluate: Callable[[nn.Module], tuple[float, float]]
+    lr: float
+    adam: bool = False
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """Mean cross entropy over all predictions."""
+        return F.cross_entropy(output.flatten(0, -2), target.flatten())
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """The optimizer the task is trained with."""
+        if self.adam:
+            return torch.optim.AdamW(model.parameters(), lr=self.lr)
+        return torch.optim.SGD(model.parameters(), lr=self.lr, momentum=0.9)
+
+
+class DigitsCnn(nn.Module):
+    """Three convolutions with batch norm and two linear layers for 8x8 images; 0.7 M parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for c_in, c_out in ((1, 32), (32, 64), (64, 128)):
+            layers += [nn.Conv2d(c_in, c_out, 3, padding=1, bias=False), nn.BatchNorm2d(c_out)]
+            layers += [nn.ReLU()]
+        self.body = nn.Sequential(*layers, nn.AvgPool2d(2), nn.Flatten())
+        self.head = nn.Sequential(nn.Linear(128 * 16, 256), nn.ReLU(), nn.Linear(256, 10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.body(x))
+        return logits
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class CharTransformer(nn.Module):
+    """A causal transformer over bytes: 4 layers, 128 wide, tied embedding; 0.8 M parameters."""
+
+    def __init__(self, length: int, width: int = 128, depth: int = 4) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(128, width)
+        self.positions = nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*(_Block(width, 4) for _ in range(depth)))
+        self.norm = nn.LayerNorm(width)
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.tokens(x) + self.positions.weight[: x.shape[1]]
+        return self.norm(self.blocks(hidden)) @ self.tokens.weight.t()
+
+
+def digits(world_size: int, *, batch_size: int = 16, seed: int = 0) -> Task:
+    """Scikit-learn's 1797 handwritten digits, a fifth of them held out."""
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(seed))
+    images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1)[order] / 16
+    labels = torch.tensor(data.target)[order]
+    held_out = len(labels) // 5
+
+    def batch(rank: int, step: int) -> Batch:
+        own = torch.arange(held_out + rank, len(labels), world_size)
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + step) * 64 + rank)
+        picked = own[torch.randint(len(own), (batch_size,), generator=generator)]
+        return images[picked], labels[picked]
+
+    def evaluate(model: nn.Module) -> tuple[float, float]:
+        model.eval()
+        with torch.no_grad():
+            logits = model(images[:held_out])
+        model.train()
+        return _judge(logits, labels[:held_out])
+
+    return Task("digits", DigitsCnn, batch, evaluate, lr=0.02)
+
+
+def characters(world_size: int, *, batch_size: int = 4, length: int = 64, seed: int = 0) -> Task:
+    """Next byte of the standard library's source; the first tenth is held out."""
+    text = _library_source(limit=2_000_000)
+    held_out, train = text[: len(text) // 10], text[len(text) // 10 :]
+
+    def cut(source: Tensor, starts: Tensor) -> Batch:
+        rows = torch.stack([source[start : start + length + 1] for start in starts.tolist()])
+        return rows[:, :-1], rows[:, 1:]
+
+    def batch(rank: int, step: int) -> Batch:
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + step) * 64 + rank)
+        share = (len(train) - length - 1) // world_size
+        starts = rank * share + torch.randint(share, (batch_size,), generator=generator)
+        return cut(train, starts)
+
+    def evaluate(model: nn.Module) -> tuple[float, float]:
+        starts = torch.linspace(0, len(held_out) - length - 2, 64).long()
+        x, target = cut(held_out, starts)
+        model.eval()
+        with torch.no_grad():
+            logits = model(x)
+        model.train()
+        return _judge(logits, target)
+
+    model = lambda: CharTransformer(length)  # noqa: E731
+    return Task("characters", model, batch, evaluate, lr=2e-3, adam=True)
+
+
+def _judge(logits: Tensor, target: Tensor) -> tuple[float, float]:
+    loss = F.cross_entropy(logits.flatten(0, -2), target.flatten())
+    accuracy = (logits.argmax(-1) == target).float().mean()
+    return float(loss), float(accuracy)
+
+
+def _library_source(limit: int) -> Tensor:
+    """Bytes of the standard library's modules, in name order, without anything beyond ASCII."""
+    pieces, total = [], 0
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        piece = bytes(byte for byte in path.read_bytes() if byte < 128)
+        pieces.append(piece)
+        total += len(piece)
+        if total >= limit:
+            break
+    return torch.frombuffer(bytearray(b"".join(pieces)[:limit]), dtype=torch.uint8).long()
+
+
+TASKS: dict[str, Callable[..., Task]] = {"digits": digits, "characters": characters}
