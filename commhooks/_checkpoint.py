@@ -33,7 +33,8 @@ MemoryDict = dict[str, dict[str, Tensor]]
 def structure(scheme: Scheme) -> str:
     """The nesting of a scheme without its settings; a pending flush does not count."""
     name = type(scheme).__name__
-    inner = [structure(child) for child in children(scheme)]
+    # Those of a PerParameter stand in rules, where `children` does not look.
+    inner = [structure(child) for child in getattr(scheme, "schemes", None) or children(scheme)]
     if name == "FlushResidual":
         return inner[0]
     return f"{name}({', '.join(inner)})" if inner else name
@@ -50,7 +51,9 @@ def memory_for_rank(
     Raises:
         CheckpointError: not a hook state, of a newer version, incomplete, or of another rank.
     """
-    states = [state] if isinstance(state, Mapping) else list(state)
+    states = [state] if isinstance(state, Mapping) else state
+    if not isinstance(states, (list, tuple)):
+        _check_common(states)
     if not states:
         raise CheckpointError("load_state_dict: an empty list of states")
     for one in states:
@@ -94,6 +97,12 @@ def _merge(ranks: Sequence[MemoryDict], rank: int, world_size: int) -> MemoryDic
         totals: dict[str, Tensor] = {}
         for memory in mine:
             for name, value in memory.get(key, {}).items():
+                if name in totals and totals[name].shape != value.shape:
+                    raise CheckpointError(
+                        f"load_state_dict: {key!r} of parameter {name!r} has shape "
+                        f"{tuple(value.shape)} on one rank and {tuple(totals[name].shape)} on "
+                        f"another; are these states of one model?"
+                    )
                 totals[name] = totals[name] + value if name in totals else value.clone()
         merged[key] = totals
     return merged
@@ -110,7 +119,7 @@ def _check_common(state: object) -> None:
             f"{sorted(map(str, state))[:8]}. Give the part that hook.state_dict() returned"
         )
     version = state.get("version")
-    if not isinstance(version, int) or version > VERSION:
+    if not isinstance(version, int) or not 1 <= version <= VERSION:
         raise CheckpointError(
             f"load_state_dict: saved in version {version!r} of the format, this release reads up "
             f"to {VERSION}: update commhooks"
@@ -118,14 +127,24 @@ def _check_common(state: object) -> None:
     missing = [field for field in _COMMON if field not in state]
     if missing:
         raise CheckpointError(f"load_state_dict: the state is incomplete, it lacks {missing}")
+    for name, least in (("step", 0), ("seed", None), ("world_size", 1)):
+        value = state[name]
+        if not isinstance(value, int) or (least is not None and value < least):
+            raise CheckpointError(
+                f"load_state_dict: {name!r} is a whole number, got {value!r}; the file is damaged"
+            )
 
 
 def _rank_memories(state: StateDict) -> dict[int, MemoryDict]:
     found: dict[int, MemoryDict] = {}
     for key, part in state.items():
-        if not (key.startswith("rank") and key[4:].isdigit()):
+        if not (isinstance(key, str) and key.startswith("rank") and key[4:].isdigit()):
             continue
-        if not isinstance(part, Mapping) or "memory" not in part or "rank" not in part:
+        if (
+            not isinstance(part, Mapping)
+            or not isinstance(part.get("memory"), Mapping)
+            or "rank" not in part
+        ):
             raise CheckpointError(f"load_state_dict: {key!r} is incomplete: it lacks its memory")
         if part["rank"] != int(key[4:]):
             raise CheckpointError(
@@ -203,15 +222,21 @@ def unflatten_state(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) 
     """
     try:
         state: dict[str, Any] = json.loads(metadata["commhooks"])
-    except (KeyError, TypeError, ValueError) as error:
+        for field, value in state.items():
+            if isinstance(value, dict):
+                empty: MemoryDict = {key: {} for key in value["keys"]}
+                state[field] = {"rank": value["rank"], "memory": empty}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             "unflatten_state: no readable 'commhooks' metadata; was the file saved with "
             "flatten_state(hook.state_dict())?"
         ) from error
-    for field, value in state.items():
-        if isinstance(value, dict):
-            state[field] = {"rank": value["rank"], "memory": {key: {} for key in value["keys"]}}
     for path, tensor in tensors.items():
-        field, key, name = path.split("/", 2)
-        state[field]["memory"][key][name] = tensor
+        try:
+            field, key, name = path.split("/", 2)
+            state[field]["memory"][key][name] = tensor
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"unflatten_state: the tensor {path!r} is not in the metadata; the file is damaged"
+            ) from error
     return state

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -18,6 +19,17 @@ from commhooks.kernels import all_finite
 from ddp_core import AllReduce, Exchange
 
 __all__ = ["Engine"]
+
+
+@dataclass(eq=False)
+class _Step:
+    """What is known of a step under way."""
+
+    launched: set[int] = field(default_factory=set)
+    finished: int = 0
+    closed: bool = False
+    failed: bool = False
+    finite: list[Tensor] = field(default_factory=list)
 
 
 class Engine:
@@ -33,19 +45,12 @@ class Engine:
         self.step = 0
         self.skipped = 0  # steps whose memory was left as it was
         self._lock = threading.Lock()
-        self._reset()
-
-    def _reset(self) -> None:
-        self._launched: set[int] = set()
-        self._finished = 0
-        self._closed = False
-        self._failed = False
-        self._finite: list[Tensor] = []
+        self._open = _Step()
 
     @property
     def under_way(self) -> bool:
         """Whether a step has begun and not ended."""
-        return bool(self._launched)
+        return bool(self._open.launched)
 
     def launch(self, index: int, *, is_last: bool) -> None:
         """Counts a bucket in, before its exchange starts.
@@ -54,11 +59,11 @@ class Engine:
         backward): its staged memory is dropped and the step starts anew.
         """
         with self._lock:
-            if index in self._launched or self._closed:
+            if index in self._open.launched or self._open.closed:
                 self.memory.rollback()
-                self._reset()
-            self._launched.add(index)
-            self._closed = is_last
+                self._open = _Step()
+            self._open.launched.add(index)
+            self._open.closed = is_last
 
     def context(self, output: Tensor, find_layout: Callable[[], Layout]) -> Context:
         """The context of one bucket's exchange in the current step."""
@@ -74,24 +79,28 @@ class Engine:
 
     def exchange(self, grad: Tensor, find_layout: Callable[[], Layout]) -> Exchange:
         """The exchange of one launched bucket; returns the tensor that replaces ``grad``."""
+        step, finite = self._open, None
         try:
             if grad.is_sparse:
-                return (yield from _exchange_sparse(grad, self.scheme))
-            if not grad.is_floating_point():
-                return (yield from _exchange_complex(grad, self.scheme))
-            ctx = self.context(grad, find_layout)
-            result = yield from self.scheme.exchange(grad, ctx)
-            mean = self._checked(result, grad)
+                mean = yield from _exchange_sparse(grad, self.scheme)
+                values = mean._values()
+            elif not grad.is_floating_point():
+                mean = yield from _exchange_complex(grad, self.scheme)
+                values = torch.view_as_real(mean)
+            else:
+                ctx = self.context(grad, find_layout)
+                result = yield from self.scheme.exchange(grad, ctx)
+                mean = values = self._checked(result, grad)
+                finite = result.finite
             if self.scheme.stateful:
                 # The same bits on every rank, so the verdict needs no message.
-                finite = result.finite
-                self._finite.append(all_finite(mean) if finite is None else finite)
+                step.finite.append(all_finite(values) if finite is None else finite)
             return mean
         except BaseException:
-            self._failed = True
+            step.failed = True
             raise
         finally:
-            self._finish()
+            self._finish(step)
 
     def _checked(self, result: Exchanged, grad: Tensor) -> Tensor:
         """The mean in the gradient's shape and dtype, or a clear error."""
@@ -110,20 +119,22 @@ class Engine:
             return grad.copy_(mean.view(grad.shape))
         return mean
 
-    def _finish(self) -> None:
+    def _finish(self, step: _Step) -> None:
         with self._lock:
-            self._finished += 1
-            if not self._closed or self._finished < len(self._launched):
+            step.finished += 1
+            if step is not self._open:  # of an abandoned step: counts for nothing
                 return
-            if self._failed:
+            if not step.closed or step.finished < len(step.launched):
+                return
+            if step.failed:
                 self.memory.rollback()
-            elif self._finite:
-                good = torch.stack(self._finite).all()
+            elif step.finite:
+                good = torch.stack(step.finite).all()
                 self.memory.commit(good)
                 if good.device.type == "cpu" and not good.item():
                     self.skipped += 1
             self.step += 1
-            self._reset()
+            self._open = _Step()
 
 
 def _exchange_sparse(grad: Tensor, scheme: Scheme) -> Exchange:

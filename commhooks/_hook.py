@@ -56,12 +56,12 @@ def as_hook(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         future = function(state, bucket)
-        if not isinstance(future, torch.futures.Future):
+        if not isinstance(future, torch._C.Future):  # what C++ hands out is only this
             raise TypeError(
                 f"the communication hook {name} returns a torch.futures.Future[Tensor], "
                 f"got {type(future).__name__}"
             )
-        return future
+        return future  # type: ignore[return-value]
 
     hook.__name__, hook.__qualname__ = name.rpartition(".")[2], name
     return hook

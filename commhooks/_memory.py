@@ -140,6 +140,8 @@ class Memory:
                     self._spare[place] = flat
             return
         for (key, layout), flat in staged.items():
+            if not on_host and flat is not None:  # something to keep, should the step be bad
+                self.read(key, layout, device=flat.device, dtype=flat.dtype)
             old = self._flat.get((key, layout))
             if not on_host and old is not None:
                 flat = torch.where(good, torch.zeros_like(old) if flat is None else flat, old)
@@ -181,7 +183,8 @@ class Memory:
 
     def nbytes(self) -> int:
         """Bytes held, spare buffers included."""
-        tensors = [*self._flat.values(), *self._spare.values()]
+        loose = [value for values in self._loose.values() for value in values.values()]
+        tensors = [*self._flat.values(), *self._spare.values(), *loose]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     # ---- inside

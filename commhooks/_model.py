@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commhooks._errors import RegistrationError
 
-__all__ = ["find_ddp", "find_owner", "parameter_names"]
+__all__ = ["find_ddp", "find_owner", "memory_order", "parameter_names", "permuted"]
 
 
 def find_ddp(model: object) -> DistributedDataParallel:
@@ -63,7 +63,11 @@ def find_owner(state: object) -> DistributedDataParallel | None:
 
 
 def parameter_names(model: nn.Module) -> dict[int, tuple[str, torch.Size, torch.dtype]]:
-    """Name (without DDP's prefix), shape and dtype of every trained parameter, by ``id``."""
+    """Name (without DDP's prefix), shape and dtype of every trained parameter, by ``id``.
+
+    The shape is that of the gradient in DDP's buckets: in memory order (channels-last weights have
+    their channels last), a complex one as pairs of reals.
+    """
     module = model.module if isinstance(model, DistributedDataParallel) else model
     ignored: set[str] = set(getattr(model, "parameters_to_ignore", ()))
     ignored |= set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
@@ -71,5 +75,28 @@ def parameter_names(model: nn.Module) -> dict[int, tuple[str, torch.Size, torch.
     parameter: Tensor
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and name not in ignored:
-            found[id(parameter)] = (name, parameter.shape, parameter.dtype)
+            real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
+            found[id(parameter)] = (name, real.permute(memory_order(real)).shape, real.dtype)
+    return found
+
+
+def memory_order(tensor: Tensor) -> tuple[int, ...]:
+    """Its dimensions, outermost in memory first; as they are if it has gaps or overlaps."""
+    dimensions = tuple(range(tensor.dim()))
+    if tensor.is_contiguous():
+        return dimensions
+    strides = tensor.stride()
+    order = tuple(sorted(dimensions, key=strides.__getitem__, reverse=True))
+    return order if tensor.permute(order).is_contiguous() else dimensions
+
+
+def permuted(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The memory order of parameters whose dimensions do not lie in order, by name."""
+    module = model.module if isinstance(model, DistributedDataParallel) else model
+    found: dict[str, tuple[int, ...]] = {}
+    for name, parameter in module.named_parameters():
+        real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
+        order = memory_order(real)
+        if order != tuple(range(real.dim())):
+            found[name] = order
     return found

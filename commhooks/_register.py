@@ -90,6 +90,7 @@ class AttachmentGuard:
         self._state = state
         self._ddp: weakref.ref[nn.Module] | None = weakref.ref(ddp)
         self._had_grad = any(parameter.grad is not None for parameter in ddp.parameters())
+        self._accumulates = False
 
     def attached_to(self, module: nn.Module) -> bool:
         """Whether ``module`` is the one the hook was registered on, in this process."""
@@ -104,17 +105,17 @@ class AttachmentGuard:
             )
         if self._state.calls or self._had_grad:
             return
-        if any(parameter.grad is not None for parameter in module.parameters()):
-            synced = getattr(module, "require_backward_grad_sync", True)
-            if synced:
-                raise HookNotAttachedError(
-                    "a backward pass made gradients but the registered hook was never called. "
-                    "Is the loss computed through the wrapped module instead of the "
-                    "DistributedDataParallel, or every backward inside no_sync()?"
-                )
+        if not getattr(module, "require_backward_grad_sync", True):
+            self._accumulates = True  # gradients come from no_sync() from now on
+        elif not self._accumulates and any(p.grad is not None for p in module.parameters()):
+            raise HookNotAttachedError(
+                "a backward pass made gradients but the registered hook was never called. Is the "
+                "loss computed through the wrapped module instead of the DistributedDataParallel?"
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         return {"state": self._state}
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
-        self._state, self._ddp, self._had_grad = saved["state"], None, False
+        self._state, self._ddp = saved["state"], None
+        self._had_grad = self._accumulates = False

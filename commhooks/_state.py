@@ -20,7 +20,7 @@ from commhooks._errors import CheckpointError, HookNotAttachedError, Registratio
 from commhooks._handshake import handshake
 from commhooks._ledger import Ledger
 from commhooks._memory import Layout
-from commhooks._model import find_owner, parameter_names
+from commhooks._model import find_owner, parameter_names, permuted
 from commhooks._registry import describe, make
 from commhooks._scheme import Scheme
 from commhooks._version import __version__
@@ -79,6 +79,7 @@ class HookState:
         self._process_group = process_group
         self._model: weakref.ref[nn.Module] | None = None
         self._parameters: dict[int, tuple[str, torch.Size, torch.dtype]] = {}
+        self._orders: dict[str, tuple[int, ...]] = {}
         self._layouts: dict[tuple[int, ...], Layout] = {}
         self._lanes: Lanes | None = None
         self._streams: Streams | None = None
@@ -170,7 +171,14 @@ class HookState:
     def residual(self, name: str) -> Tensor | None:
         """What this rank has not sent yet of one parameter; None if the scheme keeps none."""
         value = self._engine.memory.get(RESIDUAL, name)
-        return None if value is None else value.clone()
+        return None if value is None else self._in_order(name, value).clone()
+
+    def _in_order(self, name: str, value: Tensor, *, back: bool = False) -> Tensor:
+        """A residual, kept in memory order, in the order of the parameter's dimensions."""
+        order = self._orders.get(name)
+        if order is None or value.dim() != len(order):
+            return value
+        return value.permute(order if back else [order.index(i) for i in range(len(order))])
 
     def close(self) -> None:
         """Stops the driver thread and destroys the extra process groups. Safe to call twice."""
@@ -219,6 +227,8 @@ class HookState:
                 values.setdefault(key, {})[name] = tensor
         for key, name, tensor in engine.memory.items():
             values.setdefault(key, {})[name] = tensor.detach().clone()
+        for name, value in values.get(RESIDUAL, {}).items():
+            values[RESIDUAL][name] = self._in_order(name, value).contiguous()
         return values
 
     def load_state_dict(
@@ -257,6 +267,9 @@ class HookState:
                 )
             memory = {key: values for key, values in memory.items() if key == RESIDUAL}
         residual = memory.get(RESIDUAL)
+        if residual:
+            residual = {n: self._in_order(n, v, back=True) for n, v in residual.items()}
+            memory[RESIDUAL] = residual
         if residual and not keeps_residual(scheme):
             if any(bool(value.any()) for value in residual.values()):
                 scheme = FlushResidual(scheme)
@@ -392,7 +405,7 @@ class HookState:
                 "residuals are keyed by its parameter names; make a HookState for each"
             )
         self._model = weakref.ref(model)
-        self._parameters = parameter_names(model)
+        self._parameters, self._orders = parameter_names(model), permuted(model)
         self._layouts.clear()
         if isinstance(model, DistributedDataParallel) and self._process_group is None:
             self._process_group = model.process_group

@@ -107,13 +107,17 @@ class ErrorFeedback(Wrapper):
         torch.add(grad, residual, out=corrected)
         result = yield from self.scheme.exchange(corrected, ctx.replace(keep_unsent=True))
         unsent = result.unsent
+        if result.mean.data_ptr() == corrected.data_ptr():  # the buffer becomes the residual
+            result = result._replace(mean=corrected.clone())
         if unsent is None:
             unsent = corrected.zero_() if result.sent is None else corrected.sub_(result.sent)
         memory.write(RESIDUAL, layout, unsent)
         return result
 
     def initial_memory(self, name: str, shape: torch.Size, ctx: Context) -> dict[str, Tensor]:
-        return {**self.scheme.initial_memory(name, shape, ctx), RESIDUAL: torch.zeros(shape)}
+        dtype = torch.promote_types(ctx.output.dtype, torch.float32)
+        residual = torch.zeros(shape, dtype=dtype)
+        return {**self.scheme.initial_memory(name, shape, ctx), RESIDUAL: residual}
 
     def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
         if key == RESIDUAL:
@@ -122,6 +126,8 @@ class ErrorFeedback(Wrapper):
 
 
 def _residual_error(value: Tensor, parameter: torch.Size) -> str | None:
+    if not value.is_floating_point():
+        return f"is of {value.dtype}, a residual is floating point"
     if value.shape != parameter:
         return f"has shape {tuple(value.shape)}, the parameter has {tuple(parameter)}"
     return None
@@ -143,7 +149,9 @@ class FlushResidual(Wrapper):
         if memory.has(RESIDUAL) and any(
             memory.get(RESIDUAL, name) is not None for name in layout.names
         ):
-            grad.add_(memory.read(RESIDUAL, layout, device=grad.device).to(grad.dtype))
+            dtype = torch.promote_types(grad.dtype, torch.float32)
+            residual = memory.read(RESIDUAL, layout, device=grad.device, dtype=dtype)
+            grad.add_(residual.to(grad.dtype))
             memory.write(RESIDUAL, layout, None)
         return (yield from self.scheme.exchange(grad, ctx))
 
@@ -184,13 +192,22 @@ class Cast(Wrapper):
             request = next(inner)
             while True:
                 tensor = request.tensor
-                if tensor.dtype == self.dtype or not tensor.is_floating_point():
-                    request = inner.send((yield request))
+                narrow, scale = request, 1.0
+                passes = tensor.dtype == self.dtype or not tensor.is_floating_point()
+                if not passes:
+                    narrow, scale = self._narrow(request, ctx.world_size)
+                    if keep_sent:
+                        request.sent = narrow.tensor.to(tensor.dtype).mul_(scale)
+                try:
+                    arrived = yield narrow
+                except Exception as error:  # a collective failed: the scheme's to see
+                    request = inner.throw(error)
                     continue
-                narrow, scale = self._narrow(request, ctx.world_size)
-                if keep_sent:
-                    request.sent = narrow.tensor.to(tensor.dtype).mul_(scale)
-                arrived = yield narrow
+                if passes:
+                    request = inner.send(arrived)
+                    continue
+                if keep_sent and narrow.sent is not None:  # rounded once more by a cast outside
+                    request.sent = narrow.sent.to(tensor.dtype).mul_(scale)
                 wide = _widen(arrived, tensor, 1.0 if request_is_mean(request) else scale)
                 if self.dtype == torch.float16:
                     _warn_of_overflow(arrived)
@@ -270,8 +287,17 @@ class DelayedStart(Wrapper):
     def rounds(self) -> int:  # type: ignore[override]
         return max(self.scheme.rounds, self.before.rounds)
 
+    @property
+    def stateful(self) -> bool:  # type: ignore[override]
+        return self.scheme.stateful or self.before.stateful
+
+    def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
+        return _any_error((self.scheme, self.before), key, value, parameter)
+
     def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
         scheme = self.before if ctx.step < self.start_step else self.scheme
+        if scheme is self.scheme and keeps_residual(self.before):
+            scheme = _flushing(scheme)
         return (yield from scheme.exchange(grad, ctx))
 
 
@@ -363,10 +389,12 @@ class PerParameter(Scheme):
     def stateful(self) -> bool:  # type: ignore[override]
         return any(scheme.stateful for scheme in self.schemes)
 
+    @property
+    def coalesce(self) -> bool:  # type: ignore[override]
+        return any(scheme.coalesce for scheme in self.schemes)
+
     def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
-        errors = [scheme.memory_error(key, value, parameter) for scheme in self.schemes]
-        known = [error for error in errors if error != "unknown"]
-        return None if None in known else (known[0] if known else "unknown")
+        return _any_error(self.schemes, key, value, parameter)
 
     def initial_memory(self, name: str, shape: torch.Size, ctx: Context) -> dict[str, Tensor]:
         scheme = self.schemes[self.choose(name, shape, ctx.output.dtype)]
@@ -385,7 +413,10 @@ class PerParameter(Scheme):
         for position, (name, shape) in enumerate(zip(layout.names, layout.shapes, strict=True)):
             which = self.choose(name, shape, ctx.output.dtype)
             chosen.setdefault(which, []).append(position)
-        parts = [_Part(self.schemes[which], grad, ctx, chosen[which]) for which in sorted(chosen)]
+        schemes = self.schemes
+        if keeps_residual(self):  # a residual of another scheme must not stay behind
+            schemes = [_flushing(scheme) for scheme in schemes]
+        parts = [_Part(schemes[which], grad, ctx, chosen[which]) for which in sorted(chosen)]
         if len(parts) == 1:
             return (yield from parts[0].scheme.exchange(grad, ctx))
         yield from _side_by_side(parts)
@@ -476,4 +507,19 @@ def _mergeable(first: Collective, other: Collective | None) -> bool:
 
 def keeps_residual(scheme: Scheme) -> bool:
     """Whether the scheme has error feedback somewhere inside."""
-    return isinstance(scheme, ErrorFeedback) or any(map(keeps_residual, children(scheme)))
+    inside = scheme.schemes if isinstance(scheme, PerParameter) else children(scheme)
+    return isinstance(scheme, ErrorFeedback) or any(map(keeps_residual, inside))
+
+
+def _flushing(scheme: Scheme) -> Scheme:
+    """``scheme``, or around it what adds a residual that it would leave where it is."""
+    return FlushResidual(scheme) if scheme.averages and not keeps_residual(scheme) else scheme
+
+
+def _any_error(
+    schemes: Sequence[Scheme], key: str, value: Tensor, parameter: torch.Size
+) -> str | None:
+    """None if the value fits one of the schemes, else what the first one that knows it says."""
+    errors = [scheme.memory_error(key, value, parameter) for scheme in schemes]
+    known = [error for error in errors if error != "unknown"]
+    return None if None in known else (known[0] if known else "unknown")

@@ -17,10 +17,8 @@ import contextlib
 import queue
 import threading
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +29,7 @@ from ddp_core._task import Task, clock
 
 __all__ = ["Lanes", "group_timeout"]
 
-_Event = Callable[[], None]
+_Event = tuple[int, Exception | None]  # the ticket whose collective is done, and how it failed
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
@@ -50,11 +48,13 @@ class _Lane:
     passed: set[int] = field(default_factory=set)
 
 
-def _drive(events: queue.SimpleQueue[_Event | None]) -> None:
-    """The driver thread: runs events until it is told to stop. Holds no reference to the lanes."""
+def _drive(lanes: weakref.ReferenceType[Lanes], events: queue.SimpleQueue[_Event | None]) -> None:
+    """The driver thread: resumes exchanges until it is told to stop. Does not keep the lanes."""
     while (event := events.get()) is not None:
-        event()
-        del event
+        alive = lanes()
+        if alive is not None:
+            alive._resume(*event)
+        del alive, event
 
 
 def _shut_down(
@@ -87,6 +87,7 @@ class Lanes:
     def __init__(self, group: dist.ProcessGroup, rounds: int = 1) -> None:
         self._lanes = [_Lane(group)]
         self._tickets = 0
+        self._under_way: dict[int, Task] = {}  # by ticket
         self._lock = threading.Lock()
         self._events: queue.SimpleQueue[_Event | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -122,7 +123,10 @@ class Lanes:
             raise RuntimeError("Lanes.run: the lanes are closed; register the hook again")
         if not self._threads:
             thread = threading.Thread(
-                target=_drive, args=(self._events,), name="commhooks-lanes", daemon=True
+                target=_drive,
+                args=(weakref.ref(self), self._events),
+                name="commhooks-lanes",
+                daemon=True,
             )
             thread.start()
             self._threads.append(thread)
@@ -130,12 +134,18 @@ class Lanes:
         future = task.completion.then(task.outcome)
         task.ticket = self._tickets
         self._tickets += 1
+        self._under_way[task.ticket] = task
         self._step(task, None)
         return future
 
     def close(self) -> None:
         """Stops the driver thread and destroys the groups of lanes 1 and up. Safe to call twice."""
         self._finalizer()
+
+    def _resume(self, ticket: int, error: Exception | None) -> None:
+        """Goes on with an exchange whose collective is done."""
+        task = self._under_way[ticket]
+        self._step(task, None if error is None else task.failed(error))
 
     def _step(self, task: Task, error: BaseException | None) -> None:
         """Advances ``task`` and puts its next collective into its lane, or completes its future."""
@@ -151,6 +161,7 @@ class Lanes:
                     lane.passed.add(task.ticket)
                     self._issue_ready(lane)
         if request is None:
+            del self._under_way[task.ticket]
             task.completion.set_result(None)
 
     def _issue_ready(self, lane: _Lane) -> None:
@@ -167,22 +178,24 @@ class Lanes:
     def _issue(self, lane: _Lane, task: Task) -> None:
         """Starts the pending collective of ``task``; its completion becomes an event."""
         assert task.request is not None
-        row = task.rows[-1]
+        row, ticket, events = task.rows[-1], task.ticket, self._events
         row.issued = clock()
         try:
             work = task.request.issue(lane.group)
         except Exception as error:
-            failure = task.failed(error)
-            self._events.put(partial(self._step, task, failure))
+            events.put((ticket, error))
             return
 
+        # Runs on a thread of the group, which must not be left with the last reference to it: a
+        # group that is destroyed there waits for itself ("Resource deadlock avoided", abort). So
+        # neither the lanes nor the task, which lead to the group, are in the closure.
         def done(future: torch.futures.Future[Any]) -> None:
             row.done = clock()
             failure = None
             try:
                 future.value()
             except Exception as error:
-                failure = task.failed(error)
-            self._events.put(partial(self._step, task, failure))
+                failure = error
+            events.put((ticket, failure))
 
         work.get_future().add_done_callback(done)

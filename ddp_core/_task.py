@@ -125,8 +125,15 @@ class Task:
                 self.record(row)
 
     def outcome(self, _: torch.futures.Future[None] | None = None) -> Tensor:
-        """The result, or raises what went wrong."""
-        if self.error is not None:
+        """The result, or raises what went wrong, and says where."""
+        if isinstance(self.error, (CollectiveError, RoundsError)):
             raise self.error
+        if self.error is not None:
+            # Torch's future keeps an exception's text only, so the place has to be in it.
+            round = min(len(self.rows), max(self.max_rounds, 1) - 1)
+            raise RuntimeError(
+                f"the scheme failed in step {self.step}, bucket {self.bucket}, round {round}: "
+                f"{type(self.error).__name__}: {self.error}"
+            ) from self.error
         assert self.result is not None
         return self.result

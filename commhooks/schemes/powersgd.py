@@ -264,6 +264,13 @@ class PowerSGD(Scheme):
             return f"has shape {tuple(value.shape)}, the parameter needs (rank, {columns})"
         return None
 
+    def initial_memory(self, name: str, shape: torch.Size, ctx: Context) -> dict[str, Tensor]:
+        used = _rank(shape, self.rank, self.min_compression_rate)
+        if not self.warm_start or not used:
+            return {}
+        drawn = _draw(name, (used, _as_matrix(shape)[1]), ctx, 0)
+        return {KEY: drawn.to(_compute_dtype(ctx.output))}
+
     def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
         plan = _plan(ctx.layout, self.rank, self.min_compression_rate, self.batch_same_shape)
         if not plan.groups:

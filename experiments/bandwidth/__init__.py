@@ -1,1 +1,1 @@
-"""What each hook saves and costs: two tasks trained once per hook on Gloo processes of this machine."""
+"""What each hook saves and costs: two tasks, trained once per hook on Gloo processes."""

@@ -17,7 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 import commhooks
 from experiments.tasks import TASKS, Task
 
-__all__ = ["HOOKS", "Case", "Settings", "train"]
+__all__ = ["HOOKS", "WARM_UP_BLOCKS", "Case", "Settings", "train"]
+
+WARM_UP_BLOCKS = 2  # buckets are rebuilt after the first step, and compression starts
 
 # Name in the table -> scheme and options; None is plain DistributedDataParallel.
 HOOKS: dict[str, tuple[str, dict[str, Any]] | None] = {
@@ -36,15 +38,31 @@ HOOKS: dict[str, tuple[str, dict[str, Any]] | None] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """How long, with what seed, and which hooks."""
+    """How long, with what seed, and which hooks.
+
+    Attributes:
+        block: timed steps of a turn; a step that measures the error goes before them.
+        start_step: PowerSGD sends dense gradients before it.
+        bucket_cap_mb: small, so that these small models have several buckets.
+    """
 
     task: str
     hooks: Sequence[str]
-    steps: int = 200
+    steps: int = 220
     block: int = 10
     start_step: int = 10
     seed: int = 0
     bucket_cap_mb: float = 1.0
+
+    @property
+    def turns(self) -> int:
+        """Blocks that each hook runs; at least five are counted."""
+        return max(self.steps // (self.block + 1), WARM_UP_BLOCKS + 5)
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of all hooks together."""
+        return self.turns * (self.block + 1) * len(self.hooks)
 
 
 @dataclass
@@ -56,13 +74,13 @@ class Case:
     dense_bytes: float = 0.0
     payload_bytes: float = 0.0
     wire_bytes: float = 0.0
-    step_s: float = 0.0
     exposed_s: float = 0.0
     loss: float = 0.0
     accuracy: float = 0.0
     relative_error: float = 0.0
     ranks_agree: bool = True
     losses: list[float] = field(default_factory=list)
+    block_s: list[float] = field(default_factory=list)
 
 
 class _Runner:
@@ -129,15 +147,14 @@ class _Runner:
         self.block_times.append(float(elapsed))
 
     def result(self, start_step: int) -> Case:
-        """The measured case, compressed and timed steps only."""
+        """What this hook gave; bytes and times of compressed and timed steps only."""
         case = Case(self.task.name, self.name, losses=self.losses)
-        # The first two blocks warm up: buckets are rebuilt, compression starts.
-        case.step_s = statistics.median(self.block_times[2:] or self.block_times)
-        case.relative_error = statistics.median(self.errors[2:] or self.errors)
+        case.block_s = self.block_times[WARM_UP_BLOCKS:]
+        case.relative_error = statistics.median(self.errors[WARM_UP_BLOCKS:])
         case.dense_bytes = float(sum(p.numel() * p.element_size() for p in self.parameters))
         world_size = dist.get_world_size()
         if self.hook is None:
-            case.payload_bytes = case.dense_bytes
+            case.payload_bytes = case.dense_bytes  # no ledger: by the formula of an all-reduce
             case.wire_bytes = case.dense_bytes * 2 * (world_size - 1) / world_size
             case.exposed_s = float("nan")
         else:
@@ -163,8 +180,7 @@ def train(rank: int, world_size: int, send: Callable[[Any], None], settings: Set
     """One process: every hook of ``settings`` on one task; rank 0 sends progress and results."""
     task = TASKS[settings.task](world_size, seed=settings.seed)
     runners = [_Runner(name, task, settings) for name in settings.hooks]
-    blocks = max(settings.steps // (settings.block + 1), 3)
-    for turn in range(blocks):
+    for turn in range(settings.turns):
         # The order turns around each time, so that slow drift of the machine hits all alike.
         for runner in runners if turn % 2 == 0 else reversed(runners):
             runner.run_block(settings.block)

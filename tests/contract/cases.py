@@ -1,0 +1,162 @@
+"""Every registered scheme, by itself and inside the usual wrappers; layouts, gradients, bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import commhooks
+from commhooks import Cast, Layout, PerParameter, Rule, Scheme, Simulation, TwoPhaseCast
+from commhooks._scheme import walk
+from commhooks._wrappers import keeps_residual
+
+WORLD_SIZES = (1, 2, 3, 4, 8)
+START_STEP = 2  # of the delayed start among the variants
+# A 4-D weight, two matrices of one shape, vectors, 1 x n, n x 1, a scalar, nothing at all.
+SHAPES = {
+    "conv": (6, 4, 3, 3),
+    "weight": (24, 20),
+    "bias": (24,),
+    "row": (1, 33),
+    "column": (31, 1),
+    "empty": (0, 5),
+    "scalar": (),
+    "twin": (24, 20),
+    "one": (1,),
+}
+LAYOUT = Layout(list(SHAPES), list(SHAPES.values()))
+_MIXED = ("twin", "scalar", "bias", "conv", "column", "one", "empty", "weight", "row")
+# One bucket; three in another order; pairs that were apart.
+SPLITS = (
+    [LAYOUT],
+    [LAYOUT.pick([LAYOUT.names.index(n) for n in part]) for part in (_MIXED[:3], _MIXED[3:])],
+    [LAYOUT.pick([LAYOUT.names.index(n) for n in part]) for part in (_MIXED[4:], _MIXED[:4])],
+)
+
+VARIANTS: dict[str, Callable[[str], Scheme]] = {
+    "plain": lambda name: commhooks.make(name, error_feedback=False),
+    "feedback": lambda name: commhooks.make(name, error_feedback=True),
+    "fp16": lambda name: commhooks.make(name, error_feedback=False, wire_dtype="fp16"),
+    "fp16_feedback": lambda name: commhooks.make(name, error_feedback=True, wire_dtype="fp16"),
+    "start_step": lambda name: commhooks.make(name, start_step=START_STEP),
+    "coalesce": lambda name: commhooks.make(name, coalesce=True),
+    "per_parameter": lambda name: PerParameter(
+        [Rule(commhooks.make("none"), max_dim=1), Rule(commhooks.make(name), name="twin")],
+        default=commhooks.make(name, error_feedback=True),
+    ),
+}
+
+
+class Case(NamedTuple):
+    """A registered name in a variant."""
+
+    name: str
+    variant: str
+
+    @property
+    def scheme(self) -> Scheme:
+        return VARIANTS[self.variant](self.name)
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.variant}"
+
+
+def registered() -> list[str]:
+    """The registered names, without those that only another name for the same scheme."""
+    found: dict[str, str] = {}
+    for name in commhooks.names():
+        if not name.startswith("test_"):
+            found.setdefault(repr(commhooks.make(name)), name)
+    return sorted(found.values())
+
+
+CASES = [Case(name, variant) for name in registered() for variant in VARIANTS]
+AVERAGING = [case for case in CASES if case.scheme.averages and commhooks.make(case.name).averages]
+_BARE = {name: commhooks.make(name, error_feedback=False) for name in registered()}
+UNBIASED = [name for name, one in _BARE.items() if one.averages and not one.biased]
+LINEAR = [name for name, one in _BARE.items() if one.averages and one.linear]
+# Not linear: what is dropped does not vanish where the mean does.
+UNLIKE = [n for n, one in _BARE.items() if one.averages and one.biased and not one.linear]
+# Without feedback inside, which would send more than the gradient.
+MEMORYLESS = [case for case in AVERAGING if not keeps_residual(case.scheme)]
+FEEDBACK = [case for case in AVERAGING if keeps_residual(case.scheme)]
+
+
+def normal(numel: int, *seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """N(0, 1); ``seed`` is any tuple of small numbers."""
+    number = 1
+    for part in seed:
+        number = number * 1009 + part
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def gradients(world_size: int, step: int, layout: Layout = LAYOUT) -> list[Tensor]:
+    """One flat float32 gradient per rank."""
+    return [normal(layout.numel, step, rank) for rank in range(world_size)]
+
+
+def permuted(flat: Tensor, source: Layout, buckets: Sequence[Layout]) -> Tensor:
+    """``flat``, laid out as ``source``, in the order of ``buckets``."""
+    views = dict(zip(source.names, source.views(flat), strict=True))
+    return torch.cat([views[name].reshape(-1) for one in buckets for name in one.names])
+
+
+def joined(buckets: Sequence[Layout]) -> Layout:
+    """The layout of all buckets together."""
+    return Layout(
+        [name for one in buckets for name in one.names],
+        [shape for one in buckets for shape in one.shapes],
+    )
+
+
+def run_split(ranks: Simulation, step: int, split: int = 0) -> list[Tensor]:
+    """A step in the given split; gradients in and means out are laid out as ``LAYOUT``."""
+    buckets, world_size = SPLITS[split], len(ranks.engines)
+    grads = [permuted(grad, LAYOUT, buckets) for grad in gradients(world_size, step)]
+    means = ranks.step(grads, buckets=buckets)
+    return [permuted(mean, joined(buckets), [LAYOUT]) for mean in means]
+
+
+def simulation(case: Case, world_size: int, layout: Layout = LAYOUT) -> Simulation:
+    """Pretended ranks that run ``case``."""
+    shapes = dict(zip(layout.names, layout.shapes, strict=True))
+    return Simulation(case.scheme, shapes, world_size=world_size, seed=5)
+
+
+def memory_of(ranks: Simulation) -> list[dict[tuple[str, str], Tensor]]:
+    """A copy of everything each rank remembers."""
+    return [
+        {(key, name): value.clone() for key, name, value in engine.memory.items()}
+        for engine in ranks.engines
+    ]
+
+
+def epsilon(scheme: Scheme, dtype: torch.dtype = torch.float32) -> float:
+    """Spacing of 1 in the narrowest type that a payload or a gradient of ``scheme`` takes."""
+    narrow = [one.dtype for one in walk(scheme) if isinstance(one, (Cast, TwoPhaseCast))]
+    if isinstance(scheme, PerParameter):
+        narrow += [
+            one.dtype
+            for part in scheme.schemes
+            for one in walk(part)
+            if isinstance(one, (Cast, TwoPhaseCast))
+        ]
+    return max(torch.finfo(one).eps for one in (*narrow, dtype))
+
+
+def rounding(scheme: Scheme, grads: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> float:
+    """How far sums over ranks may be from exact ones, per entry.
+
+    A payload entry is at most the Euclidean norm of the gradient (an entry of it, or of its
+    product with a unit vector). The mean over n ranks rounds each of n terms of size norm / n and
+    each of n - 1 partial sums, half a spacing each: below (n + 1) / 2 spacings of the norm.
+    Encoding multiplies by unit vectors and sums up to k = 40 terms in float32 (the longest inner
+    dimension here, and of the square of the batched scheme): k spacings; decoding the same.
+    """
+    norm = max(float(grad.double().norm()) for grad in grads)
+    own = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    return norm * ((len(grads) + 1) / 2 * epsilon(scheme, dtype) + 2 * 40 * own)

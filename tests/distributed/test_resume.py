@@ -1,0 +1,352 @@
+"""A run that was killed and resumed equals one that was not; checkpoint formats keep each rank's.
+
+torch's DDP forms its buckets anew after a process's first step, by the order in which gradients
+came. So the first step after a resume has other buckets than the same step had without a stop, even
+with the same settings (not with find_unused_parameters=True, which never forms them anew). Where
+the arithmetic depends on the place of an entry in its bucket, no hook can be bit-equal over that:
+
+- from 3 ranks on, Gloo's ring adds up the ranks in an order that depends on the place (plain DDP
+  without any hook is not bit-equal either);
+- the batched scheme compresses a bucket as a whole.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+import commhooks
+from tests.distributed.harness import Died, run_ranks
+from tests.distributed.training import (
+    STATEFUL,
+    averaged,
+    batch,
+    ddp,
+    equal_bits,
+    mlp,
+    outcome,
+    parameters,
+    residuals,
+)
+
+SMALL, LARGE = 2.0, 4.0  # KiB a bucket: one or three of the weights below
+CONFIGS = {**STATEFUL, "powersgd-late": ("powersgd", {"rank": 2, "start_step": 30})}
+CONFIGS["powersgd-started"] = ("powersgd", {"rank": 2, "start_step": 10})
+
+
+class _Run:
+    """A model, its momentum optimizer and its hook, that can be saved and loaded."""
+
+    def __init__(self, rank: int, config: str, bucket_kb: float = SMALL, fixed: bool = False):
+        scheme, options = CONFIGS[config]
+        self.rank = rank
+        self.model = ddp(mlp(), bucket_kb, find_unused_parameters=fixed)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.hook = commhooks.register(self.model, scheme, **options)
+
+    def steps(self, start: int, stop: int) -> None:
+        for step in range(start, stop):
+            self.optimizer.zero_grad()
+            x = batch(step, self.rank, 8, 16)
+            (self.model(x) - x.roll(1, 1)).square().mean().backward()
+            self.optimizer.step()
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "model": self.model.module.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "hook": self.hook.state_dict(),
+        }
+
+    def load(self, state: dict[str, Any], hook_state: Any = None) -> None:
+        self.model.module.load_state_dict(state["model"])
+        # A copy: the optimizer would update the tensors that it is given.
+        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        self.hook.load_state_dict(state["hook"] if hook_state is None else hook_state)
+
+    def everything(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Weights, momentum and residuals."""
+        momentum = [state["momentum_buffer"] for state in self.optimizer.state.values()]
+        flat = torch.cat([buffer.reshape(-1) for buffer in momentum])
+        return parameters(self.model), flat, residuals(self.hook, self.model)
+
+
+def _path(directory: str, rank: int) -> Path:
+    return Path(directory, f"rank{rank}.pt")
+
+
+def _uninterrupted(rank: int, world_size: int, config: str, *buckets: Any) -> Any:
+    run = _Run(rank, config, *buckets)
+    run.steps(0, 40)
+    return run.everything()
+
+
+def _until_killed(rank: int, world_size: int, directory: str, config: str, *buckets: Any) -> None:
+    run = _Run(rank, config, *buckets)
+    run.steps(0, 20)
+    torch.save(run.state(), _path(directory, rank))
+    dist.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _resumed(rank: int, world_size: int, directory: str, config: str, *buckets: Any) -> Any:
+    run = _Run(rank, config, *buckets)
+    run.load(torch.load(_path(directory, rank)))
+    run.steps(20, 40)
+    return run.everything()
+
+
+FIXED = (SMALL, True)
+QUIET = ("find_unused",)  # DDP remarks that all parameters are used
+
+
+def _killed_and_resumed(
+    world_size: int, config: str, directory: Path, before: Any, after: Any
+) -> Any:
+    everyone = range(world_size)
+    place = str(directory)
+    died = run_ranks(
+        _until_killed, world_size, place, config, *before, may_die=everyone, ignore_warnings=QUIET
+    )
+    assert died == [Died(-signal.SIGKILL)] * world_size
+    return run_ranks(_resumed, world_size, place, config, *after, ignore_warnings=QUIET)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "config", "buckets"),
+    [
+        *[(2, config, (SMALL,)) for config in CONFIGS if config != "batched"],
+        *[(ranks, config, FIXED) for ranks in (2, 3) for config in CONFIGS],
+    ],
+)
+def test_kill_and_resume_is_no_interruption_bit_for_bit(world_size, config, buckets, tmp_path):
+    want = run_ranks(_uninterrupted, world_size, config, *buckets, ignore_warnings=QUIET)
+    got = _killed_and_resumed(world_size, config, tmp_path, buckets, buckets)
+    for rank in range(world_size):
+        for mine, theirs in zip(got[rank], want[rank], strict=True):
+            assert torch.equal(mine, theirs)
+
+
+# On 2 ranks a sum does not depend on where its entry lies in a message, so the bucket size is no
+# part of the arithmetic of schemes that treat each parameter by itself.
+@pytest.mark.parametrize("config", sorted(set(CONFIGS) - {"batched"}))
+def test_resume_with_other_bucket_sizes_is_bit_equal(config, tmp_path):
+    want = run_ranks(_uninterrupted, 2, config, SMALL)
+    got = _killed_and_resumed(2, config, tmp_path, (SMALL,), (LARGE,))
+    for rank in range(2):
+        assert torch.equal(got[rank][0], want[rank][0])
+        assert torch.equal(got[rank][1], want[rank][1])
+
+
+@pytest.mark.parametrize(
+    ("world_size", "config", "bucket_kb"),
+    [(2, "batched", SMALL), (2, "batched", LARGE), (3, "powersgd", SMALL), (3, "powersgd", LARGE)],
+)
+def test_resume_with_buckets_that_matter_goes_on_alike(world_size, config, bucket_kb, tmp_path):
+    want = run_ranks(_uninterrupted, world_size, config, SMALL)[0][0]
+    got = _killed_and_resumed(world_size, config, tmp_path, (SMALL,), (bucket_kb,))
+    assert equal_bits([weights for weights, _, _ in got])
+    # Lossy in another way for 20 steps, but along the same path.
+    way = torch.linalg.vector_norm(want - parameters(mlp()))
+    assert torch.linalg.vector_norm(got[0][0] - want) < 0.5 * way
+
+
+# ---- another number of ranks
+
+
+def _save_all(rank: int, world_size: int, config: str, directory: str) -> Tensor:
+    run = _Run(rank, config)
+    run.steps(0, 20)
+    torch.save(run.state(), _path(directory, rank))
+    return residuals(run.hook, run.model)
+
+
+def _load_all(
+    rank: int, world_size: int, config: str, directory: str, saved_ranks: int
+) -> tuple[Tensor, Tensor, int]:
+    states = [torch.load(_path(directory, saved)) for saved in range(saved_ranks)]
+    run = _Run(rank, config)
+    run.load(states[0], [state["hook"] for state in states])
+    held, step = residuals(run.hook, run.model), run.hook.step
+    run.steps(20, 25)
+    return held, parameters(run.model), step
+
+
+@pytest.mark.parametrize(("saved_ranks", "ranks"), [(4, 2), (2, 4), (3, 2)])
+@pytest.mark.parametrize("config", ["powersgd", "batched", "fp16-feedback"])
+def test_other_world_size_keeps_the_sum_of_residuals(config, saved_ranks, ranks, tmp_path):
+    before = torch.stack(run_ranks(_save_all, saved_ranks, config, str(tmp_path)))
+    loaded = run_ranks(_load_all, ranks, config, str(tmp_path), saved_ranks)
+    after = torch.stack([held for held, _, _ in loaded])
+    assert before.abs().max() > 0
+    # Added up in float32 in another order: at most one rounding per rank.
+    bound = saved_ranks * 2.0**-24 * float(before.abs().max())
+    torch.testing.assert_close(after.sum(0), before.sum(0), rtol=0, atol=bound)
+    assert [step for _, _, step in loaded] == [20] * ranks
+    assert equal_bits([weights for _, weights, _ in loaded])
+
+
+def _load_own_on_fewer(rank: int, world_size: int, directory: str) -> Any:
+    run = _Run(rank, "powersgd")
+    run.steps(0, 2)
+    before = run.everything()
+    error = outcome(run.hook.load_state_dict, torch.load(_path(directory, rank))["hook"])
+    return error, all(map(torch.equal, before, run.everything())), run.hook.step
+
+
+def test_one_state_of_four_on_two_ranks_is_an_error_that_changes_nothing(tmp_path):
+    run_ranks(_save_all, 4, "powersgd", str(tmp_path))
+    for error, unchanged, step in run_ranks(_load_own_on_fewer, 2, str(tmp_path)):
+        assert error[0] == "CheckpointError"
+        assert "saved on 4 ranks, loaded on 2" in error[1]
+        assert unchanged
+        assert step == 2
+
+
+def _load_rank_zeros(rank: int, world_size: int, directory: str) -> Any:
+    run = _Run(rank, "powersgd")
+    return outcome(run.hook.load_state_dict, torch.load(_path(directory, 0))["hook"])
+
+
+def test_rank_zeros_state_on_every_rank_is_an_error(tmp_path):
+    run_ranks(_save_all, 2, "powersgd", str(tmp_path))
+    mine, other = run_ranks(_load_rank_zeros, 2, str(tmp_path))
+    assert mine is None
+    assert other[0] == "CheckpointError"
+    assert "this is rank 1, the state given is of rank 0" in other[1]
+
+
+# ---- formats
+
+
+def _through_safetensors(run: _Run, directory: str) -> dict[str, Any]:
+    import safetensors
+    import safetensors.torch
+
+    path = Path(directory, f"rank{run.rank}.safetensors")
+    tensors, metadata = commhooks.flatten_state(run.hook.state_dict())
+    safetensors.torch.save_file(tensors, path, metadata)
+    with safetensors.safe_open(path, "pt") as file:
+        loaded = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        return commhooks.unflatten_state(loaded, file.metadata())
+
+
+def _through_torch(run: _Run, directory: str) -> dict[str, Any]:
+    torch.save({"hook": run.hook.state_dict()}, _path(directory, run.rank))
+    state: dict[str, Any] = torch.load(_path(directory, run.rank), weights_only=True)["hook"]
+    return state
+
+
+def _through_dcp(run: _Run, directory: str) -> dict[str, Any]:
+    dcp.save({"hook": run.hook.state_dict()}, checkpoint_id=directory)
+    fresh = _Run(run.rank, "powersgd")
+    state = {"hook": fresh.hook.state_dict()}
+    dcp.load(state, checkpoint_id=directory)
+    return state["hook"]
+
+
+FORMATS = {"torch": _through_torch, "safetensors": _through_safetensors, "dcp": _through_dcp}
+
+
+def _through_format(rank: int, world_size: int, name: str, directory: str) -> Any:
+    run = _Run(rank, "powersgd")
+    run.steps(0, 5)
+    loaded = FORMATS[name](run, directory)
+    resumed = _Run(rank, "powersgd")
+    resumed.load({**run.state(), "hook": loaded})
+    held = residuals(resumed.hook, resumed.model)
+    same = torch.equal(held, residuals(run.hook, run.model))
+    for one in (run, resumed):
+        one.steps(5, 10)
+    return held, same, torch.equal(parameters(run.model), parameters(resumed.model))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_keeps_each_ranks_own_residuals(name, tmp_path):
+    # dcp's own remarks about its planner and process group.
+    results = run_ranks(_through_format, 2, name, str(tmp_path), ignore_warnings=(".*",))
+    assert [(same, continued) for _, same, continued in results] == [(True, True)] * 2
+    assert not torch.equal(results[0][0], results[1][0])
+
+
+# ---- memory formats
+
+
+def _conv_residual(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+    held = []
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(0)
+        conv = torch.nn.Conv2d(8, 16, 3).to(memory_format=memory_format)
+        model = ddp(conv)
+        # Rounding of each entry by itself: the same in either order.
+        hook = commhooks.register(model, "fp16", error_feedback=True)
+        model(batch(0, rank, 2, 8, 6, 6)).square().mean().backward()
+        (state,) = (part for key, part in hook.state_dict().items() if key == f"rank{rank}")
+        saved = state["memory"]["residual"]["weight"]
+        assert torch.equal(saved, hook.residual("weight"))
+        held.append(saved)
+    return held[0], held[1]
+
+
+def test_a_channels_last_residual_is_saved_in_the_order_of_the_parameters_dimensions():
+    for plain, channels_last in run_ranks(_conv_residual, 2, ignore_warnings=("Grad strides",)):
+        assert plain.shape == channels_last.shape
+        # The two convolutions may round differently, and then so does the cast; not permuted.
+        agree = (plain - channels_last).abs() <= 1e-6
+        assert agree.double().mean() > 0.9
+
+
+def _channels_last_resume(rank: int, world_size: int) -> bool:
+    def build():
+        torch.manual_seed(0)
+        conv = torch.nn.Conv2d(8, 16, 3).to(memory_format=torch.channels_last)
+        model = ddp(conv)
+        return model, commhooks.register(model, "powersgd", rank=2)
+
+    def step(model, number):
+        model.zero_grad()
+        model(batch(number, rank, 2, 8, 6, 6)).square().mean().backward()
+
+    (model, hook), (other, resumed) = build(), build()
+    step(model, 0)
+    resumed.load_state_dict(hook.state_dict())
+    for number in range(1, 4):
+        step(model, number)
+        step(other, number)
+    return torch.equal(model.module.weight.grad, other.module.weight.grad)
+
+
+def test_a_channels_last_model_resumes_bit_for_bit():
+    assert run_ranks(_channels_last_resume, 2, ignore_warnings=("Grad strides",)) == [True, True]
+
+
+def _sum_after_load(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+    """Applied plus residual over a save and load, and the true sum."""
+    run = _Run(rank, "powersgd")
+    run.optimizer.param_groups[0]["lr"] = 0.0
+    total = torch.zeros(())
+    for step in range(3):
+        run.steps(step, step + 1)
+        total = total + torch.cat([p.grad.reshape(-1) for p in run.model.parameters()]).double()
+    saved = run.hook.state_dict()
+    run.hook.load_state_dict(saved)
+    local = mlp()
+    for step in range(3):
+        x = batch(step, rank, 8, 16)
+        (local(x) - x.roll(1, 1)).square().mean().backward()
+    wanted = torch.cat([p.grad.reshape(-1) for p in local.parameters()]).double()
+    return total + averaged(residuals(run.hook, run.model)), averaged(wanted)
+
+
+def test_loading_in_place_loses_nothing():
+    got, want = run_ranks(_sum_after_load, 2)[0]
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5 * float(want.abs().max()))

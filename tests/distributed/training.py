@@ -1,0 +1,109 @@
+"""What the distributed tests train: small models, batches keyed by step and rank, schemes."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
+from commhooks import schemes
+
+for _module in pkgutil.iter_modules(schemes.__path__):  # all schemes, imported by commhooks or not
+    importlib.import_module(f"{schemes.__name__}.{_module.name}")
+
+# A scheme and its options, by a name for the test's id. Small matrices are compressed too.
+STATEFUL: dict[str, tuple[str, dict[str, Any]]] = {
+    "powersgd": ("powersgd", {"rank": 2}),
+    "powersgd-late": ("powersgd", {"rank": 2, "start_step": 3}),
+    "powersgd-fp16": ("powersgd", {"rank": 2, "wire_dtype": "fp16"}),
+    "powersgd-coalesced": ("powersgd", {"rank": 2, "coalesce": True}),
+    "batched": ("batched_powersgd", {"rank": 1}),
+    "fp16-feedback": ("fp16", {"error_feedback": True}),
+}
+# Half the bits of a share are lost without feedback; with it the sum over steps is exact.
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in commhooks.names() if commhooks.make(name).averages},
+    "fp16-sum32": ("fp16", {"fp32_sum": True}),
+    "bf16-sum32": ("bf16", {"fp32_sum": True}),
+    **STATEFUL,
+}
+
+
+def mlp(width: int = 16, depth: int = 3, seed: int = 0) -> nn.Module:
+    """Linear layers with tanh between, the same on every rank."""
+    torch.manual_seed(seed)
+    layers: list[nn.Module] = []
+    for _ in range(depth):
+        layers += [nn.Linear(width, width), nn.Tanh()]
+    return nn.Sequential(*layers)
+
+
+def batch(step: int, rank: int, *shape: int) -> Tensor:
+    """A random batch that belongs to this step and rank."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1000 * step + rank + 1))
+
+
+def ddp(module: nn.Module, bucket_kb: float = 2.0, **options: Any) -> DistributedDataParallel:
+    """The module in DistributedDataParallel with buckets of about ``bucket_kb`` KiB."""
+    return DistributedDataParallel(module, bucket_cap_mb=bucket_kb / 1024, **options)
+
+
+def flat(tensors: Any) -> Tensor:
+    """All tensors one after the other; sparse ones made dense, complex ones as pairs."""
+    parts = [
+        tensor.detach().to_dense() if tensor.is_sparse else tensor.detach() for tensor in tensors
+    ]
+    parts = [torch.view_as_real(part) if part.is_complex() else part for part in parts]
+    return torch.cat([part.reshape(-1).to(torch.float64) for part in parts])
+
+
+def parameters(model: nn.Module) -> Tensor:
+    """All parameters, flat."""
+    return flat(model.parameters())
+
+
+def gradients(model: nn.Module) -> Tensor:
+    """All gradients of trained parameters, flat; zero where there is none."""
+    return flat(
+        torch.zeros_like(p) if p.grad is None else p.grad
+        for p in model.parameters()
+        if p.requires_grad
+    )
+
+
+def residuals(hook: commhooks.HookState, model: nn.Module) -> Tensor:
+    """This rank's residuals in the order of ``gradients``; zero where there is none."""
+    parts = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            residual = hook.residual(name.removeprefix("module."))
+            parts.append(torch.zeros_like(parameter) if residual is None else residual)
+    return flat(parts)
+
+
+def averaged(tensor: Tensor) -> Tensor:
+    """Its mean over all ranks."""
+    mean = tensor.clone()
+    dist.all_reduce(mean)
+    return mean / dist.get_world_size()
+
+
+def equal_bits(tensors: list[Tensor]) -> bool:
+    """Whether all are the same, bit for bit."""
+    return all(torch.equal(tensor, tensors[0]) for tensor in tensors)
+
+
+def outcome(call: Callable[..., Any], *args: Any, **options: Any) -> tuple[str, str] | None:
+    """Name and text of the exception that a call raises; None if it raises none."""
+    try:
+        call(*args, **options)
+    except Exception as error:  # the test looks at its type
+        return type(error).__name__, str(error)
+    return None

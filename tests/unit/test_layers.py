@@ -1,0 +1,105 @@
+"""Who may import whom: ddp_core and kernels know torch only, commhooks knows both, no one above."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+STANDARD = frozenset(sys.stdlib_module_names)
+# What each layer may import when it is imported itself, beyond the standard library and itself.
+ALLOWED = {
+    "ddp_core": {"torch"},
+    "kernels": {"torch"},
+    "commhooks": {"torch", "ddp_core"},
+}
+# What it may import later, inside a function; "*" stands for all of its modules.
+LATER = {
+    ("kernels", "_nvrtc.py"): {"cupy", "cupy_backends"},
+    ("commhooks", "_ledger.py"): {"pandas"},
+}
+
+
+class Import(NamedTuple):
+    """One imported module, and whether importing the file imports it."""
+
+    module: str
+    at_import: bool
+
+
+def modules(layer: str) -> list[Path]:
+    """The files of a layer; commhooks/kernels is the layer of its own."""
+    files = (ROOT / layer).rglob("*.py")
+    return sorted(f for f in files if f.relative_to(ROOT).parts[:2] != ("commhooks", "kernels"))
+
+
+def imports(tree: ast.AST, *, at_import: bool = True) -> Iterator[Import]:
+    """All imports under a node; those for type checkers only are left out."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(alias.name, at_import)
+        elif isinstance(node, ast.ImportFrom):
+            yield Import(node.module or "" if not node.level else ".", at_import)
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        else:
+            inside = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+            yield from imports(node, at_import=at_import and not inside)
+
+
+FILES = [(layer, path) for layer in ALLOWED for path in modules(layer)]
+
+
+@pytest.mark.parametrize(
+    ("layer", "path"), FILES, ids=[path.relative_to(ROOT).as_posix() for _, path in FILES]
+)
+def test_a_module_imports_only_what_lies_below_its_layer(layer: str, path: Path) -> None:
+    for found in imports(ast.parse(path.read_text())):
+        top = found.module.partition(".")[0]
+        allowed = {layer, "", *ALLOWED[layer]}
+        if layer == "kernels":
+            allowed -= {"commhooks"}
+        if not found.at_import:
+            allowed |= LATER.get((layer, path.name), set())
+        assert top in allowed or top in STANDARD, f"{path.name} imports {found.module}"
+
+
+def test_the_picture_sees_all_three_layers() -> None:
+    assert {layer for layer, _ in FILES} == set(ALLOWED)
+    assert len(FILES) > 20
+
+
+def test_no_lower_layer_reaches_up_as_text_either() -> None:
+    for layer in ("ddp_core", "kernels"):
+        for path in modules(layer):
+            tree = ast.parse(path.read_text())
+            names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+            assert not names & {"commhooks", "import_module", "__import__"}, path
+
+
+def test_importing_commhooks_takes_no_cupy_no_pandas_and_no_cuda() -> None:
+    code = (
+        "import sys, commhooks, torch\n"
+        "heavy = {'cupy', 'pandas', 'matplotlib', 'tensorboard', 'sklearn'} & set(sys.modules)\n"
+        "sys.exit(f'{heavy} {torch.cuda.is_initialized()}' "
+        "if heavy or torch.cuda.is_initialized() else 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("package", ["commhooks", "ddp_core"])
+def test_public_names_are_listed_and_exist(package: str) -> None:
+    module = __import__(package)
+    assert len(set(module.__all__)) == len(module.__all__)
+    for name in module.__all__:
+        assert hasattr(module, name), name

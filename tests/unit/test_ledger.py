@@ -1,0 +1,103 @@
+"""Byte counts, times, and what of them was exposed."""
+
+import pytest
+import torch
+
+from commhooks import Ledger
+from commhooks._ledger import COLUMNS
+from ddp_core import AllReduce, RoundRecord, Task, simulate
+
+
+def row(step: int, bucket: int = 0, round_: int = 0, **times: float) -> RoundRecord:
+    dense = 100 if round_ == 0 else 0
+    return RoundRecord(step, bucket, round_, "all_reduce", dense, 40, 60.0, **times)
+
+
+def test_totals_are_sums_over_all_rows() -> None:
+    ledger = Ledger()
+    for step in range(3):
+        for round_ in range(2):
+            ledger.add(row(step, 0, round_))
+        ledger.launched_last(step, 0.0)
+    assert (ledger.dense_bytes, ledger.payload_bytes, ledger.wire_bytes) == (300, 240, 360.0)
+    assert ledger.steps == 3
+
+
+def test_history_bounds_the_rows_and_not_the_totals() -> None:
+    ledger = Ledger(history=4)
+    for step in range(10):
+        ledger.add(row(step))
+        ledger.launched_last(step, 0.0)
+    assert list(ledger.report()["step"]) == [6, 7, 8, 9]
+    assert ledger.dense_bytes == 1000
+    assert min(ledger._backward_end) >= 6
+
+
+def test_a_report_without_rows_has_all_columns() -> None:
+    assert list(Ledger().report().columns) == list(COLUMNS)
+    assert Ledger().last_step() == {}
+
+
+def test_a_report_is_in_order_of_step_bucket_and_round() -> None:
+    ledger = Ledger()
+    for place in [(1, 0, 0), (0, 1, 1), (0, 1, 0), (0, 0, 0)]:
+        ledger.add(row(*place))
+    order = ledger.report()[["step", "bucket", "round"]].to_numpy().tolist()
+    assert order == [[0, 0, 0], [0, 1, 0], [0, 1, 1], [1, 0, 0]]
+
+
+def test_encode_wire_and_decode_are_what_lies_between() -> None:
+    ledger = Ledger()
+    ledger.add(row(0, resumed=1.0, yielded=1.5, issued=2.0, done=4.0, finished=4.25))
+    (line,) = ledger.report().to_dict("records")
+    assert (line["encode_s"], line["wire_s"], line["decode_s"]) == (0.5, 2.0, 0.25)
+
+
+def test_only_waiting_after_the_last_launch_is_exposed_and_counted_once() -> None:
+    ledger = Ledger()
+    ledger.add(row(0, 0, resumed=0.0, done=3.0, finished=3.0))  # hidden by backward until 2
+    ledger.add(row(0, 1, resumed=1.0, done=4.0, finished=4.5))  # overlaps with the first until 3
+    ledger.add(row(0, 2, resumed=0.0, done=1.0, finished=1.0))  # hidden
+    ledger.launched_last(0, 2.0)
+    exposed = ledger.report().set_index("bucket")["exposed_s"]
+    assert exposed.to_dict() == {0: 1.0, 1: 1.5, 2: 0.0}
+    assert ledger.last_step()["exposed_s"] == 2.5
+
+
+def test_a_step_whose_last_bucket_is_not_launched_exposes_nothing() -> None:
+    ledger = Ledger()
+    ledger.add(row(0, resumed=0.0, done=3.0, finished=3.0))
+    assert ledger.report()["exposed_s"].tolist() == [0.0]
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_a_task_records_every_collective_once(world_size: int) -> None:
+    def exchange():
+        total = yield AllReduce(torch.ones(8), "sum")
+        return (yield AllReduce(total[:4]))
+
+    ledger = Ledger()
+    task = Task(
+        exchange(),
+        step=3,
+        bucket=1,
+        dense_bytes=32,
+        world_size=world_size,
+        max_rounds=2,
+        record=ledger.add,
+    )
+
+    def driven():
+        request = task.advance()
+        while request is not None:
+            yield request
+            request = task.advance()
+        return task.outcome()
+
+    simulate([driven()])
+    frame = ledger.report()
+    assert frame["dense_bytes"].tolist() == [32, 0]
+    assert frame["payload_bytes"].tolist() == [32, 16]
+    factor = 2 * (world_size - 1) / world_size
+    assert frame["wire_bytes"].tolist() == [32 * factor, 16 * factor]
+    assert frame["step"].tolist() == [3, 3]

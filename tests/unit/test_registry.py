@@ -1,0 +1,94 @@
+"""Names, options, and what is said when they are wrong."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import commhooks
+from commhooks import (
+    Cast,
+    Coalesced,
+    DelayedStart,
+    Dense,
+    ErrorFeedback,
+    OptionError,
+    PowerSGD,
+    UnknownSchemeError,
+)
+from commhooks._registry import _factories, register_scheme
+
+
+def test_names_are_sorted_and_can_all_be_made() -> None:
+    assert commhooks.names() == sorted(commhooks.names())
+    for name in commhooks.names():
+        assert isinstance(commhooks.make(name), commhooks.Scheme)
+
+
+def test_an_unknown_name_suggests_the_nearest() -> None:
+    with pytest.raises(UnknownSchemeError, match="did you mean 'powersgd'"):
+        commhooks.make("PowerSDG")
+    with pytest.raises(UnknownSchemeError, match=r"Registered: .*none"):
+        commhooks.make("zzzzzz")
+
+
+def test_an_unknown_option_suggests_the_nearest() -> None:
+    with pytest.raises(OptionError, match=r"'rnak'.*did you mean 'rank'"):
+        commhooks.make("powersgd", rnak=2)
+    with pytest.raises(OptionError, match="start_step"):
+        commhooks.make("powersgd", start_iter=2)
+    with pytest.raises(OptionError, match="fp16"):
+        commhooks.make("fp16", rank=2)
+
+
+def test_a_wrong_value_says_the_rule() -> None:
+    with pytest.raises(ValueError, match="rank"):
+        commhooks.make("powersgd", rank=0)
+    with pytest.raises(ValueError, match="start_step"):
+        commhooks.make("powersgd", start_step=-1)
+    with pytest.raises(ValueError, match="wire_dtype"):
+        commhooks.make("powersgd", wire_dtype="fp8")
+    with pytest.raises(ValueError, match="float16 or bfloat16"):
+        commhooks.make("powersgd", wire_dtype=torch.float32)
+
+
+def test_options_of_a_built_scheme_belong_to_its_class() -> None:
+    with pytest.raises(OptionError, match="already built"):
+        commhooks.make(PowerSGD(), rank=2)
+    with pytest.raises(TypeError, match="by name or as a Scheme"):
+        commhooks.make(3)
+
+
+def test_biased_schemes_get_feedback_by_name_unless_told() -> None:
+    assert commhooks.make("powersgd") == ErrorFeedback(PowerSGD())
+    assert commhooks.make("powersgd", error_feedback=False) == PowerSGD()
+    assert commhooks.make(PowerSGD()) == PowerSGD()
+    assert commhooks.make("none") == Dense()
+    assert commhooks.make("none", error_feedback=True) == ErrorFeedback(Dense())
+
+
+def test_wrappers_nest_in_a_fixed_order() -> None:
+    made = commhooks.make("powersgd", rank=3, wire_dtype="bf16", start_step=5, coalesce=True)
+    inner = ErrorFeedback(Cast(PowerSGD(rank=3), torch.bfloat16))
+    assert made == Coalesced(DelayedStart(inner, 5))
+
+
+def test_equal_settings_have_equal_descriptions() -> None:
+    assert repr(commhooks.make("powersgd", rank=2)) == repr(ErrorFeedback(PowerSGD(rank=2)))
+    assert repr(commhooks.make("powersgd", rank=2)) != repr(commhooks.make("powersgd", rank=3))
+
+
+def test_a_registered_class_is_made_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(frozen=True)
+    class Mine(Dense):
+        needed: int
+
+    monkeypatch.setitem(_factories, "test_mine", Mine)
+    assert commhooks.make("test_mine", needed=2) == Mine(2)
+    with pytest.raises(OptionError, match="needs the options needed"):
+        commhooks.make("test_mine")
+
+
+def test_a_name_is_taken_once() -> None:
+    with pytest.raises(ValueError, match=r"'none'.*taken"):
+        register_scheme("none")(Dense)

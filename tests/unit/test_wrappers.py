@@ -1,0 +1,350 @@
+"""Wrappers, alone and around each other, on pretended ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from commhooks import (
+    BatchedPowerSGD,
+    Cast,
+    Coalesced,
+    Codec,
+    Context,
+    DelayedStart,
+    Dense,
+    ErrorFeedback,
+    Exchanged,
+    FlushResidual,
+    Memory,
+    Noop,
+    PerParameter,
+    PowerSGD,
+    Rule,
+    Scheme,
+    Simulation,
+    _wrappers,
+)
+from commhooks._scheme import SchemeExchange
+from commhooks._wrappers import RESIDUAL, keeps_residual
+from ddp_core import AllReduce
+
+SHAPES = {"weight": (12, 10), "bias": (12,), "head": (12, 10)}
+NUMEL = 252
+# Entries of these gradients stay below 5 and 12 ranks' partial sums below 8 in float32.
+ATOL = 1e-5
+
+
+@dataclass(frozen=True)
+class Half(Codec):
+    """Sends half of the gradient, exactly."""
+
+    biased = True
+
+    def encode(self, grad: Tensor, ctx: Context) -> dict[str, Tensor]:
+        return {"half": grad / 2}
+
+    def decode(self, payload: dict[str, Tensor], like: Tensor, ctx: Context) -> Tensor:
+        return payload["half"].clone()
+
+
+def gradients(world_size: int, step: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + world_size)
+    return [torch.randn(NUMEL, generator=generator).to(dtype) for _ in range(world_size)]
+
+
+def ranks_of(scheme: Scheme, world_size: int = 2) -> Simulation:
+    return Simulation(scheme, SHAPES, world_size=world_size)
+
+
+def mean_of(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack([tensor.double() for tensor in tensors]).mean(0)
+
+
+def change(ranks: Simulation, scheme: Scheme) -> None:
+    for engine in ranks.engines:
+        engine.scheme = scheme
+
+
+def lost(ranks: Simulation, schemes: Sequence[Scheme], dtype: torch.dtype = torch.float32) -> float:
+    """The largest part of the gradients that is neither applied nor held, over a few steps each."""
+    world_size, step = len(ranks.engines), 0
+    missing = torch.zeros(NUMEL, dtype=torch.float64)
+    for scheme in schemes:
+        change(ranks, scheme)
+        for _ in range(2):
+            grads = gradients(world_size, step, dtype)
+            missing += mean_of(grads) - ranks.step(grads)[0].double()
+            step += 1
+    held = mean_of([ranks.memory(rank) for rank in range(world_size)])
+    return float((missing - held).abs().max())
+
+
+# ---- error feedback
+
+
+def test_the_residual_is_what_was_not_sent() -> None:
+    ranks = ranks_of(ErrorFeedback(Half()), 1)
+    (grad,) = gradients(1, 0)
+    (mean,) = ranks.step([grad])
+    assert torch.equal(mean, grad / 2)
+    assert torch.equal(ranks.memory(0), grad / 2)
+
+
+def test_the_residual_of_16_bit_gradients_has_32_bits_and_that_of_64_has_64() -> None:
+    for dtype, kept in [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)]:
+        ranks = ranks_of(ErrorFeedback(Half()))
+        ranks.step(gradients(2, 0, dtype))
+        assert ranks.engines[0].memory.get(RESIDUAL, "bias").dtype == kept
+
+
+def test_feedback_around_a_scheme_that_returns_its_input_keeps_the_mean() -> None:
+    # The corrected gradient is the no-op's mean and becomes the residual: two tensors are needed.
+    grads = gradients(2, 0)
+    means = ranks_of(ErrorFeedback(Noop())).step(grads)
+    assert all(torch.equal(mean, grad) for mean, grad in zip(means, grads, strict=True))
+
+
+def test_feedback_around_dense_keeps_nothing() -> None:
+    ranks = ranks_of(ErrorFeedback(Dense()))
+    ranks.step(gradients(2, 0))
+    assert not ranks.memory(0).any()
+
+
+# ---- composition: nothing is lost in any order
+
+
+FULL = ErrorFeedback(PowerSGD(rank=1))
+COMPOSED = {
+    "feedback outside a rule": ErrorFeedback(PerParameter([Rule(Dense(), max_dim=1)], PowerSGD())),
+    "feedback inside a rule": PerParameter([Rule(FULL, name="head")], Dense()),
+    "two feedbacks side by side": PerParameter([Rule(FULL, name="head")], ErrorFeedback(Half())),
+    "delayed feedback": DelayedStart(FULL, 3),
+    "feedback before": DelayedStart(Dense(), 3, before=FULL),
+    "feedback around delayed": ErrorFeedback(DelayedStart(PowerSGD(), 3)),
+    "coalesced": Coalesced(ErrorFeedback(BatchedPowerSGD())),
+    "nested rules": PerParameter(
+        [Rule(PerParameter([Rule(FULL, name="head")], Dense()), min_dim=2)], ErrorFeedback(Half())
+    ),
+}
+
+
+@pytest.mark.parametrize("which", COMPOSED)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_applied_and_held_is_everything(which: str, world_size: int) -> None:
+    scheme = COMPOSED[which]
+    assert lost(ranks_of(scheme, world_size), [scheme] * 3) < ATOL
+
+
+CASTS = {
+    "cast inside": ErrorFeedback(Cast(PowerSGD(), torch.float16)),
+    "cast outside": Cast(ErrorFeedback(PowerSGD()), torch.float16),
+    "cast around feedback around rules": Cast(COMPOSED["feedback outside a rule"], torch.float16),
+    "cast in a rule": ErrorFeedback(
+        PerParameter([Rule(Cast(Dense(), torch.float16), max_dim=1)], PowerSGD())
+    ),
+    "two casts in rules": ErrorFeedback(
+        PerParameter(
+            [Rule(Cast(Dense(), torch.float16), max_dim=1)], Cast(PowerSGD(), torch.float16)
+        )
+    ),
+    "two casts": ErrorFeedback(Cast(Cast(Dense(), torch.float16), torch.bfloat16)),
+    "two casts, feedback inside": Cast(Cast(ErrorFeedback(Dense()), torch.float16), torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("which", CASTS)
+def test_feedback_knows_what_a_cast_rounds(which: str) -> None:
+    scheme = CASTS[which]
+    # On one rank the sum rounds nothing, so what is lost is float32 rounding: a cast whose
+    # rounding was not noted would lose 2^-11 or 2^-8 of entries of about 3 a step.
+    assert lost(ranks_of(scheme, 1), [scheme] * 3) < ATOL
+
+
+def test_feedback_in_a_rule_knows_of_a_cast_around_all() -> None:
+    ranks = ranks_of(Cast(COMPOSED["feedback inside a rule"], torch.float16), 1)
+    (grad,) = gradients(1, 0)
+    mean = ranks.step([grad])[0]
+    head = slice(132, 252)
+    assert_close((mean + ranks.memory(0))[head], grad[head], rtol=0, atol=ATOL)
+
+
+# ---- switching: a residual that nobody keeps is flushed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_flush_adds_the_residual_once(dtype: torch.dtype) -> None:
+    ranks = ranks_of(ErrorFeedback(Half()))
+    assert lost(ranks, [ErrorFeedback(Half()), FlushResidual(Dense())], dtype) < ATOL
+    assert not ranks.engines[0].memory.has(RESIDUAL)
+
+
+def test_flush_of_a_float64_residual_is_exact_after_buckets_changed() -> None:
+    ranks = ranks_of(ErrorFeedback(Half()), 1)
+    (grad,) = gradients(1, 0, torch.float64)
+    ranks.step([grad / 3])
+    change(ranks, FlushResidual(Dense()))
+    zero = torch.zeros(NUMEL, dtype=torch.float64)
+    split = [ranks.layout.pick([0]), ranks.layout.pick([1, 2])]
+    assert torch.equal(ranks.step([zero], buckets=split)[0], grad / 3 / 2)
+
+
+def test_a_bad_step_does_not_use_the_flush_up() -> None:
+    ranks = ranks_of(ErrorFeedback(Half()), 1)
+    (grad,) = gradients(1, 0)
+    ranks.step([grad])
+    change(ranks, FlushResidual(Dense()))
+    ranks.step([torch.full((NUMEL,), torch.inf)])
+    assert torch.equal(ranks.step([torch.zeros(NUMEL)])[0], grad / 2)
+    assert not ranks.step([torch.zeros(NUMEL)])[0].any()
+
+
+def test_rules_flush_the_residual_of_parameters_without_feedback() -> None:
+    before, after = ErrorFeedback(Half()), COMPOSED["feedback inside a rule"]
+    ranks = ranks_of(before)
+    assert lost(ranks, [before, after]) < ATOL
+    assert ranks.engines[0].memory.get(RESIDUAL, "bias") is None
+    assert ranks.engines[0].memory.get(RESIDUAL, "head") is not None
+
+
+def test_what_ran_before_a_delayed_start_leaves_no_residual_behind() -> None:
+    scheme = DelayedStart(Dense(), 2, before=ErrorFeedback(Half()))
+    ranks = ranks_of(scheme)
+    for step in range(2):
+        ranks.step(gradients(2, step))
+        assert ranks.memory(0).any()
+    ranks.step(gradients(2, 2))
+    assert not ranks.engines[0].memory.has(RESIDUAL)
+
+
+def test_keeping_a_residual_is_found_at_any_depth() -> None:
+    for scheme in COMPOSED.values():
+        assert keeps_residual(scheme)
+    assert not keeps_residual(Coalesced(DelayedStart(Cast(PowerSGD()), 3)))
+
+
+# ---- flags
+
+
+def test_flags_of_a_delayed_start_cover_both_schemes() -> None:
+    scheme = DelayedStart(Dense(), 2, before=FULL)
+    assert scheme.stateful
+    assert scheme.rounds == 2
+    assert scheme.memory_error(RESIDUAL, torch.zeros(2), torch.Size([2])) is None
+    assert scheme.memory_error("else", torch.zeros(2), torch.Size([2])) == "unknown"
+
+
+def test_flags_of_rules_cover_all_schemes() -> None:
+    scheme = PerParameter([Rule(PowerSGD(), name="head"), Rule(Coalesced(Half()))], Dense())
+    assert (scheme.rounds, scheme.biased, scheme.stateful, scheme.coalesce) == (4, True, True, True)
+
+
+# ---- cast
+
+
+def test_a_cast_halves_floating_payloads_only() -> None:
+    ranks = ranks_of(Cast(Dense(), torch.float16))
+    ranks.step(gradients(2, 0))
+    assert ranks.requests == [("all_reduce", 2 * NUMEL)]
+    codec = ranks_of(Cast(Half(), torch.float16))  # packed bytes stay as they are
+    codec.step(gradients(2, 0))
+    assert codec.requests == [("all_gather", 4 * NUMEL)]
+
+
+def test_a_cast_divides_before_it_narrows() -> None:
+    big = torch.full((NUMEL,), 60000.0)
+    mean = ranks_of(Cast(Dense(), torch.float16), 4).step([big] * 4)[0]
+    assert_close(mean, big, rtol=2**-10, atol=0)  # 4 roundings of half a spacing, 2^-11 each
+
+
+def test_overflow_arrives_as_infinity_and_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_wrappers, "_warned_of_overflow", False)
+    ranks = ranks_of(Cast(Dense(), torch.float16), 1)
+    big = torch.full((NUMEL,), 70000.0)
+    with pytest.warns(RuntimeWarning, match="65504"):
+        assert ranks.step([big])[0].isinf().all()
+    assert ranks.step([big])[0].isinf().all()  # a second warning would be an error
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("sent", [torch.float32, torch.float16])
+def test_a_failed_collective_is_thrown_into_the_scheme_under_a_cast(
+    dtype: torch.dtype, sent: torch.dtype
+) -> None:
+    @dataclass(frozen=True)
+    class Fallback(Scheme):
+        def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
+            try:
+                mean = yield AllReduce(grad.to(sent))
+            except OSError:
+                mean = grad
+            return Exchanged(mean)
+
+    grad = torch.ones(3)
+    exchange = Cast(Fallback(), dtype).exchange(grad, Context(Memory(), grad))
+    next(exchange)
+    with pytest.raises(StopIteration) as stop:
+        exchange.throw(OSError("gone"))
+    assert stop.value.value.mean is grad
+
+
+def test_wrappers_refuse_what_is_no_scheme() -> None:
+    with pytest.raises(TypeError, match=r"commhooks\.make"):
+        ErrorFeedback("powersgd")
+    with pytest.raises(TypeError, match="Rule objects"):
+        PerParameter([Dense()], Dense())
+    with pytest.raises(ValueError, match="float16 or bfloat16"):
+        Cast(Dense(), torch.float64)
+    with pytest.raises(ValueError, match="0 or more"):
+        DelayedStart(Dense(), -1)
+
+
+# ---- rules
+
+
+@pytest.mark.parametrize(
+    ("rule", "matches"),
+    [
+        (Rule(Dense(), name="*.bias"), False),
+        (Rule(Dense(), name="head*"), True),
+        (Rule(Dense(), name="HEAD*"), False),
+        (Rule(Dense(), min_dim=2, max_dim=2), True),
+        (Rule(Dense(), max_dim=1), False),
+        (Rule(Dense(), min_numel=13), False),
+        (Rule(Dense(), dtype=torch.float32), True),
+        (Rule(Dense(), dtype=torch.float16), False),
+    ],
+)
+def test_a_rule_matches_if_all_its_conditions_hold(rule: Rule, matches: bool) -> None:
+    assert rule.matches("head.weight", torch.Size([3, 4]), torch.float32) is matches
+
+
+def test_the_first_rule_that_matches_decides() -> None:
+    scheme = PerParameter([Rule(Dense(), max_dim=1), Rule(Half(), name="*")], Noop())
+    (grad,) = gradients(1, 0)
+    mean = ranks_of(scheme, 1).step([grad])[0]
+    weight, bias, head = slice(0, 120), slice(120, 132), slice(132, 252)
+    assert torch.equal(mean[bias], grad[bias])
+    assert torch.equal(mean[weight], grad[weight] / 2)
+    assert torch.equal(mean[head], grad[head] / 2)
+
+
+def test_equal_all_reduces_of_a_round_share_a_message() -> None:
+    scheme = PerParameter([Rule(PowerSGD(), name="head"), Rule(Dense(), max_dim=1)], PowerSGD())
+    ranks = ranks_of(scheme)
+    ranks.step(gradients(2, 0))
+    # First round: two left factors of 12 and 12 biases; second: two right factors of 10.
+    assert ranks.requests == [("all_reduce", 4 * 36), ("all_reduce", 4 * 20)]
+
+
+def test_rules_over_one_scheme_equal_the_scheme() -> None:
+    grads = gradients(3, 0)
+    alone = ranks_of(PowerSGD(), 3).step(grads)[0]
+    split = ranks_of(PerParameter([Rule(PowerSGD(), name="head")], PowerSGD()), 3).step(grads)[0]
+    # Batched or one by one, products of 12 terms in float32.
+    assert_close(split, alone, rtol=0, atol=ATOL)
