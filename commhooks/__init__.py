@@ -28,9 +28,26 @@ from commhooks._wrappers import (
     PerParameter,
     Rule,
 )
+from commhooks.classic import (
+    PostLocalSGDState,
+    PowerSGDState,
+    allreduce_hook,
+    batched_powerSGD_hook,
+    bf16_compress_hook,
+    bf16_compress_wrapper,
+    fp16_compress_hook,
+    fp16_compress_wrapper,
+    noop_hook,
+    post_localSGD_hook,
+    powerSGD_hook,
+    quantization_perchannel_hook,
+    quantization_pertensor_hook,
+)
+from commhooks.schemes.batched_powersgd import BatchedPowerSGD
 from commhooks.schemes.casts import bf16, fp16
 from commhooks.schemes.dense import Dense, Noop, TwoPhaseCast
-from commhooks.schemes.powersgd import BatchedPowerSGD, PowerSGD
+from commhooks.schemes.minmax import MinMax, MinMaxPerChannel
+from commhooks.schemes.powersgd import PowerSGD
 from ddp_core import CollectiveError, MismatchError
 
 __all__ = [
@@ -51,13 +68,17 @@ __all__ = [
     "Layout",
     "Ledger",
     "Memory",
+    "MinMax",
+    "MinMaxPerChannel",
     "MismatchError",
     "Noop",
     "OptionError",
     "PayloadError",
     "PerParameter",
-    "RegistrationError",
+    "PostLocalSGDState",
     "PowerSGD",
+    "PowerSGDState",
+    "RegistrationError",
     "Rule",
     "Scheme",
     "SchemeError",
@@ -65,13 +86,24 @@ __all__ = [
     "TwoPhaseCast",
     "UnknownSchemeError",
     "__version__",
+    "allreduce_hook",
     "as_hook",
+    "batched_powerSGD_hook",
     "bf16",
+    "bf16_compress_hook",
+    "bf16_compress_wrapper",
     "comm_hook",
     "flatten_state",
     "fp16",
+    "fp16_compress_hook",
+    "fp16_compress_wrapper",
     "make",
     "names",
+    "noop_hook",
+    "post_localSGD_hook",
+    "powerSGD_hook",
+    "quantization_perchannel_hook",
+    "quantization_pertensor_hook",
     "register",
     "register_scheme",
     "unflatten_state",

@@ -220,8 +220,8 @@ class Cast(Wrapper):
         """The cast request, and what one rank's share in it has to be multiplied by."""
         sums = isinstance(request, AllReduce) and request.op in ("mean", "sum")
         scale = float(world_size) if sums else 1.0
-        # In place, then cast: one pass more than mul(..., out=small), which takes four times as long
-        # on the CPU. An all-reduce overwrites its tensor anyway.
+        # In place, then cast: one pass more than mul(..., out=small), which on the CPU takes four
+        # times as long. An all-reduce overwrites its tensor anyway.
         small = (request.tensor.mul_(1.0 / scale) if sums else request.tensor).to(self.dtype)
         return (AllReduce(small, "sum") if sums else request.like(small)), scale
 

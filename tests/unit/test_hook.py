@@ -26,7 +26,7 @@ def other_names(whatever, grad_bucket, scale=1.0):
     return done(scale)
 
 
-class Callable_:
+class CallableObject:
     def __call__(self, state, bucket):
         return done(3.0)
 
@@ -47,9 +47,9 @@ CALLABLES = {
     "other names": (other_names, 1.0),
     "partial": (functools.partial(other_names, scale=2.0), 2.0),
     "partial of partial": (functools.partial(functools.partial(other_names), scale=2.5), 2.5),
-    "object": (Callable_(), 3.0),
-    "method": (Callable_().method, 4.0),
-    "partial of object": (functools.partial(Callable_()), 3.0),
+    "object": (CallableObject(), 3.0),
+    "method": (CallableObject().method, 4.0),
+    "partial of object": (functools.partial(CallableObject()), 3.0),
     "postponed": (postponed, 5.0),
     "open-ended": (open_ended, 6.0),
     "a hook already": (as_hook(other_names), 1.0),
@@ -93,7 +93,7 @@ def test_every_public_hook_is_one_that_ddp_takes(name: str) -> None:
 def test_a_hook_keeps_the_name_of_what_it_calls() -> None:
     assert as_hook(other_names).__name__ == "other_names"
     assert as_hook(functools.partial(other_names)).__name__ == "other_names"
-    assert as_hook(Callable_()).__name__ == "Callable_"
+    assert as_hook(CallableObject()).__name__ == "CallableObject"
 
 
 def test_state_and_bucket_are_handed_on_as_they_are() -> None:

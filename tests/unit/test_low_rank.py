@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
+
 from commhooks.kernels import (
     decode_low_rank,
     multiply_left,
@@ -12,7 +14,6 @@ from commhooks.kernels import (
     subtract_low_rank,
     unit_rows,
 )
-from torch import Tensor
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -12,14 +12,10 @@ from torch import Tensor
 from commhooks._memory import Layout, Memory
 from commhooks._scheme import Context, Exchanged, Scheme
 from commhooks._wrappers import Cast, ErrorFeedback
-from commhooks.schemes.powersgd import (
-    BATCHED_KEY,
-    KEY,
-    BatchedPowerSGD,
-    PowerSGD,
-    _runs,
-    payload_numel,
-)
+from commhooks.schemes._low_rank_plan import _runs
+from commhooks.schemes.batched_powersgd import KEY as BATCHED_KEY
+from commhooks.schemes.batched_powersgd import BatchedPowerSGD
+from commhooks.schemes.powersgd import KEY, PowerSGD, payload_numel
 from ddp_core import simulate
 from tests.shapes import MODELS, lstm, resnet18_cifar
 

@@ -1,0 +1,34 @@
+"""The hooks and states known from PyTorch, by their names, on top of ``HookState`` and the schemes.
+
+``ddp_model.register_comm_hook(state, hook)`` takes them as it takes torch's own. A hook finds the
+model behind a bucket by the bucket's parameters and keeps one :class:`commhooks.HookState` for it,
+so states are keyed by parameter name, models do not mix, and any number of buckets works on Gloo.
+"""
+
+from commhooks.classic._cast_wrappers import bf16_compress_wrapper, fp16_compress_wrapper
+from commhooks.classic._local_sgd import PostLocalSGDState, post_localSGD_hook
+from commhooks.classic._powersgd import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+from commhooks.classic._stateless import (
+    allreduce_hook,
+    bf16_compress_hook,
+    fp16_compress_hook,
+    noop_hook,
+    quantization_perchannel_hook,
+    quantization_pertensor_hook,
+)
+
+__all__ = [
+    "PostLocalSGDState",
+    "PowerSGDState",
+    "allreduce_hook",
+    "batched_powerSGD_hook",
+    "bf16_compress_hook",
+    "bf16_compress_wrapper",
+    "fp16_compress_hook",
+    "fp16_compress_wrapper",
+    "noop_hook",
+    "post_localSGD_hook",
+    "powerSGD_hook",
+    "quantization_perchannel_hook",
+    "quantization_pertensor_hook",
+]

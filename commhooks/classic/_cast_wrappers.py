@@ -1,0 +1,80 @@
+"""Hooks around hooks: 16 bits on the wire of any.
+
+No ``from __future__ import annotations`` here: DistributedDataParallel compares the annotations of
+a hook with the classes themselves and refuses strings.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+
+from commhooks._hook import comm_hook
+from commhooks.classic._launch import BucketFuture, Classic, HookFunction, classic_hook, classics
+
+__all__ = ["bf16_compress_wrapper", "fp16_compress_wrapper"]
+
+
+def fp16_compress_wrapper(hook: HookFunction) -> HookFunction:
+    """A hook that does what ``hook`` does with float16 on the wire; takes the state of ``hook``.
+
+    Of a hook of this module the payloads are cast, and residuals stay in float32. Any other hook
+    is handed a bucket in float16, and its result is cast back.
+
+    Example:
+        >>> state = PowerSGDState(None, start_powerSGD_iter=10)
+        >>> ddp_model.register_comm_hook(state, fp16_compress_wrapper(powerSGD_hook))
+    """
+    return _wrap(hook, torch.float16, "fp16_compress_wrapper_hook")
+
+
+def bf16_compress_wrapper(hook: HookFunction) -> HookFunction:
+    """A hook that does what ``hook`` does with bfloat16 on the wire; takes the state of ``hook``.
+
+    See :func:`fp16_compress_wrapper`; works on any backend.
+
+    Example:
+        >>> state = PowerSGDState(None, start_powerSGD_iter=10)
+        >>> ddp_model.register_comm_hook(state, bf16_compress_wrapper(powerSGD_hook))
+    """
+    # Not torch's name, which DDP refuses on anything but NCCL and XCCL.
+    return _wrap(hook, torch.bfloat16, "bf16_wrapper_hook")
+
+
+def _wrap(hook: HookFunction, dtype: torch.dtype, name: str) -> HookFunction:
+    if hook is comm_hook:
+        raise TypeError(
+            f"{name}: comm_hook casts by its scheme; use commhooks.register(model, ..., "
+            f"wire_dtype={str(dtype).removeprefix('torch.')!r}) or commhooks.Cast"
+        )
+    inner = classics.get(hook)
+    wrapped = _wrap_foreign(hook, dtype) if inner is None else _wrap_classic(inner, dtype)
+    wrapped.__name__ = wrapped.__qualname__ = name
+    return wrapped
+
+
+def _wrap_classic(inner: Classic, dtype: torch.dtype) -> HookFunction:
+    wires = (*inner.wires, dtype)
+
+    def wrapped(hook_state: Any, bucket: GradBucket) -> BucketFuture:
+        return inner.launch(hook_state, bucket, wires)
+
+    hook = classic_hook(inner.launch)(wrapped)
+    classics[hook] = Classic(inner.launch, wires)
+    return hook
+
+
+def _wrap_foreign(hook: HookFunction, dtype: torch.dtype) -> HookFunction:
+    def wrapped(hook_state: Any, bucket: GradBucket) -> BucketFuture:
+        original = bucket.buffer()
+        bucket.set_buffer(original.to(dtype))
+
+        def restore(done: torch.futures.Future[Any]) -> Tensor:
+            value = done.value()
+            result: Tensor = value[0] if isinstance(value, (list, tuple)) else value
+            return original.copy_(result)
+
+        return hook(hook_state, bucket).then(restore)
+
+    return wrapped
