@@ -1,5 +1,6 @@
 """Gradient communication hooks with compression for PyTorch data-parallel training."""
 
+from commhooks._cast import Cast
 from commhooks._checkpoint import flatten_state, unflatten_state
 from commhooks._errors import (
     CheckpointError,
@@ -13,21 +14,14 @@ from commhooks._errors import (
 from commhooks._hook import as_hook, comm_hook
 from commhooks._ledger import Ledger
 from commhooks._memory import Layout, Memory
+from commhooks._per_parameter import PerParameter, Rule
 from commhooks._register import register
 from commhooks._registry import make, names, register_scheme
 from commhooks._scheme import Codec, Context, Exchanged, Scheme
 from commhooks._simulation import Simulation
 from commhooks._state import HookState
 from commhooks._version import __version__
-from commhooks._wrappers import (
-    Cast,
-    Coalesced,
-    DelayedStart,
-    ErrorFeedback,
-    FlushResidual,
-    PerParameter,
-    Rule,
-)
+from commhooks._wrappers import Coalesced, DelayedStart, ErrorFeedback, FlushResidual
 from commhooks.classic import (
     PostLocalSGDState,
     PowerSGDState,

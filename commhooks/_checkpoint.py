@@ -34,7 +34,7 @@ def structure(scheme: Scheme) -> str:
     """The nesting of a scheme without its settings; a pending flush does not count."""
     name = type(scheme).__name__
     # Those of a PerParameter stand in rules, where `children` does not look.
-    inner = [structure(child) for child in getattr(scheme, "schemes", None) or children(scheme)]
+    inner = [structure(child) for child in children(scheme)]
     if name == "FlushResidual":
         return inner[0]
     return f"{name}({', '.join(inner)})" if inner else name

@@ -79,7 +79,7 @@ def make(scheme: str | Scheme, **options: Any) -> Scheme:
         >>> make("powersgd", rank=2, start_step=100)
         DelayedStart(scheme=ErrorFeedback(scheme=PowerSGD(rank=2, ...)), start_step=100, ...)
     """
-    from commhooks import _wrappers
+    from commhooks import _cast, _wrappers
 
     if "start_iter" in options or "start_powerSGD_iter" in options:
         raise OptionError("make: the option is called start_step here")
@@ -99,7 +99,7 @@ def make(scheme: str | Scheme, **options: Any) -> Scheme:
             f"commhooks.names() lists the names"
         )
     if "wire_dtype" in wrapping:
-        built = _wrappers.Cast(built, as_dtype(wrapping["wire_dtype"]))
+        built = _cast.Cast(built, as_dtype(wrapping["wire_dtype"]))
     if wrapping.get("error_feedback", isinstance(scheme, str) and built.biased):
         built = _wrappers.ErrorFeedback(built)
     if wrapping.get("start_step"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -145,13 +145,16 @@ class Codec(Scheme):
         payload = self.encode(grad, ctx)
         packed = _pack(payload)
         gathered = yield AllGather(packed)
-        mean, sent = torch.zeros_like(grad), None
+        # Divided before the sum, and summed in 32 bits at least: neither the sum of ranks nor one
+        # rounding per rank is then a matter of the gradient's own dtype.
+        mean = torch.zeros_like(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
+        sent = None
         for rank in range(ctx.world_size):
             decoded = self.decode(_unpack(gathered[rank], payload), grad, ctx)
-            mean.add_(decoded)
+            mean.add_(decoded, alpha=1.0 / ctx.world_size)
             if rank == ctx.rank:
                 sent = decoded
-        return Exchanged(mean.mul_(1.0 / ctx.world_size), sent=sent)
+        return Exchanged(mean, sent=sent)
 
 
 def _pack(payload: dict[str, Tensor]) -> Tensor:
@@ -183,9 +186,12 @@ def children(scheme: Scheme) -> list[Scheme]:
         elif isinstance(value, (tuple, list)):
             for item in value:
                 look(item)
+        elif is_dataclass(value):  # a rule that names a scheme
+            for setting in fields(value):
+                look(getattr(value, setting.name))
 
-    for setting in fields(scheme):  # type: ignore[arg-type]
-        look(getattr(scheme, setting.name))
+    for own in fields(scheme):  # type: ignore[arg-type]
+        look(getattr(scheme, own.name))
     return found
 
 

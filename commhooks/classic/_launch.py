@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
+from commhooks._cast import Cast
 from commhooks._errors import HookNotAttachedError, RegistrationError
 from commhooks._scheme import Scheme
-from commhooks._wrappers import Cast
 from commhooks.classic._owner import Group, owner_of
 
 __all__ = [

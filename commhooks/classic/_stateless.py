@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from commhooks._wrappers import Cast
+from commhooks._cast import Cast
 from commhooks.classic._launch import BucketFuture, Wires, classic_hook, launch_on_group
 from commhooks.classic._owner import Group
 from commhooks.schemes.dense import Dense, Noop

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from commhooks._cast import Cast
 from commhooks._registry import register_scheme
 from commhooks._scheme import Scheme
-from commhooks._wrappers import Cast
 from commhooks.schemes.dense import Dense, TwoPhaseCast
 
 __all__ = ["bf16", "fp16"]

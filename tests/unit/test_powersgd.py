@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from commhooks._cast import Cast
 from commhooks._memory import Layout, Memory
 from commhooks._scheme import Context, Exchanged, Scheme
-from commhooks._wrappers import Cast, ErrorFeedback
+from commhooks._wrappers import ErrorFeedback
 from commhooks.schemes._low_rank_plan import _runs
 from commhooks.schemes.batched_powersgd import KEY as BATCHED_KEY
 from commhooks.schemes.batched_powersgd import BatchedPowerSGD

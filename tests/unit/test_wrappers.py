@@ -28,7 +28,7 @@ from commhooks import (
     Rule,
     Scheme,
     Simulation,
-    _wrappers,
+    _cast,
 )
 from commhooks._scheme import SchemeExchange
 from commhooks._wrappers import RESIDUAL, keeps_residual
@@ -263,7 +263,7 @@ def test_a_cast_divides_before_it_narrows() -> None:
 
 
 def test_overflow_arrives_as_infinity_and_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_wrappers, "_warned_of_overflow", False)
+    monkeypatch.setattr(_cast, "_warned_of_overflow", False)
     ranks = ranks_of(Cast(Dense(), torch.float16), 1)
     big = torch.full((NUMEL,), 70000.0)
     with pytest.warns(RuntimeWarning, match="65504"):

@@ -1,0 +1,205 @@
+"""``PerParameter``: a scheme for each parameter, by name, shape or dtype."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from commhooks._memory import Layout
+from commhooks._scheme import Context, Exchanged, Scheme, SchemeExchange
+from commhooks._wrappers import any_error, flushing, keeps_residual, need_scheme
+from ddp_core import AllReduce, Collective
+
+__all__ = ["PerParameter", "Rule"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Which parameters a scheme is for; all conditions given must hold.
+
+    Args:
+        scheme: what to do with them.
+        name: shell-style pattern of the parameter's name, e.g. ``"*.bias"`` or ``"embed*"``.
+        min_dim, max_dim: bounds on the number of dimensions.
+        min_numel: at least that many entries.
+        dtype: the gradient's dtype.
+    """
+
+    scheme: Scheme
+    name: str = "*"
+    min_dim: int = 0
+    max_dim: int = 1 << 30
+    min_numel: int = 0
+    dtype: torch.dtype | None = None
+
+    def matches(self, name: str, shape: torch.Size, dtype: torch.dtype) -> bool:
+        """Whether a parameter falls under this rule."""
+        return (
+            fnmatch.fnmatchcase(name, self.name)
+            and self.min_dim <= len(shape) <= self.max_dim
+            and shape.numel() >= self.min_numel
+            and self.dtype in (None, dtype)
+        )
+
+
+@dataclass(frozen=True)
+class PerParameter(Scheme):
+    """Chooses a scheme for each parameter: the first rule that matches, else ``default``.
+
+    The chosen schemes run side by side; all-reduces of the same round and dtype share a message.
+
+    Args:
+        rules: in order of precedence.
+        default: for parameters under no rule.
+
+    Example:
+        >>> PerParameter([Rule(Dense(), name="*embed*"), Rule(Dense(), max_dim=1)],
+        ...              default=ErrorFeedback(PowerSGD(rank=4)))
+    """
+
+    rules: Sequence[Rule]
+    default: Scheme
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rules", tuple(self.rules))
+        for rule in self.rules:
+            if not isinstance(rule, Rule):
+                raise TypeError(f"PerParameter(rules=...) holds Rule objects, got {rule!r}")
+            need_scheme(rule, rule.scheme)
+        need_scheme(self, self.default)
+
+    @property
+    def schemes(self) -> list[Scheme]:
+        """All schemes it chooses from, the default last."""
+        return [*(rule.scheme for rule in self.rules), self.default]
+
+    @property
+    def rounds(self) -> int:  # type: ignore[override]
+        return sum(scheme.rounds for scheme in self.schemes)
+
+    @property
+    def biased(self) -> bool:  # type: ignore[override]
+        return any(scheme.biased for scheme in self.schemes)
+
+    @property
+    def stateful(self) -> bool:  # type: ignore[override]
+        return any(scheme.stateful for scheme in self.schemes)
+
+    @property
+    def coalesce(self) -> bool:  # type: ignore[override]
+        return any(scheme.coalesce for scheme in self.schemes)
+
+    def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
+        return any_error(self.schemes, key, value, parameter)
+
+    def initial_memory(self, name: str, shape: torch.Size, ctx: Context) -> dict[str, Tensor]:
+        scheme = self.schemes[self.choose(name, shape, ctx.output.dtype)]
+        return scheme.initial_memory(name, shape, ctx)
+
+    def choose(self, name: str, shape: torch.Size, dtype: torch.dtype) -> int:
+        """Position in ``schemes`` of the scheme for a parameter."""
+        for position, rule in enumerate(self.rules):
+            if rule.matches(name, shape, dtype):
+                return position
+        return len(self.rules)
+
+    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
+        layout = ctx.layout
+        chosen: dict[int, list[int]] = {}
+        for position, (name, shape) in enumerate(zip(layout.names, layout.shapes, strict=True)):
+            which = self.choose(name, shape, ctx.output.dtype)
+            chosen.setdefault(which, []).append(position)
+        schemes = self.schemes
+        if keeps_residual(self):  # a residual of another scheme must not stay behind
+            schemes = [flushing(scheme) for scheme in schemes]
+        parts = [_Part(schemes[which], grad, ctx, chosen[which]) for which in sorted(chosen)]
+        if len(parts) == 1:
+            return (yield from parts[0].scheme.exchange(grad, ctx))
+        yield from _side_by_side(parts)
+        for part in parts:
+            part.put_back(ctx.output)
+        flags = [part.result.finite for part in parts if part.result.finite is not None]
+        finite = torch.stack(flags).all() if len(flags) == len(parts) else None
+        sent = None
+        if ctx.keep_unsent:
+            sent = torch.empty_like(grad)
+            for part in parts:
+                part.put_sent(sent)
+        return Exchanged(ctx.output, sent=sent, finite=finite)
+
+
+class _Part:
+    """The parameters of a bucket that share a scheme, gathered into a flat tensor of their own."""
+
+    def __init__(self, scheme: Scheme, grad: Tensor, ctx: Context, positions: list[int]) -> None:
+        whole = ctx.layout
+        self.scheme = scheme
+        self.layout: Layout = whole.pick(positions)
+        self.spans = [(whole.offsets[i], whole.offsets[i + 1]) for i in positions]
+        self.grad = torch.cat([grad[begin:end] for begin, end in self.spans])
+        self.before = self.grad.clone() if ctx.keep_unsent else self.grad
+        inside = ctx.replace(
+            output=torch.empty_like(self.grad, dtype=ctx.output.dtype),
+            find_layout=lambda: self.layout,
+        )
+        self.exchange = scheme.exchange(self.grad, inside)
+        self.request: Collective | None = None
+        self.result = Exchanged(self.grad)
+
+    def advance(self, answer: Tensor | None) -> None:
+        """Runs to the next request, or to the end."""
+        try:
+            self.request = next(self.exchange) if answer is None else self.exchange.send(answer)
+        except StopIteration as stop:
+            self.request, self.result = None, stop.value
+
+    def put_back(self, output: Tensor) -> None:
+        """Writes the mean to where the parameters are in the bucket."""
+        for (begin, end), piece in zip(
+            self.spans, self.result.mean.split(self.layout.sizes), strict=True
+        ):
+            output[begin:end].copy_(piece)
+
+    def put_sent(self, sent: Tensor) -> None:
+        """Writes this rank's share to where the parameters are in the bucket."""
+        share = self.result.sent if self.result.sent is not None else self.before
+        if self.result.unsent is not None:
+            share = self.before - self.result.unsent
+        for (begin, end), piece in zip(self.spans, share.split(self.layout.sizes), strict=True):
+            sent[begin:end].copy_(piece)
+
+
+def _side_by_side(parts: list[_Part]) -> SchemeExchange:
+    """Runs the exchanges of all parts together; equal all-reduces travel in one message."""
+    for part in parts:
+        part.advance(None)
+    while waiting := [part for part in parts if part.request is not None]:
+        first = waiting[0].request
+        assert first is not None
+        together = [part for part in waiting if _mergeable(first, part.request)] or waiting[:1]
+        if len(together) == 1:
+            together[0].advance((yield first))
+            continue
+        requests = [part.request for part in together if part.request is not None]
+        merged = first.like(torch.cat([request.tensor.view(-1) for request in requests]))
+        arrived = yield merged
+        sizes = [request.tensor.numel() for request in requests]
+        shares = merged.sent.split(sizes) if merged.sent is not None else [None] * len(sizes)
+        for part, request, piece, share in zip(
+            together, requests, arrived.split(sizes), shares, strict=True
+        ):
+            request.sent = None if share is None else share.view(request.tensor.shape)
+            part.advance(request.tensor.copy_(piece.view(request.tensor.shape)))
+    return Exchanged(parts[0].grad)
+
+
+def _mergeable(first: Collective, other: Collective | None) -> bool:
+    return (
+        isinstance(first, AllReduce)
+        and isinstance(other, AllReduce)
+        and (first.op, first.tensor.dtype) == (other.op, other.tensor.dtype)
+    )
