@@ -14,7 +14,7 @@ test: $(VENV)/dev
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
-	$(RUN) -m pytest
+	$(RUN) -m pytest --numprocesses 2
 
 format: $(VENV)/dev
 	$(RUN) -m ruff format .

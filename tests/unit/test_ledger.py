@@ -1,9 +1,11 @@
 """Byte counts, times, and what of them was exposed."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from commhooks import Ledger
+from commhooks import HookState, Ledger
 from commhooks._ledger import COLUMNS
 from ddp_core import AllReduce, RoundRecord, Task, simulate
 
@@ -101,3 +103,19 @@ def test_a_task_records_every_collective_once(world_size: int) -> None:
     factor = 2 * (world_size - 1) / world_size
     assert frame["wire_bytes"].tolist() == [32 * factor, 16 * factor]
     assert frame["step"].tolist() == [3, 3]
+
+
+def test_scalars_of_the_latest_step_are_written_for_tensorboard(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    hook = HookState("none")
+    hook.ledger.add(row(0, 0))
+    hook.ledger.add(row(0, 1))
+    with SummaryWriter(tmp_path) as writer:
+        hook.add_scalars(writer, prefix="comm")
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [event.value for event in events.Scalars("comm/wire_bytes")] == [120.0]
+    names = {"dense_bytes", "payload_bytes", "wire_bytes", "encode_s", "wire_s", "decode_s"}
+    names |= {"exposed_s", "memory_bytes", "skipped_steps"}
+    assert {f"comm/{name}" for name in names} == set(events.Tags()["scalars"])

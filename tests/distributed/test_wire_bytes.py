@@ -1,0 +1,29 @@
+"""The ledger's wire bytes against what a network interface counted between two hosts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from experiments.wire_bytes import measure, reason_not_to_run
+
+pytestmark = pytest.mark.netns
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _network_namespaces() -> None:
+    reason = reason_not_to_run()
+    if reason is not None:
+        pytest.skip(reason)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options"),
+    [("none", {}), ("fp16", {}), ("bf16", {"fp32_sum": True}), ("powersgd", {"rank": 4})],
+    ids=["allreduce", "fp16", "bf16 with fp32 sum", "PowerSGD 4"],
+)
+def test_an_interface_sends_what_the_ledger_says(scheme: str, options: dict[str, Any]) -> None:
+    ranks = measure(scheme, options)
+    # Frame, IP and TCP headers are 66 bytes in 1500 or more; acknowledgements are the rest.
+    assert ranks["ratio"].between(0.99, 1.05).all(), ranks.to_string()
