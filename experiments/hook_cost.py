@@ -1,8 +1,12 @@
 """``python -m experiments.hook_cost``: step time of our hooks over torch's, in alternating runs.
 
-Three models: a ResNet-18 for 32x32 images (11 M parameters), a transformer (14 M), 500 tiny layers
-(2 M). A ratio is of two blocks, one after the other; quartiles are over such pairs. PowerSGD is
-compared in one bucket and from step 2 on, where torch's hook runs on Gloo.
+Three models with a batch of one, so that hooks are as large a part of a step as can be: a ResNet-18
+for 32x32 images (11 M parameters), a transformer (14 M), 500 tiny layers (2 M). A turn is a block
+of steps with torch's hook, one with ours and one with no-op; the order turns around every time.
+
+``step_ratio`` is ours over torch's within a turn, with its quartiles over the turns. ``torch`` and
+``ours`` are step times over the no-op hook's, and ``cost_ratio`` is what they add to it, ours over
+torch's. PowerSGD is compared in one bucket and from step 2 on, where torch's hook runs on Gloo.
 """
 
 from __future__ import annotations
@@ -71,18 +75,22 @@ class _Tiny(nn.Module):
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
-    "resnet": (resnet, lambda: torch.randn(12, 3, 32, 32)),
+    "resnet": (resnet, lambda: torch.randn(1, 3, 32, 32)),
     "transformer": (
         lambda: CharTransformer(96, width=512, depth=4),
-        lambda: torch.randint(0, 128, (3, 96)),
+        lambda: torch.randint(0, 128, (1, 96)),
     ),
-    "tiny layers": (_Tiny, lambda: torch.randn(64, 64)),
+    "tiny layers": (_Tiny, lambda: torch.randn(1, 64)),
 }
 
 
 def _torch_powersgd(ddp: DistributedDataParallel) -> None:
     state = torch_powersgd.PowerSGDState(None, 4, start_powerSGD_iter=2)
     ddp.register_comm_hook(state, torch_powersgd.powerSGD_hook)
+
+
+def _noop(ddp: DistributedDataParallel) -> commhooks.HookState:
+    return commhooks.register(ddp, "noop")
 
 
 # Name, bucket size in MB, torch's, ours.
@@ -119,30 +127,47 @@ def compare(
     """One process: blocks of steps with torch's and our hook in turn, for every pair."""
     make_model, make_input = MODELS[model]
     for name, cap, torchs, ours in PAIRS:
-        runners = []
-        for attach in (torchs, ours):
+        runners: dict[str, tuple[DistributedDataParallel, Any]] = {}
+        for kind, attach in (("torch", torchs), ("ours", ours), ("noop", _noop)):
             torch.manual_seed(0)
             ddp = DistributedDataParallel(make_model(), bucket_cap_mb=cap)
-            runners.append((ddp, attach(ddp)))
+            runners[kind] = (ddp, attach(ddp))
         torch.manual_seed(rank)
         x = make_input()
-        for ddp, _ in runners:
+        for ddp, _ in runners.values():
             _steps(ddp, x, 4)
-        ratios, backwards = [], []
+        turns = []
         for turn in range(rounds):
-            times = {}
-            order = (0, 1) if turn % 2 == 0 else (1, 0)
-            for which in order:
-                times[which] = _steps(runners[which][0], x, block)
-            ratios.append(times[1][0] / times[0][0])
-            backwards.append(times[1][1] / times[0][1])
+            order = list(runners.items())[:: 1 if turn % 2 == 0 else -1]
+            seconds = {kind: _steps(ddp, x, block) for kind, (ddp, _) in order}
+            turns.append(seconds)
         if rank == 0:
-            low, middle, high = statistics.quantiles(ratios, n=4)
-            row = {"model": model, "hook": name, "step_ratio": middle, "q1": low, "q3": high}
-            send({**row, "backward_ratio": statistics.median(backwards), "rounds": rounds})
-        for _, hook in runners:
+            send({"model": model, "hook": name, **_ratios(turns)})
+        for _, hook in runners.values():
             if hook is not None:
                 hook.close()
+
+
+def _ratios(turns: list[dict[str, tuple[float, float]]]) -> dict[str, float]:
+    """Medians over the turns, and quartiles of the step ratio."""
+
+    def over(upper: str, lower: str, part: int) -> list[float]:
+        return [turn[upper][part] / turn[lower][part] for turn in turns]
+
+    added = [
+        (turn["ours"][0] - turn["noop"][0]) / (turn["torch"][0] - turn["noop"][0]) for turn in turns
+    ]
+    low, middle, high = statistics.quantiles(over("ours", "torch", 0), n=4)
+    return {
+        "step_ratio": middle,
+        "q1": low,
+        "q3": high,
+        "backward_ratio": statistics.median(over("ours", "torch", 1)),
+        "torch": statistics.median(over("torch", "noop", 0)),
+        "ours": statistics.median(over("ours", "noop", 0)),
+        "cost_ratio": statistics.median(added),
+        "turns": len(turns),
+    }
 
 
 def _steps(ddp: DistributedDataParallel, x: Tensor, count: int) -> tuple[float, float]:
@@ -150,18 +175,18 @@ def _steps(ddp: DistributedDataParallel, x: Tensor, count: int) -> tuple[float, 
 
     Of the slowest rank.
     """
+    parameters = list(ddp.parameters())
     dist.barrier()
     begin, backward = time.perf_counter(), 0.0
     for _ in range(count):
-        for parameter in ddp.parameters():
+        for parameter in parameters:
             parameter.grad = None
         loss = ddp(x).float().square().mean()
         middle = time.perf_counter()
         loss.backward()
         backward += time.perf_counter() - middle
         with torch.no_grad():
-            gradients = [p.grad for p in ddp.parameters()]
-            torch._foreach_add_(list(ddp.parameters()), gradients, alpha=-1e-4)
+            torch._foreach_add_(parameters, [p.grad for p in parameters], alpha=-1e-4)
     seconds = torch.tensor([time.perf_counter() - begin, backward])
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     return float(seconds[0]), float(seconds[1])
@@ -169,8 +194,8 @@ def _steps(ddp: DistributedDataParallel, x: Tensor, count: int) -> tuple[float, 
 
 def main(
     model: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(MODELS)}.")] = None,
-    rounds: Annotated[int, typer.Option(help="Alternating pairs.", min=5)] = 15,
-    block: Annotated[int, typer.Option(help="Steps of a turn.", min=1)] = 4,
+    rounds: Annotated[int, typer.Option(help="Alternating turns.", min=5)] = 15,
+    block: Annotated[int, typer.Option(help="Steps of a block.", min=1)] = 4,
     out: Annotated[Path, typer.Option(help="Where the table goes.")] = Path(
         "results/hook_cost.csv"
     ),
@@ -188,6 +213,10 @@ def main(
         for name in names:
             for row in run_ranks(compare, 2, name, rounds, block):
                 rows.append(row)
+                progress.console.print(
+                    f"{row['model']}, {row['hook']}: {row['step_ratio']:.3f} "
+                    f"({row['q1']:.3f} to {row['q3']:.3f})"
+                )
                 progress.update(bar, advance=1, description=f"{name}: {row['hook']}")
     table = pd.DataFrame(rows)
     console.print(table.to_string(index=False, float_format="{:.3f}".format))

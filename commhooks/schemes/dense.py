@@ -9,6 +9,7 @@ from torch import Tensor
 
 from commhooks._registry import register_scheme
 from commhooks._scheme import Context, Exchanged, Scheme, SchemeExchange
+from commhooks.kernels import scaled_cast
 from ddp_core import AllGather, AllReduce, AllToAll
 
 __all__ = ["Dense", "Noop", "TwoPhaseCast"]
@@ -67,7 +68,7 @@ class TwoPhaseCast(Scheme):
         share = -(-numel // ranks)
         rows = torch.zeros(ranks * share, dtype=self.dtype, device=grad.device)
         # Divide before the cast: a float16 share of a large gradient would overflow.
-        torch.mul(grad, 1.0 / ranks, out=rows[:numel])
+        scaled_cast(grad, 1.0 / ranks, out=rows[:numel])
         sent = rows[:numel].to(grad.dtype).mul_(ranks) if ctx.keep_unsent else None
         received = yield AllToAll(rows.view(ranks, share))
         mean = received.float().sum(0).to(self.dtype)

@@ -1,6 +1,6 @@
 """What users of torch's built-in hooks report as broken works here, or says clearly why it cannot.
 
-Row numbers are those of the table in ``../shared/reference/what-users-ask.md``, section 0.
+Row numbers are those of ``docs/design/user-reports.md``.
 """
 
 from __future__ import annotations
