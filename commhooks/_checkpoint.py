@@ -10,7 +10,7 @@ equal keys of several ranks (torch.distributed.checkpoint) keeps all of it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -163,11 +163,8 @@ def _rank_memories(state: StateDict) -> dict[int, MemoryDict]:
     return found
 
 
-def check_memory(
-    memory: MemoryDict, scheme: Scheme, parameters: Iterable[tuple[str, torch.Size]]
-) -> None:
+def check_memory(memory: MemoryDict, scheme: Scheme, shapes: Mapping[str, torch.Size]) -> None:
     """Raises CheckpointError unless every value fits the scheme and a parameter of the model."""
-    shapes = dict(parameters)
     for key, values in memory.items():
         unknown = sorted(set(values) - set(shapes))
         if unknown:

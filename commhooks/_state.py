@@ -20,7 +20,7 @@ from commhooks._errors import CheckpointError, HookNotAttachedError, Registratio
 from commhooks._handshake import handshake
 from commhooks._ledger import Ledger
 from commhooks._memory import Layout
-from commhooks._model import find_owner, parameter_names, permuted
+from commhooks._model import Parameters, find_owner
 from commhooks._registry import describe, make
 from commhooks._scheme import Scheme
 from commhooks._version import __version__
@@ -78,9 +78,7 @@ class HookState:
         self.ledger = Ledger(history)
         self._process_group = process_group
         self._model: weakref.ref[nn.Module] | None = None
-        self._parameters: dict[int, tuple[str, torch.Size, torch.dtype]] = {}
-        self._orders: dict[str, tuple[int, ...]] = {}
-        self._layouts: dict[tuple[int, ...], Layout] = {}
+        self._parameters = Parameters()
         self._lanes: Lanes | None = None
         self._streams: Streams | None = None
         self._coalescer = Coalescer()
@@ -140,7 +138,7 @@ class HookState:
         memory = self._engine.memory
         if memory.has(RESIDUAL) and not keeps_residual(built) and built.averages:
             built = FlushResidual(built)
-        shapes = {name: shape for name, shape, _ in self._parameters.values()}
+        shapes = self._parameters.shapes
         for key in {key for key, _, _ in memory.items()}:
             values = [(name, value) for stored, name, value in memory.items() if stored == key]
             if key != RESIDUAL and any(
@@ -171,14 +169,7 @@ class HookState:
     def residual(self, name: str) -> Tensor | None:
         """What this rank has not sent yet of one parameter; None if the scheme keeps none."""
         value = self._engine.memory.get(RESIDUAL, name)
-        return None if value is None else self._in_order(name, value).clone()
-
-    def _in_order(self, name: str, value: Tensor, *, back: bool = False) -> Tensor:
-        """A residual, kept in memory order, in the order of the parameter's dimensions."""
-        order = self._orders.get(name)
-        if order is None or value.dim() != len(order):
-            return value
-        return value.permute(order if back else [order.index(i) for i in range(len(order))])
+        return None if value is None else self._parameters.in_order(name, value).clone()
 
     def close(self) -> None:
         """Stops the driver thread and destroys the extra process groups. Safe to call twice."""
@@ -221,14 +212,14 @@ class HookState:
         """All values by key and name, copied; also those that no step has touched yet."""
         engine = self._engine
         values: dict[str, dict[str, Tensor]] = {}
-        for name, shape, dtype in self._parameters.values():
+        for name, shape, dtype, _ in self._parameters:
             ctx = engine.context(torch.empty(0, dtype=dtype), lambda: Layout([], []))
             for key, tensor in engine.scheme.initial_memory(name, shape, ctx).items():
                 values.setdefault(key, {})[name] = tensor
         for key, name, tensor in engine.memory.items():
             values.setdefault(key, {})[name] = tensor.detach().clone()
         for name, value in values.get(RESIDUAL, {}).items():
-            values[RESIDUAL][name] = self._in_order(name, value).contiguous()
+            values[RESIDUAL][name] = self._parameters.in_order(name, value).contiguous()
         return values
 
     def load_state_dict(
@@ -268,15 +259,15 @@ class HookState:
             memory = {key: values for key, values in memory.items() if key == RESIDUAL}
         residual = memory.get(RESIDUAL)
         if residual:
-            residual = {n: self._in_order(n, v, back=True) for n, v in residual.items()}
+            in_bucket = self._parameters.in_memory_order
+            residual = {name: in_bucket(name, value) for name, value in residual.items()}
             memory[RESIDUAL] = residual
         if residual and not keeps_residual(scheme):
             if any(bool(value.any()) for value in residual.values()):
                 scheme = FlushResidual(scheme)
             else:
                 del memory[RESIDUAL]
-        shapes = [(name, shape) for name, shape, _ in self._parameters.values()]
-        _checkpoint.check_memory(memory, scheme, shapes)
+        _checkpoint.check_memory(memory, scheme, self._parameters.shapes)
         engine.scheme = scheme
         engine.memory.load(
             {k: {n: v.detach().clone() for n, v in values.items()} for k, values in memory.items()}
@@ -320,7 +311,7 @@ class HookState:
         self.calls += 1
         engine, step, is_last = self._engine, self._engine.step, bucket.is_last()
         buffer: Tensor = bucket.buffer()
-        find_layout = partial(self._layout, bucket)
+        find_layout = partial(self._find_layout, bucket)
         if self.scheme.coalesce:
             future = self._coalescer.hold(bucket.index(), buffer, find_layout)
             if is_last:
@@ -372,23 +363,8 @@ class HookState:
             self._lanes = Lanes(self._group(), self.scheme.rounds)
         return self._lanes.run(task)
 
-    def _layout(self, bucket: Any) -> Layout:
-        parameters: list[Tensor] = bucket.parameters()
-        key = tuple(map(id, parameters))
-        layout = self._layouts.get(key)
-        if layout is None:
-            found = []
-            for parameter in parameters:
-                entry = self._parameters.get(id(parameter))
-                if entry is None:
-                    raise RegistrationError(
-                        f"the hook got a gradient of shape {tuple(parameter.shape)} that is not of "
-                        f"the model it was made for: one HookState serves one model; make another"
-                    )
-                found.append(entry)
-            layout = Layout([name for name, _, _ in found], [shape for _, shape, _ in found])
-            self._layouts[key] = layout
-        return layout
+    def _find_layout(self, bucket: Any) -> Layout:
+        return self._parameters.layout(bucket.parameters())
 
     # ---- binding to a model and a process group
 
@@ -405,8 +381,7 @@ class HookState:
                 "residuals are keyed by its parameter names; make a HookState for each"
             )
         self._model = weakref.ref(model)
-        self._parameters, self._orders = parameter_names(model), permuted(model)
-        self._layouts.clear()
+        self._parameters = Parameters(model)
         if isinstance(model, DistributedDataParallel) and self._process_group is None:
             self._process_group = model.process_group
 
@@ -443,7 +418,7 @@ class HookState:
             "seed": self._engine.seed,
             "step": self.step,
             "parameters": [
-                f"{name} {tuple(shape)} {dtype}" for name, shape, dtype in self._parameters.values()
+                f"{name} {tuple(shape)} {dtype}" for name, shape, dtype, _ in self._parameters
             ],
         }
 

@@ -1,8 +1,7 @@
 """Whose bucket it is: torch tells a hook the parameters of a bucket, but not their model."""
 
-import gc
 import weakref
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -11,10 +10,11 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from commhooks._model import ddp_models
 from commhooks._scheme import Scheme
 from commhooks._state import HookState
 
-__all__ = ["Group", "Owner", "models", "owner_of"]
+__all__ = ["Group", "Owner", "owner_of"]
 
 Group = dist.ProcessGroup | None
 
@@ -83,18 +83,9 @@ def find_model(parameters: Sequence[Tensor]) -> DistributedDataParallel | None:
     """
     wanted = set(map(id, parameters))
     found: DistributedDataParallel | None = None
-    for model in models():
+    for model in ddp_models():
         if wanted.issubset(map(id, model.parameters())):
             found = model
             if model._comm_hooks:
                 break
     return found
-
-
-def models() -> Iterator[DistributedDataParallel]:
-    """All there are in this process. By type: ``isinstance`` would run properties of strangers."""
-    for candidate in gc.get_objects():
-        if not issubclass(type(candidate), DistributedDataParallel):
-            continue
-        if hasattr(candidate, "module") and hasattr(candidate, "_comm_hooks"):  # is complete
-            yield candidate

@@ -18,6 +18,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from commhooks._errors import CheckpointError, RegistrationError
 from commhooks._handshake import handshake
+from commhooks._model import ddp_models
 from commhooks._scheme import Scheme
 from commhooks._state import HookState
 from commhooks._wrappers import DelayedStart, ErrorFeedback
@@ -29,7 +30,7 @@ from commhooks.classic._launch import (
     classic_hook,
     classics,
 )
-from commhooks.classic._owner import Group, Owner, models, owner_of
+from commhooks.classic._owner import Group, Owner, owner_of
 from commhooks.schemes.batched_powersgd import BatchedPowerSGD
 from commhooks.schemes.powersgd import PowerSGD, payload_numel
 
@@ -316,7 +317,7 @@ class PowerSGDState:
 
     def _register_early(self) -> HookState | None:
         """Does before the first step what it would do, on the model this is registered on."""
-        for model in models():
+        for model in ddp_models():
             for hook, state in model._comm_hooks:
                 classic = classics.get(hook)
                 if state is not self or classic is None or classic.launch not in _kinds:

@@ -26,12 +26,12 @@ from commhooks import (
 )
 from commhooks._checkpoint import FORMAT, VERSION, check_memory, memory_for_rank, structure
 
-SHAPES = [("weight", torch.Size([6, 5])), ("bias", torch.Size([6]))]
+SHAPES = {"weight": torch.Size([6, 5]), "bias": torch.Size([6])}
 SCHEME = ErrorFeedback(PowerSGD(rank=1, min_compression_rate=0))
 
 
 def residual(rank: int) -> dict[str, Tensor]:
-    return {name: torch.full(shape, float(rank + 1)) for name, shape in SHAPES}
+    return {name: torch.full(shape, float(rank + 1)) for name, shape in SHAPES.items()}
 
 
 def saved(rank: int = 0, world_size: int = 1) -> dict[str, Any]:
@@ -192,7 +192,7 @@ def test_another_world_size_keeps_the_sum_of_residuals(old: int, new: int) -> No
     states = [saved(rank, old) for rank in range(old)]
     before = copy.deepcopy(states)
     memories = [memory_for_rank(states, rank, new)[1] for rank in range(new)]
-    for name, shape in SHAPES:
+    for name, shape in SHAPES.items():
         zero = torch.zeros(shape)
         total = sum((memory["residual"].get(name, zero) for memory in memories), zero)
         expected = sum((residual(rank)[name] for rank in range(old)), zero)
