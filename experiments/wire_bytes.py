@@ -38,6 +38,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 WIDTH, DEPTH, WARM_UP = 1024, 6, 3  # 25 MB of gradients a step
 ROOT = Path(__file__).resolve().parent.parent
+OUT = Path("results/wire_bytes.csv")
 
 
 def reason_not_to_run() -> str | None:
@@ -209,8 +210,12 @@ def main() -> None:
         frame = measure(scheme, options)
         frame.insert(0, "hook", name)
         frames.append(frame)
-    with pd.option_context("display.width", 120):
-        print(pd.concat(frames).to_string(index=False, float_format="{:.4f}".format))
+        print(f"{name}: {frame['ratio'].max():.4f}", flush=True)
+    table = pd.concat(frames)
+    print(table.to_string(index=False, float_format="{:.4f}".format))
+    OUT.parent.mkdir(parents=True, exist_ok=True)
+    table.to_csv(OUT, index=False)
+    print(f"wrote {OUT}")
 
 
 if __name__ == "__main__":
