@@ -9,6 +9,8 @@ and slow.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -34,25 +36,25 @@ class Streams:
 
     def run(self, task: Task, device: torch.device) -> torch.futures.Future[Tensor]:
         """Enqueues the whole exchange and returns the future of its result."""
-        if device.type != "cuda":
+        on_cuda = device.type == "cuda"
+        future: torch.futures.Future[Tensor | None]
+        future = torch.futures.Future(devices=[device] if on_cuda else None)
+        chained = future.then(task.outcome)
+        with self._side_stream(device) if on_cuda else nullcontext():
             self._exhaust(task)
-            future: torch.futures.Future[None] = torch.futures.Future()
-            chained = future.then(task.outcome)
-            future.set_result(None)
-            return chained
+            # The tensor and not None: a future makes who waits for it wait for the streams of its
+            # value's devices, and only for these.
+            future.set_result(task.result)
+        return chained
+
+    def _side_stream(self, device: torch.device) -> AbstractContextManager[None]:
+        """Makes the side stream current, after all that the caller's stream has to do so far."""
         side = self._streams.get(device)
         if side is None:
             side = self._streams[device] = torch.cuda.Stream(device=device)
         side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
-            self._exhaust(task)
-            # The bucket's memory belongs to the caller's stream, but is still in use on ours.
-            if task.result is not None:
-                task.result.record_stream(side)
-            cuda_future: torch.futures.Future[None] = torch.futures.Future(devices=[device])
-            chained = cuda_future.then(task.outcome)
-            cuda_future.set_result(None)
-        return chained
+        stream: AbstractContextManager[None] = torch.cuda.stream(side)
+        return stream
 
     def close(self) -> None:
         """Forgets the streams."""

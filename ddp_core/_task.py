@@ -124,7 +124,7 @@ class Task:
                 row.finished = row.finished or row.done
                 self.record(row)
 
-    def outcome(self, _: torch.futures.Future[None] | None = None) -> Tensor:
+    def outcome(self, _: object = None) -> Tensor:
         """The result, or raises what went wrong, and says where."""
         if isinstance(self.error, (CollectiveError, RoundsError)):
             raise self.error
