@@ -13,10 +13,11 @@ from commhooks._errors import (
 )
 from commhooks._hook import as_hook, comm_hook
 from commhooks._ledger import Ledger
+from commhooks._make import make
 from commhooks._memory import Layout, Memory
 from commhooks._per_parameter import PerParameter, Rule
 from commhooks._register import register
-from commhooks._registry import make, names, register_scheme
+from commhooks._registry import names, register_scheme
 from commhooks._scheme import Codec, Context, Exchanged, Scheme
 from commhooks._simulation import Simulation
 from commhooks._state import HookState

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from commhooks._engine import Engine
+from commhooks._make import make
 from commhooks._memory import Layout
-from commhooks._registry import make
 from commhooks._scheme import Scheme
 from ddp_core import Collective, Exchange, simulate
 

@@ -19,9 +19,9 @@ from commhooks._engine import Engine
 from commhooks._errors import CheckpointError, HookNotAttachedError, RegistrationError
 from commhooks._handshake import handshake
 from commhooks._ledger import Ledger
+from commhooks._make import describe, make
 from commhooks._memory import Layout
 from commhooks._model import Parameters, find_owner
-from commhooks._registry import describe, make
 from commhooks._scheme import Scheme
 from commhooks._version import __version__
 from commhooks._wrappers import RESIDUAL, FlushResidual, keeps_residual

@@ -1,0 +1,86 @@
+"""``make``: a scheme by name, with the usual wrappers around it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from commhooks._cast import Cast
+from commhooks._errors import OptionError
+from commhooks._registry import build
+from commhooks._scheme import Scheme
+from commhooks._wrappers import Coalesced, DelayedStart, ErrorFeedback
+
+__all__ = ["describe", "make"]
+
+_DTYPES: Mapping[str, torch.dtype] = {
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+}
+# Options of every scheme, each a wrapper around it.
+_WRAPPER_OPTIONS = ("start_step", "error_feedback", "wire_dtype", "coalesce")
+
+
+def make(scheme: str | Scheme, **options: Any) -> Scheme:
+    """A scheme by name, with its options and those of the usual wrappers.
+
+    Args:
+        scheme: a registered name, or a scheme, which is returned wrapped as the options say.
+        options: fields of the scheme's class, and for every scheme
+            ``error_feedback`` (default: True for biased schemes),
+            ``start_step`` (dense before that step),
+            ``wire_dtype`` ("fp16", "bf16": floating payloads travel in that type),
+            ``coalesce`` (all buckets of a step in one exchange).
+
+    Raises:
+        UnknownSchemeError: no such name; suggests the nearest.
+        OptionError: no such option; lists those there are.
+
+    Example:
+        >>> make("powersgd", rank=2, start_step=100)
+        DelayedStart(scheme=ErrorFeedback(scheme=PowerSGD(rank=2, ...)), start_step=100, ...)
+    """
+    if "start_iter" in options or "start_powerSGD_iter" in options:
+        raise OptionError("make: the option is called start_step here")
+    wrapping = {key: options.pop(key) for key in _WRAPPER_OPTIONS if key in options}
+    if isinstance(scheme, str):
+        built = build(scheme, options, wrapper_options=_WRAPPER_OPTIONS)
+    elif isinstance(scheme, Scheme):
+        if options:
+            raise OptionError(
+                f"make({type(scheme).__name__}(...), {', '.join(options)}=...): settings of a "
+                f"scheme that is already built are given to its class"
+            )
+        built = scheme
+    else:
+        raise TypeError(
+            f"a scheme is given by name or as a Scheme, got {type(scheme).__name__}: "
+            f"commhooks.names() lists the names"
+        )
+    if "wire_dtype" in wrapping:
+        built = Cast(built, as_dtype(wrapping["wire_dtype"]))
+    if wrapping.get("error_feedback", isinstance(scheme, str) and built.biased):
+        built = ErrorFeedback(built)
+    if wrapping.get("start_step"):
+        built = DelayedStart(built, wrapping["start_step"])
+    if wrapping.get("coalesce"):
+        built = Coalesced(built)
+    return built
+
+
+def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """A torch dtype from "fp16", "bf16" or the dtype itself."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in _DTYPES:
+        raise ValueError(f"wire_dtype is one of {sorted(_DTYPES)} or a torch.dtype, got {dtype!r}")
+    return _DTYPES[dtype]
+
+
+def describe(scheme: Scheme) -> str:
+    """The scheme with all its settings, as text; equal text means equal behaviour."""
+    return repr(scheme)
