@@ -161,7 +161,7 @@ def _run_rank(scheme: str, options: Mapping[str, Any], steps: int) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)))
-    ddp = DistributedDataParallel(model, bucket_cap_mb=8)
+    ddp = DistributedDataParallel(model)
     hook = commhooks.register(ddp, scheme, **options)
     x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
     _train(ddp, x, WARM_UP)
