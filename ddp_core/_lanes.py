@@ -30,6 +30,7 @@ from ddp_core._task import Task, clock
 __all__ = ["Lanes", "group_timeout"]
 
 _Event = tuple[int, Exception | None]  # the ticket whose collective is done, and how it failed
+_Completion = torch.futures.Future[None]
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
@@ -51,10 +52,13 @@ class _Lane:
 def _drive(lanes: weakref.ReferenceType[Lanes], events: queue.SimpleQueue[_Event | None]) -> None:
     """The driver thread: resumes exchanges until it is told to stop. Does not keep the lanes."""
     while (event := events.get()) is not None:
-        alive = lanes()
+        alive, completion = lanes(), None
         if alive is not None:
-            alive._resume(*event)
+            completion = alive._resume(*event)
+        # Before the caller goes on: it may drop the lanes, and expects them gone then.
         del alive, event
+        if completion is not None:
+            completion.set_result(None)
 
 
 def _shut_down(
@@ -135,20 +139,25 @@ class Lanes:
         task.ticket = self._tickets
         self._tickets += 1
         self._under_way[task.ticket] = task
-        self._step(task, None)
+        completion = self._step(task, None)
+        if completion is not None:
+            completion.set_result(None)
         return future
 
     def close(self) -> None:
         """Stops the driver thread and destroys the groups of lanes 1 and up. Safe to call twice."""
         self._finalizer()
 
-    def _resume(self, ticket: int, error: Exception | None) -> None:
-        """Goes on with an exchange whose collective is done."""
+    def _resume(self, ticket: int, error: Exception | None) -> _Completion | None:
+        """Goes on with an exchange whose collective is done; see ``_step``."""
         task = self._under_way[ticket]
-        self._step(task, None if error is None else task.failed(error))
+        return self._step(task, None if error is None else task.failed(error))
 
-    def _step(self, task: Task, error: BaseException | None) -> None:
-        """Advances ``task`` and puts its next collective into its lane, or completes its future."""
+    def _step(self, task: Task, error: BaseException | None) -> _Completion | None:
+        """Advances ``task`` and puts its next collective into its lane.
+
+        Returns what is to be completed if there is none.
+        """
         request = task.advance(error)
         with self._lock:
             if request is not None:
@@ -160,9 +169,10 @@ class Lanes:
                 for lane in self._lanes[len(task.rows) :]:
                     lane.passed.add(task.ticket)
                     self._issue_ready(lane)
-        if request is None:
-            del self._under_way[task.ticket]
-            task.completion.set_result(None)
+        if request is not None:
+            return None
+        del self._under_way[task.ticket]
+        return task.completion
 
     def _issue_ready(self, lane: _Lane) -> None:
         """Issues, in ticket order, all collectives of ``lane`` whose turn has come."""
