@@ -1,6 +1,6 @@
-"""The core under the hooks: buckets, collectives as requests, rounds and lanes, simulated ranks.
+"""DistributedDataParallel in Python, and what hooks run on: buckets, collectives, rounds and lanes.
 
-Knows torch and no scheme: it takes generators that yield collectives.
+Knows torch and no scheme: it takes hooks, and generators that yield collectives.
 """
 
 from ddp_core._bucket import GradBucket
@@ -12,11 +12,15 @@ from ddp_core._collectives import (
     Collective,
     ReduceScatter,
 )
-from ddp_core._errors import CollectiveError, MismatchError, RoundsError
+from ddp_core._ddp import DistributedDataParallel
+from ddp_core._errors import CollectiveError, MismatchError, PeerError, RoundsError
 from ddp_core._lanes import Lanes, group_timeout
+from ddp_core._precision import MixedPrecision
+from ddp_core._reducer import Reducer
 from ddp_core._simulate import simulate
 from ddp_core._streams import Streams
 from ddp_core._task import Exchange, RoundRecord, Task
+from ddp_core._timeline import Timeline
 
 __all__ = [
     "AllGather",
@@ -25,15 +29,20 @@ __all__ = [
     "Broadcast",
     "Collective",
     "CollectiveError",
+    "DistributedDataParallel",
     "Exchange",
     "GradBucket",
     "Lanes",
     "MismatchError",
+    "MixedPrecision",
+    "PeerError",
     "ReduceScatter",
+    "Reducer",
     "RoundRecord",
     "RoundsError",
     "Streams",
     "Task",
+    "Timeline",
     "group_timeout",
     "simulate",
 ]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
+
+from ddp_core._task import RoundRecord
 
 __all__ = ["GradBucket"]
 
@@ -18,6 +20,8 @@ class GradBucket:
         parameters: the parameters whose gradients ``buffer`` holds, in order.
         names: their names in the model.
         is_last: whether this is the step's last bucket.
+        views_of: how gradients lie in a buffer; one after the other by default.
+        note: takes a record of every round of the bucket's exchange.
     """
 
     def __init__(
@@ -28,15 +32,19 @@ class GradBucket:
         *,
         names: Sequence[str] = (),
         is_last: bool = True,
+        views_of: Callable[[Tensor], list[Tensor]] | None = None,
+        note: Callable[[RoundRecord], None] | None = None,
     ) -> None:
         numel = sum(parameter.numel() for parameter in parameters)
-        if buffer.dim() != 1 or buffer.numel() != numel:
+        if views_of is None and not buffer.is_sparse and buffer.shape != (numel,):
             raise ValueError(
                 f"GradBucket(buffer=...) is flat with one entry per parameter entry ({numel}), "
                 f"got shape {tuple(buffer.shape)}"
             )
         self._index, self._buffer, self._is_last = index, buffer, is_last
         self._parameters, self._names = list(parameters), list(names)
+        self._views_of = views_of
+        self.note = note
 
     def index(self) -> int:
         """Position in launch order; 0 holds the gradients that are ready first."""
@@ -47,7 +55,11 @@ class GradBucket:
         return self._buffer
 
     def gradients(self) -> list[Tensor]:
-        """Views into the buffer, one per parameter, in its shape."""
+        """Views into the buffer, one per parameter, in its shape; a sparse buffer itself."""
+        if self._buffer.is_sparse:
+            return [self._buffer]
+        if self._views_of is not None:
+            return self._views_of(self._buffer)
         sizes = [parameter.numel() for parameter in self._parameters]
         parts = self._buffer.split(sizes)
         return [

@@ -1,6 +1,6 @@
-"""Errors of the runner; every message names the call, the rule, what came and what to do."""
+"""Errors of the core; every message names the call, the rule, what came and what to do."""
 
-__all__ = ["CollectiveError", "MismatchError", "RoundsError"]
+__all__ = ["CollectiveError", "MismatchError", "PeerError", "RoundsError"]
 
 
 class CollectiveError(RuntimeError):
@@ -9,6 +9,17 @@ class CollectiveError(RuntimeError):
     def __init__(self, message: str, *, step: int, bucket: int, round: int) -> None:
         super().__init__(message)
         self.step, self.bucket, self.round = step, bucket, round
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _collective_error, (str(self), self.step, self.bucket, self.round)
+
+
+def _collective_error(message: str, step: int, bucket: int, round: int) -> CollectiveError:
+    return CollectiveError(message, step=step, bucket=bucket, round=round)
+
+
+class PeerError(RuntimeError):
+    """Another rank reported that it failed; the message has its words."""
 
 
 class MismatchError(RuntimeError):
