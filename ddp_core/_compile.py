@@ -73,7 +73,8 @@ def _splitter() -> Any:
                 [inputs[name] for name in bucket.params if name in inputs]
                 for bucket in reversed(self.buckets)
             ]
-            self._reducer.take_splits(chosen)
+            first_step = self._reducer.launcher.step == 0
+            self._reducer.plan.take_splits(chosen, first_step=first_step)
             return compiled
 
     return Splitter

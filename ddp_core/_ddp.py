@@ -21,12 +21,13 @@ from ddp_core._buffers import BufferHook, Buffers
 from ddp_core._compile import splitting_at_buckets
 from ddp_core._delayed import DelayedAllReduce
 from ddp_core._join import ShadowHook, anybody_synchronises, common_rank
+from ddp_core._launch import CommHook
 from ddp_core._layout import BucketCaps, BucketGroup
 from ddp_core._logging_data import logging_data
 from ddp_core._optimizer import has_optimizer_in_backward, step_bucket, take_over
 from ddp_core._parameters import broadcast_coalesced, trained_parameters, verify_across_ranks
 from ddp_core._precision import Precision
-from ddp_core._reducer import CommHook, Reducer, ReducerSettings
+from ddp_core._reducer import Reducer, ReducerSettings
 from ddp_core._sink import through_sink
 from ddp_core._timeline import Timeline
 
@@ -49,6 +50,12 @@ def _not_traced(*, recursive: bool) -> Callable[[_Method], _Method]:
     return decorator  # type: ignore[no-any-return]
 
 
+_STATIC_FINDS_UNUSED = (
+    "You passed find_unused_parameters=true to DistributedDataParallel, `_set_static_graph` will "
+    "detect unused parameters automatically, so you do not need to set "
+    "find_unused_parameters=true, just be sure these unused parameters will not change during "
+    "training loop while calling `_set_static_graph`."
+)
 _numbers = itertools.count()  # all ranks construct their modules in the same order
 
 
@@ -146,7 +153,7 @@ class DistributedDataParallel(TorchDDP):
         self.forward_sync_buffers = _first(forward_sync_buffers, broadcast_buffers, True)
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
-        self.static_graph = False
+        self.static_graph = static_graph
         self.mixed_precision = mixed_precision
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.batched_grad_copy = batched_grad_copy
@@ -181,8 +188,8 @@ class DistributedDataParallel(TorchDDP):
             own_buffers = forward_sync_buffers is None and broadcast_buffers is False
             self._take_states(0, buffers=not own_buffers)
         self._build_reducer()
-        if static_graph:
-            self._set_static_graph()
+        if static_graph and find_unused_parameters:
+            warnings.warn(_STATIC_FINDS_UNUSED, stacklevel=2)
 
     # ---- training
 
@@ -299,16 +306,17 @@ class DistributedDataParallel(TorchDDP):
         """Uses a hook (None: the plain all-reduce) from synchronised step ``step`` on."""
         if hook is not None:
             _construct.check_hook(hook)
-        if step < self.reducer.step:
+        now = self.reducer.launcher.step
+        if step < now:
             raise ValueError(
-                f"schedule_comm_hook(step={step}): step {self.reducer.step} is next; steps count "
-                f"the synchronised backward passes from 0"
+                f"schedule_comm_hook(step={step}): step {now} is next; steps count the "
+                f"synchronised backward passes from 0"
             )
         self._schedule[step] = None if hook is None else (hook, state)
 
     def _follow_schedule(self) -> None:
-        if self.reducer.step in self._schedule:
-            self._set_hook(self._schedule.pop(self.reducer.step))
+        if self.reducer.launcher.step in self._schedule:
+            self._set_hook(self._schedule.pop(self.reducer.launcher.step))
             self.reducer.rebuild()
 
     def _set_hook(self, hook: tuple[CommHook, Any] | None) -> None:
@@ -317,17 +325,17 @@ class DistributedDataParallel(TorchDDP):
                 "the communication hook changes between two steps: after backward, before forward"
             )
         self._comm_hooks = [] if hook is None else [hook]
-        self.reducer.hook = hook
+        self.reducer.launcher.hook = hook
         group_of = None if hook is None else getattr(hook[1], "bucket_group", None)
-        if group_of is not self.reducer.group_of:
-            self.reducer.request_layout(group_of)
+        if group_of is not self.reducer.plan.group_of:
+            self.reducer.plan.request(group_of)
 
     def request_layout(self, group_of: BucketGroup | None) -> None:
         """Buckets hold parameters for which ``group_of(name, parameter)`` is the same.
 
         From the next step on, on top of dtype and device; all ranks call it alike. None: as usual.
         """
-        self.reducer.request_layout(group_of)
+        self.reducer.plan.request(group_of)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -492,15 +500,10 @@ class DistributedDataParallel(TorchDDP):
             )
             return
         if self.find_unused_parameters:
-            warnings.warn(
-                "You passed find_unused_parameters=true to DistributedDataParallel, "
-                "`_set_static_graph` will detect unused parameters automatically, so you do not "
-                "need to set find_unused_parameters=true, just be sure these unused parameters "
-                "will not change during training loop while calling `_set_static_graph`.",
-                stacklevel=2,
-            )
+            warnings.warn(_STATIC_FINDS_UNUSED, stacklevel=2)
         self.static_graph = True
         self.reducer.settings.static_graph = True
+        self.reducer.plan.follows_arrival = True
 
     def _set_up_optimizers_in_backward(self) -> None:
         parameters = [one.parameter for one in self.reducer.parameters]
@@ -512,9 +515,9 @@ class DistributedDataParallel(TorchDDP):
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
         """Goes on with other ranks, from buckets that are agreed on anew."""
         self.process_group = new_process_group
-        hook = self.reducer.hook
+        hook = self.reducer.launcher.hook
         self._build_reducer()
-        self.reducer.hook = hook
+        self.reducer.launcher.hook = hook
 
     # ---- what users look at
 
@@ -539,7 +542,7 @@ class DistributedDataParallel(TorchDDP):
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
-        return self.reducer.rebuilt
+        return self.reducer.plan.rebuilt
 
     @property
     def _module_parameters(self) -> list[nn.Parameter]:

@@ -80,7 +80,9 @@ def wait_for_work(work: dist.Work, device: torch.device, board: FailureBoard, at
         board.check(attempt)
 
 
-def wait_for_future(future: Any, board: FailureBoard, attempt: int) -> Tensor:
+def wait_for_future(
+    future: Any, board: FailureBoard, attempt: int, *, of_tensor: bool = True
+) -> Tensor:
     """The tensor that a hook's future holds; looks at the board while it is not complete."""
     if not future.done():
         done = threading.Event()
@@ -90,12 +92,13 @@ def wait_for_future(future: Any, board: FailureBoard, attempt: int) -> Tensor:
     value = future.wait()
     if isinstance(value, (list, tuple)) and len(value) == 1:  # what a collective's future holds
         value = value[0]
-    if not isinstance(value, Tensor):
+    if of_tensor and not isinstance(value, Tensor):
         raise TypeError(
             f"a communication hook returns a future of one tensor, its future holds a "
             f"{type(value).__name__}"
         )
-    return value
+    tensor: Tensor = value
+    return tensor
 
 
 def failed(error: BaseException, what: str, step: int, bucket: int) -> CollectiveError:

@@ -46,9 +46,7 @@ class FlatBucket:
         self.parameters = [parameters[index].parameter for index in members]
         self.sparse = parameters[members[0]].sparse
         self.as_view = as_view
-        self.pending = len(self.members)
-        self.large = [one.numel() >= LARGE for one in self.parameters]
-        self._cast = dtype is not None and dtype != self.parameters[0].dtype
+        self._parameters = dict(zip(self.members, self.parameters, strict=True))
         first = self.parameters[0]
         if self.sparse:
             self.buffer = torch.empty(0, dtype=first.dtype, device=first.device)
@@ -57,13 +55,14 @@ class FlatBucket:
             # Complex parameters lie in the buffer as pairs of reals, as every collective and every
             # scheme understands them; their views are complex again.
             numel = sum(one.numel() for one in self.parameters)
-            kind = dtype or first.dtype
+            kind = dtype if dtype is not None and first.is_floating_point() else first.dtype
             self.buffer = torch.empty(
                 numel * (2 if first.is_complex() else 1),
                 dtype=kind.to_real() if kind.is_complex else kind,
                 device=first.device,
             )
             self.views = self._views_of(self.buffer)
+        self._addresses = [view.data_ptr() for view in self.views]
         self.reset()
 
     @property
@@ -74,8 +73,7 @@ class FlatBucket:
     def reset(self) -> None:
         """Forgets what has arrived; the step starts anew."""
         self.pending = len(self.members)
-        self._copied: list[int] = []  # slots that are in the buffer, scaled
-        self._in_place: list[int] = []  # slots whose gradient is the view, not yet scaled
+        self._copied: set[int] = set()  # slots that are in the buffer, scaled
 
     def _views_of(self, flat: Tensor) -> list[Tensor]:
         """A view per parameter, with its shape and, where it has no gaps, its strides."""
@@ -95,21 +93,27 @@ class FlatBucket:
 
     # ---- gradients in
 
-    def take_large(self, slot: int, grad: Tensor | None, scale: float | None) -> None:
+    def is_large(self, index: int) -> bool:
+        """Whether the gradient of this member is copied as it arrives, see ``take_large``."""
+        return not self.sparse and self._parameters[index].numel() >= LARGE
+
+    def take_large(self, index: int, scale: float | None) -> None:
         """Copies one large gradient at once, scaled; ``scale`` None leaves it as it is."""
-        view = self.views[slot]
-        if grad is None or _same_memory(grad, view):
+        slot = self.members.index(index)
+        parameter, view = self.parameters[slot], self.views[slot]
+        grad = parameter.grad
+        if grad is None or grad.is_sparse or _same_memory(grad, view):
             return  # left to `fill`
         grad = _detached(grad)
-        if scale is None or self._cast or grad.is_sparse or grad.dtype != view.dtype:
-            view.copy_(grad.to_dense() if grad.is_sparse else grad)
+        if scale is None or grad.dtype != view.dtype:
+            view.copy_(grad)
             if scale is not None:
                 view.mul_(scale)
         else:
             torch.mul(grad, scale, out=view)
-        self._copied.append(slot)
+        self._copied.add(slot)
         if self.as_view:
-            self.parameters[slot].grad = view
+            parameter.grad = view
 
     def fill(self, gradients: Sequence[Tensor | None], divisor: float | None) -> None:
         """Puts all gradients that are not there yet into the buffer.
@@ -121,52 +125,49 @@ class FlatBucket:
         if self.sparse:
             self._fill_sparse(gradients[0], divisor)
             return
-        slots: list[int] = []
-        done = set(self._copied)
+        copies: list[int] = []
+        in_place: list[int] = []  # the gradient is the view already
         for slot, grad in enumerate(gradients):
-            if slot in done:
+            if slot in self._copied:
                 continue
-            view = self.views[slot]
             if grad is None:
-                view.zero_()
-                done.add(slot)
-            elif grad is view or _same_memory(grad, view):
-                self._in_place.append(slot)
+                self.views[slot].zero_()
             elif grad.is_sparse:
-                view.copy_(_detached(grad).to_dense())
-                slots.append(slot)
+                self.views[slot].copy_(_detached(grad).to_dense())
+                copies.append(slot)
+            elif grad.data_ptr() == self._addresses[slot]:
+                in_place.append(slot)
             else:
-                slots.append(slot)
-        if slots:
-            self._copy(slots, gradients)
+                copies.append(slot)
+        if copies:
+            self._copy(copies, gradients)
         if divisor is not None and divisor != 1:
-            self._scale(slots, divisor)
+            self._scale(copies, in_place, divisor)
 
     def _copy(self, slots: list[int], gradients: Sequence[Tensor | None]) -> None:
-        views, values = [], []
-        for slot in slots:
-            grad = gradients[slot]
-            assert grad is not None
-            if not grad.is_sparse:
-                views.append(self.views[slot])
-                values.append(_detached(grad))
-        torch._foreach_copy_(views, values)
+        pairs = [(self.views[slot], gradients[slot]) for slot in slots]
+        dense = [(view, grad) for view, grad in pairs if grad is not None and not grad.is_sparse]
+        if dense:
+            views, values = zip(*dense, strict=True)
+            if any(value.requires_grad for value in values):
+                values = tuple(map(_detached, values))
+            torch._foreach_copy_(views, values)
         if self.as_view:
             for slot in slots:
                 self.parameters[slot].grad = self.views[slot]
 
-    def _scale(self, slots: list[int], divisor: float) -> None:
+    def _scale(self, copies: list[int], in_place: list[int], divisor: float) -> None:
         """As torch does it: a copy is multiplied by 1/n, a view is divided by n."""
-        total = len(self.members)
-        if len(slots) == total:
+        if len(copies) == len(self.members):
             self.buffer.mul_(1.0 / divisor)
-        elif len(self._in_place) == total:
+            return
+        if len(in_place) == len(self.members):
             self.buffer.div_(divisor)
-        else:
-            if slots:
-                torch._foreach_mul_([self.views[slot] for slot in slots], 1.0 / divisor)
-            if self._in_place:
-                torch._foreach_div_([self.views[slot] for slot in self._in_place], divisor)
+            return
+        if copies:
+            torch._foreach_mul_([self.views[slot] for slot in copies], 1.0 / divisor)
+        if in_place:
+            torch._foreach_div_([self.views[slot] for slot in in_place], divisor)
 
     def _fill_sparse(self, grad: Tensor | None, divisor: float | None) -> None:
         parameter = self.parameters[0]

@@ -32,7 +32,6 @@ class ShadowHook(JoinHook):
         if not sync:
             return
         ddp.reducer.shadow()
-        ddp.reducer.push_arrival()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """At the end all ranks take the model of one that trained last."""

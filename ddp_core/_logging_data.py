@@ -22,8 +22,8 @@ def logging_data(ddp: DistributedDataParallel) -> dict[str, Any]:
     reducer = ddp.reducer
     parameters = [one.parameter for one in reducer.parameters]
     sizes = ", ".join(str(bucket.nbytes) for bucket in reducer.buckets)
-    members = " ".join(", ".join(map(str, bucket.members)) for bucket in reducer.buckets)
-    hook = None if reducer.hook is None else reducer.hook[0]
+    members = ", ".join(" ".join(map(str, bucket.members)) for bucket in reducer.buckets)
+    hook = None if reducer.launcher.hook is None else reducer.launcher.hook[0]
     unused = [parameters[index].nbytes for index in reducer.unused_parameters or ()]
     data: dict[str, Any] = {
         "module_name": type(ddp.module).__name__,
@@ -45,12 +45,12 @@ def logging_data(ddp: DistributedDataParallel) -> dict[str, Any]:
         "can_set_static_graph": int(reducer.graph_was_static),
         "comm_hook": getattr(hook, "__qualname__", "") if hook is not None else "",
         "has_sync_bn": int(any(isinstance(m, nn.SyncBatchNorm) for m in ddp.module.modules())),
-        "has_rebuilt_buckets": int(reducer.rebuilt),
-        "rebuilt_bucket_sizes": sizes if reducer.rebuilt else "",
-        "rebuilt_per_bucket_param_indices": members if reducer.rebuilt else "",
-        "prev_iteration_grad_ready_order_indices": ", ".join(map(str, reducer.arrival)),
-        "iteration": reducer.step,
-        "num_buckets_reduced": len(reducer.buckets) if reducer.step else 0,
+        "has_rebuilt_buckets": int(reducer.plan.rebuilt),
+        "rebuilt_bucket_sizes": sizes if reducer.plan.rebuilt else "",
+        "rebuilt_per_bucket_param_indices": members if reducer.plan.rebuilt else "",
+        "prev_iteration_grad_ready_order_indices": ", ".join(map(str, reducer.plan.arrival)),
+        "iteration": reducer.launcher.step,
+        "num_buckets_reduced": len(reducer.buckets) if reducer.launcher.step else 0,
         "unused_parameter_size": sum(unused),
         "gloo_num_threads": torch.get_num_threads(),
     }

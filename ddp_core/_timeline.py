@@ -32,6 +32,11 @@ class BucketTimes:
     wait_began: float = 0.0  # the end of backward came to this bucket
     wait_ended: float = 0.0
 
+    def gradient_came(self, now: float) -> None:
+        """One of its gradients has arrived."""
+        self.first_ready = self.first_ready or now
+        self.last_ready = now
+
     @property
     def exposed(self) -> float:
         """Seconds that backward waited for it."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-__all__ = ["UsedMap", "unused_error"]
+__all__ = ["UsedMap", "twice_error", "unused_error"]
 
 
 class UsedMap:
@@ -66,7 +66,7 @@ class UsedMap:
         self._mine = bytearray(len(self._mine))
 
 
-def unused_error(missing: Sequence[int], names: Sequence[str], rank: int, finds: bool) -> str:
+def unused_error(missing: Sequence[int], names: Sequence[str], rank: int, *, finds: bool) -> str:
     """What users of DistributedDataParallel know, with the names."""
     text = (
         "Expected to have finished reduction in the prior iteration before starting a new one. "
@@ -90,4 +90,16 @@ def unused_error(missing: Sequence[int], names: Sequence[str], rank: int, finds:
     return (
         f"{text}Parameters which did not receive grad for rank {rank}: {shown}. "
         f"Parameter indices which did not receive grad for rank {rank}: {list(missing)}"
+    )
+
+
+def twice_error(name: str, index: int) -> str:
+    """A gradient came twice."""
+    return (
+        f"Expected to mark a variable ready only once. Parameter at index {index} with name {name} "
+        f"has been marked as ready twice. This means that its gradient came twice in one backward "
+        f"pass: it is used outside of the module's forward, or by several reentrant backward "
+        f"passes (activation checkpointing with use_reentrant=True of a shared layer, or with "
+        f"find_unused_parameters=True). Set static_graph=True if the graph does not change between "
+        f"steps, or use_reentrant=False"
     )
