@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,8 @@ def logging_data(ddp: DistributedDataParallel) -> dict[str, Any]:
     """Settings, bucket sizes and times; times are nanoseconds of the latest recorded step."""
     reducer = ddp.reducer
     parameters = [one.parameter for one in reducer.parameters]
-    sizes = ", ".join(str(bucket.nbytes) for bucket in reducer.buckets)
-    members = ", ".join(" ".join(map(str, bucket.members)) for bucket in reducer.buckets)
+    sizes = _listed(bucket.nbytes for bucket in reducer.buckets)
+    members = _listed(" ".join(map(str, bucket.members)) for bucket in reducer.buckets)
     hook = None if reducer.launcher.hook is None else reducer.launcher.hook[0]
     unused = [parameters[index].nbytes for index in reducer.unused_parameters or ()]
     data: dict[str, Any] = {
@@ -30,7 +31,7 @@ def logging_data(ddp: DistributedDataParallel) -> dict[str, Any]:
         "backend_name": dist.get_backend(ddp.process_group),
         "world_size": ddp.process_group.size(),
         "rank": ddp.process_group.rank(),
-        "device_ids": ", ".join(map(str, ddp.device_ids or [])),
+        "device_ids": _listed(ddp.device_ids or ()),
         "output_device": -1 if ddp.output_device is None else ddp.output_device,
         "is_multi_device_module": int(ddp.is_multi_device_module),
         "dtypes": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})),
@@ -38,17 +39,17 @@ def logging_data(ddp: DistributedDataParallel) -> dict[str, Any]:
         "total_parameter_size_bytes": sum(parameter.nbytes for parameter in parameters),
         "broadcast_buffers": int(ddp.forward_sync_buffers),
         "bucket_cap_bytes": ddp.bucket_bytes_cap,
-        "bucket_sizes": sizes,
+        "bucket_sizes": _listed(reducer.initial_sizes),
         "find_unused_parameters": int(ddp.find_unused_parameters),
         "gradient_as_bucket_view": int(ddp.gradient_as_bucket_view),
         "static_graph": int(ddp.static_graph),
         "can_set_static_graph": int(reducer.graph_was_static),
-        "comm_hook": getattr(hook, "__qualname__", "") if hook is not None else "",
+        "comm_hook": getattr(hook, "__qualname__", type(hook).__qualname__) if hook else "",
         "has_sync_bn": int(any(isinstance(m, nn.SyncBatchNorm) for m in ddp.module.modules())),
         "has_rebuilt_buckets": int(reducer.plan.rebuilt),
         "rebuilt_bucket_sizes": sizes if reducer.plan.rebuilt else "",
         "rebuilt_per_bucket_param_indices": members if reducer.plan.rebuilt else "",
-        "prev_iteration_grad_ready_order_indices": ", ".join(map(str, reducer.plan.arrival)),
+        "prev_iteration_grad_ready_order_indices": _listed(reducer.plan.arrival),
         "iteration": reducer.launcher.step,
         "num_buckets_reduced": len(reducer.buckets) if reducer.launcher.step else 0,
         "unused_parameter_size": sum(unused),
@@ -64,6 +65,10 @@ def logging_data(ddp: DistributedDataParallel) -> dict[str, Any]:
         for field in rows[-1]:
             data[f"avg_{field}"] = int(fmean(row[field] for row in rows))
     return data
+
+
+def _listed(values: Iterable[object]) -> str:
+    return ", ".join(map(str, values))
 
 
 def _durations(times: StepTimes) -> dict[str, int]:

@@ -87,6 +87,7 @@ class Reducer:
         self._unused: list[int] = []
         self._divisor = 0  # not known yet
         self._install(self.plan.initial())
+        self.initial_sizes = [bucket.nbytes for bucket in self.buckets]
         self._reset()
         self._nodes: list[Any] = []  # a parameter does not keep its node alive
         self._handles: list[Any] = []

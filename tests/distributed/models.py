@@ -88,14 +88,14 @@ class ManyTypes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.wave = nn.Parameter(torch.randn(16, 16, dtype=torch.complex64))
-        self.double = nn.Parameter(torch.randn(16, dtype=torch.float64))
-        self.half = nn.Parameter(torch.randn(16, dtype=torch.bfloat16))
+        self.wide = nn.Parameter(torch.randn(16, dtype=torch.float64))
+        self.narrow = nn.Parameter(torch.randn(16, dtype=torch.bfloat16))
         self.scalar = nn.Parameter(torch.randn(()))
         self.turned = nn.Parameter(torch.randn(8, 16).t())
         self.out = nn.Linear(16, 300)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = (x.to(torch.complex64) @ self.wave).abs() * self.double.float() + self.half.float()
+        y = (x.to(torch.complex64) @ self.wave).abs() * self.wide.float() + self.narrow.float()
         return self.out(y * self.scalar + (y @ self.turned) @ self.turned.t())
 
 

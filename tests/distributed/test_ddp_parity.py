@@ -23,7 +23,6 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.optim import (
     PostLocalSGDOptimizer,
     ZeroRedundancyOptimizer,
-    _apply_optimizer_in_backward,
 )
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -187,6 +186,11 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 64), nn.Linear(64, 16))
 
 
+def cnn() -> nn.Module:
+    torch.manual_seed(dist.get_rank())
+    return models.Cnn()
+
+
 def two_forwards(cls, rank):
     model = cls(net(), bucket_cap_mb=0.01)
     for step in range(4):
@@ -240,7 +244,7 @@ def two_losses(cls, rank):
 
 
 def evaluation_between(cls, rank):
-    model = cls(models.Cnn(), bucket_cap_mb=0.01)
+    model = cls(cnn(), bucket_cap_mb=0.01)
     for step in range(3):
         model.train()
         model.zero_grad()
@@ -267,7 +271,7 @@ def capacity_list(cls, rank):
     model = cls(net(), bucket_cap_mb_list=[0.001, 0.02])
     seen = train(model, rank, range(4))
     sizes = model._get_ddp_logging_data()["bucket_sizes"]
-    return [*seen, torch.tensor([float(size) for size in str(sizes).split(",")])]
+    return [*seen, torch.tensor([float(size) for size in sizes.split(", ")])]
 
 
 def skips_unused(cls, rank):
@@ -317,7 +321,7 @@ def deep_copy(cls, rank):
 
 
 def join(cls, rank, divide, hook):
-    model = cls(models.Cnn(), bucket_cap_mb=0.01)
+    model = cls(cnn(), bucket_cap_mb=0.01)
     if hook:
         model.register_comm_hook(None, default_hooks.allreduce_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -363,7 +367,7 @@ def buffer_hook(cls, rank, before):
 
     def average(state, buffers):
         futures = []
-        for name, buffer in sorted(buffers.items()):
+        for _, buffer in sorted(buffers.items()):
             if buffer.is_floating_point():
                 buffer.div_(dist.get_world_size())
                 futures.append(dist.all_reduce(buffer, async_op=True).get_future())
@@ -372,7 +376,7 @@ def buffer_hook(cls, rank, before):
             return None
         return futures
 
-    model = cls(models.Cnn(), bucket_cap_mb=0.01)
+    model = cls(cnn(), bucket_cap_mb=0.01)
     model._register_buffer_comm_hook(None, average, location)
     for step in range(4):
         model.zero_grad()
@@ -397,15 +401,6 @@ def builtin_hook(cls, rank, name):
     return train(model, rank, range(6))
 
 
-def optimizer_in_backward(cls, rank, view):
-    model = cls(net(), bucket_cap_mb=0.01, gradient_as_bucket_view=view)
-    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1, "momentum": 0.9})
-    for step in range(6):
-        loss_of(model(*rows(step, rank))).backward()
-    absent = all(parameter.grad is None for parameter in model.parameters())
-    return [parameters(model), torch.tensor(absent)]
-
-
 def fused_optimizer(cls, rank):
     model = cls(net(), bucket_cap_mb=0.01)
     model._register_fused_optim(torch.optim.SGD, 0.1)
@@ -424,22 +419,6 @@ def zero(cls, rank, as_view):
         loss_of(model(*rows(step, rank))).backward()
         optimizer.step()
     optimizer.consolidate_state_dict(0)
-    return parameters(model)
-
-
-def zero_overlapped(cls, rank):
-    from torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step
-
-    model = cls(net(), bucket_cap_mb=0.01)
-    optimizer = ZeroRedundancyOptimizer(
-        model.parameters(), torch.optim.Adam, overlap_with_ddp=True, lr=0.01
-    )
-    hook = hook_with_zero_step(default_hooks.allreduce_hook, model, optimizer)
-    model.register_comm_hook(None, hook)
-    for step in range(6):
-        loss_of(model(*rows(step, rank))).backward()
-        optimizer.step()
-        model.zero_grad()
     return parameters(model)
 
 
@@ -539,7 +518,6 @@ SCENARIOS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         join_unused,
         join_throws,
         fused_optimizer,
-        zero_overlapped,
         post_local_sgd,
         hierarchical_averaging,
         error_in_forward,
@@ -556,8 +534,6 @@ SCENARIOS |= {
     "hook-noop": (torch_hook, ("noop",)),
     "builtin-allreduce": (builtin_hook, ("ALLREDUCE",)),
     "builtin-fp16": (builtin_hook, ("FP16_COMPRESS",)),
-    "optimizer-in-backward": (optimizer_in_backward, (False,)),
-    "optimizer-in-backward-view": (optimizer_in_backward, (True,)),
     "zero": (zero, (False,)),
     "zero-view": (zero, (True,)),
 }
