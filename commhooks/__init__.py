@@ -16,7 +16,7 @@ from commhooks._ledger import Ledger
 from commhooks._make import make
 from commhooks._memory import Layout, Memory
 from commhooks._per_parameter import PerParameter, Rule
-from commhooks._register import register
+from commhooks._register import register, unregister
 from commhooks._registry import names, register_scheme
 from commhooks._scheme import Codec, Context, Exchanged, Scheme
 from commhooks._simulation import Simulation
@@ -102,4 +102,5 @@ __all__ = [
     "register",
     "register_scheme",
     "unflatten_state",
+    "unregister",
 ]

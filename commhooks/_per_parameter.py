@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -92,6 +92,10 @@ class PerParameter(Scheme):
     @property
     def coalesce(self) -> bool:  # type: ignore[override]
         return any(scheme.coalesce for scheme in self.schemes)
+
+    def bucket_group(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Hashable:
+        which = self.choose(name, shape, dtype)
+        return which, self.schemes[which].bucket_group(name, shape, dtype)
 
     def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
         return any_error(self.schemes, key, value, parameter)

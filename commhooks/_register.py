@@ -11,11 +11,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commhooks._errors import HookNotAttachedError, RegistrationError
 from commhooks._hook import comm_hook
+from commhooks._layout import BucketLayout, group_function
 from commhooks._model import find_ddp
 from commhooks._scheme import Scheme
 from commhooks._state import HookState
+from commhooks._wrappers import keeps_residual
+from ddp_core import DistributedDataParallel as CoreDDP
 
-__all__ = ["register"]
+__all__ = ["register", "unregister"]
 
 
 def register(
@@ -23,6 +26,7 @@ def register(
     scheme: str | Scheme = "none",
     *,
     process_group: dist.ProcessGroup | None = None,
+    layout: BucketLayout | None = None,
     seed: int = 0,
     **options: Any,
 ) -> HookState:
@@ -32,6 +36,9 @@ def register(
         model: torch's DistributedDataParallel, or a module that holds exactly one.
         scheme: a name (:func:`commhooks.names`) or a scheme.
         process_group: ranks to average over; the model's own by default.
+        layout: which parameters may share a bucket, on ``ddp_core.DistributedDataParallel``:
+            "scheme" (those that the scheme treats alike), "shape" (matrices of one shape, all
+            vectors together), or a function of name and parameter; None: as usual.
         seed: base of the scheme's random draws, the same on every rank.
         options: of the scheme, see :func:`commhooks.make`.
 
@@ -61,13 +68,62 @@ def register(
             )
         raise RegistrationError(
             f"register: this model already has the hook {getattr(hook, '__qualname__', hook)}, "
-            f"and DistributedDataParallel takes one; wrap the module anew to change it"
+            f"and DistributedDataParallel takes one; "
+            + (
+                "call its remove_comm_hook() first"
+                if isinstance(ddp, CoreDDP)
+                else "wrap the module anew to change it"
+            )
         )
+    if layout is not None:
+        _own(ddp, "register(layout=...)")
     state = HookState(scheme, ddp, process_group=process_group, seed=seed, **options)
     state.agree("commhooks.register")
     ddp.register_comm_hook(state, comm_hook)
+    if layout is not None:
+        _own(ddp, "register(layout=...)").request_layout(group_function(layout, state))
     ddp.register_forward_pre_hook(AttachmentGuard(state, ddp))
     return state
+
+
+def unregister(model: nn.Module) -> None:
+    """Averages by a plain all-reduce again; all ranks call it alike, between two steps.
+
+    What error feedback has held back is added to the next gradient first, so nothing is lost.
+
+    Args:
+        model: ``ddp_core.DistributedDataParallel`` (torch's cannot let go of a hook), or a module
+            that holds exactly one.
+
+    Raises:
+        RegistrationError: torch's DistributedDataParallel, or no hook of ours.
+
+    Example:
+        >>> commhooks.unregister(ddp_model)
+    """
+    ddp = find_ddp(model)
+    own = _own(ddp, "unregister")
+    state = own._comm_hooks[0][1] if own._comm_hooks else None
+    if not isinstance(state, HookState):
+        raise RegistrationError("unregister: no hook was registered by commhooks on this model")
+    for key, guard in list(ddp._forward_pre_hooks.items()):
+        if isinstance(guard, AttachmentGuard):
+            del ddp._forward_pre_hooks[key]
+    if keeps_residual(state.scheme):
+        state.switch("none")
+        own.schedule_comm_hook(own.reducer.launcher.step + 1, None, None)
+    else:
+        own.remove_comm_hook()
+
+
+def _own(ddp: DistributedDataParallel, call: str) -> CoreDDP:
+    if isinstance(ddp, CoreDDP):
+        return ddp
+    raise RegistrationError(
+        f"{call}: torch's DistributedDataParallel lays out its buckets and keeps its hook as it "
+        f"likes; wrap the model in ddp_core.DistributedDataParallel, or pause compression with "
+        f"hook.switch('none')"
+    )
 
 
 def _drop_stale(ddp: DistributedDataParallel) -> None:

@@ -7,7 +7,7 @@ remembers lives in ``ctx.memory``, and it neither knows nor cares which driver r
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Hashable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -114,6 +114,10 @@ class Scheme:
         """
         raise NotImplementedError
         yield
+
+    def bucket_group(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Hashable:
+        """Parameters that it treats alike have equal answers; see ``register(layout="scheme")``."""
+        return None
 
     def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
         """Why ``value`` cannot be this scheme's memory of such a parameter; None if it can.

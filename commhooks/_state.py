@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,8 @@ from commhooks._model import Parameters, find_owner
 from commhooks._scheme import Scheme
 from commhooks._version import __version__
 from commhooks._wrappers import RESIDUAL, FlushResidual, keeps_residual
-from ddp_core import Exchange, Lanes, Streams, Task
+from ddp_core import DistributedDataParallel as CoreDDP
+from ddp_core import Exchange, Lanes, RoundRecord, Streams, Task
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -149,6 +150,9 @@ class HookState:
         self._engine.scheme = built
         if self._lanes is not None:
             self._lanes.ensure(built.rounds)
+        owner = self._model() if self._model is not None else None
+        if isinstance(owner, CoreDDP):
+            owner.refresh_layout()
 
     def report(self) -> pd.DataFrame:
         """A row per step, bucket and round; see :meth:`commhooks.Ledger.report`."""
@@ -324,6 +328,7 @@ class HookState:
                 bucket=bucket.index(),
                 dense_bytes=buffer.numel() * buffer.element_size(),
                 device=buffer.device,
+                note=getattr(bucket, "note", None),
             )
         if is_last:
             self.ledger.launched_last(step, time.perf_counter())
@@ -343,9 +348,22 @@ class HookState:
             ).add_done_callback(group.release)
 
     def _start(
-        self, exchange: Exchange, *, step: int, bucket: int, dense_bytes: int, device: torch.device
+        self,
+        exchange: Exchange,
+        *,
+        step: int,
+        bucket: int,
+        dense_bytes: int,
+        device: torch.device,
+        note: Callable[[RoundRecord], None] | None = None,
     ) -> Future[Tensor]:
-        """Hands an exchange to the driver for its device."""
+        """Hands an exchange to the driver for its device; ``note`` is told of its rounds, too."""
+
+        def record(row: RoundRecord) -> None:
+            self.ledger.add(row)
+            if note is not None:
+                note(row)
+
         task = Task(
             exchange,
             step=step,
@@ -353,7 +371,7 @@ class HookState:
             dense_bytes=dense_bytes,
             world_size=self._engine.world_size,
             max_rounds=self.scheme.rounds,
-            record=self.ledger.add,
+            record=record,
         )
         if device.type == "cuda":
             if self._streams is None:

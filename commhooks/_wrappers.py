@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -67,6 +67,9 @@ class Wrapper(Scheme):
     @property
     def coalesce(self) -> bool:  # type: ignore[override]
         return self.scheme.coalesce
+
+    def bucket_group(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Hashable:
+        return self.scheme.bucket_group(name, shape, dtype)
 
     def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
         return self.scheme.memory_error(key, value, parameter)

@@ -330,6 +330,11 @@ class DistributedDataParallel(TorchDDP):
         if group_of is not self.reducer.plan.group_of:
             self.reducer.plan.request(group_of)
 
+    def refresh_layout(self) -> None:
+        """Asks again what was asked by ``request_layout``: its answers have changed."""
+        if self.reducer.plan.group_of is not None:
+            self.reducer.plan.request(self.reducer.plan.group_of)
+
     def request_layout(self, group_of: BucketGroup | None) -> None:
         """Buckets hold parameters for which ``group_of(name, parameter)`` is the same.
 
@@ -472,6 +477,7 @@ class DistributedDataParallel(TorchDDP):
         attributes = copy.copy(self.__dict__)
         for own in ("process_group", "reducer", "logger", "_precision", "_buffers_in_sync"):
             attributes.pop(own, None)
+        attributes["_comm_hooks"], attributes["_schedule"] = [], {}  # belong to this reducer
         return attributes
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -491,7 +497,7 @@ class DistributedDataParallel(TorchDDP):
             self.process_group,
             chunk_nbytes=self.broadcast_bucket_size,
         )
-        self._build_reducer()  # without a hook: a hook's state belongs to one reducer
+        self._build_reducer()
 
     def _set_static_graph(self) -> None:
         if self.static_graph:

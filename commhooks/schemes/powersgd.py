@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -97,6 +97,9 @@ class PowerSGD(Scheme):
     @property
     def stateful(self) -> bool:  # type: ignore[override]
         return self.warm_start
+
+    def bucket_group(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Hashable:
+        return bool(compressed_rank(shape, self.rank, self.min_compression_rate))
 
     def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
         if key != KEY:

@@ -1,0 +1,163 @@
+"""Bucket assignment: torch's, index by index; groups, splits and caps."""
+
+from __future__ import annotations
+
+import random
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ddp_core
+from ddp_core._layout import BucketCaps, arrange, assign_buckets
+from ddp_core._parameters import Trained, trained_parameters
+
+MiB = 1024 * 1024
+
+
+def random_model(seed: int) -> list[torch.Tensor]:
+    rng = random.Random(seed)
+    dtypes = [torch.float32] * 3 + [torch.float64, torch.bfloat16]
+    return [
+        torch.empty(rng.choice([0, 1, 7, 100, 1000, 5000]), dtype=rng.choice(dtypes))
+        for _ in range(rng.randint(1, 40))
+    ]
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("arrival", [False, True])
+def test_assignment_is_that_of_torch(seed, arrival):
+    rng = random.Random(1000 + seed)
+    tensors = random_model(seed)
+    limits = rng.choice([[4000], [400, 4000], [100, 2000, 8000], [sys.maxsize], [0]])
+    alone = [rng.random() < 0.1 for _ in tensors]
+    order = rng.sample(range(len(tensors)), len(tensors)) if arrival else None
+    taken = tensors if order is None else [tensors[index] for index in order]
+    expected, _ = dist._compute_bucket_assignment_by_size(taken, limits, alone, order or [])
+    got = assign_buckets(
+        [tensor.numel() * tensor.element_size() for tensor in tensors],
+        [(tensor.dtype, tensor.device) for tensor in tensors],
+        limits,
+        alone=alone,
+        order=order,
+    )
+    assert sorted(got) == sorted(expected)
+    if order is None:
+        assert got == expected
+
+
+def parameters(*sizes: int, sparse: tuple[int, ...] = ()) -> list[Trained]:
+    return [
+        Trained(f"p{number}", nn.Parameter(torch.empty(size)), number in sparse)
+        for number, size in enumerate(sizes)
+    ]
+
+
+def test_first_step_takes_reverse_registration_order():
+    assert arrange(parameters(10, 10, 10), [40]) == [[2], [1], [0]]
+    assert arrange(parameters(10, 10, 10), [sys.maxsize]) == [[0, 1, 2]]
+
+
+def test_arrival_order_gives_a_small_first_bucket():
+    assert arrange(parameters(10, 10, 10), [40, 80], order=[1, 2, 0]) == [[1], [2, 0]]
+
+
+def test_groups_share_no_bucket_and_launch_when_complete():
+    buckets = arrange(
+        parameters(10, 1, 10, 1, 10),
+        [80],
+        order=[4, 3, 2, 1, 0],
+        group_of=lambda _, parameter: parameter.numel() > 1,
+    )
+    assert buckets == [[4, 2], [3, 1], [0]]
+
+
+def test_splits_are_buckets_whatever_their_size_and_the_rest_is_as_usual():
+    buckets = arrange(
+        parameters(10, 10, 10, 10, 10), [40], order=[4, 3, 2, 1, 0], splits=[[4, 3], [1]]
+    )
+    assert buckets == [[4, 3], [2], [1], [0]]
+
+
+def test_sparse_parameters_are_alone():
+    assert arrange(parameters(1, 1, 1, sparse=(1,)), [99], order=[0, 1, 2]) == [[1], [0, 2]]
+
+
+def test_caps_are_those_of_the_constructor_arguments():
+    assert BucketCaps.of(None, None).limits == (MiB, 25 * MiB)
+    assert BucketCaps.of(3, None).limits == (3 * MiB,)
+    assert BucketCaps.of(3, [1, 2]).limits == (MiB, 2 * MiB)
+    assert BucketCaps.of(3, None).initial(rebuilds=True) == (sys.maxsize,)
+    assert BucketCaps.of(3, [1, 2]).initial(rebuilds=True) == (MiB, 2 * MiB)
+    assert BucketCaps.of(3, None).initial(rebuilds=False) == (3 * MiB,)
+
+
+def test_shared_and_ignored_parameters_are_taken_once_or_not_at_all():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Embedding(3, 2, sparse=True))
+    model[1].weight = model[0].weight
+    model[1].bias.requires_grad_(False)
+    names = [(one.name, one.sparse) for one in trained_parameters(model, {"0.bias"})]
+    assert names == [("0.weight", False), ("2.weight", True)]
+
+
+def test_nothing_of_torchs_class_is_used_but_what_needs_no_reducer():
+    theirs, ours = nn.parallel.DistributedDataParallel, ddp_core.DistributedDataParallel
+    inherited = {
+        name
+        for name, value in vars(theirs).items()
+        if name not in vars(ours)
+        and (callable(value) or isinstance(value, (property, staticmethod)))
+    }
+    harmless = {
+        "_register_fused_optim",  # registers a hook
+        "_get_data_parallel_params",
+        "_get_active_ddp_module",
+        "_set_params_and_buffers_to_ignore_for_model",
+        "_get_parameters",
+        "_distributed_rank",
+        "_set_ddp_sink_clone",
+        "scatter",
+        "gather",
+        "to_kwargs",
+        "train",
+    }
+    # Steps of torch's own forward, join and construction, which nothing calls here.
+    steps = {
+        "_assign_modules_buffers",
+        "_build_debug_param_to_name_mapping",
+        "_build_params_for_reducer",
+        "_check_and_sync_module_buffers",
+        "_check_comm_hook",
+        "_check_default_group",
+        "_check_global_requires_backward_grad_sync",
+        "_check_sync_bufs_post_fwd",
+        "_check_sync_bufs_pre_fwd",
+        "_clear_grad_buffer",
+        "_ddp_init_helper",
+        "_default_broadcast_coalesced",
+        "_delayed_all_reduce_hook",
+        "_distributed_broadcast_coalesced",
+        "_find_common_rank",
+        "_fire_reducer_autograd_hook",
+        "_inside_ddp_forward",
+        "_lazy_init",
+        "_log_and_throw",
+        "_match_all_reduce_for_bwd_pass",
+        "_match_unused_params_allreduce",
+        "_module_wait_for_copy_hook",
+        "_passing_sync_batchnorm_handle",
+        "_post_forward",
+        "_pre_forward",
+        "_register_accum_grad_hook",
+        "_register_delay_all_reduce_hook",
+        "_root_copy_hook",
+        "_run_ddp_forward",
+        "_setup_in_backward_optimizers",
+        "_set_sparse_metadata",
+        "_sync_buffers",
+        "_sync_final_model",
+        "_sync_module_buffers",
+    }
+    assert inherited <= harmless | steps
