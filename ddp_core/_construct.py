@@ -127,15 +127,14 @@ def check_hook(hook: Any) -> None:
     if not callable(hook):
         raise TypeError("Communication hook must be callable.")
     annotations = getattr(hook, "__annotations__", {})
-    bucket = annotations.get("bucket")
-    if bucket is not None and "GradBucket" not in _name(bucket):
+    if not _allowed(annotations.get("bucket"), "GradBucket"):
         raise ValueError("Communication hook: bucket annotation should be dist.GradBucket.")
-    returned = annotations.get("return")
-    if returned is not None and "Future" not in _name(returned):
+    if not _allowed(annotations.get("return"), "Future"):
         raise ValueError(
             "Communication hook: return annotation should be torch.futures.Future[torch.Tensor]."
         )
 
 
-def _name(annotation: Any) -> str:
-    return annotation if isinstance(annotation, str) else repr(annotation)
+def _allowed(annotation: Any, expected: str) -> bool:
+    name = annotation if isinstance(annotation, str) else repr(annotation)
+    return annotation is None or expected in name or name.endswith("Any")

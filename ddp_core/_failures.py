@@ -40,18 +40,23 @@ class FailureBoard:
             with contextlib.suppress(Exception):  # the store's host may be gone
                 self._store.compare_set(self._key(attempt), "", f"rank {self._rank}: {text}")
 
+    def look(self, attempt: int) -> str | None:
+        """What another rank has reported in this attempt."""
+        text = None
+        if self._store is not None:
+            with contextlib.suppress(Exception):
+                if self._store.check([self._key(attempt)]):
+                    text = self._store.get(self._key(attempt)).decode()
+        return None if text is None or text.startswith(f"rank {self._rank}:") else text
+
     def check(self, attempt: int) -> None:
         """Raises if another rank has reported a failure in this attempt.
 
         Raises:
             PeerError: with the other rank's message.
         """
-        text = None
-        if self._store is not None:
-            with contextlib.suppress(Exception):
-                if self._store.check([self._key(attempt)]):
-                    text = self._store.get(self._key(attempt)).decode()
-        if text is not None and not text.startswith(f"rank {self._rank}:"):
+        text = self.look(attempt)
+        if text is not None:
             raise PeerError(
                 f"another rank failed in this step, so its gradients will not come: {text}. The "
                 f"process group has collectives that nobody answers; end the process and resume "
@@ -101,14 +106,19 @@ def wait_for_future(
     return tensor
 
 
-def failed(error: BaseException, what: str, step: int, bucket: int) -> CollectiveError:
-    """Says where a wait ended badly; an error that says so already is returned as it is."""
-    if isinstance(error, CollectiveError):
-        return error
+def failed(
+    error: BaseException, what: str, step: int, bucket: int, told: str | None = None
+) -> CollectiveError:
+    """Says where a wait ended badly.
+
+    Args:
+        told: what another rank has reported, which may be the cause.
+    """
     place = f"step {step}, bucket {bucket}, "
     round = 0 if place not in str(error) else _round_in(str(error))
+    reported = "" if told is None or isinstance(error, PeerError) else f". Reported by {told}"
     failure = CollectiveError(
-        f"{what} failed in step {step}, bucket {bucket}, round {round}: {error}",
+        f"{what} failed in step {step}, bucket {bucket}, round {round}: {error}{reported}",
         step=step,
         bucket=bucket,
         round=round,

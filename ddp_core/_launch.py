@@ -113,8 +113,9 @@ class Launcher:
             elif outcome.work is not None:
                 wait_for_work(outcome.work, bucket.buffer.device, self._board, self.attempt)
         except Exception as error:
+            told = self._board.look(self.attempt)
             self._report(bucket, error)
-            raise failed(error, "the exchange", self.step, bucket.number) from error
+            raise failed(error, "the exchange", self.step, bucket.number, told) from error
         if times is not None:
             times.wait_ended = clock()
         return result
