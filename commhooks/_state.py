@@ -111,6 +111,14 @@ class HookState:
         self._bind()
         return self._engine.world_size
 
+    @property
+    def bucket_cap_mb(self) -> float | None:
+        """What it asks of ``ddp_core.DistributedDataParallel``: large buckets for several rounds.
+
+        A small payload is soon sent, but each of its rounds waits for an answer.
+        """
+        return 25 if self.scheme.rounds > 1 else None
+
     def switch(self, scheme: str | Scheme, **options: Any) -> None:
         """Runs another scheme from the next step on; all ranks call it, between two steps.
 

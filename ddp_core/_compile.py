@@ -55,7 +55,7 @@ def _splitter() -> Any:
         def __init__(
             self, reducer: Reducer, bucket_bytes_cap: int, backend_compile_fn: Any
         ) -> None:
-            limits = reducer.settings.caps.limits
+            limits = reducer.plan.caps.limits
             super().__init__(
                 bucket_bytes_cap, backend_compile_fn, first_bucket_cap=min(limits[0], limits[-1])
             )

@@ -73,7 +73,8 @@ class DistributedDataParallel(TorchDDP):
         broadcast_buffers: as ``forward_sync_buffers``; False leaves buffers alone at the start too.
         init_sync: verify shapes and take rank 0's parameters and buffers.
         process_group, device_mesh: ranks; the default group, or a mesh of one dimension.
-        bucket_cap_mb: MiB at which a bucket is full; 25, and 1 for the first one, by default.
+        bucket_cap_mb: MiB at which a bucket is full; by default 1 for the first one, then 25, or
+            8 on the CPU (25 there as well gives torch's buckets, and so its last bits).
         bucket_cap_mb_list: the same, bucket by bucket.
         find_unused_parameters: ask autograd at every step which parameters get no gradient.
         gradient_as_bucket_view: gradients are views of the buckets: no second copy.
@@ -160,7 +161,7 @@ class DistributedDataParallel(TorchDDP):
         self.broadcast_bucket_size = 250 * 1024 * 1024
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
-        self._caps = BucketCaps.of(bucket_cap_mb, bucket_cap_mb_list)
+        self._caps = BucketCaps.of(bucket_cap_mb, bucket_cap_mb_list, self.device_type)
         self._comm_hooks: list[tuple[CommHook, Any]] = []
         self._schedule: dict[int, tuple[CommHook, Any] | None] = {}
         self._in_backward: bool | None = None  # whether optimizers step in backward
@@ -280,7 +281,8 @@ class DistributedDataParallel(TorchDDP):
 
         All ranks call it alike. ``bucket`` is a :class:`ddp_core.GradBucket`; it is not divided by
         the number of ranks. A state with a method ``bucket_group(name, parameter)`` gets buckets
-        of parameters for which that returns the same.
+        of parameters for which that returns the same; its ``bucket_cap_mb`` holds where the user
+        has not given one.
 
         Raises:
             RuntimeError: there is a hook already; see ``replace_comm_hook``.
@@ -326,14 +328,20 @@ class DistributedDataParallel(TorchDDP):
             )
         self._comm_hooks = [] if hook is None else [hook]
         self.reducer.launcher.hook = hook
-        group_of = None if hook is None else getattr(hook[1], "bucket_group", None)
-        if group_of is not self.reducer.plan.group_of:
-            self.reducer.plan.request(group_of)
+        state = None if hook is None else hook[1]
+        group_of = getattr(state, "bucket_group", None)
+        caps = self._caps.for_hook(getattr(state, "bucket_cap_mb", None))
+        plan = self.reducer.plan
+        if group_of is not plan.group_of or caps != plan.caps:
+            plan.request(group_of, caps)
 
     def refresh_layout(self) -> None:
-        """Asks again what was asked by ``request_layout``: its answers have changed."""
-        if self.reducer.plan.group_of is not None:
-            self.reducer.plan.request(self.reducer.plan.group_of)
+        """Asks the hook's state again what layout it wants: its answers have changed."""
+        plan = self.reducer.plan
+        state = self._comm_hooks[0][1] if self._comm_hooks else None
+        caps = self._caps.for_hook(getattr(state, "bucket_cap_mb", None))
+        if plan.group_of is not None or caps != plan.caps:
+            plan.request(plan.group_of, caps)
 
     def request_layout(self, group_of: BucketGroup | None) -> None:
         """Buckets hold parameters for which ``group_of(name, parameter)`` is the same.
@@ -535,7 +543,7 @@ class DistributedDataParallel(TorchDDP):
     @property
     def bucket_bytes_cap(self) -> int:
         """Bytes at which a bucket is full; the compiler splits graphs by it."""
-        return self._caps.cap
+        return self.reducer.plan.caps.cap
 
     @property
     def broadcast_buffers(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 
@@ -46,7 +47,7 @@ class FlatBucket:
         self.parameters = [parameters[index].parameter for index in members]
         self.sparse = parameters[members[0]].sparse
         self.as_view = as_view
-        self._parameters = dict(zip(self.members, self.parameters, strict=True))
+        self._slot_of = {index: slot for slot, index in enumerate(self.members)}
         first = self.parameters[0]
         if self.sparse:
             self.buffer = torch.empty(0, dtype=first.dtype, device=first.device)
@@ -95,26 +96,27 @@ class FlatBucket:
 
     def is_large(self, index: int) -> bool:
         """Whether the gradient of this member is copied as it arrives, see ``take_large``."""
-        return not self.sparse and self._parameters[index].numel() >= LARGE
+        return not self.sparse and self.parameters[self._slot_of[index]].numel() >= LARGE
 
     def take_large(self, index: int, scale: float | None) -> None:
         """Copies one large gradient at once, scaled; ``scale`` None leaves it as it is."""
-        slot = self.members.index(index)
+        slot = self._slot_of[index]
         parameter, view = self.parameters[slot], self.views[slot]
         grad = parameter.grad
-        if grad is None or grad.is_sparse or _same_memory(grad, view):
+        if grad is None or grad.is_sparse or grad.data_ptr() == self._addresses[slot]:
             return  # left to `fill`
-        grad = _detached(grad)
-        if scale is None or grad.dtype != view.dtype:
-            view.copy_(grad)
-            if scale is not None:
-                view.mul_(scale)
-        else:
-            torch.mul(grad, scale, out=view)
+        with torch.no_grad():
+            if scale is None or scale == 1 or grad.dtype != view.dtype:
+                view.copy_(grad)
+                if scale is not None:
+                    view.mul_(scale)
+            else:
+                torch.mul(grad, scale, out=view)
         self._copied.add(slot)
         if self.as_view:
             parameter.grad = view
 
+    @torch.no_grad()
     def fill(self, gradients: Sequence[Tensor | None], divisor: float | None) -> None:
         """Puts all gradients that are not there yet into the buffer.
 
@@ -125,36 +127,34 @@ class FlatBucket:
         if self.sparse:
             self._fill_sparse(gradients[0], divisor)
             return
-        copies: list[int] = []
+        fresh: list[int] = []
         in_place: list[int] = []  # the gradient is the view already
+        values: list[Tensor] = []
         for slot, grad in enumerate(gradients):
             if slot in self._copied:
                 continue
             if grad is None:
                 self.views[slot].zero_()
             elif grad.is_sparse:
-                self.views[slot].copy_(_detached(grad).to_dense())
-                copies.append(slot)
+                fresh.append(slot)
+                values.append(grad.to_dense())
             elif grad.data_ptr() == self._addresses[slot]:
                 in_place.append(slot)
             else:
-                copies.append(slot)
-        if copies:
-            self._copy(copies, gradients)
-        if divisor is not None and divisor != 1:
-            self._scale(copies, in_place, divisor)
-
-    def _copy(self, slots: list[int], gradients: Sequence[Tensor | None]) -> None:
-        pairs = [(self.views[slot], gradients[slot]) for slot in slots]
-        dense = [(view, grad) for view, grad in pairs if grad is not None and not grad.is_sparse]
-        if dense:
-            views, values = zip(*dense, strict=True)
-            if any(value.requires_grad for value in values):
-                values = tuple(map(_detached, values))
+                fresh.append(slot)
+                values.append(grad)
+        if fresh:
+            views = self.views
+            if len(fresh) < len(views):
+                views = [views[slot] for slot in fresh]
             torch._foreach_copy_(views, values)
-        if self.as_view:
-            for slot in slots:
-                self.parameters[slot].grad = self.views[slot]
+            if self.as_view:
+                for slot, view in zip(fresh, views, strict=True):
+                    self.parameters[slot].grad = view
+            if values[0].requires_grad:
+                _warn_of_create_graph()
+        if divisor is not None and divisor != 1:
+            self._scale(fresh, in_place, divisor)
 
     def _scale(self, copies: list[int], in_place: list[int], divisor: float) -> None:
         """As torch does it: a copy is multiplied by 1/n, a view is divided by n."""
@@ -174,12 +174,13 @@ class FlatBucket:
         if grad is None:
             grad = empty_sparse(parameter)
             parameter.grad = grad
-        self.buffer = _detached(grad)
+        self.buffer = grad.detach()
         if divisor is not None:
             self.buffer.div_(divisor)
 
     # ---- results out
 
+    @torch.no_grad()
     def scatter(self, result: Tensor, unused: Sequence[bool] | None = None) -> None:
         """Puts the averaged gradient of every parameter in its ``grad``.
 
@@ -230,7 +231,7 @@ class FlatBucket:
             if grad is None or grad.is_sparse:
                 parameter.grad = views[slot].to(parameter.dtype, copy=True)
             else:
-                grads.append(grad if not grad.requires_grad else grad.detach())
+                grads.append(grad)
                 values.append(views[slot])
         if grads:
             torch._foreach_copy_(grads, values)
@@ -283,11 +284,9 @@ def _same_memory(left: Tensor, right: Tensor) -> bool:
     )
 
 
-def _detached(grad: Tensor) -> Tensor:
-    if not grad.requires_grad:
-        return grad
+@functools.cache
+def _warn_of_create_graph() -> None:
     logger.warning(
         "DistributedDataParallel with create_graph=True averages gradients, not the graph of "
         "gradients: higher-order gradients are those of this rank"
     )
-    return grad.detach()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,9 @@ MiB = 1024 * 1024
 # torch's own: small enough to start communication early, large enough to be worth a message.
 FIRST_BUCKET_NBYTES = 1 * MiB
 DEFAULT_CAP_MB = 25
+# Over Ethernet the line is idle until the first full bucket, and a Gloo message costs 0.3 ms: see
+# docs/design/reducer.md for what was measured.
+DEFAULT_CAP_MB_CPU = 8
 
 # Parameters for which it gives different answers never share a bucket.
 BucketGroup = Callable[[str, nn.Parameter], Hashable]
@@ -31,19 +34,30 @@ class BucketCaps:
     Attributes:
         limits: of the first, second, ... bucket; the last one holds for all that follow.
         explicit: given bucket by bucket (``bucket_cap_mb_list``), hence also before the first step.
+        free: the user has not asked for any; a hook may.
     """
 
     limits: tuple[int, ...]
     explicit: bool = False
+    free: bool = False
 
     @classmethod
-    def of(cls, cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> BucketCaps:
+    def of(
+        cls, cap_mb: float | None, cap_mb_list: Sequence[float] | None, device_type: str
+    ) -> BucketCaps:
         """From the constructor arguments of DistributedDataParallel."""
         if cap_mb_list:
             return cls(tuple(int(cap * MiB) for cap in cap_mb_list), explicit=True)
-        if cap_mb is None:
-            return cls((FIRST_BUCKET_NBYTES, DEFAULT_CAP_MB * MiB))
-        return cls((int(cap_mb * MiB),))
+        if cap_mb is not None:
+            return cls((int(cap_mb * MiB),))
+        default = DEFAULT_CAP_MB_CPU if device_type == "cpu" else DEFAULT_CAP_MB
+        return cls((FIRST_BUCKET_NBYTES, default * MiB), free=True)
+
+    def for_hook(self, cap_mb: float | None) -> BucketCaps:
+        """With the capacity that a hook asks for (None: any), where the user has none."""
+        if not self.free or cap_mb is None:
+            return self
+        return replace(self, limits=(FIRST_BUCKET_NBYTES, int(cap_mb * MiB)))
 
     @property
     def cap(self) -> int:

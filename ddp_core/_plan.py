@@ -29,7 +29,7 @@ class BucketPlan:
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        self._parameters, self._caps = parameters, caps
+        self._parameters, self.caps = parameters, caps
         self._group, self._device = group, device
         self.follows_arrival = True  # rebuild once the order of gradients is known
         self.rebuilt = False
@@ -40,13 +40,18 @@ class BucketPlan:
 
     def initial(self) -> list[list[int]]:
         """Buckets of the first step."""
-        limits = self._caps.initial(rebuilds=self.follows_arrival)
+        limits = self.caps.initial(rebuilds=self.follows_arrival)
         return arrange(self._parameters, limits)
 
-    def request(self, group_of: BucketGroup | None) -> None:
-        """Buckets hold parameters of one group each from the next step on; None: as usual."""
+    def request(self, group_of: BucketGroup | None, caps: BucketCaps | None = None) -> None:
+        """Buckets hold parameters of one group each from the next step on; None: as usual.
+
+        Args:
+            caps: other sizes of buckets, if given.
+        """
+        self._asked = self._asked or self.rebuilt or group_of is not None or bool(self.group_of)
         self.group_of = group_of
-        self._asked = True
+        self.caps = caps or self.caps
 
     def take_arrival(self, order: list[int]) -> None:
         """The order in which gradients came in a step."""
@@ -89,9 +94,9 @@ class BucketPlan:
         if not by_arrival and not self._asked:
             return None
         order = self.arrival or None
-        limits = self._caps.limits
+        limits = self.caps.limits
         if order is None:
-            limits = self._caps.initial(rebuilds=self.follows_arrival)
+            limits = self.caps.initial(rebuilds=self.follows_arrival)
         buckets = arrange(
             self._parameters,
             limits,

@@ -83,9 +83,11 @@ class Reducer:
         self._lock = threading.RLock() if len(devices) > 1 else None
         self._expecting = False
         self._outcomes: list[Outcome] = []
-        self._order: list[int] = []  # of arrival
+        self._marked: list[int] = []  # parameters that count as arrived, in that order
+        self._scale: float | None = None  # of gradients that go into a bucket; None: a hook scales
         self._unused: list[int] = []
         self._divisor = 0  # not known yet
+        self._calls: list[int] = []  # of the hooks in this step (static graph)
         self._install(self.plan.initial())
         self.initial_sizes = [bucket.nbytes for bucket in self.buckets]
         self._reset()
@@ -116,8 +118,14 @@ class Reducer:
     def arrived(self, index: int) -> None:
         """The gradient of parameter ``index`` has been accumulated (or turned out undefined)."""
         if self._plain:
-            self._order.append(index)
-            self._mark_ready(index)
+            # What `_mark_ready` does, without the call: this runs for every parameter and step.
+            self._marked.append(index)
+            bucket, is_large = self._place[index]
+            if is_large:
+                bucket.take_large(index, self._scale)
+            bucket.pending -= 1
+            if bucket.pending <= 0:
+                self._launch_ready()
             return
         if self._tracks_use and self.parameters[index].parameter.grad is not None:
             self._used.mark(index)
@@ -134,10 +142,9 @@ class Reducer:
             self._calls[index] -= 1
             if self._calls[index]:
                 return
-        self._order.append(index)
         if not self._unused_marked:
             self._mark_unused()
-        times = self._times_of(self._bucket_of[index])
+        times = self._times_of(self._place[index][0])
         if times is not None:
             times.gradient_came(clock())
         self._mark_ready(index)
@@ -157,6 +164,7 @@ class Reducer:
         self._backward_open = True
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(self._backward_ended)
+        self._scale = None if self.launcher.hook is not None else 1.0 / self.divisor()
         # From now on an arrival is nothing but an arrival.
         self._plain = (
             self._expecting
@@ -175,21 +183,21 @@ class Reducer:
             self._mark_ready(index)
 
     def _mark_ready(self, index: int) -> None:
-        if self._ready[index]:
-            raise RuntimeError(twice_error(self.parameters[index].name, index))
-        self._ready[index] = 1
-        bucket = self._bucket_of[index]
-        if self._large[index] and self.precision is None:
-            scale = None if self.launcher.hook is not None else 1.0 / self.divisor()
-            bucket.take_large(index, scale)
+        self._marked.append(index)
+        bucket, is_large = self._place[index]
+        if is_large:
+            bucket.take_large(index, self._scale)
         bucket.pending -= 1
-        if not bucket.pending:
+        if bucket.pending <= 0:
             self._launch_ready()
 
     # ---- launching
 
     def _launch_ready(self) -> None:
         """Launches, in index order, all buckets whose turn has come."""
+        if len(set(self._marked)) != len(self._marked):
+            index = next(i for i in self._marked if self._marked.count(i) > 1)
+            raise RuntimeError(twice_error(self.parameters[index].name, index))
         while self._next < len(self.buckets) and not self.buckets[self._next].pending:
             bucket = self.buckets[self._next]
             self._next += 1
@@ -206,7 +214,7 @@ class Reducer:
             grads = [parameter.grad for parameter in bucket.parameters]
         else:
             grads = [self.precision.gradient(parameter) for parameter in bucket.parameters]
-        bucket.fill(grads, None if self.launcher.hook is not None else self.divisor())
+        bucket.fill(grads, None if self._scale is None else self.divisor())
         try:
             return self.launcher.launch(
                 bucket, is_last=bucket is self.buckets[-1], times=self._times_of(bucket)
@@ -246,6 +254,8 @@ class Reducer:
         """The first step of a static graph: everything is launched now, and counted for later."""
         self._static_counts = list(self._calls)
         self._unused_marked = True
+        self._counting = True  # it is not known in which order they came
+        self._scale = None if self.launcher.hook is not None else 1.0 / self.divisor()
         self._unused = [index for index, calls in enumerate(self._calls) if not calls]
         self._used.all_reduce()
         for index in range(len(self.parameters)):
@@ -292,7 +302,9 @@ class Reducer:
         self._finished += 1
 
     def _complete_step(self) -> None:
-        self.plan.take_arrival([*self._order, *self._unused])
+        unused = set(self._unused)
+        if not self._counting:
+            self.plan.take_arrival([i for i in self._marked if i not in unused] + self._unused)
         if self.unused_parameters is not None and self.unused_parameters != self._unused:
             self.graph_was_static = False
         self.unused_parameters = list(self._unused)
@@ -348,8 +360,8 @@ class Reducer:
 
     def check_finished(self) -> None:
         """Raises if the last backward pass did not reduce all its gradients."""
-        if self._unfinished and any(self._ready) and not self._backward_open:
-            missing = [index for index, ready in enumerate(self._ready) if not ready]
+        if self._unfinished and self._marked and not self._backward_open:
+            missing = sorted(set(range(len(self.parameters))) - set(self._marked))
             names = [self.parameters[index].name for index in missing]
             rank = self.group.rank()
             raise RuntimeError(unused_error(missing, names, rank, finds=self._finds_unused))
@@ -369,8 +381,7 @@ class Reducer:
     def _install(self, members: Sequence[Sequence[int]]) -> None:
         settings = self.settings
         self.buckets.clear()  # the old ones go first: not both at a time
-        self._bucket_of: list[FlatBucket] = [None] * len(self.parameters)  # type: ignore[list-item]
-        self._large = [False] * len(self.parameters)
+        self._place: dict[int, tuple[FlatBucket, bool]] = {}  # and whether it is copied at once
         for number, one in enumerate(members):
             bucket = FlatBucket(
                 one, self.parameters, number=number, dtype=settings.dtype, as_view=settings.as_view
@@ -378,17 +389,15 @@ class Reducer:
             bucket.adopt_gradients()
             self.buckets.append(bucket)
             for index in one:
-                self._bucket_of[index] = bucket
-                self._large[index] = bucket.is_large(index)
+                self._place[index] = bucket, self.precision is None and bucket.is_large(index)
 
     def _reset(self) -> None:
         """Accounting of a new step."""
         self._next = 0  # the bucket that is launched next
         self._finished = 0  # buckets whose gradients are written
         self._outcomes = []
-        self._ready = bytearray(len(self.parameters))
-        self._order = []
-        self._unused_marked = False
+        self._marked = []
+        self._unused_marked = self._counting = False
         if not self.settings.static_graph or self._static_counts is None:
             self._unused = []
         self._backward_open = False  # a backward pass is under way, or has raised
@@ -404,7 +413,7 @@ class Reducer:
     @property
     def under_way(self) -> bool:
         """Whether a backward pass has begun to reduce gradients and has not finished."""
-        return self._expecting and any(self._ready)
+        return self._expecting and bool(self._marked)
 
     @property
     def needs_sink(self) -> bool:

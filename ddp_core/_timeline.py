@@ -133,8 +133,16 @@ class Timeline:
         Args:
             path: picture to write.
             step: which one of the recorded steps; the latest by default.
+
+        Raises:
+            ImportError: matplotlib is missing.
         """
-        from matplotlib.figure import Figure
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError(
+                "Timeline.plot draws with matplotlib: pip install matplotlib"
+            ) from error
 
         if not self.steps:
             raise ValueError("Timeline.plot: no step was recorded yet; train one, then plot")

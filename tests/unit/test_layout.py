@@ -86,12 +86,16 @@ def test_sparse_parameters_are_alone():
 
 
 def test_caps_are_those_of_the_constructor_arguments():
-    assert BucketCaps.of(None, None).limits == (MiB, 25 * MiB)
-    assert BucketCaps.of(3, None).limits == (3 * MiB,)
-    assert BucketCaps.of(3, [1, 2]).limits == (MiB, 2 * MiB)
-    assert BucketCaps.of(3, None).initial(rebuilds=True) == (sys.maxsize,)
-    assert BucketCaps.of(3, [1, 2]).initial(rebuilds=True) == (MiB, 2 * MiB)
-    assert BucketCaps.of(3, None).initial(rebuilds=False) == (3 * MiB,)
+    assert BucketCaps.of(None, None, "cuda").limits == (MiB, 25 * MiB)
+    assert BucketCaps.of(None, None, "cpu").limits == (MiB, 8 * MiB)
+    assert BucketCaps.of(3, None, "cpu").limits == (3 * MiB,)
+    assert BucketCaps.of(3, [1, 2], "cpu").limits == (MiB, 2 * MiB)
+    assert BucketCaps.of(3, None, "cpu").initial(rebuilds=True) == (sys.maxsize,)
+    assert BucketCaps.of(3, [1, 2], "cpu").initial(rebuilds=True) == (MiB, 2 * MiB)
+    assert BucketCaps.of(3, None, "cpu").initial(rebuilds=False) == (3 * MiB,)
+    assert BucketCaps.of(None, None, "cpu").for_hook(25).limits == (MiB, 25 * MiB)
+    assert BucketCaps.of(None, None, "cpu").for_hook(None).limits == (MiB, 8 * MiB)
+    assert BucketCaps.of(3, None, "cpu").for_hook(25).limits == (3 * MiB,)
 
 
 def test_shared_and_ignored_parameters_are_taken_once_or_not_at_all():
