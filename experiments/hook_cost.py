@@ -2,7 +2,7 @@
 
 Three models with a batch of one and gradients that are views of the buckets, so that hooks are as
 large a part of a step as can be: a ResNet-18 for 32x32 images (11 M parameters), a transformer on
-32 tokens (13 M), 500 tiny layers (2 M). A turn is a block of steps with torch's hook, one with ours
+96 tokens (13 M), 500 tiny layers (2 M). A turn is a block of steps with torch's hook, one with ours
 and one with no-op; the order turns around every time.
 
 ``step_ratio`` is ours over torch's within a turn, with its quartiles over the turns. ``torch`` and
@@ -21,68 +21,20 @@ from typing import Annotated, Any
 import pandas as pd
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 import typer
 from rich.console import Console
 from rich.progress import Progress
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+from experiments.models import MODELS
 from experiments.processes import run_ranks
-from experiments.tasks import CharTransformer
 
 TABLE_WIDTH = 110
 Pair = tuple[str, float, Callable[[Any], Any], Callable[[Any], Any]]
-
-
-class _Residual(nn.Module):
-    def __init__(self, c_in: int, c_out: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(c_in, c_out, 3, stride, 1, bias=False)
-        self.conv2 = nn.Conv2d(c_out, c_out, 3, 1, 1, bias=False)
-        self.norm1 = nn.BatchNorm2d(c_out, track_running_stats=False)
-        self.norm2 = nn.BatchNorm2d(c_out, track_running_stats=False)
-        same = stride == 1 and c_in == c_out
-        self.skip = nn.Identity() if same else nn.Conv2d(c_in, c_out, 1, stride, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
-        return F.relu(y + self.skip(x))
-
-
-def resnet() -> nn.Module:
-    """ResNet-18's layers for 32x32 images."""
-    layers: list[nn.Module] = [nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.ReLU()]
-    width = 64
-    for c_out, stride in ((64, 1), (64, 1), (128, 2), (128, 1), (256, 2), (256, 1), (512, 2)):
-        layers.append(_Residual(width, c_out, stride))
-        width = c_out
-    layers += [_Residual(512, 512, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10)]
-    return nn.Sequential(*layers)
-
-
-class _Tiny(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(500))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + 0.05 * torch.tanh(layer(x))
-        return x
-
-
-MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
-    "resnet": (resnet, lambda: torch.randn(1, 3, 32, 32)),
-    "transformer": (
-        lambda: CharTransformer(32, width=512, depth=4),
-        lambda: torch.randint(0, 128, (1, 32)),
-    ),
-    "tiny layers": (_Tiny, lambda: torch.randn(1, 64)),
-}
 
 
 def _torch_powersgd(ddp: DistributedDataParallel) -> None:
@@ -126,7 +78,7 @@ def compare(
     block: int,
 ) -> None:
     """One process: blocks of steps with torch's and our hook in turn, for every pair."""
-    make_model, make_input = MODELS[model]
+    make_model, make_input, _ = MODELS[model]
     for name, cap, torchs, ours in PAIRS:
         runners: dict[str, tuple[DistributedDataParallel, Any]] = {}
         for kind, attach in (("torch", torchs), ("ours", ours), ("noop", _noop)):
@@ -136,7 +88,7 @@ def compare(
             )
             runners[kind] = (ddp, attach(ddp))
         torch.manual_seed(rank)
-        x = make_input()
+        x = make_input(1)
         for ddp, _ in runners.values():
             _steps(ddp, x, 4)
         turns = []

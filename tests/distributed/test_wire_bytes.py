@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from experiments.wire_bytes import measure, reason_not_to_run
+from experiments.hosts import reason_not_to_run
+from experiments.wire_bytes import measure
 
 pytestmark = pytest.mark.netns
 
