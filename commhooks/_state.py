@@ -26,7 +26,7 @@ from commhooks._scheme import Scheme
 from commhooks._version import __version__
 from commhooks._wrappers import RESIDUAL, FlushResidual, keeps_residual
 from ddp_core import DistributedDataParallel as CoreDDP
-from ddp_core import Exchange, Lanes, RoundRecord, Streams, Task
+from ddp_core import Drivers, Exchange, RoundRecord, Task
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -80,8 +80,7 @@ class HookState:
         self._process_group = process_group
         self._model: weakref.ref[nn.Module] | None = None
         self._parameters = Parameters()
-        self._lanes: Lanes | None = None
-        self._streams: Streams | None = None
+        self._drivers = Drivers(scheme.rounds)
         self._coalescer = Coalescer()
         self._agreed = False
         self._closed = False
@@ -156,8 +155,7 @@ class HookState:
             ):
                 memory.drop(key)
         self._engine.scheme = built
-        if self._lanes is not None:
-            self._lanes.ensure(built.rounds)
+        self._drivers.ensure(built.rounds)
         owner = self._model() if self._model is not None else None
         if isinstance(owner, CoreDDP):
             owner.refresh_layout()
@@ -186,10 +184,7 @@ class HookState:
     def close(self) -> None:
         """Stops the driver thread and destroys the extra process groups. Safe to call twice."""
         self._closed = True
-        for driver in (self._lanes, self._streams):
-            if driver is not None:
-                driver.close()
-        self._lanes = self._streams = None
+        self._drivers.close()
 
     def __repr__(self) -> str:
         return f"HookState({describe(self.scheme)}, step={self.step})"
@@ -381,13 +376,7 @@ class HookState:
             max_rounds=self.scheme.rounds,
             record=record,
         )
-        if device.type == "cuda":
-            if self._streams is None:
-                self._streams = Streams(self._group())
-            return self._streams.run(task, device)
-        if self._lanes is None:
-            self._lanes = Lanes(self._group(), self.scheme.rounds)
-        return self._lanes.run(task)
+        return self._drivers.run(task, device, self._group())
 
     def _find_layout(self, bucket: Any) -> Layout:
         return self._parameters.layout(bucket.parameters())
@@ -454,7 +443,7 @@ class HookState:
         handshake(call, self._facts(self.scheme), self._group())
         self._agreed = True
         if self._devices() <= {"cpu"}:
-            self._lanes = self._lanes or Lanes(self._group(), self.scheme.rounds)
+            self._drivers.open_lanes(self._group())
 
     def _devices(self) -> set[str]:
         model = self._model() if self._model is not None else None

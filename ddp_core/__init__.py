@@ -13,6 +13,7 @@ from ddp_core._collectives import (
     ReduceScatter,
 )
 from ddp_core._ddp import DistributedDataParallel
+from ddp_core._drivers import Drivers
 from ddp_core._errors import CollectiveError, MismatchError, PeerError, RoundsError
 from ddp_core._lanes import Lanes, group_timeout
 from ddp_core._precision import MixedPrecision
@@ -30,6 +31,7 @@ __all__ = [
     "Collective",
     "CollectiveError",
     "DistributedDataParallel",
+    "Drivers",
     "Exchange",
     "GradBucket",
     "Lanes",

@@ -20,16 +20,17 @@ from ddp_core import _construct
 from ddp_core._buffers import BufferHook, Buffers
 from ddp_core._compile import splitting_at_buckets
 from ddp_core._delayed import DelayedAllReduce
+from ddp_core._hooks import CommHooks
 from ddp_core._join import ShadowHook, anybody_synchronises, common_rank
 from ddp_core._launch import CommHook
 from ddp_core._layout import BucketCaps, BucketGroup
-from ddp_core._logging_data import logging_data
 from ddp_core._optimizer import has_optimizer_in_backward, step_bucket, take_over
 from ddp_core._parameters import broadcast_coalesced, trained_parameters, verify_across_ranks
 from ddp_core._precision import Precision
 from ddp_core._reducer import Reducer, ReducerSettings
 from ddp_core._sink import through_sink
 from ddp_core._timeline import Timeline
+from ddp_core._torch_names import TorchNames
 
 if TYPE_CHECKING:  # what is torch's own behind the methods below does not matter to their types
 
@@ -59,7 +60,7 @@ _STATIC_FINDS_UNUSED = (
 _numbers = itertools.count()  # all ranks construct their modules in the same order
 
 
-class DistributedDataParallel(TorchDDP):
+class DistributedDataParallel(TorchNames, TorchDDP):
     """torch's ``DistributedDataParallel`` in Python: same arguments, same semantics.
 
     A subclass of torch's, so that ``isinstance`` checks (checkpoints, trainers, optimizers) hold;
@@ -162,8 +163,7 @@ class DistributedDataParallel(TorchDDP):
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self._caps = BucketCaps.of(bucket_cap_mb, bucket_cap_mb_list, self.device_type)
-        self._comm_hooks: list[tuple[CommHook, Any]] = []
-        self._schedule: dict[int, tuple[CommHook, Any] | None] = {}
+        self._hooks = CommHooks(self._caps)
         self._in_backward: bool | None = None  # whether optimizers step in backward
         self._delay_all_reduce_all_params = everything_delayed
         self._delayed: DelayedAllReduce | None = None
@@ -178,12 +178,7 @@ class DistributedDataParallel(TorchDDP):
         if everything_delayed:
             return
         trained = trained_parameters(module, self.parameters_to_ignore)
-        self._buffers_in_sync = Buffers(
-            module,
-            self.parameters_to_ignore,
-            self.process_group,
-            chunk_nbytes=self.broadcast_bucket_size,
-        )
+        self._buffers_in_sync = self._find_buffers()
         if init_sync:
             verify_across_ranks(trained, self.process_group)
             own_buffers = forward_sync_buffers is None and broadcast_buffers is False
@@ -224,9 +219,9 @@ class DistributedDataParallel(TorchDDP):
         if work is not None:
             reducer.set_effective_ranks(work, static_world_size=self._divide_by_initial_world_size)
         if torch.is_grad_enabled():
-            reducer.prepare_forward()
+            reducer.prepare_for_forward()
             if sync:
-                self._follow_schedule()
+                self._hooks.follow_schedule(reducer)
                 reducer.time_forward()
         if self._synchronises_buffers(after_forward=False):
             self._synchronise_buffers()
@@ -239,7 +234,7 @@ class DistributedDataParallel(TorchDDP):
             inputs, kwargs = moved[0][0], moved[1][0]
         if self._precision is not None:
             if self._precision.lower():
-                reducer.watch()
+                reducer.accumulators.watch()
             inputs = self._precision.cast_inputs(inputs)
             kwargs = self._precision.cast_inputs(kwargs)
         return inputs, kwargs
@@ -252,7 +247,7 @@ class DistributedDataParallel(TorchDDP):
         sync = torch.is_grad_enabled() and self.require_backward_grad_sync
         self.require_forward_param_sync = sync
         if sync:
-            reducer.prepare_backward()
+            reducer.prepare_for_backward()
         elif self._precision is not None and not torch.is_grad_enabled():
             self._precision.restore()
         if sync and reducer.needs_sink:
@@ -287,61 +282,24 @@ class DistributedDataParallel(TorchDDP):
         Raises:
             RuntimeError: there is a hook already; see ``replace_comm_hook``.
         """
-        if self._comm_hooks:
+        if self._hooks.registered:
             raise RuntimeError(
                 "register_comm_hook or register_builtin_comm_hook can only be called once; "
                 "replace_comm_hook(state, hook) changes the hook, remove_comm_hook() removes it"
             )
-        _construct.check_hook(hook)
-        self._set_hook((hook, state))
+        self._hooks.set(hook, state, self.reducer)
 
     def replace_comm_hook(self, state: Any, hook: CommHook) -> None:
         """Uses another hook from the next step on; all ranks call it alike, between two steps."""
-        _construct.check_hook(hook)
-        self._set_hook((hook, state))
+        self._hooks.set(hook, state, self.reducer)
 
     def remove_comm_hook(self) -> None:
         """Averages by a plain all-reduce from the next step on; all ranks call it alike."""
-        self._set_hook(None)
+        self._hooks.set(None, None, self.reducer)
 
     def schedule_comm_hook(self, step: int, state: Any, hook: CommHook | None) -> None:
         """Uses a hook (None: the plain all-reduce) from synchronised step ``step`` on."""
-        if hook is not None:
-            _construct.check_hook(hook)
-        now = self.reducer.launcher.step
-        if step < now:
-            raise ValueError(
-                f"schedule_comm_hook(step={step}): step {now} is next; steps count the "
-                f"synchronised backward passes from 0"
-            )
-        self._schedule[step] = None if hook is None else (hook, state)
-
-    def _follow_schedule(self) -> None:
-        if self.reducer.launcher.step in self._schedule:
-            self._set_hook(self._schedule.pop(self.reducer.launcher.step))
-            self.reducer.rebuild()
-
-    def _set_hook(self, hook: tuple[CommHook, Any] | None) -> None:
-        if self.reducer.under_way:
-            raise RuntimeError(
-                "the communication hook changes between two steps: after backward, before forward"
-            )
-        self._comm_hooks = [] if hook is None else [hook]
-        self.reducer.launcher.hook = hook
-        state = None if hook is None else hook[1]
-        group_of = getattr(state, "bucket_group", None)
-        caps = self._caps.for_hook(getattr(state, "bucket_cap_mb", None))
-        plan = self.reducer.plan
-        if group_of is not plan.group_of or caps != plan.caps:
-            plan.request(group_of, caps)
-
-    def refresh_layout(self) -> None:
-        """Asks the hook's state again what layout it wants: its answers have changed."""
-        plan = self.reducer.plan
-        state = self._comm_hooks[0][1] if self._comm_hooks else None
-        caps = self._caps.for_hook(getattr(state, "bucket_cap_mb", None))
-        if plan.group_of is not None or caps != plan.caps:
-            plan.request(plan.group_of, caps)
+        self._hooks.schedule(step, hook, state, self.reducer)
 
     def request_layout(self, group_of: BucketGroup | None) -> None:
         """Buckets hold parameters for which ``group_of(name, parameter)`` is the same.
@@ -350,14 +308,9 @@ class DistributedDataParallel(TorchDDP):
         """
         self.reducer.plan.request(group_of)
 
-    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-        hooks = {
-            "ALLREDUCE": default_hooks.allreduce_hook,
-            "FP16_COMPRESS": default_hooks.fp16_compress_hook,
-        }
-        self.register_comm_hook(self.process_group, hooks[comm_hook_type.name])
+    def refresh_layout(self) -> None:
+        """Asks the hook's state again what layout it wants: its answers have changed."""
+        self._hooks.refresh_layout(self.reducer)
 
     # ---- buffers
 
@@ -390,16 +343,6 @@ class DistributedDataParallel(TorchDDP):
         before = getattr(comm_hook_location, "name", "POST_FORWARD") == "PRE_FORWARD"
         self._buffers_in_sync.hook = BufferHook(hook, state, after_forward=not before)
 
-    @property
-    def modules_buffers(self) -> list[Tensor]:
-        """The buffers that are kept equal."""
-        return list(self._buffers_in_sync.named.values())
-
-    @property
-    def named_module_buffers(self) -> dict[str, Tensor]:
-        """The buffers that are kept equal, by name."""
-        return self._buffers_in_sync.named
-
     # ---- uneven inputs
 
     def join(
@@ -427,14 +370,6 @@ class DistributedDataParallel(TorchDDP):
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         return ShadowHook(self)
 
-    @property
-    def join_device(self) -> torch.device:
-        return self.device
-
-    @property
-    def join_process_group(self) -> dist.ProcessGroup:
-        return self.process_group
-
     def _take_model_of(self, candidate: bool) -> None:
         source = common_rank(self.process_group, self.device, candidate=candidate)
         self._take_states(source, buffers=self.forward_sync_buffers)
@@ -448,6 +383,14 @@ class DistributedDataParallel(TorchDDP):
             tensors += [b for n, b in self.module.named_buffers() if n not in ignored]
         broadcast_coalesced(
             tensors, self.process_group, source=source, chunk_nbytes=self.broadcast_bucket_size
+        )
+
+    def _find_buffers(self) -> Buffers:
+        return Buffers(
+            self.module,
+            self.parameters_to_ignore,
+            self.process_group,
+            chunk_nbytes=self.broadcast_bucket_size,
         )
 
     def _build_reducer(self) -> None:
@@ -485,7 +428,7 @@ class DistributedDataParallel(TorchDDP):
         attributes = copy.copy(self.__dict__)
         for own in ("process_group", "reducer", "logger", "_precision", "_buffers_in_sync"):
             attributes.pop(own, None)
-        attributes["_comm_hooks"], attributes["_schedule"] = [], {}  # belong to this reducer
+        attributes["_hooks"] = CommHooks(self._caps)  # a hook belongs to this reducer
         return attributes
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -499,12 +442,7 @@ class DistributedDataParallel(TorchDDP):
         self.process_group = dist.group.WORLD
         self.logger = None
         self._in_backward = None
-        self._buffers_in_sync = Buffers(
-            self.module,
-            self.parameters_to_ignore,
-            self.process_group,
-            chunk_nbytes=self.broadcast_bucket_size,
-        )
+        self._buffers_in_sync = self._find_buffers()
         self._build_reducer()
 
     def _set_static_graph(self) -> None:
@@ -529,9 +467,10 @@ class DistributedDataParallel(TorchDDP):
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
         """Goes on with other ranks, from buckets that are agreed on anew."""
         self.process_group = new_process_group
-        hook = self.reducer.launcher.hook
+        hook, step = self.reducer.launcher.hook, self.reducer.launcher.step
+        self._buffers_in_sync = self._find_buffers()
         self._build_reducer()
-        self.reducer.launcher.hook = hook
+        self.reducer.launcher.hook, self.reducer.launcher.step = hook, step
 
     # ---- what users look at
 
@@ -539,44 +478,6 @@ class DistributedDataParallel(TorchDDP):
     def timeline(self) -> Timeline:
         """When each bucket's gradients came, travelled and were awaited."""
         return self.reducer.timeline
-
-    @property
-    def bucket_bytes_cap(self) -> int:
-        """Bytes at which a bucket is full; the compiler splits graphs by it."""
-        return self.reducer.plan.caps.cap
-
-    @property
-    def broadcast_buffers(self) -> bool:
-        """As ``forward_sync_buffers``."""
-        return self.forward_sync_buffers
-
-    @broadcast_buffers.setter
-    def broadcast_buffers(self, value: bool) -> None:
-        self.forward_sync_buffers = value
-
-    @property
-    def _has_rebuilt_buckets(self) -> bool:
-        return self.reducer.plan.rebuilt
-
-    @property
-    def _module_parameters(self) -> list[nn.Parameter]:
-        ignored = self.parameters_to_ignore
-        return [p for n, p in self.module.named_parameters() if n not in ignored]
-
-    def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Settings, bucket sizes and times, with the names of torch's logging data."""
-        return logging_data(self)
-
-    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        if sample_rate < 1:
-            raise ValueError("DDP runtime logging sample rate should be equal or greater than 1")
-        self.timeline.every = sample_rate
-
-    def _remove_autograd_hooks(self) -> None:
-        self.reducer.unwatch()
-
-    def _check_reducer_finalized(self) -> None:
-        self.reducer.check_finished()
 
 
 def _first(*values: bool | None) -> bool:

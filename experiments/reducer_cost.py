@@ -77,6 +77,20 @@ def _run_rank(model: str, cases: list[str], rounds: int, block: int) -> None:
             print(json.dumps({"turns": turns, "peak_mib": peak}), flush=True)
 
 
+def _draw(pictures: str) -> None:
+    """Trains the transformer, eager and compiled, and draws one step of each."""
+    with joined() as rank:
+        for name in ("eager", "compiled"):
+            torch.manual_seed(0)
+            ddp = ddp_core.DistributedDataParallel(MODELS["transformer"].build())
+            ddp.timeline.every = 1
+            model = torch.compile(ddp, backend="aot_eager") if name == "compiled" else ddp
+            torch.manual_seed(rank)
+            _steps(model, MODELS["transformer"].make_input(3), 12)
+            if rank == 0:
+                ddp.timeline.plot(Path(pictures, f"timeline_{name}.png"))
+
+
 def _ratios(turns: list[dict[str, float]]) -> list[dict[str, Any]]:
     rows = []
     for case in CASES:
@@ -133,15 +147,17 @@ def main(
                         f"({row['q1']:.3f} to {row['q3']:.3f}), memory {row['memory_ratio']:.3f}"
                     )
                 progress.advance(bar)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    run_on_hosts(MODULE, {"pictures": str(out.parent.resolve())}, rate="1gbit")
     table = pd.DataFrame(rows)
     console.print(table.to_string(index=False, float_format="{:.3f}".format))
-    out.parent.mkdir(parents=True, exist_ok=True)
     table.to_csv(out, index=False)
-    console.print(f"wrote {out}")
+    console.print(f"wrote {out}, and a picture of one step beside it")
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--as-rank"]:
-        _run_rank(**json.loads(sys.argv[2]))
+        task = json.loads(sys.argv[2])
+        _draw(**task) if "pictures" in task else _run_rank(**task)
     else:
         typer.run(main)

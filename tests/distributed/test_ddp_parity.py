@@ -152,8 +152,7 @@ def _follow(rank: int, world_size: int, name: str, steps: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_fifty_steps_have_the_bits_of_torch(name, world_size):
-    steps = 50 if world_size == 2 else 12
-    run_ranks(_follow, world_size, name, steps, ignore_warnings=REMARKS, timeout=110)
+    run_ranks(_follow, world_size, name, 50, ignore_warnings=REMARKS, timeout=110)
 
 
 # ---- what is done around the step
@@ -305,6 +304,34 @@ def delayed(cls, rank):
 def sub_group(cls, rank):
     pairs = [dist.new_group([0]), dist.new_group([1])]
     return train(cls(net(), process_group=pairs[rank]), rank, range(3))
+
+
+def another_group(cls, rank):
+    """Elastic training: the same module goes on with other ranks."""
+    pairs = [dist.new_group([0]), dist.new_group([1])]
+    model = cls(cnn(), process_group=pairs[rank], bucket_cap_mb=0.01)
+    everybody = dist.group.WORLD
+    seen = []
+    for step in range(6):
+        if step == 3:
+            model._update_process_group(everybody)
+        model.zero_grad()
+        loss_of(model(*images(step, rank))).backward()
+        seen.append(gradients(model))
+    return [*seen, *(b.double() for b in model.buffers())]
+
+
+def driven_by_a_trainer(cls, rank):
+    """A trainer that calls the reducer itself, between its own forward and backward."""
+    model = cls(net(), bucket_cap_mb=0.01)
+    for step in range(3):
+        model.zero_grad()
+        model.require_backward_grad_sync = False
+        loss = loss_of(model(*rows(step, rank)))
+        model.require_backward_grad_sync = True
+        model.reducer.prepare_for_backward([])
+        loss.backward()
+    return gradients(model)
 
 
 def mesh(cls, rank):
@@ -513,6 +540,8 @@ SCENARIOS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         skips_unused,
         delayed,
         sub_group,
+        another_group,
+        driven_by_a_trainer,
         mesh,
         deep_copy,
         join_unused,
@@ -591,3 +620,26 @@ def _hooks(rank: int, world_size: int, name: str) -> None:
 @pytest.mark.parametrize("name", HOOK_CASES)
 def test_every_scheme_trains_as_on_torch(name):
     run_ranks(_hooks, 2, name, ignore_warnings=REMARKS, timeout=110)
+
+
+def _hooked_join(rank: int, world_size: int) -> None:
+    for config, (scheme, options) in CONFIGS.items():
+        for divide in (True, False):
+            after = []
+            for cls in (TorchDDP, ddp_core.DistributedDataParallel):
+                model = cls(net(), bucket_cap_mb=0.01)
+                hook = commhooks.register(model, scheme, **options)
+                with model.join(divide_by_initial_world_size=divide):
+                    for step in range(5 if rank == 0 else 3):
+                        model.zero_grad()
+                        loss_of(model(*rows(step, rank))).backward()
+                assert hook.step == 5
+                after.append(gradients(model))
+                hook.close()
+            if rank == 0:  # the last steps are of this rank alone: a mean over it, or half of it
+                expected = after[0] if divide else after[0] * 2
+                assert torch.equal(after[1], expected), (config, divide)
+
+
+def test_join_with_every_scheme_divides_by_all_or_by_those_with_input():
+    run_ranks(_hooked_join, 2, ignore_warnings=(*REMARKS, "Detected uneven"), timeout=110)

@@ -1,0 +1,84 @@
+"""Autograd's gradient accumulators: told when a gradient has come, asked whether one will come."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+__all__ = ["Accumulators", "call_after_backward"]
+
+
+class _Listener(Protocol):
+    def arrived(self, index: int) -> None: ...
+
+
+class Accumulators:
+    """The nodes that write the parameters' gradients.
+
+    Args:
+        listener: its ``arrived(index)`` is called on autograd's thread when parameter ``index``
+            has its gradient, or when that turned out to be undefined. Held weakly.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], listener: _Listener) -> None:
+        self._parameters = list(parameters)
+        self._listener = weakref.ref(listener)
+        # Autograd has a thread per device.
+        several = len({parameter.device for parameter in parameters}) > 1
+        self._lock = threading.RLock() if several else None
+        self._nodes: list[Any] = []  # a parameter does not keep its node alive
+        self._handles: list[Any] = []
+        self.watch()
+
+    def watch(self) -> None:
+        """Puts a hook on every node; anew, where parameters have got other ones."""
+        self.unwatch()
+        for index, parameter in enumerate(self._parameters):
+            with torch.enable_grad():
+                alias = parameter.view_as(parameter)
+            assert alias.grad_fn is not None
+            node: Any = alias.grad_fn.next_functions[0][0]
+            self._nodes.append(node)
+            self._handles.append(node.register_hook(_hook(self._listener, index, self._lock)))
+
+    def unwatch(self) -> None:
+        """Removes the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._nodes = [], []
+
+    def out_of_reach(self) -> list[int]:
+        """Parameters that the backward pass under way will not come to."""
+        will_come = torch._C._will_engine_execute_node
+        return [index for index, node in enumerate(self._nodes) if not will_come(node)]
+
+
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Calls it when the backward pass under way has succeeded; not at all if it raises.
+
+    Within a reentrant backward pass: when that inner pass has.
+    """
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(function)
+
+
+def _hook(
+    listener: weakref.ref[_Listener], index: int, lock: Any
+) -> Callable[[object, object], None]:
+    # Nodes are invisible to the garbage collector: what they hold strongly is never freed while
+    # they live.
+    def hook(_inputs: object, _outputs: object) -> None:
+        me = listener()
+        if me is not None:
+            me.arrived(index)
+
+    def locked(inputs: object, outputs: object) -> None:
+        with lock:
+            hook(inputs, outputs)
+
+    return hook if lock is None else locked
