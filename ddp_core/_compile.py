@@ -29,27 +29,26 @@ def splitting_at_buckets(module: Any, reducer: Reducer) -> Iterator[None]:
     Args:
         module: has the attribute ``bucket_bytes_cap``, which the compiler reads.
     """
-    compiler: Any = sys.modules.get("torch._dynamo.backends.distributed")
-    before = TorchDDP._active_ddp_module
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes a second
+        yield
+        return
+    compiler, splitter = _compiler()
+    before, original = TorchDDP._active_ddp_module, compiler.DDPOptimizer
     TorchDDP._active_ddp_module = module
-    original = None
-    if compiler is not None:
-        original = compiler.DDPOptimizer
-        compiler.DDPOptimizer = functools.partial(_splitter(), reducer)
+    compiler.DDPOptimizer = functools.partial(splitter, reducer)
     try:
         yield
     finally:
         TorchDDP._active_ddp_module = before
-        if compiler is not None:
-            compiler.DDPOptimizer = original
+        compiler.DDPOptimizer = original
 
 
 @functools.cache
-def _splitter() -> Any:
-    # Defined late: importing the compiler takes a second.
-    from torch._dynamo.backends.distributed import DDPOptimizer
+def _compiler() -> tuple[Any, Any]:
+    """The compiler's module, and the class that takes the place of its optimizer."""
+    from torch._dynamo.backends import distributed
 
-    class Splitter(DDPOptimizer):
+    class Splitter(distributed.DDPOptimizer):
         """The compiler's own, with our first capacity, which reports the buckets it chose."""
 
         def __init__(
@@ -77,4 +76,4 @@ def _splitter() -> Any:
             self._reducer.plan.take_splits(chosen, first_step=first_step)
             return compiled
 
-    return Splitter
+    return distributed, Splitter

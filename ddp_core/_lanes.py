@@ -111,7 +111,8 @@ class Lanes:
         """Adds lanes until there are ``rounds``; no exchange may be under way."""
         group = self._lanes[0].group
         ranks = dist.get_process_group_ranks(group)
-        while len(self._lanes) < rounds:
+        missing = rounds - len(self._lanes)
+        for _ in range(missing):
             own: Any = dist.new_group(
                 ranks,
                 timeout=group_timeout(group),
@@ -120,6 +121,9 @@ class Lanes:
             )
             self._own_groups.append(own)
             self._lanes.append(_Lane(own, turn=self._tickets))
+        if missing > 0:
+            # A rank may close its lanes at once, but not while another still connects to it.
+            dist.barrier(group)
 
     def run(self, task: Task) -> torch.futures.Future[Tensor]:
         """Starts ``task`` and returns the future of its result; encodes in the calling thread."""

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 import commhooks
+import ddp_core
 
 pytestmark = [
     pytest.mark.device,
@@ -88,3 +89,44 @@ def test_ddp_waits_for_the_side_stream(name: str) -> None:
                     got.grad, expected.grad, rtol=1e-2, atol=float(expected.grad.abs().max()) / 100
                 )
     hook.close()
+
+
+@pytest.mark.usefixtures("nccl")
+@pytest.mark.parametrize("scheme", [None, "none", "fp16", "powersgd"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_as_bucket_view": True},
+        {"static_graph": True},
+        {"find_unused_parameters": True},
+    ],
+    ids=["plain", "view", "static", "unused"],
+)
+def test_our_ddp_trains_on_cuda_as_torchs(options: dict[str, bool], scheme: str | None) -> None:
+    trained = []
+    for cls in (DistributedDataParallel, ddp_core.DistributedDataParallel):
+        model = cls(network(), device_ids=[0], bucket_cap_mb=1, **options)
+        if scheme is not None:
+            commhooks.register(model, scheme)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        for step in range(5):
+            optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(step)
+            model(torch.randn(8, 512, generator=generator)).square().mean().backward()
+            optimizer.step()
+        trained.append([parameter.detach().cpu() for parameter in model.parameters()])
+    for left, right in zip(*trained, strict=True):
+        assert_close(left, right, rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("nccl")
+def test_our_ddp_takes_sync_batch_norm_and_mixed_precision_on_cuda() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)).cuda()
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    ddp = ddp_core.DistributedDataParallel(
+        model, device_ids=[0], mixed_precision=ddp_core.MixedPrecision(torch.bfloat16)
+    )
+    for _ in range(3):
+        ddp(torch.randn(8, 16)).float().square().mean().backward()
+    assert all(parameter.grad.dtype == torch.float32 for parameter in ddp.parameters())

@@ -91,12 +91,13 @@ class ManyTypes(nn.Module):
         self.wide = nn.Parameter(torch.randn(16, dtype=torch.float64))
         self.narrow = nn.Parameter(torch.randn(16, dtype=torch.bfloat16))
         self.scalar = nn.Parameter(torch.randn(()))
+        self.empty = nn.Parameter(torch.randn(0))
         self.turned = nn.Parameter(torch.randn(8, 16).t())
         self.out = nn.Linear(16, 300)
 
     def forward(self, x: Tensor) -> Tensor:
         y = (x.to(torch.complex64) @ self.wave).abs() * self.wide.float() + self.narrow.float()
-        return self.out(y * self.scalar + (y @ self.turned) @ self.turned.t())
+        return self.out(y * self.scalar + (y @ self.turned) @ self.turned.t() + self.empty.sum())
 
 
 class Checkpointed(nn.Module):

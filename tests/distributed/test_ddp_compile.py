@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager
 
 import commhooks
 from ddp_core import DistributedDataParallel
@@ -45,7 +46,7 @@ def _train(rank: int, world_size: int, breaks: bool, scheme: str | None) -> Any:
     if scheme is not None:
         for one in (eager, model):
             commhooks.register(one, scheme)
-    compiled = torch.compile(model, backend="aot_eager")
+    compiled = torch.compile(model, backend=aot_eager if breaks else "aot_eager")
     model.timeline.every = 1
     for step in range(5):
         for one, called in ((eager, eager), (model, compiled)):

@@ -225,6 +225,18 @@ def retained_graph(cls, rank):
     return gradients(model)
 
 
+def gradient_penalty(cls, rank):
+    """A penalty on the gradient of the input: backward goes through a backward."""
+    model = cls(net(), bucket_cap_mb=0.01)
+    for step in range(3):
+        model.zero_grad()
+        x = rows(step, rank)[0].requires_grad_()
+        loss = loss_of(model(x))
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        (loss + slope.square().sum()).backward()
+    return gradients(model)
+
+
 def two_losses(cls, rank):
     """Two backward passes that reach different parameters are one step."""
     torch.manual_seed(0)
@@ -532,6 +544,7 @@ SCENARIOS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         two_forwards,
         one_of_two_outputs,
         retained_graph,
+        gradient_penalty,
         two_losses,
         evaluation_between,
         ignored,

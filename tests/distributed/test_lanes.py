@@ -285,6 +285,17 @@ def test_a_group_may_end_right_after_its_last_collective():
     assert run_ranks(_many_groups, 2, 15) == [15, 15]
 
 
+def _open_and_close(rank, world_size, times):
+    for _ in range(times):
+        commhooks.register(ddp(mlp()), "powersgd").close()
+    return times
+
+
+def test_lanes_may_close_right_after_they_opened():
+    # Without a barrier one time in a few hundred fails: a rank closes while another connects.
+    assert run_ranks(_open_and_close, 4, 40) == [40] * 4
+
+
 def _step_after_close(rank, world_size):
     model = ddp(mlp())
     hook = commhooks.register(model, "powersgd")
