@@ -30,7 +30,7 @@ def process_group(
     if device_mesh is not None:
         if device_mesh.ndim != 1:
             raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
-        if device_mesh._get_root_mesh() != device_mesh:  # sliced out of one with tensor parallelism
+        if _root_mesh(device_mesh) != device_mesh:  # sliced out of one with tensor parallelism
             from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 
             _pre_dp_module_transform(module)
@@ -45,6 +45,15 @@ def process_group(
         )
     assert dist.group.WORLD is not None
     return dist.group.WORLD
+
+
+def _root_mesh(device_mesh: Any) -> Any:
+    """The mesh that ``device_mesh`` was sliced out of, or itself."""
+    if hasattr(device_mesh, "_get_root_mesh"):
+        return device_mesh._get_root_mesh()
+    from torch.distributed.device_mesh import _mesh_resources  # torch 2.9
+
+    return _mesh_resources.get_root_mesh(device_mesh)
 
 
 def delayed(
