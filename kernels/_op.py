@@ -1,0 +1,124 @@
+"""What an op is: a definition in PyTorch, kernels by device type, and which of them runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _cpu, _cuda
+
+__all__ = ["Op", "implementations", "op", "use_kernels"]
+
+MODES = ("auto", "definition", "native")
+_LIBRARY = torch.library.Library("commhooks", "DEF")
+_OPS: dict[str, Op] = {}
+
+
+def _mode_from_environment() -> str:
+    mode = os.environ.get("COMMHOOKS_KERNELS", "auto")
+    if mode not in MODES:
+        raise ValueError(f"COMMHOOKS_KERNELS is one of {', '.join(MODES)}, got {mode!r}")
+    return mode
+
+
+_mode = _mode_from_environment()
+
+
+@contextmanager
+def use_kernels(mode: str) -> Iterator[None]:
+    """Within it, ops run as ``COMMHOOKS_KERNELS=mode`` says, in all threads.
+
+    Args:
+        mode: "definition": PyTorch code only; "native": kernels only, an error where there is
+            none; "auto": kernels where there are some.
+
+    Example:
+        >>> with use_kernels("definition"):
+        ...     quantize(x, payload, "int8", 256)
+    """
+    global _mode
+    if mode not in MODES:
+        raise ValueError(f"use_kernels(mode): one of {', '.join(MODES)}, got {mode!r}")
+    before, _mode = _mode, mode
+    try:
+        yield
+    finally:
+        _mode = before
+
+
+class Op:
+    """One numeric primitive, which writes its results to tensors it is given.
+
+    Attributes:
+        definition: PyTorch code, the specification.
+        kernels: functions of the same arguments, by device type.
+    """
+
+    def __init__(self, schema: str, definition: Callable[..., None]) -> None:
+        self.name = schema.partition("(")[0]
+        self.definition = definition
+        self.kernels: dict[str, Callable[..., None]] = {}
+        _LIBRARY.define(schema)
+        _LIBRARY.impl(self.name, self._run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"commhooks::{self.name}", lambda *_: None, lib=_LIBRARY)
+        _OPS[self.name] = self
+
+    def kernel(self, device_type: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+        """Decorates the function that runs the op on such devices."""
+
+        def add(function: Callable[..., None]) -> Callable[..., None]:
+            self.kernels[device_type] = function
+            return function
+
+        return add
+
+    def __call__(self, *args: Any) -> None:
+        """Runs the op where its first argument lies."""
+        if torch.compiler.is_compiling():
+            getattr(torch.ops.commhooks, self.name)(*args)
+        else:
+            self._run(*args)
+
+    def _run(self, x: Tensor, *args: Any) -> None:
+        self.implementation(x.device.type)(x, *args)
+
+    def implementation(self, device_type: str) -> Callable[..., None]:
+        """What runs on such devices now."""
+        if _mode == "definition":
+            return self.definition
+        reason = self.missing(device_type)
+        if reason is None:
+            return self.kernels[device_type]
+        if _mode == "native":
+            raise RuntimeError(
+                f"commhooks.kernels.{self.name}: COMMHOOKS_KERNELS is 'native', but {reason}"
+            )
+        return self.definition
+
+    def missing(self, device_type: str) -> str | None:
+        """Why no kernel can run on such devices; None if one can."""
+        if device_type not in self.kernels:
+            return f"the op has no kernel for {device_type!r}"
+        return _MISSING[device_type]()
+
+
+_MISSING: dict[str, Callable[[], str | None]] = {"cpu": _cpu.missing, "cuda": _cuda.missing}
+
+
+def op(schema: str) -> Callable[[Callable[..., None]], Op]:
+    """Decorates the definition of an op; ``schema`` is torch.library's, without the namespace."""
+    return lambda definition: Op(schema, definition)
+
+
+def implementations(device_type: str) -> dict[str, str]:
+    """By op, what runs on such devices: "kernel", or "definition" with the reason."""
+    answers = {}
+    for name, one in sorted(_OPS.items()):
+        reason = "asked for" if _mode == "definition" else one.missing(device_type)
+        answers[name] = "kernel" if reason is None else f"definition: {reason}"
+    return answers

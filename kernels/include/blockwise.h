@@ -1,0 +1,98 @@
+// Blockwise formats: one scale per block, one code per entry. See docs/design/kernels.md.
+#pragma once
+#include "portable.h"
+
+// Signed integers of BITS bits between -TOP and TOP; the scale is the largest magnitude over TOP.
+template <int BITS> struct Integer {
+    static constexpr int bits = BITS;
+    static constexpr bool is_sign = false, is_mx = false;
+    static constexpr float top = (float)((1 << (BITS - 1)) - 1);
+    static constexpr u32 tiny = kTiny;
+
+    // |y| is TOP at most, up to rounding.
+    template <class V> INLINE auto encode(V y, V& value) {
+        auto shifted = y + kRound;
+        value = shifted - kRound;
+        return bits_of(shifted) & ((1u << BITS) - 1);
+    }
+    template <class V, class W> INLINE auto encode(V y, W random, V& value) {
+        auto inside = larger(smaller(y, top), -top);
+        return encode(inside + centred(random), value);
+    }
+    // `code` is a byte; if a code is shorter, bits above it do not count.
+    template <class W> INLINE auto decode(W code) {
+        if constexpr (BITS < 8) code &= (1u << BITS) - 1;
+        constexpr u32 middle = 1u << (BITS - 1);  // flipping the sign bit adds it, modulo 2^BITS
+        return float_of(code ^ (0x4b400000u | middle)) - (kRound + (float)middle);
+    }
+};
+
+// 8-bit floats; the scale is the largest magnitude over the largest value, or a power of two (MX).
+template <class F, int LOG2_TOP, u32 TOP_BITS, bool MX> struct Scaled8 {
+    static constexpr int bits = 8;
+    static constexpr bool is_sign = false, is_mx = MX;
+    static constexpr int log2_top = LOG2_TOP;
+    static constexpr u32 tiny = MX ? kTiny : (127u - 110u) << 23;  // top / 2^-120 would overflow
+
+    template <class V> INLINE auto encode(V y, V& value) {
+        auto code = F::encode(y);
+        value = F::decode(code);
+        return code;
+    }
+    template <class V, class W> INLINE auto encode(V y, W random, V& value) {
+        auto code = F::encode(y, random);
+        value = F::decode(code);
+        return code;
+    }
+    template <class W> INLINE auto decode(W code) { return F::decode(code); }
+};
+using Int8 = Integer<8>;
+using Int4 = Integer<4>;
+using Int2 = Integer<2>;
+using E4M3Scaled = Scaled8<E4M3, 8, 0x43e00000u, false>;
+using E5M2Scaled = Scaled8<E5M2, 15, 0x47600000u, false>;
+using E4M3MX = Scaled8<E4M3, 8, 0x43e00000u, true>;
+using E5M2MX = Scaled8<E5M2, 15, 0x47600000u, true>;
+
+// One bit, set for negative numbers; the scale is the mean magnitude.
+struct Sign {
+    static constexpr int bits = 1;
+    static constexpr bool is_sign = true, is_mx = false;
+    static constexpr u32 tiny = kTiny;
+
+    template <class V> INLINE V value(V y) { return float_of((bits_of(y) & 0u) + (y < 0.0f ? 0xbf800000u : 0x3f800000u)); }
+    // The sign bit.
+    template <class W> INLINE auto decode(W code) { return float_of((code & 0x80000000u) | 0x3f800000u); }
+};
+
+// What codes are multiplied with, and what entries are. An inverse of 0 makes all codes 0.
+struct Scale {
+    float value;
+    float inverse;
+};
+
+INLINE float top_of(Sign) { return 1.0f; }
+template <int BITS> INLINE float top_of(Integer<BITS>) { return Integer<BITS>::top; }
+template <class F, int L, u32 B, bool MX> INLINE float top_of(Scaled8<F, L, B, MX>) {
+    return float_of(B);
+}
+
+// From the bits of the largest magnitude and, for signs, the mean one.
+template <class F> INLINE Scale scale_of(u32 largest, float mean) {
+    if (largest >= kInfinity) return {float_of(kNaN), 0.0f};
+    if (largest < F::tiny) return {0.0f, 0.0f};
+    if constexpr (F::is_sign) return {mean, 1.0f};
+    if constexpr (F::is_mx) {
+        // 2^E with E = floor(log2(largest)) - log2_top, not below the smallest normal number.
+        int exponent = (int)(largest >> 23) - F::log2_top;
+        u32 stored = exponent < 1 ? 1u : (u32)exponent;
+        return {float_of(stored << 23), float_of((254u - stored) << 23)};
+    }
+    float top = top_of(F{});
+    return {float_of(largest) / top, top / float_of(largest)};
+}
+
+INLINE u32 mx_byte(float scale) {
+    return magnitude(scale) > kInfinity ? 255u : bits_of(scale) >> 23;
+}
+INLINE float mx_scale(u32 byte) { return float_of(byte == 255u ? kNaN : byte << 23); }

@@ -1,0 +1,83 @@
+// For CPU kernels: every file is built once for each instruction set, which names its functions.
+#pragma once
+#include "philox.h"
+
+#define JOIN_(a, b) a##_##b
+#define JOIN(a, b) JOIN_(a, b)
+#define EXPORT(name) extern "C" __attribute__((visibility("default"))) void JOIN(name, ISA)
+
+// 16-bit floats, as they lie in memory.
+struct Half { u16 bits; };
+struct BFloat16 { u16 bits; };
+
+// Calls f(a number of the type), by the dtype as Python numbers it.
+template <class F> static void with_dtype(int dtype, F f) {
+    if (dtype == 0) f(float{});
+    else if (dtype == 1) f(Half{});
+    else f(BFloat16{});
+}
+
+// Vectors of entries, whatever their type.
+INLINE Floats load(const float* x) { return load_as<Floats>(x); }
+INLINE Floats load(const Half* x) { return from_half(widen((const u16*)x)); }
+INLINE Floats load(const BFloat16* x) { return from_bfloat16(widen((const u16*)x)); }
+
+INLINE void store(float* out, const Floats (&row)[kVectors]) {
+    for (int v = 0; v < kVectors; ++v) store_as(out + v * kWidth, row[v]);
+}
+INLINE void store(Half* out, const Floats (&row)[kVectors]) {
+    Words bits[kVectors];
+    for (int v = 0; v < kVectors; ++v) bits[v] = to_half(row[v]);
+    narrow(bits, (u16*)out);
+}
+INLINE void store(BFloat16* out, const Floats (&row)[kVectors]) {
+    Words bits[kVectors];
+    for (int v = 0; v < kVectors; ++v) bits[v] = to_bfloat16(row[v]);
+    narrow(bits, (u16*)out);
+}
+
+constexpr i64 kGroup = 256;  // entries that share 32 calls of Philox
+
+// Random half-words of the 256 entries of group `group`: philox() of 32 calls, in 64-bit lanes,
+// whose upper halves fill up with what nobody reads.
+static void fill_noise(const Random& random, i64 group, u16* noise) {
+    constexpr int kCalls = 32, kCount = kWidth / 2, kAll = kCalls / kCount;
+    constexpr int kAtOnce = kAll < 4 ? kAll : 4;
+    Lanes words[4][kAll];
+    const Lanes zero = {};
+    for (int begin = 0; begin < kAll; begin += kAtOnce) {
+        Lanes a[kAtOnce], b[kAtOnce], c[kAtOnce], d[kAtOnce];
+        for (int v = 0; v < kAtOnce; ++v) {
+            u64 call = (u64)group * kCalls + (u64)((begin + v) * kCount);
+            a[v] = zero;
+            for (int l = 0; l < kCount; ++l) a[v][l] = call + (u64)l;
+            b[v] = a[v] >> 32;
+            c[v] = zero + (u32)random.step;
+            d[v] = zero + random.stream;
+        }
+        u32 key0 = (u32)random.seed, key1 = (u32)(random.seed >> 32);
+        for (int round = 0; round < kRounds; ++round) {
+            Lanes k0 = zero + key0, k1 = zero + key1;
+            for (int v = 0; v < kAtOnce; ++v) {
+                Lanes p = times(a[v], zero + 0xD2511F53u), q = times(c[v], zero + 0xCD9E8D57u);
+                a[v] = (q >> 32) ^ b[v] ^ k0;
+                c[v] = (p >> 32) ^ d[v] ^ k1;
+                b[v] = q;
+                d[v] = p;
+            }
+            key0 += 0x9E3779B9u;
+            key1 += 0xBB67AE85u;
+        }
+        for (int v = 0; v < kAtOnce; ++v) {
+            words[0][begin + v] = a[v], words[1][begin + v] = b[v];
+            words[2][begin + v] = c[v], words[3][begin + v] = d[v];
+        }
+    }
+    for (int word = 0; word < 4; ++word) {
+        const u64* lanes = (const u64*)words[word];
+        for (int l = 0; l < kCalls; ++l) {
+            noise[2 * word * kCalls + l] = (u16)lanes[l];
+            noise[(2 * word + 1) * kCalls + l] = (u16)(lanes[l] >> 16);
+        }
+    }
+}

@@ -1,0 +1,33 @@
+// Philox4x32-7 (Salmon et al., 2011): random bits of a counter and a key, the same on every device.
+#pragma once
+#include "portable.h"
+
+// 16 bits per entry. Of every 256 entries, entry i takes half-word (i / 32) % 8 of call i % 32.
+struct Random {
+    u64 seed;        // the key
+    u64 step;        // counter, words 2 and 3 with the stream above
+    u32 stream;
+    i64 first;       // global index of the first entry, a multiple of 256
+};
+
+INLINE void philox_round(u32& a, u32& b, u32& c, u32& d, u32 key0, u32 key1) {
+    u64 p = (u64)0xD2511F53u * a, q = (u64)0xCD9E8D57u * c;
+    u32 e = (u32)(q >> 32) ^ b ^ key0, f = (u32)(p >> 32) ^ d ^ key1;
+    b = (u32)q;
+    d = (u32)p;
+    a = e;
+    c = f;
+}
+
+constexpr int kRounds = 7;  // as few as pass all of BigCrush, by the paper; 10 is the usual margin
+
+// Four words of call `call`: words of entries with the same i % 32 among 256.
+INLINE void philox(u64 seed, u64 call, u32 step, u32 stream, u32& a, u32& b, u32& c, u32& d) {
+    u32 key0 = (u32)seed, key1 = (u32)(seed >> 32);
+    a = (u32)call, b = (u32)(call >> 32), c = step, d = stream;
+    for (int round = 0; round < kRounds; ++round) {
+        philox_round(a, b, c, d, key0, key1);
+        key0 += 0x9E3779B9u;
+        key1 += 0xBB67AE85u;
+    }
+}

@@ -1,0 +1,123 @@
+// What CPU and CUDA kernels share: integer types, bits of floats, conversions of number formats.
+// Plain C++ without a header, so that NVRTC needs none. All arithmetic is IEEE: no fused multiply-add,
+// no flush to zero; a kernel and its definition then agree bit for bit.
+#pragma once
+
+typedef unsigned char u8;
+typedef signed char i8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+#if defined(__CUDACC_RTC__)
+#define INLINE static __device__ __forceinline__
+#else
+#define INLINE static inline __attribute__((always_inline))
+#endif
+
+INLINE u32 bits_of(float x) {
+#if defined(__CUDACC_RTC__)
+    return __float_as_uint(x);
+#else
+    u32 bits;
+    __builtin_memcpy(&bits, &x, 4);
+    return bits;
+#endif
+}
+
+INLINE float float_of(u32 bits) {
+#if defined(__CUDACC_RTC__)
+    return __uint_as_float(bits);
+#else
+    float x;
+    __builtin_memcpy(&x, &bits, 4);
+    return x;
+#endif
+}
+
+#if !defined(__CUDACC_RTC__) && !defined(CUDA_EMU)
+#include "vector.h"
+#endif
+
+// Functions below take one number, or on the CPU a vector of them; conditions are then vectors, and
+// `?:` picks entry by entry.
+
+// Magnitudes as integers order as their values do; infinity and NaN come last.
+template <class V> INLINE auto magnitude(V x) { return bits_of(x) & 0x7fffffffu; }
+constexpr u32 kInfinity = 0x7f800000u;
+constexpr u32 kNaN = 0x7fc00000u;
+constexpr u32 kTiny = (127u - 120u) << 23;  // 2^-120: blocks below it decode to zero
+
+template <class V, class W> INLINE V smaller(V a, W b) {
+    V c = V{} + b;
+    return a < c ? a : c;
+}
+template <class V, class W> INLINE V larger(V a, W b) {
+    V c = V{} + b;
+    return a > c ? a : c;
+}
+
+// Nearest integer, ties to even, for |x| below 2^22: the sum's last place is 1, and its lowest bits
+// are those of the integer.
+constexpr float kRound = 12582912.0f;  // 1.5 * 2^23
+template <class V> INLINE V nearest(V x) { return (x + kRound) - kRound; }
+// 16 random bits as a number in (-0.5, 0.5), never an end of it. To add it and round to nearest is
+// to round stochastically.
+template <class W> INLINE auto centred(W random) { return float_of(0x3f800040u | random << 7) - 1.5f; }
+
+// 16-bit floats from and to their bits.
+template <class W> INLINE auto from_bfloat16(W bits) { return float_of(bits << 16); }
+template <class V> INLINE auto to_bfloat16(V x) {
+    auto bits = bits_of(x);
+    auto rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+    return (bits & 0x7fffffffu) > kInfinity ? (bits & 0u) + 0x7fc0u : rounded;
+}
+template <class W> INLINE auto from_half(W bits) {
+    auto sign = (bits & 0x8000u) << 16, rest = bits & 0x7fffu;
+    auto finite = (rest + (112u << 10)) << 13, infinite = (rest + (224u << 10)) << 13;
+    auto denormal = bits_of(float_of(rest + 0x3f000000u) - 0.5f);  // the last place of 0.5: 2^-24
+    auto normal = rest >= 0x7c00u ? infinite : finite;
+    return float_of(sign | (rest < 0x400u ? denormal : normal));
+}
+template <class V> INLINE auto to_half(V x) {
+    auto a = magnitude(x), sign = bits_of(x) >> 16 & 0x8000u;
+    auto normal = (a - (112u << 23) + 0xfffu + (a >> 13 & 1u)) >> 13;
+    auto denormal = bits_of(float_of(a) + 0.5f) - 0x3f000000u;
+    auto finite = a < (113u << 23) ? denormal : normal;
+    auto large = a > kInfinity ? (a & 0u) + 0x7e00u : (a & 0u) + 0x7c00u;
+    return sign | (a >= 0x477ff000u ? large : finite);  // 65520 and above round to infinity
+}
+
+// 8-bit floats, saturating: E exponent bits, M mantissa bits, the largest value's code.
+template <int E, int M, u32 TOP> struct Float8 {
+    static constexpr u32 bias = (1u << (E - 1)) - 1;
+    static constexpr u32 dropped = 23 - M;
+    static constexpr u32 smallest_normal = (127u - bias + 1) << 23;
+    static constexpr u32 rebias = (127u - bias) << M;
+    // Added to a number below the smallest normal one, it leaves multiples of the last place.
+    static constexpr u32 align = (127u + dropped + 1 - bias) << 23;
+
+    template <class V> INLINE auto encode(V x) {
+        auto a = magnitude(x), sign = bits_of(x) >> 24 & 0x80u;
+        auto normal = ((a + ((1u << (dropped - 1)) - 1) + (a >> dropped & 1u)) >> dropped) - rebias;
+        auto denormal = bits_of(float_of(a) + float_of(align)) - align;
+        return sign | smaller(a < smallest_normal ? denormal : normal, TOP);
+    }
+    template <class V, class W> INLINE auto encode(V x, W random) {
+        auto a = magnitude(x), sign = bits_of(x) >> 24 & 0x80u;
+        auto noise = random << (dropped - 16) | 1u << (dropped - 17);
+        auto normal = ((a + noise) >> dropped) - rebias;
+        auto places = float_of(a) * float_of((127u + bias - 1 + M) << 23);
+        auto denormal = bits_of(places + centred(random) + kRound) & 0xffu;
+        return sign | smaller(a < smallest_normal ? denormal : normal, TOP);
+    }
+    template <class W> INLINE auto decode(W code) {
+        auto rest = code & 0x7fu;
+        auto denormal = bits_of(float_of(rest + align) - float_of(align));
+        auto normal = (rest + rebias) << dropped;
+        return float_of((code & 0x80u) << 24 | ((rest >> M) == 0u ? denormal : normal));
+    }
+};
+using E4M3 = Float8<4, 3, 0x7e>;  // up to 448
+using E5M2 = Float8<5, 2, 0x7b>;  // up to 57344

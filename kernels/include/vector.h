@@ -1,0 +1,136 @@
+// Vectors of a CPU, in rows of 32 entries: the widest that the instruction set has.
+#pragma once
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+constexpr int kWidth = 16;
+#elif defined(__AVX2__)
+constexpr int kWidth = 8;
+#else
+constexpr int kWidth = 4;
+#endif
+constexpr int kRow = 32, kVectors = kRow / kWidth;
+
+typedef float Floats __attribute__((vector_size(4 * kWidth)));
+typedef u32 Words __attribute__((vector_size(4 * kWidth)));
+typedef u64 Lanes __attribute__((vector_size(4 * kWidth)));
+
+INLINE Words bits_of(Floats x) { return (Words)x; }
+INLINE Floats float_of(Words bits) { return (Floats)bits; }
+
+template <class V> INLINE V load_as(const void* from) {
+    V vector;
+    __builtin_memcpy(&vector, from, sizeof(V));
+    return vector;
+}
+template <class V> INLINE void store_as(void* to, const V& what) { __builtin_memcpy(to, &what, sizeof(V)); }
+
+// kWidth bytes or half-words as words.
+INLINE Words widen(const u8* from) {
+#if defined(__AVX512F__)
+    return (Words)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
+#elif defined(__AVX2__)
+    return (Words)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from));
+#elif defined(__SSE4_1__)
+    return (Words)_mm_cvtepu8_epi32(_mm_cvtsi32_si128((int)load_as<u32>(from)));
+#else
+    return Words{from[0], from[1], from[2], from[3]};
+#endif
+}
+INLINE Words widen(const u16* from) {
+#if defined(__AVX512F__)
+    return (Words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
+#elif defined(__AVX2__)
+    return (Words)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from));
+#elif defined(__SSE4_1__)
+    return (Words)_mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i*)from));
+#else
+    return Words{from[0], from[1], from[2], from[3]};
+#endif
+}
+
+// A row of words, all below 256, as 32 bytes.
+INLINE void narrow(const Words (&row)[kVectors], u8* to) {
+#if defined(__AVX512F__)
+    _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)row[0]));
+    _mm_storeu_si128((__m128i*)to + 1, _mm512_cvtepi32_epi8((__m512i)row[1]));
+#elif defined(__AVX2__)
+    __m256i low = _mm256_packus_epi32((__m256i)row[0], (__m256i)row[1]);
+    __m256i high = _mm256_packus_epi32((__m256i)row[2], (__m256i)row[3]);
+    __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // packing works by halves
+    __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(low, high), order);
+    _mm256_storeu_si256((__m256i*)to, bytes);
+#elif defined(__SSE4_1__)
+    for (int i = 0; i < 8; i += 4) {
+        __m128i low = _mm_packus_epi32((__m128i)row[i], (__m128i)row[i + 1]);
+        __m128i high = _mm_packus_epi32((__m128i)row[i + 2], (__m128i)row[i + 3]);
+        _mm_storeu_si128((__m128i*)(to + 4 * i), _mm_packus_epi16(low, high));
+    }
+#else
+    for (int i = 0; i < kRow; ++i) to[i] = (u8)row[i / kWidth][i % kWidth];
+#endif
+}
+// A row of words, all below 65536, as 32 half-words.
+INLINE void narrow(const Words (&row)[kVectors], u16* to) {
+#if defined(__AVX512F__)
+    _mm256_storeu_si256((__m256i*)to, _mm512_cvtepi32_epi16((__m512i)row[0]));
+    _mm256_storeu_si256((__m256i*)to + 1, _mm512_cvtepi32_epi16((__m512i)row[1]));
+#elif defined(__AVX2__)
+    for (int i = 0; i < 4; i += 2) {
+        __m256i both = _mm256_packus_epi32((__m256i)row[i], (__m256i)row[i + 1]);
+        _mm256_storeu_si256((__m256i*)(to + 8 * i), _mm256_permute4x64_epi64(both, 0xd8));
+    }
+#elif defined(__SSE4_1__)
+    for (int i = 0; i < 8; i += 2)
+        _mm_storeu_si128((__m128i*)(to + 4 * i), _mm_packus_epi32((__m128i)row[i], (__m128i)row[i + 1]));
+#else
+    for (int i = 0; i < kRow; ++i) to[i] = (u16)row[i / kWidth][i % kWidth];
+#endif
+}
+
+// Bit l: entry l of a row is negative; -0 and NaN are not.
+INLINE u32 negative(const Floats (&row)[kVectors]) {
+    u32 word = 0;
+    for (int v = 0; v < kVectors; ++v) {
+#if defined(__AVX512F__)
+        u32 bits = _mm512_cmp_ps_mask((__m512)row[v], _mm512_setzero_ps(), _CMP_LT_OQ);
+#elif defined(__AVX2__)
+        u32 bits = (u32)_mm256_movemask_ps((__m256)(row[v] < 0.0f));
+#elif defined(__SSE2__)
+        u32 bits = (u32)_mm_movemask_ps((__m128)(row[v] < 0.0f));
+#else
+        u32 bits = 0;
+        for (int l = 0; l < kWidth; ++l) bits |= (u32)(row[v][l] < 0.0f) << l;
+#endif
+        word |= bits << (v * kWidth);
+    }
+    return word;
+}
+
+// The reverse: bits of the row's vector `v`, each in the sign bit of its word.
+INLINE Words signs(u32 word, int v) {
+    Words shifts;
+    for (int l = 0; l < kWidth; ++l) shifts[l] = (u32)(31 - v * kWidth - l);
+#if defined(__AVX2__)
+    return (Words{} + word) << shifts;
+#else
+    Words places;  // no shifts by vectors: a product with 2^shift
+    for (int l = 0; l < kWidth; ++l) places[l] = 1u << shifts[l];
+    return (Words{} + word) * places;
+#endif
+}
+
+// Products of the lower halves of 64-bit lanes.
+INLINE Lanes times(Lanes a, Lanes b) {
+#if defined(__AVX512F__)
+    return (Lanes)_mm512_mul_epu32((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+    return (Lanes)_mm256_mul_epu32((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__)
+    return (Lanes)_mm_mul_epu32((__m128i)a, (__m128i)b);
+#else
+    return (a & 0xffffffffu) * (b & 0xffffffffu);
+#endif
+}

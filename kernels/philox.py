@@ -1,0 +1,61 @@
+"""Counter-based random bits (Philox4x32-7; Salmon et al., "Parallel Random Numbers", 2011)."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+__all__ = ["Random", "centred", "half_words"]
+
+_GROUP, _LANES = 256, 32  # entries that share calls, calls
+_MASK = 0xFFFFFFFF
+_ROUNDS = 7  # as few as pass all of BigCrush, by the paper; 10 is the usual margin
+
+
+class Random(ctypes.Structure):
+    """As the C++ code has it: key, counter, and the global index of the first entry."""
+
+    _fields_ = (
+        ("seed", ctypes.c_uint64),
+        ("step", ctypes.c_uint64),
+        ("stream", ctypes.c_uint32),
+        ("first", ctypes.c_int64),
+    )
+
+
+def half_words(n: int, seed: int, step: int, stream: int, first: int = 0) -> Tensor:
+    """16 random bits for each of ``n`` entries, from global index ``first`` on, as int64.
+
+    Of every 256 entries, entry i takes half-word (i // 32) % 8 of call i % 32, so that lanes of a
+    CUDA warp and of a CPU vector find their bits where they compute them.
+    """
+    groups = range(first // _GROUP, -(-(first + n) // _GROUP))
+    calls = torch.arange(groups.start * _LANES, groups.stop * _LANES, dtype=torch.int64)
+    words = _philox(calls, seed, step, stream)  # (4, groups * 32)
+    halves = torch.stack([words & 0xFFFF, words >> 16], 1)  # (4, 2, groups * 32)
+    flat = halves.view(8, len(groups), _LANES).permute(1, 0, 2).reshape(-1)
+    begin = first - groups.start * _GROUP
+    return flat[begin : begin + n]
+
+
+def centred(half_words: Tensor) -> Tensor:
+    """16-bit numbers as float32 in (-0.5, 0.5), never an end of it.
+
+    To add it and round to the nearest integer is to round stochastically.
+    """
+    return (2 * half_words - 65535).to(torch.float32) * (1 / 131072)
+
+
+def _philox(calls: Tensor, seed: int, step: int, stream: int) -> Tensor:
+    a, b = calls & _MASK, calls >> 32
+    c, d = torch.full_like(a, step & _MASK), torch.full_like(a, stream & _MASK)
+    key0, key1 = seed & _MASK, seed >> 32 & _MASK
+    for _ in range(_ROUNDS):
+        # int64 products wrap, but their 64 bits are those of the unsigned product.
+        p, q = a * 0xD2511F53, c * 0xCD9E8D57
+        a, b = (q >> 32 & _MASK) ^ b ^ key0, q & _MASK
+        c, d = (p >> 32 & _MASK) ^ d ^ key1, p & _MASK
+        key0, key1 = (key0 + 0x9E3779B9) & _MASK, (key1 + 0xBB67AE85) & _MASK
+    return torch.stack([a, b, c, d])
