@@ -6,13 +6,6 @@ namespace {
 
 constexpr int kLongest = 2048;  // entries of a block, at most
 
-// Entries are coded in planes: the bytes of 32 * 8 / bits entries hold entries 0 to 31 in their
-// lowest bits, then 32 to 63, and so on. Signs are 32 consecutive bits.
-template <class F> constexpr int kPlanes = F::is_sign ? 1 : 8 / F::bits;
-template <class F> constexpr int kUnit = 32 * kPlanes<F>;
-template <class F> constexpr int kUnitBytes = kUnit<F> * F::bits / 8;
-template <class F> constexpr int kScaleBytes = F::is_mx ? 1 : 4;
-
 int rounded_up(int count, int unit) { return (count + unit - 1) / unit * unit; }
 
 // What is read of the gradient: entries of type T, plus a residual if there is one.
@@ -144,13 +137,6 @@ void encode_all(const Source<T>& from, i64 n, int block, const Random* random, u
     }
 }
 
-struct Payloads {
-    const u8* scales;
-    const u8* codes;
-    i64 stride;  // bytes from one to the next
-    int count;
-};
-
 // Sums what block `b` of the payloads decodes to, in their order: emit(i, row of 32 entries).
 template <class F, class Emit>
 INLINE void sum_block(const Payloads& from, i64 b, int block, int end, Emit emit) {
@@ -216,19 +202,25 @@ template <class Call> void with_format(int format, Call call) {
 
 }  // namespace
 
+template <class F> static void clear_padding(i64 n, int block, u8* payload, i64 codes_at, i64 bytes) {
+    for (i64 i = end_of_scales<F>(n, block); i < codes_at; ++i) payload[i] = 0;
+    for (i64 i = end_of_codes<F>(n, codes_at); i < bytes; ++i) payload[i] = 0;
+}
+
 EXPORT(quantize)(int format, int dtype, const void* x, i64 n, int block, const float* residual,
-                 float* left, const Random* random, u8* scales, u8* codes) {
+                 float* left, const Random* random, u8* payload, i64 codes_at, i64 bytes) {
     with_format(format, [&](auto f) {
+        clear_padding<decltype(f)>(n, block, payload, codes_at, bytes);
         with_dtype(dtype, [&](auto number) {
             Source<decltype(number)> from = {(const decltype(number)*)x, residual};
-            encode_all<decltype(f)>(from, n, block, random, scales, codes, left);
+            encode_all<decltype(f)>(from, n, block, random, payload, payload + codes_at, left);
         });
     });
 }
 
-EXPORT(dequantize)(int format, int dtype, const u8* scales, const u8* codes, i64 stride, int payloads,
+EXPORT(dequantize)(int format, int dtype, const u8* payloads, i64 codes_at, i64 stride, int count,
                    i64 n, int block, float factor, int accumulate, void* out) {
-    const Payloads from = {scales, codes, stride, payloads};
+    const Payloads from = {payloads, payloads + codes_at, stride, count};
     with_format(format, [&](auto f) {
         with_dtype(dtype, [&](auto number) {
             auto* typed = (decltype(number)*)out;
@@ -239,12 +231,13 @@ EXPORT(dequantize)(int format, int dtype, const u8* scales, const u8* codes, i64
 }
 
 // The sum is taken some blocks at a time and stays in the cache.
-EXPORT(requantize)(int format, const u8* scales, const u8* codes, i64 stride, int payloads, i64 n,
-                   int block, float factor, const float* residual, float* left,
-                   const Random* random, u8* out_scales, u8* out_codes) {
-    const Payloads from = {scales, codes, stride, payloads};
+EXPORT(requantize)(int format, const u8* payloads, i64 stride, int count, float factor, i64 n,
+                   int block, const float* residual, float* left, const Random* random,
+                   u8* payload, i64 codes_at, i64 bytes) {
+    const Payloads from = {payloads, payloads + codes_at, stride, count};
     with_format(format, [&](auto f) {
         using F = decltype(f);
+        clear_padding<F>(n, block, payload, codes_at, bytes);
         float sums[kLongest];
         for (i64 at = 0; at < n; at += kLongest) {
             const i64 b = at / block;
@@ -260,8 +253,9 @@ EXPORT(requantize)(int format, const u8* scales, const u8* codes, i64 stride, in
             here.first += at;
             Source<float> source = {sums, residual ? residual + at : nullptr};
             encode_all<F>(source, count, block, random ? &here : nullptr,
-                          out_scales + b * kScaleBytes<F>,
-                          out_codes + at / kUnit<F> * kUnitBytes<F>, left ? left + at : nullptr);
+                          payload + b * kScaleBytes<F>,
+                          payload + codes_at + at / kUnit<F> * kUnitBytes<F>,
+                          left ? left + at : nullptr);
         }
     });
 }

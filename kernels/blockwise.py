@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from . import _cpu, philox
+from . import _cpu, _cuda, philox
 from ._op import op
 
 __all__ = ["FORMATS", "Payload", "dequantize", "payload_bytes", "quantize", "requantize"]
@@ -24,9 +24,10 @@ _BLOCKS = (32, 64, 128, 256, 512, 1024, 2048)
 
 @dataclass(frozen=True)
 class Format:
-    """Bits of a code, bytes of a scale, smallest block; the number that kernels know it by."""
+    """Bits of a code, bytes of a scale; how kernels call it."""
 
     number: int
+    cpp: str  # its name in C++
     bits: int
     scale_bytes: int = 4
     tiny: float = 2.0**-120  # blocks whose largest magnitude is below it decode to zero
@@ -50,14 +51,14 @@ class Format:
 
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = {
-    "int8": Format(0, 8),
-    "int4": Format(1, 4),
-    "int2": Format(2, 2),
-    "e4m3": Format(3, 8, tiny=2.0**-110, float8=_E4M3),  # 448 / 2^-120 would overflow
-    "e5m2": Format(4, 8, tiny=2.0**-110, float8=_E5M2),
-    "mx_e4m3": Format(5, 8, 1, float8=_E4M3),
-    "mx_e5m2": Format(6, 8, 1, float8=_E5M2),
-    "sign": Format(7, 1),
+    "int8": Format(0, "Int8", 8),
+    "int4": Format(1, "Int4", 4),
+    "int2": Format(2, "Int2", 2),
+    "e4m3": Format(3, "E4M3Scaled", 8, tiny=2.0**-110, float8=_E4M3),  # 448 / 2^-120 would overflow
+    "e5m2": Format(4, "E5M2Scaled", 8, tiny=2.0**-110, float8=_E5M2),
+    "mx_e4m3": Format(5, "E4M3MX", 8, 1, float8=_E4M3),
+    "mx_e5m2": Format(6, "E5M2MX", 8, 1, float8=_E5M2),
+    "sign": Format(7, "Sign", 1),
 }
 
 
@@ -314,29 +315,21 @@ def requantize_op(
 
 _POINTER, _INT, _INT64, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 _RANDOM = ctypes.POINTER(philox.Random)
-_QUANTIZE = (
-    *(_INT, _INT, _POINTER, _INT64, _INT),
-    *(_POINTER, _POINTER, _RANDOM),
-    *(_POINTER,) * 2,
-)
-_DEQUANTIZE = (
-    *(_INT, _INT, _POINTER, _POINTER, _INT64, _INT),
-    *(_INT64, _INT, _FLOAT, _INT, _POINTER),
-)
+_PAYLOAD = (_POINTER, _INT64, _INT64)
+_QUANTIZE = (_INT, _INT, _POINTER, _INT64, _INT, _POINTER, _POINTER, _RANDOM, *_PAYLOAD)
+_DEQUANTIZE = (*(_INT, _INT, *_PAYLOAD, _INT), *(_INT64, _INT, _FLOAT, _INT, _POINTER))
 _REQUANTIZE = (
-    *(_INT, _POINTER, _POINTER, _INT64, _INT, _INT64, _INT, _FLOAT),
-    *(_POINTER, _POINTER, _RANDOM, _POINTER, _POINTER),
+    *(_INT, _POINTER, _INT64, _INT, _FLOAT),
+    *(_INT64, _INT, _POINTER, _POINTER, _RANDOM, *_PAYLOAD),
 )
-
-
-def _random(step: Tensor | None, seed: int, stream: int, first: int) -> philox.Random | None:
-    if step is None:
-        return None
-    return philox.Random(seed, int(step), stream, first)
 
 
 def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+def _random(step: Tensor | None, seed: int, stream: int, first: int) -> philox.Random | None:
+    return None if step is None else philox.Random(seed, int(step), stream, first)
 
 
 @quantize_op.kernel("cpu")
@@ -353,20 +346,11 @@ def _quantize_cpu(
     first: int,
 ) -> None:
     layout = Payload(FORMATS[format], block, x.numel())
-    scales, codes = _parts(payload, layout)
     _cpu.function("quantize", *_QUANTIZE)(
         *(layout.format.number, _cpu.DTYPES[x.dtype], x.data_ptr(), layout.n, block),
         *(_address(residual), _address(left), _random(step, seed, stream, first)),
-        *(scales, codes),
+        *(payload.data_ptr(), layout.codes_at, layout.bytes),
     )
-
-
-def _parts(payload: Tensor, layout: Payload) -> tuple[int, int]:
-    """Addresses of scales and codes; what lies between and behind them is zeroed."""
-    scales = payload.data_ptr()
-    payload[layout.blocks * layout.format.scale_bytes : layout.codes_at].zero_()
-    payload[layout.codes_at + layout.code_bytes :].zero_()
-    return scales, scales + layout.codes_at
 
 
 @dequantize_op.kernel("cpu")
@@ -374,9 +358,8 @@ def _dequantize_cpu(
     payloads: Tensor, out: Tensor, format: str, block: int, factor: float, accumulate: bool
 ) -> None:
     layout = Payload(FORMATS[format], block, out.numel())
-    scales = payloads.data_ptr()
     _cpu.function("dequantize", *_DEQUANTIZE)(
-        *(layout.format.number, _cpu.DTYPES[out.dtype], scales, scales + layout.codes_at),
+        *(layout.format.number, _cpu.DTYPES[out.dtype], payloads.data_ptr(), layout.codes_at),
         *(payloads.stride(0), len(payloads), layout.n, block, factor, accumulate, out.data_ptr()),
     )
 
@@ -397,10 +380,90 @@ def _requantize_cpu(
     first: int,
 ) -> None:
     layout = Payload(FORMATS[format], block, n)
-    source = payloads.data_ptr()
-    scales, codes = _parts(payload, layout)
     _cpu.function("requantize", *_REQUANTIZE)(
-        *(layout.format.number, source, source + layout.codes_at, payloads.stride(0)),
-        *(len(payloads), n, block, factor, _address(residual), _address(left)),
-        *(_random(step, seed, stream, first), scales, codes),
+        *(layout.format.number, payloads.data_ptr(), payloads.stride(0), len(payloads), factor),
+        *(n, block, _address(residual), _address(left), _random(step, seed, stream, first)),
+        *(payload.data_ptr(), layout.codes_at, layout.bytes),
+    )
+
+
+# CUDA kernels ---------------------------------------------------------------------------------
+
+
+def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
+    return _POINTER(_address(tensor))
+
+
+@quantize_op.kernel("cuda")
+def _quantize_cuda(
+    x: Tensor,
+    payload: Tensor,
+    format: str,
+    block: int,
+    residual: Tensor | None,
+    left: Tensor | None,
+    step: Tensor | None,
+    seed: int,
+    stream: int,
+    first: int,
+) -> None:
+    layout = Payload(FORMATS[format], block, x.numel())
+    _cuda.launch(
+        "blockwise.cu",
+        f"quantize<{layout.format.cpp}, {_cuda.DTYPES[x.dtype]}, {block}>",
+        x.device,
+        layout.n // max(block, 256) + 1,
+        (
+            *(_pointer(x), _INT64(layout.n), _pointer(residual), _pointer(left), _pointer(step)),
+            *(ctypes.c_uint64(seed), ctypes.c_uint32(stream), _INT64(first)),
+            *(_pointer(payload), _INT64(layout.codes_at), _INT64(layout.bytes)),
+        ),
+    )
+
+
+@dequantize_op.kernel("cuda")
+def _dequantize_cuda(
+    payloads: Tensor, out: Tensor, format: str, block: int, factor: float, accumulate: bool
+) -> None:
+    layout = Payload(FORMATS[format], block, out.numel())
+    _cuda.launch(
+        "blockwise.cu",
+        f"dequantize<{layout.format.cpp}, {_cuda.DTYPES[out.dtype]}>",
+        out.device,
+        layout.n // 256 + 1,
+        (
+            *(_pointer(payloads), _INT64(layout.codes_at), _INT64(payloads.stride(0))),
+            *(_INT(len(payloads)), _INT64(layout.n), _INT(block)),
+            *(_FLOAT(factor), _INT(accumulate), _pointer(out)),
+        ),
+    )
+
+
+@requantize_op.kernel("cuda")
+def _requantize_cuda(
+    payloads: Tensor,
+    payload: Tensor,
+    n: int,
+    format: str,
+    block: int,
+    factor: float,
+    residual: Tensor | None,
+    left: Tensor | None,
+    step: Tensor | None,
+    seed: int,
+    stream: int,
+    first: int,
+) -> None:
+    layout = Payload(FORMATS[format], block, n)
+    _cuda.launch(
+        "blockwise.cu",
+        f"requantize<{layout.format.cpp}, {block}>",
+        payloads.device,
+        n // max(block, 256) + 1,
+        (
+            *(_pointer(payloads), _INT64(payloads.stride(0)), _INT(len(payloads)), _FLOAT(factor)),
+            *(_INT64(n), _pointer(residual), _pointer(left), _pointer(step)),
+            *(ctypes.c_uint64(seed), ctypes.c_uint32(stream), _INT64(first)),
+            *(_pointer(payload), _INT64(layout.codes_at), _INT64(layout.bytes)),
+        ),
     )

@@ -96,3 +96,25 @@ INLINE u32 mx_byte(float scale) {
     return magnitude(scale) > kInfinity ? 255u : bits_of(scale) >> 23;
 }
 INLINE float mx_scale(u32 byte) { return float_of(byte == 255u ? kNaN : byte << 23); }
+
+// Where the parts of a payload of `n` entries lie; what is between and behind them is zero.
+// Entries are coded in planes: the bytes of 32 * 8 / bits entries hold entries 0 to 31 in their
+// lowest bits, then 32 to 63, and so on. Signs are 32 consecutive bits.
+template <class F> constexpr int kPlanes = F::is_sign ? 1 : 8 / F::bits;
+template <class F> constexpr int kUnit = 32 * kPlanes<F>;
+template <class F> constexpr int kUnitBytes = kUnit<F> * F::bits / 8;
+template <class F> constexpr int kScaleBytes = F::is_mx ? 1 : 4;
+template <class F> INLINE i64 end_of_scales(i64 n, int block) {
+    return (n + block - 1) / block * kScaleBytes<F>;
+}
+template <class F> INLINE i64 end_of_codes(i64 n, i64 codes_at) {
+    return codes_at + (n + kUnit<F> - 1) / kUnit<F> * kUnitBytes<F>;
+}
+
+// Payloads of all ranks, one behind the other.
+struct Payloads {
+    const u8* scales;
+    const u8* codes;
+    i64 stride;  // bytes from one to the next
+    int count;
+};

@@ -6,10 +6,6 @@
 #define JOIN(a, b) JOIN_(a, b)
 #define EXPORT(name) extern "C" __attribute__((visibility("default"))) void JOIN(name, ISA)
 
-// 16-bit floats, as they lie in memory.
-struct Half { u16 bits; };
-struct BFloat16 { u16 bits; };
-
 // Calls f(a number of the type), by the dtype as Python numbers it.
 template <class F> static void with_dtype(int dtype, F f) {
     if (dtype == 0) f(float{});

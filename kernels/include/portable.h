@@ -36,6 +36,10 @@ INLINE float float_of(u32 bits) {
 #endif
 }
 
+// 16-bit floats, as they lie in memory.
+struct Half { u16 bits; };
+struct BFloat16 { u16 bits; };
+
 #if !defined(__CUDACC_RTC__) && !defined(CUDA_EMU)
 #include "vector.h"
 #endif

@@ -1,0 +1,25 @@
+// For CUDA kernels. A warp works on rows of 32 consecutive entries, one per lane.
+#pragma once
+#include "philox.h"
+
+constexpr int kLanes = 32;
+constexpr u32 kAllLanes = 0xffffffffu;
+
+INLINE float to_float(float x) { return x; }
+INLINE float to_float(Half x) { return from_half((u32)x.bits); }
+INLINE float to_float(BFloat16 x) { return from_bfloat16((u32)x.bits); }
+INLINE void store(float* out, float x) { *out = x; }
+INLINE void store(Half* out, float x) { out->bits = (u16)to_half(x); }
+INLINE void store(BFloat16* out, float x) { out->bits = (u16)to_bfloat16(x); }
+
+INLINE int lane() { return (int)(threadIdx.x % kLanes); }
+// This warp among all of the grid, and how many there are.
+INLINE i64 warp() { return ((i64)blockIdx.x * blockDim.x + threadIdx.x) / kLanes; }
+INLINE i64 warps() { return (i64)gridDim.x * blockDim.x / kLanes; }
+
+INLINE u32 largest_of_warp(u32 x) { return __reduce_max_sync(kAllLanes, x); }
+// Halves are added to halves; all lanes get the sum.
+INLINE float sum_of_warp(float x) {
+    for (int half = kLanes / 2; half; half /= 2) x += __shfl_xor_sync(kAllLanes, x, half);
+    return x;
+}

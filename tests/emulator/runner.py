@@ -1,0 +1,99 @@
+"""Compiles ``.cu`` files with g++ and the emulator, and launches kernels as ``_cuda.launch`` does."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from commhooks.kernels import _cuda
+
+HERE = Path(__file__).parent
+KERNELS = HERE.parents[1] / "kernels"
+# Fewer blocks than work, so that every loop over the grid takes more than one turn.
+MOST_BLOCKS = 3
+SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
+
+
+class EmulatedError(RuntimeError):
+    """A kernel diverged or deadlocked; the message has line, block and thread."""
+
+
+@cache
+def folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="emulated-"))
+
+
+def build(source: Path, names: Sequence[str], flags: Sequence[str] = ()) -> ctypes.CDLL:
+    """A library with those kernels of the file."""
+    table = "\n".join(
+        f'    if (!strcmp(name, "{name}"))'
+        f" return emulator::launch({name}, arguments, *grid, *block);"
+        for name in names
+    )
+    text = f"""#include "{HERE}/cuda_emulator.h"
+#include "{source}"
+extern "C" int emulator_launch(const char* name, const dim3* grid, const dim3* block,
+                               void** arguments) {{
+{table}
+    emulator::error = "no such kernel";
+    return 2;
+}}
+extern "C" const char* emulator_error() {{ return emulator::error.c_str(); }}
+extern "C" void emulator_order(unsigned order) {{ emulator::lane_order = order & 31; }}
+"""
+    key = hashlib.blake2b("\0".join([text, source.read_text(), *flags]).encode()).hexdigest()[:16]
+    library = folder() / f"{source.stem}-{key}.so"
+    if not library.exists():
+        file = library.with_suffix(".cpp")
+        file.write_text(text)
+        command = [
+            *("g++", "-std=c++17", "-O1", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-w"),
+            *("-shared", f"-I{KERNELS}", *flags, str(file), "-o", str(library)),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{source.name} does not compile for the emulator:\n{done.stderr}")
+    loaded = ctypes.CDLL(str(library))
+    loaded.emulator_error.restype = ctypes.c_char_p
+    return loaded
+
+
+def launch_on(
+    library: ctypes.CDLL, name: str, blocks: int, threads: int, arguments: Sequence[Any]
+) -> None:
+    """Raises EmulatedError if the kernel did not end well."""
+    pointers = (ctypes.c_void_p * len(arguments))(
+        *(ctypes.cast(ctypes.byref(one), ctypes.c_void_p) for one in arguments)
+    )
+    grid, block = (ctypes.c_uint * 3)(blocks, 1, 1), (ctypes.c_uint * 3)(threads, 1, 1)
+    if library.emulator_launch(name.encode(), grid, block, pointers):
+        raise EmulatedError(f"{name}: {library.emulator_error().decode()}")
+
+
+@contextmanager
+def emulated(names: dict[str, Sequence[str]], order: int = 0) -> Iterator[None]:
+    """Within it, ``_cuda.launch`` runs kernels on tensors of the CPU, lanes in that order.
+
+    Args:
+        names: the kernels that may be launched, by file; they are compiled together.
+    """
+
+    def launch(
+        source: str, name: str, device: torch.device, work: int, arguments: Sequence[Any]
+    ) -> None:
+        library = build(KERNELS / source, names[source])
+        library.emulator_order(order)
+        launch_on(library, name, min(-(-work // 8), MOST_BLOCKS), 256, arguments)
+
+    with mock.patch.object(_cuda, "launch", launch):
+        yield
