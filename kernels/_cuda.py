@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["DTYPES", "CudaCompileError", "Cubin", "compile_cubin", "grid_for", "launch", "missing"]
+__all__ = ["DTYPES", "Cubin", "CudaCompileError", "compile_cubin", "grid_for", "launch", "missing"]
 
 # No flushing of denormals, no contraction: kernels equal their definitions bit for bit.
 OPTIONS = ("-std=c++17", "-fmad=false", "--ftz=false", "-Xptxas=-v")
@@ -162,9 +162,11 @@ def compile_text(text: str, file: str, names: Sequence[str], architecture: str) 
     """As ``compile_cubin``, of source text."""
     library = _nvrtc()
     program = ctypes.c_void_p()
-    _check(library.nvrtcCreateProgram(
-        ctypes.byref(program), text.encode(), file.encode(), 0, None, None
-    ))
+    _check(
+        library.nvrtcCreateProgram(
+            ctypes.byref(program), text.encode(), file.encode(), 0, None, None
+        )
+    )
     try:
         for name in names:
             _check(library.nvrtcAddNameExpression(program, name.encode()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import _cpu, _cuda
 
-__all__ = ["Op", "implementations", "op", "use_kernels"]
+__all__ = ["Op", "check", "implementations", "op", "use_kernels"]
 
 MODES = ("auto", "definition", "native")
 _LIBRARY = torch.library.Library("commhooks", "DEF")
@@ -122,3 +122,33 @@ def implementations(device_type: str) -> dict[str, str]:
         reason = "asked for" if _mode == "definition" else one.missing(device_type)
         answers[name] = "kernel" if reason is None else f"definition: {reason}"
     return answers
+
+
+def check(
+    caller: str,
+    name: str,
+    tensor: Tensor,
+    *,
+    like: Tensor,
+    dtypes: Collection[torch.dtype],
+    n: int | None = None,
+) -> None:
+    """Raises unless ``tensor`` can be an argument of an op.
+
+    Args:
+        caller, name: the function and its argument, for the message.
+        like: it lies on this tensor's device.
+        dtypes: those it may have.
+        n: its number of entries, if that is given.
+    """
+    if tensor.dtype not in dtypes:
+        allowed = ", ".join(str(dtype) for dtype in dtypes)
+        raise TypeError(f"{caller}({name}): dtype is one of {allowed}, got {tensor.dtype}")
+    if tensor.device != like.device:
+        raise ValueError(
+            f"{caller}({name}): all on one device, got {tensor.device} and {like.device}"
+        )
+    if not tensor.is_contiguous():
+        raise ValueError(f"{caller}({name}): contiguous, got strides {tensor.stride()}")
+    if n is not None and tensor.numel() != n:
+        raise ValueError(f"{caller}({name}): {n} entries, got {tensor.numel()}")

@@ -7,100 +7,129 @@ A payload is one uint8 tensor: scales, then codes, filled up with zeros to a mul
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
+from . import _blockwise_definition as definition
 from . import _cpu, _cuda, philox
-from ._op import op
+from ._blockwise_formats import ALIGNMENT, FORMATS, Payload, layout_of, payload_bytes
+from ._op import check, op
 
-__all__ = ["FORMATS", "Payload", "dequantize", "payload_bytes", "quantize", "requantize"]
+__all__ = ["FORMATS", "dequantize", "payload_bytes", "quantize", "requantize"]
 
-_ALIGNMENT = 16
-_BLOCKS = (32, 64, 128, 256, 512, 1024, 2048)
-
-
-@dataclass(frozen=True)
-class Format:
-    """Bits of a code, bytes of a scale; how kernels call it."""
-
-    number: int
-    cpp: str  # its name in C++
-    bits: int
-    scale_bytes: int = 4
-    tiny: float = 2.0**-120  # blocks whose largest magnitude is below it decode to zero
-    float8: torch.dtype | None = None
-
-    @property
-    def top(self) -> float:
-        """The largest value of a code."""
-        return torch.finfo(self.float8).max if self.float8 else 2.0 ** (self.bits - 1) - 1
-
-    @property
-    def planes(self) -> int:
-        """Codes that share a byte, 32 entries apart; signs are consecutive."""
-        return 1 if self.bits == 1 else 8 // self.bits
-
-    @property
-    def unit(self) -> int:
-        """Entries whose codes are stored together; a block has a multiple of it."""
-        return 32 * self.planes
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-_E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-FORMATS = {
-    "int8": Format(0, "Int8", 8),
-    "int4": Format(1, "Int4", 4),
-    "int2": Format(2, "Int2", 2),
-    "e4m3": Format(3, "E4M3Scaled", 8, tiny=2.0**-110, float8=_E4M3),  # 448 / 2^-120 would overflow
-    "e5m2": Format(4, "E5M2Scaled", 8, tiny=2.0**-110, float8=_E5M2),
-    "mx_e4m3": Format(5, "E4M3MX", 8, 1, float8=_E4M3),
-    "mx_e5m2": Format(6, "E5M2MX", 8, 1, float8=_E5M2),
-    "sign": Format(7, "Sign", 1),
-}
+def _check_payload(caller: str, name: str, payload: Tensor, layout: Payload, like: Tensor) -> None:
+    check(caller, name, payload, like=like, dtypes=(torch.uint8,))
+    if payload.shape[-1] != layout.bytes:
+        raise ValueError(
+            f"{caller}({name}): {layout.bytes} bytes for {layout.n} entries, "
+            f"got {payload.shape[-1]}; see payload_bytes"
+        )
+    if payload.data_ptr() % ALIGNMENT:
+        raise ValueError(f"{caller}({name}): starts at a multiple of {ALIGNMENT} bytes")
 
 
-@dataclass(frozen=True)
-class Payload:
-    """Where the parts of a payload of ``n`` entries lie: ``scales`` bytes, then codes."""
+def quantize(
+    x: Tensor,
+    payload: Tensor,
+    format: str,
+    block: int,
+    *,
+    residual: Tensor | None = None,
+    left: Tensor | None = None,
+    stream: philox.Stream | None = None,
+) -> None:
+    """Writes the payload of ``x``, or of ``x + residual``, and what it leaves out.
 
-    format: Format
-    block: int
-    n: int
+    Args:
+        x: float32, float16 or bfloat16, contiguous; worked on as float32.
+        payload: uint8, ``payload_bytes(x.numel(), format, block)`` of them.
+        format: a key of ``FORMATS``.
+        block: entries per scale.
+        residual: float32, as many entries as ``x``; added before quantising.
+        left: float32, as many; gets what was not sent. May be ``residual``.
+        stream: rounds stochastically with its bits, which is unbiased but for formats with a scale
+            of a power of two ("mx_...") and "sign"; without it to nearest.
 
-    @property
-    def blocks(self) -> int:
-        return -(-self.n // self.block)
+    Raises:
+        TypeError, ValueError: a tensor of another dtype, size or device; names the argument.
 
-    @property
-    def codes_at(self) -> int:
-        """Byte of the first code."""
-        return -(-self.blocks * self.format.scale_bytes // _ALIGNMENT) * _ALIGNMENT
-
-    @property
-    def code_bytes(self) -> int:
-        return -(-self.n // self.format.unit) * self.format.unit * self.format.bits // 8
-
-    @property
-    def bytes(self) -> int:
-        return -(-(self.codes_at + self.code_bytes) // _ALIGNMENT) * _ALIGNMENT
-
-
-def _layout(caller: str, format: str, block: int, n: int) -> Payload:
-    if format not in FORMATS:
-        raise ValueError(f"{caller}(format): one of {', '.join(FORMATS)}, got {format!r}")
-    found = FORMATS[format]
-    if block not in _BLOCKS or block < found.unit:
-        allowed = ", ".join(str(b) for b in _BLOCKS if b >= found.unit)
-        raise ValueError(f"{caller}(block): {format} takes one of {allowed}, got {block!r}")
-    return Payload(found, block, n)
+    Example:
+        >>> payload = torch.empty(payload_bytes(grad.numel(), "int8", 256), dtype=torch.uint8)
+        >>> quantize(grad, payload, "int8", 256)
+        >>> dequantize(payload[None], grad, "int8", 256)
+    """
+    layout = layout_of("quantize", format, block, x.numel())
+    check("quantize", "x", x, like=x, dtypes=_DTYPES)
+    _check_payload("quantize", "payload", payload, layout, x)
+    for name, tensor in (("residual", residual), ("left", left)):
+        if tensor is not None:
+            check("quantize", name, tensor, like=x, dtypes=(torch.float32,), n=x.numel())
+    random = philox.NO_STREAM if stream is None else stream.arguments
+    quantize_op(x, payload, format, block, residual, left, *random)
 
 
-def payload_bytes(n: int, format: str, block: int) -> int:
-    """Bytes of the payload of ``n`` entries."""
-    return _layout("payload_bytes", format, block, n).bytes
+def dequantize(
+    payloads: Tensor,
+    out: Tensor,
+    format: str,
+    block: int,
+    *,
+    factor: float = 1.0,
+    accumulate: bool = False,
+) -> None:
+    """Writes the sum of what the payloads decode to, times ``factor``, to ``out``, or adds it.
+
+    Args:
+        payloads: uint8, shape (n, bytes), n of 1 or more; added in their order, in float32.
+        out: float32, float16 or bfloat16, contiguous.
+        accumulate: adds to ``out``; with a factor of -1 and one payload, what is left of it.
+
+    Raises:
+        TypeError, ValueError: a tensor of another dtype, size or device; names the argument.
+    """
+    layout = layout_of("dequantize", format, block, out.numel())
+    check("dequantize", "out", out, like=payloads, dtypes=_DTYPES)
+    _check_payloads("dequantize", payloads, layout)
+    dequantize_op(payloads, out, format, block, factor, accumulate)
+
+
+def _check_payloads(caller: str, payloads: Tensor, layout: Payload) -> None:
+    if payloads.dim() != 2 or not len(payloads):
+        raise ValueError(
+            f"{caller}(payloads): shape (1 or more, bytes), got {tuple(payloads.shape)}"
+        )
+    _check_payload(caller, "payloads", payloads, layout, payloads)
+
+
+def requantize(
+    payloads: Tensor,
+    payload: Tensor,
+    n: int,
+    format: str,
+    block: int,
+    *,
+    factor: float = 1.0,
+    residual: Tensor | None = None,
+    left: Tensor | None = None,
+    stream: philox.Stream | None = None,
+) -> None:
+    """Dequantises, sums, multiplies and quantises again: the middle of a two-phase exchange.
+
+    The sum does not pass through memory. Arguments as for ``dequantize`` and ``quantize``; ``n``
+    is the number of entries.
+    """
+    layout = layout_of("requantize", format, block, n)
+    _check_payloads("requantize", payloads, layout)
+    _check_payload("requantize", "payload", payload, layout, payloads)
+    for name, tensor in (("residual", residual), ("left", left)):
+        if tensor is not None:
+            check("requantize", name, tensor, like=payloads, dtypes=(torch.float32,), n=n)
+    random = philox.NO_STREAM if stream is None else stream.arguments
+    requantize_op(payloads, payload, n, format, block, factor, residual, left, *random)
 
 
 # quantise -------------------------------------------------------------------------------------
@@ -130,123 +159,9 @@ def quantize_op(
     if step is not None:
         bits = philox.half_words(x.numel(), seed, int(step), stream, first)
         noise = bits.to(x.device)
-    rest = _encode(c, payload, layout, noise)
+    rest = definition.encode(c, payload, layout, noise)
     if left is not None:
         left.copy_(rest)
-
-
-def _encode(c: Tensor, payload: Tensor, layout: Payload, noise: Tensor | None) -> Tensor:
-    """Writes the payload of flat ``c``; what it leaves out."""
-    form, n = layout.format, layout.n
-    rows = pad(c, (0, -n % layout.block)).view(-1, layout.block)
-    counts = torch.full((len(rows),), float(layout.block), device=c.device)
-    if n % layout.block:
-        counts[-1] = n % layout.block
-    largest = rows.abs().amax(1)  # keeps NaN
-    finite = largest.isfinite()
-    dead = ~finite | (largest < form.tiny)
-    safe = torch.where(dead, 1.0, largest)
-    top = torch.full_like(safe, form.top)
-    if form.bits == 1:
-        scale = _mean_magnitude(rows, counts)
-        inverse = torch.ones_like(scale)
-    elif form.scale_bytes == 1:
-        exponent = (safe.view(torch.int32) >> 23) - int(torch.frexp(top)[1].max() - 1)
-        exponent = exponent.clamp(min=1)
-        scale = (exponent << 23).view(torch.float32)
-        inverse = ((254 - exponent) << 23).view(torch.float32)
-    else:
-        scale, inverse = safe / top, top / safe
-    scale = torch.where(finite, torch.where(dead, 0.0, scale), torch.nan)
-    y = torch.where(dead[:, None], 0.0, rows * inverse[:, None])
-    if noise is not None:
-        noise = pad(noise, (0, -n % layout.block)).view(rows.shape)
-    codes = _codes(y, form, noise)
-    values = _values(codes, form)
-
-    payload.zero_()
-    if form.scale_bytes == 1:
-        stored = (scale.view(torch.int32) >> 23).masked_fill(~finite, 255).to(torch.uint8)
-    else:
-        stored = scale.view(torch.uint8)
-    payload[: stored.numel()] = stored
-    flat = codes.view(-1)[: -(-n // form.unit) * form.unit]
-    packed = _pack(flat, form)
-    payload[layout.codes_at : layout.codes_at + packed.numel()] = packed
-    return (rows - values * scale[:, None]).view(-1)[:n]
-
-
-def _mean_magnitude(rows: Tensor, counts: Tensor) -> Tensor:
-    """Entry i goes to sum i % 32; then halves are added to halves."""
-    block = rows.shape[1]
-    shares = (rows.abs() * (1 / block)).view(len(rows), -1, 32)
-    sums = torch.zeros_like(shares[:, 0])
-    for part in shares.unbind(1):
-        sums = sums + part
-    while sums.shape[1] > 1:
-        half = sums.shape[1] // 2
-        sums = sums[:, :half] + sums[:, half:]
-    return sums[:, 0] * (torch.full_like(counts, block) / counts)
-
-
-def _codes(y: Tensor, form: Format, noise: Tensor | None) -> Tensor:
-    """Codes of scaled entries, as int32."""
-    if form.bits == 1:
-        return (y < 0).to(torch.int32)
-    if form.float8 is None:
-        if noise is not None:
-            y = y.clamp(-form.top, form.top) + philox.centred(noise)
-        return y.round().to(torch.int32) & (1 << form.bits) - 1
-    if noise is None:
-        codes = y.clamp(-form.top, form.top).to(form.float8).view(torch.uint8)
-        return codes.to(torch.int32)
-    return _float8_codes(y, form.float8, noise)
-
-
-def _float8_codes(y: Tensor, dtype: torch.dtype, noise: Tensor) -> Tensor:
-    """8-bit floats: random bits below the last place are added, and what is below it is cut off."""
-    info = torch.finfo(dtype)
-    mantissa = 3 if dtype == _E4M3 else 2
-    dropped, bias = 23 - mantissa, 7 if dtype == _E4M3 else 15
-    bits = y.view(torch.int32)
-    magnitude = bits & 0x7FFFFFFF
-    below = (noise << (dropped - 16) | 1 << (dropped - 17)).to(torch.int32)
-    normal = (magnitude + below >> dropped) - ((127 - bias) << mantissa)
-    places = y.abs() * 2.0 ** (bias - 1 + mantissa)
-    denormal = (places + philox.centred(noise)).round().clamp(max=255).to(torch.int32)
-    top = torch.tensor(info.max, dtype=dtype).view(torch.uint8).item()
-    codes = torch.where(y.abs() < info.smallest_normal, denormal, normal).clamp(max=int(top))
-    return codes | bits >> 24 & 0x80
-
-
-def _values(codes: Tensor, form: Format) -> Tensor:
-    """What codes stand for, before the scale."""
-    if form.bits == 1:
-        return 1.0 - 2.0 * codes
-    if form.float8 is not None:
-        return codes.to(torch.uint8).view(form.float8).to(torch.float32)
-    wide = 32 - form.bits
-    return (codes << wide >> wide).to(torch.float32)
-
-
-def _pack(codes: Tensor, form: Format) -> Tensor:
-    """int32 codes as bytes."""
-    per_byte = 8 // form.bits
-    if form.bits == 1:  # consecutive entries
-        parts = codes.view(-1, 8)
-    else:  # entries 32 apart
-        parts = codes.view(-1, per_byte, 32).transpose(1, 2).reshape(-1, per_byte)
-    shifts = form.bits * torch.arange(per_byte, device=codes.device, dtype=torch.int32)
-    return (parts << shifts).sum(1).to(torch.uint8)
-
-
-def _unpack(packed: Tensor, form: Format) -> Tensor:
-    per_byte = 8 // form.bits
-    shifts = form.bits * torch.arange(per_byte, device=packed.device, dtype=torch.int32)
-    parts = packed.to(torch.int32)[:, None] >> shifts & (1 << form.bits) - 1
-    if form.bits == 1:
-        return parts.view(-1)
-    return parts.view(-1, 32, per_byte).transpose(1, 2).reshape(-1)
 
 
 # dequantise -----------------------------------------------------------------------------------
@@ -259,31 +174,8 @@ def _unpack(packed: Tensor, form: Format) -> Tensor:
 def dequantize_op(
     payloads: Tensor, out: Tensor, format: str, block: int, factor: float, accumulate: bool
 ) -> None:
-    total = _sum(payloads, Payload(FORMATS[format], block, out.numel())) * factor
+    total = definition.sum_payloads(payloads, Payload(FORMATS[format], block, out.numel())) * factor
     out.copy_(out.to(torch.float32) + total if accumulate else total)
-
-
-def _sum(payloads: Tensor, layout: Payload) -> Tensor:
-    """The sum of what the payloads decode to, added in order, as float32."""
-    parts = [_decode(payload, layout) for payload in payloads]
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
-
-
-def _decode(payload: Tensor, layout: Payload) -> Tensor:
-    form = layout.format
-    stored = payload[: layout.blocks * form.scale_bytes]
-    if form.scale_bytes == 1:
-        scale = (stored.to(torch.int32) << 23).view(torch.float32)
-        scale = scale.masked_fill(stored == 255, torch.nan)
-    else:
-        scale = stored.clone().view(torch.float32)
-    packed = payload[layout.codes_at : layout.codes_at + layout.code_bytes]
-    values = _values(_unpack(packed, form), form)[: layout.n]
-    rows = pad(values, (0, -layout.n % layout.block)).view(-1, layout.block)
-    return (rows * scale[:, None]).view(-1)[: layout.n]
 
 
 # dequantise, sum and quantise again -----------------------------------------------------------
@@ -307,7 +199,7 @@ def requantize_op(
     stream: int,
     first: int,
 ) -> None:
-    total = _sum(payloads, Payload(FORMATS[format], block, n)) * factor
+    total = definition.sum_payloads(payloads, Payload(FORMATS[format], block, n)) * factor
     quantize_op.definition(total, payload, format, block, residual, left, step, seed, stream, first)
 
 

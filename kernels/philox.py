@@ -3,15 +3,47 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["Random", "centred", "half_words"]
+__all__ = ["Random", "Stream", "centred", "half_words"]
 
 _GROUP, _LANES = 256, 32  # entries that share calls, calls
 _MASK = 0xFFFFFFFF
 _ROUNDS = 7  # as few as pass all of BigCrush, by the paper; 10 is the usual margin
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Random bits that depend on nothing but these numbers and an entry's place.
+
+    Args:
+        seed: the key; 64 bits.
+        step: int64 tensor of one number, on the device of the data: a captured CUDA graph reads it
+            anew at every replay.
+        number: tells apart streams of one seed and step.
+        first: global index of the first entry, a multiple of 256; slices of a bucket then get the
+            bits that the whole bucket would get.
+    """
+
+    seed: int
+    step: Tensor
+    number: int = 0
+    first: int = 0
+
+    def __post_init__(self) -> None:
+        if self.first % _GROUP:
+            raise ValueError(f"Stream(first) is a multiple of {_GROUP}, got {self.first}")
+
+    @property
+    def arguments(self) -> tuple[Tensor, int, int, int]:
+        """As ops take them: step, seed, stream, first."""
+        return self.step, self.seed, self.number, self.first
+
+
+NO_STREAM: tuple[None, int, int, int] = (None, 0, 0, 0)  # rounding to nearest
 
 
 class Random(ctypes.Structure):

@@ -1,4 +1,4 @@
-"""Compiles ``.cu`` files with g++ and the emulator, and launches kernels as ``_cuda.launch`` does."""
+"""Compiles ``.cu`` files with g++ and the emulator, and launches as ``_cuda.launch`` does."""
 
 from __future__ import annotations
 

@@ -1,0 +1,55 @@
+"""What kernels are compared on: sizes at the edges, and numbers that break arithmetic."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+SIZES = (0, 1, 31, 32, 33, 255, 256, 257, 2049, 5000)
+LARGE = (2**20 - 1, 2**20 + 1)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+_SPECIAL = {
+    "nan": [float("nan")],
+    "inf": [float("inf"), -float("inf")],
+    "denormal": [1e-40, -1e-45],
+    "zero": [0.0, -0.0],
+    "huge": [3e38, -3.4e38],
+    "half's": [65519.0, 65520.0, 6.1e-5, 5.9e-8],
+}
+
+
+def plain(n: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Heavy-tailed numbers of all signs."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, generator=generator) * torch.randn(n, generator=generator).exp()
+    return x.to(dtype)
+
+
+def tricky(n: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Plain numbers; stretches of zeros, of denormals, of tiny ones; one special number per 97."""
+    x = plain(n, seed=seed)
+    x[n // 8 : n // 4] *= 1e-38
+    x[n // 4 : n // 3] = 0.0
+    x[n // 3 : n // 2] *= 1e-7
+    specials = [number for numbers in _SPECIAL.values() for number in numbers]
+    for i, at in enumerate(range(n // 2, n, 97)):
+        x[at] = specials[i % len(specials)]
+    return x.to(dtype)
+
+
+def unaligned(n: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Numbers that begin in the middle of a cache line."""
+    return tricky(n + 3, dtype, seed)[3:]
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Equal bit for bit, but for the payload of NaN."""
+    if a.is_floating_point():
+        nans = a.isnan()
+        if not torch.equal(nans, b.isnan()):
+            return False
+        a, b = a.masked_fill(nans, 0), b.masked_fill(nans, 0)
+        bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+        a, b = a.view(bits), b.view(bits)
+    return torch.equal(a, b)

@@ -1,0 +1,269 @@
+"""Blockwise formats: all implementations agree, and they are what they say they are."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from commhooks.kernels import blockwise, philox
+from commhooks.kernels._blockwise_formats import Payload
+from commhooks.kernels.blockwise import FORMATS, dequantize, payload_bytes, quantize, requantize
+from tests.kernels.inputs import DTYPES, LARGE, SIZES, plain, same, tricky, unaligned
+from tests.kernels.machines import machines, on
+
+BLOCKS = (32, 64, 128, 256, 512, 1024, 2048)
+CPP = {torch.float32: "float", torch.float16: "Half", torch.bfloat16: "BFloat16"}
+# (dtype, block) that are tried with every format.
+TRIED = (
+    *((torch.float32, block) for block in BLOCKS),
+    (torch.float16, 128),
+    (torch.bfloat16, 256),
+)
+KERNELS = {
+    "blockwise.cu": [
+        *(
+            f"quantize<{one.cpp}, {CPP[dtype]}, {block}>"
+            for one in FORMATS.values()
+            for dtype, block in TRIED
+            if block >= one.unit
+        ),
+        *(f"requantize<{one.cpp}, 256>" for one in FORMATS.values()),
+        *(f"dequantize<{one.cpp}, {cpp}>" for one in FORMATS.values() for cpp in CPP.values()),
+    ]
+}
+
+
+def outputs(
+    run: Any, x: Tensor, format: str, block: int, *, residual: bool, noise: bool
+) -> dict[str, Tensor]:
+    """Everything that the three ops write."""
+    n = x.numel()
+    kept = plain(n, seed=1) if residual else None
+    left = torch.full((n,), 5.0) if residual else None
+    random = (torch.tensor(3), 2**40 + 17, 2, 512) if noise else philox.NO_STREAM
+    payload = torch.full((payload_bytes(n, format, block),), 77, dtype=torch.uint8)
+    run(blockwise.quantize_op, x, payload, format, block, kept, left, *random)
+    found = {"payload": payload}
+    if left is not None:
+        found["left"] = left
+    if n == 0:
+        return found
+    payloads = torch.stack([payload, payload.roll(len(payload) // 2), payload])
+    payloads[1] = payload
+    for dtype in DTYPES:
+        out = torch.full((n,), 7.0).to(dtype)
+        run(blockwise.dequantize_op, payloads, out, format, block, 1 / 3, False)
+        found[f"sum, {dtype}"] = out
+    out = torch.full((n,), 7.0).to(x.dtype)
+    run(blockwise.dequantize_op, payloads[:1], out, format, block, -1.0, True)
+    found["accumulated"] = out
+    if block == 256:
+        again = torch.full_like(payload, 77)
+        rest = None if left is None else left.clone()
+        run(
+            blockwise.requantize_op,
+            *(payloads[:2], again, n, format, block, 0.5, kept, rest, *random),
+        )
+        found["again"] = again
+    return found
+
+
+def define(op: Any, *args: Any) -> None:
+    op.definition(*args)
+
+
+def agree(machines: list[str], x: Tensor, format: str, block: int, **case: bool) -> None:
+    expected = outputs(define, x, format, block, **case)
+    for machine in machines:
+        with on(machine, KERNELS) as run:
+            got = outputs(run, x, format, block, **case)
+        for name, value in expected.items():
+            assert same(value, got[name]), (machine, x.dtype, block, x.numel(), case, name)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_kernels_equal_the_definition(format):
+    for (dtype, block), n, residual, noise in itertools.product(
+        TRIED, SIZES, (False, True), (False, True)
+    ):
+        if block >= FORMATS[format].unit:
+            make = unaligned if n % 2 else tricky
+            agree(machines(), make(n, dtype), format, block, residual=residual, noise=noise)
+
+
+@pytest.mark.parametrize("format", ["int8", "int4", "e4m3", "sign"])
+def test_kernels_equal_the_definition_on_large_buckets(format):
+    for n in LARGE:
+        agree(machines()[:-2], tricky(n), format, 256, residual=True, noise=True)
+
+
+def decoded(x: Tensor, format: str, block: int, stream: philox.Stream | None = None) -> Tensor:
+    payload = torch.empty(payload_bytes(x.numel(), format, block), dtype=torch.uint8)
+    quantize(x, payload, format, block, stream=stream)
+    out = torch.empty_like(x, dtype=torch.float32)
+    dequantize(payload[None], out, format, block)
+    return out
+
+
+def nearest_values(format: str) -> Tensor:
+    """All values of a format's codes, by brute force."""
+    one = FORMATS[format]
+    if one.float8 is None:
+        return torch.arange(-one.top, one.top + 1)
+    values = torch.arange(256, dtype=torch.uint8).view(one.float8).to(torch.float32)
+    return values[values.isfinite()].unique()
+
+
+@pytest.mark.parametrize("format", [name for name in FORMATS if name != "sign"])
+def test_codes_are_the_nearest_ones(format):
+    block = 256
+    x = plain(4 * block).view(4, block)
+    values = nearest_values(format)
+    got = decoded(x.flatten(), format, block).view(4, block)
+    for row, decoded_row in zip(x, got, strict=True):
+        largest = row.abs().max()
+        scale = largest / FORMATS[format].top
+        if format.startswith("mx"):
+            exponent = torch.floor(torch.log2(largest)) - torch.floor(torch.log2(values.max()))
+            scale = 2.0**exponent
+        distance = (row[:, None] - values * scale).abs().amin(1)
+        error = (row - decoded_row).abs()
+        assert (error <= distance * (1 + 1e-5) + largest * 1e-6).all()
+
+
+def test_a_sign_decodes_to_the_mean_magnitude():
+    x = plain(1000)
+    got = decoded(x, "sign", 256)
+    for begin in range(0, 1000, 256):
+        part = slice(begin, begin + 256)
+        mean = x[part].abs().mean()
+        torch.testing.assert_close(got[part], torch.where(x[part] < 0, -mean, mean))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_is_left_completes_what_was_sent(format):
+    x, residual = plain(3000), plain(3000, seed=1)
+    left = torch.empty_like(x)
+    payload = torch.empty(payload_bytes(3000, format, 256), dtype=torch.uint8)
+    quantize(x, payload, format, 256, residual=residual, left=left)
+    out = torch.empty_like(x)
+    dequantize(payload[None], out, format, 256)
+    assert torch.equal(left, (x + residual) - out)  # not only almost: one rounding
+    in_place = residual.clone()
+    quantize(x, payload, format, 256, residual=in_place, left=in_place)
+    assert torch.equal(in_place, left)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_blocks_that_are_not_finite_or_tiny(format):
+    x = plain(8 * 256)
+    x[256] = float("nan")
+    x[512] = float("inf")
+    x[1023] = -float("inf")
+    x[1024:1280] *= 2.0**-130 / x[1024:1280].abs().max()
+    x[1280:1536] = 0.0
+    x[1536:1792] *= 3.4e38 / x[1536:1792].abs().max()
+    rows = decoded(x, format, 256).view(8, 256)
+    assert not rows[1:4].isfinite().any()
+    assert (rows[4:6] == 0).all()
+    assert rows[[0, 6, 7]].isfinite().all()
+    assert (rows[6] != 0).any()
+
+
+@pytest.mark.parametrize("format", ["int8", "int4", "int2", "e4m3", "e5m2"])
+def test_stochastic_rounding_is_unbiased(format):
+    x = plain(512)
+    draws = 2000
+    total = torch.zeros_like(x)
+    for step in range(draws):
+        total += decoded(x, format, 256, philox.Stream(7, torch.tensor(step)))
+    # Its neighbours among the values, and how often the upper one should come.
+    values = nearest_values(format)
+    scale = x.view(2, 256).abs().amax(1).repeat_interleave(256) / FORMATS[format].top
+    upper = torch.searchsorted(values, x / scale).clamp(1, len(values) - 1)
+    low, high = values[upper - 1] * scale, values[upper] * scale
+    share = ((x - low) / (high - low)).clamp(0, 1)
+    often = torch.minimum(share, 1 - share) * draws > 20  # enough for a normal distribution
+    deviation = (high - low) * (share * (1 - share) / draws).sqrt()
+    z = ((total / draws - x) / deviation)[often]
+    assert len(z) > 250
+    assert z.mean().abs() < 4 / len(z) ** 0.5
+    assert 0.85 < z.std() < 1.15
+    assert z.abs().max() < 5
+
+
+def test_random_bits_belong_to_places():
+    x, step = plain(2048), torch.tensor(1)
+    whole = decoded(x, "int4", 64, philox.Stream(5, step))
+    parts = [
+        decoded(part, "int4", 64, philox.Stream(5, step, first=begin))
+        for begin, part in ((0, x[:768]), (768, x[768:]))
+    ]
+    assert torch.equal(whole, torch.cat(parts))
+    for other in (
+        philox.Stream(6, step),
+        philox.Stream(5, torch.tensor(2)),
+        philox.Stream(5, step, number=1),
+        philox.Stream(5, step, first=256),
+    ):
+        assert not torch.equal(whole, decoded(x, "int4", 64, other))
+
+
+def test_philox_gives_the_known_answer():
+    # Random123's, for a counter and a key of zeros and 7 rounds.
+    words = philox._philox(torch.tensor([0]), seed=0, step=0, stream=0).flatten().tolist()
+    assert [f"{word:08x}" for word in words] == ["5f6fb709", "0d893f64", "4f121f81", "4f730a48"]
+
+
+def test_sizes_on_the_wire():
+    n = 2**20
+    assert payload_bytes(n, "int8", 256) * 8 / n <= 8.2
+    assert payload_bytes(n, "int4", 256) * 8 / n <= 4.2
+    assert payload_bytes(n, "sign", 2048) * 8 / n <= 1.05
+    assert payload_bytes(n, "mx_e4m3", 32) * 8 / n == 8.25
+    assert payload_bytes(0, "int8", 256) == 0
+    for format, n in itertools.product(FORMATS, (1, 33, 257, 5001)):
+        assert Payload(FORMATS[format], 256, n).bytes % 16 == 0
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_requantize_is_dequantize_then_quantize(format):
+    n = 5000
+    payloads = torch.empty(3, payload_bytes(n, format, 256), dtype=torch.uint8)
+    for rank in range(3):
+        quantize(plain(n, seed=rank), payloads[rank], format, 256)
+    total = torch.empty(n)
+    dequantize(payloads, total, format, 256, factor=1 / 3)
+    expected, got = torch.empty_like(payloads[0]), torch.empty_like(payloads[0])
+    stream = philox.Stream(1, torch.tensor(4))
+    quantize(total, expected, format, 256, stream=stream)
+    requantize(payloads, got, n, format, 256, factor=1 / 3, stream=stream)
+    assert torch.equal(expected, got)
+
+
+X = torch.zeros(100)
+OUT = torch.empty(payload_bytes(100, "int8", 32), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: quantize(X.double(), OUT, "int8", 32), TypeError, r"quantize\(x\): dtype"),
+        (lambda: quantize(X, OUT, "int3", 32), ValueError, "one of int8, int4"),
+        (lambda: quantize(X, OUT, "int2", 32), ValueError, "int2 takes one of 128, 256"),
+        (lambda: quantize(X, OUT, "int8", 48), ValueError, "takes one of 32, 64"),
+        (lambda: quantize(X, OUT[:-1], "int8", 32), ValueError, "144 bytes .* got 143"),
+        (lambda: quantize(X[::2], OUT, "int8", 32), ValueError, "contiguous"),
+        (lambda: quantize(X, OUT, "int8", 32, residual=X[1:]), ValueError, r"residual\): 100 ent"),
+        (lambda: quantize(X, OUT.int(), "int8", 32), TypeError, r"quantize\(payload\)"),
+        (lambda: dequantize(OUT, X, "int8", 32), ValueError, r"shape \(1 or more, bytes\)"),
+        (lambda: philox.Stream(1, torch.tensor(1), first=3), ValueError, "multiple of 256"),
+    ],
+)
+def test_wrong_arguments_are_named(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
