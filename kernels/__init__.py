@@ -1,5 +1,7 @@
 """Ops: numeric primitives of the schemes. The PyTorch definition of an op is its specification."""
 
+from ._op import implementations, use_kernels
+from .blockwise import FORMATS, dequantize, payload_bytes, quantize, requantize
 from .cast import scaled_cast
 from .finite import all_finite
 from .low_rank import (
@@ -10,14 +12,23 @@ from .low_rank import (
     subtract_low_rank,
     unit_rows,
 )
+from .philox import Stream
 
 __all__ = [
+    "FORMATS",
+    "Stream",
     "all_finite",
     "decode_low_rank",
+    "dequantize",
+    "implementations",
     "multiply_left",
     "multiply_right",
     "orthonormalize",
+    "payload_bytes",
+    "quantize",
+    "requantize",
     "scaled_cast",
     "subtract_low_rank",
     "unit_rows",
+    "use_kernels",
 ]

@@ -28,8 +28,6 @@ def _check_payload(caller: str, name: str, payload: Tensor, layout: Payload, lik
             f"{caller}({name}): {layout.bytes} bytes for {layout.n} entries, "
             f"got {payload.shape[-1]}; see payload_bytes"
         )
-    if payload.data_ptr() % ALIGNMENT:
-        raise ValueError(f"{caller}({name}): starts at a multiple of {ALIGNMENT} bytes")
 
 
 def quantize(
@@ -286,6 +284,12 @@ def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
     return _POINTER(_address(tensor))
 
 
+def _aligned(payload: Tensor) -> ctypes.c_void_p:
+    if payload.data_ptr() % ALIGNMENT:
+        raise ValueError(f"a payload on CUDA starts at a multiple of {ALIGNMENT} bytes")
+    return _aligned(payload)
+
+
 @quantize_op.kernel("cuda")
 def _quantize_cuda(
     x: Tensor,
@@ -308,7 +312,7 @@ def _quantize_cuda(
         (
             *(_pointer(x), _INT64(layout.n), _pointer(residual), _pointer(left), _pointer(step)),
             *(ctypes.c_uint64(seed), ctypes.c_uint32(stream), _INT64(first)),
-            *(_pointer(payload), _INT64(layout.codes_at), _INT64(layout.bytes)),
+            *(_aligned(payload), _INT64(layout.codes_at), _INT64(layout.bytes)),
         ),
     )
 
@@ -324,7 +328,7 @@ def _dequantize_cuda(
         out.device,
         layout.n // 256 + 1,
         (
-            *(_pointer(payloads), _INT64(layout.codes_at), _INT64(payloads.stride(0))),
+            *(_aligned(payloads), _INT64(layout.codes_at), _INT64(payloads.stride(0))),
             *(_INT(len(payloads)), _INT64(layout.n), _INT(block)),
             *(_FLOAT(factor), _INT(accumulate), _pointer(out)),
         ),
@@ -353,9 +357,9 @@ def _requantize_cuda(
         payloads.device,
         n // max(block, 256) + 1,
         (
-            *(_pointer(payloads), _INT64(payloads.stride(0)), _INT(len(payloads)), _FLOAT(factor)),
+            *(_aligned(payloads), _INT64(payloads.stride(0)), _INT(len(payloads)), _FLOAT(factor)),
             *(_INT64(n), _pointer(residual), _pointer(left), _pointer(step)),
             *(ctypes.c_uint64(seed), ctypes.c_uint32(stream), _INT64(first)),
-            *(_pointer(payload), _INT64(layout.codes_at), _INT64(layout.bytes)),
+            *(_aligned(payload), _INT64(layout.codes_at), _INT64(layout.bytes)),
         ),
     )

@@ -81,17 +81,20 @@ def launch_on(
 
 
 @contextmanager
-def emulated(names: dict[str, Sequence[str]], order: int = 0) -> Iterator[None]:
+def emulated(
+    names: dict[str, Sequence[str]], order: int = 0, flags: Sequence[str] = ()
+) -> Iterator[None]:
     """Within it, ``_cuda.launch`` runs kernels on tensors of the CPU, lanes in that order.
 
     Args:
         names: the kernels that may be launched, by file; they are compiled together.
+        flags: of g++.
     """
 
     def launch(
         source: str, name: str, device: torch.device, work: int, arguments: Sequence[Any]
     ) -> None:
-        library = build(KERNELS / source, names[source])
+        library = build(KERNELS / source, names[source], flags)
         library.emulator_order(order)
         launch_on(library, name, min(-(-work // 8), MOST_BLOCKS), 256, arguments)
 

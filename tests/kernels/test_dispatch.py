@@ -1,0 +1,120 @@
+"""Which implementation of an op runs, and that PyTorch's compiler accepts ops."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from unittest import mock
+
+import pytest
+import torch
+
+from commhooks.kernels import _cpu, _op, blockwise, implementations, use_kernels
+from commhooks.kernels.blockwise import dequantize, payload_bytes, quantize
+
+
+def quantized(x: torch.Tensor) -> torch.Tensor:
+    payload = torch.empty(payload_bytes(x.numel(), "int8", 256), dtype=torch.uint8)
+    quantize(x, payload, "int8", 256)
+    return payload
+
+
+def test_the_mode_decides():
+    with mock.patch.dict(blockwise.quantize_op.kernels, cpu=mock.Mock()) as kernels:
+        with use_kernels("definition"):
+            quantized(torch.randn(8))
+        kernels["cpu"].assert_not_called()
+        for mode in ("native", "auto"):
+            with use_kernels(mode):
+                quantized(torch.randn(8))
+        assert kernels["cpu"].call_count == 2
+
+
+def test_without_the_library_definitions_run_and_say_why():
+    x = torch.randn(600)
+    expected = quantized(x)
+    with mock.patch.object(_cpu, "_library", return_value=None):
+        assert torch.equal(quantized(x), expected)
+        assert "install g++" in implementations("cpu")["quantize"]
+        with use_kernels("native"), pytest.raises(RuntimeError, match=r"'native', but .*g\+\+"):
+            quantized(x)
+    assert implementations("cpu")["quantize"] == "kernel"
+
+
+def test_a_kernel_that_fails_is_not_replaced():
+    failing = mock.Mock(side_effect=RuntimeError("out of order"))
+    with (
+        mock.patch.dict(blockwise.quantize_op.kernels, cpu=failing),
+        pytest.raises(RuntimeError, match="out of order"),
+    ):
+        quantized(torch.randn(8))
+
+
+def test_a_device_without_a_kernel_is_an_error_if_kernels_are_asked_for():
+    with use_kernels("native"), pytest.raises(RuntimeError, match="no kernel for 'meta'"):
+        blockwise.quantize_op.implementation("meta")
+
+
+def test_the_environment_sets_the_mode():
+    program = "import commhooks.kernels as k; print(k.implementations('cpu')['quantize'])"
+    for mode, words in (("definition", "asked for"), ("auto", "kernel")):
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env={"COMMHOOKS_KERNELS": mode},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert words in done.stdout
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"COMMHOOKS_KERNELS": "fast"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "one of auto, definition, native, got 'fast'" in done.stderr
+
+
+def test_a_lesser_instruction_set_may_be_asked_for(monkeypatch):
+    monkeypatch.setenv("COMMHOOKS_CPU", "v9")
+    with pytest.raises(ValueError, match=r"COMMHOOKS_CPU is one of .* got 'v9'"):
+        _cpu.instruction_set.__wrapped__()
+
+
+STEP = torch.tensor(3)
+ARGUMENTS = {
+    "quantize": lambda: (
+        *(torch.randn(600), torch.zeros(payload_bytes(600, "int8", 256), dtype=torch.uint8)),
+        *("int8", 256, torch.randn(600), torch.zeros(600), STEP, 1, 0, 0),
+    ),
+    "dequantize": lambda: (
+        *(quantized(torch.randn(600))[None], torch.zeros(600), "int8", 256, 0.5, True),
+    ),
+    "requantize": lambda: (
+        *(quantized(torch.randn(600))[None], quantized(torch.randn(600)), 600, "int8", 256),
+        *(0.5, None, None, None, 0, 0, 0),
+    ),
+}
+
+
+def test_arguments_are_there_for_every_op():
+    assert sorted(ARGUMENTS) == sorted(_op._OPS)
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_opcheck(name):
+    torch.library.opcheck(getattr(torch.ops.commhooks, name).default, ARGUMENTS[name]())
+
+
+def test_compiled_code_calls_the_op():
+    def round_trip(x: torch.Tensor) -> torch.Tensor:
+        payload = torch.empty(payload_bytes(x.numel(), "int8", 256), dtype=torch.uint8)
+        quantize(x * 2, payload, "int8", 256)
+        out = torch.empty_like(x)
+        dequantize(payload[None], out, "int8", 256)
+        return out + 1
+
+    x = torch.randn(600)
+    compiled = torch.compile(round_trip, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), round_trip(x))
