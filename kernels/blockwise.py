@@ -287,7 +287,7 @@ def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
 def _aligned(payload: Tensor) -> ctypes.c_void_p:
     if payload.data_ptr() % ALIGNMENT:
         raise ValueError(f"a payload on CUDA starts at a multiple of {ALIGNMENT} bytes")
-    return _aligned(payload)
+    return _pointer(payload)
 
 
 @quantize_op.kernel("cuda")

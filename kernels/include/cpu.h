@@ -32,6 +32,22 @@ INLINE void store(BFloat16* out, const Floats (&row)[kVectors]) {
     narrow(bits, (u16*)out);
 }
 
+INLINE void store(Half* out, const Floats (&row)[kVectors], const u16* noise) {
+    Words bits[kVectors];
+    for (int v = 0; v < kVectors; ++v) bits[v] = to_half(row[v], widen(noise + v * kWidth));
+    narrow(bits, (u16*)out);
+}
+INLINE void store(BFloat16* out, const Floats (&row)[kVectors], const u16* noise) {
+    Words bits[kVectors];
+    for (int v = 0; v < kVectors; ++v) bits[v] = to_bfloat16(row[v], widen(noise + v * kWidth));
+    narrow(bits, (u16*)out);
+}
+
+// Rounds to the nearest number of a type.
+INLINE Floats rounded_to(float, Floats x) { return x; }
+INLINE Floats rounded_to(Half, Floats x) { return from_half(to_half(x)); }
+INLINE Floats rounded_to(BFloat16, Floats x) { return from_bfloat16(to_bfloat16(x)); }
+
 constexpr i64 kGroup = 256;  // entries that share 32 calls of Philox
 
 // Random half-words of the 256 entries of group `group`: philox() of 32 calls, in 64-bit lanes,

@@ -12,6 +12,12 @@ INLINE void store(float* out, float x) { *out = x; }
 INLINE void store(Half* out, float x) { out->bits = (u16)to_half(x); }
 INLINE void store(BFloat16* out, float x) { out->bits = (u16)to_bfloat16(x); }
 
+INLINE void store(Half* out, float x, u32 random) { out->bits = (u16)to_half(x, random); }
+INLINE void store(BFloat16* out, float x, u32 random) { out->bits = (u16)to_bfloat16(x, random); }
+INLINE float rounded_to(float, float x) { return x; }
+INLINE float rounded_to(Half, float x) { return from_half((u32)to_half(x)); }
+INLINE float rounded_to(BFloat16, float x) { return from_bfloat16((u32)to_bfloat16(x)); }
+
 INLINE int lane() { return (int)(threadIdx.x % kLanes); }
 // This warp among all of the grid, and how many there are.
 INLINE i64 warp() { return ((i64)blockIdx.x * blockDim.x + threadIdx.x) / kLanes; }

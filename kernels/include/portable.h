@@ -77,6 +77,12 @@ template <class V> INLINE auto to_bfloat16(V x) {
     auto rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
     return (bits & 0x7fffffffu) > kInfinity ? (bits & 0u) + 0x7fc0u : rounded;
 }
+// Stochastically: random bits are added below the last place, and what is below it is cut off.
+template <class V, class W> INLINE auto to_bfloat16(V x, W random) {
+    auto a = magnitude(x), sign = bits_of(x) >> 16 & 0x8000u;
+    auto beyond = a > kInfinity ? (a & 0u) + 0x7fc0u : (a & 0u) + 0x7f80u;
+    return sign | (a >= kInfinity ? beyond : (a + random) >> 16);
+}
 template <class W> INLINE auto from_half(W bits) {
     auto sign = (bits & 0x8000u) << 16, rest = bits & 0x7fffu;
     auto finite = (rest + (112u << 10)) << 13, infinite = (rest + (224u << 10)) << 13;
@@ -91,6 +97,15 @@ template <class V> INLINE auto to_half(V x) {
     auto finite = a < (113u << 23) ? denormal : normal;
     auto large = a > kInfinity ? (a & 0u) + 0x7e00u : (a & 0u) + 0x7c00u;
     return sign | (a >= 0x477ff000u ? large : finite);  // 65520 and above round to infinity
+}
+
+template <class V, class W> INLINE auto to_half(V x, W random) {
+    auto a = magnitude(x), sign = bits_of(x) >> 16 & 0x8000u;
+    auto normal = smaller((a - (112u << 23) + (random >> 3)) >> 13, 0x7c00u);
+    auto places = float_of(a) * 16777216.0f;  // 2^24, of which denormal numbers are multiples
+    auto denormal = bits_of(places + centred(random) + kRound) & 0x7ffu;
+    auto finite = a < (113u << 23) ? denormal : normal;
+    return sign | (a > kInfinity ? (a & 0u) + 0x7e00u : finite);
 }
 
 // 8-bit floats, saturating: E exponent bits, M mantissa bits, the largest value's code.

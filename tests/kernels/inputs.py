@@ -7,7 +7,8 @@ from torch import Tensor
 
 SIZES = (0, 1, 31, 32, 33, 255, 256, 257, 2049, 5000)
 LARGE = (2**20 - 1, 2**20 + 1)
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+CPP = {torch.float32: "float", torch.float16: "Half", torch.bfloat16: "BFloat16"}
+DTYPES = tuple(CPP)
 
 _SPECIAL = {
     "nan": [float("nan")],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from typing import Any
 
 import pytest
@@ -12,15 +13,15 @@ from torch import Tensor
 from commhooks.kernels import blockwise, philox
 from commhooks.kernels._blockwise_formats import Payload
 from commhooks.kernels.blockwise import FORMATS, dequantize, payload_bytes, quantize, requantize
-from tests.kernels.inputs import DTYPES, LARGE, SIZES, plain, same, tricky, unaligned
+from tests.kernels.inputs import CPP, DTYPES, LARGE, SIZES, plain, same, tricky, unaligned
 from tests.kernels.machines import machines, on
 
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048)
-CPP = {torch.float32: "float", torch.float16: "Half", torch.bfloat16: "BFloat16"}
 # (dtype, block) that are tried with every format.
 TRIED = (
     *((torch.float32, block) for block in BLOCKS),
     (torch.float16, 128),
+    (torch.float16, 256),
     (torch.bfloat16, 256),
 )
 KERNELS = {
@@ -267,3 +268,30 @@ OUT = torch.empty(payload_bytes(100, "int8", 32), dtype=torch.uint8)
 def test_wrong_arguments_are_named(call, error, words):
     with pytest.raises(error, match=words):
         call()
+
+
+def fuzz(run: Any, rng: random.Random) -> None:
+    """One random call of every op, on buffers that end where they must."""
+    format = rng.choice(list(FORMATS))
+    block = rng.choice([b for b in BLOCKS if b >= FORMATS[format].unit])
+    n = rng.choice([0, 1, rng.randrange(300), rng.randrange(5000)])
+    dtype = rng.choice(list(CPP)) if block == 256 else torch.float32
+    shift = rng.randrange(4)
+    x = (torch.randn(n + shift) * 10.0 ** rng.randrange(-44, 38)).to(dtype)[shift:]
+    if n and rng.random() < 0.3:
+        x[rng.randrange(n)] = rng.choice([float("nan"), float("inf"), -0.0])
+    kept = torch.randn(n) if rng.random() < 0.5 else None
+    left = torch.empty(n) if rng.random() < 0.5 else None
+    step = torch.tensor(rng.randrange(2**40)) if rng.random() < 0.5 else None
+    key = (step, rng.randrange(2**63), rng.randrange(2**31), 256 * rng.randrange(9))
+    payload = torch.empty(payload_bytes(n, format, block), dtype=torch.uint8)
+    run(blockwise.quantize_op, x, payload, format, block, kept, left, *key)
+    if n:
+        payloads = payload.repeat(rng.randrange(1, 5), 1)
+        payloads[-1] = torch.randint_like(payload, 256)  # any bytes
+        run(blockwise.dequantize_op, payloads, x, format, block, 0.5, rng.random() < 0.5)
+        if block == 256:
+            run(
+                blockwise.requantize_op,
+                *(payloads, payload, n, format, block, 0.5, kept, left, *key),
+            )

@@ -91,6 +91,7 @@ ARGUMENTS = {
     "dequantize": lambda: (
         *(quantized(torch.randn(600))[None], torch.zeros(600), "int8", 256, 0.5, True),
     ),
+    "cast": lambda: (torch.randn(600), torch.zeros(600).half(), 0.5, STEP, 1, 0, 0),
     "requantize": lambda: (
         *(quantized(torch.randn(600))[None], quantized(torch.randn(600)), 600, "int8", 256),
         *(0.5, None, None, None, 0, 0, 0),

@@ -7,10 +7,10 @@ import re
 import pytest
 
 from commhooks.kernels import _cuda
-from tests.kernels import test_blockwise
+from tests.kernels.fuzz import FAMILIES
 
 ARCHITECTURES = ("80", "90", "100")
-KERNELS = test_blockwise.KERNELS
+KERNELS = {name: found for one in FAMILIES for name, found in one.KERNELS.items()}
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Mapping
 from email.parser import Parser
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -29,9 +33,17 @@ assert commhooks.make("powersgd", rank=2).rounds == 2
 """
 
 
-def run(*command: str | Path, cwd: Path) -> str:
+def run(
+    *command: str | Path, cwd: Path, environment: Mapping[str, str] = MappingProxyType({})
+) -> str:
     done = subprocess.run(
-        list(map(str, command)), cwd=cwd, capture_output=True, text=True, timeout=100, check=False
+        list(map(str, command)),
+        env=os.environ | environment,
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
     )
     assert done.returncode == 0, f"{command}:\n{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -43,7 +55,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tree = tmp_path_factory.mktemp("source")
     for name in ("commhooks", "ddp_core", "kernels"):
         shutil.copytree(ROOT / name, tree / name, symlinks=True)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for built in tree.rglob("*.so"):
+        built.unlink()
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree / name)
     return tree
 
@@ -76,6 +90,32 @@ def test_a_wheel_holds_the_packages_and_no_tests(wheel: Path) -> None:
     for layer, folder in (("commhooks", "commhooks"), ("commhooks/kernels", "kernels")):
         sources = {f"{layer}/{path.name}" for path in (ROOT / folder).glob("*.py")}
         assert sources <= set(files)
+
+
+def test_a_wheel_serves_every_python_and_old_systems(wheel: Path, tmp_path: Path) -> None:
+    assert re.search(r"-py3-none-\w+\.whl$", wheel.name)
+    assert wheel.stat().st_size < 1_000_000
+    with zipfile.ZipFile(wheel) as archive:
+        library = archive.extract("commhooks/kernels/libcommhooks_kernels.so", tmp_path)
+        for name in ("blockwise.cu", "include/portable.h"):
+            assert f"commhooks/kernels/{name}" in archive.namelist()
+    symbols = run("nm", "--dynamic", "--undefined-only", library, cwd=tmp_path)
+    versions = [tuple(map(int, v.split("."))) for v in re.findall(r"GLIBC_([\d.]+)", symbols)]
+    assert max(versions) <= (2, 17)  # manylinux2014
+    assert "GLIBCXX" not in symbols
+    assert "CXXABI" not in symbols
+
+
+def test_without_a_compiler_it_installs_and_says_so(source: Path, tmp_path: Path) -> None:
+    tree = tmp_path / "source"
+    shutil.copytree(source, tree, symlinks=True, ignore=shutil.ignore_patterns("build", "*.so"))
+    nothing = {"CC": "no-such-compiler", "CXX": "no-such-compiler"}
+    options = ["--no-deps", "--no-build-isolation", "--target", tmp_path / "lib"]
+    run(*PIP, "install", *options, tree, cwd=tmp_path, environment=nothing)
+    assert not list((tmp_path / "lib").rglob("*.so"))
+    program = f"{SCRIPT}\nprint(commhooks.kernels.implementations('cpu')['quantize'])"
+    printed = run(sys.executable, "-c", program, tmp_path / "lib", ROOT, cwd=tmp_path)
+    assert "definition: the package was installed without its CPU kernels" in printed
 
 
 def test_metadata_states_versions_and_extras(wheel: Path) -> None:

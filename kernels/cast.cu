@@ -1,0 +1,32 @@
+// Casts on a GPU; the specification is in cast.py.
+#include "include/cuda.h"
+
+template <class S, class T>
+__global__ void cast(const S* x, i64 n, float scale, const i64* step, u64 seed, u32 stream, i64 first,
+                     T* out) {
+    // A warp has 256 entries: eight rows, whose loads are under way together.
+    for (i64 at = warp() * 256; at < n; at += warps() * 256) {
+        float rows[8];
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+            const i64 i = at + k * kLanes + lane();
+            rows[k] = i < n ? rounded_to(S{}, to_float(x[i]) * scale) : 0.0f;
+        }
+        u32 random[4] = {};
+        if (step)
+            philox(seed, (u64)((first + at) / 256) * kLanes + lane(), (u32)*step, stream, random[0],
+                   random[1], random[2], random[3]);
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+            const i64 i = at + k * kLanes + lane();
+            if (i >= n) continue;
+            if constexpr (sizeof(T) == 2) {
+                if (step) {
+                    store(out + i, rows[k], random[k / 2] >> (k % 2 * 16) & 0xffffu);
+                    continue;
+                }
+            }
+            store(out + i, rows[k]);
+        }
+    }
+}
