@@ -13,6 +13,7 @@ from .low_rank import (
     unit_rows,
 )
 from .philox import Stream
+from .sparse import scatter_add, top_k
 
 __all__ = [
     "FORMATS",
@@ -28,7 +29,9 @@ __all__ = [
     "quantize",
     "requantize",
     "scaled_cast",
+    "scatter_add",
     "subtract_low_rank",
+    "top_k",
     "unit_rows",
     "use_kernels",
 ]

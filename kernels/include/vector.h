@@ -90,25 +90,24 @@ INLINE void narrow(const Words (&row)[kVectors], u16* to) {
 #endif
 }
 
+// Sign bits of a vector.
+INLINE u32 mask_of(Words x) {
+#if defined(__AVX512F__)
+    return (u32)_mm512_movepi32_mask((__m512i)x);
+#elif defined(__AVX2__)
+    return (u32)_mm256_movemask_ps((__m256)x);
+#elif defined(__SSE2__)
+    return (u32)_mm_movemask_ps((__m128)x);
+#else
+    return x[0] >> 31 | x[1] >> 31 << 1 | x[2] >> 31 << 2 | x[3] >> 31 << 3;
+#endif
+}
 // Bit l: entry l of a row is negative; -0 and NaN are not.
 INLINE u32 negative(const Floats (&row)[kVectors]) {
     u32 word = 0;
-    for (int v = 0; v < kVectors; ++v) {
-#if defined(__AVX512F__)
-        u32 bits = _mm512_cmp_ps_mask((__m512)row[v], _mm512_setzero_ps(), _CMP_LT_OQ);
-#elif defined(__AVX2__)
-        u32 bits = (u32)_mm256_movemask_ps((__m256)(row[v] < 0.0f));
-#elif defined(__SSE2__)
-        u32 bits = (u32)_mm_movemask_ps((__m128)(row[v] < 0.0f));
-#else
-        u32 bits = 0;
-        for (int l = 0; l < kWidth; ++l) bits |= (u32)(row[v][l] < 0.0f) << l;
-#endif
-        word |= bits << (v * kWidth);
-    }
+    for (int v = 0; v < kVectors; ++v) word |= mask_of((Words)(row[v] < 0.0f)) << (v * kWidth);
     return word;
 }
-
 // The reverse: bits of the row's vector `v`, each in the sign bit of its word.
 INLINE Words signs(u32 word, int v) {
     Words shifts;

@@ -91,6 +91,13 @@ ARGUMENTS = {
     "dequantize": lambda: (
         *(quantized(torch.randn(600))[None], torch.zeros(600), "int8", 256, 0.5, True),
     ),
+    "top_k": lambda: (
+        *(torch.randn(600), 6, torch.zeros(6, dtype=torch.int32), torch.zeros(6)),
+        *(torch.randn(600), torch.zeros(600)),
+    ),
+    "scatter_add": lambda: (
+        *(torch.arange(6, dtype=torch.int32)[None], torch.randn(1, 6), torch.zeros(600), 0.5),
+    ),
     "cast": lambda: (torch.randn(600), torch.zeros(600).half(), 0.5, STEP, 1, 0, 0),
     "requantize": lambda: (
         *(quantized(torch.randn(600))[None], quantized(torch.randn(600)), 600, "int8", 256),

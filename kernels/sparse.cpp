@@ -1,0 +1,199 @@
+// Largest entries and scattered values on the CPU; the specification is in sparse.py.
+//
+// A threshold from a sample lets a little more than k entries through, one pass collects them, and
+// the k largest of these are taken. Where the sample misleads (constant, mostly zero or clustered
+// gradients) counting passes narrow the threshold down to one magnitude instead.
+#include <algorithm>
+
+#include "include/cpu.h"
+
+namespace {
+
+constexpr int kSample = 1 << 14;
+constexpr int kPivots = 7;
+
+typedef int Ints __attribute__((vector_size(4 * kWidth)));
+
+// Bits of a row: which magnitudes are at least `bound`. Both are below 2^31.
+u32 at_least(const Floats (&row)[kVectors], u32 bound) {
+    u32 word = 0;
+    for (int v = 0; v < kVectors; ++v) {
+        Ints there = (Ints)magnitude(row[v]) >= (Ints{} + (int)bound);
+        word |= mask_of((Words)there) << (v * kWidth);
+    }
+    return word;
+}
+
+template <class T> struct Entries {
+    const T* x;
+    const float* residual;
+    float* left;  // gets the sum, which is read from there afterwards
+    i64 n;
+
+    float one(i64 i) const {
+        T row[kWidth] = {x[i]};
+        float sums[kWidth];
+        store_as(sums, load(row));
+        return residual ? sums[0] + residual[i] : sums[0];
+    }
+
+    // Calls f(begin, row, valid lanes) for rows of 32; sums are written to `left` the first time.
+    template <bool FIRST, class F> __attribute__((always_inline)) void rows(F f) const {
+        for (i64 i = 0; i < n; i += kRow) {
+            Floats row[kVectors];
+            const int count = n - i < kRow ? (int)(n - i) : kRow;
+            if (count == kRow) {
+                for (int v = 0; v < kVectors; ++v) {
+                    const i64 j = i + v * kWidth;
+                    row[v] = !FIRST && left ? load(left + j) : load(x + j);
+                    if (FIRST && residual) row[v] += load(residual + j);
+                    if (FIRST && left) store_as(left + j, row[v]);
+                }
+            } else {
+                float some[kRow] = {};
+                for (int l = 0; l < count; ++l) {
+                    some[l] = !FIRST && left ? left[i + l] : one(i + l);
+                    if (FIRST && left) left[i + l] = some[l];
+                }
+                for (int v = 0; v < kVectors; ++v) row[v] = load(some + v * kWidth);
+            }
+            f(i, row, count == kRow ? ~0u : (1u << count) - 1);
+        }
+    }
+};
+
+struct Candidates {
+    int* indices;
+    float* values;
+    u32* scratch;
+    i64 room;
+    i64 found;
+};
+
+// The entries of magnitude `bound` and more; if they are too many, their number only.
+template <bool FIRST, class T> void collect(const Entries<T>& from, u32 bound, Candidates& to) {
+    i64 found = 0;
+    from.template rows<FIRST>([&](i64 begin, const Floats(&row)[kVectors], u32 valid) {
+        u32 word = at_least(row, bound) & valid;
+        if (!word) return;
+        float entries[kRow];
+        for (int v = 0; v < kVectors; ++v) store_as(entries + v * kWidth, row[v]);
+        if (found + kRow > to.room) {
+            found += __builtin_popcount(word);
+            if (found > to.room) return;
+            found -= __builtin_popcount(word);
+        }
+        for (; word; word &= word - 1) {
+            const int l = __builtin_ctz(word);
+            to.indices[found] = (int)begin + l;
+            to.values[found++] = entries[l];
+        }
+    });
+    to.found = found;
+}
+
+// How many entries have at least each of the magnitudes.
+template <class T> void count(const Entries<T>& from, const u32 (&bounds)[kPivots], i64 (&counts)[kPivots]) {
+    for (i64& one : counts) one = 0;
+    from.template rows<false>([&](i64, const Floats(&row)[kVectors], u32 valid) {
+        for (int p = 0; p < kPivots; ++p)
+            counts[p] += __builtin_popcount(at_least(row, bounds[p]) & valid);
+    });
+}
+
+// Where the taken entries go.
+struct Taken {
+    int* indices;
+    float* values;
+    float* left;
+    i64 ties;  // how many of the threshold's own magnitude are taken
+    i64 count;
+
+    void offer(int index, float value, u32 threshold) {
+        const u32 size = magnitude(value);
+        if (size < threshold || (size == threshold && ties-- <= 0)) return;
+        indices[count] = index;
+        values[count++] = value;
+        if (left) left[index] = 0.0f;
+    }
+};
+
+void take_candidates(const Candidates& from, i64 k, Taken& to) {
+    for (i64 i = 0; i < from.found; ++i) from.scratch[i] = magnitude(from.values[i]);
+    std::nth_element(from.scratch, from.scratch + (k - 1), from.scratch + from.found,
+                     [](u32 a, u32 b) { return a > b; });
+    const u32 threshold = from.scratch[k - 1];
+    i64 above = 0;
+    for (i64 i = 0; i < k; ++i) above += from.scratch[i] > threshold;
+    to.ties = k - above;
+    for (i64 i = 0; i < from.found; ++i) to.offer(from.indices[i], from.values[i], threshold);
+}
+
+// A bound that about k entries reach, and hardly ever fewer.
+template <class T> u32 bound_from_sample(const Entries<T>& from, i64 k, u32* scratch, i64 room) {
+    const i64 size = std::min<i64>({from.n, kSample, room});
+    const i64 stride = from.n / size;
+    for (i64 i = 0; i < size; ++i) scratch[i] = magnitude(from.one(i * stride));
+    const double rank = (double)k * (double)size / (double)from.n;
+    const i64 place = (i64)(rank + 4.0 * __builtin_sqrt(rank)) + 8;
+    if (place >= size) return 0;
+    std::nth_element(scratch, scratch + place, scratch + size, [](u32 a, u32 b) { return a > b; });
+    return scratch[place];
+}
+
+template <class T> void top_k(const Entries<T>& from, i64 k, Candidates some, Taken taken) {
+    u32 low = k ? bound_from_sample(from, k, some.scratch, some.room) : 0x7fffffffu;
+    u32 high = 0x80000000u;  // fewer than k entries reach it
+    collect<true>(from, low, some);
+    if (k == 0) return;
+    i64 above = 0;           // that reach `high`
+    const bool collected = some.found >= k && some.found <= some.room;
+    if (some.found < k) high = low, above = some.found, low = 0, some.found = from.n;
+    while (some.found > some.room && high - low > 1) {
+        u32 bounds[kPivots];
+        i64 counts[kPivots];
+        const u32 step = (high - low) / (kPivots + 1);
+        for (int p = 0; p < kPivots; ++p)
+            bounds[p] = step ? low + step * (u32)(p + 1) : std::min(low + 1 + (u32)p, high);
+        count(from, bounds, counts);
+        for (int p = 0; p < kPivots; ++p) {
+            if (counts[p] >= k) low = bounds[p], some.found = counts[p];
+            else if (bounds[p] < high) { high = bounds[p], above = counts[p]; break; }
+        }
+    }
+    if (some.found <= some.room) {
+        if (!collected) collect<false>(from, low, some);
+        take_candidates(some, k, taken);
+        return;
+    }
+    taken.ties = k - above;
+    from.template rows<false>([&](i64 begin, const Floats(&row)[kVectors], u32 valid) {
+        u32 word = at_least(row, low) & valid;
+        float entries[kRow];
+        for (int v = 0; v < kVectors; ++v) store_as(entries + v * kWidth, row[v]);
+        for (; word && taken.count < k; word &= word - 1) {
+            const int l = __builtin_ctz(word);
+            taken.offer((int)begin + l, entries[l], low);
+        }
+    });
+}
+
+}  // namespace
+
+EXPORT(top_k)(int dtype, const void* x, i64 n, i64 k, int* indices, float* values,
+              const float* residual, float* left, u32* scratch, i64 room) {
+    if (!n) return;
+    const Candidates some = {(int*)scratch, (float*)scratch + room, scratch + 2 * room, room, 0};
+    with_dtype(dtype, [&](auto number) {
+        const Entries<decltype(number)> from = {(const decltype(number)*)x, residual, left, n};
+        ::top_k(from, k, some, Taken{indices, values, left, 0, 0});
+    });
+}
+
+EXPORT(scatter_add)(const int* indices, const float* values, i64 count, float* out, i64 n,
+                    float factor, i64* outside) {
+    for (i64 i = 0; i < count; ++i) {
+        if ((u32)indices[i] >= (u64)n) ++*outside;
+        else out[indices[i]] += values[i] * factor;
+    }
+}

@@ -1,0 +1,145 @@
+"""Sparse ops: exact on ordinary and on hostile data, the same everywhere."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from commhooks.kernels import scatter_add, sparse, top_k
+from tests.kernels.inputs import CPP, DTYPES, LARGE, SIZES, plain, same, tricky, unaligned
+from tests.kernels.machines import machines, on
+
+KERNELS: dict[str, list[str]] = {}
+MACHINES = [machine for machine in machines() if not machine.startswith("cuda")]
+
+
+def outputs(run: Any, x: Tensor, k: int, *, residual: bool, left: bool) -> dict[str, Tensor]:
+    n = x.numel()
+    found = {"indices": torch.full((k,), -7, dtype=torch.int32), "values": torch.full((k,), 7.0)}
+    kept = plain(n, seed=1) if residual else None
+    rest = torch.full((n,), 5.0) if left else None
+    run(sparse.top_k_op, x, k, found["indices"], found["values"], kept, rest)
+    return found if rest is None else found | {"left": rest}
+
+
+def define(op: Any, *args: Any) -> None:
+    op.definition(*args)
+
+
+def agree(x: Tensor, k: int, **case: bool) -> None:
+    expected = outputs(define, x, k, **case)
+    for machine in MACHINES:
+        with on(machine, KERNELS) as run:
+            got = outputs(run, x, k, **case)
+        for name, value in expected.items():
+            assert same(value, got[name]), (machine, x.dtype, x.numel(), k, case, name)
+
+
+CASES = ({"residual": False, "left": False}, {"residual": False, "left": True})
+CASES += ({"residual": True, "left": True},)
+
+
+def test_kernels_equal_the_definition():
+    for dtype, n, case in itertools.product(DTYPES, SIZES, CASES):
+        for k in sorted({0, 1, n // 100, n // 2, n} & set(range(n + 1))):
+            agree((unaligned if n % 2 else tricky)(n, dtype), k, **case)
+
+
+HOSTILE = {
+    "zeros": lambda n: torch.zeros(n),
+    "constant": lambda n: torch.full((n,), -2.5),
+    "two values": lambda n: (torch.arange(n) % 2).float() + 1,
+    "almost all zero": lambda n: torch.zeros(n).index_fill_(0, torch.arange(0, n, 5000), 1.0),
+    "periodic": lambda n: (torch.arange(n) % 64).float(),
+    "sorted": lambda n: torch.arange(n).float(),
+    "clustered": lambda n: plain(n) * (torch.arange(n) < n // 50),
+    "heavy": lambda n: plain(n) ** 7,
+    "nan": lambda n: torch.full((n,), float("nan")),
+    "large, tricky": tricky,
+}
+
+
+@pytest.mark.parametrize("data", HOSTILE)
+def test_data_on_which_a_sample_misleads(data):
+    for n in (300_000, LARGE[0]):
+        for k in (1, n // 100, n // 3):
+            agree(HOSTILE[data](n), k, residual=False, left=True)
+
+
+def test_ties_are_taken_from_the_front():
+    indices, values = torch.empty(3, dtype=torch.int32), torch.empty(3)
+    top_k(torch.tensor([1.0, -2.0, 0.5, 1.0, -1.0, 1.0]), 3, indices, values)
+    assert indices.tolist() == [0, 1, 3]
+    assert values.tolist() == [1.0, -2.0, 1.0]
+
+
+def test_what_is_left_completes_what_was_taken():
+    x, residual = plain(5000), plain(5000, seed=1)
+    indices, values = torch.empty(50, dtype=torch.int32), torch.empty(50)
+    kept = residual.clone()
+    top_k(x, 50, indices, values, residual=kept, left=kept)
+    scatter_add(indices[None], values[None], kept)
+    assert torch.equal(kept, x + residual)
+
+
+def test_scatter_adds_in_order():
+    for machine in MACHINES:
+        indices = torch.stack([torch.randperm(1000)[:100] for _ in range(4)]).int()
+        values, expected = torch.randn(4, 100), torch.randn(1000)
+        got = expected.clone()
+        sparse.scatter_add_op.definition(indices, values, expected, 1 / 3)
+        with on(machine, KERNELS) as run:
+            run(sparse.scatter_add_op, indices, values, got, 1 / 3)
+        assert same(expected, got)
+
+
+@pytest.mark.parametrize("place", [-1, 10])
+def test_a_place_outside_is_an_error(place):
+    indices = torch.tensor([[1, place]], dtype=torch.int32)
+    for run in (scatter_add, lambda i, v, o: sparse.scatter_add_op.definition(i, v, o, 1.0)):
+        with pytest.raises(ValueError, match="places below 10"):
+            run(indices, torch.ones(1, 2), torch.zeros(10))
+
+
+def call(**changes: Any) -> None:
+    arguments = {
+        "x": torch.ones(10),
+        "k": 2,
+        "indices": torch.empty(2, dtype=torch.int32),
+        "values": torch.empty(2),
+    }
+    top_k(**(arguments | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"k": 11}, ValueError, r"\(k\): 0 to 10, got 11"),
+        ({"indices": torch.empty(2)}, TypeError, r"\(indices\): dtype"),
+        ({"values": torch.empty(3)}, ValueError, r"\(values\): 2 entries"),
+        ({"residual": torch.ones(10)}, ValueError, r"\(left\): needed"),
+        ({"x": torch.ones(10).int()}, TypeError, r"\(x\): dtype"),
+    ],
+)
+def test_wrong_arguments_are_named(changes, error, words):
+    with pytest.raises(error, match=words):
+        call(**changes)
+
+
+def fuzz(run: Any, rng: random.Random) -> None:
+    n = rng.choice([1, rng.randrange(1, 300), rng.randrange(1, 5000), 200_000])
+    k = rng.choice([0, 1, rng.randrange(n + 1), n])
+    dtype = rng.choice(list(CPP))
+    x = (torch.randn(n + 1) * 10.0 ** rng.randrange(-44, 38)).to(dtype)[1:]
+    if rng.random() < 0.3:
+        x = x.round()
+    left = torch.empty(n) if rng.random() < 0.7 else None
+    kept = torch.randn(n) if left is not None and rng.random() < 0.5 else None
+    indices, values = torch.empty(k, dtype=torch.int32), torch.empty(k)
+    run(sparse.top_k_op, x, k, indices, values, kept, left)
+    run(sparse.scatter_add_op, indices[None], values[None], torch.zeros(n), 0.5)
