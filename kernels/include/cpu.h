@@ -15,16 +15,32 @@ template <class F> static void with_dtype(int dtype, F f) {
 
 // Vectors of entries, whatever their type.
 INLINE Floats load(const float* x) { return load_as<Floats>(x); }
-INLINE Floats load(const Half* x) { return from_half(widen((const u16*)x)); }
+INLINE Floats load(const Half* x) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)x));
+#elif defined(__F16C__)
+    return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)x));
+#else
+    return from_half(widen((const u16*)x));
+#endif
+}
 INLINE Floats load(const BFloat16* x) { return from_bfloat16(widen((const u16*)x)); }
 
 INLINE void store(float* out, const Floats (&row)[kVectors]) {
     for (int v = 0; v < kVectors; ++v) store_as(out + v * kWidth, row[v]);
 }
 INLINE void store(Half* out, const Floats (&row)[kVectors]) {
+#if defined(__AVX512F__)
+    for (int v = 0; v < kVectors; ++v)
+        _mm256_storeu_si256((__m256i*)out + v, _mm512_cvtps_ph((__m512)row[v], _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__F16C__)
+    for (int v = 0; v < kVectors; ++v)
+        _mm_storeu_si128((__m128i*)out + v, _mm256_cvtps_ph((__m256)row[v], _MM_FROUND_TO_NEAREST_INT));
+#else
     Words bits[kVectors];
     for (int v = 0; v < kVectors; ++v) bits[v] = to_half(row[v]);
     narrow(bits, (u16*)out);
+#endif
 }
 INLINE void store(BFloat16* out, const Floats (&row)[kVectors]) {
     Words bits[kVectors];

@@ -1,0 +1,254 @@
+"""``python -m experiments.cpu_kernels``: every CPU kernel against a copy of the bucket.
+
+A bucket of 25 MiB of float32, one thread. A turn times a copy (memcpy) and then each way to run an
+op: the kernel, the definition in eager PyTorch and, with ``--compiled``, by torch.compile; where an
+installed package has the same op, that too. ``ratio`` is an op's time over the copy's in the same
+turn, the median of the turns with its quartiles. ``roofline`` is the share of the copy's speed that
+the kernel reaches, counting the bytes it must move; ``over definition`` how many times faster the
+kernel is. Instruction sets below the best of this processor run with ``--all-sets``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import matplotlib as mpl
+import pandas as pd
+import torch
+import typer
+from rich.progress import Progress
+
+from commhooks.kernels import _cpu, blockwise, cast, philox, sparse
+from commhooks.kernels.blockwise import payload_bytes
+
+ENTRIES = 25 * 2**20 // 4
+BLOCK = 1024
+COPIED = 8.0  # bytes per entry that a copy moves
+
+
+@dataclass(frozen=True)
+class Case:
+    """One op on one set of arguments.
+
+    Attributes:
+        bytes: per entry, that it must move.
+        run: calls the op as it is dispatched.
+        define: calls the definition.
+        rival: the same by another package, if one is there; its name and a call.
+    """
+
+    name: str
+    bytes: float
+    run: Callable[[], object]
+    define: Callable[[], object]
+    rival: tuple[str, Callable[[], object]] | None = None
+
+
+def _blockwise_cases(x: torch.Tensor) -> list[Case]:
+    residual, out = torch.randn(ENTRIES) * 0.1, torch.empty(ENTRIES)
+    step = torch.tensor(1)
+    cases = []
+    for name, block in (("int8", BLOCK), ("int4", BLOCK), ("e4m3", BLOCK), ("sign", BLOCK)):
+        size = payload_bytes(ENTRIES, name, block)
+        code = size / ENTRIES
+        payload = torch.empty(size, dtype=torch.uint8)
+        four = torch.empty(4, size, dtype=torch.uint8)
+
+        def encode(
+            *key: object,
+            payload: torch.Tensor = payload,
+            name: str = name,
+            residual: torch.Tensor | None = None,
+            definition: bool = False,
+        ) -> None:
+            op = blockwise.quantize_op
+            call = op.definition if definition else op
+            call(x, payload, name, BLOCK, residual, residual, *(key or philox.NO_STREAM))
+
+        def decode(payloads: torch.Tensor, name: str = name, definition: bool = False) -> None:
+            op = blockwise.dequantize_op
+            call = op.definition if definition else op
+            call(payloads, out, name, BLOCK, 1.0, False)
+
+        encode()
+        four[:] = payload
+        one = payload[None]
+        noise = (step, 1, 0, 0)
+        cases += [
+            Case(f"{name} encode", 4 + code, encode, lambda e=encode: e(definition=True)),
+            Case(
+                f"{name} encode, feedback",
+                12 + code,
+                lambda e=encode: e(residual=residual),
+                lambda e=encode: e(residual=residual, definition=True),
+            ),
+            Case(
+                f"{name} decode",
+                4 + code,
+                lambda d=decode, p=one: d(p),
+                lambda d=decode, p=one: d(p, definition=True),
+            ),
+            Case(
+                f"{name} decode + sum of 4",
+                4 + 4 * code,
+                lambda d=decode, p=four: d(p),
+                lambda d=decode, p=four: d(p, definition=True),
+            ),
+        ]
+        if name != "sign":
+            cases.append(
+                Case(
+                    f"{name} encode, stochastic",
+                    4 + code,
+                    lambda e=encode, n=noise: e(*n),
+                    lambda e=encode, n=noise: e(*n, definition=True),
+                )
+            )
+    return cases
+
+
+def _other_cases(x: torch.Tensor) -> list[Case]:
+    k = ENTRIES // 100
+    indices, values = torch.empty(k, dtype=torch.int32), torch.empty(k)
+    left = torch.zeros(ENTRIES)
+    cases = []
+    for narrow in (torch.bfloat16, torch.float16):
+        small = torch.empty(ENTRIES, dtype=narrow)
+        cases.append(
+            Case(
+                f"cast * 1/3, {str(narrow).removeprefix('torch.')}",
+                6,
+                lambda s=small: cast.cast_op(x, s, 1 / 3, *philox.NO_STREAM),
+                lambda s=small: cast.cast_op.definition(x, s, 1 / 3, *philox.NO_STREAM),
+                ("torch copy_, no scale", lambda s=small: s.copy_(x)),
+            )
+        )
+    for name, residual, rest, size in (
+        ("top-k 1 %", None, None, 4.08),
+        ("top-k 1 %, feedback", left, left, 12.08),
+    ):
+        cases.append(
+            Case(
+                name,
+                size,
+                lambda r=residual, s=rest: sparse.top_k_op(x, k, indices, values, r, s),
+                lambda r=residual, s=rest: sparse.top_k_op.definition(x, k, indices, values, r, s),
+                ("torch.topk", lambda: x.abs().topk(k)),
+            )
+        )
+    return cases
+
+
+def _turns(cases: list[Case], turns: int, compiled: bool, progress: Progress) -> pd.DataFrame:
+    x = torch.randn(ENTRIES)
+    other = torch.empty_like(x)
+    memcpy = ctypes.CDLL(None).memcpy
+    memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    rows = []
+    bar = progress.add_task("measuring", total=len(cases))
+    for case in cases:
+        progress.update(bar, description=case.name)
+        ways = {"kernel": case.run, "definition": case.define}
+        if compiled:
+            ways["compiled"] = torch.compile(case.define)
+        if case.rival is not None:
+            ways[case.rival[0]] = case.rival[1]
+        for call in ways.values():
+            call()
+        for turn in range(turns):
+            for way, call in ways.items():
+                if way != "kernel" and turn >= max(5, turns // 3):
+                    continue  # slow ones get fewer turns
+                begin = time.perf_counter()
+                memcpy(other.data_ptr(), x.data_ptr(), x.nbytes)
+                middle = time.perf_counter()
+                call()
+                end = time.perf_counter()
+                rows.append(
+                    {
+                        "op": case.name,
+                        "way": way,
+                        "ratio": (end - middle) / (middle - begin),
+                        "bytes": case.bytes,
+                    }
+                )
+        progress.advance(bar)
+    return pd.DataFrame(rows)
+
+
+def _summary(rows: pd.DataFrame) -> pd.DataFrame:
+    groups = rows.groupby(["op", "way"], sort=False)
+    table = groups.ratio.quantile([0.25, 0.5, 0.75]).unstack()
+    table.columns = pd.Index(["q1", "ratio", "q3"])
+    table["bytes"] = groups.bytes.first()
+    table["roofline"] = table["bytes"] / COPIED / table.ratio
+    kernel = table.ratio.xs("kernel", level="way")
+    table["kernel is faster by"] = table.ratio / kernel.reindex(table.index, level="op")
+    return table.reset_index()[
+        ["op", "way", "ratio", "q1", "q3", "bytes", "roofline", "kernel is faster by"]
+    ]
+
+
+def _draw(table: pd.DataFrame, path: Path) -> None:
+    mpl.use("agg")
+    import matplotlib.pyplot as plt
+
+    wide = table[table.way.isin(["kernel", "definition"])].pivot(
+        index="op", columns="way", values="ratio"
+    )
+    wide = wide.reindex(table.op.unique()[::-1])[["definition", "kernel"]]
+    figure, axes = plt.subplots(figsize=(8, 0.34 * len(wide) + 1.2), layout="constrained")
+    wide.plot.barh(ax=axes, logx=True, color=["#b0b7c3", "#3b6ea5"], width=0.75)
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.set_xlabel("time over that of a copy of the bucket (logarithmic)")
+    axes.set_ylabel("")
+    axes.legend(frameon=False, loc="lower right")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
+def main(
+    turns: Annotated[int, typer.Option(help="Turns per op.", min=5)] = 15,
+    compiled: Annotated[bool, typer.Option(help="The definitions by torch.compile too.")] = False,
+    all_sets: Annotated[bool, typer.Option(help="Every instruction set, in turn.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder of the table and the picture.")] = Path(
+        "results/cpu_kernels"
+    ),
+) -> None:
+    """Prints the ratios; 1 is a copy of the bucket."""
+    if reason := _cpu.missing():
+        sys.exit(f"experiments.cpu_kernels: {reason}")
+    best = _cpu.instruction_set()
+    if all_sets:
+        for name in _cpu.INSTRUCTION_SETS[1 : _cpu.INSTRUCTION_SETS.index(best)]:
+            command = [sys.executable, "-m", "experiments.cpu_kernels", "--turns", str(turns)]
+            subprocess.run(
+                [*command, "--out", str(out)],
+                env=os.environ | {"COMMHOOKS_CPU": name},
+                check=True,
+            )
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    x = torch.randn(ENTRIES)
+    with Progress() as progress:
+        cases = [*_blockwise_cases(x), *_other_cases(x)]
+        table = _summary(_turns(cases, turns, compiled, progress))
+    typer.echo(f"instruction set {best}")
+    typer.echo(table.to_string(index=False, float_format="{:.2f}".format))
+    out.mkdir(parents=True, exist_ok=True)
+    table.to_csv(out / f"{best}.csv", index=False)
+    _draw(table, out / f"{best}.png")
+    typer.echo(f"wrote {out / best}.csv and .png")
+
+
+if __name__ == "__main__":
+    typer.run(main)
