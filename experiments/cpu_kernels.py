@@ -210,7 +210,7 @@ def _draw(table: pd.DataFrame, path: Path) -> None:
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.set_xlabel("time over that of a copy of the bucket (logarithmic)")
     axes.set_ylabel("")
-    axes.legend(frameon=False, loc="lower right")
+    axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=100)
     plt.close(figure)

@@ -4,6 +4,7 @@ from ._op import implementations, use_kernels
 from .blockwise import FORMATS, dequantize, payload_bytes, quantize, requantize
 from .cast import scaled_cast
 from .finite import all_finite
+from .hadamard import hadamard
 from .low_rank import (
     decode_low_rank,
     multiply_left,
@@ -21,6 +22,7 @@ __all__ = [
     "all_finite",
     "decode_low_rank",
     "dequantize",
+    "hadamard",
     "implementations",
     "multiply_left",
     "multiply_right",

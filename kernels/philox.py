@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Random", "Stream", "centred", "half_words"]
+__all__ = ["SIGNS", "Random", "Stream", "centred", "half_words", "signs"]
+
+SIGNS = 4096  # entries that share 32 calls if each takes one bit
 
 _GROUP, _LANES = 256, 32  # entries that share calls, calls
 _MASK = 0xFFFFFFFF
@@ -70,6 +72,20 @@ def half_words(n: int, seed: int, step: int, stream: int, first: int = 0) -> Ten
     flat = halves.view(8, len(groups), _LANES).permute(1, 0, 2).reshape(-1)
     begin = first - groups.start * _GROUP
     return flat[begin : begin + n]
+
+
+def signs(n: int, seed: int, step: int, stream: int, first: int = 0) -> Tensor:
+    """1 or -1 for each of ``n`` entries, from global index ``first`` on, as float32.
+
+    Of every 4096 entries, entry i takes bit i // 32 % 128 of call i % 32.
+    """
+    groups = range(first // SIGNS, -(-(first + n) // SIGNS))
+    calls = torch.arange(groups.start * _LANES, groups.stop * _LANES, dtype=torch.int64)
+    words = _philox(calls, seed, step, stream).view(4, len(groups), 1, _LANES)
+    bits = words >> torch.arange(32).view(1, 1, 32, 1) & 1  # word, group, bit, call
+    flat = bits.permute(1, 0, 2, 3).reshape(-1)
+    begin = first - groups.start * SIGNS
+    return 1.0 - 2.0 * flat[begin : begin + n]
 
 
 def centred(half_words: Tensor) -> Tensor:

@@ -66,19 +66,17 @@ INLINE Floats rounded_to(BFloat16, Floats x) { return from_bfloat16(to_bfloat16(
 
 constexpr i64 kGroup = 256;  // entries that share 32 calls of Philox
 
-// Random half-words of the 256 entries of group `group`: philox() of 32 calls, in 64-bit lanes,
-// whose upper halves fill up with what nobody reads.
-static void fill_noise(const Random& random, i64 group, u16* noise) {
-    constexpr int kCalls = 32, kCount = kWidth / 2, kAll = kCalls / kCount;
-    constexpr int kAtOnce = kAll < 4 ? kAll : 4;
-    Lanes words[4][kAll];
+// philox() of the 32 calls from `call` on, in 64-bit lanes, whose upper halves fill up with what
+// nobody reads.
+constexpr int kCalls = 32, kLaneCount = kWidth / 2, kLaneVectors = kCalls / kLaneCount;
+static void fill_lanes(const Random& random, u64 call, Lanes (&words)[4][kLaneVectors]) {
+    constexpr int kAtOnce = kLaneVectors < 4 ? kLaneVectors : 4;
     const Lanes zero = {};
-    for (int begin = 0; begin < kAll; begin += kAtOnce) {
+    for (int begin = 0; begin < kLaneVectors; begin += kAtOnce) {
         Lanes a[kAtOnce], b[kAtOnce], c[kAtOnce], d[kAtOnce];
         for (int v = 0; v < kAtOnce; ++v) {
-            u64 call = (u64)group * kCalls + (u64)((begin + v) * kCount);
             a[v] = zero;
-            for (int l = 0; l < kCount; ++l) a[v][l] = call + (u64)l;
+            for (int l = 0; l < kLaneCount; ++l) a[v][l] = call + (u64)((begin + v) * kLaneCount + l);
             b[v] = a[v] >> 32;
             c[v] = zero + (u32)random.step;
             d[v] = zero + random.stream;
@@ -101,6 +99,12 @@ static void fill_noise(const Random& random, i64 group, u16* noise) {
             words[2][begin + v] = c[v], words[3][begin + v] = d[v];
         }
     }
+}
+
+// Random half-words of the 256 entries of group `group`.
+static void fill_noise(const Random& random, i64 group, u16* noise) {
+    Lanes words[4][kLaneVectors];
+    fill_lanes(random, (u64)group * kCalls, words);
     for (int word = 0; word < 4; ++word) {
         const u64* lanes = (const u64*)words[word];
         for (int l = 0; l < kCalls; ++l) {
@@ -108,4 +112,12 @@ static void fill_noise(const Random& random, i64 group, u16* noise) {
             noise[(2 * word + 1) * kCalls + l] = (u16)(lanes[l] >> 16);
         }
     }
+}
+
+// The words of all 32 calls of a group: random bits of its 4096 entries.
+static inline void fill_words(const Random& random, i64 group, u32 (&found)[4][kCalls]) {
+    Lanes words[4][kLaneVectors];
+    fill_lanes(random, (u64)group * kCalls, words);
+    for (int word = 0; word < 4; ++word)
+        for (int l = 0; l < kCalls; ++l) found[word][l] = (u32)((const u64*)words[word])[l];
 }

@@ -19,6 +19,9 @@ INLINE void philox_round(u32& a, u32& b, u32& c, u32& d, u32 key0, u32 key1) {
     c = f;
 }
 
+// One bit per entry. Of every 4096 entries, entry i takes bit i / 32 % 128 of call i % 32.
+constexpr i64 kSigns = 4096;
+
 constexpr int kRounds = 7;  // as few as pass all of BigCrush, by the paper; 10 is the usual margin
 
 // Four words of call `call`: words of entries with the same i % 32 among 256.

@@ -17,11 +17,11 @@ import torch
 
 from commhooks.kernels import _cpu
 from tests.emulator import runner
-from tests.kernels import test_blockwise, test_scaled_cast, test_sparse
+from tests.kernels import test_blockwise, test_hadamard, test_scaled_cast, test_sparse
 from tests.kernels.machines import Runner, _for_set
 
 # Each has `fuzz`, one random call of every op, and `KERNELS`, the CUDA kernels it may launch.
-FAMILIES: tuple[Any, ...] = (test_blockwise, test_scaled_cast, test_sparse)
+FAMILIES: tuple[Any, ...] = (test_blockwise, test_hadamard, test_scaled_cast, test_sparse)
 SEED, ROUNDS = 0, {"cpu": 400, "cuda": 120}
 FLAGS = {
     "base": [],

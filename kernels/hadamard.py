@@ -1,0 +1,118 @@
+"""The randomised Hadamard transform, in blocks: spreads every entry over its block."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from . import _cpu, _cuda, philox
+from ._op import check, op
+
+__all__ = ["hadamard"]
+
+BLOCKS = (32, 64, 128, 256, 512, 1024, 2048)
+
+
+def hadamard(
+    x: Tensor, out: Tensor, block: int, stream: philox.Stream, *, inverse: bool = False
+) -> None:
+    """Writes ``H D x / sqrt(block)`` of each block, or with ``inverse`` what undoes it.
+
+    H is the Hadamard matrix, D has random signs on its diagonal. Orthonormal; in its result the
+    entries of a block are close to a normal distribution, whatever they were. Kernels equal the
+    definition bit for bit: sums are taken in one order. Ailon and Chazelle, "The fast
+    Johnson-Lindenstrauss transform", 2009.
+
+    Args:
+        x: float32, contiguous, a multiple of ``block`` entries.
+        out: float32, as many. May be ``x``.
+        block: a power of two, 32 to 2048.
+        stream: the signs; ``first`` is a multiple of 4096.
+
+    Raises:
+        TypeError, ValueError: a tensor of another dtype, size or device; names the argument.
+    """
+    if block not in BLOCKS:
+        raise ValueError(f"hadamard(block): one of {', '.join(map(str, BLOCKS))}, got {block!r}")
+    check("hadamard", "x", x, like=x, dtypes=(torch.float32,))
+    if x.numel() % block:
+        raise ValueError(f"hadamard(x): a multiple of {block} entries, got {x.numel()}")
+    if stream.first % philox.SIGNS:
+        raise ValueError(
+            f"hadamard(stream): first is a multiple of {philox.SIGNS}, got {stream.first}"
+        )
+    check("hadamard", "out", out, like=x, dtypes=(torch.float32,), n=x.numel())
+    hadamard_op(x, out, block, inverse, *stream.arguments)
+
+
+@op(
+    "hadamard(Tensor x, Tensor(a!) out, int block, bool inverse, Tensor step, int seed, int stream,"
+    " int first) -> ()"
+)
+def hadamard_op(
+    x: Tensor,
+    out: Tensor,
+    block: int,
+    inverse: bool,
+    step: Tensor,
+    seed: int,
+    stream: int,
+    first: int,
+) -> None:
+    signs = philox.signs(x.numel(), seed, int(step), stream, first).to(x.device)
+    rows = (x.flatten() if inverse else x.flatten() * signs).view(-1, block)
+    distance = 1
+    while distance < block:
+        pairs = rows.view(len(rows), block // (2 * distance), 2, distance)
+        low, high = pairs[:, :, 0], pairs[:, :, 1]
+        rows = torch.stack([low + high, low - high], 2).view(-1, block)
+        distance *= 2
+    rows = rows * torch.tensor(block**-0.5, dtype=torch.float32)
+    out.view(-1).copy_(rows.view(-1) * signs if inverse else rows.view(-1))
+
+
+_POINTER, _INT, _INT64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
+_HADAMARD = (_POINTER, _INT64, _INT, ctypes.c_float, _INT, ctypes.POINTER(philox.Random), _POINTER)
+
+
+@hadamard_op.kernel("cpu")
+def _hadamard_cpu(
+    x: Tensor,
+    out: Tensor,
+    block: int,
+    inverse: bool,
+    step: Tensor,
+    seed: int,
+    stream: int,
+    first: int,
+) -> None:
+    random = philox.Random(seed, int(step), stream, first)
+    _cpu.function("hadamard", *_HADAMARD)(
+        *(x.data_ptr(), x.numel(), block, block**-0.5, inverse, random, out.data_ptr())
+    )
+
+
+@hadamard_op.kernel("cuda")
+def _hadamard_cuda(
+    x: Tensor,
+    out: Tensor,
+    block: int,
+    inverse: bool,
+    step: Tensor,
+    seed: int,
+    stream: int,
+    first: int,
+) -> None:
+    _cuda.launch(
+        "hadamard.cu",
+        f"hadamard<{block}>",
+        x.device,
+        x.numel() // max(block, 256) + 1,
+        (
+            *(_POINTER(x.data_ptr()), _INT64(x.numel()), ctypes.c_float(block**-0.5)),
+            *(_INT(inverse), _POINTER(step.data_ptr()), ctypes.c_uint64(seed)),
+            *(ctypes.c_uint32(stream), _INT64(first), _POINTER(out.data_ptr())),
+        ),
+    )
