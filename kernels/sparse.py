@@ -7,7 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from . import _cpu
+from . import _cpu, _cuda
 from ._op import check, op
 
 __all__ = ["scatter_add", "top_k"]
@@ -139,3 +139,62 @@ def _scatter_add_cpu(indices: Tensor, values: Tensor, out: Tensor, factor: float
     )
     if outside.value:
         raise ValueError(f"scatter_add(indices): places below {out.numel()}, got others")
+
+
+# CUDA kernels ---------------------------------------------------------------------------------
+
+_TILE, _SAMPLE, _WORK_BYTES = 2048, 8192, 4 * (8 + 3 * 2048)  # as in sparse.cu
+
+
+@top_k_op.kernel("cuda")
+def _top_k_cuda(
+    x: Tensor, k: int, indices: Tensor, values: Tensor, residual: Tensor | None, left: Tensor | None
+) -> None:
+    n = x.numel()
+    if k == 0:
+        top_k_op.definition(x, k, indices, values, residual, left)
+        return
+    size = min(n, _SAMPLE)
+    rank = k * size / n
+    place = int(rank + 4 * rank**0.5) + 8
+    room = min(_TILE, 4 * -(-place * _TILE // size) + 32)
+    tiles = -(-n // _TILE)
+    work = torch.empty(_WORK_BYTES + 4 * (3 + 2 * room) * tiles, dtype=torch.uint8, device=x.device)
+    t = _cuda.DTYPES[x.dtype]
+    source = (_POINTER(x.data_ptr()), _address(residual))
+    again = (source[0], _address(left), _INT64(n), _INT64(k))
+    memory = (_POINTER(work.data_ptr()), _INT(room))
+    result = (_POINTER(indices.data_ptr()), _POINTER(values.data_ptr()))
+
+    def launch(name: str, warps: int, *arguments: object) -> None:
+        _cuda.launch("sparse.cu", name, x.device, warps, arguments)
+
+    one_block = 1
+    launch(f"sample<{t}>", one_block, *source, *again[2:], _INT64(place), memory[0])
+    launch(f"collect<{t}>", tiles, *source, _address(left), _INT64(n), *memory)
+    for digit in range(3):
+        launch(f"histogram<{t}, {digit}>", tiles, *again, *memory)
+    launch(f"count<{t}>", tiles, *again, *memory)
+    launch("scan", one_block, _INT64(n), *memory)
+    launch(f"emit<{t}>", tiles, *again, *memory, *result)
+
+
+def _address(tensor: Tensor | None) -> ctypes.c_void_p:
+    return _POINTER(None if tensor is None else tensor.data_ptr())
+
+
+@scatter_add_op.kernel("cuda")
+def _scatter_add_cuda(indices: Tensor, values: Tensor, out: Tensor, factor: float) -> None:
+    """One launch per payload: sums are taken in their order. Places outside are left out."""
+    for places, entries in zip(indices, values.view(indices.shape), strict=True):
+        _cuda.launch(
+            "sparse.cu",
+            "scatter_add",
+            out.device,
+            -(-places.numel() // 32),
+            (
+                *(_POINTER(places.data_ptr()), _POINTER(entries.data_ptr())),
+                *(_INT64(places.numel()), ctypes.c_float(factor)),
+                *(_POINTER(out.data_ptr()), _INT64(out.numel())),
+            ),
+        )
