@@ -15,8 +15,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -26,135 +24,21 @@ import torch
 import typer
 from rich.progress import Progress
 
-from commhooks.kernels import _cpu, blockwise, cast, philox, sparse
-from commhooks.kernels.blockwise import payload_bytes
+from commhooks.kernels import _cpu
+from experiments.kernel_cases import COPIED, Case, cases
 
 ENTRIES = 25 * 2**20 // 4
 BLOCK = 1024
-COPIED = 8.0  # bytes per entry that a copy moves
 
 
-@dataclass(frozen=True)
-class Case:
-    """One op on one set of arguments.
-
-    Attributes:
-        bytes: per entry, that it must move.
-        run: calls the op as it is dispatched.
-        define: calls the definition.
-        rival: the same by another package, if one is there; its name and a call.
-    """
-
-    name: str
-    bytes: float
-    run: Callable[[], object]
-    define: Callable[[], object]
-    rival: tuple[str, Callable[[], object]] | None = None
-
-
-def _blockwise_cases(x: torch.Tensor) -> list[Case]:
-    residual, out = torch.randn(ENTRIES) * 0.1, torch.empty(ENTRIES)
-    step = torch.tensor(1)
-    cases = []
-    for name, block in (("int8", BLOCK), ("int4", BLOCK), ("e4m3", BLOCK), ("sign", BLOCK)):
-        size = payload_bytes(ENTRIES, name, block)
-        code = size / ENTRIES
-        payload = torch.empty(size, dtype=torch.uint8)
-        four = torch.empty(4, size, dtype=torch.uint8)
-
-        def encode(
-            *key: object,
-            payload: torch.Tensor = payload,
-            name: str = name,
-            residual: torch.Tensor | None = None,
-            definition: bool = False,
-        ) -> None:
-            op = blockwise.quantize_op
-            call = op.definition if definition else op
-            call(x, payload, name, BLOCK, residual, residual, *(key or philox.NO_STREAM))
-
-        def decode(payloads: torch.Tensor, name: str = name, definition: bool = False) -> None:
-            op = blockwise.dequantize_op
-            call = op.definition if definition else op
-            call(payloads, out, name, BLOCK, 1.0, False)
-
-        encode()
-        four[:] = payload
-        one = payload[None]
-        noise = (step, 1, 0, 0)
-        cases += [
-            Case(f"{name} encode", 4 + code, encode, lambda e=encode: e(definition=True)),
-            Case(
-                f"{name} encode, feedback",
-                12 + code,
-                lambda e=encode: e(residual=residual),
-                lambda e=encode: e(residual=residual, definition=True),
-            ),
-            Case(
-                f"{name} decode",
-                4 + code,
-                lambda d=decode, p=one: d(p),
-                lambda d=decode, p=one: d(p, definition=True),
-            ),
-            Case(
-                f"{name} decode + sum of 4",
-                4 + 4 * code,
-                lambda d=decode, p=four: d(p),
-                lambda d=decode, p=four: d(p, definition=True),
-            ),
-        ]
-        if name != "sign":
-            cases.append(
-                Case(
-                    f"{name} encode, stochastic",
-                    4 + code,
-                    lambda e=encode, n=noise: e(*n),
-                    lambda e=encode, n=noise: e(*n, definition=True),
-                )
-            )
-    return cases
-
-
-def _other_cases(x: torch.Tensor) -> list[Case]:
-    k = ENTRIES // 100
-    indices, values = torch.empty(k, dtype=torch.int32), torch.empty(k)
-    left = torch.zeros(ENTRIES)
-    cases = []
-    for narrow in (torch.bfloat16, torch.float16):
-        small = torch.empty(ENTRIES, dtype=narrow)
-        cases.append(
-            Case(
-                f"cast * 1/3, {str(narrow).removeprefix('torch.')}",
-                6,
-                lambda s=small: cast.cast_op(x, s, 1 / 3, *philox.NO_STREAM),
-                lambda s=small: cast.cast_op.definition(x, s, 1 / 3, *philox.NO_STREAM),
-                ("torch copy_, no scale", lambda s=small: s.copy_(x)),
-            )
-        )
-    for name, residual, rest, size in (
-        ("top-k 1 %", None, None, 4.08),
-        ("top-k 1 %, feedback", left, left, 12.08),
-    ):
-        cases.append(
-            Case(
-                name,
-                size,
-                lambda r=residual, s=rest: sparse.top_k_op(x, k, indices, values, r, s),
-                lambda r=residual, s=rest: sparse.top_k_op.definition(x, k, indices, values, r, s),
-                ("torch.topk", lambda: x.abs().topk(k)),
-            )
-        )
-    return cases
-
-
-def _turns(cases: list[Case], turns: int, compiled: bool, progress: Progress) -> pd.DataFrame:
+def _turns(found: list[Case], turns: int, compiled: bool, progress: Progress) -> pd.DataFrame:
     x = torch.randn(ENTRIES)
     other = torch.empty_like(x)
     memcpy = ctypes.CDLL(None).memcpy
     memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
     rows = []
-    bar = progress.add_task("measuring", total=len(cases))
-    for case in cases:
+    bar = progress.add_task("measuring", total=len(found))
+    for case in found:
         progress.update(bar, description=case.name)
         ways = {"kernel": case.run, "definition": case.define}
         if compiled:
@@ -240,8 +124,7 @@ def main(
     torch.manual_seed(0)
     x = torch.randn(ENTRIES)
     with Progress() as progress:
-        cases = [*_blockwise_cases(x), *_other_cases(x)]
-        table = _summary(_turns(cases, turns, compiled, progress))
+        table = _summary(_turns(cases(x, BLOCK), turns, compiled, progress))
     typer.echo(f"instruction set {best}")
     typer.echo(table.to_string(index=False, float_format="{:.2f}".format))
     out.mkdir(parents=True, exist_ok=True)

@@ -155,8 +155,7 @@ def quantize_op(
         c = c + residual
     noise = None
     if step is not None:
-        bits = philox.half_words(x.numel(), seed, int(step), stream, first)
-        noise = bits.to(x.device)
+        noise = philox.half_words(x.numel(), seed, int(step), stream, first, x.device)
     rest = definition.encode(c, payload, layout, noise)
     if left is not None:
         left.copy_(rest)

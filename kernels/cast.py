@@ -52,7 +52,7 @@ def cast_op(
 ) -> None:
     scaled = (x if scale == 1.0 else x * scale).view(out.shape)
     if step is not None:
-        noise = philox.half_words(x.numel(), seed, int(step), stream, first).to(x.device)
+        noise = philox.half_words(x.numel(), seed, int(step), stream, first, x.device)
         scaled = _stochastic(scaled, out.dtype, noise.view(out.shape).to(torch.int32))
     out.copy_(scaled)
 

@@ -61,7 +61,7 @@ def hadamard_op(
     stream: int,
     first: int,
 ) -> None:
-    signs = philox.signs(x.numel(), seed, int(step), stream, first).to(x.device)
+    signs = philox.signs(x.numel(), seed, int(step), stream, first, x.device)
     rows = (x.flatten() if inverse else x.flatten() * signs).view(-1, block)
     distance = 1
     while distance < block:
@@ -69,7 +69,7 @@ def hadamard_op(
         low, high = pairs[:, :, 0], pairs[:, :, 1]
         rows = torch.stack([low + high, low - high], 2).view(-1, block)
         distance *= 2
-    rows = rows * torch.tensor(block**-0.5, dtype=torch.float32)
+    rows = rows * torch.tensor(block**-0.5, dtype=torch.float32, device=x.device)
     out.view(-1).copy_(rows.view(-1) * signs if inverse else rows.view(-1))
 
 

@@ -12,6 +12,7 @@ __all__ = ["SIGNS", "Random", "Stream", "centred", "half_words", "signs"]
 
 SIGNS = 4096  # entries that share 32 calls if each takes one bit
 
+Device = torch.device | str
 _GROUP, _LANES = 256, 32  # entries that share calls, calls
 _MASK = 0xFFFFFFFF
 _ROUNDS = 7  # as few as pass all of BigCrush, by the paper; 10 is the usual margin
@@ -59,14 +60,16 @@ class Random(ctypes.Structure):
     )
 
 
-def half_words(n: int, seed: int, step: int, stream: int, first: int = 0) -> Tensor:
+def half_words(
+    n: int, seed: int, step: int, stream: int, first: int = 0, device: Device = "cpu"
+) -> Tensor:
     """16 random bits for each of ``n`` entries, from global index ``first`` on, as int64.
 
     Of every 256 entries, entry i takes half-word (i // 32) % 8 of call i % 32, so that lanes of a
     CUDA warp and of a CPU vector find their bits where they compute them.
     """
     groups = range(first // _GROUP, -(-(first + n) // _GROUP))
-    calls = torch.arange(groups.start * _LANES, groups.stop * _LANES, dtype=torch.int64)
+    calls = _calls(groups, device)
     words = _philox(calls, seed, step, stream)  # (4, groups * 32)
     halves = torch.stack([words & 0xFFFF, words >> 16], 1)  # (4, 2, groups * 32)
     flat = halves.view(8, len(groups), _LANES).permute(1, 0, 2).reshape(-1)
@@ -74,15 +77,17 @@ def half_words(n: int, seed: int, step: int, stream: int, first: int = 0) -> Ten
     return flat[begin : begin + n]
 
 
-def signs(n: int, seed: int, step: int, stream: int, first: int = 0) -> Tensor:
+def signs(
+    n: int, seed: int, step: int, stream: int, first: int = 0, device: Device = "cpu"
+) -> Tensor:
     """1 or -1 for each of ``n`` entries, from global index ``first`` on, as float32.
 
     Of every 4096 entries, entry i takes bit i // 32 % 128 of call i % 32.
     """
     groups = range(first // SIGNS, -(-(first + n) // SIGNS))
-    calls = torch.arange(groups.start * _LANES, groups.stop * _LANES, dtype=torch.int64)
+    calls = _calls(groups, device)
     words = _philox(calls, seed, step, stream).view(4, len(groups), 1, _LANES)
-    bits = words >> torch.arange(32).view(1, 1, 32, 1) & 1  # word, group, bit, call
+    bits = words >> torch.arange(32, device=device).view(1, 1, 32, 1) & 1  # word, group, bit, call
     flat = bits.permute(1, 0, 2, 3).reshape(-1)
     begin = first - groups.start * SIGNS
     return 1.0 - 2.0 * flat[begin : begin + n]
@@ -94,6 +99,10 @@ def centred(half_words: Tensor) -> Tensor:
     To add it and round to the nearest integer is to round stochastically.
     """
     return (2 * half_words - 65535).to(torch.float32) * (1 / 131072)
+
+
+def _calls(groups: range, device: Device) -> Tensor:
+    return torch.arange(groups.start * _LANES, groups.stop * _LANES, device=device)
 
 
 def _philox(calls: Tensor, seed: int, step: int, stream: int) -> Tensor:

@@ -1,7 +1,8 @@
 """Runs kernels on random arguments; a program of its own, started under sanitizers.
 
-``python -m tests.kernels.fuzz cpu`` or ``cuda``: the CPU kernels, or the CUDA ones on the emulator,
-both compiled with the address and undefined-behaviour sanitizers.
+``python -m tests.kernels.fuzz cpu`` or ``emulator``: the CPU kernels, or the CUDA ones on the
+emulator, both compiled with the address and undefined-behaviour sanitizers. ``gpu``: the CUDA
+kernels on a GPU, for compute-sanitizer.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ import torch
 from commhooks.kernels import _cpu
 from tests.emulator import runner
 from tests.kernels import test_blockwise, test_hadamard, test_scaled_cast, test_sparse
-from tests.kernels.machines import Runner, _for_set
+from tests.kernels.machines import GpuRunner, Runner, _for_set
 
 # Each has `fuzz`, one random call of every op, and `KERNELS`, the CUDA kernels it may launch.
 FAMILIES: tuple[Any, ...] = (test_blockwise, test_hadamard, test_scaled_cast, test_sparse)
-SEED, ROUNDS = 0, {"cpu": 400, "cuda": 120}
+SEED, ROUNDS = 0, {"cpu": 400, "emulator": 120, "gpu": 400}
 FLAGS = {
     "base": [],
     "v2": ["-march=x86-64-v2"],
@@ -46,22 +47,25 @@ def sanitized_library(instruction_set: str) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
-def main(device_type: str) -> None:
+def main(machine: str) -> None:
     rng = random.Random(SEED)
     torch.manual_seed(SEED)
-    if device_type == "cpu":
+    if machine == "cpu":
         best = _cpu.instruction_set()
         with (
             mock.patch.object(_cpu, "_library", return_value=sanitized_library(best)),
             mock.patch.object(_cpu, "function", _for_set(best)),
         ):
-            for _ in range(ROUNDS[device_type]):
+            for _ in range(ROUNDS[machine]):
                 rng.choice(FAMILIES).fuzz(Runner("cpu"), rng)
+    elif machine == "gpu":
+        for _ in range(ROUNDS[machine]):
+            rng.choice(FAMILIES).fuzz(GpuRunner("cuda"), rng)
     else:
         kernels = {name: found for one in FAMILIES for name, found in one.KERNELS.items()}
         with runner.emulated(kernels, flags=runner.SANITIZE):
-            for _ in range(ROUNDS[device_type]):
-                rng.choice([one for one in FAMILIES if one.KERNELS]).fuzz(Runner("cuda"), rng)
+            for _ in range(ROUNDS[machine]):
+                rng.choice(FAMILIES).fuzz(Runner("cuda"), rng)
 
 
 if __name__ == "__main__":

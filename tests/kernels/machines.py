@@ -1,4 +1,4 @@
-"""Where an op's kernels can run here: every instruction set of this CPU, the CUDA emulator."""
+"""Where an op's kernels can run here: this CPU's instruction sets, the CUDA emulator, a GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-from commhooks.kernels import _cpu
+import torch
+
+from commhooks.kernels import _cpu, _cuda
 from commhooks.kernels._op import Op
 from tests.emulator.runner import emulated
 
@@ -21,18 +23,31 @@ def instruction_sets() -> list[str]:
     return list(_cpu.INSTRUCTION_SETS[1 : best + 1]) or ["base"]
 
 
-def machines() -> list[str]:
-    return [*instruction_sets(), *(f"cuda, order {order}" for order in ORDERS)]
+def machines(*, orders: Sequence[int] = ORDERS) -> list[str]:
+    gpu = ["gpu"] if torch.cuda.is_available() and _cuda.missing() is None else []
+    return [*instruction_sets(), *(f"emulator, order {order}" for order in orders), *gpu]
 
 
 class Runner:
-    """Runs an op's kernel for one machine."""
+    """Runs an op's kernel on tensors of the CPU, which the emulator takes as well."""
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
 
     def __call__(self, op: Op, *args: Any) -> None:
         op.kernels[self.device_type](*args)
+
+
+class GpuRunner(Runner):
+    """Runs an op's kernel on copies on the GPU, and copies back what it wrote."""
+
+    def __call__(self, op: Op, *args: Any) -> None:
+        # One tensor that is given twice stays one.
+        copies = {id(one): one.cuda() for one in args if isinstance(one, torch.Tensor)}
+        super().__call__(op, *(copies.get(id(one), one) for one in args))
+        for one in args:
+            if isinstance(one, torch.Tensor):
+                one.copy_(copies[id(one)])
 
 
 @contextmanager
@@ -43,7 +58,9 @@ def on(machine: str, cuda_kernels: dict[str, Sequence[str]]) -> Iterator[Runner]
         cuda_kernels: kernels to compile for the emulator, by file.
     """
     with ExitStack() as stack:
-        if machine.startswith("cuda"):
+        if machine == "gpu":
+            yield GpuRunner("cuda")
+        elif machine.startswith("emulator"):
             stack.enter_context(emulated(cuda_kernels, int(machine.rpartition(" ")[2])))
             yield Runner("cuda")
         else:

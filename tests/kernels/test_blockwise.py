@@ -99,7 +99,7 @@ def test_kernels_equal_the_definition(format):
 @pytest.mark.parametrize("format", ["int8", "int4", "e4m3", "sign"])
 def test_kernels_equal_the_definition_on_large_buckets(format):
     for n in LARGE:
-        agree(machines()[:-2], tricky(n), format, 256, residual=True, noise=True)
+        agree(machines(orders=(0,)), tricky(n), format, 256, residual=True, noise=True)
 
 
 def decoded(x: Tensor, format: str, block: int, stream: philox.Stream | None = None) -> Tensor:

@@ -71,11 +71,11 @@ HOSTILE = {
 
 @pytest.mark.parametrize("data", HOSTILE)
 def test_data_on_which_a_sample_misleads(data):
-    cpu = [machine for machine in machines() if not machine.startswith("cuda")]
+    cpu = [machine for machine in machines() if not machine.startswith("emulator")]
     for n in (100_000, LARGE[0]):
         for k in (1, n // 100, n // 3):
             x = HOSTILE[data](n)
-            agree(cpu if n > 100_000 else machines()[:-2], x, k, residual=False, left=True)
+            agree(cpu if n > 100_000 else machines(orders=(0,)), x, k, residual=False, left=True)
 
 
 def test_ties_are_taken_from_the_front():

@@ -1,0 +1,155 @@
+"""``python -m experiments.gpu_kernels``: the CUDA kernels on a GPU, tested and timed.
+
+One command: runs the tests that use a device, compute-sanitizer over random calls if it is
+installed, and times every op against a copy of the same bucket. ``share`` is the bandwidth that an
+op reaches, counting the bytes it must move, over that of the copy; ``goal`` is what it should be.
+Large buckets (256 MiB) rotate, so that nothing is found in the cache; a bucket of 25 MiB, which
+fits there, is timed under the replay of a CUDA graph and reported apart.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import pandas as pd
+import torch
+import typer
+from rich.progress import Progress
+
+from commhooks.kernels import _cuda, use_kernels
+from experiments.kernel_cases import COPIED, Case, cases
+
+LARGE, SMALL = 256 * 2**20 // 4, 25 * 2**20 // 4  # entries
+ROTATING = 3  # buckets that take turns
+
+
+def _milliseconds(calls: list[Callable[[], Any]], repeats: int) -> float:
+    """Median time of a call; the calls take turns."""
+    for call in calls:
+        call()
+    times = []
+    for repeat in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        calls[repeat % len(calls)]()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times)
+
+
+def _replayed(call: Callable[[], Any], repeats: int) -> float:
+    """Median time of a call within a graph of ten."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(10):
+            call()
+    return _milliseconds([graph.replay], repeats) / 10
+
+
+def _row(case: Case, size: str, entries: int, copy: float, took: float) -> dict[str, Any]:
+    return {
+        "op": case.name,
+        "bucket": size,
+        "microseconds": took * 1e3,
+        "GB/s": case.bytes * entries / took / 1e6,
+        "share": case.bytes / COPIED * copy / took,
+        "goal": case.goal,
+    }
+
+
+def _measure(repeats: int) -> pd.DataFrame:
+    rows = []
+    buckets = [torch.randn(LARGE, device="cuda") for _ in range(ROTATING)]
+    targets = [torch.empty_like(one) for one in buckets]
+    pairs = zip(buckets, targets, strict=True)
+    copy = _milliseconds([lambda x=x, y=y: y.copy_(x) for x, y in pairs], repeats)
+    del targets
+    found = list(zip(*(cases(one) for one in buckets), strict=True))
+    with Progress() as progress:
+        bar = progress.add_task("256 MiB", total=len(found))
+        for same in found:
+            progress.update(bar, description=same[0].name)
+            took = _milliseconds([case.run for case in same], repeats)
+            row = _row(same[0], "256 MiB", LARGE, copy, took)
+            row["definition over kernel"] = _milliseconds([same[0].define], 5) / took
+            if same[0].rival is not None:
+                row["rival"], call = same[0].rival
+                row["rival over kernel"] = _milliseconds([call], 5) / took
+            rows.append(row)
+            progress.advance(bar)
+    del found, buckets
+    torch.cuda.empty_cache()
+    x = torch.randn(SMALL, device="cuda")
+    y = torch.empty_like(x)
+    copy = _replayed(lambda: y.copy_(x), repeats)
+    for case in cases(x):
+        rows.append(_row(case, "25 MiB, graph", SMALL, copy, _replayed(case.run, repeats)))
+    return pd.DataFrame(rows)
+
+
+def _checked(*command: str) -> str:
+    """The last line that a program prints; its end is part of the result, not of the study."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    typer.echo(done.stdout[-3000:] + done.stderr[-3000:])
+    lines = (done.stdout.strip() or done.stderr.strip() or "nothing printed").splitlines()
+    return f"exit {done.returncode}: {lines[-1]}"
+
+
+def _tests() -> dict[str, str]:
+    results = {
+        "tests": _checked(
+            *(sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider"),
+            *("tests/device", "tests/kernels"),
+        )
+    }
+    sanitizer = shutil.which("compute-sanitizer")
+    for tool in ("memcheck", "racecheck"):
+        results[tool] = "compute-sanitizer is not installed"
+        if sanitizer is not None:
+            fuzz = (sys.executable, "-m", "tests.kernels.fuzz", "gpu")
+            results[tool] = _checked(sanitizer, "--tool", tool, "--error-exitcode", "1", *fuzz)
+    return results
+
+
+def main(
+    repeats: Annotated[int, typer.Option(help="Timed calls per op.", min=10)] = 60,
+    tests: Annotated[bool, typer.Option(help="Run the tests first.")] = True,
+    out: Annotated[Path, typer.Option(help="Folder of what is written.")] = Path(
+        "results/gpu_kernels"
+    ),
+) -> None:
+    """Prints shares of a copy's bandwidth, and writes them with the versions used."""
+    if not torch.cuda.is_available():
+        sys.exit("experiments.gpu_kernels: torch sees no CUDA device")
+    if reason := _cuda.missing():
+        sys.exit(f"experiments.gpu_kernels: {reason}")
+    out.mkdir(parents=True, exist_ok=True)
+    facts = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "CUDA of torch": torch.version.cuda,
+        "NVRTC": ".".join(map(str, _cuda._nvrtc_version())),
+        "Python": platform.python_version(),
+        **(_tests() if tests else {}),
+    }
+    (out / "facts.json").write_text(json.dumps(facts, indent=2) + "\n")
+    with use_kernels("native"):
+        table = _measure(repeats)
+    typer.echo(table.to_string(index=False, float_format="{:.2f}".format))
+    table.to_csv(out / "gpu_kernels.csv", index=False)
+    typer.echo(f"wrote {out / 'gpu_kernels.csv'} and facts.json")
+
+
+if __name__ == "__main__":
+    typer.run(main)

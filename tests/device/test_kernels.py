@@ -1,0 +1,72 @@
+"""CUDA kernels on a device: under graph capture, on the current stream, without synchronising.
+
+That they equal their definitions is tested in tests/kernels, which takes a GPU if there is one.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from commhooks.kernels import _cuda, philox, top_k, use_kernels
+from commhooks.kernels.blockwise import payload_bytes, quantize
+from tests.kernels.inputs import plain
+
+pytestmark = [
+    pytest.mark.device,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+@pytest.fixture(autouse=True)
+def kernels_only():
+    assert _cuda.missing() is None
+    with use_kernels("native"):
+        yield
+
+
+def quantized(x: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+    payload = torch.empty(payload_bytes(x.numel(), "int4", 256), dtype=torch.uint8, device=x.device)
+    quantize(x, payload, "int4", 256, stream=philox.Stream(1, step))
+    return payload
+
+
+def test_a_captured_graph_draws_new_bits_at_every_replay():
+    x, step = plain(100_000).cuda(), torch.tensor(0, device="cuda")
+    quantized(x, step)  # compiled and loaded before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        payload = quantized(x, step)
+        step += 1
+    seen = []
+    for replay in range(3):
+        graph.replay()
+        seen.append(payload.cpu())
+        assert torch.equal(seen[-1], quantized(x.cpu(), torch.tensor(replay)))
+    assert not torch.equal(seen[0], seen[1])
+
+
+def test_kernels_run_on_the_current_stream():
+    x, side = torch.zeros(2**24, device="cuda"), torch.cuda.Stream()
+    quantized(x, torch.tensor(0, device="cuda"))
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(100_000_000)
+        x.fill_(1.0)
+        payload = quantized(x, torch.tensor(0, device="cuda"))
+    side.synchronize()
+    assert torch.equal(payload.cpu(), quantized(torch.ones(2**24), torch.tensor(0)))
+
+
+def test_nothing_synchronises():
+    x = plain(100_000).cuda()
+    indices, values = torch.empty(100, dtype=torch.int32).cuda(), torch.empty(100).cuda()
+    step = torch.tensor(0, device="cuda")
+    quantized(x, step)
+    top_k(x, 100, indices, values)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        quantized(x, step)
+        top_k(x, 100, indices, values)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
