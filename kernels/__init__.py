@@ -1,6 +1,6 @@
 """Ops: numeric primitives of the schemes. The PyTorch definition of an op is its specification."""
 
-from ._op import implementations, use_kernels
+from ._op import implementations, op, use_kernels
 from .blockwise import FORMATS, dequantize, payload_bytes, quantize, requantize
 from .cast import scaled_cast
 from .finite import all_finite
@@ -26,6 +26,7 @@ __all__ = [
     "implementations",
     "multiply_left",
     "multiply_right",
+    "op",
     "orthonormalize",
     "payload_bytes",
     "quantize",

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 __all__ = ["DTYPES", "Cubin", "CudaCompileError", "compile_cubin", "grid_for", "launch", "missing"]
 
@@ -76,6 +77,15 @@ def launch(
     stream = cupy.cuda.ExternalStream(torch.cuda.current_stream(device).cuda_stream)
     with cupy.cuda.Device(device.index or 0), stream:
         function((grid_for(work, device),), (_THREADS,), tuple(_as_cupy(one) for one in arguments))
+
+
+def argument(value: Tensor | float | None) -> Any:
+    """A value as kernels take it: a pointer, float, int64, or int for a bool."""
+    if value is None or isinstance(value, Tensor):
+        return ctypes.c_void_p(None if value is None else value.data_ptr())
+    if isinstance(value, bool):
+        return ctypes.c_int(value)
+    return ctypes.c_int64(value) if isinstance(value, int) else ctypes.c_float(value)
 
 
 def grid_for(work: int, device: torch.device) -> int:
@@ -141,7 +151,20 @@ def _folder() -> Path:
 
 def _texts(source: str) -> list[str]:
     headers = sorted((_folder() / "include").glob("*.h"))
-    return [path.read_text() for path in (_folder() / source, *headers)]
+    return [source_text(source), *(path.read_text() for path in headers)]
+
+
+_INLINE: dict[str, str] = {}  # source text by the name it was given
+
+
+def add_source(name: str, text: str) -> str:
+    """Keeps source text that lies in no file; its name stands for a file's then."""
+    _INLINE[name] = f'#include "include/cuda.h"\n#line 1 "{name}"\n{text}'
+    return name
+
+
+def source_text(source: str) -> str:
+    return _INLINE[source] if source in _INLINE else (_folder() / source).read_text()
 
 
 def compile_cubin(source: str, names: Sequence[str], architecture: str) -> Cubin:
@@ -155,7 +178,7 @@ def compile_cubin(source: str, names: Sequence[str], architecture: str) -> Cubin
     Raises:
         CudaCompileError: with NVRTC's log.
     """
-    return compile_text((_folder() / source).read_text(), source, names, architecture)
+    return compile_text(source_text(source), source, names, architecture)
 
 
 def compile_text(text: str, file: str, names: Sequence[str], architecture: str) -> Cubin:

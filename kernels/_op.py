@@ -110,9 +110,41 @@ class Op:
 _MISSING: dict[str, Callable[[], str | None]] = {"cpu": _cpu.missing, "cuda": _cuda.missing}
 
 
-def op(schema: str) -> Callable[[Callable[..., None]], Op]:
-    """Decorates the definition of an op; ``schema`` is torch.library's, without the namespace."""
-    return lambda definition: Op(schema, definition)
+def op(schema: str, *, cuda_source: str | None = None) -> Callable[[Callable[..., None]], Op]:
+    """Decorates the definition of an op.
+
+    Args:
+        schema: torch.library's, without the namespace: name, arguments, ``-> ()``. What is written
+            to is marked, as in ``Tensor(a!) out``.
+        cuda_source: CUDA C++ with a kernel of the op's name, as a template of one type, which is
+            that of the first tensor: ``float``, ``Half`` or ``BFloat16``. Its arguments are those
+            of the schema (pointers, ``float``, ``i64``, and ``int`` for a bool), and the number of
+            entries of the first tensor. ``kernels/include/cuda.h`` is included; a warp should
+            have about 256 entries: ``for (i64 at = warp() * 256; at < n; at += warps() * 256)``.
+
+    Example:
+        >>> @op("twice(Tensor x, Tensor(a!) out) -> ()", cuda_source=SOURCE)
+        ... def twice(x, out):
+        ...     out.copy_(2 * x)
+    """
+
+    def define(definition: Callable[..., None]) -> Op:
+        made = Op(schema, definition)
+        if cuda_source is not None:
+            file = _cuda.add_source(f"{made.name} (inline)", cuda_source)
+            made.kernels["cuda"] = _inline_kernel(made.name, file)
+        return made
+
+    return define
+
+
+def _inline_kernel(name: str, file: str) -> Callable[..., None]:
+    def run(x: Tensor, *args: Any) -> None:
+        n = x.numel()
+        arguments = [_cuda.argument(one) for one in (x, *args, n)]
+        _cuda.launch(file, f"{name}<{_cuda.DTYPES[x.dtype]}>", x.device, n // 256 + 1, arguments)
+
+    return run
 
 
 def implementations(device_type: str) -> dict[str, str]:

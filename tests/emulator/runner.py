@@ -33,6 +33,15 @@ def folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="emulated-"))
 
 
+def file_of(source: str) -> Path:
+    """The file of kernels; text that lies in none is written to one."""
+    path = KERNELS / source
+    if not path.exists():
+        path = folder() / f"{source.split()[0]}.cu"
+        path.write_text(_cuda.source_text(source))
+    return path
+
+
 def build(source: Path, names: Sequence[str], flags: Sequence[str] = ()) -> ctypes.CDLL:
     """A library with those kernels of the file."""
     table = "\n".join(
@@ -94,7 +103,7 @@ def emulated(
     def launch(
         source: str, name: str, device: torch.device, work: int, arguments: Sequence[Any]
     ) -> None:
-        library = build(KERNELS / source, names[source], flags)
+        library = build(file_of(source), names[source], flags)
         library.emulator_order(order)
         launch_on(library, name, min(-(-work // 8), MOST_BLOCKS), 256, arguments)
 
