@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commhooks.kernels import _op, blockwise, cast, philox, sparse
+from commhooks.kernels import _op, blockwise, cast, philox, random_k, sparse
 from commhooks.kernels.blockwise import payload_bytes
 from commhooks.kernels.hadamard import hadamard_op
 
@@ -66,6 +66,8 @@ def cases(x: Tensor, block: int = 1024) -> list[Case]:
     found.append(Case("Hadamard 1024", 8, 0.75, hadamard_op, (x, out, 1024, False, *noise)))
     k = x.numel() // 100
     taken = (torch.empty(k, dtype=torch.int32, device=x.device), torch.empty(k, device=x.device))
+    drawn = (taken[1], residual, residual, *noise[:3])
+    found.append(Case("random 1 %, feedback", 12.04, 0.6, random_k.gather_random_op, (x, *drawn)))
     topk = ("torch.topk", lambda: x.abs().topk(k))
     found += [
         Case("top-k 1 %", 4.08, 0.6, sparse.top_k_op, (x, k, *taken, None, None), topk),

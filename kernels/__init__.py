@@ -14,6 +14,7 @@ from .low_rank import (
     unit_rows,
 )
 from .philox import Stream
+from .random_k import gather_random, random_places, scatter_random
 from .sparse import scatter_add, top_k
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "all_finite",
     "decode_low_rank",
     "dequantize",
+    "gather_random",
     "hadamard",
     "implementations",
     "multiply_left",
@@ -30,9 +32,11 @@ __all__ = [
     "orthonormalize",
     "payload_bytes",
     "quantize",
+    "random_places",
     "requantize",
     "scaled_cast",
     "scatter_add",
+    "scatter_random",
     "subtract_low_rank",
     "top_k",
     "unit_rows",

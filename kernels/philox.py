@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["SIGNS", "Random", "Stream", "centred", "half_words", "signs"]
+__all__ = ["SIGNS", "Random", "Stream", "centred", "half_words", "signs", "words"]
 
 SIGNS = 4096  # entries that share 32 calls if each takes one bit
 
@@ -75,6 +75,12 @@ def half_words(
     flat = halves.view(8, len(groups), _LANES).permute(1, 0, 2).reshape(-1)
     begin = first - groups.start * _GROUP
     return flat[begin : begin + n]
+
+
+def words(n: int, seed: int, step: int, stream: int, device: Device = "cpu") -> Tensor:
+    """32 random bits for each of ``n``, as int64: word (i // 32) % 4 of call i % 32 of 128."""
+    calls = _calls(range(-(-n // 128)), device)
+    return _philox(calls, seed, step, stream).view(4, -1, _LANES).permute(1, 0, 2).reshape(-1)[:n]
 
 
 def signs(

@@ -34,3 +34,9 @@ INLINE void philox(u64 seed, u64 call, u32 step, u32 stream, u32& a, u32& b, u32
         key1 += 0xBB67AE85u;
     }
 }
+
+// The place that is drawn in stratum `j` of the `k` strata of `n` entries.
+INLINE i64 random_place(i64 j, i64 n, i64 k, u32 word) {
+    const i64 begin = j * n / k, end = (j + 1) * n / k;
+    return begin + (i64)((u64)word * (u64)(end - begin) >> 32);
+}

@@ -18,11 +18,23 @@ import torch
 
 from commhooks.kernels import _cpu
 from tests.emulator import runner
-from tests.kernels import test_blockwise, test_hadamard, test_scaled_cast, test_sparse
+from tests.kernels import (
+    test_blockwise,
+    test_hadamard,
+    test_random_k,
+    test_scaled_cast,
+    test_sparse,
+)
 from tests.kernels.machines import GpuRunner, Runner, _for_set
 
 # Each has `fuzz`, one random call of every op, and `KERNELS`, the CUDA kernels it may launch.
-FAMILIES: tuple[Any, ...] = (test_blockwise, test_hadamard, test_scaled_cast, test_sparse)
+FAMILIES: tuple[Any, ...] = (
+    test_blockwise,
+    test_hadamard,
+    test_random_k,
+    test_scaled_cast,
+    test_sparse,
+)
 SEED, ROUNDS = 0, {"cpu": 400, "emulator": 120, "gpu": 400}
 FLAGS = {
     "base": [],

@@ -99,6 +99,10 @@ ARGUMENTS = {
         *(torch.arange(6, dtype=torch.int32)[None], torch.randn(1, 6), torch.zeros(600), 0.5),
     ),
     "hadamard": lambda: (torch.randn(256), torch.zeros(256), 64, False, STEP, 1, 0, 0),
+    "gather_random": lambda: (
+        *(torch.randn(600), torch.zeros(6), torch.randn(600), torch.zeros(600), STEP, 1, 0),
+    ),
+    "scatter_random": lambda: (torch.randn(6), torch.zeros(600), 0.5, STEP, 1, 0),
     "cast": lambda: (torch.randn(600), torch.zeros(600).half(), 0.5, STEP, 1, 0, 0),
     "requantize": lambda: (
         *(quantized(torch.randn(600))[None], quantized(torch.randn(600)), 600, "int8", 256),

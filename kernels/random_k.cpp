@@ -1,0 +1,48 @@
+// Random entries on the CPU; the specification is in random_k.py.
+#include "include/cpu.h"
+
+namespace {
+
+// Calls f(stratum, place) for every stratum.
+template <class F> void for_places(i64 n, i64 k, const Random& random, F f) {
+    u32 words[4][kCalls];
+    for (i64 at = 0; at < k; at += 4 * kCalls) {
+        fill_words(random, at / (4 * kCalls), words);
+        const i64 end = k - at < 4 * kCalls ? k - at : 4 * kCalls;
+        for (i64 i = 0; i < end; ++i)
+            f(at + i, random_place(at + i, n, k, words[i / kCalls][i % kCalls]));
+    }
+}
+
+template <class T> float one(const T* x) {
+    T some[kWidth] = {*x};
+    return load(some)[0];
+}
+
+}  // namespace
+
+EXPORT(gather_random)(int dtype, const void* x, i64 n, const float* residual, float* left,
+                      const Random* random, float* values, i64 k) {
+    with_dtype(dtype, [&](auto number) {
+        const auto* entries = (const decltype(number)*)x;
+        if (left) {
+            i64 i = 0;
+            for (; i + kWidth <= n; i += kWidth) {
+                Floats sum = load(entries + i);
+                if (residual) sum += load(residual + i);
+                store_as(left + i, sum);
+            }
+            for (; i < n; ++i) left[i] = residual ? one(entries + i) + residual[i] : one(entries + i);
+        }
+        for_places(n, k, *random, [&](i64 j, i64 place) {
+            values[j] = left ? left[place] : one(entries + place);
+            if (left) left[place] = 0.0f;
+        });
+    });
+}
+
+EXPORT(scatter_random)(const float* values, i64 k, float factor, const Random* random, float* out,
+                       i64 n) {
+    __builtin_memset(out, 0, (unsigned long)n * 4);
+    for_places(n, k, *random, [&](i64 j, i64 place) { out[place] = values[j] * factor; });
+}

@@ -1,0 +1,200 @@
+"""Random entries by a shared counter: every rank finds the same places, and none is sent.
+
+Of k strata of the bucket, as equal as can be, each gives one entry, drawn uniformly. Places ascend
+and are all different, and every entry of a stratum of length L is taken with probability 1/L.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from . import _cpu, _cuda, philox
+from ._op import check, op
+
+__all__ = ["gather_random", "random_places", "scatter_random"]
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def random_places(
+    n: int, k: int, seed: int, step: int, stream: int, device: torch.device | str = "cpu"
+) -> Tensor:
+    """The places of ``k`` entries of ``n``, int64, ascending: the specification of the draw.
+
+    Stratum j begins at floor(j n / k). Word (j // 32) % 4 of call j % 32 of every 128 strata, times
+    the stratum's length over 2^32, is the place in it.
+    """
+    j = torch.arange(k, device=device)
+    begin, end = j * n // max(k, 1), (j + 1) * n // max(k, 1)
+    words = philox.words(k, seed, step, stream, device)
+    return begin + (words * (end - begin) >> 32)
+
+
+def gather_random(
+    x: Tensor,
+    values: Tensor,
+    stream: philox.Stream,
+    *,
+    residual: Tensor | None = None,
+    left: Tensor | None = None,
+) -> None:
+    """Writes random entries of ``x``, or of ``x + residual``; as many as ``values`` has.
+
+    Args:
+        x: float32, float16 or bfloat16, contiguous, fewer than 2^31 entries.
+        values: float32, ``k`` of them, at most as many as ``x``.
+        stream: the same on all ranks; ``first`` is 0.
+        residual: float32, as many entries as ``x``; needs ``left``.
+        left: float32, as many; gets all entries that were not taken, and zeros where they were.
+            May be ``residual``.
+
+    Raises:
+        TypeError, ValueError: a tensor of another dtype, size or device; names the argument.
+    """
+    n, k = x.numel(), values.numel()
+    check("gather_random", "x", x, like=x, dtypes=_DTYPES)
+    check("gather_random", "values", values, like=x, dtypes=(torch.float32,))
+    _check_sizes("gather_random", n, k, stream)
+    if residual is not None and left is None:
+        raise ValueError("gather_random(left): needed with a residual")
+    for name, tensor in (("residual", residual), ("left", left)):
+        if tensor is not None:
+            check("gather_random", name, tensor, like=x, dtypes=(torch.float32,), n=n)
+    gather_random_op(x, values, residual, left, *stream.arguments[:3])
+
+
+def scatter_random(
+    values: Tensor, out: Tensor, stream: philox.Stream, *, factor: float = 1.0
+) -> None:
+    """Writes ``values * factor`` to the places that ``gather_random`` took them from, and zeros.
+
+    Args:
+        values: float32.
+        out: float32, as many entries as ``x`` had.
+        stream: as for ``gather_random``.
+        factor: ``out.numel() / values.numel()`` makes the result unbiased if the first is a
+            multiple of the second.
+    """
+    check("scatter_random", "values", values, like=out, dtypes=(torch.float32,))
+    check("scatter_random", "out", out, like=out, dtypes=(torch.float32,))
+    _check_sizes("scatter_random", out.numel(), values.numel(), stream)
+    scatter_random_op(values, out, factor, *stream.arguments[:3])
+
+
+def _check_sizes(caller: str, n: int, k: int, stream: philox.Stream) -> None:
+    if k > n:
+        raise ValueError(f"{caller}(values): at most {n} entries, got {k}")
+    if n >= 2**31:
+        raise ValueError(f"{caller}: fewer than 2^31 entries, got {n}")
+    if stream.first:
+        raise ValueError(f"{caller}(stream): first is 0, got {stream.first}")
+
+
+@op(
+    "gather_random(Tensor x, Tensor(a!) values, Tensor? residual, Tensor(b!)? left, Tensor step,"
+    " int seed, int stream) -> ()"
+)
+def gather_random_op(
+    x: Tensor,
+    values: Tensor,
+    residual: Tensor | None,
+    left: Tensor | None,
+    step: Tensor,
+    seed: int,
+    stream: int,
+) -> None:
+    c = x.to(torch.float32).flatten()
+    if residual is not None:
+        c = c + residual.flatten()
+    places = random_places(x.numel(), values.numel(), seed, int(step), stream, x.device)
+    values.view(-1).copy_(c[places])
+    if left is not None:
+        left.view(-1).copy_(c)
+        left.view(-1)[places] = 0.0
+
+
+@op(
+    "scatter_random(Tensor values, Tensor(a!) out, float factor, Tensor step, int seed, int stream)"
+    " -> ()"
+)
+def scatter_random_op(
+    values: Tensor, out: Tensor, factor: float, step: Tensor, seed: int, stream: int
+) -> None:
+    places = random_places(out.numel(), values.numel(), seed, int(step), stream, out.device)
+    out.zero_()
+    out.view(-1)[places] = values.flatten() * factor
+
+
+_POINTER, _INT, _INT64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
+_RANDOM = ctypes.POINTER(philox.Random)
+_GATHER = (_INT, _POINTER, _INT64, _POINTER, _POINTER, _RANDOM, _POINTER, _INT64)
+_SCATTER = (_POINTER, _INT64, ctypes.c_float, _RANDOM, _POINTER, _INT64)
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+@gather_random_op.kernel("cpu")
+def _gather_random_cpu(
+    x: Tensor,
+    values: Tensor,
+    residual: Tensor | None,
+    left: Tensor | None,
+    step: Tensor,
+    seed: int,
+    stream: int,
+) -> None:
+    _cpu.function("gather_random", *_GATHER)(
+        *(_cpu.DTYPES[x.dtype], x.data_ptr(), x.numel(), _address(residual), _address(left)),
+        *(philox.Random(seed, int(step), stream, 0), values.data_ptr(), values.numel()),
+    )
+
+
+@scatter_random_op.kernel("cpu")
+def _scatter_random_cpu(
+    values: Tensor, out: Tensor, factor: float, step: Tensor, seed: int, stream: int
+) -> None:
+    _cpu.function("scatter_random", *_SCATTER)(
+        *(values.data_ptr(), values.numel(), factor, philox.Random(seed, int(step), stream, 0)),
+        *(out.data_ptr(), out.numel()),
+    )
+
+
+@gather_random_op.kernel("cuda")
+def _gather_random_cuda(
+    x: Tensor,
+    values: Tensor,
+    residual: Tensor | None,
+    left: Tensor | None,
+    step: Tensor,
+    seed: int,
+    stream: int,
+) -> None:
+    """The sum goes to ``left`` first, as far as it is asked for; then the drawn places are read."""
+    t, n = _cuda.DTYPES[x.dtype], x.numel()
+    kept = [_cuda.argument(one) for one in (x, n, residual, left)]
+    if left is not None:
+        _cuda.launch("random_k.cu", f"add<{t}>", x.device, n // 256 + 1, kept)
+    key = (_cuda.argument(step), ctypes.c_uint64(seed), ctypes.c_uint32(stream))
+    taken = (_cuda.argument(values), _INT64(values.numel()))
+    arguments = (kept[0], kept[1], kept[3], *key, *taken)
+    warps = values.numel() // 128 + 1
+    _cuda.launch("random_k.cu", f"gather_random<{t}>", x.device, warps, arguments)
+
+
+@scatter_random_op.kernel("cuda")
+def _scatter_random_cuda(
+    values: Tensor, out: Tensor, factor: float, step: Tensor, seed: int, stream: int
+) -> None:
+    out.zero_()
+    arguments = (
+        *(_cuda.argument(one) for one in (values, values.numel(), factor, step)),
+        *(ctypes.c_uint64(seed), ctypes.c_uint32(stream)),
+        *(_cuda.argument(out), _INT64(out.numel())),
+    )
+    warps = values.numel() // 128 + 1
+    _cuda.launch("random_k.cu", "scatter_random", out.device, warps, arguments)

@@ -1,0 +1,109 @@
+"""Random entries by a shared counter: all implementations agree, places are what they should be."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from commhooks.kernels import gather_random, philox, random_k, random_places, scatter_random
+from tests.kernels.inputs import CPP, DTYPES, LARGE, SIZES, plain, same, tricky, unaligned
+from tests.kernels.machines import machines, on
+
+KERNELS = {
+    "random_k.cu": [
+        *(f"{name}<{t}>" for name in ("add", "gather_random") for t in CPP.values()),
+        "scatter_random",
+    ]
+}
+KEY = (torch.tensor(5), 2**45 + 3, 7)
+
+
+def test_kernels_equal_the_definition():
+    for machine in machines():
+        with on(machine, KERNELS) as run:
+            for dtype in DTYPES:
+                for n in (*SIZES, LARGE[0] if "emulator" not in machine else 7000):
+                    for k in sorted({0, 1, n // 7, n} & set(range(n + 1))):
+                        agree(run, (unaligned if n % 2 else tricky)(n, dtype), k, machine)
+
+
+def agree(run: Any, x: torch.Tensor, k: int, machine: str) -> None:
+    n = x.numel()
+    for kept, rest in ((False, False), (False, True), (True, True)):
+        expected, got = torch.empty(2, k)
+        residual = plain(n, seed=1) if kept else None
+        lefts = [torch.full((n,), 7.0) if rest else None for _ in range(2)]
+        random_k.gather_random_op.definition(x, expected, residual, lefts[0], *KEY)
+        run(random_k.gather_random_op, x, got, residual, lefts[1], *KEY)
+        assert same(expected, got), (machine, x.dtype, n, k)
+        if rest:
+            assert same(*lefts), (machine, x.dtype, n, k)
+    outs = torch.full((2, n), 7.0)
+    random_k.scatter_random_op.definition(expected, outs[0], 1 / 3, *KEY)
+    run(random_k.scatter_random_op, expected, outs[1], 1 / 3, *KEY)
+    assert same(*outs), (machine, n, k)
+
+
+@pytest.mark.parametrize(("n", "k"), [(1000, 10), (1000, 999), (1000, 1000), (17, 3), (2**20, 999)])
+def test_places_ascend_one_in_each_stratum(n, k):
+    places = random_places(n, k, 1, 2, 3)
+    begins = torch.arange(k) * n // k
+    assert (begins <= places).all()
+    assert (places < torch.arange(1, k + 1) * n // k).all()
+    assert (places.diff() > 0).all()
+
+
+def test_every_place_is_as_likely():
+    n, k, draws = 60, 6, 4000
+    counts = torch.zeros(n)
+    for step in range(draws):
+        counts[random_places(n, k, 1, step, 0)] += 1
+    expected = draws * k / n
+    chi_squared = ((counts - expected) ** 2 / expected).sum()
+    assert chi_squared < 110  # 54 degrees of freedom: once in 100,000
+
+
+def test_gather_and_scatter_complete_each_other():
+    x, residual = plain(5000), plain(5000, seed=1)
+    stream = philox.Stream(1, torch.tensor(2))
+    values, kept, out = torch.empty(100), residual.clone(), torch.empty(5000)
+    gather_random(x, values, stream, residual=kept, left=kept)
+    scatter_random(values, out, stream)
+    assert torch.equal(out + kept, x + residual)
+    assert (out != 0).sum() == 100
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda s: gather_random(torch.ones(3), torch.empty(4), s), r"\(values\): at most 3"),
+        (
+            lambda s: gather_random(torch.ones(3), torch.empty(1), s, residual=torch.ones(3)),
+            r"\(left\): needed",
+        ),
+        (lambda s: scatter_random(torch.ones(5), torch.empty(4), s), r"\(values\): at most 4"),
+        (
+            lambda s: gather_random(
+                torch.ones(3), torch.empty(1), philox.Stream(1, s.step, first=256)
+            ),
+            r"\(stream\): first is 0",
+        ),
+    ],
+)
+def test_wrong_arguments_are_named(call: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        call(philox.Stream(1, torch.tensor(2)))
+
+
+def fuzz(run: Any, rng: random.Random) -> None:
+    n = rng.choice([1, rng.randrange(1, 300), rng.randrange(1, 5000)])
+    x = torch.randn(n).to(rng.choice(DTYPES))
+    values = torch.empty(rng.randrange(n + 1))
+    left = torch.empty(n) if rng.random() < 0.7 else None
+    kept = torch.randn(n) if left is not None and rng.random() < 0.5 else None
+    key = (torch.tensor(rng.randrange(2**40)), rng.randrange(2**63), 1)
+    run(random_k.gather_random_op, x, values, kept, left, *key)
+    run(random_k.scatter_random_op, values, torch.empty(n), 0.5, *key)
