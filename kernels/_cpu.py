@@ -9,8 +9,11 @@ from importlib import resources
 from typing import Any
 
 import torch
+from torch import Tensor
 
-__all__ = ["DTYPES", "function", "instruction_set", "missing"]
+from ._arguments import as_ctypes
+
+__all__ = ["DTYPES", "call", "instruction_set", "missing"]
 
 _NAME = "libcommhooks_kernels.so"
 # As the C++ code numbers them.
@@ -52,9 +55,12 @@ def instruction_set() -> str:
 
 
 @cache
-def function(name: str, *argument_types: Any) -> Any:
-    """The function of that name, for this processor; it returns nothing and is re-entrant."""
+def _function(name: str) -> Any:
     found = getattr(_library(), f"{name}_{instruction_set()}")
-    found.argtypes = argument_types
     found.restype = None
     return found
+
+
+def call(name: str, *arguments: Tensor | float | None) -> None:
+    """Calls the function of that name, for this processor; functions are re-entrant."""
+    _function(name)(*map(as_ctypes, arguments))

@@ -1,7 +1,7 @@
 """CUDA kernels: NVRTC compiles, cubins are kept on disk, CuPy loads and launches.
 
 The only module that imports CuPy. A kernel is named by its file and a C++ name such as
-``quantize<Int8, float, 256>``; what it was given is a tuple of ctypes values.
+``quantize<Int8, float, 256>``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from ._arguments import as_ctypes
 
 __all__ = ["DTYPES", "Cubin", "CudaCompileError", "compile_cubin", "grid_for", "launch", "missing"]
 
@@ -60,7 +62,11 @@ def missing() -> str | None:
 
 
 def launch(
-    source: str, name: str, device: torch.device, work: int, arguments: Sequence[Any]
+    source: str,
+    name: str,
+    device: torch.device,
+    work: int,
+    arguments: Sequence[Tensor | float | None],
 ) -> None:
     """Runs a kernel on torch's current stream: no copy, no synchronisation, no allocation.
 
@@ -69,23 +75,15 @@ def launch(
         name: the kernel, with its template arguments.
         device: a CUDA device.
         work: warps that the kernel can use.
-        arguments: ctypes values, in the kernel's order.
+        arguments: in the kernel's order: pointers are tensors, ``i64`` integers and
+            bools, ``float`` floats.
     """
     import cupy
 
     function = _function(source, name, device.index or 0)
     stream = cupy.cuda.ExternalStream(torch.cuda.current_stream(device).cuda_stream)
     with cupy.cuda.Device(device.index or 0), stream:
-        function((grid_for(work, device),), (_THREADS,), tuple(_as_cupy(one) for one in arguments))
-
-
-def argument(value: Tensor | float | None) -> Any:
-    """A value as kernels take it: a pointer, float, int64, or int for a bool."""
-    if value is None or isinstance(value, Tensor):
-        return ctypes.c_void_p(None if value is None else value.data_ptr())
-    if isinstance(value, bool):
-        return ctypes.c_int(value)
-    return ctypes.c_int64(value) if isinstance(value, int) else ctypes.c_float(value)
+        function((grid_for(work, device),), (_THREADS,), tuple(map(_as_cupy, arguments)))
 
 
 def grid_for(work: int, device: torch.device) -> int:
@@ -95,19 +93,16 @@ def grid_for(work: int, device: torch.device) -> int:
     return max(1, min(-(-work // per_block), 2 * processors * _WARPS_PER_SM // per_block))
 
 
-def _as_cupy(value: Any) -> Any:
+def _as_cupy(value: Tensor | float | None) -> Any:
+    """CuPy takes numbers of numpy, and pointers as integers of 64 bits."""
     import numpy
 
-    kinds = {
-        ctypes.c_float: numpy.float32,
-        ctypes.c_int: numpy.int32,
-        ctypes.c_uint32: numpy.uint32,
-        ctypes.c_int64: numpy.int64,
-        ctypes.c_uint64: numpy.uint64,
-    }
-    if isinstance(value, ctypes.c_void_p):
-        return numpy.uint64(value.value or 0)
-    return kinds[type(value)](value.value)
+    number = as_ctypes(value)
+    if isinstance(number, ctypes.c_float):
+        return numpy.float32(number.value)
+    if isinstance(number, ctypes.c_void_p):
+        return numpy.uint64(number.value or 0)
+    return numpy.int64(number.value)
 
 
 @cache

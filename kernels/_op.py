@@ -118,8 +118,8 @@ def op(schema: str, *, cuda_source: str | None = None) -> Callable[[Callable[...
             to is marked, as in ``Tensor(a!) out``.
         cuda_source: CUDA C++ with a kernel of the op's name, as a template of one type, which is
             that of the first tensor: ``float``, ``Half`` or ``BFloat16``. Its arguments are those
-            of the schema (pointers, ``float``, ``i64``, and ``int`` for a bool), and the number of
-            entries of the first tensor. ``kernels/include/cuda.h`` is included; a warp should
+            of the schema (pointers, ``float``, and ``i64`` for integers and bools), and the number
+            of entries of the first tensor. ``kernels/include/cuda.h`` is included; a warp should
             have about 256 entries: ``for (i64 at = warp() * 256; at < n; at += warps() * 256)``.
 
     Example:
@@ -140,9 +140,8 @@ def op(schema: str, *, cuda_source: str | None = None) -> Callable[[Callable[...
 
 def _inline_kernel(name: str, file: str) -> Callable[..., None]:
     def run(x: Tensor, *args: Any) -> None:
-        n = x.numel()
-        arguments = [_cuda.argument(one) for one in (x, *args, n)]
-        _cuda.launch(file, f"{name}<{_cuda.DTYPES[x.dtype]}>", x.device, n // 256 + 1, arguments)
+        n, kernel = x.numel(), f"{name}<{_cuda.DTYPES[x.dtype]}>"
+        _cuda.launch(file, kernel, x.device, n // 256 + 1, (x, *args, n))
 
     return run
 

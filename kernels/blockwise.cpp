@@ -207,35 +207,41 @@ template <class F> static void clear_padding(i64 n, int block, u8* payload, i64 
     for (i64 i = end_of_codes<F>(n, codes_at); i < bytes; ++i) payload[i] = 0;
 }
 
-EXPORT(quantize)(int format, int dtype, const void* x, i64 n, int block, const float* residual,
-                 float* left, const Random* random, u8* payload, i64 codes_at, i64 bytes) {
-    with_format(format, [&](auto f) {
-        clear_padding<decltype(f)>(n, block, payload, codes_at, bytes);
-        with_dtype(dtype, [&](auto number) {
+EXPORT(quantize)(i64 format, i64 dtype, i64 block, const void* x, i64 n, const float* residual,
+                 float* left, const i64* step, i64 seed, i64 stream, i64 first, u8* payload,
+                 i64 codes_at, i64 bytes) {
+    const Random random = random_of(step, seed, stream, first);
+    with_format((int)format, [&](auto f) {
+        clear_padding<decltype(f)>(n, (int)block, payload, codes_at, bytes);
+        with_dtype((int)dtype, [&](auto number) {
             Source<decltype(number)> from = {(const decltype(number)*)x, residual};
-            encode_all<decltype(f)>(from, n, block, random, payload, payload + codes_at, left);
+            encode_all<decltype(f)>(from, n, (int)block, step ? &random : nullptr, payload,
+                                    payload + codes_at, left);
         });
     });
 }
 
-EXPORT(dequantize)(int format, int dtype, const u8* payloads, i64 codes_at, i64 stride, int count,
-                   i64 n, int block, float factor, int accumulate, void* out) {
-    const Payloads from = {payloads, payloads + codes_at, stride, count};
-    with_format(format, [&](auto f) {
-        with_dtype(dtype, [&](auto number) {
-            auto* typed = (decltype(number)*)out;
-            accumulate ? decode_all<decltype(f), decltype(number), true>(from, n, block, factor, typed)
-                       : decode_all<decltype(f), decltype(number), false>(from, n, block, factor, typed);
+EXPORT(dequantize)(i64 format, i64 dtype, const u8* payloads, i64 codes_at, i64 stride, i64 count,
+                   i64 n, i64 block, float factor, i64 accumulate, void* out) {
+    const Payloads from = {payloads, payloads + codes_at, stride, (int)count};
+    with_format((int)format, [&](auto f) {
+        with_dtype((int)dtype, [&](auto number) {
+            using F = decltype(f);
+            using T = decltype(number);
+            accumulate ? decode_all<F, T, true>(from, n, (int)block, factor, (T*)out)
+                       : decode_all<F, T, false>(from, n, (int)block, factor, (T*)out);
         });
     });
 }
 
 // The sum is taken some blocks at a time and stays in the cache.
-EXPORT(requantize)(int format, const u8* payloads, i64 stride, int count, float factor, i64 n,
-                   int block, const float* residual, float* left, const Random* random,
-                   u8* payload, i64 codes_at, i64 bytes) {
-    const Payloads from = {payloads, payloads + codes_at, stride, count};
-    with_format(format, [&](auto f) {
+EXPORT(requantize)(i64 format, i64 blocks_of, const u8* payloads, i64 stride, i64 payload_count,
+                   float factor, i64 n, const float* residual, float* left, const i64* step, i64 seed,
+                   i64 stream, i64 first, u8* payload, i64 codes_at, i64 bytes) {
+    const Payloads from = {payloads, payloads + codes_at, stride, (int)payload_count};
+    const Random random = random_of(step, seed, stream, first);
+    const int block = (int)blocks_of;
+    with_format((int)format, [&](auto f) {
         using F = decltype(f);
         clear_padding<F>(n, block, payload, codes_at, bytes);
         float sums[kLongest];
@@ -249,10 +255,10 @@ EXPORT(requantize)(int format, const u8* payloads, i64 stride, int count, float 
                                  for (int v = 0; v < kVectors; ++v)
                                      store_as(sums + i + j + v * kWidth, sum[v] * factor);
                              });
-            Random here = random ? *random : Random{};
+            Random here = random;
             here.first += at;
             Source<float> source = {sums, residual ? residual + at : nullptr};
-            encode_all<F>(source, count, block, random ? &here : nullptr,
+            encode_all<F>(source, count, block, step ? &here : nullptr,
                           payload + b * kScaleBytes<F>,
                           payload + codes_at + at / kUnit<F> * kUnitBytes<F>,
                           left ? left + at : nullptr);

@@ -6,7 +6,7 @@ A payload is one uint8 tensor: scales, then codes, filled up with zeros to a mul
 
 from __future__ import annotations
 
-import ctypes
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -145,9 +145,7 @@ def quantize_op(
     residual: Tensor | None,
     left: Tensor | None,
     step: Tensor | None,
-    seed: int,
-    stream: int,
-    first: int,
+    *key: int,
 ) -> None:
     layout = Payload(FORMATS[format], block, x.numel())
     c = x.to(torch.float32)
@@ -155,7 +153,7 @@ def quantize_op(
         c = c + residual
     noise = None
     if step is not None:
-        noise = philox.half_words(x.numel(), seed, int(step), stream, first, x.device)
+        noise = philox.half_words(x.numel(), int(step), *key, device=x.device)
     rest = definition.encode(c, payload, layout, noise)
     if left is not None:
         left.copy_(rest)
@@ -189,57 +187,38 @@ def requantize_op(
     format: str,
     block: int,
     factor: float,
-    residual: Tensor | None,
-    left: Tensor | None,
-    step: Tensor | None,
-    seed: int,
-    stream: int,
-    first: int,
+    *rest: Any,
 ) -> None:
     total = definition.sum_payloads(payloads, Payload(FORMATS[format], block, n)) * factor
-    quantize_op.definition(total, payload, format, block, residual, left, step, seed, stream, first)
+    quantize_op.definition(total, payload, format, block, *rest)
 
 
-# CPU kernels ----------------------------------------------------------------------------------
-
-_POINTER, _INT, _INT64, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
-_RANDOM = ctypes.POINTER(philox.Random)
-_PAYLOAD = (_POINTER, _INT64, _INT64)
-_QUANTIZE = (_INT, _INT, _POINTER, _INT64, _INT, _POINTER, _POINTER, _RANDOM, *_PAYLOAD)
-_DEQUANTIZE = (*(_INT, _INT, *_PAYLOAD, _INT), *(_INT64, _INT, _FLOAT, _INT, _POINTER))
-_REQUANTIZE = (
-    *(_INT, _POINTER, _INT64, _INT, _FLOAT),
-    *(_INT64, _INT, _POINTER, _POINTER, _RANDOM, *_PAYLOAD),
-)
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
-def _random(step: Tensor | None, seed: int, stream: int, first: int) -> philox.Random | None:
-    return None if step is None else philox.Random(seed, int(step), stream, first)
+# Kernels --------------------------------------------------------------------------------------
 
 
 @quantize_op.kernel("cpu")
-def _quantize_cpu(
-    x: Tensor,
-    payload: Tensor,
-    format: str,
-    block: int,
-    residual: Tensor | None,
-    left: Tensor | None,
-    step: Tensor | None,
-    seed: int,
-    stream: int,
-    first: int,
-) -> None:
+def _quantize_cpu(x: Tensor, payload: Tensor, format: str, block: int, *rest: Any) -> None:
+    numbers = (FORMATS[format].number, _cpu.DTYPES[x.dtype], block)
     layout = Payload(FORMATS[format], block, x.numel())
-    _cpu.function("quantize", *_QUANTIZE)(
-        *(layout.format.number, _cpu.DTYPES[x.dtype], x.data_ptr(), layout.n, block),
-        *(_address(residual), _address(left), _random(step, seed, stream, first)),
-        *(payload.data_ptr(), layout.codes_at, layout.bytes),
-    )
+    _cpu.call("quantize", *numbers, x, layout.n, *rest, *_parts(payload, layout))
+
+
+@quantize_op.kernel("cuda")
+def _quantize_cuda(x: Tensor, payload: Tensor, format: str, block: int, *rest: Any) -> None:
+    layout = Payload(FORMATS[format], block, x.numel())
+    name = f"quantize<{layout.format.cpp}, {_cuda.DTYPES[x.dtype]}, {block}>"
+    arguments = (x, layout.n, *rest, *_parts(_aligned(payload), layout))
+    _cuda.launch("blockwise.cu", name, x.device, layout.n // max(block, 256) + 1, arguments)
+
+
+def _parts(payload: Tensor, layout: Payload) -> tuple[Tensor, int, int]:
+    return payload, layout.codes_at, layout.bytes
+
+
+def _aligned(payload: Tensor) -> Tensor:
+    if payload.data_ptr() % ALIGNMENT:
+        raise ValueError(f"a payload on CUDA starts at a multiple of {ALIGNMENT} bytes")
+    return payload
 
 
 @dequantize_op.kernel("cpu")
@@ -247,10 +226,29 @@ def _dequantize_cpu(
     payloads: Tensor, out: Tensor, format: str, block: int, factor: float, accumulate: bool
 ) -> None:
     layout = Payload(FORMATS[format], block, out.numel())
-    _cpu.function("dequantize", *_DEQUANTIZE)(
-        *(layout.format.number, _cpu.DTYPES[out.dtype], payloads.data_ptr(), layout.codes_at),
-        *(payloads.stride(0), len(payloads), layout.n, block, factor, accumulate, out.data_ptr()),
+    _cpu.call(
+        "dequantize",
+        *(layout.format.number, _cpu.DTYPES[out.dtype]),
+        *_decoded(payloads, layout, factor, accumulate, out),
     )
+
+
+@dequantize_op.kernel("cuda")
+def _dequantize_cuda(
+    payloads: Tensor, out: Tensor, format: str, block: int, factor: float, accumulate: bool
+) -> None:
+    layout = Payload(FORMATS[format], block, out.numel())
+    name = f"dequantize<{layout.format.cpp}, {_cuda.DTYPES[out.dtype]}>"
+    arguments = _decoded(_aligned(payloads), layout, factor, accumulate, out)
+    _cuda.launch("blockwise.cu", name, out.device, layout.n // 256 + 1, arguments)
+
+
+def _decoded(
+    payloads: Tensor, layout: Payload, factor: float, accumulate: bool, out: Tensor
+) -> tuple[Any, ...]:
+    """The arguments that both kernels share."""
+    source = (payloads, layout.codes_at, payloads.stride(0), len(payloads))
+    return (*source, layout.n, layout.block, factor, accumulate, out)
 
 
 @requantize_op.kernel("cpu")
@@ -261,77 +259,11 @@ def _requantize_cpu(
     format: str,
     block: int,
     factor: float,
-    residual: Tensor | None,
-    left: Tensor | None,
-    step: Tensor | None,
-    seed: int,
-    stream: int,
-    first: int,
+    *rest: Any,
 ) -> None:
     layout = Payload(FORMATS[format], block, n)
-    _cpu.function("requantize", *_REQUANTIZE)(
-        *(layout.format.number, payloads.data_ptr(), payloads.stride(0), len(payloads), factor),
-        *(n, block, _address(residual), _address(left), _random(step, seed, stream, first)),
-        *(payload.data_ptr(), layout.codes_at, layout.bytes),
-    )
-
-
-# CUDA kernels ---------------------------------------------------------------------------------
-
-
-def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
-    return _POINTER(_address(tensor))
-
-
-def _aligned(payload: Tensor) -> ctypes.c_void_p:
-    if payload.data_ptr() % ALIGNMENT:
-        raise ValueError(f"a payload on CUDA starts at a multiple of {ALIGNMENT} bytes")
-    return _pointer(payload)
-
-
-@quantize_op.kernel("cuda")
-def _quantize_cuda(
-    x: Tensor,
-    payload: Tensor,
-    format: str,
-    block: int,
-    residual: Tensor | None,
-    left: Tensor | None,
-    step: Tensor | None,
-    seed: int,
-    stream: int,
-    first: int,
-) -> None:
-    layout = Payload(FORMATS[format], block, x.numel())
-    _cuda.launch(
-        "blockwise.cu",
-        f"quantize<{layout.format.cpp}, {_cuda.DTYPES[x.dtype]}, {block}>",
-        x.device,
-        layout.n // max(block, 256) + 1,
-        (
-            *(_pointer(x), _INT64(layout.n), _pointer(residual), _pointer(left), _pointer(step)),
-            *(ctypes.c_uint64(seed), ctypes.c_uint32(stream), _INT64(first)),
-            *(_aligned(payload), _INT64(layout.codes_at), _INT64(layout.bytes)),
-        ),
-    )
-
-
-@dequantize_op.kernel("cuda")
-def _dequantize_cuda(
-    payloads: Tensor, out: Tensor, format: str, block: int, factor: float, accumulate: bool
-) -> None:
-    layout = Payload(FORMATS[format], block, out.numel())
-    _cuda.launch(
-        "blockwise.cu",
-        f"dequantize<{layout.format.cpp}, {_cuda.DTYPES[out.dtype]}>",
-        out.device,
-        layout.n // 256 + 1,
-        (
-            *(_aligned(payloads), _INT64(layout.codes_at), _INT64(payloads.stride(0))),
-            *(_INT(len(payloads)), _INT64(layout.n), _INT(block)),
-            *(_FLOAT(factor), _INT(accumulate), _pointer(out)),
-        ),
-    )
+    source = (payloads, payloads.stride(0), len(payloads), factor, n)
+    _cpu.call("requantize", layout.format.number, block, *source, *rest, *_parts(payload, layout))
 
 
 @requantize_op.kernel("cuda")
@@ -342,23 +274,10 @@ def _requantize_cuda(
     format: str,
     block: int,
     factor: float,
-    residual: Tensor | None,
-    left: Tensor | None,
-    step: Tensor | None,
-    seed: int,
-    stream: int,
-    first: int,
+    *rest: Any,
 ) -> None:
     layout = Payload(FORMATS[format], block, n)
-    _cuda.launch(
-        "blockwise.cu",
-        f"requantize<{layout.format.cpp}, {block}>",
-        payloads.device,
-        n // max(block, 256) + 1,
-        (
-            *(_aligned(payloads), _INT64(payloads.stride(0)), _INT(len(payloads)), _FLOAT(factor)),
-            *(_INT64(n), _pointer(residual), _pointer(left), _pointer(step)),
-            *(ctypes.c_uint64(seed), ctypes.c_uint32(stream), _INT64(first)),
-            *(_aligned(payload), _INT64(layout.codes_at), _INT64(layout.bytes)),
-        ),
-    )
+    name = f"requantize<{layout.format.cpp}, {block}>"
+    source = (_aligned(payloads), payloads.stride(0), len(payloads), factor, n)
+    arguments = (*source, *rest, *_parts(_aligned(payload), layout))
+    _cuda.launch("blockwise.cu", name, payloads.device, n // max(block, 256) + 1, arguments)

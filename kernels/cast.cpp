@@ -12,10 +12,10 @@ void cast_row(const S* x, float scale, const u16* noise, T* out) {
 }
 
 template <bool NOISE, class S, class T>
-void cast_all(const S* x, i64 n, float scale, const Random* random, T* out) {
+void cast_all(const S* x, i64 n, float scale, const Random& random, T* out) {
     u16 noise[kGroup] = {};
     for (i64 at = 0; at < n; at += kRow) {
-        if (NOISE && at % kGroup == 0) fill_noise(*random, (random->first + at) / kGroup, noise);
+        if (NOISE && at % kGroup == 0) fill_noise(random, (random.first + at) / kGroup, noise);
         if (at + kRow <= n) {
             cast_row<NOISE>(x + at, scale, noise + at % kGroup, out + at);
         } else {
@@ -30,13 +30,15 @@ void cast_all(const S* x, i64 n, float scale, const Random* random, T* out) {
 
 }  // namespace
 
-EXPORT(cast)(int from, int to, const void* x, i64 n, float scale, const Random* random, void* out) {
-    with_dtype(from, [&](auto s) {
-        with_dtype(to, [&](auto t) {
+EXPORT(cast)(i64 from, i64 to, const void* x, i64 n, float scale, const i64* step, i64 seed,
+             i64 stream, i64 first, void* out) {
+    const Random random = random_of(step, seed, stream, first);
+    with_dtype((int)from, [&](auto s) {
+        with_dtype((int)to, [&](auto t) {
             using S = decltype(s);
             using T = decltype(t);
             if constexpr (sizeof(S) == 4 && sizeof(T) == 2)
-                if (random) return cast_all<true>((const S*)x, n, scale, random, (T*)out);
+                if (step) return cast_all<true>((const S*)x, n, scale, random, (T*)out);
             cast_all<false>((const S*)x, n, scale, random, (T*)out);
         });
     });

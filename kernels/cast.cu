@@ -2,7 +2,7 @@
 #include "include/cuda.h"
 
 template <class S, class T>
-__global__ void cast(const S* x, i64 n, float scale, const i64* step, u64 seed, u32 stream, i64 first,
+__global__ void cast(const S* x, i64 n, float scale, const i64* step, i64 seed, i64 stream, i64 first,
                      T* out) {
     // A warp has 256 entries: eight rows, whose loads are under way together.
     for (i64 at = warp() * 256; at < n; at += warps() * 256) {

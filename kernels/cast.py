@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,12 +47,10 @@ def scaled_cast(
     "cast(Tensor x, Tensor(a!) out, float scale, Tensor? step, int seed, int stream,"
     " int first) -> ()"
 )
-def cast_op(
-    x: Tensor, out: Tensor, scale: float, step: Tensor | None, seed: int, stream: int, first: int
-) -> None:
+def cast_op(x: Tensor, out: Tensor, scale: float, step: Tensor | None, *key: int) -> None:
     scaled = (x if scale == 1.0 else x * scale).view(out.shape)
     if step is not None:
-        noise = philox.half_words(x.numel(), seed, int(step), stream, first, x.device)
+        noise = philox.half_words(x.numel(), int(step), *key, device=x.device)
         scaled = _stochastic(scaled, out.dtype, noise.view(out.shape).to(torch.int32))
     out.copy_(scaled)
 
@@ -75,41 +73,14 @@ def _stochastic(x: Tensor, dtype: torch.dtype, noise: Tensor) -> Tensor:
     return (cut | bits & ~0x7FFFFFFF).view(torch.float32)
 
 
-_POINTER, _INT = ctypes.c_void_p, ctypes.c_int
-_CAST = (
-    _INT,
-    _INT,
-    _POINTER,
-    ctypes.c_int64,
-    ctypes.c_float,
-    ctypes.POINTER(philox.Random),
-    _POINTER,
-)
-
-
 @cast_op.kernel("cpu")
-def _cast_cpu(
-    x: Tensor, out: Tensor, scale: float, step: Tensor | None, seed: int, stream: int, first: int
-) -> None:
-    random = None if step is None else philox.Random(seed, int(step), stream, first)
-    _cpu.function("cast", *_CAST)(
-        *(_cpu.DTYPES[x.dtype], _cpu.DTYPES[out.dtype], x.data_ptr(), x.numel(), scale, random),
-        out.data_ptr(),
-    )
+def _cast_cpu(x: Tensor, out: Tensor, scale: float, *key: Any) -> None:
+    dtypes = (_cpu.DTYPES[x.dtype], _cpu.DTYPES[out.dtype])
+    _cpu.call("cast", *dtypes, x, x.numel(), scale, *key, out)
 
 
 @cast_op.kernel("cuda")
-def _cast_cuda(
-    x: Tensor, out: Tensor, scale: float, step: Tensor | None, seed: int, stream: int, first: int
-) -> None:
-    _cuda.launch(
-        "cast.cu",
-        f"cast<{_cuda.DTYPES[x.dtype]}, {_cuda.DTYPES[out.dtype]}>",
-        x.device,
-        x.numel() // 256 + 1,
-        (
-            *(_POINTER(x.data_ptr()), ctypes.c_int64(x.numel()), ctypes.c_float(scale)),
-            *(_POINTER(None if step is None else step.data_ptr()), ctypes.c_uint64(seed)),
-            *(ctypes.c_uint32(stream), ctypes.c_int64(first), _POINTER(out.data_ptr())),
-        ),
-    )
+def _cast_cuda(x: Tensor, out: Tensor, scale: float, *key: Any) -> None:
+    name = f"cast<{_cuda.DTYPES[x.dtype]}, {_cuda.DTYPES[out.dtype]}>"
+    arguments = (x, x.numel(), scale, *key, out)
+    _cuda.launch("cast.cu", name, x.device, x.numel() // 256 + 1, arguments)

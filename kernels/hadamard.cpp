@@ -35,13 +35,15 @@ void transform(float* c, int block) {
 
 }  // namespace
 
-EXPORT(hadamard)(const float* x, i64 n, int block, float scale, int inverse, const Random* random,
-                 float* out) {
+EXPORT(hadamard)(i64 block_size, const float* x, i64 n, float scale, i64 inverse, const i64* step,
+                 i64 seed, i64 stream, i64 first, float* out) {
+    const Random random = random_of(step, seed, stream, first);
+    const int block = (int)block_size;
     u32 words[4][kRow];
     float c[kLongest];
     for (i64 at = 0; at < n; at += block) {
-        const i64 place = random->first + at;
-        if (at == 0 || place % kSigns == 0) fill_words(*random, place / kSigns, words);
+        const i64 place = random.first + at;
+        if (at == 0 || place % kSigns == 0) fill_words(random, place / kSigns, words);
         // The signs of vector v of the row at `i`, each in the top bit of its word.
         auto signs = [&](int i, int v) {
             const int row = (int)((place + i) % kSigns / kRow);

@@ -5,8 +5,8 @@
 #include "include/cuda.h"
 
 template <int BLOCK>
-__global__ void hadamard(const float* x, i64 n, float scale, int inverse, const i64* step, u64 seed,
-                         u32 stream, i64 first, float* out) {
+__global__ void hadamard(const float* x, i64 n, float scale, i64 inverse, const i64* step, i64 seed,
+                         i64 stream, i64 first, float* out) {
     constexpr int kSpan = BLOCK < 256 ? 256 : BLOCK, kRows = kSpan / kLanes;
     for (i64 at = warp() * kSpan; at < n; at += warps() * kSpan) {
         float c[kRows];

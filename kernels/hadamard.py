@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,17 +51,8 @@ def hadamard(
     "hadamard(Tensor x, Tensor(a!) out, int block, bool inverse, Tensor step, int seed, int stream,"
     " int first) -> ()"
 )
-def hadamard_op(
-    x: Tensor,
-    out: Tensor,
-    block: int,
-    inverse: bool,
-    step: Tensor,
-    seed: int,
-    stream: int,
-    first: int,
-) -> None:
-    signs = philox.signs(x.numel(), seed, int(step), stream, first, x.device)
+def hadamard_op(x: Tensor, out: Tensor, block: int, inverse: bool, step: Tensor, *key: int) -> None:
+    signs = philox.signs(x.numel(), int(step), *key, device=x.device)
     rows = (x.flatten() if inverse else x.flatten() * signs).view(-1, block)
     distance = 1
     while distance < block:
@@ -73,46 +64,13 @@ def hadamard_op(
     out.view(-1).copy_(rows.view(-1) * signs if inverse else rows.view(-1))
 
 
-_POINTER, _INT, _INT64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
-_HADAMARD = (_POINTER, _INT64, _INT, ctypes.c_float, _INT, ctypes.POINTER(philox.Random), _POINTER)
-
-
 @hadamard_op.kernel("cpu")
-def _hadamard_cpu(
-    x: Tensor,
-    out: Tensor,
-    block: int,
-    inverse: bool,
-    step: Tensor,
-    seed: int,
-    stream: int,
-    first: int,
-) -> None:
-    random = philox.Random(seed, int(step), stream, first)
-    _cpu.function("hadamard", *_HADAMARD)(
-        *(x.data_ptr(), x.numel(), block, block**-0.5, inverse, random, out.data_ptr())
-    )
+def _hadamard_cpu(x: Tensor, out: Tensor, block: int, inverse: bool, *key: Any) -> None:
+    _cpu.call("hadamard", block, x, x.numel(), block**-0.5, inverse, *key, out)
 
 
 @hadamard_op.kernel("cuda")
-def _hadamard_cuda(
-    x: Tensor,
-    out: Tensor,
-    block: int,
-    inverse: bool,
-    step: Tensor,
-    seed: int,
-    stream: int,
-    first: int,
-) -> None:
-    _cuda.launch(
-        "hadamard.cu",
-        f"hadamard<{block}>",
-        x.device,
-        x.numel() // max(block, 256) + 1,
-        (
-            *(_POINTER(x.data_ptr()), _INT64(x.numel()), ctypes.c_float(block**-0.5)),
-            *(_INT(inverse), _POINTER(step.data_ptr()), ctypes.c_uint64(seed)),
-            *(ctypes.c_uint32(stream), _INT64(first), _POINTER(out.data_ptr())),
-        ),
-    )
+def _hadamard_cuda(x: Tensor, out: Tensor, block: int, inverse: bool, *key: Any) -> None:
+    arguments = (x, x.numel(), block**-0.5, inverse, *key, out)
+    warps = x.numel() // max(block, 256) + 1
+    _cuda.launch("hadamard.cu", f"hadamard<{block}>", x.device, warps, arguments)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["SIGNS", "Random", "Stream", "centred", "half_words", "signs", "words"]
+__all__ = ["SIGNS", "Stream", "centred", "half_words", "signs", "words"]
 
 SIGNS = 4096  # entries that share 32 calls if each takes one bit
 
@@ -49,19 +48,8 @@ class Stream:
 NO_STREAM: tuple[None, int, int, int] = (None, 0, 0, 0)  # rounding to nearest
 
 
-class Random(ctypes.Structure):
-    """As the C++ code has it: key, counter, and the global index of the first entry."""
-
-    _fields_ = (
-        ("seed", ctypes.c_uint64),
-        ("step", ctypes.c_uint64),
-        ("stream", ctypes.c_uint32),
-        ("first", ctypes.c_int64),
-    )
-
-
 def half_words(
-    n: int, seed: int, step: int, stream: int, first: int = 0, device: Device = "cpu"
+    n: int, step: int, seed: int, stream: int, first: int = 0, *, device: Device = "cpu"
 ) -> Tensor:
     """16 random bits for each of ``n`` entries, from global index ``first`` on, as int64.
 
@@ -70,21 +58,21 @@ def half_words(
     """
     groups = range(first // _GROUP, -(-(first + n) // _GROUP))
     calls = _calls(groups, device)
-    words = _philox(calls, seed, step, stream)  # (4, groups * 32)
+    words = _philox(calls, step, seed, stream)  # (4, groups * 32)
     halves = torch.stack([words & 0xFFFF, words >> 16], 1)  # (4, 2, groups * 32)
     flat = halves.view(8, len(groups), _LANES).permute(1, 0, 2).reshape(-1)
     begin = first - groups.start * _GROUP
     return flat[begin : begin + n]
 
 
-def words(n: int, seed: int, step: int, stream: int, device: Device = "cpu") -> Tensor:
+def words(n: int, step: int, seed: int, stream: int, *, device: Device = "cpu") -> Tensor:
     """32 random bits for each of ``n``, as int64: word (i // 32) % 4 of call i % 32 of 128."""
     calls = _calls(range(-(-n // 128)), device)
-    return _philox(calls, seed, step, stream).view(4, -1, _LANES).permute(1, 0, 2).reshape(-1)[:n]
+    return _philox(calls, step, seed, stream).view(4, -1, _LANES).permute(1, 0, 2).reshape(-1)[:n]
 
 
 def signs(
-    n: int, seed: int, step: int, stream: int, first: int = 0, device: Device = "cpu"
+    n: int, step: int, seed: int, stream: int, first: int = 0, *, device: Device = "cpu"
 ) -> Tensor:
     """1 or -1 for each of ``n`` entries, from global index ``first`` on, as float32.
 
@@ -92,7 +80,7 @@ def signs(
     """
     groups = range(first // SIGNS, -(-(first + n) // SIGNS))
     calls = _calls(groups, device)
-    words = _philox(calls, seed, step, stream).view(4, len(groups), 1, _LANES)
+    words = _philox(calls, step, seed, stream).view(4, len(groups), 1, _LANES)
     bits = words >> torch.arange(32, device=device).view(1, 1, 32, 1) & 1  # word, group, bit, call
     flat = bits.permute(1, 0, 2, 3).reshape(-1)
     begin = first - groups.start * SIGNS
@@ -111,7 +99,7 @@ def _calls(groups: range, device: Device) -> Tensor:
     return torch.arange(groups.start * _LANES, groups.stop * _LANES, device=device)
 
 
-def _philox(calls: Tensor, seed: int, step: int, stream: int) -> Tensor:
+def _philox(calls: Tensor, step: int, seed: int, stream: int) -> Tensor:
     a, b = calls & _MASK, calls >> 32
     c, d = torch.full_like(a, step & _MASK), torch.full_like(a, stream & _MASK)
     key0, key1 = seed & _MASK, seed >> 32 & _MASK

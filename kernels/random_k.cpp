@@ -21,9 +21,10 @@ template <class T> float one(const T* x) {
 
 }  // namespace
 
-EXPORT(gather_random)(int dtype, const void* x, i64 n, const float* residual, float* left,
-                      const Random* random, float* values, i64 k) {
-    with_dtype(dtype, [&](auto number) {
+EXPORT(gather_random)(i64 dtype, const void* x, i64 n, const float* residual, float* left,
+                      const i64* step, i64 seed, i64 stream, float* values, i64 k) {
+    const Random random = random_of(step, seed, stream, 0);
+    with_dtype((int)dtype, [&](auto number) {
         const auto* entries = (const decltype(number)*)x;
         if (left) {
             i64 i = 0;
@@ -34,15 +35,16 @@ EXPORT(gather_random)(int dtype, const void* x, i64 n, const float* residual, fl
             }
             for (; i < n; ++i) left[i] = residual ? one(entries + i) + residual[i] : one(entries + i);
         }
-        for_places(n, k, *random, [&](i64 j, i64 place) {
+        for_places(n, k, random, [&](i64 j, i64 place) {
             values[j] = left ? left[place] : one(entries + place);
             if (left) left[place] = 0.0f;
         });
     });
 }
 
-EXPORT(scatter_random)(const float* values, i64 k, float factor, const Random* random, float* out,
-                       i64 n) {
+EXPORT(scatter_random)(const float* values, i64 k, float factor, const i64* step, i64 seed, i64 stream,
+                       float* out, i64 n) {
+    const Random random = random_of(step, seed, stream, 0);
     __builtin_memset(out, 0, (unsigned long)n * 4);
-    for_places(n, k, *random, [&](i64 j, i64 place) { out[place] = values[j] * factor; });
+    for_places(n, k, random, [&](i64 j, i64 place) { out[place] = values[j] * factor; });
 }

@@ -21,7 +21,7 @@ __global__ void add(const T* x, i64 n, const float* residual, float* left) {
 
 // Calls f(stratum, place) for every stratum; a lane has four of 128.
 template <class F>
-INLINE void for_places(i64 n, i64 k, const i64* step, u64 seed, u32 stream, F f) {
+INLINE void for_places(i64 n, i64 k, const i64* step, i64 seed, i64 stream, F f) {
     for (i64 at = warp() * 128; at < k; at += warps() * 128) {
         u32 words[4];
         philox(seed, (u64)(at / 128) * kLanes + lane(), (u32)*step, stream, words[0], words[1],
@@ -35,7 +35,7 @@ INLINE void for_places(i64 n, i64 k, const i64* step, u64 seed, u32 stream, F f)
 }
 
 template <class T>
-__global__ void gather_random(const T* x, i64 n, float* left, const i64* step, u64 seed, u32 stream,
+__global__ void gather_random(const T* x, i64 n, float* left, const i64* step, i64 seed, i64 stream,
                               float* values, i64 k) {
     for_places(n, k, step, seed, stream, [=](i64 j, i64 place) {
         values[j] = left ? left[place] : to_float(x[place]);
@@ -43,8 +43,8 @@ __global__ void gather_random(const T* x, i64 n, float* left, const i64* step, u
     });
 }
 
-__global__ void scatter_random(const float* values, i64 k, float factor, const i64* step, u64 seed,
-                               u32 stream, float* out, i64 n) {
+__global__ void scatter_random(const float* values, i64 k, float factor, const i64* step, i64 seed,
+                               i64 stream, float* out, i64 n) {
     for_places(n, k, step, seed, stream,
                [=](i64 j, i64 place) { out[place] = values[j] * factor; });
 }

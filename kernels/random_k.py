@@ -6,7 +6,7 @@ and are all different, and every entry of a stratum of length L is taken with pr
 
 from __future__ import annotations
 
-import ctypes
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def random_places(
-    n: int, k: int, seed: int, step: int, stream: int, device: torch.device | str = "cpu"
+    n: int, k: int, step: int, seed: int, stream: int, *, device: torch.device | str = "cpu"
 ) -> Tensor:
     """The places of ``k`` entries of ``n``, int64, ascending: the specification of the draw.
 
@@ -29,7 +29,7 @@ def random_places(
     """
     j = torch.arange(k, device=device)
     begin, end = j * n // max(k, 1), (j + 1) * n // max(k, 1)
-    words = philox.words(k, seed, step, stream, device)
+    words = philox.words(k, step, seed, stream, device=device)
     return begin + (words * (end - begin) >> 32)
 
 
@@ -103,13 +103,12 @@ def gather_random_op(
     residual: Tensor | None,
     left: Tensor | None,
     step: Tensor,
-    seed: int,
-    stream: int,
+    *key: int,
 ) -> None:
     c = x.to(torch.float32).flatten()
     if residual is not None:
         c = c + residual.flatten()
-    places = random_places(x.numel(), values.numel(), seed, int(step), stream, x.device)
+    places = random_places(x.numel(), values.numel(), int(step), *key, device=x.device)
     values.view(-1).copy_(c[places])
     if left is not None:
         left.view(-1).copy_(c)
@@ -120,81 +119,43 @@ def gather_random_op(
     "scatter_random(Tensor values, Tensor(a!) out, float factor, Tensor step, int seed, int stream)"
     " -> ()"
 )
-def scatter_random_op(
-    values: Tensor, out: Tensor, factor: float, step: Tensor, seed: int, stream: int
-) -> None:
-    places = random_places(out.numel(), values.numel(), seed, int(step), stream, out.device)
+def scatter_random_op(values: Tensor, out: Tensor, factor: float, step: Tensor, *key: int) -> None:
+    places = random_places(out.numel(), values.numel(), int(step), *key, device=out.device)
     out.zero_()
     out.view(-1)[places] = values.flatten() * factor
 
 
-_POINTER, _INT, _INT64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
-_RANDOM = ctypes.POINTER(philox.Random)
-_GATHER = (_INT, _POINTER, _INT64, _POINTER, _POINTER, _RANDOM, _POINTER, _INT64)
-_SCATTER = (_POINTER, _INT64, ctypes.c_float, _RANDOM, _POINTER, _INT64)
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+# Kernels --------------------------------------------------------------------------------------
 
 
 @gather_random_op.kernel("cpu")
 def _gather_random_cpu(
-    x: Tensor,
-    values: Tensor,
-    residual: Tensor | None,
-    left: Tensor | None,
-    step: Tensor,
-    seed: int,
-    stream: int,
+    x: Tensor, values: Tensor, residual: Tensor | None, left: Tensor | None, *key: Any
 ) -> None:
-    _cpu.function("gather_random", *_GATHER)(
-        *(_cpu.DTYPES[x.dtype], x.data_ptr(), x.numel(), _address(residual), _address(left)),
-        *(philox.Random(seed, int(step), stream, 0), values.data_ptr(), values.numel()),
-    )
-
-
-@scatter_random_op.kernel("cpu")
-def _scatter_random_cpu(
-    values: Tensor, out: Tensor, factor: float, step: Tensor, seed: int, stream: int
-) -> None:
-    _cpu.function("scatter_random", *_SCATTER)(
-        *(values.data_ptr(), values.numel(), factor, philox.Random(seed, int(step), stream, 0)),
-        *(out.data_ptr(), out.numel()),
-    )
+    source = (_cpu.DTYPES[x.dtype], x, x.numel(), residual, left)
+    _cpu.call("gather_random", *source, *key, values, values.numel())
 
 
 @gather_random_op.kernel("cuda")
 def _gather_random_cuda(
-    x: Tensor,
-    values: Tensor,
-    residual: Tensor | None,
-    left: Tensor | None,
-    step: Tensor,
-    seed: int,
-    stream: int,
+    x: Tensor, values: Tensor, residual: Tensor | None, left: Tensor | None, *key: Any
 ) -> None:
-    """The sum goes to ``left`` first, as far as it is asked for; then the drawn places are read."""
-    t, n = _cuda.DTYPES[x.dtype], x.numel()
-    kept = [_cuda.argument(one) for one in (x, n, residual, left)]
+    """The sum goes to ``left`` first, if it is asked for; then the drawn places are read."""
+    t, n, k = _cuda.DTYPES[x.dtype], x.numel(), values.numel()
     if left is not None:
-        _cuda.launch("random_k.cu", f"add<{t}>", x.device, n // 256 + 1, kept)
-    key = (_cuda.argument(step), ctypes.c_uint64(seed), ctypes.c_uint32(stream))
-    taken = (_cuda.argument(values), _INT64(values.numel()))
-    arguments = (kept[0], kept[1], kept[3], *key, *taken)
-    warps = values.numel() // 128 + 1
-    _cuda.launch("random_k.cu", f"gather_random<{t}>", x.device, warps, arguments)
+        _cuda.launch("random_k.cu", f"add<{t}>", x.device, n // 256 + 1, (x, n, residual, left))
+    arguments = (x, n, left, *key, values, k)
+    _cuda.launch("random_k.cu", f"gather_random<{t}>", x.device, k // 128 + 1, arguments)
+
+
+@scatter_random_op.kernel("cpu")
+def _scatter_random_cpu(values: Tensor, out: Tensor, factor: float, *key: Any) -> None:
+    _cpu.call("scatter_random", values, values.numel(), factor, *key, out, out.numel())
 
 
 @scatter_random_op.kernel("cuda")
-def _scatter_random_cuda(
-    values: Tensor, out: Tensor, factor: float, step: Tensor, seed: int, stream: int
-) -> None:
+def _scatter_random_cuda(values: Tensor, out: Tensor, factor: float, *key: Any) -> None:
     out.zero_()
-    arguments = (
-        *(_cuda.argument(one) for one in (values, values.numel(), factor, step)),
-        *(ctypes.c_uint64(seed), ctypes.c_uint32(stream)),
-        *(_cuda.argument(out), _INT64(out.numel())),
-    )
+    arguments = (values, values.numel(), factor, *key, out, out.numel())
     warps = values.numel() // 128 + 1
     _cuda.launch("random_k.cu", "scatter_random", out.device, warps, arguments)

@@ -180,18 +180,18 @@ template <class T> void top_k(const Entries<T>& from, i64 k, Candidates some, Ta
 
 }  // namespace
 
-EXPORT(top_k)(int dtype, const void* x, i64 n, i64 k, int* indices, float* values,
+EXPORT(top_k)(i64 dtype, const void* x, i64 n, i64 k, int* indices, float* values,
               const float* residual, float* left, u32* scratch, i64 room) {
     if (!n) return;
     const Candidates some = {(int*)scratch, (float*)scratch + room, scratch + 2 * room, room, 0};
-    with_dtype(dtype, [&](auto number) {
+    with_dtype((int)dtype, [&](auto number) {
         const Entries<decltype(number)> from = {(const decltype(number)*)x, residual, left, n};
         ::top_k(from, k, some, Taken{indices, values, left, 0, 0});
     });
 }
 
-EXPORT(scatter_add)(const int* indices, const float* values, i64 count, float* out, i64 n,
-                    float factor, i64* outside) {
+EXPORT(scatter_add)(const int* indices, const float* values, i64 count, float factor, float* out, i64 n,
+                    i64* outside) {
     for (i64 i = 0; i < count; ++i) {
         if ((u32)indices[i] >= (u64)n) ++*outside;
         else out[indices[i]] += values[i] * factor;

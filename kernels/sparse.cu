@@ -30,8 +30,9 @@ struct Tiles {
     int room;  // slots of a tile
 };
 
-INLINE Tiles tiles_of(u8* memory, i64 n, int room) {
+INLINE Tiles tiles_of(u8* memory, i64 n, i64 slots_each) {
     const i64 count = (n + kTile - 1) / kTile;
+    const int room = (int)slots_each;
     u32* slots = (u32*)(memory + sizeof(Work));
     return {(Work*)memory, slots, slots + count, slots + 2 * count, (int*)(slots + 3 * count),
             (float*)(slots + (3 + room) * count), count, room};
@@ -109,7 +110,7 @@ __global__ void sample(const T* x, const float* residual, i64 n, i64 k, i64 plac
 }
 
 template <class T>
-__global__ void collect(const T* x, const float* residual, float* left, i64 n, u8* memory, int room) {
+__global__ void collect(const T* x, const float* residual, float* left, i64 n, u8* memory, i64 room) {
     constexpr int kRows = 8;  // whose loads are under way together
     const Entries<T> from = {x, residual, left, n};
     const Tiles tiles = tiles_of(memory, n, room);
@@ -147,7 +148,7 @@ __global__ void collect(const T* x, const float* residual, float* left, i64 n, u
 
 // Digits of the threshold: bits 20 to 30, 9 to 19, 0 to 8.
 template <class T, int PASS>
-__global__ void histogram(const T* x, float* left, i64 n, i64 k, u8* memory, int room) {
+__global__ void histogram(const T* x, float* left, i64 n, i64 k, u8* memory, i64 room) {
     constexpr int kShift = PASS == 0 ? 20 : PASS == 1 ? 9 : 0, kWidth = PASS == 2 ? 9 : 11;
     constexpr int kThreads = 256, kEach = kBins / kThreads;
     __shared__ u32 bins[kBins];
@@ -194,7 +195,7 @@ __global__ void histogram(const T* x, float* left, i64 n, i64 k, u8* memory, int
 }
 
 template <class T>
-__global__ void count(const T* x, float* left, i64 n, i64 k, u8* memory, int room) {
+__global__ void count(const T* x, float* left, i64 n, i64 k, u8* memory, i64 room) {
     const Entries<T> from = {x, nullptr, left, n};
     const Tiles tiles = tiles_of(memory, n, room);
     const u32 threshold = tiles.work->threshold;
@@ -209,7 +210,7 @@ __global__ void count(const T* x, float* left, i64 n, i64 k, u8* memory, int roo
 }
 
 // Of both counts, what is in all tiles before.
-__global__ void scan(i64 n, u8* memory, int room) {
+__global__ void scan(i64 n, u8* memory, i64 room) {
     constexpr int kThreads = 256;
     __shared__ u32 above[kThreads], equal[kThreads];
     const Tiles tiles = tiles_of(memory, n, room);
@@ -232,7 +233,7 @@ __global__ void scan(i64 n, u8* memory, int room) {
 }
 
 template <class T>
-__global__ void emit(const T* x, float* left, i64 n, i64 k, u8* memory, int room, int* indices,
+__global__ void emit(const T* x, float* left, i64 n, i64 k, u8* memory, i64 room, int* indices,
                      float* values) {
     const Entries<T> from = {x, nullptr, left, n};
     const Tiles tiles = tiles_of(memory, n, room);

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
@@ -111,10 +109,6 @@ def scatter_add_op(indices: Tensor, values: Tensor, out: Tensor, factor: float) 
 
 # CPU kernels ----------------------------------------------------------------------------------
 
-_POINTER, _INT, _INT64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
-_TOP_K = (*(_INT, _POINTER, _INT64, _INT64), *(_POINTER,) * 5, _INT64)
-_SCATTER_ADD = (*(_POINTER, _POINTER, _INT64), _POINTER, _INT64, ctypes.c_float, _POINTER)
-
 
 @top_k_op.kernel("cpu")
 def _top_k_cpu(
@@ -123,21 +117,16 @@ def _top_k_cpu(
     n = x.numel()
     room = min(n, 2 * k + _MARGIN)
     scratch = torch.empty(3, room, dtype=torch.int32)
-    _cpu.function("top_k", *_TOP_K)(
-        *(_cpu.DTYPES[x.dtype], x.data_ptr(), n, k, indices.data_ptr(), values.data_ptr()),
-        *(None if one is None else one.data_ptr() for one in (residual, left)),
-        *(scratch.data_ptr(), room),
-    )
+    results = (indices, values, residual, left)
+    _cpu.call("top_k", _cpu.DTYPES[x.dtype], x, n, k, *results, scratch, room)
 
 
 @scatter_add_op.kernel("cpu")
 def _scatter_add_cpu(indices: Tensor, values: Tensor, out: Tensor, factor: float) -> None:
-    outside = ctypes.c_int64()
-    _cpu.function("scatter_add", *_SCATTER_ADD)(
-        *(indices.data_ptr(), values.data_ptr(), indices.numel(), out.data_ptr(), out.numel()),
-        *(factor, ctypes.byref(outside)),
-    )
-    if outside.value:
+    outside = torch.zeros((), dtype=torch.int64)
+    source = (indices, values, indices.numel(), factor)
+    _cpu.call("scatter_add", *source, out, out.numel(), outside)
+    if outside:
         raise ValueError(f"scatter_add(indices): places below {out.numel()}, got others")
 
 
@@ -161,40 +150,25 @@ def _top_k_cuda(
     tiles = -(-n // _TILE)
     work = torch.empty(_WORK_BYTES + 4 * (3 + 2 * room) * tiles, dtype=torch.uint8, device=x.device)
     t = _cuda.DTYPES[x.dtype]
-    source = (_POINTER(x.data_ptr()), _address(residual))
-    again = (source[0], _address(left), _INT64(n), _INT64(k))
-    memory = (_POINTER(work.data_ptr()), _INT(room))
-    result = (_POINTER(indices.data_ptr()), _POINTER(values.data_ptr()))
+    again = (x, left, n, k, work, room)
 
-    def launch(name: str, warps: int, *arguments: object) -> None:
+    def launch(name: str, warps: int, *arguments: Tensor | float | None) -> None:
         _cuda.launch("sparse.cu", name, x.device, warps, arguments)
 
     one_block = 1
-    launch(f"sample<{t}>", one_block, *source, *again[2:], _INT64(place), memory[0])
-    launch(f"collect<{t}>", tiles, *source, _address(left), _INT64(n), *memory)
+    launch(f"sample<{t}>", one_block, x, residual, n, k, place, work)
+    launch(f"collect<{t}>", tiles, x, residual, left, n, work, room)
     for digit in range(3):
-        launch(f"histogram<{t}, {digit}>", tiles, *again, *memory)
-    launch(f"count<{t}>", tiles, *again, *memory)
-    launch("scan", one_block, _INT64(n), *memory)
-    launch(f"emit<{t}>", tiles, *again, *memory, *result)
-
-
-def _address(tensor: Tensor | None) -> ctypes.c_void_p:
-    return _POINTER(None if tensor is None else tensor.data_ptr())
+        launch(f"histogram<{t}, {digit}>", tiles, *again)
+    launch(f"count<{t}>", tiles, *again)
+    launch("scan", one_block, n, work, room)
+    launch(f"emit<{t}>", tiles, *again, indices, values)
 
 
 @scatter_add_op.kernel("cuda")
 def _scatter_add_cuda(indices: Tensor, values: Tensor, out: Tensor, factor: float) -> None:
     """One launch per payload: sums are taken in their order. Places outside are left out."""
     for places, entries in zip(indices, values.view(indices.shape), strict=True):
-        _cuda.launch(
-            "sparse.cu",
-            "scatter_add",
-            out.device,
-            -(-places.numel() // 32),
-            (
-                *(_POINTER(places.data_ptr()), _POINTER(entries.data_ptr())),
-                *(_INT64(places.numel()), ctypes.c_float(factor)),
-                *(_POINTER(out.data_ptr()), _INT64(out.numel())),
-            ),
-        )
+        arguments = (places, entries, places.numel(), factor, out, out.numel())
+        warps = -(-places.numel() // 32)
+        _cuda.launch("sparse.cu", "scatter_add", out.device, warps, arguments)

@@ -64,6 +64,11 @@ INLINE Floats rounded_to(float, Floats x) { return x; }
 INLINE Floats rounded_to(Half, Floats x) { return from_half(to_half(x)); }
 INLINE Floats rounded_to(BFloat16, Floats x) { return from_bfloat16(to_bfloat16(x)); }
 
+// As kernels get it; without a step there is no randomness.
+INLINE Random random_of(const i64* step, i64 seed, i64 stream, i64 first) {
+    return {(u64)seed, step ? (u32)*step : 0, (u32)stream, first};
+}
+
 constexpr i64 kGroup = 256;  // entries that share 32 calls of Philox
 
 // philox() of the 32 calls from `call` on, in 64-bit lanes, whose upper halves fill up with what
@@ -78,7 +83,7 @@ static void fill_lanes(const Random& random, u64 call, Lanes (&words)[4][kLaneVe
             a[v] = zero;
             for (int l = 0; l < kLaneCount; ++l) a[v][l] = call + (u64)((begin + v) * kLaneCount + l);
             b[v] = a[v] >> 32;
-            c[v] = zero + (u32)random.step;
+            c[v] = zero + random.step;
             d[v] = zero + random.stream;
         }
         u32 key0 = (u32)random.seed, key1 = (u32)(random.seed >> 32);

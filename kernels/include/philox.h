@@ -4,10 +4,10 @@
 
 // 16 bits per entry. Of every 256 entries, entry i takes half-word (i / 32) % 8 of call i % 32.
 struct Random {
-    u64 seed;        // the key
-    u64 step;        // counter, words 2 and 3 with the stream above
-    u32 stream;
-    i64 first;       // global index of the first entry, a multiple of 256
+    u64 seed;    // the key
+    u32 step;    // the third word of the counter
+    u32 stream;  // the fourth
+    i64 first;   // global index of the first entry, a multiple of 256
 };
 
 INLINE void philox_round(u32& a, u32& b, u32& c, u32& d, u32 key0, u32 key1) {
@@ -25,9 +25,9 @@ constexpr i64 kSigns = 4096;
 constexpr int kRounds = 7;  // as few as pass all of BigCrush, by the paper; 10 is the usual margin
 
 // Four words of call `call`: words of entries with the same i % 32 among 256.
-INLINE void philox(u64 seed, u64 call, u32 step, u32 stream, u32& a, u32& b, u32& c, u32& d) {
+INLINE void philox(u64 seed, u64 call, u32 step, i64 stream, u32& a, u32& b, u32& c, u32& d) {
     u32 key0 = (u32)seed, key1 = (u32)(seed >> 32);
-    a = (u32)call, b = (u32)(call >> 32), c = step, d = stream;
+    a = (u32)call, b = (u32)(call >> 32), c = step, d = (u32)stream;
     for (int round = 0; round < kRounds; ++round) {
         philox_round(a, b, c, d, key0, key1);
         key0 += 0x9E3779B9u;

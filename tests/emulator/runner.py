@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 
 from commhooks.kernels import _cuda
+from commhooks.kernels._arguments import as_ctypes
 
 HERE = Path(__file__).parent
 KERNELS = HERE.parents[1] / "kernels"
@@ -105,7 +106,8 @@ def emulated(
     ) -> None:
         library = build(file_of(source), names[source], flags)
         library.emulator_order(order)
-        launch_on(library, name, min(-(-work // 8), MOST_BLOCKS), 256, arguments)
+        values = [as_ctypes(one) for one in arguments]
+        launch_on(library, name, min(-(-work // 8), MOST_BLOCKS), 256, values)
 
     with mock.patch.object(_cuda, "launch", launch):
         yield

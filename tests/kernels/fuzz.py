@@ -25,7 +25,7 @@ from tests.kernels import (
     test_scaled_cast,
     test_sparse,
 )
-from tests.kernels.machines import GpuRunner, Runner, _for_set
+from tests.kernels.machines import GpuRunner, Runner, functions_of
 
 # Each has `fuzz`, one random call of every op, and `KERNELS`, the CUDA kernels it may launch.
 FAMILIES: tuple[Any, ...] = (
@@ -66,7 +66,7 @@ def main(machine: str) -> None:
         best = _cpu.instruction_set()
         with (
             mock.patch.object(_cpu, "_library", return_value=sanitized_library(best)),
-            mock.patch.object(_cpu, "function", _for_set(best)),
+            mock.patch.object(_cpu, "_function", functions_of(best)),
         ):
             for _ in range(ROUNDS[machine]):
                 rng.choice(FAMILIES).fuzz(Runner("cpu"), rng)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -64,18 +63,14 @@ def on(machine: str, cuda_kernels: dict[str, Sequence[str]]) -> Iterator[Runner]
             stack.enter_context(emulated(cuda_kernels, int(machine.rpartition(" ")[2])))
             yield Runner("cuda")
         else:
-            stack.enter_context(mock.patch.object(_cpu, "function", _for_set(machine)))
+            stack.enter_context(mock.patch.object(_cpu, "_function", functions_of(machine)))
             yield Runner("cpu")
 
 
-def _for_set(instruction_set: str) -> Any:
-    def function(name: str, *argument_types: Any) -> Any:
-        library = _cpu._library()
-        assert library is not None
-        # A function of its own: argument types are kept on it.
-        found = ctypes.CFUNCTYPE(None, *argument_types)(
-            ctypes.cast(getattr(library, f"{name}_{instruction_set}"), ctypes.c_void_p).value
-        )
-        return found
+def functions_of(instruction_set: str) -> Any:
+    """What finds the functions of one instruction set, in place of the best one's."""
 
-    return function
+    def find(name: str) -> Any:
+        return getattr(_cpu._library(), f"{name}_{instruction_set}")
+
+    return find

@@ -43,7 +43,7 @@ def test_it_is_the_product_with_a_hadamard_matrix(block):
     x, out = plain(4 * block), torch.empty(4 * block)
     stream = philox.Stream(1, torch.tensor(2))
     hadamard(x, out, block, stream)
-    signs = philox.signs(4 * block, 1, 2, 0)
+    signs = philox.signs(4 * block, 2, 1, 0)
     expected = ((x * signs).view(4, block).double() @ matrix(block).double()).flatten()
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
 

@@ -11,7 +11,7 @@ from tests.emulator.runner import emulated
 
 SOURCE = """
 template <class T>
-__global__ void clipped(const T* x, T* out, float limit, int twice, i64 n) {
+__global__ void clipped(const T* x, T* out, float limit, i64 twice, i64 n) {
     for (i64 i = warp() * 32 + lane(); i < n; i += warps() * 32) {
         const float value = to_float(x[i]) * (twice ? 2.0f : 1.0f);
         store(out + i, value > limit ? limit : value < -limit ? -limit : value);

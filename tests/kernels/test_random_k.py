@@ -60,7 +60,7 @@ def test_every_place_is_as_likely():
     n, k, draws = 60, 6, 4000
     counts = torch.zeros(n)
     for step in range(draws):
-        counts[random_places(n, k, 1, step, 0)] += 1
+        counts[random_places(n, k, step, 1, 0)] += 1
     expected = draws * k / n
     chi_squared = ((counts - expected) ** 2 / expected).sum()
     assert chi_squared < 110  # 54 degrees of freedom: once in 100,000
