@@ -54,7 +54,8 @@ template <class T> INLINE float read_again(const Entries<T>& from, i64 i) {
 INLINE bool slots_hold(const Work& work, i64 k) { return !work.overflow && work.found >= k; }
 
 // Calls f(index, value, valid) for rows of 32 entries of a tile, in order; a lane has one of them.
-template <class T, class F> INLINE void rows_of(const Entries<T>& from, const Tiles& tiles, i64 tile, i64 k, F f) {
+template <class T, class F>
+INLINE void rows_of(const Entries<T>& from, const Tiles& tiles, i64 tile, i64 k, F f) {
     if (slots_hold(*tiles.work, k)) {
         const int count = (int)tiles.slots[tile];
         for (int begin = 0; begin < count; begin += kLanes) {

@@ -6,8 +6,8 @@
 template <int BITS> struct Integer {
     static constexpr int bits = BITS;
     static constexpr bool is_sign = false, is_mx = false;
-    static constexpr float top = (float)((1 << (BITS - 1)) - 1);
     static constexpr u32 tiny = kTiny;
+    INLINE float top() { return (float)((1 << (BITS - 1)) - 1); }
 
     // |y| is TOP at most, up to rounding.
     template <class V> INLINE auto encode(V y, V& value) {
@@ -16,7 +16,7 @@ template <int BITS> struct Integer {
         return bits_of(shifted) & ((1u << BITS) - 1);
     }
     template <class V, class W> INLINE auto encode(V y, W random, V& value) {
-        auto inside = larger(smaller(y, top), -top);
+        auto inside = larger(smaller(y, top()), -top());
         return encode(inside + centred(random), value);
     }
     // `code` is a byte; if a code is shorter, bits above it do not count.
@@ -33,6 +33,7 @@ template <class F, int LOG2_TOP, u32 TOP_BITS, bool MX> struct Scaled8 {
     static constexpr bool is_sign = false, is_mx = MX;
     static constexpr int log2_top = LOG2_TOP;
     static constexpr u32 tiny = MX ? kTiny : (127u - 110u) << 23;  // top / 2^-120 would overflow
+    INLINE float top() { return float_of(TOP_BITS); }
 
     template <class V> INLINE auto encode(V y, V& value) {
         auto code = F::encode(y);
@@ -60,9 +61,11 @@ struct Sign {
     static constexpr bool is_sign = true, is_mx = false;
     static constexpr u32 tiny = kTiny;
 
-    template <class V> INLINE V value(V y) { return float_of((bits_of(y) & 0u) + (y < 0.0f ? 0xbf800000u : 0x3f800000u)); }
-    // The sign bit.
-    template <class W> INLINE auto decode(W code) { return float_of((code & 0x80000000u) | 0x3f800000u); }
+    template <class V> INLINE V value(V y) { return y < 0.0f ? -1.0f : 1.0f; }
+    // The code is the sign bit of a word.
+    template <class W> INLINE auto decode(W code) {
+        return float_of((code & 0x80000000u) | 0x3f800000u);
+    }
 };
 
 // What codes are multiplied with, and what entries are. An inverse of 0 makes all codes 0.
@@ -70,12 +73,6 @@ struct Scale {
     float value;
     float inverse;
 };
-
-INLINE float top_of(Sign) { return 1.0f; }
-template <int BITS> INLINE float top_of(Integer<BITS>) { return Integer<BITS>::top; }
-template <class F, int L, u32 B, bool MX> INLINE float top_of(Scaled8<F, L, B, MX>) {
-    return float_of(B);
-}
 
 // From the bits of the largest magnitude and, for signs, the mean one.
 template <class F> INLINE Scale scale_of(u32 largest, float mean) {
@@ -88,8 +85,8 @@ template <class F> INLINE Scale scale_of(u32 largest, float mean) {
         u32 stored = exponent < 1 ? 1u : (u32)exponent;
         return {float_of(stored << 23), float_of((254u - stored) << 23)};
     }
-    float top = top_of(F{});
-    return {float_of(largest) / top, top / float_of(largest)};
+    if constexpr (!F::is_sign)
+        return {float_of(largest) / F::top(), F::top() / float_of(largest)};
 }
 
 INLINE u32 mx_byte(float scale) {
