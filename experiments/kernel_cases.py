@@ -11,6 +11,7 @@ from torch import Tensor
 
 from commhooks.kernels import _op, blockwise, cast, philox, random_k, sparse
 from commhooks.kernels.blockwise import payload_bytes
+from commhooks.kernels.dct import dct_op
 from commhooks.kernels.hadamard import hadamard_op
 
 __all__ = ["COPIED", "Case", "cases"]
@@ -66,6 +67,8 @@ def cases(x: Tensor, block: int = 1024) -> list[Case]:
     whole = x.numel() // 1024 * 1024
     rotated = (x[:whole], out[:whole], 1024, False, *noise)
     found.append(Case("Hadamard 1024", 8, 0.75, hadamard_op, rotated))
+    cosines = (x[:whole], torch.randn(64, 64, device=x.device), out[:whole])
+    found.append(Case("DCT 64", 8, 0.5, dct_op, cosines))
     k = x.numel() // 100
     taken = (torch.empty(k, dtype=torch.int32, device=x.device), torch.empty(k, device=x.device))
     drawn = (taken[1], residual, residual, *noise[:3])

@@ -3,6 +3,7 @@
 from ._op import implementations, op, use_kernels
 from .blockwise import FORMATS, dequantize, payload_bytes, quantize, requantize
 from .cast import scaled_cast
+from .dct import dct
 from .finite import all_finite
 from .hadamard import hadamard
 from .low_rank import (
@@ -21,6 +22,7 @@ __all__ = [
     "FORMATS",
     "Stream",
     "all_finite",
+    "dct",
     "decode_low_rank",
     "dequantize",
     "gather_random",

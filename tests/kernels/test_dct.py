@@ -1,0 +1,67 @@
+"""The cosine transform: all implementations agree, and it is one."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from commhooks.kernels import dct
+from commhooks.kernels.dct import CHUNK, _columns, dct_op
+from tests.kernels.inputs import plain, same, tricky
+from tests.kernels.machines import machines, on
+
+KERNELS = {"dct.cu": ["dct"]}
+CPU = torch.device("cpu")
+
+
+def test_kernels_equal_the_definition():
+    for machine in machines():
+        with on(machine, KERNELS) as run:
+            for chunks in (0, 1, 3, 150):
+                for inverse in (False, True):
+                    x, columns = tricky(chunks * CHUNK), _columns(CPU, inverse)
+                    expected, got = torch.empty(2, chunks * CHUNK)
+                    dct_op.definition(x, columns, expected)
+                    run(dct_op, x, columns, got)
+                    assert same(expected, got), (machine, chunks, inverse)
+
+
+def test_it_is_the_cosine_transform():
+    # By the Fourier transform of the chunk and its mirror image.
+    x, out = plain(5 * CHUNK), torch.empty(5 * CHUNK)
+    dct(x, out)
+    rows = x.double().view(5, CHUNK)
+    spectrum = torch.fft.fft(torch.cat([rows, rows.flip(1)], 1))[:, :CHUNK]
+    turned = torch.exp(-1j * torch.pi * torch.arange(CHUNK) / (2 * CHUNK)) * spectrum
+    expected = turned.real / 2 * (2 / CHUNK) ** 0.5
+    expected[:, 0] /= 2**0.5
+    torch.testing.assert_close(out.view(5, CHUNK).double(), expected, atol=1e-4, rtol=1e-5)
+
+
+def test_the_inverse_undoes_it_in_place():
+    x = plain(40 * CHUNK)
+    out = x.clone()
+    dct(out, out)
+    torch.testing.assert_close(out.norm(), x.norm())
+    dct(out, out, inverse=True)
+    torch.testing.assert_close(out, x, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("x", "out", "words"),
+    [
+        (torch.ones(65), torch.ones(65), r"\(x\): a multiple of 64"),
+        (torch.ones(64), torch.ones(128), r"\(out\): 64 entries"),
+    ],
+)
+def test_wrong_arguments_are_named(x, out, words):
+    with pytest.raises(ValueError, match=words):
+        dct(x, out)
+
+
+def fuzz(run: Any, rng: random.Random) -> None:
+    x = torch.randn(CHUNK * rng.randrange(6))
+    run(dct_op, x, _columns(CPU, rng.random() < 0.5), torch.empty_like(x))
