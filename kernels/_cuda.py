@@ -45,6 +45,7 @@ class Cubin:
     log: str
 
 
+@cache
 def missing() -> str | None:
     """Why CUDA kernels cannot run; None if they can."""
     if torch.version.cuda is None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -98,6 +100,8 @@ class Op:
             raise RuntimeError(
                 f"commhooks.kernels.{self.name}: COMMHOOKS_KERNELS is 'native', but {reason}"
             )
+        if device_type == "cuda" and device_type in self.kernels:
+            _say_once(f"commhooks.kernels: PyTorch code runs where CUDA kernels could: {reason}")
         return self.definition
 
     def missing(self, device_type: str) -> str | None:
@@ -105,6 +109,11 @@ class Op:
         if device_type not in self.kernels:
             return f"the op has no kernel for {device_type!r}"
         return _MISSING[device_type]()
+
+
+@cache
+def _say_once(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=4)
 
 
 _MISSING: dict[str, Callable[[], str | None]] = {"cpu": _cpu.missing, "cuda": _cuda.missing}

@@ -55,6 +55,14 @@ def test_a_device_without_a_kernel_is_an_error_if_kernels_are_asked_for():
         blockwise.quantize_op.implementation("meta")
 
 
+def test_missing_cuda_kernels_are_told_once():
+    _op._say_once.cache_clear()
+    with mock.patch.dict(_op._MISSING, cuda=lambda: "there is no CuPy"):
+        with pytest.warns(RuntimeWarning, match="there is no CuPy"):
+            assert blockwise.quantize_op.implementation("cuda") == blockwise.quantize_op.definition
+        blockwise.quantize_op.implementation("cuda")  # a second warning would be an error
+
+
 def test_the_environment_sets_the_mode():
     program = "import commhooks.kernels as k; print(k.implementations('cpu')['quantize'])"
     for mode, words in (("definition", "asked for"), ("auto", "kernel")):
