@@ -7,6 +7,7 @@ for each instruction set. Where it cannot be built the installation goes on with
 from __future__ import annotations
 
 import platform
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -37,14 +38,18 @@ class BuildKernels(build_ext):
         objects = self.compiler.compile(
             ["kernels/isa.cpp"], output_dir=self.build_temp, extra_postargs=list(FLAGS)
         )
-        for name, flags in INSTRUCTION_SETS.items():
-            objects += self.compiler.compile(
+
+        def compile_for(name: str) -> list[str]:
+            return self.compiler.compile(
                 SOURCES,
                 output_dir=f"{self.build_temp}/{name}",
                 macros=[("ISA", name)],
-                extra_postargs=[*FLAGS, *flags],
+                extra_postargs=[*FLAGS, *INSTRUCTION_SETS[name]],
                 depends=ext.depends,
             )
+
+        with ThreadPoolExecutor() as pool:
+            objects += [one for made in pool.map(compile_for, INSTRUCTION_SETS) for one in made]
         # Linked as C: nothing of the C++ run-time library is used.
         self.compiler.link_shared_object(
             objects, self.get_ext_fullpath(ext.name), extra_postargs=["-s"]

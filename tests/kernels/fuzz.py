@@ -20,6 +20,7 @@ from commhooks.kernels import _cpu
 from tests.emulator import runner
 from tests.kernels import (
     test_blockwise,
+    test_dct,
     test_hadamard,
     test_random_k,
     test_scaled_cast,
@@ -30,6 +31,7 @@ from tests.kernels.machines import GpuRunner, Runner, functions_of
 # Each has `fuzz`, one random call of every op, and `KERNELS`, the CUDA kernels it may launch.
 FAMILIES: tuple[Any, ...] = (
     test_blockwise,
+    test_dct,
     test_hadamard,
     test_random_k,
     test_scaled_cast,

@@ -25,9 +25,11 @@ def test_kernels_equal_the_definition():
     for machine in machines():
         with on(machine, KERNELS) as run:
             for dtype in DTYPES:
-                for n in (*SIZES, LARGE[0] if "emulator" not in machine else 7000):
+                for n in SIZES:
                     for k in sorted({0, 1, n // 7, n} & set(range(n + 1))):
                         agree(run, (unaligned if n % 2 else tricky)(n, dtype), k, machine)
+            if "emulator" not in machine:
+                agree(run, tricky(LARGE[0]), LARGE[0] // 7, machine)
 
 
 def agree(run: Any, x: torch.Tensor, k: int, machine: str) -> None:
