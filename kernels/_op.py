@@ -68,6 +68,8 @@ class Op:
         _LIBRARY.define(schema)
         _LIBRARY.impl(self.name, self._run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"commhooks::{self.name}", lambda *_: None, lib=_LIBRARY)
+        arguments = getattr(torch.ops.commhooks, self.name).default._schema.arguments
+        self._floats = [i for i, one in enumerate(arguments) if str(one.type) == "float"]
         _OPS[self.name] = self
 
     def kernel(self, device_type: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -86,8 +88,11 @@ class Op:
         else:
             self._run(*args)
 
-    def _run(self, x: Tensor, *args: Any) -> None:
-        self.implementation(x.device.type)(x, *args)
+    def _run(self, *args: Any) -> None:
+        # Kernels take numbers as they are: an integer is not read as a float.
+        if any(type(args[i]) is not float for i in self._floats):
+            args = tuple(float(a) if i in self._floats else a for i, a in enumerate(args))
+        self.implementation(args[0].device.type)(*args)
 
     def implementation(self, device_type: str) -> Callable[..., None]:
         """What runs on such devices now."""

@@ -66,7 +66,7 @@ def quantize(
     for name, tensor in (("residual", residual), ("left", left)):
         if tensor is not None:
             check("quantize", name, tensor, like=x, dtypes=(torch.float32,), n=x.numel())
-    random = philox.NO_STREAM if stream is None else stream.arguments
+    random = philox.NO_STREAM if stream is None else stream.arguments(x)
     quantize_op(x, payload, format, block, residual, left, *random)
 
 
@@ -126,7 +126,7 @@ def requantize(
     for name, tensor in (("residual", residual), ("left", left)):
         if tensor is not None:
             check("requantize", name, tensor, like=payloads, dtypes=(torch.float32,), n=n)
-    random = philox.NO_STREAM if stream is None else stream.arguments
+    random = philox.NO_STREAM if stream is None else stream.arguments(payloads)
     requantize_op(payloads, payload, n, format, block, factor, residual, left, *random)
 
 

@@ -39,7 +39,7 @@ def scaled_cast(
     narrow = _DTYPES if stream is None else (torch.float16, torch.bfloat16)
     check("scaled_cast", "x", x, like=x, dtypes=_DTYPES if stream is None else (torch.float32,))
     check("scaled_cast", "out", out, like=x, dtypes=narrow)
-    cast_op(x, out, scale, *(philox.NO_STREAM if stream is None else stream.arguments))
+    cast_op(x, out, scale, *(philox.NO_STREAM if stream is None else stream.arguments(x)))
     return out
 
 

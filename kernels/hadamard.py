@@ -44,7 +44,7 @@ def hadamard(
             f"hadamard(stream): first is a multiple of {philox.SIGNS}, got {stream.first}"
         )
     check("hadamard", "out", out, like=x, dtypes=(torch.float32,), n=x.numel())
-    hadamard_op(x, out, block, inverse, *stream.arguments)
+    hadamard_op(x, out, block, inverse, *stream.arguments(x))
 
 
 @op(

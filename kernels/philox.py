@@ -36,12 +36,21 @@ class Stream:
     first: int = 0
 
     def __post_init__(self) -> None:
+        if self.step.dtype != torch.int64 or self.step.numel() != 1:
+            raise TypeError(
+                f"Stream(step) is an int64 tensor of one number, "
+                f"got {self.step.dtype} of shape {tuple(self.step.shape)}"
+            )
         if self.first % _GROUP:
             raise ValueError(f"Stream(first) is a multiple of {_GROUP}, got {self.first}")
 
-    @property
-    def arguments(self) -> tuple[Tensor, int, int, int]:
-        """As ops take them: step, seed, stream, first."""
+    def arguments(self, data: Tensor) -> tuple[Tensor, int, int, int]:
+        """As ops on ``data`` take them: step, seed, stream, first."""
+        if self.step.device != data.device:
+            raise ValueError(
+                f"Stream(step) lies on the device of the data, {data.device}, "
+                f"got {self.step.device}"
+            )
         return self.step, self.seed, self.number, self.first
 
 

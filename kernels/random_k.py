@@ -63,7 +63,7 @@ def gather_random(
     for name, tensor in (("residual", residual), ("left", left)):
         if tensor is not None:
             check("gather_random", name, tensor, like=x, dtypes=(torch.float32,), n=n)
-    gather_random_op(x, values, residual, left, *stream.arguments[:3])
+    gather_random_op(x, values, residual, left, *stream.arguments(x)[:3])
 
 
 def scatter_random(
@@ -81,7 +81,7 @@ def scatter_random(
     check("scatter_random", "values", values, like=out, dtypes=(torch.float32,))
     check("scatter_random", "out", out, like=out, dtypes=(torch.float32,))
     _check_sizes("scatter_random", out.numel(), values.numel(), stream)
-    scatter_random_op(values, out, factor, *stream.arguments[:3])
+    scatter_random_op(values, out, factor, *stream.arguments(out)[:3])
 
 
 def _check_sizes(caller: str, n: int, k: int, stream: philox.Stream) -> None:

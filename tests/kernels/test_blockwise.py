@@ -16,7 +16,7 @@ from commhooks.kernels.blockwise import FORMATS, dequantize, payload_bytes, quan
 from tests.kernels.inputs import CPP, DTYPES, LARGE, SIZES, plain, same, tricky, unaligned
 from tests.kernels.machines import machines, on
 
-BLOCKS = (32, 64, 128, 256, 2048)
+BLOCKS = (32, 64, 128, 256, 512, 1024, 2048)
 # (dtype, block) that are tried with every format.
 TRIED = (
     *((torch.float32, block) for block in BLOCKS),
@@ -246,6 +246,7 @@ def test_requantize_is_dequantize_then_quantize(format):
     assert torch.equal(expected, got)
 
 
+STEP = torch.tensor(1)
 X = torch.zeros(100)
 OUT = torch.empty(payload_bytes(100, "int8", 32), dtype=torch.uint8)
 
@@ -263,6 +264,12 @@ OUT = torch.empty(payload_bytes(100, "int8", 32), dtype=torch.uint8)
         (lambda: quantize(X, OUT.int(), "int8", 32), TypeError, r"quantize\(payload\)"),
         (lambda: dequantize(OUT, X, "int8", 32), ValueError, r"shape \(1 or more, bytes\)"),
         (lambda: philox.Stream(1, torch.tensor(1), first=3), ValueError, "multiple of 256"),
+        (lambda: philox.Stream(1, torch.tensor(1).int()), TypeError, "int64 tensor of one number"),
+        (
+            lambda: quantize(X, OUT, "int8", 32, stream=philox.Stream(1, STEP.to("meta"))),
+            ValueError,
+            r"device of the data, cpu, got meta",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(call, error, words):

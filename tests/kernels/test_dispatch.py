@@ -55,6 +55,13 @@ def test_a_device_without_a_kernel_is_an_error_if_kernels_are_asked_for():
         blockwise.quantize_op.implementation("meta")
 
 
+def test_a_whole_number_may_be_given_for_a_float():
+    payload, outs = quantized(torch.randn(600)), torch.empty(2, 600)
+    dequantize(payload[None], outs[0], "int8", 256, factor=2.0)
+    dequantize(payload[None], outs[1], "int8", 256, factor=2)
+    assert torch.equal(*outs)
+
+
 def test_missing_cuda_kernels_are_told_once():
     _op._say_once.cache_clear()
     with mock.patch.dict(_op._MISSING, cuda=lambda: "there is no CuPy"):
