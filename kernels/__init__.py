@@ -7,6 +7,7 @@ from .dct import dct
 from .finite import all_finite
 from .hadamard import hadamard
 from .low_rank import (
+    Matrices,
     decode_low_rank,
     multiply_left,
     multiply_right,
@@ -20,6 +21,7 @@ from .sparse import scatter_add, top_k
 
 __all__ = [
     "FORMATS",
+    "Matrices",
     "Stream",
     "all_finite",
     "dct",

@@ -1,17 +1,25 @@
-"""Ops of low-rank schemes, over batches of equally shaped matrices.
+"""Products of all matrices of a bucket with thin factors: the arithmetic of PowerSGD.
 
-Factors are rank-major: the left factor of a batch of n x m matrices has shape (b, r, n), the right
-one (b, r, m). A thin operand with rank as its last, fastest dimension costs MKL 3 to 26 times more.
+Factors are rank-major: the left factor of an n x m matrix has shape (r, n), the right one (r, m).
+A thin operand with rank as its last, fastest dimension costs MKL 3 to 26 times more. All matrices
+of a bucket are worked on in one call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from . import _cpu, _cuda
+from ._op import check, op
+
 __all__ = [
+    "Matrices",
     "decode_low_rank",
     "multiply_left",
     "multiply_right",
@@ -20,106 +28,391 @@ __all__ = [
     "unit_rows",
 ]
 
-# torch multiplies into a strided batch one matrix at a time, about 2 us each. Below this many
-# entries a matrix, a product in cache and a copy are faster (64 x 64: 0.5 to 0.85 of the time).
-_SMALL = 1 << 13
-_CHUNK = 1 << 17  # entries decoded at once: 512 kB of float32 stay in the cache
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_ROWS, _SEGMENT, _CHUNK, _TILE = 8, 512, 64, 64  # as in low_rank.h and low_rank.cu
+_DEAD, _VANISHED = 2.0**-19, 2.0**-64  # of norms, of their squares
 
 
-def orthonormalize(matrices: Tensor) -> Tensor:
-    """Orthonormal columns that span those of each matrix, in the same order.
-
-    Column j lies in the span of the first j columns of the input, up to rounding. Columns that
-    depend on earlier ones, zero columns among them, are replaced: the result is orthonormal
-    whatever finite values come in. NaN gives NaN or anything else, without an error.
-
-    On the CPU, LAPACK's Householder QR took 1 us per 64 x 4 matrix and 0.25 ms for 50000 x 4
-    (2 cores, torch 2.13); Gram-Schmidt over the batch needed 1 to 9 times, Cholesky QR with a
-    float64 Gram matrix 1.5 to 7 times as long, except for rank 1, which is a norm, here.
+class Matrices:
+    """Where the matrices of a bucket lie, and their factors among all of them, in their order.
 
     Args:
-        matrices: shape (b, n, r) with r <= n, float32 or float64.
+        places: (offset in the bucket, rows, columns, rank) of each.
 
-    Returns:
-        Shape (b, n, r); its transpose (b, r, n) is contiguous.
+    Attributes:
+        left_numel, right_numel: entries of all left factors, and of all right ones.
+
+    Example:
+        >>> matrices = Matrices([(0, 512, 256, 4)])
+        >>> matrices.left_numel, matrices.right_numel
+        (2048, 1024)
     """
-    if matrices.shape[-1] == 1:
-        return _unit_columns(matrices)
-    q: Tensor = torch.linalg.qr(matrices)[0]
-    return q.mT.contiguous().mT
+
+    def __init__(self, places: Sequence[tuple[int, int, int, int]]) -> None:
+        lefts = [0, *accumulate(rank * rows for _, rows, _, rank in places)]
+        rights = [0, *accumulate(rank * columns for _, _, columns, rank in places)]
+        self.left_numel, self.right_numel = lefts[-1], rights[-1]
+        rows, task, sums = [], [0, 0], [0, 0]
+        for place, left, right in zip(places, lefts, rights, strict=False):
+            _, n, m, rank = place
+            segments, chunks = -(-m // _SEGMENT), -(-n // _CHUNK)
+            rows.append((*place, left, right, task[0], sums[0], task[1], sums[1]))
+            task = [task[0] + -(-n // _ROWS) * segments, task[1] + chunks * -(-m // _TILE)]
+            sums = [sums[0] + segments * rank * n, sums[1] + chunks * rank * m]
+        # As struct Matrix in low_rank.h. The last row is the end of everything.
+        end = (max((o + n * m for o, n, m, _ in places), default=0), 0, 0, 0)
+        rows.append((*end, lefts[-1], rights[-1], task[0], sums[0], task[1], sums[1]))
+        self.table = torch.tensor(rows, dtype=torch.int64)
+
+    def __len__(self) -> int:
+        return len(self.table) - 1
 
 
-def _unit_columns(columns: Tensor) -> Tensor:
-    """Each (n, 1) matrix over its own norm; the first unit vector in place of a zero column."""
-    # Divided by the largest entry first: squares of very large or small entries leave the range.
-    largest = columns.abs().amax(dim=1, keepdim=True) if columns.shape[1] else columns
-    zero = largest == 0
-    unit = columns / torch.where(zero, 1.0, largest)
-    unit[:, :1].add_(zero)
-    norms: Tensor = torch.linalg.vector_norm(unit, dim=1, keepdim=True)
-    return unit.div_(norms)
+class _Run(NamedTuple):
+    """Matrices of one shape at constant distances: strided views show all of them at once."""
+
+    count: int
+    rows: int
+    columns: int
+    rank: int
+    first: tuple[int, int, int]  # places of the first in the bucket and among the factors
+    distance: tuple[int, int, int]
+
+    def bucket(self, flat: Tensor) -> Tensor:
+        """The matrices in a bucket, shape (count, rows, columns)."""
+        return self._view(flat, 0, (self.rows, self.columns))
+
+    def left(self, flat: Tensor) -> Tensor:
+        """Their left factors, shape (count, rank, rows)."""
+        return self._view(flat, 1, (self.rank, self.rows))
+
+    def right(self, flat: Tensor) -> Tensor:
+        """Their right factors, shape (count, rank, columns)."""
+        return self._view(flat, 2, (self.rank, self.columns))
+
+    def _view(self, flat: Tensor, which: int, shape: tuple[int, int]) -> Tensor:
+        strides = (self.distance[which], shape[1], 1)
+        begin = flat.storage_offset() + self.first[which]
+        return flat.as_strided((self.count, *shape), strides, begin)
 
 
-def unit_rows(factors: Tensor, fresh: Callable[[], Tensor]) -> Tensor:
-    """Rows of norm 1; rows that vanish against their matrix's largest are replaced by ``fresh``.
+@lru_cache(maxsize=4096)
+def _runs(table: Tensor) -> tuple[_Run, ...]:
+    alike: dict[tuple[int, ...], list[tuple[int, int, int]]] = {}
+    for offset, *shape, left, right in table[:-1, :6].tolist():
+        alike.setdefault(tuple(shape), []).append((offset, left, right))
+    return tuple(
+        _Run(len(part), *shape, part[0], _step(part[0], part[1]) if len(part) > 1 else (0, 0, 0))
+        for shape, places in alike.items()
+        for part in _stretches(places)
+    )
 
-    Such rows hold rounding errors at best. A power iteration does not mind the length of a row,
-    but a zero row would stay zero for ever.
+
+def _step(a: tuple[int, int, int], b: tuple[int, int, int]) -> tuple[int, int, int]:
+    return (b[0] - a[0], b[1] - a[1], b[2] - a[2])
+
+
+def _stretches(places: list[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
+    """Splits places into stretches of constant distance, from the left."""
+    part: list[tuple[int, int, int]] = []
+    for place in places:
+        if len(part) > 1 and _step(part[-1], place) != _step(part[0], part[1]):
+            yield part
+            part = []
+        part.append(place)
+    yield part
+
+
+# What users call -------------------------------------------------------------------------------
+
+
+def multiply_right(
+    matrices: Matrices,
+    x: Tensor,
+    right: Tensor,
+    left: Tensor,
+    *,
+    residual: Tensor | None = None,
+    total: Tensor | None = None,
+) -> None:
+    """Writes the left factors ``right @ M^T``, for M in ``x`` or in ``x + residual``.
+
+    Kernels equal one another bit for bit. They differ from the definition, whose sums have another
+    order, by at most ``m * 2^-23`` times the sum of the magnitudes of the m products.
 
     Args:
-        factors: shape (b, r, m).
-        fresh: makes the replacement, same shape; on the CPU it is not called if all rows
-            of all matrices are of similar size.
+        x: float32, float16, bfloat16 or float64 (PyTorch code only), contiguous; the bucket.
+        right: the dtype that ``x`` is worked on in, ``matrices.right_numel`` entries.
+        left: same dtype, ``matrices.left_numel`` entries.
+        residual: same dtype, as many entries as ``x``; needs ``total``.
+        total: same dtype, as many; gets ``x + residual`` where matrices lie. May be ``residual``.
+
+    Raises:
+        TypeError, ValueError: a tensor of another dtype, size or device; names the argument.
     """
-    norms = torch.linalg.vector_norm(factors, dim=2, keepdim=True)
-    unit: Tensor = factors / norms
-    threshold = 16 * torch.finfo(factors.dtype).eps
-    if norms.device.type == "cpu" and norms.numel():
-        low, high = torch.aminmax(norms)
-        if low.item() > threshold * high.item():  # the usual case: no row of any matrix is dead
-            return unit
-    dead = norms <= threshold * norms.amax(dim=1, keepdim=True)
-    return torch.where(dead, fresh(), unit)
+    work = _check_bucket("multiply_right", matrices, "x", x)
+    _check_factors("multiply_right", matrices, left, right, x, work)
+    if residual is not None and total is None:
+        raise ValueError("multiply_right(total): needed with a residual")
+    for name, tensor in (("residual", residual), ("total", total)):
+        if tensor is not None:
+            check("multiply_right", name, tensor, like=x, dtypes=(work,), n=x.numel())
+    _chosen(multiply_right_op, work)(x, residual, total, matrices.table, right, left)
 
 
-def multiply_right(matrices: Tensor, right: Tensor, out: Tensor) -> Tensor:
-    """The left factor ``right @ matrices^T``: (b, n, m) and (b, r, m) give (b, r, n)."""
-    return torch.bmm(right, matrices.mT, out=out)
+def multiply_left(matrices: Matrices, x: Tensor, left: Tensor, right: Tensor) -> None:
+    """Writes the right factors ``left @ M``; otherwise as :func:`multiply_right`."""
+    work = _check_bucket("multiply_left", matrices, "x", x)
+    _check_factors("multiply_left", matrices, left, right, x, work)
+    _chosen(multiply_left_op, work)(x, matrices.table, left, right)
 
 
-def multiply_left(matrices: Tensor, left: Tensor, out: Tensor) -> Tensor:
-    """The right factor ``left @ matrices``: (b, n, m) and (b, r, n) give (b, r, m)."""
-    return torch.bmm(left, matrices, out=out)
+def decode_low_rank(matrices: Matrices, left: Tensor, right: Tensor, out: Tensor) -> None:
+    """Writes ``left^T @ right`` of each matrix to the bucket ``out``; the rest stays as it is.
+
+    Kernels sum in the order of ranks, so that all machines get the same bits.
+
+    Args:
+        left, right: float32 (float64 for an ``out`` of float64).
+        out: float32, float16, bfloat16 or float64, contiguous.
+
+    Raises:
+        TypeError, ValueError: a tensor of another dtype, size or device; names the argument.
+    """
+    work = _check_bucket("decode_low_rank", matrices, "out", out)
+    _check_factors("decode_low_rank", matrices, left, right, out, work)
+    _chosen(expand_op, work)(left, right, matrices.table, False, out)
 
 
-def decode_low_rank(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
-    """Writes ``left^T @ right``, shape (b, n, m), to ``out``, which may have a narrower dtype."""
-    step = _chunk(out, same_dtype=out.dtype == left.dtype)
-    if step == 0:
-        return torch.bmm(left.mT, right, out=out)
-    for begin in range(0, len(out), step):
-        part = slice(begin, begin + step)
-        out[part].copy_(torch.bmm(left[part].mT, right[part]))
-    return out
+def subtract_low_rank(matrices: Matrices, left: Tensor, right: Tensor, out: Tensor) -> None:
+    """Subtracts ``left^T @ right`` of each matrix; otherwise as :func:`decode_low_rank`."""
+    work = _check_bucket("subtract_low_rank", matrices, "out", out)
+    _check_factors("subtract_low_rank", matrices, left, right, out, work)
+    _chosen(expand_op, work)(left, right, matrices.table, True, out)
 
 
-def subtract_low_rank(matrices: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Subtracts ``left^T @ right`` from ``matrices``, in place."""
-    step = _chunk(matrices, same_dtype=True)
-    if step == 0:
-        return matrices.baddbmm_(left.mT, right, alpha=-1)
-    for begin in range(0, len(matrices), step):
-        part = slice(begin, begin + step)
-        matrices[part].sub_(torch.bmm(left[part].mT, right[part]))
-    return matrices
+def orthonormalize(matrices: Matrices, left: Tensor) -> None:
+    """Makes the rows of each left factor orthonormal, in place: row k from the first k rows.
+
+    Gram-Schmidt with sums in float64, each row projected twice ("twice is enough", Giraud et al.,
+    2005): orthonormal to 2^-21 for any condition number. Rows that depend on earlier ones end as a
+    unit row of their rounding errors, or as zero, as do rows of zeros. NaN stays with its matrix.
+    Kernels equal one another bit for bit.
+
+    Args:
+        left: float32 or float64, ``matrices.left_numel`` entries.
+    """
+    work = torch.float64 if left.dtype == torch.float64 else torch.float32
+    check("orthonormalize", "left", left, like=left, dtypes=(work,), n=matrices.left_numel)
+    _chosen(orthonormalize_op, work)(left, matrices.table)
 
 
-def _chunk(matrices: Tensor, *, same_dtype: bool) -> int:
-    """Matrices to multiply into scratch at once; 0 to multiply in place."""
-    count, rows, columns = matrices.shape
-    size = rows * columns
-    if same_dtype and (
-        matrices.device.type != "cpu" or size > _SMALL or count < 8 or matrices.is_contiguous()
-    ):
-        return 0
-    return max(1, _CHUNK // max(size, 1))
+def unit_rows(matrices: Matrices, right: Tensor, fresh: Tensor) -> None:
+    """Divides each row of the right factors by its norm, in place; takes rows of ``fresh`` for dead.
+
+    A row below 2^-19 of its matrix's largest holds rounding errors at best. A power iteration does
+    not mind the length of a row, but a zero row would stay zero for ever.
+
+    Args:
+        right, fresh: float32 or float64, ``matrices.right_numel`` entries.
+    """
+    work = torch.float64 if right.dtype == torch.float64 else torch.float32
+    for name, tensor in (("right", right), ("fresh", fresh)):
+        check("unit_rows", name, tensor, like=right, dtypes=(work,), n=matrices.right_numel)
+    _chosen(unit_rows_op, work)(right, fresh, matrices.table)
+
+
+def _chosen(one, work: torch.dtype):  # type: ignore[no-untyped-def]
+    """The op; its definition for float64, which kernels do not know."""
+    return one.definition if work == torch.float64 else one
+
+
+def _check_bucket(caller: str, matrices: Matrices, name: str, flat: Tensor) -> torch.dtype:
+    """The dtype that the bucket is worked on in."""
+    check(caller, name, flat, like=flat, dtypes=(*_DTYPES, torch.float64))
+    end = int(matrices.table[-1, 0])
+    if flat.numel() < end:
+        raise ValueError(f"{caller}({name}): {end} entries or more, got {flat.numel()}")
+    return torch.float64 if flat.dtype == torch.float64 else torch.float32
+
+
+def _check_factors(
+    caller: str, matrices: Matrices, left: Tensor, right: Tensor, like: Tensor, work: torch.dtype
+) -> None:
+    check(caller, "left", left, like=like, dtypes=(work,), n=matrices.left_numel)
+    check(caller, "right", right, like=like, dtypes=(work,), n=matrices.right_numel)
+
+
+# Definitions -----------------------------------------------------------------------------------
+
+
+@op(
+    "multiply_right(Tensor x, Tensor? residual, Tensor(a!)? total, Tensor table, Tensor right,"
+    " Tensor(b!) left) -> ()"
+)
+def multiply_right_op(
+    x: Tensor,
+    residual: Tensor | None,
+    total: Tensor | None,
+    table: Tensor,
+    right: Tensor,
+    left: Tensor,
+) -> None:
+    for run in _runs(table):
+        source = run.bucket(x).to(left.dtype)
+        if residual is not None:
+            source = source + run.bucket(residual)
+        if total is not None:
+            run.bucket(total).copy_(source)
+        run.left(left).copy_(torch.bmm(run.right(right), source.mT))
+
+
+@op("multiply_left(Tensor x, Tensor table, Tensor left, Tensor(a!) right) -> ()")
+def multiply_left_op(x: Tensor, table: Tensor, left: Tensor, right: Tensor) -> None:
+    for run in _runs(table):
+        source = run.bucket(x).to(right.dtype)
+        run.right(right).copy_(torch.bmm(run.left(left), source))
+
+
+@op("expand(Tensor left, Tensor right, Tensor table, bool subtract, Tensor(a!) out) -> ()")
+def expand_op(left: Tensor, right: Tensor, table: Tensor, subtract: bool, out: Tensor) -> None:
+    for run in _runs(table):
+        target, product = run.bucket(out), torch.bmm(run.left(left).mT, run.right(right))
+        target.copy_(target.to(product.dtype) - product if subtract else product)
+
+
+@op("orthonormalize(Tensor(a!) left, Tensor table) -> ()")
+def orthonormalize_op(left: Tensor, table: Tensor) -> None:
+    for run in _runs(table):
+        rows = run.left(left)
+        done: list[Tensor] = []
+        for k in range(run.rank):
+            v = rows[:, k].double()
+            before = v.square().sum(1, keepdim=True)
+            for _ in range(2):
+                for q in done:
+                    v = (v - (q * v).sum(1, keepdim=True) * q).to(left.dtype).double()
+            norm = v.square().sum(1, keepdim=True)
+            unit = v * torch.where(norm <= before * _VANISHED, 0.0, norm.rsqrt())
+            done.append(unit.to(left.dtype).double())
+            rows[:, k] = unit
+
+
+@op("unit_rows(Tensor(a!) right, Tensor fresh, Tensor table) -> ()")
+def unit_rows_op(right: Tensor, fresh: Tensor, table: Tensor) -> None:
+    for run in _runs(table):
+        rows, new = run.right(right), run.right(fresh)
+        norms = torch.linalg.vector_norm(rows, dim=2, keepdim=True, dtype=torch.float64)
+        dead = norms <= norms.amax(dim=1, keepdim=True) * _DEAD
+        rows.copy_(torch.where(dead, new, (rows / norms).to(rows.dtype)))
+
+
+# CPU kernels -----------------------------------------------------------------------------------
+
+
+@multiply_right_op.kernel("cpu")
+def _multiply_right_cpu(
+    x: Tensor,
+    residual: Tensor | None,
+    total: Tensor | None,
+    table: Tensor,
+    right: Tensor,
+    left: Tensor,
+) -> None:
+    source = (_cpu.DTYPES[x.dtype], table, len(table) - 1, x)
+    _cpu.call("multiply_right", *source, residual, total, right, left)
+
+
+@multiply_left_op.kernel("cpu")
+def _multiply_left_cpu(x: Tensor, table: Tensor, left: Tensor, right: Tensor) -> None:
+    source = (_cpu.DTYPES[x.dtype], table, len(table) - 1, x)
+    _cpu.call("multiply_left", *source, left, right)
+
+
+@expand_op.kernel("cpu")
+def _expand_cpu(left: Tensor, right: Tensor, table: Tensor, subtract: bool, out: Tensor) -> None:
+    dtype = _cpu.DTYPES[out.dtype]
+    _cpu.call("expand", dtype, table, len(table) - 1, left, right, subtract, out)
+
+
+@orthonormalize_op.kernel("cpu")
+def _orthonormalize_cpu(left: Tensor, table: Tensor) -> None:
+    _cpu.call("orthonormalize", table, len(table) - 1, left)
+
+
+@unit_rows_op.kernel("cpu")
+def _unit_rows_cpu(right: Tensor, fresh: Tensor, table: Tensor) -> None:
+    _cpu.call("unit_rows", table, len(table) - 1, fresh, right)
+
+
+# CUDA kernels ----------------------------------------------------------------------------------
+
+
+class _OnDevice(NamedTuple):
+    """A table on a GPU, and the sizes of launches that it asks for."""
+
+    table: Tensor
+    count: int
+    lefts: int
+    rights: int
+    block_tasks: int
+    block_sums: int
+    chunk_tasks: int
+    chunk_sums: int
+
+
+@lru_cache(maxsize=4096)
+def _on_device(table: Tensor, device: torch.device) -> _OnDevice:
+    return _OnDevice(table.to(device), len(table) - 1, *table[-1, 4:].tolist())
+
+
+def _launch(like: Tensor, kernel: str, warps: int, *arguments: Tensor | float | None) -> None:
+    _cuda.launch("low_rank.cu", kernel, like.device, warps, arguments)
+
+
+@multiply_right_op.kernel("cuda")
+def _multiply_right_cuda(
+    x: Tensor,
+    residual: Tensor | None,
+    total: Tensor | None,
+    table: Tensor,
+    right: Tensor,
+    left: Tensor,
+) -> None:
+    found = _on_device(table, x.device)
+    sums = torch.empty(found.block_sums, device=x.device)
+    source = (found.table, found.count, found.block_tasks, x, residual, total, right, sums)
+    _launch(x, f"multiply_right<{_cuda.DTYPES[x.dtype]}>", found.block_tasks, *source)
+    _launch(
+        x, "add_segments", found.lefts // 32 + 1, found.table, found.count, found.lefts, sums, left
+    )
+
+
+@multiply_left_op.kernel("cuda")
+def _multiply_left_cuda(x: Tensor, table: Tensor, left: Tensor, right: Tensor) -> None:
+    found = _on_device(table, x.device)
+    sums = torch.empty(found.chunk_sums, device=x.device)
+    source = (found.table, found.count, found.chunk_tasks, x, left, sums)
+    _launch(x, f"multiply_left<{_cuda.DTYPES[x.dtype]}>", found.chunk_tasks, *source)
+    _launch(
+        x, "add_chunks", found.rights // 32 + 1, found.table, found.count, found.rights, sums, right
+    )
+
+
+@expand_op.kernel("cuda")
+def _expand_cuda(left: Tensor, right: Tensor, table: Tensor, subtract: bool, out: Tensor) -> None:
+    found = _on_device(table, out.device)
+    source = (found.table, found.count, found.block_tasks, left, right, subtract, out)
+    _launch(out, f"expand<{_cuda.DTYPES[out.dtype]}>", found.block_tasks, *source)
+
+
+@orthonormalize_op.kernel("cuda")
+def _orthonormalize_cuda(left: Tensor, table: Tensor) -> None:
+    found = _on_device(table, left.device)
+    _launch(left, "orthonormalize", 8 * found.count, found.table, found.count, left)
+
+
+@unit_rows_op.kernel("cuda")
+def _unit_rows_cuda(right: Tensor, fresh: Tensor, table: Tensor) -> None:
+    found = _on_device(table, right.device)
+    _launch(right, "unit_rows", 8 * found.count, found.table, found.count, fresh, right)

@@ -107,7 +107,7 @@ static void fill_lanes(const Random& random, u64 call, Lanes (&words)[4][kLaneVe
 }
 
 // Random half-words of the 256 entries of group `group`.
-static void fill_noise(const Random& random, i64 group, u16* noise) {
+static inline void fill_noise(const Random& random, i64 group, u16* noise) {
     Lanes words[4][kLaneVectors];
     fill_lanes(random, (u64)group * kCalls, words);
     for (int word = 0; word < 4; ++word) {

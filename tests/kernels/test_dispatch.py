@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from commhooks.kernels import _cpu, _op, blockwise, implementations, use_kernels
+from commhooks.kernels import Matrices, _cpu, _op, blockwise, implementations, use_kernels
 from commhooks.kernels.blockwise import dequantize, payload_bytes, quantize
 
 
@@ -98,7 +98,23 @@ def test_a_lesser_instruction_set_may_be_asked_for(monkeypatch):
 
 
 STEP = torch.tensor(3)
+MATRICES = Matrices([(0, 20, 30, 2), (600, 7, 9, 2)])
+BUCKET = MATRICES.table[-1, 0]
+
+
+def low_rank_factors() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(MATRICES.left_numel), torch.randn(MATRICES.right_numel)
+
+
 ARGUMENTS = {
+    "multiply_right": lambda: (
+        *(torch.randn(BUCKET), torch.randn(BUCKET), torch.zeros(BUCKET), MATRICES.table),
+        *low_rank_factors()[::-1],
+    ),
+    "multiply_left": lambda: (torch.randn(BUCKET), MATRICES.table, *low_rank_factors()),
+    "expand": lambda: (*low_rank_factors(), MATRICES.table, True, torch.zeros(BUCKET)),
+    "orthonormalize": lambda: (low_rank_factors()[0], MATRICES.table),
+    "unit_rows": lambda: (low_rank_factors()[1], low_rank_factors()[1], MATRICES.table),
     "quantize": lambda: (
         *(torch.randn(600), torch.zeros(payload_bytes(600, "int8", 256), dtype=torch.uint8)),
         *("int8", 256, torch.randn(600), torch.zeros(600), STEP, 1, 0, 0),
