@@ -53,6 +53,9 @@ class Context:
         seed: base of all random streams; the same on every rank.
         keep_unsent: error feedback needs ``sent`` or ``unsent``; without it they may be omitted.
             With it, ``grad`` is left as it was, unless it is returned as ``unsent``.
+        residual: float32 (float64), flat, only for schemes that say ``adds_residual``: to be added
+            to ``grad`` and left as it is.
+        unsent: same dtype and size, given with ``residual``: what is not sent goes there.
     """
 
     memory: Memory
@@ -62,6 +65,8 @@ class Context:
     world_size: int = 1
     seed: int = 0
     keep_unsent: bool = False
+    residual: Tensor | None = None
+    unsent: Tensor | None = None
     find_layout: Any = None
 
     @cached_property
@@ -73,6 +78,12 @@ class Context:
     def replace(self, **changes: Any) -> Context:
         """The same context but for ``changes``."""
         return replace(self, **changes)
+
+    def corrected(self, grad: Tensor) -> Tensor:
+        """``grad``; where there is a residual, their sum, which lies in ``unsent`` then."""
+        if self.residual is None:
+            return grad
+        return torch.add(grad, self.residual, out=self.unsent)
 
     def generator(
         self, name: str, *, shared: bool = True, step: int | None = None
@@ -96,6 +107,8 @@ class Scheme:
         linear: payloads of all ranks may be summed by an all-reduce.
         stateful: keeps something in ``ctx.memory``.
         averages: returns the average over ranks (False: no-op and local schemes).
+        adds_residual: adds ``ctx.residual`` to the gradient itself, in the pass that encodes it,
+            and returns ``ctx.unsent`` as ``unsent``.
     """
 
     rounds: int = 1
@@ -103,6 +116,7 @@ class Scheme:
     linear: ClassVar[bool] = False
     stateful: bool = False
     averages: ClassVar[bool] = True
+    adds_residual: ClassVar[bool] = False
     coalesce: bool = False
 
     def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:

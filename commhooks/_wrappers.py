@@ -105,6 +105,11 @@ class ErrorFeedback(Wrapper):
         dtype = torch.promote_types(grad.dtype, torch.float32)
         residual = memory.read(RESIDUAL, layout, device=grad.device, dtype=dtype)
         corrected = memory.scratch(RESIDUAL, layout, like=residual)
+        if self.scheme.adds_residual:
+            inner = ctx.replace(keep_unsent=True, residual=residual, unsent=corrected)
+            result = yield from self.scheme.exchange(grad, inner)
+            memory.write(RESIDUAL, layout, result.unsent)
+            return result
         torch.add(grad, residual, out=corrected)
         result = yield from self.scheme.exchange(corrected, ctx.replace(keep_unsent=True))
         unsent = result.unsent

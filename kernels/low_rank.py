@@ -71,7 +71,7 @@ class Matrices:
 class _Run(NamedTuple):
     """Matrices of one shape at constant distances: strided views show all of them at once."""
 
-    count: int
+    matrices: int
     rows: int
     columns: int
     rank: int
@@ -79,28 +79,28 @@ class _Run(NamedTuple):
     distance: tuple[int, int, int]
 
     def bucket(self, flat: Tensor) -> Tensor:
-        """The matrices in a bucket, shape (count, rows, columns)."""
+        """The matrices in a bucket, shape (matrices, rows, columns)."""
         return self._view(flat, 0, (self.rows, self.columns))
 
     def left(self, flat: Tensor) -> Tensor:
-        """Their left factors, shape (count, rank, rows)."""
+        """Their left factors, shape (matrices, rank, rows)."""
         return self._view(flat, 1, (self.rank, self.rows))
 
     def right(self, flat: Tensor) -> Tensor:
-        """Their right factors, shape (count, rank, columns)."""
+        """Their right factors, shape (matrices, rank, columns)."""
         return self._view(flat, 2, (self.rank, self.columns))
 
     def _view(self, flat: Tensor, which: int, shape: tuple[int, int]) -> Tensor:
         strides = (self.distance[which], shape[1], 1)
         begin = flat.storage_offset() + self.first[which]
-        return flat.as_strided((self.count, *shape), strides, begin)
+        return flat.as_strided((self.matrices, *shape), strides, begin)
 
 
 @lru_cache(maxsize=4096)
 def _runs(table: Tensor) -> tuple[_Run, ...]:
-    alike: dict[tuple[int, ...], list[tuple[int, int, int]]] = {}
-    for offset, *shape, left, right in table[:-1, :6].tolist():
-        alike.setdefault(tuple(shape), []).append((offset, left, right))
+    alike: dict[tuple[int, int, int], list[tuple[int, int, int]]] = {}
+    for offset, rows, columns, rank, left, right in table[:-1, :6].tolist():
+        alike.setdefault((rows, columns, rank), []).append((offset, left, right))
     return tuple(
         _Run(len(part), *shape, part[0], _step(part[0], part[1]) if len(part) > 1 else (0, 0, 0))
         for shape, places in alike.items()
@@ -208,7 +208,7 @@ def orthonormalize(matrices: Matrices, left: Tensor) -> None:
 
 
 def unit_rows(matrices: Matrices, right: Tensor, fresh: Tensor) -> None:
-    """Divides each row of the right factors by its norm, in place; takes rows of ``fresh`` for dead.
+    """Divides rows of the right factors by their norms, in place; ``fresh`` replaces dead ones.
 
     A row below 2^-19 of its matrix's largest holds rounding errors at best. A power iteration does
     not mind the length of a row, but a zero row would stay zero for ever.
@@ -352,7 +352,7 @@ class _OnDevice(NamedTuple):
     """A table on a GPU, and the sizes of launches that it asks for."""
 
     table: Tensor
-    count: int
+    matrices: int
     lefts: int
     rights: int
     block_tasks: int
@@ -381,10 +381,17 @@ def _multiply_right_cuda(
 ) -> None:
     found = _on_device(table, x.device)
     sums = torch.empty(found.block_sums, device=x.device)
-    source = (found.table, found.count, found.block_tasks, x, residual, total, right, sums)
+    source = (found.table, found.matrices, found.block_tasks, x, residual, total, right, sums)
     _launch(x, f"multiply_right<{_cuda.DTYPES[x.dtype]}>", found.block_tasks, *source)
     _launch(
-        x, "add_segments", found.lefts // 32 + 1, found.table, found.count, found.lefts, sums, left
+        x,
+        "add_segments",
+        found.lefts // 32 + 1,
+        found.table,
+        found.matrices,
+        found.lefts,
+        sums,
+        left,
     )
 
 
@@ -392,27 +399,34 @@ def _multiply_right_cuda(
 def _multiply_left_cuda(x: Tensor, table: Tensor, left: Tensor, right: Tensor) -> None:
     found = _on_device(table, x.device)
     sums = torch.empty(found.chunk_sums, device=x.device)
-    source = (found.table, found.count, found.chunk_tasks, x, left, sums)
+    source = (found.table, found.matrices, found.chunk_tasks, x, left, sums)
     _launch(x, f"multiply_left<{_cuda.DTYPES[x.dtype]}>", found.chunk_tasks, *source)
     _launch(
-        x, "add_chunks", found.rights // 32 + 1, found.table, found.count, found.rights, sums, right
+        x,
+        "add_chunks",
+        found.rights // 32 + 1,
+        found.table,
+        found.matrices,
+        found.rights,
+        sums,
+        right,
     )
 
 
 @expand_op.kernel("cuda")
 def _expand_cuda(left: Tensor, right: Tensor, table: Tensor, subtract: bool, out: Tensor) -> None:
     found = _on_device(table, out.device)
-    source = (found.table, found.count, found.block_tasks, left, right, subtract, out)
+    source = (found.table, found.matrices, found.block_tasks, left, right, subtract, out)
     _launch(out, f"expand<{_cuda.DTYPES[out.dtype]}>", found.block_tasks, *source)
 
 
 @orthonormalize_op.kernel("cuda")
 def _orthonormalize_cuda(left: Tensor, table: Tensor) -> None:
     found = _on_device(table, left.device)
-    _launch(left, "orthonormalize", 8 * found.count, found.table, found.count, left)
+    _launch(left, "orthonormalize", 8 * found.matrices, found.table, found.matrices, left)
 
 
 @unit_rows_op.kernel("cuda")
 def _unit_rows_cuda(right: Tensor, fresh: Tensor, table: Tensor) -> None:
     found = _on_device(table, right.device)
-    _launch(right, "unit_rows", 8 * found.count, found.table, found.count, fresh, right)
+    _launch(right, "unit_rows", 8 * found.matrices, found.table, found.matrices, fresh, right)

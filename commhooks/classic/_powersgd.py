@@ -51,7 +51,6 @@ def _layerwise(state: "PowerSGDState") -> Scheme:
         rank=state.matrix_approximation_rank,
         min_compression_rate=state.min_compression_rate,
         warm_start=state.warm_start,
-        batch_same_shape=state.batch_tensors_with_same_shape,
     )
 
 
@@ -113,7 +112,7 @@ class PowerSGDState:
             orthogonalised without it.
         random_seed: of the first factors; the same on every rank.
         compression_stats_logging_frequency: steps between two log lines of ``compression_stats``.
-        batch_tensors_with_same_shape: computes matrices of equal shape together.
+        batch_tensors_with_same_shape: kept for its name; all matrices are computed together.
 
     Example:
         >>> state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=100)

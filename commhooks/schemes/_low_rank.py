@@ -11,7 +11,7 @@ from torch import Tensor
 
 from commhooks._memory import Layout, Memory
 from commhooks._scheme import Context, Exchanged, Scheme, SchemeExchange
-from commhooks.kernels import all_finite, orthonormalize
+from commhooks.kernels import all_finite
 from ddp_core import AllReduce
 
 __all__ = [
@@ -22,7 +22,6 @@ __all__ = [
     "draw",
     "fits",
     "fresh_factors",
-    "orthonormal_factors",
     "poison",
     "random_factors",
 ]
@@ -45,10 +44,14 @@ def compute_dtype(grad: Tensor) -> torch.dtype:
 
 def dense_exchange(grad: Tensor, ctx: Context) -> SchemeExchange:
     """One all-reduce of a bucket that does not pay to compress."""
+    grad = ctx.corrected(grad)
     request = AllReduce(grad.clone() if ctx.keep_unsent else grad)
     mean = yield request
     mean = mean if mean.dtype == ctx.output.dtype else ctx.output.copy_(mean)
-    return Exchanged(mean, sent=request.sent)
+    if ctx.unsent is None:
+        return Exchanged(mean, sent=request.sent)
+    unsent = ctx.unsent.zero_() if request.sent is None else ctx.unsent.sub_(request.sent)
+    return Exchanged(mean, unsent=unsent)
 
 
 def draw(name: str, shape: Sequence[int], ctx: Context, step: int) -> Tensor:
@@ -81,13 +84,3 @@ def poison(finite: Tensor) -> Tensor:
 def fits(output: Tensor) -> Tensor | bool:
     """Whether a finite mean stayed finite in the gradient's own dtype."""
     return all_finite(output) if output.dtype == torch.float16 else True
-
-
-def orthonormal_factors(left: list[Tensor], finite: Tensor) -> list[Tensor]:
-    """Orthonormal left factors; all NaN unless ``finite``.
-
-    The same bits come in on every rank, so all agree; what is not finite is kept from LAPACK.
-    """
-    nans = poison(finite)
-    clean = [torch.where(finite, factor, 0.0) for factor in left]
-    return [orthonormalize(factor.mT).mT.add_(nans) for factor in clean]

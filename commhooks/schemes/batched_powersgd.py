@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from commhooks._memory import Layout
 from commhooks._registry import register_scheme
 from commhooks._scheme import Context, Exchanged, Scheme, SchemeExchange
-from commhooks.kernels import all_finite, decode_low_rank, unit_rows
+from commhooks.kernels import Matrices, all_finite, orthonormalize, unit_rows
 from commhooks.schemes._low_rank import (
     check_flag,
     check_rank,
@@ -20,7 +21,6 @@ from commhooks.schemes._low_rank import (
     draw,
     fits,
     fresh_factors,
-    orthonormal_factors,
     poison,
     random_factors,
 )
@@ -89,11 +89,11 @@ class BatchedPowerSGD(Scheme):
             p[:, rows] = right[:, : part.shape[1]] @ part.mT
         p = yield AllReduce(p)
         finite = all_finite(p)
-        (left,) = orthonormal_factors([p[None]], finite)
+        orthonormalize(_factors(side, rank), p)
 
         q.zero_()
         for rows, part in parts:
-            q[:, : part.shape[1]].addmm_(left[0, :, rows], part)
+            q[:, : part.shape[1]].addmm_(p[:, rows], part)
         own = q.clone() if ctx.keep_unsent else q
         second = AllReduce(q)
         q = yield second
@@ -105,9 +105,9 @@ class BatchedPowerSGD(Scheme):
         if ctx.keep_unsent:
             own = own if second.sent is None else second.sent
             for rows, part in parts:
-                part.addmm_(left[0, :, rows].mT, own[:, : part.shape[1]], alpha=-1)
+                part.addmm_(p[:, rows].mT, own[:, : part.shape[1]], alpha=-1)
         for rows, part in _square(ctx.output, side):
-            decode_low_rank(left[..., rows], q[None, :, : part.shape[1]], out=part[None])
+            part.copy_(p[:, rows].mT @ q[:, : part.shape[1]])
         unsent = grad if ctx.keep_unsent else None
         return Exchanged(ctx.output, unsent=unsent, finite=finite & fits(ctx.output))
 
@@ -125,11 +125,16 @@ class BatchedPowerSGD(Scheme):
             grad.dtype
         )
 
-        def fresh() -> Tensor:
-            return fresh_factors(factors, ctx.seed, grad.device, grad.dtype).view(1, *shape)
-
-        right = unit_rows(old.view(1, *shape), fresh)[0]
+        right = old.clone().view(shape)
+        fresh = fresh_factors(factors, ctx.seed, grad.device, grad.dtype)
+        unit_rows(_factors(shape[1], shape[0]), right, fresh)
         return right, memory.scratch(KEY, factors, old).view(shape)
+
+
+@lru_cache(maxsize=1024)
+def _factors(side: int, rank: int) -> Matrices:
+    """Of one square, whose factors are worked on alone."""
+    return Matrices([(0, side, side, rank)])
 
 
 def _square(flat: Tensor, side: int) -> list[tuple[slice, Tensor]]:

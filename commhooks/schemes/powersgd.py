@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from commhooks.kernels import (
     decode_low_rank,
     multiply_left,
     multiply_right,
+    orthonormalize,
     subtract_low_rank,
     unit_rows,
 )
@@ -28,13 +28,11 @@ from commhooks.schemes._low_rank import (
     draw,
     fits,
     fresh_factors,
-    orthonormal_factors,
     poison,
     random_factors,
 )
 from commhooks.schemes._low_rank_plan import (
     Plan,
-    Views,
     as_matrix,
     compressed_rank,
     payload_numel,
@@ -66,7 +64,6 @@ class PowerSGD(Scheme):
         min_compression_rate: a matrix is compressed if its factors, times this, are smaller.
         warm_start: starts from the last step's Q, which over steps finds the best rank-r
             approximation; else from a new random Q each step.
-        batch_same_shape: computes matrices of equal shape together; changes speed only.
 
     Example:
         >>> hook = register(ddp_model, ErrorFeedback(PowerSGD(rank=4)))
@@ -77,11 +74,11 @@ class PowerSGD(Scheme):
     rank: int = 1
     min_compression_rate: float = 2.0
     warm_start: bool = True
-    batch_same_shape: bool = True
 
     rounds = 2
     biased = True
     linear = True
+    adds_residual = True
 
     def __post_init__(self) -> None:
         check_rank(self, self.rank)
@@ -92,7 +89,6 @@ class PowerSGD(Scheme):
                 f"(0 compresses every matrix), got {rate!r}"
             )
         check_flag(self, "warm_start", self.warm_start)
-        check_flag(self, "batch_same_shape", self.batch_same_shape)
 
     @property
     def stateful(self) -> bool:  # type: ignore[override]
@@ -119,22 +115,20 @@ class PowerSGD(Scheme):
         return {KEY: drawn.to(compute_dtype(ctx.output))}
 
     def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
-        plan = plan_bucket(ctx.layout, self.rank, self.min_compression_rate, self.batch_same_shape)
-        if not plan.groups:
+        plan = plan_bucket(ctx.layout, self.rank, self.min_compression_rate)
+        matrices = plan.matrices
+        if not len(matrices):
             return (yield from dense_exchange(grad, ctx))
-        grad = grad.to(compute_dtype(grad))
         right, q = self._right_factors(plan, grad, ctx)
-
-        matrices = [group.matrices(grad) for group in plan.groups]
-        first = AllReduce(_first_payload(plan, grad, matrices, right))
+        total = _total(grad, ctx)  # what is compressed, where that is not `grad`
+        first = AllReduce(_first_payload(plan, grad, ctx.residual, total, right))
+        grad = grad if total is None else total
         payload = yield first
-        p, tail = payload.split((plan.left_numel, plan.tail_numel))
+        left, tail = payload.split((matrices.left_numel, plan.tail_numel))
         finite = all_finite(payload)
-        left = orthonormal_factors(plan.left(p), finite)
+        orthonormalize(matrices, left)  # the same bits on every rank
 
-        for views, factor, out in zip(matrices, left, plan.right(q), strict=True):
-            for part, view in views:
-                multiply_left(view, factor[part], out=out[part])
+        multiply_left(matrices, grad, left, q)
         own = q.clone() if ctx.keep_unsent else q
         second = AllReduce(q)
         q = yield second
@@ -146,29 +140,27 @@ class PowerSGD(Scheme):
         unsent = None
         if ctx.keep_unsent:
             own = own if second.sent is None else second.sent
-            sent_tail = None if first.sent is None else first.sent[plan.left_numel :]
-            unsent = _subtract_sent(plan, grad, matrices, left, own, sent_tail)
-        _decode(plan, left, q, tail, ctx.output)
+            subtract_low_rank(matrices, left, own, grad)
+            sent_tail = None if first.sent is None else first.sent[matrices.left_numel :]
+            unsent = _subtract_tail(plan, grad, sent_tail)
+        decode_low_rank(matrices, left, q, ctx.output)
+        for view, piece in _pieces(plan.tail_views(ctx.output), tail):
+            view.copy_(piece)
         return Exchanged(ctx.output, unsent=unsent, finite=finite & fits(ctx.output))
 
-    def _right_factors(self, plan: Plan, grad: Tensor, ctx: Context) -> tuple[list[Tensor], Tensor]:
-        """The right factors to start from, per group, and a flat tensor for the new ones."""
-        factors, memory = plan.factors, ctx.memory
+    def _right_factors(self, plan: Plan, grad: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
+        """The right factors to start from, flat, and a tensor for the new ones."""
+        factors, memory, dtype = plan.factors, ctx.memory, compute_dtype(grad)
         if not self.warm_start:
-            flat = random_factors(factors, ctx, ctx.step, grad)
-            return plan.right(flat), torch.empty_like(flat)
+            flat = random_factors(factors, ctx, ctx.step, grad.new_empty(0, dtype=dtype))
+            return flat, torch.empty_like(flat)
 
         def initial(name: str, shape: torch.Size) -> Tensor:
             return _initial(name, shape, memory.get(KEY, name), ctx)
 
-        old = memory.read(KEY, factors, device=grad.device, dtype=grad.dtype, initial=initial)
-        old = old.to(grad.dtype)
-
-        def fresh(group: int) -> Tensor:
-            return plan.right(fresh_factors(factors, ctx.seed, grad.device, grad.dtype))[group]
-
-        blocks = enumerate(plan.right(old))
-        right = [unit_rows(block, partial(fresh, group)) for group, block in blocks]
+        old = memory.read(KEY, factors, device=grad.device, dtype=dtype, initial=initial).to(dtype)
+        right = old.clone()
+        unit_rows(plan.matrices, right, fresh_factors(factors, ctx.seed, grad.device, dtype))
         return right, memory.scratch(KEY, factors, old)
 
 
@@ -186,53 +178,43 @@ def _initial(name: str, shape: torch.Size, old: Tensor | None, ctx: Context) -> 
 # ---- payloads
 
 
-def _first_payload(plan: Plan, grad: Tensor, matrices: list[Views], right: list[Tensor]) -> Tensor:
-    """All left factors ``M Q^T``, then the tail."""
-    payload = grad.new_empty(plan.left_numel + plan.tail_numel)
-    p, tail = payload.split((plan.left_numel, plan.tail_numel))
-    for views, factor, out in zip(matrices, right, plan.left(p), strict=True):
-        for part, view in views:
-            multiply_right(view, factor[part], out=out[part])
-    if plan.tails:
-        torch.cat([view.reshape(-1) for view in plan.tail_views(grad)], out=tail)
+def _total(grad: Tensor, ctx: Context) -> Tensor | None:
+    """Where the corrected gradient goes; None if ``grad`` itself is what is compressed."""
+    if ctx.residual is not None:
+        return ctx.unsent
+    wide = compute_dtype(grad)
+    return torch.empty_like(grad, dtype=wide) if ctx.keep_unsent and grad.dtype != wide else None
+
+
+def _first_payload(
+    plan: Plan, grad: Tensor, residual: Tensor | None, total: Tensor | None, right: Tensor
+) -> Tensor:
+    """All left factors ``M Q^T``, then the tail; ``total`` gets what they were made of."""
+    matrices = plan.matrices
+    payload = right.new_empty(matrices.left_numel + plan.tail_numel)
+    left, tail = payload.split((matrices.left_numel, plan.tail_numel))
+    multiply_right(matrices, grad, right, left, residual=residual, total=total)
+    if not plan.tails:
+        return payload
+    torch.cat([view.reshape(-1) for view in plan.tail_views(grad)], out=tail)
+    if residual is not None:
+        tail += torch.cat([view.reshape(-1) for view in plan.tail_views(residual)])
+    if total is not None:
+        for view, piece in _pieces(plan.tail_views(total), tail):
+            view.copy_(piece)
     return payload
 
 
-def _subtract_sent(
-    plan: Plan,
-    grad: Tensor,
-    matrices: list[Views],
-    left: list[Tensor],
-    own: Tensor,
-    sent_tail: Tensor | None,
-) -> Tensor:
-    """``grad`` without this rank's share of the mean, in place."""
-    shares = plan.right(own)
-    for group, views, factor, share in zip(plan.groups, matrices, left, shares, strict=True):
-        for part, view in views:
-            subtract_low_rank(view, factor[part], share[part])
-            if group.scattered:
-                group.put(view, grad)
+def _subtract_tail(plan: Plan, grad: Tensor, sent: Tensor | None) -> Tensor:
+    """``grad`` without what was sent of its tail, in place."""
     tails = plan.tail_views(grad)
-    if sent_tail is None:
+    if sent is None:
         for tail in tails:
             tail.zero_()
     else:
-        for tail, piece in _pieces(tails, sent_tail):
+        for tail, piece in _pieces(tails, sent):
             tail.sub_(piece)
     return grad
-
-
-def _decode(plan: Plan, left: list[Tensor], q: Tensor, tail: Tensor, output: Tensor) -> None:
-    """Writes the mean: products of the factors, and the tail."""
-    for group, factor, right in zip(plan.groups, left, plan.right(q), strict=True):
-        if group.scattered:
-            group.put(torch.bmm(factor.mT, right), output)
-            continue
-        for part, view in group.views(output):
-            decode_low_rank(factor[part], right[part], out=view)
-    for view, piece in _pieces(plan.tail_views(output), tail):
-        view.copy_(piece)
 
 
 def _pieces(views: list[Tensor], flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

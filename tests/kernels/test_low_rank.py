@@ -218,9 +218,9 @@ def test_unit_rows_replaces_rows_that_vanish(mode):
 
 def test_equal_matrices_at_equal_distances_are_one_run():
     runs = low_rank._runs(MATRICES.table)
-    assert [run.count for run in runs] == [3, 1, 1, 1, 1, 1]
+    assert [run.matrices for run in runs] == [3, 1, 1, 1, 1, 1]
     uneven = Matrices([(0, 5, 7, 2), (40, 5, 7, 2), (90, 5, 7, 2), (140, 5, 7, 2)])
-    assert [run.count for run in low_rank._runs(uneven.table)] == [2, 2]
+    assert [run.matrices for run in low_rank._runs(uneven.table)] == [2, 2]
     assert low_rank._runs(Matrices([]).table) == ()
 
 
