@@ -17,6 +17,7 @@ from .low_rank import (
 )
 from .philox import Stream
 from .random_k import gather_random, random_places, scatter_random
+from .rotated import dequantize_rotated, quantize_rotated
 from .sparse import scatter_add, top_k
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "dct",
     "decode_low_rank",
     "dequantize",
+    "dequantize_rotated",
     "gather_random",
     "hadamard",
     "implementations",
@@ -36,6 +38,7 @@ __all__ = [
     "orthonormalize",
     "payload_bytes",
     "quantize",
+    "quantize_rotated",
     "random_places",
     "requantize",
     "scaled_cast",

@@ -21,7 +21,8 @@ __all__ = ["FORMATS", "dequantize", "payload_bytes", "quantize", "requantize"]
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def _check_payload(caller: str, name: str, payload: Tensor, layout: Payload, like: Tensor) -> None:
+def check_payload(caller: str, name: str, payload: Tensor, layout: Payload, like: Tensor) -> None:
+    """Raises unless ``payload`` is one, or rows of some."""
     check(caller, name, payload, like=like, dtypes=(torch.uint8,))
     if payload.shape[-1] != layout.bytes:
         raise ValueError(
@@ -62,7 +63,7 @@ def quantize(
     """
     layout = layout_of("quantize", format, block, x.numel())
     check("quantize", "x", x, like=x, dtypes=_DTYPES)
-    _check_payload("quantize", "payload", payload, layout, x)
+    check_payload("quantize", "payload", payload, layout, x)
     for name, tensor in (("residual", residual), ("left", left)):
         if tensor is not None:
             check("quantize", name, tensor, like=x, dtypes=(torch.float32,), n=x.numel())
@@ -91,16 +92,17 @@ def dequantize(
     """
     layout = layout_of("dequantize", format, block, out.numel())
     check("dequantize", "out", out, like=payloads, dtypes=_DTYPES)
-    _check_payloads("dequantize", payloads, layout)
+    check_payloads("dequantize", payloads, layout)
     dequantize_op(payloads, out, format, block, factor, accumulate)
 
 
-def _check_payloads(caller: str, payloads: Tensor, layout: Payload) -> None:
+def check_payloads(caller: str, payloads: Tensor, layout: Payload) -> None:
+    """Raises unless ``payloads`` are the rows of a matrix."""
     if payloads.dim() != 2 or not len(payloads):
         raise ValueError(
             f"{caller}(payloads): shape (1 or more, bytes), got {tuple(payloads.shape)}"
         )
-    _check_payload(caller, "payloads", payloads, layout, payloads)
+    check_payload(caller, "payloads", payloads, layout, payloads)
 
 
 def requantize(
@@ -121,8 +123,8 @@ def requantize(
     is the number of entries.
     """
     layout = layout_of("requantize", format, block, n)
-    _check_payloads("requantize", payloads, layout)
-    _check_payload("requantize", "payload", payload, layout, payloads)
+    check_payloads("requantize", payloads, layout)
+    check_payload("requantize", "payload", payload, layout, payloads)
     for name, tensor in (("residual", residual), ("left", left)):
         if tensor is not None:
             check("requantize", name, tensor, like=payloads, dtypes=(torch.float32,), n=n)
@@ -200,22 +202,24 @@ def requantize_op(
 def _quantize_cpu(x: Tensor, payload: Tensor, format: str, block: int, *rest: Any) -> None:
     numbers = (FORMATS[format].number, _cpu.DTYPES[x.dtype], block)
     layout = Payload(FORMATS[format], block, x.numel())
-    _cpu.call("quantize", *numbers, x, layout.n, *rest, *_parts(payload, layout))
+    _cpu.call("quantize", *numbers, x, layout.n, *rest, *parts(payload, layout))
 
 
 @quantize_op.kernel("cuda")
 def _quantize_cuda(x: Tensor, payload: Tensor, format: str, block: int, *rest: Any) -> None:
     layout = Payload(FORMATS[format], block, x.numel())
     name = f"quantize<{layout.format.cpp}, {_cuda.DTYPES[x.dtype]}, {block}>"
-    arguments = (x, layout.n, *rest, *_parts(_aligned(payload), layout))
+    arguments = (x, layout.n, *rest, *parts(aligned(payload), layout))
     _cuda.launch("blockwise.cu", name, x.device, layout.n // max(block, 256) + 1, arguments)
 
 
-def _parts(payload: Tensor, layout: Payload) -> tuple[Tensor, int, int]:
+def parts(payload: Tensor, layout: Payload) -> tuple[Tensor, int, int]:
+    """A payload as kernels that write it take it."""
     return payload, layout.codes_at, layout.bytes
 
 
-def _aligned(payload: Tensor) -> Tensor:
+def aligned(payload: Tensor) -> Tensor:
+    """The payload, which CUDA kernels read by words."""
     if payload.data_ptr() % ALIGNMENT:
         raise ValueError(f"a payload on CUDA starts at a multiple of {ALIGNMENT} bytes")
     return payload
@@ -239,7 +243,7 @@ def _dequantize_cuda(
 ) -> None:
     layout = Payload(FORMATS[format], block, out.numel())
     name = f"dequantize<{layout.format.cpp}, {_cuda.DTYPES[out.dtype]}>"
-    arguments = _decoded(_aligned(payloads), layout, factor, accumulate, out)
+    arguments = _decoded(aligned(payloads), layout, factor, accumulate, out)
     _cuda.launch("blockwise.cu", name, out.device, layout.n // 256 + 1, arguments)
 
 
@@ -263,7 +267,7 @@ def _requantize_cpu(
 ) -> None:
     layout = Payload(FORMATS[format], block, n)
     source = (payloads, payloads.stride(0), len(payloads), factor, n)
-    _cpu.call("requantize", layout.format.number, block, *source, *rest, *_parts(payload, layout))
+    _cpu.call("requantize", layout.format.number, block, *source, *rest, *parts(payload, layout))
 
 
 @requantize_op.kernel("cuda")
@@ -278,6 +282,6 @@ def _requantize_cuda(
 ) -> None:
     layout = Payload(FORMATS[format], block, n)
     name = f"requantize<{layout.format.cpp}, {block}>"
-    source = (_aligned(payloads), payloads.stride(0), len(payloads), factor, n)
-    arguments = (*source, *rest, *_parts(_aligned(payload), layout))
+    source = (aligned(payloads), payloads.stride(0), len(payloads), factor, n)
+    arguments = (*source, *rest, *parts(aligned(payload), layout))
     _cuda.launch("blockwise.cu", name, payloads.device, n // max(block, 256) + 1, arguments)

@@ -24,6 +24,7 @@ from tests.kernels import (
     test_hadamard,
     test_low_rank,
     test_random_k,
+    test_rotated,
     test_scaled_cast,
     test_sparse,
 )
@@ -36,6 +37,7 @@ FAMILIES: tuple[Any, ...] = (
     test_hadamard,
     test_low_rank,
     test_random_k,
+    test_rotated,
     test_scaled_cast,
     test_sparse,
 )

@@ -122,6 +122,14 @@ ARGUMENTS = {
     "dequantize": lambda: (
         *(quantized(torch.randn(600))[None], torch.zeros(600), "int8", 256, 0.5, True),
     ),
+    "quantize_rotated": lambda: (
+        *(torch.randn(512), torch.zeros(payload_bytes(512, "int8", 256), dtype=torch.uint8)),
+        *("int8", 256, STEP, 1, 0, 0, torch.randn(512), torch.zeros(512), STEP, 1, 1, 0),
+    ),
+    "dequantize_rotated": lambda: (
+        *(quantized(torch.randn(512))[None], torch.zeros(512), "int8", 256, 0.5, True),
+        *(STEP, 1, 0, 0),
+    ),
     "top_k": lambda: (
         *(torch.randn(600), 6, torch.zeros(6, dtype=torch.int32), torch.zeros(6)),
         *(torch.randn(600), torch.zeros(600)),

@@ -1,0 +1,215 @@
+// Blockwise quantisation on the CPU, for blockwise.cpp and rotated.cpp.
+#pragma once
+#include "blockwise.h"
+#include "cpu.h"
+#include "hadamard_cpu.h"
+
+namespace {
+
+constexpr int kLongest = 2048;  // entries of a block, at most
+
+int rounded_up(int count, int unit) { return (count + unit - 1) / unit * unit; }
+
+// What is read of the gradient: entries of type T, plus a residual if there is one.
+template <class T> struct Source {
+    const T* x;
+    const float* residual;
+
+    bool in_place() const { return sizeof(T) == 4 && !residual; }
+};
+
+// What is known of a block: bits of its largest magnitude and, for signs, its mean one.
+struct Extent {
+    u32 largest;
+    float mean;
+};
+
+// Reads a block of `count` entries; if COPY, `c` gets them as float32 and zeros up to `end`.
+template <bool MEAN, bool COPY, bool RESIDUAL, class T>
+Extent measure(const T* x, const float* residual, int count, int end, int block, float* c) {
+    Words largest[kVectors] = {};
+    Floats sums[kVectors] = {};
+    const float share = 1.0f / (float)block;
+    auto take = [&](const T* from, const float* rest, float* to) {
+        for (int v = 0; v < kVectors; ++v) {
+            Floats entries = load(from + v * kWidth);
+            if (RESIDUAL) entries += load(rest + v * kWidth);
+            if (COPY) store_as(to + v * kWidth, entries);
+            largest[v] = larger(largest[v], magnitude(entries));
+            if (MEAN) sums[v] += float_of(magnitude(entries)) * share;
+        }
+    };
+    int i = 0;
+    for (; i + kRow <= count; i += kRow) take(x + i, residual + i, c + i);
+    if (i < count) {  // a row that is partly there
+        T some[kRow] = {};
+        float rest[kRow] = {};
+        for (int l = 0; l < count - i; ++l) {
+            some[l] = x[i + l];
+            if (RESIDUAL) rest[l] = residual[i + l];
+        }
+        take(some, rest, c + i);
+        i += kRow;
+    }
+    for (; i < end; ++i) c[i] = 0.0f;
+    // Halves are added to halves.
+    float sum[kRow];
+    u32 most[kRow];
+    store_as(sum, sums);
+    store_as(most, largest);
+    for (int half = kRow / 2; half; half /= 2)
+        for (int l = 0; l < half; ++l) {
+            if (MEAN) sum[l] += sum[l + half];
+            most[l] = larger(most[l], most[l + half]);
+        }
+    return {most[0], MEAN ? sum[0] * ((float)block / (float)count) : 0.0f};
+}
+
+// Codes of the entries from 0 to `end`; what was not sent goes to `left`, if LEFT.
+template <class F, bool NOISE, bool LEFT>
+void encode(const float* c, int end, Scale scale, const u16* noise, u8* codes, float* left) {
+    for (int i = 0; i < end; i += kUnit<F>, c += kUnit<F>, codes += kUnitBytes<F>) {
+        if constexpr (F::is_sign) {
+            Floats entries[kVectors];
+            for (int v = 0; v < kVectors; ++v) entries[v] = load(c + v * kWidth);
+            store_as(codes, negative(entries));
+            for (int v = 0; v < kVectors && LEFT; ++v)
+                store_as(left + i + v * kWidth, entries[v] - F::value(entries[v]) * scale.value);
+        } else {
+            Words bytes[kVectors] = {};
+            for (int v = 0; v < kVectors; ++v)
+                for (int plane = 0; plane < kPlanes<F>; ++plane) {
+                    const int j = plane * kRow + v * kWidth;
+                    Floats entries = load(c + j), y = entries * scale.inverse, value;
+                    Words code = NOISE ? F::encode(y, widen(noise + i + j), value)
+                                       : F::encode(y, value);
+                    bytes[v] |= code << (F::bits * plane);
+                    if (LEFT) store_as(left + i + j, entries - value * scale.value);
+                }
+            narrow(bytes, codes);
+        }
+    }
+}
+
+// Payload of `n` entries of `from`, block by block, or with a `rotation` of what it makes of them.
+template <class F, class T>
+void encode_all(const Source<T>& from, i64 n, int block, const Random* random, u8* scales, u8* codes,
+                float* left, Rotation* rotation = nullptr) {
+    float copy[kLongest], tail[kLongest];
+    u16 noise[kLongest];
+    for (i64 at = 0; at < n; at += block) {
+        const int count = (int)(n - at < block ? n - at : block);
+        const int end = rounded_up(count, kUnit<F>);
+        // The last block is padded, so it is never worked on in place.
+        const bool whole = count == block, in_place = whole && from.in_place() && !rotation;
+        const T* x = from.x + at;
+        const float* residual = from.residual + (from.residual ? at : 0);
+        Extent extent =
+            in_place   ? measure<F::is_sign, false, false>(x, residual, count, end, block, copy)
+            : residual ? measure<F::is_sign, true, true>(x, residual, count, end, block, copy)
+                       : measure<F::is_sign, true, false>(x, residual, count, end, block, copy);
+        if (rotation) {
+            rotation->turn(at, block, copy);
+            extent = measure<F::is_sign, false, false>(copy, residual, count, end, block, copy);
+        }
+        const float* c = in_place ? (const float*)x : copy;
+        float* rest = whole && left ? left + at : tail;
+        const Scale scale = scale_of<F>(extent.largest, extent.mean);
+        u8* scale_out = scales + at / block * kScaleBytes<F>;
+        u8* code = codes + at / kUnit<F> * kUnitBytes<F>;
+        if constexpr (F::is_mx) *scale_out = (u8)mx_byte(scale.value);
+        else __builtin_memcpy(scale_out, &scale.value, 4);
+
+        const u16* bits = noise;
+        if (random) {
+            const i64 first = random->first + at;
+            bits += first % kGroup;
+            if (at == 0 || first % kGroup == 0)
+                for (int i = 0; i < block; i += kGroup)
+                    fill_noise(*random, (first + i) / kGroup, noise + i);
+        }
+        if (scale.inverse == 0.0f) {
+            for (int i = 0; i < end * F::bits / 8; ++i) code[i] = 0;
+            for (int i = 0; i < count && left; ++i) rest[i] = c[i] - scale.value;
+        } else if (random) {
+            left ? encode<F, true, true>(c, end, scale, bits, code, rest)
+                 : encode<F, true, false>(c, end, scale, bits, code, rest);
+        } else {
+            left ? encode<F, false, true>(c, end, scale, bits, code, rest)
+                 : encode<F, false, false>(c, end, scale, bits, code, rest);
+        }
+        if (left && rotation) rotation->turn_back(at, block, left + at);
+        if (left && !whole)
+            for (int i = 0; i < count; ++i) left[at + i] = tail[i];
+    }
+}
+
+// Sums what block `b` of the payloads decodes to, in their order: emit(i, row of 32 entries).
+template <class F, class Emit>
+INLINE void sum_block(const Payloads& from, i64 b, int block, int end, Emit emit) {
+    const u8* codes = from.codes + b * (block / kUnit<F> * kUnitBytes<F>);
+    const u8* scales = from.scales + b * kScaleBytes<F>;
+    const i64 stride = from.stride;
+    const int payloads = from.count;
+    for (int i = 0; i < end; i += kUnit<F>, codes += kUnitBytes<F>) {
+        Floats sum[kPlanes<F>][kVectors];
+        auto add = [&](int r, bool first) __attribute__((always_inline)) {
+            const u8 *code = codes + r * stride, *stored = scales + r * stride;
+            const float scale = F::is_mx ? mx_scale(*stored) : load_as<float>(stored);
+            for (int v = 0; v < kVectors; ++v) {
+                Words word = F::is_sign ? signs(load_as<u32>(code), v) : widen(code + v * kWidth);
+                for (int plane = 0; plane < kPlanes<F>; ++plane) {
+                    Floats entries = F::decode(word >> (F::bits * plane)) * scale;
+                    sum[plane][v] = first ? entries : sum[plane][v] + entries;
+                }
+            }
+        };
+        add(0, true);
+        for (int r = 1; r < payloads; ++r) add(r, false);
+        for (int plane = 0; plane < kPlanes<F>; ++plane) emit(i + plane * kRow, sum[plane]);
+    }
+}
+
+template <class F, class T, bool ACCUMULATE>
+void decode_all(const Payloads& from, i64 n, int block, float factor, T* out) {
+    for (i64 at = 0; at < n; at += block, out += block) {
+        const int count = (int)(n - at < block ? n - at : block);
+        auto put = [=](T* to, const Floats(&sum)[kVectors]) __attribute__((always_inline)) {
+            Floats row[kVectors];
+            for (int v = 0; v < kVectors; ++v) {
+                row[v] = sum[v] * factor;
+                if (ACCUMULATE) row[v] += load(to + v * kWidth);
+            }
+            store(to, row);
+        };
+        sum_block<F>(from, at / block, block, rounded_up(count, kUnit<F>),
+                     [=](int i, const Floats(&sum)[kVectors]) __attribute__((always_inline)) {
+                         if (i + kRow <= count) return put(out + i, sum);
+                         T some[kRow] = {};
+                         for (int l = 0; l < count - i; ++l) some[l] = out[i + l];
+                         put(some, sum);
+                         for (int l = 0; l < count - i; ++l) out[i + l] = some[l];
+                     });
+    }
+}
+
+// Calls f(a format), by its number in Python.
+template <class Call> void with_format(int format, Call call) {
+    switch (format) {
+        case 0: return call(Int8{});
+        case 1: return call(Int4{});
+        case 2: return call(Int2{});
+        case 3: return call(E4M3Scaled{});
+        case 4: return call(E5M2Scaled{});
+        case 5: return call(E4M3MX{});
+        case 6: return call(E5M2MX{});
+        default: return call(Sign{});
+    }
+}
+
+template <class F> void clear_padding(i64 n, int block, u8* payload, i64 codes_at, i64 bytes) {
+    for (i64 i = end_of_scales<F>(n, block); i < codes_at; ++i) payload[i] = 0;
+    for (i64 i = end_of_codes<F>(n, codes_at); i < bytes; ++i) payload[i] = 0;
+}
+
+}  // namespace

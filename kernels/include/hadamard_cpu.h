@@ -1,0 +1,75 @@
+// The randomised Hadamard transform of blocks on the CPU.
+#pragma once
+#include "cpu.h"
+
+namespace {
+
+// Sums and differences of entries `distance` apart within a vector.
+template <int DISTANCE> INLINE Floats within(Floats x) {
+    Words partner, flip;
+    for (int l = 0; l < kWidth; ++l) {
+        partner[l] = (u32)(l ^ DISTANCE);
+        flip[l] = l & DISTANCE ? 0x80000000u : 0u;
+    }
+    return __builtin_shuffle(x, partner) + float_of(bits_of(x) ^ flip);
+}
+
+void transform(float* c, int block) {
+    for (int i = 0; i < block; i += kWidth) {
+        Floats x = load(c + i);
+        x = within<1>(x);
+        x = within<2>(x);
+        if constexpr (kWidth > 4) x = within<4>(x);
+        if constexpr (kWidth > 8) x = within<8>(x);
+        store_as(c + i, x);
+    }
+    for (int distance = kWidth; distance < block; distance *= 2)
+        for (int begin = 0; begin < block; begin += 2 * distance)
+            for (int i = begin; i < begin + distance; i += kWidth) {
+                const Floats low = load(c + i), high = load(c + i + distance);
+                store_as(c + i, low + high);
+                store_as(c + i + distance, low - high);
+            }
+}
+
+// Random signs of entries, and with them the transform; `scale` is 1 / sqrt(block).
+struct Rotation {
+    Random random;
+    float scale;
+    i64 group = -1;  // whose signs `words` has
+    u32 words[4][kRow] = {};
+
+    // The signs of vector v of the row at `place`, each in the top bit of its word.
+    Words signs(i64 place, int v) {
+        if (place / kSigns != group) {
+            group = place / kSigns;
+            fill_words(random, group, words);
+        }
+        const int row = (int)(place % kSigns / kRow);
+        return load_as<Words>(words[row / 32] + v * kWidth) << (31 - row % 32) & 0x80000000u;
+    }
+
+    void flip(i64 at, int block, float* c) {
+        for (int i = 0; i < block; i += kRow)
+            for (int v = 0; v < kVectors; ++v) {
+                float* entries = c + i + v * kWidth;
+                store_as(entries, float_of(bits_of(load(entries)) ^ signs(random.first + at + i, v)));
+            }
+    }
+    void shrink(int block, float* c) {
+        for (int i = 0; i < block; i += kWidth) store_as(c + i, load(c + i) * scale);
+    }
+    // The block at `at`, in place.
+    void turn(i64 at, int block, float* c) {
+        flip(at, block, c);
+        transform(c, block);
+        shrink(block, c);
+    }
+    void turn_back(i64 at, int block, float* c) {
+        transform(c, block);
+        shrink(block, c);
+        flip(at, block, c);
+    }
+};
+
+}  // namespace

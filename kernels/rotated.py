@@ -1,0 +1,195 @@
+"""Blockwise formats of rotated entries: the Hadamard transform and quantisation in one pass.
+
+A rotation spreads every entry over its block, so that none stands out: at 4 bits and fewer the
+error is then that of a normal distribution, whatever the gradient is. Rotations are linear, so sums
+of payloads with the same rotation are the rotated sum (``requantize`` needs none).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _blockwise_definition as definition
+from . import _cpu, _cuda, philox
+from ._blockwise_formats import FORMATS, Payload, layout_of
+from ._op import check, op
+from .blockwise import aligned, check_payload, check_payloads, parts
+from .hadamard import hadamard_op
+
+__all__ = ["dequantize_rotated", "quantize_rotated"]
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_FORMATS = ("int8", "int4", "int2", "sign")  # of few, even steps; 8-bit floats gain nothing
+
+
+def _check_rotation(caller: str, n: int, format: str, block: int, rotation: philox.Stream) -> None:
+    if format not in _FORMATS:
+        raise ValueError(f"{caller}(format): one of {', '.join(_FORMATS)}, got {format!r}")
+    if n % block:
+        raise ValueError(f"{caller}: a multiple of {block} entries, got {n}; pad with zeros")
+    if rotation.first % philox.SIGNS:
+        raise ValueError(
+            f"{caller}(rotation): first is a multiple of {philox.SIGNS}, got {rotation.first}"
+        )
+
+
+def quantize_rotated(
+    x: Tensor,
+    payload: Tensor,
+    format: str,
+    block: int,
+    rotation: philox.Stream,
+    *,
+    residual: Tensor | None = None,
+    left: Tensor | None = None,
+    stream: philox.Stream | None = None,
+) -> None:
+    """Rotates ``x``, or ``x + residual``, by blocks, and quantises that; ``left`` is rotated back.
+
+    As ``hadamard`` and then ``quantize``, in one pass and with the same bits.
+
+    Args:
+        x: float32, float16 or bfloat16, contiguous, a multiple of ``block`` entries.
+        payload, format, block, residual, left, stream: as for ``quantize``.
+        rotation: random signs, the same on all ranks; ``first`` is a multiple of 4096.
+
+    Raises:
+        TypeError, ValueError: a tensor of another dtype, size or device; names the argument.
+
+    Reference: Wang et al., SDP4Bit, 2024; Vargaftik et al., DRIVE, 2021.
+    """
+    layout = layout_of("quantize_rotated", format, block, x.numel())
+    check("quantize_rotated", "x", x, like=x, dtypes=_DTYPES)
+    _check_rotation("quantize_rotated", x.numel(), format, block, rotation)
+    check_payload("quantize_rotated", "payload", payload, layout, x)
+    for name, tensor in (("residual", residual), ("left", left)):
+        if tensor is not None:
+            check("quantize_rotated", name, tensor, like=x, dtypes=(torch.float32,), n=x.numel())
+    random = philox.NO_STREAM if stream is None else stream.arguments(x)
+    turn = rotation.arguments(x)
+    quantize_rotated_op(x, payload, format, block, *turn, residual, left, *random)
+
+
+def dequantize_rotated(
+    payloads: Tensor,
+    out: Tensor,
+    format: str,
+    block: int,
+    rotation: philox.Stream,
+    *,
+    factor: float = 1.0,
+    accumulate: bool = False,
+) -> None:
+    """Sums what the payloads decode to and rotates the sum back; otherwise as ``dequantize``."""
+    layout = layout_of("dequantize_rotated", format, block, out.numel())
+    check("dequantize_rotated", "out", out, like=payloads, dtypes=_DTYPES)
+    _check_rotation("dequantize_rotated", out.numel(), format, block, rotation)
+    check_payloads("dequantize_rotated", payloads, layout)
+    turn = rotation.arguments(out)
+    dequantize_rotated_op(payloads, out, format, block, factor, accumulate, *turn)
+
+
+@op(
+    "quantize_rotated(Tensor x, Tensor(a!) payload, str format, int block, Tensor turn,"
+    " int turn_seed, int turn_stream, int turn_first, Tensor? residual, Tensor(b!)? left,"
+    " Tensor? step, int seed, int stream, int first) -> ()"
+)
+def quantize_rotated_op(
+    x: Tensor,
+    payload: Tensor,
+    format: str,
+    block: int,
+    turn: Tensor,
+    turn_seed: int,
+    turn_stream: int,
+    turn_first: int,
+    residual: Tensor | None,
+    left: Tensor | None,
+    step: Tensor | None,
+    *key: int,
+) -> None:
+    signs = (turn, turn_seed, turn_stream, turn_first)
+    c = x.to(torch.float32).flatten()
+    if residual is not None:
+        c = c + residual.flatten()
+    rotated = torch.empty_like(c)
+    hadamard_op.definition(c, rotated, block, False, *signs)
+    noise = None
+    if step is not None:
+        noise = philox.half_words(x.numel(), int(step), *key, device=x.device)
+    rest = definition.encode(rotated, payload, Payload(FORMATS[format], block, x.numel()), noise)
+    if left is not None:
+        hadamard_op.definition(rest, left, block, True, *signs)
+
+
+@op(
+    "dequantize_rotated(Tensor payloads, Tensor(a!) out, str format, int block, float factor,"
+    " bool accumulate, Tensor turn, int turn_seed, int turn_stream, int turn_first) -> ()"
+)
+def dequantize_rotated_op(
+    payloads: Tensor,
+    out: Tensor,
+    format: str,
+    block: int,
+    factor: float,
+    accumulate: bool,
+    *signs: Any,
+) -> None:
+    rotated = definition.sum_payloads(payloads, Payload(FORMATS[format], block, out.numel()))
+    total = torch.empty_like(rotated)
+    hadamard_op.definition(rotated, total, block, True, *signs)
+    total *= factor
+    out.view(-1).copy_(out.view(-1).to(torch.float32) + total if accumulate else total)
+
+
+# Kernels --------------------------------------------------------------------------------------
+
+
+@quantize_rotated_op.kernel("cpu")
+def _quantize_cpu(x: Tensor, payload: Tensor, format: str, block: int, *rest: Any) -> None:
+    layout = Payload(FORMATS[format], block, x.numel())
+    numbers = (layout.format.number, _cpu.DTYPES[x.dtype], block)
+    arguments = (x, layout.n, block**-0.5, *rest, *parts(payload, layout))
+    _cpu.call("quantize_rotated", *numbers, *arguments)
+
+
+@quantize_rotated_op.kernel("cuda")
+def _quantize_cuda(x: Tensor, payload: Tensor, format: str, block: int, *rest: Any) -> None:
+    layout = Payload(FORMATS[format], block, x.numel())
+    name = f"quantize_rotated<{layout.format.cpp}, {_cuda.DTYPES[x.dtype]}, {block}>"
+    arguments = (x, layout.n, block**-0.5, *rest, *parts(aligned(payload), layout))
+    _cuda.launch("rotated.cu", name, x.device, layout.n // max(block, 256) + 1, arguments)
+
+
+@dequantize_rotated_op.kernel("cpu")
+def _dequantize_cpu(payloads: Tensor, out: Tensor, format: str, block: int, *rest: Any) -> None:
+    layout = Payload(FORMATS[format], block, out.numel())
+    numbers = (layout.format.number, _cpu.DTYPES[out.dtype], block)
+    _cpu.call("dequantize_rotated", *numbers, *_source(payloads, layout, *rest), out)
+
+
+@dequantize_rotated_op.kernel("cuda")
+def _dequantize_cuda(payloads: Tensor, out: Tensor, format: str, block: int, *rest: Any) -> None:
+    layout = Payload(FORMATS[format], block, out.numel())
+    name = f"dequantize_rotated<{layout.format.cpp}, {_cuda.DTYPES[out.dtype]}, {block}>"
+    arguments = (*_source(aligned(payloads), layout, *rest), out)
+    _cuda.launch("rotated.cu", name, out.device, layout.n // max(block, 256) + 1, arguments)
+
+
+def _source(
+    payloads: Tensor, layout: Payload, factor: float, accumulate: bool, *signs: Any
+) -> tuple[Any, ...]:
+    """The arguments that both kernels share."""
+    numbers = (factor, accumulate, layout.block**-0.5)
+    return (
+        payloads,
+        layout.codes_at,
+        payloads.stride(0),
+        len(payloads),
+        layout.n,
+        *numbers,
+        *signs,
+    )

@@ -1,0 +1,138 @@
+"""Quantisation of rotated entries: the transform and the format in one pass, bit for bit."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from commhooks.kernels import (
+    dequantize,
+    dequantize_rotated,
+    hadamard,
+    payload_bytes,
+    philox,
+    quantize,
+    quantize_rotated,
+    rotated,
+)
+from tests.kernels.inputs import CPP, plain, same, tricky
+from tests.kernels.machines import machines, on
+
+FORMATS = {"int8": "Int8", "int4": "Int4", "int2": "Int2", "sign": "Sign"}
+# (dtype, block) that are tried with every format.
+TRIED = (
+    *((torch.float32, block) for block in (128, 256, 2048)),
+    (torch.float16, 256),
+    (torch.bfloat16, 512),
+)
+KERNELS = {
+    "rotated.cu": [
+        f"{op}<{cpp}, {CPP[dtype]}, {block}>"
+        for op in ("quantize_rotated", "dequantize_rotated")
+        for cpp in FORMATS.values()
+        for dtype, block in TRIED
+    ]
+}
+TURN = (torch.tensor(3), 2**40 + 17, 2, 4096)
+NOISE = (torch.tensor(5), 12, 3, 512)
+
+
+def outputs(run: Any, x: torch.Tensor, format: str, block: int, *, full: bool) -> list[Any]:
+    n = x.numel()
+    kept, left = (plain(n, seed=1), torch.full((n,), 5.0)) if full else (None, None)
+    noise = NOISE if full else philox.NO_STREAM
+    payload = torch.full((payload_bytes(n, format, block),), 77, dtype=torch.uint8)
+    run(rotated.quantize_rotated_op, x, payload, format, block, *TURN, kept, left, *noise)
+    results = [payload] if left is None else [payload, left]
+    if n:
+        out = torch.full((n,), 7.0).to(x.dtype)
+        payloads = payload.repeat(3, 1)
+        run(rotated.dequantize_rotated_op, payloads, out, format, block, 0.4, full, *TURN)
+        results.append(out)
+    return results
+
+
+def define(op: Any, *args: Any) -> None:
+    op.definition(*args)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_kernels_equal_the_definition(format):
+    for dtype, block in TRIED:
+        for blocks in (0, 1, 3, 5000 // block):
+            for full in (False, True):
+                x = tricky(blocks * block, dtype)
+                expected = outputs(define, x, format, block, full=full)
+                for machine in machines():
+                    with on(machine, KERNELS) as run:
+                        got = outputs(run, x, format, block, full=full)
+                    for one, other in zip(expected, got, strict=True):
+                        assert same(one, other), (machine, dtype, block, blocks, full)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_it_is_the_transform_and_then_the_format(format):
+    x, step = plain(4096), torch.tensor(1)
+    rotation = philox.Stream(1, step)
+    turned, payloads = torch.empty(4096), torch.empty(2, payload_bytes(4096, format, 512)).byte()
+    hadamard(x, turned, 512, rotation)
+    quantize(turned, payloads[0], format, 512)
+    quantize_rotated(x, payloads[1], format, 512, rotation)
+    assert torch.equal(*payloads)
+    outs = torch.empty(2, 4096)
+    dequantize(payloads[:1], outs[0], format, 512)
+    hadamard(outs[0], outs[0], 512, rotation, inverse=True)
+    dequantize_rotated(payloads[1:], outs[1], format, 512, rotation)
+    assert torch.equal(*outs)
+
+
+def test_an_outlier_does_not_cost_its_block():
+    x = torch.randn(4096, generator=torch.Generator().manual_seed(0))
+    x[::512] *= 100.0
+    payload, out = torch.empty(payload_bytes(4096, "int4", 512)).byte(), torch.empty(2, 4096)
+    quantize(x, payload, "int4", 512)
+    dequantize(payload[None], out[0], "int4", 512)
+    rotation = philox.Stream(1, torch.tensor(1))
+    left = torch.empty(4096)
+    quantize_rotated(x, payload, "int4", 512, rotation, left=left)
+    dequantize_rotated(payload[None], out[1], "int4", 512, rotation)
+    plainly, turned = ((x - one).norm() / x.norm() for one in out)
+    assert turned < plainly
+    torch.testing.assert_close(left, x - out[1], atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"format": "e4m3"}, r"\(format\): one of int8, int4, int2, sign, got 'e4m3'"),
+        ({"x": torch.ones(100)}, "a multiple of 256 entries, got 100"),
+        ({"rotation": philox.Stream(1, torch.tensor(1), first=256)}, "multiple of 4096"),
+        ({"payload": torch.ones(3).byte()}, "see payload_bytes"),
+    ],
+)
+def test_wrong_arguments_are_named(changes: Any, words: str) -> None:
+    arguments = {
+        "x": torch.ones(512),
+        "payload": torch.empty(payload_bytes(512, "int8", 256)).byte(),
+        "format": "int8",
+        "block": 256,
+        "rotation": philox.Stream(1, torch.tensor(1)),
+    }
+    with pytest.raises(ValueError, match=words):
+        quantize_rotated(**(arguments | changes))
+
+
+def fuzz(run: Any, rng: random.Random) -> None:
+    (dtype, block), format = rng.choice(TRIED), rng.choice(list(FORMATS))
+    n = block * rng.randrange(5)
+    x = (torch.randn(n) * 10.0 ** rng.randrange(-44, 38)).to(dtype)
+    kept, left = (torch.randn(n) if rng.random() < 0.5 else None for _ in range(2))
+    turn = (torch.tensor(rng.randrange(2**40)), rng.randrange(2**63), 1, 4096 * rng.randrange(5))
+    noise = NOISE if rng.random() < 0.5 else philox.NO_STREAM
+    payload = torch.empty(payload_bytes(n, format, block), dtype=torch.uint8)
+    run(rotated.quantize_rotated_op, x, payload, format, block, *turn, kept, left, *noise)
+    payloads = torch.randint_like(payload.repeat(3, 1), 256)
+    run(rotated.dequantize_rotated_op, payloads, x, format, block, 0.5, rng.random() < 0.5, *turn)
