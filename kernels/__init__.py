@@ -1,10 +1,10 @@
 """Ops: numeric primitives of the schemes. The PyTorch definition of an op is its specification."""
 
 from ._op import implementations, op, use_kernels
+from .bitmap import pack_bits, unpack_bits
 from .blockwise import FORMATS, dequantize, payload_bytes, quantize, requantize
 from .cast import scaled_cast
 from .dct import dct
-from .finite import all_finite
 from .hadamard import hadamard
 from .low_rank import (
     Matrices,
@@ -15,10 +15,11 @@ from .low_rank import (
     subtract_low_rank,
     unit_rows,
 )
+from .norms import all_finite, norms
 from .philox import Stream
 from .random_k import gather_random, random_places, scatter_random
 from .rotated import dequantize_rotated, quantize_rotated
-from .sparse import scatter_add, top_k
+from .sparse import gather, scatter_add, top_k, top_k_sampled
 
 __all__ = [
     "FORMATS",
@@ -29,13 +30,16 @@ __all__ = [
     "decode_low_rank",
     "dequantize",
     "dequantize_rotated",
+    "gather",
     "gather_random",
     "hadamard",
     "implementations",
     "multiply_left",
     "multiply_right",
+    "norms",
     "op",
     "orthonormalize",
+    "pack_bits",
     "payload_bytes",
     "quantize",
     "quantize_rotated",
@@ -46,6 +50,8 @@ __all__ = [
     "scatter_random",
     "subtract_low_rank",
     "top_k",
+    "top_k_sampled",
     "unit_rows",
+    "unpack_bits",
     "use_kernels",
 ]

@@ -190,9 +190,56 @@ EXPORT(top_k)(i64 dtype, const void* x, i64 n, i64 k, int* indices, float* value
     });
 }
 
+// The first k entries that reach the `place`-th largest of a sample.
+EXPORT(top_k_sampled)(i64 dtype, const void* x, i64 n, i64 k, i64 place, int* indices, float* values,
+                      const float* residual, float* left, u32* scratch) {
+    constexpr i64 kFew = 8192;
+    with_dtype((int)dtype, [&](auto number) {
+        const Entries<decltype(number)> from = {(const decltype(number)*)x, residual, left, n};
+        const i64 size = std::min(n, kFew);
+        u32 bound = k ? 0 : 0x80000000u;
+        if (k && place < size) {
+            for (i64 i = 0; i < size; ++i) scratch[i] = magnitude(from.one(i * (n / size)));
+            std::nth_element(scratch, scratch + place - 1, scratch + size,
+                             [](u32 a, u32 b) { return a > b; });
+            bound = scratch[place - 1];
+        }
+        i64 count = 0;
+        from.template rows<true>([&](i64 begin, const Floats(&row)[kVectors], u32 valid) {
+            if (count == k) return;
+            u32 word = at_least(row, bound) & valid;
+            if (!word) return;
+            float entries[kRow];
+            for (int v = 0; v < kVectors; ++v) store_as(entries + v * kWidth, row[v]);
+            for (; word && count < k; word &= word - 1) {
+                const int l = __builtin_ctz(word);
+                indices[count] = (int)begin + l;
+                values[count++] = entries[l];
+                if (left) left[begin + l] = 0.0f;
+            }
+        });
+        for (; count < k; ++count) indices[count] = -1, values[count] = 0.0f;
+    });
+}
+
+EXPORT(gather)(i64 dtype, const void* x, i64 n, const int* indices, i64 count, float* values,
+               const float* residual, float* left, i64* outside) {
+    with_dtype((int)dtype, [&](auto number) {
+        const Entries<decltype(number)> from = {(const decltype(number)*)x, residual, left, n};
+        for (i64 i = 0; i < count; ++i) {
+            if ((u32)indices[i] >= (u64)n) ++*outside;
+            else values[i] = from.one(indices[i]);
+        }
+        if (!left || *outside) return;
+        from.template rows<true>([](i64, const Floats(&)[kVectors], u32) {});
+        for (i64 i = 0; i < count; ++i) left[indices[i]] = 0.0f;
+    });
+}
+
 EXPORT(scatter_add)(const int* indices, const float* values, i64 count, float factor, float* out, i64 n,
                     i64* outside) {
     for (i64 i = 0; i < count; ++i) {
+        if (indices[i] == -1) continue;
         if ((u32)indices[i] >= (u64)n) ++*outside;
         else out[indices[i]] += values[i] * factor;
     }

@@ -260,6 +260,68 @@ __global__ void emit(const T* x, float* left, i64 n, i64 k, u8* memory, i64 room
     }
 }
 
+// Of every tile, how many entries reach the bound of the sample; sums go to `left`.
+template <class T>
+__global__ void count_reached(const T* x, const float* residual, float* left, i64 n, u8* memory) {
+    const Entries<T> from = {x, residual, left, n};
+    const Tiles tiles = tiles_of(memory, n, 0);
+    for (i64 tile = warp(); tile < tiles.count; tile += warps()) {
+        u32 reached = 0;
+        for (int begin = 0; begin < kTile; begin += kLanes) {
+            const i64 i = tile * kTile + begin + lane();
+            const float c = i < n ? first_read(from, i) : 0.0f;
+            if (left && i < n) left[i] = c;
+            const bool taken = i < n && magnitude(c) >= tiles.work->bound;
+            reached += __popc(__ballot_sync(kAllLanes, taken));
+        }
+        if (lane() == 0) tiles.above[tile] = reached, tiles.equal[tile] = 0;
+    }
+}
+
+// The first k of them, in order; `above` has what is in all tiles before.
+template <class T>
+__global__ void take_reached(const T* x, const float* residual, float* left, i64 n, i64 k, u8* memory,
+                             int* indices, float* values) {
+    const Entries<T> from = {x, residual, left, n};
+    const Tiles tiles = tiles_of(memory, n, 0);
+    for (i64 tile = warp(); tile < tiles.count; tile += warps()) {
+        i64 before = tiles.above[tile];
+        for (int begin = 0; begin < kTile; begin += kLanes) {
+            const i64 i = tile * kTile + begin + lane();
+            const float c = i >= n ? 0.0f : left ? left[i] : first_read(from, i);
+            const bool reached = i < n && magnitude(c) >= tiles.work->bound;
+            const u32 word = __ballot_sync(kAllLanes, reached);
+            const i64 place = before + ones_before(word);
+            if (reached && place < k) {
+                indices[place] = (int)i;
+                values[place] = c;
+                if (left) left[i] = 0.0f;
+            }
+            before += __popc(word);
+        }
+        if (tile == tiles.count - 1)
+            for (i64 place = before + lane(); place < k; place += kLanes) {
+                indices[place] = -1;
+                values[place] = 0.0f;
+            }
+    }
+}
+
+template <class T> __global__ void add(const T* x, const float* residual, float* left, i64 n) {
+    const Entries<T> from = {x, residual, left, n};
+    for (i64 i = warp() * kLanes + lane(); i < n; i += warps() * kLanes) left[i] = first_read(from, i);
+}
+
+template <class T>
+__global__ void gather(const T* x, float* left, i64 n, const int* indices, i64 count, float* values) {
+    const Entries<T> from = {x, nullptr, left, n};
+    for (i64 i = warp() * kLanes + lane(); i < count; i += warps() * kLanes) {
+        const bool inside = (u32)indices[i] < (u64)n;
+        values[i] = inside ? read_again(from, indices[i]) : 0.0f;
+        if (inside && left) left[indices[i]] = 0.0f;
+    }
+}
+
 // One payload; places in it are all different.
 __global__ void scatter_add(const int* indices, const float* values, i64 count, float factor,
                             float* out, i64 n) {

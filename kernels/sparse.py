@@ -8,7 +8,7 @@ from torch import Tensor
 from . import _cpu, _cuda
 from ._op import check, op
 
-__all__ = ["scatter_add", "top_k"]
+__all__ = ["gather", "scatter_add", "top_k", "top_k_sampled"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _MARGIN = 1 << 16  # candidates beyond twice k that a threshold from a sample may let through
@@ -40,20 +40,32 @@ def top_k(
     Raises:
         TypeError, ValueError: a tensor of another dtype, size or device; names the argument.
     """
+    _check_selection("top_k", x, k, indices, values, residual, left)
+    top_k_op(x, k, indices, values, residual, left)
+
+
+def _check_selection(
+    caller: str,
+    x: Tensor,
+    k: int,
+    indices: Tensor,
+    values: Tensor,
+    residual: Tensor | None,
+    left: Tensor | None,
+) -> None:
     n = x.numel()
-    check("top_k", "x", x, like=x, dtypes=_DTYPES)
+    check(caller, "x", x, like=x, dtypes=_DTYPES)
     if not 0 <= k <= n:
-        raise ValueError(f"top_k(k): 0 to {n}, got {k}")
+        raise ValueError(f"{caller}(k): 0 to {n}, got {k}")
     if n >= 2**31:
-        raise ValueError(f"top_k(x): fewer than 2^31 entries, got {n}")
+        raise ValueError(f"{caller}(x): fewer than 2^31 entries, got {n}")
     if residual is not None and left is None:
-        raise ValueError("top_k(left): needed with a residual")
-    check("top_k", "indices", indices, like=x, dtypes=(torch.int32,), n=k)
-    check("top_k", "values", values, like=x, dtypes=(torch.float32,), n=k)
+        raise ValueError(f"{caller}(left): needed with a residual")
+    check(caller, "indices", indices, like=x, dtypes=(torch.int32,), n=k)
+    check(caller, "values", values, like=x, dtypes=(torch.float32,), n=k)
     for name, tensor in (("residual", residual), ("left", left)):
         if tensor is not None:
-            check("top_k", name, tensor, like=x, dtypes=(torch.float32,), n=n)
-    top_k_op(x, k, indices, values, residual, left)
+            check(caller, name, tensor, like=x, dtypes=(torch.float32,), n=n)
 
 
 @op(
@@ -79,11 +91,112 @@ def top_k_op(
         left.view(-1)[indices.long()] = 0.0
 
 
+def top_k_sampled(
+    x: Tensor,
+    k: int,
+    indices: Tensor,
+    values: Tensor,
+    *,
+    residual: Tensor | None = None,
+    left: Tensor | None = None,
+) -> None:
+    """Writes about ``k`` entries of large magnitude: those that reach a threshold from a sample.
+
+    The threshold is the k n'/n-th largest of n' = 8192 entries at equal distances. If more than
+    ``k`` reach it, the first ``k`` are taken; if fewer, the rest of ``indices`` is -1 and of
+    ``values`` 0. The same everywhere. Arguments as for :func:`top_k`.
+
+    Reference: Lin et al., Deep Gradient Compression, 2018.
+    """
+    _check_selection("top_k_sampled", x, k, indices, values, residual, left)
+    top_k_sampled_op(x, k, indices, values, residual, left)
+
+
+@op(
+    "top_k_sampled(Tensor x, int k, Tensor(a!) indices, Tensor(b!) values, Tensor? residual,"
+    " Tensor(c!)? left) -> ()"
+)
+def top_k_sampled_op(
+    x: Tensor, k: int, indices: Tensor, values: Tensor, residual: Tensor | None, left: Tensor | None
+) -> None:
+    c = x.to(torch.float32).flatten()
+    if residual is not None:
+        c = c + residual.flatten()
+    taken = c.new_empty(0, dtype=torch.int64)
+    if k:
+        magnitude = c.view(torch.int32) & 0x7FFFFFFF
+        size, place = _sample(len(c), k)
+        sampled = magnitude[:: len(c) // size][:size]
+        bound = sampled.topk(place).values[-1] if place < size else magnitude.new_zeros(())
+        taken = (magnitude >= bound).nonzero().flatten()[:k]
+    indices.fill_(-1)
+    values.zero_()
+    indices.view(-1)[: len(taken)] = taken.to(torch.int32)
+    values.view(-1)[: len(taken)] = c[taken]
+    if left is not None:
+        left.view(-1).copy_(c)
+        left.view(-1)[taken] = 0.0
+
+
+def _sample(n: int, k: int) -> tuple[int, int]:
+    """How many of ``n`` entries are looked at, and which of them, by size, is the threshold."""
+    size = min(n, _SAMPLE)
+    return size, max(1, k * size // n)
+
+
+def gather(
+    x: Tensor,
+    indices: Tensor,
+    values: Tensor,
+    *,
+    residual: Tensor | None = None,
+    left: Tensor | None = None,
+) -> None:
+    """Writes the entries of ``x``, or of ``x + residual``, at ``indices``.
+
+    Args:
+        x: float32, float16 or bfloat16, contiguous; worked on as float32.
+        indices: int32, all different and inside ``x``.
+        values: float32, as many.
+        residual: float32, as many entries as ``x``; needs ``left``.
+        left: float32, as many; gets all entries that were not taken, and zeros where they were.
+            May be ``residual``.
+
+    Raises:
+        TypeError, ValueError: a tensor of another dtype, size or device; names the argument.
+    """
+    _check_selection("gather", x, 0, indices[:0], values[:0], residual, left)
+    check("gather", "indices", indices, like=x, dtypes=(torch.int32,))
+    check("gather", "values", values, like=x, dtypes=(torch.float32,), n=indices.numel())
+    gather_op(x, indices, values, residual, left)
+
+
+@op("gather(Tensor x, Tensor indices, Tensor(a!) values, Tensor? residual, Tensor(b!)? left) -> ()")
+def gather_op(
+    x: Tensor, indices: Tensor, values: Tensor, residual: Tensor | None, left: Tensor | None
+) -> None:
+    _check_inside("gather", indices, x.numel())
+    c = x.to(torch.float32).flatten()
+    if residual is not None:
+        c = c + residual.flatten()
+    places = indices.flatten().long()
+    values.copy_(c[places].view(values.shape))
+    if left is not None:
+        left.view(-1).copy_(c)
+        left.view(-1)[places] = 0.0
+
+
+def _check_inside(caller: str, places: Tensor, n: int, lowest: int = 0) -> None:
+    if places.numel() and not lowest <= int(places.min()) <= int(places.max()) < n:
+        raise ValueError(f"{caller}(indices): places below {n}, got others")
+
+
 def scatter_add(indices: Tensor, values: Tensor, out: Tensor, *, factor: float = 1.0) -> None:
     """Adds ``values * factor`` at ``indices`` to ``out``, one payload after the other.
 
     Args:
-        indices: int32, shape (payloads, k); within a payload all different and inside ``out``.
+        indices: int32, shape (payloads, k); within a payload all different and inside ``out``, or
+            -1 where there is nothing to add.
         values: float32, shape (payloads, k).
         out: float32, contiguous.
 
@@ -101,10 +214,10 @@ def scatter_add(indices: Tensor, values: Tensor, out: Tensor, *, factor: float =
 @op("scatter_add(Tensor indices, Tensor values, Tensor(a!) out, float factor) -> ()")
 def scatter_add_op(indices: Tensor, values: Tensor, out: Tensor, factor: float) -> None:
     flat = out.view(-1)
+    _check_inside("scatter_add", indices, flat.numel(), lowest=-1)
     for places, entries in zip(indices.long(), values.view(indices.shape), strict=True):
-        if places.numel() and not 0 <= int(places.min()) <= int(places.max()) < flat.numel():
-            raise ValueError(f"scatter_add(indices): places below {flat.numel()}, got others")
-        flat[places] += entries * factor
+        valid = places >= 0
+        flat[places[valid]] += entries[valid] * factor
 
 
 # CPU kernels ----------------------------------------------------------------------------------
@@ -119,6 +232,27 @@ def _top_k_cpu(
     scratch = torch.empty(3, room, dtype=torch.int32)
     results = (indices, values, residual, left)
     _cpu.call("top_k", _cpu.DTYPES[x.dtype], x, n, k, *results, scratch, room)
+
+
+@top_k_sampled_op.kernel("cpu")
+def _top_k_sampled_cpu(
+    x: Tensor, k: int, indices: Tensor, values: Tensor, residual: Tensor | None, left: Tensor | None
+) -> None:
+    n, place = x.numel(), _sample(x.numel(), k)[1] if k else 0
+    results = (indices, values, residual, left)
+    scratch = torch.empty(_SAMPLE, dtype=torch.int32)
+    _cpu.call("top_k_sampled", _cpu.DTYPES[x.dtype], x, n, k, place, *results, scratch)
+
+
+@gather_op.kernel("cpu")
+def _gather_cpu(
+    x: Tensor, indices: Tensor, values: Tensor, residual: Tensor | None, left: Tensor | None
+) -> None:
+    outside = torch.zeros((), dtype=torch.int64)
+    source = (_cpu.DTYPES[x.dtype], x, x.numel(), indices, indices.numel())
+    _cpu.call("gather", *source, values, residual, left, outside)
+    if outside:
+        raise ValueError(f"gather(indices): places below {x.numel()}, got others")
 
 
 @scatter_add_op.kernel("cpu")
@@ -163,6 +297,37 @@ def _top_k_cuda(
     launch(f"count<{t}>", tiles, *again)
     launch("scan", one_block, n, work, room)
     launch(f"emit<{t}>", tiles, *again, indices, values)
+
+
+@top_k_sampled_op.kernel("cuda")
+def _top_k_sampled_cuda(
+    x: Tensor, k: int, indices: Tensor, values: Tensor, residual: Tensor | None, left: Tensor | None
+) -> None:
+    n = x.numel()
+    if k == 0:
+        top_k_sampled_op.definition(x, k, indices, values, residual, left)
+        return
+    tiles, place, t = -(-n // _TILE), _sample(n, k)[1], _cuda.DTYPES[x.dtype]
+    work = torch.empty(_WORK_BYTES + 4 * 3 * tiles, dtype=torch.uint8, device=x.device)
+    for name, warps, arguments in (
+        (f"sample<{t}>", 1, (x, residual, n, k, place, work)),
+        (f"count_reached<{t}>", tiles, (x, residual, left, n, work)),
+        ("scan", 1, (n, work, 0)),
+        (f"take_reached<{t}>", tiles, (x, residual, left, n, k, work, indices, values)),
+    ):
+        _cuda.launch("sparse.cu", name, x.device, warps, arguments)
+
+
+@gather_op.kernel("cuda")
+def _gather_cuda(
+    x: Tensor, indices: Tensor, values: Tensor, residual: Tensor | None, left: Tensor | None
+) -> None:
+    """Places outside give 0."""
+    t, n, k = _cuda.DTYPES[x.dtype], x.numel(), indices.numel()
+    if left is not None:
+        _cuda.launch("sparse.cu", f"add<{t}>", x.device, n // 256 + 1, (x, residual, left, n))
+    arguments = (x, left, n, indices, k, values)
+    _cuda.launch("sparse.cu", f"gather<{t}>", x.device, k // 32 + 1, arguments)
 
 
 @scatter_add_op.kernel("cuda")

@@ -19,10 +19,12 @@ import torch
 from commhooks.kernels import _cpu
 from tests.emulator import runner
 from tests.kernels import (
+    test_bitmap,
     test_blockwise,
     test_dct,
     test_hadamard,
     test_low_rank,
+    test_norms,
     test_random_k,
     test_rotated,
     test_scaled_cast,
@@ -32,10 +34,12 @@ from tests.kernels.machines import GpuRunner, Runner, functions_of
 
 # Each has `fuzz`, one random call of every op, and `KERNELS`, the CUDA kernels it may launch.
 FAMILIES: tuple[Any, ...] = (
+    test_bitmap,
     test_blockwise,
     test_dct,
     test_hadamard,
     test_low_rank,
+    test_norms,
     test_random_k,
     test_rotated,
     test_scaled_cast,

@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks.kernels import scatter_add, sparse, top_k
+from commhooks.kernels import gather, scatter_add, sparse, top_k, top_k_sampled, use_kernels
 from tests.kernels.inputs import CPP, DTYPES, LARGE, SIZES, plain, same, tricky, unaligned
 from tests.kernels.machines import machines, on
 
+NAMES = ("sample", "collect", "count", "emit", "count_reached", "take_reached", "add", "gather")
 KERNELS = {
     "sparse.cu": [
-        *(f"{name}<{t}>" for name in ("sample", "collect", "count", "emit") for t in CPP.values()),
+        *(f"{name}<{t}>" for name in NAMES for t in CPP.values()),
         *(f"histogram<{t}, {digit}>" for t in CPP.values() for digit in range(3)),
         *("scan", "scatter_add"),
     ]
@@ -29,7 +30,18 @@ def outputs(run: Any, x: Tensor, k: int, *, residual: bool, left: bool) -> dict[
     kept = plain(n, seed=1) if residual else None
     rest = torch.full((n,), 5.0) if left else None
     run(sparse.top_k_op, x, k, found["indices"], found["values"], kept, rest)
-    return found if rest is None else found | {"left": rest}
+    if rest is not None:
+        found["left"] = rest
+    few = {name: torch.full_like(tensor, 7) for name, tensor in found.items()}
+    run(sparse.top_k_sampled_op, x, k, few["indices"], few["values"], kept, few.get("left"))
+    some = {name: torch.full_like(found[name], 7) for name in ("values", "left") if name in found}
+    places = found["indices"].flip(0).contiguous()
+    run(sparse.gather_op, x, places, some["values"], kept, some.get("left"))
+    return (
+        found
+        | {f"{name}, sampled": tensor for name, tensor in few.items()}
+        | {f"{name}, gathered": tensor for name, tensor in some.items()}
+    )
 
 
 def define(op: Any, *args: Any) -> None:
@@ -105,12 +117,48 @@ def test_scatter_adds_in_order():
         assert same(expected, got)
 
 
-@pytest.mark.parametrize("place", [-1, 10])
-def test_a_place_outside_is_an_error(place):
+@pytest.mark.parametrize("mode", ["native", "definition"])
+@pytest.mark.parametrize("place", [-2, 10])
+def test_a_place_outside_is_an_error(place, mode):
     indices = torch.tensor([[1, place]], dtype=torch.int32)
-    for run in (scatter_add, lambda i, v, o: sparse.scatter_add_op.definition(i, v, o, 1.0)):
+    with use_kernels(mode):
         with pytest.raises(ValueError, match="places below 10"):
-            run(indices, torch.ones(1, 2), torch.zeros(10))
+            scatter_add(indices, torch.ones(1, 2), torch.zeros(10))
+        with pytest.raises(ValueError, match="places below 10"):
+            gather(torch.zeros(10), indices, torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("mode", ["native", "definition"])
+def test_minus_one_adds_nothing(mode):
+    out = torch.zeros(3)
+    indices = torch.tensor([[2, -1], [-1, 0]], dtype=torch.int32)
+    with use_kernels(mode):
+        scatter_add(indices, torch.tensor([[1.0, 2.0], [3.0, 4.0]]), out)
+    assert out.tolist() == [4.0, 0.0, 1.0]
+
+
+def test_a_sampled_threshold_takes_about_k():
+    x, k = torch.randn(10**6, generator=torch.Generator().manual_seed(0)), 10**4
+    indices, values = torch.empty(k, dtype=torch.int32), torch.empty(k)
+    left = torch.empty_like(x)
+    top_k_sampled(x, k, indices, values, left=left)
+    count = int((indices >= 0).sum())
+    # The sample has 81 entries above the threshold, so the number is off by a ninth, twice at most.
+    assert 0.7 * k < count <= k
+    exact = x.abs().topk(k).values
+    assert values[:count].abs().min() > 0.9 * exact[-1]
+    scatter_add(indices[None], values[None], left)
+    assert torch.equal(left, x)
+
+
+def test_gather_completes_what_it_leaves():
+    x, residual = plain(500), plain(500, seed=1)
+    places, values = torch.randperm(500)[:60].int(), torch.empty(60)
+    kept = residual.clone()
+    gather(x, places, values, residual=kept, left=kept)
+    assert torch.equal(values, (x + residual)[places.long()])
+    scatter_add(places[None], values[None], kept)
+    assert torch.equal(kept, x + residual)
 
 
 def call(**changes: Any) -> None:
@@ -150,3 +198,5 @@ def fuzz(run: Any, rng: random.Random) -> None:
     indices, values = torch.empty(k, dtype=torch.int32), torch.empty(k)
     run(sparse.top_k_op, x, k, indices, values, kept, left)
     run(sparse.scatter_add_op, indices[None], values[None], torch.zeros(n), 0.5)
+    run(sparse.gather_op, x, indices, values, kept, left)
+    run(sparse.top_k_sampled_op, x, k, indices, values, kept, left)

@@ -1,0 +1,72 @@
+"""Bitmaps: which entries a sparse payload holds, at one bit an entry."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import _cpu, _cuda
+from ._op import check, op
+
+__all__ = ["pack_bits", "unpack_bits"]
+
+
+def pack_bits(bits: Tensor, packed: Tensor) -> None:
+    """Writes entry i of ``bits`` as bit i % 8 of byte i // 8.
+
+    Args:
+        bits: bool, contiguous.
+        packed: uint8, a byte per eight bits, rounded up; what is left of the last is zero.
+
+    Raises:
+        TypeError, ValueError: a tensor of another dtype, size or device; names the argument.
+    """
+    check("pack_bits", "bits", bits, like=bits, dtypes=(torch.bool,))
+    size = -(-bits.numel() // 8)
+    check("pack_bits", "packed", packed, like=bits, dtypes=(torch.uint8,), n=size)
+    pack_bits_op(bits, packed)
+
+
+def unpack_bits(packed: Tensor, bits: Tensor) -> None:
+    """The reverse of :func:`pack_bits`."""
+    check("unpack_bits", "bits", bits, like=packed, dtypes=(torch.bool,))
+    size = -(-bits.numel() // 8)
+    check("unpack_bits", "packed", packed, like=packed, dtypes=(torch.uint8,), n=size)
+    unpack_bits_op(packed, bits)
+
+
+@op("pack_bits(Tensor bits, Tensor(a!) packed) -> ()")
+def pack_bits_op(bits: Tensor, packed: Tensor) -> None:
+    rows = torch.nn.functional.pad(bits.flatten().to(torch.uint8), (0, -bits.numel() % 8))
+    packed.copy_((rows.view(-1, 8) << _PLACES.to(bits.device)).sum(1).view(packed.shape))
+
+
+@op("unpack_bits(Tensor packed, Tensor(a!) bits) -> ()")
+def unpack_bits_op(packed: Tensor, bits: Tensor) -> None:
+    rows = packed.flatten()[:, None] >> _PLACES.to(packed.device) & 1
+    bits.copy_(rows.flatten()[: bits.numel()].view(bits.shape))
+
+
+_PLACES = torch.arange(8, dtype=torch.uint8)
+
+
+@pack_bits_op.kernel("cpu")
+def _pack_cpu(bits: Tensor, packed: Tensor) -> None:
+    _cpu.call("pack_bits", bits, bits.numel(), packed)
+
+
+@pack_bits_op.kernel("cuda")
+def _pack_cuda(bits: Tensor, packed: Tensor) -> None:
+    n = bits.numel()
+    _cuda.launch("bitmap.cu", "pack_bits", bits.device, n // 256 + 1, (bits, n, packed))
+
+
+@unpack_bits_op.kernel("cpu")
+def _unpack_cpu(packed: Tensor, bits: Tensor) -> None:
+    _cpu.call("unpack_bits", packed, bits.numel(), bits)
+
+
+@unpack_bits_op.kernel("cuda")
+def _unpack_cuda(packed: Tensor, bits: Tensor) -> None:
+    n = bits.numel()
+    _cuda.launch("bitmap.cu", "unpack_bits", bits.device, n // 256 + 1, (packed, n, bits))
