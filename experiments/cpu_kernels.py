@@ -43,8 +43,7 @@ def _turns(found: list[Case], turns: int, compiled: bool, progress: Progress) ->
         ways = {"kernel": case.run, "definition": case.define}
         if compiled:
             ways["compiled"] = torch.compile(case.define)
-        if case.rival is not None:
-            ways[case.rival[0]] = case.rival[1]
+        ways |= case.rivals
         for call in ways.values():
             call()
         for turn in range(turns):

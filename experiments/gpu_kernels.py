@@ -83,9 +83,10 @@ def _measure(repeats: int) -> pd.DataFrame:
             took = _milliseconds([case.run for case in same], repeats)
             row = _row(same[0], "256 MiB", LARGE, copy, took)
             row["definition over kernel"] = _milliseconds([same[0].define], 5) / took
-            if same[0].rival is not None:
-                row["rival"], call = same[0].rival
-                row["rival over kernel"] = _milliseconds([call], 5) / took
+            compiled = torch.compile(same[0].define)
+            row["compiled over kernel"] = _milliseconds([compiled], 5) / took
+            for name, call in same[0].rivals.items():
+                row[f"{name} over kernel"] = _milliseconds([call], 5) / took
             rows.append(row)
             progress.advance(bar)
     del found, buckets

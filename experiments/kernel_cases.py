@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from commhooks.kernels import _op, blockwise, cast, philox, random_k, sparse
+from commhooks.kernels import (
+    _op,
+    blockwise,
+    cast,
+    low_rank,
+    philox,
+    random_k,
+    rotated,
+    sparse,
+)
 from commhooks.kernels.blockwise import payload_bytes
 from commhooks.kernels.dct import dct_op
 from commhooks.kernels.hadamard import hadamard_op
+from commhooks.kernels.norms import finite_op, norms_op
 
 __all__ = ["COPIED", "Case", "cases"]
 
 COPIED = 8.0  # bytes per entry that a copy of float32 moves
+Rivals = dict[str, Callable[[], object]]
 PAYLOADS = {"cpu": 4, "cuda": 8}  # summed by "decode + sum"
 
 
@@ -27,7 +39,7 @@ class Case:
     Attributes:
         bytes: per entry, that it must move.
         goal: share of a copy's bandwidth on a GPU.
-        rival: another way to do the same, or less: its name, and a call.
+        rivals: other ways to do the same, or less, of packages that are installed, by name.
     """
 
     name: str
@@ -35,7 +47,7 @@ class Case:
     goal: float
     op: _op.Op
     args: tuple[Any, ...]
-    rival: tuple[str, Callable[[], object]] | None = None
+    rivals: Rivals = field(default_factory=dict)
 
     def run(self) -> None:
         """As it is dispatched."""
@@ -59,21 +71,26 @@ def cases(x: Tensor, block: int = 1024) -> list[Case]:
         small = torch.empty_like(x, dtype=narrow)
         name = str(narrow).removeprefix("torch.")
         nearest = (x, small, 1 / 3, *philox.NO_STREAM)
-        copy = ("torch's copy, unscaled", lambda small=small: small.copy_(x))
+        copy = {"torch's copy, unscaled": lambda small=small: small.copy_(x)}
         found += [
             Case(f"cast * 1/3, {name}", 6, 0.9, cast.cast_op, nearest, copy),
             Case(f"cast, {name}, stochastic", 6, 0.75, cast.cast_op, (x, small, 1.0, *noise)),
         ]
     whole = x.numel() // 1024 * 1024
-    rotated = (x[:whole], out[:whole], 1024, False, *noise)
-    found.append(Case("Hadamard 1024", 8, 0.75, hadamard_op, rotated))
+    spread = (x[:whole], out[:whole], 1024, False, *noise)
+    found.append(Case("Hadamard 1024", 8, 0.75, hadamard_op, spread))
+    turned = torch.empty(payload_bytes(whole, "int4", 1024), dtype=torch.uint8, device=x.device)
+    turn = (x[:whole], turned, "int4", 1024, *noise, None, None, *philox.NO_STREAM)
+    found.append(Case("Hadamard + int4 encode", 4.5, 0.75, rotated.quantize_rotated_op, turn))
     cosines = (x[:whole], torch.randn(64, 64, device=x.device), out[:whole])
     found.append(Case("DCT 64", 8, 0.5, dct_op, cosines))
     k = x.numel() // 100
     taken = (torch.empty(k, dtype=torch.int32, device=x.device), torch.empty(k, device=x.device))
     drawn = (taken[1], residual, residual, *noise[:3])
     found.append(Case("random 1 %, feedback", 12.04, 0.6, random_k.gather_random_op, (x, *drawn)))
-    topk = ("torch.topk", lambda: x.abs().topk(k))
+    places = torch.randperm(x.numel(), device=x.device)[:k].int()
+    own = (taken[1], residual, residual)
+    topk = {"torch.topk": lambda: x.abs().topk(k)}
     found += [
         Case("top-k 1 %", 4.08, 0.6, sparse.top_k_op, (x, k, *taken, None, None), topk),
         Case(
@@ -84,8 +101,86 @@ def cases(x: Tensor, block: int = 1024) -> list[Case]:
             (x, k, *taken, residual, residual),
             topk,
         ),
+        Case("top-k 1 %, sampled", 8.04, 0.6, sparse.top_k_sampled_op, (x, k, *taken, None, None)),
+        Case("gather 1 %, feedback", 12.12, 0.6, sparse.gather_op, (x, places, *own)),
     ]
-    return found
+    sums = torch.empty(3, dtype=torch.float64, device=x.device)
+    finite = torch.ones((), dtype=torch.bool, device=x.device)
+    found.append(Case("norms", 4, 0.85, norms_op, (x, sums)))
+    aminmax = {"torch.aminmax": lambda: torch.aminmax(x)}
+    found.append(Case("all finite", 4, 0.85, finite_op, (x, finite), aminmax))
+    return [*found, *_power_sgd(x, out, residual)]
+
+
+def _power_sgd(x: Tensor, out: Tensor, residual: Tensor, rank: int = 4) -> list[Case]:
+    """On matrices that fill the bucket, against the layout of torch's hook."""
+    rows, columns = 512, 2304
+    count = max(1, x.numel() // (rows * columns))
+    each = [(i * rows * columns, rows, columns, rank) for i in range(count)]
+    matrices = low_rank.Matrices(each)
+    left = torch.randn(matrices.left_numel, device=x.device)
+    right = torch.randn(matrices.right_numel, device=x.device)
+    views = [flat[: count * rows * columns].view(count, rows, columns) for flat in (x, out)]
+    p, q = (torch.randn(count, length, rank, device=x.device) for length in (rows, columns))
+    table, factors = matrices.table, (left, right)
+    corrected = (x, residual, out, table, right, left)
+    return [
+        Case("PowerSGD 4, (g + e) Q", 12, 0.7, low_rank.multiply_right_op, corrected),
+        Case(
+            *("PowerSGD 4, g Q", 4, 0.7, low_rank.multiply_right_op),
+            (x, None, None, table, right, left),
+            {"torch's hook": lambda: torch.bmm(views[0], q, out=p)},
+        ),
+        Case(
+            *("PowerSGD 4, g^T P", 4, 0.7, low_rank.multiply_left_op, (x, table, *factors)),
+            {"torch's hook": lambda: torch.bmm(views[0].mT, p, out=q)},
+        ),
+        Case(
+            *("PowerSGD 4, decode", 4, 0.7, low_rank.expand_op, (*factors, table, False, out)),
+            {"torch's hook": lambda: torch.bmm(p, q.mT, out=views[1])},
+        ),
+    ]
+
+
+def _rivals(format: str, x: Tensor, block: int) -> tuple[Rivals, Rivals]:
+    """What bitsandbytes and torchao have for a format: ways to encode, and to decode."""
+    encode: Rivals = {}
+    decode: Rivals = {}
+    rows = x[: x.numel() // block * block].view(-1, block)
+    if format == "int8":
+        with suppress(ImportError):
+            import bitsandbytes.functional as bits
+
+            codes, state = bits.quantize_blockwise(rows, blocksize=block)
+            encode["bitsandbytes"] = lambda: bits.quantize_blockwise(rows, blocksize=block)
+            decode["bitsandbytes"] = lambda: bits.dequantize_blockwise(codes, state)
+        with suppress(ImportError):
+            from torchao.quantization import quant_primitives as ao
+
+            kind, shape = ao.MappingType.SYMMETRIC, (1, block)
+
+            def affine() -> tuple[Tensor, Tensor, Tensor]:
+                scale, zero = ao.choose_qparams_affine(rows, kind, shape, torch.int8, eps=1e-30)
+                return ao.quantize_affine(rows, shape, scale, zero, torch.int8), scale, zero
+
+            levels, scale, zero = affine()
+            encode["torchao"] = affine
+            decode["torchao"] = lambda: ao.dequantize_affine(levels, shape, scale, zero, torch.int8)
+    if format == "int4":
+        with suppress(ImportError):
+            import bitsandbytes.functional as bits
+
+            packed, about = bits.quantize_4bit(rows, blocksize=block, quant_type="fp4")
+            encode["bitsandbytes, fp4"] = lambda: bits.quantize_4bit(
+                rows, blocksize=block, quant_type="fp4"
+            )
+            decode["bitsandbytes, fp4"] = lambda: bits.dequantize_4bit(packed, about)
+    if format == "e4m3":
+        with suppress(ImportError):
+            from torchao.prototype.mx_formats.mx_tensor import to_mx
+
+            encode["torchao, MX"] = lambda: to_mx(rows, torch.float8_e4m3fn, 32)
+    return encode, decode
 
 
 def _blockwise(
@@ -101,8 +196,10 @@ def _blockwise(
     encode = (x, payload, format, block)
     decode = (format, block, 1.0, False)
     feedback = (*encode, residual, residual, *philox.NO_STREAM)
+    others = _rivals(format, x, block)
+    plain = (*encode, None, None, None, 0, 0, 0)
     found = [
-        Case(f"{format} encode", 4 + code, 0.85, quantize, (*encode, None, None, None, 0, 0, 0)),
+        Case(f"{format} encode", 4 + code, 0.85, quantize, plain, others[0]),
         Case(f"{format} encode, feedback", 12 + code, 0.85, quantize, feedback),
         Case(
             f"{format} decode",
@@ -110,6 +207,7 @@ def _blockwise(
             0.85,
             blockwise.dequantize_op,
             (payload[None], out, *decode),
+            others[1],
         ),
         Case(
             f"{format} decode + sum of {count}",

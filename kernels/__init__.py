@@ -1,6 +1,7 @@
 """Ops: numeric primitives of the schemes. The PyTorch definition of an op is its specification."""
 
 from ._op import implementations, op, use_kernels
+from .affine import dequantize_affine, quantize_affine
 from .bitmap import pack_bits, unpack_bits
 from .blockwise import FORMATS, dequantize, payload_bytes, quantize, requantize
 from .cast import scaled_cast
@@ -29,6 +30,7 @@ __all__ = [
     "dct",
     "decode_low_rank",
     "dequantize",
+    "dequantize_affine",
     "dequantize_rotated",
     "gather",
     "gather_random",
@@ -42,6 +44,7 @@ __all__ = [
     "pack_bits",
     "payload_bytes",
     "quantize",
+    "quantize_affine",
     "quantize_rotated",
     "random_places",
     "requantize",

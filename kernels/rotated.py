@@ -22,12 +22,15 @@ from .hadamard import hadamard_op
 __all__ = ["dequantize_rotated", "quantize_rotated"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_LONGEST = 1024  # entries of a block that a warp can hold and rotate twice
 _FORMATS = ("int8", "int4", "int2", "sign")  # of few, even steps; 8-bit floats gain nothing
 
 
 def _check_rotation(caller: str, n: int, format: str, block: int, rotation: philox.Stream) -> None:
     if format not in _FORMATS:
         raise ValueError(f"{caller}(format): one of {', '.join(_FORMATS)}, got {format!r}")
+    if block > _LONGEST:
+        raise ValueError(f"{caller}(block): {_LONGEST} at most, got {block}")
     if n % block:
         raise ValueError(f"{caller}: a multiple of {block} entries, got {n}; pad with zeros")
     if rotation.first % philox.SIGNS:

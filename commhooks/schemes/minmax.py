@@ -6,14 +6,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from commhooks._registry import register_scheme
 from commhooks._scheme import Codec, Context
+from commhooks.kernels import dequantize_affine, quantize_affine
 
 __all__ = ["MinMax", "MinMaxPerChannel"]
-
-_TOP = 255  # the largest level; levels are uint8
 
 
 @register_scheme("quantization_pertensor")
@@ -26,7 +24,7 @@ class MinMax(Codec):
     entry is not finite, the distance is not either, and no entry arrives finite, on any rank.
 
     Biased: rounds to the nearest level, so use ``ErrorFeedback`` where it matters. Payload: one
-    byte per entry, and five per bucket (nine for float64 gradients).
+    byte per entry, and five per bucket.
 
     Example:
         >>> hook = register(ddp_model, "quantization_pertensor")
@@ -40,7 +38,7 @@ class MinMax(Codec):
         return _quantize(grad, max(grad.numel(), 1))
 
     def decode(self, payload: dict[str, Tensor], like: Tensor, ctx: Context) -> Tensor:
-        return _dequantize(payload, max(like.numel(), 1)).to(like.dtype)
+        return _dequantize(payload, like, max(like.numel(), 1))
 
 
 @register_scheme("quantization_perchannel")
@@ -51,8 +49,7 @@ class MinMaxPerChannel(Codec):
     As :class:`MinMax`, but a large entry costs the precision of its own block only; what is not
     finite spoils its own block only.
 
-    Biased: rounds to the nearest level. Payload: one byte per entry, and five per block (nine for
-    float64 gradients).
+    Biased: rounds to the nearest level. Payload: one byte per entry, and five per block.
 
     Args:
         block_size: entries per block; the last block may be short.
@@ -78,33 +75,25 @@ class MinMaxPerChannel(Codec):
         return _quantize(grad, self.block_size)
 
     def decode(self, payload: dict[str, Tensor], like: Tensor, ctx: Context) -> Tensor:
-        return _dequantize(payload, self.block_size).to(like.dtype)
+        return _dequantize(payload, like, self.block_size)
 
 
-def _blocks(flat: Tensor, block_size: int) -> Tensor:
-    """``flat`` as rows of ``block_size``, the last filled up with zeros."""
-    return pad(flat, (0, -flat.numel() % block_size)).view(-1, block_size)
-
-
-def _quantize(grad: Tensor, block_size: int) -> dict[str, Tensor]:
+def _quantize(grad: Tensor, block: int) -> dict[str, Tensor]:
     """Levels, and per block their distance and the level of zero."""
-    blocks = _blocks(grad.to(torch.promote_types(grad.dtype, torch.float32)), block_size)
-    low, high = blocks.amin(1).clamp(max=0), blocks.amax(1).clamp(min=0)
-    # Divided before the subtraction: high - low may overflow though both are finite.
-    scale = high / _TOP - low / _TOP
-    divisor = torch.where((scale > 0) & scale.isfinite(), scale, 1.0)
-    zero = torch.round(-low / divisor).nan_to_num(0.0).clamp(0, _TOP)
-    levels = torch.round(blocks / divisor[:, None]) + zero[:, None]
-    levels = levels.nan_to_num(0.0).clamp(0, _TOP).to(torch.uint8)
-    return {
-        "levels": levels.view(-1)[: grad.numel()],
-        "scale": scale,
-        "zero": zero.to(torch.uint8),
+    blocks = -(-grad.numel() // block)
+    payload = {
+        "levels": grad.new_empty(grad.numel(), dtype=torch.uint8),
+        "scale": grad.new_empty(blocks, dtype=torch.float32),
+        "zero": grad.new_empty(blocks, dtype=torch.uint8),
     }
+    # No more than 8 bits of an entry travel: float64 is rounded to float32 first.
+    grad = grad.to(torch.float32) if grad.dtype == torch.float64 else grad
+    quantize_affine(grad.contiguous(), payload["levels"], payload["scale"], payload["zero"], block)
+    return payload
 
 
-def _dequantize(payload: dict[str, Tensor], block_size: int) -> Tensor:
+def _dequantize(payload: dict[str, Tensor], like: Tensor, block: int) -> Tensor:
     """The gradient that the levels stand for."""
-    levels, scale = payload["levels"], payload["scale"]
-    rows = _blocks(levels, block_size).to(scale.dtype) - payload["zero"].to(scale.dtype)[:, None]
-    return (rows * scale[:, None]).view(-1)[: levels.numel()]
+    out = torch.empty_like(like, dtype=torch.float32)
+    dequantize_affine(payload["levels"], payload["scale"], payload["zero"], block, out)
+    return out.to(like.dtype)

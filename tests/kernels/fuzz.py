@@ -19,6 +19,7 @@ import torch
 from commhooks.kernels import _cpu
 from tests.emulator import runner
 from tests.kernels import (
+    test_affine,
     test_bitmap,
     test_blockwise,
     test_dct,
@@ -34,6 +35,7 @@ from tests.kernels.machines import GpuRunner, Runner, functions_of
 
 # Each has `fuzz`, one random call of every op, and `KERNELS`, the CUDA kernels it may launch.
 FAMILIES: tuple[Any, ...] = (
+    test_affine,
     test_bitmap,
     test_blockwise,
     test_dct,

@@ -134,6 +134,14 @@ ARGUMENTS = {
         *(torch.randn(600), 6, torch.zeros(6, dtype=torch.int32), torch.zeros(6)),
         *(torch.randn(600), torch.zeros(600)),
     ),
+    "quantize_affine": lambda: (
+        *(torch.randn(600), torch.zeros(600, dtype=torch.uint8), torch.zeros(3)),
+        *(torch.zeros(3, dtype=torch.uint8), 256),
+    ),
+    "dequantize_affine": lambda: (
+        *(torch.zeros(600, dtype=torch.uint8), torch.ones(3), torch.ones(3, dtype=torch.uint8)),
+        *(256, 0.5, True, torch.zeros(600)),
+    ),
     "top_k_sampled": lambda: (
         *(torch.randn(600), 6, torch.zeros(6, dtype=torch.int32), torch.zeros(6)),
         *(torch.randn(600), torch.zeros(600)),

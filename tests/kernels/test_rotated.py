@@ -24,7 +24,7 @@ from tests.kernels.machines import machines, on
 FORMATS = {"int8": "Int8", "int4": "Int4", "int2": "Int2", "sign": "Sign"}
 # (dtype, block) that are tried with every format.
 TRIED = (
-    *((torch.float32, block) for block in (128, 256, 2048)),
+    *((torch.float32, block) for block in (128, 256, 1024)),
     (torch.float16, 256),
     (torch.bfloat16, 512),
 )
@@ -108,6 +108,7 @@ def test_an_outlier_does_not_cost_its_block():
     ("changes", "words"),
     [
         ({"format": "e4m3"}, r"\(format\): one of int8, int4, int2, sign, got 'e4m3'"),
+        ({"block": 2048}, r"\(block\): 1024 at most"),
         ({"x": torch.ones(100)}, "a multiple of 256 entries, got 100"),
         ({"rotation": philox.Stream(1, torch.tensor(1), first=256)}, "multiple of 4096"),
         ({"payload": torch.ones(3).byte()}, "see payload_bytes"),

@@ -1,0 +1,156 @@
+"""Affine 8-bit levels between a block's minimum and maximum, for blocks of any size."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from . import _cpu, _cuda
+from ._op import check, op
+
+__all__ = ["dequantize_affine", "quantize_affine"]
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_TOP = 255  # the largest level
+_CHUNK = 2048  # as in affine.cu
+
+
+def quantize_affine(x: Tensor, levels: Tensor, scale: Tensor, zero: Tensor, block: int) -> None:
+    """Writes levels, and per block their distance and the level of zero.
+
+    The range of a block includes zero, which is a level. A block with an entry that is not finite
+    has a distance of NaN. Kernels equal the definition bit for bit.
+
+    Args:
+        x: float32, float16 or bfloat16, contiguous.
+        levels: uint8, as many entries.
+        scale, zero: float32 and uint8, one entry per block.
+        block: entries of a block; the last may be short.
+
+    Raises:
+        TypeError, ValueError: a tensor of another dtype, size or device; names the argument.
+    """
+    check("quantize_affine", "x", x, like=x, dtypes=_DTYPES)
+    _check("quantize_affine", x.numel(), levels, scale, zero, block)
+    quantize_affine_op(x, levels, scale, zero, block)
+
+
+def dequantize_affine(
+    levels: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    block: int,
+    out: Tensor,
+    *,
+    factor: float = 1.0,
+    accumulate: bool = False,
+) -> None:
+    """Writes what the levels stand for, times ``factor``, to ``out``, or adds it.
+
+    Args:
+        levels, scale, zero, block: as :func:`quantize_affine` wrote them.
+        out: float32, float16 or bfloat16, contiguous.
+    """
+    check("dequantize_affine", "out", out, like=levels, dtypes=_DTYPES)
+    _check("dequantize_affine", out.numel(), levels, scale, zero, block)
+    dequantize_affine_op(levels, scale, zero, block, factor, accumulate, out)
+
+
+def _check(caller: str, n: int, levels: Tensor, scale: Tensor, zero: Tensor, block: int) -> None:
+    if block < 1:
+        raise ValueError(f"{caller}(block): 1 or more, got {block}")
+    blocks = -(-n // block)
+    check(caller, "levels", levels, like=levels, dtypes=(torch.uint8,), n=n)
+    check(caller, "scale", scale, like=levels, dtypes=(torch.float32,), n=blocks)
+    check(caller, "zero", zero, like=levels, dtypes=(torch.uint8,), n=blocks)
+
+
+@op(
+    "quantize_affine(Tensor x, Tensor(a!) levels, Tensor(b!) scale, Tensor(c!) zero, int block)"
+    " -> ()"
+)
+def quantize_affine_op(x: Tensor, levels: Tensor, scale: Tensor, zero: Tensor, block: int) -> None:
+    n = x.numel()
+    block = max(1, min(block, n))
+    rows = pad(x.flatten().to(torch.float32), (0, -n % block)).view(-1, block)
+    finite = rows.isfinite().all(1)
+    rows = torch.where(finite[:, None], rows, 0.0)
+    low, high = rows.amin(1).clamp(max=0), rows.amax(1).clamp(min=0)
+    top = torch.full_like(low, _TOP)
+    distance = high / top - low / top  # before the subtraction, which may overflow
+    divisor = torch.where(distance > 0, distance, 1.0)
+    middle = torch.round(-low / divisor).clamp(0, _TOP)
+    found = (torch.round(rows / divisor[:, None]) + middle[:, None]).clamp(0, _TOP)
+    levels.copy_(found.flatten()[:n].view(levels.shape))
+    scale.copy_(torch.where(finite, distance, torch.nan))
+    zero.copy_(middle)
+
+
+@op(
+    "dequantize_affine(Tensor levels, Tensor scale, Tensor zero, int block, float factor,"
+    " bool accumulate, Tensor(a!) out) -> ()"
+)
+def dequantize_affine_op(
+    levels: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    block: int,
+    factor: float,
+    accumulate: bool,
+    out: Tensor,
+) -> None:
+    n = levels.numel()
+    block = max(1, min(block, n))
+    rows = pad(levels.flatten().to(torch.float32), (0, -n % block)).view(-1, block)
+    entries = (rows - zero.to(torch.float32)[:, None]) * scale[:, None]
+    entries = (entries.flatten()[:n] * factor).view(out.shape)
+    out.copy_(out.to(torch.float32) + entries if accumulate else entries)
+
+
+@quantize_affine_op.kernel("cpu")
+def _quantize_cpu(x: Tensor, levels: Tensor, scale: Tensor, zero: Tensor, block: int) -> None:
+    arguments = (x, x.numel(), block, levels, scale, zero)
+    _cpu.call("quantize_affine", _cpu.DTYPES[x.dtype], *arguments)
+
+
+@quantize_affine_op.kernel("cuda")
+def _quantize_cuda(x: Tensor, levels: Tensor, scale: Tensor, zero: Tensor, block: int) -> None:
+    n, t, blocks = x.numel(), _cuda.DTYPES[x.dtype], scale.numel()
+    chunks = -(-min(block, n) // _CHUNK)
+    extents = torch.empty(3 * chunks * blocks, device=x.device)
+    for name, warps, arguments in (
+        (f"affine_extents<{t}>", chunks * blocks, (x, n, block, extents)),
+        ("affine_scales", blocks, (extents, chunks, blocks, scale, zero)),
+        (f"affine_levels<{t}>", n // 256 + 1, (x, n, block, scale, zero, levels)),
+    ):
+        _cuda.launch("affine.cu", name, x.device, warps, arguments)
+
+
+@dequantize_affine_op.kernel("cpu")
+def _dequantize_cpu(
+    levels: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    block: int,
+    factor: float,
+    accumulate: bool,
+    out: Tensor,
+) -> None:
+    arguments = (levels, out.numel(), block, scale, zero, factor, accumulate, out)
+    _cpu.call("dequantize_affine", _cpu.DTYPES[out.dtype], *arguments)
+
+
+@dequantize_affine_op.kernel("cuda")
+def _dequantize_cuda(
+    levels: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    block: int,
+    factor: float,
+    accumulate: bool,
+    out: Tensor,
+) -> None:
+    n, name = out.numel(), f"affine_entries<{_cuda.DTYPES[out.dtype]}>"
+    arguments = (levels, n, block, scale, zero, factor, accumulate, out)
+    _cuda.launch("affine.cu", name, out.device, n // 256 + 1, arguments)

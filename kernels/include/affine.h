@@ -1,0 +1,30 @@
+// Affine levels, for a number or a vector of them; the specification is in affine.py.
+#pragma once
+#include "portable.h"
+
+// What is known of a block: its range, with zero in it, and bits of its largest magnitude.
+struct Range {
+    float low, high;
+    u32 largest;
+};
+
+struct Levels {
+    float scale;    // NaN if an entry is not finite
+    float divisor;  // 0 then
+    float zero;     // the level of zero
+};
+
+INLINE Levels levels_of(const Range& range) {
+    if (range.largest >= kInfinity) return {float_of(kNaN), 0.0f, 0.0f};
+    const float scale = range.high / 255.0f - range.low / 255.0f;
+    const float divisor = scale > 0.0f ? scale : 1.0f;
+    const float zero = (-range.low / divisor + kRound) - kRound;
+    return {scale, divisor, zero > 255.0f ? 255.0f : zero};
+}
+
+// The level of an entry, in the low bits of a word.
+template <class V> INLINE auto level_of(V x, const Levels& levels) {
+    V rounded = (x / levels.divisor + kRound) - kRound;
+    V inside = larger(smaller(rounded + levels.zero, 255.0f), 0.0f);
+    return bits_of(inside + kRound) & 0xffu;
+}

@@ -1,0 +1,85 @@
+"""Affine levels: all implementations agree, and they are what they say they are."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from commhooks.kernels import dequantize_affine, quantize_affine
+from commhooks.kernels.affine import dequantize_affine_op, quantize_affine_op
+from tests.kernels.inputs import CPP, DTYPES, LARGE, SIZES, plain, same, tricky, unaligned
+from tests.kernels.machines import machines, on
+
+NAMES = ("affine_extents", "affine_levels", "affine_entries")
+KERNELS = {"affine.cu": [*(f"{n}<{t}>" for n in NAMES for t in CPP.values()), "affine_scales"]}
+BLOCKS = (1, 33, 512, 2**31)
+
+
+def outputs(run: Any, x: torch.Tensor, block: int) -> list[torch.Tensor]:
+    n = x.numel()
+    blocks = -(-n // block)
+    levels = torch.full((n,), 7, dtype=torch.uint8)
+    scale, zero = torch.full((blocks,), 7.0), torch.full((blocks,), 7, dtype=torch.uint8)
+    run(quantize_affine_op, x, levels, scale, zero, block)
+    written, added = torch.full((n,), 5.0).to(x.dtype), plain(n).to(x.dtype)
+    run(dequantize_affine_op, levels, scale, zero, block, 1 / 3, False, written)
+    run(dequantize_affine_op, levels, scale, zero, block, -0.5, True, added)
+    return [levels, scale, zero, written, added]
+
+
+def test_kernels_equal_the_definition():
+    for make, n, dtype in itertools.product((tricky, unaligned, plain), (*SIZES, *LARGE), DTYPES):
+        for block in BLOCKS if n < 10_000 else BLOCKS[2:]:
+            x = make(n, dtype)
+            expected = outputs(lambda op, *args: op.definition(*args), x, block)
+            for machine in machines(orders=(0, 5) if n < 10_000 else ()):
+                with on(machine, KERNELS) as run:
+                    got = outputs(run, x, block)
+                assert all(map(same, expected, got)), (machine, make, n, dtype, block)
+
+
+def decoded(x: torch.Tensor, block: int) -> torch.Tensor:
+    blocks, out = -(-x.numel() // block), torch.empty_like(x)
+    levels, scale = torch.empty(x.numel(), dtype=torch.uint8), torch.empty(blocks)
+    zero = torch.empty(blocks, dtype=torch.uint8)
+    quantize_affine(x, levels, scale, zero, block)
+    dequantize_affine(levels, scale, zero, block, out)
+    return out
+
+
+def test_entries_are_off_by_half_a_level_at_most():
+    x = plain(512 * 20) + 0.5
+    rows, got = x.view(-1, 512), decoded(x, 512).view(-1, 512)
+    level = (rows.amax(1).clamp(min=0) - rows.amin(1).clamp(max=0)) / 255
+    # The level of zero is rounded: what it pushes over an end loses up to half a level more.
+    assert ((rows - got).abs() <= level[:, None] * 1.001).all()
+    assert ((rows - got).abs() <= level[:, None] * 0.501).float().mean() > 0.95
+    assert torch.equal(decoded(torch.zeros(100), 32), torch.zeros(100))
+
+
+def test_what_is_not_finite_spoils_its_own_block():
+    x = plain(5 * 32)
+    x[40], x[70] = float("nan"), float("-inf")
+    got = decoded(x, 32).view(5, 32)
+    assert got[[1, 2]].isnan().all()
+    assert got[[0, 3, 4]].isfinite().all()
+
+
+def test_wrong_arguments_are_named():
+    levels, scale = torch.empty(9, dtype=torch.uint8), torch.empty(3)
+    with pytest.raises(ValueError, match=r"quantize_affine\(zero\): 3 entries, got 9"):
+        quantize_affine(torch.ones(9), levels, scale, levels, 4)
+    with pytest.raises(ValueError, match=r"dequantize_affine\(block\): 1 or more, got 0"):
+        dequantize_affine(levels, scale, levels, 0, torch.ones(9))
+
+
+def fuzz(run: Any, rng: random.Random) -> None:
+    x = torch.randn(rng.choice([0, 1, rng.randrange(300), rng.randrange(9000)]) + 1)
+    x = (x * 10.0 ** rng.randrange(-44, 38)).to(rng.choice(DTYPES))[1:]
+    if len(x) and rng.random() < 0.3:
+        x[rng.randrange(len(x))] = rng.choice([float("nan"), float("inf")])
+    outputs(run, x, rng.choice([rng.randrange(1, 3000), 2**31]))
