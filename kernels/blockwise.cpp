@@ -22,8 +22,10 @@ EXPORT(dequantize)(i64 format, i64 dtype, const u8* payloads, i64 codes_at, i64 
         with_dtype((int)dtype, [&](auto number) {
             using F = decltype(f);
             using T = decltype(number);
-            accumulate ? decode_all<F, T, true>(from, n, (int)block, factor, (T*)out)
-                       : decode_all<F, T, false>(from, n, (int)block, factor, (T*)out);
+            if (accumulate) decode_all<F, T, true>(from, n, (int)block, factor, (T*)out);
+            else if (worth_streaming((const T*)out, n))
+                decode_all<F, T, false, sizeof(T) == 4>(from, n, (int)block, factor, (T*)out);
+            else decode_all<F, T, false>(from, n, (int)block, factor, (T*)out);
         });
     });
 }

@@ -170,7 +170,7 @@ INLINE void sum_block(const Payloads& from, i64 b, int block, int end, Emit emit
     }
 }
 
-template <class F, class T, bool ACCUMULATE>
+template <class F, class T, bool ACCUMULATE, bool STREAM = false>
 void decode_all(const Payloads& from, i64 n, int block, float factor, T* out) {
     for (i64 at = 0; at < n; at += block, out += block) {
         const int count = (int)(n - at < block ? n - at : block);
@@ -180,17 +180,19 @@ void decode_all(const Payloads& from, i64 n, int block, float factor, T* out) {
                 row[v] = sum[v] * factor;
                 if (ACCUMULATE) row[v] += load(to + v * kWidth);
             }
-            store(to, row);
+            if constexpr (STREAM) stream(to, row);
+            else store(to, row);
         };
         sum_block<F>(from, at / block, block, rounded_up(count, kUnit<F>),
                      [=](int i, const Floats(&sum)[kVectors]) __attribute__((always_inline)) {
                          if (i + kRow <= count) return put(out + i, sum);
-                         T some[kRow] = {};
+                         alignas(Floats) T some[kRow] = {};
                          for (int l = 0; l < count - i; ++l) some[l] = out[i + l];
                          put(some, sum);
                          for (int l = 0; l < count - i; ++l) out[i + l] = some[l];
                      });
     }
+    if constexpr (STREAM) end_of_stream();
 }
 
 // Calls f(a format), by its number in Python.

@@ -29,6 +29,30 @@ INLINE Floats load(const BFloat16* x) { return from_bfloat16(widen((const u16*)x
 INLINE void store(float* out, const Floats (&row)[kVectors]) {
     for (int v = 0; v < kVectors; ++v) store_as(out + v * kWidth, row[v]);
 }
+
+// Past the cache, which need not read the line before: for results of more than a cache's size.
+INLINE void stream(float* out, const Floats (&row)[kVectors]) {
+    for (int v = 0; v < kVectors; ++v) {
+#if defined(__AVX512F__)
+        _mm512_stream_ps(out + v * kWidth, (__m512)row[v]);
+#elif defined(__AVX2__)
+        _mm256_stream_ps(out + v * kWidth, (__m256)row[v]);
+#elif defined(__SSE2__)
+        _mm_stream_ps(out + v * kWidth, (__m128)row[v]);
+#else
+        store_as(out + v * kWidth, row[v]);
+#endif
+    }
+}
+INLINE void end_of_stream() {
+#if defined(__SSE2__)
+    _mm_sfence();
+#endif
+}
+INLINE bool worth_streaming(const float* out, i64 n) {
+    return n >= 1 << 20 && (unsigned long)out % sizeof(Floats) == 0;
+}
+
 INLINE void store(Half* out, const Floats (&row)[kVectors]) {
 #if defined(__AVX512F__)
     for (int v = 0; v < kVectors; ++v)
@@ -47,6 +71,9 @@ INLINE void store(BFloat16* out, const Floats (&row)[kVectors]) {
     for (int v = 0; v < kVectors; ++v) bits[v] = to_bfloat16(row[v]);
     narrow(bits, (u16*)out);
 }
+
+template <class T> INLINE bool worth_streaming(const T*, i64) { return false; }
+template <class T> INLINE void stream(T* out, const Floats (&row)[kVectors]) { store(out, row); }
 
 INLINE void store(Half* out, const Floats (&row)[kVectors], const u16* noise) {
     Words bits[kVectors];
