@@ -15,6 +15,7 @@ from commhooks._hook import as_hook, comm_hook
 from commhooks._ledger import Ledger
 from commhooks._make import make
 from commhooks._memory import Layout, Memory
+from commhooks._packed import PackedCodec
 from commhooks._per_parameter import PerParameter, Rule
 from commhooks._register import register, unregister
 from commhooks._registry import names, register_scheme
@@ -43,10 +44,12 @@ from commhooks.schemes.casts import bf16, fp16
 from commhooks.schemes.dense import Dense, Noop, TwoPhaseCast
 from commhooks.schemes.minmax import MinMax, MinMaxPerChannel
 from commhooks.schemes.powersgd import PowerSGD
+from commhooks.schemes.quantized import Blockwise, fp8, int4, int8, mxfp8, onebit
 from ddp_core import CollectiveError, MismatchError
 
 __all__ = [
     "BatchedPowerSGD",
+    "Blockwise",
     "Cast",
     "CheckpointError",
     "Coalesced",
@@ -68,6 +71,7 @@ __all__ = [
     "MismatchError",
     "Noop",
     "OptionError",
+    "PackedCodec",
     "PayloadError",
     "PerParameter",
     "PostLocalSGDState",
@@ -89,12 +93,17 @@ __all__ = [
     "bf16_compress_wrapper",
     "comm_hook",
     "flatten_state",
+    "fp8",
     "fp16",
     "fp16_compress_hook",
     "fp16_compress_wrapper",
+    "int4",
+    "int8",
     "make",
+    "mxfp8",
     "names",
     "noop_hook",
+    "onebit",
     "post_localSGD_hook",
     "powerSGD_hook",
     "quantization_perchannel_hook",

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from commhooks._memory import Layout, Memory
+from commhooks.kernels import Stream
 from ddp_core import AllGather, Collective
 
 __all__ = ["Codec", "Context", "Exchanged", "Scheme", "SchemeExchange", "children", "walk"]
@@ -94,8 +95,23 @@ class Context:
         """
         step = self.step if step is None else step
         text = f"{self.seed}/{name}/{step}/{'shared' if shared else self.rank}"
-        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-        return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+        return torch.Generator().manual_seed(_number(text) >> 1)
+
+    def random(self, purpose: str, *, shared: bool) -> Stream:
+        """Random bits for kernels, on the gradient's device: of this bucket, step and purpose.
+
+        Args:
+            purpose: tells apart streams of one bucket.
+            shared: the same on every rank.
+        """
+        text = f"{self.layout.names[0]}/{purpose}/{'shared' if shared else self.rank}"
+        step = torch.full((), self.step, dtype=torch.int64, device=self.output.device)
+        return Stream(self.seed, step, number=_number(text) >> 33)
+
+
+def _number(text: str) -> int:
+    """64 bits that stand for a text."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 class Scheme:

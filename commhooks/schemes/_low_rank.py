@@ -10,15 +10,13 @@ import torch
 from torch import Tensor
 
 from commhooks._memory import Layout, Memory
-from commhooks._scheme import Context, Exchanged, Scheme, SchemeExchange
+from commhooks._scheme import Context, Scheme
 from commhooks.kernels import all_finite
-from ddp_core import AllReduce
 
 __all__ = [
     "check_flag",
     "check_rank",
     "compute_dtype",
-    "dense_exchange",
     "draw",
     "fits",
     "fresh_factors",
@@ -40,18 +38,6 @@ def check_flag(scheme: Scheme, name: str, value: object) -> None:
 
 def compute_dtype(grad: Tensor) -> torch.dtype:
     return torch.promote_types(grad.dtype, torch.float32)
-
-
-def dense_exchange(grad: Tensor, ctx: Context) -> SchemeExchange:
-    """One all-reduce of a bucket that does not pay to compress."""
-    grad = ctx.corrected(grad)
-    request = AllReduce(grad.clone() if ctx.keep_unsent else grad)
-    mean = yield request
-    mean = mean if mean.dtype == ctx.output.dtype else ctx.output.copy_(mean)
-    if ctx.unsent is None:
-        return Exchanged(mean, sent=request.sent)
-    unsent = ctx.unsent.zero_() if request.sent is None else ctx.unsent.sub_(request.sent)
-    return Exchanged(mean, unsent=unsent)
 
 
 def draw(name: str, shape: Sequence[int], ctx: Context, step: int) -> Tensor:

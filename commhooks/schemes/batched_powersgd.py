@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from commhooks._memory import Layout
+from commhooks._packed import dense_exchange
 from commhooks._registry import register_scheme
 from commhooks._scheme import Context, Exchanged, Scheme, SchemeExchange
 from commhooks.kernels import Matrices, all_finite, orthonormalize, unit_rows
@@ -17,7 +18,6 @@ from commhooks.schemes._low_rank import (
     check_flag,
     check_rank,
     compute_dtype,
-    dense_exchange,
     draw,
     fits,
     fresh_factors,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from commhooks._packed import dense_exchange
 from commhooks._registry import register_scheme
 from commhooks._scheme import Context, Exchanged, Scheme, SchemeExchange
 from commhooks.kernels import (
@@ -24,7 +25,6 @@ from commhooks.schemes._low_rank import (
     check_flag,
     check_rank,
     compute_dtype,
-    dense_exchange,
     draw,
     fits,
     fresh_factors,

@@ -44,7 +44,10 @@ VARIANTS: dict[str, Callable[[str], Scheme]] = {
     "start_step": lambda name: commhooks.make(name, start_step=START_STEP),
     "coalesce": lambda name: commhooks.make(name, coalesce=True),
     "per_parameter": lambda name: PerParameter(
-        [Rule(commhooks.make("none"), max_dim=1), Rule(commhooks.make(name), name="twin")],
+        [
+            Rule(commhooks.make("none"), max_dim=1),
+            Rule(commhooks.make(name, error_feedback=True), name="twin"),
+        ],
         default=commhooks.make(name, error_feedback=True),
     ),
 }

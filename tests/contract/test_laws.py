@@ -493,8 +493,9 @@ def test_biased_schemes_reach_the_optimum_of_unlike_shards_only_with_feedback(na
             x = x - 0.01 * ranks.step([x - target for target in targets])[0]
         distances.append(float((x - mean_of(targets)).norm()))
     # With feedback x stays within rate * residual of the uncompressed path (EF identity); without,
-    # it stops as soon as the rounded gradients cancel, about a level away.
-    assert distances[1] < 0.1 * distances[0]
+    # it stops as soon as the rounded gradients cancel, about a level away; a rotation that is drawn
+    # anew each step averages part of that out.
+    assert distances[1] < 0.2 * distances[0]
 
 
 # ---- engines as such
