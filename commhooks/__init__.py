@@ -42,9 +42,11 @@ from commhooks.classic import (
 from commhooks.schemes.batched_powersgd import BatchedPowerSGD
 from commhooks.schemes.casts import bf16, fp16
 from commhooks.schemes.dense import Dense, Noop, TwoPhaseCast
+from commhooks.schemes.eden import Eden
 from commhooks.schemes.minmax import MinMax, MinMaxPerChannel
 from commhooks.schemes.powersgd import PowerSGD
 from commhooks.schemes.quantized import Blockwise, fp8, int4, int8, mxfp8, onebit
+from commhooks.schemes.sparse import RandomBlock, RandomK, TopK
 from ddp_core import CollectiveError, MismatchError
 
 __all__ = [
@@ -58,6 +60,7 @@ __all__ = [
     "Context",
     "DelayedStart",
     "Dense",
+    "Eden",
     "ErrorFeedback",
     "Exchanged",
     "FlushResidual",
@@ -77,11 +80,14 @@ __all__ = [
     "PostLocalSGDState",
     "PowerSGD",
     "PowerSGDState",
+    "RandomBlock",
+    "RandomK",
     "RegistrationError",
     "Rule",
     "Scheme",
     "SchemeError",
     "Simulation",
+    "TopK",
     "TwoPhaseCast",
     "UnknownSchemeError",
     "__version__",

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from commhooks._scheme import Context, Exchanged, Scheme, SchemeExchange
+from commhooks._work import Work
 from commhooks.kernels import Stream
 from ddp_core import AllGather, AllReduce, AllToAll, Collective
 
@@ -129,23 +130,13 @@ class PackedCodec(Scheme):
         shards = self._shards(n, world_size if self.pattern == "two_phase" else 1)
         if len(shards) * shards[0].nbytes >= n * grad.element_size():
             return (yield from dense_exchange(grad, ctx))
-        x, residual, left = grad, ctx.residual, ctx.unsent
-        wide = grad.dtype == torch.float64
-        if wide:
-            corrected = ctx.corrected(grad)
-            x, residual, left = corrected.to(torch.float32), None, None
-        if ctx.keep_unsent and left is None:
-            left = torch.empty_like(x, dtype=torch.float32)
-        out = torch.empty_like(x) if wide else ctx.output
+        work = Work(grad, ctx)
+        out = work.output()
         if self.pattern == "two_phase":
-            yield from self._two_phase(x, residual, left, out, shards, ctx)
+            yield from self._two_phase(work, out, shards, ctx)
         else:
-            yield from self._all_gather(x, residual, left, out, ctx)
-        mean = ctx.output.copy_(out) if wide else out
-        if wide and left is not None:
-            lost = torch.sub(corrected, x, out=ctx.unsent)
-            left = lost.add_(left)
-        return Exchanged(mean, unsent=left)
+            yield from self._all_gather(work, out, ctx)
+        return work.exchanged(out)
 
     def _shards(self, n: int, count: int) -> list[_Shard]:
         """``count`` equal shards, multiples of the unit; the last ones may be short or empty."""
@@ -153,29 +144,20 @@ class PackedCodec(Scheme):
         spans = [(min(i * each, n), min((i + 1) * each, n)) for i in range(count)]
         return [_Shard(begin, end, self.payload_bytes(end - begin)) for begin, end in spans]
 
-    def _all_gather(
-        self, x: Tensor, residual: Tensor | None, left: Tensor | None, out: Tensor, ctx: Context
-    ) -> Rounds:
-        payload = x.new_empty(self.payload_bytes(x.numel()), dtype=torch.uint8)
+    def _all_gather(self, work: Work, out: Tensor, ctx: Context) -> Rounds:
+        payload = out.new_empty(self.payload_bytes(out.numel()), dtype=torch.uint8)
         draw = _draw(ctx, 0, "worker")
-        self.pack(x, payload, draw, residual, left)
+        self.pack(work.x, payload, draw, work.residual, work.left)
         gathered = yield AllGather(payload)
         self.unpack(gathered, out, draw, 1.0 / ctx.world_size)
 
-    def _two_phase(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        left: Tensor | None,
-        out: Tensor,
-        shards: list[_Shard],
-        ctx: Context,
-    ) -> Rounds:
+    def _two_phase(self, work: Work, out: Tensor, shards: list[_Shard], ctx: Context) -> Rounds:
+        x, left = work.x, work.left
         sent = x.new_zeros(len(shards), shards[0].nbytes, dtype=torch.uint8)
         draws = [_draw(ctx, r, "worker") for r in range(len(shards))]
         for (begin, end, nbytes), row, draw in zip(shards, sent, draws, strict=True):
             part = slice(begin, end)
-            rest, into = (None if one is None else one[part] for one in (residual, left))
+            rest, into = (None if one is None else one[part] for one in (work.residual, left))
             if begin < end:
                 self.pack(x[part], row[:nbytes], draw, rest, into)
         received = yield AllToAll(sent)

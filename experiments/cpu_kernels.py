@@ -42,6 +42,7 @@ def _turns(found: list[Case], turns: int, compiled: bool, progress: Progress) ->
         progress.update(bar, description=case.name)
         ways = {"kernel": case.run, "definition": case.define}
         if compiled:
+            torch.compiler.reset()  # or the number of recompilations is exceeded
             ways["compiled"] = torch.compile(case.define)
         ways |= case.rivals
         for call in ways.values():

@@ -127,7 +127,7 @@ template <class T> void left_product(const Matrix& one, const T* x, const float*
 }
 
 // out = left^T @ right, or out -= it: ROWS rows from row i on.
-template <int ROWS, bool SUBTRACT, class T>
+template <int ROWS, bool SUBTRACT, bool STREAM, class T>
 void expand_rows(const Matrix& one, i64 i, const float* left, const float* right, T* out) {
     const i64 m = one.columns;
     auto products = [&](i64 j, Floats(&sum)[ROWS][kVectors]) __attribute__((always_inline)) {
@@ -147,7 +147,8 @@ void expand_rows(const Matrix& one, i64 i, const float* left, const float* right
         for (int r = 0; r < ROWS; ++r) {
             T* to = out + (i + r) * m + j;
             for (int v = 0; v < kVectors && SUBTRACT; ++v) sum[r][v] = load(to + v * kWidth) - sum[r][v];
-            store(to, sum[r]);
+            if constexpr (STREAM) stream(to, sum[r]);
+            else store(to, sum[r]);
         }
     }
     for (int r = 0; r < ROWS && whole < m; ++r) {  // a row of vectors that is partly there
@@ -171,11 +172,13 @@ void expand_rows(const Matrix& one, i64 i, const float* left, const float* right
     }
 }
 
-template <bool SUBTRACT, class T>
+template <bool SUBTRACT, bool STREAM, class T>
 void expand(const Matrix& one, const float* left, const float* right, T* out) {
     i64 i = 0;
-    for (; i + kRows <= one.rows; i += kRows) expand_rows<kRows, SUBTRACT>(one, i, left, right, out);
-    for (; i < one.rows; ++i) expand_rows<1, SUBTRACT>(one, i, left, right, out);
+    for (; i + kRows <= one.rows; i += kRows)
+        expand_rows<kRows, SUBTRACT, STREAM>(one, i, left, right, out);
+    for (; i < one.rows; ++i) expand_rows<1, SUBTRACT, STREAM>(one, i, left, right, out);
+    if constexpr (STREAM) end_of_stream();
 }
 
 double dot(const float* a, const float* b, i64 n) {
@@ -246,8 +249,12 @@ EXPORT(expand)(i64 dtype, const Matrix* table, i64 count, const float* left, con
     with_dtype((int)dtype, [&](auto type) {
         for (const Matrix* one = table; one < table + count; ++one) {
             auto* to = (decltype(type)*)out + one->offset;
-            if (subtract) expand<true>(*one, left + one->left, right + one->right, to);
-            else expand<false>(*one, left + one->left, right + one->right, to);
+            const float *p = left + one->left, *q = right + one->right;
+            const bool even = one->columns % kRow == 0;  // every row of it begins at a vector
+            if (subtract) expand<true, false>(*one, p, q, to);
+            else if (even && worth_streaming(to, one->rows * one->columns))
+                expand<false, sizeof(*to) == 4>(*one, p, q, to);
+            else expand<false, false>(*one, p, q, to);
         }
     });
 }

@@ -293,8 +293,11 @@ def test_large_float16_gradients_do_not_overflow(case: Case) -> None:
     ranks = simulation(case, 4, Layout(["p"], [(6, 6)]))
     # The sum over four ranks, 80000, is beyond float16; a factor of the matrix, 20000 sqrt(6), not.
     for mean in ranks.step([torch.full((36,), 20000.0, dtype=torch.float16)] * 4):
-        # Casts, levels and the way back to float16 or bfloat16 round to 8 bits or more.
-        assert_close(mean, torch.full_like(mean, 20000.0), rtol=2**-7, atol=0)
+        # Casts, levels and the way back to float16 or bfloat16 round to 8 bits or more. Sparse
+        # schemes send some of the entries.
+        sent = mean[mean != 0]
+        assert len(sent)
+        assert_close(sent, torch.full_like(sent, 20000.0), rtol=2**-7, atol=0)
 
 
 @every_case

@@ -127,6 +127,21 @@ def test_products_are_those_of_the_matrices(dtype, mode):
     assert torch.equal(out.double(), expected)  # what lies between matrices was left alone
 
 
+@pytest.mark.parametrize("columns", [1056, 1057])
+def test_large_results_are_those_of_small_ones(columns):
+    """They are written past the cache; every row of ``left`` and ``right`` is tried alone too."""
+    matrices = Matrices([(0, 1000, columns, 2)])
+    left, right = plain(matrices.left_numel), plain(matrices.right_numel, seed=1)
+    some = Matrices([(0, 10, columns, 2)])
+    few = left.view(2, 1000)[:, 500:510].contiguous().flatten()
+    out, part = torch.empty(1000 * columns), torch.empty(10 * columns)
+    for machine in machines(orders=()):
+        with on(machine, KERNELS) as run:
+            run(low_rank.expand_op, left, right, matrices.table, False, out)
+            run(low_rank.expand_op, few, right, some.table, False, part)
+        assert torch.equal(out[500 * columns : 510 * columns], part), machine
+
+
 def conditioned(rows: int, rank: int, condition: float) -> Tensor:
     """A matrix with singular values from 1 down to 1 / condition."""
     generator = torch.Generator().manual_seed(rank)

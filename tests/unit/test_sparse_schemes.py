@@ -1,0 +1,76 @@
+"""Top-k, random-k and random block: errors, bytes, and what becomes of the rest."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from commhooks import ErrorFeedback, RandomBlock, RandomK, Scheme, Simulation, TopK
+
+N = 2**18
+
+
+def normal(seed: int, n: int = N) -> torch.Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
+
+
+def missing(scheme: Scheme, x: torch.Tensor, steps: int = 1) -> float:
+    """|C(x) - x|^2 / |x|^2 on one rank, the mean of some steps."""
+    ranks = Simulation(scheme, {"p": tuple(x.shape)}, world_size=1)
+    errors = [(ranks.step([x])[0] - x).square().sum() / x.square().sum() for _ in range(steps)]
+    return float(sum(errors)) / steps
+
+
+@pytest.mark.parametrize(("ratio", "error"), [(0.1, 0.561), (0.01, 0.915)])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_topk_leaves_out_what_theory_says(ratio: float, error: float, sampled: bool) -> None:
+    near = 0.05 if sampled else 0.01
+    assert math.isclose(missing(TopK(ratio, sampled), normal(0)), error, rel_tol=near)
+
+
+@pytest.mark.parametrize("scheme", [RandomK(0.05), RandomBlock(0.05)])
+def test_random_ones_leave_out_all_but_their_share(scheme: Scheme) -> None:
+    assert math.isclose(missing(scheme, normal(1), steps=20), 0.95, rel_tol=0.005)
+
+
+@pytest.mark.parametrize("scheme", [RandomK(0.25), RandomBlock(0.25)])
+def test_every_entry_gets_its_turn(scheme: Scheme) -> None:
+    ranks = Simulation(ErrorFeedback(scheme), {"p": (64,)}, world_size=2)
+    arrived = torch.zeros(64)
+    for _ in range(60):
+        arrived += (ranks.step([torch.ones(64)] * 2)[0] != 0).float()
+    assert arrived.min() > 0
+
+
+def test_payloads() -> None:
+    for scheme, expected in (
+        (TopK(0.01), ("all_gather", 8 * (N // 100))),
+        (RandomK(0.01), ("all_reduce", 4 * (N // 100))),
+        (RandomBlock(0.01), ("all_reduce", 4 * (N // 100))),
+    ):
+        ranks = Simulation(scheme, {"p": (N,)}, world_size=3)
+        ranks.step([normal(rank) for rank in range(3)])
+        assert ranks.requests == [expected]
+
+
+def test_topk_travels_dense_where_that_is_less() -> None:
+    ranks = Simulation(TopK(0.2), {"p": (1000,)}, world_size=8)
+    ranks.step([normal(rank, 1000) for rank in range(8)])
+    assert ranks.requests == [("all_reduce", 4000)]
+
+
+@pytest.mark.parametrize("scheme", [RandomK(0.1), RandomBlock(0.1)])
+def test_what_is_not_finite_is_seen_though_it_is_not_drawn(scheme: Scheme) -> None:
+    x = normal(0, 1000)
+    x[123] = math.inf
+    mean = Simulation(scheme, {"p": (1000,)}, world_size=2).step([x, normal(1, 1000)])[0]
+    assert mean.isnan().all()
+
+
+@pytest.mark.parametrize("kind", [TopK, RandomK, RandomBlock])
+@pytest.mark.parametrize("ratio", [0, 1.5, -0.1, True, "1"])
+def test_ratio_is_checked(kind: type[TopK], ratio: float) -> None:
+    with pytest.raises(ValueError, match=r"0 < ratio <= 1"):
+        kind(ratio)
