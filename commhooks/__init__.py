@@ -22,8 +22,16 @@ from commhooks._registry import names, register_scheme
 from commhooks._scheme import Codec, Context, Exchanged, Scheme
 from commhooks._simulation import Simulation
 from commhooks._state import HookState
+from commhooks._two_phase import TwoPhase
 from commhooks._version import __version__
-from commhooks._wrappers import Coalesced, DelayedStart, ErrorFeedback, FlushResidual
+from commhooks._wrappers import (
+    EF21,
+    Coalesced,
+    DelayedStart,
+    ErrorFeedback,
+    FlushResidual,
+    Scaled,
+)
 from commhooks.classic import (
     PostLocalSGDState,
     PowerSGDState,
@@ -46,10 +54,13 @@ from commhooks.schemes.eden import Eden
 from commhooks.schemes.minmax import MinMax, MinMaxPerChannel
 from commhooks.schemes.powersgd import PowerSGD
 from commhooks.schemes.quantized import Blockwise, fp8, int4, int8, mxfp8, onebit
+from commhooks.schemes.random_levels import QSGD, TernGrad
 from commhooks.schemes.sparse import RandomBlock, RandomK, TopK
 from ddp_core import CollectiveError, MismatchError
 
 __all__ = [
+    "EF21",
+    "QSGD",
     "BatchedPowerSGD",
     "Blockwise",
     "Cast",
@@ -84,10 +95,13 @@ __all__ = [
     "RandomK",
     "RegistrationError",
     "Rule",
+    "Scaled",
     "Scheme",
     "SchemeError",
     "Simulation",
+    "TernGrad",
     "TopK",
+    "TwoPhase",
     "TwoPhaseCast",
     "UnknownSchemeError",
     "__version__",

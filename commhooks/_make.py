@@ -11,7 +11,7 @@ from commhooks._cast import Cast
 from commhooks._errors import OptionError
 from commhooks._registry import build
 from commhooks._scheme import Scheme
-from commhooks._wrappers import Coalesced, DelayedStart, ErrorFeedback
+from commhooks._wrappers import Coalesced, DelayedStart, ErrorFeedback, Scaled
 
 __all__ = ["describe", "make"]
 
@@ -31,7 +31,8 @@ def make(scheme: str | Scheme, **options: Any) -> Scheme:
     Args:
         scheme: a registered name, or a scheme, which is returned wrapped as the options say.
         options: fields of the scheme's class, and for every scheme
-            ``error_feedback`` (default: True for biased schemes),
+            ``error_feedback`` (default: True for biased schemes; around ``Scaled`` where an
+            unbiased scheme has a large variance),
             ``start_step`` (dense before that step),
             ``wire_dtype`` ("fp16", "bf16": floating payloads travel in that type),
             ``coalesce`` (all buckets of a step in one exchange).
@@ -64,7 +65,7 @@ def make(scheme: str | Scheme, **options: Any) -> Scheme:
     if "wire_dtype" in wrapping:
         built = Cast(built, as_dtype(wrapping["wire_dtype"]))
     if wrapping.get("error_feedback", isinstance(scheme, str) and built.biased):
-        built = ErrorFeedback(built)
+        built = ErrorFeedback(Scaled(built) if built.variance > 1 else built)
     if wrapping.get("start_step"):
         built = DelayedStart(built, wrapping["start_step"])
     if wrapping.get("coalesce"):

@@ -32,10 +32,12 @@ class Draw(NamedTuple):
     Attributes:
         noise: for stochastic rounding; of this rank and phase alone.
         shared: the same on every rank and in both phases.
+        ctx: for other draws, from ``ctx.generator``.
     """
 
     noise: Stream
     shared: Stream
+    ctx: Context
 
 
 def dense_exchange(grad: Tensor, ctx: Context) -> SchemeExchange:
@@ -180,4 +182,4 @@ class PackedCodec(Scheme):
 
 def _draw(ctx: Context, shard: int, phase: str) -> Draw:
     noise = ctx.random(f"{phase}/{shard}", shared=False)
-    return Draw(noise, ctx.random(f"{shard}", shared=True))
+    return Draw(noise, ctx.random(f"{shard}", shared=True), ctx.part(f"{phase}/{shard}"))

@@ -19,7 +19,17 @@ from commhooks._memory import Layout, Memory
 from commhooks.kernels import Stream
 from ddp_core import AllGather, Collective
 
-__all__ = ["Codec", "Context", "Exchanged", "Scheme", "SchemeExchange", "children", "walk"]
+__all__ = [
+    "Codec",
+    "Context",
+    "Exchanged",
+    "Scheme",
+    "SchemeExchange",
+    "children",
+    "pack_payload",
+    "unpack_payload",
+    "walk",
+]
 
 
 class Exchanged(NamedTuple):
@@ -80,6 +90,10 @@ class Context:
         """The same context but for ``changes``."""
         return replace(self, **changes)
 
+    def part(self, purpose: str) -> Context:
+        """For a part of the bucket: the same, but for draws of its own."""
+        return replace(self, seed=_number(f"{self.seed}/{purpose}") >> 1)
+
     def corrected(self, grad: Tensor) -> Tensor:
         """``grad``; where there is a residual, their sum, which lies in ``unsent`` then."""
         if self.residual is None:
@@ -120,6 +134,8 @@ class Scheme:
     Attributes:
         rounds: collectives per bucket, at most.
         biased: converges only with error feedback.
+        variance: of an unbiased random scheme, the most that E|C(x) - x|^2 / |x|^2 can be; 0 for
+            others. Above 1 error feedback needs ``Scaled``.
         linear: payloads of all ranks may be summed by an all-reduce.
         stateful: keeps something in ``ctx.memory``.
         averages: returns the average over ranks (False: no-op and local schemes).
@@ -129,6 +145,7 @@ class Scheme:
 
     rounds: int = 1
     biased: ClassVar[bool] = False
+    variance: float = 0.0
     linear: ClassVar[bool] = False
     stateful: bool = False
     averages: ClassVar[bool] = True
@@ -177,28 +194,28 @@ class Codec(Scheme):
 
     def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
         payload = self.encode(grad, ctx)
-        packed = _pack(payload)
+        packed = pack_payload(payload)
         gathered = yield AllGather(packed)
         # Divided before the sum, and summed in 32 bits at least: neither the sum of ranks nor one
         # rounding per rank is then a matter of the gradient's own dtype.
         mean = torch.zeros_like(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
         sent = None
         for rank in range(ctx.world_size):
-            decoded = self.decode(_unpack(gathered[rank], payload), grad, ctx)
+            decoded = self.decode(unpack_payload(gathered[rank], payload), grad, ctx)
             mean.add_(decoded, alpha=1.0 / ctx.world_size)
             if rank == ctx.rank:
                 sent = decoded
         return Exchanged(mean, sent=sent)
 
 
-def _pack(payload: dict[str, Tensor]) -> Tensor:
+def pack_payload(payload: dict[str, Tensor]) -> Tensor:
     """All tensors of a payload as flat uint8, widest element first so that views align."""
     parts = sorted(payload.items(), key=lambda item: -item[1].element_size())
     return torch.cat([value.contiguous().view(-1).view(torch.uint8) for _, value in parts])
 
 
-def _unpack(packed: Tensor, like: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The payload that ``_pack`` packed; names, shapes and dtypes are those of ``like``."""
+def unpack_payload(packed: Tensor, like: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The payload that ``pack_payload`` packed; names, shapes and dtypes are those of ``like``."""
     parts = sorted(like.items(), key=lambda item: -item[1].element_size())
     sizes = [value.numel() * value.element_size() for _, value in parts]
     return {

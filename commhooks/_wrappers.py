@@ -8,15 +8,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from commhooks._scheme import Context, Scheme, SchemeExchange, walk
+from commhooks._scheme import Context, Exchanged, Scheme, SchemeExchange, walk
 from commhooks.schemes.dense import Dense
 
 __all__ = [
+    "EF21",
     "RESIDUAL",
     "Coalesced",
     "DelayedStart",
     "ErrorFeedback",
     "FlushResidual",
+    "Scaled",
     "Wrapper",
     "any_error",
     "flushing",
@@ -51,6 +53,10 @@ class Wrapper(Scheme):
     @property
     def biased(self) -> bool:  # type: ignore[override]
         return self.scheme.biased
+
+    @property
+    def variance(self) -> float:  # type: ignore[override]
+        return self.scheme.variance
 
     @property
     def linear(self) -> bool:  # type: ignore[override]
@@ -99,6 +105,17 @@ class ErrorFeedback(Wrapper):
 
     biased = False
     stateful = True
+    variance = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        variance = self.scheme.variance
+        if variance > 1:
+            raise ValueError(
+                f"ErrorFeedback({type(self.scheme).__name__}(...)): it is unbiased with a variance "
+                f"of up to {variance:.3g} |x|^2, so a residual can grow without end; use "
+                f"ErrorFeedback(Scaled(...)), or no feedback"
+            )
 
     def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
         memory, layout = ctx.memory, ctx.layout
@@ -137,6 +154,115 @@ def _residual_error(value: Tensor, parameter: torch.Size) -> str | None:
     if value.shape != parameter:
         return f"has shape {tuple(value.shape)}, the parameter has {tuple(parameter)}"
     return None
+
+
+@dataclass(frozen=True)
+class Scaled(Wrapper):
+    """Shrinks what an unbiased scheme of large variance w gives by 1 + w: a contraction.
+
+    Error feedback on the scheme itself diverges if w is above 1; on this it converges.
+
+    Args:
+        scheme: unbiased, with a ``variance``.
+
+    Example:
+        >>> hook = register(ddp_model, ErrorFeedback(Scaled(TernGrad())))
+
+    Reference: Richtarik, Sokolov and Fatkhullin, EF21, 2021 (section 2).
+    """
+
+    scheme: Scheme
+
+    biased = True
+    variance = 0.0
+
+    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
+        factor = 1.0 / (1.0 + self.scheme.variance)
+        result = yield from self.scheme.exchange(grad, ctx)
+        mean, sent, unsent = result.mean, result.sent, result.unsent
+        if sent is not None:
+            sent = sent * factor
+        elif unsent is not None:  # g - factor (g - unsent)
+            unsent = unsent.mul_(factor).add_(grad, alpha=1.0 - factor)
+        elif ctx.keep_unsent:
+            sent = grad * factor
+        return result._replace(mean=mean.mul_(factor), sent=sent, unsent=unsent)
+
+
+@dataclass(frozen=True)
+class EF21(Wrapper):
+    """Sends how far each gradient is from what was sent of it before; ranks sum up what they get.
+
+    ``G_i += C(g_i - G_i)``, and the mean over ranks of all G_i is what the optimizer gets. Needs a
+    contraction (a biased scheme). Unlike a residual, G does not grow where gradients do. Keeps two
+    tensors of the gradient's size; the mean lags behind the gradient by some steps.
+
+    Args:
+        scheme: what to send differences by.
+        momentum: above 0, differences are of ``v_i = momentum v_i + (1 - momentum) g_i``, which
+            stochastic gradients need; keeps a third tensor.
+
+    Example:
+        >>> hook = register(ddp_model, EF21(TopK(0.01), momentum=0.9))
+
+    References: Richtarik, Sokolov and Fatkhullin, EF21, 2021; Fatkhullin, Tyurin and Richtarik,
+    Momentum Provably Improves Error Feedback, 2023.
+    """
+
+    scheme: Scheme
+    momentum: float = 0.0
+
+    biased = False
+    stateful = True
+    variance = 0.0
+    linear = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"EF21(momentum=...): 0 <= momentum < 1, got {self.momentum!r}")
+
+    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
+        memory, layout = ctx.memory, ctx.layout
+        dtype = torch.promote_types(grad.dtype, torch.float32)
+
+        def read(key: str) -> Tensor:
+            return memory.read(key, layout, device=grad.device, dtype=dtype)
+
+        target = grad.to(dtype)
+        if self.momentum:
+            target = torch.lerp(target, read(_VELOCITY), self.momentum)
+            memory.write(_VELOCITY, layout, target)
+        own = read(_OWN)
+        difference = target - own
+        output = torch.empty_like(difference)
+        inner = ctx.replace(keep_unsent=True, output=output, residual=None, unsent=None)
+        handed = difference.clone()
+        result = yield from self.scheme.exchange(handed, inner)
+        if result.unsent is not None:
+            difference -= result.unsent
+        elif result.sent is not None:
+            difference = result.sent
+        memory.write(_OWN, layout, own + difference)
+        total = read(_TOTAL) + result.mean
+        memory.write(_TOTAL, layout, total)
+        return Exchanged(ctx.output.copy_(total), finite=result.finite)
+
+    def _keys(self) -> tuple[str, ...]:
+        return (_OWN, _TOTAL, *((_VELOCITY,) if self.momentum else ()))
+
+    def initial_memory(self, name: str, shape: torch.Size, ctx: Context) -> dict[str, Tensor]:
+        dtype = torch.promote_types(ctx.output.dtype, torch.float32)
+        zeros = {key: torch.zeros(shape, dtype=dtype) for key in self._keys()}
+        return {**self.scheme.initial_memory(name, shape, ctx), **zeros}
+
+    def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
+        if key in self._keys():
+            return _residual_error(value, parameter)
+        return self.scheme.memory_error(key, value, parameter)
+
+
+_OWN, _TOTAL, _VELOCITY = "ef21.own", "ef21.total", "ef21.velocity"
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from commhooks._packed import Draw, PackedCodec, Pattern, check_pattern
 from commhooks._registry import register_scheme
 from commhooks._scheme import Scheme
 from commhooks.kernels import (
+    FORMATS,
     dequantize,
     dequantize_rotated,
     hadamard,
@@ -69,6 +71,17 @@ class Blockwise(PackedCodec):
     @property
     def biased(self) -> bool:  # type: ignore[override]
         return not self.stochastic or self.format.startswith("mx_")
+
+    @property
+    def variance(self) -> float:  # type: ignore[override]
+        if self.biased:
+            return 0.0
+        form = FORMATS[self.format]
+        if form.float8 is not None:  # half a spacing at most, squared
+            return 2.0**-8 if self.format == "e4m3" else 2.0**-6
+        if self.rotate:  # the largest of a block of normal entries
+            return math.log(2 * self.block) / (2 * form.top**2)
+        return min(self.block / (4 * form.top**2), math.sqrt(self.block) / form.top)
 
     @property
     def unit(self) -> int:  # type: ignore[override]

@@ -9,7 +9,19 @@ import torch
 from torch import Tensor
 
 import commhooks
-from commhooks import Cast, Layout, PerParameter, Rule, Scheme, Simulation, TwoPhaseCast
+from commhooks import (
+    EF21,
+    Cast,
+    Codec,
+    ErrorFeedback,
+    Layout,
+    PerParameter,
+    Rule,
+    Scheme,
+    Simulation,
+    TwoPhase,
+    TwoPhaseCast,
+)
 from commhooks._scheme import walk
 from commhooks._wrappers import keeps_residual
 
@@ -36,11 +48,22 @@ SPLITS = (
     [LAYOUT.pick([LAYOUT.names.index(n) for n in part]) for part in (_MIXED[4:], _MIXED[:4])],
 )
 
+
+def _two_phase(scheme: Scheme) -> Scheme:
+    """Codecs of one all-gather in two phases; others as they are."""
+    if not isinstance(scheme, Codec):
+        return scheme
+    packed = TwoPhase(scheme)
+    return packed if scheme.variance > 1 else ErrorFeedback(packed)
+
+
 VARIANTS: dict[str, Callable[[str], Scheme]] = {
     "plain": lambda name: commhooks.make(name, error_feedback=False),
     "feedback": lambda name: commhooks.make(name, error_feedback=True),
     "fp16": lambda name: commhooks.make(name, error_feedback=False, wire_dtype="fp16"),
     "fp16_feedback": lambda name: commhooks.make(name, error_feedback=True, wire_dtype="fp16"),
+    "ef21": lambda name: EF21(commhooks.make(name, error_feedback=False), momentum=0.5),
+    "two_phase": lambda name: _two_phase(commhooks.make(name, error_feedback=False)),
     "start_step": lambda name: commhooks.make(name, start_step=START_STEP),
     "coalesce": lambda name: commhooks.make(name, coalesce=True),
     "per_parameter": lambda name: PerParameter(
@@ -84,8 +107,19 @@ LINEAR = [name for name, one in _BARE.items() if one.averages and one.linear]
 # Not linear: what is dropped does not vanish where the mean does.
 UNLIKE = [n for n, one in _BARE.items() if one.averages and one.biased and not one.linear]
 # Without feedback inside, which would send more than the gradient.
-MEMORYLESS = [case for case in AVERAGING if not keeps_residual(case.scheme)]
+MEMORYLESS = [
+    case
+    for case in AVERAGING
+    if not keeps_residual(case.scheme) and not isinstance(case.scheme, EF21)
+]
 FEEDBACK = [case for case in AVERAGING if keeps_residual(case.scheme)]
+
+
+def has_noise(scheme: Scheme) -> bool:
+    """Whether one step gives less, or something else, than the rounded mean of the gradients."""
+    parts = [scheme, *(scheme.schemes if isinstance(scheme, PerParameter) else ())]
+    inside = [one for part in parts for one in walk(part)]
+    return any(isinstance(one, EF21) or one.variance > 2**-8 for one in inside)
 
 
 def normal(numel: int, *seed: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -29,6 +29,7 @@ from tests.contract.cases import (
     WORLD_SIZES,
     Case,
     gradients,
+    has_noise,
     joined,
     memory_of,
     normal,
@@ -293,6 +294,9 @@ def test_large_float16_gradients_do_not_overflow(case: Case) -> None:
     ranks = simulation(case, 4, Layout(["p"], [(6, 6)]))
     # The sum over four ranks, 80000, is beyond float16; a factor of the matrix, 20000 sqrt(6), not.
     for mean in ranks.step([torch.full((36,), 20000.0, dtype=torch.float16)] * 4):
+        assert (mean.abs() <= 50000.0).all()
+        if has_noise(case.scheme):
+            continue
         # Casts, levels and the way back to float16 or bfloat16 round to 8 bits or more. Sparse
         # schemes send some of the entries.
         sent = mean[mean != 0]

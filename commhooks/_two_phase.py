@@ -1,0 +1,85 @@
+"""``TwoPhase``: the two-phase exchange for a codec given by ``encode`` and ``decode``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from commhooks._errors import SchemeError
+from commhooks._memory import Layout, Memory
+from commhooks._packed import Draw, PackedCodec
+from commhooks._scheme import Codec, Context, pack_payload, unpack_payload
+
+__all__ = ["TwoPhase"]
+
+
+@dataclass(frozen=True)
+class TwoPhase(PackedCodec):
+    """Exchanges a codec's payloads in two phases, not by one all-gather.
+
+    Every rank encodes the shards of the bucket apart, sums its own shard of all ranks in float32
+    and encodes the mean again. Received bytes then do not grow with the number of ranks; in return
+    the mean is rounded once more.
+
+    Args:
+        codec: its payload may depend on the number of entries, not on the bucket's layout.
+
+    Example:
+        >>> hook = register(ddp_model, ErrorFeedback(TwoPhase(MinMaxPerChannel(128))))
+    """
+
+    codec: Codec
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.codec, Codec):
+            raise TypeError(f"TwoPhase(codec) takes a Codec, got {self.codec!r}")
+
+    @property
+    def biased(self) -> bool:  # type: ignore[override]
+        return self.codec.biased
+
+    @property
+    def variance(self) -> float:  # type: ignore[override]
+        return (1 + self.codec.variance) ** 2 - 1  # of one rank, whose payload is rounded twice
+
+    def payload_bytes(self, n: int) -> int:
+        return -(-sum(one.nbytes for one in _example(self.codec, n).values()) // 16) * 16
+
+    def pack(
+        self,
+        x: Tensor,
+        payload: Tensor,
+        draw: Draw,
+        residual: Tensor | None = None,
+        left: Tensor | None = None,
+    ) -> None:
+        c = x.to(torch.float32) if residual is None else x + residual
+        encoded = self.codec.encode(c, draw.ctx)
+        flat = pack_payload(encoded)
+        if flat.numel() > payload.numel():
+            raise SchemeError(
+                f"{type(self.codec).__name__}.encode: {flat.numel()} bytes for {x.numel()} "
+                f"entries, {payload.numel()} for as many zeros: sizes may not depend on values"
+            )
+        payload[: flat.numel()] = flat
+        if left is not None:
+            torch.sub(c, self.codec.decode(encoded, c, draw.ctx), out=left)
+
+    def unpack(self, payloads: Tensor, out: Tensor, draw: Draw, factor: float) -> None:
+        total = torch.zeros_like(out, dtype=torch.float32)
+        like = _example(self.codec, out.numel())
+        for row in payloads:
+            size = sum(one.nbytes for one in like.values())
+            total += self.codec.decode(unpack_payload(row[:size], like), total, draw.ctx)
+        out.copy_(total.mul_(factor))
+
+
+@lru_cache(maxsize=1024)
+def _example(codec: Codec, n: int) -> dict[str, Tensor]:
+    """The payload of ``n`` zeros: what is known before encoding."""
+    zeros = torch.zeros(n)
+    ctx = Context(Memory(), zeros, find_layout=lambda: Layout(["shard"], [(n,)]))
+    return codec.encode(zeros, ctx)

@@ -1,0 +1,120 @@
+"""QSGD and TernGrad, the classic references: random rounding to few levels of a block's norm."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from commhooks._registry import register_scheme
+from commhooks._scheme import Codec, Context, Scheme
+
+__all__ = ["QSGD", "TernGrad"]
+
+
+def _check_block(scheme: Scheme, block: object) -> None:
+    if isinstance(block, bool) or not isinstance(block, int) or block < 1:
+        raise ValueError(
+            f"{type(scheme).__name__}(block=...) is a whole number, 1 or more, got {block!r}"
+        )
+
+
+def _blocks(x: Tensor, block: int) -> Tensor:
+    return pad(x.to(torch.float32), (0, -x.numel() % block)).view(-1, block)
+
+
+def _uniform(shape: torch.Size, ctx: Context, name: str, like: Tensor) -> Tensor:
+    generator = ctx.generator(f"{ctx.layout.names[0]}/{name}", shared=False)
+    return torch.rand(shape, generator=generator).to(like.device)
+
+
+@register_scheme("qsgd")
+@dataclass(frozen=True)
+class QSGD(Codec):
+    """Sends levels of each block's Euclidean norm, rounded at random: unbiased, without memory.
+
+    A classic reference: the norm is far above most entries, so 8-bit integers of the block's
+    maximum (``int8``) have a two hundredth of its error for as many bytes. Variance: at most
+    min(block / levels^2, sqrt(block) / levels). Payload: 8 bits per entry and 32 per block.
+
+    Args:
+        levels: 1 to 127; few levels belong to variable-length codes, which are not made here.
+        block: entries per norm.
+
+    Reference: Alistarh et al., QSGD, 2017.
+    """
+
+    levels: int = 127
+    block: int = 128
+
+    def __post_init__(self) -> None:
+        _check_block(self, self.block)
+        if isinstance(self.levels, bool) or self.levels not in range(1, 128):
+            raise ValueError(f"QSGD(levels=...) is 1 to 127, got {self.levels!r}")
+
+    @property
+    def variance(self) -> float:  # type: ignore[override]
+        return min(self.block / self.levels**2, math.sqrt(self.block) / self.levels)
+
+    def encode(self, grad: Tensor, ctx: Context) -> dict[str, Tensor]:
+        rows = _blocks(grad, self.block)
+        norms = torch.linalg.vector_norm(rows, dim=1)
+        safe = torch.where((norms > 0) & norms.isfinite(), norms, 1.0)
+        places = rows.abs() * (self.levels / safe)[:, None]
+        up = _uniform(rows.shape, ctx, "qsgd", rows)
+        codes = (places + up).floor().clamp(max=self.levels).nan_to_num(0.0)
+        codes = (codes * rows.sign().nan_to_num(0.0)).to(torch.int8)
+        return {"norms": norms, "codes": codes.view(-1)[: grad.numel()]}
+
+    def decode(self, payload: dict[str, Tensor], like: Tensor, ctx: Context) -> Tensor:
+        rows = _blocks(payload["codes"], self.block) * (payload["norms"] / self.levels)[:, None]
+        return rows.view(-1)[: like.numel()].to(like.dtype)
+
+
+@register_scheme("terngrad")
+@dataclass(frozen=True)
+class TernGrad(Codec):
+    """Sends -1, 0 or 1 times each block's largest magnitude, at random: unbiased, without memory.
+
+    A classic reference: an entry is sent with probability |x| / max, so most of what arrives is
+    noise, 1.6 times the gradient's own square on normal ones. Variance: exactly
+    |x|_max |x|_1 / |x|^2 - 1, at most (sqrt(block) - 1) / 2. Payload: 2 bits per entry, 32 per
+    block.
+
+    Args:
+        block: entries per scale, a multiple of 4.
+
+    Reference: Wen et al., TernGrad, 2017 (without its clipping, which is a bias).
+    """
+
+    block: int = 512
+
+    def __post_init__(self) -> None:
+        _check_block(self, self.block)
+        if self.block % 4:
+            raise ValueError(f"TernGrad(block=...) is a multiple of 4, got {self.block}")
+
+    @property
+    def variance(self) -> float:  # type: ignore[override]
+        return (math.sqrt(self.block) - 1) / 2
+
+    def encode(self, grad: Tensor, ctx: Context) -> dict[str, Tensor]:
+        rows = _blocks(grad, self.block)
+        scale = rows.abs().amax(1)
+        safe = torch.where((scale > 0) & scale.isfinite(), scale, 1.0)
+        sent = _uniform(rows.shape, ctx, "terngrad", rows) < rows.abs() / safe[:, None]
+        codes = torch.where(sent, torch.where(rows < 0, 2, 1), 0).to(torch.uint8)
+        packed = (codes.view(-1, 4) << _SHIFTS.to(codes.device)).sum(1)
+        return {"scale": scale, "codes": packed.to(torch.uint8)}
+
+    def decode(self, payload: dict[str, Tensor], like: Tensor, ctx: Context) -> Tensor:
+        codes = payload["codes"][:, None] >> _SHIFTS.to(like.device) & 3
+        signs = (codes & 1).to(torch.float32) - (codes >> 1).to(torch.float32)
+        rows = signs.view(-1, self.block) * payload["scale"][:, None]
+        return rows.view(-1)[: like.numel()].to(like.dtype)
+
+
+_SHIFTS = 2 * torch.arange(4, dtype=torch.uint8)
