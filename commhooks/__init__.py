@@ -47,6 +47,7 @@ from commhooks.classic import (
     quantization_perchannel_hook,
     quantization_pertensor_hook,
 )
+from commhooks.schemes.acpsgd import ACPSGD
 from commhooks.schemes.batched_powersgd import BatchedPowerSGD
 from commhooks.schemes.casts import bf16, fp16
 from commhooks.schemes.dense import Dense, Noop, TwoPhaseCast
@@ -59,6 +60,7 @@ from commhooks.schemes.sparse import RandomBlock, RandomK, TopK
 from ddp_core import CollectiveError, MismatchError
 
 __all__ = [
+    "ACPSGD",
     "EF21",
     "QSGD",
     "BatchedPowerSGD",

@@ -16,12 +16,14 @@ from commhooks.kernels import all_finite
 __all__ = [
     "check_flag",
     "check_rank",
+    "check_rate",
     "compute_dtype",
     "draw",
     "fits",
     "fresh_factors",
     "poison",
     "random_factors",
+    "separate_total",
 ]
 
 
@@ -31,6 +33,14 @@ def check_rank(scheme: Scheme, rank: object) -> None:
         raise ValueError(f"{name}(rank=...) is a whole number, 1 or more, got {rank!r}")
 
 
+def check_rate(scheme: Scheme, rate: object) -> None:
+    if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate < math.inf:
+        raise ValueError(
+            f"{type(scheme).__name__}(min_compression_rate=...) is a finite number, 0 or more "
+            f"(0 compresses every matrix), got {rate!r}"
+        )
+
+
 def check_flag(scheme: Scheme, name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise ValueError(f"{type(scheme).__name__}({name}=...) is True or False, got {value!r}")
@@ -38,6 +48,14 @@ def check_flag(scheme: Scheme, name: str, value: object) -> None:
 
 def compute_dtype(grad: Tensor) -> torch.dtype:
     return torch.promote_types(grad.dtype, torch.float32)
+
+
+def separate_total(grad: Tensor, ctx: Context) -> Tensor | None:
+    """Where the corrected gradient goes; None if ``grad`` itself is what is compressed."""
+    if ctx.residual is not None:
+        return ctx.unsent
+    wide = compute_dtype(grad)
+    return torch.empty_like(grad, dtype=wide) if ctx.keep_unsent and grad.dtype != wide else None
 
 
 def draw(name: str, shape: Sequence[int], ctx: Context, step: int) -> Tensor:

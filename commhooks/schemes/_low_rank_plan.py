@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -78,6 +78,46 @@ class Plan:
         """The pieces of the tail in a bucket."""
         return [run.view(flat, length) for length, run in self.tails]
 
+    def take_tail(
+        self, grad: Tensor, residual: Tensor | None, total: Tensor | None, tail: Tensor
+    ) -> None:
+        """Writes the tail of ``grad + residual`` to ``tail``, and to its places in ``total``."""
+        if not self.tails:
+            return
+        torch.cat([view.reshape(-1) for view in self.tail_views(grad)], out=tail)
+        if residual is not None:
+            tail += torch.cat([view.reshape(-1) for view in self.tail_views(residual)])
+        if total is not None:
+            self.write_tail(tail, total)
+
+    def write_tail(self, tail: Tensor, flat: Tensor) -> None:
+        """Writes a tail to its places in a bucket."""
+        for view, piece in _pieces(self.tail_views(flat), tail):
+            view.copy_(piece)
+
+    def subtract_tail(self, flat: Tensor, sent: Tensor | None) -> Tensor:
+        """``flat`` without what was sent of its tail, all by default; in place."""
+        tails = self.tail_views(flat)
+        if sent is None:
+            for tail in tails:
+                tail.zero_()
+        else:
+            for tail, piece in _pieces(tails, sent):
+                tail.sub_(piece)
+        return flat
+
+    @cached_property
+    def left_factors(self) -> Layout:
+        """Of all left factors; the right ones are ``factors``."""
+        rows = self.matrices.table[:-1, 1].tolist()
+        shapes = [(shape[0], n) for shape, n in zip(self.factors.shapes, rows, strict=True)]
+        return Layout(self.factors.names, shapes)
+
+    @cached_property
+    def right_as_left(self) -> Matrices:
+        """Matrices whose left factors are the right ones of these: to work on them alike."""
+        return Matrices([(0, columns, 1, rank) for rank, columns in self.factors.shapes])
+
 
 @lru_cache(maxsize=1024)
 def plan_bucket(layout: Layout, rank: int, min_compression_rate: float) -> Plan:
@@ -94,6 +134,13 @@ def plan_bucket(layout: Layout, rank: int, min_compression_rate: float) -> Plan:
     factors = Layout(names, [(used, columns) for _, _, columns, used in places])
     tails, tail_numel = _tails(dense)
     return Plan(Matrices(places), tails, factors, tail_numel)
+
+
+def _pieces(views: list[Tensor], flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each view with its part of a flat tensor."""
+    parts = flat.split([view.numel() for view in views]) if views else ()
+    for view, part in zip(views, parts, strict=True):
+        yield view, part.view(view.shape)
 
 
 def _tails(spans: list[tuple[int, int]]) -> tuple[tuple[tuple[int, _Run], ...], int]:

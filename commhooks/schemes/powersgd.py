@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
@@ -24,12 +24,14 @@ from commhooks.kernels import (
 from commhooks.schemes._low_rank import (
     check_flag,
     check_rank,
+    check_rate,
     compute_dtype,
     draw,
     fits,
     fresh_factors,
     poison,
     random_factors,
+    separate_total,
 )
 from commhooks.schemes._low_rank_plan import (
     Plan,
@@ -82,12 +84,7 @@ class PowerSGD(Scheme):
 
     def __post_init__(self) -> None:
         check_rank(self, self.rank)
-        rate = self.min_compression_rate
-        if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate < math.inf:
-            raise ValueError(
-                "PowerSGD(min_compression_rate=...) is a finite number, 0 or more "
-                f"(0 compresses every matrix), got {rate!r}"
-            )
+        check_rate(self, self.min_compression_rate)
         check_flag(self, "warm_start", self.warm_start)
 
     @property
@@ -120,9 +117,13 @@ class PowerSGD(Scheme):
         if not len(matrices):
             return (yield from dense_exchange(grad, ctx))
         right, q = self._right_factors(plan, grad, ctx)
-        total = _total(grad, ctx)  # what is compressed, where that is not `grad`
-        first = AllReduce(_first_payload(plan, grad, ctx.residual, total, right))
+        total = separate_total(grad, ctx)
+        payload = right.new_empty(matrices.left_numel + plan.tail_numel)
+        left, tail = payload.split((matrices.left_numel, plan.tail_numel))
+        multiply_right(matrices, grad, right, left, residual=ctx.residual, total=total)
+        plan.take_tail(grad, ctx.residual, total, tail)
         grad = grad if total is None else total
+        first = AllReduce(payload)
         payload = yield first
         left, tail = payload.split((matrices.left_numel, plan.tail_numel))
         finite = all_finite(payload)
@@ -142,10 +143,9 @@ class PowerSGD(Scheme):
             own = own if second.sent is None else second.sent
             subtract_low_rank(matrices, left, own, grad)
             sent_tail = None if first.sent is None else first.sent[matrices.left_numel :]
-            unsent = _subtract_tail(plan, grad, sent_tail)
+            unsent = plan.subtract_tail(grad, sent_tail)
         decode_low_rank(matrices, left, q, ctx.output)
-        for view, piece in _pieces(plan.tail_views(ctx.output), tail):
-            view.copy_(piece)
+        plan.write_tail(tail, ctx.output)
         return Exchanged(ctx.output, unsent=unsent, finite=finite & fits(ctx.output))
 
     def _right_factors(self, plan: Plan, grad: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
@@ -173,52 +173,3 @@ def _initial(name: str, shape: torch.Size, old: Tensor | None, ctx: Context) -> 
         rows = min(len(old), len(new))
         new[:rows] = old[:rows]
     return new
-
-
-# ---- payloads
-
-
-def _total(grad: Tensor, ctx: Context) -> Tensor | None:
-    """Where the corrected gradient goes; None if ``grad`` itself is what is compressed."""
-    if ctx.residual is not None:
-        return ctx.unsent
-    wide = compute_dtype(grad)
-    return torch.empty_like(grad, dtype=wide) if ctx.keep_unsent and grad.dtype != wide else None
-
-
-def _first_payload(
-    plan: Plan, grad: Tensor, residual: Tensor | None, total: Tensor | None, right: Tensor
-) -> Tensor:
-    """All left factors ``M Q^T``, then the tail; ``total`` gets what they were made of."""
-    matrices = plan.matrices
-    payload = right.new_empty(matrices.left_numel + plan.tail_numel)
-    left, tail = payload.split((matrices.left_numel, plan.tail_numel))
-    multiply_right(matrices, grad, right, left, residual=residual, total=total)
-    if not plan.tails:
-        return payload
-    torch.cat([view.reshape(-1) for view in plan.tail_views(grad)], out=tail)
-    if residual is not None:
-        tail += torch.cat([view.reshape(-1) for view in plan.tail_views(residual)])
-    if total is not None:
-        for view, piece in _pieces(plan.tail_views(total), tail):
-            view.copy_(piece)
-    return payload
-
-
-def _subtract_tail(plan: Plan, grad: Tensor, sent: Tensor | None) -> Tensor:
-    """``grad`` without what was sent of its tail, in place."""
-    tails = plan.tail_views(grad)
-    if sent is None:
-        for tail in tails:
-            tail.zero_()
-    else:
-        for tail, piece in _pieces(tails, sent):
-            tail.sub_(piece)
-    return grad
-
-
-def _pieces(views: list[Tensor], flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each view with its part of a flat tensor."""
-    parts = flat.split([view.numel() for view in views]) if views else ()
-    for view, part in zip(views, parts, strict=True):
-        yield view, part.view(view.shape)
