@@ -46,7 +46,9 @@ class Simulation:
         self.engines = [
             Engine(built, rank=rank, world_size=world_size, seed=seed) for rank in range(world_size)
         ]
-        self.requests: list[tuple[str, int]] = []  # of rank 0, all steps: collective, payload bytes
+        # Of rank 0, all steps: collective and payload bytes, and bytes it sends by the formulas.
+        self.requests: list[tuple[str, int]] = []
+        self.wire_bytes: list[float] = []
 
     def step(
         self, grads: Sequence[Tensor], *, buckets: Sequence[Layout] | None = None
@@ -90,6 +92,7 @@ class Simulation:
             request: Collective = next(inner)
             while True:
                 self.requests.append((request.name, request.payload_nbytes))
+                self.wire_bytes.append(request.wire_nbytes(len(self.engines)))
                 request = inner.send((yield request))
         except StopIteration as stop:
             result: Tensor = stop.value

@@ -61,7 +61,8 @@ class QSGD(Codec):
 
     def encode(self, grad: Tensor, ctx: Context) -> dict[str, Tensor]:
         rows = _blocks(grad, self.block)
-        norms = torch.linalg.vector_norm(rows, dim=1)
+        # In float64, as squares leave the range of float32 long before entries do.
+        norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).to(torch.float32)
         safe = torch.where((norms > 0) & norms.isfinite(), norms, 1.0)
         places = rows.abs() * (self.levels / safe)[:, None]
         up = _uniform(rows.shape, ctx, "qsgd", rows)

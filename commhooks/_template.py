@@ -1,0 +1,47 @@
+"""What ``commhooks new`` writes."""
+
+from __future__ import annotations
+
+__all__ = ["TEMPLATE"]
+
+TEMPLATE = '''"""A gradient compression scheme: NAME.
+
+    commhooks check NAME.py                          the laws it has to obey
+    python -m experiments.tradeoff --file NAME.py    its error and bits beside all others
+
+In training: import this file, then commhooks.register(ddp_model, "NAME").
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from commhooks import Codec, register_scheme
+
+
+@register_scheme("NAME")
+@dataclass(frozen=True)
+class CLASS(Codec):
+    """Sends the sign of every entry, and the mean magnitude of the bucket.
+
+    Args:
+        scale: a setting, for ``register(..., scale=...)``.
+    """
+
+    scale: float = 1.0
+
+    biased = True  # rounds the same way every time: made by name, it gets error feedback
+
+    def __post_init__(self):
+        if not 0 < self.scale <= 1:
+            raise ValueError(f"CLASS(scale=...): 0 < scale <= 1, got {self.scale!r}")
+
+    def encode(self, grad, ctx):
+        """Named tensors, whose shapes and dtypes do not depend on values."""
+        size = self.scale * grad.abs().sum() / max(1, grad.numel())
+        return {"signs": grad.sign().nan_to_num(0.0).to(torch.int8), "size": size.view(1)}
+
+    def decode(self, payload, like, ctx):
+        """What one rank's payload stands for; the mean over ranks is taken of these."""
+        return payload["signs"].to(like.dtype) * payload["size"].to(like.dtype)
+'''

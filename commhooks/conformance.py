@@ -1,0 +1,313 @@
+"""The laws that a scheme obeys, as a suite to run on one's own: ``commhooks check my_scheme.py``.
+
+Each law takes a fresh scheme and raises :class:`LawBroken` with the input that broke it. The
+tests of this package run the same suite on every registered scheme.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from commhooks._memory import Layout
+from commhooks._scheme import Scheme
+from commhooks._simulation import Simulation
+from commhooks._wrappers import ErrorFeedback, Scaled, keeps_residual
+
+__all__ = ["LAWS", "LawBroken", "Verdict", "check_scheme"]
+
+MakeScheme = Callable[[], Scheme]
+SHAPES = {"weight": (24, 20), "bias": (24,), "conv": (6, 4, 3, 3), "row": (1, 33), "one": (1,)}
+_NUMEL = sum(math.prod(shape) for shape in SHAPES.values())
+
+
+class LawBroken(AssertionError):
+    """A law does not hold; the message has the input."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one law: ``error`` is empty if it holds."""
+
+    law: str
+    error: str
+
+    @property
+    def holds(self) -> bool:
+        return not self.error
+
+
+LAWS: dict[str, Callable[[MakeScheme], None]] = {}
+
+
+def _law(text: str) -> Callable[[Callable[[MakeScheme], None]], Callable[[MakeScheme], None]]:
+    def add(check: Callable[[MakeScheme], None]) -> Callable[[MakeScheme], None]:
+        LAWS[text] = check
+        return check
+
+    return add
+
+
+def check_scheme(make: MakeScheme, laws: Iterable[str] = LAWS) -> Iterator[Verdict]:
+    """Runs laws, all of them by default; what a scheme raises counts as a broken law.
+
+    Args:
+        make: makes the scheme as users get it, with error feedback if it needs some.
+        laws: keys of ``LAWS``.
+
+    Example:
+        >>> all(verdict.holds for verdict in check_scheme(lambda: make("powersgd")))
+        True
+    """
+    if not make().averages:
+        raise ValueError("check_scheme: the laws are about schemes that average over ranks")
+    for text in laws:
+        error = ""
+        try:
+            LAWS[text](make)
+        except LawBroken as broken:
+            error = str(broken)
+        except Exception as raised:  # whatever a user's code raises is a verdict on it
+            error = f"{type(raised).__name__}: {raised}"
+        yield Verdict(text, error)
+
+
+def _need(holds: bool | Tensor, message: str) -> None:
+    if not holds:
+        raise LawBroken(message)
+
+
+def _normal(numel: int, *seed: int) -> Tensor:
+    number = 1
+    for part in seed:
+        number = number * 1009 + part
+    return torch.randn(numel, generator=torch.Generator().manual_seed(number))
+
+
+def _gradients(world_size: int, step: int, numel: int = _NUMEL) -> list[Tensor]:
+    return [_normal(numel, step, rank) for rank in range(world_size)]
+
+
+def _mean(grads: Sequence[Tensor]) -> Tensor:
+    return torch.stack([grad.double() for grad in grads]).mean(0)
+
+
+def _ranks(scheme: Scheme, world_size: int, numel: int | None = None) -> Simulation:
+    shapes = SHAPES if numel is None else {"p": (numel,)}
+    return Simulation(scheme, shapes, world_size=world_size, seed=5)
+
+
+def _memory(ranks: Simulation) -> list[dict[tuple[str, str], Tensor]]:
+    return [
+        {(key, name): value.clone() for key, name, value in engine.memory.items()}
+        for engine in ranks.engines
+    ]
+
+
+def _same_memory(a: Simulation, b: Simulation) -> bool:
+    return all(
+        mine.keys() == theirs.keys() and all(torch.equal(v, theirs[k]) for k, v in mine.items())
+        for mine, theirs in zip(_memory(a), _memory(b), strict=True)
+    )
+
+
+def _bare(scheme: Scheme) -> Scheme:
+    """Without error feedback around it."""
+    while isinstance(scheme, (ErrorFeedback, Scaled)):
+        scheme = scheme.scheme
+    return scheme
+
+
+@_law("any size and shape travels")
+def _sizes(make: MakeScheme) -> None:
+    for numel in (0, 1, 2, 31, 33, 257, 4099):
+        for shape in ((numel,), (numel, 1), (1, numel)):
+            layout = Layout(["p"], [shape])
+            ranks = Simulation(make(), {"p": shape}, world_size=3)
+            for step in range(2):
+                for mean in ranks.step(_gradients(3, step, numel), buckets=[layout]):
+                    _need(mean.shape == (numel,), f"shape {shape} gives a mean of {mean.shape}")
+                    _need(mean.isfinite().all(), f"shape {shape}: the mean is not finite")
+
+
+@_law("all ranks get equal bits, for 1 to 8 ranks")
+def _agreement(make: MakeScheme) -> None:
+    for world_size in (1, 2, 3, 4, 5, 8):
+        ranks = _ranks(make(), world_size)
+        for step in range(3):
+            means = ranks.step(_gradients(world_size, step))
+            equal = all(torch.equal(mean, means[0]) for mean in means)
+            _need(equal, f"{world_size} ranks differ in step {step}")
+
+
+@_law("payload sizes do not depend on values, and rounds are as declared")
+def _payload_sizes(make: MakeScheme) -> None:
+    scheme, found = make(), []
+    for factor in (0.0, 1.0, 1e20):
+        ranks = _ranks(scheme, 3)
+        ranks.step([grad * factor for grad in _gradients(3, 0)])
+        found.append(ranks.requests)
+    _need(
+        found[0] == found[1] == found[2], f"sizes differ for zeros, N(0, 1), 1e20 N(0, 1): {found}"
+    )
+    rounds = len(found[0])
+    _need(rounds <= scheme.rounds, f"{rounds} collectives, rounds = {scheme.rounds}")
+
+
+@_law("two runs are equal bit for bit")
+def _determinism(make: MakeScheme) -> None:
+    first, second = _ranks(make(), 3), _ranks(make(), 3)
+    for step in range(3):
+        a, b = (ranks.step(_gradients(3, step))[0] for ranks in (first, second))
+        _need(torch.equal(a, b), f"step {step} differs between two runs")
+
+
+@_law("zero arrives as zero")
+def _zero(make: MakeScheme) -> None:
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+        ranks = _ranks(make(), 3)
+        for _ in range(2):
+            mean = ranks.step([torch.zeros(_NUMEL, dtype=dtype)] * 3)[0]
+            _need(not mean.any(), f"zeros of {dtype} arrive as {mean.abs().max().item()}")
+
+
+@_law("signs and sizes make no difference")
+def _homogeneity(make: MakeScheme) -> None:
+    grads = [grad.abs() + 0.1 for grad in _gradients(3, 1)]
+    errors = {}
+    for factor in (1.0, -1.0, 1e-3, 1e3, 1e20):
+        scaled = [grad * factor for grad in grads]
+        exact = _mean(scaled)
+        mean = _ranks(_bare(make()), 3).step(scaled)[0].double()
+        if mean.isfinite().all():  # an overflow may arrive as one
+            errors[factor] = float((mean - exact).norm() / exact.norm())
+    worst, best = max(errors.values()), min(errors.values())
+    text = ", ".join(f"{factor:g}: {error:.3g}" for factor, error in errors.items())
+    _need(worst <= 1.5 * best + 1e-2, f"relative errors for positive entries times {text}")
+
+
+@_law("gradients keep their dtype")
+def _dtypes(make: MakeScheme) -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        ranks = _ranks(make(), 2)
+        for step in range(2):
+            mean = ranks.step([grad.to(dtype) for grad in _gradients(2, step)])[0]
+            _need(mean.dtype == dtype, f"{dtype} arrives as {mean.dtype}")
+            _need(mean.isfinite().all(), f"{dtype}: the mean is not finite")
+
+
+@_law("what is not finite arrives so on every rank, and memory stays as it was")
+def _not_finite(make: MakeScheme) -> None:
+    for place in (0, 77, _NUMEL - 1):
+        for bad in (math.inf, math.nan):
+            ranks, clean = _ranks(make(), 3), _ranks(make(), 3)
+            for step in range(2):
+                ranks.step(_gradients(3, step))
+                clean.step(_gradients(3, step))
+            grads = _gradients(3, 50)
+            grads[1][place] = bad
+            for rank, mean in enumerate(ranks.step(grads)):
+                _need(not mean[place].isfinite(), f"{bad} at {place} is finite on rank {rank}")
+            _need(_same_memory(ranks, clean), f"{bad} at {place} of one rank changes memory")
+
+
+@_law("biased or not, as declared")
+def _bias(make: MakeScheme) -> None:
+    scheme = _bare(make())
+    grads = _gradients(2, 0)
+    exact, draws = _mean(grads), 64
+    ranks = _ranks(scheme, 2)
+    means = torch.stack([ranks.step(grads)[0].double() for _ in range(draws)])
+    if scheme.biased:
+        lost = float((means[0] - exact).norm() / exact.norm())
+        _need(lost <= 1.0 + 1e-6, f"loses {lost:.3f} of |x|: not a contraction, feedback diverges")
+        return
+    error = float((means.mean(0) - exact).norm())
+    spread = float(means.std(0).norm()) / math.sqrt(draws)
+    rounding = float(exact.norm()) * 2.0**-7
+    text = f"the mean of {draws} draws is off by {error:.3g}, its standard error is {spread:.3g}"
+    _need(error <= 4 * spread + rounding, text)
+
+
+@_law("the variance is what was declared, or less")
+def _variance(make: MakeScheme) -> None:
+    scheme = _bare(make())
+    if scheme.biased:
+        return
+    allowed = scheme.variance
+    for name, x in (("N(0, 1)", _normal(4096, 7)), ("N(0, 1)^5", _normal(4096, 8) ** 5)):
+        ranks = _ranks(scheme, 1, 4096)
+        errors = [(ranks.step([x])[0] - x).square().sum() / x.square().sum() for _ in range(16)]
+        found = float(torch.stack(errors).mean())
+        bound = ((1 + allowed) ** scheme.rounds - 1) * 1.1 + 2.0**-14
+        _need(found <= bound, f"{found:.3g} |x|^2 on {name}, variance = {allowed:.3g}")
+
+
+@_law("applied and residual sum to the gradients")
+def _conservation(make: MakeScheme) -> None:
+    scheme = make()
+    if not isinstance(scheme, ErrorFeedback):
+        return
+    ranks = _ranks(scheme, 3)
+    applied = total = torch.zeros(_NUMEL, dtype=torch.float64)
+    for step in range(5):
+        grads = _gradients(3, step)
+        applied = applied + ranks.step(grads)[0]
+        total = total + _mean(grads)
+    residual = _mean([ranks.memory(rank) for rank in range(3)])
+    error = float((applied + residual - total).abs().max() / total.abs().max())
+    _need(error < 2.0**-7, f"off by {error:.3g} of the largest sum after 5 steps")
+
+
+@_law("residuals stay bounded")
+def _bounded(make: MakeScheme) -> None:
+    scheme = make()
+    if not keeps_residual(scheme):
+        return
+    ranks, sizes = _ranks(scheme, 2), []
+    for step in range(800):
+        ranks.step(_gradients(2, step))
+        sizes.append(float(ranks.memory(0).norm()))
+    early, late = max(sizes[75:100]), max(sizes[750:])
+    _need(late <= 1.5 * early + 1e-6, f"|e| is {early:.3g} after 100 steps, {late:.3g} after 800")
+
+
+@_law("save, load, continue equals not stopping")
+def _round_trip(make: MakeScheme) -> None:
+    ranks, resumed = _ranks(make(), 3), _ranks(make(), 3)
+    for step in range(3):
+        ranks.step(_gradients(3, step))
+    for old, new in zip(ranks.engines, resumed.engines, strict=True):
+        saved: dict[str, dict[str, Tensor]] = {}
+        for key, name, value in old.memory.items():
+            saved.setdefault(key, {})[name] = value.clone()
+        new.memory.load(saved)
+        new.step = old.step
+    for step in range(3, 6):
+        a, b = (one.step(_gradients(3, step))[0] for one in (ranks, resumed))
+        _need(torch.equal(a, b), f"differs in step {step}, {step - 2} after loading")
+
+
+@_law("three nodes that disagree find their common optimum")
+def _convergence(make: MakeScheme) -> None:
+    # f_i = <a_i, x>^2 + |x|^2 / 4. A biased scheme without feedback climbs here, or stands still.
+    # Many copies side by side, so that blocks and matrices have something to share.
+    scheme, copies = make(), 300
+    x = _normal(3 * copies, 1)
+    kept = 1 - float((_ranks(_bare(scheme), 1, len(x)).step([x])[0] - x).square().sum()) / len(x)
+    # A residual is late by 1 / kept steps: where that is long, a milder problem and smaller steps.
+    mild = kept < 0.1 and not scheme.variance
+    scale, rate, steps = (1 / 9, 0.001, 7000) if mild else (1.0, 0.01, 1000)
+    nodes = torch.tensor([[-3.0, 2, 2], [2, -3, 2], [2, 2, -3]], dtype=torch.float64)
+    ranks = _ranks(scheme, 3, 3 * copies)
+    x = torch.ones(copies, 3, dtype=torch.float64) * torch.linspace(0.5, 1.5, copies)[:, None]
+    begin = x.norm()
+    for _ in range(steps):
+        grads = [2 * scale * (x @ a)[:, None] * a + x / 2 for a in nodes]
+        x = x - rate * ranks.step([grad.flatten() for grad in grads])[0].view(copies, 3)
+    left = float(x.norm() / begin)
+    _need(left < 0.1, f"|x| is {left:.3g} of what it was after {steps} steps of {rate}")

@@ -1,0 +1,204 @@
+"""The suite that users run: every registered scheme passes it, and it finds planted defects."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+import commhooks
+from commhooks import Codec, Context, ErrorFeedback, Exchanged, Scheme, _cast
+from commhooks._scheme import SchemeExchange
+from commhooks.conformance import LAWS, check_scheme
+from ddp_core import AllReduce
+from tests.contract.cases import registered
+
+AVERAGING = [name for name in registered() if commhooks.make(name).averages]
+
+
+@pytest.mark.parametrize("name", AVERAGING)
+def test_registered_schemes_obey_every_law(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_cast, "_warned_of_overflow", True)
+    broken = [v for v in check_scheme(lambda: commhooks.make(name)) if not v.holds]
+    assert not broken
+
+
+@dataclass(frozen=True)
+class Levels(Codec):
+    """127 levels of the largest magnitude: right, and the base of what follows."""
+
+    biased = True
+
+    def largest(self, grad: Tensor) -> Tensor:
+        return grad.abs().amax().view(1) if grad.numel() else grad.new_zeros(1)
+
+    def round(self, x: Tensor, ctx: Context) -> Tensor:
+        return x.round()
+
+    def encode(self, grad: Tensor, ctx: Context) -> dict[str, Tensor]:
+        top = self.largest(grad)
+        safe = torch.where((top > 0) & top.isfinite(), top, 1.0)
+        codes = self.round(grad * (127 / safe), ctx).nan_to_num(0.0).clamp(-127, 127)
+        return {"codes": codes.to(torch.int8), "top": top}
+
+    def decode(self, payload: dict[str, Tensor], like: Tensor, ctx: Context) -> Tensor:
+        return payload["codes"].to(like.dtype) * (payload["top"] / 127).to(like.dtype)
+
+
+class MaxOfSigned(Levels):
+    """The largest entry, not the largest magnitude: what several peers send."""
+
+    def largest(self, grad: Tensor) -> Tensor:
+        return grad.amax().view(1) if grad.numel() else grad.new_zeros(1)
+
+
+class Truncates(Levels):
+    """Cuts off where it says it is right on average."""
+
+    biased = False
+
+    def round(self, x: Tensor, ctx: Context) -> Tensor:
+        return x.floor()
+
+
+class HidesNan(Levels):
+    def encode(self, grad: Tensor, ctx: Context) -> dict[str, Tensor]:
+        return super().encode(grad.nan_to_num(0.0, 0.0, 0.0), ctx)
+
+
+class DividesByZero(Levels):
+    def encode(self, grad: Tensor, ctx: Context) -> dict[str, Tensor]:
+        top = self.largest(grad)
+        return {"codes": (grad * (127 / top)).round().nan_to_num(1.0).to(torch.int8), "top": top}
+
+    def decode(self, payload: dict[str, Tensor], like: Tensor, ctx: Context) -> Tensor:
+        return super().decode(payload, like, ctx) / (payload["top"] / payload["top"])
+
+
+class GlobalNoise(Levels):
+    def round(self, x: Tensor, ctx: Context) -> Tensor:
+        return (x + torch.rand_like(x)).floor()
+
+
+class OwnFirst(Levels):
+    """Decodes its own payload better than others can."""
+
+    def decode(self, payload: dict[str, Tensor], like: Tensor, ctx: Context) -> Tensor:
+        return super().decode(payload, like, ctx) * (1 + 1e-3 * ctx.rank)
+
+
+class Threshold(Codec):
+    """As many entries as are large: sizes depend on values."""
+
+    biased = True
+
+    def encode(self, grad: Tensor, ctx: Context) -> dict[str, Tensor]:
+        places = (grad.abs() > 0.5).nonzero().flatten()
+        return {"places": places, "values": grad[places]}
+
+    def decode(self, payload: dict[str, Tensor], like: Tensor, ctx: Context) -> Tensor:
+        return torch.zeros_like(like).index_copy_(0, payload["places"], payload["values"])
+
+
+class EvenOnly(Levels):
+    """Pairs of entries, as if every bucket had an even number."""
+
+    def encode(self, grad: Tensor, ctx: Context) -> dict[str, Tensor]:
+        return super().encode(grad.view(-1, 2).flatten(), ctx)
+
+
+class SumNotMean(Levels):
+    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
+        result = yield from super().exchange(grad, ctx)
+        return result._replace(mean=result.mean * ctx.world_size)
+
+
+class LosesWhatItKeeps(Levels):
+    """Says that everything was sent."""
+
+    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
+        result = yield from super().exchange(grad, ctx)
+        return Exchanged(result.mean)
+
+
+class Forgets(Levels):
+    """State outside the memory that a checkpoint keeps."""
+
+    counts: ClassVar[dict[int, int]] = {}
+
+    def round(self, x: Tensor, ctx: Context) -> Tensor:
+        self.counts[id(ctx.memory)] = self.counts.get(id(ctx.memory), 0) + 1
+        return x.round() + (self.counts[id(ctx.memory)] % 2)
+
+
+class SendsTooLittle(Levels):
+    def decode(self, payload: dict[str, Tensor], like: Tensor, ctx: Context) -> Tensor:
+        return super().decode(payload, like, ctx) * 1e-3
+
+
+class Noisier(Levels):
+    """Random levels that are far apart, said to be near."""
+
+    biased = False
+    variance = 0.01
+
+    def round(self, x: Tensor, ctx: Context) -> Tensor:
+        x = x / 127
+        draw = torch.rand(x.shape, generator=ctx.generator("noise", shared=False))
+        return (x + draw.to(x)).floor() * 127
+
+
+class TwoRounds(Scheme):
+    """Declares one."""
+
+    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
+        yield AllReduce(grad.new_zeros(1))
+        mean = yield AllReduce(grad.clone())
+        return Exchanged(mean)
+
+
+PLANTED: tuple[tuple[type[Scheme], str], ...] = (
+    (MaxOfSigned, "signs and sizes"),
+    (Truncates, "biased or not"),
+    (HidesNan, "not finite"),
+    (DividesByZero, "zero arrives"),
+    (GlobalNoise, "two runs"),
+    (OwnFirst, "equal bits"),
+    (Threshold, "do not depend on values"),
+    (EvenOnly, "any size"),
+    (SumNotMean, "biased or not"),
+    (LosesWhatItKeeps, "sum to the gradients"),
+    (Forgets, "save, load"),
+    (SendsTooLittle, "stay bounded"),
+    (Noisier, "variance"),
+    (TwoRounds, "rounds are as declared"),
+)
+
+
+def test_the_base_of_the_planted_defects_is_right() -> None:
+    assert not [v for v in check_scheme(lambda: ErrorFeedback(Levels())) if not v.holds]
+
+
+@pytest.mark.parametrize(("kind", "words"), PLANTED, ids=[kind.__name__ for kind, _ in PLANTED])
+def test_planted_defects_break_their_law(kind: type[Scheme], words: str) -> None:
+    def make() -> Scheme:
+        return ErrorFeedback(kind()) if kind.biased else kind()
+
+    (law,) = (text for text in LAWS if words in text)
+    (verdict,) = check_scheme(make, [law])
+    assert verdict.error
+    assert not verdict.holds
+
+
+def test_a_biased_scheme_without_feedback_does_not_find_the_optimum() -> None:
+    law = "three nodes that disagree find their common optimum"
+    (verdict,) = check_scheme(lambda: commhooks.TopK(0.34), [law])
+    assert "|x| is" in verdict.error
+
+
+def test_schemes_that_do_not_average_are_refused() -> None:
+    with pytest.raises(ValueError, match="average over ranks"):
+        next(check_scheme(lambda: commhooks.make("noop")))
