@@ -1,0 +1,71 @@
+"""Recorded gradients: written by parameter, read on all ranks, replayed through schemes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from commhooks import Layout, Simulation, make
+from commhooks.trace import Trace, Traced, replay
+
+SHAPES = {"weight": (40, 30), "bias": (40,)}
+BUCKETS = [Layout(["bias"], [(40,)]), Layout(["weight"], [(40, 30)])]
+
+
+def record(folder: Path, steps: int = 7) -> list[list[torch.Tensor]]:
+    """Each step's gradients of three ranks, in the order of the buckets."""
+    traced = Traced(make("bf16"), str(folder), every=2, steps=3)
+    ranks = Simulation(traced, SHAPES, world_size=3)
+    found = []
+    for step in range(steps):
+        seeds = [torch.Generator().manual_seed(10 * step + rank) for rank in range(3)]
+        grads = [torch.randn(1240, generator=one) for one in seeds]
+        ranks.step(grads, buckets=BUCKETS)
+        found.append(grads)
+    return found
+
+
+def test_local_gradients_are_written_by_parameter(tmp_path: Path) -> None:
+    grads = record(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 3 * 3 * 2  # steps, ranks, buckets
+    trace = Trace(tmp_path)
+    assert (trace.steps, trace.world_size) == ([0, 2, 4], 3)
+    layout, found = trace.gradients(2)
+    assert layout.names == ("bias", "weight")
+    for mine, theirs in zip(grads[2], found, strict=True):
+        assert torch.equal(mine, theirs)
+    (one, *_) = tmp_path.glob("step0000004_rank1_*")
+    assert set(load_file(one)) < set(SHAPES)
+
+
+def test_replay_is_what_training_would_have_seen(tmp_path: Path) -> None:
+    record(tmp_path)
+    exact = replay(Trace(tmp_path), "none")
+    assert list(exact.columns) == ["step", "bits", "error", "cosine", "residual"]
+    assert exact.step.tolist() == [0, 2, 4]
+    assert (exact.error < 1e-12).all()
+    assert exact.bits.tolist() == [32] * 3
+    signs = replay(Trace(tmp_path), "onebit", block=256)
+    assert (signs.bits < 2).all()
+    assert (signs.error > 0.1).all()
+    assert signs.residual.iloc[-1] > signs.residual.iloc[0] > 0
+    assert (replay(Trace(tmp_path), "int8").cosine > 0.999).all()
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no file of recorded gradients"):
+        Trace(tmp_path)
+    record(tmp_path)
+    for path in tmp_path.glob("step0000002_rank1_*"):
+        path.unlink()
+    with pytest.raises(ValueError, match="rank 1 has no step 2"):
+        Trace(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["every", "steps"])
+def test_settings_are_checked(name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        Traced(make("none"), "folder", **{name: 0})
