@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commhooks
 from experiments.tasks import TASKS, Task
 
-__all__ = ["HOOKS", "WARM_UP_BLOCKS", "Case", "Settings", "train"]
+__all__ = ["HOOKS", "MORE_HOOKS", "WARM_UP_BLOCKS", "Case", "Settings", "train"]
 
 WARM_UP_BLOCKS = 2  # buckets are rebuilt after the first step, and compression starts
 
@@ -33,6 +33,23 @@ HOOKS: dict[str, tuple[str, dict[str, Any]] | None] = {
     "batched PowerSGD 1": ("batched_powersgd", {"rank": 1}),
     "fp16 PowerSGD 4": ("powersgd", {"rank": 4, "wire_dtype": "fp16"}),
     "no-op headroom": ("noop", {}),
+    "int8": ("int8", {}),
+    "int4": ("int4", {}),
+    "ACP-SGD 4": ("acpsgd", {"rank": 4}),
+}
+# Trained by the convergence study too, which knows no time.
+MORE_HOOKS: dict[str, tuple[str, dict[str, Any]] | None] = {
+    "fp8": ("fp8", {}),
+    "mxfp8": ("mxfp8", {}),
+    "1-bit": ("onebit", {}),
+    "EDEN, 1 bit": ("eden", {"bits": 1}),
+    "EDEN, 2 bits": ("eden", {"bits": 2}),
+    "QSGD": ("qsgd", {}),
+    "TernGrad": ("terngrad", {}),
+    "top-k 1 %": ("topk", {"ratio": 0.01}),
+    "top-k 10 %": ("topk", {"ratio": 0.1}),
+    "random-k 10 %": ("random_k", {"ratio": 0.1}),
+    "random block 10 %": ("random_block", {"ratio": 0.1}),
 }
 
 
@@ -93,7 +110,7 @@ class _Runner:
         self.parameters = list(self.ddp.parameters())
         self.optimizer = task.optimizer(self.ddp)
         self.hook: commhooks.HookState | None = None
-        chosen = HOOKS[name]
+        chosen = (HOOKS | MORE_HOOKS)[name]
         if chosen is not None:
             scheme, options = chosen
             if "powersgd" in scheme:
