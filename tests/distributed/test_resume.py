@@ -27,6 +27,7 @@ from torch import Tensor
 import commhooks
 from tests.distributed.harness import Died, run_ranks
 from tests.distributed.training import (
+    BY_BUCKET,
     STATEFUL,
     averaged,
     batch,
@@ -124,7 +125,7 @@ def _killed_and_resumed(
 @pytest.mark.parametrize(
     ("world_size", "config", "buckets"),
     [
-        *[(2, config, (SMALL,)) for config in CONFIGS if config != "batched"],
+        *[(2, config, (SMALL,)) for config in CONFIGS if config not in BY_BUCKET],
         *[(ranks, config, FIXED) for ranks in (2, 3) for config in CONFIGS],
     ],
 )
@@ -138,7 +139,7 @@ def test_kill_and_resume_is_no_interruption_bit_for_bit(world_size, config, buck
 
 # On 2 ranks a sum does not depend on where its entry lies in a message, so the bucket size is no
 # part of the arithmetic of schemes that treat each parameter by itself.
-@pytest.mark.parametrize("config", sorted(set(CONFIGS) - {"batched"}))
+@pytest.mark.parametrize("config", sorted(set(CONFIGS) - BY_BUCKET))
 def test_resume_with_other_bucket_sizes_is_bit_equal(config, tmp_path):
     want = run_ranks(_uninterrupted, 2, config, SMALL)
     got = _killed_and_resumed(2, config, tmp_path, (SMALL,), (LARGE,))

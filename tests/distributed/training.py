@@ -26,10 +26,20 @@ STATEFUL: dict[str, tuple[str, dict[str, Any]]] = {
     "powersgd-coalesced": ("powersgd", {"rank": 2, "coalesce": True}),
     "batched": ("batched_powersgd", {"rank": 1}),
     "fp16-feedback": ("fp16", {"error_feedback": True}),
+    "acpsgd": ("acpsgd", {"rank": 2}),
+    "int4": ("int4", {"block": 64}),
+    "onebit": ("onebit", {"block": 64}),
+    "topk": ("topk", {"ratio": 0.1}),
 }
-# Half the bits of a share are lost without feedback; with it the sum over steps is exact.
+# They work on a bucket as a whole, so that its size is part of the arithmetic.
+BY_BUCKET = {"batched", "int4", "onebit", "topk"}
+# With feedback the sum over steps is exact, at random levels too.
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{name: (name, {}) for name in commhooks.names() if commhooks.make(name).averages},
+    **{
+        name: (name, {"error_feedback": True} if commhooks.make(name).variance else {})
+        for name in commhooks.names()
+        if commhooks.make(name).averages
+    },
     "fp16-sum32": ("fp16", {"fp32_sum": True}),
     "bf16-sum32": ("bf16", {"fp32_sum": True}),
     **STATEFUL,
