@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_core._pairs import Pairs, exchange_pairs, on_gloo
+
 __all__ = ["AllGather", "AllReduce", "AllToAll", "Broadcast", "Collective", "ReduceScatter"]
 
 ReduceOp = Literal["mean", "sum", "max"]
@@ -53,7 +55,7 @@ class Collective:
         """Bytes this rank sends for it, by the formula of a bandwidth-optimal algorithm."""
         raise NotImplementedError
 
-    def issue(self, group: dist.ProcessGroup) -> dist.Work:
+    def issue(self, group: dist.ProcessGroup) -> dist.Work | Pairs:
         """Starts the collective on ``group`` and returns its work handle."""
         raise NotImplementedError
 
@@ -128,9 +130,12 @@ class AllGather(Collective):
     def wire_nbytes(self, world_size: int) -> float:
         return self.payload_nbytes * (world_size - 1)
 
-    def issue(self, group: dist.ProcessGroup) -> dist.Work:
+    def issue(self, group: dist.ProcessGroup) -> dist.Work | Pairs:
         flat = self.tensor.contiguous().view(-1)
         self._result = flat.new_empty((group.size(), *self.tensor.shape))
+        if on_gloo(group, flat):
+            rows = self._result.view(group.size(), flat.numel()).unbind()
+            return exchange_pairs([flat] * group.size(), rows, group)
         work: dist.Work = _all_gather(self._result.view(-1), flat, group=group, async_op=True)
         return work
 
@@ -154,7 +159,7 @@ class AllToAll(Collective):
     def wire_nbytes(self, world_size: int) -> float:
         return self.payload_nbytes * (world_size - 1) / world_size
 
-    def issue(self, group: dist.ProcessGroup) -> dist.Work:
+    def issue(self, group: dist.ProcessGroup) -> dist.Work | Pairs:
         if self.tensor.shape[0] != group.size():
             raise ValueError(
                 f"AllToAll(tensor) needs one row per rank: {group.size()} ranks, "
@@ -162,6 +167,8 @@ class AllToAll(Collective):
             )
         source = self.tensor.contiguous()
         self._result = torch.empty_like(source)
+        if on_gloo(group, source):
+            return exchange_pairs(source.unbind(), self._result.unbind(), group)
         work: dist.Work = dist.all_to_all_single(
             self._result.view(-1), source.view(-1), group=group, async_op=True
         )

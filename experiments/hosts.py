@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces joined by a virtual cable, as fast as asked.
+"""Hosts on one machine: network namespaces on one switch, each with a cable as fast as asked.
 
 For studies that need an interface of their own, to count bytes or to limit the rate. Needs root and
 ``ip`` and ``tc`` (Debian: iproute2).
@@ -40,14 +40,20 @@ def reason_not_to_run() -> str | None:
 
 
 def run_on_hosts(
-    module: str, task: Mapping[str, Any], *, rate: str | None = None, timeout: float = 240
+    module: str,
+    task: Mapping[str, Any],
+    *,
+    hosts: int = 2,
+    rate: str | None = None,
+    timeout: float = 240,
 ) -> list[dict[str, Any]]:
     """Runs ``python -m module --as-rank TASK`` on each host.
 
     Args:
         module: prints JSON objects, one a line; joins the group with :func:`joined`.
         task: what it is given, as JSON.
-        rate: of the cable in each direction, as ``tc`` takes it ("1gbit"); None: unlimited.
+        hosts: how many; one rank on each.
+        rate: of each cable in each direction, as ``tc`` takes it ("1gbit"); None: unlimited.
         timeout: seconds for everything.
 
     Returns:
@@ -57,10 +63,10 @@ def run_on_hosts(
         RuntimeError: a rank failed; with its output.
     """
     ranks: list[subprocess.Popen[str]] = []
-    with _hosts(rate) as hosts:
+    with _hosts(rate, hosts) as names:
         try:
-            for rank, host in enumerate(hosts):
-                ranks.append(_start(module, host, rank, len(hosts), json.dumps(dict(task))))
+            for rank, host in enumerate(names):
+                ranks.append(_start(module, host, rank, hosts, json.dumps(dict(task))))
             outputs = [process.communicate(timeout=timeout) for process in ranks]
         finally:
             for process in ranks:
@@ -102,24 +108,30 @@ def joined() -> Iterator[int]:
 
 
 @contextmanager
-def _hosts(rate: str | None) -> Iterator[list[str]]:
-    """Two namespaces with one cable between their ``eth0``; removed in any case."""
-    names = [f"commhooks{os.getpid()}-{rank}" for rank in range(2)]
+def _hosts(rate: str | None, count: int = 2) -> Iterator[list[str]]:
+    """Namespaces whose ``eth0`` are cables to one switch; removed in any case."""
+    names = [f"commhooks{os.getpid()}-{rank}" for rank in range(count)]
+    switch = f"commhooks{os.getpid()}-switch"
     try:
-        for name in names:
+        for name in (switch, *names):
             _run("ip", "netns", "add", name)
             _run("ip", "-n", name, "link", "set", "lo", "up")
-        peer = ["peer", "name", "eth0", "netns", names[1]]
-        _run("ip", "link", "add", "eth0", "netns", names[0], "type", "veth", *peer)
+        _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
+        _run("ip", "-n", switch, "link", "set", "bridge", "up")
         for rank, name in enumerate(names):
+            port = f"port{rank}"
+            peer = ["peer", "name", port, "netns", switch]
+            _run("ip", "link", "add", "eth0", "netns", name, "type", "veth", *peer)
+            _run("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
             _run("ip", "-n", name, "addr", "add", f"10.99.0.{rank + 1}/24", "dev", "eth0")
             _run("ip", "-n", name, "link", "set", "eth0", "up")
             if rate is not None:  # a millisecond's worth of tokens at 1 Gbit/s, 50 ms of queue
                 shape = ["tbf", "rate", rate, "burst", "128kb", "latency", "50ms"]
                 _run("tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", *shape)
+                _run("tc", "-n", switch, "qdisc", "add", "dev", port, "root", *shape)
         yield names
     finally:
-        for name in names:  # the cable goes with them
+        for name in (*names, switch):  # the cables go with them
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
