@@ -7,7 +7,7 @@ from torch import Tensor
 
 from commhooks._scheme import Context, Exchanged
 
-__all__ = ["Work"]
+__all__ = ["Work", "poison"]
 
 
 class Work:
@@ -46,3 +46,8 @@ class Work:
         if left is not None and self._exact is not None:
             left = torch.sub(self._exact, self.x, out=self._ctx.unsent).add_(left)
         return Exchanged(mean, unsent=left, finite=finite)
+
+
+def poison(finite: Tensor) -> Tensor:
+    """0 if finite, else NaN: added to a factor, it makes every entry of the product NaN."""
+    return torch.where(finite, 0.0, float("nan"))

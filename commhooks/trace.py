@@ -7,9 +7,8 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pandas as pd
 import torch
 from torch import Tensor
 
@@ -17,6 +16,9 @@ from commhooks._memory import Layout
 from commhooks._scheme import Context, Scheme, SchemeExchange
 from commhooks._simulation import Simulation
 from commhooks._wrappers import Wrapper
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 __all__ = ["Trace", "Traced", "bits_per_entry", "replay"]
 
@@ -127,6 +129,8 @@ def replay(trace: Trace, scheme: str | Scheme, **options: Any) -> pd.DataFrame:
     Example:
         >>> replay(Trace("trace"), "int4")
     """
+    import pandas as pd
+
     ranks: Simulation | None = None
     rows: list[dict[str, float]] = []
     for step in trace.steps:

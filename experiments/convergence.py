@@ -9,6 +9,7 @@ bf16 takes, until the training loss (mean of the last ten) is at what bf16 ends 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -25,12 +26,13 @@ WINDOW, MARGIN = 10, 1.02
 LEFT_OUT = ("no hook", "no-op headroom")
 
 
-def _train(tasks: list[str], seeds: int, steps: int, world_size: int) -> pd.DataFrame:
+def _train(tasks: list[str], seeds: int, steps: int, world_size: int) -> Iterator[pd.DataFrame]:
+    """What all hooks gave, one task and seed at a time."""
     hooks = [name for name in (*HOOKS, *MORE_HOOKS) if name not in LEFT_OUT]
-    rows = []
     with Progress() as progress:
         for task in tasks:
             for seed in range(seeds):
+                rows = []
                 settings = Settings(task, hooks, steps=steps, seed=seed)
                 bar = progress.add_task(f"{task}, seed {seed}", total=settings.total_steps)
                 for message in run_ranks(train, world_size, settings):
@@ -38,7 +40,15 @@ def _train(tasks: list[str], seeds: int, steps: int, world_size: int) -> pd.Data
                         progress.advance(bar, message["steps"])
                     else:
                         rows.append({"seed": seed, **message["case"]})
-    return pd.DataFrame(rows)
+                yield pd.DataFrame(rows)
+
+
+def _names(tasks: str) -> list[str]:
+    names = [name.strip() for name in tasks.split(",")]
+    for name in names:
+        if name not in TASKS:
+            raise typer.BadParameter(f"{name!r} is not one of {', '.join(TASKS)}")
+    return names
 
 
 def _steps_to(losses: list[float], target: float) -> float:
@@ -48,27 +58,24 @@ def _steps_to(losses: list[float], target: float) -> float:
 
 
 def _compared(found: pd.DataFrame) -> pd.DataFrame:
-    rows = []
-    for (task, seed), part in found.groupby(["task", "seed"], sort=False):
-        base = part[part.hook == BASE].iloc[0]
-        target = pd.Series(base.losses).rolling(WINDOW).mean().iloc[-1] * MARGIN
-        needed = _steps_to(base.losses, target)
-        rows += [
-            {
-                "task": task,
-                "seed": seed,
-                "hook": row.hook,
-                "loss": row.loss,
-                "accuracy": row.accuracy,
-                "gap": row.loss - base.loss,
-                "steps": _steps_to(row.losses, target) / needed,
-                "ratio": row.dense_bytes / row.payload_bytes,
-                "error": row.relative_error,
-                "ranks agree": row.ranks_agree,
-            }
-            for row in part.itertuples()
-        ]
-    return pd.DataFrame(rows)
+    base = found[found.hook == BASE].iloc[0]
+    target = pd.Series(base.losses).rolling(WINDOW).mean().iloc[-1] * MARGIN
+    needed = _steps_to(base.losses, target)
+    return pd.DataFrame(
+        {
+            "task": row.task,
+            "seed": row.seed,
+            "hook": row.hook,
+            "loss": row.loss,
+            "accuracy": row.accuracy,
+            "gap": row.loss - base.loss,
+            "steps": _steps_to(row.losses, target) / needed,
+            "ratio": row.dense_bytes / row.payload_bytes,
+            "error": row.relative_error,
+            "ranks agree": row.ranks_agree,
+        }
+        for row in found.itertuples()
+    )
 
 
 def _summary(table: pd.DataFrame) -> pd.DataFrame:
@@ -82,18 +89,21 @@ def main(
     seeds: Annotated[int, typer.Option(help="Runs of each scheme.", min=1)] = 3,
     steps: Annotated[int, typer.Option(help="Of training.", min=77)] = 330,
     world_size: Annotated[int, typer.Option(help="Gloo processes.", min=2)] = 2,
+    tasks: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(TASKS),
     out: Annotated[Path, typer.Option(help="Folder of the tables.")] = Path("results/convergence"),
 ) -> None:
     """Prints the table."""
-    table = _compared(_train(list(TASKS), seeds, steps, world_size))
-    summary = _summary(table)
+    out.mkdir(parents=True, exist_ok=True)
+    runs: list[pd.DataFrame] = []
+    for found in _train(_names(tasks), seeds, steps, world_size):
+        runs.append(_compared(found))  # kept at once: the next may be interrupted
+        pd.concat(runs).to_csv(out / "runs.csv", index=False)
+        _summary(pd.concat(runs)).to_csv(out / "summary.csv", index=False)
+    summary = _summary(pd.concat(runs))
     for task, part in summary.groupby("task", sort=False):
         typer.echo(f"\n{task}")
         shown = part.drop(columns="task").sort_values("gap")
         typer.echo(shown.to_string(index=False, float_format="{:.3g}".format))
-    out.mkdir(parents=True, exist_ok=True)
-    table.to_csv(out / "runs.csv", index=False)
-    summary.to_csv(out / "summary.csv", index=False)
     typer.echo(f"\nwrote {out / 'summary.csv'} and runs.csv")
 
 

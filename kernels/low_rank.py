@@ -7,15 +7,14 @@ of a bucket are worked on in one call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import _cpu, _cuda
+from ._matrices import Matrices, runs_of
 from ._op import check, op
 
 __all__ = [
@@ -29,98 +28,7 @@ __all__ = [
 ]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_ROWS, _SEGMENT, _CHUNK, _TILE = 8, 512, 64, 64  # as in low_rank.h and low_rank.cu
 _DEAD, _VANISHED = 2.0**-19, 2.0**-64  # of norms, of their squares
-
-
-class Matrices:
-    """Where the matrices of a bucket lie, and their factors among all of them, in their order.
-
-    Args:
-        places: (offset in the bucket, rows, columns, rank) of each.
-
-    Attributes:
-        left_numel, right_numel: entries of all left factors, and of all right ones.
-
-    Example:
-        >>> matrices = Matrices([(0, 512, 256, 4)])
-        >>> matrices.left_numel, matrices.right_numel
-        (2048, 1024)
-    """
-
-    def __init__(self, places: Sequence[tuple[int, int, int, int]]) -> None:
-        lefts = [0, *accumulate(rank * rows for _, rows, _, rank in places)]
-        rights = [0, *accumulate(rank * columns for _, _, columns, rank in places)]
-        self.left_numel, self.right_numel = lefts[-1], rights[-1]
-        rows, task, sums = [], [0, 0], [0, 0]
-        for place, left, right in zip(places, lefts, rights, strict=False):
-            _, n, m, rank = place
-            segments, chunks = -(-m // _SEGMENT), -(-n // _CHUNK)
-            rows.append((*place, left, right, task[0], sums[0], task[1], sums[1]))
-            task = [task[0] + -(-n // _ROWS) * segments, task[1] + chunks * -(-m // _TILE)]
-            sums = [sums[0] + segments * rank * n, sums[1] + chunks * rank * m]
-        # As struct Matrix in low_rank.h. The last row is the end of everything.
-        end = (max((o + n * m for o, n, m, _ in places), default=0), 0, 0, 0)
-        rows.append((*end, lefts[-1], rights[-1], task[0], sums[0], task[1], sums[1]))
-        self.table = torch.tensor(rows, dtype=torch.int64)
-
-    def __len__(self) -> int:
-        return len(self.table) - 1
-
-
-class _Run(NamedTuple):
-    """Matrices of one shape at constant distances: strided views show all of them at once."""
-
-    matrices: int
-    rows: int
-    columns: int
-    rank: int
-    first: tuple[int, int, int]  # places of the first in the bucket and among the factors
-    distance: tuple[int, int, int]
-
-    def bucket(self, flat: Tensor) -> Tensor:
-        """The matrices in a bucket, shape (matrices, rows, columns)."""
-        return self._view(flat, 0, (self.rows, self.columns))
-
-    def left(self, flat: Tensor) -> Tensor:
-        """Their left factors, shape (matrices, rank, rows)."""
-        return self._view(flat, 1, (self.rank, self.rows))
-
-    def right(self, flat: Tensor) -> Tensor:
-        """Their right factors, shape (matrices, rank, columns)."""
-        return self._view(flat, 2, (self.rank, self.columns))
-
-    def _view(self, flat: Tensor, which: int, shape: tuple[int, int]) -> Tensor:
-        strides = (self.distance[which], shape[1], 1)
-        begin = flat.storage_offset() + self.first[which]
-        return flat.as_strided((self.matrices, *shape), strides, begin)
-
-
-@lru_cache(maxsize=4096)
-def _runs(table: Tensor) -> tuple[_Run, ...]:
-    alike: dict[tuple[int, int, int], list[tuple[int, int, int]]] = {}
-    for offset, rows, columns, rank, left, right in table[:-1, :6].tolist():
-        alike.setdefault((rows, columns, rank), []).append((offset, left, right))
-    return tuple(
-        _Run(len(part), *shape, part[0], _step(part[0], part[1]) if len(part) > 1 else (0, 0, 0))
-        for shape, places in alike.items()
-        for part in _stretches(places)
-    )
-
-
-def _step(a: tuple[int, int, int], b: tuple[int, int, int]) -> tuple[int, int, int]:
-    return (b[0] - a[0], b[1] - a[1], b[2] - a[2])
-
-
-def _stretches(places: list[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
-    """Splits places into stretches of constant distance, from the left."""
-    part: list[tuple[int, int, int]] = []
-    for place in places:
-        if len(part) > 1 and _step(part[-1], place) != _step(part[0], part[1]):
-            yield part
-            part = []
-        part.append(place)
-    yield part
 
 
 # What users call -------------------------------------------------------------------------------
@@ -258,7 +166,7 @@ def multiply_right_op(
     right: Tensor,
     left: Tensor,
 ) -> None:
-    for run in _runs(table):
+    for run in runs_of(table):
         source = run.bucket(x).to(left.dtype)
         if residual is not None:
             source = source + run.bucket(residual)
@@ -269,21 +177,21 @@ def multiply_right_op(
 
 @op("multiply_left(Tensor x, Tensor table, Tensor left, Tensor(a!) right) -> ()")
 def multiply_left_op(x: Tensor, table: Tensor, left: Tensor, right: Tensor) -> None:
-    for run in _runs(table):
+    for run in runs_of(table):
         source = run.bucket(x).to(right.dtype)
         run.right(right).copy_(torch.bmm(run.left(left), source))
 
 
 @op("expand(Tensor left, Tensor right, Tensor table, bool subtract, Tensor(a!) out) -> ()")
 def expand_op(left: Tensor, right: Tensor, table: Tensor, subtract: bool, out: Tensor) -> None:
-    for run in _runs(table):
+    for run in runs_of(table):
         target, product = run.bucket(out), torch.bmm(run.left(left).mT, run.right(right))
         target.copy_(target.to(product.dtype) - product if subtract else product)
 
 
 @op("orthonormalize(Tensor(a!) left, Tensor table) -> ()")
 def orthonormalize_op(left: Tensor, table: Tensor) -> None:
-    for run in _runs(table):
+    for run in runs_of(table):
         rows = run.left(left)
         done: list[Tensor] = []
         for k in range(run.rank):
@@ -300,7 +208,7 @@ def orthonormalize_op(left: Tensor, table: Tensor) -> None:
 
 @op("unit_rows(Tensor(a!) right, Tensor fresh, Tensor table) -> ()")
 def unit_rows_op(right: Tensor, fresh: Tensor, table: Tensor) -> None:
-    for run in _runs(table):
+    for run in runs_of(table):
         rows, new = run.right(right), run.right(fresh)
         norms = torch.linalg.vector_norm(rows, dim=2, keepdim=True, dtype=torch.float64)
         dead = norms <= norms.amax(dim=1, keepdim=True) * _DEAD

@@ -21,7 +21,6 @@ __all__ = [
     "draw",
     "fits",
     "fresh_factors",
-    "poison",
     "random_factors",
     "separate_total",
 ]
@@ -78,11 +77,6 @@ def fresh_factors(factors: Layout, seed: int, device: torch.device, dtype: torch
     """What dead rows are replaced by: random, the same on every rank, the same every time."""
     like = torch.empty(0, device=device, dtype=dtype)
     return random_factors(factors, Context(Memory(), like, seed=seed), 0, like)
-
-
-def poison(finite: Tensor) -> Tensor:
-    """0 if finite, else NaN: added to a factor, it makes every entry of the product NaN."""
-    return torch.where(finite, 0.0, float("nan"))
 
 
 def fits(output: Tensor) -> Tensor | bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 from commhooks._packed import dense_exchange
 from commhooks._registry import register_scheme
 from commhooks._scheme import Context, Exchanged, Scheme, SchemeExchange
+from commhooks._work import poison
 from commhooks.kernels import (
     all_finite,
     decode_low_rank,
@@ -25,7 +26,6 @@ from commhooks.schemes._low_rank import (
     compute_dtype,
     draw,
     fits,
-    poison,
     separate_total,
 )
 from commhooks.schemes._low_rank_plan import Plan, as_matrix, compressed_rank, plan_bucket

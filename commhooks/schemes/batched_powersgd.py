@@ -13,6 +13,7 @@ from commhooks._memory import Layout
 from commhooks._packed import dense_exchange
 from commhooks._registry import register_scheme
 from commhooks._scheme import Context, Exchanged, Scheme, SchemeExchange
+from commhooks._work import poison
 from commhooks.kernels import Matrices, all_finite, orthonormalize, unit_rows
 from commhooks.schemes._low_rank import (
     check_flag,
@@ -21,7 +22,6 @@ from commhooks.schemes._low_rank import (
     draw,
     fits,
     fresh_factors,
-    poison,
     random_factors,
 )
 from ddp_core import AllReduce

@@ -12,6 +12,7 @@ from torch import Tensor
 from commhooks._packed import dense_exchange
 from commhooks._registry import register_scheme
 from commhooks._scheme import Context, Exchanged, Scheme, SchemeExchange
+from commhooks._work import poison
 from commhooks.kernels import (
     all_finite,
     decode_low_rank,
@@ -29,7 +30,6 @@ from commhooks.schemes._low_rank import (
     draw,
     fits,
     fresh_factors,
-    poison,
     random_factors,
     separate_total,
 )

@@ -10,7 +10,7 @@ from torch import Tensor
 from commhooks._packed import dense_exchange
 from commhooks._registry import register_scheme
 from commhooks._scheme import Context, Exchanged, Scheme, SchemeExchange
-from commhooks._work import Work
+from commhooks._work import Work, poison
 from commhooks.kernels import (
     all_finite,
     gather_random,
@@ -20,7 +20,6 @@ from commhooks.kernels import (
     top_k,
     top_k_sampled,
 )
-from commhooks.schemes._low_rank import poison
 from ddp_core import AllGather, AllReduce
 
 __all__ = ["RandomBlock", "RandomK", "TopK"]

@@ -20,6 +20,7 @@ from commhooks.kernels import (
     unit_rows,
     use_kernels,
 )
+from commhooks.kernels._matrices import runs_of
 from tests.kernels.inputs import CPP, DTYPES, plain, same, tricky
 from tests.kernels.machines import machines, on
 
@@ -232,11 +233,11 @@ def test_unit_rows_replaces_rows_that_vanish(mode):
 
 
 def test_equal_matrices_at_equal_distances_are_one_run():
-    runs = low_rank._runs(MATRICES.table)
+    runs = runs_of(MATRICES.table)
     assert [run.matrices for run in runs] == [3, 1, 1, 1, 1, 1]
     uneven = Matrices([(0, 5, 7, 2), (40, 5, 7, 2), (90, 5, 7, 2), (140, 5, 7, 2)])
-    assert [run.matrices for run in low_rank._runs(uneven.table)] == [2, 2]
-    assert low_rank._runs(Matrices([]).table) == ()
+    assert [run.matrices for run in runs_of(uneven.table)] == [2, 2]
+    assert runs_of(Matrices([]).table) == ()
 
 
 def test_no_matrices_are_no_work():
