@@ -30,6 +30,7 @@ from commhooks._wrappers import (
     DelayedStart,
     ErrorFeedback,
     FlushResidual,
+    PeriodicDense,
     Scaled,
 )
 from commhooks.classic import (
@@ -90,6 +91,7 @@ __all__ = [
     "PackedCodec",
     "PayloadError",
     "PerParameter",
+    "PeriodicDense",
     "PostLocalSGDState",
     "PowerSGD",
     "PowerSGDState",

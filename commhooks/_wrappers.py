@@ -18,6 +18,7 @@ __all__ = [
     "DelayedStart",
     "ErrorFeedback",
     "FlushResidual",
+    "PeriodicDense",
     "Scaled",
     "Wrapper",
     "any_error",
@@ -336,6 +337,48 @@ class DelayedStart(Wrapper):
         if scheme is self.scheme and keeps_residual(self.before):
             scheme = flushing(scheme)
         return (yield from scheme.exchange(grad, ctx))
+
+
+@dataclass(frozen=True)
+class PeriodicDense(Wrapper):
+    """Exchanges every so many steps densely, with all that error feedback has held back.
+
+    Bounds how late anything arrives, and how long an approximation can mislead, for
+    ``1 / every`` of the dense bytes.
+
+    Args:
+        scheme: runs in all other steps.
+        every: a dense step comes every so many; 2 or more.
+
+    Example:
+        >>> hook = register(ddp_model, PeriodicDense(make("onebit"), every=50))
+    """
+
+    scheme: Scheme
+    every: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 2:
+            raise ValueError(
+                f"PeriodicDense(every=...) is a number of steps, 2 or more, got {self.every!r}"
+            )
+
+    @property
+    def rounds(self) -> int:  # type: ignore[override]
+        return max(1, self.scheme.rounds)
+
+    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
+        if (ctx.step + 1) % self.every:
+            return (yield from self.scheme.exchange(grad, ctx))
+        if keeps_residual(self.scheme):
+            memory, layout = ctx.memory, ctx.layout
+            dtype = torch.promote_types(grad.dtype, torch.float32)
+            residual = memory.read(RESIDUAL, layout, device=grad.device, dtype=dtype)
+            grad.add_(residual.to(grad.dtype))
+            empty = memory.scratch(RESIDUAL, layout, like=residual)
+            memory.write(RESIDUAL, layout, empty.zero_())
+        return (yield from Dense().exchange(grad, ctx))
 
 
 @dataclass(frozen=True)

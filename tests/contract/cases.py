@@ -15,6 +15,7 @@ from commhooks import (
     Codec,
     ErrorFeedback,
     Layout,
+    PeriodicDense,
     PerParameter,
     Rule,
     Scheme,
@@ -65,6 +66,7 @@ VARIANTS: dict[str, Callable[[str], Scheme]] = {
     "ef21": lambda name: EF21(commhooks.make(name, error_feedback=False), momentum=0.5),
     "two_phase": lambda name: _two_phase(commhooks.make(name, error_feedback=False)),
     "start_step": lambda name: commhooks.make(name, start_step=START_STEP),
+    "periodic_dense": lambda name: PeriodicDense(commhooks.make(name), every=3),
     "coalesce": lambda name: commhooks.make(name, coalesce=True),
     "per_parameter": lambda name: PerParameter(
         [
