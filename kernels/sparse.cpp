@@ -199,7 +199,7 @@ EXPORT(top_k_sampled)(i64 dtype, const void* x, i64 n, i64 k, i64 place, int* in
         const i64 size = std::min(n, kFew);
         u32 bound = k ? 0 : 0x80000000u;
         if (k && place < size) {
-            for (i64 i = 0; i < size; ++i) scratch[i] = magnitude(from.one(i * (n / size)));
+            for (i64 i = 0; i < size; ++i) scratch[i] = magnitude(from.one(i * n / size));
             std::nth_element(scratch, scratch + place - 1, scratch + size,
                              [](u32 a, u32 b) { return a > b; });
             bound = scratch[place - 1];

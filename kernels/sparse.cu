@@ -81,12 +81,12 @@ __global__ void sample(const T* x, const float* residual, i64 n, i64 k, i64 plac
     Work& work = *(Work*)memory;
     const Entries<T> from = {x, residual, nullptr, n};
     for (int i = (int)threadIdx.x; i < 3 * kBins; i += kThreads) (&work.histogram[0][0])[i] = 0;
-    const i64 size = n < kSample ? n : kSample, stride = n / size;
+    const i64 size = n < kSample ? n : kSample;
     u32 keys[kEach];
 #pragma unroll
     for (int j = 0; j < kEach; ++j) {
         const i64 i = (i64)j * kThreads + threadIdx.x;
-        keys[j] = i < size ? magnitude(first_read(from, i * stride)) : 0u;
+        keys[j] = i < size ? magnitude(first_read(from, i * n / size)) : 0u;
     }
     u32 bound = 0;
     for (u32 bit = 1u << 30; bit && place < size; bit >>= 1) {
