@@ -73,7 +73,7 @@ def main(
     for count in track([int(one) for one in hosts.split(",")], "hosts"):
         task = {"turns": turns, "rate": gbit * 1e9}
         rate = f"{gbit * 1000:.0f}mbit"
-        rows = run_on_hosts(__spec__.name, task, hosts=count, rate=rate, timeout=600)
+        rows = run_on_hosts("experiments.line_share", task, hosts=count, rate=rate, timeout=600)
         table = pd.DataFrame(rows).groupby("collective", sort=False).share
         found = table.quantile([0.25, 0.5, 0.75]).unstack()
         found.columns = pd.Index(["q1", "share", "q3"])
