@@ -247,9 +247,7 @@ def _accumulate(rank: int, world_size: int, config: str) -> tuple[Tensor, Tensor
 
 
 # What it may turn into another level, by the distance of two of the largest.
-LEVELS = {"int4": 2 / 7, "fp8": 1 / 8, "mxfp8": 1 / 8}
-LEVELS |= dict.fromkeys(("int8", "qsgd"), 2 / 127)
-LEVELS |= dict.fromkeys(("onebit", "eden", "drive", "terngrad", "topk"), 1.0)
+LEVELS = {"int4": 2 / 7, "int8": 2 / 127, "onebit": 1.0, "eden": 1.0, "topk": 1.0}
 LEVELS |= dict.fromkeys(("quantization_pertensor", "quantization_perchannel"), 2 / 255)
 
 
