@@ -33,6 +33,8 @@ def outputs(run: Any, x: torch.Tensor, block: int) -> list[torch.Tensor]:
 
 def test_kernels_equal_the_definition():
     for make, n, dtype in itertools.product((tricky, unaligned, plain), (*SIZES, *LARGE), DTYPES):
+        if n > 10_000 and dtype != torch.float32:
+            continue
         for block in BLOCKS if n < 10_000 else BLOCKS[2:]:
             x = make(n, dtype)
             expected = outputs(lambda op, *args: op.definition(*args), x, block)
