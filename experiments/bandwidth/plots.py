@@ -42,7 +42,7 @@ def draw(table: pd.DataFrame, losses: Losses, folder: Path) -> list[Path]:
 
 
 def _colours(hooks: list[str]) -> dict[str, Any]:
-    return {hook: plt.get_cmap("tab10")(i % 10) for i, hook in enumerate(hooks)}
+    return {hook: plt.get_cmap("tab20")(i % 20) for i, hook in enumerate(hooks)}
 
 
 def _legend(figure: Any, axes: Any) -> None:
