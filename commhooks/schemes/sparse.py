@@ -123,7 +123,13 @@ class _Agreed(Scheme):
         values = self.take(x, _kept(self.ratio, n), ctx, residual, left)
         finite = all_finite(x) if left is None else all_finite(left) & all_finite(values)
         values.add_(poison(finite))
-        values = yield AllReduce(values)
+        own = values if left is None else values.clone()
+        request = AllReduce(values)
+        values = yield request
+        if left is not None and request.sent is not None:  # rounded on the way
+            lost = torch.empty_like(left)
+            self.put(own - request.sent, lost, ctx)
+            left.add_(lost)
         finite = all_finite(values)
         mean = ctx.output
         if mean.dtype != values.dtype:

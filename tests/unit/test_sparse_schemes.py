@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from commhooks import ErrorFeedback, RandomBlock, RandomK, Scheme, Simulation, TopK
+from commhooks import Cast, ErrorFeedback, RandomBlock, RandomK, Scheme, Simulation, TopK
 
 N = 2**18
 
@@ -74,3 +74,13 @@ def test_what_is_not_finite_is_seen_though_it_is_not_drawn(scheme: Scheme) -> No
 def test_ratio_is_checked(kind: type[TopK], ratio: float) -> None:
     with pytest.raises(ValueError, match=r"0 < ratio <= 1"):
         kind(ratio)
+
+
+@pytest.mark.parametrize("scheme", [RandomK(0.5), RandomBlock(0.5)])
+def test_feedback_gets_what_a_cast_rounds_away(scheme: Scheme) -> None:
+    # On one rank nothing else is rounded.
+    ranks = Simulation(ErrorFeedback(Cast(scheme, torch.bfloat16)), {"p": (500,)}, world_size=1)
+    grads = [normal(step, 500) for step in range(4)]
+    applied = sum(ranks.step([grad])[0].double() for grad in grads)
+    total = sum(grad.double() for grad in grads)
+    torch.testing.assert_close(applied + ranks.memory(0), total, rtol=0, atol=1e-5)
