@@ -11,6 +11,8 @@ from commhooks._errors import (
     SchemeError,
     UnknownSchemeError,
 )
+from commhooks._feedback import EF21, AveragedFeedback, ErrorFeedback, FlushResidual, Scaled
+from commhooks._hierarchical import Hierarchical
 from commhooks._hook import as_hook, comm_hook
 from commhooks._ledger import Ledger
 from commhooks._make import make
@@ -19,20 +21,13 @@ from commhooks._packed import PackedCodec
 from commhooks._per_parameter import PerParameter, Rule
 from commhooks._register import register, unregister
 from commhooks._registry import names, register_scheme
+from commhooks._schedules import DelayedStart, PeriodicDense
 from commhooks._scheme import Codec, Context, Exchanged, Scheme
 from commhooks._simulation import Simulation
 from commhooks._state import HookState
 from commhooks._two_phase import TwoPhase
 from commhooks._version import __version__
-from commhooks._wrappers import (
-    EF21,
-    Coalesced,
-    DelayedStart,
-    ErrorFeedback,
-    FlushResidual,
-    PeriodicDense,
-    Scaled,
-)
+from commhooks._wrapper import Coalesced
 from commhooks.classic import (
     PostLocalSGDState,
     PowerSGDState,
@@ -50,20 +45,22 @@ from commhooks.classic import (
 )
 from commhooks.schemes.acpsgd import ACPSGD
 from commhooks.schemes.batched_powersgd import BatchedPowerSGD
-from commhooks.schemes.casts import bf16, fp16
-from commhooks.schemes.dense import Dense, Noop, TwoPhaseCast
+from commhooks.schemes.casts import TwoPhaseCast, bf16, fp16
+from commhooks.schemes.dense import Dense, Noop
 from commhooks.schemes.eden import Eden
 from commhooks.schemes.minmax import MinMax, MinMaxPerChannel
 from commhooks.schemes.powersgd import PowerSGD
 from commhooks.schemes.quantized import Blockwise, fp8, int4, int8, mxfp8, onebit
 from commhooks.schemes.random_levels import QSGD, TernGrad
 from commhooks.schemes.sparse import RandomBlock, RandomK, TopK
+from commhooks.schemes.two_level import sdp4bit
 from ddp_core import CollectiveError, MismatchError
 
 __all__ = [
     "ACPSGD",
     "EF21",
     "QSGD",
+    "AveragedFeedback",
     "BatchedPowerSGD",
     "Blockwise",
     "Cast",
@@ -78,6 +75,7 @@ __all__ = [
     "ErrorFeedback",
     "Exchanged",
     "FlushResidual",
+    "Hierarchical",
     "HookNotAttachedError",
     "HookState",
     "Layout",
@@ -134,6 +132,7 @@ __all__ = [
     "quantization_pertensor_hook",
     "register",
     "register_scheme",
+    "sdp4bit",
     "unflatten_state",
     "unregister",
 ]

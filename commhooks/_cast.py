@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from commhooks._feedback import keeps_residual
 from commhooks._scheme import Context, Exchanged, Scheme, SchemeExchange
-from commhooks._wrappers import Wrapper, keeps_residual
+from commhooks._wrapper import Wrapper
 from commhooks.kernels import all_finite, scaled_cast
 from ddp_core import AllReduce, Collective
 

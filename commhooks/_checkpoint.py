@@ -24,7 +24,6 @@ __all__ = ["FORMAT", "VERSION", "flatten_state", "unflatten_state"]
 FORMAT = "commhooks.hook_state"
 VERSION = 1
 _COMMON = ("format", "version", "scheme", "structure", "step", "seed", "world_size")
-_SUMMED = "residual"  # what a change of world size adds up; anything else is equal on all ranks
 
 StateDict = Mapping[str, Any]
 MemoryDict = dict[str, dict[str, Tensor]]
@@ -41,12 +40,15 @@ def structure(scheme: Scheme) -> str:
 
 
 def memory_for_rank(
-    state: StateDict | Sequence[StateDict], rank: int, world_size: int
+    state: StateDict | Sequence[StateDict], rank: int, world_size: int, per_rank: Mapping[str, str]
 ) -> tuple[dict[str, Any], MemoryDict]:
     """The common fields and one rank's memory, from the saved states of one or of all ranks.
 
-    With another world size than saved, the residuals of old rank i go to new rank i modulo the new
-    world size, added up: their sum over ranks stays what it was.
+    With another world size than saved, what is summed (residuals) goes from old rank i to new rank
+    i modulo the new world size, added up: the sum over ranks stays what it was.
+
+    Args:
+        per_rank: by key, what becomes of values that differ between ranks; see ``Scheme.per_rank``.
 
     Raises:
         CheckpointError: not a hook state, of a newer version, incomplete, or of another rank.
@@ -84,28 +86,38 @@ def memory_for_rank(
             f"load_state_dict: saved on {saved_size} ranks, loaded on {world_size}: give the list "
             f"of all {saved_size} states, so that no residual is lost; missing: ranks {missing}"
         )
-    return common, _merge([ranks[old] for old in range(saved_size)], rank, world_size)
+    return common, _merge([ranks[old] for old in range(saved_size)], rank, world_size, per_rank)
 
 
-def _merge(ranks: Sequence[MemoryDict], rank: int, world_size: int) -> MemoryDict:
+def _merge(
+    ranks: Sequence[MemoryDict], rank: int, world_size: int, per_rank: Mapping[str, str]
+) -> MemoryDict:
     merged: MemoryDict = {}
     for key in sorted({key for memory in ranks for key in memory}):
-        if key != _SUMMED:
+        law = per_rank.get(key)
+        if law == "sum":
+            merged[key] = _added(key, ranks[rank::world_size])
+        elif law == "mean":
+            totals = _added(key, ranks)
+            merged[key] = {name: value / len(ranks) for name, value in totals.items()}
+        elif law is None:
             merged[key] = dict(next(memory[key] for memory in ranks if key in memory))
-            continue
-        mine = ranks[rank::world_size]
-        totals: dict[str, Tensor] = {}
-        for memory in mine:
-            for name, value in memory.get(key, {}).items():
-                if name in totals and totals[name].shape != value.shape:
-                    raise CheckpointError(
-                        f"load_state_dict: {key!r} of parameter {name!r} has shape "
-                        f"{tuple(value.shape)} on one rank and {tuple(totals[name].shape)} on "
-                        f"another; are these states of one model?"
-                    )
-                totals[name] = totals[name] + value if name in totals else value.clone()
-        merged[key] = totals
     return merged
+
+
+def _added(key: str, memories: Sequence[MemoryDict]) -> dict[str, Tensor]:
+    """The sums of some ranks' values, by parameter."""
+    totals: dict[str, Tensor] = {}
+    for memory in memories:
+        for name, value in memory.get(key, {}).items():
+            if name in totals and totals[name].shape != value.shape:
+                raise CheckpointError(
+                    f"load_state_dict: {key!r} of parameter {name!r} has shape "
+                    f"{tuple(value.shape)} on one rank and {tuple(totals[name].shape)} on "
+                    f"another; are these states of one model?"
+                )
+            totals[name] = totals[name] + value if name in totals else value.clone()
+    return totals
 
 
 def _check_common(state: object) -> None:

@@ -9,9 +9,11 @@ import torch
 
 from commhooks._cast import Cast
 from commhooks._errors import OptionError
+from commhooks._feedback import ErrorFeedback, Scaled
 from commhooks._registry import build
+from commhooks._schedules import DelayedStart
 from commhooks._scheme import Scheme
-from commhooks._wrappers import Coalesced, DelayedStart, ErrorFeedback, Scaled
+from commhooks._wrapper import Coalesced
 
 __all__ = ["describe", "make"]
 

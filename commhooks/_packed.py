@@ -9,7 +9,7 @@ Never is a partial sum rounded again on a ring: the error would grow with the nu
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -20,7 +20,16 @@ from commhooks._work import Work
 from commhooks.kernels import Stream
 from ddp_core import AllGather, AllReduce, AllToAll, Collective
 
-__all__ = ["Draw", "PackedCodec", "Pattern", "check_pattern", "dense_exchange"]
+__all__ = [
+    "Draw",
+    "PackedCodec",
+    "Pattern",
+    "Shard",
+    "check_pattern",
+    "dense_exchange",
+    "shard_draw",
+    "spans",
+]
 
 Pattern = Literal["two_phase", "all_gather"]
 Rounds = Generator[Collective, Tensor, None]
@@ -59,7 +68,7 @@ def check_pattern(owner: object, pattern: str) -> None:
         )
 
 
-class _Shard(NamedTuple):
+class Shard(NamedTuple):
     """The part of a bucket that one rank sums, and the bytes of its payload."""
 
     begin: int
@@ -129,7 +138,7 @@ class PackedCodec(Scheme):
 
     def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
         n, world_size = grad.numel(), ctx.world_size
-        shards = self._shards(n, world_size if self.pattern == "two_phase" else 1)
+        shards = self.shards(n, world_size if self.pattern == "two_phase" else 1)
         if len(shards) * shards[0].nbytes >= n * grad.element_size():
             return (yield from dense_exchange(grad, ctx))
         work = Work(grad, ctx)
@@ -140,46 +149,89 @@ class PackedCodec(Scheme):
             yield from self._all_gather(work, out, ctx)
         return work.exchanged(out)
 
-    def _shards(self, n: int, count: int) -> list[_Shard]:
-        """``count`` equal shards, multiples of the unit; the last ones may be short or empty."""
-        each = -(-n // (count * self.unit)) * self.unit
-        spans = [(min(i * each, n), min((i + 1) * each, n)) for i in range(count)]
-        return [_Shard(begin, end, self.payload_bytes(end - begin)) for begin, end in spans]
+    def shards(self, n: int, count: int) -> list[Shard]:
+        """``n`` entries in ``count`` shards, equal multiples of the unit; the last may be short."""
+        return self.cut(spans(n, count, self.unit))
+
+    def cut(self, parts: Sequence[tuple[int, int]]) -> list[Shard]:
+        """Shards of these begins and ends."""
+        return [Shard(begin, end, self.payload_bytes(end - begin)) for begin, end in parts]
 
     def _all_gather(self, work: Work, out: Tensor, ctx: Context) -> Rounds:
         payload = out.new_empty(self.payload_bytes(out.numel()), dtype=torch.uint8)
-        draw = _draw(ctx, 0, "worker")
+        draw = shard_draw(ctx, 0, "worker")
         self.pack(work.x, payload, draw, work.residual, work.left)
         gathered = yield AllGather(payload)
         self.unpack(gathered, out, draw, 1.0 / ctx.world_size)
 
-    def _two_phase(self, work: Work, out: Tensor, shards: list[_Shard], ctx: Context) -> Rounds:
-        x, left = work.x, work.left
-        sent = x.new_zeros(len(shards), shards[0].nbytes, dtype=torch.uint8)
-        draws = [_draw(ctx, r, "worker") for r in range(len(shards))]
-        for (begin, end, nbytes), row, draw in zip(shards, sent, draws, strict=True):
+    def _two_phase(self, work: Work, out: Tensor, shards: list[Shard], ctx: Context) -> Rounds:
+        draws = [shard_draw(ctx, r, "worker") for r in range(len(shards))]
+        rows = self.pack_shards(work.x, shards, draws, work.residual, work.left)
+        received = yield AllToAll(rows)
+        again = self.repack_shard(received, shards, ctx.rank, ctx, work.left, ctx.world_size)
+        gathered = yield AllGather(again)
+        self.unpack_shards(gathered, out, shards, draws)
+
+    def pack_shards(
+        self,
+        x: Tensor,
+        shards: list[Shard],
+        draws: list[Draw],
+        residual: Tensor | None,
+        left: Tensor | None,
+    ) -> Tensor:
+        """A row of bytes for each shard of ``x + residual``, all of one length."""
+        rows = x.new_zeros(len(shards), shards[0].nbytes, dtype=torch.uint8)
+        for (begin, end, nbytes), row, draw in zip(shards, rows, draws, strict=True):
             part = slice(begin, end)
-            rest, into = (None if one is None else one[part] for one in (work.residual, left))
+            rest, into = (None if one is None else one[part] for one in (residual, left))
             if begin < end:
                 self.pack(x[part], row[:nbytes], draw, rest, into)
-        received = yield AllToAll(sent)
+        return rows
 
-        begin, end, nbytes = shards[ctx.rank]
-        again = x.new_zeros(shards[0].nbytes, dtype=torch.uint8)
+    def repack_shard(
+        self,
+        received: Tensor,
+        shards: list[Shard],
+        own: int,
+        ctx: Context,
+        left: Tensor | None,
+        weight: int,
+        purpose: str = "",
+    ) -> Tensor:
+        """The bytes of the mean of what came of shard ``own``.
+
+        What that mean lost is this rank's to send, as ``weight`` times as much of its own share,
+        and is added to ``left``.
+        """
+        begin, end, nbytes = shards[own]
+        again = received.new_zeros(shards[0].nbytes)
         if begin < end:
             lost = None if left is None else torch.empty_like(left[begin:end])
+            draw = shard_draw(ctx, own, "server", purpose)
             rows = received[:, :nbytes].contiguous()
-            factor, draw = 1.0 / ctx.world_size, _draw(ctx, ctx.rank, "server")
-            self.repack(rows, again[:nbytes], end - begin, draw, factor, lost)
+            self.repack(rows, again[:nbytes], end - begin, draw, 1.0 / len(rows), lost)
             if left is not None and lost is not None:
-                # What the mean lost is this rank's to send: as n times as much of its own share.
-                left[begin:end].add_(lost, alpha=float(ctx.world_size))
-        gathered = yield AllGather(again)
-        for (begin, end, nbytes), row, draw in zip(shards, gathered, draws, strict=True):
+                left[begin:end].add_(lost, alpha=float(weight))
+        return again
+
+    def unpack_shards(
+        self, rows: Tensor, out: Tensor, shards: list[Shard], draws: list[Draw]
+    ) -> None:
+        """Writes what the rows stand for, shard after shard."""
+        for (begin, end, nbytes), row, draw in zip(shards, rows, draws, strict=True):
             if begin < end:
                 self.unpack(row[None, :nbytes], out[begin:end], draw, 1.0)
 
 
-def _draw(ctx: Context, shard: int, phase: str) -> Draw:
-    noise = ctx.random(f"{phase}/{shard}", shared=False)
-    return Draw(noise, ctx.random(f"{shard}", shared=True), ctx.part(f"{phase}/{shard}"))
+def spans(n: int, count: int, unit: int) -> list[tuple[int, int]]:
+    """Where ``count`` equal multiples of ``unit`` cut ``n`` entries; the last may be short."""
+    each = -(-n // (count * unit)) * unit
+    return [(min(i * each, n), min((i + 1) * each, n)) for i in range(count)]
+
+
+def shard_draw(ctx: Context, shard: int, phase: str, purpose: str = "") -> Draw:
+    """The random streams of a shard's payload; ``shared`` is the same in all phases."""
+    noise = ctx.random(f"{purpose}{phase}/{shard}", shared=False)
+    shared = ctx.random(f"{purpose}{shard}", shared=True)
+    return Draw(noise, shared, ctx.part(f"{purpose}{phase}/{shard}"))

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from commhooks._feedback import flushing, keeps_residual
 from commhooks._memory import Layout
 from commhooks._scheme import Context, Exchanged, Scheme, SchemeExchange
-from commhooks._wrappers import any_error, flushing, keeps_residual, need_scheme
+from commhooks._wrapper import any_error, need_scheme
 from ddp_core import AllReduce, Collective
 
 __all__ = ["PerParameter", "Rule"]

@@ -10,12 +10,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks._errors import HookNotAttachedError, RegistrationError
+from commhooks._feedback import keeps_residual
 from commhooks._hook import comm_hook
 from commhooks._layout import BucketLayout, group_function
 from commhooks._model import find_ddp
 from commhooks._scheme import Scheme
 from commhooks._state import HookState
-from commhooks._wrappers import keeps_residual
 from ddp_core import DistributedDataParallel as CoreDDP
 
 __all__ = ["register", "unregister"]

@@ -7,7 +7,7 @@ remembers lives in ``ctx.memory``, and it neither knows nor cares which driver r
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Hashable, Iterator
+from collections.abc import Generator, Hashable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -141,6 +141,9 @@ class Scheme:
         averages: returns the average over ranks (False: no-op and local schemes).
         adds_residual: adds ``ctx.residual`` to the gradient itself, in the pass that encodes it,
             and returns ``ctx.unsent`` as ``unsent``.
+        per_rank: keys of its memory that differ between ranks, and what becomes of their values
+            on another number of ranks: "sum" (the sum over ranks stays), "mean", or "drop". All
+            others are equal on all ranks.
     """
 
     rounds: int = 1
@@ -150,6 +153,7 @@ class Scheme:
     stateful: bool = False
     averages: ClassVar[bool] = True
     adds_residual: ClassVar[bool] = False
+    per_rank: ClassVar[Mapping[str, str]] = {}
     coalesce: bool = False
 
     def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:

@@ -17,14 +17,15 @@ from commhooks import _checkpoint
 from commhooks._coalesce import Coalescer
 from commhooks._engine import Engine
 from commhooks._errors import CheckpointError, HookNotAttachedError, RegistrationError
+from commhooks._feedback import RESIDUAL, FlushResidual, keeps_residual
 from commhooks._handshake import handshake
+from commhooks._hierarchical import Hierarchical
 from commhooks._ledger import Ledger
 from commhooks._make import describe, make
 from commhooks._memory import Layout
 from commhooks._model import Parameters, find_owner
-from commhooks._scheme import Scheme
+from commhooks._scheme import Scheme, walk
 from commhooks._version import __version__
-from commhooks._wrappers import RESIDUAL, FlushResidual, keeps_residual
 from ddp_core import DistributedDataParallel as CoreDDP
 from ddp_core import Drivers, Exchange, RoundRecord, Task
 
@@ -251,8 +252,14 @@ class HookState:
             )
         self._bind()
         engine = self._engine
-        common, memory = _checkpoint.memory_for_rank(state, engine.rank, engine.world_size)
         scheme = engine.scheme
+        # A residual sums whatever runs now: it may be flushed.
+        per_rank = {RESIDUAL: "sum"}
+        for one in walk(scheme):
+            per_rank |= one.per_rank
+        common, memory = _checkpoint.memory_for_rank(
+            state, engine.rank, engine.world_size, per_rank
+        )
         if isinstance(scheme, FlushResidual):
             scheme = scheme.scheme
         own = _checkpoint.structure(scheme)
@@ -432,6 +439,11 @@ class HookState:
             "torch version": str(torch.__version__),
             "seed": self._engine.seed,
             "step": self.step,
+            "ranks of a node": [
+                one.node_size(self._engine.world_size)
+                for one in walk(scheme)
+                if isinstance(one, Hierarchical)
+            ],
             "parameters": [
                 f"{name} {tuple(shape)} {dtype}" for name, shape, dtype, _ in self._parameters
             ],

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from commhooks._feedback import AveragedFeedback, ErrorFeedback, Scaled, keeps_residual
 from commhooks._memory import Layout
 from commhooks._scheme import Scheme
 from commhooks._simulation import Simulation
-from commhooks._wrappers import ErrorFeedback, Scaled, keeps_residual
 
 __all__ = ["LAWS", "LawBroken", "Verdict", "check_scheme"]
 
@@ -117,7 +117,7 @@ def _same_memory(a: Simulation, b: Simulation) -> bool:
 
 def _bare(scheme: Scheme) -> Scheme:
     """Without error feedback around it."""
-    while isinstance(scheme, (ErrorFeedback, Scaled)):
+    while isinstance(scheme, (AveragedFeedback, ErrorFeedback, Scaled)):
         scheme = scheme.scheme
     return scheme
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from commhooks._memory import Layout
 from commhooks._scheme import Context, Scheme, SchemeExchange
 from commhooks._simulation import Simulation
-from commhooks._wrappers import Wrapper
+from commhooks._wrapper import Wrapper
 
 if TYPE_CHECKING:
     import pandas as pd

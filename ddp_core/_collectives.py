@@ -77,6 +77,26 @@ class Collective:
         return (self.name, tuple(self.tensor.shape), self.tensor.dtype)
 
 
+class _Among(Collective):
+    """A collective of all ranks, or of those among ``ranks``.
+
+    All ranks of the group ask for it at the same time, each with the ranks of its own part.
+    """
+
+    def __init__(self, tensor: Tensor, ranks: Sequence[int] | None = None) -> None:
+        super().__init__(tensor)
+        self.ranks = ranks
+
+    def like(self, tensor: Tensor) -> Collective:
+        return type(self)(tensor, self.ranks)
+
+    def signature(self) -> tuple[Any, ...]:
+        return (*super().signature(), None if self.ranks is None else len(self.ranks))
+
+    def _size(self, world_size: int) -> int:
+        return world_size if self.ranks is None else len(self.ranks)
+
+
 class AllReduce(Collective):
     """Reduces ``tensor`` over all ranks, in place; ``op`` is "mean" (default), "sum" or "max".
 
@@ -122,20 +142,24 @@ class AllReduce(Collective):
         return (*super().signature(), self.op)
 
 
-class AllGather(Collective):
-    """Gathers ``tensor`` of every rank; the result has shape ``(world_size, *tensor.shape)``."""
+class AllGather(_Among):
+    """Gathers ``tensor`` of every rank; the result has shape ``(ranks, *tensor.shape)``.
+
+    Args:
+        ranks: only among these, this one's part of all ranks; see :class:`AllToAll`.
+    """
 
     name = "all_gather"
 
     def wire_nbytes(self, world_size: int) -> float:
-        return self.payload_nbytes * (world_size - 1)
+        return self.payload_nbytes * (self._size(world_size) - 1)
 
     def issue(self, group: dist.ProcessGroup) -> dist.Work | Pairs:
-        flat = self.tensor.contiguous().view(-1)
-        self._result = flat.new_empty((group.size(), *self.tensor.shape))
-        if on_gloo(group, flat):
-            rows = self._result.view(group.size(), flat.numel()).unbind()
-            return exchange_pairs([flat] * group.size(), rows, group)
+        flat, size = self.tensor.contiguous().view(-1), self._size(group.size())
+        self._result = flat.new_empty((size, *self.tensor.shape))
+        if self.ranks is not None or on_gloo(group, flat):
+            rows = self._result.view(size, flat.numel()).unbind()
+            return exchange_pairs([flat] * size, rows, group, self.ranks)
         work: dist.Work = _all_gather(self._result.view(-1), flat, group=group, async_op=True)
         return work
 
@@ -144,31 +168,40 @@ class AllGather(Collective):
 
     @classmethod
     def combine(cls, requests: Sequence[AllGather]) -> list[Tensor]:
-        gathered = torch.stack([request.tensor for request in requests])
-        return [gathered.clone() for _ in requests]
+        everyone = range(len(requests))
+        return [
+            torch.stack([requests[rank].tensor for rank in request.ranks or everyone])
+            for request in requests
+        ]
 
 
-class AllToAll(Collective):
-    """Sends row i of ``tensor`` (shape ``(world_size, ...)``) to rank i.
+class AllToAll(_Among):
+    """Sends row i of ``tensor`` (shape ``(ranks, ...)``) to rank i.
 
     Row j of the result is what rank j sent.
+
+    Args:
+        ranks: only among these, this one's part of all ranks, in an order that all of them know;
+            rows count them. Every rank of the group asks for the collective, with its own part.
     """
 
     name = "all_to_all"
 
     def wire_nbytes(self, world_size: int) -> float:
-        return self.payload_nbytes * (world_size - 1) / world_size
+        size = self._size(world_size)
+        return self.payload_nbytes * (size - 1) / size
 
     def issue(self, group: dist.ProcessGroup) -> dist.Work | Pairs:
-        if self.tensor.shape[0] != group.size():
+        size = self._size(group.size())
+        if self.tensor.shape[0] != size:
             raise ValueError(
-                f"AllToAll(tensor) needs one row per rank: {group.size()} ranks, "
+                f"AllToAll(tensor) needs one row per rank: {size} ranks, "
                 f"got shape {tuple(self.tensor.shape)}"
             )
         source = self.tensor.contiguous()
         self._result = torch.empty_like(source)
-        if on_gloo(group, source):
-            return exchange_pairs(source.unbind(), self._result.unbind(), group)
+        if self.ranks is not None or on_gloo(group, source):
+            return exchange_pairs(source.unbind(), self._result.unbind(), group, self.ranks)
         work: dist.Work = dist.all_to_all_single(
             self._result.view(-1), source.view(-1), group=group, async_op=True
         )
@@ -179,8 +212,13 @@ class AllToAll(Collective):
 
     @classmethod
     def combine(cls, requests: Sequence[AllToAll]) -> list[Tensor]:
-        ranks = range(len(requests))
-        return [torch.stack([requests[source].tensor[rank] for source in ranks]) for rank in ranks]
+        everyone = range(len(requests))
+        results = []
+        for rank, request in enumerate(requests):
+            ranks = request.ranks or everyone
+            place = ranks.index(rank)
+            results.append(torch.stack([requests[source].tensor[place] for source in ranks]))
+        return results
 
 
 class ReduceScatter(Collective):

@@ -17,11 +17,12 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from commhooks._errors import CheckpointError, RegistrationError
+from commhooks._feedback import ErrorFeedback
 from commhooks._handshake import handshake
 from commhooks._model import ddp_models
+from commhooks._schedules import DelayedStart
 from commhooks._scheme import Scheme
 from commhooks._state import HookState
-from commhooks._wrappers import DelayedStart, ErrorFeedback
 from commhooks.classic._launch import (
     BucketFuture,
     Launcher,

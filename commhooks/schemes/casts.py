@@ -1,32 +1,95 @@
-"""The 16-bit schemes by name: fp16 and bf16, summed in 16 bits or in 32."""
+"""The 16-bit schemes: fp16 and bf16, summed in 16 bits or in 32."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+from torch import Tensor
 
 from commhooks._cast import Cast
+from commhooks._packed import Draw, PackedCodec
 from commhooks._registry import register_scheme
 from commhooks._scheme import Scheme
-from commhooks.schemes.dense import Dense, TwoPhaseCast
+from commhooks.kernels import scaled_cast
+from commhooks.schemes.dense import Dense
 
-__all__ = ["bf16", "fp16"]
+__all__ = ["TwoPhaseCast", "bf16", "fp16"]
+
+
+@dataclass(frozen=True)
+class TwoPhaseCast(PackedCodec):
+    """Averages with 16 bits on the wire and 32 in the sum.
+
+    Each rank sums one share of the bucket: all-to-all of the cast gradient, sum in float32,
+    all-gather of the cast mean. The error is two roundings, however many ranks there are; a
+    16-bit ring sum rounds once a rank. What travels is divided by the number of ranks.
+
+    Args:
+        dtype: what travels: ``torch.float16`` or ``torch.bfloat16``; ``torch.float32`` is for the
+            ranks of a node in :class:`Hierarchical`.
+        stochastic: rounds up or down at random, right on average.
+    """
+
+    dtype: torch.dtype = torch.bfloat16
+    stochastic: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            raise ValueError(
+                f"TwoPhaseCast(dtype=...) is float16, bfloat16 or float32, got {self.dtype}"
+            )
+
+    def payload_bytes(self, n: int) -> int:
+        return -(-n * self.dtype.itemsize // 16) * 16
+
+    def pack(
+        self,
+        x: Tensor,
+        payload: Tensor,
+        draw: Draw,
+        residual: Tensor | None = None,
+        left: Tensor | None = None,
+    ) -> None:
+        ranks = draw.ctx.world_size
+        c = x if residual is None else x + residual
+        narrow = payload.view(self.dtype)[: x.numel()]
+        if self.stochastic and self.dtype != torch.float32:
+            # Divided before the cast: a float16 share of a large gradient would overflow.
+            scaled_cast(c.to(torch.float32), 1.0 / ranks, narrow, stream=draw.noise)
+        else:
+            scaled_cast(c, 1.0 / ranks, narrow)
+        if left is not None:
+            torch.sub(c, narrow.to(torch.float32), alpha=float(ranks), out=left)
+
+    def unpack(self, payloads: Tensor, out: Tensor, draw: Draw, factor: float) -> None:
+        rows = payloads.contiguous().view(self.dtype)[:, : out.numel()]
+        total = rows.sum(0, dtype=torch.float32)
+        out.copy_(total.mul_(factor * draw.ctx.world_size))
+
+
+def _sixteen_bits(dtype: torch.dtype, fp32_sum: bool, stochastic: bool) -> Scheme:
+    if fp32_sum or stochastic:
+        return TwoPhaseCast(dtype, stochastic)
+    return Cast(Dense(), dtype)
 
 
 @register_scheme("fp16")
-def fp16(*, fp32_sum: bool = False) -> Scheme:
+def fp16(*, fp32_sum: bool = False, stochastic: bool = False) -> Scheme:
     """Averages in float16: half the bytes; divides before the cast.
 
     Args:
         fp32_sum: sum in float32 (all-to-all, sum, all-gather) instead of in float16 along a ring.
+        stochastic: round up or down at random, right on average; sums in float32.
     """
-    return TwoPhaseCast(torch.float16) if fp32_sum else Cast(Dense(), torch.float16)
+    return _sixteen_bits(torch.float16, fp32_sum, stochastic)
 
 
 @register_scheme("bf16")
-def bf16(*, fp32_sum: bool = False) -> Scheme:
+def bf16(*, fp32_sum: bool = False, stochastic: bool = False) -> Scheme:
     """Averages in bfloat16: half the bytes, the range of float32, 8 significant bits.
 
     Args:
-        fp32_sum: sum in float32 (all-to-all, sum, all-gather) instead of in bfloat16 along a ring.
+        fp32_sum, stochastic: as for fp16.
     """
-    return TwoPhaseCast(torch.bfloat16) if fp32_sum else Cast(Dense(), torch.bfloat16)
+    return _sixteen_bits(torch.bfloat16, fp32_sum, stochastic)

@@ -145,9 +145,9 @@ def test_mean_of_sent_is_the_mean(case: Case, world_size: int) -> None:
 
 @every_case
 def test_rounds_is_the_most_collectives_of_a_bucket(case: Case) -> None:
-    ranks, most = simulation(case, 2), 0
+    ranks, most = simulation(case, 4), 0
     for step in range(STEPS):
-        ranks.step(gradients(2, step))
+        ranks.step(gradients(4, step))
         most = max(most, len(ranks.requests))
         ranks.requests.clear()
     if case.variant == "per_parameter":  # may share messages

@@ -239,7 +239,7 @@ def _switch_back_and_forth(rank: int, world_size: int, config: str, pause: str) 
     return applied, wanted, held
 
 
-@pytest.mark.parametrize("config", STATEFUL)
+@pytest.mark.parametrize("config", [name for name in STATEFUL if name != "sdp4bit"])
 def test_the_residual_is_flushed_by_the_first_step_after_a_switch(config):
     results = run_ranks(_switch_back_and_forth, 2, config, "none")
     assert equal_bits([applied for applied, _, _ in results])

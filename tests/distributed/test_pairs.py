@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import commhooks
 from ddp_core import AllGather, AllToAll
 from ddp_core._pairs import Pairs, on_gloo
 from tests.distributed.harness import run_ranks
+from tests.distributed.training import batch, ddp, equal_bits, mlp, outcome, parameters
 
 SHAPES = ((), (0,), (1,), (1001,), (3, 5))
 
@@ -42,6 +45,60 @@ def _exchange(rank: int, world_size: int) -> list[bool]:
 def test_rows_arrive_where_they_belong(world_size: int) -> None:
     for right in run_ranks(_exchange, world_size):
         assert all(right)
+
+
+def _parts(rank: int, world_size: int) -> list[list[int]]:
+    """What came by both collectives, in each of two ways to part four ranks."""
+    group = dist.group.WORLD
+    assert group is not None
+    came = []
+    for ranks in (range(rank // 2 * 2, rank // 2 * 2 + 2), range(rank % 2, 4, 2)):
+        requests = (
+            AllGather(torch.tensor([rank]), ranks),
+            AllToAll(torch.tensor([[10 * rank], [10 * rank + 1]]), ranks),
+        )
+        for request in requests:
+            request.issue(group).wait()
+            came.append(request.result().flatten().tolist())
+    return came
+
+
+def test_parts_of_the_ranks_exchange_among_themselves() -> None:
+    assert run_ranks(_parts, 4) == [
+        [[0, 1], [0, 10], [0, 2], [0, 20]],
+        [[0, 1], [1, 11], [1, 3], [10, 30]],
+        [[2, 3], [20, 30], [0, 2], [1, 21]],
+        [[2, 3], [21, 31], [1, 3], [11, 31]],
+    ]
+
+
+def _two_levels(rank: int, world_size: int) -> torch.Tensor:
+    model = ddp(mlp())
+    hook = commhooks.register(model, "sdp4bit", local_size=2, between_block=64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(6):
+        optimizer.zero_grad()
+        x = batch(step, rank, 8, 16)
+        (model(x) - x.roll(1, 1)).square().mean().backward()
+        optimizer.step()
+    assert hook.report()["round"].max() == 3
+    return parameters(model)
+
+
+def test_two_levels_of_four_ranks_agree_bit_for_bit() -> None:
+    assert equal_bits(run_ranks(_two_levels, 4))
+
+
+def _other_nodes(rank: int, world_size: int) -> Any:
+    os.environ["LOCAL_WORLD_SIZE"] = "2" if rank else "4"
+    return outcome(commhooks.register, ddp(mlp()), "sdp4bit")
+
+
+def test_ranks_that_count_nodes_differently_are_told() -> None:
+    for error in run_ranks(_other_nodes, 4):
+        assert error is not None
+        assert error[0] == "MismatchError"
+        assert "ranks of a node" in error[1]
 
 
 def _many(rank: int, world_size: int) -> list[int]:

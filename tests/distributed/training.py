@@ -30,11 +30,12 @@ STATEFUL: dict[str, tuple[str, dict[str, Any]]] = {
     "int4": ("int4", {"block": 64}),
     "onebit": ("onebit", {"block": 64}),
     "topk": ("topk", {"ratio": 0.1}),
+    "sdp4bit": ("sdp4bit", {"local_size": 2, "inside_block": 64, "between_block": 64}),
 }
 # They work on a bucket as a whole, so that its size is part of the arithmetic.
-BY_BUCKET = {"batched", "int4", "onebit", "topk"}
+BY_BUCKET = {"batched", "int4", "onebit", "sdp4bit", "topk"}
 # They send as others do and differ in arithmetic only, which tests/contract goes through.
-ALIKE = {"drive", "fp8", "mxfp8", "qsgd", "random_block", "terngrad"}
+ALIKE = {"drive", "fp8", "mxfp8", "qsgd", "random_block", "sdp4bit", "terngrad"}
 # With feedback the sum over steps is exact, at random levels too.
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     **{

@@ -28,6 +28,7 @@ from commhooks._checkpoint import FORMAT, VERSION, check_memory, memory_for_rank
 
 SHAPES = {"weight": torch.Size([6, 5]), "bias": torch.Size([6])}
 SCHEME = ErrorFeedback(PowerSGD(rank=1, min_compression_rate=0))
+PER_RANK = SCHEME.per_rank
 
 
 def residual(rank: int) -> dict[str, Tensor]:
@@ -103,26 +104,26 @@ def test_a_damaged_or_foreign_state_is_refused_and_left_alone(which: str) -> Non
     given = damage(saved())
     before = copy.deepcopy(given)
     with pytest.raises(CheckpointError, match=message):
-        memory_for_rank(given, 0, 1)
+        memory_for_rank(given, 0, 1, PER_RANK)
     if isinstance(given, dict):
         assert same(given, before)
 
 
 def test_every_rank_needs_its_own_file() -> None:
     with pytest.raises(CheckpointError, match="this is rank 1, the state given is of rank 0"):
-        memory_for_rank(saved(0, 2), 1, 2)
+        memory_for_rank(saved(0, 2), 1, 2, PER_RANK)
 
 
 def test_another_world_size_needs_all_files() -> None:
     with pytest.raises(CheckpointError, match=r"missing: ranks \[1, 2\]"):
-        memory_for_rank([saved(0, 3), saved(0, 3)], 0, 2)
+        memory_for_rank([saved(0, 3), saved(0, 3)], 0, 2, PER_RANK)
 
 
 def test_ranks_of_unlike_models_are_not_added_up() -> None:
     other = saved(1, 2)
     other["rank1"]["memory"]["residual"]["bias"] = torch.ones(2)
     with pytest.raises(CheckpointError, match="bias"):
-        memory_for_rank([saved(0, 2), other], 0, 1)
+        memory_for_rank([saved(0, 2), other], 0, 1, PER_RANK)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +147,7 @@ def test_memory_that_does_not_fit_is_refused(
 
 
 def test_memory_that_fits_is_taken() -> None:
-    _, memory = memory_for_rank(saved(), 0, 1)
+    _, memory = memory_for_rank(saved(), 0, 1, PER_RANK)
     check_memory(memory, SCHEME, SHAPES)
 
 
@@ -182,7 +183,7 @@ def test_settings_do_not_make_another_structure_and_nesting_does() -> None:
 def test_the_same_ranks_get_their_own_back() -> None:
     for rank in range(3):
         for state in (saved(rank, 3), [saved(i, 3) for i in range(3)]):
-            common, memory = memory_for_rank(state, rank, 3)
+            common, memory = memory_for_rank(state, rank, 3, PER_RANK)
             assert common["step"] == 7
             assert same(memory["residual"], residual(rank))
 
@@ -191,7 +192,7 @@ def test_the_same_ranks_get_their_own_back() -> None:
 def test_another_world_size_keeps_the_sum_of_residuals(old: int, new: int) -> None:
     states = [saved(rank, old) for rank in range(old)]
     before = copy.deepcopy(states)
-    memories = [memory_for_rank(states, rank, new)[1] for rank in range(new)]
+    memories = [memory_for_rank(states, rank, new, PER_RANK)[1] for rank in range(new)]
     for name, shape in SHAPES.items():
         zero = torch.zeros(shape)
         total = sum((memory["residual"].get(name, zero) for memory in memories), zero)
@@ -204,8 +205,8 @@ def test_another_world_size_keeps_the_sum_of_residuals(old: int, new: int) -> No
 
 def test_one_merged_state_of_all_ranks_serves_every_rank() -> None:
     merged = {**saved(0, 2), "rank1": saved(1, 2)["rank1"]}
-    assert same(memory_for_rank(merged, 1, 2)[1]["residual"], residual(1))
-    total = memory_for_rank(merged, 0, 1)[1]["residual"]["bias"]
+    assert same(memory_for_rank(merged, 1, 2, PER_RANK)[1]["residual"], residual(1))
+    total = memory_for_rank(merged, 0, 1, PER_RANK)[1]["residual"]["bias"]
     assert torch.equal(total, torch.full((6,), 3.0))
 
 

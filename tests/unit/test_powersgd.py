@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from commhooks._cast import Cast
+from commhooks._feedback import ErrorFeedback
 from commhooks._memory import Layout, Memory
 from commhooks._scheme import Context, Exchanged, Scheme
-from commhooks._wrappers import ErrorFeedback
 from commhooks.kernels import use_kernels
 from commhooks.schemes._low_rank_plan import _runs
 from commhooks.schemes.batched_powersgd import KEY as BATCHED_KEY

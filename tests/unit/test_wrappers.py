@@ -30,8 +30,8 @@ from commhooks import (
     Simulation,
     _cast,
 )
+from commhooks._feedback import RESIDUAL, keeps_residual
 from commhooks._scheme import SchemeExchange
-from commhooks._wrappers import RESIDUAL, keeps_residual
 from ddp_core import AllReduce
 
 SHAPES = {"weight": (12, 10), "bias": (12,), "head": (12, 10)}

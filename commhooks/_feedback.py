@@ -1,88 +1,37 @@
-"""Schemes around a scheme: error feedback, delayed start, coalescing."""
+"""Error feedback, in its forms: what a step did not send is not lost."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from commhooks._memory import Layout
 from commhooks._scheme import Context, Exchanged, Scheme, SchemeExchange, walk
-from commhooks.schemes.dense import Dense
+from commhooks._wrapper import Wrapper
+from commhooks.kernels import dequantize, payload_bytes, quantize
 
 __all__ = [
     "EF21",
     "RESIDUAL",
-    "Coalesced",
-    "DelayedStart",
+    "AveragedFeedback",
     "ErrorFeedback",
     "FlushResidual",
-    "PeriodicDense",
     "Scaled",
-    "Wrapper",
-    "any_error",
     "flushing",
     "keeps_residual",
-    "need_scheme",
+    "residual_error",
+    "take_residual",
 ]
 
 RESIDUAL = "residual"
-
-
-def need_scheme(owner: object, scheme: object) -> None:
-    if not isinstance(scheme, Scheme):
-        name = type(owner).__name__
-        raise TypeError(
-            f"{name}(scheme) wraps a Scheme, got {scheme!r}: "
-            f"use commhooks.make(name, ...) for a name"
-        )
-
-
-class Wrapper(Scheme):
-    """A scheme around one scheme; takes over its flags."""
-
-    scheme: Scheme
-
-    def __post_init__(self) -> None:
-        need_scheme(self, self.scheme)
-
-    @property
-    def rounds(self) -> int:  # type: ignore[override]
-        return self.scheme.rounds
-
-    @property
-    def biased(self) -> bool:  # type: ignore[override]
-        return self.scheme.biased
-
-    @property
-    def variance(self) -> float:  # type: ignore[override]
-        return self.scheme.variance
-
-    @property
-    def linear(self) -> bool:  # type: ignore[override]
-        return self.scheme.linear
-
-    @property
-    def stateful(self) -> bool:  # type: ignore[override]
-        return self.scheme.stateful
-
-    @property
-    def averages(self) -> bool:  # type: ignore[override]
-        return self.scheme.averages
-
-    @property
-    def coalesce(self) -> bool:  # type: ignore[override]
-        return self.scheme.coalesce
-
-    def bucket_group(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Hashable:
-        return self.scheme.bucket_group(name, shape, dtype)
-
-    def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
-        return self.scheme.memory_error(key, value, parameter)
-
-    def initial_memory(self, name: str, shape: torch.Size, ctx: Context) -> dict[str, Tensor]:
-        return self.scheme.initial_memory(name, shape, ctx)
+_OWN, _TOTAL, _VELOCITY = "ef21.own", "ef21.total", "ef21.velocity"
+_AVERAGED = "averaged_error"
+_BLOCK = 256  # entries per scale of the averaged error
 
 
 @dataclass(frozen=True)
@@ -107,6 +56,7 @@ class ErrorFeedback(Wrapper):
     biased = False
     stateful = True
     variance = 0.0
+    per_rank: ClassVar[Mapping[str, str]] = {RESIDUAL: "sum"}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -145,11 +95,11 @@ class ErrorFeedback(Wrapper):
 
     def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
         if key == RESIDUAL:
-            return _residual_error(value, parameter)
+            return residual_error(value, parameter)
         return self.scheme.memory_error(key, value, parameter)
 
 
-def _residual_error(value: Tensor, parameter: torch.Size) -> str | None:
+def residual_error(value: Tensor, parameter: torch.Size) -> str | None:
     if not value.is_floating_point():
         return f"is of {value.dtype}, a residual is floating point"
     if value.shape != parameter:
@@ -217,6 +167,7 @@ class EF21(Wrapper):
     stateful = True
     variance = 0.0
     linear = False
+    per_rank: ClassVar[Mapping[str, str]] = {_OWN: "mean", _VELOCITY: "mean"}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -259,11 +210,8 @@ class EF21(Wrapper):
 
     def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
         if key in self._keys():
-            return _residual_error(value, parameter)
+            return residual_error(value, parameter)
         return self.scheme.memory_error(key, value, parameter)
-
-
-_OWN, _TOTAL, _VELOCITY = "ef21.own", "ef21.total", "ef21.velocity"
 
 
 @dataclass(frozen=True)
@@ -276,6 +224,7 @@ class FlushResidual(Wrapper):
     scheme: Scheme
 
     stateful = True
+    per_rank: ClassVar[Mapping[str, str]] = {RESIDUAL: "sum"}
 
     def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
         memory, layout = ctx.memory, ctx.layout
@@ -290,111 +239,108 @@ class FlushResidual(Wrapper):
 
     def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
         if key == RESIDUAL:
-            return _residual_error(value, parameter)
+            return residual_error(value, parameter)
         return self.scheme.memory_error(key, value, parameter)
 
 
 @dataclass(frozen=True)
-class DelayedStart(Wrapper):
-    """Runs ``before`` until step ``start_step``, then ``scheme``.
+class AveragedFeedback(Wrapper):
+    """Adds to each gradient a moving average of what earlier steps lost, kept in 8 bits an entry.
 
-    Early gradients change fast and compress badly; a tenth of the training is a usual start.
-
-    Args:
-        scheme: runs from step ``start_step`` on (steps count from 0).
-        start_step: number of dense steps first.
-        before: what runs until then; the dense all-reduce.
-
-    Reference: Vogels et al., PowerSGD, 2019 (warm-up).
-    """
-
-    scheme: Scheme
-    start_step: int
-    before: Scheme = field(default_factory=Dense)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        need_scheme(self, self.before)
-        if not isinstance(self.start_step, int) or self.start_step < 0:
-            raise ValueError(
-                f"DelayedStart(start_step=...) is a number of steps, 0 or more, "
-                f"got {self.start_step!r}"
-            )
-
-    @property
-    def rounds(self) -> int:  # type: ignore[override]
-        return max(self.scheme.rounds, self.before.rounds)
-
-    @property
-    def stateful(self) -> bool:  # type: ignore[override]
-        return self.scheme.stateful or self.before.stateful
-
-    def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
-        return any_error((self.scheme, self.before), key, value, parameter)
-
-    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
-        scheme = self.before if ctx.step < self.start_step else self.scheme
-        if scheme is self.scheme and keeps_residual(self.before):
-            scheme = flushing(scheme)
-        return (yield from scheme.exchange(grad, ctx))
-
-
-@dataclass(frozen=True)
-class PeriodicDense(Wrapper):
-    """Exchanges every so many steps densely, with all that error feedback has held back.
-
-    Bounds how late anything arrives, and how long an approximation can mislead, for
-    ``1 / every`` of the dense bytes.
+    ``c = g + e; e = decay e + (1 - decay) (c - sent(c))``: a quarter of the memory of
+    :class:`ErrorFeedback`. Unlike there, what is applied and what is kept do not sum to the
+    gradients; with ``decay=0`` they do, up to the rounding of the memory (1/254 of the largest
+    entry of 256).
 
     Args:
-        scheme: runs in all other steps.
-        every: a dense step comes every so many; 2 or more.
+        scheme: what to correct.
+        decay: weight of the old average, 0 <= decay < 1.
+        reset_every: forgets the average every so many steps; 0: never.
 
     Example:
-        >>> hook = register(ddp_model, PeriodicDense(make("onebit"), every=50))
+        >>> hook = register(ddp_model, AveragedFeedback(Blockwise("int4", 128)))
+
+    Reference: Xie et al., LoCo: Low-Bit Communication Adaptor, 2024.
     """
 
     scheme: Scheme
-    every: int
+    decay: float = 0.8
+    reset_every: int = 1024
+
+    biased = False
+    stateful = True
+    variance = 0.0
+    linear = False
+    per_rank: ClassVar[Mapping[str, str]] = {_AVERAGED: "drop"}
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 2:
+        if not 0 <= self.decay < 1:
+            raise ValueError(f"AveragedFeedback(decay=...): 0 <= decay < 1, got {self.decay!r}")
+        if (
+            isinstance(self.reset_every, bool)
+            or not isinstance(self.reset_every, int)
+            or (self.reset_every < 0)
+        ):
             raise ValueError(
-                f"PeriodicDense(every=...) is a number of steps, 2 or more, got {self.every!r}"
+                f"AveragedFeedback(reset_every=...) is a number of steps, or 0, "
+                f"got {self.reset_every!r}"
             )
 
-    @property
-    def rounds(self) -> int:  # type: ignore[override]
-        return max(1, self.scheme.rounds)
-
     def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
-        if (ctx.step + 1) % self.every:
-            return (yield from self.scheme.exchange(grad, ctx))
-        if keeps_residual(self.scheme):
-            memory, layout = ctx.memory, ctx.layout
-            dtype = torch.promote_types(grad.dtype, torch.float32)
-            residual = memory.read(RESIDUAL, layout, device=grad.device, dtype=dtype)
-            grad.add_(residual.to(grad.dtype))
-            empty = memory.scratch(RESIDUAL, layout, like=residual)
-            memory.write(RESIDUAL, layout, empty.zero_())
-        return (yield from Dense().exchange(grad, ctx))
+        memory, layout = ctx.memory, ctx.layout
+        dtype = torch.promote_types(grad.dtype, torch.float32)
+        packed = _packed_layout(layout)
+        error = torch.zeros_like(grad, dtype=torch.float32)
+        old = memory.read(_AVERAGED, packed, device=grad.device, dtype=torch.uint8)
+        for entries, payload in _pairs(error, old, layout, packed):
+            dequantize(payload[None], entries, "int8", _BLOCK)
+        corrected = torch.add(grad, error).to(dtype)
+        before = corrected.clone()
+        inner = ctx.replace(keep_unsent=True, residual=None, unsent=None)
+        result = yield from self.scheme.exchange(corrected, inner)
+        if result.unsent is not None:
+            unsent = result.unsent
+        elif result.sent is not None:
+            unsent = before - result.sent
+        else:
+            unsent = torch.zeros_like(before)
+        sent = before - unsent if ctx.keep_unsent else None
+        error.mul_(self.decay).add_(unsent, alpha=1 - self.decay)
+        if self.reset_every and (ctx.step + 1) % self.reset_every == 0:
+            error.zero_()
+        new = torch.empty_like(old)
+        for entries, payload in _pairs(error, new, layout, packed):
+            quantize(entries, payload, "int8", _BLOCK)
+        memory.write(_AVERAGED, packed, new)
+        return Exchanged(result.mean, sent=sent, finite=result.finite)
+
+    def initial_memory(self, name: str, shape: torch.Size, ctx: Context) -> dict[str, Tensor]:
+        empty = torch.zeros(payload_bytes(shape.numel(), "int8", _BLOCK), dtype=torch.uint8)
+        return {**self.scheme.initial_memory(name, shape, ctx), _AVERAGED: empty}
+
+    def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
+        if key != _AVERAGED:
+            return self.scheme.memory_error(key, value, parameter)
+        nbytes = payload_bytes(parameter.numel(), "int8", _BLOCK)
+        if value.dtype != torch.uint8 or value.shape != (nbytes,):
+            return f"is {value.dtype} of shape {tuple(value.shape)}, not {nbytes} bytes"
+        return None
 
 
-@dataclass(frozen=True)
-class Coalesced(Wrapper):
-    """Exchanges all buckets of a step at once, when the last one is ready.
+@lru_cache(maxsize=1024)
+def _packed_layout(layout: Layout) -> Layout:
+    """Of the bytes that each parameter's memory takes."""
+    return Layout(layout.names, [(payload_bytes(n, "int8", _BLOCK),) for n in layout.sizes])
 
-    Fewer and larger collectives, no overlap with the backward pass: for slow links with a long
-    round trip, and for schemes whose payloads are tiny.
-    """
 
-    scheme: Scheme
-
-    coalesce = True
-
-    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
-        return (yield from self.scheme.exchange(grad, ctx))
+def _pairs(
+    entries: Tensor, payload: Tensor, layout: Layout, packed: Layout
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The entries and the bytes of each parameter that has some."""
+    for part, own in zip(entries.split(layout.sizes), payload.split(packed.sizes), strict=True):
+        if part.numel():
+            yield part, own
 
 
 def keeps_residual(scheme: Scheme) -> bool:
@@ -407,10 +353,11 @@ def flushing(scheme: Scheme) -> Scheme:
     return FlushResidual(scheme) if scheme.averages and not keeps_residual(scheme) else scheme
 
 
-def any_error(
-    schemes: Sequence[Scheme], key: str, value: Tensor, parameter: torch.Size
-) -> str | None:
-    """None if the value fits one of the schemes, else what the first one that knows it says."""
-    errors = [scheme.memory_error(key, value, parameter) for scheme in schemes]
-    known = [error for error in errors if error != "unknown"]
-    return None if None in known else (known[0] if known else "unknown")
+def take_residual(grad: Tensor, ctx: Context) -> None:
+    """Adds what error feedback has held back to ``grad``, and leaves nothing behind."""
+    memory, layout = ctx.memory, ctx.layout
+    dtype = torch.promote_types(grad.dtype, torch.float32)
+    residual = memory.read(RESIDUAL, layout, device=grad.device, dtype=dtype)
+    grad.add_(residual.to(grad.dtype))
+    empty = memory.scratch(RESIDUAL, layout, like=residual)
+    memory.write(RESIDUAL, layout, empty.zero_())

@@ -1,0 +1,135 @@
+"""``Hierarchical``: one codec between the ranks of a node, another between nodes."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from commhooks._packed import PackedCodec, dense_exchange, shard_draw, spans
+from commhooks._scheme import Context, Scheme, SchemeExchange
+from commhooks._work import Work
+from ddp_core import AllGather, AllToAll
+
+__all__ = ["Hierarchical"]
+
+
+@dataclass(frozen=True)
+class Hierarchical(Scheme):
+    """Averages inside each node by one codec, then the nodes' means by another.
+
+    Each rank of a node sums one part of the bucket (all-to-all inside the node). That part's node
+    means are averaged in two phases among the ranks of the same place in all nodes, and the
+    payloads that come back are handed on inside the node as they are. So a rank sends between nodes
+    2 (nodes - 1) / nodes of 1 / local_size of the bucket, and nothing is rounded more than three
+    times. What a rounding loses goes to the residual of the rank that rounded.
+
+    Args:
+        inside: between ranks of a node.
+        between: between nodes.
+        local_size: ranks of a node, which are consecutive; by default what torchrun says
+            (``LOCAL_WORLD_SIZE``), and 1 where it says nothing. Where nodes differ in size, or
+            the process group has only some of the ranks: consecutive ones of the greatest common
+            divisor with the world size are taken as a node.
+
+    Example:
+        >>> hook = register(ddp_model, ErrorFeedback(Hierarchical(
+        ...     inside=Blockwise("int8", 512), between=Blockwise("int4", 128, rotate=True))))
+
+    Reference: Wang et al., ZeRO++, 2023 (all-to-all in two levels).
+    """
+
+    inside: PackedCodec
+    between: PackedCodec
+    local_size: int | None = None
+
+    rounds = 4
+    adds_residual = True
+
+    def __post_init__(self) -> None:
+        for name in ("inside", "between"):
+            codec = getattr(self, name)
+            if not isinstance(codec, PackedCodec):
+                raise TypeError(f"Hierarchical({name}=...) is a PackedCodec, got {codec!r}")
+            if codec.pattern != "two_phase":
+                raise ValueError(f"Hierarchical({name}=...): its pattern is 'two_phase'")
+        size = self.local_size
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise ValueError(
+                f"Hierarchical(local_size=...) is a number of ranks, 1 or more, got {size!r}"
+            )
+
+    @property
+    def biased(self) -> bool:  # type: ignore[override]
+        return self.inside.biased or self.between.biased
+
+    @property
+    def variance(self) -> float:  # type: ignore[override]
+        if self.biased:
+            return 0.0
+        return (1 + self.inside.variance) * (1 + self.between.variance) ** 2 - 1
+
+    def node_size(self, world_size: int) -> int:
+        """Ranks that are taken as a node."""
+        local = self.local_size or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return math.gcd(local, world_size)
+
+    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
+        world_size, n = ctx.world_size, grad.numel()
+        local = self.node_size(world_size)
+        nodes = world_size // local
+        if local == 1 or nodes == 1:
+            codec = self.between if local == 1 else self.inside
+            return (yield from codec.exchange(grad, ctx))
+        node, place = divmod(ctx.rank, local)
+        mates = range(node * local, (node + 1) * local)
+        partners = range(place, world_size, local)
+
+        unit = math.lcm(self.inside.unit, self.between.unit)
+        parts = self.inside.cut(spans(n, local, unit))
+        cuts = [self.between.shards(one.end - one.begin, nodes) for one in parts]
+        width = cuts[0][0].nbytes
+        if world_size * width >= n * grad.element_size():
+            return (yield from dense_exchange(grad, ctx))
+        work = Work(grad, ctx)
+
+        # Inside: this rank gets its part of the bucket from all ranks of the node.
+        draws = [shard_draw(ctx, at, "worker", "inside/") for at in range(local)]
+        rows = self.inside.pack_shards(work.x, parts, draws, work.residual, work.left)
+        received = yield AllToAll(rows, mates)
+        begin, end, nbytes = parts[place]
+        mean = torch.empty(end - begin, dtype=torch.float32, device=grad.device)
+        if begin < end:
+            rows = received[:, :nbytes].contiguous()
+            self.inside.unpack(rows, mean, draws[place], 1.0 / local)
+
+        # Between: that part's node means, in two phases.
+        draws = [shard_draw(ctx, at, "worker", f"between/{place}/") for at in range(nodes)]
+        lost = None if work.left is None else torch.zeros_like(mean)
+        rows = self.between.pack_shards(mean, cuts[place], draws, None, lost)
+        received = yield AllToAll(_padded(rows, width), partners)
+        if lost is not None:
+            lost.mul_(float(local))
+        again = self.between.repack_shard(
+            *(received, cuts[place], node, ctx, lost, world_size, f"between/{place}/")
+        )
+        gathered = yield AllGather(_padded(again, width), partners)
+        if work.left is not None and lost is not None:
+            work.left[begin:end] += lost
+
+        # Inside: what came back, byte by byte.
+        everything = yield AllGather(gathered, mates)
+        out = work.output()
+        for at, (part, cut, payloads) in enumerate(zip(parts, cuts, everything, strict=True)):
+            draws = [shard_draw(ctx, i, "worker", f"between/{at}/") for i in range(nodes)]
+            self.between.unpack_shards(payloads, out[part.begin : part.end], cut, draws)
+        return work.exchanged(out)
+
+
+def _padded(rows: Tensor, width: int) -> Tensor:
+    """Rows of ``width`` bytes: a short last part's are as long as all others' then."""
+    missing = width - rows.shape[-1]
+    return rows if not missing else torch.nn.functional.pad(rows, (0, missing))

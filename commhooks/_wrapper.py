@@ -1,0 +1,93 @@
+"""``Wrapper``: the base of schemes around one scheme."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from commhooks._scheme import Context, Scheme, SchemeExchange
+
+__all__ = ["Coalesced", "Wrapper", "any_error", "need_scheme"]
+
+
+def need_scheme(owner: object, scheme: object) -> None:
+    if not isinstance(scheme, Scheme):
+        name = type(owner).__name__
+        raise TypeError(
+            f"{name}(scheme) wraps a Scheme, got {scheme!r}: "
+            f"use commhooks.make(name, ...) for a name"
+        )
+
+
+class Wrapper(Scheme):
+    """A scheme around one scheme; takes over its flags."""
+
+    scheme: Scheme
+
+    def __post_init__(self) -> None:
+        need_scheme(self, self.scheme)
+
+    @property
+    def rounds(self) -> int:  # type: ignore[override]
+        return self.scheme.rounds
+
+    @property
+    def biased(self) -> bool:  # type: ignore[override]
+        return self.scheme.biased
+
+    @property
+    def variance(self) -> float:  # type: ignore[override]
+        return self.scheme.variance
+
+    @property
+    def linear(self) -> bool:  # type: ignore[override]
+        return self.scheme.linear
+
+    @property
+    def stateful(self) -> bool:  # type: ignore[override]
+        return self.scheme.stateful
+
+    @property
+    def averages(self) -> bool:  # type: ignore[override]
+        return self.scheme.averages
+
+    @property
+    def coalesce(self) -> bool:  # type: ignore[override]
+        return self.scheme.coalesce
+
+    def bucket_group(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Hashable:
+        return self.scheme.bucket_group(name, shape, dtype)
+
+    def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
+        return self.scheme.memory_error(key, value, parameter)
+
+    def initial_memory(self, name: str, shape: torch.Size, ctx: Context) -> dict[str, Tensor]:
+        return self.scheme.initial_memory(name, shape, ctx)
+
+
+@dataclass(frozen=True)
+class Coalesced(Wrapper):
+    """Exchanges all buckets of a step at once, when the last one is ready.
+
+    Fewer and larger collectives, no overlap with the backward pass: for slow links with a long
+    round trip, and for schemes whose payloads are tiny.
+    """
+
+    scheme: Scheme
+
+    coalesce = True
+
+    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
+        return (yield from self.scheme.exchange(grad, ctx))
+
+
+def any_error(
+    schemes: Sequence[Scheme], key: str, value: Tensor, parameter: torch.Size
+) -> str | None:
+    """None if the value fits one of the schemes, else what the first one that knows it says."""
+    errors = [scheme.memory_error(key, value, parameter) for scheme in schemes]
+    known = [error for error in errors if error != "unknown"]
+    return None if None in known else (known[0] if known else "unknown")

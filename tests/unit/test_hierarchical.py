@@ -1,0 +1,139 @@
+"""Two levels: codecs inside a node and between nodes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from commhooks import (
+    AveragedFeedback,
+    Blockwise,
+    ErrorFeedback,
+    Hierarchical,
+    Scheme,
+    Simulation,
+    TwoPhaseCast,
+    make,
+)
+
+FP32 = TwoPhaseCast(torch.float32)
+INT8, INT4 = Blockwise("int8", 256), Blockwise("int4", 128, rotate=True)
+N = 10_001
+
+
+def gradients(world_size: int, step: int = 0, n: int = N) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(step + 1)
+    return [torch.randn(n, generator=generator) for _ in range(world_size)]
+
+
+def ranks_of(scheme: Scheme, world_size: int, n: int = N) -> Simulation:
+    return Simulation(scheme, {"p": (n,)}, world_size=world_size)
+
+
+@pytest.mark.parametrize(("world_size", "local_size"), [(4, 2), (8, 2), (8, 4), (6, 3), (6, 4)])
+def test_all_ranks_get_the_same_mean(world_size: int, local_size: int) -> None:
+    for inside, between, error in ((FP32, FP32, 1e-6), (FP32, INT8, 0.015), (INT8, INT4, 0.25)):
+        for n in (N, 1, 127, 1025):
+            ranks = ranks_of(Hierarchical(inside, between, local_size), world_size, n)
+            grads = gradients(world_size, n=n)
+            means = ranks.step(grads)
+            exact = torch.stack(grads).mean(0)
+            assert all(torch.equal(mean, means[0]) for mean in means)
+            assert (means[0] - exact).norm() <= error * exact.norm() + 1e-6
+
+
+@pytest.mark.parametrize(("inside", "between"), [*itertools.product((FP32, INT8), (INT8, INT4))])
+def test_what_is_applied_and_kept_sums_to_the_gradients(
+    inside: Blockwise, between: Blockwise
+) -> None:
+    ranks = ranks_of(ErrorFeedback(Hierarchical(inside, between, 2)), 6)
+    applied, total = torch.zeros(N), torch.zeros(N)
+    for step in range(6):
+        grads = gradients(6, step)
+        total += torch.stack(grads).mean(0)
+        applied += ranks.step(grads)[0]
+    kept = torch.stack([ranks.memory(rank) for rank in range(6)]).mean(0)
+    assert kept.norm() > 0.001 * total.norm()
+    torch.testing.assert_close(applied + kept, total, rtol=0, atol=2e-5)
+
+
+def test_bytes_between_nodes_are_those_of_a_part() -> None:
+    n = 2**16
+    ranks = ranks_of(Hierarchical(INT8, INT4, 4), 16, n)
+    ranks.step(gradients(16, n=n))
+    eight, four = INT8.payload_bytes(n), INT4.payload_bytes(n)
+    inside, across, back, handed_on = ranks.wire_bytes
+    assert inside == eight * 3 / 4
+    assert across == back == four / 4 * 3 / 4
+    assert handed_on == four * 3 / 4
+
+
+def test_the_node_comes_from_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheme = Hierarchical(INT8, INT4)
+    assert scheme.node_size(8) == 1
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert [scheme.node_size(world_size) for world_size in (4, 6, 7, 8, 12)] == [4, 2, 1, 4, 4]
+    assert Hierarchical(INT8, INT4, local_size=2).node_size(8) == 2
+
+
+def test_one_level_is_the_codec_itself() -> None:
+    grads = gradients(4)
+    for local_size, codec in ((1, INT4), (4, INT8)):
+        got = ranks_of(Hierarchical(INT8, INT4, local_size), 4).step(grads)
+        assert torch.equal(got[0], ranks_of(codec, 4).step(grads)[0])
+
+
+def test_wrong_settings_are_named() -> None:
+    with pytest.raises(TypeError, match=r"Hierarchical\(between=...\) is a PackedCodec"):
+        Hierarchical(INT8, make("none"))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="pattern is 'two_phase'"):
+        Hierarchical(Blockwise(pattern="all_gather"), INT4)
+    with pytest.raises(ValueError, match=r"local_size=...\) is a number of ranks"):
+        Hierarchical(INT8, INT4, local_size=0)
+
+
+def test_an_averaged_error_is_kept_in_eight_bits() -> None:
+    ranks = ranks_of(AveragedFeedback(Blockwise("sign", 2048), decay=0.0, reset_every=0), 2)
+    applied, total = torch.zeros(N), torch.zeros(N)
+    for step in range(10):
+        grads = gradients(2, step)
+        total += torch.stack(grads).mean(0)
+        applied += ranks.step(grads)[0]
+    values = {key: value for key, _, value in ranks.engines[0].memory.items()}
+    assert values["averaged_error"].dtype == torch.uint8
+    assert values["averaged_error"].numel() <= 1.04 * N
+    first = ranks_of(Blockwise("sign", 2048), 2)
+    without = sum((first.step(gradients(2, step))[0] for step in range(10)), torch.zeros(N))
+    # Without memory the error grows with the steps; with it, only with the rounding of the memory.
+    assert (applied - total).norm() < 0.5 * (without - total).norm()
+
+
+def test_an_averaged_error_is_forgotten_in_time() -> None:
+    ranks = ranks_of(AveragedFeedback(INT4, reset_every=3), 2)
+    for step in range(6):
+        ranks.step(gradients(2, step))
+        held = next(v for k, _, v in ranks.engines[0].memory.items() if k == "averaged_error")
+        assert bool(held.any()) == ((step + 1) % 3 != 0)
+
+
+def test_an_averaged_error_bounds_its_settings() -> None:
+    with pytest.raises(ValueError, match="0 <= decay < 1"):
+        AveragedFeedback(INT4, decay=1.0)
+    with pytest.raises(ValueError, match=r"reset_every=...\) is a number of steps"):
+        AveragedFeedback(INT4, reset_every=-1)
+
+
+def test_sixteen_bits_round_stochastically() -> None:
+    n = 64
+    x = torch.full((n,), 1 + 2.0**-10)  # an eighth of the way between two bfloat16 numbers
+    ranks = ranks_of(make("bf16", stochastic=True), 2, n)
+    means = torch.stack([ranks.step([x, x])[0] for _ in range(400)]).double()
+    assert set(means.unique().tolist()) <= {1.0, 1 + 2.0**-8, 1 + 2.0**-7}
+    deviation = 2.0**-7 / math.sqrt(means.numel())
+    assert abs(means.mean() - x[0]) < 5 * deviation
+    nearest = ranks_of(make("bf16", fp32_sum=True), 2, n).step([x, x])[0]
+    assert (nearest == 1.0).all()
