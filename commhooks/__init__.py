@@ -2,6 +2,7 @@
 
 from commhooks._cast import Cast
 from commhooks._checkpoint import flatten_state, unflatten_state
+from commhooks._diloco import DiLoCo, local_sgd
 from commhooks._errors import (
     CheckpointError,
     HookNotAttachedError,
@@ -46,20 +47,27 @@ from commhooks.classic import (
 from commhooks.schemes.acpsgd import ACPSGD
 from commhooks.schemes.batched_powersgd import BatchedPowerSGD
 from commhooks.schemes.casts import TwoPhaseCast, bf16, fp16
+from commhooks.schemes.demo import DeMo
 from commhooks.schemes.dense import Dense, Noop
 from commhooks.schemes.eden import Eden
+from commhooks.schemes.integer_sum import GlobalQSGD, IntSGD
 from commhooks.schemes.minmax import MinMax, MinMaxPerChannel
+from commhooks.schemes.momentum_sparse import DGC, DenseMomentum, dgc
+from commhooks.schemes.onebit_adam import OneBitMomentum
 from commhooks.schemes.powersgd import PowerSGD
 from commhooks.schemes.quantized import Blockwise, fp8, int4, int8, mxfp8, onebit
 from commhooks.schemes.random_levels import QSGD, TernGrad
-from commhooks.schemes.sparse import RandomBlock, RandomK, TopK
+from commhooks.schemes.signs import SignSGD
+from commhooks.schemes.sparse import AlignedTopK, RandomBlock, RandomK, TopK
 from commhooks.schemes.two_level import sdp4bit
 from ddp_core import CollectiveError, MismatchError
 
 __all__ = [
     "ACPSGD",
+    "DGC",
     "EF21",
     "QSGD",
+    "AlignedTopK",
     "AveragedFeedback",
     "BatchedPowerSGD",
     "Blockwise",
@@ -69,15 +77,20 @@ __all__ = [
     "Codec",
     "CollectiveError",
     "Context",
+    "DeMo",
     "DelayedStart",
     "Dense",
+    "DenseMomentum",
+    "DiLoCo",
     "Eden",
     "ErrorFeedback",
     "Exchanged",
     "FlushResidual",
+    "GlobalQSGD",
     "Hierarchical",
     "HookNotAttachedError",
     "HookState",
+    "IntSGD",
     "Layout",
     "Ledger",
     "Memory",
@@ -85,6 +98,7 @@ __all__ = [
     "MinMaxPerChannel",
     "MismatchError",
     "Noop",
+    "OneBitMomentum",
     "OptionError",
     "PackedCodec",
     "PayloadError",
@@ -100,6 +114,7 @@ __all__ = [
     "Scaled",
     "Scheme",
     "SchemeError",
+    "SignSGD",
     "Simulation",
     "TernGrad",
     "TopK",
@@ -114,6 +129,7 @@ __all__ = [
     "bf16_compress_hook",
     "bf16_compress_wrapper",
     "comm_hook",
+    "dgc",
     "flatten_state",
     "fp8",
     "fp16",
@@ -121,6 +137,7 @@ __all__ = [
     "fp16_compress_wrapper",
     "int4",
     "int8",
+    "local_sgd",
     "make",
     "mxfp8",
     "names",

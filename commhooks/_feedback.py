@@ -34,6 +34,16 @@ _AVERAGED = "averaged_error"
 _BLOCK = 256  # entries per scale of the averaged error
 
 
+def need_average(owner: Wrapper, scheme: Scheme) -> None:
+    """Raises unless what arrives is meant to be the average of what was given."""
+    if scheme.optimizes:
+        raise ValueError(
+            f"{type(owner).__name__}({type(scheme).__name__}(...)): it gives the optimizer "
+            f"something else than an average of gradients, so there is no error to keep; use it "
+            f"as it is"
+        )
+
+
 @dataclass(frozen=True)
 class ErrorFeedback(Wrapper):
     """Adds to each gradient what earlier steps did not send: ``c = g + e; e = c - sent(c)``.
@@ -60,6 +70,7 @@ class ErrorFeedback(Wrapper):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        need_average(self, self.scheme)
         variance = self.scheme.variance
         if variance > 1:
             raise ValueError(
@@ -171,6 +182,7 @@ class EF21(Wrapper):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        need_average(self, self.scheme)
         if not 0 <= self.momentum < 1:
             raise ValueError(f"EF21(momentum=...): 0 <= momentum < 1, got {self.momentum!r}")
 
@@ -275,6 +287,7 @@ class AveragedFeedback(Wrapper):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        need_average(self, self.scheme)
         if not 0 <= self.decay < 1:
             raise ValueError(f"AveragedFeedback(decay=...): 0 <= decay < 1, got {self.decay!r}")
         if (

@@ -66,7 +66,8 @@ def make(scheme: str | Scheme, **options: Any) -> Scheme:
         )
     if "wire_dtype" in wrapping:
         built = Cast(built, as_dtype(wrapping["wire_dtype"]))
-    if wrapping.get("error_feedback", isinstance(scheme, str) and built.biased):
+    needs_feedback = isinstance(scheme, str) and built.biased and not built.optimizes
+    if wrapping.get("error_feedback", needs_feedback):
         built = ErrorFeedback(Scaled(built) if built.variance > 1 else built)
     if wrapping.get("start_step"):
         built = DelayedStart(built, wrapping["start_step"])

@@ -91,6 +91,10 @@ class PerParameter(Scheme):
         return any(scheme.stateful for scheme in self.schemes)
 
     @property
+    def optimizes(self) -> bool:  # type: ignore[override]
+        return any(scheme.optimizes for scheme in self.schemes)
+
+    @property
     def coalesce(self) -> bool:  # type: ignore[override]
         return any(scheme.coalesce for scheme in self.schemes)
 

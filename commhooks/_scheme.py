@@ -67,6 +67,7 @@ class Context:
         residual: float32 (float64), flat, only for schemes that say ``adds_residual``: to be added
             to ``grad`` and left as it is.
         unsent: same dtype and size, given with ``residual``: what is not sent goes there.
+        agreed: what a scheme found out together with the other ranks, for its own later rounds.
     """
 
     memory: Memory
@@ -78,6 +79,7 @@ class Context:
     keep_unsent: bool = False
     residual: Tensor | None = None
     unsent: Tensor | None = None
+    agreed: Any = None
     find_layout: Any = None
 
     @cached_property
@@ -141,6 +143,8 @@ class Scheme:
         averages: returns the average over ranks (False: no-op and local schemes).
         adds_residual: adds ``ctx.residual`` to the gradient itself, in the pass that encodes it,
             and returns ``ctx.unsent`` as ``unsent``.
+        optimizes: gives the optimizer something else than an average of gradients (momentum,
+            signs); error feedback around it has no meaning.
         per_rank: keys of its memory that differ between ranks, and what becomes of their values
             on another number of ranks: "sum" (the sum over ranks stays), "mean", or "drop". All
             others are equal on all ranks.
@@ -153,6 +157,7 @@ class Scheme:
     stateful: bool = False
     averages: ClassVar[bool] = True
     adds_residual: ClassVar[bool] = False
+    optimizes: bool = False
     per_rank: ClassVar[Mapping[str, str]] = {}
     coalesce: bool = False
 

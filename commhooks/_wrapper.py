@@ -55,6 +55,10 @@ class Wrapper(Scheme):
         return self.scheme.averages
 
     @property
+    def optimizes(self) -> bool:  # type: ignore[override]
+        return self.scheme.optimizes
+
+    @property
     def coalesce(self) -> bool:  # type: ignore[override]
         return self.scheme.coalesce
 

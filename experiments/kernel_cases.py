@@ -18,6 +18,7 @@ from commhooks.kernels import (
     philox,
     random_k,
     rotated,
+    shared,
     sparse,
 )
 from commhooks.kernels.blockwise import payload_bytes
@@ -84,6 +85,21 @@ def cases(x: Tensor, block: int = 1024) -> list[Case]:
     found.append(Case("Hadamard + int4 encode", 4.5, 0.75, rotated.quantize_rotated_op, turn))
     cosines = (x[:whole], torch.randn(64, 64, device=x.device), out[:whole])
     found.append(Case("DCT 64", 8, 0.5, dct_op, cosines))
+    sums = torch.empty(-(-x.numel() // 256), dtype=torch.int32, device=x.device)
+    shared.magnitudes_op(x, residual, sums, 256)
+    codes = torch.empty_like(x, dtype=torch.int8)
+    fits = (x, residual, sums, codes, residual, 256, 63)
+    found += [
+        Case("shared int8 scale", 8.02, 0.85, shared.magnitudes_op, (x, residual, sums, 256)),
+        Case("shared int8, feedback", 13.02, 0.75, shared.quantize_shared_op, (*fits, *noise)),
+        Case(
+            "shared int8 decode",
+            5.02,
+            0.85,
+            shared.dequantize_shared_op,
+            (codes, sums, out, 256, 63, 1.0),
+        ),
+    ]
     k = x.numel() // 100
     taken = (torch.empty(k, dtype=torch.int32, device=x.device), torch.empty(k, device=x.device))
     drawn = (taken[1], residual, residual, *noise[:3])

@@ -20,6 +20,7 @@ from .norms import all_finite, norms
 from .philox import Stream
 from .random_k import gather_random, random_places, scatter_random
 from .rotated import dequantize_rotated, quantize_rotated
+from .shared import dequantize_shared, largest_magnitudes, quantize_shared
 from .sparse import gather, scatter_add, top_k, top_k_sampled
 
 __all__ = [
@@ -32,10 +33,12 @@ __all__ = [
     "dequantize",
     "dequantize_affine",
     "dequantize_rotated",
+    "dequantize_shared",
     "gather",
     "gather_random",
     "hadamard",
     "implementations",
+    "largest_magnitudes",
     "multiply_left",
     "multiply_right",
     "norms",
@@ -46,6 +49,7 @@ __all__ = [
     "quantize",
     "quantize_affine",
     "quantize_rotated",
+    "quantize_shared",
     "random_places",
     "requantize",
     "scaled_cast",

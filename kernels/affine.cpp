@@ -5,16 +5,6 @@
 
 namespace {
 
-// Row of 32 entries, of which `count` are there; the others are zero.
-template <class T> void load_row(const T* x, i64 count, Floats (&row)[kVectors]) {
-    T some[kRow] = {};
-    if (count < kRow) {
-        for (int l = 0; l < count; ++l) some[l] = x[l];
-        x = some;
-    }
-    for (int v = 0; v < kVectors; ++v) row[v] = load(x + v * kWidth);
-}
-
 template <class T> Range range_of(const T* x, i64 n) {
     Floats low[kVectors] = {}, high[kVectors] = {}, row[kVectors];
     Words largest[kVectors] = {};

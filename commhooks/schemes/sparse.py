@@ -1,11 +1,13 @@
-"""Sparse schemes: the largest entries of a bucket, or random ones that all ranks agree on."""
+"""Sparse schemes: the largest entries of a bucket, or places that all ranks agree on."""
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from commhooks._packed import dense_exchange
 from commhooks._registry import register_scheme
@@ -20,9 +22,9 @@ from commhooks.kernels import (
     top_k,
     top_k_sampled,
 )
-from ddp_core import AllGather, AllReduce
+from ddp_core import AllGather, AllReduce, Collective
 
-__all__ = ["RandomBlock", "RandomK", "TopK"]
+__all__ = ["AlignedTopK", "RandomBlock", "RandomK", "TopK"]
 
 
 def _check_ratio(scheme: Scheme, ratio: object) -> None:
@@ -83,9 +85,12 @@ class TopK(Scheme):
         return work.exchanged(mean)
 
 
+Agreement = Generator[Collective, Tensor, Context]
+
+
 @dataclass(frozen=True)
 class _Agreed(Scheme):
-    """Entries at places that every rank draws alike: nothing but values travels, in an all-reduce.
+    """Entries at places that every rank knows: nothing but values travels, in an all-reduce.
 
     Only some entries are looked at, so a value that is not finite anywhere makes the whole bucket
     arrive as NaN.
@@ -100,10 +105,16 @@ class _Agreed(Scheme):
     def __post_init__(self) -> None:
         _check_ratio(self, self.ratio)
 
-    def take(
-        self, x: Tensor, k: int, ctx: Context, residual: Tensor | None, left: Tensor | None
-    ) -> Tensor:
-        """``k`` entries of ``x + residual``; the others go to ``left``."""
+    def agree(self, x: Tensor, residual: Tensor | None, ctx: Context) -> Agreement:
+        """Finds places that depend on all ranks' entries; what it returns comes with the context.
+
+        Random places need nothing but the context.
+        """
+        return ctx
+        yield
+
+    def take(self, x: Tensor, ctx: Context, residual: Tensor | None, left: Tensor | None) -> Tensor:
+        """Entries of ``x + residual`` at the places agreed on; the others go to ``left``."""
         raise NotImplementedError
 
     def put(self, values: Tensor, out: Tensor, ctx: Context) -> None:
@@ -120,7 +131,8 @@ class _Agreed(Scheme):
         residual, left = None if exact else ctx.residual, ctx.unsent
         if ctx.keep_unsent and left is None:
             left = torch.empty_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
-        values = self.take(x, _kept(self.ratio, n), ctx, residual, left)
+        ctx = yield from self.agree(x, residual, ctx)
+        values = self.take(x, ctx, residual, left)
         finite = all_finite(x) if left is None else all_finite(left) & all_finite(values)
         values.add_(poison(finite))
         own = values if left is None else values.clone()
@@ -156,9 +168,8 @@ class RandomK(_Agreed):
     Reference: Stich, Cordonnier and Jaggi, Sparsified SGD with Memory, 2018.
     """
 
-    def take(
-        self, x: Tensor, k: int, ctx: Context, residual: Tensor | None, left: Tensor | None
-    ) -> Tensor:
+    def take(self, x: Tensor, ctx: Context, residual: Tensor | None, left: Tensor | None) -> Tensor:
+        k = _kept(self.ratio, x.numel())
         if x.dtype == torch.float64:
             return _take_at(self._places(x.numel(), k, ctx, x.device), x, left)
         values = x.new_empty(k, dtype=torch.float32)
@@ -191,14 +202,14 @@ class RandomBlock(_Agreed):
     Reference: Xu et al., GRACE, 2021 (as a baseline).
     """
 
-    def take(
-        self, x: Tensor, k: int, ctx: Context, residual: Tensor | None, left: Tensor | None
-    ) -> Tensor:
+    def take(self, x: Tensor, ctx: Context, residual: Tensor | None, left: Tensor | None) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         source = x if left is None else left
         if left is not None:
             left.copy_(x) if residual is None else torch.add(x, residual, out=left)
-        pieces = [source[part] for part in self._parts(x.numel(), k, ctx)]
+        pieces = [
+            source[part] for part in self._parts(x.numel(), _kept(self.ratio, x.numel()), ctx)
+        ]
         values = torch.cat(pieces).to(wide)
         if left is not None:
             for piece in pieces:
@@ -218,6 +229,74 @@ class RandomBlock(_Agreed):
         begin = int(torch.randint(n, (), generator=generator))
         over = max(0, begin + k - n)
         return [slice(begin, begin + k - over), *([slice(0, over)] if over else [])]
+
+
+@register_scheme("aligned_topk")
+@dataclass(frozen=True)
+class AlignedTopK(_Agreed):
+    """Sends the rows of entries that are largest on average over ranks; all ranks send the same.
+
+    A bucket is cut into rows. Each rank projects its rows on a few random directions, the same on
+    all ranks; the sum of these sketches tells how large each row of the mean is. So no place
+    travels, and both the sketch and the values are all-reduces: bytes do not grow with the number
+    of ranks. Biased: use with ``ErrorFeedback``.
+
+    Args:
+        ratio: share of the rows that is sent; at least one is.
+        row: entries of a row.
+        directions: of the sketch; ``4 * directions / row`` bytes an entry.
+
+    Example:
+        >>> hook = register(ddp_model, "aligned_topk", ratio=0.05)
+
+    Reference: Chen et al., ARC-Top-K, 2025.
+    """
+
+    ratio: float = 0.05
+    row: int = 128
+    directions: int = 4
+
+    rounds = 2
+    linear = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("row", "directions"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(
+                    f"AlignedTopK({name}=...) is a whole number, 1 or more, got {value!r}"
+                )
+
+    def agree(self, x: Tensor, residual: Tensor | None, ctx: Context) -> Agreement:
+        rows = self._rows(x if residual is None else x + residual)
+        rows = rows.to(torch.promote_types(x.dtype, torch.float32))
+        generator = ctx.generator(f"{ctx.layout.names[0]}/sketch", shared=True)
+        signs = torch.randint(0, 2, (self.row, self.directions), generator=generator)
+        sketch = yield AllReduce(rows @ (2.0 * signs - 1.0).to(rows))
+        energy = torch.zeros_like(sketch[:, 0], dtype=torch.float32)
+        for column in sketch.unbind(1):  # in this order on every device
+            energy += column.square()
+        k = _kept(self.ratio, len(rows))
+        places = torch.empty(k, dtype=torch.int32, device=x.device)
+        top_k(energy, k, places, torch.empty_like(energy[:k]))
+        return ctx.replace(agreed=places.long())
+
+    def take(self, x: Tensor, ctx: Context, residual: Tensor | None, left: Tensor | None) -> Tensor:
+        c = x if residual is None else x + residual
+        rows = self._rows(c.to(torch.promote_types(x.dtype, torch.float32)))
+        values = rows[ctx.agreed].flatten()
+        if left is not None:
+            left.copy_(rows.index_fill(0, ctx.agreed, 0.0).view(-1)[: left.numel()])
+        return values
+
+    def put(self, values: Tensor, out: Tensor, ctx: Context) -> None:
+        rows = torch.zeros_like(self._rows(out))
+        rows[ctx.agreed] = values.view(-1, self.row).to(rows.dtype)
+        out.copy_(rows.view(-1)[: out.numel()])
+
+    def _rows(self, flat: Tensor) -> Tensor:
+        return pad(flat, (0, -flat.numel() % self.row)).view(-1, self.row)
 
 
 def _take_at(places: Tensor, x: Tensor, left: Tensor | None) -> Tensor:

@@ -26,6 +26,16 @@ INLINE Floats load(const Half* x) {
 }
 INLINE Floats load(const BFloat16* x) { return from_bfloat16(widen((const u16*)x)); }
 
+// A row of 32 entries, of which `count` are there; the others are zero.
+template <class T> INLINE void load_row(const T* x, i64 count, Floats (&row)[kVectors]) {
+    T some[kRow] = {};
+    if (count < kRow) {
+        for (int l = 0; l < count; ++l) some[l] = x[l];
+        x = some;
+    }
+    for (int v = 0; v < kVectors; ++v) row[v] = load(x + v * kWidth);
+}
+
 INLINE void store(float* out, const Floats (&row)[kVectors]) {
     for (int v = 0; v < kVectors; ++v) store_as(out + v * kWidth, row[v]);
 }

@@ -51,8 +51,12 @@ SPLITS = (
 )
 
 
-# What the environment says elsewhere.
-OPTIONS: dict[str, dict[str, Any]] = {"sdp4bit": {"local_size": 2}}
+# What the environment says elsewhere; rows as small as the parameters here.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "sdp4bit": {"local_size": 2},
+    "aligned_topk": {"row": 8},
+    "onebit_adam": {"freeze_step": 1},
+}
 
 
 def make(name: str, **options: Any) -> Scheme:
@@ -78,9 +82,9 @@ VARIANTS: dict[str, Callable[[str], Scheme]] = {
     "per_parameter": lambda name: PerParameter(
         [
             Rule(make("none"), max_dim=1),
-            Rule(make(name, error_feedback=True), name="twin"),
+            Rule(make(name, error_feedback=not make(name).optimizes), name="twin"),
         ],
-        default=make(name, error_feedback=True),
+        default=make(name, error_feedback=not make(name).optimizes),
     ),
 }
 
@@ -108,18 +112,32 @@ def registered() -> list[str]:
     return sorted(found.values())
 
 
+def _makes_sense(name: str, variant: str) -> bool:
+    bare = make(name, error_feedback=False)
+    if variant == "two_phase":
+        return isinstance(bare, Codec)
+    return not bare.optimizes or variant not in ("feedback", "fp16_feedback", "ef21")
+
+
 CASES = [
     Case(name, variant)
     for name in registered()
     for variant in VARIANTS
-    if variant != "two_phase" or isinstance(make(name, error_feedback=False), Codec)
+    if _makes_sense(name, variant)
 ]
-AVERAGING = [case for case in CASES if case.scheme.averages and make(case.name).averages]
+
+
+def _averages(scheme: Scheme) -> bool:
+    return scheme.averages and not scheme.optimizes
+
+
+AGREEING = [case for case in CASES if case.scheme.averages and make(case.name).averages]
+AVERAGING = [case for case in CASES if _averages(case.scheme) and _averages(make(case.name))]
 _BARE = {name: make(name, error_feedback=False) for name in registered()}
-UNBIASED = [name for name, one in _BARE.items() if one.averages and not one.biased]
-LINEAR = [name for name, one in _BARE.items() if one.averages and one.linear]
+UNBIASED = [name for name, one in _BARE.items() if _averages(one) and not one.biased]
+LINEAR = [name for name, one in _BARE.items() if _averages(one) and one.linear]
 # Not linear: what is dropped does not vanish where the mean does.
-UNLIKE = [n for n, one in _BARE.items() if one.averages and one.biased and not one.linear]
+UNLIKE = [n for n, one in _BARE.items() if _averages(one) and one.biased and not one.linear]
 # Without feedback inside, which would send more than the gradient.
 MEMORYLESS = [
     case

@@ -14,15 +14,16 @@ from commhooks import Codec, Context, ErrorFeedback, Exchanged, Scheme, _cast
 from commhooks._scheme import SchemeExchange
 from commhooks.conformance import LAWS, check_scheme
 from ddp_core import AllReduce
-from tests.contract.cases import registered
+from tests.contract.cases import make, registered
 
-AVERAGING = [name for name in registered() if commhooks.make(name).averages]
+# Those that give the optimizer something else, such as signs, have laws of their own.
+AVERAGING = [n for n in registered() if make(n).averages and not make(n).optimizes]
 
 
 @pytest.mark.parametrize("name", AVERAGING)
 def test_registered_schemes_obey_every_law(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_cast, "_warned_of_overflow", True)
-    broken = [v for v in check_scheme(lambda: commhooks.make(name)) if not v.holds]
+    broken = [v for v in check_scheme(lambda: make(name)) if not v.holds]
     assert not broken
 
 

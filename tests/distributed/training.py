@@ -31,21 +31,32 @@ STATEFUL: dict[str, tuple[str, dict[str, Any]]] = {
     "onebit": ("onebit", {"block": 64}),
     "topk": ("topk", {"ratio": 0.1}),
     "sdp4bit": ("sdp4bit", {"local_size": 2, "inside_block": 64, "between_block": 64}),
+    "intsgd": ("intsgd", {"error_feedback": True}),
+    "dgc": ("dgc", {"ratio": 0.1}),
+    "demo": ("demo", {}),
 }
 # They work on a bucket as a whole, so that its size is part of the arithmetic.
-BY_BUCKET = {"batched", "int4", "onebit", "sdp4bit", "topk"}
+BY_BUCKET = {"batched", "demo", "dgc", "int4", "intsgd", "onebit", "sdp4bit", "topk"}
 # They send as others do and differ in arithmetic only, which tests/contract goes through.
-ALIKE = {"drive", "fp8", "mxfp8", "qsgd", "random_block", "sdp4bit", "terngrad"}
+ALIKE = {"drive", "fp8", "global_qsgd", "mxfp8", "qsgd", "random_block", "sdp4bit", "terngrad"}
+# They keep something else than a residual: there is no sum to look at.
+OTHERS = {"demo", "dgc", "sdp4bit"}
+
+
+def _averages(scheme: commhooks.Scheme) -> bool:
+    return scheme.averages and not scheme.optimizes
+
+
 # With feedback the sum over steps is exact, at random levels too.
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     **{
         name: (name, {"error_feedback": True} if commhooks.make(name).variance else {})
         for name in commhooks.names()
-        if commhooks.make(name).averages and name not in ALIKE
+        if _averages(commhooks.make(name)) and name not in ALIKE
     },
     "fp16-sum32": ("fp16", {"fp32_sum": True}),
     "bf16-sum32": ("bf16", {"fp32_sum": True}),
-    **STATEFUL,
+    **{name: config for name, config in STATEFUL.items() if name not in OTHERS},
 }
 
 

@@ -30,6 +30,7 @@ from tests.kernels import (
     test_random_k,
     test_rotated,
     test_scaled_cast,
+    test_shared,
     test_sparse,
 )
 from tests.kernels.machines import GpuRunner, Runner, functions_of
@@ -46,6 +47,7 @@ FAMILIES: tuple[Any, ...] = (
     test_random_k,
     test_rotated,
     test_scaled_cast,
+    test_shared,
     test_sparse,
 )
 # Random calls for each family.

@@ -142,6 +142,17 @@ ARGUMENTS = {
         *(torch.zeros(600, dtype=torch.uint8), torch.ones(3), torch.ones(3, dtype=torch.uint8)),
         *(256, 0.5, True, torch.zeros(600)),
     ),
+    "largest_magnitudes": lambda: (
+        *(torch.randn(600), torch.randn(600), torch.zeros(3, dtype=torch.int32), 256),
+    ),
+    "quantize_shared": lambda: (
+        *(torch.randn(600), torch.randn(600), torch.full((3,), 1 << 30, dtype=torch.int32)),
+        *(torch.zeros(600, dtype=torch.int8), torch.zeros(600), 256, 42, STEP, 1, 0, 0),
+    ),
+    "dequantize_shared": lambda: (
+        *(torch.zeros(600, dtype=torch.int8), torch.full((3,), 1 << 30, dtype=torch.int32)),
+        *(torch.zeros(600), 256, 42, 0.5),
+    ),
     "top_k_sampled": lambda: (
         *(torch.randn(600), 6, torch.zeros(6, dtype=torch.int32), torch.zeros(6)),
         *(torch.randn(600), torch.zeros(600)),

@@ -1,0 +1,100 @@
+"""Optimizers that belong to a scheme."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commhooks._scheme import walk
+from commhooks._state import HookState
+from commhooks.schemes.onebit_adam import OneBitMomentum
+
+__all__ = ["OneBitAdam"]
+
+
+class OneBitAdam(torch.optim.Optimizer):
+    """Adam whose second moment is frozen once its hook exchanges momenta of one bit.
+
+    Until the hook's ``freeze_step`` it is ``torch.optim.AdamW``; then ``p.grad`` is the averaged
+    momentum, and entries whose second moment is zero (never had a gradient) stay where they are.
+
+    Args:
+        params: parameters, or groups of them.
+        hook: what ``commhooks.register(model, "onebit_adam", ...)`` returned.
+        lr: learning rate.
+        beta2: of the second moment; the first moment's is the scheme's ``beta1``.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled.
+
+    Raises:
+        TypeError: the hook does not run ``onebit_adam``.
+
+    Example:
+        >>> hook = commhooks.register(ddp_model, "onebit_adam", freeze_step=1000)
+        >>> optimizer = OneBitAdam(ddp_model.parameters(), hook, lr=1e-3)
+
+    Reference: Tang et al., 1-bit Adam, 2021.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        hook: HookState,
+        lr: float = 1e-3,
+        *,
+        beta2: float = 0.999,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        schemes = [one for one in walk(hook.scheme) if isinstance(one, OneBitMomentum)]
+        if len(schemes) != 1:
+            raise TypeError(
+                f"OneBitAdam(hook): a hook that runs 'onebit_adam', which sends it momenta; this "
+                f"one runs {hook.scheme}"
+            )
+        self._hook, self._scheme = hook, schemes[0]
+        super().__init__(
+            params, {"lr": lr, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
+        )
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the gradients of the latest backward pass are momenta."""
+        return self._hook.step > self._scheme.freeze_step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates all parameters that have a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
+        return loss
+
+    def _update(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["step"], state["second_steps"] = 0, 0
+            state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
+        beta1, beta2 = self._scheme.beta1, group["beta2"]
+        first, second = state["exp_avg"], state["exp_avg_sq"]
+        state["step"] += 1
+        if self.frozen:
+            first.copy_(grad)
+        else:
+            first.lerp_(grad.float(), 1 - beta1)
+            second.mul_(beta2).addcmul_(grad.float(), grad.float(), value=1 - beta2)
+            state["second_steps"] += 1
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        correction = 1 - beta1 ** state["step"]
+        root = second.div(1 - beta2 ** max(1, state["second_steps"])).sqrt_().add_(group["eps"])
+        update = first.div(root).masked_fill_(second == 0, 0.0)
+        parameter.add_(update.to(parameter.dtype), alpha=-group["lr"] / correction)

@@ -1,0 +1,161 @@
+"""DeMo: the largest cosine coefficients of each rank's own momentum."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from commhooks._feedback import residual_error
+from commhooks._memory import Layout
+from commhooks._registry import register_scheme
+from commhooks._scheme import Context, Exchanged, Scheme, SchemeExchange
+from commhooks.kernels import dct, scatter_add
+from ddp_core import AllGather
+
+__all__ = ["DeMo"]
+
+_MOMENTUM = "demo.momentum"
+_SIDE = 64
+_TILE = _SIDE * _SIDE
+
+
+@register_scheme("demo")
+@dataclass(frozen=True)
+class DeMo(Scheme):
+    """Sends the largest cosine coefficients of each rank's momentum, and keeps all others.
+
+    ``m = decay m + g``; of each tile of 64 x 64 entries the ``k`` largest coefficients travel
+    (4 bytes each) and leave m. Where several ranks sent a coefficient it is the mean of these.
+    What arrives is transformed back, and its sign taken. Matrices of 64 x 64 and above are
+    transformed in both directions (edges padded with zeros); all else along its entries, in tiles
+    of 4096. The momenta of the ranks drift apart by intent; use an optimizer without momentum, and
+    a learning rate for signs.
+
+    Args:
+        k: coefficients per tile, 1 to 4096.
+        decay: of the momentum, 0 <= decay < 1.
+        sign: False returns the mean itself.
+
+    Example:
+        >>> hook = register(ddp_model, "demo", k=32)
+
+    Reference: Peng, Quesnelle and Kingma, DeMo: Decoupled Momentum Optimization, 2024.
+    """
+
+    k: int = 32
+    decay: float = 0.999
+    sign: bool = True
+
+    stateful = True
+    optimizes = True
+    per_rank: ClassVar[Mapping[str, str]] = {_MOMENTUM: "mean"}
+
+    def __post_init__(self) -> None:
+        if isinstance(self.k, bool) or not isinstance(self.k, int) or not 1 <= self.k <= _TILE:
+            raise ValueError(f"DeMo(k=...) is a number of coefficients, 1 to 4096, got {self.k!r}")
+        if not 0 <= self.decay < 1:
+            raise ValueError(f"DeMo(decay=...): 0 <= decay < 1, got {self.decay!r}")
+
+    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
+        memory, layout, k = ctx.memory, ctx.layout, self.k
+        old = memory.read(_MOMENTUM, layout, device=grad.device)
+        momentum = grad.to(torch.float32) + self.decay * old
+        tiles = _tiles_of(layout)
+        rows = tiles.transformed(momentum)
+        own = rows.abs().topk(k, dim=1, sorted=False).indices
+        values = rows.gather(1, own).bfloat16()
+        payload = torch.stack([own.to(torch.int16), values.view(torch.int16)])
+        gathered = yield AllGather(payload)
+
+        sent = torch.zeros_like(rows).scatter_(1, own, values.float())
+        memory.write(_MOMENTUM, layout, momentum - tiles.back(sent))
+        starts = torch.arange(len(rows), device=grad.device, dtype=torch.int32)[:, None] * _TILE
+        indices = (gathered[:, 0].to(torch.int32) + starts).flatten(1)
+        arrived = gathered[:, 1].view(torch.bfloat16).float().flatten(1)
+        total, count = rows.new_zeros(2, rows.numel())
+        scatter_add(indices, arrived, total)  # rank after rank: the same everywhere
+        scatter_add(indices, torch.ones_like(arrived), count)
+        mean = tiles.back((total / count.clamp(min=1.0)).view_as(rows))
+        if self.sign:
+            mean = torch.where(mean.isfinite(), mean.sign(), torch.nan)  # that of NaN is 0
+        return Exchanged(ctx.output.copy_(mean))
+
+    def initial_memory(self, name: str, shape: torch.Size, ctx: Context) -> dict[str, Tensor]:
+        return {_MOMENTUM: torch.zeros(shape)}
+
+    def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
+        return residual_error(value, parameter) if key == _MOMENTUM else "unknown"
+
+
+class _Tiles:
+    """How a bucket is cut: matrices in tiles of 64 x 64, all else along its entries."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._sides = [_matrix(shape) for shape in layout.shapes]
+        rest = sum(n for n, sides in zip(layout.sizes, self._sides, strict=True) if not sides)
+        self._rest_tiles = -(-rest // _TILE)
+        self._rest = rest
+
+    def transformed(self, flat: Tensor) -> Tensor:
+        """Coefficients, a row per tile."""
+        grids, rest = [], []
+        parts = flat.split(self._layout.sizes)
+        for part, sides in zip(parts, self._sides, strict=True):
+            if sides is None:
+                rest.append(part)
+                continue
+            high, wide = sides
+            whole = pad(part.view(high, wide), (0, -wide % _SIDE, 0, -high % _SIDE))
+            grid = whole.view(-(-high // _SIDE), _SIDE, -(-wide // _SIDE), _SIDE)
+            grids.append(grid.transpose(1, 2).reshape(-1, _SIDE, _SIDE))
+        line = pad(torch.cat([flat[:0], *rest]), (0, self._rest_tiles * _TILE - self._rest))
+        line = line.contiguous()
+        dct(line, line)
+        square = torch.cat([flat[:0].view(0, _SIDE, _SIDE), *grids])
+        for _ in range(2):
+            dct(square, square)
+            square = square.transpose(1, 2).contiguous()
+        return torch.cat([square.view(-1, _TILE), line.view(-1, _TILE)])
+
+    def back(self, rows: Tensor) -> Tensor:
+        """What has these coefficients."""
+        squares = len(rows) - self._rest_tiles
+        square = rows[:squares].reshape(-1, _SIDE, _SIDE)
+        for _ in range(2):
+            square = square.transpose(1, 2).contiguous()
+            dct(square, square, inverse=True)
+        line = rows[squares:].reshape(-1).contiguous()
+        dct(line, line, inverse=True)
+        pieces, at, begin = [], 0, 0
+        for n, sides in zip(self._layout.sizes, self._sides, strict=True):
+            if sides is None:
+                pieces.append(line[at : at + n])
+                at += n
+                continue
+            high, wide = sides
+            down, across = -(-high // _SIDE), -(-wide // _SIDE)
+            grid = square[begin : begin + down * across].view(down, across, _SIDE, _SIDE)
+            begin += down * across
+            whole = grid.transpose(1, 2).reshape(down * _SIDE, across * _SIDE)
+            pieces.append(whole[:high, :wide].reshape(-1))
+        return torch.cat([rows.new_empty(0), *pieces])
+
+
+@lru_cache(maxsize=1024)
+def _tiles_of(layout: Layout) -> _Tiles:
+    return _Tiles(layout)
+
+
+def _matrix(shape: torch.Size) -> tuple[int, int] | None:
+    """Height and width, of what is worth cutting into squares."""
+    if len(shape) < 2 or not shape.numel():
+        return None
+    high, wide = shape[0], shape.numel() // shape[0]
+    return (high, wide) if min(high, wide) >= _SIDE else None

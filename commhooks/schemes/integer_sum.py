@@ -1,0 +1,179 @@
+"""8-bit integers of a scale that all ranks share, summed by one all-reduce of bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from commhooks._memory import Layout
+from commhooks._packed import dense_exchange
+from commhooks._registry import register_scheme
+from commhooks._scheme import Context, Scheme, SchemeExchange
+from commhooks._work import Work, poison
+from commhooks.kernels import all_finite, dequantize_shared, largest_magnitudes, quantize_shared
+from ddp_core import AllReduce
+
+__all__ = ["GlobalQSGD", "IntSGD"]
+
+_TOP = 127
+_NORM = "intsgd.norm"
+_WHOLE = 2**31  # a block that holds any bucket
+
+
+@register_scheme("global_qsgd")
+@dataclass(frozen=True)
+class GlobalQSGD(Scheme):
+    """Sends 8-bit integers of a scale per block that the ranks agree on first, and sums those.
+
+    The largest magnitude of each block over all ranks stands for ``127 // n`` levels on n ranks, so
+    that the sum of n codes cannot wrap. One all-reduce of 4 / block bytes an entry, then one of a
+    byte. Levels become few where ranks are many: 63 for 2, 15 for 8, 3 for 32; above 127 ranks the
+    bucket travels dense. Unbiased.
+
+    Args:
+        block: entries per scale, a multiple of 256.
+        stochastic: False rounds to nearest: half the error, but with a bias.
+
+    Example:
+        >>> hook = register(ddp_model, "global_qsgd")
+
+    Reference: Xin et al., Global-QSGD: Practical Floatless Quantization, 2023.
+    """
+
+    block: int = 256
+    stochastic: bool = True
+
+    rounds = 2
+    adds_residual = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.block, bool) or self.block < 256 or self.block % 256:
+            raise ValueError(f"GlobalQSGD(block=...) is a multiple of 256, got {self.block!r}")
+
+    @property
+    def biased(self) -> bool:  # type: ignore[override]
+        return not self.stochastic
+
+    @property
+    def variance(self) -> float:  # type: ignore[override]
+        return self.block / (4.0 * _TOP**2) if self.stochastic else 0.0
+
+    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
+        n, levels, block = grad.numel(), _TOP // ctx.world_size, self.block
+        blocks = -(-n // block)
+        if not levels or n + 4 * blocks >= n * grad.element_size():
+            return (yield from dense_exchange(grad, ctx))
+        work = Work(grad, ctx)
+        largest = grad.new_empty(blocks, dtype=torch.int32)
+        largest_magnitudes(work.x, largest, block, residual=work.residual)
+        largest = yield AllReduce(largest, "max")
+        codes = grad.new_empty(n, dtype=torch.int8)
+        stream = ctx.random("noise", shared=False) if self.stochastic else None
+        parts = {"residual": work.residual, "left": work.left}
+        quantize_shared(work.x, largest, codes, block, levels, **parts, stream=stream)
+        codes = yield AllReduce(codes, "sum")
+        out = work.output()
+        dequantize_shared(codes, largest, out, block, levels, factor=1.0 / ctx.world_size)
+        return work.exchanged(out)
+
+
+@register_scheme("intsgd")
+@dataclass(frozen=True)
+class IntSGD(Scheme):
+    """Sends 8-bit integers of a scale that follows from past steps, so that none need be agreed on.
+
+    On n ranks a level is ``sqrt(2 n r / d) / precision``, r being a moving average of the averaged
+    gradient's square and d its number of entries. One all-reduce of a byte an entry. What exceeds
+    ``127 // n`` levels is clipped, as where a gradient is suddenly larger; unbiased otherwise. The
+    first step is dense, as are all above 127 ranks.
+
+    Args:
+        precision: levels per ``sqrt(2 n)`` root mean squares.
+        decay: weight of the old average, 0 <= decay < 1.
+        stochastic: False rounds to nearest, with a bias.
+
+    Example:
+        >>> hook = register(ddp_model, "intsgd")
+
+    Reference: Mishchenko et al., IntSGD: Adaptive Floatless Compression, 2022.
+    """
+
+    precision: float = 4.0
+    decay: float = 0.9
+    stochastic: bool = True
+
+    stateful = True
+    adds_residual = True
+
+    def __post_init__(self) -> None:
+        if not self.precision > 0:
+            raise ValueError(f"IntSGD(precision=...) is above 0, got {self.precision!r}")
+        if not 0 <= self.decay < 1:
+            raise ValueError(f"IntSGD(decay=...): 0 <= decay < 1, got {self.decay!r}")
+
+    @property
+    def biased(self) -> bool:  # type: ignore[override]
+        return not self.stochastic
+
+    @property
+    def variance(self) -> float:  # type: ignore[override]
+        return 1 / (2 * self.precision**2) if self.stochastic else 0.0
+
+    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
+        n, levels = grad.numel(), _TOP // ctx.world_size
+        names = ctx.layout.names
+        known = bool(names) and all(ctx.memory.get(_NORM, name) is not None for name in names)
+        if not known or not levels or n + 1 >= n * grad.element_size():
+            result = yield from dense_exchange(grad, ctx)
+            self._remember(result.mean, ctx)
+            return result
+        work = Work(grad, ctx)
+        squares = self._squares(ctx).sum()
+        # A magnitude that never vanishes: from zero gradients there is a way back.
+        level = torch.sqrt(2.0 * ctx.world_size / n * squares).clamp(min=1e-20) / self.precision
+        magnitude = (level * levels).float().view(1).view(torch.int32)
+        codes = grad.new_empty(n + 1, dtype=torch.int8)
+        stream = ctx.random("noise", shared=False) if self.stochastic else None
+        parts = {"residual": work.residual, "left": work.left}
+        quantize_shared(work.x, magnitude, codes[:n], _WHOLE, levels, **parts, stream=stream)
+        codes[n] = ~self._finite(work)
+        codes = yield AllReduce(codes, "sum")
+        out = work.output()
+        factor = 1.0 / ctx.world_size
+        dequantize_shared(codes[:n], magnitude, out, _WHOLE, levels, factor=factor)
+        out.add_(poison(codes[n] == 0))
+        self._remember(out, ctx)
+        return work.exchanged(out)
+
+    def _finite(self, work: Work) -> Tensor:
+        finite = all_finite(work.x)
+        return finite if work.residual is None else finite & all_finite(work.residual)
+
+    def _squares(self, ctx: Context) -> Tensor:
+        device, wide = ctx.output.device, torch.float64  # in which no square underflows
+        return ctx.memory.read(_NORM, _scalars(ctx.layout), device=device, dtype=wide)
+
+    def _remember(self, mean: Tensor, ctx: Context) -> None:
+        pieces = [piece.double() for piece in mean.split(ctx.layout.sizes)]
+        if not pieces:
+            return
+        new = torch.stack([piece.square().sum() for piece in pieces])
+        if all(ctx.memory.get(_NORM, name) is not None for name in ctx.layout.names):
+            new = torch.lerp(new, self._squares(ctx), self.decay)
+        ctx.memory.write(_NORM, _scalars(ctx.layout), new)
+
+    def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
+        if key != _NORM:
+            return "unknown"
+        if not value.is_floating_point() or value.shape:
+            return f"is {value.dtype} of shape {tuple(value.shape)}, not one number"
+        return None
+
+
+@lru_cache(maxsize=1024)
+def _scalars(layout: Layout) -> Layout:
+    """Of one number per parameter."""
+    return Layout(layout.names, [()] * len(layout))

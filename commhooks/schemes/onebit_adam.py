@@ -1,0 +1,87 @@
+"""1-bit Adam's communication: dense gradients first, then momenta of one bit an entry."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from commhooks._feedback import RESIDUAL, ErrorFeedback, residual_error
+from commhooks._registry import register_scheme
+from commhooks._scheme import Context, Exchanged, Scheme, SchemeExchange
+from commhooks.schemes.quantized import Blockwise
+from ddp_core import AllReduce
+
+__all__ = ["OneBitMomentum"]
+
+_MOMENTUM = "onebit_adam.momentum"
+
+
+@register_scheme("onebit_adam")
+@dataclass(frozen=True)
+class OneBitMomentum(Scheme):
+    """Averages gradients until ``freeze_step``, and from then on momenta, in one bit with feedback.
+
+    A bit of a gradient that Adam divides by its second moment loses too much; of the momentum it
+    does not, once the second moment is frozen. ``commhooks.optim.OneBitAdam`` is the optimizer that
+    knows which of the two it is given.
+
+    Args:
+        freeze_step: dense steps first, a tenth to a fifth of the training.
+        beta1: of the momentum, as Adam's.
+        block: entries per scale, a power of two, 32 to 2048.
+
+    Example:
+        >>> hook = register(ddp_model, "onebit_adam", freeze_step=1000)
+        >>> optimizer = commhooks.optim.OneBitAdam(ddp_model.parameters(), hook, lr=1e-3)
+
+    Reference: Tang et al., 1-bit Adam, 2021.
+    """
+
+    freeze_step: int = 1000
+    beta1: float = 0.9
+    block: int = 2048
+
+    rounds = 2
+    stateful = True
+    optimizes = True
+    per_rank: ClassVar[Mapping[str, str]] = {RESIDUAL: "sum"}
+
+    def __post_init__(self) -> None:
+        step = self.freeze_step
+        if isinstance(step, bool) or not isinstance(step, int) or step < 1:
+            raise ValueError(
+                f"OneBitMomentum(freeze_step=...) is a number of steps, 1 or more, got {step!r}"
+            )
+        if not 0 <= self.beta1 < 1:
+            raise ValueError(f"OneBitMomentum(beta1=...): 0 <= beta1 < 1, got {self.beta1!r}")
+        Blockwise("sign", self.block)  # checks the block
+
+    @cached_property
+    def _compressed(self) -> Scheme:
+        return ErrorFeedback(Blockwise("sign", self.block))
+
+    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
+        memory, layout = ctx.memory, ctx.layout
+        dtype = torch.promote_types(grad.dtype, torch.float32)
+        old = memory.read(_MOMENTUM, layout, device=grad.device, dtype=dtype)
+        if ctx.step < self.freeze_step:
+            mean = yield AllReduce(grad)
+            memory.write(_MOMENTUM, layout, torch.lerp(mean.to(dtype), old, self.beta1))
+            return Exchanged(mean)
+        own = torch.lerp(grad.to(dtype), old, self.beta1)
+        inner = ctx.replace(output=torch.empty_like(own), residual=None, unsent=None)
+        result = yield from self._compressed.exchange(own, inner)
+        memory.write(_MOMENTUM, layout, result.mean.clone())
+        return Exchanged(ctx.output.copy_(result.mean), finite=result.finite)
+
+    def initial_memory(self, name: str, shape: torch.Size, ctx: Context) -> dict[str, Tensor]:
+        dtype = torch.promote_types(ctx.output.dtype, torch.float32)
+        return {key: torch.zeros(shape, dtype=dtype) for key in (_MOMENTUM, RESIDUAL)}
+
+    def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
+        return residual_error(value, parameter) if key in (_MOMENTUM, RESIDUAL) else "unknown"

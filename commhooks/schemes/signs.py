@@ -1,0 +1,69 @@
+"""Plain signSGD with a majority vote: the classic that one bit began with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from commhooks._packed import Draw, PackedCodec, Pattern, check_pattern
+from commhooks._registry import register_scheme
+from commhooks.kernels import all_finite, pack_bits, unpack_bits
+
+__all__ = ["SignSGD"]
+
+
+@register_scheme("signsgd")
+@dataclass(frozen=True)
+class SignSGD(PackedCodec):
+    """Sends signs and returns the sign that most ranks sent, times ``scale``; a tie is positive.
+
+    A reference: it does not converge where the ranks' gradients differ much or few large ones
+    decide, needs a learning rate for signs, and there is no error to feed back. Prefer ``onebit``.
+
+    Args:
+        scale: what a sign is worth.
+        pattern: "two_phase" or "all_gather".
+
+    Example:
+        >>> hook = register(ddp_model, "signsgd")
+
+    Reference: Bernstein et al., signSGD: Compressed Optimisation for Non-Convex Problems, 2018.
+    """
+
+    scale: float = 1.0
+    pattern: Pattern = "two_phase"
+
+    biased = True
+    optimizes = True
+    unit = 8
+
+    def __post_init__(self) -> None:
+        check_pattern(self, self.pattern)
+
+    def payload_bytes(self, n: int) -> int:
+        return -(-(-(-n // 8) + 1) // 16) * 16  # the last byte: whether all are finite
+
+    def pack(
+        self,
+        x: Tensor,
+        payload: Tensor,
+        draw: Draw,
+        residual: Tensor | None = None,
+        left: Tensor | None = None,
+    ) -> None:
+        nbytes = -(-x.numel() // 8)
+        payload[nbytes:].zero_()
+        pack_bits(x >= 0, payload[:nbytes])
+        payload[-1] = ~all_finite(x)
+
+    def unpack(self, payloads: Tensor, out: Tensor, draw: Draw, factor: float) -> None:
+        n = out.numel()
+        votes = torch.zeros(n, dtype=torch.float32, device=out.device)
+        bits = torch.empty(n, dtype=torch.bool, device=out.device)
+        for row in payloads:
+            unpack_bits(row[: -(-n // 8)].contiguous(), bits)
+            votes += bits
+        votes = torch.where(2 * votes >= len(payloads), self.scale, -self.scale)
+        out.copy_(votes.masked_fill_((payloads[:, -1] != 0).any(), torch.nan))

@@ -1,0 +1,59 @@
+// Integers of a shared scale on a GPU; the specification is in shared.py.
+#include "include/shared.h"
+
+#include "include/cuda.h"
+
+template <class T>
+__global__ void largest_magnitudes(const T* x, const float* residual, i64 n, i64 block, u32* out) {
+    for (i64 b = warp(); b * block < n; b += warps()) {
+        const i64 end = (b + 1) * block < n ? (b + 1) * block : n;
+        u32 most = 0;
+        for (i64 i = b * block + lane(); i < end; i += kLanes)
+            most = larger(most, magnitude(residual ? to_float(x[i]) + residual[i] : to_float(x[i])));
+        most = largest_of_warp(most);
+        if (lane() == 0) out[b] = most > kInfinity ? kNaN : most;
+    }
+}
+
+template <class T>
+__global__ void quantize_shared(const T* x, const float* residual, i64 n, i64 block,
+                                const u32* magnitudes, float levels, const i64* step, i64 seed,
+                                i64 stream, i64 first, i8* codes, float* left) {
+    // A warp has 256 entries of one block: eight rows, whose loads are under way together.
+    for (i64 at = warp() * 256; at < n; at += warps() * 256) {
+        float rows[8];
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+            const i64 i = at + k * kLanes + lane();
+            rows[k] = i >= n ? 0.0f : residual ? to_float(x[i]) + residual[i] : to_float(x[i]);
+        }
+        const Scale scale = scale_of(magnitudes[at / block], levels);
+        u32 random[4] = {};
+        if (step)
+            philox(seed, (u64)((first + at) / 256) * kLanes + lane(), (u32)*step, stream, random[0],
+                   random[1], random[2], random[3]);
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+            const i64 i = at + k * kLanes + lane();
+            if (i >= n) continue;
+            float units = units_of(rows[k], scale, levels);
+            if (step) units += centred(random[k / 2] >> (k % 2 * 16) & 0xffffu);
+            const float rounded = units + kRound;
+            codes[i] = (i8)(bits_of(rounded) & 0xffu);
+            if (left) left[i] = rows[k] - (rounded - kRound) * scale.level;
+        }
+    }
+}
+
+template <class T>
+__global__ void dequantize_shared(const i8* codes, i64 n, i64 block, const u32* magnitudes,
+                                  float levels, float factor, T* out) {
+    for (i64 at = warp() * 256; at < n; at += warps() * 256) {
+        const float level = scale_of(magnitudes[at / block], levels).level;
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+            const i64 i = at + k * kLanes + lane();
+            if (i < n) store(out + i, (float)codes[i] * level * factor);
+        }
+    }
+}

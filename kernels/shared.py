@@ -1,0 +1,237 @@
+"""Integers of a scale that all ranks share: their sums, by an all-reduce, are codes of the sum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from . import _cpu, _cuda, philox
+from ._op import check, op
+
+__all__ = ["dequantize_shared", "largest_magnitudes", "quantize_shared"]
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_GRAIN = 256  # blocks are multiples of it
+_INFINITY, _NAN = 0x7F800000, 0x7FC00000  # bits
+_TINY = (127 - 120) << 23  # of 2^-120: blocks below it decode to zero
+
+
+def largest_magnitudes(
+    x: Tensor, out: Tensor, block: int, *, residual: Tensor | None = None
+) -> None:
+    """Writes the bits of the largest magnitude in each block of ``x``, or of ``x + residual``.
+
+    As integers they order as the numbers do, infinity and NaN last, so that the largest over ranks
+    is an integer all-reduce that loses no NaN. Kernels equal the definition bit for bit.
+
+    Args:
+        x: float32, float16 or bfloat16, contiguous.
+        out: int32, one per block.
+        block: entries of a block, a multiple of 256; the last may be short.
+        residual: float32, as many entries as ``x``.
+
+    Raises:
+        TypeError, ValueError: a tensor of another dtype, size or device; names the argument.
+    """
+    check("largest_magnitudes", "x", x, like=x, dtypes=_DTYPES)
+    _check("largest_magnitudes", x, block, out)
+    _check_wide("largest_magnitudes", x, residual=residual)
+    magnitudes_op(x, residual, out, block)
+
+
+def quantize_shared(
+    x: Tensor,
+    magnitudes: Tensor,
+    codes: Tensor,
+    block: int,
+    levels: int,
+    *,
+    residual: Tensor | None = None,
+    left: Tensor | None = None,
+    stream: philox.Stream | None = None,
+) -> None:
+    """Writes ``x``, or ``x + residual``, in units of each block's magnitude over ``levels``.
+
+    What lies outside is clipped. A block whose magnitude is not finite decodes to NaN.
+
+    Args:
+        x: float32, float16 or bfloat16, contiguous.
+        magnitudes: int32, bits of one magnitude per block, as :func:`largest_magnitudes` writes.
+        codes: int8, as many entries as ``x``; from ``-levels`` to ``levels``.
+        block: entries of a block, a multiple of 256; the last may be short.
+        levels: 1 to 127.
+        residual: float32, as many entries.
+        left: float32, as many; gets what the codes leave out. May be ``residual``.
+        stream: rounds stochastically, with its bits.
+
+    Raises:
+        TypeError, ValueError: a tensor of another dtype, size or device; names the argument.
+
+    Reference: Mishchenko et al., IntSGD, 2022; Xin et al., Global-QSGD, 2023.
+    """
+    check("quantize_shared", "x", x, like=x, dtypes=_DTYPES)
+    _check("quantize_shared", x, block, magnitudes, levels)
+    check("quantize_shared", "codes", codes, like=x, dtypes=(torch.int8,), n=x.numel())
+    _check_wide("quantize_shared", x, residual=residual, left=left)
+    key = philox.NO_STREAM if stream is None else stream.arguments(x)
+    quantize_shared_op(x, residual, magnitudes, codes, left, block, levels, *key)
+
+
+def dequantize_shared(
+    codes: Tensor, magnitudes: Tensor, out: Tensor, block: int, levels: int, *, factor: float = 1.0
+) -> None:
+    """Writes what codes, or sums of codes, stand for, times ``factor``.
+
+    Args:
+        codes, magnitudes, block, levels: as for :func:`quantize_shared`.
+        out: float32, float16 or bfloat16, contiguous.
+    """
+    check("dequantize_shared", "out", out, like=codes, dtypes=_DTYPES)
+    check("dequantize_shared", "codes", codes, like=codes, dtypes=(torch.int8,), n=out.numel())
+    _check("dequantize_shared", out, block, magnitudes, levels)
+    dequantize_shared_op(codes, magnitudes, out, block, levels, factor)
+
+
+def _check(caller: str, x: Tensor, block: int, magnitudes: Tensor, levels: int = 1) -> None:
+    if block < 1 or block % _GRAIN:
+        raise ValueError(f"{caller}(block): a multiple of {_GRAIN}, got {block}")
+    if not 1 <= levels <= 127:
+        raise ValueError(f"{caller}(levels): 1 to 127, got {levels}")
+    name = "out" if caller == "largest_magnitudes" else "magnitudes"
+    check(caller, name, magnitudes, like=x, dtypes=(torch.int32,), n=-(-x.numel() // block))
+
+
+def _check_wide(caller: str, x: Tensor, **tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            check(caller, name, tensor, like=x, dtypes=(torch.float32,), n=x.numel())
+
+
+@op("largest_magnitudes(Tensor x, Tensor? residual, Tensor(a!) out, int block) -> ()")
+def magnitudes_op(x: Tensor, residual: Tensor | None, out: Tensor, block: int) -> None:
+    c = _corrected(x, residual)
+    block = max(1, min(block, c.numel()))
+    bits = pad(c, (0, -c.numel() % block)).view(torch.int32) & 0x7FFFFFFF
+    bits = torch.where(bits > _INFINITY, _NAN, bits)
+    out.copy_(bits.view(-1, block).amax(1) if c.numel() else bits)
+
+
+@op(
+    "quantize_shared(Tensor x, Tensor? residual, Tensor magnitudes, Tensor(a!) codes,"
+    " Tensor(b!)? left, int block, int levels, Tensor? step, int seed, int stream, int first)"
+    " -> ()"
+)
+def quantize_shared_op(
+    x: Tensor,
+    residual: Tensor | None,
+    magnitudes: Tensor,
+    codes: Tensor,
+    left: Tensor | None,
+    block: int,
+    levels: int,
+    step: Tensor | None,
+    *key: int,
+) -> None:
+    c = _corrected(x, residual)
+    n = c.numel()
+    level, inverse = _scales(magnitudes, levels, n, block)
+    units = c * inverse
+    units = torch.where(units < levels, units, float(levels))  # NaN becomes the largest, too
+    units = torch.where(units > -levels, units, -float(levels))
+    if step is not None:
+        noise = philox.half_words(n, int(step), *key, device=x.device)
+        units = units + philox.centred(noise)
+    found = torch.round(units)
+    codes.view(-1).copy_(found.to(torch.int8))
+    if left is not None:
+        left.view(-1).copy_(c - (found + 0.0) * level)
+
+
+@op(
+    "dequantize_shared(Tensor codes, Tensor magnitudes, Tensor(a!) out, int block, int levels,"
+    " float factor) -> ()"
+)
+def dequantize_shared_op(
+    codes: Tensor, magnitudes: Tensor, out: Tensor, block: int, levels: int, factor: float
+) -> None:
+    level, _ = _scales(magnitudes, levels, codes.numel(), block)
+    entries = codes.flatten().to(torch.float32) * level * factor
+    out.view(-1).copy_(entries)
+
+
+def _corrected(x: Tensor, residual: Tensor | None) -> Tensor:
+    c = x.flatten().to(torch.float32)
+    return c if residual is None else c + residual.flatten()
+
+
+def _scales(magnitudes: Tensor, levels: int, n: int, block: int) -> tuple[Tensor, Tensor]:
+    """What a level is worth, and its inverse, for each of ``n`` entries."""
+    values, finite = magnitudes.view(torch.float32), magnitudes < _INFINITY
+    top = torch.full_like(values, levels)
+    level = torch.where(finite, values / top, torch.nan)
+    inverse = torch.where(finite & (magnitudes >= _TINY), top / values, 0.0)
+    block = max(1, min(block, n))
+    return level.repeat_interleave(block)[:n], inverse.repeat_interleave(block)[:n]
+
+
+@magnitudes_op.kernel("cpu")
+def _magnitudes_cpu(x: Tensor, residual: Tensor | None, out: Tensor, block: int) -> None:
+    arguments = (x, residual, x.numel(), block, out)
+    _cpu.call("largest_magnitudes", _cpu.DTYPES[x.dtype], *arguments)
+
+
+@magnitudes_op.kernel("cuda")
+def _magnitudes_cuda(x: Tensor, residual: Tensor | None, out: Tensor, block: int) -> None:
+    name, n = f"largest_magnitudes<{_cuda.DTYPES[x.dtype]}>", x.numel()
+    _cuda.launch("shared.cu", name, x.device, out.numel(), (x, residual, n, block, out))
+
+
+@quantize_shared_op.kernel("cpu")
+def _quantize_cpu(
+    x: Tensor,
+    residual: Tensor | None,
+    magnitudes: Tensor,
+    codes: Tensor,
+    left: Tensor | None,
+    block: int,
+    levels: int,
+    *key: Any,
+) -> None:
+    arguments = (x, residual, x.numel(), block, magnitudes, float(levels), *key, codes, left)
+    _cpu.call("quantize_shared", _cpu.DTYPES[x.dtype], *arguments)
+
+
+@quantize_shared_op.kernel("cuda")
+def _quantize_cuda(
+    x: Tensor,
+    residual: Tensor | None,
+    magnitudes: Tensor,
+    codes: Tensor,
+    left: Tensor | None,
+    block: int,
+    levels: int,
+    *key: Any,
+) -> None:
+    name, n = f"quantize_shared<{_cuda.DTYPES[x.dtype]}>", x.numel()
+    arguments = (x, residual, n, block, magnitudes, float(levels), *key, codes, left)
+    _cuda.launch("shared.cu", name, x.device, n // 256 + 1, arguments)
+
+
+@dequantize_shared_op.kernel("cpu")
+def _dequantize_cpu(
+    codes: Tensor, magnitudes: Tensor, out: Tensor, block: int, levels: int, factor: float
+) -> None:
+    arguments = (codes, out.numel(), block, magnitudes, float(levels), factor, out)
+    _cpu.call("dequantize_shared", _cpu.DTYPES[out.dtype], *arguments)
+
+
+@dequantize_shared_op.kernel("cuda")
+def _dequantize_cuda(
+    codes: Tensor, magnitudes: Tensor, out: Tensor, block: int, levels: int, factor: float
+) -> None:
+    name, n = f"dequantize_shared<{_cuda.DTYPES[out.dtype]}>", out.numel()
+    arguments = (codes, n, block, magnitudes, float(levels), factor, out)
+    _cuda.launch("shared.cu", name, out.device, n // 256 + 1, arguments)
