@@ -13,16 +13,17 @@ from commhooks._errors import (
     UnknownSchemeError,
 )
 from commhooks._feedback import EF21, AveragedFeedback, ErrorFeedback, FlushResidual, Scaled
+from commhooks._guard import Guard
 from commhooks._hierarchical import Hierarchical
 from commhooks._hook import as_hook, comm_hook
 from commhooks._ledger import Ledger
 from commhooks._make import make
 from commhooks._memory import Layout, Memory
 from commhooks._packed import PackedCodec
-from commhooks._per_parameter import PerParameter, Rule
+from commhooks._per_parameter import PerParameter, Rule, role_of
 from commhooks._register import register, unregister
 from commhooks._registry import names, register_scheme
-from commhooks._schedules import DelayedStart, PeriodicDense
+from commhooks._schedules import DelayedStart, PeriodicDense, Schedule
 from commhooks._scheme import Codec, Context, Exchanged, Scheme
 from commhooks._simulation import Simulation
 from commhooks._state import HookState
@@ -87,6 +88,7 @@ __all__ = [
     "Exchanged",
     "FlushResidual",
     "GlobalQSGD",
+    "Guard",
     "Hierarchical",
     "HookNotAttachedError",
     "HookState",
@@ -112,6 +114,7 @@ __all__ = [
     "RegistrationError",
     "Rule",
     "Scaled",
+    "Schedule",
     "Scheme",
     "SchemeError",
     "SignSGD",
@@ -149,6 +152,7 @@ __all__ = [
     "quantization_pertensor_hook",
     "register",
     "register_scheme",
+    "role_of",
     "sdp4bit",
     "unflatten_state",
     "unregister",

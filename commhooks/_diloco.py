@@ -149,7 +149,9 @@ class DiLoCo:
         self.every, self.delay, self.steps, self.outer_steps = every, delay, 0, 0
         self._settings = (lr, momentum, nesterov, mix)
         self.hook = HookState(scheme, model, process_group=process_group, seed=seed, **options)
-        self.hook.agree(f"DiLoCo(every={every}, fragments={fragments}, delay={delay})")
+        settings = {"every": every, "fragments": fragments, "delay": delay, "mix": mix}
+        settings |= {"lr": lr, "momentum": momentum, "nesterov": nesterov}
+        self.hook.agree("DiLoCo", {"settings": settings})
         self._fragments = _fragments_of(model, fragments)
         self._pending: list[_Pending] = []
 

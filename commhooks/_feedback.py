@@ -26,6 +26,7 @@ __all__ = [
     "keeps_residual",
     "residual_error",
     "take_residual",
+    "without_feedback",
 ]
 
 RESIDUAL = "residual"
@@ -359,6 +360,13 @@ def _pairs(
 def keeps_residual(scheme: Scheme) -> bool:
     """Whether the scheme has error feedback somewhere inside."""
     return any(isinstance(inside, ErrorFeedback) for inside in walk(scheme))
+
+
+def without_feedback(scheme: Scheme) -> Scheme:
+    """The scheme inside error feedback; itself where there is none around it."""
+    while isinstance(scheme, (AveragedFeedback, ErrorFeedback, Scaled)):
+        scheme = scheme.scheme
+    return scheme
 
 
 def flushing(scheme: Scheme) -> Scheme:

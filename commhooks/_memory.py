@@ -29,7 +29,7 @@ class Layout:
         shapes: the shape each occupies in the flat tensor.
     """
 
-    __slots__ = ("_hash", "names", "numel", "offsets", "shapes", "sizes")
+    __slots__ = ("_hash", "_scalars", "names", "numel", "offsets", "shapes", "sizes")
 
     def __init__(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> None:
         self.names = tuple(names)
@@ -38,6 +38,14 @@ class Layout:
         self.offsets = (0, *accumulate(self.sizes))
         self.numel = self.offsets[-1]
         self._hash = hash((self.names, self.shapes))
+        self._scalars: Layout | None = None
+
+    @property
+    def scalars(self) -> Layout:
+        """The layout of one number per parameter."""
+        if self._scalars is None:
+            self._scalars = Layout(self.names, [()] * len(self))
+        return self._scalars
 
     def __hash__(self) -> int:
         return self._hash
@@ -72,6 +80,7 @@ class Memory:
         self._where: dict[str, dict[str, tuple[Layout, int]]] = {}
         self._loose: dict[str, dict[str, Tensor]] = {}  # loaded, not yet in any layout
         self._staged: dict[tuple[str, Layout], Tensor | None] = {}
+        self._notes: dict[tuple[str, Layout], Tensor] = {}
         self._spare: dict[tuple[str, Layout], Tensor] = {}
 
     # ---- used by schemes
@@ -125,6 +134,13 @@ class Memory:
         """Stages the new values of ``key`` for ``layout``; None removes them."""
         self._staged[key, layout] = flat
 
+    def note(self, key: str, layout: Layout, values: Tensor) -> None:
+        """Stages numbers on the host that are right even if the step was not finite.
+
+        Unlike what is written on a GPU, they can be read without waiting for it.
+        """
+        self._notes[key, layout] = values
+
     # ---- used by the engine
 
     def commit(self, good: Tensor) -> None:
@@ -133,6 +149,9 @@ class Memory:
         On CUDA the choice is made on the device, without waiting for it.
         """
         staged, self._staged = self._staged, {}
+        for (key, layout), values in self._notes.items():
+            self._put(key, layout, values)
+        self._notes.clear()
         on_host = good.device.type == "cpu"
         if on_host and not good.item():
             for place, flat in staged.items():
@@ -153,8 +172,9 @@ class Memory:
                 self._spare[key, layout] = old
 
     def rollback(self) -> None:
-        """Drops the staged writes."""
+        """Drops the staged writes and notes."""
         self._staged.clear()
+        self._notes.clear()
 
     # ---- saving and loading
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,32 @@ from commhooks._scheme import Context, Exchanged, Scheme, SchemeExchange
 from commhooks._wrapper import any_error, need_scheme
 from ddp_core import AllReduce, Collective
 
-__all__ = ["PerParameter", "Rule"]
+__all__ = ["ROLES", "PerParameter", "Rule", "role_of"]
+
+
+ROLES = ("embedding", "head", "norm", "bias", "matrix", "vector")
+
+
+def role_of(name: str, shape: Sequence[int]) -> str:
+    """What a parameter is for, by the words in its name and by its shape.
+
+    "embedding": embed, embedding, wte, wpe or tok; "head": head, lm_head, classifier or unembed;
+    "norm" (one dimension): norm, ln or bn, with a number or not; "bias"; else "matrix" or "vector".
+
+    Example:
+        >>> role_of("layers.0.norm1.weight", (128,))
+        'norm'
+    """
+    words = {word.rstrip("0123456789") for word in re.split(r"[._]", name.lower())}
+    if words & {"embed", "embedding", "embeddings", "wte", "wpe", "tok"}:
+        return "embedding"
+    if words & {"head", "lmhead", "classifier", "unembed"}:
+        return "head" if len(shape) > 1 else "bias"
+    if len(shape) <= 1 and words & {"norm", "ln", "bn", "layernorm", "batchnorm", "rmsnorm"}:
+        return "norm"
+    if "bias" in words:
+        return "bias"
+    return "matrix" if len(shape) > 1 else "vector"
 
 
 @dataclass(frozen=True)
@@ -25,24 +51,32 @@ class Rule:
     Args:
         scheme: what to do with them.
         name: shell-style pattern of the parameter's name, e.g. ``"*.bias"`` or ``"embed*"``.
+        role: what it is for, see :func:`role_of`.
         min_dim, max_dim: bounds on the number of dimensions.
-        min_numel: at least that many entries.
+        min_numel, max_numel: bounds on the number of entries.
         dtype: the gradient's dtype.
     """
 
     scheme: Scheme
     name: str = "*"
+    role: str | None = None
     min_dim: int = 0
     max_dim: int = 1 << 30
     min_numel: int = 0
+    max_numel: int = 1 << 62
     dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if self.role is not None and self.role not in ROLES:
+            raise ValueError(f"Rule(role=...) is one of {', '.join(ROLES)}, got {self.role!r}")
 
     def matches(self, name: str, shape: torch.Size, dtype: torch.dtype) -> bool:
         """Whether a parameter falls under this rule."""
         return (
             fnmatch.fnmatchcase(name, self.name)
             and self.min_dim <= len(shape) <= self.max_dim
-            and shape.numel() >= self.min_numel
+            and self.min_numel <= shape.numel() <= self.max_numel
+            and self.role in (None, role_of(name, shape))
             and self.dtype in (None, dtype)
         )
 
@@ -75,8 +109,8 @@ class PerParameter(Scheme):
 
     @property
     def schemes(self) -> list[Scheme]:
-        """All schemes it chooses from, the default last."""
-        return [*(rule.scheme for rule in self.rules), self.default]
+        """All different schemes it chooses from, in order of precedence."""
+        return list(dict.fromkeys([*(rule.scheme for rule in self.rules), self.default]))
 
     @property
     def rounds(self) -> int:  # type: ignore[override]
@@ -111,10 +145,10 @@ class PerParameter(Scheme):
 
     def choose(self, name: str, shape: torch.Size, dtype: torch.dtype) -> int:
         """Position in ``schemes`` of the scheme for a parameter."""
-        for position, rule in enumerate(self.rules):
+        for rule in self.rules:
             if rule.matches(name, shape, dtype):
-                return position
-        return len(self.rules)
+                return self.schemes.index(rule.scheme)
+        return self.schemes.index(self.default)
 
     def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
         layout = ctx.layout

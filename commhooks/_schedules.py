@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,7 +13,7 @@ from commhooks._scheme import Context, Scheme, SchemeExchange
 from commhooks._wrapper import Wrapper, any_error, need_scheme
 from commhooks.schemes.dense import Dense
 
-__all__ = ["DelayedStart", "PeriodicDense"]
+__all__ = ["DelayedStart", "PeriodicDense", "Schedule"]
 
 
 @dataclass(frozen=True)
@@ -95,3 +96,79 @@ class PeriodicDense(Wrapper):
         if keeps_residual(self.scheme):
             take_residual(grad, ctx)
         return (yield from Dense().exchange(grad, ctx))
+
+
+@dataclass(frozen=True)
+class Schedule(Scheme):
+    """Runs one scheme after the other: each from its step on.
+
+    What error feedback has held back goes on into the next scheme's feedback, or is sent with the
+    next gradient where that has none.
+
+    Args:
+        parts: pairs of the step (counted from 0) and the scheme that runs from it on; the first
+            is of step 0, and steps ascend.
+
+    Example:
+        >>> Schedule([(0, make("none")), (500, make("powersgd", rank=8)),
+        ...           (5000, make("powersgd", rank=2))])
+    """
+
+    parts: Sequence[tuple[int, Scheme]]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "parts", tuple((step, scheme) for step, scheme in self.parts))
+        steps = [step for step, _ in self.parts]
+        if not steps or steps[0] != 0 or sorted(set(steps)) != steps:
+            raise ValueError(
+                f"Schedule(parts=...) are pairs of step and scheme, from step 0 on and ascending, "
+                f"got steps {steps}"
+            )
+        for scheme in self.schemes:
+            need_scheme(self, scheme)
+
+    @property
+    def schemes(self) -> list[Scheme]:
+        """All schemes, in order."""
+        return [scheme for _, scheme in self.parts]
+
+    def at(self, step: int) -> Scheme:
+        """The scheme that runs in a step."""
+        found: Scheme = [scheme for begin, scheme in self.parts if begin <= step][-1]
+        return found
+
+    @property
+    def rounds(self) -> int:  # type: ignore[override]
+        return max(scheme.rounds for scheme in self.schemes)
+
+    @property
+    def biased(self) -> bool:  # type: ignore[override]
+        return any(scheme.biased for scheme in self.schemes)
+
+    @property
+    def stateful(self) -> bool:  # type: ignore[override]
+        return any(scheme.stateful for scheme in self.schemes)
+
+    @property
+    def averages(self) -> bool:  # type: ignore[override]
+        return all(scheme.averages for scheme in self.schemes)
+
+    @property
+    def optimizes(self) -> bool:  # type: ignore[override]
+        return any(scheme.optimizes for scheme in self.schemes)
+
+    @property
+    def coalesce(self) -> bool:  # type: ignore[override]
+        return any(scheme.coalesce for scheme in self.schemes)
+
+    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
+        scheme = self.at(ctx.step)
+        if any(keeps_residual(one) for one in self.schemes):
+            scheme = flushing(scheme)
+        return (yield from scheme.exchange(grad, ctx))
+
+    def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
+        return any_error([flushing(one) for one in self.schemes], key, value, parameter)
+
+    def initial_memory(self, name: str, shape: torch.Size, ctx: Context) -> dict[str, Tensor]:
+        return self.at(ctx.step).initial_memory(name, shape, ctx)

@@ -449,10 +449,14 @@ class HookState:
             ],
         }
 
-    def agree(self, call: str) -> None:
-        """Handshake with the other ranks, and the driver's groups; a collective."""
+    def agree(self, call: str, also: Mapping[str, Any] | None = None) -> None:
+        """Handshake with the other ranks, and the driver's groups; a collective.
+
+        Args:
+            also: what else must be the same on all ranks, by name.
+        """
         self._bind()
-        handshake(call, self._facts(self.scheme), self._group())
+        handshake(call, {**(also or {}), **self._facts(self.scheme)}, self._group())
         self._agreed = True
         if self._devices() <= {"cpu"}:
             self._drivers.open_lanes(self._group())

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from commhooks._feedback import AveragedFeedback, ErrorFeedback, Scaled, keeps_residual
+from commhooks._feedback import ErrorFeedback, keeps_residual, without_feedback
 from commhooks._memory import Layout
 from commhooks._scheme import Scheme
 from commhooks._simulation import Simulation
@@ -115,13 +115,6 @@ def _same_memory(a: Simulation, b: Simulation) -> bool:
     )
 
 
-def _bare(scheme: Scheme) -> Scheme:
-    """Without error feedback around it."""
-    while isinstance(scheme, (AveragedFeedback, ErrorFeedback, Scaled)):
-        scheme = scheme.scheme
-    return scheme
-
-
 @_law("any size and shape travels")
 def _sizes(make: MakeScheme) -> None:
     for numel in (0, 1, 2, 31, 33, 257, 4099):
@@ -182,7 +175,7 @@ def _homogeneity(make: MakeScheme) -> None:
     for factor in (1.0, -1.0, 1e-3, 1e3, 1e20):
         scaled = [grad * factor for grad in grads]
         exact = _mean(scaled)
-        mean = _ranks(_bare(make()), 3).step(scaled)[0].double()
+        mean = _ranks(without_feedback(make()), 3).step(scaled)[0].double()
         if mean.isfinite().all():  # an overflow may arrive as one
             errors[factor] = float((mean - exact).norm() / exact.norm())
     worst, best = max(errors.values()), min(errors.values())
@@ -217,7 +210,7 @@ def _not_finite(make: MakeScheme) -> None:
 
 @_law("biased or not, as declared")
 def _bias(make: MakeScheme) -> None:
-    scheme = _bare(make())
+    scheme = without_feedback(make())
     grads = _gradients(2, 0)
     exact, draws = _mean(grads), 64
     ranks = _ranks(scheme, 2)
@@ -235,7 +228,7 @@ def _bias(make: MakeScheme) -> None:
 
 @_law("the variance is what was declared, or less")
 def _variance(make: MakeScheme) -> None:
-    scheme = _bare(make())
+    scheme = without_feedback(make())
     if scheme.biased:
         return
     allowed = scheme.variance
@@ -298,7 +291,9 @@ def _convergence(make: MakeScheme) -> None:
     # Many copies side by side, so that blocks and matrices have something to share.
     scheme, copies = make(), 300
     x = _normal(3 * copies, 1)
-    kept = 1 - float((_ranks(_bare(scheme), 1, len(x)).step([x])[0] - x).square().sum()) / len(x)
+    kept = 1 - float(
+        (_ranks(without_feedback(scheme), 1, len(x)).step([x])[0] - x).square().sum()
+    ) / len(x)
     # A residual is late by 1 / kept steps: where that is long, a milder problem and smaller steps.
     mild = kept < 0.1 and not scheme.variance
     scale, rate, steps = (1 / 9, 0.001, 7000) if mild else (1.0, 0.01, 1000)

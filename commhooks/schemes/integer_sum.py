@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from commhooks._memory import Layout
 from commhooks._packed import dense_exchange
 from commhooks._registry import register_scheme
 from commhooks._scheme import Context, Scheme, SchemeExchange
@@ -154,7 +152,7 @@ class IntSGD(Scheme):
 
     def _squares(self, ctx: Context) -> Tensor:
         device, wide = ctx.output.device, torch.float64  # in which no square underflows
-        return ctx.memory.read(_NORM, _scalars(ctx.layout), device=device, dtype=wide)
+        return ctx.memory.read(_NORM, ctx.layout.scalars, device=device, dtype=wide)
 
     def _remember(self, mean: Tensor, ctx: Context) -> None:
         pieces = [piece.double() for piece in mean.split(ctx.layout.sizes)]
@@ -163,7 +161,7 @@ class IntSGD(Scheme):
         new = torch.stack([piece.square().sum() for piece in pieces])
         if all(ctx.memory.get(_NORM, name) is not None for name in ctx.layout.names):
             new = torch.lerp(new, self._squares(ctx), self.decay)
-        ctx.memory.write(_NORM, _scalars(ctx.layout), new)
+        ctx.memory.write(_NORM, ctx.layout.scalars, new)
 
     def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
         if key != _NORM:
@@ -171,9 +169,3 @@ class IntSGD(Scheme):
         if not value.is_floating_point() or value.shape:
             return f"is {value.dtype} of shape {tuple(value.shape)}, not one number"
         return None
-
-
-@lru_cache(maxsize=1024)
-def _scalars(layout: Layout) -> Layout:
-    """Of one number per parameter."""
-    return Layout(layout.names, [()] * len(layout))

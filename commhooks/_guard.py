@@ -1,0 +1,166 @@
+"""``Guard``: goes back to dense averages where compression no longer does well, and says so."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from commhooks._feedback import RESIDUAL, keeps_residual, take_residual
+from commhooks._scheme import Context, Scheme, SchemeExchange
+from commhooks._wrapper import Wrapper
+from commhooks.schemes.dense import Dense
+from ddp_core import AllReduce
+
+__all__ = ["Guard"]
+
+_UNTIL, _ERROR, _HELD = "guard.dense_until", "guard.error", "guard.residual"
+_KEYS = (_UNTIL, _ERROR, _HELD)
+_FOREVER = 2**62
+
+
+@dataclass(frozen=True)
+class Guard(Wrapper):
+    """Watches a scheme and averages densely for a while where its error or residual grows.
+
+    Every so many steps a bucket's ranks compare a stretch of what arrived with the exact average of
+    it (one more all-reduce, of ``sample`` entries), and average the residual's size. A bucket
+    where either is too large warns, sends what was held back, and stays dense for ``rest`` steps;
+    all ranks decide alike. A step that is not finite is not measured.
+
+    Args:
+        scheme: what to watch.
+        every: steps between two looks.
+        max_error: largest relative error of the average; None: no bound. Sparse schemes with
+            feedback are at about 1 as a rule.
+        max_residual: largest residual in units of the gradient's norm.
+        growth: largest ratio of error or residual to its moving average, from the fourth look on.
+        rest: dense steps after a warning; None: all that follow.
+        sample: entries that are compared.
+
+    Example:
+        >>> hook = register(ddp_model, Guard(make("onebit"), every=100))
+    """
+
+    scheme: Scheme
+    every: int = 100
+    max_error: float | None = None
+    max_residual: float = 100.0
+    growth: float = 10.0
+    rest: int | None = 1000
+    sample: int = 4096
+
+    stateful = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("every", "sample", "rest"):
+            value = getattr(self, name)
+            if name == "rest" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"Guard({name}=...) is a whole number, 1 or more, got {value!r}")
+        for name in ("max_residual", "growth", "max_error"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"Guard({name}=...) is above 0, got {value!r}")
+        if self.scheme.optimizes or not self.scheme.averages:
+            raise ValueError(
+                f"Guard({type(self.scheme).__name__}(...)): it does not give the average of "
+                f"gradients, so there is nothing to compare with"
+            )
+
+    @property
+    def rounds(self) -> int:  # type: ignore[override]
+        return self.scheme.rounds + 1
+
+    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
+        if ctx.step < self._known(_UNTIL, ctx):
+            if keeps_residual(self.scheme):
+                take_residual(grad, ctx)
+            return (yield from Dense().exchange(grad, ctx))
+        if (ctx.step + 1) % self.every or not grad.numel():
+            return (yield from self.scheme.exchange(grad, ctx))
+        size = min(self.sample, grad.numel())
+        generator = ctx.generator(f"{ctx.layout.names[0]}/guard")
+        begin = int(torch.randint(grad.numel() - size + 1, (), generator=generator))
+        part = slice(begin, begin + size)
+        squares = torch.stack([grad.double().square().sum(), self._held(grad, ctx)])
+        exact = torch.cat([grad[part].double(), squares])
+        result = yield from self.scheme.exchange(grad, ctx)
+        exact = yield AllReduce(exact)
+        off = float((result.mean.view(-1)[part].double() - exact[:size]).norm())
+        norm = float(exact[:size].norm())
+        gradient, residual = (math.sqrt(value) for value in exact[size:].tolist())
+        if all(map(math.isfinite, (off, norm, gradient, residual))) and norm and gradient:
+            self._judge(off / norm, residual / gradient, ctx)
+        return result
+
+    def _held(self, grad: Tensor, ctx: Context) -> Tensor:
+        if not keeps_residual(self.scheme):
+            return grad.new_zeros((), dtype=torch.float64)
+        dtype = torch.promote_types(grad.dtype, torch.float32)
+        residual = ctx.memory.read(RESIDUAL, ctx.layout, device=grad.device, dtype=dtype)
+        return residual.double().square().sum()
+
+    def _judge(self, error: float, held: float, ctx: Context) -> None:
+        """Notes the measures; where one is too large, settles until when to stay dense."""
+        reasons = []
+        if self.max_error is not None and error > self.max_error:
+            reasons.append(f"the error of the average is {error:.3g}, at most {self.max_error:.3g}")
+        if held > self.max_residual:
+            reasons.append(
+                f"the residual is {held:.3g} times the gradient, at most {self.max_residual:.3g}"
+            )
+        looks = ctx.step // self.every
+        for key, name, value in ((_ERROR, "error", error), (_HELD, "residual", held)):
+            before = self._known(key, ctx)
+            if looks >= 3 and before > 0 and value > self.growth * before:
+                reasons.append(
+                    f"the {name} is {value:.3g}, {value / before:.1f} times what it used to be"
+                )
+            average = value if not before else 0.8 * before + 0.2 * value
+            self._write(key, average, ctx)
+        if not reasons:
+            return
+        until = _FOREVER if self.rest is None else ctx.step + 1 + self.rest
+        self._write(_UNTIL, until, ctx)
+        if ctx.rank == 0:
+            names = ", ".join(ctx.layout.names[:3]) + (", ..." if len(ctx.layout) > 3 else "")
+            for_long = "from now on" if self.rest is None else f"for {self.rest} steps"
+            warnings.warn(
+                f"Guard, step {ctx.step}, bucket of {names}: {'; '.join(reasons)}. Averaging "
+                f"densely {for_long}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    # On the host: what every rank knows alike, and decides by before anything is launched.
+
+    def _known(self, key: str, ctx: Context) -> float:
+        """The largest value of the bucket's parameters."""
+        layout, host = ctx.layout.scalars, torch.device("cpu")
+        values = ctx.memory.read(key, layout, device=host, dtype=torch.float64)
+        return float(values.max()) if len(layout) else 0.0
+
+    def _write(self, key: str, value: float, ctx: Context) -> None:
+        layout = ctx.layout.scalars
+        values = torch.full((len(layout),), float(value), dtype=torch.float64)
+        ctx.memory.note(key, layout, values)
+
+    def initial_memory(self, name: str, shape: torch.Size, ctx: Context) -> dict[str, Tensor]:
+        zero = torch.zeros((), dtype=torch.float64)
+        return {
+            **self.scheme.initial_memory(name, shape, ctx),
+            **{key: zero.clone() for key in _KEYS},
+        }
+
+    def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
+        if key not in _KEYS:
+            return self.scheme.memory_error(key, value, parameter)
+        if not value.is_floating_point() or value.shape:
+            return f"is {value.dtype} of shape {tuple(value.shape)}, not one number"
+        return None

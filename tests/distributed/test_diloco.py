@@ -1,0 +1,245 @@
+"""DiLoCo between real processes, against the same arithmetic written down in one."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import commhooks
+from commhooks import DiLoCo, local_sgd
+from tests.distributed.harness import run_ranks
+from tests.distributed.training import batch, ddp, equal_bits, mlp, outcome, parameters
+
+LR = 0.1
+
+
+def _inner(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: int) -> None:
+    optimizer.zero_grad()
+    x = batch(step, rank, 8, 16)
+    (model(x) - x.roll(1, 1)).square().mean().backward()
+    optimizer.step()
+
+
+def _train(
+    rank: int, world_size: int, steps: int, options: dict[str, Any], scheme: str = "none"
+) -> tuple[Tensor, list[bool], int]:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    outer = DiLoCo(model, scheme, **options)
+    applied = []
+    for step in range(steps):
+        _inner(model, optimizer, step, rank)
+        applied.append(outer.step())
+    sent = len(outer.hook.report())
+    outer.close()
+    return parameters(model), applied, sent
+
+
+def _by_hand(
+    steps: int,
+    ranks: int,
+    every: int,
+    lr: float = 0.7,
+    momentum: float = 0.9,
+    fragments: int = 1,
+    delay: int = 0,
+    mix: float = 0.0,
+) -> list[Tensor]:
+    """The models of all ranks, trained in turn; the layers are the fragments."""
+    models = [mlp() for _ in range(ranks)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=LR) for model in models]
+    outer = [p.detach().clone() for p in models[0].parameters()]
+    velocity = [torch.zeros_like(p) for p in outer]
+    sent: list[tuple[int, list[int], list[Tensor]]] = []
+    each = len(outer) // fragments
+    for step in range(1, steps + 1):
+        for rank in range(ranks):
+            _inner(models[rank], optimizers[rank], step - 1, rank)
+        if step % (every // fragments) == 0:
+            part = step // (every // fragments) % fragments
+            members = list(range(part * each, (part + 1) * each))
+            deltas = []
+            for i in members:
+                local = [list(model.parameters())[i].detach() for model in models]
+                deltas.append(torch.stack([outer[i] - one for one in local]).mean(0))
+            sent.append((step + delay, members, deltas))
+        for due, members, deltas in list(sent):
+            if due != step:
+                continue
+            for i, delta in zip(members, deltas, strict=True):
+                velocity[i] = momentum * velocity[i] + delta
+                outer[i] = outer[i] - lr * (delta + momentum * velocity[i])
+                for model in models:
+                    p = list(model.parameters())[i]
+                    p.data.copy_(mix * p.data + (1 - mix) * outer[i])
+    return [parameters(model) for model in models]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"every": 4},
+        {"every": 6, "fragments": 3},
+        {"every": 6, "fragments": 3, "delay": 1, "mix": 0.5},
+    ],
+)
+def test_it_is_what_the_papers_say(options: dict[str, Any]) -> None:
+    results = run_ranks(_train, 3, 14, options)
+    for (got, applied, _), expected in zip(results, _by_hand(14, 3, **options), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=2e-5)
+        assert sum(applied) == 14 // (options["every"] // options.get("fragments", 1)) - (
+            options.get("delay", 0) > 0
+        )
+
+
+@pytest.mark.parametrize("scheme", ["int4", "onebit", "powersgd", "topk"])
+def test_ranks_agree_bit_for_bit_after_an_exchange(scheme: str) -> None:
+    results = run_ranks(_train, 2, 12, {"every": 4}, scheme)
+    assert equal_bits([got for got, _, _ in results])
+
+
+def test_gradients_do_not_travel() -> None:
+    for _, applied, rounds in run_ranks(_train, 2, 12, {"every": 4}):
+        assert applied == [step % 4 == 3 for step in range(12)]
+        assert rounds == 3
+
+
+def _resumed(rank: int, world_size: int, scheme: str, options: dict[str, Any]) -> list[Tensor]:
+    ends = []
+    saved: dict[str, Any] = {}
+    for resume in (False, True):
+        model = mlp(seed=0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+        outer = DiLoCo(model, scheme, **options)
+        if resume:
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
+            outer.load_state_dict(saved["outer"])
+        for step in range(9 if resume else 0, 20):
+            if step == 9 and not resume:
+                saved = copy.deepcopy(
+                    {
+                        "model": model.state_dict(),
+                        "optimizer": optimizer.state_dict(),
+                        "outer": outer.state_dict(),
+                    }
+                )
+            _inner(model, optimizer, step, rank)
+            outer.step()
+        ends.append(parameters(model))
+        outer.close()
+    return ends
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options"),
+    [
+        ("int4", {"every": 4}),
+        ("onebit", {"every": 8, "fragments": 2, "delay": 3, "mix": 0.25}),  # saved under way
+    ],
+)
+def test_a_resumed_run_equals_one_that_went_on(scheme: str, options: dict[str, Any]) -> None:
+    for went_on, resumed in run_ranks(_resumed, 2, scheme, options):
+        assert torch.equal(went_on, resumed)
+
+
+def _local(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+    """Averaging parameters after each step of SGD is averaging gradients."""
+    model, plain = mlp(), ddp(mlp())
+    optimizers = [torch.optim.SGD(one.parameters(), lr=LR) for one in (model, plain)]
+    averager = local_sgd(model, every=1)
+    for step in range(6):
+        _inner(model, optimizers[0], step, rank)
+        averager.step()
+        _inner(plain, optimizers[1], step, rank)
+    return parameters(model), parameters(plain)
+
+
+def test_local_sgd_of_one_step_is_data_parallel() -> None:
+    for local, plain in run_ranks(_local, 2):
+        torch.testing.assert_close(local, plain, rtol=0, atol=1e-6)
+
+
+def _post_local(rank: int, world_size: int) -> tuple[list[float], Tensor]:
+    """Gradients first, then parameters: on one DistributedDataParallel."""
+    model = ddp(mlp())
+    hook = commhooks.register(model, "none")
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    apart = []
+    averager = None
+    for step in range(12):
+        if step == 4:
+            hook.switch("noop")
+            averager = local_sgd(model, every=4)
+        _inner(model, optimizer, step, rank)
+        if averager is not None:
+            averager.step()
+        mean = parameters(model)
+        dist.all_reduce(mean)
+        apart.append(float((mean / world_size - parameters(model)).norm()))
+    return apart, parameters(model)
+
+
+def test_post_local_sgd_drifts_and_meets() -> None:
+    results = run_ranks(_post_local, 2)
+    for apart, _ in results:
+        assert max(apart[:4]) < 1e-6
+        assert [distance > 1e-4 for distance in apart[4:]] == [True, True, True, False] * 2
+    assert equal_bits([end for _, end in results])
+
+
+def _diverges(rank: int, world_size: int) -> tuple[Tensor, Tensor, list[str]]:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    outer = DiLoCo(model, "int8", every=2)
+    for step in range(4):
+        _inner(model, optimizer, step, rank)
+        outer.step()
+    before = parameters(model)
+    _inner(model, optimizer, 4, rank)
+    outer.step()
+    if rank == 1:
+        next(model.parameters()).data[0, 0] = float("nan")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        outer.step()
+    return before, parameters(model), [str(one.message) for one in caught]
+
+
+def test_a_rank_that_diverges_takes_no_other_with_it() -> None:
+    for before, after, said in run_ranks(_diverges, 2):
+        assert torch.equal(before, after)
+        assert any("go back to the parameters of the last exchange" in text for text in said)
+
+
+def _wrong(rank: int, world_size: int) -> list[Any]:
+    model = mlp()
+    settings: list[dict[str, Any]] = [
+        {"every": 0},
+        {"every": 10, "fragments": 3},
+        {"every": 6, "fragments": 3, "delay": 2},
+        {"mix": 0.5},
+        {"momentum": 1.0},
+        {"every": 100, "fragments": 100},
+    ]
+    found = [outcome(DiLoCo, model, **one) for one in settings]
+    found.append(outcome(DiLoCo, model, every=10 + rank))
+    outer = DiLoCo(model)
+    state = outer.state_dict()
+    state["outer"].pop(next(iter(state["outer"])))
+    return [*found, outcome(outer.load_state_dict, state)]
+
+
+def test_wrong_settings_are_named() -> None:
+    for found in run_ranks(_wrong, 2):
+        assert [error[0] for error in found] == [
+            *["ValueError"] * 6,
+            "MismatchError",
+            "CheckpointError",
+        ]
