@@ -134,12 +134,18 @@ class PackedCodec(Scheme):
         self.unpack(payloads, total, draw, factor)
         self.pack(total, payload, draw, left=left)
 
+    def pays(self, n: int, dense_bytes: int, world_size: int) -> bool:
+        """Whether a smaller payload of ``n`` entries is worth to be sent, not an all-reduce."""
+        return True
+
     # ---- how payloads travel
 
     def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
         n, world_size = grad.numel(), ctx.world_size
         shards = self.shards(n, world_size if self.pattern == "two_phase" else 1)
-        if len(shards) * shards[0].nbytes >= n * grad.element_size():
+        dense_bytes = n * grad.element_size()
+        small = len(shards) * shards[0].nbytes < dense_bytes
+        if not (small and self.pays(n, dense_bytes, world_size)):
             return (yield from dense_exchange(grad, ctx))
         work = Work(grad, ctx)
         out = work.output()

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from commhooks._packed import dense_exchange
+from commhooks._packed import Draw, PackedCodec, Pattern, check_pattern, dense_exchange
 from commhooks._registry import register_scheme
 from commhooks._scheme import Context, Exchanged, Scheme, SchemeExchange
-from commhooks._work import Work, poison
+from commhooks._work import poison
 from commhooks.kernels import (
     all_finite,
     gather_random,
@@ -22,7 +22,7 @@ from commhooks.kernels import (
     top_k,
     top_k_sampled,
 )
-from ddp_core import AllGather, AllReduce, Collective
+from ddp_core import AllReduce, Collective
 
 __all__ = ["AlignedTopK", "RandomBlock", "RandomK", "TopK"]
 
@@ -41,7 +41,7 @@ def _kept(ratio: float, n: int) -> int:
 
 @register_scheme("topk")
 @dataclass(frozen=True)
-class TopK(Scheme):
+class TopK(PackedCodec):
     """Sends the entries of largest magnitude of a bucket, with their places; ranks add them up.
 
     Payload: 8 bytes per entry sent, gathered from every rank, so it pays below a ratio of about
@@ -52,6 +52,9 @@ class TopK(Scheme):
     Args:
         ratio: share of the entries that is sent; at least one is.
         sampled: finds the threshold from a sample of the bucket: about as many entries, never more.
+        pattern: "all_gather", or "two_phase": each rank sums a shard and sends its largest entries
+            on, so that bytes do not grow with the ranks and the mean has no more entries than
+            ``ratio``.
 
     Example:
         >>> hook = register(ddp_model, "topk", ratio=0.01)
@@ -61,28 +64,49 @@ class TopK(Scheme):
 
     ratio: float = 0.01
     sampled: bool = False
+    pattern: Pattern = "all_gather"
 
     biased = True
-    adds_residual = True
 
     def __post_init__(self) -> None:
         _check_ratio(self, self.ratio)
+        check_pattern(self, self.pattern)
 
-    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
-        n, world_size = grad.numel(), ctx.world_size
+    def pays(self, n: int, dense_bytes: int, world_size: int) -> bool:
+        received = world_size if self.pattern == "all_gather" else 2
+        return received * self.payload_bytes(n) < 2 * dense_bytes
+
+    def payload_bytes(self, n: int) -> int:
+        return -(-8 * _kept(self.ratio, n) // 16) * 16
+
+    def _parts(self, payloads: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        """Places and values; views."""
         k = _kept(self.ratio, n)
-        if 4 * k * world_size >= n * grad.element_size():  # 8 k received from each, 2 n at most
-            return (yield from dense_exchange(grad, ctx))
-        work = Work(grad, ctx)
-        payload = grad.new_empty(2, k, dtype=torch.int32)
+        places, values = payloads[..., : 4 * k], payloads[..., 4 * k : 8 * k]
+        return places.view(torch.int32), values.view(torch.float32)
+
+    def pack(
+        self,
+        x: Tensor,
+        payload: Tensor,
+        draw: Draw,
+        residual: Tensor | None = None,
+        left: Tensor | None = None,
+    ) -> None:
+        n = x.numel()
+        places, values = self._parts(payload, n)
         select = top_k_sampled if self.sampled else top_k
-        values = payload[1].view(torch.float32)
-        select(work.x, k, payload[0], values, residual=work.residual, left=work.left)
-        gathered = yield AllGather(payload)
-        mean = work.output(torch.float32).zero_()
-        indices, values = gathered.transpose(0, 1).contiguous()
-        scatter_add(indices, values.view(torch.float32), mean, factor=1.0 / world_size)
-        return work.exchanged(mean)
+        if residual is not None and left is None:
+            x, residual = x + residual, None
+        select(x, len(places), places, values, residual=residual, left=left)
+        payload[8 * len(places) :].zero_()
+
+    def unpack(self, payloads: Tensor, out: Tensor, draw: Draw, factor: float) -> None:
+        total = out.zero_() if out.dtype == torch.float32 else torch.zeros_like(out).float()
+        places, values = self._parts(payloads, out.numel())
+        scatter_add(places.contiguous(), values.contiguous(), total, factor=factor)
+        if total is not out:
+            out.copy_(total)
 
 
 Agreement = Generator[Collective, Tensor, Context]

@@ -23,6 +23,7 @@ ALLOWED = {
 LATER = {
     ("kernels", "_cuda.py"): {"cupy", "numpy"},
     ("commhooks", "_ledger.py"): {"pandas"},
+    ("commhooks", "budget.py"): {"pandas"},
     ("commhooks", "trace.py"): {"pandas", "safetensors"},
     ("ddp_core", "_timeline.py"): {"pandas", "matplotlib"},
 }

@@ -1,0 +1,236 @@
+"""Payloads as messages that say what they are, and a decoder that survives any bytes.
+
+Between ranks of one job payloads travel bare: all know scheme, sizes and step. Stored, or sent
+elsewhere, a payload has a header of 64 bytes, little endian::
+
+    0   4  "CHPK"
+    4   2  version of the format, 1
+    6   1  1 if there is a checksum
+    7   1  0
+    8   8  codec: BLAKE2b of its settings
+    16  8  entries
+    24  8  bytes of the payload
+    32  8  step, of the codec's random draws
+    40  8  seed of them
+    48  4  CRC-32 of the header (with 0 here) and the payload, or 0
+    52 12  0
+
+``docs/design/wire.md`` has the payloads. All sizes are known before anything is encoded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import struct
+import zlib
+from collections.abc import Generator
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from commhooks._errors import PayloadError
+from commhooks._memory import Layout, Memory
+from commhooks._packed import Draw, PackedCodec, shard_draw
+from commhooks._scheme import Codec, Context, Exchanged, Scheme, SchemeExchange
+from commhooks._two_phase import TwoPhase
+from commhooks._wrapper import Wrapper
+from ddp_core import AllGather, AllToAll, Collective
+
+__all__ = ["HEADER_BYTES", "VERSION", "Sealed", "decode", "encode", "message_bytes"]
+
+VERSION = 1
+HEADER_BYTES = 64
+_MAGIC = b"CHPK"
+_MOST_PER_BYTE = 1 << 16  # entries; more are not believed, nor memory taken for them
+_HEADER = struct.Struct("<4sHBx8sQQQQI12x")
+_SEAL = struct.Struct("<IHHQ")  # of what travels between ranks: CRC-32, version, 0, length
+
+
+def message_bytes(codec: PackedCodec | Codec, n: int) -> int:
+    """Bytes of the message of ``n`` entries.
+
+    Example:
+        >>> message_bytes(Blockwise("int8", 256), 1_000_000)
+        1015696
+    """
+    return HEADER_BYTES + _packed(codec).payload_bytes(n)
+
+
+def encode(
+    codec: PackedCodec | Codec, x: Tensor, *, step: int = 0, seed: int = 0, checksum: bool = True
+) -> Tensor:
+    """The message of ``x``: uint8, ``message_bytes(codec, x.numel())`` of them, on the CPU.
+
+    Args:
+        codec: a packed codec, or one given by ``encode`` and ``decode``.
+        x: flat, float32, float16 or bfloat16.
+        step, seed: of random draws.
+        checksum: lets ``decode`` find changed bytes.
+
+    Raises:
+        TypeError: not a codec.
+
+    Example:
+        >>> message = encode(Blockwise("int4", 256), grad)
+        >>> decode(Blockwise("int4", 256), message)
+    """
+    packed, n = _packed(codec), x.numel()
+    payload = torch.zeros(packed.payload_bytes(n), dtype=torch.uint8, device=x.device)
+    if n:
+        packed.pack(x.contiguous().view(-1), payload, _draw(n, step, seed, x.device))
+    body = payload.cpu()
+    fields = (_MAGIC, VERSION, int(checksum), _name(packed), n, body.numel(), step, seed)
+    crc = _crc(_HEADER.pack(*fields, 0), body) if checksum else 0
+    header = torch.frombuffer(bytearray(_HEADER.pack(*fields, crc)), dtype=torch.uint8)
+    return torch.cat([header, body])
+
+
+def decode(
+    codec: PackedCodec | Codec, message: Tensor | bytes, *, device: torch.device | str = "cpu"
+) -> Tensor:
+    """What a message stands for, flat, float32.
+
+    Args:
+        codec: of the same settings as the one that encoded.
+        message: any bytes.
+        device: where to decode.
+
+    Raises:
+        PayloadError: not a message, too short or too long, of a newer version, of another codec,
+            or changed on the way.
+    """
+    packed = _packed(codec)
+    data = message if isinstance(message, Tensor) else _as_tensor(message)
+    if data.dtype != torch.uint8:
+        raise PayloadError(f"decode: a message is bytes (uint8), got {data.dtype}")
+    data = data.detach().cpu().contiguous().view(-1)
+    if data.numel() < HEADER_BYTES:
+        raise PayloadError(f"decode: a header is {HEADER_BYTES} bytes, got {data.numel()} in all")
+    header = bytes(data[:HEADER_BYTES].tolist())
+    magic, version, flags, name, n, length, step, seed, crc = _HEADER.unpack(header)
+    if magic != _MAGIC:
+        raise PayloadError(f"decode: not a payload: begins with {header[:4]!r}, not {_MAGIC!r}")
+    if version != VERSION:
+        raise PayloadError(
+            f"decode: version {version} of the format, this release reads version {VERSION}"
+        )
+    if flags not in (0, 1) or header[7] or any(header[52:]) or (crc and not flags):
+        raise PayloadError("decode: reserved bits of the header are set; the message is damaged")
+    if name != _name(packed):
+        raise PayloadError(f"decode: the payload is of other settings than {packed}")
+    body = data[HEADER_BYTES:]
+    plausible = length == body.numel() and n <= _MOST_PER_BYTE * max(16, length)
+    if not plausible or length != packed.payload_bytes(n):
+        raise PayloadError(
+            f"decode: {body.numel()} bytes follow the header, which says {length} for {n} entries"
+        )
+    if flags and _crc(header[:48] + bytes(16), body) != crc:
+        raise PayloadError("decode: the checksum is wrong; the message was changed on the way")
+    if step >= 2**63 or seed >= 2**63:
+        raise PayloadError("decode: step or seed is out of range; the message is damaged")
+    out = torch.zeros(n, dtype=torch.float32, device=device)
+    if n:
+        try:
+            packed.unpack(body.to(device)[None], out, _draw(n, step, seed, out.device), 1.0)
+        except (ValueError, IndexError, RuntimeError) as error:
+            raise PayloadError(f"decode: the payload does not decode: {error}") from error
+    return out
+
+
+@dataclass(frozen=True)
+class Sealed(Wrapper):
+    """Adds a checksum to what a scheme sends by all-gather and all-to-all, and checks what comes.
+
+    For machines whose memory or network is in doubt: a payload that was changed on the way raises
+    :class:`PayloadError`, which names the rank that it came from; training stops there. Sums (all
+    linear schemes) cannot be checked and travel as they are. On a GPU payloads go to the host and
+    back.
+
+    Args:
+        scheme: whose payloads to check.
+
+    Example:
+        >>> hook = register(ddp_model, Sealed(make("int8")))
+    """
+
+    scheme: Scheme
+
+    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
+        inner = self.scheme.exchange(grad, ctx)
+        try:
+            request = next(inner)
+            while True:
+                request = inner.send((yield from self._sent(request, ctx)))
+        except StopIteration as stop:
+            result: Exchanged = stop.value
+            return result
+
+    def _sent(self, request: Collective, ctx: Context) -> Generator[Collective, Tensor, Tensor]:
+        if not isinstance(request, (AllGather, AllToAll)):
+            return (yield request)
+        tensor = request.tensor
+        by_rank = isinstance(request, AllToAll)
+        rows = tensor.contiguous().view(len(tensor) if by_rank else 1, -1).view(torch.uint8)
+        sealed = torch.stack([_seal(row) for row in rows])
+        arrived = yield request.like(sealed if by_rank else sealed[0])
+        ranks = request.ranks or range(ctx.world_size)
+        opened = [_opened(row, rank) for row, rank in zip(arrived, ranks, strict=True)]
+        shape = tensor.shape if by_rank else (len(opened), *tensor.shape)
+        return torch.stack(opened).view(tensor.dtype).view(shape)
+
+
+def _as_tensor(message: bytes) -> Tensor:
+    if not message:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(message), dtype=torch.uint8)
+
+
+def _seal(row: Tensor) -> Tensor:
+    crc = _crc(b"", row.cpu())
+    seal = torch.frombuffer(bytearray(_SEAL.pack(crc, VERSION, 0, row.numel())), dtype=torch.uint8)
+    return torch.cat([seal.to(row.device), row])
+
+
+def _opened(row: Tensor, rank: int) -> Tensor:
+    body = row[_SEAL.size :]
+    crc, version, _, length = _SEAL.unpack(bytes(row[: _SEAL.size].tolist()))
+    if version != VERSION or length != body.numel() or crc != _crc(b"", body.cpu()):
+        raise PayloadError(
+            f"Sealed: the payload that came from rank {rank} was changed on the way; look at "
+            f"that machine's memory and network"
+        )
+    return body.clone()
+
+
+def _packed(codec: PackedCodec | Codec) -> PackedCodec:
+    if isinstance(codec, Codec):
+        return TwoPhase(codec)
+    if not isinstance(codec, PackedCodec):
+        raise TypeError(
+            f"a codec is a PackedCodec or a Codec, got {type(codec).__name__}: other schemes send "
+            f"several messages that make no sense apart"
+        )
+    return codec
+
+
+def _draw(n: int, step: int, seed: int, device: torch.device) -> Draw:
+    empty = torch.empty(0, device=device)
+    ctx = Context(
+        Memory(), empty, step=step, seed=seed, find_layout=lambda: Layout(["payload"], [(n,)])
+    )
+    return shard_draw(ctx, 0, "worker")
+
+
+def _name(codec: PackedCodec) -> bytes:
+    """Eight bytes for the settings, but for how payloads travel."""
+    settings = {one.name: getattr(codec, one.name) for one in fields(codec)}  # type: ignore[arg-type]
+    settings.pop("pattern", None)
+    text = f"{type(codec).__name__}{sorted(settings.items())}"
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()
+
+
+def _crc(header: bytes, body: Tensor) -> int:
+    body = body.contiguous()
+    return zlib.crc32(ctypes.string_at(body.data_ptr(), body.numel()), zlib.crc32(header))
