@@ -10,9 +10,10 @@ bf16 takes, until the training loss (mean of the last ten) is at what bf16 ends 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import pandas as pd
 import typer
@@ -25,11 +26,13 @@ from experiments.tasks import TASKS
 BASE = "bf16"
 WINDOW, MARGIN = 10, 1.02
 LEFT_OUT = ("no hook", "no-op headroom")
+RATES = {"time at 100 Mbit/s": 1e8, "time at 1 Gbit/s": 1e9}
 
 
-def _train(tasks: list[str], seeds: int, steps: int, world_size: int) -> Iterator[pd.DataFrame]:
+def _train(
+    tasks: list[str], hooks: list[str], seeds: int, steps: int, world_size: int
+) -> Iterator[pd.DataFrame]:
     """What all hooks gave, one task and seed at a time."""
-    hooks = [name for name in (*HOOKS, *MORE_HOOKS) if name not in LEFT_OUT]
     with Progress() as progress:
         for task in tasks:
             for seed in range(seeds):
@@ -52,6 +55,16 @@ def _names(tasks: str) -> list[str]:
     return names
 
 
+def _hooks(only: str) -> list[str]:
+    """Those asked for, and the one that all are compared with."""
+    known = [name for name in (*HOOKS, *MORE_HOOKS) if name not in LEFT_OUT]
+    names = [name.strip() for name in only.split(";") if name.strip()]
+    for name in names:
+        if name not in known:
+            raise typer.BadParameter(f"{name!r} is not one of {'; '.join(known)}")
+    return [name for name in known if name in (BASE, *names)] if names else known
+
+
 def _steps_to(losses: list[float], target: float) -> float:
     smooth = pd.Series(losses).rolling(WINDOW).mean()
     reached = smooth.index[smooth <= target]
@@ -71,6 +84,7 @@ def _compared(found: pd.DataFrame) -> pd.DataFrame:
             "accuracy": row.accuracy,
             "gap": row.loss - base.loss,
             "steps": _steps_to(row.losses, target) / needed,
+            **_times(row, base, _steps_to(row.losses, target) / needed),
             "ratio": base.wire_bytes * base.dense_bytes / base.payload_bytes / row.wire_bytes,
             "error": row.relative_error,
             "ranks agree": row.ranks_agree,
@@ -79,9 +93,22 @@ def _compared(found: pd.DataFrame) -> pd.DataFrame:
     )
 
 
+def _times(row: Any, base: Any, steps: float) -> dict[str, float]:
+    """Time to bf16's quality over bf16's, on lines of some rates: a step's time as measured here,
+    plus what it sends by the formulas, nothing hidden."""
+    times = {}
+    for name, rate in RATES.items():
+        own, other = (
+            statistics.median(one.block_s) + 8 * one.wire_bytes / rate for one in (row, base)
+        )
+        times[name] = steps * own / other
+    return times
+
+
 def _summary(table: pd.DataFrame) -> pd.DataFrame:
     groups = table.groupby(["task", "hook"], sort=False)
-    summary = groups[["loss", "accuracy", "gap", "steps", "ratio", "error"]].mean()
+    columns = ["loss", "accuracy", "gap", "steps", *RATES, "ratio", "error"]
+    summary = groups[columns].mean()
     summary.insert(3, "largest gap", groups.gap.max())
     return summary.reset_index()
 
@@ -91,12 +118,13 @@ def main(
     steps: Annotated[int, typer.Option(help="Of training.", min=77)] = 330,
     world_size: Annotated[int, typer.Option(help="Gloo processes.", min=2)] = 2,
     tasks: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(TASKS),
+    only: Annotated[str, typer.Option(help="Hooks, separated by semicolons; all by default.")] = "",
     out: Annotated[Path, typer.Option(help="Folder of the tables.")] = Path("results/convergence"),
 ) -> None:
     """Prints the table."""
     out.mkdir(parents=True, exist_ok=True)
     runs: list[pd.DataFrame] = []
-    for found in _train(_names(tasks), seeds, steps, world_size):
+    for found in _train(_names(tasks), _hooks(only), seeds, steps, world_size):
         runs.append(_compared(found))  # kept at once: the next may be interrupted
         pd.concat(runs).to_csv(out / "runs.csv", index=False)
         _summary(pd.concat(runs)).to_csv(out / "summary.csv", index=False)

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+from commhooks.optim import OneBitAdam
 from experiments.tasks import TASKS, Task
 
 __all__ = ["HOOKS", "MORE_HOOKS", "WARM_UP_BLOCKS", "Case", "Settings", "train"]
@@ -50,7 +51,35 @@ MORE_HOOKS: dict[str, tuple[str, dict[str, Any]] | None] = {
     "top-k 10 %": ("topk", {"ratio": 0.1}),
     "random-k 10 %": ("random_k", {"ratio": 0.1}),
     "random block 10 %": ("random_block", {"ratio": 0.1}),
+    "aligned top-k 10 %": ("aligned_topk", {"ratio": 0.1, "row": 64}),
+    "bf16, stochastic": ("bf16", {"stochastic": True}),
+    "SDP4Bit": ("sdp4bit", {}),
+    "Global-QSGD": ("global_qsgd", {}),
+    "IntSGD": ("intsgd", {}),
+    "1-bit Adam": ("onebit_adam", {"freeze_step": 40}),
+    "DeMo": ("demo", {}),
+    "DGC 1 %": ("dgc", {"ratio": 0.01, "warmup_steps": 40, "sampled": False}),
+    "signSGD": ("signsgd", {}),
+    "DiLoCo, every 11, int4": ("noop", {}),
 }
+OUTER = {"DiLoCo, every 11, int4": {"scheme": "int4", "every": 11}}
+
+
+def _optimizer(
+    name: str, task: Task, model: nn.Module, hook: commhooks.HookState | None
+) -> torch.optim.Optimizer:
+    """The task's, or what belongs to the scheme."""
+    if name == "1-bit Adam" and hook is not None:
+        return OneBitAdam(model.parameters(), hook, lr=task.lr if task.adam else 1e-3)
+    if name in ("DeMo", "signSGD"):  # signs: every entry moves by the learning rate
+        return torch.optim.SGD(model.parameters(), lr=SIGN_LR)
+    if name.startswith("DGC"):  # the momentum is the hook's
+        return torch.optim.SGD(model.parameters(), lr=DGC_LR if task.adam else task.lr)
+    return task.optimizer(model)
+
+
+# The best for DeMo of 3e-4, 1e-3, 2e-3, and for DGC of 0.03, 0.1, 0.3, on the characters.
+SIGN_LR, DGC_LR = 1e-3, 0.03
 
 
 @dataclass(frozen=True)
@@ -108,7 +137,6 @@ class _Runner:
         self.name, self.task = name, task
         self.ddp = DistributedDataParallel(task.model(), bucket_cap_mb=settings.bucket_cap_mb)
         self.parameters = list(self.ddp.parameters())
-        self.optimizer = task.optimizer(self.ddp)
         self.hook: commhooks.HookState | None = None
         chosen = (HOOKS | MORE_HOOKS)[name]
         if chosen is not None:
@@ -116,6 +144,8 @@ class _Runner:
             if "powersgd" in scheme:
                 options = {**options, "start_step": settings.start_step}
             self.hook = commhooks.register(self.ddp, scheme, seed=settings.seed, **options)
+        self.optimizer = _optimizer(name, task, self.ddp, self.hook)
+        self.outer = commhooks.DiLoCo(self.ddp, **OUTER[name]) if name in OUTER else None
         self.step = 0
         self.block_times: list[float] = []
         self.timed_steps: set[int] = set()
@@ -137,7 +167,12 @@ class _Runner:
     def train_step(self) -> None:
         """One ordinary step."""
         self.gradients(sync=True)
+        self._update()
+
+    def _update(self) -> None:
         self.optimizer.step()
+        if self.outer is not None:
+            self.outer.step()
         self.step += 1
 
     def probe_step(self) -> None:
@@ -148,8 +183,7 @@ class _Runner:
         self.gradients(sync=True)
         averaged = torch.cat([parameter.grad.flatten() for parameter in self.parameters])
         self.errors.append(float((averaged.double() - exact).norm() / exact.norm()))
-        self.optimizer.step()
-        self.step += 1
+        self._update()
 
     def run_block(self, steps: int) -> None:
         """A probe step, then ``steps`` timed ones; the slowest rank's time counts."""
@@ -184,6 +218,10 @@ class _Runner:
             for column in ("payload_bytes", "wire_bytes", "exposed_s"):
                 value = float(steps[column].median()) if len(steps) else 0.0
                 setattr(case, column, value)
+        if self.outer is not None:
+            report = self.outer.hook.report()
+            for column in ("payload_bytes", "wire_bytes"):
+                setattr(case, column, float(report[column].sum()) / self.step)
         model = self.ddp.module
         case.loss, case.accuracy = self.task.evaluate(model)
         flat = torch.cat([parameter.detach().flatten() for parameter in self.parameters])
@@ -207,5 +245,7 @@ def train(rank: int, world_size: int, send: Callable[[Any], None], settings: Set
         case = runner.result(settings.start_step)
         if rank == 0:
             send({"case": asdict(case)})
+        if runner.outer is not None:
+            runner.outer.close()
         if runner.hook is not None:
             runner.hook.close()
