@@ -1,5 +1,6 @@
 """Gradient communication hooks with compression for PyTorch data-parallel training."""
 
+from commhooks import optim
 from commhooks._cast import Cast
 from commhooks._checkpoint import flatten_state, unflatten_state
 from commhooks._diloco import DiLoCo, local_sgd
@@ -146,6 +147,7 @@ __all__ = [
     "names",
     "noop_hook",
     "onebit",
+    "optim",
     "post_localSGD_hook",
     "powerSGD_hook",
     "quantization_perchannel_hook",

@@ -21,7 +21,7 @@ from rich.table import Table
 from commhooks import Simulation, kernels, make, names
 from commhooks._template import TEMPLATE
 from commhooks._version import __version__
-from commhooks.conformance import LAWS, check_scheme
+from commhooks.conformance import check_scheme, laws_of
 from commhooks.kernels import _cpu, _cuda
 from commhooks.trace import bits_per_entry
 
@@ -92,7 +92,7 @@ def check(
         if not make(name).averages:
             raise typer.BadParameter(f"{name} does not average over ranks: the laws are not for it")
         table = Table("law", "", "what broke it", title=name)
-        for verdict in track(check_scheme(partial(make, name)), name, len(LAWS)):
+        for verdict in track(check_scheme(partial(make, name)), name, len(laws_of(make(name)))):
             mark = "[green]holds[/]" if verdict.holds else "[red]broken[/]"
             table.add_row(verdict.law, mark, escape(verdict.error))
             broken += not verdict.holds

@@ -18,7 +18,7 @@ from commhooks._memory import Layout
 from commhooks._scheme import Scheme
 from commhooks._simulation import Simulation
 
-__all__ = ["LAWS", "LawBroken", "Verdict", "check_scheme"]
+__all__ = ["LAWS", "LawBroken", "Verdict", "check_scheme", "laws_of"]
 
 MakeScheme = Callable[[], Scheme]
 SHAPES = {"weight": (24, 20), "bias": (24,), "conv": (6, 4, 3, 3), "row": (1, 33), "one": (1,)}
@@ -44,20 +44,33 @@ class Verdict:
 LAWS: dict[str, Callable[[MakeScheme], None]] = {}
 
 
-def _law(text: str) -> Callable[[Callable[[MakeScheme], None]], Callable[[MakeScheme], None]]:
-    def add(check: Callable[[MakeScheme], None]) -> Callable[[MakeScheme], None]:
+_OF_AVERAGES: set[str] = set()
+
+
+Law = Callable[[MakeScheme], None]
+
+
+def _law(text: str, *, of_averages: bool = False) -> Callable[[Law], Law]:
+    def add(check: Law) -> Law:
         LAWS[text] = check
+        if of_averages:
+            _OF_AVERAGES.add(text)
         return check
 
     return add
 
 
-def check_scheme(make: MakeScheme, laws: Iterable[str] = LAWS) -> Iterator[Verdict]:
-    """Runs laws, all of them by default; what a scheme raises counts as a broken law.
+def laws_of(scheme: Scheme) -> list[str]:
+    """Keys of ``LAWS``; those about averages are not for a scheme that ``optimizes``."""
+    return [text for text in LAWS if not scheme.optimizes or text not in _OF_AVERAGES]
+
+
+def check_scheme(make: MakeScheme, laws: Iterable[str] | None = None) -> Iterator[Verdict]:
+    """Runs laws; what a scheme raises counts as a broken law.
 
     Args:
         make: makes the scheme as users get it, with error feedback if it needs some.
-        laws: keys of ``LAWS``.
+        laws: keys of ``LAWS``; by default all that are for such a scheme.
 
     Example:
         >>> all(verdict.holds for verdict in check_scheme(lambda: make("powersgd")))
@@ -65,7 +78,7 @@ def check_scheme(make: MakeScheme, laws: Iterable[str] = LAWS) -> Iterator[Verdi
     """
     if not make().averages:
         raise ValueError("check_scheme: the laws are about schemes that average over ranks")
-    for text in laws:
+    for text in laws_of(make()) if laws is None else laws:
         error = ""
         try:
             LAWS[text](make)
@@ -159,7 +172,7 @@ def _determinism(make: MakeScheme) -> None:
         _need(torch.equal(a, b), f"step {step} differs between two runs")
 
 
-@_law("zero arrives as zero")
+@_law("zero arrives as zero", of_averages=True)
 def _zero(make: MakeScheme) -> None:
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
         ranks = _ranks(make(), 3)
@@ -168,7 +181,7 @@ def _zero(make: MakeScheme) -> None:
             _need(not mean.any(), f"zeros of {dtype} arrive as {mean.abs().max().item()}")
 
 
-@_law("signs and sizes make no difference")
+@_law("signs and sizes make no difference", of_averages=True)
 def _homogeneity(make: MakeScheme) -> None:
     grads = [grad.abs() + 0.1 for grad in _gradients(3, 1)]
     errors = {}
@@ -208,7 +221,7 @@ def _not_finite(make: MakeScheme) -> None:
             _need(_same_memory(ranks, clean), f"{bad} at {place} of one rank changes memory")
 
 
-@_law("biased or not, as declared")
+@_law("biased or not, as declared", of_averages=True)
 def _bias(make: MakeScheme) -> None:
     scheme = without_feedback(make())
     grads = _gradients(2, 0)
@@ -226,7 +239,7 @@ def _bias(make: MakeScheme) -> None:
     _need(error <= 4 * spread + rounding, text)
 
 
-@_law("the variance is what was declared, or less")
+@_law("the variance is what was declared, or less", of_averages=True)
 def _variance(make: MakeScheme) -> None:
     scheme = without_feedback(make())
     if scheme.biased:
@@ -240,7 +253,7 @@ def _variance(make: MakeScheme) -> None:
         _need(found <= bound, f"{found:.3g} |x|^2 on {name}, variance = {allowed:.3g}")
 
 
-@_law("applied and residual sum to the gradients")
+@_law("applied and residual sum to the gradients", of_averages=True)
 def _conservation(make: MakeScheme) -> None:
     scheme = make()
     if not isinstance(scheme, ErrorFeedback):
@@ -256,7 +269,7 @@ def _conservation(make: MakeScheme) -> None:
     _need(error < 2.0**-7, f"off by {error:.3g} of the largest sum after 5 steps")
 
 
-@_law("residuals stay bounded")
+@_law("residuals stay bounded", of_averages=True)
 def _bounded(make: MakeScheme) -> None:
     scheme = make()
     if not keeps_residual(scheme):
@@ -285,7 +298,7 @@ def _round_trip(make: MakeScheme) -> None:
         _need(torch.equal(a, b), f"differs in step {step}, {step - 2} after loading")
 
 
-@_law("three nodes that disagree find their common optimum")
+@_law("three nodes that disagree find their common optimum", of_averages=True)
 def _convergence(make: MakeScheme) -> None:
     # f_i = <a_i, x>^2 + |x|^2 / 4. A biased scheme without feedback climbs here, or stands still.
     # Many copies side by side, so that blocks and matrices have something to share.

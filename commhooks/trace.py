@@ -34,8 +34,8 @@ class Traced(Wrapper):
     Args:
         scheme: what training runs with.
         folder: is made if it is not there.
-        every: records steps 0, ``every``, 2 ``every`` and so on.
-        steps: records so many of them at most.
+        every: records steps 0, ``every``, 2 ``every`` and so on, from the first that runs this.
+        steps: records until the folder has so many.
 
     Example:
         >>> hook = register(ddp_model, Traced(make("bf16"), "trace", every=50))
@@ -54,9 +54,15 @@ class Traced(Wrapper):
                 raise ValueError(f"Traced({name}=...) is a whole number, 1 or more, got {value!r}")
 
     def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
-        if ctx.step % self.every == 0 and ctx.step // self.every < self.steps:
+        if ctx.step % self.every == 0 and self._wanted(ctx):
             self._save(grad, ctx)
         return (yield from self.scheme.exchange(grad, ctx))
+
+    def _wanted(self, ctx: Context) -> bool:
+        """Whether there is room for this step; it has been given if another bucket was recorded."""
+        found = Path(self.folder).glob(f"step*_rank{ctx.rank}_*.safetensors")
+        recorded = {int(match[1]) for path in found if (match := _NAME.fullmatch(path.name))}
+        return ctx.step in recorded or len(recorded) < self.steps
 
     def _save(self, grad: Tensor, ctx: Context) -> None:
         from safetensors.torch import save_file

@@ -16,8 +16,7 @@ from commhooks.conformance import LAWS, check_scheme
 from ddp_core import AllReduce
 from tests.contract.cases import make, registered
 
-# Those that give the optimizer something else, such as signs, have laws of their own.
-AVERAGING = [n for n in registered() if make(n).averages and not make(n).optimizes]
+AVERAGING = [name for name in registered() if make(name).averages]
 
 
 @pytest.mark.parametrize("name", AVERAGING)
