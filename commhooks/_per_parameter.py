@@ -13,7 +13,7 @@ from torch import Tensor
 from commhooks._feedback import flushing, keeps_residual
 from commhooks._memory import Layout
 from commhooks._scheme import Context, Exchanged, Scheme, SchemeExchange
-from commhooks._wrapper import any_error, need_scheme
+from commhooks._wrapper import Several, need_scheme
 from ddp_core import AllReduce, Collective
 
 __all__ = ["ROLES", "PerParameter", "Rule", "role_of"]
@@ -82,7 +82,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class PerParameter(Scheme):
+class PerParameter(Several):
     """Chooses a scheme for each parameter: the first rule that matches, else ``default``.
 
     The chosen schemes run side by side; all-reduces of the same round and dtype share a message.
@@ -116,28 +116,9 @@ class PerParameter(Scheme):
     def rounds(self) -> int:  # type: ignore[override]
         return sum(scheme.rounds for scheme in self.schemes)
 
-    @property
-    def biased(self) -> bool:  # type: ignore[override]
-        return any(scheme.biased for scheme in self.schemes)
-
-    @property
-    def stateful(self) -> bool:  # type: ignore[override]
-        return any(scheme.stateful for scheme in self.schemes)
-
-    @property
-    def optimizes(self) -> bool:  # type: ignore[override]
-        return any(scheme.optimizes for scheme in self.schemes)
-
-    @property
-    def coalesce(self) -> bool:  # type: ignore[override]
-        return any(scheme.coalesce for scheme in self.schemes)
-
     def bucket_group(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Hashable:
         which = self.choose(name, shape, dtype)
         return which, self.schemes[which].bucket_group(name, shape, dtype)
-
-    def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
-        return any_error(self.schemes, key, value, parameter)
 
     def initial_memory(self, name: str, shape: torch.Size, ctx: Context) -> dict[str, Tensor]:
         scheme = self.schemes[self.choose(name, shape, ctx.output.dtype)]

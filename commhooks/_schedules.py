@@ -10,7 +10,7 @@ from torch import Tensor
 
 from commhooks._feedback import flushing, keeps_residual, take_residual
 from commhooks._scheme import Context, Scheme, SchemeExchange
-from commhooks._wrapper import Wrapper, any_error, need_scheme
+from commhooks._wrapper import Several, Wrapper, any_error, need_scheme
 from commhooks.schemes.dense import Dense
 
 __all__ = ["DelayedStart", "PeriodicDense", "Schedule"]
@@ -99,7 +99,7 @@ class PeriodicDense(Wrapper):
 
 
 @dataclass(frozen=True)
-class Schedule(Scheme):
+class Schedule(Several):
     """Runs one scheme after the other: each from its step on.
 
     What error feedback has held back goes on into the next scheme's feedback, or is sent with the
@@ -129,37 +129,12 @@ class Schedule(Scheme):
 
     @property
     def schemes(self) -> list[Scheme]:
-        """All schemes, in order."""
         return [scheme for _, scheme in self.parts]
 
     def at(self, step: int) -> Scheme:
         """The scheme that runs in a step."""
         found: Scheme = [scheme for begin, scheme in self.parts if begin <= step][-1]
         return found
-
-    @property
-    def rounds(self) -> int:  # type: ignore[override]
-        return max(scheme.rounds for scheme in self.schemes)
-
-    @property
-    def biased(self) -> bool:  # type: ignore[override]
-        return any(scheme.biased for scheme in self.schemes)
-
-    @property
-    def stateful(self) -> bool:  # type: ignore[override]
-        return any(scheme.stateful for scheme in self.schemes)
-
-    @property
-    def averages(self) -> bool:  # type: ignore[override]
-        return all(scheme.averages for scheme in self.schemes)
-
-    @property
-    def optimizes(self) -> bool:  # type: ignore[override]
-        return any(scheme.optimizes for scheme in self.schemes)
-
-    @property
-    def coalesce(self) -> bool:  # type: ignore[override]
-        return any(scheme.coalesce for scheme in self.schemes)
 
     def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
         scheme = self.at(ctx.step)

@@ -1,4 +1,4 @@
-"""``Wrapper``: the base of schemes around one scheme."""
+"""The bases of schemes around one scheme, or around several."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from commhooks._scheme import Context, Scheme, SchemeExchange
 
-__all__ = ["Coalesced", "Wrapper", "any_error", "need_scheme"]
+__all__ = ["Coalesced", "Several", "Wrapper", "any_error", "need_scheme"]
 
 
 def need_scheme(owner: object, scheme: object) -> None:
@@ -70,6 +70,42 @@ class Wrapper(Scheme):
 
     def initial_memory(self, name: str, shape: torch.Size, ctx: Context) -> dict[str, Tensor]:
         return self.scheme.initial_memory(name, shape, ctx)
+
+
+class Several(Scheme):
+    """A scheme that runs one or another of ``schemes``; has the flags of all."""
+
+    @property
+    def schemes(self) -> list[Scheme]:
+        """All that it chooses from."""
+        raise NotImplementedError
+
+    @property
+    def rounds(self) -> int:  # type: ignore[override]
+        return max(scheme.rounds for scheme in self.schemes)
+
+    @property
+    def biased(self) -> bool:  # type: ignore[override]
+        return any(scheme.biased for scheme in self.schemes)
+
+    @property
+    def stateful(self) -> bool:  # type: ignore[override]
+        return any(scheme.stateful for scheme in self.schemes)
+
+    @property
+    def averages(self) -> bool:  # type: ignore[override]
+        return all(scheme.averages for scheme in self.schemes)
+
+    @property
+    def optimizes(self) -> bool:  # type: ignore[override]
+        return any(scheme.optimizes for scheme in self.schemes)
+
+    @property
+    def coalesce(self) -> bool:  # type: ignore[override]
+        return any(scheme.coalesce for scheme in self.schemes)
+
+    def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
+        return any_error(self.schemes, key, value, parameter)
 
 
 @dataclass(frozen=True)

@@ -41,13 +41,9 @@ class Verdict:
         return not self.error
 
 
-LAWS: dict[str, Callable[[MakeScheme], None]] = {}
-
-
-_OF_AVERAGES: set[str] = set()
-
-
 Law = Callable[[MakeScheme], None]
+LAWS: dict[str, Law] = {}
+_OF_AVERAGES: set[str] = set()
 
 
 def _law(text: str, *, of_averages: bool = False) -> Callable[[Law], Law]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +17,7 @@ from commhooks import (
     Cast,
     Codec,
     ErrorFeedback,
+    Guard,
     Layout,
     PeriodicDense,
     PerParameter,
@@ -24,8 +27,15 @@ from commhooks import (
     TwoPhase,
     TwoPhaseCast,
 )
+from commhooks._cli import load_files
 from commhooks._feedback import keeps_residual
 from commhooks._scheme import walk
+from commhooks.wire import Sealed
+
+# Files with more schemes, to run all of this on them.
+load_files(
+    [Path(path) for path in os.environ.get("COMMHOOKS_SCHEMES", "").split(os.pathsep) if path]
+)
 
 WORLD_SIZES = (1, 2, 3, 4, 8)
 START_STEP = 2  # of the delayed start among the variants
@@ -76,6 +86,9 @@ VARIANTS: dict[str, Callable[[str], Scheme]] = {
     "fp16_feedback": lambda name: make(name, error_feedback=True, wire_dtype="fp16"),
     "ef21": lambda name: EF21(make(name, error_feedback=False), momentum=0.5),
     "two_phase": lambda name: _two_phase(make(name, error_feedback=False)),
+    "averaged": lambda name: AveragedFeedback(make(name, error_feedback=False)),
+    "sealed": lambda name: Sealed(make(name)),
+    "guard": lambda name: Guard(make(name), every=2),
     "start_step": lambda name: make(name, start_step=START_STEP),
     "periodic_dense": lambda name: PeriodicDense(make(name), every=3),
     "coalesce": lambda name: make(name, coalesce=True),
@@ -116,7 +129,9 @@ def _makes_sense(name: str, variant: str) -> bool:
     bare = make(name, error_feedback=False)
     if variant == "two_phase":
         return isinstance(bare, Codec)
-    return not bare.optimizes or variant not in ("feedback", "fp16_feedback", "ef21")
+    if variant == "guard":
+        return bare.averages and not bare.optimizes
+    return not bare.optimizes or variant not in ("feedback", "fp16_feedback", "ef21", "averaged")
 
 
 CASES = [
@@ -142,7 +157,7 @@ UNLIKE = [n for n, one in _BARE.items() if _averages(one) and one.biased and not
 MEMORYLESS = [
     case
     for case in AVERAGING
-    if not keeps_residual(case.scheme) and not isinstance(case.scheme, EF21)
+    if not keeps_residual(case.scheme) and not isinstance(case.scheme, (EF21, AveragedFeedback))
 ]
 FEEDBACK = [case for case in AVERAGING if keeps_residual(case.scheme)]
 

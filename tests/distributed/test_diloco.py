@@ -243,3 +243,25 @@ def test_wrong_settings_are_named() -> None:
             "MismatchError",
             "CheckpointError",
         ]
+
+
+def _smaller(rank: int, world_size: int, states: list[Any]) -> Any:
+    model = mlp(seed=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    outer = DiLoCo(model, "int4", every=4)
+    if not states:
+        for step in range(6):
+            _inner(model, optimizer, step, rank)
+            outer.step()
+        return {"model": model.state_dict(), "outer": outer.state_dict()}
+    held = [one["outer"]["hook"] for one in states]
+    outer.load_state_dict({**states[0]["outer"], "hook": held})
+    model.load_state_dict(states[0]["model"])
+    name = next(iter(dict(model.named_parameters())))
+    before = sum(one[f"rank{i}"]["memory"]["residual"][name] for i, one in enumerate(held))
+    return torch.equal(outer.hook.residual(name), before)
+
+
+def test_two_ranks_go_on_as_one() -> None:
+    states = run_ranks(_smaller, 2, [])
+    assert run_ranks(_smaller, 1, states) == [True]

@@ -11,20 +11,31 @@ import torch
 from torch import Tensor
 
 from commhooks import (
+    DGC,
+    EF21,
+    AveragedFeedback,
+    Blockwise,
     Cast,
     CheckpointError,
     Coalesced,
     DelayedStart,
+    DeMo,
     Dense,
     ErrorFeedback,
     FlushResidual,
+    IntSGD,
     PerParameter,
     PowerSGD,
     Rule,
+    Scheme,
+    Simulation,
+    TopK,
     flatten_state,
+    make,
     unflatten_state,
 )
 from commhooks._checkpoint import FORMAT, VERSION, check_memory, memory_for_rank, structure
+from commhooks._scheme import walk
 
 SHAPES = {"weight": torch.Size([6, 5]), "bias": torch.Size([6])}
 SCHEME = ErrorFeedback(PowerSGD(rank=1, min_compression_rate=0))
@@ -250,3 +261,55 @@ def test_safetensors_and_weights_only_loading_take_it(tmp_path: Any) -> None:
     with __import__("safetensors").safe_open(tmp_path / "hook.safetensors", "pt") as file:
         loaded = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         assert same(unflatten_state(loaded, file.metadata()), state)
+
+
+# ---- what becomes of memory that differs between ranks on another number of them
+
+
+@pytest.mark.parametrize(("old", "new"), [(4, 2), (2, 3), (3, 1), (1, 4)])
+@pytest.mark.parametrize(
+    ("scheme", "key", "law"),
+    [
+        (ErrorFeedback(TopK(0.1)), "residual", "sum"),
+        (make("onebit_adam", freeze_step=1), "residual", "sum"),
+        (DGC(0.1), "dgc.momentum", "sum"),
+        (DGC(0.1), "dgc.unsent", "sum"),
+        (EF21(TopK(0.1)), "ef21.own", "mean"),
+        (DeMo(4), "demo.momentum", "mean"),
+        (AveragedFeedback(Blockwise("int4")), "averaged_error", "drop"),
+        (make("onebit_adam", freeze_step=1), "onebit_adam.momentum", "same"),
+        (IntSGD(), "intsgd.norm", "same"),
+        (EF21(TopK(0.1)), "ef21.total", "same"),
+    ],
+)
+def test_memory_on_another_number_of_ranks(
+    scheme: Scheme, key: str, law: str, old: int, new: int
+) -> None:
+    shape = (300,)
+    ranks = Simulation(scheme, {"p": shape}, world_size=old)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        ranks.step([torch.randn(shape, generator=generator) for _ in range(old)])
+    per_rank = {k: rule for one in walk(scheme) for k, rule in one.per_rank.items()}
+    states = []
+    for rank, engine in enumerate(ranks.engines):
+        memory: dict[str, dict[str, Tensor]] = {}
+        for stored, name, value in engine.memory.items():
+            memory.setdefault(stored, {})[name] = value.clone()
+        states.append(saved(rank, old) | {f"rank{rank}": {"rank": rank, "memory": memory}})
+    before = [state[f"rank{rank}"]["memory"][key]["p"] for rank, state in enumerate(states)]
+    after = [memory_for_rank(states, rank, new, per_rank)[1] for rank in range(new)]
+    if law == "drop":
+        assert all(key not in memory for memory in after)
+        return
+    values = [memory[key].get("p", torch.zeros(shape)) for memory in after]
+    if law == "sum":
+        torch.testing.assert_close(torch.stack(values).sum(0), torch.stack(before).sum(0))
+    elif law == "mean":
+        for value in values:
+            torch.testing.assert_close(value, torch.stack(before).mean(0))
+    else:
+        assert all(torch.equal(one, before[0]) for one in (*before, *values))
+    if scheme == EF21(TopK(0.1)) and key == "ef21.own":  # what was applied is still their mean
+        total = after[0]["ef21.total"]["p"]
+        torch.testing.assert_close(torch.stack(values).mean(0), total)

@@ -7,7 +7,16 @@ import math
 import pytest
 import torch
 
-from commhooks import Cast, ErrorFeedback, RandomBlock, RandomK, Scheme, Simulation, TopK
+from commhooks import (
+    AlignedTopK,
+    Cast,
+    ErrorFeedback,
+    RandomBlock,
+    RandomK,
+    Scheme,
+    Simulation,
+    TopK,
+)
 
 N = 2**18
 
@@ -46,7 +55,7 @@ def test_every_entry_gets_its_turn(scheme: Scheme) -> None:
 
 def test_payloads() -> None:
     for scheme, expected in (
-        (TopK(0.01), ("all_gather", 8 * (N // 100))),
+        (TopK(0.01), ("all_gather", -(-8 * (N // 100) // 16) * 16)),
         (RandomK(0.01), ("all_reduce", 4 * (N // 100))),
         (RandomBlock(0.01), ("all_reduce", 4 * (N // 100))),
     ):
@@ -84,3 +93,77 @@ def test_feedback_gets_what_a_cast_rounds_away(scheme: Scheme) -> None:
     applied = sum(ranks.step([grad])[0].double() for grad in grads)
     total = sum(grad.double() for grad in grads)
     torch.testing.assert_close(applied + ranks.memory(0), total, rtol=0, atol=1e-5)
+
+
+# ---- top-k in two phases
+
+
+def test_topk_in_two_phases_sends_as_much_on_any_number_of_ranks() -> None:
+    for world_size in (2, 8):
+        ranks = Simulation(TopK(0.01, pattern="two_phase"), {"p": (N,)}, world_size=world_size)
+        mean = ranks.step([normal(rank) for rank in range(world_size)])[0]
+        assert sum(ranks.wire_bytes) <= 2 * 8 * 0.01 * N
+        assert int((mean != 0).sum()) <= 0.01 * N
+
+
+def test_topk_in_two_phases_loses_nothing() -> None:
+    scheme = ErrorFeedback(TopK(0.05, pattern="two_phase"))
+    ranks = Simulation(scheme, {"p": (1000,)}, world_size=4)
+    applied = total = torch.zeros(1000)
+    for step in range(20):
+        grads = [normal(10 * step + rank, 1000) for rank in range(4)]
+        applied = applied + ranks.step(grads)[0]
+        total = total + torch.stack(grads).mean(0)
+    kept = torch.stack([ranks.memory(rank) for rank in range(4)]).mean(0)
+    torch.testing.assert_close(applied + kept, total, rtol=0, atol=1e-4)
+
+
+# ---- aligned top-k
+
+
+def _rows(world_size: int, loud: list[int]) -> list[torch.Tensor]:
+    """Rows of 32; each rank's are noise that cancels, but some are large in the mean."""
+    common = torch.zeros(100, 32)
+    common[loud] = normal(1, 32 * len(loud)).view(-1, 32) * 3
+    noise = [normal(2 + rank, 3200).view(100, 32) * 0.1 for rank in range(world_size)]
+    return [(common + one).flatten() for one in noise]
+
+
+def test_aligned_rows_are_those_that_are_large_in_the_mean() -> None:
+    loud = [3, 50, 51, 77, 99]
+    grads = _rows(4, loud)
+    # Larger than anything on one rank, and gone in the mean: top-k would send it.
+    grads[0][32 * 20 : 32 * 21] += 50.0
+    grads[1][32 * 20 : 32 * 21] -= 50.0
+    ranks = Simulation(AlignedTopK(0.05, row=32, directions=8), {"p": (3200,)}, world_size=4)
+    mean = ranks.step(grads)[0]
+    sent = mean.view(100, 32).abs().sum(1).nonzero().flatten().tolist()
+    assert sent == loud
+    exact = torch.stack(grads).mean(0).view(100, 32)[loud]
+    torch.testing.assert_close(mean.view(100, 32)[loud], exact)
+
+
+def test_aligned_rows_cost_the_same_on_any_number_of_ranks() -> None:
+    for world_size in (2, 16):
+        ranks = Simulation(AlignedTopK(0.05), {"p": (128 * 1000,)}, world_size=world_size)
+        ranks.step([normal(rank, 128 * 1000) for rank in range(world_size)])
+        assert ranks.requests == [("all_reduce", 4 * 4 * 1000), ("all_reduce", 4 * 128 * 50)]
+
+
+@pytest.mark.parametrize("n", [1, 31, 33, 3199])
+def test_aligned_rows_may_end_anywhere(n: int) -> None:
+    ranks = Simulation(ErrorFeedback(AlignedTopK(0.3, row=32)), {"p": (n,)}, world_size=3)
+    applied = total = torch.zeros(n)
+    for step in range(6):
+        grads = [normal(10 * step + rank, n) for rank in range(3)]
+        applied = applied + ranks.step(grads)[0]
+        total = total + torch.stack(grads).mean(0)
+    kept = torch.stack([ranks.memory(rank) for rank in range(3)]).mean(0)
+    torch.testing.assert_close(applied + kept, total, rtol=0, atol=1e-5)
+
+
+def test_settings_of_aligned_rows_are_checked() -> None:
+    with pytest.raises(ValueError, match=r"AlignedTopK\(row=...\) is a whole number"):
+        AlignedTopK(row=0)
+    with pytest.raises(ValueError, match=r"AlignedTopK\(directions=...\) is a whole number"):
+        AlignedTopK(directions=0)

@@ -69,3 +69,15 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 def test_settings_are_checked(name: str) -> None:
     with pytest.raises(ValueError, match=name):
         Traced(make("none"), "folder", **{name: 0})
+
+
+def test_recording_begins_where_it_is_switched_on(tmp_path: Path) -> None:
+    ranks = Simulation("none", SHAPES, world_size=2)
+    grads = [torch.ones(1240)] * 2
+    for _ in range(11):
+        ranks.step(grads)
+    for engine in ranks.engines:
+        engine.scheme = Traced(make("none"), str(tmp_path), every=4, steps=2)
+    for _ in range(15):
+        ranks.step(grads)
+    assert Trace(tmp_path).steps == [12, 16]
