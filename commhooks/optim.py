@@ -8,9 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commhooks._scheme import walk
+from commhooks._cast import Cast
 from commhooks._state import HookState
+from commhooks._wrapper import Coalesced
 from commhooks.schemes.onebit_adam import OneBitMomentum
+from commhooks.trace import Traced
+from commhooks.wire import Sealed
 
 __all__ = ["OneBitAdam"]
 
@@ -49,13 +52,15 @@ class OneBitAdam(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
-        schemes = [one for one in walk(hook.scheme) if isinstance(one, OneBitMomentum)]
-        if len(schemes) != 1:
+        scheme = hook.scheme
+        while isinstance(scheme, (Cast, Coalesced, Sealed, Traced)):  # same results
+            scheme = scheme.scheme
+        if not isinstance(scheme, OneBitMomentum):
             raise TypeError(
                 f"OneBitAdam(hook): a hook that runs 'onebit_adam', which sends it momenta; this "
                 f"one runs {hook.scheme}"
             )
-        self._hook, self._scheme = hook, schemes[0]
+        self._hook, self._scheme = hook, scheme
         super().__init__(
             params, {"lr": lr, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
         )

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["TASKS", "Task", "characters", "digits"]
+__all__ = ["TASKS", "CharTransformer", "Task", "characters", "digits"]
 
 Batch = tuple[Tensor, Tensor]
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from commhooks._feedback import RESIDUAL, ErrorFeedback, residual_error
+from commhooks._feedback import ErrorFeedback, residual_error
 from commhooks._registry import register_scheme
 from commhooks._scheme import Context, Exchanged, Scheme, SchemeExchange
+from commhooks._wrapper import need_scheme
 from commhooks.schemes.quantized import Blockwise
 from ddp_core import AllReduce
 
@@ -34,6 +32,7 @@ class OneBitMomentum(Scheme):
         freeze_step: dense steps first, a tenth to a fifth of the training.
         beta1: of the momentum, as Adam's.
         block: entries per scale, a power of two, 32 to 2048.
+        compressed: what momenta travel by; by default signs of blocks, with error feedback.
 
     Example:
         >>> hook = register(ddp_model, "onebit_adam", freeze_step=1000)
@@ -45,11 +44,10 @@ class OneBitMomentum(Scheme):
     freeze_step: int = 1000
     beta1: float = 0.9
     block: int = 2048
+    compressed: Scheme | None = None
 
-    rounds = 2
     stateful = True
     optimizes = True
-    per_rank: ClassVar[Mapping[str, str]] = {RESIDUAL: "sum"}
 
     def __post_init__(self) -> None:
         step = self.freeze_step
@@ -59,11 +57,18 @@ class OneBitMomentum(Scheme):
             )
         if not 0 <= self.beta1 < 1:
             raise ValueError(f"OneBitMomentum(beta1=...): 0 <= beta1 < 1, got {self.beta1!r}")
-        Blockwise("sign", self.block)  # checks the block
+        if self.compressed is None:
+            object.__setattr__(self, "compressed", ErrorFeedback(Blockwise("sign", self.block)))
+        need_scheme(self, self.compressed)
 
-    @cached_property
-    def _compressed(self) -> Scheme:
-        return ErrorFeedback(Blockwise("sign", self.block))
+    @property
+    def _inner(self) -> Scheme:
+        assert self.compressed is not None
+        return self.compressed
+
+    @property
+    def rounds(self) -> int:  # type: ignore[override]
+        return max(1, self._inner.rounds)
 
     def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
         memory, layout = ctx.memory, ctx.layout
@@ -75,13 +80,16 @@ class OneBitMomentum(Scheme):
             return Exchanged(mean)
         own = torch.lerp(grad.to(dtype), old, self.beta1)
         inner = ctx.replace(output=torch.empty_like(own), residual=None, unsent=None)
-        result = yield from self._compressed.exchange(own, inner)
+        result = yield from self._inner.exchange(own, inner)
         memory.write(_MOMENTUM, layout, result.mean.clone())
         return Exchanged(ctx.output.copy_(result.mean), finite=result.finite)
 
     def initial_memory(self, name: str, shape: torch.Size, ctx: Context) -> dict[str, Tensor]:
         dtype = torch.promote_types(ctx.output.dtype, torch.float32)
-        return {key: torch.zeros(shape, dtype=dtype) for key in (_MOMENTUM, RESIDUAL)}
+        zeros = torch.zeros(shape, dtype=dtype)
+        return {**self._inner.initial_memory(name, shape, ctx), _MOMENTUM: zeros}
 
     def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
-        return residual_error(value, parameter) if key in (_MOMENTUM, RESIDUAL) else "unknown"
+        if key == _MOMENTUM:
+            return residual_error(value, parameter)
+        return self._inner.memory_error(key, value, parameter)

@@ -34,13 +34,14 @@ STATEFUL: dict[str, tuple[str, dict[str, Any]]] = {
     "intsgd": ("intsgd", {"error_feedback": True}),
     "dgc": ("dgc", {"ratio": 0.1}),
     "demo": ("demo", {}),
+    "onebit_adam": ("onebit_adam", {"freeze_step": 2, "block": 64}),
 }
 # They work on a bucket as a whole, so that its size is part of the arithmetic.
-BY_BUCKET = {"batched", "demo", "dgc", "int4", "intsgd", "onebit", "sdp4bit", "topk"}
+BY_BUCKET = {"batched", "demo", "dgc", "int4", "intsgd", "onebit", "onebit_adam", "sdp4bit", "topk"}
 # They send as others do and differ in arithmetic only, which tests/contract goes through.
 ALIKE = {"drive", "fp8", "global_qsgd", "mxfp8", "qsgd", "random_block", "sdp4bit", "terngrad"}
 # They keep something else than a residual: there is no sum to look at.
-OTHERS = {"demo", "dgc", "sdp4bit"}
+OTHERS = {"demo", "dgc", "onebit_adam", "sdp4bit"}
 
 
 def _averages(scheme: commhooks.Scheme) -> bool:

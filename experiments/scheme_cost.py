@@ -1,0 +1,152 @@
+"""``python -m experiments.scheme_cost``: step time with every scheme, on lines of set rates.
+
+Two hosts (network namespaces) on one switch train a transformer of 3.3 M parameters (13 MB of
+gradients) in turns, a step or two per scheme; the order turns around every time. ``over no-op`` is
+a scheme's step time over that of the no-op hook in the same turn, which exchanges nothing: what is
+above 1 waits for the network or computes codes. ``over bf16`` likewise, so that below 1 a scheme
+saves time. Medians, with quartiles of the latter. Needs root, ``ip`` and ``tc`` (Debian: iproute2).
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import matplotlib as mpl
+import pandas as pd
+import torch
+import torch.distributed as dist
+import typer
+from rich.progress import track
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
+from experiments.hosts import joined, reason_not_to_run, run_on_hosts
+from experiments.tasks import CharTransformer
+
+NOOP, BASE = "no-op", "bf16"
+SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
+    NOOP: ("noop", {}),
+    "none": ("none", {}),
+    BASE: ("bf16", {}),
+    "int8": ("int8", {}),
+    "global_qsgd": ("global_qsgd", {}),
+    "intsgd": ("intsgd", {}),
+    "int4": ("int4", {}),
+    "sdp4bit": ("sdp4bit", {}),
+    "onebit": ("onebit", {}),
+    "onebit_adam": ("onebit_adam", {"freeze_step": 1}),
+    "eden, 2 bits": ("eden", {"bits": 2}),
+    "powersgd, rank 4": ("powersgd", {"rank": 4}),
+    "acpsgd, rank 4": ("acpsgd", {"rank": 4}),
+    "topk 1 %": ("topk", {"ratio": 0.01}),
+    "aligned_topk 5 %": ("aligned_topk", {}),
+    "random_k 10 %": ("random_k", {"ratio": 0.1}),
+    "dgc 1 %": ("dgc", {"ratio": 0.01}),
+    "demo": ("demo", {}),
+}
+LENGTH, WIDTH, WARM_UP = 64, 256, 3
+
+
+def _steps(model: nn.Module, x: torch.Tensor, count: int) -> float:
+    """Seconds a step of the slower rank."""
+    dist.barrier()
+    begin = time.perf_counter()
+    for _ in range(count):
+        model.zero_grad()
+        model(x).square().mean().backward()
+    seconds = torch.tensor((time.perf_counter() - begin) / count)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return float(seconds)
+
+
+def _measure(turns: int, block: int) -> None:
+    """In a rank's process; rank 0 prints the times of a turn as a JSON object."""
+    with joined() as rank:
+        runners = {}
+        for name, (scheme, options) in SCHEMES.items():
+            torch.manual_seed(0)
+            model = CharTransformer(LENGTH, WIDTH)
+            ddp = DistributedDataParallel(model, bucket_cap_mb=4, gradient_as_bucket_view=True)
+            runners[name] = (ddp, commhooks.register(ddp, scheme, **options))
+        x = torch.randint(128, (1, LENGTH), generator=torch.Generator().manual_seed(rank))
+        for ddp, _ in runners.values():
+            _steps(ddp, x, WARM_UP)
+        for turn in range(turns):
+            names = list(runners) if turn % 2 == 0 else list(reversed(runners))
+            times = {name: _steps(runners[name][0], x, block) for name in names}
+            if rank == 0:
+                print(json.dumps(times), flush=True)
+        for _, hook in runners.values():
+            hook.close()
+
+
+def _row(rate: str, name: str, turns: list[dict[str, float]]) -> dict[str, Any]:
+    noop = statistics.median(turn[name] / turn[NOOP] for turn in turns)
+    q1, base, q3 = statistics.quantiles([turn[name] / turn[BASE] for turn in turns], n=4)
+    return {
+        "rate": rate, "scheme": name, "over no-op": noop, "over bf16": base, "q1": q1, "q3": q3
+    }  # fmt: skip
+
+
+def _draw(table: pd.DataFrame, path: Path) -> None:
+    mpl.use("agg")
+    import matplotlib.pyplot as plt
+
+    rates = list(table.rate.unique())
+    figure, axes = plt.subplots(
+        1, len(rates), figsize=(5 * len(rates), 5.5), sharey=True, squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
+    for rate, panel in zip(rates, axes[0], strict=True):
+        part = table[table.rate == rate].iloc[::-1]
+        colors = ["#3b6ea5" if ratio < 1 else "#9aa1ad" for ratio in part["over bf16"]]
+        panel.barh(part.scheme, part["over bf16"], color=colors, height=0.6)
+        spread = [part["over bf16"] - part.q1, part.q3 - part["over bf16"]]
+        panel.errorbar(part["over bf16"], part.scheme, xerr=spread, fmt="none", color="#444", lw=1)
+        panel.axvline(1, color="#444", lw=0.8)
+        panel.set(title=rate, xlabel="step time over bf16's")
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main(
+    rates: Annotated[str, typer.Option(help="Of the cables, as tc writes them.")] = (
+        "100mbit,1gbit,10gbit"
+    ),
+    turns: Annotated[int, typer.Option(help="Turns of all schemes.", min=5)] = 7,
+    out: Annotated[Path, typer.Option(help="Folder of the table and the picture.")] = Path(
+        "results/scheme_cost"
+    ),
+) -> None:
+    """Prints the table, and draws it."""
+    if reason := reason_not_to_run():
+        sys.exit(f"experiments.scheme_cost: {reason}")
+    rows = []
+    for rate in track(rates.split(","), "rates"):
+        block = 1 if rate.endswith("00mbit") else 4
+        task = {"turns": turns, "block": block}
+        found = run_on_hosts("experiments.scheme_cost", task, hosts=2, rate=rate, timeout=900)
+        rows += [_row(rate, name, found) for name in SCHEMES]
+    table = pd.DataFrame(rows)
+    for rate, part in table.groupby("rate", sort=False):
+        typer.echo(f"\n{rate}")
+        shown = part.drop(columns="rate")
+        typer.echo(shown.to_string(index=False, float_format="{:.2f}".format))
+    out.mkdir(parents=True, exist_ok=True)
+    table.to_csv(out / "scheme_cost.csv", index=False)
+    _draw(table, out / "scheme_cost.png")
+    typer.echo(f"wrote {out / 'scheme_cost.csv'} and .png")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--as-rank"]:
+        _measure(**json.loads(sys.argv[2]))
+    else:
+        typer.run(main)
