@@ -135,9 +135,9 @@ class Memory:
         self._staged[key, layout] = flat
 
     def note(self, key: str, layout: Layout, values: Tensor) -> None:
-        """Stages numbers on the host that are right even if the step was not finite.
+        """Stages numbers on the host, which can be read without waiting for a GPU.
 
-        Unlike what is written on a GPU, they can be read without waiting for it.
+        On a GPU they are taken whatever the step was, as nobody waits to know that.
         """
         self._notes[key, layout] = values
 
@@ -149,15 +149,15 @@ class Memory:
         On CUDA the choice is made on the device, without waiting for it.
         """
         staged, self._staged = self._staged, {}
-        for (key, layout), values in self._notes.items():
-            self._put(key, layout, values)
-        self._notes.clear()
+        notes, self._notes = self._notes, {}
         on_host = good.device.type == "cpu"
         if on_host and not good.item():
             for place, flat in staged.items():
                 if flat is not None:
                     self._spare[place] = flat
             return
+        for (key, layout), values in notes.items():
+            self._put(key, layout, values)
         for (key, layout), flat in staged.items():
             if not on_host and flat is not None:  # something to keep, should the step be bad
                 self.read(key, layout, device=flat.device, dtype=flat.dtype)

@@ -300,9 +300,8 @@ def _convergence(make: MakeScheme) -> None:
     # Many copies side by side, so that blocks and matrices have something to share.
     scheme, copies = make(), 300
     x = _normal(3 * copies, 1)
-    kept = 1 - float(
-        (_ranks(without_feedback(scheme), 1, len(x)).step([x])[0] - x).square().sum()
-    ) / len(x)
+    lost = _ranks(without_feedback(scheme), 1, len(x)).step([x])[0] - x
+    kept = 1 - float(lost.square().sum()) / len(x)
     # A residual is late by 1 / kept steps: where that is long, a milder problem and smaller steps.
     mild = kept < 0.1 and not scheme.variance
     scale, rate, steps = (1 / 9, 0.001, 7000) if mild else (1.0, 0.01, 1000)

@@ -168,7 +168,7 @@ class Sealed(Wrapper):
             return result
 
     def _sent(self, request: Collective, ctx: Context) -> Generator[Collective, Tensor, Tensor]:
-        if not isinstance(request, (AllGather, AllToAll)):
+        if not isinstance(request, (AllGather, AllToAll)) or not request.tensor.numel():
             return (yield request)
         tensor = request.tensor
         by_rank = isinstance(request, AllToAll)
