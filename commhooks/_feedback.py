@@ -302,29 +302,31 @@ class AveragedFeedback(Wrapper):
             )
 
     def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
-        memory, layout = ctx.memory, ctx.layout
-        dtype = torch.promote_types(grad.dtype, torch.float32)
-        packed = _packed_layout(layout)
+        memory, packed = ctx.memory, _packed_layout(ctx.layout)
         error = torch.zeros_like(grad, dtype=torch.float32)
         old = memory.read(_AVERAGED, packed, device=grad.device, dtype=torch.uint8)
-        for entries, payload in _pairs(error, old, layout, packed):
+        for entries, payload in _pairs(error, old, ctx.layout, packed):
             dequantize(payload[None], entries, "int8", _BLOCK)
-        corrected = torch.add(grad, error).to(dtype)
-        before = corrected.clone()
+        residual = error.to(torch.promote_types(grad.dtype, torch.float32))
         inner = ctx.replace(keep_unsent=True, residual=None, unsent=None)
-        result = yield from self.scheme.exchange(corrected, inner)
-        if result.unsent is not None:
+        if self.scheme.adds_residual:
+            inner = inner.replace(residual=residual, unsent=torch.empty_like(residual))
+            result = yield from self.scheme.exchange(grad, inner)
             unsent = result.unsent
-        elif result.sent is not None:
-            unsent = before - result.sent
         else:
-            unsent = torch.zeros_like(before)
-        sent = before - unsent if ctx.keep_unsent else None
+            corrected = grad + residual
+            result = yield from self.scheme.exchange(corrected.clone(), inner)
+            unsent = result.unsent
+            if unsent is None and result.sent is not None:
+                unsent = corrected - result.sent
+        if unsent is None:
+            unsent = torch.zeros_like(residual)
+        sent = grad + residual - unsent if ctx.keep_unsent else None
         error.mul_(self.decay).add_(unsent, alpha=1 - self.decay)
         if self.reset_every and (ctx.step + 1) % self.reset_every == 0:
             error.zero_()
         new = torch.empty_like(old)
-        for entries, payload in _pairs(error, new, layout, packed):
+        for entries, payload in _pairs(error, new, ctx.layout, packed):
             quantize(entries, payload, "int8", _BLOCK)
         memory.write(_AVERAGED, packed, new)
         return Exchanged(result.mean, sent=sent, finite=result.finite)

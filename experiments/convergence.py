@@ -107,8 +107,9 @@ def _times(row: Any, base: Any, steps: float) -> dict[str, float]:
 
 def _summary(table: pd.DataFrame) -> pd.DataFrame:
     groups = table.groupby(["task", "hook"], sort=False)
-    columns = ["loss", "accuracy", "gap", "steps", *RATES, "ratio", "error"]
-    summary = groups[columns].mean()
+    summary = groups[["loss", "accuracy", "gap", "ratio", "error"]].mean()
+    for column in ("steps", *RATES):  # some runs do not get there
+        summary[column] = groups[column].median()
     summary.insert(3, "largest gap", groups.gap.max())
     return summary.reset_index()
 

@@ -40,6 +40,7 @@ SETTINGS: dict[str, list[dict[str, object]]] = {
     "int8": [{}, {"stochastic": False}],
     "int4": [{}, {"rotate": False}],
 }
+HIDDEN = {"local_size", "memory"}  # not worth a word in a label
 SAME = {"drive", "none", "noop"}  # another name for what is there, or no average
 
 
@@ -88,7 +89,7 @@ def _synthetic(name: str, options: dict[str, object]) -> Iterator[dict[str, obje
 
 
 def _label(name: str, options: dict[str, object]) -> str:
-    return " ".join([name, *(f"{key}={value}" for key, value in options.items())])
+    return " ".join([name, *(f"{k}={v}" for k, v in options.items() if k not in HIDDEN)])
 
 
 def _front(table: pd.DataFrame) -> pd.Series:
@@ -127,7 +128,8 @@ def _draw(table: pd.DataFrame, path: Path) -> None:
             panel.annotate(
                 *(row.scheme, (row.bits, row.error)),
                 rotation=40 if crowded else 0,
-                xytext=(4, 3),
+                xytext=(4, 3) if row.front else (-4, -3),
+                ha="left" if row.front else "right",
                 textcoords="offset points",
                 fontsize=6.5,
                 color=color,
