@@ -14,6 +14,7 @@ from commhooks.kernels import (
     _op,
     blockwise,
     cast,
+    levels,
     low_rank,
     philox,
     random_k,
@@ -99,6 +100,14 @@ def cases(x: Tensor, block: int = 1024) -> list[Case]:
             shared.dequantize_shared_op,
             (codes, sums, out, 256, 63, 1.0),
         ),
+    ]
+    several = levels._table(torch.linspace(-2.0, 2.0, 4, device=x.device))
+    spots = (torch.empty(whole // 1024, device=x.device), turned[: whole // 4])
+    nearest4 = (x[:whole], several, *spots, None, 1024)
+    back = (*spots, several, out[:whole], 1024, False)
+    found += [
+        Case("nearest of 4 levels", 4.25, 0.6, levels.quantize_levels_op, nearest4),
+        Case("4 levels decode", 4.25, 0.6, levels.dequantize_levels_op, back),
     ]
     k = x.numel() // 100
     taken = (torch.empty(k, dtype=torch.int32, device=x.device), torch.empty(k, device=x.device))

@@ -7,6 +7,7 @@ from .blockwise import FORMATS, dequantize, payload_bytes, quantize, requantize
 from .cast import scaled_cast
 from .dct import dct
 from .hadamard import hadamard
+from .levels import dequantize_levels, quantize_levels
 from .low_rank import (
     Matrices,
     decode_low_rank,
@@ -32,6 +33,7 @@ __all__ = [
     "decode_low_rank",
     "dequantize",
     "dequantize_affine",
+    "dequantize_levels",
     "dequantize_rotated",
     "dequantize_shared",
     "gather",
@@ -48,6 +50,7 @@ __all__ = [
     "payload_bytes",
     "quantize",
     "quantize_affine",
+    "quantize_levels",
     "quantize_rotated",
     "quantize_shared",
     "random_places",

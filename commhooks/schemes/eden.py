@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from commhooks._packed import Draw, PackedCodec, Pattern, check_pattern
 from commhooks._registry import register_scheme
-from commhooks.kernels import hadamard
+from commhooks.kernels import dequantize_levels, hadamard, quantize_levels
 
 __all__ = ["Eden"]
 
@@ -29,7 +29,7 @@ class Eden(PackedCodec):
     and their levels c: the mean over rotations is the gradient. One bit is DRIVE.
 
     Not biased, without memory; its variance is 0.57, 0.13, 0.036 and 0.0094 of |x|^2 at 1 to 4
-    bits. Payload: bits + 32 / block per entry. PyTorch code but for the rotation.
+    bits. Payload: bits + 32 / block per entry.
 
     Args:
         bits: 1 to 4.
@@ -63,11 +63,11 @@ class Eden(PackedCodec):
         blocks = -(-n // self.block)
         return -(-blocks * (4 + self.block * self.bits // 8) // 16) * 16
 
-    def _split(self, payloads: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
-        """Scales (..., blocks) as bytes, and packed codes (..., blocks, bytes)."""
-        scales = payloads[..., : 4 * blocks]
-        codes = payloads[..., 4 * blocks : blocks * (4 + self.block * self.bits // 8)]
-        return scales, codes.unflatten(-1, (blocks, -1)) if blocks else codes
+    def _split(self, payload: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        """Scales and codes of a payload of ``n`` entries; views."""
+        blocks = -(-n // self.block)
+        end = blocks * (4 + self.block * self.bits // 8)
+        return payload[: 4 * blocks].view(torch.float32), payload[4 * blocks : end]
 
     def pack(
         self,
@@ -82,38 +82,29 @@ class Eden(PackedCodec):
         c = pad(c, (0, -n % self.block))
         rotated = torch.empty_like(c)
         hadamard(c, rotated, self.block, draw.shared)
-        y = rotated.view(-1, self.block)
-        norms = torch.linalg.vector_norm(y, dim=1, keepdim=True)
-        levels, bounds = _levels(self.bits, x.device)
-        z = y * (math.sqrt(self.block) / torch.where(norms > 0, norms, 1.0))
-        codes = torch.bucketize(z, bounds)
-        chosen = levels[codes]
-        scale = norms.square() / (chosen * y).sum(1, keepdim=True)
-        scale = torch.where(norms > 0, scale, torch.where(norms.isnan(), norms, 0.0))
-        scales, packed = self._split(payload.zero_(), len(y))
-        scales.copy_(scale.flatten().view(torch.uint8))
-        packed.copy_(_pack(codes, self.bits))
+        scales, codes = self._split(payload, n)
+        rest = None if left is None else rotated
+        levels = _levels(self.bits, x.device)
+        quantize_levels(rotated, levels, scales, codes, self.block, left=rest)
+        payload[scales.nbytes + codes.nbytes :].zero_()
         if left is not None:
-            rest = (y - chosen * scale).flatten()
-            hadamard(rest, rest, self.block, draw.shared, inverse=True)
-            left.copy_(rest[:n])
+            hadamard(rotated, rotated, self.block, draw.shared, inverse=True)
+            left.copy_(rotated[:n])
 
     def unpack(self, payloads: Tensor, out: Tensor, draw: Draw, factor: float) -> None:
-        blocks = -(-out.numel() // self.block)
-        scales, packed = self._split(payloads, blocks)
-        levels, _ = _levels(self.bits, out.device)
-        total = torch.zeros(blocks, self.block, device=out.device)
-        for row, codes in zip(scales, packed, strict=True):
-            scale = row.clone().view(torch.float32)[:, None]
-            total += levels[_unpack(codes, self.bits)] * scale
-        flat = total.flatten()
-        hadamard(flat, flat, self.block, draw.shared, inverse=True)
-        out.copy_(flat[: out.numel()].mul_(factor))
+        n = out.numel()
+        total = torch.zeros(-(-n // self.block) * self.block, device=out.device)
+        levels = _levels(self.bits, out.device)
+        for index, payload in enumerate(payloads):
+            parts = self._split(payload, n)
+            dequantize_levels(*parts, levels, total, self.block, accumulate=index > 0)
+        hadamard(total, total, self.block, draw.shared, inverse=True)
+        out.copy_(total[:n].mul_(factor))
 
 
 @lru_cache(maxsize=32)
-def _levels(bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The 2^bits levels of N(0, 1) with the least mean square error, and the bounds between them.
+def _levels(bits: int, device: torch.device) -> Tensor:
+    """The 2^bits levels of N(0, 1) with the least mean square error.
 
     Lloyd's iteration on the density: a level is the mean of what is nearest to it.
     """
@@ -127,19 +118,5 @@ def _levels(bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
         density = torch.exp(-edges.square() / 2) / math.sqrt(2 * math.pi)
         mass = torch.special.ndtr(edges)
         levels = (density[:-1] - density[1:]) / (mass[1:] - mass[:-1])
-    bounds = (levels[1:] + levels[:-1]) / 2
-    return levels.float().to(device), bounds.float().to(device)
-
-
-def _pack(codes: Tensor, bits: int) -> Tensor:
-    """Eight codes in ``bits`` bytes: shape (blocks, block) gives (blocks, block * bits / 8)."""
-    shifts = bits * torch.arange(8, device=codes.device)
-    words = (codes.view(len(codes), -1, 8) << shifts).sum(2)
-    return words.view(torch.uint8).view(*words.shape, 8)[..., :bits].flatten(1)
-
-
-def _unpack(packed: Tensor, bits: int) -> Tensor:
-    groups = pad(packed.unflatten(1, (-1, bits)), (0, 8 - bits))
-    words = groups.contiguous().view(torch.int64)
-    shifts = bits * torch.arange(8, device=packed.device)
-    return (words >> shifts & (1 << bits) - 1).flatten(1)
+    found: Tensor = levels.float().to(device)
+    return found

@@ -153,6 +153,14 @@ ARGUMENTS = {
         *(torch.zeros(600, dtype=torch.int8), torch.full((3,), 1 << 30, dtype=torch.int32)),
         *(torch.zeros(600), 256, 42, 0.5),
     ),
+    "quantize_levels": lambda: (
+        *(torch.randn(256), torch.tensor([-1.0, 1.0, 0.0]), torch.zeros(2)),
+        *(torch.zeros(32, dtype=torch.uint8), torch.zeros(256), 128),
+    ),
+    "dequantize_levels": lambda: (
+        *(torch.ones(2), torch.zeros(32, dtype=torch.uint8), torch.tensor([-1.0, 1.0, 0.0])),
+        *(torch.zeros(256), 128, True),
+    ),
     "top_k_sampled": lambda: (
         *(torch.randn(600), 6, torch.zeros(6, dtype=torch.int32), torch.zeros(6)),
         *(torch.randn(600), torch.zeros(600)),

@@ -1,0 +1,143 @@
+// Nearest levels on the CPU; the specification is in levels.py.
+#include "include/levels.h"
+
+#include "include/cpu.h"
+
+namespace {
+
+constexpr int kLongest = 2048;  // entries of a block, at most
+
+INLINE float square_root(float x) {
+#if defined(__SSE2__)
+    return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(x)));
+#else
+    return __builtin_sqrtf(x);
+#endif
+}
+
+// Sums per place of a row, halves added to halves.
+float summed(const Floats (&sums)[kVectors]) {
+    float sum[kRow];
+    store(sum, sums);
+    for (int half = kRow / 2; half; half /= 2)
+        for (int l = 0; l < half; ++l) sum[l] += sum[l + half];
+    return sum[0];
+}
+
+// Eight codes of one byte each, in BITS bytes, the first lowest.
+template <int BITS> INLINE u64 packed(u64 bytes) {
+    constexpr u64 kLow = (1u << BITS) - 1;
+#if defined(__BMI2__)
+    return _pext_u64(bytes, 0x0101010101010101ull * kLow);
+#else
+    u64 word = 0;
+    for (int i = 0; i < 8; ++i) word |= (bytes >> (8 * i) & kLow) << (BITS * i);
+    return word;
+#endif
+}
+template <int BITS> INLINE u64 spread(u64 word) {
+    constexpr u64 kLow = (1u << BITS) - 1;
+#if defined(__BMI2__)
+    return _pdep_u64(word, 0x0101010101010101ull * kLow);
+#else
+    u64 bytes = 0;
+    for (int i = 0; i < 8; ++i) bytes |= (word >> (BITS * i) & kLow) << (8 * i);
+    return bytes;
+#endif
+}
+
+template <int BITS>
+float encode(const float* x, int block, float root, const float* table, u8* codes, float* left) {
+    Words most[kVectors] = {};
+    for (int i = 0; i < block; i += kRow)
+        for (int v = 0; v < kVectors; ++v)
+            most[v] = larger(most[v], magnitude(load(x + i + v * kWidth)));
+    u32 some[kRow], largest = 0;
+    store_as(some, most);
+    for (int l = 0; l < kRow; ++l) largest = larger(largest, some[l]);
+    const bool good = good_block(largest);
+    const float inverse = good ? 1.0f / float_of(largest) : 0.0f;
+
+    float y[kLongest], values[kLongest];
+    Floats sums[kVectors] = {};
+    for (int i = 0; i < block; i += kRow)
+        for (int v = 0; v < kVectors; ++v) {
+            const int j = i + v * kWidth;
+            const Floats entries = good ? load(x + j) * inverse : Floats{};
+            store_as(y + j, entries);
+            sums[v] += entries * entries;
+        }
+    const float square = good ? summed(sums) : 1.0f, unit = root / square_root(square);
+
+    for (int v = 0; v < kVectors; ++v) sums[v] = Floats{};
+    for (int i = 0; i < block; i += kRow) {
+        Words found[kVectors];
+        u8 bytes[kRow];
+        for (int v = 0; v < kVectors; ++v) {
+            const int j = i + v * kWidth;
+            const Floats entries = load(y + j);
+            const Floats value = nearest_level<BITS>(Floats(entries * unit), table, found[v]);
+            store_as(values + j, value);
+            sums[v] += value * entries;
+        }
+        narrow(found, bytes);
+        for (int group = 0; group < kRow; group += 8, codes += BITS) {
+            const u64 word = packed<BITS>(load_as<u64>(bytes + group));
+            for (int k = 0; k < BITS; ++k) codes[k] = (u8)(word >> (8 * k));
+        }
+    }
+    const float scale = scale_of_block(largest, square, summed(sums));
+    for (int j = 0; j < block && left; j += kWidth)
+        store_as(left + j, load(x + j) - load(values + j) * scale);
+    return scale;
+}
+
+template <int BITS>
+void decode(const u8* codes, int block, float scale, const float* table, bool accumulate, float* out) {
+    for (int i = 0; i < block; i += kRow) {
+        u8 bytes[kRow];
+        for (int group = 0; group < kRow; group += 8, codes += BITS) {
+            u64 word = 0;
+            for (int k = 0; k < BITS; ++k) word |= (u64)codes[k] << (8 * k);
+            store_as(bytes + group, spread<BITS>(word));
+        }
+        for (int v = 0; v < kVectors; ++v) {
+            float* to = out + i + v * kWidth;
+            const Floats entries = level_of<BITS, Floats>(widen(bytes + v * kWidth), table) * scale;
+            store_as(to, accumulate ? load(to) + entries : entries);
+        }
+    }
+}
+
+// Calls f(the number of bits, as a type).
+template <int BITS> struct Bits {
+    static constexpr int value = BITS;
+};
+template <class Call> void with_bits(i64 levels, Call call) {
+    if (levels == 2) call(Bits<1>{});
+    else if (levels == 4) call(Bits<2>{});
+    else if (levels == 8) call(Bits<3>{});
+    else call(Bits<4>{});
+}
+
+}  // namespace
+
+EXPORT(quantize_levels)(i64 levels, const float* x, i64 n, i64 block, float root, const float* table,
+                        float* scales, u8* codes, float* left) {
+    with_bits(levels, [&](auto bits) {
+        constexpr int kBits = decltype(bits)::value;
+        for (i64 at = 0; at < n; at += block)
+            scales[at / block] = encode<kBits>(x + at, (int)block, root, table, codes + at / 8 * kBits,
+                                               left ? left + at : left);
+    });
+}
+
+EXPORT(dequantize_levels)(i64 levels, const float* scales, const u8* codes, const float* table, i64 n,
+                          i64 block, i64 accumulate, float* out) {
+    with_bits(levels, [&](auto bits) {
+        constexpr int kBits = decltype(bits)::value;
+        for (i64 at = 0; at < n; at += block)
+            decode<kBits>(codes + at / 8 * kBits, (int)block, scales[at / block], table,
+                          (bool)accumulate, out + at);
+    });
+}

@@ -1,0 +1,192 @@
+"""Blocks as the nearest of some levels, with scales that make the mean over rotations right."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _cpu, _cuda
+from ._op import check, op
+
+__all__ = ["dequantize_levels", "quantize_levels"]
+
+_BLOCKS = (128, 256, 512, 1024, 2048)
+_ROW = 32
+_INFINITY = 0x7F800000  # bits
+_TINY = (127 - 120) << 23  # of 2^-120: blocks below it decode to zero
+
+
+def quantize_levels(
+    x: Tensor, levels: Tensor, scales: Tensor, codes: Tensor, block: int, *, left: Tensor | None
+) -> None:
+    """Writes for each entry the number of the level that is nearest to it, in units of the block.
+
+    An entry's unit is the block's root mean square. The scale is ``|x|^2 / <c, x>`` for entries x
+    and their levels c, so that the projection of what arrives on x is x: unbiased if x was rotated
+    at random. A block that is not finite has a scale of NaN. Kernels equal the definition bit for
+    bit: squares and products are added up per place in rows of 32, then halves to halves.
+
+    Args:
+        x: float32, contiguous, a multiple of ``block`` entries.
+        levels: float32, 2, 4, 8 or 16 of them (k bits), ascending.
+        scales: float32, one per block.
+        codes: uint8; of 8 codes of k bits, k bytes, the first code lowest.
+        block: 128, 256, 512, 1024 or 2048.
+        left: float32, as many entries as ``x``; gets what codes and scales leave out. May be ``x``.
+
+    Raises:
+        TypeError, ValueError: a tensor of another dtype, size or device; names the argument.
+
+    Reference: Vargaftik et al., EDEN, 2022.
+    """
+    check("quantize_levels", "x", x, like=x, dtypes=(torch.float32,))
+    _check("quantize_levels", x, levels, block, scales, codes)
+    if left is not None:
+        check("quantize_levels", "left", left, like=x, dtypes=(torch.float32,), n=x.numel())
+    quantize_levels_op(x, _table(levels), scales, codes, left, block)
+
+
+def dequantize_levels(
+    scales: Tensor, codes: Tensor, levels: Tensor, out: Tensor, block: int, *, accumulate: bool
+) -> None:
+    """Writes each entry's level times its block's scale, or adds it.
+
+    Args:
+        scales, codes, levels, block: as for :func:`quantize_levels`.
+        out: float32, contiguous, a multiple of ``block`` entries.
+    """
+    check("dequantize_levels", "out", out, like=scales, dtypes=(torch.float32,))
+    _check("dequantize_levels", out, levels, block, scales, codes)
+    dequantize_levels_op(scales, codes, _table(levels), out, block, accumulate)
+
+
+def _check(
+    caller: str, x: Tensor, levels: Tensor, block: int, scales: Tensor, codes: Tensor
+) -> None:
+    if block not in _BLOCKS or x.numel() % block:
+        raise ValueError(
+            f"{caller}(block): one of {_BLOCKS}, of which there are whole ones; got {block} and "
+            f"{x.numel()} entries"
+        )
+    if levels.numel() not in (2, 4, 8, 16):
+        raise ValueError(f"{caller}(levels): 2, 4, 8 or 16, got {levels.numel()}")
+    check(caller, "levels", levels, like=x, dtypes=(torch.float32,))
+    check(caller, "scales", scales, like=x, dtypes=(torch.float32,), n=x.numel() // block)
+    size = x.numel() * (levels.numel().bit_length() - 1) // 8
+    check(caller, "codes", codes, like=x, dtypes=(torch.uint8,), n=size)
+
+
+def _table(levels: Tensor) -> Tensor:
+    """The levels, and the bounds between them: halfway."""
+    return torch.cat([levels, (levels[1:] + levels[:-1]) / 2])
+
+
+@op(
+    "quantize_levels(Tensor x, Tensor table, Tensor(a!) scales, Tensor(b!) codes, Tensor(c!)? left,"
+    " int block) -> ()"
+)
+def quantize_levels_op(
+    x: Tensor, table: Tensor, scales: Tensor, codes: Tensor, left: Tensor | None, block: int
+) -> None:
+    levels, bounds = _split(table)
+    rows = x.view(-1, block)
+    largest = (rows.view(torch.int32) & 0x7FFFFFFF).amax(1)
+    good = (largest >= _TINY) & (largest < _INFINITY)
+    unit = torch.where(good, largest.view(torch.float32), 1.0)
+    y = torch.where(good[:, None], rows * (1.0 / unit)[:, None], 0.0)
+    square = _summed(y * y)
+    square = torch.where(good, square, 1.0)
+    z = y * (torch.full_like(square, math.sqrt(block)) / square.sqrt())[:, None]
+    found = torch.zeros_like(z, dtype=torch.uint8)
+    for bound in bounds:
+        found += z > bound
+    chosen = levels[found.long()]
+    product = _summed(chosen * y)
+    scale = torch.where(good, unit * (square / product), 0.0)
+    scale = torch.where(largest >= _INFINITY, torch.nan, scale)
+    scales.copy_(scale)
+    codes.copy_(_packed(found.flatten(), _bits(levels)))
+    if left is not None:
+        left.view(-1, block).copy_(rows - chosen * scale[:, None])
+
+
+@op(
+    "dequantize_levels(Tensor scales, Tensor codes, Tensor table, Tensor(a!) out, int block,"
+    " bool accumulate) -> ()"
+)
+def dequantize_levels_op(
+    scales: Tensor, codes: Tensor, table: Tensor, out: Tensor, block: int, accumulate: bool
+) -> None:
+    levels, _ = _split(table)
+    bits = _bits(levels)
+    groups = codes.view(-1, bits).long()
+    words = (groups << 8 * torch.arange(bits, device=codes.device)).sum(1)
+    found = words[:, None] >> bits * torch.arange(8, device=codes.device) & (1 << bits) - 1
+    entries = levels[found].view(-1, block) * scales[:, None]
+    rows = out.view(-1, block)
+    rows.copy_(rows + entries if accumulate else entries)
+
+
+def _split(table: Tensor) -> tuple[Tensor, Tensor]:
+    count = (table.numel() + 1) // 2
+    return table[:count], table[count:]
+
+
+def _bits(levels: Tensor) -> int:
+    return levels.numel().bit_length() - 1
+
+
+def _summed(rows: Tensor) -> Tensor:
+    """Sums per block, in the order that kernels add."""
+    parts = rows.view(len(rows), rows.shape[1] // _ROW, _ROW)
+    total = torch.zeros_like(parts[:, 0])
+    for row in parts.unbind(1):
+        total = total + row
+    half = _ROW // 2
+    while half:
+        total = total[:, :half] + total[:, half : 2 * half]
+        half //= 2
+    return total[:, 0]
+
+
+def _packed(found: Tensor, bits: int) -> Tensor:
+    words = (found.view(-1, 8).long() << bits * torch.arange(8, device=found.device)).sum(1)
+    places = 8 * torch.arange(bits, device=found.device)
+    return (words[:, None] >> places & 255).to(torch.uint8).flatten()
+
+
+@quantize_levels_op.kernel("cpu")
+def _quantize_cpu(
+    x: Tensor, table: Tensor, scales: Tensor, codes: Tensor, left: Tensor | None, block: int
+) -> None:
+    arguments = (x, x.numel(), block, math.sqrt(block), table, scales, codes, left)
+    _cpu.call("quantize_levels", (table.numel() + 1) // 2, *arguments)
+
+
+@quantize_levels_op.kernel("cuda")
+def _quantize_cuda(
+    x: Tensor, table: Tensor, scales: Tensor, codes: Tensor, left: Tensor | None, block: int
+) -> None:
+    name, blocks = f"quantize_levels<{_bits(_split(table)[0])}>", scales.numel()
+    arguments = (x, blocks, block, math.sqrt(block), table, scales, codes, left)
+    _cuda.launch("levels.cu", name, x.device, blocks, arguments)
+
+
+@dequantize_levels_op.kernel("cpu")
+def _dequantize_cpu(
+    scales: Tensor, codes: Tensor, table: Tensor, out: Tensor, block: int, accumulate: bool
+) -> None:
+    arguments = (scales, codes, table, out.numel(), block, accumulate, out)
+    _cpu.call("dequantize_levels", (table.numel() + 1) // 2, *arguments)
+
+
+@dequantize_levels_op.kernel("cuda")
+def _dequantize_cuda(
+    scales: Tensor, codes: Tensor, table: Tensor, out: Tensor, block: int, accumulate: bool
+) -> None:
+    name, blocks = f"dequantize_levels<{_bits(_split(table)[0])}>", scales.numel()
+    arguments: tuple[Any, ...] = (scales, codes, table, blocks, block, accumulate, out)
+    _cuda.launch("levels.cu", name, out.device, blocks, arguments)

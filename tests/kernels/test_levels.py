@@ -1,0 +1,93 @@
+"""Nearest levels: all implementations agree, and scales make the projection right."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from commhooks.kernels import dequantize_levels, levels, quantize_levels
+from tests.kernels.inputs import plain, same, tricky
+from tests.kernels.machines import machines, on
+
+NAMES = ("quantize_levels", "dequantize_levels")
+KERNELS = {"levels.cu": [f"{name}<{bits}>" for name in NAMES for bits in (1, 2, 3, 4)]}
+BLOCKS = (128, 256, 512, 1024, 2048)
+
+
+def some_levels(bits: int) -> torch.Tensor:
+    return torch.linspace(-2.1, 2.3, 2**bits)
+
+
+def outputs(run: Any, x: torch.Tensor, bits: int, block: int, *, left: bool) -> list[torch.Tensor]:
+    n, table = x.numel(), levels._table(some_levels(bits))
+    scales = torch.full((n // block,), 7.0)
+    codes = torch.full((n * bits // 8,), 7, dtype=torch.uint8)
+    rest = torch.full((n,), 7.0) if left else None
+    run(levels.quantize_levels_op, x, table, scales, codes, rest, block)
+    written, added = torch.full((n,), 5.0), plain(n)
+    run(levels.dequantize_levels_op, scales, codes, table, written, block, False)
+    run(levels.dequantize_levels_op, scales, codes, table, added, block, True)
+    return [scales, codes, written, added, *([] if rest is None else [rest])]
+
+
+def define(op: Any, *args: Any) -> None:
+    op.definition(*args)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_kernels_equal_the_definition(bits):
+    for block in BLOCKS:
+        for blocks, make in ((0, plain), (1, tricky), (5, tricky), (4, plain)):
+            x = make(blocks * block, torch.float32)
+            for left in (False, True):
+                expected = outputs(define, x, bits, block, left=left)
+                for machine in machines():
+                    with on(machine, KERNELS) as run:
+                        got = outputs(run, x, bits, block, left=left)
+                    assert all(map(same, expected, got)), (machine, block, blocks, left)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-30, 1e30])
+def test_the_nearest_level_is_taken_and_the_projection_is_right(size):
+    x, found = plain(4096) * size, some_levels(3)
+    scales, codes, out = torch.empty(4), torch.empty(4096 * 3 // 8).byte(), torch.empty(4096)
+    left = torch.empty(4096)
+    quantize_levels(x, found, scales, codes, 1024, left=left)
+    dequantize_levels(scales, codes, found, out, 1024, accumulate=False)
+    rows, got = (x / size).view(4, 1024).double(), (out / size).view(4, 1024).double()
+    units = rows / rows.square().mean(1, keepdim=True).sqrt()
+    nearest = found[(units[..., None] - found).abs().argmin(-1)]
+    torch.testing.assert_close(got / (scales / size)[:, None], nearest.double(), rtol=1e-5, atol=0)
+    torch.testing.assert_close((got * rows).sum(1), rows.square().sum(1), rtol=1e-5, atol=0)
+    torch.testing.assert_close(left, x - out)
+
+
+def test_what_is_not_finite_spoils_its_own_block():
+    x = plain(5 * 128)
+    x[130], x[300] = float("nan"), float("-inf")
+    scales, codes, out = torch.empty(5), torch.empty(5 * 16).byte(), torch.empty(5 * 128)
+    quantize_levels(x, some_levels(1), scales, codes, 128, left=None)
+    dequantize_levels(scales, codes, some_levels(1), out, 128, accumulate=False)
+    assert out.view(5, 128)[1:3].isnan().all()
+    assert out.view(5, 128)[[0, 3, 4]].isfinite().all()
+
+
+def test_wrong_arguments_are_named():
+    x, codes = torch.ones(256), torch.empty(32).byte()
+    with pytest.raises(ValueError, match=r"quantize_levels\(block\): one of"):
+        quantize_levels(x, some_levels(1), torch.empty(4), codes, 64, left=None)
+    with pytest.raises(ValueError, match=r"quantize_levels\(levels\): 2, 4, 8 or 16, got 3"):
+        quantize_levels(x, torch.ones(3), torch.empty(2), codes, 128, left=None)
+    with pytest.raises(ValueError, match=r"dequantize_levels\(codes\): 64 entries, got 32"):
+        dequantize_levels(torch.empty(2), codes, some_levels(2), x, 128, accumulate=False)
+
+
+def fuzz(run: Any, rng: random.Random) -> None:
+    block = rng.choice(BLOCKS)
+    x = torch.randn(rng.randrange(4) * block) * 10.0 ** rng.randrange(-44, 38)
+    if len(x) and rng.random() < 0.3:
+        x[rng.randrange(len(x))] = rng.choice([float("nan"), float("inf")])
+    outputs(run, x, rng.choice((1, 2, 3, 4)), block, left=rng.random() < 0.5)
