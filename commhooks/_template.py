@@ -38,10 +38,11 @@ class CLASS(Codec):
 
     def encode(self, grad, ctx):
         """Named tensors, whose shapes and dtypes do not depend on values."""
-        size = self.scale * grad.abs().sum() / max(1, grad.numel())
+        wide = torch.promote_types(grad.dtype, torch.float32)  # a sum in 16 bits may overflow
+        size = self.scale * grad.abs().sum(dtype=wide) / max(1, grad.numel())
         return {"signs": grad.sign().nan_to_num(0.0).to(torch.int8), "size": size.view(1)}
 
     def decode(self, payload, like, ctx):
         """What one rank's payload stands for; the mean over ranks is taken of these."""
-        return payload["signs"].to(like.dtype) * payload["size"].to(like.dtype)
+        return payload["signs"] * payload["size"]
 '''

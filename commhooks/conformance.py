@@ -202,6 +202,13 @@ def _dtypes(make: MakeScheme) -> None:
             _need(mean.isfinite().all(), f"{dtype}: the mean is not finite")
 
 
+@_law("sums over entries and ranks do not overflow 16 bits")
+def _overflow(make: MakeScheme) -> None:
+    ranks = _ranks(make(), 4, 36)
+    for mean in ranks.step([torch.full((36,), 20000.0, dtype=torch.float16)] * 4):
+        _need((mean.abs() <= 50000.0).all(), "four ranks' 20000 in float16 are too large a sum")
+
+
 @_law("what is not finite arrives so on every rank, and memory stays as it was")
 def _not_finite(make: MakeScheme) -> None:
     for place in (0, 77, _NUMEL - 1):

@@ -160,6 +160,14 @@ class TwoRounds(Scheme):
         return Exchanged(mean)
 
 
+class SumsRanksFirst(Scheme):
+    """Divides after the sum, in the gradient's own dtype."""
+
+    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
+        total = yield AllReduce(grad.clone(), "sum")
+        return Exchanged(total / ctx.world_size)
+
+
 PLANTED: tuple[tuple[type[Scheme], str], ...] = (
     (MaxOfSigned, "signs and sizes"),
     (Truncates, "biased or not"),
@@ -175,6 +183,7 @@ PLANTED: tuple[tuple[type[Scheme], str], ...] = (
     (SendsTooLittle, "stay bounded"),
     (Noisier, "variance"),
     (TwoRounds, "rounds are as declared"),
+    (SumsRanksFirst, "overflow 16 bits"),
 )
 
 
