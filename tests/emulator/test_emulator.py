@@ -99,12 +99,14 @@ print("not caught")
     assert "AddressSanitizer" in done.stderr or "runtime error" in done.stderr
 
 
+@pytest.mark.timeout(400)  # compiles all kernels with sanitizers
 def test_cpu_kernels_are_clean_under_sanitizers():
     done = run_sanitized("-m", "tests.kernels.fuzz", "cpu")
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.strip() == "done"
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("family", [family_name(one) for one in FAMILIES])
 def test_cuda_kernels_are_clean_under_sanitizers(family):
     done = run_sanitized("-m", "tests.kernels.fuzz", "emulator", family)

@@ -15,6 +15,7 @@ from types import MappingProxyType
 
 import pytest
 
+pytestmark = pytest.mark.timeout(400)
 ROOT = Path(__file__).parents[2]
 PIP = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
 # Prints where the packages lie that pip put into the folder given first; forgets before those
@@ -42,7 +43,7 @@ def run(
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,  # of compiling, above all
         check=False,
     )
     assert done.returncode == 0, f"{command}:\n{done.stdout}\n{done.stderr}"
