@@ -17,7 +17,7 @@ from torch import Tensor
 
 from commhooks._memory import Layout, Memory
 from commhooks.kernels import Stream
-from ddp_core import AllGather, Collective
+from ddp_core import AllGather, AllReduce, Collective
 
 __all__ = [
     "Codec",
@@ -190,7 +190,9 @@ class Scheme:
 class Codec(Scheme):
     """A scheme of one all-gather, given by ``encode`` and ``decode``.
 
-    Every rank decodes the payloads of all ranks, in rank order, so all get equal bits.
+    Every rank decodes the payloads of all ranks, in rank order, so all get equal bits. Where that
+    many payloads are more bytes than an all-reduce sends, the bucket travels dense;
+    ``commhooks.TwoPhase`` around a codec sends as many on any number of ranks.
     """
 
     def encode(self, grad: Tensor, ctx: Context) -> dict[str, Tensor]:
@@ -204,7 +206,13 @@ class Codec(Scheme):
     def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
         payload = self.encode(grad, ctx)
         packed = pack_payload(payload)
-        gathered = yield AllGather(packed)
+        gather = AllGather(packed)
+        dense = AllReduce(grad)
+        if gather.wire_nbytes(ctx.world_size) > dense.wire_nbytes(ctx.world_size):
+            dense = AllReduce(grad.clone() if ctx.keep_unsent else grad)
+            mean = yield dense
+            return Exchanged(mean, sent=dense.sent)
+        gathered = yield gather
         # Divided before the sum, and summed in 32 bits at least: neither the sum of ranks nor one
         # rounding per rank is then a matter of the gradient's own dtype.
         mean = torch.zeros_like(grad, dtype=torch.promote_types(grad.dtype, torch.float32))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import commhooks
-from commhooks import Blockwise, ErrorFeedback, Simulation
+from commhooks import QSGD, Blockwise, ErrorFeedback, Simulation
 from commhooks._packed import PackedCodec
 
 D = 2**20
@@ -162,3 +162,15 @@ def test_names_and_their_flags() -> None:
     assert not commhooks.make("int8").stateful
     with pytest.raises(ValueError, match="'e4m3' or 'e5m2'"):
         commhooks.make("fp8", format="e3m4")
+
+
+@pytest.mark.parametrize(("world_size", "collective"), [(2, "all_gather"), (8, "all_reduce")])
+def test_codecs_are_gathered_only_where_that_is_less(world_size: int, collective: str) -> None:
+    grads = [torch.randn(1000, generator=torch.Generator().manual_seed(i)) for i in range(8)]
+    ranks = Simulation(QSGD(), {"p": (1000,)}, world_size=world_size)
+    mean = ranks.step(grads[:world_size])[0]
+    assert [name for name, _ in ranks.requests] == [collective]
+    dense = 4 * 1000 * 2 * (world_size - 1) / world_size
+    assert sum(ranks.wire_bytes) <= dense
+    exact = torch.stack(grads[:world_size]).mean(0)
+    assert (mean - exact).norm() < 0.03 * exact.norm()
