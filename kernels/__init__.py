@@ -14,7 +14,6 @@ from .low_rank import (
     multiply_left,
     multiply_right,
     orthonormalize,
-    subtract_low_rank,
     unit_rows,
 )
 from .norms import all_finite, norms
@@ -58,7 +57,6 @@ __all__ = [
     "scaled_cast",
     "scatter_add",
     "scatter_random",
-    "subtract_low_rank",
     "top_k",
     "top_k_sampled",
     "unit_rows",

@@ -23,6 +23,8 @@ class Matrices:
 
     Attributes:
         left_numel, right_numel: entries of all left factors, and of all right ones.
+        end: entries of the bucket up to where the last of them ends.
+        table: what kernels read; a row of int64 for each, and one for the end of everything.
 
     Example:
         >>> matrices = Matrices([(0, 512, 256, 4)])
@@ -41,9 +43,9 @@ class Matrices:
             rows.append((*place, left, right, task[0], sums[0], task[1], sums[1]))
             task = [task[0] + -(-n // _ROWS) * segments, task[1] + chunks * -(-m // _TILE)]
             sums = [sums[0] + segments * rank * n, sums[1] + chunks * rank * m]
-        # As struct Matrix in low_rank.h. The last row is the end of everything.
-        end = (max((o + n * m for o, n, m, _ in places), default=0), 0, 0, 0)
-        rows.append((*end, lefts[-1], rights[-1], task[0], sums[0], task[1], sums[1]))
+        # As struct Matrix in low_rank.h.
+        self.end = max((offset + n * m for offset, n, m, _ in places), default=0)
+        rows.append((self.end, 0, 0, 0, lefts[-1], rights[-1], task[0], sums[0], task[1], sums[1]))
         self.table = torch.tensor(rows, dtype=torch.int64)
 
     def __len__(self) -> int:

@@ -5,9 +5,10 @@
 
 namespace {
 
-constexpr int kRows = 4;    // rows of a matrix that meet a right factor, or come of two, together
-constexpr int kDeep = 8;    // rows that are added to sums at a time
-constexpr int kTile = 512;  // columns whose sums stay in the nearest cache
+constexpr int kRows = 4;    // rows of a matrix that meet a right factor together
+constexpr int kRanks = kWidth / kRows;  // rows of a right factor that they meet together
+constexpr int kDeep = 8;    // rows that are added to sums, or come of two factors, at a time
+constexpr int kTile = 512;  // columns whose sums, or factors, stay in the nearest cache
 constexpr int kSlab = 8;    // rows of a left factor that are worked on together
 constexpr int kPartials = 256;  // of sums in double precision: entry i in sum i mod 256
 
@@ -37,21 +38,62 @@ template <class T> const float* floats(const T* x, int count, float* copy) {
     return copy;
 }
 
-template <int ROWS> void dots(const float* const* rows, const float* q, int count, float* sums) {
-    float partials[ROWS][kRow];
+// One vector of `a` and `b`, sums of LANES lanes each, in which halves were added to halves.
+template <int LANES> Floats fold(Floats a, Floats b) {
+    constexpr int kHalf = LANES / 2;
+#if defined(__clang__)
+    Floats low, high;
+    for (int l = 0; l < kWidth; ++l) {
+        const int from = l / kHalf * LANES + l % kHalf;
+        low[l] = from < kWidth ? a[from] : b[from - kWidth];
+        high[l] = from < kWidth ? a[from + kHalf] : b[from + kHalf - kWidth];
+    }
+    return low + high;
+#else
+    Words low;
+    for (int l = 0; l < kWidth; ++l) low[l] = (u32)(l / kHalf * LANES + l % kHalf);
+    return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, low + kHalf);
+#endif
+}
+
+// Sums of N rows of 32 partial sums, N a power of two: halves are added to halves.
+template <int N, int LANES = kWidth> void sums_of(Floats* partials, float* sums) {
+    if constexpr (LANES == 1) {
+        __builtin_memcpy(sums, partials, 4 * N);
+    } else {
+        constexpr int kBoth = 2 * kWidth / LANES;  // sums of two vectors
+        constexpr int kLeft = (N + kBoth - 1) / kBoth;
+        for (int n = 0; n < kLeft; ++n) {
+            const Floats first = partials[2 * n];
+            partials[n] = fold<LANES>(first, N * LANES <= kWidth ? first : partials[2 * n + 1]);
+        }
+        sums_of<N, LANES / 2>(partials, sums);
+    }
+}
+
+// Products of ROWS rows with RANKS rows of `q`, which are `distance` apart: sums[rank][row].
+template <int ROWS, int RANKS>
+void dots(const float* const* rows, const float* q, i64 distance, int count, float* sums) {
+    constexpr int kSums = ROWS * RANKS;
     const int whole = count / kRow * kRow;
+    Floats rest[ROWS + RANKS][kVectors];  // what is no whole row of vectors, of rows and of `q`
+    for (int n = 0; n < ROWS + RANKS && whole < count; ++n)
+        load_row((n < ROWS ? rows[n] : q + (n - ROWS) * distance) + whole, count - whole, rest[n]);
+    Floats partials[kVectors][kSums];
     for (int v = 0; v < kVectors; ++v) {
-        Floats sum[ROWS] = {};
+        Floats sum[kSums];
+        for (int n = 0; n < kSums; ++n) sum[n] = Floats{};
         for (int i = v * kWidth; i < whole; i += kRow)
-            for (int r = 0; r < ROWS; ++r) sum[r] += load(rows[r] + i) * load(q + i);
-        for (int r = 0; r < ROWS; ++r) store_as(partials[r] + v * kWidth, sum[r]);
+            for (int n = 0; n < kSums; ++n)
+                sum[n] += load(rows[n % ROWS] + i) * load(q + n / ROWS * distance + i);
+        if (whole < count)
+            for (int n = 0; n < kSums; ++n) sum[n] += rest[n % ROWS][v] * rest[ROWS + n / ROWS][v];
+        for (int n = 0; n < kSums; ++n) partials[v][n] = sum[n];
     }
-    for (int r = 0; r < ROWS; ++r) {
-        for (int i = whole; i < count; ++i) partials[r][i - whole] += rows[r][i] * q[i];
-        for (int half = kRow / 2; half; half /= 2)
-            for (int l = 0; l < half; ++l) partials[r][l] += partials[r][l + half];
-        sums[r] = partials[r][0];
-    }
+    for (int half = kVectors / 2; half; half /= 2)
+        for (int v = 0; v < half; ++v)
+            for (int n = 0; n < kSums; ++n) partials[v][n] += partials[v + half][n];
+    sums_of<kSums>(partials[0], sums);
 }
 
 // left = right @ (x + residual)^T; `sum` gets x + residual.
@@ -73,13 +115,18 @@ void right_product(const Matrix& one, const T* x, const float* residual, float* 
                     from[r] = floats(x + at, count, copy[r]);
                 }
             }
-            for (i64 k = 0; k < one.rank; ++k) {
+            for (i64 k = 0, ranks; k < one.rank; k += ranks) {
                 const float* q = right + k * one.columns + j;
-                float sums[kRows], *out = left + k * one.rows + i;
-                if (rows == kRows) dots<kRows>(from, q, count, sums);
-                else
-                    for (int r = 0; r < rows; ++r) dots<1>(from + r, q, count, sums + r);
-                for (int r = 0; r < rows; ++r) out[r] = j ? out[r] + sums[r] : sums[r];
+                float sums[kRows * kRanks];
+                ranks = rows == kRows && k + kRanks <= one.rank ? kRanks : 1;
+                if (rows < kRows)
+                    for (int r = 0; r < rows; ++r) dots<1, 1>(from + r, q, 0, count, sums + r);
+                else if (ranks == 1) dots<kRows, 1>(from, q, 0, count, sums);
+                else dots<kRows, kRanks>(from, q, one.columns, count, sums);
+                for (int n = 0; n < ranks * rows; ++n) {
+                    float* out = left + (k + n / rows) * one.rows + i + n % rows;
+                    *out = j ? *out + sums[n] : sums[n];
+                }
             }
         }
     }
@@ -126,58 +173,70 @@ template <class T> void left_product(const Matrix& one, const T* x, const float*
             }
 }
 
-// out = left^T @ right, or out -= it: ROWS rows from row i on.
-template <int ROWS, bool SUBTRACT, bool STREAM, class T>
-void expand_rows(const Matrix& one, i64 i, const float* left, const float* right, T* out) {
-    const i64 m = one.columns;
-    auto products = [&](i64 j, Floats(&sum)[ROWS][kVectors]) __attribute__((always_inline)) {
-        for (i64 k = 0; k < one.rank; ++k)
-            for (int v = 0; v < kVectors; ++v) {
-                const Floats q = load(right + k * m + j + v * kWidth);
-                for (int r = 0; r < ROWS; ++r) {
-                    const Floats part = q * left[k * one.rows + i + r];
-                    sum[r][v] = k ? sum[r][v] + part : part;
-                }
-            }
-    };
-    const i64 whole = m / kRow * kRow;
-    for (i64 j = 0; j < whole; j += kRow) {
-        Floats sum[ROWS][kVectors];
-        products(j, sum);
-        for (int r = 0; r < ROWS; ++r) {
-            T* to = out + (i + r) * m + j;
-            for (int v = 0; v < kVectors && SUBTRACT; ++v) sum[r][v] = load(to + v * kWidth) - sum[r][v];
-            if constexpr (STREAM) stream(to, sum[r]);
-            else store(to, sum[r]);
-        }
-    }
-    for (int r = 0; r < ROWS && whole < m; ++r) {  // a row of vectors that is partly there
-        const int count = (int)(m - whole);
-        float sums[kRow] = {};
-        T some[kRow] = {}, *to = out + (i + r) * m + whole;
-        for (int c = 0; c < count; ++c) {
-            for (i64 k = 0; k < one.rank; ++k) {
-                const float part = right[k * m + whole + c] * left[k * one.rows + i + r];
-                sums[c] = k ? sums[c] + part : part;
-            }
-            some[c] = to[c];
-        }
-        Floats sum[kVectors];
-        for (int v = 0; v < kVectors; ++v) {
-            sum[v] = load(sums + v * kWidth);
-            if (SUBTRACT) sum[v] = load(some + v * kWidth) - sum[v];
-        }
-        store(some, sum);
-        for (int c = 0; c < count; ++c) to[c] = some[c];
+// left^T @ right in ROWS rows, whose entries of `left` begin at `p`, and `count` columns, from `q` on:
+// all of 32 if WHOLE.
+template <int ROWS, bool WHOLE>
+INLINE void product(const Matrix& one, const float* p, const float* q, i64 count,
+                    Floats (&sums)[ROWS][kVectors]) {
+    for (int r = 0; r < ROWS; ++r)
+        for (int v = 0; v < kVectors; ++v) sums[r][v] = -Floats{};  // -0 + x is x
+    for (i64 k = 0; k < one.rank; ++k, p += one.rows, q += one.columns) {
+        Floats row[kVectors];
+        load_row(q, WHOLE ? kRow : count, row);
+        for (int r = 0; r < ROWS; ++r)
+            for (int v = 0; v < kVectors; ++v) sums[r][v] += row[v] * p[r];
     }
 }
 
-template <bool SUBTRACT, bool STREAM, class T>
-void expand(const Matrix& one, const float* left, const float* right, T* out) {
-    i64 i = 0;
-    for (; i + kRows <= one.rows; i += kRows)
-        expand_rows<kRows, SUBTRACT, STREAM>(one, i, left, right, out);
-    for (; i < one.rows; ++i) expand_rows<1, SUBTRACT, STREAM>(one, i, left, right, out);
+template <bool WHOLE, bool STREAM, class T>
+INLINE void put(T* to, i64 count, const Floats (&row)[kVectors]) {
+    if (WHOLE) return STREAM ? stream(to, row) : store(to, row);
+    T some[kRow];
+    store(some, row);
+    for (i64 c = 0; c < count; ++c) to[c] = some[c];
+}
+
+// What a matrix decodes to, and what is kept of it.
+template <class T> struct Expansion {
+    const float *left, *right;
+    T* out;  // gets left^T @ right
+    const float *sent_left, *sent_right, *total;
+    float* unsent;  // gets total - sent_left^T @ sent_right; this or `out` may be `total`
+};
+
+template <int ROWS, bool KEEP, bool STREAM, bool WHOLE, class T>
+INLINE void expand_part(const Matrix& one, const Expansion<T>& to, i64 i, i64 j, i64 count) {
+    Floats sums[ROWS][kVectors];
+    if (KEEP) {
+        product<ROWS, WHOLE>(one, to.sent_left + i, to.sent_right + j, count, sums);
+        for (int r = 0; r < ROWS; ++r) {
+            const i64 at = (i + r) * one.columns + j;
+            Floats rest[kVectors];
+            load_row(to.total + at, WHOLE ? kRow : count, rest);
+            for (int v = 0; v < kVectors; ++v) rest[v] -= sums[r][v];
+            put<WHOLE, STREAM>(to.unsent + at, count, rest);
+        }
+    }
+    product<ROWS, WHOLE>(one, to.left + i, to.right + j, count, sums);
+    for (int r = 0; r < ROWS; ++r)
+        put<WHOLE, STREAM && !KEEP>(to.out + (i + r) * one.columns + j, count, sums[r]);
+}
+
+template <int ROWS, bool KEEP, bool STREAM, class T>
+void expand_rows(const Matrix& one, const Expansion<T>& to, i64 i, i64 j, i64 end) {
+    for (; j + kRow <= end; j += kRow) expand_part<ROWS, KEEP, STREAM, true>(one, to, i, j, kRow);
+    if (j < end) expand_part<ROWS, KEEP, STREAM, false>(one, to, i, j, end - j);
+}
+
+template <bool KEEP, bool STREAM, class T> void expand(const Matrix& one, const Expansion<T>& to) {
+    constexpr int kSome = 8 / kVectors;
+    for (i64 first = 0; first < one.rows; first += kDeep)
+        for (i64 j = 0; j < one.columns; j += kTile) {
+            const i64 columns = j + least(one.columns - j, kTile);
+            i64 i = first, rows = first + least(one.rows - first, kDeep);
+            for (; i + kSome <= rows; i += kSome) expand_rows<kSome, KEEP, STREAM>(one, to, i, j, columns);
+            for (; i < rows; ++i) expand_rows<1, KEEP, STREAM>(one, to, i, j, columns);
+        }
     if constexpr (STREAM) end_of_stream();
 }
 
@@ -245,16 +304,26 @@ EXPORT(multiply_left)(i64 dtype, const Matrix* table, i64 count, const void* x, 
 }
 
 EXPORT(expand)(i64 dtype, const Matrix* table, i64 count, const float* left, const float* right,
-               i64 subtract, void* out) {
+               const float* sent_left, const float* sent_right, const float* total, float* unsent,
+               void* out) {
+    i64 n = 0;
+    for (i64 i = 0; i < count; ++i) n += table[i].rows * table[i].columns;
     with_dtype((int)dtype, [&](auto type) {
         for (const Matrix* one = table; one < table + count; ++one) {
-            auto* to = (decltype(type)*)out + one->offset;
-            const float *p = left + one->left, *q = right + one->right;
+            using T = decltype(type);
+            const i64 at = one->offset;
             const bool even = one->columns % kRow == 0;  // every row of it begins at a vector
-            if (subtract) expand<true, false>(*one, p, q, to);
-            else if (even && worth_streaming(to, one->rows * one->columns))
-                expand<false, sizeof(*to) == 4>(*one, p, q, to);
-            else expand<false, false>(*one, p, q, to);
+            Expansion<T> to = {};
+            to.left = left + one->left, to.right = right + one->right, to.out = (T*)out + at;
+            if (unsent) {
+                to.sent_left = sent_left + one->left, to.sent_right = sent_right + one->right;
+                to.total = total + at, to.unsent = unsent + at;
+            }
+            if (unsent && unsent != total && even && worth_streaming(to.unsent, n))
+                expand<true, true>(*one, to);
+            else if (unsent) expand<true, false>(*one, to);
+            else if (even && worth_streaming(to.out, n)) expand<false, sizeof(T) == 4>(*one, to);
+            else expand<false, false>(*one, to);
         }
     });
 }

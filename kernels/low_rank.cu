@@ -128,27 +128,38 @@ __global__ void add_chunks(const Matrix* table, i64 count, i64 entries, const fl
 
 template <class T>
 __global__ void expand(const Matrix* table, i64 count, i64 tasks, const float* left, const float* right,
-                       i64 subtract, T* out) {
+                       const float* sent_left, const float* sent_right, const float* total,
+                       float* unsent, T* out) {
     for (i64 task = warp(); task < tasks; task += warps()) {
         const Matrix& one = find(table, count, &Matrix::block_task, task);
         const i64 segments = pieces(one.columns, kSegment);
         const i64 block = (task - one.block_task) / segments, segment = (task - one.block_task) % segments;
         const i64 end = one.columns - segment * kSegment < kSegment ? one.columns : (segment + 1) * kSegment;
         for (i64 j = segment * kSegment + lane(); j < end; j += kLanes) {
-            float sum[kRows];
+            float sum[kRows], sent[kRows], rest[kRows];
+#pragma unroll
+            for (int r = 0; r < kRows; ++r) {
+                const i64 i = block * kRows + r;
+                rest[r] = unsent && i < one.rows ? total[one.offset + i * one.columns + j] : 0.0f;
+            }
             for (i64 k = 0; k < one.rank; ++k) {
-                const float q = right[one.right + k * one.columns + j];
+                const i64 at = one.right + k * one.columns + j;
+                const float q = right[at], sent_q = unsent ? sent_right[at] : 0.0f;
 #pragma unroll
                 for (int r = 0; r < kRows; ++r) {
-                    const i64 i = block * kRows + r;
-                    const float part = i < one.rows ? q * left[one.left + k * one.rows + i] : 0.0f;
+                    const i64 i = block * kRows + r, from = one.left + k * one.rows + i;
+                    const float part = i < one.rows ? q * left[from] : 0.0f;
+                    const float sent_part = unsent && i < one.rows ? sent_q * sent_left[from] : 0.0f;
                     sum[r] = k ? sum[r] + part : part;
+                    sent[r] = k ? sent[r] + sent_part : sent_part;
                 }
             }
 #pragma unroll
             for (int r = 0; r < kRows; ++r) {
                 const i64 i = block * kRows + r, at = one.offset + i * one.columns + j;
-                if (i < one.rows) store(out + at, subtract ? to_float(out[at]) - sum[r] : sum[r]);
+                if (i >= one.rows) continue;
+                if (unsent) unsent[at] = rest[r] - sent[r];
+                store(out + at, sum[r]);
             }
         }
     }

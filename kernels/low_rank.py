@@ -23,7 +23,6 @@ __all__ = [
     "multiply_left",
     "multiply_right",
     "orthonormalize",
-    "subtract_low_rank",
     "unit_rows",
 ]
 
@@ -53,7 +52,7 @@ def multiply_right(
         right: the dtype that ``x`` is worked on in, ``matrices.right_numel`` entries.
         left: same dtype, ``matrices.left_numel`` entries.
         residual: same dtype, as many entries as ``x``; needs ``total``.
-        total: same dtype, as many; gets ``x + residual`` where matrices lie. May be ``residual``.
+        total: same dtype, as many; gets ``x + residual`` where matrices lie. May be either.
 
     Raises:
         TypeError, ValueError: a tensor of another dtype, size or device; names the argument.
@@ -75,28 +74,43 @@ def multiply_left(matrices: Matrices, x: Tensor, left: Tensor, right: Tensor) ->
     _chosen(multiply_left_op, work)(x, matrices.table, left, right)
 
 
-def decode_low_rank(matrices: Matrices, left: Tensor, right: Tensor, out: Tensor) -> None:
+def decode_low_rank(
+    matrices: Matrices,
+    left: Tensor,
+    right: Tensor,
+    out: Tensor,
+    *,
+    sent: tuple[Tensor, Tensor] | None = None,
+    total: Tensor | None = None,
+    unsent: Tensor | None = None,
+) -> None:
     """Writes ``left^T @ right`` of each matrix to the bucket ``out``; the rest stays as it is.
 
-    Kernels sum in the order of ranks, so that all machines get the same bits.
+    In the same pass, ``unsent`` gets what is left of ``total`` without the factors that were sent:
+    ``total - sent[0]^T @ sent[1]``. Kernels sum in the order of ranks, so that all machines get the
+    same bits.
 
     Args:
         left, right: float32 (float64 for an ``out`` of float64).
         out: float32, float16, bfloat16 or float64, contiguous.
+        sent: a left and a right factor; given with ``total`` and ``unsent``, or not at all.
+        total, unsent: dtype of the factors, as many entries as ``out``. One of ``out`` and
+            ``unsent`` may be ``total``.
 
     Raises:
         TypeError, ValueError: a tensor of another dtype, size or device; names the argument.
     """
     work = _check_bucket("decode_low_rank", matrices, "out", out)
     _check_factors("decode_low_rank", matrices, left, right, out, work)
-    _chosen(expand_op, work)(left, right, matrices.table, False, out)
-
-
-def subtract_low_rank(matrices: Matrices, left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Subtracts ``left^T @ right`` of each matrix; otherwise as :func:`decode_low_rank`."""
-    work = _check_bucket("subtract_low_rank", matrices, "out", out)
-    _check_factors("subtract_low_rank", matrices, left, right, out, work)
-    _chosen(expand_op, work)(left, right, matrices.table, True, out)
+    if sent is None or total is None or unsent is None:
+        if not sent is total is unsent is None:
+            raise ValueError("decode_low_rank(sent, total, unsent): all three, or none of them")
+        _chosen(expand_op, work)(left, right, None, None, None, matrices.table, None, out)
+        return
+    _check_factors("decode_low_rank", matrices, *sent, out, work)
+    for name, tensor in (("total", total), ("unsent", unsent)):
+        check("decode_low_rank", name, tensor, like=out, dtypes=(work,), n=out.numel())
+    _chosen(expand_op, work)(left, right, *sent, total, matrices.table, unsent, out)
 
 
 def orthonormalize(matrices: Matrices, left: Tensor) -> None:
@@ -138,9 +152,8 @@ def _chosen(one, work: torch.dtype):  # type: ignore[no-untyped-def]
 def _check_bucket(caller: str, matrices: Matrices, name: str, flat: Tensor) -> torch.dtype:
     """The dtype that the bucket is worked on in."""
     check(caller, name, flat, like=flat, dtypes=(*_DTYPES, torch.float64))
-    end = int(matrices.table[-1, 0])
-    if flat.numel() < end:
-        raise ValueError(f"{caller}({name}): {end} entries or more, got {flat.numel()}")
+    if flat.numel() < matrices.end:
+        raise ValueError(f"{caller}({name}): {matrices.end} entries or more, got {flat.numel()}")
     return torch.float64 if flat.dtype == torch.float64 else torch.float32
 
 
@@ -182,11 +195,25 @@ def multiply_left_op(x: Tensor, table: Tensor, left: Tensor, right: Tensor) -> N
         run.right(right).copy_(torch.bmm(run.left(left), source))
 
 
-@op("expand(Tensor left, Tensor right, Tensor table, bool subtract, Tensor(a!) out) -> ()")
-def expand_op(left: Tensor, right: Tensor, table: Tensor, subtract: bool, out: Tensor) -> None:
+@op(
+    "expand(Tensor left, Tensor right, Tensor? sent_left, Tensor? sent_right, Tensor? total,"
+    " Tensor table, Tensor(a!)? unsent, Tensor(b!) out) -> ()"
+)
+def expand_op(
+    left: Tensor,
+    right: Tensor,
+    sent_left: Tensor | None,
+    sent_right: Tensor | None,
+    total: Tensor | None,
+    table: Tensor,
+    unsent: Tensor | None,
+    out: Tensor,
+) -> None:
     for run in runs_of(table):
-        target, product = run.bucket(out), torch.bmm(run.left(left).mT, run.right(right))
-        target.copy_(target.to(product.dtype) - product if subtract else product)
+        if unsent is not None and total is not None and sent_left is not None:
+            sent = torch.bmm(run.left(sent_left).mT, run.right(sent_right))
+            run.bucket(unsent).copy_(run.bucket(total) - sent)
+        run.bucket(out).copy_(torch.bmm(run.left(left).mT, run.right(right)))
 
 
 @op("orthonormalize(Tensor(a!) left, Tensor table) -> ()")
@@ -238,9 +265,18 @@ def _multiply_left_cpu(x: Tensor, table: Tensor, left: Tensor, right: Tensor) ->
 
 
 @expand_op.kernel("cpu")
-def _expand_cpu(left: Tensor, right: Tensor, table: Tensor, subtract: bool, out: Tensor) -> None:
-    dtype = _cpu.DTYPES[out.dtype]
-    _cpu.call("expand", dtype, table, len(table) - 1, left, right, subtract, out)
+def _expand_cpu(
+    left: Tensor,
+    right: Tensor,
+    sent_left: Tensor | None,
+    sent_right: Tensor | None,
+    total: Tensor | None,
+    table: Tensor,
+    unsent: Tensor | None,
+    out: Tensor,
+) -> None:
+    source = (_cpu.DTYPES[out.dtype], table, len(table) - 1, left, right)
+    _cpu.call("expand", *source, sent_left, sent_right, total, unsent, out)
 
 
 @orthonormalize_op.kernel("cpu")
@@ -322,10 +358,20 @@ def _multiply_left_cuda(x: Tensor, table: Tensor, left: Tensor, right: Tensor) -
 
 
 @expand_op.kernel("cuda")
-def _expand_cuda(left: Tensor, right: Tensor, table: Tensor, subtract: bool, out: Tensor) -> None:
+def _expand_cuda(
+    left: Tensor,
+    right: Tensor,
+    sent_left: Tensor | None,
+    sent_right: Tensor | None,
+    total: Tensor | None,
+    table: Tensor,
+    unsent: Tensor | None,
+    out: Tensor,
+) -> None:
     found = _on_device(table, out.device)
-    source = (found.table, found.matrices, found.block_tasks, left, right, subtract, out)
-    _launch(out, f"expand<{_cuda.DTYPES[out.dtype]}>", found.block_tasks, *source)
+    source = (found.table, found.matrices, found.block_tasks, left, right, sent_left, sent_right)
+    kernel = f"expand<{_cuda.DTYPES[out.dtype]}>"
+    _launch(out, kernel, found.block_tasks, *source, total, unsent, out)
 
 
 @orthonormalize_op.kernel("cuda")

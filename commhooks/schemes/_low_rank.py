@@ -22,7 +22,7 @@ __all__ = [
     "fits",
     "fresh_factors",
     "random_factors",
-    "separate_total",
+    "work_buffers",
 ]
 
 
@@ -49,12 +49,20 @@ def compute_dtype(grad: Tensor) -> torch.dtype:
     return torch.promote_types(grad.dtype, torch.float32)
 
 
-def separate_total(grad: Tensor, ctx: Context) -> Tensor | None:
-    """Where the corrected gradient goes; None if ``grad`` itself is what is compressed."""
-    if ctx.residual is not None:
-        return ctx.unsent
+def work_buffers(grad: Tensor, ctx: Context) -> tuple[Tensor, Tensor | None]:
+    """Where the gradient with its residual goes, and where what is not sent of it goes.
+
+    The first is ``grad`` where that may be written over: the less memory, the faster.
+    """
     wide = compute_dtype(grad)
-    return torch.empty_like(grad, dtype=wide) if ctx.keep_unsent and grad.dtype != wide else None
+    total = grad
+    if grad.dtype == wide:
+        if ctx.unsent is not None and ctx.output.data_ptr() != grad.data_ptr():
+            total = ctx.unsent
+    elif ctx.keep_unsent:
+        total = torch.empty_like(grad, dtype=wide) if ctx.unsent is None else ctx.unsent
+    unsent = total if ctx.unsent is None else ctx.unsent
+    return total, unsent if ctx.keep_unsent else None
 
 
 def draw(name: str, shape: Sequence[int], ctx: Context, step: int) -> Tensor:

@@ -78,16 +78,14 @@ class Plan:
         """The pieces of the tail in a bucket."""
         return [run.view(flat, length) for length, run in self.tails]
 
-    def take_tail(
-        self, grad: Tensor, residual: Tensor | None, total: Tensor | None, tail: Tensor
-    ) -> None:
+    def take_tail(self, grad: Tensor, residual: Tensor | None, total: Tensor, tail: Tensor) -> None:
         """Writes the tail of ``grad + residual`` to ``tail``, and to its places in ``total``."""
         if not self.tails:
             return
         torch.cat([view.reshape(-1) for view in self.tail_views(grad)], out=tail)
         if residual is not None:
             tail += torch.cat([view.reshape(-1) for view in self.tail_views(residual)])
-        if total is not None:
+        if total is not grad or residual is not None:
             self.write_tail(tail, total)
 
     def write_tail(self, tail: Tensor, flat: Tensor) -> None:
@@ -95,16 +93,16 @@ class Plan:
         for view, piece in _pieces(self.tail_views(flat), tail):
             view.copy_(piece)
 
-    def subtract_tail(self, flat: Tensor, sent: Tensor | None) -> Tensor:
-        """``flat`` without what was sent of its tail, all by default; in place."""
-        tails = self.tail_views(flat)
+    def keep_tail(self, total: Tensor, sent: Tensor | None, unsent: Tensor) -> None:
+        """Writes what was not sent of the tail of ``total``, nothing by default, to ``unsent``."""
+        rest = self.tail_views(unsent)
         if sent is None:
-            for tail in tails:
-                tail.zero_()
+            for view in rest:
+                view.zero_()
         else:
-            for tail, piece in _pieces(tails, sent):
-                tail.sub_(piece)
-        return flat
+            whole = self.tail_views(total)
+            for view, (tail, piece) in zip(rest, _pieces(whole, sent), strict=True):
+                torch.sub(tail, piece, out=view)
 
     @cached_property
     def left_factors(self) -> Layout:

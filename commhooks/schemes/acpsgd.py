@@ -18,7 +18,6 @@ from commhooks.kernels import (
     multiply_left,
     multiply_right,
     orthonormalize,
-    subtract_low_rank,
 )
 from commhooks.schemes._low_rank import (
     check_rank,
@@ -26,7 +25,7 @@ from commhooks.schemes._low_rank import (
     compute_dtype,
     draw,
     fits,
-    separate_total,
+    work_buffers,
 )
 from commhooks.schemes._low_rank_plan import Plan, as_matrix, compressed_rank, plan_bucket
 from ddp_core import AllReduce
@@ -85,15 +84,18 @@ class ACPSGD(Scheme):
         numel = matrices.left_numel if even else matrices.right_numel
         payload = fixed.new_empty(numel + plan.tail_numel)
         own, tail = payload.split((numel, plan.tail_numel))
-        total = separate_total(grad, ctx)
+        total, unsent = work_buffers(grad, ctx)
         if even:
-            multiply_right(matrices, grad, fixed, own, residual=ctx.residual, total=total)
+            sums = {} if total is grad and ctx.residual is None else {"total": total}
+            multiply_right(matrices, grad, fixed, own, residual=ctx.residual, **sums)
+            plan.take_tail(grad, ctx.residual, total, tail)
         else:
-            if total is not None:
-                total.copy_(grad) if ctx.residual is None else ctx.corrected(grad)
-            multiply_left(matrices, grad if total is None else total, fixed, own)
-        plan.take_tail(grad, ctx.residual, total, tail)
-        grad = grad if total is None else total
+            if ctx.residual is not None:
+                torch.add(grad, ctx.residual, out=total)
+            elif total is not grad:
+                total.copy_(grad)
+            multiply_left(matrices, total, fixed, own)
+            plan.take_tail(total, None, total, tail)
         sent = own.clone() if ctx.keep_unsent else own
         request = AllReduce(payload)
         payload = yield request
@@ -103,15 +105,14 @@ class ACPSGD(Scheme):
         factors = plan.left_factors if even else plan.factors
         ctx.memory.write(LEFT if even else RIGHT, factors, new.clone())
 
-        unsent = None
-        if ctx.keep_unsent:
+        kept = {}
+        if unsent is not None:
             sent = sent if request.sent is None else request.sent[:numel]
-            left, right = (sent, fixed) if even else (fixed, sent)
-            subtract_low_rank(matrices, left, right, grad)
-            sent_tail = None if request.sent is None else request.sent[numel:]
-            unsent = plan.subtract_tail(grad, sent_tail)
+            factors = (sent, fixed) if even else (fixed, sent)
+            kept = {"sent": factors, "total": total, "unsent": unsent}
+            plan.keep_tail(total, None if request.sent is None else request.sent[numel:], unsent)
         left, right = (new, fixed) if even else (fixed, new)
-        decode_low_rank(matrices, left, right, ctx.output)
+        decode_low_rank(matrices, left, right, ctx.output, **kept)
         plan.write_tail(tail, ctx.output)
         return Exchanged(ctx.output, unsent=unsent, finite=finite & fits(ctx.output))
 

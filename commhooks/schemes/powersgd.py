@@ -19,7 +19,6 @@ from commhooks.kernels import (
     multiply_left,
     multiply_right,
     orthonormalize,
-    subtract_low_rank,
     unit_rows,
 )
 from commhooks.schemes._low_rank import (
@@ -31,7 +30,7 @@ from commhooks.schemes._low_rank import (
     fits,
     fresh_factors,
     random_factors,
-    separate_total,
+    work_buffers,
 )
 from commhooks.schemes._low_rank_plan import (
     Plan,
@@ -117,19 +116,19 @@ class PowerSGD(Scheme):
         if not len(matrices):
             return (yield from dense_exchange(grad, ctx))
         right, q = self._right_factors(plan, grad, ctx)
-        total = separate_total(grad, ctx)
+        total, unsent = work_buffers(grad, ctx)
         payload = right.new_empty(matrices.left_numel + plan.tail_numel)
         left, tail = payload.split((matrices.left_numel, plan.tail_numel))
-        multiply_right(matrices, grad, right, left, residual=ctx.residual, total=total)
+        sums = {} if total is grad and ctx.residual is None else {"total": total}
+        multiply_right(matrices, grad, right, left, residual=ctx.residual, **sums)
         plan.take_tail(grad, ctx.residual, total, tail)
-        grad = grad if total is None else total
         first = AllReduce(payload)
         payload = yield first
         left, tail = payload.split((matrices.left_numel, plan.tail_numel))
         finite = all_finite(payload)
         orthonormalize(matrices, left)  # the same bits on every rank
 
-        multiply_left(matrices, grad, left, q)
+        multiply_left(matrices, total, left, q)
         own = q.clone() if ctx.keep_unsent else q
         second = AllReduce(q)
         q = yield second
@@ -138,13 +137,13 @@ class PowerSGD(Scheme):
         if self.warm_start:
             ctx.memory.write(KEY, plan.factors, q)
 
-        unsent = None
-        if ctx.keep_unsent:
+        kept = {}
+        if unsent is not None:
             own = own if second.sent is None else second.sent
-            subtract_low_rank(matrices, left, own, grad)
+            kept = {"sent": (left, own), "total": total, "unsent": unsent}
             sent_tail = None if first.sent is None else first.sent[matrices.left_numel :]
-            unsent = plan.subtract_tail(grad, sent_tail)
-        decode_low_rank(matrices, left, q, ctx.output)
+            plan.keep_tail(total, sent_tail, unsent)
+        decode_low_rank(matrices, left, q, ctx.output, **kept)
         plan.write_tail(tail, ctx.output)
         return Exchanged(ctx.output, unsent=unsent, finite=finite & fits(ctx.output))
 

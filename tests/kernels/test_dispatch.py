@@ -112,7 +112,10 @@ ARGUMENTS = {
         *low_rank_factors()[::-1],
     ),
     "multiply_left": lambda: (torch.randn(BUCKET), MATRICES.table, *low_rank_factors()),
-    "expand": lambda: (*low_rank_factors(), MATRICES.table, True, torch.zeros(BUCKET)),
+    "expand": lambda: (
+        *(*low_rank_factors(), *low_rank_factors(), torch.randn(BUCKET), MATRICES.table),
+        *(torch.zeros(BUCKET), torch.zeros(BUCKET)),
+    ),
     "orthonormalize": lambda: (low_rank_factors()[0], MATRICES.table),
     "unit_rows": lambda: (low_rank_factors()[1], low_rank_factors()[1], MATRICES.table),
     "quantize": lambda: (

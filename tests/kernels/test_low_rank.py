@@ -16,7 +16,6 @@ from commhooks.kernels import (
     multiply_left,
     multiply_right,
     orthonormalize,
-    subtract_low_rank,
     unit_rows,
     use_kernels,
 )
@@ -48,7 +47,9 @@ def bucket(dtype: torch.dtype = torch.float32, seed: int = 0, *, hard: bool = Fa
 
 
 def factors(seed: int = 1) -> tuple[Tensor, Tensor]:
-    return plain(MATRICES.left_numel, seed=seed), plain(MATRICES.right_numel, seed=seed + 1)
+    left, right = plain(MATRICES.left_numel, seed=seed), plain(MATRICES.right_numel, seed=seed + 1)
+    right[::8], right[4::8] = 0.0, -0.0  # products are zeros of both signs
+    return left, right
 
 
 def run_all(run: Any, x: Tensor) -> list[Tensor]:
@@ -60,14 +61,31 @@ def run_all(run: Any, x: Tensor) -> list[Tensor]:
         run(low_rank.multiply_right_op, x, residual, sums, table, right, left)
         results += [left] if sums is None else [left, sums]
     left, right = factors()
-    run(low_rank.multiply_right_op, x, sums, sums, table, right, left)  # in place
+    run(low_rank.multiply_right_op, x, sums, sums, table, right, left)  # over the residual
     results.append(sums)
+    if x.dtype == torch.float32:
+        sums, again = x.clone(), torch.empty_like(left)
+        run(low_rank.multiply_right_op, sums, plain(NUMEL), sums, table, right, again)  # over x
+        results += [sums, again]
     run(low_rank.multiply_left_op, x, table, left, right)
     results.append(right.clone())
-    for subtract in (False, True):
-        out = x.clone()
-        run(low_rank.expand_op, *factors(), table, subtract, out)
-        results.append(out)
+    out = x.clone()
+    run(low_rank.expand_op, *factors(), None, None, None, table, None, out)
+    results.append(out)
+    total, unsent, out = plain(NUMEL, seed=7), plain(NUMEL), x.clone()
+    given = [
+        (total, unsent, out),
+        (total, total, out),
+        *([(out, unsent, out)] if x.dtype == torch.float32 else []),
+    ]
+    for tensors in given:  # apart, over the total, and over the bucket
+        total, unsent, out = (one.clone() for one in tensors)
+        if tensors[0] is tensors[1]:
+            unsent = total
+        elif tensors[0] is tensors[2]:
+            total = out
+        run(low_rank.expand_op, *factors(), *factors(3), total, table, unsent, out)
+        results += [total, unsent, out]
     return [*results, *run_factors(run, x)]
 
 
@@ -98,12 +116,16 @@ def test_products_are_those_of_the_matrices(dtype, mode):
     x, work = bucket().to(dtype), torch.float64 if dtype == torch.float64 else torch.float32
     residual, total = plain(NUMEL, seed=9).to(work), torch.zeros(NUMEL, dtype=work)
     left, right = (factor.to(work) for factor in factors())
-    p, q, out, rest = torch.empty_like(left), torch.empty_like(right), x.clone(), x.clone()
+    p, q = torch.empty_like(left), torch.empty_like(right)
+    sent = [factor.to(work) for factor in factors(3)]
+    out, rest = x.clone(), torch.zeros_like(total)
     with use_kernels(mode):
         multiply_right(MATRICES, x, right, p, residual=residual, total=total)
         multiply_left(MATRICES, x, left, q)
-        decode_low_rank(MATRICES, left, right, out)
-        subtract_low_rank(MATRICES, left, right, rest)
+        decode_low_rank(MATRICES, left, right, out, sent=sent, total=residual, unsent=rest)
+        alone = x.clone()
+        decode_low_rank(MATRICES, left, right, alone)
+    assert torch.equal(alone, out)
     expected = x.double()
     where = 0, 0
     for offset, rows, columns, rank in PLACES:
@@ -112,6 +134,7 @@ def test_products_are_those_of_the_matrices(dtype, mode):
         of_right = slice(where[1], where[1] + rank * columns)
         where = of_left.stop, of_right.stop
         a, b = left[of_left].view(rank, rows).double(), right[of_right].view(rank, columns).double()
+        c, d = sent[0][of_left].view(rank, rows).double(), sent[1][of_right].view(rank, columns)
         m, e = (flat[part].view(rows, columns).double() for flat in (x, residual))
 
         def near(got: Tensor, want: Tensor, magnitudes: Tensor, terms: int) -> None:
@@ -122,7 +145,8 @@ def test_products_are_those_of_the_matrices(dtype, mode):
         near(p[of_left], b @ (m + e).T, b.abs() @ (m.abs() + e.abs()).T, columns + 1)
         near(q[of_right], a @ m, a.abs() @ m.abs(), rows)
         near(out[part], a.T @ b, a.abs().T @ b.abs(), rank)
-        near(rest[part], m - a.T @ b, a.abs().T @ b.abs() + m.abs(), rank + 1)
+        d = d.double()
+        near(rest[part], e - c.T @ d, c.abs().T @ d.abs() + e.abs(), rank + 1)
         torch.testing.assert_close(total[part].double(), (m + e).flatten(), rtol=1e-6, atol=0)
         expected[part] = out[part].double()
     assert torch.equal(out.double(), expected)  # what lies between matrices was left alone
@@ -131,16 +155,21 @@ def test_products_are_those_of_the_matrices(dtype, mode):
 @pytest.mark.parametrize("columns", [1056, 1057])
 def test_large_results_are_those_of_small_ones(columns):
     """They are written past the cache; every row of ``left`` and ``right`` is tried alone too."""
-    matrices = Matrices([(0, 1000, columns, 2)])
+    matrices, some = Matrices([(0, 1000, columns, 2)]), Matrices([(0, 10, columns, 2)])
     left, right = plain(matrices.left_numel), plain(matrices.right_numel, seed=1)
-    some = Matrices([(0, 10, columns, 2)])
     few = left.view(2, 1000)[:, 500:510].contiguous().flatten()
-    out, part = torch.empty(1000 * columns), torch.empty(10 * columns)
+    total, piece = plain(1000 * columns, seed=2), slice(500 * columns, 510 * columns)
     for machine in machines(orders=()):
+        results = []
         with on(machine, KERNELS) as run:
-            run(low_rank.expand_op, left, right, matrices.table, False, out)
-            run(low_rank.expand_op, few, right, some.table, False, part)
-        assert torch.equal(out[500 * columns : 510 * columns], part), machine
+            for which, p, whole in ((matrices, left, total), (some, few, total[piece].clone())):
+                out, unsent, again = (torch.empty_like(whole) for _ in range(3))
+                run(low_rank.expand_op, p, right, None, None, None, which.table, None, out)
+                run(low_rank.expand_op, p, right, p, right, whole, which.table, unsent, again)
+                assert torch.equal(out, again), machine
+                assert torch.equal(unsent, whole - out), machine
+                results.append(out)
+        assert torch.equal(results[0][piece], results[1]), machine
 
 
 def conditioned(rows: int, rank: int, condition: float) -> Tensor:
@@ -278,4 +307,10 @@ def fuzz(run: Any, rng: random.Random) -> None:
     run(low_rank.multiply_left_op, x, matrices.table, left, right)
     run(low_rank.orthonormalize_op, left, matrices.table)
     run(low_rank.unit_rows_op, right, torch.randn_like(right), matrices.table)
-    run(low_rank.expand_op, left, right, matrices.table, rng.random() < 0.5, x)
+    if rng.random() < 0.5:
+        run(low_rank.expand_op, left, right, None, None, None, matrices.table, None, x)
+    else:
+        sent = torch.randn_like(left), torch.randn_like(right)
+        unsent = total if rng.random() < 0.5 and total is not None else torch.randn(len(x))
+        total = torch.randn(len(x)) if total is None else total
+        run(low_rank.expand_op, left, right, *sent, total, matrices.table, unsent, x)
