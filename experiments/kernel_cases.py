@@ -148,7 +148,8 @@ def _power_sgd(x: Tensor, out: Tensor, residual: Tensor, rank: int = 4) -> list[
     views = [flat[: count * rows * columns].view(count, rows, columns) for flat in (x, out)]
     p, q = (torch.randn(count, length, rank, device=x.device) for length in (rows, columns))
     table, factors = matrices.table, (left, right)
-    corrected = (x, residual, out, table, right, left)
+    corrected = (out, residual, out, table, right, left)
+    kept = (*factors, *factors, out, table, residual, out)
     return [
         Case("PowerSGD 4, (g + e) Q", 12, 0.7, low_rank.multiply_right_op, corrected),
         Case(
@@ -161,9 +162,11 @@ def _power_sgd(x: Tensor, out: Tensor, residual: Tensor, rank: int = 4) -> list[
             {"torch's hook": lambda: torch.bmm(views[0].mT, p, out=q)},
         ),
         Case(
-            *("PowerSGD 4, decode", 4, 0.7, low_rank.expand_op, (*factors, table, False, out)),
+            *("PowerSGD 4, decode", 4, 0.7, low_rank.expand_op),
+            (*factors, None, None, None, table, None, out),
             {"torch's hook": lambda: torch.bmm(p, q.mT, out=views[1])},
         ),
+        Case("PowerSGD 4, decode, feedback", 12, 0.7, low_rank.expand_op, kept),
     ]
 
 

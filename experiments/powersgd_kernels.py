@@ -1,33 +1,45 @@
 """``python -m experiments.powersgd_kernels``: PowerSGD's arithmetic on the matrices of real models.
 
-One step of one rank, rank 4, one thread: what the kernels take, with feedback inside the first
-product, against the layout of torch's hook (thin operands with rank as their last dimension, a copy
-for the feedback, sums and differences apart). ``ratio`` is the hook's time over the kernels',
-median of the turns with its quartiles; ``floor`` is what it would be if both were bound by memory.
+One step of one rank, rank 4, one thread, in DDP's buckets of 25 MiB and in one bucket; ``ratio`` is
+theirs over ours within a turn, median of the turns with its quartiles.
+
+- ``layout``: our kernels against the same products on operands as torch's hook lays them out,
+  rank last, with a copy for the feedback, sums and differences apart; all buffers are there.
+  ``floor`` is what the ratio would be if both were bound by memory.
+- ``hook``: our scheme against torch's hook as it is, in a process group of one.
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import pandas as pd
 import torch
+import torch.distributed as dist
 import typer
 from rich.progress import track
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 
+from commhooks import ErrorFeedback, PowerSGD
+from commhooks._engine import Engine
+from commhooks._memory import Layout
 from commhooks.kernels import (
     Matrices,
     decode_low_rank,
     multiply_left,
     multiply_right,
     orthonormalize,
-    subtract_low_rank,
 )
+from ddp_core import simulate
 
-Shapes = list[tuple[int, int]]
+Shapes = Sequence[tuple[int, int]]
+CAPS = {"25 MiB": 25 << 20, "one": 1 << 60}
 
 
 def _resnet50() -> Shapes:
@@ -48,57 +60,118 @@ def _gpt2() -> Shapes:
 
 
 MODELS = {"ResNet-50": _resnet50(), "GPT-2": _gpt2()}
-# Bytes an entry that each way must move; what is written is read first, but where the cache is
-# passed by. Plain: M Q, M^T P, P Q^T. With feedback: sum, copy, these, difference; fused:
-# M Q with the sum in it, M^T P, the difference, P Q^T.
-BYTES = {"plain": (4 + 4 + 8, 4 + 4 + 4), "feedback": (16 + 12 + 4 + 4 + 8 + 12, 16 + 4 + 8 + 4)}
+# Bytes an entry that each way must move; a line that is written is read first, but where the cache
+# is passed by. Plain: M Q, M^T P, P Q^T. With feedback: sum, copy, these, difference; fused: M Q
+# with the sum in it, M^T P, P Q^T with the difference in it.
+BYTES = {"plain": (4 + 4 + 8, 4 + 4 + 4), "feedback": (16 + 12 + 4 + 4 + 8 + 12, 12 + 4 + 12)}
 
 
-class _Step:
-    """The two ways to do a step on one set of matrices, whose buffers they share."""
+def _buckets(shapes: Shapes, cap: int) -> list[Shapes]:
+    """As DDP fills them: from the last matrix on, each up to ``cap`` bytes."""
+    buckets: list[list[tuple[int, int]]] = [[]]
+    for shape in reversed(shapes):
+        size = sum(4 * rows * columns for rows, columns in [*buckets[-1], shape])
+        if buckets[-1] and size > cap:
+            buckets.append([])
+        buckets[-1].append(shape)
+    return buckets
 
-    def __init__(self, shapes: Shapes, rank: int) -> None:
+
+class _Bucket:
+    """A bucket as torch's hook asks for it, and its step in each of the four ways."""
+
+    def __init__(self, index: int, shapes: Shapes, rank: int, feedback: bool) -> None:
         sizes = [rows * columns for rows, columns in shapes]
         begins = [sum(sizes[:i]) for i in range(len(sizes))]
+        self.number, self.feedback = index, feedback
         self.matrices = Matrices([(b, *s, rank) for b, s in zip(begins, shapes, strict=True)])
-        self.grad, self.residual, self.total, self.mean = torch.randn(4, sum(sizes))
+        self.layout = Layout([f"{index}.{i}" for i in range(len(shapes))], shapes)
+        self.grad, self.residual, self.spare = torch.randn(3, sum(sizes))
         self.left = torch.randn(self.matrices.left_numel)
         self.right = torch.randn(self.matrices.right_numel)
         self.p = [torch.randn(rows, rank) for rows, _ in shapes]
         self.q = [torch.randn(columns, rank) for _, columns in shapes]
-        self.views = {
-            name: [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
-            for name, flat in (("grad", self.grad), ("total", self.total), ("mean", self.mean))
-        }
+        self.views = [
+            part.view(shape) for part, shape in zip(self.grad.split(sizes), shapes, strict=True)
+        ]
 
-    def kernels(self, feedback: bool) -> None:
-        add = {"residual": self.residual, "total": self.total} if feedback else {}
-        source = self.total if feedback else self.grad
-        multiply_right(self.matrices, self.grad, self.right, self.left, **add)
-        orthonormalize(self.matrices, self.left)
-        multiply_left(self.matrices, source, self.left, self.right)
-        if feedback:
-            subtract_low_rank(self.matrices, self.left, self.right, self.total)
-        decode_low_rank(self.matrices, self.left, self.right, self.mean)
+    def index(self) -> int:
+        return self.number
 
-    def hook(self, feedback: bool) -> None:
-        name = "total" if feedback else "grad"
-        if feedback:
-            torch.add(self.grad, self.residual, out=self.total)
-            before = self.total.clone()
-        for matrix, p, q in zip(self.views[name], self.p, self.q, strict=True):
+    def is_last(self) -> bool:
+        return False  # torch's hook counts steps by it, and logs
+
+    def buffer(self) -> Tensor:
+        return self.grad
+
+    def gradients(self) -> list[Tensor]:
+        return self.views
+
+    def kernels(self) -> None:
+        matrices, grad, left, right = self.matrices, self.grad, self.left, self.right
+        if not self.feedback:
+            multiply_right(matrices, grad, right, left)
+            orthonormalize(matrices, left)
+            multiply_left(matrices, grad, left, right)
+            decode_low_rank(matrices, left, right, grad)
+            return
+        multiply_right(matrices, grad, right, left, residual=self.residual, total=grad)
+        orthonormalize(matrices, left)
+        multiply_left(matrices, grad, left, right)
+        sent = (left, right)
+        decode_low_rank(matrices, left, right, grad, sent=sent, total=grad, unsent=self.spare)
+        self.residual, self.spare = self.spare, self.residual
+
+    def torch_layout(self) -> None:
+        if self.feedback:
+            self.grad.add_(self.residual)
+            self.spare.copy_(self.grad)
+        for matrix, p, q in zip(self.views, self.p, self.q, strict=True):
             torch.matmul(matrix, q, out=p)
             p.copy_(torch.linalg.qr(p)[0])
             torch.matmul(matrix.T, p, out=q)
-        for matrix, p, q in zip(self.views["mean"], self.p, self.q, strict=True):
+        for matrix, p, q in zip(self.views, self.p, self.q, strict=True):
             torch.matmul(p, q.T, out=matrix)
-        if feedback:
-            torch.sub(before, self.mean, out=self.total)
+        if self.feedback:
+            torch.sub(self.spare, self.grad, out=self.residual)
 
 
-def _seconds(call: Callable[[bool], None], feedback: bool) -> float:
+class _Step:
+    """One step over all buckets of a model."""
+
+    def __init__(self, shapes: Shapes, cap: int, rank: int, feedback: bool) -> None:
+        parts = _buckets(shapes, cap)
+        self.buckets = [_Bucket(i, part, rank, feedback) for i, part in enumerate(parts)]
+        scheme = ErrorFeedback(PowerSGD(rank)) if feedback else PowerSGD(rank)
+        self.engine = Engine(scheme, rank=0, world_size=1, seed=0)
+        self.state = torch_powersgd.PowerSGDState(
+            None, rank, start_powerSGD_iter=2, use_error_feedback=feedback
+        )
+        self.state.iter = 2
+
+    def kernels(self) -> None:
+        for bucket in self.buckets:
+            bucket.kernels()
+
+    def torch_layout(self) -> None:
+        for bucket in self.buckets:
+            bucket.torch_layout()
+
+    def scheme(self) -> None:
+        for bucket in self.buckets:
+            self.engine.launch(bucket.number, is_last=bucket is self.buckets[-1])
+        for bucket in self.buckets:
+            find_layout = partial(getattr, bucket, "layout")
+            simulate([self.engine.exchange(bucket.grad, find_layout)])
+
+    def torch_hook(self) -> None:
+        for bucket in self.buckets:
+            torch_powersgd.powerSGD_hook(self.state, bucket).wait()
+
+
+def _seconds(call: Callable[[], None]) -> float:
     begin = time.perf_counter()
-    call(feedback)
+    call()
     return time.perf_counter() - begin
 
 
@@ -111,24 +184,33 @@ def main(
 ) -> None:
     """Prints how many times faster the kernels are."""
     torch.set_num_threads(1)
+    logging.getLogger(torch_powersgd.__name__).setLevel(logging.WARNING)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     rows = []
     for model, shapes in MODELS.items():
-        step = _Step(shapes, rank)
-        for kind in ("plain", "feedback"):
-            feedback = kind == "feedback"
-            ratios = []
-            for turn in track(range(turns + 1), description=f"{model}, {kind}"):
-                ratio = _seconds(step.hook, feedback) / _seconds(step.kernels, feedback)
-                if turn:  # the first touches the memory
-                    ratios.append(ratio)
-            q1, middle, q3 = pd.Series(ratios).quantile([0.25, 0.5, 0.75])
-            theirs, ours = BYTES[kind]
-            row = {"model": model, "kind": kind, "ratio": middle, "q1": q1, "q3": q3}
-            rows.append(row | {"floor": theirs / ours})
-    table = pd.DataFrame(rows)
-    typer.echo(table.to_string(index=False, float_format="{:.2f}".format))
+        for kind, (theirs, ours) in BYTES.items():
+            for buckets, cap in CAPS.items():
+                step = _Step(shapes, cap, rank, kind == "feedback")
+                pairs = {
+                    "layout": (step.torch_layout, step.kernels),
+                    "hook": (step.torch_hook, step.scheme),
+                }
+                ratios: dict[str, list[float]] = {against: [] for against in pairs}
+                for turn in track(range(turns + 1), f"{model}, {kind}, {buckets}"):
+                    for against, (other, own) in pairs.items():
+                        ratio = _seconds(other) / _seconds(own)
+                        if turn:  # the first touches the memory
+                            ratios[against].append(ratio)
+                for against, found in ratios.items():
+                    q1, middle, q3 = pd.Series(found).quantile([0.25, 0.5, 0.75])
+                    floor = theirs / ours if against == "layout" else None
+                    rows.append((model, kind, buckets, against, middle, q1, q3, floor))
+    dist.destroy_process_group()
+    names = ["model", "kind", "buckets", "against", "ratio", "q1", "q3", "floor"]
+    table = pd.DataFrame(rows, columns=names)
+    typer.echo(table.to_string(index=False, float_format="{:.2f}".format, na_rep="-"))
     out.parent.mkdir(parents=True, exist_ok=True)
-    table.to_csv(out, index=False)
+    table.to_csv(out, index=False, float_format="%.4f")
     typer.echo(f"wrote {out}")
 
 

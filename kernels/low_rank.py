@@ -52,11 +52,12 @@ def multiply_right(
         right: the dtype that ``x`` is worked on in, ``matrices.right_numel`` entries.
         left: same dtype, ``matrices.left_numel`` entries.
         residual: same dtype, as many entries as ``x``; needs ``total``.
-        total: same dtype, as many; gets ``x + residual`` where matrices lie. May be either.
+        total: same dtype, as many; gets ``x + residual`` where matrices lie. May be either of them.
 
     Raises:
         TypeError, ValueError: a tensor of another dtype, size or device; names the argument.
     """
+    total = None if total is x and residual is None else total
     work = _check_bucket("multiply_right", matrices, "x", x)
     _check_factors("multiply_right", matrices, left, right, x, work)
     if residual is not None and total is None:
@@ -93,7 +94,7 @@ def decode_low_rank(
     Args:
         left, right: float32 (float64 for an ``out`` of float64).
         out: float32, float16, bfloat16 or float64, contiguous.
-        sent: a left and a right factor; given with ``total`` and ``unsent``, or not at all.
+        sent: a left and a right factor; these and ``total`` are needed for ``unsent``.
         total, unsent: dtype of the factors, as many entries as ``out``. One of ``out`` and
             ``unsent`` may be ``total``.
 
@@ -102,11 +103,11 @@ def decode_low_rank(
     """
     work = _check_bucket("decode_low_rank", matrices, "out", out)
     _check_factors("decode_low_rank", matrices, left, right, out, work)
-    if sent is None or total is None or unsent is None:
-        if not sent is total is unsent is None:
-            raise ValueError("decode_low_rank(sent, total, unsent): all three, or none of them")
+    if unsent is None:
         _chosen(expand_op, work)(left, right, None, None, None, matrices.table, None, out)
         return
+    if sent is None or total is None:
+        raise ValueError("decode_low_rank(sent, total): needed for unsent")
     _check_factors("decode_low_rank", matrices, *sent, out, work)
     for name, tensor in (("total", total), ("unsent", unsent)):
         check("decode_low_rank", name, tensor, like=out, dtypes=(work,), n=out.numel())
@@ -210,9 +211,9 @@ def expand_op(
     out: Tensor,
 ) -> None:
     for run in runs_of(table):
-        if unsent is not None and total is not None and sent_left is not None:
+        if not (sent_left is None or sent_right is None or total is None or unsent is None):
             sent = torch.bmm(run.left(sent_left).mT, run.right(sent_right))
-            run.bucket(unsent).copy_(run.bucket(total) - sent)
+            torch.sub(run.bucket(total), sent, out=run.bucket(unsent))
         run.bucket(out).copy_(torch.bmm(run.left(left).mT, run.right(right)))
 
 

@@ -86,8 +86,7 @@ class ACPSGD(Scheme):
         own, tail = payload.split((numel, plan.tail_numel))
         total, unsent = work_buffers(grad, ctx)
         if even:
-            sums = {} if total is grad and ctx.residual is None else {"total": total}
-            multiply_right(matrices, grad, fixed, own, residual=ctx.residual, **sums)
+            multiply_right(matrices, grad, fixed, own, residual=ctx.residual, total=total)
             plan.take_tail(grad, ctx.residual, total, tail)
         else:
             if ctx.residual is not None:
@@ -105,14 +104,13 @@ class ACPSGD(Scheme):
         factors = plan.left_factors if even else plan.factors
         ctx.memory.write(LEFT if even else RIGHT, factors, new.clone())
 
-        kept = {}
+        sent = sent if request.sent is None else request.sent[:numel]
         if unsent is not None:
-            sent = sent if request.sent is None else request.sent[:numel]
-            factors = (sent, fixed) if even else (fixed, sent)
-            kept = {"sent": factors, "total": total, "unsent": unsent}
             plan.keep_tail(total, None if request.sent is None else request.sent[numel:], unsent)
-        left, right = (new, fixed) if even else (fixed, new)
-        decode_low_rank(matrices, left, right, ctx.output, **kept)
+        (left, right), both = (
+            ((new, fixed), (sent, fixed)) if even else ((fixed, new), (fixed, sent))
+        )
+        decode_low_rank(matrices, left, right, ctx.output, sent=both, total=total, unsent=unsent)
         plan.write_tail(tail, ctx.output)
         return Exchanged(ctx.output, unsent=unsent, finite=finite & fits(ctx.output))
 

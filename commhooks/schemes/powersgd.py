@@ -119,8 +119,7 @@ class PowerSGD(Scheme):
         total, unsent = work_buffers(grad, ctx)
         payload = right.new_empty(matrices.left_numel + plan.tail_numel)
         left, tail = payload.split((matrices.left_numel, plan.tail_numel))
-        sums = {} if total is grad and ctx.residual is None else {"total": total}
-        multiply_right(matrices, grad, right, left, residual=ctx.residual, **sums)
+        multiply_right(matrices, grad, right, left, residual=ctx.residual, total=total)
         plan.take_tail(grad, ctx.residual, total, tail)
         first = AllReduce(payload)
         payload = yield first
@@ -137,13 +136,11 @@ class PowerSGD(Scheme):
         if self.warm_start:
             ctx.memory.write(KEY, plan.factors, q)
 
-        kept = {}
+        sent = (left, own if second.sent is None else second.sent)
         if unsent is not None:
-            own = own if second.sent is None else second.sent
-            kept = {"sent": (left, own), "total": total, "unsent": unsent}
             sent_tail = None if first.sent is None else first.sent[matrices.left_numel :]
             plan.keep_tail(total, sent_tail, unsent)
-        decode_low_rank(matrices, left, q, ctx.output, **kept)
+        decode_low_rank(matrices, left, q, ctx.output, sent=sent, total=total, unsent=unsent)
         plan.write_tail(tail, ctx.output)
         return Exchanged(ctx.output, unsent=unsent, finite=finite & fits(ctx.output))
 
