@@ -4,25 +4,29 @@
 namespace {
 
 template <bool NOISE, class S, class T>
-void cast_row(const S* x, float scale, const u16* noise, T* out) {
+void cast_row(const S* x, float scale, const u32* noise, i64 at, T* out) {
     Floats row[kVectors];
-    for (int v = 0; v < kVectors; ++v) row[v] = rounded_to(S{}, load(x + v * kWidth) * scale);
-    if constexpr (NOISE) store(out, row, noise);
+    Words bits[kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+        row[v] = rounded_to(S{}, load(x + v * kWidth) * scale);
+        if (NOISE) bits[v] = random_bits(noise, at % kGroup / kRow, v);
+    }
+    if constexpr (NOISE) store(out, row, bits);
     else store(out, row);
 }
 
 template <bool NOISE, class S, class T>
 void cast_all(const S* x, i64 n, float scale, const Random& random, T* out) {
-    u16 noise[kGroup] = {};
+    u32 noise[kGroup / 2] = {};
     for (i64 at = 0; at < n; at += kRow) {
-        if (NOISE && at % kGroup == 0) fill_noise(random, (random.first + at) / kGroup, noise);
+        if (NOISE && at % kGroup == 0) fill_words(random, (random.first + at) / kGroup, noise);
         if (at + kRow <= n) {
-            cast_row<NOISE>(x + at, scale, noise + at % kGroup, out + at);
+            cast_row<NOISE>(x + at, scale, noise, at, out + at);
         } else {
             S some[kRow] = {};
             T narrow[kRow];
             for (i64 i = at; i < n; ++i) some[i - at] = x[i];
-            cast_row<NOISE>(some, scale, noise + at % kGroup, narrow);
+            cast_row<NOISE>(some, scale, noise, at, narrow);
             for (i64 i = at; i < n; ++i) out[i] = narrow[i - at];
         }
     }

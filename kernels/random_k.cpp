@@ -5,12 +5,12 @@ namespace {
 
 // Calls f(stratum, place) for every stratum.
 template <class F> void for_places(i64 n, i64 k, const Random& random, F f) {
-    u32 words[4][kCalls];
+    u32 words[4 * kCalls];
     for (i64 at = 0; at < k; at += 4 * kCalls) {
         fill_words(random, at / (4 * kCalls), words);
         const i64 end = k - at < 4 * kCalls ? k - at : 4 * kCalls;
         for (i64 i = 0; i < end; ++i)
-            f(at + i, random_place(at + i, n, k, words[i / kCalls][i % kCalls]));
+            f(at + i, random_place(at + i, n, k, words[i]));
     }
 }
 

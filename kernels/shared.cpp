@@ -31,18 +31,18 @@ u32 largest(const T* x, const float* residual, i64 n) {
 template <class T>
 void encode(const T* x, const float* residual, i64 n, i64 block, const u32* magnitudes, float levels,
             const Random& random, bool noisy, i8* codes, float* left) {
-    u16 noise[kGroup];
+    u32 noise[kGroup / 2];
     Scale scale = {};
     for (i64 at = 0; at < n; at += kRow) {
         if (at % block == 0) scale = scale_of(magnitudes[at / block], levels);
-        if (noisy && at % kGroup == 0) fill_noise(random, (random.first + at) / kGroup, noise);
+        if (noisy && at % kGroup == 0) fill_words(random, (random.first + at) / kGroup, noise);
         const i64 count = n - at;
         Floats row[kVectors];
         Words found[kVectors];
         load_corrected(x + at, residual ? residual + at : residual, count, row);
         for (int v = 0; v < kVectors; ++v) {
             Floats units = units_of(row[v], scale, levels);
-            if (noisy) units += centred(widen(noise + at % kGroup + v * kWidth));
+            if (noisy) units += centred(random_bits(noise, at % kGroup / kRow, v));
             const Floats rounded = units + kRound;
             found[v] = bits_of(rounded) & 0xffu;
             row[v] -= (rounded - kRound) * scale.level;

@@ -67,7 +67,7 @@ Extent measure(const T* x, const float* residual, int count, int end, int block,
 
 // Codes of the entries from 0 to `end`; what was not sent goes to `left`, if LEFT.
 template <class F, bool NOISE, bool LEFT>
-void encode(const float* c, int end, Scale scale, const u16* noise, u8* codes, float* left) {
+void encode(const float* c, int end, Scale scale, const u32* noise, i64 row, u8* codes, float* left) {
     for (int i = 0; i < end; i += kUnit<F>, c += kUnit<F>, codes += kUnitBytes<F>) {
         if constexpr (F::is_sign) {
             Floats entries[kVectors];
@@ -81,7 +81,7 @@ void encode(const float* c, int end, Scale scale, const u16* noise, u8* codes, f
                 for (int plane = 0; plane < kPlanes<F>; ++plane) {
                     const int j = plane * kRow + v * kWidth;
                     Floats entries = load(c + j), y = entries * scale.inverse, value;
-                    Words code = NOISE ? F::encode(y, widen(noise + i + j), value)
+                    Words code = NOISE ? F::encode(y, random_bits(noise, row + i / kRow + plane, v), value)
                                        : F::encode(y, value);
                     bytes[v] |= code << (F::bits * plane);
                     if (LEFT) store_as(left + i + j, entries - value * scale.value);
@@ -96,7 +96,7 @@ template <class F, class T>
 void encode_all(const Source<T>& from, i64 n, int block, const Random* random, u8* scales, u8* codes,
                 float* left, Rotation* rotation = nullptr) {
     float copy[kLongest], tail[kLongest];
-    u16 noise[kLongest];
+    u32 noise[kLongest / 2];
     for (i64 at = 0; at < n; at += block) {
         const int count = (int)(n - at < block ? n - at : block);
         const int end = rounded_up(count, kUnit<F>);
@@ -120,23 +120,19 @@ void encode_all(const Source<T>& from, i64 n, int block, const Random* random, u
         if constexpr (F::is_mx) *scale_out = (u8)mx_byte(scale.value);
         else __builtin_memcpy(scale_out, &scale.value, 4);
 
-        const u16* bits = noise;
-        if (random) {
-            const i64 first = random->first + at;
-            bits += first % kGroup;
-            if (at == 0 || first % kGroup == 0)
-                for (int i = 0; i < block; i += kGroup)
-                    fill_noise(*random, (first + i) / kGroup, noise + i);
-        }
+        const i64 first = random ? random->first + at : 0, row = first % kGroup / kRow;
+        if (random && (at == 0 || first % kGroup == 0))
+            for (int i = 0; i < block; i += kGroup)
+                fill_words(*random, (first + i) / kGroup, noise + i / 2);
         if (scale.inverse == 0.0f) {
             for (int i = 0; i < end * F::bits / 8; ++i) code[i] = 0;
             for (int i = 0; i < count && left; ++i) rest[i] = c[i] - scale.value;
         } else if (random) {
-            left ? encode<F, true, true>(c, end, scale, bits, code, rest)
-                 : encode<F, true, false>(c, end, scale, bits, code, rest);
+            left ? encode<F, true, true>(c, end, scale, noise, row, code, rest)
+                 : encode<F, true, false>(c, end, scale, noise, row, code, rest);
         } else {
-            left ? encode<F, false, true>(c, end, scale, bits, code, rest)
-                 : encode<F, false, false>(c, end, scale, bits, code, rest);
+            left ? encode<F, false, true>(c, end, scale, noise, row, code, rest)
+                 : encode<F, false, false>(c, end, scale, noise, row, code, rest);
         }
         if (left && rotation) rotation->turn_back(at, block, left + at);
         if (left && !whole)

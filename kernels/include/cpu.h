@@ -85,14 +85,14 @@ INLINE void store(BFloat16* out, const Floats (&row)[kVectors]) {
 template <class T> INLINE bool worth_streaming(const T*, i64) { return false; }
 template <class T> INLINE void stream(T* out, const Floats (&row)[kVectors]) { store(out, row); }
 
-INLINE void store(Half* out, const Floats (&row)[kVectors], const u16* noise) {
+INLINE void store(Half* out, const Floats (&row)[kVectors], const Words (&random)[kVectors]) {
     Words bits[kVectors];
-    for (int v = 0; v < kVectors; ++v) bits[v] = to_half(row[v], widen(noise + v * kWidth));
+    for (int v = 0; v < kVectors; ++v) bits[v] = to_half(row[v], random[v]);
     narrow(bits, (u16*)out);
 }
-INLINE void store(BFloat16* out, const Floats (&row)[kVectors], const u16* noise) {
+INLINE void store(BFloat16* out, const Floats (&row)[kVectors], const Words (&random)[kVectors]) {
     Words bits[kVectors];
-    for (int v = 0; v < kVectors; ++v) bits[v] = to_bfloat16(row[v], widen(noise + v * kWidth));
+    for (int v = 0; v < kVectors; ++v) bits[v] = to_bfloat16(row[v], random[v]);
     narrow(bits, (u16*)out);
 }
 
@@ -107,59 +107,58 @@ INLINE Random random_of(const i64* step, i64 seed, i64 stream, i64 first) {
 }
 
 constexpr i64 kGroup = 256;  // entries that share 32 calls of Philox
+constexpr int kCalls = 32;
 
-// philox() of the 32 calls from `call` on, in 64-bit lanes, whose upper halves fill up with what
-// nobody reads.
-constexpr int kCalls = 32, kLaneCount = kWidth / 2, kLaneVectors = kCalls / kLaneCount;
-static void fill_lanes(const Random& random, u64 call, Lanes (&words)[4][kLaneVectors]) {
-    constexpr int kAtOnce = kLaneVectors < 4 ? kLaneVectors : 4;
+// The four words of each of the 32 calls of group `group`, as words[word][call]: half-words for the
+// 256 entries of a group, or single bits for 4096. Calls go through 64-bit lanes, whose upper halves
+// fill up with what nobody reads. They differ in their first word only, so half of the first two
+// rounds is the same for all.
+static void fill_words(const Random& random, i64 group, u32* words) {
+    constexpr u32 kFirst = 0xD2511F53u, kSecond = 0xCD9E8D57u;
+    const u64 call = (u64)group * kCalls;
+    u32 key0[kRounds], key1[kRounds];
+    for (int round = 0; round < kRounds; ++round) {
+        key0[round] = (u32)random.seed + (u32)round * 0x9E3779B9u;
+        key1[round] = (u32)(random.seed >> 32) + (u32)round * 0xBB67AE85u;
+    }
+    const u64 q = (u64)kSecond * random.step;
+    const u32 first = (u32)(q >> 32) ^ (u32)(call >> 32) ^ key0[0];
+    const u64 p = (u64)kFirst * first;
     const Lanes zero = {};
-    for (int begin = 0; begin < kLaneVectors; begin += kAtOnce) {
-        Lanes a[kAtOnce], b[kAtOnce], c[kAtOnce], d[kAtOnce];
-        for (int v = 0; v < kAtOnce; ++v) {
-            a[v] = zero;
-            for (int l = 0; l < kLaneCount; ++l) a[v][l] = call + (u64)((begin + v) * kLaneCount + l);
-            b[v] = a[v] >> 32;
-            c[v] = zero + random.step;
-            d[v] = zero + random.stream;
+    for (int at = 0; at < kCalls; at += kWidth) {
+        Lanes a[2], b[2], c[2], d[2];
+        for (int half = 0; half < 2; ++half) {
+            // Of every four calls, one half has the first two.
+            for (int l = 0; l < kWidth / 2; ++l) a[half][l] = (u32)call + (u32)(at + l / 2 * 4 + l % 2 + half * 2);
+            d[half] = times(a[half], zero + kFirst);
+            c[half] = (d[half] >> 32) ^ (zero + (random.stream ^ key1[0]));
+            b[half] = times(c[half], zero + kSecond);
+            a[half] = (b[half] >> 32) ^ (zero + ((u32)q ^ key0[1]));
+            c[half] = d[half] ^ (zero + ((u32)(p >> 32) ^ key1[1]));
+            d[half] = zero + (u32)p;
         }
-        u32 key0 = (u32)random.seed, key1 = (u32)(random.seed >> 32);
-        for (int round = 0; round < kRounds; ++round) {
-            Lanes k0 = zero + key0, k1 = zero + key1;
-            for (int v = 0; v < kAtOnce; ++v) {
-                Lanes p = times(a[v], zero + 0xD2511F53u), q = times(c[v], zero + 0xCD9E8D57u);
-                a[v] = (q >> 32) ^ b[v] ^ k0;
-                c[v] = (p >> 32) ^ d[v] ^ k1;
-                b[v] = q;
-                d[v] = p;
+        for (int round = 2; round < kRounds; ++round)
+            for (int half = 0; half < 2; ++half) {
+                const Lanes low = times(a[half], zero + kFirst), high = times(c[half], zero + kSecond);
+                a[half] = (high >> 32) ^ b[half] ^ (zero + key0[round]);
+                c[half] = (low >> 32) ^ d[half] ^ (zero + key1[round]);
+                b[half] = high;
+                d[half] = low;
             }
-            key0 += 0x9E3779B9u;
-            key1 += 0xBB67AE85u;
-        }
-        for (int v = 0; v < kAtOnce; ++v) {
-            words[0][begin + v] = a[v], words[1][begin + v] = b[v];
-            words[2][begin + v] = c[v], words[3][begin + v] = d[v];
-        }
+        store_as(words + at, lower_halves(a[0], a[1]));
+        store_as(words + kCalls + at, lower_halves(b[0], b[1]));
+        store_as(words + 2 * kCalls + at, lower_halves(c[0], c[1]));
+        store_as(words + 3 * kCalls + at, lower_halves(d[0], d[1]));
     }
 }
 
-// Random half-words of the 256 entries of group `group`.
-static inline void fill_noise(const Random& random, i64 group, u16* noise) {
-    Lanes words[4][kLaneVectors];
-    fill_lanes(random, (u64)group * kCalls, words);
-    for (int word = 0; word < 4; ++word) {
-        const u64* lanes = (const u64*)words[word];
-        for (int l = 0; l < kCalls; ++l) {
-            noise[2 * word * kCalls + l] = (u16)lanes[l];
-            noise[(2 * word + 1) * kCalls + l] = (u16)(lanes[l] >> 16);
-        }
-    }
-}
-
-// The words of all 32 calls of a group: random bits of its 4096 entries.
-static inline void fill_words(const Random& random, i64 group, u32 (&found)[4][kCalls]) {
-    Lanes words[4][kLaneVectors];
-    fill_lanes(random, (u64)group * kCalls, words);
-    for (int word = 0; word < 4; ++word)
-        for (int l = 0; l < kCalls; ++l) found[word][l] = (u32)((const u64*)words[word])[l];
+// 16 random bits for each entry of vector `v` of row `row`, of the words of its group and those after.
+INLINE Words random_bits(const u32* words, i64 row, int v) {
+    const Words both = load_as<Words>(words + (row >> 1) * kCalls + v * kWidth);
+    const u32 shift = (u32)(row & 1) * 16;
+#if defined(__AVX2__)
+    return both >> (Words{} + shift) & 0xffffu;
+#else
+    return both >> shift & 0xffffu;
+#endif
 }

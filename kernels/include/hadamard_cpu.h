@@ -37,7 +37,7 @@ struct Rotation {
     Random random;
     float scale;
     i64 group = -1;  // whose signs `words` has
-    u32 words[4][kRow] = {};
+    u32 words[4 * kCalls] = {};
 
     // The signs of vector v of the row at `place`, each in the top bit of its word.
     Words signs(i64 place, int v) {
@@ -46,7 +46,7 @@ struct Rotation {
             fill_words(random, group, words);
         }
         const int row = (int)(place % kSigns / kRow);
-        return load_as<Words>(words[row / 32] + v * kWidth) << (31 - row % 32) & 0x80000000u;
+        return load_as<Words>(words + row / 32 * kCalls + v * kWidth) << (31 - row % 32) & 0x80000000u;
     }
 
     void flip(i64 at, int block, float* c) {

@@ -53,14 +53,10 @@ constexpr u32 kInfinity = 0x7f800000u;
 constexpr u32 kNaN = 0x7fc00000u;
 constexpr u32 kTiny = (127u - 120u) << 23;  // 2^-120: blocks below it decode to zero
 
-template <class V, class W> INLINE V smaller(V a, W b) {
-    V c = V{} + b;
-    return a < c ? a : c;
-}
-template <class V, class W> INLINE V larger(V a, W b) {
-    V c = V{} + b;
-    return a > c ? a : c;
-}
+template <class V> INLINE V smaller_of(V a, V b) { return a < b ? a : b; }
+template <class V> INLINE V larger_of(V a, V b) { return a > b ? a : b; }
+template <class V, class W> INLINE V smaller(V a, W b) { return smaller_of(a, V{} + b); }
+template <class V, class W> INLINE V larger(V a, W b) { return larger_of(a, V{} + b); }
 
 // Nearest integer, ties to even, for |x| below 2^22: the sum's last place is 1, and its lowest bits
 // are those of the integer.

@@ -27,6 +27,30 @@ template <class V> INLINE V load_as(const void* from) {
 }
 template <class V> INLINE void store_as(void* to, const V& what) { __builtin_memcpy(to, &what, sizeof(V)); }
 
+// `b` where one of them is NaN, as of single numbers; gcc would compare and blend.
+INLINE Floats smaller_of(Floats a, Floats b) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (Floats)_mm256_min_ps((__m256)a, (__m256)b);
+#elif defined(__SSE2__)
+    return (Floats)_mm_min_ps((__m128)a, (__m128)b);
+#else
+    return a < b ? a : b;
+#endif
+}
+INLINE Floats larger_of(Floats a, Floats b) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (Floats)_mm256_max_ps((__m256)a, (__m256)b);
+#elif defined(__SSE2__)
+    return (Floats)_mm_max_ps((__m128)a, (__m128)b);
+#else
+    return a > b ? a : b;
+#endif
+}
+
 // kWidth bytes or half-words as words.
 INLINE Words widen(const u8* from) {
 #if defined(__AVX512F__)
@@ -121,6 +145,18 @@ INLINE Words signs(u32 word, int v) {
 #endif
 }
 
+// The lower halves of 64-bit lanes: of every four, two of `a` and two of `b`.
+INLINE Words lower_halves(Lanes a, Lanes b) {
+#if defined(__AVX512F__)
+    return (Words)_mm512_shuffle_ps((__m512)a, (__m512)b, 0x88);
+#elif defined(__AVX2__)
+    return (Words)_mm256_shuffle_ps((__m256)a, (__m256)b, 0x88);
+#elif defined(__SSE2__)
+    return (Words)_mm_shuffle_ps((__m128)a, (__m128)b, 0x88);
+#else
+    return Words{(u32)a[0], (u32)a[1], (u32)b[0], (u32)b[1]};
+#endif
+}
 // Products of the lower halves of 64-bit lanes.
 INLINE Lanes times(Lanes a, Lanes b) {
 #if defined(__AVX512F__)
