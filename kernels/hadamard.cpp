@@ -8,6 +8,7 @@ EXPORT(hadamard)(i64 block_size, const float* x, i64 n, float scale, i64 inverse
     const int block = (int)block_size;
     float c[kLongest];
     for (i64 at = 0; at < n; at += block) {
+        fetch(x + at + block, block);
         __builtin_memcpy(c, x + at, 4 * (unsigned)block);
         if (inverse) rotation.turn_back(at, block, c);
         else rotation.turn(at, block, c);

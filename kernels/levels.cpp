@@ -126,9 +126,11 @@ EXPORT(quantize_levels)(i64 levels, const float* x, i64 n, i64 block, float root
                         float* scales, u8* codes, float* left) {
     with_bits(levels, [&](auto bits) {
         constexpr int kBits = decltype(bits)::value;
-        for (i64 at = 0; at < n; at += block)
+        for (i64 at = 0; at < n; at += block) {
+            fetch(x + at + block, (int)block);
             scales[at / block] = encode<kBits>(x + at, (int)block, root, table, codes + at / 8 * kBits,
                                                left ? left + at : left);
+        }
     });
 }
 

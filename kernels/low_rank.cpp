@@ -41,19 +41,9 @@ template <class T> const float* floats(const T* x, int count, float* copy) {
 // One vector of `a` and `b`, sums of LANES lanes each, in which halves were added to halves.
 template <int LANES> Floats fold(Floats a, Floats b) {
     constexpr int kHalf = LANES / 2;
-#if defined(__clang__)
-    Floats low, high;
-    for (int l = 0; l < kWidth; ++l) {
-        const int from = l / kHalf * LANES + l % kHalf;
-        low[l] = from < kWidth ? a[from] : b[from - kWidth];
-        high[l] = from < kWidth ? a[from + kHalf] : b[from + kHalf - kWidth];
-    }
-    return low + high;
-#else
     Words low;
     for (int l = 0; l < kWidth; ++l) low[l] = (u32)(l / kHalf * LANES + l % kHalf);
     return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, low + kHalf);
-#endif
 }
 
 // Sums of N rows of 32 partial sums, N a power of two: halves are added to halves.

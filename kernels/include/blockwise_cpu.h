@@ -108,6 +108,12 @@ void encode_all(const Source<T>& from, i64 n, int block, const Random* random, u
             in_place   ? measure<F::is_sign, false, false>(x, residual, count, end, block, copy)
             : residual ? measure<F::is_sign, true, true>(x, residual, count, end, block, copy)
                        : measure<F::is_sign, true, false>(x, residual, count, end, block, copy);
+        // The next block comes while this one is worked on.
+        auto fetch_next = [=](int i, int entries) __attribute__((always_inline)) {
+            fetch(x + block + i, entries);
+            if (residual) fetch(residual + block + i, entries);
+        };
+        if (!random) fetch_next(0, block);
         if (rotation) {
             rotation->turn(at, block, copy);
             extent = measure<F::is_sign, false, false>(copy, residual, count, end, block, copy);
@@ -122,8 +128,10 @@ void encode_all(const Source<T>& from, i64 n, int block, const Random* random, u
 
         const i64 first = random ? random->first + at : 0, row = first % kGroup / kRow;
         if (random && (at == 0 || first % kGroup == 0))
-            for (int i = 0; i < block; i += kGroup)
+            for (int i = 0; i < block; i += kGroup) {
+                fetch_next(i, kGroup);
                 fill_words(*random, (first + i) / kGroup, noise + i / 2);
+            }
         if (scale.inverse == 0.0f) {
             for (int i = 0; i < end * F::bits / 8; ++i) code[i] = 0;
             for (int i = 0; i < count && left; ++i) rest[i] = c[i] - scale.value;

@@ -36,6 +36,11 @@ template <class T> INLINE void load_row(const T* x, i64 count, Floats (&row)[kVe
     for (int v = 0; v < kVectors; ++v) row[v] = load(x + v * kWidth);
 }
 
+// Asks for what is read next, before work on what is there; it may lie past the end.
+template <class T> INLINE void fetch(const T* x, int count) {
+    for (int i = 0; i < count; i += 64 / (int)sizeof(T)) __builtin_prefetch(x + i);
+}
+
 INLINE void store(float* out, const Floats (&row)[kVectors]) {
     for (int v = 0; v < kVectors; ++v) store_as(out + v * kWidth, row[v]);
 }
@@ -101,9 +106,21 @@ INLINE Floats rounded_to(float, Floats x) { return x; }
 INLINE Floats rounded_to(Half, Floats x) { return from_half(to_half(x)); }
 INLINE Floats rounded_to(BFloat16, Floats x) { return from_bfloat16(to_bfloat16(x)); }
 
+// A stream of random bits, and the keys of the rounds.
+struct Random {
+    u64 keys[kRounds][2];
+    u32 step, stream;  // the third and the fourth word of the counter
+    i64 first;         // global index of the first entry, a multiple of 256
+};
+
 // As kernels get it; without a step there is no randomness.
 INLINE Random random_of(const i64* step, i64 seed, i64 stream, i64 first) {
-    return {(u64)seed, step ? (u32)*step : 0, (u32)stream, first};
+    Random random = {{}, step ? (u32)*step : 0, (u32)stream, first};
+    for (u32 round = 0; round < kRounds; ++round) {
+        random.keys[round][0] = (u32)seed + round * kKeySteps[0];
+        random.keys[round][1] = (u32)(seed >> 32) + round * kKeySteps[1];
+    }
+    return random;
 }
 
 constexpr i64 kGroup = 256;  // entries that share 32 calls of Philox
@@ -113,42 +130,41 @@ constexpr int kCalls = 32;
 // 256 entries of a group, or single bits for 4096. Calls go through 64-bit lanes, whose upper halves
 // fill up with what nobody reads. They differ in their first word only, so half of the first two
 // rounds is the same for all.
-static void fill_words(const Random& random, i64 group, u32* words) {
-    constexpr u32 kFirst = 0xD2511F53u, kSecond = 0xCD9E8D57u;
-    const u64 call = (u64)group * kCalls;
-    u32 key0[kRounds], key1[kRounds];
-    for (int round = 0; round < kRounds; ++round) {
-        key0[round] = (u32)random.seed + (u32)round * 0x9E3779B9u;
-        key1[round] = (u32)(random.seed >> 32) + (u32)round * 0xBB67AE85u;
-    }
-    const u64 q = (u64)kSecond * random.step;
-    const u32 first = (u32)(q >> 32) ^ (u32)(call >> 32) ^ key0[0];
-    const u64 p = (u64)kFirst * first;
+[[maybe_unused]] static void fill_words(const Random& random, i64 group, u32* words) {
+    const u64 call = (u64)group * kCalls, q = (u64)kFactors[1] * random.step;
+    const u32 first = (u32)(q >> 32) ^ (u32)(call >> 32) ^ (u32)random.keys[0][0];
+    const u64 p = (u64)kFactors[0] * first;
     const Lanes zero = {};
-    for (int at = 0; at < kCalls; at += kWidth) {
-        Lanes a[2], b[2], c[2], d[2];
-        for (int half = 0; half < 2; ++half) {
-            // Of every four calls, one half has the first two.
-            for (int l = 0; l < kWidth / 2; ++l) a[half][l] = (u32)call + (u32)(at + l / 2 * 4 + l % 2 + half * 2);
-            d[half] = times(a[half], zero + kFirst);
-            c[half] = (d[half] >> 32) ^ (zero + (random.stream ^ key1[0]));
-            b[half] = times(c[half], zero + kSecond);
-            a[half] = (b[half] >> 32) ^ (zero + ((u32)q ^ key0[1]));
-            c[half] = d[half] ^ (zero + ((u32)(p >> 32) ^ key1[1]));
-            d[half] = zero + (u32)p;
+    Lanes calls;  // of every four, the first two; the others are in the next vector
+    for (u64 l = 0; l < kWidth / 2; ++l) calls[l] = l / 2 * 4 + l % 2;
+    calls += call;
+    constexpr int kOnce = 4;  // vectors, each of half as many calls as it has words
+    for (int at = 0; at < kCalls; at += kWidth / 2 * kOnce, calls += kWidth / 2 * kOnce) {
+        Lanes a[kOnce], b[kOnce], c[kOnce], d[kOnce];
+        for (int v = 0; v < kOnce; ++v) {
+            a[v] = calls + (u64)(v / 2 * kWidth + v % 2 * 2);
+            d[v] = times(a[v], zero + kFactors[0]);
+            c[v] = (d[v] >> 32) ^ (zero + (random.stream ^ random.keys[0][1]));
+            b[v] = times(c[v], zero + kFactors[1]);
+            a[v] = (b[v] >> 32) ^ (zero + ((u32)q ^ random.keys[1][0]));
+            c[v] = d[v] ^ (zero + ((u32)(p >> 32) ^ random.keys[1][1]));
+            d[v] = zero + (u32)p;
         }
         for (int round = 2; round < kRounds; ++round)
-            for (int half = 0; half < 2; ++half) {
-                const Lanes low = times(a[half], zero + kFirst), high = times(c[half], zero + kSecond);
-                a[half] = (high >> 32) ^ b[half] ^ (zero + key0[round]);
-                c[half] = (low >> 32) ^ d[half] ^ (zero + key1[round]);
-                b[half] = high;
-                d[half] = low;
+            for (int v = 0; v < kOnce; ++v) {
+                const Lanes low = times(a[v], zero + kFactors[0]), high = times(c[v], zero + kFactors[1]);
+                a[v] = (high >> 32) ^ (b[v] ^ (zero + random.keys[round][0]));
+                c[v] = (low >> 32) ^ (d[v] ^ (zero + random.keys[round][1]));
+                b[v] = high;
+                d[v] = low;
             }
-        store_as(words + at, lower_halves(a[0], a[1]));
-        store_as(words + kCalls + at, lower_halves(b[0], b[1]));
-        store_as(words + 2 * kCalls + at, lower_halves(c[0], c[1]));
-        store_as(words + 3 * kCalls + at, lower_halves(d[0], d[1]));
+        for (int v = 0; v < kOnce; v += 2) {
+            u32* to = words + at + v / 2 * kWidth;
+            store_as(to, lower_halves(a[v], a[v + 1]));
+            store_as(to + kCalls, lower_halves(b[v], b[v + 1]));
+            store_as(to + 2 * kCalls, lower_halves(c[v], c[v + 1]));
+            store_as(to + 3 * kCalls, lower_halves(d[v], d[v + 1]));
+        }
     }
 }
 

@@ -23,13 +23,23 @@ void transform(float* c, int block) {
         if constexpr (kWidth > 8) x = within<8>(x);
         store_as(c + i, x);
     }
-    for (int distance = kWidth; distance < block; distance *= 2)
-        for (int begin = 0; begin < block; begin += 2 * distance)
-            for (int i = begin; i < begin + distance; i += kWidth) {
-                const Floats low = load(c + i), high = load(c + i + distance);
-                store_as(c + i, low + high);
-                store_as(c + i + distance, low - high);
+    int distance = kWidth;
+    for (; 2 * distance < block; distance *= 4)  // two steps at a time
+        for (int begin = 0; begin < block; begin += 4 * distance)
+            for (float* to = c + begin; to < c + begin + distance; to += kWidth) {
+                const Floats p = load(to), q = load(to + distance);
+                const Floats r = load(to + 2 * distance), s = load(to + 3 * distance);
+                const Floats sums[2] = {p + q, r + s}, differences[2] = {p - q, r - s};
+                store_as(to, sums[0] + sums[1]);
+                store_as(to + distance, differences[0] + differences[1]);
+                store_as(to + 2 * distance, sums[0] - sums[1]);
+                store_as(to + 3 * distance, differences[0] - differences[1]);
             }
+    for (int i = 0; i < distance && distance < block; i += kWidth) {
+        const Floats low = load(c + i), high = load(c + i + distance);
+        store_as(c + i, low + high);
+        store_as(c + i + distance, low - high);
+    }
 }
 
 // Random signs of entries, and with them the transform; `scale` is 1 / sqrt(block).

@@ -2,16 +2,15 @@
 #pragma once
 #include "portable.h"
 
-// 16 bits per entry. Of every 256 entries, entry i takes half-word (i / 32) % 8 of call i % 32.
-struct Random {
-    u64 seed;    // the key
-    u32 step;    // the third word of the counter
-    u32 stream;  // the fourth
-    i64 first;   // global index of the first entry, a multiple of 256
-};
+// 16 bits per entry: of every 256 entries, entry i takes half-word (i / 32) % 8 of call i % 32.
+// One bit per entry: of every 4096 entries, entry i takes bit i / 32 % 128 of call i % 32.
+constexpr i64 kSigns = 4096;
+
+constexpr int kRounds = 7;  // as few as pass all of BigCrush, by the paper; 10 is the usual margin
+constexpr u32 kKeySteps[2] = {0x9E3779B9u, 0xBB67AE85u}, kFactors[2] = {0xD2511F53u, 0xCD9E8D57u};
 
 INLINE void philox_round(u32& a, u32& b, u32& c, u32& d, u32 key0, u32 key1) {
-    u64 p = (u64)0xD2511F53u * a, q = (u64)0xCD9E8D57u * c;
+    u64 p = (u64)kFactors[0] * a, q = (u64)kFactors[1] * c;
     u32 e = (u32)(q >> 32) ^ b ^ key0, f = (u32)(p >> 32) ^ d ^ key1;
     b = (u32)q;
     d = (u32)p;
@@ -19,19 +18,14 @@ INLINE void philox_round(u32& a, u32& b, u32& c, u32& d, u32 key0, u32 key1) {
     c = f;
 }
 
-// One bit per entry. Of every 4096 entries, entry i takes bit i / 32 % 128 of call i % 32.
-constexpr i64 kSigns = 4096;
-
-constexpr int kRounds = 7;  // as few as pass all of BigCrush, by the paper; 10 is the usual margin
-
 // Four words of call `call`: words of entries with the same i % 32 among 256.
 INLINE void philox(u64 seed, u64 call, u32 step, i64 stream, u32& a, u32& b, u32& c, u32& d) {
     u32 key0 = (u32)seed, key1 = (u32)(seed >> 32);
     a = (u32)call, b = (u32)(call >> 32), c = step, d = (u32)stream;
     for (int round = 0; round < kRounds; ++round) {
         philox_round(a, b, c, d, key0, key1);
-        key0 += 0x9E3779B9u;
-        key1 += 0xBB67AE85u;
+        key0 += kKeySteps[0];
+        key1 += kKeySteps[1];
     }
 }
 
