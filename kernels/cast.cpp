@@ -19,7 +19,10 @@ template <bool NOISE, class S, class T>
 void cast_all(const S* x, i64 n, float scale, const Random& random, T* out) {
     u32 noise[kGroup / 2] = {};
     for (i64 at = 0; at < n; at += kRow) {
-        if (NOISE && at % kGroup == 0) fill_words(random, (random.first + at) / kGroup, noise);
+        if (NOISE && at % kGroup == 0) {
+            fetch(x + at + kGroup, kGroup);
+            fill_words(random, (random.first + at) / kGroup, noise);
+        }
         if (at + kRow <= n) {
             cast_row<NOISE>(x + at, scale, noise, at, out + at);
         } else {

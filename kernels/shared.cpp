@@ -6,7 +6,8 @@
 namespace {
 
 // A row of x + residual, of which `count` entries are there; the others are zero.
-template <class T> void load_corrected(const T* x, const float* residual, i64 count, Floats (&row)[kVectors]) {
+template <class T>
+INLINE void load_corrected(const T* x, const float* residual, i64 count, Floats (&row)[kVectors]) {
     load_row(x, count, row);
     if (!residual) return;
     Floats rest[kVectors];
@@ -35,7 +36,11 @@ void encode(const T* x, const float* residual, i64 n, i64 block, const u32* magn
     Scale scale = {};
     for (i64 at = 0; at < n; at += kRow) {
         if (at % block == 0) scale = scale_of(magnitudes[at / block], levels);
-        if (noisy && at % kGroup == 0) fill_words(random, (random.first + at) / kGroup, noise);
+        if (noisy && at % kGroup == 0) {
+            fetch(x + at + kGroup, kGroup);
+            if (residual) fetch(residual + at + kGroup, kGroup);
+            fill_words(random, (random.first + at) / kGroup, noise);
+        }
         const i64 count = n - at;
         Floats row[kVectors];
         Words found[kVectors];
