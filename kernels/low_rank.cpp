@@ -105,6 +105,8 @@ void right_product(const Matrix& one, const T* x, const float* residual, float* 
                     from[r] = floats(x + at, count, copy[r]);
                 }
             }
+            for (int r = 0; r < rows && !sum; ++r)  // the next rows come meanwhile
+                fetch(x + (i + kRows + r) * one.columns + j, count);
             for (i64 k = 0, ranks; k < one.rank; k += ranks) {
                 const float* q = right + k * one.columns + j;
                 float sums[kRows * kRanks];
