@@ -2,6 +2,8 @@
 //
 // A warp has a span of 256 entries, or of one block if that is longer. Lane l has entries l, l + 32
 // and so on in registers: every load and store is whole lines, and a ballot is 32 consecutive signs.
+// Within a span, places are 32-bit numbers that the compiler knows, so that an access to memory is
+// one instruction: kernels are bound by instructions as soon as by memory.
 #pragma once
 #include "blockwise.h"
 #include "hadamard_cuda.h"
@@ -11,49 +13,98 @@ template <class F> INLINE float scale_at(const u8* scales, i64 block) {
     else return ((const float*)scales)[block];
 }
 
-// What payload `r` decodes to in row `row`, in this lane.
-template <class F> INLINE float entry(const Payloads& from, int r, i64 row, int block) {
-    const u8* codes = from.codes + r * from.stride;
-    const float scale = scale_at<F>(from.scales + r * from.stride, row * kLanes / block);
-    if constexpr (F::is_sign)
-        return F::decode(((const u32*)codes)[row] << (31 - lane())) * scale;
-    else
-        return F::decode((u32)codes[row / kPlanes<F> * kLanes + lane()] >>
-                         (F::bits * (int)(row % kPlanes<F>))) * scale;
+// What blocks of BLOCK entries ask for: entries of a span, this lane's of them, log2 of a block's rows.
+template <int BLOCK> constexpr int kSpan = BLOCK < 256 ? 256 : BLOCK;
+template <int BLOCK> using Entries = float[kSpan<BLOCK> / kLanes];
+template <int BLOCK> constexpr int kLogRows = 1 + kLogRows<BLOCK / 2>;
+template <> constexpr int kLogRows<32> = 0;
+
+// Entries of a span that are there; this lane has entry 32 k + lane() of it if that is below.
+template <int SPAN> INLINE int entries_in(i64 at, i64 n) { return n - at < SPAN ? (int)(n - at) : SPAN; }
+INLINE bool has(int k, int count) { return k * kLanes + lane() < count; }
+
+// Adds what payload `r` decodes to in the ROWS rows from entry `at` on, of which `count` entries are
+// there. A block has 2^LOG rows, or 2^log where LOG is -1.
+template <class F, int LOG, bool FIRST, int ROWS>
+INLINE void add_payload(const Payloads& from, int r, i64 at, int count, int log, float (&sum)[ROWS]) {
+    const u8* codes = from.codes + r * from.stride + (at >> 3) * F::bits;
+    const u8* scales = from.scales + r * from.stride;
+    const i64 row = at >> 5;
+    if (LOG >= 0) log = LOG;
+    const bool one = LOG < 0 && log >= 3;  // 8 rows are in one block
+    float scale = one ? scale_at<F>(scales, row >> log) : 0.0f;
+#pragma unroll
+    for (int k = 0; k < ROWS; ++k) {
+        if (k * kLanes >= count) continue;
+        if (LOG >= 0 ? k % (1 << (LOG < 0 ? 0 : LOG)) == 0 : !one) scale = scale_at<F>(scales, (row + k) >> log);
+        float value;
+        if constexpr (F::is_sign) {
+            value = F::decode(((const u32*)codes)[k] << (31 - lane()));
+        } else {
+            const u32 byte = codes[k / kPlanes<F> * kLanes + lane()];
+            value = F::decode(byte >> (F::bits * (k % kPlanes<F>)));
+        }
+        sum[k] = FIRST ? value * scale : sum[k] + value * scale;
+    }
 }
 
-template <class F> INLINE float sum_of_entries(const Payloads& from, i64 row, int block) {
-    float sum = entry<F>(from, 0, row, block);
-    for (int r = 1; r < from.count; ++r) sum += entry<F>(from, r, row, block);
-    return sum;
+// Sums of all payloads, in their order; rows that are not there are zero.
+template <class F, int LOG, int ROWS>
+INLINE void sum_payloads(const Payloads& from, i64 at, int count, int log, float (&sum)[ROWS]) {
+#pragma unroll
+    for (int k = 0; k < ROWS; ++k) sum[k] = 0.0f;
+    add_payload<F, LOG, true>(from, 0, at, count, log, sum);
+    for (int r = 1; r < from.count; ++r) add_payload<F, LOG, false>(from, r, at, count, log, sum);
 }
 
-// Encodes spans of entries: read(row) gives this lane's entry of a row. With a `rotation`, what it
-// makes of them.
+// This lane's entries of a span; those that are not there are zero.
+template <int ROWS, class T> INLINE void load_span(const T* x, i64 at, int count, float (&c)[ROWS]) {
+    x += at + lane();
+#pragma unroll
+    for (int k = 0; k < ROWS; ++k) c[k] = has(k, count) ? to_float(x[k * kLanes]) : 0.0f;
+}
+
+// Writes c * factor, or adds it to what is there.
+template <int ROWS, class T>
+INLINE void store_span(T* out, i64 at, int count, float factor, bool accumulate, const float (&c)[ROWS]) {
+    out += at + lane();
+#pragma unroll
+    for (int k = 0; k < ROWS; ++k)
+        if (has(k, count)) {
+            const float entry = c[k] * factor;
+            store(out + k * kLanes, accumulate ? to_float(out[k * kLanes]) + entry : entry);
+        }
+}
+
+// Encodes spans of entries: read(at, count, c) gives this lane's, zeros where none are. With a
+// `rotation`, what it makes of them.
 template <class F, int BLOCK, bool ROTATED = false, class Read>
 INLINE void encode(i64 n, const float* residual, float* left, const i64* step, i64 seed, i64 stream,
                    i64 first, u8* payload, i64 codes_at, i64 bytes, Read read,
                    const Rotation& rotation = {}) {
-    u8 *scales = payload, *codes = payload + codes_at;
     if (warp() == 0) {
         for (i64 i = end_of_scales<F>(n, BLOCK) + lane(); i < codes_at; i += kLanes) payload[i] = 0;
         for (i64 i = end_of_codes<F>(n, codes_at) + lane(); i < bytes; i += kLanes) payload[i] = 0;
     }
-    constexpr int kSpan = BLOCK < 256 ? 256 : BLOCK, kRows = kSpan / kLanes, kPerBlock = BLOCK / kLanes;
-    for (i64 at = warp() * kSpan; at < n; at += warps() * kSpan) {
-        float c[kRows];
+    constexpr int kRows = kSpan<BLOCK> / kLanes, kPerBlock = BLOCK / kLanes;
+    for (i64 at = warp() * kSpan<BLOCK>; at < n; at += warps() * kSpan<BLOCK>) {
+        const int count = entries_in<kSpan<BLOCK>>(at, n);
+        Entries<BLOCK> c;
+        read(at, count, c);
+        if (residual) {
+            const float* more = residual + at + lane();
 #pragma unroll
-        for (int k = 0; k < kRows; ++k) {
-            const i64 i = at + k * kLanes + lane();
-            c[k] = i < n ? read(at / kLanes + k) : 0.0f;
-            if (residual && i < n) c[k] += residual[i];
+            for (int k = 0; k < kRows; ++k)
+                if (has(k, count)) c[k] += more[k * kLanes];
         }
         if constexpr (ROTATED) turn<BLOCK>(rotation, at, c);
+        u8* codes = payload + codes_at + (at >> 3) * F::bits;
+        u8* scales = payload + (at >> kLogRows<BLOCK> >> 5) * kScaleBytes<F>;
         Scale scale = {};
         u32 random[4] = {}, byte = 0;
 #pragma unroll
         for (int k = 0; k < kRows; ++k) {
-            const i64 start = at + k * kLanes;  // of the row
+            const bool there = k * kLanes < count;  // an entry of the row at least
             if (k % kPerBlock == 0) {
                 u32 largest = 0;
                 float sum = 0.0f;
@@ -62,40 +113,38 @@ INLINE void encode(i64 n, const float* residual, float* left, const i64* step, i
                     largest = larger(largest, magnitude(c[j]));
                     if (F::is_sign) sum += float_of(magnitude(c[j])) * (1.0f / BLOCK);
                 }
-                const i64 count = n - start < BLOCK ? n - start : BLOCK;
-                if (F::is_sign) sum = sum_of_warp(sum) * ((float)BLOCK / (float)count);
+                const int rest = count - k * kLanes < BLOCK ? count - k * kLanes : BLOCK;
+                if (F::is_sign) sum = sum_of_warp(sum) * ((float)BLOCK / (float)rest);
                 scale = scale_of<F>(largest_of_warp(largest), sum);
-                if (lane() == 0 && start < n) {
-                    if constexpr (F::is_mx) scales[start / BLOCK] = (u8)mx_byte(scale.value);
-                    else ((float*)scales)[start / BLOCK] = scale.value;
+                if (lane() == 0 && there) {
+                    if constexpr (F::is_mx) scales[k / kPerBlock] = (u8)mx_byte(scale.value);
+                    else ((float*)scales)[k / kPerBlock] = scale.value;
                 }
             }
             if (step && k % 8 == 0)
-                philox(seed, (u64)((first + at) / 256 + k / 8) * kLanes + lane(), (u32)*step, stream,
+                philox(seed, (((u64)(first + at) >> 8) + k / 8) * kLanes + lane(), (u32)*step, stream,
                        random[0], random[1], random[2], random[3]);
             const float y = scale.inverse != 0.0f ? c[k] * scale.inverse : 0.0f;
             float value;
             if constexpr (F::is_sign) {
                 value = F::value(y);
                 const u32 word = __ballot_sync(kAllLanes, y < 0.0f);
-                if (lane() == 0 && start < n) ((u32*)codes)[start / kLanes] = word;
+                if (lane() == 0 && there) ((u32*)codes)[k] = word;
             } else {
                 const u32 bits = random[k % 8 / 2] >> (k % 2 * 16) & 0xffffu;
                 const u32 code = step ? F::encode(y, bits, value) : F::encode(y, value);
                 const int plane = k % kPlanes<F>;
                 byte = (plane ? byte : 0) | code << (F::bits * plane);
-                const i64 unit = start / kUnit<F>;
-                if (plane == kPlanes<F> - 1 && unit * kUnit<F> < n)
-                    codes[unit * kUnitBytes<F> + lane()] = (u8)byte;
+                if (plane == kPlanes<F> - 1 && (k - plane) * kLanes < count)
+                    codes[k / kPlanes<F> * kLanes + lane()] = (u8)byte;
             }
             c[k] -= value * scale.value;
         }
         if (!left) continue;
         if constexpr (ROTATED) turn_back<BLOCK>(rotation, at, c);
+        float* rest = left + at + lane();
 #pragma unroll
-        for (int k = 0; k < kRows; ++k) {
-            const i64 i = at + k * kLanes + lane();
-            if (i < n) left[i] = c[k];
-        }
+        for (int k = 0; k < kRows; ++k)
+            if (has(k, count)) rest[k * kLanes] = c[k];
     }
 }
