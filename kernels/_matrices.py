@@ -12,7 +12,7 @@ from torch import Tensor
 
 __all__ = ["Matrices", "runs_of"]
 
-_ROWS, _SEGMENT, _CHUNK, _TILE = 8, 512, 64, 64  # as in low_rank.h and low_rank.cu
+_ROWS, _SEGMENT, _CHUNK, _TILE = 8, 512, 64, 128  # as in low_rank.h and low_rank.cu
 
 
 class Matrices:

@@ -1,12 +1,13 @@
 // Products of the matrices of a bucket with thin factors, on a GPU; the specification is in
 // low_rank.py.
 //
-// A task is a piece of one matrix: 8 rows by 512 columns, or 64 rows by 64 columns. Its sums go to
-// memory; a second kernel adds those of one factor entry in their order.
+// A task is a piece of one matrix: 8 rows by 512 columns, or 64 rows by 128 columns. Its sums go to
+// memory; a second kernel adds those of one factor entry in their order. Places within a piece are
+// 32-bit numbers; entries of factors that are not there are zero and what comes of them is not kept.
 #include "include/cuda.h"
 #include "include/low_rank.h"
 
-constexpr int kRows = 8, kTile = 64;
+constexpr int kRows = 8, kTile = 128;
 constexpr int kSlab = 4;        // rows of a factor that are worked on together
 constexpr int kThreads = 256;   // of a block, and partial sums in double precision
 
@@ -23,46 +24,74 @@ INLINE const Matrix& find(const Matrix* table, i64 count, i64 Matrix::* member, 
     return table[low];
 }
 
+// A piece of 8 rows by 512 columns.
+struct Block {
+    i64 row, column;     // of its first entry
+    i64 at;              // where that lies in the bucket
+    int rows, columns;   // that are there
+};
+
+INLINE Block block_of(const Matrix& one, i64 task) {
+    const i64 segments = pieces(one.columns, kSegment), nth = task - one.block_task;
+    const i64 row = nth / segments * kRows, column = nth % segments * kSegment;
+    return {row, column, one.offset + row * one.columns + column,
+            one.rows - row < kRows ? (int)(one.rows - row) : kRows,
+            one.columns - column < kSegment ? (int)(one.columns - column) : kSegment};
+}
+
 template <class T>
 __global__ void multiply_right(const Matrix* table, i64 count, i64 tasks, const T* x,
                                const float* residual, float* total, const float* right, float* sums) {
     for (i64 task = warp(); task < tasks; task += warps()) {
         const Matrix& one = find(table, count, &Matrix::block_task, task);
-        const i64 segments = pieces(one.columns, kSegment);
-        const i64 block = (task - one.block_task) / segments, segment = (task - one.block_task) % segments;
-        const i64 end = one.columns - segment * kSegment < kSegment ? one.columns : (segment + 1) * kSegment;
+        const Block block = block_of(one, task);
+        u32 row[kRows];  // where it begins
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) row[r] = (u32)r * (u32)one.columns;
         for (i64 slab = 0; slab < one.rank; slab += kSlab) {
+            const int ranks = one.rank - slab < kSlab ? (int)(one.rank - slab) : kSlab;
+            const float* factor = right + one.right + slab * one.columns + block.column + lane();
+            const T* from = x + block.at + lane();
+            const float* rest = residual + block.at + lane();  // read only if there is a residual
+            float* to = total + block.at + lane();
             float sum[kRows][kSlab] = {};
-            for (i64 j = segment * kSegment + lane(); j < end; j += kLanes) {
-                float q[kSlab];
+            for (int j = lane(); j < block.columns; j += kLanes) {
+                float q[kSlab], entry[kRows];
 #pragma unroll
-                for (int k = 0; k < kSlab; ++k)
-                    q[k] = slab + k < one.rank ? right[one.right + (slab + k) * one.columns + j] : 0.0f;
+                for (int k = 0; k < kSlab; ++k) q[k] = k < ranks ? factor[row[k]] : 0.0f;
+                // `total`, which may be `x` or `residual`, has the sums after the first slab.
+                if (total && slab) {
 #pragma unroll
-                for (int r = 0; r < kRows; ++r) {
-                    const i64 i = block * kRows + r, at = one.offset + i * one.columns + j;
-                    if (i >= one.rows) continue;
-                    float entry;
-                    if (total && slab) {
-                        entry = total[at];  // written below; `total` may be `residual`
-                    } else {
-                        entry = to_float(x[at]);
-                        if (residual) entry += residual[at];
-                        if (total) total[at] = entry;
+                    for (int r = 0; r < kRows; ++r) entry[r] = r < block.rows ? to[row[r]] : 0.0f;
+                } else {
+#pragma unroll
+                    for (int r = 0; r < kRows; ++r)
+                        entry[r] = r < block.rows ? to_float(from[row[r]]) : 0.0f;
+                    if (residual) {
+#pragma unroll
+                        for (int r = 0; r < kRows; ++r)
+                            if (r < block.rows) entry[r] += rest[row[r]];
                     }
+                    if (total) {
 #pragma unroll
-                    for (int k = 0; k < kSlab; ++k) sum[r][k] += entry * q[k];
+                        for (int r = 0; r < kRows; ++r)
+                            if (r < block.rows) to[row[r]] = entry[r];
+                    }
                 }
+#pragma unroll
+                for (int r = 0; r < kRows; ++r)
+#pragma unroll
+                    for (int k = 0; k < kSlab; ++k) sum[r][k] += entry[r] * q[k];
+                factor += kLanes, from += kLanes, rest += kLanes, to += kLanes;
             }
-            float* out = sums + one.block_sums + segment * one.rank * one.rows;
+            float* out = sums + one.block_sums + block.column / kSegment * one.rank * one.rows +
+                         slab * one.rows + block.row;
 #pragma unroll
             for (int r = 0; r < kRows; ++r)
 #pragma unroll
                 for (int k = 0; k < kSlab; ++k) {
                     const float all = sum_of_warp(sum[r][k]);
-                    const i64 i = block * kRows + r;
-                    if (lane() == 0 && i < one.rows && slab + k < one.rank)
-                        out[(slab + k) * one.rows + i] = all;
+                    if (lane() == 0 && r < block.rows && k < ranks) out[k * one.rows + r] = all;
                 }
         }
     }
@@ -71,34 +100,41 @@ __global__ void multiply_right(const Matrix* table, i64 count, i64 tasks, const 
 template <class T>
 __global__ void multiply_left(const Matrix* table, i64 count, i64 tasks, const T* x, const float* left,
                               float* sums) {
+    constexpr int kColumns = kTile / kLanes;  // of a lane
     for (i64 task = warp(); task < tasks; task += warps()) {
         const Matrix& one = find(table, count, &Matrix::chunk_task, task);
-        const i64 tiles = pieces(one.columns, kTile);
-        const i64 chunk = (task - one.chunk_task) / tiles, tile = (task - one.chunk_task) % tiles;
-        const i64 first = chunk * kChunk, end = one.rows - first < kChunk ? one.rows : first + kChunk;
-        const i64 j = tile * kTile + lane();
+        const i64 tiles = pieces(one.columns, kTile), nth = task - one.chunk_task;
+        const i64 chunk = nth / tiles, first = chunk * kChunk, column = nth % tiles * kTile;
+        const int rows = one.rows - first < kChunk ? (int)(one.rows - first) : kChunk;
+        const int columns = one.columns - column < kTile ? (int)(one.columns - column) : kTile;
         for (i64 slab = 0; slab < one.rank; slab += kSlab) {
-            float sum[kTile / kLanes][kSlab] = {};
-            for (i64 i = first; i < end; ++i) {
+            const int ranks = one.rank - slab < kSlab ? (int)(one.rank - slab) : kSlab;
+            const float* factors[kSlab];  // the last one again where there is none
+#pragma unroll
+            for (int k = 0; k < kSlab; ++k)
+                factors[k] = left + one.left + (slab + (k < ranks ? k : ranks - 1)) * one.rows + first;
+            const T* from = x + one.offset + first * one.columns + column + lane();
+            float sum[kColumns][kSlab] = {};
+#pragma unroll 4
+            for (int i = 0; i < rows; ++i, from += one.columns) {
                 float p[kSlab];
 #pragma unroll
-                for (int k = 0; k < kSlab; ++k)
-                    p[k] = slab + k < one.rank ? left[one.left + (slab + k) * one.rows + i] : 0.0f;
+                for (int k = 0; k < kSlab; ++k) p[k] = factors[k][i];
 #pragma unroll
-                for (int c = 0; c < kTile / kLanes; ++c) {
-                    if (j + c * kLanes >= one.columns) continue;
-                    const float entry = to_float(x[one.offset + i * one.columns + j + c * kLanes]);
+                for (int c = 0; c < kColumns; ++c) {
+                    const bool there = c * kLanes + lane() < columns;
+                    const float entry = there ? to_float(from[c * kLanes]) : 0.0f;
 #pragma unroll
                     for (int k = 0; k < kSlab; ++k) sum[c][k] += entry * p[k];
                 }
             }
-            float* out = sums + one.chunk_sums + chunk * one.rank * one.columns;
+            float* out = sums + one.chunk_sums + (chunk * one.rank + slab) * one.columns + column + lane();
 #pragma unroll
-            for (int c = 0; c < kTile / kLanes; ++c)
+            for (int k = 0; k < kSlab; ++k)
 #pragma unroll
-                for (int k = 0; k < kSlab; ++k)
-                    if (j + c * kLanes < one.columns && slab + k < one.rank)
-                        out[(slab + k) * one.columns + j + c * kLanes] = sum[c][k];
+                for (int c = 0; c < kColumns; ++c)
+                    if (c * kLanes + lane() < columns && k < ranks)
+                        out[k * one.columns + c * kLanes] = sum[c][k];
         }
     }
 }
@@ -126,42 +162,62 @@ __global__ void add_chunks(const Matrix* table, i64 count, i64 entries, const fl
     }
 }
 
+// left^T @ right of a block to `out`; or what is left of `total` without it.
+template <bool REST, class T>
+INLINE void expand_block(const Matrix& one, const Block& block, const float* left, const float* right,
+                         const float* total, T* out) {
+    const float* p = left + one.left + block.row;
+    const float* q = right + one.right + block.column + lane();
+    if (REST) total += block.at + lane();
+    out += block.at + lane();
+    u32 row[kRows];  // where it begins
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) row[r] = (u32)r * (u32)one.columns;
+    float few[kRows][kSlab];  // of `p`; for most matrices all
+#pragma unroll
+    for (int k = 0; k < kSlab; ++k)
+#pragma unroll
+        for (int r = 0; r < kRows; ++r)
+            few[r][k] = k < one.rank && r < block.rows ? p[k * one.rows + r] : 0.0f;
+    for (int j = lane(); j < block.columns; j += kLanes, q += kLanes, out += kLanes) {
+        float sum[kRows], entry[kRows];
+        if (REST) {
+#pragma unroll
+            for (int r = 0; r < kRows; ++r) entry[r] = r < block.rows ? total[row[r]] : 0.0f;
+            total += kLanes;
+        }
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) sum[r] = -0.0f;  // -0 + x is x
+#pragma unroll
+        for (int k = 0; k < kSlab; ++k) {
+            if (k >= one.rank) continue;
+            const float factor = q[row[k]];
+#pragma unroll
+            for (int r = 0; r < kRows; ++r) sum[r] += factor * few[r][k];
+        }
+#pragma unroll 1
+        for (i64 k = kSlab; k < one.rank; ++k) {
+            const float factor = q[k * one.columns];
+#pragma unroll
+            for (int r = 0; r < kRows; ++r)
+                sum[r] += factor * (r < block.rows ? p[k * one.rows + r] : 0.0f);
+        }
+#pragma unroll
+        for (int r = 0; r < kRows; ++r)
+            if (r < block.rows) store(out + row[r], REST ? entry[r] - sum[r] : sum[r]);
+    }
+}
+
 template <class T>
 __global__ void expand(const Matrix* table, i64 count, i64 tasks, const float* left, const float* right,
                        const float* sent_left, const float* sent_right, const float* total,
                        float* unsent, T* out) {
     for (i64 task = warp(); task < tasks; task += warps()) {
         const Matrix& one = find(table, count, &Matrix::block_task, task);
-        const i64 segments = pieces(one.columns, kSegment);
-        const i64 block = (task - one.block_task) / segments, segment = (task - one.block_task) % segments;
-        const i64 end = one.columns - segment * kSegment < kSegment ? one.columns : (segment + 1) * kSegment;
-        for (i64 j = segment * kSegment + lane(); j < end; j += kLanes) {
-            float sum[kRows], sent[kRows], rest[kRows];
-#pragma unroll
-            for (int r = 0; r < kRows; ++r) {
-                const i64 i = block * kRows + r;
-                rest[r] = unsent && i < one.rows ? total[one.offset + i * one.columns + j] : 0.0f;
-            }
-            for (i64 k = 0; k < one.rank; ++k) {
-                const i64 at = one.right + k * one.columns + j;
-                const float q = right[at], sent_q = unsent ? sent_right[at] : 0.0f;
-#pragma unroll
-                for (int r = 0; r < kRows; ++r) {
-                    const i64 i = block * kRows + r, from = one.left + k * one.rows + i;
-                    const float part = i < one.rows ? q * left[from] : 0.0f;
-                    const float sent_part = unsent && i < one.rows ? sent_q * sent_left[from] : 0.0f;
-                    sum[r] = k ? sum[r] + part : part;
-                    sent[r] = k ? sent[r] + sent_part : sent_part;
-                }
-            }
-#pragma unroll
-            for (int r = 0; r < kRows; ++r) {
-                const i64 i = block * kRows + r, at = one.offset + i * one.columns + j;
-                if (i >= one.rows) continue;
-                if (unsent) unsent[at] = rest[r] - sent[r];
-                store(out + at, sum[r]);
-            }
-        }
+        const Block block = block_of(one, task);
+        // `out` may be `total`, which is read first.
+        if (unsent) expand_block<true>(one, block, sent_left, sent_right, total, unsent);
+        expand_block<false>(one, block, left, right, nullptr, out);
     }
 }
 
