@@ -6,27 +6,25 @@ __global__ void cast(const S* x, i64 n, float scale, const i64* step, i64 seed, 
                      T* out) {
     // A warp has 256 entries: eight rows, whose loads are under way together.
     for (i64 at = warp() * 256; at < n; at += warps() * 256) {
+        const int count = entries_in<256>(at, n);
         float rows[8];
-#pragma unroll
-        for (int k = 0; k < 8; ++k) {
-            const i64 i = at + k * kLanes + lane();
-            rows[k] = i < n ? rounded_to(S{}, to_float(x[i]) * scale) : 0.0f;
-        }
+        load_span(x, at, count, rows);
         u32 random[4] = {};
         if (step)
-            philox(seed, (u64)((first + at) / 256) * kLanes + lane(), (u32)*step, stream, random[0],
+            philox(seed, ((u64)(first + at) >> 8) * kLanes + lane(), (u32)*step, stream, random[0],
                    random[1], random[2], random[3]);
+        T* to = out + at + lane();
 #pragma unroll
         for (int k = 0; k < 8; ++k) {
-            const i64 i = at + k * kLanes + lane();
-            if (i >= n) continue;
+            if (!has(k, count)) continue;
+            const float entry = rounded_to(S{}, rows[k] * scale);
             if constexpr (sizeof(T) == 2) {
                 if (step) {
-                    store(out + i, rows[k], random[k / 2] >> (k % 2 * 16) & 0xffffu);
+                    store(to + k * kLanes, entry, random[k / 2] >> (k % 2 * 16) & 0xffffu);
                     continue;
                 }
             }
-            store(out + i, rows[k]);
+            store(to + k * kLanes, entry);
         }
     }
 }

@@ -4,21 +4,14 @@
 template <int BLOCK>
 __global__ void hadamard(const float* x, i64 n, float scale, i64 inverse, const i64* step, i64 seed,
                          i64 stream, i64 first, float* out) {
-    constexpr int kSpan = BLOCK < 256 ? 256 : BLOCK, kRows = kSpan / kLanes;
+    constexpr int kSpan = BLOCK < 256 ? 256 : BLOCK;
     const Rotation rotation = {step, seed, stream, first, scale};
     for (i64 at = warp() * kSpan; at < n; at += warps() * kSpan) {
-        float c[kRows];
-#pragma unroll
-        for (int k = 0; k < kRows; ++k) {
-            const i64 i = at + k * kLanes + lane();
-            c[k] = i < n ? x[i] : 0.0f;
-        }
+        const int count = entries_in<kSpan>(at, n);
+        float c[kSpan / kLanes];
+        load_span(x, at, count, c);
         if (inverse) turn_back<BLOCK>(rotation, at, c);
         else turn<BLOCK>(rotation, at, c);
-#pragma unroll
-        for (int k = 0; k < kRows; ++k) {
-            const i64 i = at + k * kLanes + lane();
-            if (i < n) out[i] = c[k];
-        }
+        store_span(out, at, count, c);
     }
 }

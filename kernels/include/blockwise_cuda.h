@@ -2,8 +2,6 @@
 //
 // A warp has a span of 256 entries, or of one block if that is longer. Lane l has entries l, l + 32
 // and so on in registers: every load and store is whole lines, and a ballot is 32 consecutive signs.
-// Within a span, places are 32-bit numbers that the compiler knows, so that an access to memory is
-// one instruction: kernels are bound by instructions as soon as by memory.
 #pragma once
 #include "blockwise.h"
 #include "hadamard_cuda.h"
@@ -18,10 +16,6 @@ template <int BLOCK> constexpr int kSpan = BLOCK < 256 ? 256 : BLOCK;
 template <int BLOCK> using Entries = float[kSpan<BLOCK> / kLanes];
 template <int BLOCK> constexpr int kLogRows = 1 + kLogRows<BLOCK / 2>;
 template <> constexpr int kLogRows<32> = 0;
-
-// Entries of a span that are there; this lane has entry 32 k + lane() of it if that is below.
-template <int SPAN> INLINE int entries_in(i64 at, i64 n) { return n - at < SPAN ? (int)(n - at) : SPAN; }
-INLINE bool has(int k, int count) { return k * kLanes + lane() < count; }
 
 // Adds what payload `r` decodes to in the ROWS rows from entry `at` on, of which `count` entries are
 // there. A block has 2^LOG rows, or 2^log where LOG is -1.
@@ -55,25 +49,6 @@ INLINE void sum_payloads(const Payloads& from, i64 at, int count, int log, float
     for (int k = 0; k < ROWS; ++k) sum[k] = 0.0f;
     add_payload<F, LOG, true>(from, 0, at, count, log, sum);
     for (int r = 1; r < from.count; ++r) add_payload<F, LOG, false>(from, r, at, count, log, sum);
-}
-
-// This lane's entries of a span; those that are not there are zero.
-template <int ROWS, class T> INLINE void load_span(const T* x, i64 at, int count, float (&c)[ROWS]) {
-    x += at + lane();
-#pragma unroll
-    for (int k = 0; k < ROWS; ++k) c[k] = has(k, count) ? to_float(x[k * kLanes]) : 0.0f;
-}
-
-// Writes c * factor, or adds it to what is there.
-template <int ROWS, class T>
-INLINE void store_span(T* out, i64 at, int count, float factor, bool accumulate, const float (&c)[ROWS]) {
-    out += at + lane();
-#pragma unroll
-    for (int k = 0; k < ROWS; ++k)
-        if (has(k, count)) {
-            const float entry = c[k] * factor;
-            store(out + k * kLanes, accumulate ? to_float(out[k * kLanes]) + entry : entry);
-        }
 }
 
 // Encodes spans of entries: read(at, count, c) gives this lane's, zeros where none are. With a

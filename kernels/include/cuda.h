@@ -29,3 +29,37 @@ INLINE float sum_of_warp(float x) {
     for (int half = kLanes / 2; half; half /= 2) x += __shfl_xor_sync(kAllLanes, x, half);
     return x;
 }
+
+// A span is what a warp works on at a time. Places within one are 32-bit numbers that the compiler
+// knows, so that an access to memory is one instruction: kernels are bound by instructions as soon
+// as by memory.
+
+// Entries of a span that are there; this lane has entry 32 k + lane() of it if that is below.
+template <int SPAN> INLINE int entries_in(i64 at, i64 n) { return n - at < SPAN ? (int)(n - at) : SPAN; }
+INLINE bool has(int k, int count) { return k * kLanes + lane() < count; }
+
+// This lane's entries of a span; those that are not there are zero.
+template <int ROWS, class T> INLINE void load_span(const T* x, i64 at, int count, float (&c)[ROWS]) {
+    x += at + lane();
+#pragma unroll
+    for (int k = 0; k < ROWS; ++k) c[k] = has(k, count) ? to_float(x[k * kLanes]) : 0.0f;
+}
+
+template <int ROWS, class T> INLINE void store_span(T* out, i64 at, int count, const float (&c)[ROWS]) {
+    out += at + lane();
+#pragma unroll
+    for (int k = 0; k < ROWS; ++k)
+        if (has(k, count)) store(out + k * kLanes, c[k]);
+}
+
+// Writes c * factor, or adds it to what is there.
+template <int ROWS, class T>
+INLINE void store_span(T* out, i64 at, int count, float factor, bool accumulate, const float (&c)[ROWS]) {
+    out += at + lane();
+#pragma unroll
+    for (int k = 0; k < ROWS; ++k)
+        if (has(k, count)) {
+            const float entry = c[k] * factor;
+            store(out + k * kLanes, accumulate ? to_float(out[k * kLanes]) + entry : entry);
+        }
+}

@@ -37,12 +37,10 @@ template <int ROWS> struct Signs {
 template <int BLOCK, int ROWS> INLINE void transform(float (&c)[ROWS]) {
 #pragma unroll
     for (int distance = 1; distance < kLanes; distance *= 2) {
-        const bool upper = lane() & distance;
+        const float sign = lane() & distance ? -1.0f : 1.0f;  // the product is exact
 #pragma unroll
-        for (int k = 0; k < ROWS; ++k) {
-            const float other = __shfl_xor_sync(kAllLanes, c[k], distance);
-            c[k] = upper ? other - c[k] : c[k] + other;
-        }
+        for (int k = 0; k < ROWS; ++k)
+            c[k] = fmaf(c[k], sign, __shfl_xor_sync(kAllLanes, c[k], distance));
     }
 #pragma unroll
     for (int distance = 1; distance < BLOCK / kLanes; distance *= 2)
