@@ -32,17 +32,22 @@ ROTATING = 3  # buckets that take turns
 
 
 def _milliseconds(calls: list[Callable[[], Any]], repeats: int) -> float:
-    """Median time of a call; the calls take turns."""
+    """Median time of a call, in turns of all of them, one behind the other.
+
+    A call before the clock starts keeps the device busy while the host prepares what is timed.
+    """
     for call in calls:
         call()
     times = []
-    for repeat in range(repeats):
+    for _ in range(repeats):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        calls[-1]()
         begin.record()
-        calls[repeat % len(calls)]()
+        for call in calls:
+            call()
         end.record()
         end.synchronize()
-        times.append(begin.elapsed_time(end))
+        times.append(begin.elapsed_time(end) / len(calls))
     return statistics.median(times)
 
 
@@ -68,8 +73,14 @@ def _row(case: Case, size: str, entries: int, copy: float, took: float) -> dict[
     }
 
 
-def _measure(repeats: int) -> pd.DataFrame:
-    rows = []
+def _measure(repeats: int, compiled: bool, out: Path) -> pd.DataFrame:
+    """All rows; the table is written after each, as far as it is known."""
+    rows: list[dict[str, Any]] = []
+
+    def add(row: dict[str, Any]) -> None:
+        rows.append(row)
+        pd.DataFrame(rows).to_csv(out, index=False)
+
     buckets = [torch.randn(LARGE, device="cuda") for _ in range(ROTATING)]
     targets = [torch.empty_like(one) for one in buckets]
     pairs = zip(buckets, targets, strict=True)
@@ -83,12 +94,13 @@ def _measure(repeats: int) -> pd.DataFrame:
             took = _milliseconds([case.run for case in same], repeats)
             row = _row(same[0], "256 MiB", LARGE, copy, took)
             row["definition over kernel"] = _milliseconds([same[0].define], 5) / took
-            torch.compiler.reset()  # or the number of recompilations is exceeded
-            compiled = torch.compile(same[0].define)
-            row["compiled over kernel"] = _milliseconds([compiled], 5) / took
+            if compiled:
+                torch.compiler.reset()  # or the number of recompilations is exceeded
+                call = torch.compile(same[0].define)
+                row["compiled over kernel"] = _milliseconds([call], 5) / took
             for name, call in same[0].rivals.items():
                 row[f"{name} over kernel"] = _milliseconds([call], 5) / took
-            rows.append(row)
+            add(row)
             progress.advance(bar)
     del found, buckets
     torch.cuda.empty_cache()
@@ -96,7 +108,7 @@ def _measure(repeats: int) -> pd.DataFrame:
     y = torch.empty_like(x)
     copy = _replayed(lambda: y.copy_(x), repeats)
     for case in cases(x):
-        rows.append(_row(case, "25 MiB, graph", SMALL, copy, _replayed(case.run, repeats)))
+        add(_row(case, "25 MiB, graph", SMALL, copy, _replayed(case.run, repeats)))
     return pd.DataFrame(rows)
 
 
@@ -125,8 +137,9 @@ def _tests() -> dict[str, str]:
 
 
 def main(
-    repeats: Annotated[int, typer.Option(help="Timed calls per op.", min=10)] = 60,
+    repeats: Annotated[int, typer.Option(help="Timed turns per op.", min=10)] = 30,
     tests: Annotated[bool, typer.Option(help="Run the tests first.")] = True,
+    compiled: Annotated[bool, typer.Option(help="The definitions by torch.compile too.")] = True,
     out: Annotated[Path, typer.Option(help="Folder of what is written.")] = Path(
         "results/gpu_kernels"
     ),
@@ -147,9 +160,8 @@ def main(
     }
     (out / "facts.json").write_text(json.dumps(facts, indent=2) + "\n")
     with use_kernels("native"):
-        table = _measure(repeats)
+        table = _measure(repeats, compiled, out / "gpu_kernels.csv")
     typer.echo(table.to_string(index=False, float_format="{:.2f}".format))
-    table.to_csv(out / "gpu_kernels.csv", index=False)
     typer.echo(f"wrote {out / 'gpu_kernels.csv'} and facts.json")
 
 
