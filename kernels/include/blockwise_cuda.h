@@ -48,6 +48,8 @@ INLINE void sum_payloads(const Payloads& from, i64 at, int count, int log, float
 #pragma unroll
     for (int k = 0; k < ROWS; ++k) sum[k] = 0.0f;
     add_payload<F, LOG, true>(from, 0, at, count, log, sum);
+    constexpr int kAhead = ROWS <= 8 ? 4 : 1;  // payloads whose loads are under way together
+#pragma unroll kAhead
     for (int r = 1; r < from.count; ++r) add_payload<F, LOG, false>(from, r, at, count, log, sum);
 }
 
