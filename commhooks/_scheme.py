@@ -63,7 +63,7 @@ class Context:
         rank, world_size: within the process group.
         seed: base of all random streams; the same on every rank.
         keep_unsent: error feedback needs ``sent`` or ``unsent``; without it they may be omitted.
-            With it, ``grad`` is left as it was, unless it is returned as ``unsent``.
+            With it, ``grad`` is left as it was, unless it is ``output`` or returned as ``unsent``.
         residual: float32 (float64), flat, only for schemes that say ``adds_residual``: to be added
             to ``grad`` and left as it is.
         unsent: same dtype and size, given with ``residual``: what is not sent goes there.

@@ -292,6 +292,17 @@ def test_wrong_arguments_are_named(changes: Any, error: Any, words: str) -> None
         multiply_right(**(arguments | changes))
 
 
+def test_what_is_left_needs_what_was_sent():
+    left, right = factors()
+    out, unsent = bucket(), torch.zeros(NUMEL)
+    with pytest.raises(ValueError, match=r"decode_low_rank\(sent, total\): needed for unsent"):
+        decode_low_rank(MATRICES, left, right, out, unsent=unsent)
+    with pytest.raises(ValueError, match=r"\(total\): 26200 entries, got 3"):
+        decode_low_rank(
+            MATRICES, left, right, out, sent=(left, right), total=torch.ones(3), unsent=unsent
+        )
+
+
 def fuzz(run: Any, rng: random.Random) -> None:
     places, offset = [], 0
     for _ in range(rng.randrange(4)):
