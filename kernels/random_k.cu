@@ -3,20 +3,7 @@
 
 template <class T>
 __global__ void add(const T* x, i64 n, const float* residual, float* left) {
-    constexpr int kRows = 8;  // whose loads are under way together
-    for (i64 at = warp() * kRows * kLanes; at < n; at += warps() * kRows * kLanes) {
-        float c[kRows];
-#pragma unroll
-        for (int k = 0; k < kRows; ++k) {
-            const i64 i = at + k * kLanes + lane();
-            if (i < n) c[k] = residual ? to_float(x[i]) + residual[i] : to_float(x[i]);
-        }
-#pragma unroll
-        for (int k = 0; k < kRows; ++k) {
-            const i64 i = at + k * kLanes + lane();
-            if (i < n) left[i] = c[k];
-        }
-    }
+    add_spans(x, residual, n, left);
 }
 
 // Calls f(stratum, place) for every stratum; a lane has four of 128.

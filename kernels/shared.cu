@@ -15,32 +15,31 @@ __global__ void largest_magnitudes(const T* x, const float* residual, i64 n, i64
     }
 }
 
+// The block of the 256 entries from `at` on, all of which are in one; divides 32-bit numbers.
+INLINE u32 block_at(i64 at, i64 block) { return (u32)(at >> 8) / (u32)(block >> 8); }
+
 template <class T>
 __global__ void quantize_shared(const T* x, const float* residual, i64 n, i64 block,
                                 const u32* magnitudes, float levels, const i64* step, i64 seed,
                                 i64 stream, i64 first, i8* codes, float* left) {
     // A warp has 256 entries of one block: eight rows, whose loads are under way together.
     for (i64 at = warp() * 256; at < n; at += warps() * 256) {
+        const int count = entries_in<256>(at, n);
         float rows[8];
-#pragma unroll
-        for (int k = 0; k < 8; ++k) {
-            const i64 i = at + k * kLanes + lane();
-            rows[k] = i >= n ? 0.0f : residual ? to_float(x[i]) + residual[i] : to_float(x[i]);
-        }
-        const Scale scale = scale_of(magnitudes[at / block], levels);
+        load_span(x, residual, at, count, rows);
+        const Scale scale = scale_of(magnitudes[block_at(at, block)], levels);
         u32 random[4] = {};
         if (step)
-            philox(seed, (u64)((first + at) / 256) * kLanes + lane(), (u32)*step, stream, random[0],
+            philox(seed, ((u64)(first + at) >> 8) * kLanes + lane(), (u32)*step, stream, random[0],
                    random[1], random[2], random[3]);
 #pragma unroll
         for (int k = 0; k < 8; ++k) {
-            const i64 i = at + k * kLanes + lane();
-            if (i >= n) continue;
+            if (!has(k, count)) continue;
             float units = units_of(rows[k], scale, levels);
             if (step) units += centred(random[k / 2] >> (k % 2 * 16) & 0xffffu);
             const float rounded = units + kRound;
-            codes[i] = (i8)(bits_of(rounded) & 0xffu);
-            if (left) left[i] = rows[k] - (rounded - kRound) * scale.level;
+            codes[at + k * kLanes + lane()] = (i8)(bits_of(rounded) & 0xffu);
+            if (left) left[at + k * kLanes + lane()] = rows[k] - (rounded - kRound) * scale.level;
         }
     }
 }
@@ -49,11 +48,12 @@ template <class T>
 __global__ void dequantize_shared(const i8* codes, i64 n, i64 block, const u32* magnitudes,
                                   float levels, float factor, T* out) {
     for (i64 at = warp() * 256; at < n; at += warps() * 256) {
-        const float level = scale_of(magnitudes[at / block], levels).level;
+        const float level = scale_of(magnitudes[block_at(at, block)], levels).level;
+        const int count = entries_in<256>(at, n);
+        const i8* from = codes + at + lane();
+        float c[8];
 #pragma unroll
-        for (int k = 0; k < 8; ++k) {
-            const i64 i = at + k * kLanes + lane();
-            if (i < n) store(out + i, (float)codes[i] * level * factor);
-        }
+        for (int k = 0; k < 8; ++k) c[k] = has(k, count) ? (float)from[k * kLanes] * level : 0.0f;
+        store_span(out, at, count, factor, false, c);
     }
 }

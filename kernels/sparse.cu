@@ -12,6 +12,7 @@
 #include "include/cuda.h"
 
 constexpr int kTile = 2048;  // entries of a warp
+constexpr int kSpan = 256;   // of them, whose loads are under way together
 constexpr int kBins = 2048;
 constexpr int kSample = 8192;
 
@@ -112,28 +113,23 @@ __global__ void sample(const T* x, const float* residual, i64 n, i64 k, i64 plac
 
 template <class T>
 __global__ void collect(const T* x, const float* residual, float* left, i64 n, u8* memory, i64 room) {
-    constexpr int kRows = 8;  // whose loads are under way together
-    const Entries<T> from = {x, residual, left, n};
     const Tiles tiles = tiles_of(memory, n, room);
     const u32 bound = tiles.work->bound;
     for (i64 tile = warp(); tile < tiles.count; tile += warps()) {
         int count = 0;
-        for (int begin = 0; begin < kTile; begin += kRows * kLanes) {
-            float c[kRows];
+        for (int begin = 0; begin < kTile; begin += kSpan) {
+            const i64 at = tile * kTile + begin;
+            const int there = entries_in<kSpan>(at, n);
+            float c[kSpan / kLanes];
+            load_span(x, residual, at, there, c);
+            if (left) store_span(left, at, there, c);
 #pragma unroll
-            for (int row = 0; row < kRows; ++row) {
-                const i64 i = tile * kTile + begin + row * kLanes + lane();
-                c[row] = i < n ? first_read(from, i) : 0.0f;
-                if (left && i < n) left[i] = c[row];
-            }
-#pragma unroll
-            for (int row = 0; row < kRows; ++row) {
-                const i64 i = tile * kTile + begin + row * kLanes + lane();
-                const bool taken = i < n && magnitude(c[row]) >= bound;
+            for (int row = 0; row < kSpan / kLanes; ++row) {
+                const bool taken = has(row, there) && magnitude(c[row]) >= bound;
                 const u32 word = __ballot_sync(kAllLanes, taken);
                 const int slot = count + ones_before(word);
                 if (taken && slot < room) {
-                    tiles.indices[tile * room + slot] = (int)i;
+                    tiles.indices[tile * room + slot] = (int)at + row * kLanes + lane();
                     tiles.values[tile * room + slot] = c[row];
                 }
                 count += __popc(word);
@@ -263,16 +259,21 @@ __global__ void emit(const T* x, float* left, i64 n, i64 k, u8* memory, i64 room
 // Of every tile, how many entries reach the bound of the sample; sums go to `left`.
 template <class T>
 __global__ void count_reached(const T* x, const float* residual, float* left, i64 n, u8* memory) {
-    const Entries<T> from = {x, residual, left, n};
     const Tiles tiles = tiles_of(memory, n, 0);
+    const u32 bound = tiles.work->bound;
     for (i64 tile = warp(); tile < tiles.count; tile += warps()) {
         u32 reached = 0;
-        for (int begin = 0; begin < kTile; begin += kLanes) {
-            const i64 i = tile * kTile + begin + lane();
-            const float c = i < n ? first_read(from, i) : 0.0f;
-            if (left && i < n) left[i] = c;
-            const bool taken = i < n && magnitude(c) >= tiles.work->bound;
-            reached += __popc(__ballot_sync(kAllLanes, taken));
+        for (int begin = 0; begin < kTile; begin += kSpan) {
+            const i64 at = tile * kTile + begin;
+            const int there = entries_in<kSpan>(at, n);
+            float c[kSpan / kLanes];
+            load_span(x, residual, at, there, c);
+            if (left) store_span(left, at, there, c);
+#pragma unroll
+            for (int row = 0; row < kSpan / kLanes; ++row) {
+                const bool taken = has(row, there) && magnitude(c[row]) >= bound;
+                reached += __popc(__ballot_sync(kAllLanes, taken));
+            }
         }
         if (lane() == 0) tiles.above[tile] = reached, tiles.equal[tile] = 0;
     }
@@ -282,22 +283,29 @@ __global__ void count_reached(const T* x, const float* residual, float* left, i6
 template <class T>
 __global__ void take_reached(const T* x, const float* residual, float* left, i64 n, i64 k, u8* memory,
                              int* indices, float* values) {
-    const Entries<T> from = {x, residual, left, n};
     const Tiles tiles = tiles_of(memory, n, 0);
+    const u32 bound = tiles.work->bound;
     for (i64 tile = warp(); tile < tiles.count; tile += warps()) {
         i64 before = tiles.above[tile];
-        for (int begin = 0; begin < kTile; begin += kLanes) {
-            const i64 i = tile * kTile + begin + lane();
-            const float c = i >= n ? 0.0f : left ? left[i] : first_read(from, i);
-            const bool reached = i < n && magnitude(c) >= tiles.work->bound;
-            const u32 word = __ballot_sync(kAllLanes, reached);
-            const i64 place = before + ones_before(word);
-            if (reached && place < k) {
-                indices[place] = (int)i;
-                values[place] = c;
-                if (left) left[i] = 0.0f;
+        for (int begin = 0; begin < kTile; begin += kSpan) {
+            const i64 at = tile * kTile + begin;
+            const int there = entries_in<kSpan>(at, n);
+            float c[kSpan / kLanes];
+            if (left) load_span(left, at, there, c);
+            else load_span(x, residual, at, there, c);
+#pragma unroll
+            for (int row = 0; row < kSpan / kLanes; ++row) {
+                const i64 i = at + row * kLanes + lane();
+                const bool reached = has(row, there) && magnitude(c[row]) >= bound;
+                const u32 word = __ballot_sync(kAllLanes, reached);
+                const i64 place = before + ones_before(word);
+                if (reached && place < k) {
+                    indices[place] = (int)i;
+                    values[place] = c[row];
+                    if (left) left[i] = 0.0f;
+                }
+                before += __popc(word);
             }
-            before += __popc(word);
         }
         if (tile == tiles.count - 1)
             for (i64 place = before + lane(); place < k; place += kLanes) {
@@ -308,8 +316,7 @@ __global__ void take_reached(const T* x, const float* residual, float* left, i64
 }
 
 template <class T> __global__ void add(const T* x, const float* residual, float* left, i64 n) {
-    const Entries<T> from = {x, residual, left, n};
-    for (i64 i = warp() * kLanes + lane(); i < n; i += warps() * kLanes) left[i] = first_read(from, i);
+    add_spans(x, residual, n, left);
 }
 
 template <class T>

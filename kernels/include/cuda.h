@@ -45,6 +45,18 @@ template <int ROWS, class T> INLINE void load_span(const T* x, i64 at, int count
     for (int k = 0; k < ROWS; ++k) c[k] = has(k, count) ? to_float(x[k * kLanes]) : 0.0f;
 }
 
+// With a residual, if there is one. All loads come before any store: what is written may be what
+// the compiler thinks is read next, and then one load would wait for another.
+template <int ROWS, class T>
+INLINE void load_span(const T* x, const float* residual, i64 at, int count, float (&c)[ROWS]) {
+    load_span(x, at, count, c);
+    if (!residual) return;
+    residual += at + lane();
+#pragma unroll
+    for (int k = 0; k < ROWS; ++k)
+        if (has(k, count)) c[k] += residual[k * kLanes];
+}
+
 template <int ROWS, class T> INLINE void store_span(T* out, i64 at, int count, const float (&c)[ROWS]) {
     out += at + lane();
 #pragma unroll
@@ -62,4 +74,14 @@ INLINE void store_span(T* out, i64 at, int count, float factor, bool accumulate,
             const float entry = c[k] * factor;
             store(out + k * kLanes, accumulate ? to_float(out[k * kLanes]) + entry : entry);
         }
+}
+
+// left = x + residual.
+template <class T> INLINE void add_spans(const T* x, const float* residual, i64 n, float* left) {
+    for (i64 at = warp() * 256; at < n; at += warps() * 256) {
+        const int count = entries_in<256>(at, n);
+        float c[8];
+        load_span(x, residual, at, count, c);
+        store_span(left, at, count, c);
+    }
 }
