@@ -455,12 +455,11 @@ def test_an_infinite_gradient_on_one_rank_is_skipped_by_all_and_leaves_no_trace(
 
 
 _IMPORT_SCRIPT = """
-import sys, time
+import sys
 import torch, torch.nn.parallel
-before, begin = set(sys.modules), time.process_time()
+before = set(sys.modules)
 import commhooks
-print(time.process_time() - begin)
-print(*sorted({name.split(".")[0] for name in sys.modules} - {n.split(".")[0] for n in before}))
+print(*sorted(set(sys.modules) - before))
 print(torch.cuda.is_initialized())
 """
 
@@ -475,15 +474,19 @@ def imported():
         text=True,
         check=True,
     )
-    seconds, modules, cuda = done.stdout.splitlines()
-    return float(seconds), set(modules.split()), cuda, done.stderr
-
-
-def test_import_is_quick(imported):
-    assert imported[0] < 0.3
+    modules, cuda = done.stdout.splitlines()
+    return modules.split(), cuda, done.stderr
 
 
 def test_import_takes_nothing_heavy(imported):
-    assert not imported[1] & {"cupy", "pandas", "matplotlib", "tensorboard", "safetensors"}
-    assert imported[2] == "False"
-    assert imported[3] == ""
+    modules, cuda, errors = imported
+    roots = {name.split(".")[0] for name in modules}
+    assert not roots & {"cupy", "pandas", "matplotlib", "tensorboard", "safetensors"}
+    assert cuda == "False"
+    assert errors == ""
+
+
+def test_import_is_quick(imported):
+    """By what it loads: its time depends on what else the machine does."""
+    others = [name for name in imported[0] if name.split(".")[0] not in ("commhooks", "ddp_core")]
+    assert len(others) < 20, others
