@@ -3,7 +3,7 @@
 
 template <class T>
 __global__ void add(const T* x, i64 n, const float* residual, float* left) {
-    add_spans(x, residual, n, left);
+    correct(x, residual, left, n);
 }
 
 // Calls f(stratum, place) for every stratum; a lane has four of 128.

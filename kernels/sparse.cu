@@ -119,10 +119,8 @@ __global__ void collect(const T* x, const float* residual, float* left, i64 n, u
         int count = 0;
         for (int begin = 0; begin < kTile; begin += kSpan) {
             const i64 at = tile * kTile + begin;
-            const int there = entries_in<kSpan>(at, n);
             float c[kSpan / kLanes];
-            load_span(x, residual, at, there, c);
-            if (left) store_span(left, at, there, c);
+            const int there = correct_span(x, residual, left, at, n, c);
 #pragma unroll
             for (int row = 0; row < kSpan / kLanes; ++row) {
                 const bool taken = has(row, there) && magnitude(c[row]) >= bound;
@@ -265,10 +263,8 @@ __global__ void count_reached(const T* x, const float* residual, float* left, i6
         u32 reached = 0;
         for (int begin = 0; begin < kTile; begin += kSpan) {
             const i64 at = tile * kTile + begin;
-            const int there = entries_in<kSpan>(at, n);
             float c[kSpan / kLanes];
-            load_span(x, residual, at, there, c);
-            if (left) store_span(left, at, there, c);
+            const int there = correct_span(x, residual, left, at, n, c);
 #pragma unroll
             for (int row = 0; row < kSpan / kLanes; ++row) {
                 const bool taken = has(row, there) && magnitude(c[row]) >= bound;
@@ -316,7 +312,7 @@ __global__ void take_reached(const T* x, const float* residual, float* left, i64
 }
 
 template <class T> __global__ void add(const T* x, const float* residual, float* left, i64 n) {
-    add_spans(x, residual, n, left);
+    correct(x, residual, left, n);
 }
 
 template <class T>

@@ -107,9 +107,8 @@ class ACPSGD(Scheme):
         sent = sent if request.sent is None else request.sent[:numel]
         if unsent is not None:
             plan.keep_tail(total, None if request.sent is None else request.sent[numel:], unsent)
-        (left, right), both = (
-            ((new, fixed), (sent, fixed)) if even else ((fixed, new), (fixed, sent))
-        )
+        left, right = (new, fixed) if even else (fixed, new)
+        both = (sent, fixed) if even else (fixed, sent)
         decode_low_rank(matrices, left, right, ctx.output, sent=both, total=total, unsent=unsent)
         plan.write_tail(tail, ctx.output)
         return Exchanged(ctx.output, unsent=unsent, finite=finite & fits(ctx.output))

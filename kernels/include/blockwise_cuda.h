@@ -68,12 +68,7 @@ INLINE void encode(i64 n, const float* residual, float* left, const i64* step, i
         const int count = entries_in<kSpan<BLOCK>>(at, n);
         Entries<BLOCK> c;
         read(at, count, c);
-        if (residual) {
-            const float* more = residual + at + lane();
-#pragma unroll
-            for (int k = 0; k < kRows; ++k)
-                if (has(k, count)) c[k] += more[k * kLanes];
-        }
+        if (residual) add_span(residual, at, count, c);
         if constexpr (ROTATED) turn<BLOCK>(rotation, at, c);
         u8* codes = payload + codes_at + (at >> 3) * F::bits;
         u8* scales = payload + (at >> kLogRows<BLOCK> >> 5) * kScaleBytes<F>;

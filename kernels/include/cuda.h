@@ -45,16 +45,19 @@ template <int ROWS, class T> INLINE void load_span(const T* x, i64 at, int count
     for (int k = 0; k < ROWS; ++k) c[k] = has(k, count) ? to_float(x[k * kLanes]) : 0.0f;
 }
 
+template <int ROWS> INLINE void add_span(const float* more, i64 at, int count, float (&c)[ROWS]) {
+    more += at + lane();
+#pragma unroll
+    for (int k = 0; k < ROWS; ++k)
+        if (has(k, count)) c[k] += more[k * kLanes];
+}
+
 // With a residual, if there is one. All loads come before any store: what is written may be what
 // the compiler thinks is read next, and then one load would wait for another.
 template <int ROWS, class T>
 INLINE void load_span(const T* x, const float* residual, i64 at, int count, float (&c)[ROWS]) {
     load_span(x, at, count, c);
-    if (!residual) return;
-    residual += at + lane();
-#pragma unroll
-    for (int k = 0; k < ROWS; ++k)
-        if (has(k, count)) c[k] += residual[k * kLanes];
+    if (residual) add_span(residual, at, count, c);
 }
 
 template <int ROWS, class T> INLINE void store_span(T* out, i64 at, int count, const float (&c)[ROWS]) {
@@ -76,12 +79,17 @@ INLINE void store_span(T* out, i64 at, int count, float factor, bool accumulate,
         }
 }
 
+// A span of x + residual, which goes to `left` if there is one; how many entries of it are there.
+template <int ROWS, class T>
+INLINE int correct_span(const T* x, const float* residual, float* left, i64 at, i64 n, float (&c)[ROWS]) {
+    const int count = entries_in<ROWS * kLanes>(at, n);
+    load_span(x, residual, at, count, c);
+    if (left) store_span(left, at, count, c);
+    return count;
+}
+
 // left = x + residual.
-template <class T> INLINE void add_spans(const T* x, const float* residual, i64 n, float* left) {
-    for (i64 at = warp() * 256; at < n; at += warps() * 256) {
-        const int count = entries_in<256>(at, n);
-        float c[8];
-        load_span(x, residual, at, count, c);
-        store_span(left, at, count, c);
-    }
+template <class T> INLINE void correct(const T* x, const float* residual, float* left, i64 n) {
+    float c[8];
+    for (i64 at = warp() * 256; at < n; at += warps() * 256) correct_span(x, residual, left, at, n, c);
 }

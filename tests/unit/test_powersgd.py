@@ -15,6 +15,7 @@ from commhooks._memory import Layout, Memory
 from commhooks._scheme import Context, Exchanged, Scheme
 from commhooks.kernels import use_kernels
 from commhooks.schemes._low_rank_plan import _runs
+from commhooks.schemes.acpsgd import ACPSGD
 from commhooks.schemes.batched_powersgd import KEY as BATCHED_KEY
 from commhooks.schemes.batched_powersgd import BatchedPowerSGD
 from commhooks.schemes.powersgd import KEY, PowerSGD, payload_numel
@@ -665,3 +666,30 @@ def test_batched_begins_anew_in_another_bucket() -> None:
     assert ranks.step([normal(3700)])[0].mean.isfinite().all()
     (value,) = (value for key, _, value in ranks.memories[0].items() if key == BATCHED_KEY)
     assert value.shape == (2, 61)
+
+
+@pytest.mark.parametrize("scheme", [PowerSGD(2), ACPSGD(2)])
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_is_written_over_only_where_the_mean_goes_there(scheme, step, dtype):
+    layout = Layout(["w", "b", "v"], [(32, 24), (7,), (24, 40)])
+    generator = torch.Generator().manual_seed(0)
+    before = torch.randn(layout.numel, generator=generator).to(dtype)
+    residual = torch.randn(layout.numel, generator=generator)
+    found = []
+    for apart in (True, False):
+        grad = before.clone()
+        output = torch.empty_like(grad) if apart else grad
+        ctx = Context(Memory(), output, step=step, keep_unsent=True, find_layout=lambda: layout)
+        ctx = ctx.replace(residual=residual.clone(), unsent=torch.empty_like(residual))
+        (result,) = simulate([scheme.exchange(grad, ctx)])
+        assert result.unsent is not None
+        assert torch.equal(ctx.residual, residual)
+        assert torch.equal(grad, before) == apart
+        # One rank: what arrives and what is kept are the gradient and the residual.
+        torch.testing.assert_close(
+            result.mean.float() + result.unsent, before + residual, rtol=0, atol=2**-5
+        )
+        found.append((result.mean.clone(), result.unsent))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
