@@ -1,25 +1,34 @@
 """Builds the library of CPU kernels; everything else is in pyproject.toml.
 
 One shared library, loaded by ctypes, so that one wheel serves every Python: each source file once
-for each instruction set. Where it cannot be built the installation goes on without it.
+for each instruction set. Where it cannot be built the installation goes on without it, says so,
+and leaves the reason in a file beside where the library would be; the wheel is one for any machine.
 """
 
 from __future__ import annotations
 
+import os
 import platform
+import subprocess
+import sys
+import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CCompilerError, CompileError, ExecError, PlatformError
 
+LIBRARY, REASON = "libcommhooks_kernels.so", "not_built.txt"
 SOURCES = sorted(str(path) for path in Path("kernels").glob("*.cpp") if path.stem != "isa")
 FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden"),
+    "-fno-asynchronous-unwind-tables",  # nothing unwinds through them
     # IEEE arithmetic throughout: kernels and definitions agree bit for bit.
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 )
+SHOWN = 12  # lines of what a compiler said last
 if platform.machine() in ("x86_64", "AMD64"):
     INSTRUCTION_SETS = {
         "v2": ["-march=x86-64-v2"],
@@ -28,13 +37,53 @@ if platform.machine() in ("x86_64", "AMD64"):
     }
 else:
     INSTRUCTION_SETS = {"base": []}
+if sys.platform == "darwin":  # instruction sets are those of one architecture
+    os.environ.setdefault("ARCHFLAGS", f"-arch {platform.machine()}")
+    target = sysconfig.get_config_var("MACOSX_DEPLOYMENT_TARGET")
+    os.environ.setdefault("MACOSX_DEPLOYMENT_TARGET", str(target or "11.0"))
+
+
+def run_compiler(command: list[str], **_: object) -> None:
+    """Runs it as setuptools would, and raises with its last words."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    except OSError as error:
+        raise CompileError(f"{command[0]}: {error.strerror}") from error
+    if done.returncode == 0:
+        sys.stderr.write(done.stderr)
+        return
+    file = next((one for one in command if one.endswith(".cpp")), "the library")
+    last = "\n".join((done.stdout + done.stderr).splitlines()[-SHOWN:])
+    raise CompileError(f"{command[0]} failed on {file}, exit {done.returncode}:\n{last}")
 
 
 class BuildKernels(build_ext):
     def get_ext_filename(self, fullname: str) -> str:
-        return "/".join([*fullname.split(".")[:-1], "libcommhooks_kernels.so"])
+        return "/".join([*fullname.split(".")[:-1], LIBRARY])
 
     def build_extension(self, ext: Extension) -> None:
+        library = Path(self.get_ext_fullpath(ext.name))
+        reason = library.with_name(REASON)
+        reason.unlink(missing_ok=True)
+        try:
+            self.compiler.spawn = self.compiler.call = run_compiler  # its name by version
+            self.build_library(ext, str(library))
+        except (CCompilerError, ExecError, PlatformError) as error:
+            library.unlink(missing_ok=True)  # of an earlier build
+            reason.parent.mkdir(parents=True, exist_ok=True)
+            reason.write_text(f"{error}\n", encoding="utf-8")
+            self.go_on_without(f"{error}")
+
+    def copy_extensions_to_source(self) -> None:
+        """For editable installations; a library of other sources does not stay."""
+        super().copy_extensions_to_source()
+        built, tree = Path(self.build_lib, "commhooks", "kernels", REASON), Path("kernels")
+        (tree / REASON).unlink(missing_ok=True)
+        if built.exists():
+            self.copy_file(str(built), str(tree / REASON))
+            (tree / LIBRARY).unlink(missing_ok=True)
+
+    def build_library(self, ext: Extension, library: str) -> None:
         objects = self.compiler.compile(
             ["kernels/isa.cpp"], output_dir=self.build_temp, extra_postargs=list(FLAGS)
         )
@@ -51,9 +100,24 @@ class BuildKernels(build_ext):
         with ThreadPoolExecutor() as pool:
             objects += [one for made in pool.map(compile_for, INSTRUCTION_SETS) for one in made]
         # Linked as C: nothing of the C++ run-time library is used.
-        self.compiler.link_shared_object(
-            objects, self.get_ext_fullpath(ext.name), extra_postargs=["-s"]
+        stripped = ["-s"] if sys.platform == "linux" else []
+        self.compiler.link_shared_object(objects, library, extra_postargs=stripped)
+
+    def go_on_without(self, reason: str) -> None:
+        line = "*" * 79
+        print(
+            f"{line}\nWARNING: commhooks is installed WITHOUT its CPU kernels: PyTorch code runs in"
+            f" their place,\nmany times slower. They need g++ or clang++ (CC and CXX name others)."
+            f"\n\n{reason}\n{line}",
+            file=sys.stderr,
+            flush=True,
         )
+        # Nothing of one machine is left, so neither is the wheel one for it.
+        self.extensions = []
+        self.distribution.ext_modules = []
+        wheel = self.distribution.get_command_obj("bdist_wheel", create=False)
+        if wheel is not None:
+            wheel.root_is_pure = True
 
 
 class AnyPython(bdist_wheel):
@@ -67,7 +131,10 @@ setup(
         Extension(
             "commhooks.kernels._library",
             SOURCES,
-            depends=sorted(str(path) for path in Path("kernels/include").glob("*.h")),
+            depends=[
+                *sorted(str(path) for path in Path("kernels/include").glob("*.h")),
+                "kernels/isa.cpp",  # compiled once, not for each instruction set
+            ],
             language="c++",
             optional=True,
         )

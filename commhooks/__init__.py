@@ -1,8 +1,9 @@
 """Gradient communication hooks with compression for PyTorch data-parallel training."""
 
-from commhooks import optim
+from commhooks import ddp_comm_hooks, optim
 from commhooks._cast import Cast
-from commhooks._checkpoint import flatten_state, unflatten_state
+from commhooks._checkpoint_flat import flatten_state, unflatten_state
+from commhooks._dcp import load_dcp
 from commhooks._diloco import DiLoCo, local_sgd
 from commhooks._errors import (
     CheckpointError,
@@ -52,6 +53,7 @@ from commhooks.schemes.casts import TwoPhaseCast, bf16, fp16
 from commhooks.schemes.demo import DeMo
 from commhooks.schemes.dense import Dense, Noop
 from commhooks.schemes.eden import Eden
+from commhooks.schemes.gossip import Gossip
 from commhooks.schemes.integer_sum import GlobalQSGD, IntSGD
 from commhooks.schemes.minmax import MinMax, MinMaxPerChannel
 from commhooks.schemes.momentum_sparse import DGC, DenseMomentum, dgc
@@ -62,7 +64,7 @@ from commhooks.schemes.random_levels import QSGD, TernGrad
 from commhooks.schemes.signs import SignSGD
 from commhooks.schemes.sparse import AlignedTopK, RandomBlock, RandomK, TopK
 from commhooks.schemes.two_level import sdp4bit
-from ddp_core import CollectiveError, MismatchError
+from ddp_core import CollectiveError, MismatchError, MissingRankError
 
 __all__ = [
     "ACPSGD",
@@ -89,6 +91,7 @@ __all__ = [
     "Exchanged",
     "FlushResidual",
     "GlobalQSGD",
+    "Gossip",
     "Guard",
     "Hierarchical",
     "HookNotAttachedError",
@@ -100,6 +103,7 @@ __all__ = [
     "MinMax",
     "MinMaxPerChannel",
     "MismatchError",
+    "MissingRankError",
     "Noop",
     "OneBitMomentum",
     "OptionError",
@@ -133,6 +137,7 @@ __all__ = [
     "bf16_compress_hook",
     "bf16_compress_wrapper",
     "comm_hook",
+    "ddp_comm_hooks",
     "dgc",
     "flatten_state",
     "fp8",
@@ -141,6 +146,7 @@ __all__ = [
     "fp16_compress_wrapper",
     "int4",
     "int8",
+    "load_dcp",
     "local_sgd",
     "make",
     "mxfp8",

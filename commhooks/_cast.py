@@ -12,7 +12,7 @@ from commhooks._feedback import keeps_residual
 from commhooks._scheme import Context, Exchanged, Scheme, SchemeExchange
 from commhooks._wrapper import Wrapper
 from commhooks.kernels import all_finite, scaled_cast
-from ddp_core import AllReduce, Collective
+from ddp_core import AllReduce, Collective, as_request
 
 __all__ = ["Cast"]
 
@@ -45,7 +45,7 @@ class Cast(Wrapper):
         inner = self.scheme.exchange(grad, ctx)
         keep_sent = ctx.keep_unsent or keeps_residual(self.scheme)
         try:
-            request = next(inner)
+            request = as_request(next(inner))
             while True:
                 tensor = request.tensor
                 narrow, scale = request, 1.0
@@ -57,17 +57,17 @@ class Cast(Wrapper):
                 try:
                     arrived = yield narrow
                 except Exception as error:  # a collective failed: the scheme's to see
-                    request = inner.throw(error)
+                    request = as_request(inner.throw(error))
                     continue
                 if passes:
-                    request = inner.send(arrived)
+                    request = as_request(inner.send(arrived))
                     continue
                 if keep_sent and narrow.sent is not None:  # rounded once more by a cast outside
                     request.sent = narrow.sent.to(tensor.dtype).mul_(scale)
                 wide = _widen(arrived, tensor, 1.0 if _is_mean(request) else scale)
                 if self.dtype == torch.float16 and ctx.step % _LOOK_EVERY == 0:
                     _warn_of_overflow(arrived)
-                request = inner.send(wide)
+                request = as_request(inner.send(wide))
         except StopIteration as stop:
             result: Exchanged = stop.value
             return result

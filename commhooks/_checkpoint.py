@@ -1,32 +1,28 @@
 """The saved form of a hook's state: tensors, numbers and strings, by rank and parameter name.
 
-``{"format", "version", "scheme", "structure", "step", "seed", "world_size", ...,
-"rank3": {"rank": 3, "memory": {"residual": {"layer.weight": Tensor}}}}``
+``{"format", "version", "scheme", "structure", "step", "seed", "world_size", "layout", ...,
+"rank3": {"rank": 1, "global_rank": 3, "leader": 1, "checksum": "...",
+"memory": {"residual": {"layer.weight": Tensor}}}}``
 
 What differs between ranks stands under the rank's own key, so that a checkpoint format that merges
-equal keys of several ranks (torch.distributed.checkpoint) keeps all of it.
+equal keys of several ranks (torch.distributed.checkpoint) keeps all of it. The key is of the rank
+within the job: two groups of ranks (shards of a model) have different ones. ``layout`` has the
+names of the parameters of each bucket.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from commhooks._checkpoint_form import FORMAT, VERSION, MemoryDict, Part, Saved, StateDict, read
 from commhooks._errors import CheckpointError
 from commhooks._scheme import Scheme, children
 
-__all__ = ["FORMAT", "VERSION", "flatten_state", "unflatten_state"]
-
-FORMAT = "commhooks.hook_state"
-VERSION = 1
-_COMMON = ("format", "version", "scheme", "structure", "step", "seed", "world_size")
-
-StateDict = Mapping[str, Any]
-MemoryDict = dict[str, dict[str, Tensor]]
+__all__ = ["FORMAT", "VERSION", "memory_for_rank", "needed_ranks", "parts_of_group", "structure"]
 
 
 def structure(scheme: Scheme) -> str:
@@ -40,73 +36,115 @@ def structure(scheme: Scheme) -> str:
 
 
 def memory_for_rank(
-    state: StateDict | Sequence[StateDict], rank: int, world_size: int, per_rank: Mapping[str, str]
+    state: StateDict | Sequence[StateDict] | Saved,
+    rank: int,
+    world_size: int,
+    per_rank: Mapping[str, str],
+    *,
+    leader: int | None = None,
+    alone: bool = False,
+    check: Callable[[MemoryDict], None] = lambda memory: None,
 ) -> tuple[dict[str, Any], MemoryDict]:
     """The common fields and one rank's memory, from the saved states of one or of all ranks.
 
-    With another world size than saved, what is summed (residuals) goes from old rank i to new rank
-    i modulo the new world size, added up: the sum over ranks stays what it was.
+    On as many ranks as saved every rank gets back its own, by its rank within the hook's group. On
+    n ranks saved and m now, what is summed (residuals) goes from old rank i to new rank i modulo m,
+    added up and times m / n: their mean over ranks, which is what training applies, stays.
 
     Args:
         per_rank: by key, what becomes of values that differ between ranks; see ``Scheme.per_rank``.
+        leader: the smallest global rank of the hook's group, for a state of several groups.
+        alone: ranks whose parts are missing owe nothing, else they are an error.
+        check: called with each old rank's memory before it is used.
 
     Raises:
         CheckpointError: not a hook state, of a newer version, incomplete, or of another rank.
     """
-    states = [state] if isinstance(state, Mapping) else state
-    if not isinstance(states, (list, tuple)):
-        _check_common(states)
-    if not states:
-        raise CheckpointError("load_state_dict: an empty list of states")
-    for one in states:
-        _check_common(one)
-    common = {field: states[0][field] for field in _COMMON}
-    for one in states[1:]:
-        for field in ("version", "structure", "step", "seed", "world_size"):
-            if one[field] != common[field]:
-                raise CheckpointError(
-                    f"load_state_dict: the states given are not of one checkpoint: {field} is "
-                    f"{common[field]!r} in the first and {one[field]!r} in another"
-                )
-    ranks: dict[int, MemoryDict] = {}
-    for one in states:
-        ranks.update(_rank_memories(one))
+    saved = state if isinstance(state, Saved) else read(state)
+    common, parts = saved.common, parts_of_group(saved.parts, leader)
     saved_size: int = common["world_size"]
-    if saved_size == world_size:
-        if rank not in ranks:
-            raise CheckpointError(
-                f"load_state_dict: this is rank {rank}, the state given is of rank "
-                f"{', '.join(map(str, sorted(ranks)))}. Residuals differ per rank: every rank "
-                f"saves and loads its own file"
-            )
-        return common, ranks[rank]
-    missing = sorted(set(range(saved_size)) - set(ranks))
-    if missing:
+    needed = needed_ranks(saved, rank, world_size, per_rank)
+    used = [parts[one] for one in sorted(parts) if one in needed]
+    missing = 0 if alone else len(needed) - len(used)
+    if missing and saved_size == world_size:
         raise CheckpointError(
-            f"load_state_dict: saved on {saved_size} ranks, loaded on {world_size}: give the list "
-            f"of all {saved_size} states, so that no residual is lost; missing: ranks {missing}"
+            f"load_state_dict: this is rank {rank}, the state given is of rank "
+            f"{_listed(sorted(parts))}. Residuals differ per rank: save "
+            f"hook.state_dict(gather=True), which is of all ranks, or let every rank save and "
+            f"load its own file"
         )
-    return common, _merge([ranks[old] for old in range(saved_size)], rank, world_size, per_rank)
+    if missing:
+        first = list(islice((one for one in needed if one not in parts), 8))
+        raise CheckpointError(
+            f"load_state_dict: saved on {saved_size} ranks, loaded on {world_size}: give "
+            f"state_dict(gather=True), the list of all {saved_size} states, or from "
+            f"torch.distributed.checkpoint use commhooks.load_dcp, so that no residual is lost; "
+            f"missing: ranks {first}{' ...' if missing > len(first) else ''}"
+        )
+    own = bool(used) or not needed
+    used = used or [next(iter(parts.values()))]  # what is the same on all ranks is in any
+    for part in used:
+        check(part.memory)
+    if saved_size == world_size:
+        memory = used[0].memory
+        return common, {key: memory[key] for key in memory if own or key not in per_rank}
+    return common, _merge(used, rank, saved_size, world_size, per_rank)
+
+
+def needed_ranks(
+    saved: Saved, rank: int, world_size: int, per_rank: Mapping[str, str]
+) -> Sequence[int]:
+    """The old ranks, within their group, whose parts a rank needs; none if any part will do."""
+    keys = {key for part in saved.parts for key, values in part.memory.items() if values}
+    laws = {per_rank[key] for key in keys if key in per_rank}
+    saved_size: int = saved.common["world_size"]
+    if saved_size == world_size:
+        return [rank] if laws else []
+    if "mean" in laws:
+        return range(saved_size)
+    return range(rank, saved_size, world_size) if "sum" in laws else []
+
+
+def parts_of_group(parts: Sequence[Part], leader: int | None) -> dict[int, Part]:
+    """The parts of the group that has this leader, or of the only one, by rank within it."""
+    leaders = sorted({part.leader for part in parts})
+    if len(leaders) > 1 and leader not in leaders:
+        raise CheckpointError(
+            f"load_state_dict: the state is of {len(leaders)} groups of ranks, which begin with "
+            f"ranks {_listed(leaders)}; the hook's group begins with rank {leader}: give the part "
+            f"of one group"
+        )
+    wanted = leader if len(leaders) > 1 else leaders[0]
+    return {part.rank: part for part in parts if part.leader == wanted}
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
 
 
 def _merge(
-    ranks: Sequence[MemoryDict], rank: int, world_size: int, per_rank: Mapping[str, str]
+    used: Sequence[Part],
+    rank: int,
+    saved_size: int,
+    world_size: int,
+    per_rank: Mapping[str, str],
 ) -> MemoryDict:
+    everyone = [part.memory for part in used]
+    own = [part.memory for part in used if part.rank % world_size == rank]
     merged: MemoryDict = {}
-    for key in sorted({key for memory in ranks for key in memory}):
+    for key in sorted({key for memory in everyone for key in memory}):
         law = per_rank.get(key)
         if law == "sum":
-            merged[key] = _added(key, ranks[rank::world_size])
+            merged[key] = _added(key, own, world_size / saved_size)
         elif law == "mean":
-            totals = _added(key, ranks)
-            merged[key] = {name: value / len(ranks) for name, value in totals.items()}
+            merged[key] = _added(key, everyone, 1.0 / saved_size)
         elif law is None:
-            merged[key] = dict(next(memory[key] for memory in ranks if key in memory))
+            merged[key] = dict(next(memory[key] for memory in everyone if key in memory))
     return merged
 
 
-def _added(key: str, memories: Sequence[MemoryDict]) -> dict[str, Tensor]:
-    """The sums of some ranks' values, by parameter."""
+def _added(key: str, memories: Sequence[MemoryDict], factor: float) -> dict[str, Tensor]:
+    """The sums of some ranks' values times ``factor``, by parameter."""
     totals: dict[str, Tensor] = {}
     for memory in memories:
         for name, value in memory.get(key, {}).items():
@@ -116,136 +154,7 @@ def _added(key: str, memories: Sequence[MemoryDict]) -> dict[str, Tensor]:
                     f"{tuple(value.shape)} on one rank and {tuple(totals[name].shape)} on "
                     f"another; are these states of one model?"
                 )
-            totals[name] = totals[name] + value if name in totals else value.clone()
+            # Scaled first: the sum of finite values stays finite on fewer ranks.
+            scaled = value * factor
+            totals[name] = totals[name].add_(scaled) if name in totals else scaled
     return totals
-
-
-def _check_common(state: object) -> None:
-    if not isinstance(state, Mapping):
-        raise CheckpointError(
-            f"load_state_dict takes what state_dict() returned, got {type(state).__name__}"
-        )
-    if state.get("format") != FORMAT:
-        raise CheckpointError(
-            f"load_state_dict: not a hook state (no 'format': {FORMAT!r}); it has the fields "
-            f"{sorted(map(str, state))[:8]}. Give the part that hook.state_dict() returned"
-        )
-    version = state.get("version")
-    if not isinstance(version, int) or not 1 <= version <= VERSION:
-        raise CheckpointError(
-            f"load_state_dict: saved in version {version!r} of the format, this release reads up "
-            f"to {VERSION}: update commhooks"
-        )
-    missing = [field for field in _COMMON if field not in state]
-    if missing:
-        raise CheckpointError(f"load_state_dict: the state is incomplete, it lacks {missing}")
-    for name, least in (("step", 0), ("seed", None), ("world_size", 1)):
-        value = state[name]
-        if not isinstance(value, int) or (least is not None and value < least):
-            raise CheckpointError(
-                f"load_state_dict: {name!r} is a whole number, got {value!r}; the file is damaged"
-            )
-
-
-def _rank_memories(state: StateDict) -> dict[int, MemoryDict]:
-    found: dict[int, MemoryDict] = {}
-    for key, part in state.items():
-        if not (isinstance(key, str) and key.startswith("rank") and key[4:].isdigit()):
-            continue
-        if (
-            not isinstance(part, Mapping)
-            or not isinstance(part.get("memory"), Mapping)
-            or "rank" not in part
-        ):
-            raise CheckpointError(f"load_state_dict: {key!r} is incomplete: it lacks its memory")
-        if part["rank"] != int(key[4:]):
-            raise CheckpointError(
-                f"load_state_dict: {key!r} says it is of rank {part['rank']}; the file was mixed up"
-            )
-        memory: MemoryDict = {}
-        for name, values in part["memory"].items():
-            if not isinstance(values, Mapping) or not all(
-                isinstance(value, Tensor) for value in values.values()
-            ):
-                raise CheckpointError(f"load_state_dict: {key}[{name!r}] does not hold tensors")
-            memory[name] = dict(values)
-        found[int(key[4:])] = memory
-    if not found:
-        raise CheckpointError("load_state_dict: the state is incomplete, it has no rank's memory")
-    return found
-
-
-def check_memory(memory: MemoryDict, scheme: Scheme, shapes: Mapping[str, torch.Size]) -> None:
-    """Raises CheckpointError unless every value fits the scheme and a parameter of the model."""
-    for key, values in memory.items():
-        unknown = sorted(set(values) - set(shapes))
-        if unknown:
-            raise CheckpointError(
-                f"load_state_dict: the checkpoint's {key!r} is of parameters that this model does "
-                f"not have: {unknown[:5]}; is it another model's?"
-            )
-        for name, value in values.items():
-            error = scheme.memory_error(key, value, shapes[name])
-            if error == "unknown":
-                raise CheckpointError(
-                    f"load_state_dict: the checkpoint holds {key!r}, which {scheme} does not keep; "
-                    f"register the scheme it was saved from"
-                )
-            if error is not None:
-                raise CheckpointError(
-                    f"load_state_dict: {key!r} of parameter {name!r} {error}; is the checkpoint "
-                    f"another model's?"
-                )
-            if not torch.isfinite(value).all():
-                raise CheckpointError(
-                    f"load_state_dict: {key!r} of parameter {name!r} is not finite; "
-                    f"the file is damaged"
-                )
-
-
-def flatten_state(state: StateDict) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """A state dict as flat tensors and string metadata, the two things safetensors stores.
-
-    Example:
-        >>> tensors, metadata = flatten_state(hook.state_dict())
-        >>> safetensors.torch.save_file(tensors, "hook.safetensors", metadata)
-    """
-    tensors: dict[str, Tensor] = {}
-    plain: dict[str, Any] = {}
-    for field, value in state.items():
-        if not isinstance(value, Mapping):
-            plain[field] = value
-            continue
-        plain[field] = {"rank": value["rank"], "keys": sorted(value["memory"])}
-        for key, values in value["memory"].items():
-            for name, tensor in values.items():
-                tensors[f"{field}/{key}/{name}"] = tensor.contiguous()
-    return tensors, {"commhooks": json.dumps(plain)}
-
-
-def unflatten_state(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Any]:
-    """The state dict that ``flatten_state`` was given.
-
-    Raises:
-        CheckpointError: the metadata is missing or damaged.
-    """
-    try:
-        state: dict[str, Any] = json.loads(metadata["commhooks"])
-        for field, value in state.items():
-            if isinstance(value, dict):
-                empty: MemoryDict = {key: {} for key in value["keys"]}
-                state[field] = {"rank": value["rank"], "memory": empty}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            "unflatten_state: no readable 'commhooks' metadata; was the file saved with "
-            "flatten_state(hook.state_dict())?"
-        ) from error
-    for path, tensor in tensors.items():
-        try:
-            field, key, name = path.split("/", 2)
-            state[field]["memory"][key][name] = tensor
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"unflatten_state: the tensor {path!r} is not in the metadata; the file is damaged"
-            ) from error
-    return state

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,18 +13,34 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from commhooks._errors import CheckpointError
+from commhooks import _checkpoint_hook
+from commhooks._checkpoint_diloco import check_state, sealed
 from commhooks._scheme import Scheme
+from commhooks._settings import fitting
 from commhooks._state import HookState
 
 __all__ = ["DiLoCo", "local_sgd"]
 
 
 class _Fragment:
-    """Parameters that are exchanged together; to a hook it is a bucket."""
+    """Parameters that are exchanged together; to a hook it is a bucket of a step.
 
-    def __init__(self, number: int, names: list[str], parameters: list[Tensor]) -> None:
+    Args:
+        number: among all fragments.
+        place, is_last: among those that are exchanged in one step, one for each dtype and device.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        names: list[str],
+        parameters: list[Tensor],
+        *,
+        place: int,
+        is_last: bool,
+    ) -> None:
         self.number, self.names, self._parameters = number, names, parameters
+        self._place, self._is_last = place, is_last
         self.outer = [parameter.detach().clone() for parameter in parameters]
         self.momentum = [torch.zeros_like(parameter) for parameter in parameters]
         self._delta = torch.empty(0)
@@ -52,13 +69,13 @@ class _Fragment:
     # As a hook sees it.
 
     def index(self) -> int:
-        return 0
+        return self._place
 
     def buffer(self) -> Tensor:
         return self._delta
 
     def is_last(self) -> bool:
-        return True
+        return self._is_last
 
     def parameters(self) -> list[Tensor]:
         return self._parameters
@@ -98,7 +115,9 @@ class DiLoCo:
         seed, options: see :func:`commhooks.register`.
 
     Raises:
-        ValueError: settings that do not fit together.
+        ValueError: settings that do not fit together, a scheme that does not average, or a model
+            in DistributedDataParallel that does.
+        TypeError: settings of another type, or something else than a model.
         MismatchError: the ranks differ in scheme, settings or parameters.
 
     Example:
@@ -129,15 +148,25 @@ class DiLoCo:
         seed: int = 0,
         **options: Any,
     ) -> None:
-        for name, value, least in (("every", every, 1), ("fragments", fragments, 1)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"DiLoCo({name}=...) is {least} or more, got {value!r}")
+        _need_local(model)
+        every, fragments, delay = (
+            fitting("DiLoCo", name, value, int)
+            for name, value in (("every", every), ("fragments", fragments), ("delay", delay))
+        )
+        lr, momentum, mix = (
+            fitting("DiLoCo", name, value, float)
+            for name, value in (("lr", lr), ("momentum", momentum), ("mix", mix))
+        )
+        nesterov = fitting("DiLoCo", "nesterov", nesterov, bool)
+        for name, value in (("every", every), ("fragments", fragments)):
+            if value < 1:
+                raise ValueError(f"DiLoCo({name}=...) is 1 or more, got {value!r}")
         if every % fragments:
             raise ValueError(
                 f"DiLoCo(every=..., fragments=...): every is a multiple of fragments, "
                 f"got {every} and {fragments}"
             )
-        if isinstance(delay, bool) or not 0 <= delay < every // fragments:
+        if not 0 <= delay < every // fragments:
             raise ValueError(
                 f"DiLoCo(delay=...): 0 <= delay < every / fragments = {every // fragments}, "
                 f"got {delay!r}"
@@ -146,9 +175,17 @@ class DiLoCo:
             raise ValueError(f"DiLoCo(mix=...): 0 <= mix <= 1, and 0 without a delay, got {mix!r}")
         if not 0 <= momentum < 1:
             raise ValueError(f"DiLoCo(momentum=...): 0 <= momentum < 1, got {momentum!r}")
+        if not lr > 0:
+            raise ValueError(f"DiLoCo(lr=...) is above 0, got {lr!r}")
         self.every, self.delay, self.steps, self.outer_steps = every, delay, 0, 0
         self._settings = (lr, momentum, nesterov, mix)
         self.hook = HookState(scheme, model, process_group=process_group, seed=seed, **options)
+        if self.hook.scheme.optimizes or not self.hook.scheme.averages:
+            raise ValueError(
+                f"DiLoCo(scheme=...) averages distances, and {self.hook.scheme} gives something "
+                f"else; use 'none', or what compresses an average, such as 'int4'"
+            )
+        self.hook._attendance.dismiss()  # no backward pass calls it
         settings = {"every": every, "fragments": fragments, "delay": delay, "mix": mix}
         settings |= {"lr": lr, "momentum": momentum, "nesterov": nesterov}
         self.hook.agree("DiLoCo", {"settings": settings})
@@ -161,25 +198,26 @@ class DiLoCo:
         Where an averaged distance is not finite, all ranks go back to the last exchange.
         """
         self.steps += 1
-        applied = False
-        for pending in list(self._pending):
+        for pending in self._pending:
             pending.steps_left -= 1
-            if pending.steps_left <= 0:
-                self._pending.remove(pending)
-                self._apply(pending)
-                applied = True
+        applied = self._apply_due()
         apart = self.every // len(self._fragments)
         if self.steps % apart == 0:
             number = self.steps // apart % len(self._fragments)
             for fragment in self._fragments[number]:
                 fragment.measure()
-                pending = _Pending(fragment, self.hook.launch(fragment), self.delay)
-                if self.delay:
-                    self._pending.append(pending)
-                else:
-                    self._apply(pending)
-                    applied = True
+                self._pending.append(_Pending(fragment, self.hook.launch(fragment), self.delay))
+            if not self.delay:
+                applied = self._apply_due()
         return applied
+
+    def _apply_due(self) -> bool:
+        """Applies what has waited for long enough; True if something has."""
+        due = [pending for pending in self._pending if pending.steps_left <= 0]
+        self._pending = [pending for pending in self._pending if pending.steps_left > 0]
+        for pending in due:
+            self._apply(pending)
+        return bool(due)
 
     def _apply(self, pending: _Pending) -> None:
         mean = pending.future.wait()
@@ -194,12 +232,17 @@ class DiLoCo:
             return
         lr, momentum, nesterov, mix = self._settings
         pending.fragment.apply(mean, lr, momentum, nesterov, mix)
-        self.outer_steps += 1
+        self.outer_steps += pending.fragment.is_last()
 
     # ---- checkpoint
 
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's state; model and inner optimizer are saved beside it, by every rank."""
+    def state_dict(self, *, gather: bool = False, to: int | None = None) -> dict[str, Any]:
+        """This rank's state; model and inner optimizer are saved beside it, by every rank.
+
+        Args:
+            gather, to: one state of all ranks, see :meth:`HookState.state_dict`; model and inner
+                optimizer still are of each rank.
+        """
         arriving = [
             {
                 "fragment": one.fragment.number,
@@ -208,14 +251,18 @@ class DiLoCo:
             }
             for one in self._pending
         ]
-        return {
-            "hook": self.hook.state_dict(),
+        hook = self.hook.state_dict(gather=gather, to=to)
+        if not hook:
+            return {}
+        own = {
+            "hook": hook,
             "steps": self.steps,
             "outer_steps": self.outer_steps,
             "outer": self._tensors("outer"),
             "momentum": self._tensors("momentum"),
             "arriving": arriving,
         }
+        return sealed(own)
 
     def _tensors(self, what: str) -> dict[str, Tensor]:
         return {
@@ -228,31 +275,27 @@ class DiLoCo:
         """Continues from a saved state, as if there had been no stop.
 
         Raises:
-            CheckpointError: incomplete, or of another model; nothing was changed.
+            CheckpointError: incomplete, damaged, or of another model; nothing was changed.
         """
-        wanted = {name for fragment in self._all() for name in fragment.names}
-        for what in ("outer", "momentum"):
-            if not isinstance(state, Mapping) or set(state.get(what, ())) != wanted:
-                raise CheckpointError(
-                    f"DiLoCo.load_state_dict: {what!r} is not of the {len(wanted)} parameters of "
-                    f"this model; is the checkpoint another model's?"
-                )
-        by_number = {fragment.number: fragment for fragment in self._all()}
-        if any(one["fragment"] not in by_number for one in state["arriving"]):
-            raise CheckpointError(
-                "DiLoCo.load_state_dict: saved with more fragments; make it with as many"
-            )
-        self.hook.load_state_dict(state["hook"])
+        state = check_state(self, state)
+        for pending in self._pending:  # exchanges under way belong to what is given up
+            with suppress(RuntimeError):
+                pending.future.wait()
+        call = "DiLoCo.load_state_dict"
+        loaded = _checkpoint_hook.prepare(self.hook, state["hook"], True, call)
+        _checkpoint_hook.take_up(self.hook, loaded)
         self.steps, self.outer_steps = state["steps"], state["outer_steps"]
-        for fragment in self._all():
+        fragments = {fragment.number: fragment for fragment in self._all()}
+        for fragment in fragments.values():
             for what in ("outer", "momentum"):
                 for name, value in zip(fragment.names, getattr(fragment, what), strict=True):
-                    value.copy_(state[what][name])
+                    value.copy_(state[what][name].detach())
         self._pending = []
         for one in state["arriving"]:
+            fragment = fragments[one["fragment"]]
             future: torch.futures.Future[Tensor] = torch.futures.Future()
-            future.set_result(one["mean"].clone())
-            self._pending.append(_Pending(by_number[one["fragment"]], future, one["left"]))
+            future.set_result(one["mean"].detach().to(fragment.outer[0], copy=True))
+            self._pending.append(_Pending(fragment, future, one["left"]))
 
     def _all(self) -> list[_Fragment]:
         return [one for group in self._fragments for one in group]
@@ -260,6 +303,24 @@ class DiLoCo:
     def close(self) -> None:
         """Stops the hook's driver; see :meth:`HookState.close`."""
         self.hook.close()
+
+
+def _need_local(model: object) -> None:
+    """Raises unless the gradients of ``model`` stay on their rank, as far as can be seen."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"DiLoCo(model, ...) takes the model, whose inner optimizer steps before outer.step(); "
+            f"got {type(model).__name__}"
+        )
+    if not isinstance(model, DistributedDataParallel):
+        return
+    state = model._comm_hooks[0][1] if model._comm_hooks else None
+    if not model._comm_hooks or (isinstance(state, HookState) and state.scheme.averages):
+        raise ValueError(
+            "DiLoCo(model, ...): this DistributedDataParallel averages gradients in every step, so "
+            'the ranks never go apart; register(model, "noop") or hook.switch("noop") first, or '
+            "train the module without DistributedDataParallel"
+        )
 
 
 def _fragments_of(model: nn.Module, count: int) -> list[list[_Fragment]]:
@@ -287,9 +348,12 @@ def _fragments_of(model: nn.Module, count: int) -> list[list[_Fragment]]:
         for name, parameter in part:
             kinds.setdefault((parameter.dtype, parameter.device), []).append((name, parameter))
         group = []
-        for members in kinds.values():
+        for place, members in enumerate(kinds.values()):
             names, parameters = zip(*members, strict=True)
-            group.append(_Fragment(number, list(names), list(parameters)))
+            is_last = place == len(kinds) - 1
+            group.append(
+                _Fragment(number, list(names), list(parameters), place=place, is_last=is_last)
+            )
             number += 1
         found.append(group)
     return found

@@ -6,7 +6,7 @@ Knows no process group and no DDP, so that simulated ranks and real ones share i
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from commhooks._errors import SchemeError
 from commhooks._memory import Layout, Memory
 from commhooks._scheme import Context, Exchanged, Scheme
+from commhooks._settings import check_seed
 from commhooks.kernels import all_finite
 from ddp_core import AllReduce, Exchange
 
@@ -25,50 +26,77 @@ __all__ = ["Engine"]
 class _Step:
     """What is known of a step under way."""
 
-    launched: set[int] = field(default_factory=set)
+    memory: Memory
+    launched: set[Hashable] = field(default_factory=set)
     finished: int = 0
     closed: bool = False
     failed: bool = False
     finite: list[Tensor] = field(default_factory=list)
+    left_alone: Collection[str] = ()
 
 
 class Engine:
     """One rank's scheme, memory and step counter.
 
-    A step is one synchronised backward pass: it opens with its first bucket and ends when the last
-    bucket's exchange has. Memory is committed then, if every bucket arrived finite everywhere.
+    A step is one synchronised backward pass. It opens with its first bucket, is closed by ``end``
+    (or by a bucket that is said to be the last), and is over when the exchange of its last bucket
+    is. Memory is committed then, if every bucket arrived finite everywhere.
     """
 
     def __init__(self, scheme: Scheme, *, rank: int, world_size: int, seed: int = 0) -> None:
-        self.scheme, self.rank, self.world_size, self.seed = scheme, rank, world_size, seed
+        self.scheme, self.rank, self.world_size = scheme, rank, world_size
+        self.seed = check_seed(seed)
         self.memory = Memory()
         self.step = 0
         self.skipped = 0  # steps whose memory was left as it was
         self._lock = threading.Lock()
-        self._open = _Step()
+        self._open: _Step | None = None
 
     @property
     def under_way(self) -> bool:
-        """Whether a step has begun and not ended."""
-        return bool(self._open.launched)
+        """Whether a step has begun and is not over."""
+        return self._open is not None
 
-    def launch(self, index: int, *, is_last: bool) -> None:
+    def launch(self, bucket: Hashable, *, is_last: bool = False) -> None:
         """Counts a bucket in, before its exchange starts.
 
-        A bucket that was already launched means that the last step was abandoned (an exception in
-        backward): its staged memory is dropped and the step starts anew.
+        A bucket that was launched in this step already, or comes after the last one, belongs to
+        the next step: the open one was abandoned.
+
+        Args:
+            bucket: its number, or anything else that is different for each bucket of a step.
+            is_last: closes the step.
         """
         with self._lock:
-            if index in self._open.launched or self._open.closed:
-                self.memory.rollback()
-                self._open = _Step()
-            self._open.launched.add(index)
-            self._open.closed = is_last
+            step = self._open
+            if step is None or step.closed or bucket in step.launched:
+                step = self._open = _Step(self.memory.for_step())
+            step.launched.add(bucket)
+            step.closed = is_last
+
+    def end(self, left_alone: Collection[str] = ()) -> None:
+        """Closes the open step: no more buckets come, and the gradients are where they belong.
+
+        Args:
+            left_alone: names of parameters whose gradient was not replaced by the average, since
+                no rank has used them; their memory stays as it was.
+        """
+        with self._lock:
+            step = self._open
+            if step is None:
+                return
+            step.closed, step.left_alone = True, left_alone
+            self._settle(step)
+
+    def abandon(self) -> None:
+        """Drops the open step, whose backward pass raised, with all it has written."""
+        with self._lock:
+            self._open = None
 
     def context(self, output: Tensor, find_layout: Callable[[], Layout]) -> Context:
         """The context of one bucket's exchange in the current step."""
         return Context(
-            memory=self.memory,
+            memory=self.memory if self._open is None else self._open.memory,
             output=output,
             step=self.step,
             rank=self.rank,
@@ -80,6 +108,7 @@ class Engine:
     def exchange(self, grad: Tensor, find_layout: Callable[[], Layout]) -> Exchange:
         """The exchange of one launched bucket; returns the tensor that replaces ``grad``."""
         step, finite = self._open, None
+        assert step is not None, "an exchange is launched before it runs"
         try:
             if grad.is_sparse:
                 mean = yield from _exchange_sparse(grad, self.scheme)
@@ -122,19 +151,20 @@ class Engine:
     def _finish(self, step: _Step) -> None:
         with self._lock:
             step.finished += 1
-            if step is not self._open:  # of an abandoned step: counts for nothing
-                return
-            if not step.closed or step.finished < len(step.launched):
-                return
-            if step.failed:
-                self.memory.rollback()
-            elif step.finite:
-                good = torch.stack(step.finite).all()
-                self.memory.commit(good)
-                if good.device.type == "cpu" and not good.item():
-                    self.skipped += 1
-            self.step += 1
-            self._open = _Step()
+            if step is self._open:  # else it was abandoned and counts for nothing
+                self._settle(step)
+
+    def _settle(self, step: _Step) -> None:
+        """Commits the step if it is closed and all its exchanges are over."""
+        if not step.closed or step.finished < len(step.launched):
+            return
+        if step.finite and not step.failed:
+            good = torch.stack(step.finite).all()
+            step.memory.commit(good, step.left_alone)
+            if good.device.type == "cpu" and not good.item():
+                self.skipped += 1
+        self.step += 1
+        self._open = None
 
 
 def _exchange_sparse(grad: Tensor, scheme: Scheme) -> Exchange:

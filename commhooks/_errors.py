@@ -23,8 +23,8 @@ class UnknownSchemeError(ValueError):
     """No scheme of that name is registered."""
 
 
-class OptionError(TypeError):
-    """A scheme does not take that option."""
+class OptionError(TypeError, ValueError):
+    """A scheme does not take that option, or not that value of it."""
 
 
 class SchemeError(RuntimeError):

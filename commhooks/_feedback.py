@@ -36,12 +36,36 @@ _BLOCK = 256  # entries per scale of the averaged error
 
 
 def need_average(owner: Wrapper, scheme: Scheme) -> None:
-    """Raises unless what arrives is meant to be the average of what was given."""
+    """Raises unless what arrives is meant to be the average of what was given, and no more.
+
+    Feedback inside sends what it has held back of earlier steps, too; what is around it would take
+    that for an error, and hold it back in turn: both grow without end.
+    """
     if scheme.optimizes:
         raise ValueError(
             f"{type(owner).__name__}({type(scheme).__name__}(...)): it gives the optimizer "
             f"something else than an average of gradients, so there is no error to keep; use it "
             f"as it is"
+        )
+    for inside in walk(scheme):
+        if isinstance(inside, (ErrorFeedback, AveragedFeedback, EF21)):
+            raise ValueError(
+                f"{type(owner).__name__}({type(scheme).__name__}(...)): {type(inside).__name__} "
+                f"inside keeps what was not sent already, and two of them diverge; give it the "
+                f"scheme without: make(..., error_feedback=False)"
+                + (", or memory=False for sdp4bit" if isinstance(inside, AveragedFeedback) else "")
+            )
+
+
+def need_contraction(owner: Wrapper, scheme: Scheme, most: float = 1.0) -> None:
+    """Raises where an unbiased scheme's noise makes what is kept grow without end."""
+    variance = scheme.variance
+    if variance > most:
+        name = type(owner).__name__
+        raise ValueError(
+            f"{name}({type(scheme).__name__}(...)): it is unbiased with a variance of up to "
+            f"{variance:.3g} |x|^2, so what {name} keeps can grow without end; use "
+            f"{name}(Scaled(...)), or no feedback"
         )
 
 
@@ -68,17 +92,12 @@ class ErrorFeedback(Wrapper):
     stateful = True
     variance = 0.0
     per_rank: ClassVar[Mapping[str, str]] = {RESIDUAL: "sum"}
+    own_keys: ClassVar[tuple[str, ...]] = (RESIDUAL,)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         need_average(self, self.scheme)
-        variance = self.scheme.variance
-        if variance > 1:
-            raise ValueError(
-                f"ErrorFeedback({type(self.scheme).__name__}(...)): it is unbiased with a variance "
-                f"of up to {variance:.3g} |x|^2, so a residual can grow without end; use "
-                f"ErrorFeedback(Scaled(...)), or no feedback"
-            )
+        super().__post_init__()
+        need_contraction(self, self.scheme)
 
     def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
         memory, layout = ctx.memory, ctx.layout
@@ -180,10 +199,12 @@ class EF21(Wrapper):
     variance = 0.0
     linear = False
     per_rank: ClassVar[Mapping[str, str]] = {_OWN: "mean", _VELOCITY: "mean"}
+    own_keys: ClassVar[tuple[str, ...]] = (_OWN, _TOTAL, _VELOCITY)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         need_average(self, self.scheme)
+        super().__post_init__()
+        need_contraction(self, self.scheme)
         if not 0 <= self.momentum < 1:
             raise ValueError(f"EF21(momentum=...): 0 <= momentum < 1, got {self.momentum!r}")
 
@@ -238,6 +259,7 @@ class FlushResidual(Wrapper):
 
     stateful = True
     per_rank: ClassVar[Mapping[str, str]] = {RESIDUAL: "sum"}
+    own_keys: ClassVar[tuple[str, ...]] = (RESIDUAL,)
 
     def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
         memory, layout = ctx.memory, ctx.layout
@@ -285,17 +307,16 @@ class AveragedFeedback(Wrapper):
     variance = 0.0
     linear = False
     per_rank: ClassVar[Mapping[str, str]] = {_AVERAGED: "drop"}
+    own_keys: ClassVar[tuple[str, ...]] = (_AVERAGED,)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         need_average(self, self.scheme)
+        super().__post_init__()
         if not 0 <= self.decay < 1:
             raise ValueError(f"AveragedFeedback(decay=...): 0 <= decay < 1, got {self.decay!r}")
-        if (
-            isinstance(self.reset_every, bool)
-            or not isinstance(self.reset_every, int)
-            or (self.reset_every < 0)
-        ):
+        # |e|^2 becomes decay^2 |e|^2 + (1 - decay)^2 variance |g + e|^2 on average.
+        need_contraction(self, self.scheme, most=(1 + self.decay) / (1 - self.decay))
+        if self.reset_every < 0:
             raise ValueError(
                 f"AveragedFeedback(reset_every=...) is a number of steps, or 0, "
                 f"got {self.reset_every!r}"
@@ -341,7 +362,10 @@ class AveragedFeedback(Wrapper):
         nbytes = payload_bytes(parameter.numel(), "int8", _BLOCK)
         if value.dtype != torch.uint8 or value.shape != (nbytes,):
             return f"is {value.dtype} of shape {tuple(value.shape)}, not {nbytes} bytes"
-        return None
+        entries = torch.zeros(parameter.numel(), device=value.device)
+        if entries.numel():
+            dequantize(value.contiguous()[None], entries, "int8", _BLOCK)
+        return None if bool(torch.isfinite(entries).all()) else "is not finite"
 
 
 @lru_cache(maxsize=1024)
@@ -373,6 +397,14 @@ def without_feedback(scheme: Scheme) -> Scheme:
 
 def flushing(scheme: Scheme) -> Scheme:
     """``scheme``, or around it what adds a residual that it would leave where it is."""
+    try:
+        return _flushing(scheme)
+    except TypeError:  # a setting that has no hash, such as a list
+        return _flushing.__wrapped__(scheme)
+
+
+@lru_cache(maxsize=1024)  # asked for in every step
+def _flushing(scheme: Scheme) -> Scheme:
     return FlushResidual(scheme) if scheme.averages and not keeps_residual(scheme) else scheme
 
 

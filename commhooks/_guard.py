@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from commhooks._feedback import RESIDUAL, keeps_residual, take_residual
 from commhooks._scheme import Context, Scheme, SchemeExchange
+from commhooks._settings import Bound
 from commhooks._wrapper import Wrapper
 from commhooks.schemes.dense import Dense
 from ddp_core import AllReduce
@@ -37,7 +39,8 @@ class Guard(Wrapper):
         max_error: largest relative error of the average; None: no bound. Sparse schemes with
             feedback are at about 1 as a rule.
         max_residual: largest residual in units of the gradient's norm.
-        growth: largest ratio of error or residual to its moving average, from the fourth look on.
+        growth: largest ratio of error or residual to its moving average, from the fourth look on;
+            both this and ``max_residual`` may be infinite.
         rest: dense steps after a warning; None: all that follow.
         sample: entries that are compared.
 
@@ -48,20 +51,19 @@ class Guard(Wrapper):
     scheme: Scheme
     every: int = 100
     max_error: float | None = None
-    max_residual: float = 100.0
-    growth: float = 10.0
+    max_residual: Bound = 100.0
+    growth: Bound = 10.0
     rest: int | None = 1000
     sample: int = 4096
 
     stateful = True
+    own_keys: ClassVar[tuple[str, ...]] = _KEYS
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("every", "sample", "rest"):
             value = getattr(self, name)
-            if name == "rest" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if value is not None and value < 1:
                 raise ValueError(f"Guard({name}=...) is a whole number, 1 or more, got {value!r}")
         for name in ("max_residual", "growth", "max_error"):
             value = getattr(self, name)
@@ -163,4 +165,6 @@ class Guard(Wrapper):
             return self.scheme.memory_error(key, value, parameter)
         if not value.is_floating_point() or value.shape:
             return f"is {value.dtype} of shape {tuple(value.shape)}, not one number"
+        if not value.item() >= 0:
+            return f"is {value.item()}, not 0 or more"
         return None

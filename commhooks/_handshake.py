@@ -3,35 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from ddp_core import MismatchError
+from commhooks._roll_call import forget, roll_call
+from ddp_core import MismatchError, MissingRankError
 
-__all__ = ["handshake"]
+__all__ = ["MEETING", "handshake"]
+
+# The longest wait where all ranks come from a collective: DistributedDataParallel's constructor,
+# or the step before. A first step or a constructor may be the first meeting of slow starters.
+MEETING = timedelta(minutes=5)
 
 
-def handshake(call: str, facts: Mapping[str, Any], group: dist.ProcessGroup) -> None:
+def handshake(
+    call: str,
+    facts: Mapping[str, Any],
+    group: dist.ProcessGroup,
+    limit: timedelta | None = None,
+) -> None:
     """Raises on every rank if the ranks' ``facts`` differ; all ranks of ``group`` call it.
 
     Args:
         call: what is being agreed on, for the message.
         facts: by field; compared for equality.
+        limit: longest wait for the other ranks; the group's timeout if that is less, or if None.
 
     Raises:
         MismatchError: names the first field that differs and the ranks and values.
-        RuntimeError: a rank did not come within the group's timeout.
+        MissingRankError: names the ranks that did not come.
     """
+    roll_call(call, group, limit)
     everyone: list[Any] = [None] * group.size()
     try:
-        dist.all_gather_object(everyone, dict(facts), group=group)
+        dist.all_gather_object(everyone, {"call": call, **facts}, group=group)
     except RuntimeError as error:
-        raise RuntimeError(
-            f"{call}: not every rank called it (or one raised before it could); all ranks call "
-            f"{call} alike, between two steps: {error}"
+        raise MissingRankError(
+            f"{call}: not every rank came, or one ended since; all ranks call {call} alike, "
+            f"between two steps: {error}"
         ) from error
-    for field in everyone[0]:
+    forget(group)
+    for field in dict.fromkeys(field for theirs in everyone for field in theirs):
         values = [theirs.get(field) for theirs in everyone]
         odd = [rank for rank, value in enumerate(values) if value != values[0]]
         if odd:

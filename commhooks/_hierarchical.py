@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from commhooks._packed import PackedCodec, dense_exchange, shard_draw, spans
+from commhooks._packed import Draw, PackedCodec, dense_exchange, spans
 from commhooks._scheme import Context, Scheme, SchemeExchange
 from commhooks._work import Work
 from ddp_core import AllGather, AllToAll
@@ -52,14 +52,12 @@ class Hierarchical(Scheme):
     def __post_init__(self) -> None:
         for name in ("inside", "between"):
             codec = getattr(self, name)
-            if not isinstance(codec, PackedCodec):
-                raise TypeError(f"Hierarchical({name}=...) is a PackedCodec, got {codec!r}")
             if codec.pattern != "two_phase":
                 raise ValueError(f"Hierarchical({name}=...): its pattern is 'two_phase'")
-        size = self.local_size
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        if self.local_size is not None and self.local_size < 1:
             raise ValueError(
-                f"Hierarchical(local_size=...) is a number of ranks, 1 or more, got {size!r}"
+                f"Hierarchical(local_size=...) is a number of ranks, 1 or more, "
+                f"got {self.local_size!r}"
             )
 
     @property
@@ -97,7 +95,7 @@ class Hierarchical(Scheme):
         work = Work(grad, ctx)
 
         # Inside: this rank gets its part of the bucket from all ranks of the node.
-        draws = [shard_draw(ctx, at, "worker", "inside/") for at in range(local)]
+        draws = [Draw(ctx, at, "worker", "inside/") for at in range(local)]
         rows = self.inside.pack_shards(work.x, parts, draws, work.residual, work.left)
         received = yield AllToAll(rows, mates)
         begin, end, nbytes = parts[place]
@@ -107,7 +105,7 @@ class Hierarchical(Scheme):
             self.inside.unpack(rows, mean, draws[place], 1.0 / local)
 
         # Between: that part's node means, in two phases.
-        draws = [shard_draw(ctx, at, "worker", f"between/{place}/") for at in range(nodes)]
+        draws = [Draw(ctx, at, "worker", f"between/{place}/") for at in range(nodes)]
         lost = None if work.left is None else torch.zeros_like(mean)
         rows = self.between.pack_shards(mean, cuts[place], draws, None, lost)
         received = yield AllToAll(_padded(rows, width), partners)
@@ -124,7 +122,7 @@ class Hierarchical(Scheme):
         everything = yield AllGather(gathered, mates)
         out = work.output()
         for at, (part, cut, payloads) in enumerate(zip(parts, cuts, everything, strict=True)):
-            draws = [shard_draw(ctx, i, "worker", f"between/{at}/") for i in range(nodes)]
+            draws = [Draw(ctx, i, "server", f"between/{at}/") for i in range(nodes)]
             self.between.unpack_shards(payloads, out[part.begin : part.end], cut, draws)
         return work.exchanged(out)
 

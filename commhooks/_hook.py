@@ -20,8 +20,23 @@ def comm_hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tens
 
     Example:
         >>> ddp_model.register_comm_hook(HookState("bf16", ddp_model), comm_hook)
+
+    Raises:
+        TypeError: ``state`` is something else.
     """
-    return state.launch(bucket)  # type: ignore[no-any-return]
+    try:
+        launch = state.launch
+    except AttributeError:
+        raise TypeError(
+            f"comm_hook takes a commhooks.HookState as state, got {type(state).__name__}: "
+            f"model.register_comm_hook(commhooks.HookState('int8', model), commhooks.comm_hook)"
+        ) from None
+    return launch(bucket)  # type: ignore[no-any-return]
+
+
+# A checkpoint may hold the hook beside its state: by this name, and torch.load takes it.
+comm_hook.__module__ = "commhooks"
+torch.serialization.add_safe_globals([comm_hook])
 
 
 def as_hook(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,11 +1,12 @@
-"""Counts what every collective moved and how long it took."""
+"""Counts what every collective moved and how long it took, and says it in words."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from commhooks._summary import summarise
 from ddp_core import RoundRecord
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ COLUMNS = (
     "dense_bytes",
     "payload_bytes",
     "wire_bytes",
+    "dense_wire_bytes",
     "encode_s",
     "wire_s",
     "decode_s",
@@ -33,15 +35,21 @@ class Ledger:
 
     Args:
         history: rows kept for ``report``; older ones remain in the totals only.
+
+    Raises:
+        ValueError: ``history`` is no whole number, or below 1.
     """
 
     def __init__(self, history: int = 100_000) -> None:
+        if isinstance(history, bool) or not isinstance(history, int) or history < 1:
+            raise ValueError(f"Ledger(history=...) is a number of rows, 1 or more, got {history!r}")
         self._rows: deque[RoundRecord] = deque(maxlen=history)
         self._backward_end: dict[int, float] = {}
         self.steps = 0
         self.dense_bytes = 0
         self.payload_bytes = 0
         self.wire_bytes = 0.0
+        self.dense_wire_bytes = 0.0
 
     def add(self, row: RoundRecord) -> None:
         """Takes in one finished collective."""
@@ -49,6 +57,7 @@ class Ledger:
         self.dense_bytes += row.dense_bytes
         self.payload_bytes += row.payload_bytes
         self.wire_bytes += row.wire_bytes
+        self.dense_wire_bytes += row.dense_wire_bytes
 
     def launched_last(self, step: int, now: float) -> None:
         """Marks when a step's last bucket was handed over: from here on, waiting is exposed."""
@@ -62,7 +71,10 @@ class Ledger:
         """A row per step, bucket and round; times in seconds.
 
         ``dense_bytes`` stands on a bucket's first round only, so that sums are right.
-        ``wire_bytes`` is what one rank sends, by the formula of the collective.
+        ``wire_bytes`` is what one rank sends, by the formula of the collective, and
+        ``dense_wire_bytes`` what it would send in an all-reduce of the dense bytes: the two to
+        compare. ``payload_bytes``, what is handed to collectives, is sent not at all or several
+        times.
         ``encode_s`` is the work before the collective, ``decode_s`` the work after the last one.
         ``exposed_s`` is the part of a row's waiting and decoding that came after the step's last
         bucket was launched and that no other row accounts for: backward did not hide it.
@@ -80,6 +92,7 @@ class Ledger:
                 row.dense_bytes,
                 row.payload_bytes,
                 row.wire_bytes,
+                row.dense_wire_bytes,
                 row.yielded - row.resumed,
                 row.done - row.issued,
                 max(row.finished - row.done, 0.0),
@@ -107,10 +120,46 @@ class Ledger:
             covered[row.step] = max(covered.get(row.step, end), row.finished)
         return exposed
 
-    def last_step(self) -> dict[str, Any]:
-        """Sums over the latest step."""
-        if not self._rows:
+    def last_step(self) -> dict[str, float]:
+        """Sums over the latest step, of the columns with bytes and seconds."""
+        rows = self._latest(1)
+        if not rows:
             return {}
-        frame = self.report()
-        latest = frame[frame["step"] == frame["step"].max()]
-        return {column: float(latest[column].sum()) for column in COLUMNS[4:]}
+        exposed = self._exposed(rows)
+        sums = dict.fromkeys(COLUMNS[4:], 0.0)
+        for row in rows:
+            for column in COLUMNS[4:8]:
+                sums[column] += getattr(row, column)
+            sums["encode_s"] += row.yielded - row.resumed
+            sums["wire_s"] += row.done - row.issued
+            sums["decode_s"] += max(row.finished - row.done, 0.0)
+            sums["exposed_s"] += exposed[id(row)]
+        return sums
+
+    def _latest(self, steps: int) -> list[RoundRecord]:
+        """The rows of the latest ``steps`` steps that are kept; does not look at older ones."""
+        rows = list(self._rows)  # at once, a thread may add some
+        found: set[int] = set()
+        for begin in range(len(rows), 0, -1):
+            found.add(rows[begin - 1].step)
+            if len(found) > steps:
+                return rows[begin:]
+        return rows
+
+    def summary(self, name: str, world_size: int, steps: int = 100) -> str:
+        """Says in words what the latest ``steps`` steps sent, and how long backward waited.
+
+        Args:
+            name: of the scheme.
+            world_size: number of ranks.
+            steps: so many at most; fewer if fewer are kept.
+
+        Example:
+            >>> print(hook.summary())
+            int8 on 4 ranks, steps 0 to 99: 12.3 MB on the wire per step and rank, where a dense
+            all-reduce sends 49.1 MB: a quarter (1/3.99). Of 20.1 ms of communication per step,
+            backward did not hide 3.2 ms.
+        """
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise ValueError(f"summary(steps=...) is a whole number, 1 or more, got {steps!r}")
+        return summarise(self._latest(steps), self._exposed, name, world_size)

@@ -12,7 +12,8 @@ from commhooks._errors import OptionError
 from commhooks._feedback import ErrorFeedback, Scaled
 from commhooks._registry import build
 from commhooks._schedules import DelayedStart
-from commhooks._scheme import Scheme
+from commhooks._scheme import Scheme, walk
+from commhooks._settings import fitting, need_dataclass
 from commhooks._wrapper import Coalesced
 
 __all__ = ["describe", "make"]
@@ -24,7 +25,12 @@ _DTYPES: Mapping[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
 }
 # Options of every scheme, each a wrapper around it.
-_WRAPPER_OPTIONS = ("start_step", "error_feedback", "wire_dtype", "coalesce")
+WRAPPER_OPTIONS: Mapping[str, Any] = {
+    "start_step": int,
+    "error_feedback": bool,
+    "wire_dtype": str | torch.dtype,
+    "coalesce": bool,
+}
 
 
 def make(scheme: str | Scheme, **options: Any) -> Scheme:
@@ -41,17 +47,19 @@ def make(scheme: str | Scheme, **options: Any) -> Scheme:
 
     Raises:
         UnknownSchemeError: no such name; suggests the nearest.
-        OptionError: no such option; lists those there are.
+        OptionError: no such option, or not that value of it; lists those there are.
 
     Example:
         >>> make("powersgd", rank=2, start_step=100)
         DelayedStart(scheme=ErrorFeedback(scheme=PowerSGD(rank=2, ...)), start_step=100, ...)
     """
-    if "start_iter" in options or "start_powerSGD_iter" in options:
-        raise OptionError("make: the option is called start_step here")
-    wrapping = {key: options.pop(key) for key in _WRAPPER_OPTIONS if key in options}
+    wrapping = {
+        key: fitting("make", key, options.pop(key), kind)
+        for key, kind in WRAPPER_OPTIONS.items()
+        if key in options
+    }
     if isinstance(scheme, str):
-        built = build(scheme, options, wrapper_options=_WRAPPER_OPTIONS)
+        built = build(scheme, options, wrapper_options=tuple(WRAPPER_OPTIONS))
     elif isinstance(scheme, Scheme):
         if options:
             raise OptionError(
@@ -61,9 +69,12 @@ def make(scheme: str | Scheme, **options: Any) -> Scheme:
         built = scheme
     else:
         raise TypeError(
-            f"a scheme is given by name or as a Scheme, got {type(scheme).__name__}: "
+            f"a scheme is given by name or as a Scheme, got {_what(scheme)}: "
             f"commhooks.names() lists the names"
         )
+    for inside in walk(built):
+        kind: Any = type(inside)
+        need_dataclass(kind)
     if "wire_dtype" in wrapping:
         built = Cast(built, as_dtype(wrapping["wire_dtype"]))
     needs_feedback = isinstance(scheme, str) and built.biased and not built.optimizes
@@ -83,6 +94,12 @@ def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
     if dtype not in _DTYPES:
         raise ValueError(f"wire_dtype is one of {sorted(_DTYPES)} or a torch.dtype, got {dtype!r}")
     return _DTYPES[dtype]
+
+
+def _what(scheme: object) -> str:
+    if isinstance(scheme, type) and issubclass(scheme, Scheme):
+        return f"the class {scheme.__name__}, not {scheme.__name__}(...)"
+    return type(scheme).__name__
 
 
 def describe(scheme: Scheme) -> str:

@@ -10,7 +10,8 @@ dropped otherwise, so one overflow leaves residuals and factors as they were.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -143,13 +144,30 @@ class Memory:
 
     # ---- used by the engine
 
-    def commit(self, good: Tensor) -> None:
+    def for_step(self) -> Memory:
+        """The same memory, with writes of its own that are taken or dropped together.
+
+        What an abandoned step still writes is therefore never another step's.
+        """
+        step = copy.copy(self)
+        step._staged, step._notes = {}, {}
+        return step
+
+    def commit(self, good: Tensor, left_alone: Collection[str] = ()) -> None:
         """Ends a step: takes the staged writes if ``good`` (one bool), else drops them.
 
         On CUDA the choice is made on the device, without waiting for it.
+
+        Args:
+            left_alone: parameters that did not take part in the step; they keep what they had.
         """
         staged, self._staged = self._staged, {}
         notes, self._notes = self._notes, {}
+        if left_alone:
+            staged = {
+                (key, layout): self._without(key, layout, flat, left_alone)
+                for (key, layout), flat in staged.items()
+            }
         on_host = good.device.type == "cpu"
         if on_host and not good.item():
             for place, flat in staged.items():
@@ -208,6 +226,24 @@ class Memory:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     # ---- inside
+
+    def _without(
+        self, key: str, layout: Layout, flat: Tensor | None, left_alone: Collection[str]
+    ) -> Tensor | None:
+        """Staged values, but for some parameters those of before; zero where there were none."""
+        if not any(name in left_alone for name in layout.names):
+            return flat
+        if flat is None:  # all are removed, hence none of these
+            flat = (
+                torch.zeros_like(self._flat[key, layout]) if (key, layout) in self._flat else None
+            )
+            if flat is None:
+                return None
+        for name, view in zip(layout.names, layout.views(flat), strict=True):
+            if name in left_alone:
+                old = self._value(key, name)
+                view.zero_() if old is None else view.copy_(old)
+        return flat
 
     def _value(self, key: str, name: str) -> Tensor | None:
         place = self._where.get(key, {}).get(name)

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks._errors import RegistrationError
 from commhooks._memory import Layout
+from commhooks._names import plain_name, plain_names
+from ddp_core import DistributedDataParallel as CoreDDP
 
-__all__ = ["Parameter", "Parameters", "ddp_models", "find_ddp", "find_owner"]
+__all__ = [
+    "Parameter",
+    "Parameters",
+    "check_group",
+    "ddp_models",
+    "find_ddp",
+    "find_owner",
+    "not_reduced",
+]
 
 
 def find_ddp(model: object) -> DistributedDataParallel:
@@ -38,6 +50,15 @@ def find_ddp(model: object) -> DistributedDataParallel:
             f"modules; register a hook on each"
         )
     kinds = {type(module).__name__ for module in model.modules()}
+    if any(
+        base.__module__ == "torch.distributed._composable.replicate" for base in type(model).__mro__
+    ):
+        raise RegistrationError(
+            f"register: {type(model).__name__} was passed to replicate(), which makes its "
+            f"DistributedDataParallel in the first forward pass. Give it the hook before that: "
+            f"state = commhooks.HookState(scheme, model); "
+            f"model.register_comm_hook(state, commhooks.comm_hook)"
+        )
     if any("FSDP" in kind or "FullySharded" in kind for kind in kinds):
         raise RegistrationError(
             "register: the model is sharded (FSDP), which reduces gradients itself and takes no "
@@ -69,6 +90,20 @@ def ddp_models() -> Iterator[DistributedDataParallel]:
             yield candidate
 
 
+def check_group(group: object) -> None:
+    """Raises if ``group`` is neither a process group that this rank is in, nor None."""
+    if group is None or (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+        return
+    if dist.is_available() and group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise RegistrationError(
+            "process_group=...: this rank is not in the group; only its ranks make a hook for it"
+        )
+    raise TypeError(
+        f"process_group=... is a torch.distributed.ProcessGroup, or None for the model's own, got "
+        f"{type(group).__name__}; torch.distributed.new_group(ranks) makes one of some ranks"
+    )
+
+
 class Parameter(NamedTuple):
     """One trained parameter, as it lies in DDP's buckets.
 
@@ -85,7 +120,10 @@ class Parameter(NamedTuple):
 
 
 class Parameters:
-    """The trained parameters of a model, by name and by identity.
+    """The parameters that a model's gradients are averaged for, by name and by identity.
+
+    Names are those of the model itself (:func:`plain_name`). In DistributedDataParallel, the
+    parameters are those that required a gradient when it was made; elsewhere, that do now.
 
     Args:
         model: DistributedDataParallel, whose prefix is left out of the names, or any module;
@@ -93,9 +131,24 @@ class Parameters:
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        self._by_id = {} if model is None else dict(_trained(model))
-        self._by_name = {parameter.name: parameter for parameter in self._by_id.values()}
+        self._names = {} if model is None else _names_by_id(model)
+        self._by_id: dict[int, Parameter] = {}
+        self._by_name: dict[str, Parameter] = {}
         self._layouts: dict[tuple[int, ...], Layout] = {}
+        for parameter in [] if model is None else _reduced(model):
+            self._add(parameter)
+
+    def _add(self, parameter: Tensor) -> None:
+        name = self._names.get(id(parameter))
+        if name is None:
+            raise RegistrationError(
+                f"the hook got a gradient of shape {tuple(parameter.shape)} that is not of the "
+                f"model it was made for: one HookState serves one model; make another"
+            )
+        real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
+        order = _memory_order(real)
+        one = Parameter(name, real.permute(order).shape, real.dtype, order)
+        self._by_id[id(parameter)] = self._by_name[name] = one
 
     def __iter__(self) -> Iterator[Parameter]:
         return iter(self._by_id.values())
@@ -108,6 +161,11 @@ class Parameters:
         """Shapes, in memory order, by name."""
         return {parameter.name: parameter.shape for parameter in self}
 
+    def name(self, parameter: Tensor) -> str | None:
+        """Its name; None if it is not of this model."""
+        known = self._by_id.get(id(parameter))
+        return None if known is None else known.name
+
     def layout(self, parameters: Sequence[Tensor]) -> Layout:
         """Names and shapes of a bucket's parameters.
 
@@ -119,14 +177,16 @@ class Parameters:
         if layout is None:
             for parameter in parameters:
                 if id(parameter) not in self._by_id:
-                    raise RegistrationError(
-                        f"the hook got a gradient of shape {tuple(parameter.shape)} that is not of "
-                        f"the model it was made for: one HookState serves one model; make another"
-                    )
+                    self._add(parameter)
             found = [self._by_id[i] for i in key]
             layout = Layout([one.name for one in found], [one.shape for one in found])
             self._layouts[key] = layout
         return layout
+
+    def find(self, name: str) -> str:
+        """What a name is here that may have been given to the model in another wrapper."""
+        plain = plain_name(name)
+        return plain if name not in self._by_name and plain in self._by_name else name
 
     def in_order(self, name: str, value: Tensor) -> Tensor:
         """A view of ``value``, which lies in memory order, with the parameter's own dimensions."""
@@ -144,15 +204,45 @@ class Parameters:
         return known.order
 
 
-def _trained(model: nn.Module) -> Iterator[tuple[int, Parameter]]:
+def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that DistributedDataParallel does not ignore."""
     module = model.module if isinstance(model, DistributedDataParallel) else model
     ignored: set[str] = set(getattr(model, "parameters_to_ignore", ()))
     ignored |= set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad and name not in ignored:
-            real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
-            order = _memory_order(real)
-            yield id(parameter), Parameter(name, real.permute(order).shape, real.dtype, order)
+    return [(name, one) for name, one in module.named_parameters() if name not in ignored]
+
+
+def _names_by_id(model: nn.Module) -> dict[int, str]:
+    named = _named(model)
+    plain = plain_names(name for name, _ in named)
+    return {id(one): plain[name] for name, one in named}
+
+
+def _reduced(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters in the model's buckets, in the order of their names."""
+    named = [one for _, one in _named(model)]
+    trained = [one for one in named if one.requires_grad]
+    if not isinstance(model, DistributedDataParallel):
+        return trained
+    reducer: Any = getattr(model, "reducer", None)
+    if isinstance(model, CoreDDP):
+        reduced = {id(one.parameter) for one in reducer.parameters}
+        return [one for one in named if id(one) in reduced]
+    if torch._C._current_graph_task_id() >= 0:  # the reducer holds its lock while it calls a hook
+        return trained
+    with contextlib.suppress(Exception):  # torch's class does not tell in every version and state
+        if model._get_ddp_logging_data()["num_parameter_tensors"] != len(trained):
+            # Makes all gradients once, empty: only where parameters were frozen or set free since.
+            buckets = reducer._get_zeros_like_grad_buckets()
+            reduced = {id(one) for bucket in buckets for one in bucket.parameters()}
+            return [one for one in named if id(one) in reduced]
+    return trained
+
+
+def not_reduced(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that are in no bucket, by name; those that are ignored left out."""
+    reduced = {id(one) for one in _reduced(model)}
+    return {name: one for name, one in _named(model) if id(one) not in reduced}
 
 
 def _memory_order(tensor: Tensor) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ Never is a partial sum rounded again on a ring: the error would grow with the nu
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
@@ -25,9 +26,7 @@ __all__ = [
     "PackedCodec",
     "Pattern",
     "Shard",
-    "check_pattern",
     "dense_exchange",
-    "shard_draw",
     "spans",
 ]
 
@@ -35,18 +34,41 @@ Pattern = Literal["two_phase", "all_gather"]
 Rounds = Generator[Collective, Tensor, None]
 
 
-class Draw(NamedTuple):
-    """Random streams of one payload.
+class Draw:
+    """Random streams of one payload, made when they are asked for.
 
     Attributes:
         noise: for stochastic rounding; of this rank and phase alone.
         shared: the same on every rank and in both phases.
-        ctx: for other draws, from ``ctx.generator``.
+        anew: the same on every rank, and another in each phase.
+        ctx: for other draws, from ``ctx.generator``; of this phase.
     """
 
-    noise: Stream
-    shared: Stream
-    ctx: Context
+    def __init__(self, ctx: Context, shard: int, phase: str, purpose: str = "") -> None:
+        self._whole, self._place, self._again = ctx, (shard, purpose), phase != "worker"
+        self._shard, self._phase = f"{purpose}{shard}", f"{purpose}{phase}/{shard}"
+
+    @property
+    def first(self) -> Draw:
+        """What the payloads that arrive in the first phase were packed with."""
+        shard, purpose = self._place
+        return Draw(self._whole, shard, "worker", purpose)
+
+    @cached_property
+    def noise(self) -> Stream:
+        return self._whole.random(self._phase, shared=False)
+
+    @cached_property
+    def shared(self) -> Stream:
+        return self._whole.random(self._shard, shared=True)
+
+    @cached_property
+    def anew(self) -> Stream:
+        return self._whole.random(self._phase, shared=True) if self._again else self.shared
+
+    @cached_property
+    def ctx(self) -> Context:
+        return self._whole.part(self._phase)
 
 
 def dense_exchange(grad: Tensor, ctx: Context) -> SchemeExchange:
@@ -59,13 +81,6 @@ def dense_exchange(grad: Tensor, ctx: Context) -> SchemeExchange:
         return Exchanged(mean, sent=request.sent)
     unsent = ctx.unsent.zero_() if request.sent is None else ctx.unsent.sub_(request.sent)
     return Exchanged(mean, unsent=unsent)
-
-
-def check_pattern(owner: object, pattern: str) -> None:
-    if pattern not in ("two_phase", "all_gather"):
-        raise ValueError(
-            f"{type(owner).__name__}(pattern=...) is 'two_phase' or 'all_gather', got {pattern!r}"
-        )
 
 
 class Shard(NamedTuple):
@@ -131,7 +146,7 @@ class PackedCodec(Scheme):
     ) -> None:
         """``unpack``, then ``pack``: the middle of the two-phase exchange."""
         total = torch.empty(n, dtype=torch.float32, device=payload.device)
-        self.unpack(payloads, total, draw, factor)
+        self.unpack(payloads, total, draw.first, factor)
         self.pack(total, payload, draw, left=left)
 
     def pays(self, n: int, dense_bytes: int, world_size: int) -> bool:
@@ -165,17 +180,18 @@ class PackedCodec(Scheme):
 
     def _all_gather(self, work: Work, out: Tensor, ctx: Context) -> Rounds:
         payload = out.new_empty(self.payload_bytes(out.numel()), dtype=torch.uint8)
-        draw = shard_draw(ctx, 0, "worker")
+        draw = Draw(ctx, 0, "worker")
         self.pack(work.x, payload, draw, work.residual, work.left)
         gathered = yield AllGather(payload)
         self.unpack(gathered, out, draw, 1.0 / ctx.world_size)
 
     def _two_phase(self, work: Work, out: Tensor, shards: list[Shard], ctx: Context) -> Rounds:
-        draws = [shard_draw(ctx, r, "worker") for r in range(len(shards))]
+        draws = [Draw(ctx, r, "worker") for r in range(len(shards))]
         rows = self.pack_shards(work.x, shards, draws, work.residual, work.left)
         received = yield AllToAll(rows)
         again = self.repack_shard(received, shards, ctx.rank, ctx, work.left, ctx.world_size)
         gathered = yield AllGather(again)
+        draws = [Draw(ctx, r, "server") for r in range(len(shards))]
         self.unpack_shards(gathered, out, shards, draws)
 
     def pack_shards(
@@ -214,7 +230,7 @@ class PackedCodec(Scheme):
         again = received.new_zeros(shards[0].nbytes)
         if begin < end:
             lost = None if left is None else torch.empty_like(left[begin:end])
-            draw = shard_draw(ctx, own, "server", purpose)
+            draw = Draw(ctx, own, "server", purpose)
             rows = received[:, :nbytes].contiguous()
             self.repack(rows, again[:nbytes], end - begin, draw, 1.0 / len(rows), lost)
             if left is not None and lost is not None:
@@ -224,7 +240,7 @@ class PackedCodec(Scheme):
     def unpack_shards(
         self, rows: Tensor, out: Tensor, shards: list[Shard], draws: list[Draw]
     ) -> None:
-        """Writes what the rows stand for, shard after shard."""
+        """Writes what the rows of the second phase stand for, shard after shard."""
         for (begin, end, nbytes), row, draw in zip(shards, rows, draws, strict=True):
             if begin < end:
                 self.unpack(row[None, :nbytes], out[begin:end], draw, 1.0)
@@ -234,10 +250,3 @@ def spans(n: int, count: int, unit: int) -> list[tuple[int, int]]:
     """Where ``count`` equal multiples of ``unit`` cut ``n`` entries; the last may be short."""
     each = -(-n // (count * unit)) * unit
     return [(min(i * each, n), min((i + 1) * each, n)) for i in range(count)]
-
-
-def shard_draw(ctx: Context, shard: int, phase: str, purpose: str = "") -> Draw:
-    """The random streams of a shard's payload; ``shared`` is the same in all phases."""
-    noise = ctx.random(f"{purpose}{phase}/{shard}", shared=False)
-    shared = ctx.random(f"{purpose}{shard}", shared=True)
-    return Draw(noise, shared, ctx.part(f"{purpose}{phase}/{shard}"))

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import re
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+import warnings
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from commhooks._feedback import flushing, keeps_residual
 from commhooks._memory import Layout
-from commhooks._scheme import Context, Exchanged, Scheme, SchemeExchange
-from commhooks._wrapper import Several, need_scheme
-from ddp_core import AllReduce, Collective
+from commhooks._scheme import Context, Exchanged, Scheme, SchemeExchange, walk
+from commhooks._settings import check_settings, shown
+from commhooks._wrapper import Several
+from ddp_core import AllReduce, Collective, as_request
 
-__all__ = ["ROLES", "PerParameter", "Rule", "role_of"]
+__all__ = ["ROLES", "PerParameter", "Rule", "role_of", "warn_of_idle_rules"]
 
 
 ROLES = ("embedding", "head", "norm", "bias", "matrix", "vector")
@@ -67,8 +71,15 @@ class Rule:
     dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
+        check_settings(self)
         if self.role is not None and self.role not in ROLES:
             raise ValueError(f"Rule(role=...) is one of {', '.join(ROLES)}, got {self.role!r}")
+        for least, most in (("min_dim", "max_dim"), ("min_numel", "max_numel")):
+            if getattr(self, least) > getattr(self, most):
+                raise ValueError(
+                    f"Rule({least}=..., {most}=...): no parameter is between "
+                    f"{getattr(self, least)} and {getattr(self, most)}"
+                )
 
     def matches(self, name: str, shape: torch.Size, dtype: torch.dtype) -> bool:
         """Whether a parameter falls under this rule."""
@@ -87,6 +98,9 @@ class PerParameter(Several):
 
     The chosen schemes run side by side; all-reduces of the same round and dtype share a message.
 
+    A rule that names parameters, roles or dtypes which the model does not have warns when the
+    scheme meets the model.
+
     Args:
         rules: in order of precedence.
         default: for parameters under no rule.
@@ -100,12 +114,12 @@ class PerParameter(Several):
     default: Scheme
 
     def __post_init__(self) -> None:
+        if not isinstance(self.rules, Iterable):
+            raise TypeError(f"PerParameter(rules=...) is a list of Rule, got {shown(self.rules)}")
         object.__setattr__(self, "rules", tuple(self.rules))
         for rule in self.rules:
             if not isinstance(rule, Rule):
-                raise TypeError(f"PerParameter(rules=...) holds Rule objects, got {rule!r}")
-            need_scheme(rule, rule.scheme)
-        need_scheme(self, self.default)
+                raise TypeError(f"PerParameter(rules=...) holds Rule objects, got {shown(rule)}")
 
     @property
     def schemes(self) -> list[Scheme]:
@@ -156,6 +170,40 @@ class PerParameter(Several):
         return Exchanged(ctx.output, sent=sent, finite=finite)
 
 
+def warn_of_idle_rules(
+    scheme: Scheme, parameters: Iterable[tuple[str, torch.Size, torch.dtype, Any]]
+) -> None:
+    """Warns of rules that no parameter of the model falls under, though they name some.
+
+    Rules by size or number of dimensions are for any model: nothing is said of them.
+    """
+    found = list(parameters)
+    for policy in walk(scheme) if found else ():
+        if not isinstance(policy, PerParameter):
+            continue
+        open_to = [one[:3] for one in found]
+        for rule in policy.rules:
+            matched = [one for one in found if rule.matches(*one[:3])]
+            left = [one for one in open_to if not rule.matches(*one)]
+            if len(left) == len(open_to) and (rule.name != "*" or rule.role or rule.dtype):
+                warnings.warn(_idle(rule, [one[0] for one in found], bool(matched)), stacklevel=4)
+            open_to = left
+
+
+def _idle(rule: Rule, names: Sequence[str], hidden: bool) -> str:
+    conditions = [
+        f"{setting.name}={getattr(rule, setting.name)!r}"
+        for setting in fields(rule)
+        if setting.name != "scheme" and getattr(rule, setting.name) != setting.default
+    ]
+    which = f"PerParameter: Rule({', '.join(conditions)})"
+    if hidden:
+        return f"{which} is never used: earlier rules take all parameters that it matches"
+    near = difflib.get_close_matches(rule.name.strip("*"), names, n=3, cutoff=0.4)
+    listed = f"the nearest are {', '.join(near)}" if near else f"it has {', '.join(names[:3])}, ..."
+    return f"{which} matches none of the model's {len(names)} parameters; {listed}"
+
+
 class _Part:
     """The parameters of a bucket that share a scheme, gathered into a flat tensor of their own."""
 
@@ -177,7 +225,8 @@ class _Part:
     def advance(self, answer: Tensor | None) -> None:
         """Runs to the next request, or to the end."""
         try:
-            self.request = next(self.exchange) if answer is None else self.exchange.send(answer)
+            yielded = next(self.exchange) if answer is None else self.exchange.send(answer)
+            self.request = as_request(yielded)
         except StopIteration as stop:
             self.request, self.result = None, stop.value
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from commhooks._errors import HookNotAttachedError, RegistrationError
+from commhooks._attachment import AttachmentGuard
+from commhooks._errors import RegistrationError
 from commhooks._feedback import keeps_residual
+from commhooks._handshake import MEETING
 from commhooks._hook import comm_hook
-from commhooks._layout import BucketLayout, group_function
+from commhooks._layout import BucketLayout, group_function, layout_facts
 from commhooks._model import find_ddp
 from commhooks._scheme import Scheme
 from commhooks._state import HookState
@@ -28,6 +29,7 @@ def register(
     process_group: dist.ProcessGroup | None = None,
     layout: BucketLayout | None = None,
     seed: int = 0,
+    history: int = 100_000,
     **options: Any,
 ) -> HookState:
     """Registers a scheme on a DistributedDataParallel model; all ranks call it alike.
@@ -40,6 +42,7 @@ def register(
             "scheme" (those that the scheme treats alike), "shape" (matrices of one shape, all
             vectors together), or a function of name and parameter; None: as usual.
         seed: base of the scheme's random draws, the same on every rank.
+        history: rows kept for ``report``, one per bucket and round; totals count all.
         options: of the scheme, see :func:`commhooks.make`.
 
     Returns:
@@ -48,7 +51,8 @@ def register(
     Raises:
         RegistrationError: not a DDP model, no process group, or a hook is registered already.
         UnknownSchemeError, OptionError: wrong name or option; suggests the nearest.
-        MismatchError: the ranks differ in scheme, options, versions or parameters.
+        MismatchError: the ranks differ in scheme, options, versions or parameters, or
+            (MissingRankError) some did not come within 5 minutes or the group's timeout.
 
     Example:
         >>> hook = commhooks.register(ddp_model, "powersgd", rank=4, start_step=100)
@@ -75,13 +79,17 @@ def register(
                 else "wrap the module anew to change it"
             )
         )
-    if layout is not None:
-        _own(ddp, "register(layout=...)")
-    state = HookState(scheme, ddp, process_group=process_group, seed=seed, **options)
-    state.agree("commhooks.register")
+    own = None if layout is None else _own(ddp, "register(layout=...)")
+    state = HookState(
+        scheme, ddp, process_group=process_group, seed=seed, history=history, **options
+    )
+    group = None if layout is None else group_function(layout, state)
+    facts = {"DistributedDataParallel": f"{type(ddp).__module__}.{type(ddp).__qualname__}"}
+    facts |= layout_facts(layout, group, ddp.module)
+    state.agree("commhooks.register", facts, MEETING)
     ddp.register_comm_hook(state, comm_hook)
-    if layout is not None:
-        _own(ddp, "register(layout=...)").request_layout(group_function(layout, state))
+    if own is not None:
+        own.request_layout(group)
     ddp.register_forward_pre_hook(AttachmentGuard(state, ddp))
     return state
 
@@ -137,41 +145,3 @@ def _drop_stale(ddp: DistributedDataParallel) -> None:
         if not guard.attached_to(ddp):
             del ddp._forward_pre_hooks[key]
             ddp._comm_hooks.clear()
-
-
-class AttachmentGuard:
-    """Forward pre-hook that raises where the registered hook would silently not run."""
-
-    def __init__(self, state: HookState, ddp: DistributedDataParallel) -> None:
-        self._state = state
-        self._ddp: weakref.ref[nn.Module] | None = weakref.ref(ddp)
-        self._had_grad = any(parameter.grad is not None for parameter in ddp.parameters())
-        self._accumulates = False
-
-    def attached_to(self, module: nn.Module) -> bool:
-        """Whether ``module`` is the one the hook was registered on, in this process."""
-        return self._ddp is not None and self._ddp() is module
-
-    def __call__(self, module: nn.Module, inputs: Any) -> None:
-        if not self.attached_to(module):
-            raise HookNotAttachedError(
-                "this DistributedDataParallel was unpickled or copied: it lists a communication "
-                "hook that its reducer does not have, so gradients would be averaged without it. "
-                "Call commhooks.register(model, ...) on it, then load_state_dict"
-            )
-        if self._state.calls or self._had_grad:
-            return
-        if not getattr(module, "require_backward_grad_sync", True):
-            self._accumulates = True  # gradients come from no_sync() from now on
-        elif not self._accumulates and any(p.grad is not None for p in module.parameters()):
-            raise HookNotAttachedError(
-                "a backward pass made gradients but the registered hook was never called. Is the "
-                "loss computed through the wrapped module instead of the DistributedDataParallel?"
-            )
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"state": self._state}
-
-    def __setstate__(self, saved: dict[str, Any]) -> None:
-        self._state, self._ddp = saved["state"], None
-        self._had_grad = self._accumulates = False

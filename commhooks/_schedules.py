@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from commhooks._feedback import flushing, keeps_residual, take_residual
-from commhooks._scheme import Context, Scheme, SchemeExchange
+from commhooks._scheme import Context, Scheme, SchemeExchange, walk
+from commhooks._settings import fitting, shown
 from commhooks._wrapper import Several, Wrapper, any_error, need_scheme
 from commhooks.schemes.dense import Dense
 
 __all__ = ["DelayedStart", "PeriodicDense", "Schedule"]
+
+
+def need_no_start(owner: Scheme, scheme: Scheme) -> None:
+    """Raises where a scheme counts its dense steps itself, and learns from them."""
+    for inside in walk(scheme):
+        if inside.starts_dense:
+            raise ValueError(
+                f"{type(owner).__name__}({type(scheme).__name__}(...)): {type(inside).__name__} is "
+                f"dense in its first steps itself, and needs them; set its {inside.starts_dense}"
+            )
 
 
 @dataclass(frozen=True)
@@ -36,8 +47,8 @@ class DelayedStart(Wrapper):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        need_scheme(self, self.before)
-        if not isinstance(self.start_step, int) or self.start_step < 0:
+        need_no_start(self, self.scheme)
+        if self.start_step < 0:
             raise ValueError(
                 f"DelayedStart(start_step=...) is a number of steps, 0 or more, "
                 f"got {self.start_step!r}"
@@ -81,9 +92,15 @@ class PeriodicDense(Wrapper):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 2:
+        if self.every < 2:
             raise ValueError(
                 f"PeriodicDense(every=...) is a number of steps, 2 or more, got {self.every!r}"
+            )
+        if self.scheme.optimizes:
+            raise ValueError(
+                f"PeriodicDense({type(self.scheme).__name__}(...)): it gives the optimizer "
+                f"something else than an average of gradients, and a dense step is one; use it as "
+                f"it is"
             )
 
     @property
@@ -117,15 +134,24 @@ class Schedule(Several):
     parts: Sequence[tuple[int, Scheme]]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "parts", tuple((step, scheme) for step, scheme in self.parts))
-        steps = [step for step, _ in self.parts]
-        if not steps or steps[0] != 0 or sorted(set(steps)) != steps:
+        pairs = tuple(self.parts) if isinstance(self.parts, Iterable) else ()
+        if not pairs or not all(isinstance(one, (list, tuple)) and len(one) == 2 for one in pairs):
+            raise ValueError(
+                f"Schedule(parts=...) are pairs of step and scheme, [(0, ...), (500, ...)], "
+                f"got {shown(self.parts)}"
+            )
+        parts = tuple((fitting("Schedule", "step", step, int), scheme) for step, scheme in pairs)
+        object.__setattr__(self, "parts", parts)
+        steps = [step for step, _ in parts]
+        if steps[0] != 0 or sorted(set(steps)) != steps:
             raise ValueError(
                 f"Schedule(parts=...) are pairs of step and scheme, from step 0 on and ascending, "
                 f"got steps {steps}"
             )
-        for scheme in self.schemes:
+        for step, scheme in parts:
             need_scheme(self, scheme)
+            if step:
+                need_no_start(self, scheme)
 
     @property
     def schemes(self) -> list[Scheme]:

@@ -7,15 +7,18 @@ remembers lives in ``ctx.memory``, and it neither knows nor cares which driver r
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Hashable, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import cached_property
+from functools import cached_property, wraps
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from commhooks._errors import SchemeError
 from commhooks._memory import Layout, Memory
+from commhooks._settings import check_settings, shown
 from commhooks.kernels import Stream
 from ddp_core import AllGather, AllReduce, Collective
 
@@ -25,6 +28,8 @@ __all__ = [
     "Exchanged",
     "Scheme",
     "SchemeExchange",
+    "check_decoded",
+    "checked_payload",
     "children",
     "pack_payload",
     "unpack_payload",
@@ -130,6 +135,33 @@ def _number(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
+def _after_check(post_init: Callable[..., None]) -> Callable[..., None]:
+    """A ``__post_init__`` that can rely on the types of its settings."""
+
+    @wraps(post_init)
+    def run(self: Any, *only_for_init: Any) -> None:
+        check_settings(self)
+        post_init(self, *only_for_init)
+
+    return run
+
+
+def _generating(exchange: Callable[..., Any]) -> Callable[..., Any]:
+    """An ``exchange`` without a ``yield`` of its own, which has to hand on another's generator."""
+
+    @wraps(exchange)
+    def run(self: Any, grad: Tensor, ctx: Context) -> Any:
+        result = exchange(self, grad, ctx)
+        if not isinstance(result, Generator):
+            raise SchemeError(
+                f"{type(self).__name__}.exchange is a generator: it yields collectives and returns "
+                f"Exchanged(mean, ...); without a `yield` in it, it returned {shown(result)}"
+            )
+        return result
+
+    return run
+
+
 class Scheme:
     """Base of all schemes. Subclasses are frozen dataclasses and implement ``exchange``.
 
@@ -141,13 +173,17 @@ class Scheme:
         linear: payloads of all ranks may be summed by an all-reduce.
         stateful: keeps something in ``ctx.memory``.
         averages: returns the average over ranks (False: no-op and local schemes).
+        agrees: gives every rank the same bits (False: gossip, whose averages are of some ranks).
         adds_residual: adds ``ctx.residual`` to the gradient itself, in the pass that encodes it,
             and returns ``ctx.unsent`` as ``unsent``.
         optimizes: gives the optimizer something else than an average of gradients (momentum,
             signs); error feedback around it has no meaning.
         per_rank: keys of its memory that differ between ranks, and what becomes of their values
-            on another number of ranks: "sum" (the sum over ranks stays), "mean", or "drop". All
-            others are equal on all ranks.
+            on another number of ranks: "sum" (each moves to one rank, added up there and scaled
+            so that the mean over ranks stays), "mean" (every rank gets it), or "drop". All others
+            are equal on all ranks.
+        own_keys: keys of its memory that a scheme around it must not write, too.
+        starts_dense: the setting that says how many dense steps come first; "" where there is none.
     """
 
     rounds: int = 1
@@ -156,10 +192,23 @@ class Scheme:
     linear: ClassVar[bool] = False
     stateful: bool = False
     averages: ClassVar[bool] = True
+    agrees: ClassVar[bool] = True
     adds_residual: ClassVar[bool] = False
     optimizes: bool = False
     per_rank: ClassVar[Mapping[str, str]] = {}
+    own_keys: ClassVar[tuple[str, ...]] = ()
+    starts_dense: ClassVar[str] = ""
     coalesce: bool = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__post_init__" in vars(cls):
+            setattr(cls, "__post_init__", _after_check(vars(cls)["__post_init__"]))  # noqa: B010
+        if "exchange" in vars(cls) and not inspect.isgeneratorfunction(vars(cls)["exchange"]):
+            setattr(cls, "exchange", _generating(vars(cls)["exchange"]))  # noqa: B010
+
+    def __post_init__(self) -> None:
+        check_settings(self)
 
     def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
         """Yields collectives, is sent their results, returns the averaged gradient.
@@ -204,7 +253,7 @@ class Codec(Scheme):
         raise NotImplementedError
 
     def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
-        payload = self.encode(grad, ctx)
+        payload = checked_payload(self, self.encode(grad, ctx))
         packed = pack_payload(payload)
         gather = AllGather(packed)
         dense = AllReduce(grad)
@@ -219,10 +268,37 @@ class Codec(Scheme):
         sent = None
         for rank in range(ctx.world_size):
             decoded = self.decode(unpack_payload(gathered[rank], payload), grad, ctx)
+            check_decoded(self, decoded, grad)
             mean.add_(decoded, alpha=1.0 / ctx.world_size)
             if rank == ctx.rank:
                 sent = decoded
         return Exchanged(mean, sent=sent)
+
+
+def checked_payload(codec: Codec, payload: Any) -> dict[str, Tensor]:
+    """What ``encode`` returned, if it is what it has to be.
+
+    Raises:
+        SchemeError: anything but named tensors, one at least.
+    """
+    named = isinstance(payload, dict) and bool(payload)
+    if named and all(isinstance(value, Tensor) for value in payload.values()):
+        found: dict[str, Tensor] = payload
+        return found
+    raise SchemeError(
+        f"{type(codec).__name__}.encode returns a dict of named tensors, one at least, "
+        f"got {shown(payload)}"
+    )
+
+
+def check_decoded(codec: Codec, decoded: Any, like: Tensor) -> None:
+    """Raises ``SchemeError`` where ``decode`` returned no tensor of the bucket's shape."""
+    if not isinstance(decoded, Tensor) or decoded.shape != like.shape:
+        what = f"shape {tuple(decoded.shape)}" if isinstance(decoded, Tensor) else shown(decoded)
+        raise SchemeError(
+            f"{type(codec).__name__}.decode returns a tensor of the bucket's shape "
+            f"{tuple(like.shape)}, got {what}"
+        )
 
 
 def pack_payload(payload: dict[str, Tensor]) -> Tensor:
@@ -258,8 +334,9 @@ def children(scheme: Scheme) -> list[Scheme]:
             for setting in fields(value):
                 look(getattr(value, setting.name))
 
-    for own in fields(scheme):  # type: ignore[arg-type]
-        look(getattr(scheme, own.name))
+    if is_dataclass(scheme):  # `make` refuses all others
+        for own in fields(scheme):
+            look(getattr(scheme, own.name))
     return found
 
 

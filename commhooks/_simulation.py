@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from commhooks._coalesce import Coalescer, Group
 from commhooks._engine import Engine
 from commhooks._make import make
 from commhooks._memory import Layout
 from commhooks._scheme import Scheme
-from ddp_core import Collective, Exchange, simulate
+from commhooks._settings import fitting
+from ddp_core import Exchange, as_request, simulate
 
 __all__ = ["Simulation"]
 
@@ -41,12 +44,17 @@ class Simulation:
         seed: int = 0,
         **options: Any,
     ) -> None:
+        world_size = fitting("Simulation", "world_size", world_size, int)
+        if world_size < 1:
+            raise ValueError(f"Simulation(world_size=...) is 1 or more, got {world_size}")
         built = make(scheme, **options)
         self.layout = Layout(list(shapes), list(shapes.values()))
         self.engines = [
             Engine(built, rank=rank, world_size=world_size, seed=seed) for rank in range(world_size)
         ]
         # Of rank 0, all steps: collective and payload bytes, and bytes it sends by the formulas.
+        self.buckets: list[tuple[str, ...]] = []  # parameters of each exchange of the last step
+        self._restored: list[tuple[str, ...]] = []
         self.requests: list[tuple[str, int]] = []
         self.wire_bytes: list[float] = []
 
@@ -61,27 +69,35 @@ class Simulation:
         """
         layouts = list(buckets) if buckets is not None else [self.layout]
         means = [grad.clone() for grad in grads]
-        begin = 0
-        parts = []
-        for layout in layouts:
-            parts.append((begin, begin + layout.numel, layout))
-            begin += layout.numel
+        ranks = []
+        for mean in means:
+            coalescer, pieces = Coalescer(), mean.split([layout.numel for layout in layouts])
+            for index, (piece, layout) in enumerate(zip(pieces, layouts, strict=True)):
+                coalescer.hold(index, piece, partial(_same, layout))
+            wanted = coalescer.groups_like(self._restored) if self._restored else None
+            ranks.append(coalescer.one_by_one() if wanted is None else wanted)
         for engine in self.engines:
-            for index in range(len(parts)):
-                engine.launch(index, is_last=index == len(parts) - 1)
-        for low, high, layout in parts:
-            outcomes = simulate(
-                [
-                    self._exchange(engine, mean[low:high], layout)
-                    for engine, mean in zip(self.engines, means, strict=True)
-                ]
-            )
-            for mean, outcome in zip(means, outcomes, strict=True):
-                mean[low:high].copy_(outcome)
+            for index in range(len(ranks[0])):
+                engine.launch(index, is_last=index == len(ranks[0]) - 1)
+        for groups in zip(*ranks, strict=True):
+            pairs = zip(self.engines, groups, strict=True)
+            simulate([self._exchange(engine, group) for engine, group in pairs])
+        self.buckets = [group.find_layout().names for group in ranks[0]]
+        self._restored = []
         return means
 
-    def _exchange(self, engine: Engine, grad: Tensor, layout: Layout) -> Exchange:
-        inner = engine.exchange(grad.clone(), lambda: layout)
+    def resume(self, other: Simulation) -> None:
+        """Continues where ``other`` is, with what a checkpoint holds: memory, step, layout."""
+        for old, new in zip(other.engines, self.engines, strict=True):
+            saved: dict[str, dict[str, Tensor]] = {}
+            for key, name, value in old.memory.items():
+                saved.setdefault(key, {})[name] = value.clone()
+            new.memory.load(saved)
+            new.step, new.seed = old.step, old.seed
+        self._restored = other.buckets
+
+    def _exchange(self, engine: Engine, group: Group) -> Exchange:
+        inner = group.exchange(engine.exchange)
         if engine.rank:
             return inner
         return self._watched(inner)
@@ -89,11 +105,11 @@ class Simulation:
     def _watched(self, inner: Exchange) -> Exchange:
         """Notes what rank 0 sends."""
         try:
-            request: Collective = next(inner)
+            request = as_request(next(inner))
             while True:
                 self.requests.append((request.name, request.payload_nbytes))
                 self.wire_bytes.append(request.wire_nbytes(len(self.engines)))
-                request = inner.send((yield request))
+                request = as_request(inner.send((yield request)))
         except StopIteration as stop:
             result: Tensor = stop.value
             return result
@@ -106,3 +122,7 @@ class Simulation:
             value = engine.memory.get(key, name)
             pieces.append(torch.zeros(size) if value is None else value.reshape(-1))
         return torch.cat(pieces) if pieces else torch.zeros(0)
+
+
+def _same(layout: Layout) -> Layout:
+    return layout

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,21 +12,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from commhooks import _checkpoint
-from commhooks._coalesce import Coalescer
+from commhooks import _checkpoint_hook, _checkpoint_pickle
+from commhooks._attachment import Attendance
+from commhooks._brief import brief
 from commhooks._engine import Engine
-from commhooks._errors import CheckpointError, HookNotAttachedError, RegistrationError
+from commhooks._errors import HookNotAttachedError, RegistrationError
 from commhooks._feedback import RESIDUAL, FlushResidual, keeps_residual
-from commhooks._handshake import handshake
+from commhooks._handshake import MEETING, handshake
 from commhooks._hierarchical import Hierarchical
 from commhooks._ledger import Ledger
 from commhooks._make import describe, make
-from commhooks._memory import Layout
-from commhooks._model import Parameters, find_owner
+from commhooks._model import Parameters, check_group, find_owner
+from commhooks._per_parameter import warn_of_idle_rules
+from commhooks._runner import Runner
 from commhooks._scheme import Scheme, walk
+from commhooks._settings import fitting
 from commhooks._version import __version__
 from ddp_core import DistributedDataParallel as CoreDDP
-from ddp_core import Drivers, Exchange, RoundRecord, Task
+from ddp_core import Drivers
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -64,9 +66,20 @@ class HookState:
         history: int = 100_000,
         **options: Any,
     ) -> None:
+        check_group(process_group)
+        if model is not None and not isinstance(model, nn.Module):
+            raise TypeError(f"HookState(scheme, model): a module, got {type(model).__name__}")
+        history = fitting("HookState", "history", history, int)
+        if history < 0:
+            raise ValueError(f"HookState(history=...) is a number of rows, got {history}")
         self._init(make(scheme, **options), seed, history, process_group)
+        self._attendance.report_at_the_end_of(self, f"HookState({describe(self.scheme)})")
         if model is not None:
             self._adopt(model)
+            if isinstance(model, DistributedDataParallel):
+                self._attendance.watch(self, model)
+            else:
+                self._attendance.dismiss()
 
     def _init(
         self,
@@ -79,13 +92,14 @@ class HookState:
         self._history = history
         self.ledger = Ledger(history)
         self._process_group = process_group
+        self._follows_model = False  # the group is the model's
         self._model: weakref.ref[nn.Module] | None = None
-        self._parameters = Parameters()
         self._drivers = Drivers(scheme.rounds)
-        self._coalescer = Coalescer()
+        self._runner = Runner(self._engine, self._drivers, self.ledger)
         self._agreed = False
         self._closed = False
-        self.calls = 0
+        self._pickled_on: tuple[int, int] | None = None  # rank and world size
+        self._attendance = Attendance()
 
     # ---- what users read and do
 
@@ -93,6 +107,11 @@ class HookState:
     def scheme(self) -> Scheme:
         """The scheme that runs, wrappers included."""
         return self._engine.scheme
+
+    @property
+    def calls(self) -> int:
+        """Buckets that came to the hook in this process."""
+        return self._attendance.calls
 
     @property
     def step(self) -> int:
@@ -131,16 +150,17 @@ class HookState:
 
         Raises:
             RegistrationError: called in the middle of a step.
-            MismatchError: the ranks do not switch to the same scheme.
+            MismatchError: the ranks do not switch to the same scheme, or (MissingRankError) not
+                all of them have called it within 5 minutes or the group's timeout.
         """
         built = make(scheme, **options)
-        if self._engine.under_way:
+        if self._runner.under_way:
             raise RegistrationError(
                 f"HookState.switch: step {self.step} is under way; switch between two steps, "
                 f"after loss.backward() returned"
             )
         if self._agreed:
-            handshake("HookState.switch", self._facts(built), self._group())
+            handshake("HookState.switch", self._facts(built), self._group(), MEETING)
         self._replace(built)
 
     def _replace(self, built: Scheme) -> None:
@@ -156,6 +176,7 @@ class HookState:
             ):
                 memory.drop(key)
         self._engine.scheme = built
+        warn_of_idle_rules(built, self._parameters)
         self._drivers.ensure(built.rounds)
         owner = self._model() if self._model is not None else None
         if isinstance(owner, CoreDDP):
@@ -165,8 +186,12 @@ class HookState:
         """A row per step, bucket and round; see :meth:`commhooks.Ledger.report`."""
         return self.ledger.report()
 
+    def summary(self, steps: int = 100) -> str:
+        """Says in words what the latest steps sent and waited; see :meth:`Ledger.summary`."""
+        return self.ledger.summary(brief(self.scheme), max(self._engine.world_size, 1), steps)
+
     def add_scalars(self, writer: Any, prefix: str = "commhooks") -> None:
-        """Writes the latest step's sums to a TensorBoard ``SummaryWriter``."""
+        """Writes the latest step's sums to a TensorBoard ``SummaryWriter``; cheap enough a step."""
         for name, value in self.ledger.last_step().items():
             writer.add_scalar(f"{prefix}/{name}", value, self.step)
         writer.add_scalar(f"{prefix}/memory_bytes", self._engine.memory.nbytes(), self.step)
@@ -179,6 +204,7 @@ class HookState:
 
     def residual(self, name: str) -> Tensor | None:
         """What this rank has not sent yet of one parameter; None if the scheme keeps none."""
+        name = self._parameters.find(name)
         value = self._engine.memory.get(RESIDUAL, name)
         return None if value is None else self._parameters.in_order(name, value).clone()
 
@@ -188,47 +214,24 @@ class HookState:
         self._drivers.close()
 
     def __repr__(self) -> str:
-        return f"HookState({describe(self.scheme)}, step={self.step})"
+        self._attendance.excused = True
+        return f"HookState({brief(self.scheme)}, step={self.step})"
 
     # ---- checkpoint
 
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's state: copies of tensors, numbers and strings. Every rank saves its own.
+    def state_dict(self, *, gather: bool = False, to: int | None = None) -> dict[str, Any]:
+        """Copies of tensors, numbers and strings to continue from: this rank's, or all ranks'.
+
+        Args:
+            gather: one state of all ranks, on the CPU, the same on every rank; all of them call
+                it, after the same step. Without it every rank saves its own.
+            to: with ``gather``, the only rank of the hook's that gets it; others get an empty dict.
 
         Raises:
             RegistrationError: called in the middle of a step.
+            MismatchError: with ``gather``, the ranks are not at the same step.
         """
-        if self._engine.under_way:
-            raise RegistrationError("HookState.state_dict: a step is under way; call it after it")
-        if self._model is not None or dist.is_initialized():
-            self._bind()
-        rank = max(self._engine.rank, 0)
-        return {
-            "format": _checkpoint.FORMAT,
-            "version": _checkpoint.VERSION,
-            "commhooks": __version__,
-            "torch": str(torch.__version__),
-            "scheme": describe(self.scheme),
-            "structure": _checkpoint.structure(self.scheme),
-            "step": self.step,
-            "seed": self._engine.seed,
-            "world_size": max(self._engine.world_size, 1),
-            f"rank{rank}": {"rank": rank, "memory": self._memory_dict()},
-        }
-
-    def _memory_dict(self) -> dict[str, dict[str, Tensor]]:
-        """All values by key and name, copied; also those that no step has touched yet."""
-        engine = self._engine
-        values: dict[str, dict[str, Tensor]] = {}
-        for name, shape, dtype, _ in self._parameters:
-            ctx = engine.context(torch.empty(0, dtype=dtype), lambda: Layout([], []))
-            for key, tensor in engine.scheme.initial_memory(name, shape, ctx).items():
-                values.setdefault(key, {})[name] = tensor
-        for key, name, tensor in engine.memory.items():
-            values.setdefault(key, {})[name] = tensor.detach().clone()
-        for name, value in values.get(RESIDUAL, {}).items():
-            values[RESIDUAL][name] = self._parameters.in_order(name, value).contiguous()
-        return values
+        return _checkpoint_hook.save(self, gather, to)
 
     def load_state_dict(
         self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, strict: bool = True
@@ -236,74 +239,28 @@ class HookState:
         """Continues from a saved state, as if there had been no stop.
 
         Args:
-            state: this rank's state; on another number of ranks the list of all ranks' states.
-            strict: refuse a state of another scheme. Otherwise keep what fits: the residual
-                always does, for it is flushed where the scheme keeps none.
+            state: a gathered one, on any number of ranks; this rank's own; or the list of all
+                ranks' states. Where a scheme keeps nothing that differs between ranks, any rank's.
+            strict: refuse a state of another scheme, or one that lacks memory. Otherwise keep what
+                fits: the residual always does, for it is flushed where the scheme keeps none.
 
         Raises:
-            CheckpointError: foreign, newer, incomplete or mismatching; nothing was changed.
+            CheckpointError: foreign, newer, incomplete, damaged or mismatching; nothing was
+                changed.
         """
-        if self._engine.under_way:
-            raise RegistrationError("HookState.load_state_dict: a step is under way; load after it")
-        if not dist.is_initialized():
-            raise RegistrationError(
-                "HookState.load_state_dict: rank and world size are needed to pick this rank's "
-                "part: call torch.distributed.init_process_group first"
-            )
-        self._bind()
-        engine = self._engine
-        scheme = engine.scheme
-        # A residual sums whatever runs now: it may be flushed.
-        per_rank = {RESIDUAL: "sum"}
-        for one in walk(scheme):
-            per_rank |= one.per_rank
-        common, memory = _checkpoint.memory_for_rank(
-            state, engine.rank, engine.world_size, per_rank
-        )
-        if isinstance(scheme, FlushResidual):
-            scheme = scheme.scheme
-        own = _checkpoint.structure(scheme)
-        if common["structure"] != own:
-            if strict:
-                raise CheckpointError(
-                    f"load_state_dict: saved by {common['scheme']}, this hook runs {scheme}; "
-                    f"register that scheme and switch afterwards, or pass strict=False to keep "
-                    f"the residual only"
-                )
-            memory = {key: values for key, values in memory.items() if key == RESIDUAL}
-        residual = memory.get(RESIDUAL)
-        if residual:
-            in_bucket = self._parameters.in_memory_order
-            residual = {name: in_bucket(name, value) for name, value in residual.items()}
-            memory[RESIDUAL] = residual
-        if residual and not keeps_residual(scheme):
-            if any(bool(value.any()) for value in residual.values()):
-                scheme = FlushResidual(scheme)
-            else:
-                del memory[RESIDUAL]
-        _checkpoint.check_memory(memory, scheme, self._parameters.shapes)
-        engine.scheme = scheme
-        engine.memory.load(
-            {k: {n: v.detach().clone() for n, v in values.items()} for k, values in memory.items()}
-        )
-        engine.step, engine.seed = common["step"], common["seed"]
+        loaded = _checkpoint_hook.prepare(self, state, strict, "HookState.load_state_dict")
+        _checkpoint_hook.take_up(self, loaded)
 
     def __getstate__(self) -> dict[str, Any]:
-        memory: dict[str, dict[str, Tensor]] = {}
-        for key, name, value in self._engine.memory.items():
-            memory.setdefault(key, {})[name] = value.detach().clone()
-        return {
-            "scheme": self.scheme,
-            "seed": self._engine.seed,
-            "step": self.step,
-            "history": self._history,
-            "memory": memory,
-        }
+        return _checkpoint_pickle.to_pickle(self)
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
-        self._init(saved["scheme"], saved["seed"], saved["history"])
+        scheme = _checkpoint_pickle.check_pickled(saved)
+        self._init(scheme, saved["seed"], saved["history"])
+        self._pickled_on = saved.get("ranks")
         self._engine.step = saved["step"]
         self._engine.memory.load(saved["memory"])
+        self._runner.restore(saved.get("layout", []))
 
     # ---- what the hook calls
 
@@ -322,73 +279,51 @@ class HookState:
             )
         if not self._agreed:
             self.agree("the first step with this hook")
-        self.calls += 1
-        engine, step, is_last = self._engine, self._engine.step, bucket.is_last()
-        buffer: Tensor = bucket.buffer()
-        find_layout = partial(self._find_layout, bucket)
-        if self.scheme.coalesce:
-            future = self._coalescer.hold(bucket.index(), buffer, find_layout)
-            if is_last:
-                self._exchange_held(step)
-        else:
-            engine.launch(bucket.index(), is_last=is_last)
-            future = self._start(
-                engine.exchange(buffer, find_layout),
-                step=step,
-                bucket=bucket.index(),
-                dense_bytes=buffer.numel() * buffer.element_size(),
-                device=buffer.device,
-                note=getattr(bucket, "note", None),
-            )
-        if is_last:
-            self.ledger.launched_last(step, time.perf_counter())
-        return future
-
-    def _exchange_held(self, step: int) -> None:
-        """Starts the exchange of all buckets that were held back for the last one."""
-        groups = self._coalescer.groups()
-        for position, group in enumerate(groups):
-            self._engine.launch(group.index, is_last=position == len(groups) - 1)
-            self._start(
-                group.exchange(self._engine.exchange, self._coalescer.layouts),
-                step=step,
-                bucket=group.index,
-                dense_bytes=group.nbytes,
-                device=group.device,
-            ).add_done_callback(group.release)
-
-    def _start(
-        self,
-        exchange: Exchange,
-        *,
-        step: int,
-        bucket: int,
-        dense_bytes: int,
-        device: torch.device,
-        note: Callable[[RoundRecord], None] | None = None,
-    ) -> Future[Tensor]:
-        """Hands an exchange to the driver for its device; ``note`` is told of its rounds, too."""
-
-        def record(row: RoundRecord) -> None:
-            self.ledger.add(row)
-            if note is not None:
-                note(row)
-
-        task = Task(
-            exchange,
-            step=step,
-            bucket=bucket,
-            dense_bytes=dense_bytes,
-            world_size=self._engine.world_size,
-            max_rounds=self.scheme.rounds,
-            record=record,
+        self._attendance.calls += 1
+        model: Any = self._model() if self._model is not None else None
+        if self._follows_model and model is not None:
+            self._check_group(model)
+        finds_unused = (
+            not isinstance(model, DistributedDataParallel)
+            or getattr(model, "find_unused_parameters", False)
+            or getattr(model, "static_graph", False)
         )
-        return self._drivers.run(task, device, self._group())
+        return self._runner.launch(bucket, self._group(), finds_unused=finds_unused)
 
-    def _find_layout(self, bucket: Any) -> Layout:
-        return self._parameters.layout(bucket.parameters())
+    def _check_group(self, model: Any) -> None:
+        if model.process_group is not self._process_group:
+            raise RegistrationError(
+                "the model now averages over another process group (_update_process_group), which "
+                "the hook does not follow: its residuals and random draws belong to the ranks it "
+                "was registered with. Wrap the module anew, register a hook on it, and load this "
+                "one's state_dict"
+            )
+
+    def no_more_buckets(self) -> None:
+        """Backward has ended; ``ddp_core`` calls it. What was held back travels now."""
+        self._runner.no_more_buckets()
+
+    def step_landed(self, left_alone: Iterable[Tensor] = ()) -> None:
+        """The step is over; ``ddp_core`` calls it.
+
+        Args:
+            left_alone: parameters that no rank has used, whose gradient stayed as it was.
+        """
+        self._runner.step_landed(left_alone)
+
+    def step_abandoned(self) -> None:
+        """The step's backward pass has raised; ``ddp_core`` calls it."""
+        self._runner.step_abandoned()
+
+    def forward_begins(self) -> None:
+        """The model's forward pass begins; the guard that ``register`` adds calls it."""
+        self._runner.forward_begins()
 
     # ---- binding to a model and a process group
+
+    @property
+    def _parameters(self) -> Parameters:
+        return self._runner.parameters
 
     @property
     def _bound(self) -> bool:
@@ -403,9 +338,10 @@ class HookState:
                 "residuals are keyed by its parameter names; make a HookState for each"
             )
         self._model = weakref.ref(model)
-        self._parameters = Parameters(model)
+        self._runner.parameters = Parameters(model)
         if isinstance(model, DistributedDataParallel) and self._process_group is None:
-            self._process_group = model.process_group
+            self._process_group, self._follows_model = model.process_group, True
+        warn_of_idle_rules(self.scheme, self._parameters)
 
     def _group(self) -> dist.ProcessGroup:
         if self._process_group is not None:
@@ -439,6 +375,8 @@ class HookState:
             "torch version": str(torch.__version__),
             "seed": self._engine.seed,
             "step": self.step,
+            "world size": self._engine.world_size,
+            "memory": _checkpoint_pickle.origin(self),
             "ranks of a node": [
                 one.node_size(self._engine.world_size)
                 for one in walk(scheme)
@@ -449,14 +387,20 @@ class HookState:
             ],
         }
 
-    def agree(self, call: str, also: Mapping[str, Any] | None = None) -> None:
+    def agree(
+        self, call: str, also: Mapping[str, Any] | None = None, limit: timedelta | None = None
+    ) -> None:
         """Handshake with the other ranks, and the driver's groups; a collective.
 
         Args:
             also: what else must be the same on all ranks, by name.
+            limit: longest wait for the other ranks; at most, and by default, the group's timeout.
         """
         self._bind()
-        handshake(call, {**(also or {}), **self._facts(self.scheme)}, self._group())
+        self._drivers.check(self._devices())
+        facts = {**(also or {}), **self._facts(self.scheme)}
+        handshake(call, facts, self._group(), limit)
+        _checkpoint_pickle.need_own_memory(self)
         self._agreed = True
         if self._devices() <= {"cpu"}:
             self._drivers.open_lanes(self._group())
@@ -464,3 +408,7 @@ class HookState:
     def _devices(self) -> set[str]:
         model = self._model() if self._model is not None else None
         return {parameter.device.type for parameter in model.parameters()} if model else set()
+
+
+# torch.load(..., weights_only=True) then takes a pickled state, which is plain values.
+torch.serialization.add_safe_globals([HookState])

@@ -11,7 +11,14 @@ from torch import Tensor
 from commhooks._errors import SchemeError
 from commhooks._memory import Layout, Memory
 from commhooks._packed import Draw, PackedCodec
-from commhooks._scheme import Codec, Context, pack_payload, unpack_payload
+from commhooks._scheme import (
+    Codec,
+    Context,
+    check_decoded,
+    checked_payload,
+    pack_payload,
+    unpack_payload,
+)
 
 __all__ = ["TwoPhase"]
 
@@ -33,10 +40,6 @@ class TwoPhase(PackedCodec):
 
     codec: Codec
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.codec, Codec):
-            raise TypeError(f"TwoPhase(codec) takes a Codec, got {self.codec!r}")
-
     @property
     def biased(self) -> bool:  # type: ignore[override]
         return self.codec.biased
@@ -57,7 +60,7 @@ class TwoPhase(PackedCodec):
         left: Tensor | None = None,
     ) -> None:
         c = x.to(torch.float32) if residual is None else x + residual
-        encoded = self.codec.encode(c, draw.ctx)
+        encoded = checked_payload(self.codec, self.codec.encode(c, draw.ctx))
         flat = pack_payload(encoded)
         if flat.numel() > payload.numel():
             raise SchemeError(
@@ -66,20 +69,25 @@ class TwoPhase(PackedCodec):
             )
         payload[: flat.numel()] = flat
         if left is not None:
-            torch.sub(c, self.codec.decode(encoded, c, draw.ctx), out=left)
+            decoded = self.codec.decode(encoded, c, draw.ctx)
+            check_decoded(self.codec, decoded, c)
+            torch.sub(c, decoded, out=left)
 
     def unpack(self, payloads: Tensor, out: Tensor, draw: Draw, factor: float) -> None:
         total = torch.zeros_like(out, dtype=torch.float32)
         like = _example(self.codec, out.numel())
         for row in payloads:
             size = sum(one.nbytes for one in like.values())
-            total += self.codec.decode(unpack_payload(row[:size], like), total, draw.ctx)
+            decoded = self.codec.decode(unpack_payload(row[:size], like), total, draw.ctx)
+            check_decoded(self.codec, decoded, total)
+            total += decoded
         out.copy_(total.mul_(factor))
 
 
 @lru_cache(maxsize=1024)
 def _example(codec: Codec, n: int) -> dict[str, Tensor]:
-    """The payload of ``n`` zeros: what is known before encoding."""
+    """Like the payload of ``n`` zeros, without values: what is known before encoding."""
     zeros = torch.zeros(n)
     ctx = Context(Memory(), zeros, find_layout=lambda: Layout(["shard"], [(n,)]))
-    return codec.encode(zeros, ctx)
+    payload = checked_payload(codec, codec.encode(zeros, ctx))
+    return {name: torch.empty_like(value, device="meta") for name, value in payload.items()}

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from commhooks._scheme import Context, Scheme, SchemeExchange
+from commhooks._scheme import Context, Scheme, SchemeExchange, children, walk
 
-__all__ = ["Coalesced", "Several", "Wrapper", "any_error", "need_scheme"]
+__all__ = ["Coalesced", "Several", "Wrapper", "any_error", "need_own_keys", "need_scheme"]
 
 
 def need_scheme(owner: object, scheme: object) -> None:
@@ -22,6 +22,22 @@ def need_scheme(owner: object, scheme: object) -> None:
         )
 
 
+def need_own_keys(owner: Scheme) -> None:
+    """Raises where a scheme inside keeps its memory under the same keys as ``owner``.
+
+    Both run in the same step, and each would write over what the other remembers.
+    """
+    for child in children(owner) if owner.own_keys else ():
+        for inside in walk(child):
+            shared = set(owner.own_keys) & set(inside.own_keys)
+            if shared:
+                raise ValueError(
+                    f"{type(owner).__name__}({type(child).__name__}(...)): "
+                    f"{type(inside).__name__} inside keeps {', '.join(sorted(shared))}, too; one "
+                    f"of the two is enough"
+                )
+
+
 class Wrapper(Scheme):
     """A scheme around one scheme; takes over its flags."""
 
@@ -29,6 +45,7 @@ class Wrapper(Scheme):
 
     def __post_init__(self) -> None:
         need_scheme(self, self.scheme)
+        need_own_keys(self)
 
     @property
     def rounds(self) -> int:  # type: ignore[override]
@@ -53,6 +70,10 @@ class Wrapper(Scheme):
     @property
     def averages(self) -> bool:  # type: ignore[override]
         return self.scheme.averages
+
+    @property
+    def agrees(self) -> bool:  # type: ignore[override]
+        return self.scheme.agrees
 
     @property
     def optimizes(self) -> bool:  # type: ignore[override]
@@ -89,12 +110,20 @@ class Several(Scheme):
         return any(scheme.biased for scheme in self.schemes)
 
     @property
+    def variance(self) -> float:  # type: ignore[override]
+        return max(scheme.variance for scheme in self.schemes)
+
+    @property
     def stateful(self) -> bool:  # type: ignore[override]
         return any(scheme.stateful for scheme in self.schemes)
 
     @property
     def averages(self) -> bool:  # type: ignore[override]
         return all(scheme.averages for scheme in self.schemes)
+
+    @property
+    def agrees(self) -> bool:  # type: ignore[override]
+        return all(scheme.agrees for scheme in self.schemes)
 
     @property
     def optimizes(self) -> bool:  # type: ignore[override]

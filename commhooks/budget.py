@@ -6,6 +6,7 @@ import glob
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +16,7 @@ from commhooks._feedback import without_feedback
 from commhooks._memory import Layout
 from commhooks._per_parameter import PerParameter, Rule
 from commhooks._scheme import Scheme
+from commhooks._settings import fitting, shown
 from commhooks._simulation import Simulation
 from commhooks.trace import Trace
 
@@ -81,8 +83,14 @@ def allocate(
     """
     if (bits is None) == (error is None):
         raise ValueError("allocate(bits=..., error=...): one of the two is given")
-    if not candidates:
-        raise ValueError("allocate(candidates): one scheme at least")
+    bits = fitting("allocate", "bits", bits, float | None)
+    error = fitting("allocate", "error", error, float | None)
+    if isinstance(candidates, (str, Scheme)) or not candidates:
+        raise ValueError(
+            f"allocate(candidates): a list of schemes, one scheme at least, got {shown(candidates)}"
+        )
+    for one in candidates:
+        fitting("allocate", "candidates", one, Scheme)
     steps = _steps(gradients)
     layout, total = steps[0][0], 0.0
     for _, grads in steps:
@@ -114,6 +122,8 @@ def _steps(
 ) -> list[tuple[Layout, Sequence[Tensor]]]:
     if isinstance(gradients, Trace):
         return [gradients.gradients(step) for step in gradients.steps]
+    if isinstance(gradients, (str, Path)):
+        raise TypeError(f"allocate(gradients): of a folder, give Trace({str(gradients)!r})")
     steps = list(gradients)
     if not steps:
         raise ValueError("allocate(gradients): one step at least")

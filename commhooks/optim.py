@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from commhooks._cast import Cast
+from commhooks._scheme import Scheme
+from commhooks._settings import shown
 from commhooks._state import HookState
 from commhooks._wrapper import Coalesced
 from commhooks.schemes.onebit_adam import OneBitMomentum
@@ -52,13 +54,13 @@ class OneBitAdam(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
-        scheme = hook.scheme
+        scheme: Scheme | None = hook.scheme if isinstance(hook, HookState) else None
         while isinstance(scheme, (Cast, Coalesced, Sealed, Traced)):  # same results
             scheme = scheme.scheme
         if not isinstance(scheme, OneBitMomentum):
             raise TypeError(
                 f"OneBitAdam(hook): a hook that runs 'onebit_adam', which sends it momenta; this "
-                f"one runs {hook.scheme}"
+                f"one {f'runs {scheme}' if scheme is not None else 'is ' + shown(hook)}"
             )
         self._hook, self._scheme = hook, scheme
         super().__init__(

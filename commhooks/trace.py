@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from commhooks._memory import Layout
 from commhooks._scheme import Context, Scheme, SchemeExchange
+from commhooks._settings import shown
 from commhooks._simulation import Simulation
 from commhooks._wrapper import Wrapper
 
@@ -42,7 +44,7 @@ class Traced(Wrapper):
     """
 
     scheme: Scheme
-    folder: str
+    folder: str | os.PathLike[str]
     every: int = 100
     steps: int = 20
 
@@ -50,7 +52,7 @@ class Traced(Wrapper):
         super().__post_init__()
         for name in ("every", "steps"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if value < 1:
                 raise ValueError(f"Traced({name}=...) is a whole number, 1 or more, got {value!r}")
 
     def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
@@ -137,6 +139,8 @@ def replay(trace: Trace, scheme: str | Scheme, **options: Any) -> pd.DataFrame:
     """
     import pandas as pd
 
+    if not isinstance(trace, Trace):
+        raise TypeError(f"replay(trace, ...): of a folder, give Trace(folder); got {shown(trace)}")
     ranks: Simulation | None = None
     rows: list[dict[str, float]] = []
     for step in trace.steps:

@@ -32,8 +32,9 @@ from torch import Tensor
 
 from commhooks._errors import PayloadError
 from commhooks._memory import Layout, Memory
-from commhooks._packed import Draw, PackedCodec, shard_draw
+from commhooks._packed import Draw, PackedCodec
 from commhooks._scheme import Codec, Context, Exchanged, Scheme, SchemeExchange
+from commhooks._settings import fitting
 from commhooks._two_phase import TwoPhase
 from commhooks._wrapper import Wrapper
 from ddp_core import AllGather, AllToAll, Collective
@@ -44,6 +45,7 @@ VERSION = 1
 HEADER_BYTES = 64
 _MAGIC = b"CHPK"
 _MOST_PER_BYTE = 1 << 16  # entries; more are not believed, nor memory taken for them
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 _HEADER = struct.Struct("<4sHBx8sQQQQI12x")
 _SEAL = struct.Struct("<IHHQ")  # of what travels between ranks: CRC-32, version, 0, length
 
@@ -70,13 +72,19 @@ def encode(
         checksum: lets ``decode`` find changed bytes.
 
     Raises:
-        TypeError: not a codec.
+        TypeError: not a codec, or a step or seed that is no whole number.
+        ValueError: a step or seed of more than 63 bits.
 
     Example:
         >>> message = encode(Blockwise("int4", 256), grad)
         >>> decode(Blockwise("int4", 256), message)
     """
     packed, n = _packed(codec), x.numel()
+    step, seed = (
+        fitting("encode", name, value, int) for name, value in (("step", step), ("seed", seed))
+    )
+    if not (0 <= step < 2**63 and 0 <= seed < 2**63):
+        raise ValueError(f"encode(step=..., seed=...): 0 to 2**63 - 1, got {step} and {seed}")
     payload = torch.zeros(packed.payload_bytes(n), dtype=torch.uint8, device=x.device)
     if n:
         packed.pack(x.contiguous().view(-1), payload, _draw(n, step, seed, x.device))
@@ -101,11 +109,7 @@ def decode(
         PayloadError: not a message, too short or too long, of a newer version, of another codec,
             or changed on the way.
     """
-    packed = _packed(codec)
-    data = message if isinstance(message, Tensor) else _as_tensor(message)
-    if data.dtype != torch.uint8:
-        raise PayloadError(f"decode: a message is bytes (uint8), got {data.dtype}")
-    data = data.detach().cpu().contiguous().view(-1)
+    packed, data = _packed(codec), _as_tensor(message)
     if data.numel() < HEADER_BYTES:
         raise PayloadError(f"decode: a header is {HEADER_BYTES} bytes, got {data.numel()} in all")
     header = bytes(data[:HEADER_BYTES].tolist())
@@ -121,8 +125,7 @@ def decode(
     if name != _name(packed):
         raise PayloadError(f"decode: the payload is of other settings than {packed}")
     body = data[HEADER_BYTES:]
-    plausible = length == body.numel() and n <= _MOST_PER_BYTE * max(16, length)
-    if not plausible or length != packed.payload_bytes(n):
+    if length != body.numel() or not _takes(packed, n, length):
         raise PayloadError(
             f"decode: {body.numel()} bytes follow the header, which says {length} for {n} entries"
         )
@@ -130,7 +133,10 @@ def decode(
         raise PayloadError("decode: the checksum is wrong; the message was changed on the way")
     if step >= 2**63 or seed >= 2**63:
         raise PayloadError("decode: step or seed is out of range; the message is damaged")
-    out = torch.zeros(n, dtype=torch.float32, device=device)
+    try:
+        out = torch.zeros(n, dtype=torch.float32, device=device)
+    except (RuntimeError, MemoryError) as error:
+        raise PayloadError(f"decode: there is no memory for {n} entries: {error}") from error
     if n:
         try:
             packed.unpack(body.to(device)[None], out, _draw(n, step, seed, out.device), 1.0)
@@ -181,10 +187,33 @@ class Sealed(Wrapper):
         return torch.stack(opened).view(tensor.dtype).view(shape)
 
 
-def _as_tensor(message: bytes) -> Tensor:
-    if not message:
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(bytearray(message), dtype=torch.uint8)
+def _as_tensor(message: object) -> Tensor:
+    """The bytes of a message, flat, on the CPU."""
+    if isinstance(message, (bytes, bytearray, memoryview)):
+        copied = bytearray(message)
+        return torch.frombuffer(copied, dtype=torch.uint8) if copied else _NOTHING
+    if not isinstance(message, Tensor) or message.dtype != torch.uint8:
+        kind = message.dtype if isinstance(message, Tensor) else type(message).__name__
+        raise PayloadError(f"decode: a message is bytes (uint8), got {kind}")
+    if message.layout != torch.strided or message.is_meta:
+        raise PayloadError("decode: a message is a dense tensor, with values")
+    return message.detach().cpu().reshape(-1)
+
+
+def _takes(codec: PackedCodec, n: int, length: int) -> bool:
+    """Whether the payload of ``n`` entries has ``length`` bytes.
+
+    What is said of a message is not believed before: a ``TwoPhase`` finds a size by encoding as
+    many zeros, so it is asked for smaller numbers first. No payload shrinks as entries are added.
+    """
+    if n > _MOST_PER_BYTE * max(16, length):
+        return False
+    fewer = 1024
+    while isinstance(codec, TwoPhase) and fewer < n:
+        if codec.payload_bytes(fewer) > length:
+            return False
+        fewer *= 2
+    return codec.payload_bytes(n) == length
 
 
 def _seal(row: Tensor) -> Tensor:
@@ -220,7 +249,7 @@ def _draw(n: int, step: int, seed: int, device: torch.device) -> Draw:
     ctx = Context(
         Memory(), empty, step=step, seed=seed, find_layout=lambda: Layout(["payload"], [(n,)])
     )
-    return shard_draw(ctx, 0, "worker")
+    return Draw(ctx, 0, "worker")
 
 
 def _name(codec: PackedCodec) -> bytes:

@@ -3,6 +3,7 @@
 Knows torch and no scheme: it takes hooks, and generators that yield collectives.
 """
 
+from ddp_core._accumulators import call_after_backward
 from ddp_core._bucket import GradBucket
 from ddp_core._collectives import (
     AllGather,
@@ -11,11 +12,19 @@ from ddp_core._collectives import (
     Broadcast,
     Collective,
     ReduceScatter,
+    as_request,
 )
 from ddp_core._ddp import DistributedDataParallel
 from ddp_core._drivers import Drivers
-from ddp_core._errors import CollectiveError, MismatchError, PeerError, RoundsError
-from ddp_core._lanes import Lanes, group_timeout
+from ddp_core._errors import (
+    CollectiveError,
+    MismatchError,
+    MissingRankError,
+    PeerError,
+    RoundsError,
+)
+from ddp_core._lane_groups import group_store, group_timeout
+from ddp_core._lanes import Lanes
 from ddp_core._precision import MixedPrecision
 from ddp_core._reducer import Reducer
 from ddp_core._simulate import simulate
@@ -36,6 +45,7 @@ __all__ = [
     "GradBucket",
     "Lanes",
     "MismatchError",
+    "MissingRankError",
     "MixedPrecision",
     "PeerError",
     "ReduceScatter",
@@ -45,6 +55,9 @@ __all__ = [
     "Streams",
     "Task",
     "Timeline",
+    "as_request",
+    "call_after_backward",
+    "group_store",
     "group_timeout",
     "simulate",
 ]

@@ -10,7 +10,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-__all__ = ["Accumulators", "call_after_backward"]
+__all__ = ["NO_BACKWARD", "Accumulators", "backward_number", "call_after_backward", "is_nested"]
+
+NO_BACKWARD = -1
 
 
 class _Listener(Protocol):
@@ -65,6 +67,17 @@ def call_after_backward(function: Callable[[], None]) -> None:
     """
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(function)
+
+
+def backward_number() -> int:
+    """Of the backward pass that runs on this thread; a reentrant one within it has its own."""
+    number: int = torch._C._current_graph_task_id()
+    return number
+
+
+def is_nested() -> bool:
+    """In a function called after backward: whether that pass was a reentrant one within another."""
+    return torch._C._current_autograd_node() is not None
 
 
 def _hook(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
+from torch._C._distributed_c10d import GradBucket as TorchGradBucket
 
 from ddp_core._task import RoundRecord
 
@@ -13,6 +14,8 @@ __all__ = ["GradBucket"]
 
 class GradBucket:
     """torch's ``GradBucket`` (same six methods) that also knows its parameters' names.
+
+    ``isinstance(bucket, torch.distributed.GradBucket)`` holds.
 
     Args:
         index: position in launch order within the step.
@@ -45,6 +48,13 @@ class GradBucket:
         self._parameters, self._names = list(parameters), list(names)
         self._views_of = views_of
         self.note = note
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        # A subclass of torch's would have no C++ object behind it (torch's class has no
+        # constructor), and C++ code that takes it would read memory that is not there. What looks
+        # at the class alone gets the answer it asks for; C++ code refuses with a TypeError.
+        return TorchGradBucket
 
     def index(self) -> int:
         """Position in launch order; 0 holds the gradients that are ready first."""

@@ -16,7 +16,15 @@ from torch import Tensor
 
 from ddp_core._pairs import Pairs, exchange_pairs, on_gloo
 
-__all__ = ["AllGather", "AllReduce", "AllToAll", "Broadcast", "Collective", "ReduceScatter"]
+__all__ = [
+    "AllGather",
+    "AllReduce",
+    "AllToAll",
+    "Broadcast",
+    "Collective",
+    "ReduceScatter",
+    "as_request",
+]
 
 ReduceOp = Literal["mean", "sum", "max"]
 
@@ -40,6 +48,10 @@ class Collective:
     name: ClassVar[str]
 
     def __init__(self, tensor: Tensor) -> None:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"{type(self).__name__}(tensor) takes a tensor, got {type(tensor).__name__}"
+            )
         self.tensor = tensor
         self.sent: Tensor | None = None
 
@@ -75,6 +87,20 @@ class Collective:
     def signature(self) -> tuple[Any, ...]:
         """What has to agree on all ranks."""
         return (self.name, tuple(self.tensor.shape), self.tensor.dtype)
+
+
+def as_request(yielded: object) -> Collective:
+    """What an exchange yielded, if it is a collective.
+
+    Raises:
+        TypeError: it is something else, such as the tensor alone.
+    """
+    if not isinstance(yielded, Collective):
+        raise TypeError(
+            f"an exchange yields collectives, such as AllReduce(tensor), and is sent their "
+            f"results; it yielded a {type(yielded).__name__}"
+        )
+    return yielded
 
 
 class _Among(Collective):
@@ -152,7 +178,8 @@ class AllGather(_Among):
     name = "all_gather"
 
     def wire_nbytes(self, world_size: int) -> float:
-        return self.payload_nbytes * (self._size(world_size) - 1)
+        others = world_size if self.ranks is None else len(set(self.ranks))
+        return self.payload_nbytes * (others - 1)
 
     def issue(self, group: dist.ProcessGroup) -> dist.Work | Pairs:
         flat, size = self.tensor.contiguous().view(-1), self._size(group.size())

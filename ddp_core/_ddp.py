@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,20 +17,27 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel.scatter_gather import scatter_kwargs
 
 from ddp_core import _construct
-from ddp_core._buffers import BufferHook, Buffers
+from ddp_core._buffers import Buffers
 from ddp_core._compile import splitting_at_buckets
 from ddp_core._delayed import DelayedAllReduce
 from ddp_core._hooks import CommHooks
-from ddp_core._join import ShadowHook, anybody_synchronises, common_rank
-from ddp_core._launch import CommHook
-from ddp_core._layout import BucketCaps, BucketGroup
-from ddp_core._optimizer import has_optimizer_in_backward, step_bucket, take_over
-from ddp_core._parameters import broadcast_coalesced, trained_parameters, verify_across_ranks
+from ddp_core._join import Plans, ShadowHook, common_rank, tell_joined_ranks
+from ddp_core._layout import BucketCaps
+from ddp_core._logging_data import log_construction, log_recorded_steps
+from ddp_core._optimizer import OptimizersInBackward, has_optimizer_in_backward, take_over
+from ddp_core._parameters import (
+    broadcast_coalesced,
+    refuse_thawed,
+    trained_parameters,
+    verify_across_ranks,
+)
 from ddp_core._precision import Precision
-from ddp_core._reducer import Reducer, ReducerSettings
+from ddp_core._ranges import named_range
 from ddp_core._sink import through_sink
+from ddp_core._step import ReducerSettings
 from ddp_core._timeline import Timeline
 from ddp_core._torch_names import TorchNames
+from ddp_core._torch_reducer import TorchReducer
 
 if TYPE_CHECKING:  # what is torch's own behind the methods below does not matter to their types
 
@@ -57,6 +64,15 @@ _STATIC_FINDS_UNUSED = (
     "find_unused_parameters=true, just be sure these unused parameters will not change during "
     "training loop while calling `_set_static_graph`."
 )
+
+
+class _Mode(NamedTuple):
+    """How a forward pass runs."""
+
+    recomputed: bool  # a part of the backward pass of a step under way
+    lowered: bool  # it made the parameters low-precision
+
+
 _numbers = itertools.count()  # all ranks construct their modules in the same order
 
 
@@ -83,7 +99,9 @@ class DistributedDataParallel(TorchNames, TorchDDP):
         delay_all_reduce_named_params, param_to_hook_all_reduce: those parameters are averaged
             together when the gradient of that one is ready.
         mixed_precision: :class:`ddp_core.MixedPrecision`, or torch's.
-        skip_all_reduce_unused_params: buckets that no rank uses are not sent.
+        skip_all_reduce_unused_params: buckets that no rank uses are not sent. With
+            ``find_unused_parameters`` the ranks agree on them in a small all-reduce before the
+            first bucket, so they may use different parameters (torch's need the same on all).
         forward_sync_buffers: take rank 0's buffers before every forward.
         check_reduction, dim, batched_grad_copy: accepted for compatibility; small gradients are
             always copied in batches.
@@ -165,6 +183,9 @@ class DistributedDataParallel(TorchNames, TorchDDP):
         self._caps = BucketCaps.of(bucket_cap_mb, bucket_cap_mb_list, self.device_type)
         self._hooks = CommHooks(self._caps)
         self._in_backward: bool | None = None  # whether optimizers step in backward
+        self._frozen: list[Any] = []  # handles of hooks on frozen parameters
+        self.has_joined = False  # ranks may run out of inputs (join)
+        self.overlaps_zero = False  # see ddp_core.zero
         self._delay_all_reduce_all_params = everything_delayed
         self._delayed: DelayedAllReduce | None = None
         if delayed:
@@ -186,6 +207,7 @@ class DistributedDataParallel(TorchNames, TorchDDP):
         self._build_reducer()
         if static_graph and find_unused_parameters:
             warnings.warn(_STATIC_FINDS_UNUSED, stacklevel=2)
+        log_construction(self)
 
     # ---- training
 
@@ -197,60 +219,67 @@ class DistributedDataParallel(TorchNames, TorchDDP):
             output = self.module(*inputs, **kwargs)
             self._delayed.prepare(synchronises=self.require_backward_grad_sync)
             return output
-        inputs, kwargs = self._before_forward(inputs, kwargs)
+        inputs, kwargs, mode = self._before_forward(inputs, kwargs)
         try:
-            with splitting_at_buckets(self, self.reducer):
+            with named_range("forward"), splitting_at_buckets(self, self.reducer):
                 output = self.module(*inputs, **kwargs)
         except BaseException:
-            if self._precision is not None:
+            if self._precision is not None and mode.lowered:
                 self._precision.restore()
             raise
-        return self._after_forward(output)
+        return output if mode.recomputed else self._after_forward(output, mode)
 
     @_not_traced(recursive=True)
     def _before_forward(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    ) -> tuple[tuple[Any, ...], dict[str, Any], _Mode]:
+        if self.device_ids:
+            moved = scatter_kwargs(inputs, kwargs, [self.device_ids[0]], dim=self.dim)
+            inputs, kwargs = moved[0][0], moved[1][0]
+        recomputed, lowered = self.reducer.is_recomputed(), False
+        if not recomputed:
+            self._begin_step()
+        if self._precision is not None:
+            lowered = self._precision.lower()
+            if lowered:
+                self.reducer.accumulators.watch()
+            inputs = self._precision.cast_inputs(inputs)
+            kwargs = self._precision.cast_inputs(kwargs)
+        return inputs, kwargs, _Mode(recomputed, lowered)
+
+    def _begin_step(self) -> None:
+        """What a forward pass does before it computes, all ranks alike."""
         reducer = self.reducer
         if self._in_backward is None:
             self._set_up_optimizers_in_backward()
-        sync = torch.is_grad_enabled() and self.require_backward_grad_sync
+        grads = torch.is_grad_enabled()
+        sync = grads and self.require_backward_grad_sync
         work = Join.notify_join_context(self)
-        if work is not None:
-            reducer.set_effective_ranks(work, static_world_size=self._divide_by_initial_world_size)
-        if torch.is_grad_enabled():
+        if self._join_config.enable:
+            tell_joined_ranks(self.process_group, self.device, Plans(grads, sync))
+        if grads:
             reducer.prepare_for_forward()
             if sync:
                 self._hooks.follow_schedule(reducer)
                 reducer.time_forward()
+        if work is not None:
+            reducer.set_effective_ranks(work, static_world_size=self._divide_by_initial_world_size)
         if self._synchronises_buffers(after_forward=False):
-            self._synchronise_buffers()
-        if self._join_config.enable:
-            anybody_synchronises(
-                self.process_group, self.device, wait=False, mine=self.require_backward_grad_sync
-            )
-        if self.device_ids:
-            moved = scatter_kwargs(inputs, kwargs, [self.device_ids[0]], dim=self.dim)
-            inputs, kwargs = moved[0][0], moved[1][0]
-        if self._precision is not None:
-            if self._precision.lower():
-                reducer.accumulators.watch()
-            inputs = self._precision.cast_inputs(inputs)
-            kwargs = self._precision.cast_inputs(kwargs)
-        return inputs, kwargs
+            self._synchronise_buffers(backward_follows=sync)
 
     @_not_traced(recursive=True)
-    def _after_forward(self, output: Any) -> Any:
+    def _after_forward(self, output: Any, mode: _Mode) -> Any:
         reducer = self.reducer
-        if self._synchronises_buffers(after_forward=True):
-            self._synchronise_buffers()
         sync = torch.is_grad_enabled() and self.require_backward_grad_sync
+        if self._synchronises_buffers(after_forward=True):
+            self._synchronise_buffers(backward_follows=sync)
         self.require_forward_param_sync = sync
         if sync:
             reducer.prepare_for_backward()
-        elif self._precision is not None and not torch.is_grad_enabled():
+        elif mode.lowered and not torch.is_grad_enabled():
+            assert self._precision is not None
             self._precision.restore()
-        if sync and reducer.needs_sink:
+        if sync and reducer.usage.needs_sink:
             output = through_sink(output, weakref.ref(reducer), clone=self._ddp_sink_clone)
         if self._delayed is not None:
             self._delayed.prepare(synchronises=sync)
@@ -269,49 +298,6 @@ class DistributedDataParallel(TorchNames, TorchDDP):
         finally:
             self.require_backward_grad_sync = before
 
-    # ---- hooks
-
-    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
-        """Averages gradients by ``hook(state, bucket) -> Future[Tensor]`` from the next step on.
-
-        All ranks call it alike. ``bucket`` is a :class:`ddp_core.GradBucket`; it is not divided by
-        the number of ranks. A state with a method ``bucket_group(name, parameter)`` gets buckets
-        of parameters for which that returns the same; its ``bucket_cap_mb`` holds where the user
-        has not given one.
-
-        Raises:
-            RuntimeError: there is a hook already; see ``replace_comm_hook``.
-        """
-        if self._hooks.registered:
-            raise RuntimeError(
-                "register_comm_hook or register_builtin_comm_hook can only be called once; "
-                "replace_comm_hook(state, hook) changes the hook, remove_comm_hook() removes it"
-            )
-        self._hooks.set(hook, state, self.reducer)
-
-    def replace_comm_hook(self, state: Any, hook: CommHook) -> None:
-        """Uses another hook from the next step on; all ranks call it alike, between two steps."""
-        self._hooks.set(hook, state, self.reducer)
-
-    def remove_comm_hook(self) -> None:
-        """Averages by a plain all-reduce from the next step on; all ranks call it alike."""
-        self._hooks.set(None, None, self.reducer)
-
-    def schedule_comm_hook(self, step: int, state: Any, hook: CommHook | None) -> None:
-        """Uses a hook (None: the plain all-reduce) from synchronised step ``step`` on."""
-        self._hooks.schedule(step, hook, state, self.reducer)
-
-    def request_layout(self, group_of: BucketGroup | None) -> None:
-        """Buckets hold parameters for which ``group_of(name, parameter)`` is the same.
-
-        From the next step on, on top of dtype and device; all ranks call it alike. None: as usual.
-        """
-        self.reducer.plan.request(group_of)
-
-    def refresh_layout(self) -> None:
-        """Asks the hook's state again what layout it wants: its answers have changed."""
-        self._hooks.refresh_layout(self.reducer)
-
     # ---- buffers
 
     def _synchronises_buffers(self, *, after_forward: bool) -> bool:
@@ -328,20 +314,15 @@ class DistributedDataParallel(TorchNames, TorchDDP):
             and bool(self._buffers_in_sync.named)
         )
 
-    def _synchronise_buffers(self, *, candidate: bool = True) -> None:
+    def _synchronise_buffers(self, *, backward_follows: bool, candidate: bool = True) -> None:
         source = 0
         if self._join_config.enable:  # rank 0 may have no input left and old buffers
             source = common_rank(self.process_group, self.device, candidate=candidate)
-        self.reducer.await_futures(self._buffers_in_sync.synchronise(source))
-
-    def _register_buffer_comm_hook(
-        self, state: Any, hook: Callable[..., Any], comm_hook_location: Any = None
-    ) -> None:
-        """``hook(state, {name: buffer})`` makes buffers equal instead of rank 0's broadcast."""
-        if not callable(hook):
-            raise TypeError("Buffer communication hook must be callable.")
-        before = getattr(comm_hook_location, "name", "POST_FORWARD") == "PRE_FORWARD"
-        self._buffers_in_sync.hook = BufferHook(hook, state, after_forward=not before)
+        futures = self._buffers_in_sync.synchronise(source)
+        if backward_follows:  # at its end
+            self.reducer.await_futures(futures)
+        else:
+            self.reducer.launcher.await_futures(futures)
 
     # ---- uneven inputs
 
@@ -367,7 +348,20 @@ class DistributedDataParallel(TorchNames, TorchDDP):
 
     def join_hook(self, **kwargs: Any) -> ShadowHook:
         """What :class:`torch.distributed.algorithms.join.Join` runs on a rank without inputs."""
+        if self.overlaps_zero:
+            raise RuntimeError(
+                "DistributedDataParallel.join: a ZeroRedundancyOptimizer steps while gradients are "
+                "averaged (hook_with_zero_step), for which all ranks need inputs. Construct it "
+                "with overlap_with_ddp=False"
+            )
+        if self._delayed is not None:
+            raise RuntimeError(
+                "DistributedDataParallel.join: a rank without inputs does not take part in the "
+                "delayed all-reduce of delay_all_reduce_named_params. Give all ranks as many "
+                "inputs, or construct it without that argument"
+            )
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        self.has_joined = True
         return ShadowHook(self)
 
     def _take_model_of(self, candidate: bool) -> None:
@@ -393,15 +387,22 @@ class DistributedDataParallel(TorchNames, TorchDDP):
             chunk_nbytes=self.broadcast_bucket_size,
         )
 
+    def _start_anew(self) -> None:
+        self._buffers_in_sync = self._find_buffers()
+        self._build_reducer()
+
     def _build_reducer(self) -> None:
         trained = trained_parameters(self.module, self.parameters_to_ignore)
+        for handle in self._frozen:
+            handle.remove()
+        self._frozen = refuse_thawed(self.module, self.parameters_to_ignore)
         config = self.mixed_precision
         self._precision = None
         reduce_dtype = None
         if config is not None:
             self._precision = Precision(config, self.module, trained, self.parameters_to_ignore)
             reduce_dtype = config.reduce_dtype or config.param_dtype
-        self.reducer = Reducer(
+        self.reducer = TorchReducer(
             trained,
             self.process_group,
             ReducerSettings(
@@ -415,6 +416,7 @@ class DistributedDataParallel(TorchNames, TorchDDP):
             precision=self._precision,
             name=str(next(_numbers)),
         )
+        log_recorded_steps(self)
         if self.device_type == "cpu":
             _construct.refuse_sync_batch_norm(self.module)
 
@@ -426,7 +428,14 @@ class DistributedDataParallel(TorchNames, TorchDDP):
                 "passed process_group argument to DDP constructor"
             )
         attributes = copy.copy(self.__dict__)
-        for own in ("process_group", "reducer", "logger", "_precision", "_buffers_in_sync"):
+        for own in (
+            "process_group",
+            "reducer",
+            "logger",
+            "_precision",
+            "_buffers_in_sync",
+            "_frozen",
+        ):
             attributes.pop(own, None)
         attributes["_hooks"] = CommHooks(self._caps)  # a hook belongs to this reducer
         return attributes
@@ -439,11 +448,11 @@ class DistributedDataParallel(TorchNames, TorchDDP):
             )
         assert dist.group.WORLD is not None
         nn.Module.__setstate__(self, state)
+        self._frozen = []
         self.process_group = dist.group.WORLD
         self.logger = None
         self._in_backward = None
-        self._buffers_in_sync = self._find_buffers()
-        self._build_reducer()
+        self._start_anew()
 
     def _set_static_graph(self) -> None:
         if self.static_graph:
@@ -454,23 +463,14 @@ class DistributedDataParallel(TorchNames, TorchDDP):
         if self.find_unused_parameters:
             warnings.warn(_STATIC_FINDS_UNUSED, stacklevel=2)
         self.static_graph = True
-        self.reducer.settings.static_graph = True
-        self.reducer.plan.follows_arrival = True
+        self.reducer._set_static_graph()
 
     def _set_up_optimizers_in_backward(self) -> None:
         parameters = [one.parameter for one in self.reducer.parameters]
         self._in_backward = has_optimizer_in_backward(parameters)
         if self._in_backward:
             take_over(parameters)
-            self.reducer.on_finished = step_bucket
-
-    def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
-        """Goes on with other ranks, from buckets that are agreed on anew."""
-        self.process_group = new_process_group
-        hook, step = self.reducer.launcher.hook, self.reducer.launcher.step
-        self._buffers_in_sync = self._find_buffers()
-        self._build_reducer()
-        self.reducer.launcher.hook, self.reducer.launcher.step = hook, step
+            self.reducer.optimizer = OptimizersInBackward()
 
     # ---- what users look at
 

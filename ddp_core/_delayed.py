@@ -31,7 +31,7 @@ class DelayedAllReduce:
         *,
         chunk_nbytes: int,
     ) -> None:
-        self._parameters, self._group = list(parameters), group
+        self._parameters, self.group = list(parameters), group
         numel = sum(parameter.numel() for parameter in parameters)
         self._buffer = parameters[0].detach().new_zeros(numel)
         parts = self._buffer.split([parameter.numel() for parameter in parameters])
@@ -61,8 +61,8 @@ class DelayedAllReduce:
     def _start(self) -> None:
         if not self.synchronises:
             return
-        self._buffer.div_(self._group.size())
-        self._work = dist.all_reduce(self._buffer, group=self._group, async_op=True)
+        self._buffer.div_(self.group.size())
+        self._work = dist.all_reduce(self._buffer, group=self.group, async_op=True)
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(self._finish)
 

@@ -1,13 +1,16 @@
-"""Who drives an exchange: lanes for host tensors, a side stream for CUDA ones; made when needed."""
+"""Who drives an exchange: lanes on the host, a side stream on a device; made when needed."""
 
 from __future__ import annotations
+
+from collections.abc import Set
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ddp_core._lanes import Lanes
-from ddp_core._streams import Streams
+from ddp_core._streams import Streams, stream_module
 from ddp_core._task import Task
 
 __all__ = ["Drivers"]
@@ -31,6 +34,15 @@ class Drivers:
         if self._lanes is not None:
             self._lanes.ensure(rounds)
 
+    def check(self, devices: Set[str]) -> None:
+        """Raises if exchanges cannot run on one of these types of device.
+
+        Raises:
+            RuntimeError: it is not the host's, and has no streams.
+        """
+        for device in devices - {"cpu"}:
+            stream_module(device)
+
     def open_lanes(self, group: dist.ProcessGroup) -> Lanes:
         """Makes the lanes and their groups, a collective, unless they are there."""
         if self._lanes is None:
@@ -41,14 +53,18 @@ class Drivers:
         self, task: Task, device: torch.device, group: dist.ProcessGroup
     ) -> torch.futures.Future[Tensor]:
         """Starts an exchange of a bucket on ``device`` and returns the future of its result."""
-        if device.type != "cuda":
+        if device.type == "cpu":
             return self.open_lanes(group).run(task)
         if self._streams is None:
             self._streams = Streams(group)
         return self._streams.run(task, device)
 
+    def stream(self) -> AbstractContextManager[object]:
+        """What is enqueued inside comes after all exchanges so far."""
+        return nullcontext() if self._streams is None else self._streams.following()
+
     def close(self) -> None:
-        """Stops the lanes' thread and destroys the extra groups. Safe to call twice."""
+        """Stops the lanes' thread and gives back the extra groups. Safe to call twice."""
         if self._lanes is not None:
             self._lanes.close()
         if self._streams is not None:

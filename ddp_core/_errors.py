@@ -1,6 +1,6 @@
 """Errors of the core; every message names the call, the rule, what came and what to do."""
 
-__all__ = ["CollectiveError", "MismatchError", "PeerError", "RoundsError"]
+__all__ = ["CollectiveError", "MismatchError", "MissingRankError", "PeerError", "RoundsError"]
 
 
 class CollectiveError(RuntimeError):
@@ -24,6 +24,10 @@ class PeerError(RuntimeError):
 
 class MismatchError(RuntimeError):
     """The ranks do not agree on what they are doing."""
+
+
+class MissingRankError(MismatchError):
+    """A rank did not come to a call that all ranks make alike."""
 
 
 class RoundsError(RuntimeError):

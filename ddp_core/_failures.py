@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from ddp_core._errors import CollectiveError, PeerError
 
-__all__ = ["FailureBoard", "wait_for_future", "wait_for_work"]
+__all__ = ["FailureBoard", "FutureNotDone", "failed", "wait_for_future", "wait_for_work"]
 
 # So long nobody looks at the board; most waits are over by then.
 SLICE = timedelta(seconds=1)
@@ -85,15 +86,31 @@ def wait_for_work(work: dist.Work, device: torch.device, board: FailureBoard, at
         board.check(attempt)
 
 
+class FutureNotDone(Exception):
+    """A future was not complete in time."""
+
+
 def wait_for_future(
-    future: Any, board: FailureBoard, attempt: int, *, of_tensor: bool = True
+    future: Any,
+    board: FailureBoard,
+    attempt: int,
+    *,
+    of_tensor: bool = True,
+    limit: timedelta | None = None,
 ) -> Tensor:
-    """The tensor that a hook's future holds; looks at the board while it is not complete."""
+    """The tensor that a hook's future holds; looks at the board while it is not complete.
+
+    Raises:
+        FutureNotDone: it is not within ``limit``.
+    """
     if not future.done():
         done = threading.Event()
         future.add_done_callback(lambda _: done.set())
+        end = None if limit is None else time.monotonic() + limit.total_seconds()
         while not done.wait(SLICE.total_seconds()):
             board.check(attempt)
+            if end is not None and time.monotonic() > end:
+                raise FutureNotDone
     value = future.wait()
     if isinstance(value, (list, tuple)) and len(value) == 1:  # what a collective's future holds
         value = value[0]

@@ -7,12 +7,12 @@ import logging
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddp_core._bucket import GradBucket
 from ddp_core._parameters import Trained
 
-__all__ = ["FlatBucket", "empty_sparse"]
+__all__ = ["FlatBucket"]
 
 logger = logging.getLogger("ddp_core")
 
@@ -62,7 +62,7 @@ class FlatBucket:
                 dtype=kind.to_real() if kind.is_complex else kind,
                 device=first.device,
             )
-            self.views = self._views_of(self.buffer)
+            self.views = self.views_of(self.buffer)
         self._addresses = [view.data_ptr() for view in self.views]
         self.reset()
 
@@ -76,7 +76,14 @@ class FlatBucket:
         self.pending = len(self.members)
         self._copied: set[int] = set()  # slots that are in the buffer, scaled
 
-    def _views_of(self, flat: Tensor) -> list[Tensor]:
+    def clear(self) -> None:
+        """The gradients of a rank without inputs are zeros."""
+        if self.sparse:
+            self.buffer = _empty_sparse(self.parameters[0])
+        else:
+            self.buffer.zero_()
+
+    def views_of(self, flat: Tensor) -> list[Tensor]:
         """A view per parameter, with its shape and, where it has no gaps, its strides."""
         views = []
         offset = 0
@@ -172,7 +179,7 @@ class FlatBucket:
     def _fill_sparse(self, grad: Tensor | None, divisor: float | None) -> None:
         parameter = self.parameters[0]
         if grad is None:
-            grad = empty_sparse(parameter)
+            grad = _empty_sparse(parameter)
             parameter.grad = grad
         self.buffer = grad.detach()
         if divisor is not None:
@@ -222,7 +229,7 @@ class FlatBucket:
     def _scatter_copies(self, result: Tensor, unused: Sequence[bool] | None) -> None:
         views = self.views
         if not _same_memory(result, self.buffer):
-            views = self._views_of(result.reshape(-1))
+            views = self.views_of(result.reshape(-1))
         grads, values = [], []
         for slot, parameter in enumerate(self.parameters):
             if unused is not None and unused[slot]:
@@ -236,6 +243,23 @@ class FlatBucket:
         if grads:
             torch._foreach_copy_(grads, values)
 
+    def left_alone(self, unused: Sequence[bool]) -> list[nn.Parameter]:
+        """Of the parameters that no rank uses, those that ``scatter`` does not write to.
+
+        A gradient that is this bucket's view already has the result, used or not.
+        """
+        return [
+            parameter
+            for slot, parameter in enumerate(self.parameters)
+            if unused[slot]
+            and not (
+                self.as_view
+                and parameter.grad is not None
+                and not self.sparse
+                and _same_memory(parameter.grad, self.views[slot])
+            )
+        ]
+
     def adopt_gradients(self) -> None:
         """Moves existing gradients into this bucket's views (buckets were rebuilt)."""
         if self.sparse or not self.as_view:
@@ -245,16 +269,16 @@ class FlatBucket:
                 view.copy_(parameter.grad)
                 parameter.grad = view
 
-    def as_grad_bucket(self, *, is_last: bool) -> GradBucket:
-        """What a hook is given."""
-        buffer = self.buffer
-        views = None if self.sparse else self._views_of
+    def as_grad_bucket(self, *, is_last: bool, buffer: Tensor | None = None) -> GradBucket:
+        """What a hook is given, with another buffer than its own on request."""
+        buffer = self.buffer if buffer is None else buffer
+        views = None if self.sparse else self.views_of
         return GradBucket(
             self.number, buffer, self.parameters, names=self.names, is_last=is_last, views_of=views
         )
 
 
-def empty_sparse(like: Tensor) -> Tensor:
+def _empty_sparse(like: Tensor) -> Tensor:
     """A sparse tensor of zeros."""
     indices = torch.empty((1, 0), dtype=torch.int64, device=like.device)
     values = like.detach().new_empty((0, *like.shape[1:]))

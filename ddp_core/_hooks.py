@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import torch.distributed as dist
+
+from ddp_core._buffers import BufferHook
 from ddp_core._construct import check_hook
-from ddp_core._launch import CommHook
+from ddp_core._launch import CommHook, name_of
 from ddp_core._layout import BucketCaps
 from ddp_core._reducer import Reducer
 
@@ -30,12 +34,13 @@ class CommHooks:
         """The hook of all following steps; None: the plain all-reduce."""
         if hook is not None:
             check_hook(hook)
+        reducer.drop_raised_step()
         if reducer.under_way:
             raise RuntimeError(
                 "the communication hook changes between two steps: after backward, before forward"
             )
         self.registered[:] = [] if hook is None else [(hook, state)]
-        reducer.launcher.hook = self.registered[0] if self.registered else None
+        reducer.launcher.set_hook(self.registered[0] if self.registered else None)
         self._ask_for_layout(reducer, getattr(state, "bucket_group", None))
 
     def schedule(self, step: int, hook: CommHook | None, state: Any, reducer: Reducer) -> None:
@@ -61,6 +66,47 @@ class CommHooks:
     def refresh_layout(self, reducer: Reducer) -> None:
         """Asks the hook's state again: its answers have changed."""
         self._ask_for_layout(reducer, reducer.plan.group_of, refresh=True)
+
+    def check_that_they_follow(self, reducer: Reducer, buffer_hook: BufferHook | None) -> None:
+        """Raises unless every hook can go on with other ranks, between two steps."""
+        reducer.drop_raised_step()
+        if reducer.under_way:
+            raise RuntimeError(
+                "_update_process_group: the ranks change between two steps: after backward, before "
+                "forward"
+            )
+        for (hook, state), remedy in self._everything(buffer_hook):
+            if not callable(getattr(state, "change_group", None)):
+                raise RuntimeError(
+                    f"_update_process_group: the hook {name_of(hook)} averages over the process "
+                    f"group that it was registered with, and its state ({type(state).__name__}) "
+                    f"has no method change_group(group) by which it could follow. {remedy}"
+                )
+
+    def change_group(
+        self, group: dist.ProcessGroup, reducer: Reducer, buffer_hook: BufferHook | None
+    ) -> None:
+        """Tells the states of all hooks which ranks there are now."""
+        reducer.launcher.set_hook(self.registered[0] if self.registered else None)
+        states = {id(state): state for (_, state), _ in self._everything(buffer_hook)}
+        for state in states.values():
+            state.change_group(group)
+
+    def _everything(self, buffer_hook: BufferHook | None) -> Iterator[tuple[Registered, str]]:
+        """All hooks with their states, and what to do where one cannot follow."""
+        for one in self.registered:
+            yield (
+                one,
+                (
+                    "Call remove_comm_hook() before, and register a hook with a state of the new "
+                    "group after"
+                ),
+            )
+        for step, later in self._scheduled.items():
+            if later is not None:
+                yield later, f"It is scheduled for step {step}: schedule it after the change"
+        if buffer_hook is not None:
+            yield (buffer_hook.hook, buffer_hook.state), "Give the buffer hook's state one"
 
     def _ask_for_layout(self, reducer: Reducer, group_of: Any, *, refresh: bool = False) -> None:
         state = self.registered[0][1] if self.registered else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from torch.distributed.algorithms.join import JoinHook
 if TYPE_CHECKING:
     from ddp_core._ddp import DistributedDataParallel
 
-__all__ = ["ShadowHook", "anybody_synchronises", "common_rank"]
+__all__ = ["Plans", "ShadowHook", "common_rank", "tell_joined_ranks"]
 
 
 class ShadowHook(JoinHook):
@@ -24,35 +24,41 @@ class ShadowHook(JoinHook):
     def main_hook(self) -> None:
         """One step of the others."""
         ddp = self._ddp
-        ddp.reducer.rebuild()
-        if ddp._synchronises_buffers(after_forward=False):
-            ddp._synchronise_buffers(candidate=False)
-        sync = anybody_synchronises(ddp.process_group, ddp.device, wait=True, mine=False)
-        ddp.require_forward_param_sync = sync
-        if not sync:
-            return
-        ddp.reducer.shadow()
+        plans = hear_of_plans(ddp.process_group, ddp.device)
+        if plans.grads:
+            ddp.reducer.prepare_for_forward()
+        if plans.sync:
+            ddp._hooks.follow_schedule(ddp.reducer)
+        for after_forward in (False, True):
+            if ddp._synchronises_buffers(after_forward=after_forward):
+                ddp._synchronise_buffers(backward_follows=plans.sync, candidate=False)
+        ddp.require_forward_param_sync = plans.sync
+        if plans.sync:
+            ddp.reducer.shadow()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """At the end all ranks take the model of one that trained last."""
         self._ddp._take_model_of(is_last_joiner)
 
 
-def anybody_synchronises(
-    group: dist.ProcessGroup, device: torch.device, *, wait: bool, mine: bool
-) -> bool:
-    """Whether a rank's next backward pass averages gradients; all ranks call it in forward.
+class Plans(NamedTuple):
+    """What the ranks with inputs do in this forward pass, all alike."""
 
-    Args:
-        wait: for the answer, which only ranks without input need.
-        mine: whether this rank's does.
-    """
-    flag = torch.full((1,), float(mine), device=device)
-    work = dist.all_reduce(flag, group=group, async_op=True)
-    if not wait:
-        return mine
-    work.wait()
-    return bool(flag.item())
+    grads: bool  # it records a graph
+    sync: bool  # its backward pass averages gradients
+
+
+def tell_joined_ranks(group: dist.ProcessGroup, device: torch.device, plans: Plans) -> None:
+    """Lets ranks without inputs know; all ranks with inputs call it in forward."""
+    flags = torch.tensor(plans, dtype=torch.float32, device=device)
+    dist.all_reduce(flags, group=group, async_op=True)
+
+
+def hear_of_plans(group: dist.ProcessGroup, device: torch.device) -> Plans:
+    """What the others plan; a rank without inputs calls it where they tell."""
+    flags = torch.zeros(len(Plans._fields), device=device)
+    dist.all_reduce(flags, group=group)
+    return Plans(*(bool(flag) for flag in flags.tolist()))
 
 
 def common_rank(group: dist.ProcessGroup, device: torch.device, *, candidate: bool) -> int:

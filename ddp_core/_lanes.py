@@ -9,42 +9,38 @@ its own, so lanes need no order among each other.
 Lane 0 is the caller's group: first collectives are issued inside the hook call, in the order in
 which the reducer launches buckets, as DistributedDataParallel itself would. Later rounds are
 resumed by one driver thread per ``Lanes``; Gloo's threads only post to its queue.
+
+Collectives are issued outside of the lock: with TORCH_DISTRIBUTED_DEBUG=DETAIL the caller's group
+returns from one only when all ranks have come to it. No thread waits for another lane meanwhile.
 """
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 import weakref
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_core._lane_groups import LaneGroup, borrow
 from ddp_core._task import Task, clock
 
-__all__ = ["Lanes", "group_timeout"]
+__all__ = ["Lanes"]
 
 _Event = tuple[int, Exception | None]  # the ticket whose collective is done, and how it failed
 _Completion = torch.futures.Future[None]
 
 
-def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """The timeout ``group`` was made with; None where the backend does not tell."""
-    with contextlib.suppress(Exception):
-        backend = group._get_backend(torch.device("cpu"))
-        return timedelta(seconds=backend.options._timeout.total_seconds())
-    return None
-
-
 @dataclass(eq=False)
 class _Lane:
     group: dist.ProcessGroup
+    lent: LaneGroup | None = None  # of what lane 1 and up hold
     turn: int = 0  # the ticket that issues next
+    issuing: bool = False  # a thread is at it, and goes on with all that is ready
     waiting: dict[int, Task] = field(default_factory=dict)
     passed: set[int] = field(default_factory=set)
 
@@ -64,18 +60,17 @@ def _drive(lanes: weakref.ReferenceType[Lanes], events: queue.SimpleQueue[_Event
 def _shut_down(
     events: queue.SimpleQueue[_Event | None],
     threads: list[threading.Thread],
-    groups: list[dist.ProcessGroup],
+    lent: list[LaneGroup],
 ) -> None:
     events.put(None)
     for thread in threads:
         if thread is not threading.current_thread():
             thread.join(timeout=5)
-    for group in groups:
-        # The caller may have destroyed the default group, and with it these, before.
-        if dist.is_initialized():
-            with contextlib.suppress(ValueError, AssertionError, RuntimeError):
-                dist.destroy_process_group(group)
-    groups.clear()
+            if thread.is_alive():  # it may yet issue something
+                for one in lent:
+                    one.spoiled = True
+    while lent:
+        lent.pop().give_back()
 
 
 class Lanes:
@@ -95,10 +90,10 @@ class Lanes:
         self._lock = threading.Lock()
         self._events: queue.SimpleQueue[_Event | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._own_groups: list[dist.ProcessGroup] = []
+        self._lent: list[LaneGroup] = []
         # Also runs at interpreter exit, before Gloo's threads lose the interpreter.
         self._finalizer = weakref.finalize(
-            self, _shut_down, self._events, self._threads, self._own_groups
+            self, _shut_down, self._events, self._threads, self._lent
         )
         self.ensure(rounds)
 
@@ -109,21 +104,12 @@ class Lanes:
 
     def ensure(self, rounds: int) -> None:
         """Adds lanes until there are ``rounds``; no exchange may be under way."""
-        group = self._lanes[0].group
-        ranks = dist.get_process_group_ranks(group)
         missing = rounds - len(self._lanes)
-        for _ in range(missing):
-            own: Any = dist.new_group(
-                ranks,
-                timeout=group_timeout(group),
-                backend=dist.get_backend(group),
-                use_local_synchronization=len(ranks) != dist.get_world_size(),
-            )
-            self._own_groups.append(own)
-            self._lanes.append(_Lane(own, turn=self._tickets))
-        if missing > 0:
-            # A rank may close its lanes at once, but not while another still connects to it.
-            dist.barrier(group)
+        if missing <= 0:  # a group that torch.distributed does not know has one lane all the same
+            return
+        lent = borrow(self._lanes[0].group, missing)
+        self._lent += lent
+        self._lanes += [_Lane(one.group, one, turn=self._tickets) for one in lent]
 
     def run(self, task: Task) -> torch.futures.Future[Tensor]:
         """Starts ``task`` and returns the future of its result; encodes in the calling thread."""
@@ -149,12 +135,16 @@ class Lanes:
         return future
 
     def close(self) -> None:
-        """Stops the driver thread and destroys the groups of lanes 1 and up. Safe to call twice."""
+        """Stops the driver thread, gives back the groups of further lanes. Safe to call twice."""
         self._finalizer()
 
     def _resume(self, ticket: int, error: Exception | None) -> _Completion | None:
         """Goes on with an exchange whose collective is done; see ``_step``."""
         task = self._under_way[ticket]
+        lent = self._lanes[task.round].lent
+        if lent is not None:
+            lent.answered += 1
+            lent.spoiled |= error is not None
         return self._step(task, None if error is None else task.failed(error))
 
     def _step(self, task: Task, error: BaseException | None) -> _Completion | None:
@@ -163,39 +153,49 @@ class Lanes:
         Returns what is to be completed if there is none.
         """
         request = task.advance(error)
-        with self._lock:
-            if request is not None:
-                lane = self._lanes[task.round]
-                lane.waiting[task.ticket] = task
-                self._issue_ready(lane)
-            else:
-                # Also after an error: later buckets must not wait for this one.
-                for lane in self._lanes[len(task.rows) :]:
-                    lane.passed.add(task.ticket)
-                    self._issue_ready(lane)
         if request is not None:
+            lane = self._lanes[task.round]
+            with self._lock:
+                lane.waiting[task.ticket] = task
+            self._issue_ready(lane)
             return None
+        # Also after an error: later buckets must not wait for this one.
+        for lane in self._lanes[len(task.rows) :]:
+            with self._lock:
+                lane.passed.add(task.ticket)
+            self._issue_ready(lane)
         del self._under_way[task.ticket]
         return task.completion
 
     def _issue_ready(self, lane: _Lane) -> None:
         """Issues, in ticket order, all collectives of ``lane`` whose turn has come."""
-        while True:
-            if lane.turn in lane.passed:
+        while (task := self._next(lane)) is not None:
+            self._issue(lane, task)
+            with self._lock:
+                lane.issuing = False
+                lane.turn += 1
+
+    def _next(self, lane: _Lane) -> Task | None:
+        """Whose turn it is, if it has come; to be issued by the caller alone."""
+        with self._lock:
+            if lane.issuing:
+                return None
+            while lane.turn in lane.passed:
                 lane.passed.remove(lane.turn)
-            elif lane.turn in lane.waiting:
-                self._issue(lane, lane.waiting.pop(lane.turn))
-            else:
-                return
-            lane.turn += 1
+                lane.turn += 1
+            task = lane.waiting.pop(lane.turn, None)
+            lane.issuing = task is not None
+            return task
 
     def _issue(self, lane: _Lane, task: Task) -> None:
         """Starts the pending collective of ``task``; its completion becomes an event."""
         assert task.request is not None
         row, ticket, events = task.rows[-1], task.ticket, self._events
+        if lane.lent is not None:
+            lane.lent.issued += 1
         row.issued = clock()
         try:
-            work = task.request.issue(lane.group)
+            future = task.request.issue(lane.group).get_future()
         except Exception as error:
             events.put((ticket, error))
             return
@@ -212,4 +212,4 @@ class Lanes:
                 failure = error
             events.put((ticket, failure))
 
-        work.get_future().add_done_callback(done)
+        future.add_done_callback(done)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +11,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_core._errors import CollectiveError, PeerError
-from ddp_core._failures import FailureBoard, failed, wait_for_future, wait_for_work
+from ddp_core._events import StepEvents
+from ddp_core._failures import (
+    FailureBoard,
+    FutureNotDone,
+    failed,
+    wait_for_future,
+    wait_for_work,
+)
 from ddp_core._flat import FlatBucket
+from ddp_core._lane_groups import group_timeout
+from ddp_core._ranges import named_range
 from ddp_core._task import RoundRecord, clock
 from ddp_core._timeline import BucketTimes
 
-__all__ = ["CommHook", "Launcher", "Outcome"]
+__all__ = ["CommHook", "Launcher", "Outcome", "name_of"]
 
 CommHook = Callable[[Any, Any], Any]  # (state, bucket) -> Future[Tensor]
 
@@ -51,18 +61,28 @@ class Launcher:
     def __init__(self, group: dist.ProcessGroup, name: str) -> None:
         self.group = group
         self.hook: tuple[CommHook, Any] | None = None
+        self.events = StepEvents()  # told to the hook's state
+        self.hook_name: str | None = None
         self.step = 0  # synchronised backward passes
         self.attempt = 0  # the same, counting those that raised
+        self.error = ""  # the latest one's words
         self._board = FailureBoard(group, name)
+
+    def set_hook(self, hook: tuple[CommHook, Any] | None) -> None:
+        """What exchanges buckets from now on; None: a plain all-reduce."""
+        self.hook = hook
+        self.hook_name = None if hook is None else name_of(hook[0])
+        self.events = StepEvents(None if hook is None else hook[1])
 
     def launch(self, bucket: FlatBucket, *, is_last: bool, times: BucketTimes | None) -> Outcome:
         """Starts the exchange of a full bucket."""
         if times is not None:
             times.launched = clock()
         try:
-            if self.hook is None:
-                return self._all_reduce(bucket, times)
-            return self._run_hook(bucket, is_last, times)
+            with named_range("launch", bucket.number):
+                if self.hook is None:
+                    return self._all_reduce(bucket, times)
+                return self._run_hook(bucket, is_last, times)
         except Exception as error:
             self._report(bucket, error)
             raise
@@ -89,10 +109,9 @@ class Launcher:
             handed.note = times.rounds.append
         future = hook(state, handed)
         if not isinstance(future, torch._C.Future):
-            name = getattr(hook, "__qualname__", type(hook).__qualname__)
             raise TypeError(
-                f"the communication hook {name} returns a torch.futures.Future[Tensor], got "
-                f"{type(future).__name__}"
+                f"the communication hook {name_of(hook)} returns a "
+                f"torch.futures.Future[Tensor], got {type(future).__name__}"
             )
         if times is not None:
             future.add_done_callback(_stamp(times, None))
@@ -108,10 +127,11 @@ class Launcher:
             times.wait_began = clock()
         try:
             result = bucket.buffer
-            if outcome.future is not None:
-                result = wait_for_future(outcome.future, self._board, self.attempt)
-            elif outcome.work is not None:
-                wait_for_work(outcome.work, bucket.buffer.device, self._board, self.attempt)
+            with named_range("wait", bucket.number):
+                if outcome.future is not None:
+                    result = wait_for_future(outcome.future, self._board, self.attempt)
+                elif outcome.work is not None:
+                    wait_for_work(outcome.work, bucket.buffer.device, self._board, self.attempt)
         except Exception as error:
             told = self._board.look(self.attempt)
             self._report(bucket, error)
@@ -120,23 +140,61 @@ class Launcher:
             times.wait_ended = clock()
         return result
 
+    def await_work(self, work: dist.Work, device: torch.device) -> None:
+        """Waits for another collective of the step."""
+        wait_for_work(work, device, self._board, self.attempt)
+
     def await_futures(self, futures: list[Any]) -> None:
         """Waits for futures of the buffer hook."""
         for future in futures:
             wait_for_future(future, self._board, self.attempt, of_tensor=False)
 
     def settle(self, bucket: FlatBucket, outcome: Outcome) -> None:
-        """Waits until the exchange of an abandoned step does not write any more."""
-        try:
+        """Waits until the exchange of an abandoned step does not write any more.
+
+        Raises:
+            RuntimeError: a hook keeps its future open for longer than collectives may take.
+        """
+        if outcome.future is not None:
+            self._settle_future(outcome.future, f"for bucket {bucket.number}")
+            return
+        with contextlib.suppress(CollectiveError):  # the step has raised already
             self.finish(bucket, outcome, None)
-        except CollectiveError:  # the step has raised already
+
+    def settle_futures(self, futures: list[Any]) -> None:
+        """The same for futures of the buffer hook."""
+        for future in futures:
+            self._settle_future(future, "for buffers")
+
+    def _settle_future(self, future: Any, purpose: str) -> None:
+        limit = group_timeout(self.group)
+        try:
+            wait_for_future(future, self._board, self.attempt, of_tensor=False, limit=limit)
+        except FutureNotDone:
+            raise RuntimeError(
+                f"a step was abandoned, and the future that the hook returned {purpose} was not "
+                f"completed within {limit}, the process group's timeout. A hook that holds buckets "
+                f"back lets them go in a method step_abandoned() of its state, see "
+                f"register_comm_hook"
+            ) from None
+        except Exception:  # the step has raised already
             return
 
     def _report(self, bucket: FlatBucket, error: Exception) -> None:
         """Tells the other ranks, which would wait for this one; hearsay is not passed on."""
         if not isinstance(error, PeerError):
-            text = f"step {self.step}, bucket {bucket.number}: {type(error).__name__}: {error}"
-            self._board.report(self.attempt, text)
+            self.report(f"bucket {bucket.number}: {type(error).__name__}: {error}")
+
+    def report(self, text: str) -> None:
+        """Tells the other ranks that this one will not go on; the logging data have it, too."""
+        self.error = text
+        self._board.report(self.attempt, f"step {self.step}, {text}")
+
+
+def name_of(hook: Any) -> str:
+    """What a hook is called."""
+    name: str = getattr(hook, "__qualname__", type(hook).__qualname__)
+    return name
 
 
 def _stamp(times: BucketTimes, record: RoundRecord | None) -> Callable[[object], None]:

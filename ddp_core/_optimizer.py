@@ -3,13 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from ddp_core._flat import FlatBucket
 
-__all__ = ["has_optimizer_in_backward", "step_bucket", "take_over"]
+__all__ = [
+    "OptimizersInBackward",
+    "StepsInBackward",
+    "has_optimizer_in_backward",
+    "take_over",
+]
+
+
+class StepsInBackward(Protocol):
+    """What a reducer tells of averaged buckets.
+
+    Attributes:
+        early: whether a bucket that is averaged is wanted while backward still goes on. When that
+            is differs between ranks; the order of buckets does not.
+    """
+
+    early: bool
+
+    def bucket_averaged(self, bucket: FlatBucket) -> None:
+        """The gradients of the next bucket, in order, are in ``.grad``."""
+
+    def all_averaged(self) -> None:
+        """Those of all buckets are; the step is over when this returns."""
 
 
 def has_optimizer_in_backward(parameters: Sequence[nn.Parameter]) -> bool:
@@ -26,12 +49,19 @@ def take_over(parameters: Sequence[nn.Parameter]) -> None:
             handle.remove()
 
 
-def step_bucket(bucket: FlatBucket) -> None:
-    """Steps the optimizers of the bucket's parameters and drops their gradients."""
-    with torch.no_grad():
-        for parameter in bucket.parameters:
-            optimizers = getattr(parameter, "_in_backward_optimizers", ())
-            if optimizers and parameter.grad is not None:
-                for optimizer in optimizers:
-                    optimizer.step()
-                parameter.grad = None
+class OptimizersInBackward:
+    """Steps each parameter's own optimizers when its bucket is averaged, and drops its gradient."""
+
+    early = True
+
+    def bucket_averaged(self, bucket: FlatBucket) -> None:
+        with torch.no_grad():
+            for parameter in bucket.parameters:
+                optimizers = getattr(parameter, "_in_backward_optimizers", ())
+                if optimizers and parameter.grad is not None:
+                    for optimizer in optimizers:
+                        optimizer.step()
+                    parameter.grad = None
+
+    def all_averaged(self) -> None:
+        """Nothing is left to do."""

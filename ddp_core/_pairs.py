@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_core._lane_groups import host_backend
+
 __all__ = ["Pairs", "exchange_pairs", "on_gloo"]
 
 _TAG = 0x9A125  # of these messages; the same peers' are matched in their order
@@ -25,7 +27,7 @@ def on_gloo(group: dist.ProcessGroup, tensor: Tensor) -> bool:
     """Whether collectives of ``group`` over such a tensor are Gloo's."""
     if tensor.device.type != "cpu" or not dist.is_gloo_available():
         return False
-    return isinstance(group._get_backend(tensor.device), dist.ProcessGroupGloo)
+    return isinstance(host_backend(group), dist.ProcessGroupGloo)
 
 
 class Pairs:
@@ -77,21 +79,26 @@ def exchange_pairs(
 
     Args:
         ranks: of the group, those that take part, this one among them; i counts them. All by
-            default.
+            default. This one more than once: nothing is sent then, as there is nobody else.
     """
     if ranks is None:
         ranks = range(group.size())
     own, size = ranks.index(group.rank()), len(ranks)
-    receive[own].copy_(send[own])
-    distances = range(1, size if send[own].numel() else 1)  # nothing is no message
-    messages = []
-    for distance in distances:
-        peer = (own - distance) % size
-        messages.append(_message(dist.irecv, receive[peer], group, ranks[peer]))
-    for distance in distances:
-        peer = (own + distance) % size
-        messages.append(_message(dist.isend, send[peer], group, ranks[peer]))
-    works = dist.batch_isend_irecv(messages) if messages else []
+    for place in range(size):
+        if ranks[place] == ranks[own]:
+            receive[place].copy_(send[place])
+    alone = all(rank == ranks[own] for rank in ranks)
+    distances = range(1, 1 if alone or not send[own].numel() else size)  # nothing is no message
+    received = [(receive[p], ranks[p]) for p in ((own - distance) % size for distance in distances)]
+    sent = [(send[p], ranks[p]) for p in ((own + distance) % size for distance in distances)]
+    if on_gloo(group, send[own]):
+        # Directly: torch.distributed does not know the groups of lanes.
+        works = [group.recv([_real(tensor)], peer, _TAG) for tensor, peer in received]
+        works += [group.send([_real(tensor)], peer, _TAG) for tensor, peer in sent]
+    else:
+        messages = [_message(dist.irecv, tensor, group, peer) for tensor, peer in received]
+        messages += [_message(dist.isend, tensor, group, peer) for tensor, peer in sent]
+        works = dist.batch_isend_irecv(messages) if messages else []
     return Pairs(works, [*send, *receive])
 
 
@@ -99,3 +106,7 @@ def _message(
     what: Callable[..., Any], tensor: Tensor, group: dist.ProcessGroup, peer: int
 ) -> dist.P2POp:
     return dist.P2POp(what, tensor, group=group, group_peer=peer, tag=_TAG)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -6,15 +6,23 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ddp_core._errors import MismatchError
 
-__all__ = ["Trained", "broadcast_coalesced", "trained_parameters", "verify_across_ranks"]
+__all__ = [
+    "Trained",
+    "broadcast_coalesced",
+    "refuse_thawed",
+    "trained_parameters",
+    "verify_across_ranks",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +52,35 @@ def trained_parameters(module: nn.Module, ignored: Collection[str] = ()) -> list
         for name, parameter in module.named_parameters()
         if parameter.requires_grad and name not in ignored
     ]
+
+
+def refuse_thawed(module: nn.Module, ignored: Collection[str]) -> list[RemovableHandle]:
+    """Parameters that are frozen now raise when a gradient comes: nobody would average it.
+
+    It costs nothing where they stay frozen.
+    """
+    handles = []
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad or name in ignored or not _may_thaw(parameter):
+            continue
+        parameter.requires_grad_(True)  # else it takes no hook
+        handles.append(parameter.register_post_accumulate_grad_hook(partial(_thawed, name)))
+        parameter.requires_grad_(False)
+    return handles
+
+
+def _may_thaw(parameter: Tensor) -> bool:
+    kind = parameter.is_floating_point() or parameter.is_complex()
+    return type(parameter) is nn.Parameter and kind and not parameter.is_inference()
+
+
+def _thawed(name: str, _: Tensor) -> None:
+    raise RuntimeError(
+        f"the parameter {name} was frozen when DistributedDataParallel was constructed and has a "
+        f"gradient now, which is not averaged: ranks would drift apart. Construct "
+        f"DistributedDataParallel again after requires_grad_(True), or construct it with the "
+        f"parameter trained, freeze that afterwards, and pass find_unused_parameters=True"
+    )
 
 
 def verify_across_ranks(parameters: Sequence[Trained], group: dist.ProcessGroup) -> None:

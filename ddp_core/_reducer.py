@@ -8,60 +8,35 @@ One backward pass, see ``docs/design/reducer.md``:
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from ddp_core._accumulators import Accumulators, call_after_backward
+from ddp_core._accumulators import (
+    NO_BACKWARD,
+    Accumulators,
+    backward_number,
+    call_after_backward,
+    is_nested,
+)
 from ddp_core._errors import CollectiveError
-from ddp_core._flat import FlatBucket, empty_sparse
-from ddp_core._launch import Launcher, Outcome
-from ddp_core._layout import BucketCaps
+from ddp_core._exchange import BucketExchange
+from ddp_core._graph_errors import changed_error, late_error, twice_error, unused_error
 from ddp_core._parameters import Trained
-from ddp_core._plan import BucketPlan
 from ddp_core._precision import Precision
+from ddp_core._step import ReducerSettings, Step
 from ddp_core._task import clock
-from ddp_core._timeline import BucketTimes, StepTimes, Timeline
-from ddp_core._unused import UsedMap, twice_error, unused_error
+from ddp_core._timeline import StepTimes, Timeline
 
-__all__ = ["Reducer", "ReducerSettings"]
+__all__ = ["Reducer"]
 
-
-@dataclass
-class ReducerSettings:
-    """How a reducer works; see the arguments of DistributedDataParallel."""
-
-    caps: BucketCaps
-    find_unused: bool = False
-    static_graph: bool = False
-    as_view: bool = False
-    skip_unused: bool = False
-    dtype: torch.dtype | None = None  # of the buckets; the parameters' own by default
+logger = logging.getLogger("ddp_core")
 
 
-@dataclass(slots=True)
-class _Step:
-    """The accounting of one synchronised step; the next one has a new one."""
-
-    expecting: bool = False  # gradients are to be reduced
-    complete: bool = True  # they have been
-    marked: list[int] = field(default_factory=list)  # parameters that count as arrived, in order
-    unused: list[int] = field(default_factory=list)  # those that backward does not come to
-    unused_marked: bool = False
-    calls: list[int] = field(default_factory=list)  # of the hooks (static graph)
-    scale: float | None = None  # of gradients that go into a bucket; None: the hook scales
-    divisor: int = 0  # not known yet
-    launched: int = 0  # buckets
-    finished: int = 0  # buckets
-    outcomes: list[Outcome] = field(default_factory=list)
-    times: StepTimes | None = None
-
-
-class Reducer:
+class Reducer(BucketExchange):
     """Averages the gradients of one model in backward.
 
     Args:
@@ -80,28 +55,18 @@ class Reducer:
         precision: Precision | None = None,
         name: str = "",
     ) -> None:
-        self.parameters = list(parameters)
-        self.group, self.settings, self.precision = group, settings, precision
-        self.device = self.parameters[0].parameter.device
+        super().__init__(parameters, group, settings, precision=precision, name=name)
         self.timeline = Timeline()
-        self.launcher = Launcher(group, name)
-        self.plan = BucketPlan(self.parameters, settings.caps, group, self.device)
-        self.plan.follows_arrival = settings.static_graph or not settings.find_unused
-        self.on_finished: Callable[[FlatBucket], None] | None = None  # optimizer in backward
+        self.on_recorded: Callable[[], None] | None = None  # a step's times
+        self.sent = 0  # buckets, in the last step
         self.unused_parameters: list[int] | None = None  # of the last step
         self.graph_was_static = True  # they were the same in every step
-        self.buckets: list[FlatBucket] = []
-        self._used = UsedMap(len(self.parameters), group, self.device)
-        self._static_counts: list[int] | None = None  # hook calls per step, once they are known
-        self._static_unused: list[int] = []
-        self._effective: dist.Work | None = None  # counts the ranks that have input (join)
-        self._futures: list[Any] = []  # of the buffer hook, awaited with the gradients
         self._times: StepTimes | None = None  # of the step whose forward pass has begun
-        self._gradient = attrgetter("grad") if precision is None else precision.gradient
-        self._step = _Step()
-        self._plain = False  # an arrival is nothing but an arrival
-        self._backward_open = False  # a backward pass is under way, or has raised
-        self._install(self.plan.initial())
+        self._opened_in = NO_BACKWARD  # number of the pass that is open
+        self._landed: Step | None = None  # the last step, until the next forward
+        self._landed_before: Step | None = None  # the last one at that forward
+        self._warned = False  # that gradients came after it
+        self._has_old_marks = False  # of a step that was abandoned
         self.initial_sizes = [bucket.nbytes for bucket in self.buckets]
         self.accumulators = Accumulators([one.parameter for one in self.parameters], self)
 
@@ -112,21 +77,24 @@ class Reducer:
         if self._plain:
             self._mark_ready(index)
             return
-        step = self._step
-        if self._tracks_use and self.parameters[index].parameter.grad is not None:
-            self._used.mark(index)
-        if not step.expecting:  # no_sync, or a second backward pass without a forward
-            if self.precision is not None and not self._backward_open:
-                self._open_backward()
-            return
-        if not self._backward_open:
+        usage = self.usage
+        if usage.tracks and self.parameters[index].parameter.grad is not None:
+            usage.used.mark(index)
+        if not self._backward_open and (self._step.expecting or self.precision is not None):
             self._open_backward()
+        step = self._step
+        if not step.expecting:  # no_sync, or a second backward pass without a forward
+            if self._landed is not None:
+                self._came_late(index)
+            return
         if self.settings.static_graph:
-            if self._static_counts is None:
+            if usage.counts is None:
                 step.calls[index] += 1
                 return
-            step.calls[index] -= 1
-            if step.calls[index]:
+            left = step.calls[index] = step.calls[index] - 1
+            if left < 0:
+                self._graph_changed([index], came=True)
+            if left:
                 return
         if not step.unused_marked:
             self._mark_unused()
@@ -137,24 +105,28 @@ class Reducer:
 
     def begin_backward(self) -> None:
         """Called at the start of backward where outputs pass through the sink."""
-        if not self._step.expecting:
-            return
-        if not self._backward_open:
+        if self._step.expecting and not self._backward_open:
             self._open_backward()
-        if self._finds_unused and not self._step.unused_marked:
+        if self._step.expecting and self.usage.finds and not self._step.unused_marked:
             self._mark_unused()
 
     def _open_backward(self) -> None:
         """The first gradient of a backward pass, or of a reentrant one within it."""
         self._backward_open = True  # still open at the next forward: it has raised
+        self._opened_in = backward_number()
         call_after_backward(self._backward_ended)
         step = self._step
+        if step.prepared_in == self._opened_in != NO_BACKWARD:
+            # The forward pass ran once more in this backward pass, for activations only: the graph
+            # is that of a forward pass under no_sync.
+            step.expecting, step.complete = False, True
+            self._landed = self._landed_before
         if step.expecting:
             self._settle_scale()
         self._plain = (
             step.expecting
             and step.times is None
-            and not self._tracks_use
+            and not self.usage.tracks
             and not self.settings.static_graph
         )
 
@@ -162,10 +134,23 @@ class Reducer:
         """Parameters that this backward pass will not come to count as arrived."""
         step = self._step
         step.unused_marked = True
-        if self._finds_unused:
+        if self.usage.finds:
             step.unused = self.accumulators.out_of_reach()
+            self._forget_old_marks()
+        step.needed = self.usage.agree_on_needed(self.buckets, step.unused)
         for index in step.unused:
             self._mark_ready(index)
+
+    def _forget_old_marks(self) -> None:
+        """What an abandoned step has used counts only where its gradients were kept."""
+        if self._has_old_marks:
+            self._has_old_marks = False
+            gone = [
+                index
+                for index, one in enumerate(self.parameters)
+                if self._gradient(one.parameter) is None
+            ]
+            self.usage.used.unmark(gone)
 
     def _mark_ready(self, index: int) -> None:
         step = self._step
@@ -177,44 +162,32 @@ class Reducer:
         if bucket.pending <= 0:
             self._launch_ready()
 
-    # ---- launching
+    def _came_late(self, index: int) -> None:
+        """A gradient after the step's were averaged; it stays this rank's own, as in torch."""
+        landed = self._landed
+        assert landed is not None
+        name = self.parameters[index].name
+        if backward_number() == landed.recomputed_in != NO_BACKWARD:
+            raise RuntimeError(twice_error(name, index))
+        if index in landed.unused and self.settings.static_graph:
+            self._graph_changed([index], came=True)
+        if self.usage.finds and not landed.used[index]:
+            raise RuntimeError(late_error(name))
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "the gradient of %s came after this step's gradients were averaged, in a backward "
+                "pass that has no forward pass of its own: it stays this rank's own until the "
+                "next step. To average it, add the losses and call backward once",
+                name,
+            )
 
-    def _launch_ready(self) -> None:
-        """Launches, in index order, all buckets whose turn has come."""
-        step = self._step
-        if len(set(step.marked)) != len(step.marked):
-            index = next(i for i in step.marked if step.marked.count(i) > 1)
-            raise RuntimeError(twice_error(self.parameters[index].name, index))
-        while step.launched < len(self.buckets) and not self.buckets[step.launched].pending:
-            bucket = self.buckets[step.launched]
-            step.launched += 1
-            step.outcomes.append(self._launch(bucket))
-            if self.on_finished is not None:
-                self._finish_early()
-        if step.launched == len(self.buckets) and self._finds_unused:
-            self._used.all_reduce()
-
-    def _launch(self, bucket: FlatBucket) -> Outcome:
-        step = self._step
-        if self.settings.skip_unused and set(bucket.members) <= set(step.unused):
-            return Outcome()
-        gradients = [self._gradient(parameter) for parameter in bucket.parameters]
-        bucket.fill(gradients, None if step.scale is None else step.divisor)
-        try:
-            is_last = bucket is self.buckets[-1]
-            return self.launcher.launch(bucket, is_last=is_last, times=self._times_of(bucket))
-        except Exception:
-            step.expecting = self._plain = False
-            raise
-
-    def _settle_scale(self) -> None:
-        """Sums are divided by the number of ranks, or of those that still have input."""
-        step = self._step
-        step.divisor = self.group.size()
-        if self._effective is not None:
-            self._effective.wait()
-            step.divisor = int(self._effective.get_future().value()[0].item())
-        step.scale = None if self.launcher.hook is not None else 1.0 / step.divisor
+    def _graph_changed(self, indices: Sequence[int], *, came: bool) -> None:
+        """Raises on this rank, and tells the others, which would wait for it."""
+        names = [self.parameters[index].name for index in indices]
+        message = changed_error(names, self.rank, came=came)
+        self.launcher.report(message)
+        raise RuntimeError(message)
 
     # ---- the end of backward
 
@@ -226,21 +199,34 @@ class Reducer:
                 self.precision.restore()
             return
         try:
-            if self.settings.static_graph and self._static_counts is None:
-                self._learn_static_graph()
+            if self.settings.static_graph and not self._end_static_pass():
+                return
             if step.launched == len(self.buckets):
                 self._finalize()
-        except Exception:
+        except BaseException:
             self._backward_open = True  # it raises
+            self._tell_abandoned()
             raise
+
+    def _end_static_pass(self) -> bool:
+        """Whether the pass was the step's whole one, not a reentrant one within it."""
+        step = self._step
+        if is_nested() and step.prepared_in == NO_BACKWARD and step.launched < len(self.buckets):
+            return False
+        if self.usage.learns:
+            self._learn_static_graph()
+        elif step.launched < len(self.buckets):
+            self._graph_changed(self._missing(), came=False)
+        return True
 
     def _learn_static_graph(self) -> None:
         """The first step of a static graph: everything is launched now, and counted for later."""
-        step = self._step
-        self._static_counts = list(step.calls)
-        self._static_unused = [index for index, calls in enumerate(step.calls) if not calls]
-        step.unused, step.unused_marked = list(self._static_unused), True
-        self._used.all_reduce()
+        step, usage = self._step, self.usage
+        contradictions = usage.learn(step.calls)
+        if contradictions:
+            self._graph_changed(contradictions, came=True)
+        step.unused, step.unused_marked, step.learned = list(usage.never), True, True
+        step.needed = usage.agree_on_needed(self.buckets, step.unused)
         for index in range(len(self.parameters)):
             self._mark_ready(index)
 
@@ -250,57 +236,35 @@ class Reducer:
         step.expecting = False
         if step.times is not None:
             step.times.backward_ended = clock()
+        self.launcher.events.no_more_buckets()
         if self.precision is not None:
             self.precision.restore()
-        while step.finished < len(self.buckets):
-            self._finish_next()
+        self._finish_all()
         self.launcher.await_futures(self._futures)
-        if self._finds_unused:
-            self._used.finish_step()
+        if self.usage.finds:
+            step.used = self.usage.used.finish_step()
         self._complete_step()
-
-    def _finish_early(self) -> None:
-        """Buckets that are averaged already, while backward goes on (optimizer in backward)."""
-        step = self._step
-        while step.finished < len(step.outcomes):
-            members = self.buckets[step.finished].members
-            if self._tracks_use and not self._used.all_used(members):  # other ranks' map is needed
-                return
-            if not step.outcomes[step.finished].is_done():
-                return
-            self._finish_next()
-
-    def _finish_next(self) -> None:
-        """Waits for the next bucket and writes its averaged gradients."""
-        step = self._step
-        bucket, outcome = self.buckets[step.finished], step.outcomes[step.finished]
-        if not outcome.is_skipped:
-            result = self.launcher.finish(bucket, outcome, self._times_of(bucket))
-            if outcome.future is not None and step.divisor != self.group.size():
-                # Hooks average over all ranks; those without input contributed zeros.
-                result = result * (self.group.size() / step.divisor)
-            unused = None
-            if self._finds_unused or self.settings.static_graph:
-                unused = self._used.globally_unused(bucket.members)
-            bucket.scatter(result, unused)
-            if self.on_finished is not None:
-                self.on_finished(bucket)
-        step.finished += 1
 
     def _complete_step(self) -> None:
         step = self._step
         unused = set(step.unused)
         arrived = [index for index in step.marked if index not in unused]
-        if step.calls != self._static_counts:  # else the order is not the one in which they came
+        if not step.learned:  # else the order is not the one in which they came
             self.plan.take_arrival(arrived + step.unused)
         if self.unused_parameters is not None and self.unused_parameters != step.unused:
             self.graph_was_static = False
         self.unused_parameters = step.unused
+        self.sent = sum(not outcome.is_skipped for outcome in step.outcomes)
+        step.outcomes = []  # their tensors are not needed any more
         if step.times is not None:
             step.times.finished = clock()
             self.timeline.add(step.times)
+            if self.on_recorded is not None:
+                self.on_recorded()
         self.launcher.step += 1
-        self._begin_step(_Step())
+        self._begin_step(Step())
+        self._landed = step
+        self.launcher.events.step_landed(step.left_alone)
 
     # ---- the begin of a step
 
@@ -311,9 +275,34 @@ class Reducer:
             RuntimeError: the step before did not reduce all its gradients.
         """
         self.check_finished()
-        if self._backward_open:  # the backward pass before raised
+        number = backward_number()
+        if self._backward_open and self._opened_in != number:  # it raised
             self._abandon()
+        self._landed_before, self._landed = self._landed, None
         self.rebuild()
+
+    def is_recomputed(self) -> bool:
+        """Whether a forward pass now is a part of the backward pass of a step under way.
+
+        Activation checkpointing runs it once more, for its activations only.
+        """
+        number = backward_number()
+        if number == NO_BACKWARD or not self._step.expecting:
+            return False
+        if self._backward_open and self._opened_in != number:  # that one has raised
+            return False
+        self._step.recomputed_in = number
+        return True
+
+    def forget_step(self) -> None:
+        """Drops the step that is under way, if any; what was accumulated stays."""
+        if not self._step.complete:
+            self._abandon()
+
+    def drop_raised_step(self) -> None:
+        """Outside of backward: forgets a step whose backward pass has raised."""
+        if self._backward_open and backward_number() == NO_BACKWARD:
+            self._abandon()
 
     def time_forward(self) -> None:
         """Begins the step's record, if it is to be recorded."""
@@ -330,22 +319,15 @@ class Reducer:
             times.backward_began = clock()
         self.launcher.attempt += 1
         self._begin_step(
-            _Step(
+            Step(
                 expecting=True,
                 complete=False,
-                unused=list(self._static_unused),
-                calls=list(self._static_counts or [0] * len(self.parameters)),
+                prepared_in=backward_number(),
+                unused=list(self.usage.never),
+                calls=self.usage.calls(),
                 times=times,
             )
         )
-
-    def _begin_step(self, step: _Step) -> None:
-        self._step = step
-        self._backward_open = self._plain = False
-        if step.complete:
-            self._effective, self._futures = None, []
-        for bucket in self.buckets:
-            bucket.reset()
 
     def rebuild(self) -> None:
         """Lays buckets out anew, once the order of gradients is known or a layout was asked for."""
@@ -366,92 +348,46 @@ class Reducer:
     def check_finished(self) -> None:
         """Raises if the last backward pass did not reduce all its gradients."""
         step = self._step
-        if not step.complete and step.marked and not self._backward_open:
-            missing = sorted(set(range(len(self.parameters))) - set(step.marked))
+        begun = step.marked or (self.usage.learns and any(step.calls))
+        if not step.complete and begun and not self._backward_open:
+            missing = self._missing()
             names = [self.parameters[index].name for index in missing]
-            rank = self.group.rank()
-            raise RuntimeError(unused_error(missing, names, rank, finds=self._finds_unused))
+            self._tell_abandoned()
+            self.launcher.error = unused_error(missing, names, self.rank, finds=self.usage.finds)
+            raise RuntimeError(self.launcher.error)
+
+    def _missing(self) -> list[int]:
+        """Parameters whose gradients have not come in this step."""
+        return sorted(set(range(len(self.parameters))) - set(self._step.marked))
 
     def _abandon(self) -> None:
         """Drops a step whose backward pass raised; what it has launched must not write any more."""
-        for bucket, outcome in zip(self.buckets, self._step.outcomes, strict=False):
-            self.launcher.settle(bucket, outcome)
-        self._used.forget_step()
+        self._tell_abandoned()
         if self.precision is not None:
             self.precision.restore()
-        self._begin_step(_Step())
+        if self.optimizer is not None:
+            self._finish_abandoned()
+        for bucket, outcome in zip(self.buckets, self._step.outcomes, strict=False):
+            self.launcher.settle(bucket, outcome)
+        self.launcher.settle_futures(self._futures)
+        self._has_old_marks = True
+        self._begin_step(Step())
 
-    def _install(self, members: Sequence[Sequence[int]]) -> None:
-        settings = self.settings
-        self.buckets.clear()  # the old ones go first: not both at a time
-        self._place: dict[int, tuple[FlatBucket, bool]] = {}  # and whether it is copied at once
-        for number, one in enumerate(members):
-            bucket = FlatBucket(
-                one, self.parameters, number=number, dtype=settings.dtype, as_view=settings.as_view
-            )
-            bucket.adopt_gradients()
-            self.buckets.append(bucket)
-            for index in one:
-                self._place[index] = bucket, self.precision is None and bucket.is_large(index)
+    def _finish_abandoned(self) -> None:
+        """Steps what was launched, as some ranks have already: parameters stay equal."""
+        self._step.unused_known = False
+        with contextlib.suppress(CollectiveError):  # the step has raised already
+            self._finish_all()
 
-    # ---- what follows from the settings
+    # ---- what others ask
 
     @property
     def under_way(self) -> bool:
         """Whether a backward pass has begun to reduce gradients and has not finished."""
         return self._step.expecting and bool(self._step.marked)
 
-    @property
-    def needs_sink(self) -> bool:
-        """Whether outputs pass through the sink, see :mod:`ddp_core._sink`."""
-        return self._tracks_use
-
-    @property
-    def _finds_unused(self) -> bool:
-        return self.settings.find_unused and not self.settings.static_graph
-
-    @property
-    def _tracks_use(self) -> bool:
-        return self._finds_unused or (self.settings.static_graph and self._static_counts is None)
-
-    def _times_of(self, bucket: FlatBucket) -> BucketTimes | None:
-        times = self._step.times
-        if times is None:
-            return None
-        if len(times.buckets) != len(self.buckets):
-            times.buckets = [
-                BucketTimes(number, one.nbytes) for number, one in enumerate(self.buckets)
-            ]
-        return times.buckets[bucket.number]
-
-    # ---- uneven inputs and buffers
-
-    def set_effective_ranks(self, work: dist.Work, *, static_world_size: bool) -> None:
-        """``work`` counts the ranks that have input; gradients are divided by it, unless static."""
-        self._effective = None if static_world_size else work
-
-    def shadow(self) -> None:
-        """Takes part in one backward pass with zero gradients (this rank has no more input)."""
-        self._begin_step(_Step())
-        self.launcher.attempt += 1
-        outcomes = []
-        for bucket in self.buckets:
-            if bucket.sparse:
-                bucket.buffer = empty_sparse(bucket.parameters[0])
-            else:
-                bucket.buffer.zero_()
-            is_last = bucket is self.buckets[-1]
-            outcomes.append(self.launcher.launch(bucket, is_last=is_last, times=None))
-        if self._finds_unused:
-            self._used.forget_step()
-            self._used.all_reduce()
-        for bucket, outcome in zip(self.buckets, outcomes, strict=True):
-            self.launcher.finish(bucket, outcome, None)
-        if self._finds_unused:
-            self._used.finish_step()
-        self.launcher.step += 1
-        self.plan.assume_arrival()
-
-    def await_futures(self, futures: Sequence[Any]) -> None:
-        """Futures that are waited for at the end of backward (buffer hook)."""
-        self._futures.extend(futures)
+    def follow(self, before: Reducer) -> None:
+        """Goes on where another reducer of the same model (with other ranks) has stopped."""
+        self.launcher.step, self.timeline = before.launcher.step, before.timeline
+        self.optimizer = before.optimizer
+        self.plan.request(before.plan.group_of, before.plan.caps)

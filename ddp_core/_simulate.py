@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from ddp_core._collectives import Collective
+from ddp_core._collectives import Collective, as_request
 from ddp_core._errors import MismatchError
 
 __all__ = ["simulate"]
@@ -38,7 +38,7 @@ def simulate(ranks: Sequence[Generator[Collective, Tensor, T]]) -> list[T]:
         returned: list[T] = []
         for rank, answer in zip(ranks, answers, strict=True):
             try:
-                requests.append(next(rank) if answer is None else rank.send(answer))
+                requests.append(as_request(next(rank) if answer is None else rank.send(answer)))
             except StopIteration as stop:
                 returned.append(stop.value)
         if requests and returned:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ddp_core._collectives import Collective
+from ddp_core._collectives import Collective, as_request
 from ddp_core._errors import CollectiveError, RoundsError
 
 __all__ = ["Exchange", "RoundRecord", "Task"]
@@ -34,6 +34,7 @@ class RoundRecord:
     issued: float = 0.0  # the lane issued it
     done: float = 0.0  # the collective completed
     finished: float = 0.0  # decoding ended (last round only; else equal to done)
+    dense_wire_bytes: float = 0.0  # what one rank sends in an all-reduce of the dense bytes
 
 
 @dataclass(eq=False)
@@ -64,16 +65,18 @@ class Task:
         resumed = clock()
         try:
             if error is not None:
-                self.request = self.exchange.throw(error)
+                yielded = self.exchange.throw(error)
             elif self.request is None:
-                self.request = next(self.exchange)
+                yielded = next(self.exchange)
             else:
-                self.request = self.exchange.send(self.request.result())
+                yielded = self.exchange.send(self.request.result())
+            self.request = as_request(yielded)
         except StopIteration as stop:
             self.result = stop.value
             self._end()
             return None
         except BaseException as raised:
+            self.exchange.close()  # it waits for an answer, if what it yielded was no request
             self.error = raised
             self._end()
             return None
@@ -86,17 +89,19 @@ class Task:
             self.exchange.close()
             self._end()
             return None
+        dense_bytes = self.dense_bytes if not self.rows else 0
         self.rows.append(
             RoundRecord(
                 self.step,
                 self.bucket,
                 len(self.rows),
                 self.request.name,
-                self.dense_bytes if not self.rows else 0,
+                dense_bytes,
                 self.request.payload_nbytes,
                 self.request.wire_nbytes(self.world_size),
                 resumed=resumed,
                 yielded=clock(),
+                dense_wire_bytes=dense_bytes * 2 * (self.world_size - 1) / self.world_size,
             )
         )
         self.round = len(self.rows) - 1

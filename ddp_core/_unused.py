@@ -1,14 +1,18 @@
-"""Which parameters were used, on this rank and on any."""
+"""Which parameters a step uses, on this rank and on any."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["UsedMap", "twice_error", "unused_error"]
+if TYPE_CHECKING:
+    from ddp_core._flat import FlatBucket
+    from ddp_core._step import ReducerSettings
+
+__all__ = ["Usage", "UsedMap"]
 
 
 class UsedMap:
@@ -29,14 +33,27 @@ class UsedMap:
         """This rank has used the parameter in this step (also within ``no_sync``)."""
         self._mine[index] = 1
 
+    def unmark(self, indices: Sequence[int]) -> None:
+        """This rank has not used these parameters after all."""
+        for index in indices:
+            self._mine[index] = 0
+
+    def local(self) -> torch.Tensor:
+        """A copy of this rank's flags."""
+        flags = torch.frombuffer(self._mine, dtype=torch.uint8)
+        return flags.to(self._device, torch.int32, copy=True)
+
+    def any_used(self, members: Sequence[int]) -> bool:
+        """Whether this rank has used one of these parameters."""
+        return any(self._mine[index] for index in members)
+
     def all_used(self, members: Sequence[int]) -> bool:
         """Whether this rank has used all these parameters."""
         return all(self._mine[index] for index in members)
 
     def all_reduce(self) -> None:
         """Starts the sum over ranks; all ranks call it once a step, after the last bucket."""
-        flags = torch.frombuffer(self._mine, dtype=torch.uint8)
-        self._counts = flags.to(self._device, torch.int32, copy=True)
+        self._counts = self.local()
         self._everywhere = None
         self._work = dist.all_reduce(self._counts, group=self._group, async_op=True)
 
@@ -50,56 +67,125 @@ class UsedMap:
             self._everywhere = self._counts.tolist()
         return [not self._everywhere[index] for index in members]
 
+    def contradictions(self) -> list[int]:
+        """Parameters that this rank uses though the sum says that no rank does."""
+        unused = self.globally_unused(range(len(self._mine)))
+        return [index for index, gone in enumerate(unused or ()) if gone and self._mine[index]]
+
     def wait(self) -> None:
         """Waits for the sum."""
         if self._work is not None:
             self._work.wait()
             self._work = None
 
-    def finish_step(self) -> None:
-        """The step is over; the next one starts with no parameter used."""
+    def finish_step(self) -> bytearray:
+        """The step is over; the next one starts with no parameter used. Returns this one's."""
         self.wait()
-        self.forget_step()
+        return self.forget_step()
 
-    def forget_step(self) -> None:
-        """No parameter was used."""
-        self._mine = bytearray(len(self._mine))
-
-
-def unused_error(missing: Sequence[int], names: Sequence[str], rank: int, *, finds: bool) -> str:
-    """What users of DistributedDataParallel know, with the names."""
-    text = (
-        "Expected to have finished reduction in the prior iteration before starting a new one. "
-        "This error indicates that your module has parameters that were not used in producing "
-        "loss. "
-    )
-    if finds:
-        text += (
-            "find_unused_parameters=True is set: make sure that all `forward` outputs take part "
-            "in the loss, and that backward runs once for every forward. "
-        )
-    else:
-        text += (
-            "You can enable unused parameter detection by passing the keyword argument "
-            "`find_unused_parameters=True` to DistributedDataParallel, and by making sure all "
-            "`forward` function outputs participate in calculating loss. "
-        )
-    shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
-    if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
-        shown = ", ".join(names)
-    return (
-        f"{text}Parameters which did not receive grad for rank {rank}: {shown}. "
-        f"Parameter indices which did not receive grad for rank {rank}: {list(missing)}"
-    )
+    def forget_step(self) -> bytearray:
+        """No parameter was used. Returns which ones were."""
+        mine, self._mine = self._mine, bytearray(len(self._mine))
+        return mine
 
 
-def twice_error(name: str, index: int) -> str:
-    """A gradient came twice."""
-    return (
-        f"Expected to mark a variable ready only once. Parameter at index {index} with name {name} "
-        f"has been marked as ready twice. This means that its gradient came twice in one backward "
-        f"pass: it is used outside of the module's forward, or by several reentrant backward "
-        f"passes (activation checkpointing with use_reentrant=True of a shared layer, or with "
-        f"find_unused_parameters=True). Set static_graph=True if the graph does not change between "
-        f"steps, or use_reentrant=False"
-    )
+class Usage:
+    """What ``find_unused_parameters``, ``static_graph`` and skipped buckets need to know.
+
+    Attributes:
+        counts: of a static graph, how often each parameter's hook is called in a step; None until
+            the first step is over.
+        never: of a static graph, the parameters whose hook is not called.
+    """
+
+    def __init__(
+        self,
+        numel: int,
+        settings: ReducerSettings,
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        self._numel, self._settings = numel, settings
+        self._group, self._device = group, device
+        self.used = UsedMap(numel, group, device)
+        self.counts: list[int] | None = None
+        self.never: list[int] = []
+        self._shadowed = False  # the others learned theirs while this rank had no inputs
+
+    @property
+    def finds(self) -> bool:
+        """Whether autograd is asked at every step."""
+        return self._settings.find_unused and not self._settings.static_graph
+
+    @property
+    def learns(self) -> bool:
+        """Whether this is the first step of a static graph."""
+        return self._settings.static_graph and self.counts is None
+
+    @property
+    def tracks(self) -> bool:
+        """Whether arrivals are written down."""
+        return self.finds or self.learns
+
+    @property
+    def needs_sink(self) -> bool:
+        """Whether outputs pass through the sink, see :mod:`ddp_core._sink`."""
+        # Without any gradient of its own, a rank would not hear of backward otherwise.
+        return self.tracks or (self._settings.static_graph and len(self.never) == self._numel)
+
+    def calls(self) -> list[int]:
+        """What the hooks' calls of a step count down from; the first one counts up from zero."""
+        if not self._settings.static_graph:
+            return []
+        return [0] * self._numel if self.counts is None else list(self.counts)
+
+    def learn(self, calls: list[int]) -> list[int]:
+        """The first step's calls are those of all that follow.
+
+        Returns:
+            Parameters that this rank uses, though the ranks that learned before do not.
+        """
+        self.counts = list(calls)
+        self.never = [index for index, count in enumerate(calls) if not count]
+        if self._shadowed:
+            return self.used.contradictions()
+        self.used.all_reduce()
+        return []
+
+    def learn_of_others(self) -> None:
+        """The same on a rank without inputs; it counts in a first step of its own, later."""
+        if not self._shadowed:
+            self._shadowed = True
+            self.used.all_reduce()
+
+    def globally_unused(self, members: Sequence[int]) -> list[bool] | None:
+        """By parameter, whether no rank has used it; None if all are in use, or count as such."""
+        if self.finds or self.counts is not None or self._shadowed:
+            return self.used.globally_unused(members)
+        return None
+
+    def agree_on_needed(
+        self, buckets: Sequence[FlatBucket], unused: Sequence[int]
+    ) -> list[bool] | None:
+        """By bucket, whether any rank has a gradient for it; None: all are sent.
+
+        All ranks call it once a step, before the first bucket.
+
+        Args:
+            unused: parameters to which this rank's backward pass does not come.
+        """
+        if not self._settings.skip_unused:
+            return None
+        if self._settings.static_graph:  # the first step's sum tells
+            gone = [self.globally_unused(bucket.members) for bucket in buckets]
+            return [one is None or not all(one) for one in gone]
+        if not self.finds:
+            return None
+        absent = set(unused)
+        mine = [
+            self.used.any_used(bucket.members) or not absent.issuperset(bucket.members)
+            for bucket in buckets
+        ]
+        votes = torch.tensor(mine, dtype=torch.int32, device=self._device)
+        dist.all_reduce(votes, group=self._group)
+        return [bool(count) for count in votes.tolist()]

@@ -1,6 +1,6 @@
 """Ops: numeric primitives of the schemes. The PyTorch definition of an op is its specification."""
 
-from ._op import implementations, op, use_kernels
+from ._op import implementations, op, use_kernels, warn_if_missing
 from .affine import dequantize_affine, quantize_affine
 from .bitmap import pack_bits, unpack_bits
 from .blockwise import FORMATS, dequantize, payload_bytes, quantize, requantize
@@ -62,4 +62,5 @@ __all__ = [
     "unit_rows",
     "unpack_bits",
     "use_kernels",
+    "warn_if_missing",
 ]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+from ._arguments import check_whole, whole
 
 __all__ = ["ALIGNMENT", "FORMATS", "Format", "Payload", "layout_of", "payload_bytes"]
 
@@ -78,11 +81,12 @@ class Payload:
         return -(-(self.codes_at + self.code_bytes) // ALIGNMENT) * ALIGNMENT
 
 
-def layout_of(caller: str, format: str, block: int, n: int) -> Payload:
+def layout_of(caller: str, format: str, block: Any, n: int) -> Payload:
     """The layout of a payload of ``n`` entries; ValueError if the format has no such block."""
-    if format not in FORMATS:
+    found = FORMATS.get(format) if isinstance(format, str) else None
+    if found is None:
         raise ValueError(f"{caller}(format): one of {', '.join(FORMATS)}, got {format!r}")
-    found = FORMATS[format]
+    block = whole(caller, "block", block)
     if block not in _BLOCKS or block < found.unit:
         allowed = ", ".join(str(b) for b in _BLOCKS if b >= found.unit)
         raise ValueError(f"{caller}(block): {format} takes one of {allowed}, got {block!r}")
@@ -91,4 +95,6 @@ def layout_of(caller: str, format: str, block: int, n: int) -> Payload:
 
 def payload_bytes(n: int, format: str, block: int) -> int:
     """Bytes of the payload of ``n`` entries."""
+    n = whole("payload_bytes", "n", n)
+    check_whole("payload_bytes", "n", n, 0, 2**56)
     return layout_of("payload_bytes", format, block, n).bytes

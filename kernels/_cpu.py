@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._arguments import as_ctypes
+from ._signatures import argument_types
 
-__all__ = ["DTYPES", "call", "instruction_set", "missing"]
+__all__ = ["DTYPES", "call", "function_of", "instruction_set", "missing"]
 
-_NAME = "libcommhooks_kernels.so"
+_NAME, _REASON = "libcommhooks_kernels.so", "not_built.txt"
 # As the C++ code numbers them.
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 INSTRUCTION_SETS = ("base", "v2", "v3", "v4")  # x86-64 levels, and plain C++ elsewhere
@@ -29,12 +29,18 @@ def _library() -> ctypes.CDLL | None:
 
 def missing() -> str | None:
     """Why CPU kernels cannot run; None if they can."""
-    if _library() is None:
-        return (
-            "the package was installed without its CPU kernels; install g++ and then "
-            "commhooks again: pip install --force-reinstall --no-deps commhooks"
-        )
-    return None
+    return None if _library() is not None else _why_missing()
+
+
+@cache
+def _why_missing() -> str:
+    told = resources.files("commhooks.kernels").joinpath(_REASON)  # written by setup.py
+    first = told.read_text(encoding="utf-8").partition("\n")[0] if told.is_file() else ""
+    because = f" ({first.rstrip(':')})" if first else ""
+    return (
+        f"the package was installed without its CPU kernels{because}; install g++ or clang++ and "
+        "then commhooks again, from its source folder: pip install --force-reinstall --no-deps ."
+    )
 
 
 @cache
@@ -56,11 +62,17 @@ def instruction_set() -> str:
 
 @cache
 def _function(name: str) -> Any:
-    found = getattr(_library(), f"{name}_{instruction_set()}")
+    return function_of(_library(), name, instruction_set())
+
+
+def function_of(library: Any, name: str, instruction_set: str) -> Any:
+    """A function of a library of kernels, which refuses arguments of a wrong number or kind."""
+    found = getattr(library, f"{name}_{instruction_set}")
     found.restype = None
+    found.argtypes = argument_types(name)
     return found
 
 
 def call(name: str, *arguments: Tensor | float | None) -> None:
     """Calls the function of that name, for this processor; functions are re-entrant."""
-    _function(name)(*map(as_ctypes, arguments))
+    _function(name)(*arguments)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from . import _cpu, _cuda
+from ._arguments import Arguments, check
 
-__all__ = ["Op", "check", "implementations", "op", "use_kernels"]
+__all__ = ["Op", "check", "implementations", "op", "use_kernels", "warn_if_missing"]
 
+Same = Iterable[tuple[str, str]]
 MODES = ("auto", "definition", "native")
 _LIBRARY = torch.library.Library("commhooks", "DEF")
 _OPS: dict[str, Op] = {}
@@ -61,15 +63,20 @@ class Op:
         kernels: functions of the same arguments, by device type.
     """
 
-    def __init__(self, schema: str, definition: Callable[..., None]) -> None:
+    def __init__(
+        self, schema: str, definition: Callable[..., None], caller: str | None, same: Same
+    ) -> None:
         self.name = schema.partition("(")[0]
         self.definition = definition
         self.kernels: dict[str, Callable[..., None]] = {}
+        self._law: Callable[..., None] | None = None
+        self._beyond: Callable[..., bool] | None = None
         _LIBRARY.define(schema)
         _LIBRARY.impl(self.name, self._run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"commhooks::{self.name}", lambda *_: None, lib=_LIBRARY)
-        arguments = getattr(torch.ops.commhooks, self.name).default._schema.arguments
-        self._floats = [i for i, one in enumerate(arguments) if str(one.type) == "float"]
+        torch.library.register_fake(f"commhooks::{self.name}", self._pretend, lib=_LIBRARY)
+        self._dispatched = getattr(torch.ops.commhooks, self.name)
+        declared = self._dispatched.default._schema.arguments
+        self._arguments = Arguments(caller or self.name, declared, same)
         _OPS[self.name] = self
 
     def kernel(self, device_type: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -81,18 +88,51 @@ class Op:
 
         return add
 
+    def law(self, function: Callable[..., None]) -> Callable[..., None]:
+        """Decorates what raises unless the arguments fit: dtypes, devices, sizes, ranges.
+
+        Whoever calls the op, arguments of the schema's kinds come here before anything runs;
+        afterwards the op looks whether what is written to overlaps with anything.
+        """
+        self._law = function
+        return function
+
+    def beyond_kernels(self, function: Callable[..., bool]) -> Callable[..., bool]:
+        """Decorates what tells arguments that are right, but that the definition has to take."""
+        self._beyond = function
+        return function
+
     def __call__(self, *args: Any) -> None:
         """Runs the op where its first argument lies."""
         if torch.compiler.is_compiling():
-            getattr(torch.ops.commhooks, self.name)(*args)
+            self._dispatched(*args)
+        elif self._arguments.are_plain(args):
+            self._run_plain(args)
+        elif any(map(_has_own_dispatch, args)):
+            self._dispatched(*args)
         else:
             self._run(*args)
 
     def _run(self, *args: Any) -> None:
-        # Kernels take numbers as they are: an integer is not read as a float.
-        if any(type(args[i]) is not float for i in self._floats):
-            args = tuple(float(a) if i in self._floats else a for i, a in enumerate(args))
-        self.implementation(args[0].device.type)(*args)
+        self._run_plain(self._arguments.converted(args))
+
+    def _run_plain(self, args: tuple[Any, ...]) -> None:
+        if self._law is not None:
+            self._law(*args)
+        device_type = "cpu" if args[0].is_cpu else args[0].device.type  # a tenth of the time
+        if self._beyond is not None and self._beyond(*args):
+            run = self.definition
+        else:
+            run = self.implementation(device_type)
+        if self._law is None and run is not self.definition:
+            self._arguments.check_alike(args)
+        if device_type in _MISSING and (self._law is not None or run is not self.definition):
+            self._arguments.check_memory(args)
+        run(*args)
+
+    def _pretend(self, *args: Any) -> None:
+        """For tensors without data. PyTorch comes here as soon as one of them is of "meta"."""
+        self._arguments.check_all_or_none_meta(args)
 
     def implementation(self, device_type: str) -> Callable[..., None]:
         """What runs on such devices now."""
@@ -105,8 +145,8 @@ class Op:
             raise RuntimeError(
                 f"commhooks.kernels.{self.name}: COMMHOOKS_KERNELS is 'native', but {reason}"
             )
-        if device_type == "cuda" and device_type in self.kernels:
-            _say_once(f"commhooks.kernels: PyTorch code runs where CUDA kernels could: {reason}")
+        if device_type in self.kernels:
+            warn_if_missing(device_type)
         return self.definition
 
     def missing(self, device_type: str) -> str | None:
@@ -116,15 +156,48 @@ class Op:
         return _MISSING[device_type]()
 
 
+def _has_own_dispatch(value: Any) -> bool:
+    """Whether ``value`` is a tensor of a class that answers to the dispatcher itself."""
+    return isinstance(value, Tensor) and (
+        type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    )
+
+
+def warn_if_missing(device_type: str = "cpu") -> None:
+    """Warns, once in a process, where PyTorch code runs though kernels could: it is far slower.
+
+    Ops call it when they take their definition for want of the library of kernels. Silent where
+    ``COMMHOOKS_KERNELS`` asks for definitions.
+
+    Args:
+        device_type: "cpu" or "cuda".
+    """
+    reason = None if _mode == "definition" else _MISSING[device_type]()
+    if reason is not None:
+        _say_once(device_type, reason)
+
+
 @cache
-def _say_once(message: str) -> None:
-    warnings.warn(message, RuntimeWarning, stacklevel=4)
+def _say_once(device_type: str, reason: str) -> None:
+    name = {"cpu": "CPU", "cuda": "CUDA"}[device_type]
+    warnings.warn(
+        f"commhooks.kernels: PyTorch code runs where {name} kernels could, many times slower: "
+        f"{reason}. COMMHOOKS_KERNELS=definition asks for it and says nothing",
+        RuntimeWarning,
+        stacklevel=5,
+    )
 
 
 _MISSING: dict[str, Callable[[], str | None]] = {"cpu": _cpu.missing, "cuda": _cuda.missing}
 
 
-def op(schema: str, *, cuda_source: str | None = None) -> Callable[[Callable[..., None]], Op]:
+def op(
+    schema: str,
+    *,
+    cuda_source: str | None = None,
+    caller: str | None = None,
+    same: Same = (),
+) -> Callable[[Callable[..., None]], Op]:
     """Decorates the definition of an op.
 
     Args:
@@ -135,6 +208,9 @@ def op(schema: str, *, cuda_source: str | None = None) -> Callable[[Callable[...
             of the schema (pointers, ``float``, and ``i64`` for integers and bools), and the number
             of entries of the first tensor. ``kernels/include/cuda.h`` is included; a warp should
             have about 256 entries: ``for (i64 at = warp() * 256; at < n; at += warps() * 256)``.
+        caller: the function that users call, for messages; the op's name if there is no other.
+        same: pairs of arguments that may be one tensor, such as ``("x", "out")``. Kernels share no
+            other memory that is written to.
 
     Example:
         >>> @op("twice(Tensor x, Tensor(a!) out) -> ()", cuda_source=SOURCE)
@@ -143,7 +219,7 @@ def op(schema: str, *, cuda_source: str | None = None) -> Callable[[Callable[...
     """
 
     def define(definition: Callable[..., None]) -> Op:
-        made = Op(schema, definition)
+        made = Op(schema, definition, caller, same)
         if cuda_source is not None:
             file = _cuda.add_source(f"{made.name} (inline)", cuda_source)
             made.kernels["cuda"] = _inline_kernel(made.name, file)
@@ -167,33 +243,3 @@ def implementations(device_type: str) -> dict[str, str]:
         reason = "asked for" if _mode == "definition" else one.missing(device_type)
         answers[name] = "kernel" if reason is None else f"definition: {reason}"
     return answers
-
-
-def check(
-    caller: str,
-    name: str,
-    tensor: Tensor,
-    *,
-    like: Tensor,
-    dtypes: Collection[torch.dtype],
-    n: int | None = None,
-) -> None:
-    """Raises unless ``tensor`` can be an argument of an op.
-
-    Args:
-        caller, name: the function and its argument, for the message.
-        like: it lies on this tensor's device.
-        dtypes: those it may have.
-        n: its number of entries, if that is given.
-    """
-    if tensor.dtype not in dtypes:
-        allowed = ", ".join(str(dtype) for dtype in dtypes)
-        raise TypeError(f"{caller}({name}): dtype is one of {allowed}, got {tensor.dtype}")
-    if tensor.device != like.device:
-        raise ValueError(
-            f"{caller}({name}): all on one device, got {tensor.device} and {like.device}"
-        )
-    if not tensor.is_contiguous():
-        raise ValueError(f"{caller}({name}): contiguous, got strides {tensor.stride()}")
-    if n is not None and tensor.numel() != n:
-        raise ValueError(f"{caller}({name}): {n} entries, got {tensor.numel()}")

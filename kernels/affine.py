@@ -31,8 +31,6 @@ def quantize_affine(x: Tensor, levels: Tensor, scale: Tensor, zero: Tensor, bloc
     Raises:
         TypeError, ValueError: a tensor of another dtype, size or device; names the argument.
     """
-    check("quantize_affine", "x", x, like=x, dtypes=_DTYPES)
-    _check("quantize_affine", x.numel(), levels, scale, zero, block)
     quantize_affine_op(x, levels, scale, zero, block)
 
 
@@ -52,18 +50,7 @@ def dequantize_affine(
         levels, scale, zero, block: as :func:`quantize_affine` wrote them.
         out: float32, float16 or bfloat16, contiguous.
     """
-    check("dequantize_affine", "out", out, like=levels, dtypes=_DTYPES)
-    _check("dequantize_affine", out.numel(), levels, scale, zero, block)
     dequantize_affine_op(levels, scale, zero, block, factor, accumulate, out)
-
-
-def _check(caller: str, n: int, levels: Tensor, scale: Tensor, zero: Tensor, block: int) -> None:
-    if block < 1:
-        raise ValueError(f"{caller}(block): 1 or more, got {block}")
-    blocks = -(-n // block)
-    check(caller, "levels", levels, like=levels, dtypes=(torch.uint8,), n=n)
-    check(caller, "scale", scale, like=levels, dtypes=(torch.float32,), n=blocks)
-    check(caller, "zero", zero, like=levels, dtypes=(torch.uint8,), n=blocks)
 
 
 @op(
@@ -106,6 +93,42 @@ def dequantize_affine_op(
     entries = (rows - zero.to(torch.float32)[:, None]) * scale[:, None]
     entries = (entries.flatten()[:n] * factor).view(out.shape)
     out.copy_(out.to(torch.float32) + entries if accumulate else entries)
+
+
+# What arguments have to be ---------------------------------------------------------------------
+
+
+@quantize_affine_op.law
+def _check_quantize(x: Tensor, levels: Tensor, scale: Tensor, zero: Tensor, block: int) -> None:
+    _check("quantize_affine", "x", x, levels, scale, zero, block)
+
+
+@dequantize_affine_op.law
+def _check_dequantize(
+    levels: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    block: int,
+    factor: float,
+    accumulate: bool,
+    out: Tensor,
+) -> None:
+    _check("dequantize_affine", "out", out, levels, scale, zero, block)
+
+
+def _check(
+    caller: str, name: str, x: Tensor, levels: Tensor, scale: Tensor, zero: Tensor, block: int
+) -> None:
+    check(caller, name, x, like=x, dtypes=_DTYPES)
+    if not 1 <= block < 2**63:
+        raise ValueError(f"{caller}(block): 1 or more, got {block}")
+    blocks = -(-x.numel() // block)
+    check(caller, "levels", levels, like=x, dtypes=(torch.uint8,), n=x.numel())
+    check(caller, "scale", scale, like=x, dtypes=(torch.float32,), n=blocks)
+    check(caller, "zero", zero, like=x, dtypes=(torch.uint8,), n=blocks)
+
+
+# Kernels ---------------------------------------------------------------------------------------
 
 
 @quantize_affine_op.kernel("cpu")

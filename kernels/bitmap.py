@@ -21,17 +21,11 @@ def pack_bits(bits: Tensor, packed: Tensor) -> None:
     Raises:
         TypeError, ValueError: a tensor of another dtype, size or device; names the argument.
     """
-    check("pack_bits", "bits", bits, like=bits, dtypes=(torch.bool,))
-    size = -(-bits.numel() // 8)
-    check("pack_bits", "packed", packed, like=bits, dtypes=(torch.uint8,), n=size)
     pack_bits_op(bits, packed)
 
 
 def unpack_bits(packed: Tensor, bits: Tensor) -> None:
     """The reverse of :func:`pack_bits`."""
-    check("unpack_bits", "bits", bits, like=packed, dtypes=(torch.bool,))
-    size = -(-bits.numel() // 8)
-    check("unpack_bits", "packed", packed, like=packed, dtypes=(torch.uint8,), n=size)
     unpack_bits_op(packed, bits)
 
 
@@ -45,6 +39,20 @@ def pack_bits_op(bits: Tensor, packed: Tensor) -> None:
 def unpack_bits_op(packed: Tensor, bits: Tensor) -> None:
     rows = packed.flatten()[:, None] >> _PLACES.to(packed.device) & 1
     bits.copy_(rows.flatten()[: bits.numel()].view(bits.shape))
+
+
+@pack_bits_op.law
+def _check_pack(bits: Tensor, packed: Tensor) -> None:
+    check("pack_bits", "bits", bits, like=bits, dtypes=(torch.bool,))
+    size = -(-bits.numel() // 8)
+    check("pack_bits", "packed", packed, like=bits, dtypes=(torch.uint8,), n=size)
+
+
+@unpack_bits_op.law
+def _check_unpack(packed: Tensor, bits: Tensor) -> None:
+    check("unpack_bits", "bits", bits, like=packed, dtypes=(torch.bool,))
+    size = -(-bits.numel() // 8)
+    check("unpack_bits", "packed", packed, like=packed, dtypes=(torch.uint8,), n=size)
 
 
 _PLACES = torch.arange(8, dtype=torch.uint8)

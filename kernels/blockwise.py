@@ -13,22 +13,13 @@ from torch import Tensor
 
 from . import _blockwise_definition as definition
 from . import _cpu, _cuda, philox
+from ._arguments import check_whole
 from ._blockwise_formats import ALIGNMENT, FORMATS, Payload, layout_of, payload_bytes
 from ._op import check, op
 
 __all__ = ["FORMATS", "dequantize", "payload_bytes", "quantize", "requantize"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def check_payload(caller: str, name: str, payload: Tensor, layout: Payload, like: Tensor) -> None:
-    """Raises unless ``payload`` is one, or rows of some."""
-    check(caller, name, payload, like=like, dtypes=(torch.uint8,))
-    if payload.shape[-1] != layout.bytes:
-        raise ValueError(
-            f"{caller}({name}): {layout.bytes} bytes for {layout.n} entries, "
-            f"got {payload.shape[-1]}; see payload_bytes"
-        )
 
 
 def quantize(
@@ -61,14 +52,7 @@ def quantize(
         >>> quantize(grad, payload, "int8", 256)
         >>> dequantize(payload[None], grad, "int8", 256)
     """
-    layout = layout_of("quantize", format, block, x.numel())
-    check("quantize", "x", x, like=x, dtypes=_DTYPES)
-    check_payload("quantize", "payload", payload, layout, x)
-    for name, tensor in (("residual", residual), ("left", left)):
-        if tensor is not None:
-            check("quantize", name, tensor, like=x, dtypes=(torch.float32,), n=x.numel())
-    random = philox.NO_STREAM if stream is None else stream.arguments(x)
-    quantize_op(x, payload, format, block, residual, left, *random)
+    quantize_op(x, payload, format, block, residual, left, *philox.key_of("quantize", stream))
 
 
 def dequantize(
@@ -90,19 +74,7 @@ def dequantize(
     Raises:
         TypeError, ValueError: a tensor of another dtype, size or device; names the argument.
     """
-    layout = layout_of("dequantize", format, block, out.numel())
-    check("dequantize", "out", out, like=payloads, dtypes=_DTYPES)
-    check_payloads("dequantize", payloads, layout)
     dequantize_op(payloads, out, format, block, factor, accumulate)
-
-
-def check_payloads(caller: str, payloads: Tensor, layout: Payload) -> None:
-    """Raises unless ``payloads`` are the rows of a matrix."""
-    if payloads.dim() != 2 or not len(payloads):
-        raise ValueError(
-            f"{caller}(payloads): shape (1 or more, bytes), got {tuple(payloads.shape)}"
-        )
-    check_payload(caller, "payloads", payloads, layout, payloads)
 
 
 def requantize(
@@ -122,13 +94,7 @@ def requantize(
     The sum does not pass through memory. Arguments as for ``dequantize`` and ``quantize``; ``n``
     is the number of entries.
     """
-    layout = layout_of("requantize", format, block, n)
-    check_payloads("requantize", payloads, layout)
-    check_payload("requantize", "payload", payload, layout, payloads)
-    for name, tensor in (("residual", residual), ("left", left)):
-        if tensor is not None:
-            check("requantize", name, tensor, like=payloads, dtypes=(torch.float32,), n=n)
-    random = philox.NO_STREAM if stream is None else stream.arguments(payloads)
+    random = philox.key_of("requantize", stream)
     requantize_op(payloads, payload, n, format, block, factor, residual, left, *random)
 
 
@@ -137,7 +103,8 @@ def requantize(
 
 @op(
     "quantize(Tensor x, Tensor(a!) payload, str format, int block, Tensor? residual,"
-    " Tensor(b!)? left, Tensor? step, int seed, int stream, int first) -> ()"
+    " Tensor(b!)? left, Tensor? step, int seed, int stream, int first) -> ()",
+    same=[("residual", "left")],
 )
 def quantize_op(
     x: Tensor,
@@ -180,7 +147,8 @@ def dequantize_op(
 
 @op(
     "requantize(Tensor payloads, Tensor(a!) payload, int n, str format, int block, float factor,"
-    " Tensor? residual, Tensor(b!)? left, Tensor? step, int seed, int stream, int first) -> ()"
+    " Tensor? residual, Tensor(b!)? left, Tensor? step, int seed, int stream, int first) -> ()",
+    same=[("residual", "left")],
 )
 def requantize_op(
     payloads: Tensor,
@@ -193,6 +161,92 @@ def requantize_op(
 ) -> None:
     total = definition.sum_payloads(payloads, Payload(FORMATS[format], block, n)) * factor
     quantize_op.definition(total, payload, format, block, *rest)
+
+
+# What arguments have to be --------------------------------------------------------------------
+
+
+@quantize_op.law
+def _check_quantize(
+    x: Tensor,
+    payload: Tensor,
+    format: str,
+    block: int,
+    residual: Tensor | None,
+    left: Tensor | None,
+    step: Tensor | None,
+    *key: int,
+) -> None:
+    layout = layout_of("quantize", format, block, x.numel())
+    check("quantize", "x", x, like=x, dtypes=_DTYPES)
+    check_payload("quantize", payload, layout, x)
+    check_feedback("quantize", x, layout.n, residual, left)
+    philox.check_key(x, step, *key)
+
+
+@dequantize_op.law
+def _check_dequantize(
+    payloads: Tensor, out: Tensor, format: str, block: int, factor: float, accumulate: bool
+) -> None:
+    layout = layout_of("dequantize", format, block, out.numel())
+    check("dequantize", "out", out, like=payloads, dtypes=_DTYPES)
+    check_payloads("dequantize", payloads, layout)
+
+
+@requantize_op.law
+def _check_requantize(
+    payloads: Tensor,
+    payload: Tensor,
+    n: int,
+    format: str,
+    block: int,
+    factor: float,
+    residual: Tensor | None,
+    left: Tensor | None,
+    step: Tensor | None,
+    *key: int,
+) -> None:
+    check_whole("requantize", "n", n, 0, 2**56)
+    layout = layout_of("requantize", format, block, n)
+    check_payloads("requantize", payloads, layout)
+    check_payload("requantize", payload, layout, payloads)
+    check_feedback("requantize", payloads, n, residual, left)
+    philox.check_key(payloads, step, *key)
+
+
+def check_payload(caller: str, payload: Tensor, layout: Payload, like: Tensor) -> None:
+    """Raises unless ``payload`` can be written."""
+    check(caller, "payload", payload, like=like, dtypes=(torch.uint8,))
+    if payload.numel() != layout.bytes:
+        _refuse_size(caller, "payload", layout, payload.numel())
+
+
+def check_payloads(caller: str, payloads: Tensor, layout: Payload) -> None:
+    """Raises unless ``payloads`` are the rows of a matrix."""
+    check(caller, "payloads", payloads, like=payloads, dtypes=(torch.uint8,))
+    if payloads.dim() != 2 or not len(payloads):
+        raise ValueError(
+            f"{caller}(payloads): shape (1 or more, bytes), got {tuple(payloads.shape)}"
+        )
+    if payloads.shape[1] != layout.bytes:
+        _refuse_size(caller, "payloads", layout, payloads.shape[1])
+
+
+def _refuse_size(caller: str, name: str, layout: Payload, got: int) -> None:
+    raise ValueError(
+        f"{caller}({name}): {layout.bytes} bytes for {layout.n} entries, got {got}; "
+        "see payload_bytes"
+    )
+
+
+def check_feedback(
+    caller: str, like: Tensor, n: int, residual: Tensor | None, left: Tensor | None
+) -> None:
+    """Raises unless these are float32 and have ``n`` entries."""
+    if residual is not None:
+        check(caller, "residual", residual, like=like, dtypes=(torch.float32,), n=n)
+    if left is not None and left is not residual:
+        check(caller, "left", left, like=like, dtypes=(torch.float32,), n=n)
 
 
 # Kernels --------------------------------------------------------------------------------------

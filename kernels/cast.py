@@ -12,7 +12,7 @@ from ._op import check, op
 
 __all__ = ["scaled_cast"]
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_ALL = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def scaled_cast(
@@ -31,21 +31,15 @@ def scaled_cast(
     Raises:
         TypeError, ValueError: tensors of other dtypes, sizes or devices; names the argument.
     """
-    if out.numel() != x.numel():
-        raise ValueError(f"scaled_cast(out): {x.numel()} entries, got {out.numel()}")
-    if stream is None and torch.float64 in (x.dtype, out.dtype):
-        cast_op.definition(x, out, scale, *philox.NO_STREAM)
-        return out
-    narrow = _DTYPES if stream is None else (torch.float16, torch.bfloat16)
-    check("scaled_cast", "x", x, like=x, dtypes=_DTYPES if stream is None else (torch.float32,))
-    check("scaled_cast", "out", out, like=x, dtypes=narrow)
-    cast_op(x, out, scale, *(philox.NO_STREAM if stream is None else stream.arguments(x)))
+    cast_op(x, out, scale, *philox.key_of("scaled_cast", stream))
     return out
 
 
 @op(
     "cast(Tensor x, Tensor(a!) out, float scale, Tensor? step, int seed, int stream,"
-    " int first) -> ()"
+    " int first) -> ()",
+    caller="scaled_cast",
+    same=[("x", "out")],
 )
 def cast_op(x: Tensor, out: Tensor, scale: float, step: Tensor | None, *key: int) -> None:
     scaled = (x if scale == 1.0 else x * scale).view(out.shape)
@@ -71,6 +65,20 @@ def _stochastic(x: Tensor, dtype: torch.dtype, noise: Tensor) -> Tensor:
         cut = torch.where(magnitude < 113 << 23, places.view(torch.int32), normal)
     cut = torch.where(magnitude >= 0x7F800000, magnitude, cut)
     return (cut | bits & ~0x7FFFFFFF).view(torch.float32)
+
+
+@cast_op.law
+def _check(x: Tensor, out: Tensor, scale: float, step: Tensor | None, *key: int) -> None:
+    nearest = step is None
+    check("scaled_cast", "x", x, like=x, dtypes=_ALL if nearest else (torch.float32,))
+    narrow = _ALL if nearest else (torch.float16, torch.bfloat16)
+    check("scaled_cast", "out", out, like=x, dtypes=narrow, n=x.numel())
+    philox.check_key(x, step, *key)
+
+
+@cast_op.beyond_kernels
+def _is_double(x: Tensor, out: Tensor, *rest: Any) -> bool:
+    return x.dtype == torch.float64 or out.dtype == torch.float64
 
 
 @cast_op.kernel("cpu")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from . import _cpu, _cuda
+from ._arguments import as_flag, as_tensor
 from ._op import check, op
 
 __all__ = ["CHUNK", "dct"]
@@ -29,11 +30,8 @@ def dct(x: Tensor, out: Tensor, *, inverse: bool = False) -> None:
     Raises:
         TypeError, ValueError: a tensor of another dtype, size or device; names the argument.
     """
-    check("dct", "x", x, like=x, dtypes=(torch.float32,))
-    if x.numel() % CHUNK:
-        raise ValueError(f"dct(x): a multiple of {CHUNK} entries, got {x.numel()}")
-    check("dct", "out", out, like=x, dtypes=(torch.float32,), n=x.numel())
-    dct_op(x, _columns(x.device, inverse), out)
+    device = as_tensor("dct", "x", x).device
+    dct_op(x, _columns(device, as_flag("dct", "inverse", inverse)), out)
 
 
 @cache
@@ -46,13 +44,22 @@ def _columns(device: torch.device, inverse: bool) -> Tensor:
     return (columns.T if inverse else columns).to(torch.float32).contiguous().to(device)
 
 
-@op("dct(Tensor x, Tensor columns, Tensor(a!) out) -> ()")
+@op("dct(Tensor x, Tensor columns, Tensor(a!) out) -> ()", same=[("x", "out")])
 def dct_op(x: Tensor, columns: Tensor, out: Tensor) -> None:
     chunks = x.reshape(-1, CHUNK)
     total = chunks[:, :1] * columns[0]
     for i in range(1, CHUNK):
         total = total + chunks[:, i : i + 1] * columns[i]
     out.view(-1, CHUNK).copy_(total)
+
+
+@dct_op.law
+def _check(x: Tensor, columns: Tensor, out: Tensor) -> None:
+    check("dct", "x", x, like=x, dtypes=(torch.float32,))
+    if x.numel() % CHUNK:
+        raise ValueError(f"dct(x): a multiple of {CHUNK} entries, got {x.numel()}")
+    check("dct", "columns", columns, like=x, dtypes=(torch.float32,), n=CHUNK * CHUNK)
+    check("dct", "out", out, like=x, dtypes=(torch.float32,), n=x.numel())
 
 
 @dct_op.kernel("cpu")

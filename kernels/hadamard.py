@@ -34,22 +34,13 @@ def hadamard(
     Raises:
         TypeError, ValueError: a tensor of another dtype, size or device; names the argument.
     """
-    if block not in BLOCKS:
-        raise ValueError(f"hadamard(block): one of {', '.join(map(str, BLOCKS))}, got {block!r}")
-    check("hadamard", "x", x, like=x, dtypes=(torch.float32,))
-    if x.numel() % block:
-        raise ValueError(f"hadamard(x): a multiple of {block} entries, got {x.numel()}")
-    if stream.first % philox.SIGNS:
-        raise ValueError(
-            f"hadamard(stream): first is a multiple of {philox.SIGNS}, got {stream.first}"
-        )
-    check("hadamard", "out", out, like=x, dtypes=(torch.float32,), n=x.numel())
-    hadamard_op(x, out, block, inverse, *stream.arguments(x))
+    hadamard_op(x, out, block, inverse, *philox.key_of("hadamard", stream))
 
 
 @op(
     "hadamard(Tensor x, Tensor(a!) out, int block, bool inverse, Tensor step, int seed, int stream,"
-    " int first) -> ()"
+    " int first) -> ()",
+    same=[("x", "out")],
 )
 def hadamard_op(x: Tensor, out: Tensor, block: int, inverse: bool, step: Tensor, *key: int) -> None:
     signs = philox.signs(x.numel(), int(step), *key, device=x.device)
@@ -62,6 +53,24 @@ def hadamard_op(x: Tensor, out: Tensor, block: int, inverse: bool, step: Tensor,
         distance *= 2
     rows = rows * torch.tensor(block**-0.5, dtype=torch.float32, device=x.device)
     out.view(-1).copy_(rows.view(-1) * signs if inverse else rows.view(-1))
+
+
+@hadamard_op.law
+def _check(x: Tensor, out: Tensor, block: int, inverse: bool, step: Tensor, *key: int) -> None:
+    if block not in BLOCKS:
+        raise ValueError(f"hadamard(block): one of {', '.join(map(str, BLOCKS))}, got {block!r}")
+    check("hadamard", "x", x, like=x, dtypes=(torch.float32,))
+    if x.numel() % block:
+        raise ValueError(f"hadamard(x): a multiple of {block} entries, got {x.numel()}")
+    check("hadamard", "out", out, like=x, dtypes=(torch.float32,), n=x.numel())
+    check_signs("hadamard", "stream", x, step, *key)
+
+
+def check_signs(caller: str, name: str, x: Tensor, step: Tensor, *key: int) -> None:
+    """Raises unless the key is that of a stream of signs."""
+    philox.check_key(x, step, *key)
+    if key[-1] % philox.SIGNS:
+        raise ValueError(f"{caller}({name}): first is a multiple of {philox.SIGNS}, got {key[-1]}")
 
 
 @hadamard_op.kernel("cpu")

@@ -1,10 +1,35 @@
 // The instruction sets that this processor has.
+#if defined(__x86_64__)
+#include <cpuid.h>
+
+namespace {
+
+// x86-64-v3 needs these as well, which not every compiler's __builtin_cpu_supports knows by name.
+bool has_f16c_movbe_lzcnt() {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & 1u << 29) || !(c & 1u << 22)) return false;
+    return __get_cpuid(0x80000001u, &a, &b, &c, &d) && c & 1u << 5;
+}
+
+// By features: clang and gcc before 12 know no names of levels.
+bool is_v2() { return __builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("popcnt"); }
+bool is_v3() {
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+           __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") && has_f16c_movbe_lzcnt();
+}
+bool is_v4() {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512vl");
+}
+
+}  // namespace
+#endif
+
 extern "C" __attribute__((visibility("default"))) int instruction_set() {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("x86-64-v4")) return 3;
-    if (__builtin_cpu_supports("x86-64-v3")) return 2;
-    if (__builtin_cpu_supports("x86-64-v2")) return 1;
+    if (is_v2()) return !is_v3() ? 1 : is_v4() ? 3 : 2;
 #endif
     return 0;
 }

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from . import _cpu, _cuda
+from ._arguments import as_tensor
 from ._op import check, op
 
 __all__ = ["dequantize_levels", "quantize_levels"]
 
 _BLOCKS = (128, 256, 512, 1024, 2048)
+_COUNTS = (2, 4, 8, 16)
 _ROW = 32
 _INFINITY = 0x7F800000  # bits
 _TINY = (127 - 120) << 23  # of 2^-120: blocks below it decode to zero
@@ -42,10 +44,7 @@ def quantize_levels(
 
     Reference: Vargaftik et al., EDEN, 2022.
     """
-    check("quantize_levels", "x", x, like=x, dtypes=(torch.float32,))
-    _check("quantize_levels", x, levels, block, scales, codes)
-    if left is not None:
-        check("quantize_levels", "left", left, like=x, dtypes=(torch.float32,), n=x.numel())
+    _check_levels("quantize_levels", levels)
     quantize_levels_op(x, _table(levels), scales, codes, left, block)
 
 
@@ -58,25 +57,15 @@ def dequantize_levels(
         scales, codes, levels, block: as for :func:`quantize_levels`.
         out: float32, contiguous, a multiple of ``block`` entries.
     """
-    check("dequantize_levels", "out", out, like=scales, dtypes=(torch.float32,))
-    _check("dequantize_levels", out, levels, block, scales, codes)
+    _check_levels("dequantize_levels", levels)
     dequantize_levels_op(scales, codes, _table(levels), out, block, accumulate)
 
 
-def _check(
-    caller: str, x: Tensor, levels: Tensor, block: int, scales: Tensor, codes: Tensor
-) -> None:
-    if block not in _BLOCKS or x.numel() % block:
-        raise ValueError(
-            f"{caller}(block): one of {_BLOCKS}, of which there are whole ones; got {block} and "
-            f"{x.numel()} entries"
-        )
-    if levels.numel() not in (2, 4, 8, 16):
+def _check_levels(caller: str, levels: Tensor) -> None:
+    as_tensor(caller, "levels", levels)
+    check(caller, "levels", levels, like=levels, dtypes=(torch.float32,))
+    if levels.dim() != 1 or levels.numel() not in _COUNTS:
         raise ValueError(f"{caller}(levels): 2, 4, 8 or 16, got {levels.numel()}")
-    check(caller, "levels", levels, like=x, dtypes=(torch.float32,))
-    check(caller, "scales", scales, like=x, dtypes=(torch.float32,), n=x.numel() // block)
-    size = x.numel() * (levels.numel().bit_length() - 1) // 8
-    check(caller, "codes", codes, like=x, dtypes=(torch.uint8,), n=size)
 
 
 def _table(levels: Tensor) -> Tensor:
@@ -86,7 +75,8 @@ def _table(levels: Tensor) -> Tensor:
 
 @op(
     "quantize_levels(Tensor x, Tensor table, Tensor(a!) scales, Tensor(b!) codes, Tensor(c!)? left,"
-    " int block) -> ()"
+    " int block) -> ()",
+    same=[("x", "left")],
 )
 def quantize_levels_op(
     x: Tensor, table: Tensor, scales: Tensor, codes: Tensor, left: Tensor | None, block: int
@@ -156,6 +146,47 @@ def _packed(found: Tensor, bits: int) -> Tensor:
     words = (found.view(-1, 8).long() << bits * torch.arange(8, device=found.device)).sum(1)
     places = 8 * torch.arange(bits, device=found.device)
     return (words[:, None] >> places & 255).to(torch.uint8).flatten()
+
+
+# What arguments have to be --------------------------------------------------------------------
+
+
+@quantize_levels_op.law
+def _check_quantize(
+    x: Tensor, table: Tensor, scales: Tensor, codes: Tensor, left: Tensor | None, block: int
+) -> None:
+    check("quantize_levels", "x", x, like=x, dtypes=(torch.float32,))
+    _check("quantize_levels", x, table, block, scales, codes)
+    if left is not None:
+        check("quantize_levels", "left", left, like=x, dtypes=(torch.float32,), n=x.numel())
+
+
+@dequantize_levels_op.law
+def _check_dequantize(
+    scales: Tensor, codes: Tensor, table: Tensor, out: Tensor, block: int, accumulate: bool
+) -> None:
+    check("dequantize_levels", "out", out, like=scales, dtypes=(torch.float32,))
+    _check("dequantize_levels", out, table, block, scales, codes)
+
+
+def _check(
+    caller: str, x: Tensor, table: Tensor, block: int, scales: Tensor, codes: Tensor
+) -> None:
+    if block not in _BLOCKS or x.numel() % block:
+        raise ValueError(
+            f"{caller}(block): one of {_BLOCKS}, of which there are whole ones; got {block} and "
+            f"{x.numel()} entries"
+        )
+    check(caller, "levels", table, like=x, dtypes=(torch.float32,))
+    count = (table.numel() + 1) // 2
+    if table.numel() % 2 == 0 or count not in _COUNTS:
+        raise ValueError(f"{caller}(levels): 3, 7, 15 or 31 with bounds, got {table.numel()}")
+    check(caller, "scales", scales, like=x, dtypes=(torch.float32,), n=x.numel() // block)
+    size = x.numel() * (count.bit_length() - 1) // 8
+    check(caller, "codes", codes, like=x, dtypes=(torch.uint8,), n=size)
+
+
+# Kernels --------------------------------------------------------------------------------------
 
 
 @quantize_levels_op.kernel("cpu")

@@ -38,12 +38,14 @@ template <class T> const float* floats(const T* x, int count, float* copy) {
     return copy;
 }
 
+// The lower halves of sums of LANES lanes each, or with FROM = LANES / 2 the upper ones.
+template <int LANES, int FROM> struct HalfOf {
+    static constexpr int entry(int l) { return l / (LANES / 2) * LANES + l % (LANES / 2) + FROM; }
+};
+
 // One vector of `a` and `b`, sums of LANES lanes each, in which halves were added to halves.
 template <int LANES> Floats fold(Floats a, Floats b) {
-    constexpr int kHalf = LANES / 2;
-    Words low;
-    for (int l = 0; l < kWidth; ++l) low[l] = (u32)(l / kHalf * LANES + l % kHalf);
-    return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, low + kHalf);
+    return picked<HalfOf<LANES, 0>>(a, b) + picked<HalfOf<LANES, LANES / 2>>(a, b);
 }
 
 // Sums of N rows of 32 partial sums, N a power of two: halves are added to halves.

@@ -7,14 +7,11 @@ of a bucket are worked on in one call.
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from . import _cpu, _cuda
-from ._matrices import Matrices, runs_of
+from ._matrices import Matrices, matrices_of, on_device, runs_of
 from ._op import check, op
 
 __all__ = [
@@ -27,6 +24,8 @@ __all__ = [
 ]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_WORK = (torch.float32, torch.float64)
+_BUCKETS = (*_DTYPES, torch.float64)
 _DEAD, _VANISHED = 2.0**-19, 2.0**-64  # of norms, of their squares
 
 
@@ -58,21 +57,12 @@ def multiply_right(
         TypeError, ValueError: a tensor of another dtype, size or device; names the argument.
     """
     total = None if total is x and residual is None else total
-    work = _check_bucket("multiply_right", matrices, "x", x)
-    _check_factors("multiply_right", matrices, left, right, x, work)
-    if residual is not None and total is None:
-        raise ValueError("multiply_right(total): needed with a residual")
-    for name, tensor in (("residual", residual), ("total", total)):
-        if tensor is not None:
-            check("multiply_right", name, tensor, like=x, dtypes=(work,), n=x.numel())
-    _chosen(multiply_right_op, work)(x, residual, total, matrices.table, right, left)
+    multiply_right_op(x, residual, total, _table("multiply_right", matrices), right, left)
 
 
 def multiply_left(matrices: Matrices, x: Tensor, left: Tensor, right: Tensor) -> None:
     """Writes the right factors ``left @ M``; otherwise as :func:`multiply_right`."""
-    work = _check_bucket("multiply_left", matrices, "x", x)
-    _check_factors("multiply_left", matrices, left, right, x, work)
-    _chosen(multiply_left_op, work)(x, matrices.table, left, right)
+    multiply_left_op(x, _table("multiply_left", matrices), left, right)
 
 
 def decode_low_rank(
@@ -101,17 +91,14 @@ def decode_low_rank(
     Raises:
         TypeError, ValueError: a tensor of another dtype, size or device; names the argument.
     """
-    work = _check_bucket("decode_low_rank", matrices, "out", out)
-    _check_factors("decode_low_rank", matrices, left, right, out, work)
+    table = _table("decode_low_rank", matrices)
     if unsent is None:
-        _chosen(expand_op, work)(left, right, None, None, None, matrices.table, None, out)
+        expand_op(left, right, None, None, None, table, None, out)
         return
     if sent is None or total is None:
         raise ValueError("decode_low_rank(sent, total): needed for unsent")
-    _check_factors("decode_low_rank", matrices, *sent, out, work)
-    for name, tensor in (("total", total), ("unsent", unsent)):
-        check("decode_low_rank", name, tensor, like=out, dtypes=(work,), n=out.numel())
-    _chosen(expand_op, work)(left, right, *sent, total, matrices.table, unsent, out)
+    sent_left, sent_right = sent
+    expand_op(left, right, sent_left, sent_right, total, table, unsent, out)
 
 
 def orthonormalize(matrices: Matrices, left: Tensor) -> None:
@@ -125,9 +112,7 @@ def orthonormalize(matrices: Matrices, left: Tensor) -> None:
     Args:
         left: float32 or float64, ``matrices.left_numel`` entries.
     """
-    work = torch.float64 if left.dtype == torch.float64 else torch.float32
-    check("orthonormalize", "left", left, like=left, dtypes=(work,), n=matrices.left_numel)
-    _chosen(orthonormalize_op, work)(left, matrices.table)
+    orthonormalize_op(left, _table("orthonormalize", matrices))
 
 
 def unit_rows(matrices: Matrices, right: Tensor, fresh: Tensor) -> None:
@@ -139,30 +124,13 @@ def unit_rows(matrices: Matrices, right: Tensor, fresh: Tensor) -> None:
     Args:
         right, fresh: float32 or float64, ``matrices.right_numel`` entries.
     """
-    work = torch.float64 if right.dtype == torch.float64 else torch.float32
-    for name, tensor in (("right", right), ("fresh", fresh)):
-        check("unit_rows", name, tensor, like=right, dtypes=(work,), n=matrices.right_numel)
-    _chosen(unit_rows_op, work)(right, fresh, matrices.table)
+    unit_rows_op(right, fresh, _table("unit_rows", matrices))
 
 
-def _chosen(one, work: torch.dtype):  # type: ignore[no-untyped-def]
-    """The op; its definition for float64, which kernels do not know."""
-    return one.definition if work == torch.float64 else one
-
-
-def _check_bucket(caller: str, matrices: Matrices, name: str, flat: Tensor) -> torch.dtype:
-    """The dtype that the bucket is worked on in."""
-    check(caller, name, flat, like=flat, dtypes=(*_DTYPES, torch.float64))
-    if flat.numel() < matrices.end:
-        raise ValueError(f"{caller}({name}): {matrices.end} entries or more, got {flat.numel()}")
-    return torch.float64 if flat.dtype == torch.float64 else torch.float32
-
-
-def _check_factors(
-    caller: str, matrices: Matrices, left: Tensor, right: Tensor, like: Tensor, work: torch.dtype
-) -> None:
-    check(caller, "left", left, like=like, dtypes=(work,), n=matrices.left_numel)
-    check(caller, "right", right, like=like, dtypes=(work,), n=matrices.right_numel)
+def _table(caller: str, matrices: Matrices) -> Tensor:
+    if not isinstance(matrices, Matrices):
+        raise TypeError(f"{caller}(matrices): Matrices, got {type(matrices).__name__}")
+    return matrices.table
 
 
 # Definitions -----------------------------------------------------------------------------------
@@ -170,7 +138,8 @@ def _check_factors(
 
 @op(
     "multiply_right(Tensor x, Tensor? residual, Tensor(a!)? total, Tensor table, Tensor right,"
-    " Tensor(b!) left) -> ()"
+    " Tensor(b!) left) -> ()",
+    same=[("x", "total"), ("residual", "total")],
 )
 def multiply_right_op(
     x: Tensor,
@@ -198,7 +167,9 @@ def multiply_left_op(x: Tensor, table: Tensor, left: Tensor, right: Tensor) -> N
 
 @op(
     "expand(Tensor left, Tensor right, Tensor? sent_left, Tensor? sent_right, Tensor? total,"
-    " Tensor table, Tensor(a!)? unsent, Tensor(b!) out) -> ()"
+    " Tensor table, Tensor(a!)? unsent, Tensor(b!) out) -> ()",
+    caller="decode_low_rank",
+    same=[("total", "unsent"), ("total", "out")],
 )
 def expand_op(
     left: Tensor,
@@ -241,6 +212,96 @@ def unit_rows_op(right: Tensor, fresh: Tensor, table: Tensor) -> None:
         norms = torch.linalg.vector_norm(rows, dim=2, keepdim=True, dtype=torch.float64)
         dead = norms <= norms.amax(dim=1, keepdim=True) * _DEAD
         rows.copy_(torch.where(dead, new, (rows / norms).to(rows.dtype)))
+
+
+# What arguments have to be ---------------------------------------------------------------------
+
+
+@multiply_right_op.law
+def _check_right(
+    x: Tensor,
+    residual: Tensor | None,
+    total: Tensor | None,
+    table: Tensor,
+    right: Tensor,
+    left: Tensor,
+) -> None:
+    matrices, work = _check_bucket("multiply_right", table, "x", x)
+    _check_factors("multiply_right", matrices, left, right, x, work)
+    if residual is not None and total is None:
+        raise ValueError("multiply_right(total): needed with a residual")
+    for name, tensor in (("residual", residual), ("total", total)):
+        if tensor is not None:
+            check("multiply_right", name, tensor, like=x, dtypes=(work,), n=x.numel())
+
+
+@multiply_left_op.law
+def _check_left(x: Tensor, table: Tensor, left: Tensor, right: Tensor) -> None:
+    matrices, work = _check_bucket("multiply_left", table, "x", x)
+    _check_factors("multiply_left", matrices, left, right, x, work)
+
+
+@expand_op.law
+def _check_expand(
+    left: Tensor,
+    right: Tensor,
+    sent_left: Tensor | None,
+    sent_right: Tensor | None,
+    total: Tensor | None,
+    table: Tensor,
+    unsent: Tensor | None,
+    out: Tensor,
+) -> None:
+    matrices, work = _check_bucket("decode_low_rank", table, "out", out)
+    _check_factors("decode_low_rank", matrices, left, right, out, work)
+    if unsent is None:
+        return
+    if sent_left is None or sent_right is None or total is None:
+        raise ValueError("decode_low_rank(sent, total): needed for unsent")
+    _check_factors("decode_low_rank", matrices, sent_left, sent_right, out, work)
+    for name, tensor in (("total", total), ("unsent", unsent)):
+        check("decode_low_rank", name, tensor, like=out, dtypes=(work,), n=out.numel())
+
+
+@orthonormalize_op.law
+def _check_orthonormalize(left: Tensor, table: Tensor) -> None:
+    n = matrices_of("orthonormalize", table).left_numel
+    check("orthonormalize", "left", left, like=left, dtypes=_WORK, n=n)
+
+
+@unit_rows_op.law
+def _check_unit_rows(right: Tensor, fresh: Tensor, table: Tensor) -> None:
+    n = matrices_of("unit_rows", table).right_numel
+    check("unit_rows", "right", right, like=right, dtypes=_WORK, n=n)
+    check("unit_rows", "fresh", fresh, like=right, dtypes=(right.dtype,), n=n)
+
+
+def _check_bucket(
+    caller: str, table: Tensor, name: str, flat: Tensor
+) -> tuple[Matrices, torch.dtype]:
+    """The matrices, and the dtype that the bucket is worked on in."""
+    matrices = matrices_of(caller, table)
+    check(caller, name, flat, like=flat, dtypes=_BUCKETS)
+    if flat.numel() < matrices.end:
+        raise ValueError(f"{caller}({name}): {matrices.end} entries or more, got {flat.numel()}")
+    return matrices, torch.float64 if flat.dtype == torch.float64 else torch.float32
+
+
+def _check_factors(
+    caller: str, matrices: Matrices, left: Tensor, right: Tensor, like: Tensor, work: torch.dtype
+) -> None:
+    check(caller, "left", left, like=like, dtypes=(work,), n=matrices.left_numel)
+    check(caller, "right", right, like=like, dtypes=(work,), n=matrices.right_numel)
+
+
+@multiply_right_op.beyond_kernels
+@multiply_left_op.beyond_kernels
+@expand_op.beyond_kernels
+@orthonormalize_op.beyond_kernels
+@unit_rows_op.beyond_kernels
+def _is_double(first: Tensor, *rest: Tensor | None) -> bool:
+    """Whether the factors, or what they are made of, are float64, which kernels do not know."""
+    return first.dtype == torch.float64
 
 
 # CPU kernels -----------------------------------------------------------------------------------
@@ -293,24 +354,6 @@ def _unit_rows_cpu(right: Tensor, fresh: Tensor, table: Tensor) -> None:
 # CUDA kernels ----------------------------------------------------------------------------------
 
 
-class _OnDevice(NamedTuple):
-    """A table on a GPU, and the sizes of launches that it asks for."""
-
-    table: Tensor
-    matrices: int
-    lefts: int
-    rights: int
-    block_tasks: int
-    block_sums: int
-    chunk_tasks: int
-    chunk_sums: int
-
-
-@lru_cache(maxsize=4096)
-def _on_device(table: Tensor, device: torch.device) -> _OnDevice:
-    return _OnDevice(table.to(device), len(table) - 1, *table[-1, 4:].tolist())
-
-
 def _launch(like: Tensor, kernel: str, warps: int, *arguments: Tensor | float | None) -> None:
     _cuda.launch("low_rank.cu", kernel, like.device, warps, arguments)
 
@@ -324,7 +367,7 @@ def _multiply_right_cuda(
     right: Tensor,
     left: Tensor,
 ) -> None:
-    found = _on_device(table, x.device)
+    found = on_device(table, x.device)
     sums = torch.empty(found.block_sums, device=x.device)
     source = (found.table, found.matrices, found.block_tasks, x, residual, total, right, sums)
     _launch(x, f"multiply_right<{_cuda.DTYPES[x.dtype]}>", found.block_tasks, *source)
@@ -342,7 +385,7 @@ def _multiply_right_cuda(
 
 @multiply_left_op.kernel("cuda")
 def _multiply_left_cuda(x: Tensor, table: Tensor, left: Tensor, right: Tensor) -> None:
-    found = _on_device(table, x.device)
+    found = on_device(table, x.device)
     sums = torch.empty(found.chunk_sums, device=x.device)
     source = (found.table, found.matrices, found.chunk_tasks, x, left, sums)
     _launch(x, f"multiply_left<{_cuda.DTYPES[x.dtype]}>", found.chunk_tasks, *source)
@@ -369,7 +412,7 @@ def _expand_cuda(
     unsent: Tensor | None,
     out: Tensor,
 ) -> None:
-    found = _on_device(table, out.device)
+    found = on_device(table, out.device)
     source = (found.table, found.matrices, found.block_tasks, left, right, sent_left, sent_right)
     kernel = f"expand<{_cuda.DTYPES[out.dtype]}>"
     _launch(out, kernel, found.block_tasks, *source, total, unsent, out)
@@ -377,11 +420,11 @@ def _expand_cuda(
 
 @orthonormalize_op.kernel("cuda")
 def _orthonormalize_cuda(left: Tensor, table: Tensor) -> None:
-    found = _on_device(table, left.device)
+    found = on_device(table, left.device)
     _launch(left, "orthonormalize", 8 * found.matrices, found.table, found.matrices, left)
 
 
 @unit_rows_op.kernel("cuda")
 def _unit_rows_cuda(right: Tensor, fresh: Tensor, table: Tensor) -> None:
-    found = _on_device(table, right.device)
+    found = on_device(table, right.device)
     _launch(right, "unit_rows", 8 * found.matrices, found.table, found.matrices, fresh, right)

@@ -18,10 +18,7 @@ _CHUNK, _PARTIALS = 4096, 256  # as in norms.h
 def all_finite(x: Tensor) -> Tensor:
     """Whether every entry of ``x`` is finite, as one bool on its device; true for no entries."""
     answer = torch.ones((), dtype=torch.bool, device=x.device)
-    if x.dtype in _DTYPES and x.is_contiguous():
-        finite_op(x, answer)
-    else:
-        finite_op.definition(x, answer)
+    finite_op(x, answer)
     return answer
 
 
@@ -38,12 +35,10 @@ def norms(x: Tensor, out: Tensor) -> None:
     Raises:
         TypeError, ValueError: a tensor of another dtype, size or device; names the argument.
     """
-    check("norms", "x", x, like=x, dtypes=_DTYPES)
-    check("norms", "out", out, like=x, dtypes=(torch.float64,), n=3)
     norms_op(x, out)
 
 
-@op("finite(Tensor x, Tensor(a!) answer) -> ()")
+@op("finite(Tensor x, Tensor(a!) answer) -> ()", caller="all_finite")
 def finite_op(x: Tensor, answer: Tensor) -> None:
     if x.numel():
         # aminmax passes NaN on, and takes a tenth of the time of isfinite(x).all().
@@ -74,6 +69,22 @@ def _halved(sums: Tensor) -> Tensor:
         half = sums.shape[1] // 2
         sums = sums[:, :half] + sums[:, half:]
     return sums[:, 0]
+
+
+@finite_op.law
+def _check_finite(x: Tensor, answer: Tensor) -> None:
+    check("all_finite", "answer", answer, like=x, dtypes=(torch.bool,), n=1)
+
+
+@finite_op.beyond_kernels
+def _is_other(x: Tensor, answer: Tensor) -> bool:
+    return x.dtype not in _DTYPES or not x.is_contiguous()
+
+
+@norms_op.law
+def _check_norms(x: Tensor, out: Tensor) -> None:
+    check("norms", "x", x, like=x, dtypes=_DTYPES)
+    check("norms", "out", out, like=x, dtypes=(torch.float64,), n=3)
 
 
 @finite_op.kernel("cpu")

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["SIGNS", "Stream", "centred", "half_words", "signs", "words"]
+from ._arguments import check_whole, whole
+
+__all__ = [
+    "SIGNS",
+    "Stream",
+    "as_seed",
+    "centred",
+    "check_key",
+    "half_words",
+    "key_of",
+    "signs",
+    "words",
+]
 
 SIGNS = 4096  # entries that share 32 calls if each takes one bit
 
@@ -15,6 +28,29 @@ Device = torch.device | str
 _GROUP, _LANES = 256, 32  # entries that share calls, calls
 _MASK = 0xFFFFFFFF
 _ROUNDS = 7  # as few as pass all of BigCrush, by the paper; 10 is the usual margin
+_SEEDS, _NUMBERS, _PLACES = 2**63, 2**32, 2**62
+
+
+def as_seed(value: Any, caller: str = "Stream", name: str = "seed") -> int:
+    """The seed that ``value`` is, as an integer of 64 bits with a sign.
+
+    Args:
+        value: a whole number of Python or NumPy, from -2^63 to 2^64 - 1, as ``torch.manual_seed``
+            takes it. Those of 2^63 and more are the negative ones of the same 64 bits.
+        caller, name: the function and its argument, for messages.
+
+    Raises:
+        TypeError: it is no whole number; floats, bools and None are none.
+        ValueError: it has more than 64 bits.
+
+    Example:
+        >>> as_seed(2**64 - 1)
+        -1
+    """
+    seed = whole(caller, name, value)
+    if not -_SEEDS <= seed < 2 * _SEEDS:
+        raise ValueError(f"{caller}({name}): -2^63 to 2^64 - 1, got {seed}")
+    return seed - 2 * _SEEDS if seed >= _SEEDS else seed
 
 
 @dataclass(frozen=True)
@@ -22,10 +58,10 @@ class Stream:
     """Random bits that depend on nothing but these numbers and an entry's place.
 
     Args:
-        seed: the key; 64 bits.
+        seed: the key; 64 bits, see :func:`as_seed`.
         step: int64 tensor of one number, on the device of the data: a captured CUDA graph reads it
             anew at every replay.
-        number: tells apart streams of one seed and step.
+        number: tells apart streams of one seed and step; 0 to 2^32 - 1.
         first: global index of the first entry, a multiple of 256; slices of a bucket then get the
             bits that the whole bucket would get.
     """
@@ -36,25 +72,61 @@ class Stream:
     first: int = 0
 
     def __post_init__(self) -> None:
-        if self.step.dtype != torch.int64 or self.step.numel() != 1:
-            raise TypeError(
-                f"Stream(step) is an int64 tensor of one number, "
-                f"got {self.step.dtype} of shape {tuple(self.step.shape)}"
-            )
-        if self.first % _GROUP:
-            raise ValueError(f"Stream(first) is a multiple of {_GROUP}, got {self.first}")
+        if not (type(self.seed) is type(self.number) is type(self.first) is int):
+            object.__setattr__(self, "number", whole("Stream", "number", self.number))
+            object.__setattr__(self, "first", whole("Stream", "first", self.first))
+        object.__setattr__(self, "seed", as_seed(self.seed))
+        _check_step(self.step)
+        _check_numbers(self.number, self.first)
 
-    def arguments(self, data: Tensor) -> tuple[Tensor, int, int, int]:
-        """As ops on ``data`` take them: step, seed, stream, first."""
-        if self.step.device != data.device:
-            raise ValueError(
-                f"Stream(step) lies on the device of the data, {data.device}, "
-                f"got {self.step.device}"
-            )
+    @property
+    def key(self) -> Key:
+        """As ops take it: step, seed, stream, first."""
         return self.step, self.seed, self.number, self.first
 
 
-NO_STREAM: tuple[None, int, int, int] = (None, 0, 0, 0)  # rounding to nearest
+Key = tuple[Tensor | None, int, int, int]
+NO_STREAM: Key = (None, 0, 0, 0)  # rounding to nearest
+
+
+def key_of(caller: str, stream: Stream | None, name: str = "stream") -> Key:
+    """The key of a stream, or that of none."""
+    if stream is None:
+        return NO_STREAM
+    if not isinstance(stream, Stream):
+        raise TypeError(f"{caller}({name}): a Stream or None, got {type(stream).__name__}")
+    return stream.key
+
+
+def check_key(data: Tensor, step: Tensor | None, seed: int, number: int, first: int = 0) -> None:
+    """Raises unless these numbers are a stream's, on the device of ``data``, or no stream's."""
+    if step is None:
+        return
+    _check_step(step)
+    if not (step.is_cpu and data.is_cpu) and step.device != data.device:
+        raise ValueError(
+            f"Stream(step) lies on the device of the data, {data.device}, got {step.device}"
+        )
+    if not -_SEEDS <= seed < _SEEDS:
+        raise ValueError(f"Stream(seed): 64 bits, got {seed}")
+    _check_numbers(number, first)
+
+
+def _check_step(step: Any) -> None:
+    if not isinstance(step, Tensor):
+        raise TypeError(f"Stream(step) is an int64 tensor of one number, got {type(step).__name__}")
+    if step.dtype != torch.int64 or step.numel() != 1:
+        raise TypeError(
+            f"Stream(step) is an int64 tensor of one number, "
+            f"got {step.dtype} of shape {tuple(step.shape)}"
+        )
+
+
+def _check_numbers(number: int, first: int) -> None:
+    check_whole("Stream", "number", number, 0, _NUMBERS)
+    check_whole("Stream", "first", first, 0, _PLACES)
+    if first % _GROUP:
+        raise ValueError(f"Stream(first) is a multiple of {_GROUP}, got {first}")
 
 
 def half_words(

@@ -54,16 +54,7 @@ def gather_random(
     Raises:
         TypeError, ValueError: a tensor of another dtype, size or device; names the argument.
     """
-    n, k = x.numel(), values.numel()
-    check("gather_random", "x", x, like=x, dtypes=_DTYPES)
-    check("gather_random", "values", values, like=x, dtypes=(torch.float32,))
-    _check_sizes("gather_random", n, k, stream)
-    if residual is not None and left is None:
-        raise ValueError("gather_random(left): needed with a residual")
-    for name, tensor in (("residual", residual), ("left", left)):
-        if tensor is not None:
-            check("gather_random", name, tensor, like=x, dtypes=(torch.float32,), n=n)
-    gather_random_op(x, values, residual, left, *stream.arguments(x)[:3])
+    gather_random_op(x, values, residual, left, *_key("gather_random", stream))
 
 
 def scatter_random(
@@ -78,24 +69,20 @@ def scatter_random(
         factor: ``out.numel() / values.numel()`` makes the result unbiased if the first is a
             multiple of the second.
     """
-    check("scatter_random", "values", values, like=out, dtypes=(torch.float32,))
-    check("scatter_random", "out", out, like=out, dtypes=(torch.float32,))
-    _check_sizes("scatter_random", out.numel(), values.numel(), stream)
-    scatter_random_op(values, out, factor, *stream.arguments(out)[:3])
+    scatter_random_op(values, out, factor, *_key("scatter_random", stream))
 
 
-def _check_sizes(caller: str, n: int, k: int, stream: philox.Stream) -> None:
-    if k > n:
-        raise ValueError(f"{caller}(values): at most {n} entries, got {k}")
-    if n >= 2**31:
-        raise ValueError(f"{caller}: fewer than 2^31 entries, got {n}")
-    if stream.first:
-        raise ValueError(f"{caller}(stream): first is 0, got {stream.first}")
+def _key(caller: str, stream: philox.Stream) -> tuple[Tensor | None, int, int]:
+    step, seed, number, first = philox.key_of(caller, stream)
+    if first:
+        raise ValueError(f"{caller}(stream): first is 0, got {first}")
+    return step, seed, number
 
 
 @op(
     "gather_random(Tensor x, Tensor(a!) values, Tensor? residual, Tensor(b!)? left, Tensor step,"
-    " int seed, int stream) -> ()"
+    " int seed, int stream) -> ()",
+    same=[("residual", "left")],
 )
 def gather_random_op(
     x: Tensor,
@@ -123,6 +110,44 @@ def scatter_random_op(values: Tensor, out: Tensor, factor: float, step: Tensor, 
     places = random_places(out.numel(), values.numel(), int(step), *key, device=out.device)
     out.zero_()
     out.view(-1)[places] = values.flatten() * factor
+
+
+# What arguments have to be --------------------------------------------------------------------
+
+
+@gather_random_op.law
+def _check_gather(
+    x: Tensor,
+    values: Tensor,
+    residual: Tensor | None,
+    left: Tensor | None,
+    step: Tensor,
+    *key: int,
+) -> None:
+    check("gather_random", "x", x, like=x, dtypes=_DTYPES)
+    check("gather_random", "values", values, like=x, dtypes=(torch.float32,))
+    _check_sizes("gather_random", x.numel(), values.numel())
+    if residual is not None and left is None:
+        raise ValueError("gather_random(left): needed with a residual")
+    for name, tensor in (("residual", residual), ("left", left)):
+        if tensor is not None:
+            check("gather_random", name, tensor, like=x, dtypes=(torch.float32,), n=x.numel())
+    philox.check_key(x, step, *key)
+
+
+@scatter_random_op.law
+def _check_scatter(values: Tensor, out: Tensor, factor: float, step: Tensor, *key: int) -> None:
+    check("scatter_random", "values", values, like=out, dtypes=(torch.float32,))
+    check("scatter_random", "out", out, like=out, dtypes=(torch.float32,))
+    _check_sizes("scatter_random", out.numel(), values.numel())
+    philox.check_key(out, step, *key)
+
+
+def _check_sizes(caller: str, n: int, k: int) -> None:
+    if k > n:
+        raise ValueError(f"{caller}(values): at most {n} entries, got {k}")
+    if n >= 2**31:
+        raise ValueError(f"{caller}: fewer than 2^31 entries, got {n}")
 
 
 # Kernels --------------------------------------------------------------------------------------

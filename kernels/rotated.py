@@ -16,27 +16,14 @@ from . import _blockwise_definition as definition
 from . import _cpu, _cuda, philox
 from ._blockwise_formats import FORMATS, Payload, layout_of
 from ._op import check, op
-from .blockwise import aligned, check_payload, check_payloads, parts
-from .hadamard import hadamard_op
+from .blockwise import aligned, check_feedback, check_payload, check_payloads, parts
+from .hadamard import check_signs, hadamard_op
 
 __all__ = ["dequantize_rotated", "quantize_rotated"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _LONGEST = 1024  # entries of a block that a warp can hold and rotate twice
 _FORMATS = ("int8", "int4", "int2", "sign")  # of few, even steps; 8-bit floats gain nothing
-
-
-def _check_rotation(caller: str, n: int, format: str, block: int, rotation: philox.Stream) -> None:
-    if format not in _FORMATS:
-        raise ValueError(f"{caller}(format): one of {', '.join(_FORMATS)}, got {format!r}")
-    if block > _LONGEST:
-        raise ValueError(f"{caller}(block): {_LONGEST} at most, got {block}")
-    if n % block:
-        raise ValueError(f"{caller}: a multiple of {block} entries, got {n}; pad with zeros")
-    if rotation.first % philox.SIGNS:
-        raise ValueError(
-            f"{caller}(rotation): first is a multiple of {philox.SIGNS}, got {rotation.first}"
-        )
 
 
 def quantize_rotated(
@@ -64,15 +51,8 @@ def quantize_rotated(
 
     Reference: Wang et al., SDP4Bit, 2024; Vargaftik et al., DRIVE, 2021.
     """
-    layout = layout_of("quantize_rotated", format, block, x.numel())
-    check("quantize_rotated", "x", x, like=x, dtypes=_DTYPES)
-    _check_rotation("quantize_rotated", x.numel(), format, block, rotation)
-    check_payload("quantize_rotated", "payload", payload, layout, x)
-    for name, tensor in (("residual", residual), ("left", left)):
-        if tensor is not None:
-            check("quantize_rotated", name, tensor, like=x, dtypes=(torch.float32,), n=x.numel())
-    random = philox.NO_STREAM if stream is None else stream.arguments(x)
-    turn = rotation.arguments(x)
+    random = philox.key_of("quantize_rotated", stream)
+    turn = philox.key_of("quantize_rotated", rotation, "rotation")
     quantize_rotated_op(x, payload, format, block, *turn, residual, left, *random)
 
 
@@ -87,18 +67,15 @@ def dequantize_rotated(
     accumulate: bool = False,
 ) -> None:
     """Sums what the payloads decode to and rotates the sum back; otherwise as ``dequantize``."""
-    layout = layout_of("dequantize_rotated", format, block, out.numel())
-    check("dequantize_rotated", "out", out, like=payloads, dtypes=_DTYPES)
-    _check_rotation("dequantize_rotated", out.numel(), format, block, rotation)
-    check_payloads("dequantize_rotated", payloads, layout)
-    turn = rotation.arguments(out)
+    turn = philox.key_of("dequantize_rotated", rotation, "rotation")
     dequantize_rotated_op(payloads, out, format, block, factor, accumulate, *turn)
 
 
 @op(
     "quantize_rotated(Tensor x, Tensor(a!) payload, str format, int block, Tensor turn,"
     " int turn_seed, int turn_stream, int turn_first, Tensor? residual, Tensor(b!)? left,"
-    " Tensor? step, int seed, int stream, int first) -> ()"
+    " Tensor? step, int seed, int stream, int first) -> ()",
+    same=[("residual", "left")],
 )
 def quantize_rotated_op(
     x: Tensor,
@@ -146,6 +123,60 @@ def dequantize_rotated_op(
     hadamard_op.definition(rotated, total, block, True, *signs)
     total *= factor
     out.view(-1).copy_(out.view(-1).to(torch.float32) + total if accumulate else total)
+
+
+# What arguments have to be --------------------------------------------------------------------
+
+
+@quantize_rotated_op.law
+def _check_quantize(
+    x: Tensor,
+    payload: Tensor,
+    format: str,
+    block: int,
+    turn: Tensor,
+    turn_seed: int,
+    turn_stream: int,
+    turn_first: int,
+    residual: Tensor | None,
+    left: Tensor | None,
+    step: Tensor | None,
+    *key: int,
+) -> None:
+    layout = layout_of("quantize_rotated", format, block, x.numel())
+    check("quantize_rotated", "x", x, like=x, dtypes=_DTYPES)
+    _check_blocks("quantize_rotated", layout.n, format, block)
+    check_signs("quantize_rotated", "rotation", x, turn, turn_seed, turn_stream, turn_first)
+    check_payload("quantize_rotated", payload, layout, x)
+    check_feedback("quantize_rotated", x, layout.n, residual, left)
+    philox.check_key(x, step, *key)
+
+
+@dequantize_rotated_op.law
+def _check_dequantize(
+    payloads: Tensor,
+    out: Tensor,
+    format: str,
+    block: int,
+    factor: float,
+    accumulate: bool,
+    turn: Tensor,
+    *key: int,
+) -> None:
+    layout = layout_of("dequantize_rotated", format, block, out.numel())
+    check("dequantize_rotated", "out", out, like=payloads, dtypes=_DTYPES)
+    _check_blocks("dequantize_rotated", layout.n, format, block)
+    check_signs("dequantize_rotated", "rotation", out, turn, *key)
+    check_payloads("dequantize_rotated", payloads, layout)
+
+
+def _check_blocks(caller: str, n: int, format: str, block: int) -> None:
+    if format not in _FORMATS:
+        raise ValueError(f"{caller}(format): one of {', '.join(_FORMATS)}, got {format!r}")
+    if block > _LONGEST:
+        raise ValueError(f"{caller}(block): {_LONGEST} at most, got {block}")
+    if n % block:
+        raise ValueError(f"{caller}: a multiple of {block} entries, got {n}; pad with zeros")
 
 
 # Kernels --------------------------------------------------------------------------------------

@@ -9,7 +9,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from . import _cpu, _cuda, philox
+from ._arguments import check_whole
 from ._op import check, op
+from .blockwise import check_feedback
 
 __all__ = ["dequantize_shared", "largest_magnitudes", "quantize_shared"]
 
@@ -36,9 +38,6 @@ def largest_magnitudes(
     Raises:
         TypeError, ValueError: a tensor of another dtype, size or device; names the argument.
     """
-    check("largest_magnitudes", "x", x, like=x, dtypes=_DTYPES)
-    _check("largest_magnitudes", x, block, out)
-    _check_wide("largest_magnitudes", x, residual=residual)
     magnitudes_op(x, residual, out, block)
 
 
@@ -72,11 +71,7 @@ def quantize_shared(
 
     Reference: Mishchenko et al., IntSGD, 2022; Xin et al., Global-QSGD, 2023.
     """
-    check("quantize_shared", "x", x, like=x, dtypes=_DTYPES)
-    _check("quantize_shared", x, block, magnitudes, levels)
-    check("quantize_shared", "codes", codes, like=x, dtypes=(torch.int8,), n=x.numel())
-    _check_wide("quantize_shared", x, residual=residual, left=left)
-    key = philox.NO_STREAM if stream is None else stream.arguments(x)
+    key = philox.key_of("quantize_shared", stream)
     quantize_shared_op(x, residual, magnitudes, codes, left, block, levels, *key)
 
 
@@ -89,25 +84,7 @@ def dequantize_shared(
         codes, magnitudes, block, levels: as for :func:`quantize_shared`.
         out: float32, float16 or bfloat16, contiguous.
     """
-    check("dequantize_shared", "out", out, like=codes, dtypes=_DTYPES)
-    check("dequantize_shared", "codes", codes, like=codes, dtypes=(torch.int8,), n=out.numel())
-    _check("dequantize_shared", out, block, magnitudes, levels)
     dequantize_shared_op(codes, magnitudes, out, block, levels, factor)
-
-
-def _check(caller: str, x: Tensor, block: int, magnitudes: Tensor, levels: int = 1) -> None:
-    if block < 1 or block % _GRAIN:
-        raise ValueError(f"{caller}(block): a multiple of {_GRAIN}, got {block}")
-    if not 1 <= levels <= 127:
-        raise ValueError(f"{caller}(levels): 1 to 127, got {levels}")
-    name = "out" if caller == "largest_magnitudes" else "magnitudes"
-    check(caller, name, magnitudes, like=x, dtypes=(torch.int32,), n=-(-x.numel() // block))
-
-
-def _check_wide(caller: str, x: Tensor, **tensors: Tensor | None) -> None:
-    for name, tensor in tensors.items():
-        if tensor is not None:
-            check(caller, name, tensor, like=x, dtypes=(torch.float32,), n=x.numel())
 
 
 @op("largest_magnitudes(Tensor x, Tensor? residual, Tensor(a!) out, int block) -> ()")
@@ -122,7 +99,8 @@ def magnitudes_op(x: Tensor, residual: Tensor | None, out: Tensor, block: int) -
 @op(
     "quantize_shared(Tensor x, Tensor? residual, Tensor magnitudes, Tensor(a!) codes,"
     " Tensor(b!)? left, int block, int levels, Tensor? step, int seed, int stream, int first)"
-    " -> ()"
+    " -> ()",
+    same=[("residual", "left")],
 )
 def quantize_shared_op(
     x: Tensor,
@@ -175,6 +153,55 @@ def _scales(magnitudes: Tensor, levels: int, n: int, block: int) -> tuple[Tensor
     inverse = torch.where(finite & (magnitudes >= _TINY), top / values, 0.0)
     block = max(1, min(block, n))
     return level.repeat_interleave(block)[:n], inverse.repeat_interleave(block)[:n]
+
+
+# What arguments have to be --------------------------------------------------------------------
+
+
+@magnitudes_op.law
+def _check_magnitudes(x: Tensor, residual: Tensor | None, out: Tensor, block: int) -> None:
+    check("largest_magnitudes", "x", x, like=x, dtypes=_DTYPES)
+    _check("largest_magnitudes", x, block, out)
+    check_feedback("largest_magnitudes", x, x.numel(), residual, None)
+
+
+@quantize_shared_op.law
+def _check_quantize(
+    x: Tensor,
+    residual: Tensor | None,
+    magnitudes: Tensor,
+    codes: Tensor,
+    left: Tensor | None,
+    block: int,
+    levels: int,
+    step: Tensor | None,
+    *key: int,
+) -> None:
+    check("quantize_shared", "x", x, like=x, dtypes=_DTYPES)
+    _check("quantize_shared", x, block, magnitudes, levels)
+    check("quantize_shared", "codes", codes, like=x, dtypes=(torch.int8,), n=x.numel())
+    check_feedback("quantize_shared", x, x.numel(), residual, left)
+    philox.check_key(x, step, *key)
+
+
+@dequantize_shared_op.law
+def _check_dequantize(
+    codes: Tensor, magnitudes: Tensor, out: Tensor, block: int, levels: int, factor: float
+) -> None:
+    check("dequantize_shared", "out", out, like=codes, dtypes=_DTYPES)
+    check("dequantize_shared", "codes", codes, like=codes, dtypes=(torch.int8,), n=out.numel())
+    _check("dequantize_shared", out, block, magnitudes, levels)
+
+
+def _check(caller: str, x: Tensor, block: int, magnitudes: Tensor, levels: int = 1) -> None:
+    if not 1 <= block < 2**63 or block % _GRAIN:
+        raise ValueError(f"{caller}(block): a multiple of {_GRAIN}, got {block}")
+    check_whole(caller, "levels", levels, 1, 128)
+    name = "out" if caller == "largest_magnitudes" else "magnitudes"
+    check(caller, name, magnitudes, like=x, dtypes=(torch.int32,), n=-(-x.numel() // block))
+
+
+# Kernels --------------------------------------------------------------------------------------
 
 
 @magnitudes_op.kernel("cpu")

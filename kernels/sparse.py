@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 
 from . import _cpu, _cuda
+from ._arguments import as_tensor
 from ._op import check, op
+from .blockwise import check_feedback
 
 __all__ = ["gather", "scatter_add", "top_k", "top_k_sampled"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_FLOAT = (torch.float32,)
 _MARGIN = 1 << 16  # candidates beyond twice k that a threshold from a sample may let through
 
 
@@ -42,37 +45,13 @@ def top_k(
     Raises:
         TypeError, ValueError: a tensor of another dtype, size or device; names the argument.
     """
-    _check_selection("top_k", x, k, indices, values, residual, left)
     top_k_op(x, k, indices, values, residual, left)
-
-
-def _check_selection(
-    caller: str,
-    x: Tensor,
-    k: int,
-    indices: Tensor,
-    values: Tensor,
-    residual: Tensor | None,
-    left: Tensor | None,
-) -> None:
-    n = x.numel()
-    check(caller, "x", x, like=x, dtypes=_DTYPES)
-    if not 0 <= k <= n:
-        raise ValueError(f"{caller}(k): 0 to {n}, got {k}")
-    if n >= 2**31:
-        raise ValueError(f"{caller}(x): fewer than 2^31 entries, got {n}")
-    if residual is not None and left is None:
-        raise ValueError(f"{caller}(left): needed with a residual")
-    check(caller, "indices", indices, like=x, dtypes=(torch.int32,), n=k)
-    check(caller, "values", values, like=x, dtypes=(torch.float32,), n=k)
-    for name, tensor in (("residual", residual), ("left", left)):
-        if tensor is not None:
-            check(caller, name, tensor, like=x, dtypes=(torch.float32,), n=n)
 
 
 @op(
     "top_k(Tensor x, int k, Tensor(a!) indices, Tensor(b!) values, Tensor? residual,"
-    " Tensor(c!)? left) -> ()"
+    " Tensor(c!)? left) -> ()",
+    same=[("residual", "left")],
 )
 def top_k_op(
     x: Tensor, k: int, indices: Tensor, values: Tensor, residual: Tensor | None, left: Tensor | None
@@ -111,13 +90,13 @@ def top_k_sampled(
 
     Reference: Lin et al., Deep Gradient Compression, 2018.
     """
-    _check_selection("top_k_sampled", x, k, indices, values, residual, left)
     top_k_sampled_op(x, k, indices, values, residual, left)
 
 
 @op(
     "top_k_sampled(Tensor x, int k, Tensor(a!) indices, Tensor(b!) values, Tensor? residual,"
-    " Tensor(c!)? left) -> ()"
+    " Tensor(c!)? left) -> ()",
+    same=[("residual", "left")],
 )
 def top_k_sampled_op(
     x: Tensor, k: int, indices: Tensor, values: Tensor, residual: Tensor | None, left: Tensor | None
@@ -169,13 +148,13 @@ def gather(
     Raises:
         TypeError, ValueError: a tensor of another dtype, size or device; names the argument.
     """
-    _check_selection("gather", x, 0, indices[:0], values[:0], residual, left)
-    check("gather", "indices", indices, like=x, dtypes=(torch.int32,))
-    check("gather", "values", values, like=x, dtypes=(torch.float32,), n=indices.numel())
     gather_op(x, indices, values, residual, left)
 
 
-@op("gather(Tensor x, Tensor indices, Tensor(a!) values, Tensor? residual, Tensor(b!)? left) -> ()")
+@op(
+    "gather(Tensor x, Tensor indices, Tensor(a!) values, Tensor? residual, Tensor(b!)? left) -> ()",
+    same=[("residual", "left")],
+)
 def gather_op(
     x: Tensor, indices: Tensor, values: Tensor, residual: Tensor | None, left: Tensor | None
 ) -> None:
@@ -207,11 +186,6 @@ def scatter_add(indices: Tensor, values: Tensor, out: Tensor, *, factor: float =
     Raises:
         TypeError, ValueError: a tensor of another dtype, size or device; names the argument.
     """
-    check("scatter_add", "indices", indices, like=out, dtypes=(torch.int32,))
-    check("scatter_add", "values", values, like=out, dtypes=(torch.float32,), n=indices.numel())
-    check("scatter_add", "out", out, like=out, dtypes=(torch.float32,))
-    if indices.dim() != 2:
-        raise ValueError(f"scatter_add(indices): shape (payloads, k), got {tuple(indices.shape)}")
     scatter_add_op(indices, values, out, factor)
 
 
@@ -222,6 +196,59 @@ def scatter_add_op(indices: Tensor, values: Tensor, out: Tensor, factor: float) 
     for places, entries in zip(indices.long(), values.view(indices.shape), strict=True):
         valid = places >= 0
         flat[places[valid]] += entries[valid] * factor
+
+
+# What arguments have to be --------------------------------------------------------------------
+
+
+@top_k_op.law
+def _check_top_k(x: Tensor, k: int, indices: Tensor, *rest: Tensor | None) -> None:
+    _check_selection("top_k", x, k, indices, *rest)
+
+
+@top_k_sampled_op.law
+def _check_top_k_sampled(x: Tensor, k: int, indices: Tensor, *rest: Tensor | None) -> None:
+    _check_selection("top_k_sampled", x, k, indices, *rest)
+
+
+@gather_op.law
+def _check_gather(x: Tensor, indices: Tensor, *rest: Tensor | None) -> None:
+    _check_selection("gather", x, None, indices, *rest)
+
+
+def _check_selection(
+    caller: str,
+    x: Tensor,
+    k: int | None,
+    indices: Tensor,
+    values: Tensor | None,
+    residual: Tensor | None,
+    left: Tensor | None,
+) -> None:
+    n = x.numel()
+    check(caller, "x", x, like=x, dtypes=_DTYPES)
+    if k is None:
+        k = indices.numel()
+    elif not 0 <= k <= n:
+        raise ValueError(f"{caller}(k): 0 to {n}, got {k}")
+    if n >= 2**31:
+        raise ValueError(f"{caller}(x): fewer than 2^31 entries, got {n}")
+    if residual is not None and left is None:
+        raise ValueError(f"{caller}(left): needed with a residual")
+    check(caller, "indices", indices, like=x, dtypes=(torch.int32,), n=k)
+    check(caller, "values", as_tensor(caller, "values", values), like=x, dtypes=_FLOAT, n=k)
+    check_feedback(caller, x, n, residual, left)
+
+
+@scatter_add_op.law
+def _check_scatter_add(indices: Tensor, values: Tensor, out: Tensor, factor: float) -> None:
+    check("scatter_add", "indices", indices, like=out, dtypes=(torch.int32,))
+    check("scatter_add", "values", values, like=out, dtypes=_FLOAT, n=indices.numel())
+    check("scatter_add", "out", out, like=out, dtypes=_FLOAT)
+    if indices.dim() != 2:
+        raise ValueError(f"scatter_add(indices): shape (payloads, k), got {tuple(indices.shape)}")
+    if out.numel() > 2**31:
+        raise ValueError(f"scatter_add(out): at most 2^31 entries, got {out.numel()}")
 
 
 # CPU kernels ----------------------------------------------------------------------------------

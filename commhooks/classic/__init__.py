@@ -5,6 +5,8 @@ model behind a bucket by the bucket's parameters and keeps one :class:`commhooks
 so states are keyed by parameter name, models do not mix, and any number of buckets works on Gloo.
 """
 
+import torch
+
 from commhooks.classic._cast_wrappers import bf16_compress_wrapper, fp16_compress_wrapper
 from commhooks.classic._local_sgd import PostLocalSGDState, post_localSGD_hook
 from commhooks.classic._powersgd import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
@@ -32,3 +34,20 @@ __all__ = [
     "quantization_perchannel_hook",
     "quantization_pertensor_hook",
 ]
+
+# torch's documented checkpoint holds the hook: it is pickled by this name, which does not move,
+# and torch.load takes it by default.
+_HOOKS = (
+    allreduce_hook,
+    batched_powerSGD_hook,
+    bf16_compress_hook,
+    fp16_compress_hook,
+    noop_hook,
+    post_localSGD_hook,
+    powerSGD_hook,
+    quantization_perchannel_hook,
+    quantization_pertensor_hook,
+)
+for _hook in _HOOKS:
+    _hook.__module__ = "commhooks"
+torch.serialization.add_safe_globals(list(_HOOKS))

@@ -14,7 +14,6 @@ from commhooks._scheme import Context, Scheme
 from commhooks.kernels import all_finite
 
 __all__ = [
-    "check_flag",
     "check_rank",
     "check_rate",
     "compute_dtype",
@@ -26,23 +25,18 @@ __all__ = [
 ]
 
 
-def check_rank(scheme: Scheme, rank: object) -> None:
-    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+def check_rank(scheme: Scheme, rank: int) -> None:
+    if rank < 1:
         name = type(scheme).__name__
         raise ValueError(f"{name}(rank=...) is a whole number, 1 or more, got {rank!r}")
 
 
-def check_rate(scheme: Scheme, rate: object) -> None:
-    if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate < math.inf:
+def check_rate(scheme: Scheme, rate: float) -> None:
+    if rate < 0:
         raise ValueError(
             f"{type(scheme).__name__}(min_compression_rate=...) is a finite number, 0 or more "
             f"(0 compresses every matrix), got {rate!r}"
         )
-
-
-def check_flag(scheme: Scheme, name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{type(scheme).__name__}({name}=...) is True or False, got {value!r}")
 
 
 def compute_dtype(grad: Tensor) -> torch.dtype:

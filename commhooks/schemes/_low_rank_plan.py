@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -114,7 +115,9 @@ class Plan:
     @cached_property
     def right_as_left(self) -> Matrices:
         """Matrices whose left factors are the right ones of these: to work on them alike."""
-        return Matrices([(0, columns, 1, rank) for rank, columns in self.factors.shapes])
+        begins = accumulate((columns for _, columns in self.factors.shapes), initial=0)
+        shapes = zip(begins, self.factors.shapes, strict=False)
+        return Matrices([(begin, columns, 1, rank) for begin, (rank, columns) in shapes])
 
 
 @lru_cache(maxsize=1024)

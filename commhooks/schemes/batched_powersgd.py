@@ -16,7 +16,6 @@ from commhooks._scheme import Context, Exchanged, Scheme, SchemeExchange
 from commhooks._work import poison
 from commhooks.kernels import Matrices, all_finite, orthonormalize, unit_rows
 from commhooks.schemes._low_rank import (
-    check_flag,
     check_rank,
     compute_dtype,
     draw,
@@ -63,7 +62,6 @@ class BatchedPowerSGD(Scheme):
 
     def __post_init__(self) -> None:
         check_rank(self, self.rank)
-        check_flag(self, "warm_start", self.warm_start)
 
     @property
     def stateful(self) -> bool:  # type: ignore[override]
@@ -72,7 +70,11 @@ class BatchedPowerSGD(Scheme):
     def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
         if key != KEY:
             return "unknown"
-        return None if value.dim() == 2 else f"has shape {tuple(value.shape)}, needs (rank, side)"
+        if not value.is_floating_point():
+            return f"is of {value.dtype}, a factor is floating point"
+        if value.dim() != 2 or not 0 < value.shape[0] <= value.shape[1]:
+            return f"has shape {tuple(value.shape)}, needs (rank, side)"
+        return None
 
     def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
         side = math.isqrt(max(grad.numel() - 1, 0)) + 1

@@ -33,9 +33,11 @@ class DeMo(Scheme):
     ``m = decay m + g``; of each tile of 64 x 64 entries the ``k`` largest coefficients travel
     (4 bytes each) and leave m. Where several ranks sent a coefficient it is the mean of these.
     What arrives is transformed back, and its sign taken. Matrices of 64 x 64 and above are
-    transformed in both directions (edges padded with zeros); all else along its entries, in tiles
-    of 4096. The momenta of the ranks drift apart by intent; use an optimizer without momentum, and
-    a learning rate for signs.
+    transformed in both directions (edges padded with zeros). All else of a bucket (vectors, thin
+    matrices) lies end to end, is transformed by 64 entries, and the ``k`` largest are of each 4096,
+    whichever parameters these belong to; upstream transforms and chooses within each parameter. The
+    momenta of the ranks drift apart by intent; use an optimizer without momentum, and a learning
+    rate for signs.
 
     Args:
         k: coefficients per tile, 1 to 4096.
@@ -57,7 +59,7 @@ class DeMo(Scheme):
     per_rank: ClassVar[Mapping[str, str]] = {_MOMENTUM: "mean"}
 
     def __post_init__(self) -> None:
-        if isinstance(self.k, bool) or not isinstance(self.k, int) or not 1 <= self.k <= _TILE:
+        if not 1 <= self.k <= _TILE:
             raise ValueError(f"DeMo(k=...) is a number of coefficients, 1 to 4096, got {self.k!r}")
         if not 0 <= self.decay < 1:
             raise ValueError(f"DeMo(decay=...): 0 <= decay < 1, got {self.decay!r}")
@@ -94,7 +96,7 @@ class DeMo(Scheme):
 
 
 class _Tiles:
-    """How a bucket is cut: matrices in tiles of 64 x 64, all else along its entries."""
+    """How a bucket is cut: matrices in tiles of 64 x 64, all else end to end, 64 lines of 64."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout

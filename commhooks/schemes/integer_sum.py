@@ -48,7 +48,7 @@ class GlobalQSGD(Scheme):
     adds_residual = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.block, bool) or self.block < 256 or self.block % 256:
+        if self.block < 256 or self.block % 256:
             raise ValueError(f"GlobalQSGD(block=...) is a multiple of 256, got {self.block!r}")
 
     @property
@@ -168,4 +168,6 @@ class IntSGD(Scheme):
             return "unknown"
         if not value.is_floating_point() or value.shape:
             return f"is {value.dtype} of shape {tuple(value.shape)}, not one number"
+        if not value.item() >= 0:
+            return f"is {value.item()}, not 0 or more"
         return None

@@ -65,10 +65,10 @@ class MinMaxPerChannel(Codec):
     biased = True
 
     def __post_init__(self) -> None:
-        size = self.block_size
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        if self.block_size < 1:
             raise ValueError(
-                f"MinMaxPerChannel(block_size=...) is a whole number, 1 or more, got {size!r}"
+                f"MinMaxPerChannel(block_size=...) is a whole number, 1 or more, "
+                f"got {self.block_size!r}"
             )
 
     def encode(self, grad: Tensor, ctx: Context) -> dict[str, Tensor]:

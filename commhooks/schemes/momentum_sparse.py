@@ -102,7 +102,7 @@ class DGC(Scheme):
             raise ValueError(f"DGC(ratio=...): 0 < ratio <= 1, got {self.ratio!r}")
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"DGC(clip=...) is a norm above 0, or None, got {self.clip!r}")
-        if isinstance(self.warmup_steps, bool) or self.warmup_steps < 0:
+        if self.warmup_steps < 0:
             raise ValueError(
                 f"DGC(warmup_steps=...) is a number of steps, got {self.warmup_steps!r}"
             )

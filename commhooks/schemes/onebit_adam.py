@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from commhooks._feedback import ErrorFeedback, residual_error
 from commhooks._registry import register_scheme
 from commhooks._scheme import Context, Exchanged, Scheme, SchemeExchange
-from commhooks._wrapper import need_scheme
+from commhooks._wrapper import need_own_keys
 from commhooks.schemes.quantized import Blockwise
 from ddp_core import AllReduce
 
@@ -48,18 +49,25 @@ class OneBitMomentum(Scheme):
 
     stateful = True
     optimizes = True
+    own_keys: ClassVar[tuple[str, ...]] = (_MOMENTUM,)
+    starts_dense = "freeze_step"
 
     def __post_init__(self) -> None:
-        step = self.freeze_step
-        if isinstance(step, bool) or not isinstance(step, int) or step < 1:
+        if self.freeze_step < 1:
             raise ValueError(
-                f"OneBitMomentum(freeze_step=...) is a number of steps, 1 or more, got {step!r}"
+                f"OneBitMomentum(freeze_step=...) is a number of steps, 1 or more, "
+                f"got {self.freeze_step!r}"
             )
         if not 0 <= self.beta1 < 1:
             raise ValueError(f"OneBitMomentum(beta1=...): 0 <= beta1 < 1, got {self.beta1!r}")
         if self.compressed is None:
             object.__setattr__(self, "compressed", ErrorFeedback(Blockwise("sign", self.block)))
-        need_scheme(self, self.compressed)
+        if self._inner.optimizes or not self._inner.averages:
+            raise ValueError(
+                f"OneBitMomentum(compressed={type(self._inner).__name__}(...)): momenta are "
+                f"averaged, and that scheme gives something else"
+            )
+        need_own_keys(self)
 
     @property
     def _inner(self) -> Scheme:

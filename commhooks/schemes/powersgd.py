@@ -22,7 +22,6 @@ from commhooks.kernels import (
     unit_rows,
 )
 from commhooks.schemes._low_rank import (
-    check_flag,
     check_rank,
     check_rate,
     compute_dtype,
@@ -84,7 +83,6 @@ class PowerSGD(Scheme):
     def __post_init__(self) -> None:
         check_rank(self, self.rank)
         check_rate(self, self.min_compression_rate)
-        check_flag(self, "warm_start", self.warm_start)
 
     @property
     def stateful(self) -> bool:  # type: ignore[override]

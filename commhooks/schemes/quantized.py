@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from commhooks._packed import Draw, PackedCodec, Pattern, check_pattern
+from commhooks._packed import Draw, PackedCodec, Pattern
 from commhooks._registry import register_scheme
 from commhooks._scheme import Scheme
 from commhooks.kernels import (
@@ -22,6 +22,7 @@ from commhooks.kernels import (
     quantize_rotated,
     requantize,
 )
+from commhooks.kernels._blockwise_formats import layout_of
 
 __all__ = ["Blockwise", "fp8", "int4", "int8", "mxfp8", "onebit"]
 
@@ -58,8 +59,7 @@ class Blockwise(PackedCodec):
     pattern: Pattern = "two_phase"
 
     def __post_init__(self) -> None:
-        check_pattern(self, self.pattern)
-        payload_bytes(0, self.format, self.block)  # checks format and block
+        layout_of("Blockwise", self.format, self.block, 0)  # checks format and block
         if self.rotate and (self.block > 1024 or self.format not in _ROTATED):
             raise ValueError(
                 f"Blockwise(rotate=True) takes {', '.join(_ROTATED)} and blocks of 1024 at most, "
@@ -217,11 +217,13 @@ def int4(
 def onebit(*, block: int = 2048, rotate: bool = False, pattern: Pattern = "two_phase") -> Scheme:
     """Signs, and the mean magnitude of each block: 1.016 bits an entry.
 
-    Converges with error feedback only; with Adam see the scheme's page.
+    Converges with error feedback only; with Adam see the scheme's page. Where most entries of a
+    gradient are exact zeros, a share p not, the residual grows to 1 / (2 p) gradients and large
+    learning rates diverge: rotate blocks there.
 
     Args:
         block: entries per scale, a power of two, 32 to 2048.
-        rotate: rotates blocks first (1024 at most).
+        rotate: rotates blocks first (1024 at most); the residual is then 1 to 2 gradients at most.
         pattern: "two_phase", or "all_gather".
 
     References: Seide et al., 1-Bit Stochastic Gradient Descent, 2014; Karimireddy et al., Error

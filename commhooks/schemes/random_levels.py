@@ -15,8 +15,8 @@ from commhooks._scheme import Codec, Context, Scheme
 __all__ = ["QSGD", "TernGrad"]
 
 
-def _check_block(scheme: Scheme, block: object) -> None:
-    if isinstance(block, bool) or not isinstance(block, int) or block < 1:
+def _check_block(scheme: Scheme, block: int) -> None:
+    if block < 1:
         raise ValueError(
             f"{type(scheme).__name__}(block=...) is a whole number, 1 or more, got {block!r}"
         )
@@ -52,7 +52,7 @@ class QSGD(Codec):
 
     def __post_init__(self) -> None:
         _check_block(self, self.block)
-        if isinstance(self.levels, bool) or self.levels not in range(1, 128):
+        if not 1 <= self.levels <= 127:
             raise ValueError(f"QSGD(levels=...) is 1 to 127, got {self.levels!r}")
 
     @property

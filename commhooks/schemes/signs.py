@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from commhooks._packed import Draw, PackedCodec, Pattern, check_pattern
+from commhooks._packed import Draw, PackedCodec, Pattern
 from commhooks._registry import register_scheme
 from commhooks.kernels import all_finite, pack_bits, unpack_bits
 
@@ -40,7 +40,8 @@ class SignSGD(PackedCodec):
     unit = 8
 
     def __post_init__(self) -> None:
-        check_pattern(self, self.pattern)
+        if self.scale <= 0:
+            raise ValueError(f"SignSGD(scale=...) is above 0, got {self.scale!r}")
 
     def payload_bytes(self, n: int) -> int:
         return -(-(-(-n // 8) + 1) // 16) * 16  # the last byte: whether all are finite

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from commhooks._packed import Draw, PackedCodec, Pattern, check_pattern, dense_exchange
+from commhooks._packed import Draw, PackedCodec, Pattern, dense_exchange
 from commhooks._registry import register_scheme
 from commhooks._scheme import Context, Exchanged, Scheme, SchemeExchange
 from commhooks._work import poison
@@ -27,8 +27,8 @@ from ddp_core import AllReduce, Collective
 __all__ = ["AlignedTopK", "RandomBlock", "RandomK", "TopK"]
 
 
-def _check_ratio(scheme: Scheme, ratio: object) -> None:
-    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
+def _check_ratio(scheme: Scheme, ratio: float) -> None:
+    if not 0 < ratio <= 1:
         name = type(scheme).__name__
         raise ValueError(
             f"{name}(ratio=...) is a share of the entries, 0 < ratio <= 1, got {ratio!r}"
@@ -70,7 +70,6 @@ class TopK(PackedCodec):
 
     def __post_init__(self) -> None:
         _check_ratio(self, self.ratio)
-        check_pattern(self, self.pattern)
 
     def pays(self, n: int, dense_bytes: int, world_size: int) -> bool:
         received = world_size if self.pattern == "all_gather" else 2
@@ -287,7 +286,7 @@ class AlignedTopK(_Agreed):
         super().__post_init__()
         for name in ("row", "directions"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if value < 1:
                 raise ValueError(
                     f"AlignedTopK({name}=...) is a whole number, 1 or more, got {value!r}"
                 )

@@ -4,14 +4,15 @@
 
 namespace {
 
+template <int DISTANCE> struct Partner {
+    static constexpr int entry(int l) { return l ^ DISTANCE; }
+};
+
 // Sums and differences of entries `distance` apart within a vector.
 template <int DISTANCE> INLINE Floats within(Floats x) {
-    Words partner, flip;
-    for (int l = 0; l < kWidth; ++l) {
-        partner[l] = (u32)(l ^ DISTANCE);
-        flip[l] = l & DISTANCE ? 0x80000000u : 0u;
-    }
-    return __builtin_shuffle(x, partner) + float_of(bits_of(x) ^ flip);
+    Words flip;
+    for (int l = 0; l < kWidth; ++l) flip[l] = l & DISTANCE ? 0x80000000u : 0u;
+    return picked<Partner<DISTANCE>>(x, x) + float_of(bits_of(x) ^ flip);
 }
 
 void transform(float* c, int block) {

@@ -3,6 +3,9 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
+#if defined(__clang__)
+#include <utility>
+#endif
 
 #if defined(__AVX512F__)
 constexpr int kWidth = 16;
@@ -26,6 +29,23 @@ template <class V> INLINE V load_as(const void* from) {
     return vector;
 }
 template <class V> INLINE void store_as(void* to, const V& what) { __builtin_memcpy(to, &what, sizeof(V)); }
+
+// Entry l is number AT::entry(l) of those of `a` and, after them, those of `b`. The compilers have
+// different words for it: gcc's is a vector of numbers, clang's are constants.
+#if defined(__clang__)
+template <class AT, int... L> INLINE Floats picked(Floats a, Floats b, std::integer_sequence<int, L...>) {
+    return __builtin_shufflevector(a, b, AT::entry(L)...);
+}
+template <class AT> INLINE Floats picked(Floats a, Floats b) {
+    return picked<AT>(a, b, std::make_integer_sequence<int, kWidth>{});
+}
+#else
+template <class AT> INLINE Floats picked(Floats a, Floats b) {
+    Words entries;
+    for (int l = 0; l < kWidth; ++l) entries[l] = (u32)AT::entry(l);
+    return __builtin_shuffle(a, b, entries);
+}
+#endif
 
 // `b` where one of them is NaN, as of single numbers; gcc would compare and blend.
 INLINE Floats smaller_of(Floats a, Floats b) {

@@ -22,6 +22,7 @@ from commhooks import (
     PeriodicDense,
     PerParameter,
     Rule,
+    Scaled,
     Scheme,
     Simulation,
     TwoPhase,
@@ -69,8 +70,21 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+# Those that keep an error of their own, and how they do not.
+WITHOUT: dict[str, dict[str, Any]] = {"sdp4bit": {"memory": False}}
+
+
 def make(name: str, **options: Any) -> Scheme:
     return commhooks.make(name, **OPTIONS.get(name, {}), **options)
+
+
+def bare(name: str, *, feedback: bool = False, **options: Any) -> Scheme:
+    """The scheme to put feedback around, or with plain error feedback around it."""
+    return make(name, error_feedback=feedback, **WITHOUT.get(name, {}), **options)
+
+
+def _contracting(scheme: Scheme) -> Scheme:
+    return Scaled(scheme) if scheme.variance > 1 else scheme
 
 
 def _two_phase(scheme: Scheme) -> Scheme:
@@ -81,12 +95,12 @@ def _two_phase(scheme: Scheme) -> Scheme:
 
 VARIANTS: dict[str, Callable[[str], Scheme]] = {
     "plain": lambda name: make(name, error_feedback=False),
-    "feedback": lambda name: make(name, error_feedback=True),
+    "feedback": lambda name: bare(name, feedback=True),
     "fp16": lambda name: make(name, error_feedback=False, wire_dtype="fp16"),
-    "fp16_feedback": lambda name: make(name, error_feedback=True, wire_dtype="fp16"),
-    "ef21": lambda name: EF21(make(name, error_feedback=False), momentum=0.5),
+    "fp16_feedback": lambda name: bare(name, feedback=True, wire_dtype="fp16"),
+    "ef21": lambda name: EF21(_contracting(bare(name)), momentum=0.5),
     "two_phase": lambda name: _two_phase(make(name, error_feedback=False)),
-    "averaged": lambda name: AveragedFeedback(make(name, error_feedback=False)),
+    "averaged": lambda name: AveragedFeedback(_contracting(bare(name))),
     "sealed": lambda name: Sealed(make(name)),
     "guard": lambda name: Guard(make(name), every=2),
     "start_step": lambda name: make(name, start_step=START_STEP),
@@ -95,9 +109,9 @@ VARIANTS: dict[str, Callable[[str], Scheme]] = {
     "per_parameter": lambda name: PerParameter(
         [
             Rule(make("none"), max_dim=1),
-            Rule(make(name, error_feedback=not make(name).optimizes), name="twin"),
+            Rule(bare(name, feedback=not make(name).optimizes), name="twin"),
         ],
-        default=make(name, error_feedback=not make(name).optimizes),
+        default=bare(name, feedback=not make(name).optimizes),
     ),
 }
 
@@ -125,13 +139,18 @@ def registered() -> list[str]:
     return sorted(found.values())
 
 
+_OF_AVERAGES = ("feedback", "fp16_feedback", "ef21", "averaged", "periodic_dense")
+
+
 def _makes_sense(name: str, variant: str) -> bool:
-    bare = make(name, error_feedback=False)
+    scheme = bare(name)
     if variant == "two_phase":
-        return isinstance(bare, Codec)
+        return isinstance(scheme, Codec)
     if variant == "guard":
-        return bare.averages and not bare.optimizes
-    return not bare.optimizes or variant not in ("feedback", "fp16_feedback", "ef21", "averaged")
+        return scheme.averages and not scheme.optimizes
+    if variant == "start_step":
+        return not scheme.starts_dense
+    return not scheme.optimizes or variant not in _OF_AVERAGES
 
 
 CASES = [
@@ -146,7 +165,11 @@ def _averages(scheme: Scheme) -> bool:
     return scheme.averages and not scheme.optimizes
 
 
-AGREEING = [case for case in CASES if case.scheme.averages and make(case.name).averages]
+AGREEING = [
+    case
+    for case in CASES
+    if case.scheme.averages and case.scheme.agrees and make(case.name).averages
+]
 AVERAGING = [case for case in CASES if _averages(case.scheme) and _averages(make(case.name))]
 _BARE = {name: make(name, error_feedback=False) for name in registered()}
 UNBIASED = [name for name, one in _BARE.items() if _averages(one) and not one.biased]

@@ -90,6 +90,7 @@ class OwnFirst(Levels):
         return super().decode(payload, like, ctx) * (1 + 1e-3 * ctx.rank)
 
 
+@dataclass(frozen=True)
 class Threshold(Codec):
     """As many entries as are large: sizes depend on values."""
 
@@ -151,6 +152,20 @@ class Noisier(Levels):
         return (x + draw.to(x)).floor() * 127
 
 
+class SlightlyLarge(commhooks.QSGD):
+    """Right on average, but for a 256th."""
+
+    def decode(self, payload: dict[str, Tensor], like: Tensor, ctx: Context) -> Tensor:
+        return super().decode(payload, like, ctx) * (1 + 2**-8)
+
+
+class SlightlySmall(commhooks.TernGrad):
+    """Large entries are a 256th too small; the noise is a hundred times that."""
+
+    def encode(self, grad: Tensor, ctx: Context) -> dict[str, Tensor]:
+        return super().encode(torch.where(grad.abs() > 1, grad * (1 - 2**-8), grad), ctx)
+
+
 class TwoRounds(Scheme):
     """Declares one."""
 
@@ -182,6 +197,8 @@ PLANTED: tuple[tuple[type[Scheme], str], ...] = (
     (Forgets, "save, load"),
     (SendsTooLittle, "stay bounded"),
     (Noisier, "variance"),
+    (SlightlyLarge, "biased or not"),
+    (SlightlySmall, "biased or not"),
     (TwoRounds, "rounds are as declared"),
     (SumsRanksFirst, "overflow 16 bits"),
 )

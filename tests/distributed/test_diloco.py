@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 import warnings
 from typing import Any
 
@@ -86,7 +87,7 @@ def _by_hand(
     [
         {"every": 4},
         {"every": 6, "fragments": 3},
-        {"every": 6, "fragments": 3, "delay": 1, "mix": 0.5},
+        {"every": 6, "fragments": 3, "delay": 1, "mix": 0.25},
     ],
 )
 def test_it_is_what_the_papers_say(options: dict[str, Any]) -> None:
@@ -224,11 +225,17 @@ def _wrong(rank: int, world_size: int) -> list[Any]:
         {"every": 0},
         {"every": 10, "fragments": 3},
         {"every": 6, "fragments": 3, "delay": 2},
-        {"mix": 0.5},
+        {"mix": 0.25},
         {"momentum": 1.0},
         {"every": 100, "fragments": 100},
     ]
     found = [outcome(DiLoCo, model, **one) for one in settings]
+    wrapped = ddp(mlp())
+    found.append(outcome(DiLoCo, wrapped))  # averages by itself, by a hook, not at all
+    hook = commhooks.register(wrapped, "int8")
+    found.append(outcome(DiLoCo, wrapped))
+    hook.switch("noop")
+    DiLoCo(wrapped).close()
     found.append(outcome(DiLoCo, model, every=10 + rank))
     outer = DiLoCo(model)
     state = outer.state_dict()
@@ -239,7 +246,7 @@ def _wrong(rank: int, world_size: int) -> list[Any]:
 def test_wrong_settings_are_named() -> None:
     for found in run_ranks(_wrong, 2):
         assert [error[0] for error in found] == [
-            *["ValueError"] * 6,
+            *["ValueError"] * 8,
             "MismatchError",
             "CheckpointError",
         ]
@@ -259,9 +266,32 @@ def _smaller(rank: int, world_size: int, states: list[Any]) -> Any:
     model.load_state_dict(states[0]["model"])
     name = next(iter(dict(model.named_parameters())))
     before = sum(one[f"rank{i}"]["memory"]["residual"][name] for i, one in enumerate(held))
-    return torch.equal(outer.hook.residual(name), before)
+    return torch.equal(outer.hook.residual(name), before / len(held))  # the mean stays
 
 
 def test_two_ranks_go_on_as_one() -> None:
     states = run_ranks(_smaller, 2, [])
     assert run_ranks(_smaller, 1, states) == [True]
+
+
+def _two_dtypes(rank: int, _: int, delay: int) -> tuple[int, int, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20).to(torch.float64))
+    outer = commhooks.DiLoCo(model, "random_k", ratio=0.2, every=2, delay=delay, lr=1.0)
+    draws = torch.Generator().manual_seed(rank)
+    for _ in range(20 + delay):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= torch.randn(parameter.shape, generator=draws).to(parameter.dtype)
+        time.sleep(0.002 * rank)  # ranks are not in step
+        outer.step()
+    values = torch.cat([t.double().flatten() for f in outer._all() for t in f.outer])
+    outer.close()
+    return outer.hook.step, outer.outer_steps, values
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_two_dtypes_are_two_buckets_of_one_step(delay: int) -> None:
+    found = run_ranks(_two_dtypes, 3, delay)
+    assert {(steps, outer_steps) for steps, outer_steps, _ in found} == {(10, 10)}
+    assert equal_bits([values for *_, values in found])

@@ -18,8 +18,8 @@ from torch import nn
 
 import commhooks
 from commhooks import Exchanged, Scheme
-from ddp_core import AllReduce, Lanes, Task
-from ddp_core._lanes import group_timeout
+from ddp_core import AllReduce, Lanes, Task, group_timeout
+from ddp_core._lane_groups import _pools
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import batch, ddp, equal_bits, mlp, outcome, parameters
 
@@ -234,34 +234,41 @@ def test_another_model_trains_after_an_exception_in_one():
 # ---- teardown
 
 
+def _pool():
+    pool = _pools.get(dist.group.WORLD)
+    return (0, 0) if pool is None else (len(pool.all), len(pool.free))
+
+
 def _what_is_left(rank, world_size, close):
     def count():
         dist.barrier()
         threads = [t for t in threading.enumerate() if t.name == "commhooks-lanes"]
-        return len(threads), len(dist.distributed_c10d._world.pg_map)
+        return len(threads), *_pool()
 
-    before = count()
-    model = ddp(mlp())
-    hook = commhooks.register(model, "powersgd")
-    model(batch(0, rank, 4, 16)).sum().backward()
-    during = count()
-    if close:
-        hook.close()
-        hook.close()
-    else:
+    def train():
+        model = ddp(mlp())
+        hook = commhooks.register(model, "powersgd")
+        model(batch(0, rank, 4, 16)).sum().backward()
+        return model, hook
+
+    counts = [count()]
+    for _ in range(2):
+        model, hook = train()
+        counts.append(count())
+        if close:
+            hook.close()
+            hook.close()
         del model, hook
         gc.collect()
-    return before, during, count()
+        counts.append(count())
+    return counts
 
 
-def test_close_leaves_no_thread_and_no_group():
-    for before, during, after in run_ranks(_what_is_left, 2, True):
-        assert (before, during, after) == ((0, 1), (1, 2), (0, 1))
-
-
-def test_dropping_the_last_reference_leaves_no_thread_and_no_group():
-    for before, _, after in run_ranks(_what_is_left, 2, False):
-        assert (before, after) == ((0, 1), (0, 1))
+@pytest.mark.parametrize("close", [True, False])
+def test_a_hook_leaves_no_thread_and_its_group_to_the_next(close):
+    unused, in_use, left = (0, 0, 0), (1, 1, 0), (0, 1, 1)
+    for counts in run_ranks(_what_is_left, 2, close):
+        assert counts == [unused, in_use, left, in_use, left]
 
 
 def _many_groups(rank, world_size, times):

@@ -47,12 +47,14 @@ CONFIGS["powersgd-started"] = ("powersgd", {"rank": 2, "start_step": 10})
 class _Run:
     """A model, its momentum optimizer and its hook, that can be saved and loaded."""
 
-    def __init__(self, rank: int, config: str, bucket_kb: float = SMALL, fixed: bool = False):
+    def __init__(
+        self, rank: int, config: str, bucket_kb: float = SMALL, fixed: bool = False, seed: int = 5
+    ):
         scheme, options = CONFIGS[config]
         self.rank = rank
         self.model = ddp(mlp(), bucket_kb, find_unused_parameters=fixed)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        self.hook = commhooks.register(self.model, scheme, **options)
+        self.hook = commhooks.register(self.model, scheme, seed=seed, **options)
 
     def steps(self, start: int, stop: int) -> None:
         for step in range(start, stop):
@@ -100,7 +102,7 @@ def _until_killed(rank: int, world_size: int, directory: str, config: str, *buck
 
 
 def _resumed(rank: int, world_size: int, directory: str, config: str, *buckets: Any) -> Any:
-    run = _Run(rank, config, *buckets)
+    run = _Run(rank, config, *buckets, seed=6)  # draws go on with the seed that was saved
     run.load(torch.load(_path(directory, rank)))
     run.steps(20, 40)
     return run.everything()
@@ -182,16 +184,18 @@ def _load_all(
     return held, parameters(run.model), step
 
 
-@pytest.mark.parametrize(("saved_ranks", "ranks"), [(4, 2), (2, 4), (3, 2)])
-@pytest.mark.parametrize("config", ["powersgd", "batched", "fp16-feedback"])
-def test_other_world_size_keeps_the_sum_of_residuals(config, saved_ranks, ranks, tmp_path):
+@pytest.mark.parametrize(
+    ("config", "saved_ranks", "ranks"),
+    [("powersgd", 4, 2), ("powersgd", 2, 3), ("batched", 3, 2), ("fp16-feedback", 2, 4)],
+)
+def test_other_world_size_keeps_the_mean_of_residuals(config, saved_ranks, ranks, tmp_path):
     before = torch.stack(run_ranks(_save_all, saved_ranks, config, str(tmp_path)))
     loaded = run_ranks(_load_all, ranks, config, str(tmp_path), saved_ranks)
     after = torch.stack([held for held, _, _ in loaded])
     assert before.abs().max() > 0
-    # Added up in float32 in another order: at most one rounding per rank.
-    bound = saved_ranks * 2.0**-24 * float(before.abs().max())
-    torch.testing.assert_close(after.sum(0), before.sum(0), rtol=0, atol=bound)
+    # Scaled, and added up in float32 in another order: at most two roundings per rank.
+    bound = 2 * saved_ranks * 2.0**-24 * float(before.abs().max())
+    torch.testing.assert_close(after.mean(0), before.mean(0), rtol=0, atol=bound)
     assert [step for _, _, step in loaded] == [20] * ranks
     assert equal_bits([weights for _, weights, _ in loaded])
 

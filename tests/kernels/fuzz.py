@@ -20,6 +20,7 @@ import torch
 from commhooks.kernels import _cpu
 from tests.emulator import runner
 from tests.kernels import (
+    hostile,
     test_affine,
     test_bitmap,
     test_blockwise,
@@ -99,6 +100,8 @@ def main(machine: str, *names: str) -> None:
             mock.patch.object(_cpu, "_function", functions_of(best)),
         ):
             fuzz(Runner("cpu"), families, rounds)
+            if not names:
+                assert not hostile.hostile()
     elif machine == "gpu":
         fuzz(GpuRunner("cuda"), families, rounds)
     else:

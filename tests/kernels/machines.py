@@ -71,6 +71,6 @@ def functions_of(instruction_set: str) -> Any:
     """What finds the functions of one instruction set, in place of the best one's."""
 
     def find(name: str) -> Any:
-        return getattr(_cpu._library(), f"{name}_{instruction_set}")
+        return _cpu.function_of(_cpu._library(), name, instruction_set)
 
     return find

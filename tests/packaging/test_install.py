@@ -7,9 +7,11 @@ import re
 import shutil
 import subprocess
 import sys
+import venv
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from email.parser import Parser
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from types import MappingProxyType
 
@@ -17,29 +19,36 @@ import pytest
 
 pytestmark = pytest.mark.timeout(400)
 ROOT = Path(__file__).parents[2]
-PIP = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-# Prints where the packages lie that pip put into the folder given first; forgets before those
-# of the source tree given second, which the running tests import.
+NOTHING = {"CC": "no-such-compiler", "CXX": "no-such-compiler"}
+# Prints where the packages lie.
 SCRIPT = """
-import site, sys
-own = "__editable___commhooks"
-sys.meta_path[:] = [f for f in sys.meta_path if not getattr(f, "__module__", "").startswith(own)]
-for name in [name for name in sys.modules if name.startswith(own)]:
-    del sys.modules[name]
-sys.path[:] = [sys.argv[1], *(path for path in sys.path if path != sys.argv[2])]
-site.addsitedir(sys.argv[1])
 import commhooks, commhooks.classic, commhooks.kernels, ddp_core
 print(commhooks.__file__, commhooks.kernels.__file__, ddp_core.__file__, sep="\\n")
 assert commhooks.make("powersgd", rank=2).rounds == 2
+"""
+# Says by what kernels a scheme runs, and which warnings that gives.
+WARNED = """
+import warnings, torch, commhooks
+def rounds():
+    simulation = commhooks.Simulation("int4", {"p": (1000,)}, world_size=2)
+    for _ in range(3):
+        simulation.step([torch.ones(1000)] * 2)
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    rounds()
+print(*[f"{one.category.__name__}: {one.message}" for one in told], sep="\\n")
+print(commhooks.kernels.implementations("cpu")["quantize"])
 """
 
 
 def run(
     *command: str | Path, cwd: Path, environment: Mapping[str, str] = MappingProxyType({})
-) -> str:
+) -> tuple[str, str]:
+    """What a command prints to its two streams."""
     done = subprocess.run(
         list(map(str, command)),
-        env=os.environ | environment,
+        # Without PYTHONPATH, by which some run these tests from the source tree.
+        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | environment,
         cwd=cwd,
         capture_output=True,
         text=True,
@@ -47,7 +56,52 @@ def run(
         check=False,
     )
     assert done.returncode == 0, f"{command}:\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+    return done.stdout, done.stderr
+
+
+class Environment:
+    """A virtual environment that finds the packages of the running one, but not commhooks.
+
+    A path in a ``.pth`` file is searched for modules; the ``.pth`` files in it, those of editable
+    installations, are not read. pip looks at all, but removes nothing outside of its environment.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        venv.create(folder, symlinks=True, with_pip=False)
+        self.folder, self.python = folder, folder / "bin" / "python"
+        (self.packages,) = folder.glob("lib/python*/site-packages")
+        running = [one for one in sys.path if Path(one).name in ("site-packages", "dist-packages")]
+        (self.packages / "running.pth").write_text("\n".join(running) + "\n")
+
+    def install(self, *what: str | Path) -> None:
+        options = ["--no-deps", "--no-build-isolation", "--ignore-installed"]
+        pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+        run(*pip, "--python", self.python, "install", *options, *what, cwd=self.folder)
+
+    def imported(self) -> list[Path]:
+        lines, _ = run(self.python, "-c", SCRIPT, cwd=self.folder)
+        return [Path(line) for line in lines.splitlines()]
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Environment:
+    return Environment(tmp_path / "environment")
+
+
+def installation() -> list[tuple[str, bool]]:
+    """The files of the running environment's commhooks, and whether they are there."""
+    try:
+        files = distribution("commhooks").files or []
+    except PackageNotFoundError:
+        return []
+    return [(str(file), Path(str(file.locate())).exists()) for file in files]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _the_running_environment_stays() -> Iterator[None]:
+    before = installation()
+    yield
+    assert installation() == before
 
 
 @pytest.fixture(scope="module")
@@ -56,29 +110,33 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tree = tmp_path_factory.mktemp("source")
     for name in ("commhooks", "ddp_core", "kernels"):
         shutil.copytree(ROOT / name, tree / name, symlinks=True)
-    for built in tree.rglob("*.so"):
+    for built in [*tree.rglob("*.so"), *tree.rglob("not_built.txt")]:
         built.unlink()
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree / name)
     return tree
 
 
-def imported_from(folder: Path, cwd: Path) -> list[Path]:
-    lines = run(sys.executable, "-c", SCRIPT, folder, ROOT, cwd=cwd).splitlines()
-    return [Path(line) for line in lines]
+def build(tree: Path, environment: Mapping[str, str] = MappingProxyType({})) -> tuple[Path, str]:
+    """The wheel of a source tree, and what was said meanwhile."""
+    command = (sys.executable, "-m", "build", "--wheel", "--no-isolation")
+    told = "\n".join(run(*command, cwd=tree, environment=environment))
+    (built,) = (tree / "dist").glob("*.whl")
+    return built, told
 
 
 @pytest.fixture(scope="module")
 def wheel(source: Path) -> Path:
-    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", cwd=source)
-    (built,) = (source / "dist").glob("*.whl")
-    return built
+    return build(source)[0]
 
 
-def test_a_wheel_installs_and_imports(wheel: Path, tmp_path: Path) -> None:
-    run(*PIP, "install", "--no-deps", "--target", tmp_path / "lib", wheel, cwd=tmp_path)
-    for file in imported_from(tmp_path / "lib", tmp_path):
-        assert file.is_relative_to(tmp_path / "lib")
+def test_a_wheel_installs_and_imports(wheel: Path, environment: Environment) -> None:
+    environment.install(wheel)
+    for file in environment.imported():
+        assert file.is_relative_to(environment.packages)
+    printed, _ = run(environment.python, "-c", WARNED, cwd=environment.folder)
+    assert printed.split() == ["kernel"]
+    run(environment.folder / "bin" / "commhooks", "--help", cwd=environment.folder)
 
 
 def test_a_wheel_holds_the_packages_and_no_tests(wheel: Path) -> None:
@@ -100,23 +158,45 @@ def test_a_wheel_serves_every_python_and_old_systems(wheel: Path, tmp_path: Path
         library = archive.extract("commhooks/kernels/libcommhooks_kernels.so", tmp_path)
         for name in ("blockwise.cu", "include/portable.h"):
             assert f"commhooks/kernels/{name}" in archive.namelist()
-    symbols = run("nm", "--dynamic", "--undefined-only", library, cwd=tmp_path)
+    symbols, _ = run("nm", "--dynamic", "--undefined-only", library, cwd=tmp_path)
     versions = [tuple(map(int, v.split("."))) for v in re.findall(r"GLIBC_([\d.]+)", symbols)]
     assert max(versions) <= (2, 17)  # manylinux2014
     assert "GLIBCXX" not in symbols
     assert "CXXABI" not in symbols
 
 
-def test_without_a_compiler_it_installs_and_says_so(source: Path, tmp_path: Path) -> None:
+def test_without_a_compiler_it_says_so_and_runs_pytorch_code(
+    source: Path, tmp_path: Path, environment: Environment
+) -> None:
     tree = tmp_path / "source"
-    shutil.copytree(source, tree, symlinks=True, ignore=shutil.ignore_patterns("build", "*.so"))
-    nothing = {"CC": "no-such-compiler", "CXX": "no-such-compiler"}
-    options = ["--no-deps", "--no-build-isolation", "--target", tmp_path / "lib"]
-    run(*PIP, "install", *options, tree, cwd=tmp_path, environment=nothing)
-    assert not list((tmp_path / "lib").rglob("*.so"))
-    program = f"{SCRIPT}\nprint(commhooks.kernels.implementations('cpu')['quantize'])"
-    printed = run(sys.executable, "-c", program, tmp_path / "lib", ROOT, cwd=tmp_path)
-    assert "definition: the package was installed without its CPU kernels" in printed
+    shutil.copytree(source, tree, symlinks=True, ignore=shutil.ignore_patterns("build", "dist"))
+    built, told = build(tree, NOTHING)
+    assert "WARNING: commhooks is installed WITHOUT its CPU kernels" in told
+    assert "no-such-compiler: No such file or directory" in told
+    assert built.name.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(built) as archive:
+        assert not [name for name in archive.namelist() if name.endswith(".so")]
+
+    environment.install(built)
+    printed, _ = run(environment.python, "-c", WARNED, cwd=environment.folder)
+    warned, implementation = printed.splitlines()
+    for words in ("RuntimeWarning: commhooks.kernels: PyTorch code runs", "no-such-compiler"):
+        assert words in warned
+    assert "from its source folder: pip install --force-reinstall --no-deps ." in warned
+    assert "definition: the package was installed without its CPU kernels" in implementation
+    asked = {"COMMHOOKS_KERNELS": "definition"}
+    printed, _ = run(environment.python, "-c", WARNED, cwd=environment.folder, environment=asked)
+    assert printed.strip() == "definition: asked for"
+
+
+def test_a_file_that_does_not_compile_is_named(source: Path, tmp_path: Path) -> None:
+    tree = tmp_path / "source"
+    shutil.copytree(source, tree, symlinks=True, ignore=shutil.ignore_patterns("build", "dist"))
+    (tree / "kernels" / "isa.cpp").write_text("int nonsense = here;\n")
+    built, told = build(tree)
+    assert "failed on kernels/isa.cpp, exit 1" in told
+    assert re.search(r"error: .*here", told)
+    assert built.name.endswith("-py3-none-any.whl")
 
 
 def test_metadata_states_versions_and_extras(wheel: Path) -> None:
@@ -131,11 +211,12 @@ def test_metadata_states_versions_and_extras(wheel: Path) -> None:
     assert 'cupy-cuda13x; extra == "cuda13"' in requires
 
 
-def test_an_editable_install_imports_from_the_source_tree(source: Path, tmp_path: Path) -> None:
-    options = ["--no-deps", "--no-build-isolation", "--prefix", tmp_path]
-    run(*PIP, "install", *options, "--editable", source, cwd=tmp_path)
-    (packages,) = tmp_path.rglob("site-packages")
-    package, kernels, core = imported_from(packages, tmp_path)
+def test_an_editable_install_imports_from_the_source_tree(
+    source: Path, environment: Environment
+) -> None:
+    environment.install("--editable", source)
+    package, kernels, core = environment.imported()
     assert package == source / "commhooks" / "__init__.py"
     assert core == source / "ddp_core" / "__init__.py"
     assert kernels.resolve() == source / "kernels" / "__init__.py"
+    assert (source / "kernels" / "libcommhooks_kernels.so").exists()

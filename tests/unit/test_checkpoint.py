@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -18,12 +19,15 @@ from commhooks import (
     Cast,
     CheckpointError,
     Coalesced,
+    Context,
     DelayedStart,
     DeMo,
     Dense,
     ErrorFeedback,
     FlushResidual,
+    Guard,
     IntSGD,
+    Memory,
     PerParameter,
     PowerSGD,
     Rule,
@@ -34,32 +38,69 @@ from commhooks import (
     make,
     unflatten_state,
 )
-from commhooks._checkpoint import FORMAT, VERSION, check_memory, memory_for_rank, structure
+from commhooks._checkpoint import FORMAT, VERSION, memory_for_rank, needed_ranks, structure
+from commhooks._checkpoint_checksum import FIELDS, checksum
+from commhooks._checkpoint_form import read
+from commhooks._checkpoint_memory import check_complete, check_memory
 from commhooks._scheme import walk
 
 SHAPES = {"weight": torch.Size([6, 5]), "bias": torch.Size([6])}
 SCHEME = ErrorFeedback(PowerSGD(rank=1, min_compression_rate=0))
 PER_RANK = SCHEME.per_rank
+CONTEXT = Context(Memory(), torch.empty(0))
+DECLARED: dict[str, dict[str, Tensor]] = {}
+for _name, _shape in SHAPES.items():
+    for _key, _value in SCHEME.initial_memory(_name, _shape, CONTEXT).items():
+        DECLARED.setdefault(_key, {})[_name] = _value
 
 
 def residual(rank: int) -> dict[str, Tensor]:
     return {name: torch.full(shape, float(rank + 1)) for name, shape in SHAPES.items()}
 
 
-def saved(rank: int = 0, world_size: int = 1) -> dict[str, Any]:
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        "scheme": repr(SCHEME),
-        "structure": structure(SCHEME),
-        "step": 7,
-        "seed": 3,
-        "world_size": world_size,
-        f"rank{rank}": {
-            "rank": rank,
-            "memory": {"residual": residual(rank), "powersgd.q": {"weight": torch.ones(1, 5)}},
-        },
-    }
+def sealed(state: dict[str, Any]) -> dict[str, Any]:
+    """The state with checksums that are right for what it holds."""
+    for field, part in state.items():
+        if field.startswith("rank"):
+            places = (part["rank"], part["global_rank"], part["leader"])
+            part["checksum"] = checksum(state, *places, part["memory"])
+    return state
+
+
+def saved(rank: int = 0, world_size: int = 1, first: int = 0, stride: int = 1) -> dict[str, Any]:
+    """What a rank of a group saves, whose ranks within the job are ``first``, and so on."""
+    global_rank = first + stride * rank
+    memory = {"residual": residual(rank), "powersgd.q": {"weight": torch.ones(1, 5)}}
+    part = {"rank": rank, "global_rank": global_rank, "leader": first, "memory": memory}
+    return sealed(
+        {
+            "format": FORMAT,
+            "version": VERSION,
+            "commhooks": "0",
+            "torch": "2",
+            "scheme": repr(SCHEME),
+            "structure": structure(SCHEME),
+            "step": 7,
+            "seed": 3,
+            "world_size": world_size,
+            "layout": [["weight"], ["bias"]],
+            f"rank{global_rank}": part,
+        }
+    )
+
+
+def of_version_one(state: dict[str, Any]) -> dict[str, Any]:
+    """As the first release saved it: ranks of the group as keys, no checksum, no layout."""
+    old = {field: state[field] for field in state if not field.startswith("rank")}
+    del old["layout"]
+    for field, part in state.items():
+        if field.startswith("rank"):
+            old[f"rank{part['rank']}"] = {"rank": part["rank"], "memory": part["memory"]}
+    return {**old, "version": 1}
+
+
+def merged(*states: dict[str, Any]) -> dict[str, Any]:
+    return {field: value for state in states for field, value in state.items()}
 
 
 def same(left: Any, right: Any) -> bool:
@@ -81,6 +122,21 @@ def replaced(field: str, value: object) -> Callable[[dict[str, Any]], Any]:
     return lambda state: {**state, field: value}
 
 
+def in_part(field: str, value: object) -> Callable[[dict[str, Any]], Any]:
+    return lambda state: {**state, "rank0": {**state["rank0"], field: value}}
+
+
+def in_memory(value: object) -> Callable[[dict[str, Any]], Any]:
+    return in_part("memory", {"residual": {"bias": value}})
+
+
+def without(field: str) -> Callable[[dict[str, Any]], Any]:
+    return lambda state: {
+        **state,
+        "rank0": {one: state["rank0"][one] for one in state["rank0"] if one != field},
+    }
+
+
 DAMAGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a model's state": (lambda _: {"layer.weight": torch.ones(2)}, "not a hook state"),
     "another format": (replaced("format", "torch"), "not a hook state"),
@@ -95,17 +151,44 @@ DAMAGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no structure": (dropped("structure"), "lacks .*structure"),
     "a step that is no number": (replaced("step", "7"), "'step' is a whole number"),
     "a negative step": (replaced("step", -1), "'step' is a whole number"),
+    "a step that is true": (replaced("step", True), "'step' is a whole number"),
+    "a step beyond 64 bits": (replaced("step", 2**80), "'step' is a whole number"),
+    "the last step of 64 bits": (replaced("step", 2**63 - 1), "'step' is a whole number"),
+    "a seed beyond 64 bits": (replaced("seed", 2**64), "'seed' is a whole number"),
+    "a seed of half": (replaced("seed", 0.5), "'seed' is a whole number"),
     "no ranks": (replaced("world_size", 0), "'world_size' is a whole number"),
+    "a tensor of ranks": (replaced("world_size", torch.ones(())), "'world_size' is a whole number"),
+    "more ranks than there are": (replaced("world_size", 2**40), "'world_size' is a whole number"),
+    "a version that is true": (replaced("version", True), "version True"),
+    "a scheme that is no text": (replaced("scheme", 3), "'scheme' is text"),
+    "a layout that is none": (replaced("layout", None), "'layout' is a list"),
+    "a layout of names": (replaced("layout", ["weight"]), "'layout' is a list"),
+    "a layout of numbers": (replaced("layout", [[1]]), "'layout' is a list"),
+    "a name twice in the layout": (replaced("layout", [["bias"], ["bias"]]), "no name twice"),
     "no rank's memory": (dropped("rank0"), "no rank's memory"),
-    "a rank without memory": (replaced("rank0", {"rank": 0}), "lacks its memory"),
+    "a rank without memory": (replaced("rank0", {"rank": 0}), "lacks memory"),
     "a memory that is none": (replaced("rank0", {"rank": 0, "memory": None}), "lacks its memory"),
-    "a rank that is none": (replaced("rank0", "gone"), "lacks its memory"),
-    "another rank's part": (replaced("rank0", {"rank": 1, "memory": {}}), "mixed up"),
-    "numbers for tensors": (
-        replaced("rank0", {"rank": 0, "memory": {"residual": {"bias": 3}}}),
-        "does not hold tensors",
-    ),
+    "a rank that is none": (replaced("rank0", "gone"), "'rank0' is 'gone'"),
+    "a rank without place": (without("leader"), "lacks leader"),
+    "a checksum that was left out": (without("checksum"), "lacks checksum"),
+    "another rank's part": (in_part("global_rank", 1), "mixed up"),
+    "a rank that is true": (in_part("global_rank", False), "mixed up"),
+    "a rank outside the group": (in_part("rank", 1), "of rank 1 of a group of 1"),
+    "a negative rank": (in_part("rank", -1), "of rank -1"),
+    "a group led by nobody": (in_part("leader", 5), "led by rank 5"),
+    "no checksum": (in_part("checksum", None), "checksum of 'rank0' is wrong"),
+    "another checksum": (in_part("checksum", "0" * 64), "checksum of 'rank0' is wrong"),
+    "no memory": (in_part("memory", {}), "checksum of 'rank0' is wrong"),
+    "a checksum in version 1": (replaced("version", 1), "checksum of 'rank0' is wrong"),
+    "numbers for tensors": (in_memory(3), "does not hold tensors"),
+    "a key that is no text": (in_part("memory", {5: {}}), "does not hold tensors by parameter"),
+    "a name that is none": (in_part("memory", {"q": {5: torch.ones(1)}}), "by parameter name"),
+    "a sparse tensor": (in_memory(torch.zeros(6).to_sparse()), "layout is torch.sparse_coo"),
+    "a tensor without values": (in_memory(torch.zeros(6, device="meta")), "meta device"),
+    "a complex tensor": (in_memory(torch.zeros(6, dtype=torch.complex64)), "torch.complex64"),
+    "a tensor that claims entries": (in_memory(torch.zeros(1).expand(10**12)), "share memory"),
     "two checkpoints": (lambda state: [state, {**state, "step": 8}], "not of one checkpoint"),
+    "two layouts": (lambda state: [state, {**state, "layout": []}], "not of one checkpoint"),
 }
 
 
@@ -113,11 +196,79 @@ DAMAGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 def test_a_damaged_or_foreign_state_is_refused_and_left_alone(which: str) -> None:
     damage, message = DAMAGED[which]
     given = damage(saved())
-    before = copy.deepcopy(given)
-    with pytest.raises(CheckpointError, match=message):
+    before = dict(given) if isinstance(given, dict) else given
+    with pytest.raises(CheckpointError, match=message) as caught:
         memory_for_rank(given, 0, 1, PER_RANK)
+    assert len(str(caught.value)) < 500
     if isinstance(given, dict):
-        assert same(given, before)
+        assert given.keys() == before.keys()
+        assert all(given[key] is before[key] for key in given)
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_every_field_is_under_the_checksum(field: str) -> None:
+    other: dict[str, Any] = {"layout": [["bias"], ["weight"]], "world_size": 3, "version": 1}
+    state = saved(0, 2)
+    state[field] = other.get(field, 9 if field in ("step", "seed") else "another")
+    with pytest.raises(CheckpointError):
+        read(state)
+    del state[field]
+    with pytest.raises(CheckpointError):
+        read(state)
+
+
+@pytest.mark.parametrize("key", ["residual", "powersgd.q"])
+def test_every_bit_of_every_tensor_is_under_the_checksum(key: str) -> None:
+    state = saved()
+    for value in state["rank0"]["memory"][key].values():
+        data = value.view(-1).view(torch.uint8)
+        for place in range(len(data)):
+            data[place] ^= 1
+            with pytest.raises(CheckpointError, match="checksum"):
+                read(state)
+            data[place] ^= 1
+    read(state)
+
+
+def test_shapes_dtypes_and_names_are_under_the_checksum() -> None:
+    changes: list[Callable[[dict[str, Tensor]], Any]] = [
+        lambda values: values.update(weight=values["weight"].view(5, 6)),
+        lambda values: values.update(weight=values["weight"].view(torch.int32)),
+        lambda values: values.update(other=values.pop("weight")),
+        lambda values: values.update(weight=values["weight"][:5]),
+        lambda values: values.pop("bias"),
+    ]
+    for change in changes:
+        state = saved()
+        change(state["rank0"]["memory"]["residual"])
+        with pytest.raises(CheckpointError, match="checksum"):
+            read(state)
+
+
+def test_the_bytes_of_a_checksum_are_those_of_the_version() -> None:
+    common = {**saved(), "scheme": "S", "structure": "S"}  # whatever the scheme is printed as
+    found = checksum(common, 0, 0, 0, common["rank0"]["memory"])
+    assert found.startswith("59918e04c5479d3d")
+
+
+def test_a_state_of_version_one_is_taken_without_a_checksum() -> None:
+    for state in (saved(), merged(saved(0, 2), saved(1, 2))):
+        size = state["world_size"]
+        common, memory = memory_for_rank(of_version_one(state), size - 1, size, PER_RANK)
+        assert common["step"] == 7
+        assert same(memory["residual"], residual(size - 1))
+
+
+def test_a_part_read_into_a_template_of_version_one_is_taken() -> None:
+    state = saved(0, 2)
+    state["rank0"] = {"rank": 0, "memory": state["rank0"]["memory"]}
+    assert same(memory_for_rank(state, 0, 2, PER_RANK)[1]["residual"], residual(0))
+
+
+def test_a_huge_number_of_ranks_costs_nothing() -> None:
+    state = sealed(saved(0, 1) | {"world_size": 2**31 - 1})
+    with pytest.raises(CheckpointError, match=r"missing: ranks \[1, 2, 3, 4, 5, 6, 7, 8\] \.\.\."):
+        memory_for_rank(state, 0, 1, PER_RANK)
 
 
 def test_every_rank_needs_its_own_file() -> None:
@@ -126,13 +277,76 @@ def test_every_rank_needs_its_own_file() -> None:
 
 
 def test_another_world_size_needs_all_files() -> None:
-    with pytest.raises(CheckpointError, match=r"missing: ranks \[1, 2\]"):
+    with pytest.raises(CheckpointError, match=r"missing: ranks \[2\]"):
         memory_for_rank([saved(0, 3), saved(0, 3)], 0, 2, PER_RANK)
+    with pytest.raises(CheckpointError, match=r"missing: ranks \[1\]"):
+        memory_for_rank([saved(0, 3), saved(0, 3)], 1, 2, PER_RANK)
+
+
+def test_a_rank_needs_those_whose_residuals_it_takes_over() -> None:
+    state = read(saved(0, 5))
+    assert list(needed_ranks(state, 1, 2, PER_RANK)) == [1, 3]
+    assert list(needed_ranks(state, 0, 5, PER_RANK)) == [0]
+    assert list(needed_ranks(state, 6, 8, PER_RANK)) == []
+    assert list(needed_ranks(state, 0, 2, {"residual": "mean"})) == [0, 1, 2, 3, 4]
+    assert list(needed_ranks(state, 0, 2, {"residual": "drop"})) == []
+    memory_for_rank([saved(1, 5), saved(3, 5)], 1, 2, PER_RANK)
+
+
+def test_two_parts_of_one_rank_are_not_of_one_checkpoint() -> None:
+    other = saved(0, 2)
+    other["rank0"]["memory"]["residual"]["bias"] += 1
+    with pytest.raises(CheckpointError, match="two different parts of rank 0"):
+        memory_for_rank([saved(0, 2), sealed(other)], 0, 2, PER_RANK)
+
+
+def test_what_no_rank_keeps_for_itself_anybody_may_load() -> None:
+    state = saved(0, 4)
+    del state["rank0"]["memory"]["residual"]
+    sealed(state)
+    for rank, size in ((3, 4), (0, 2), (6, 7)):
+        _, memory = memory_for_rank(state, rank, size, PER_RANK)
+        assert same(memory, {"powersgd.q": {"weight": torch.ones(1, 5)}})
+
+
+def test_ranks_that_have_not_saved_may_owe_nothing() -> None:
+    state = saved(1, 3)
+    _, own = memory_for_rank(state, 1, 3, PER_RANK, alone=True)
+    assert same(own["residual"], residual(1))
+    _, other = memory_for_rank(state, 0, 3, PER_RANK, alone=True)
+    assert same(other, {"powersgd.q": {"weight": torch.ones(1, 5)}})
+    moved = [memory_for_rank(state, rank, 2, PER_RANK, alone=True)[1] for rank in range(2)]
+    assert moved[0]["residual"] == {}
+    torch.testing.assert_close(moved[1]["residual"]["bias"], residual(1)["bias"] * 2 / 3)
+
+
+# ---- groups of ranks within a job
+
+
+def test_groups_of_ranks_have_keys_of_their_own() -> None:
+    groups = [[saved(rank, 2, first, 2) for rank in range(2)] for first in range(2)]
+    whole = merged(*groups[0], *groups[1])
+    for field, value in (("rank2", 1), ("rank3", 1), ("rank1", 0)):
+        assert whole[field]["rank"] == value
+    for leader in range(2):
+        for rank in range(2):
+            _, memory = memory_for_rank(whole, rank, 2, PER_RANK, leader=leader)
+            assert same(memory, whole[f"rank{leader + 2 * rank}"]["memory"])
+    with pytest.raises(CheckpointError, match=r"2 groups of ranks.*0, 1; .* begins with rank 7"):
+        memory_for_rank(whole, 0, 2, PER_RANK, leader=7)
+
+
+def test_a_groups_state_is_taken_by_the_rank_within_the_group() -> None:
+    moved = [saved(rank, 2, 5, 3) for rank in range(2)]
+    for rank in range(2):
+        _, memory = memory_for_rank(moved, rank, 2, PER_RANK, leader=0)
+        assert same(memory["residual"], residual(rank))
 
 
 def test_ranks_of_unlike_models_are_not_added_up() -> None:
     other = saved(1, 2)
     other["rank1"]["memory"]["residual"]["bias"] = torch.ones(2)
+    sealed(other)
     with pytest.raises(CheckpointError, match="bias"):
         memory_for_rank([saved(0, 2), other], 0, 1, PER_RANK)
 
@@ -148,18 +362,72 @@ def test_ranks_of_unlike_models_are_not_added_up() -> None:
         ({"unheard.of": {"bias": torch.ones(6)}}, "does not keep"),
         ({"powersgd.q": {"weight": torch.ones(1, 9)}}, "powersgd.q"),
         ({"powersgd.q": {"bias": torch.ones(1, 6)}}, "matrix"),
+        ({"powersgd.q": {"weight": torch.ones(1, 5, dtype=torch.bool)}}, "torch.bool"),
+        ({"powersgd.q": {"weight": torch.ones(1, 5, dtype=torch.int64)}}, "torch.int64"),
+        ({"powersgd.q": {"weight": torch.ones(1, 5, dtype=torch.complex64)}}, "complex64"),
+        ({"powersgd.q": {"weight": torch.ones(0, 5)}}, r"\(0, 5\)"),
+        ({"powersgd.q": {"weight": torch.ones(500, 5)}}, r"\(500, 5\)"),
     ],
 )
 def test_memory_that_does_not_fit_is_refused(
     memory: dict[str, dict[str, Tensor]], message: str
 ) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        check_memory(memory, SCHEME, SHAPES)
+    for same_settings in (True, False):
+        with pytest.raises(CheckpointError, match=message):
+            check_memory(memory, SCHEME, SHAPES, DECLARED, same_settings=same_settings)
 
 
 def test_memory_that_fits_is_taken() -> None:
     _, memory = memory_for_rank(saved(), 0, 1, PER_RANK)
-    check_memory(memory, SCHEME, SHAPES)
+    check_memory(memory, SCHEME, SHAPES, DECLARED, same_settings=True)
+    check_complete(memory, SCHEME, PER_RANK, DECLARED, same_settings=True)
+    memory["powersgd.q"]["weight"] = torch.ones(3, 5)  # of another rank
+    check_memory(memory, SCHEME, SHAPES, DECLARED)
+    with pytest.raises(CheckpointError, match=r"\(3, 5\), not \(1, 5\)"):
+        check_memory(memory, SCHEME, SHAPES, DECLARED, same_settings=True)
+
+
+@pytest.mark.parametrize("same_settings", [True, False])
+def test_memory_that_is_missing_is_refused(same_settings: bool) -> None:
+    factors = {"powersgd.q": {"weight": torch.ones(1, 5)}}
+    for residuals in ({}, {"residual": {}}, {"residual": {"bias": torch.ones(6)}}):
+        memory = {**factors, **residuals}
+        with pytest.raises(CheckpointError, match="lacks 'residual' of"):
+            check_complete(memory, SCHEME, PER_RANK, DECLARED, same_settings=same_settings)
+
+
+def test_a_factor_that_is_missing_is_refused_unless_settings_say_so() -> None:
+    memory = {"residual": residual(0)}
+    with pytest.raises(CheckpointError, match=r"lacks 'powersgd.q' of \['weight'\]"):
+        check_complete(memory, SCHEME, PER_RANK, DECLARED, same_settings=True)
+    check_complete(memory, SCHEME, PER_RANK, DECLARED, same_settings=False)
+
+
+@pytest.mark.parametrize("scale", [[0, 0, 128, 127], [255, 255, 255, 255]])
+def test_a_memory_in_bytes_whose_scales_are_not_finite_is_refused(scale: list[int]) -> None:
+    scheme, shape = AveragedFeedback(Blockwise("int4")), torch.Size([300])
+    value = scheme.initial_memory("p", shape, CONTEXT)["averaged_error"]
+    check_memory({"averaged_error": {"p": value}}, scheme, {"p": shape})
+    value[4:8] = torch.tensor(scale, dtype=torch.uint8)  # of the second block
+    with pytest.raises(CheckpointError, match="not finite"):
+        check_memory({"averaged_error": {"p": value}}, scheme, {"p": shape})
+
+
+@pytest.mark.parametrize(
+    ("scheme", "key", "value"),
+    [
+        (IntSGD(), "intsgd.norm", torch.tensor(-1.0)),
+        (Guard(SCHEME), "guard.dense_until", torch.tensor(-1.0, dtype=torch.float64)),
+        (make("batched_powersgd"), "batched_powersgd.q", torch.ones(0, 5)),
+        (make("batched_powersgd"), "batched_powersgd.q", torch.ones(6, 5)),
+        (make("batched_powersgd"), "batched_powersgd.q", torch.ones(1, 5).long()),
+    ],
+)
+def test_numbers_that_a_scheme_never_keeps_are_refused(
+    scheme: Scheme, key: str, value: Tensor
+) -> None:
+    with pytest.raises(CheckpointError, match=f"{key}.*(not 0 or more|rank, side|floating)"):
+        check_memory({key: {"weight": value}}, scheme, SHAPES)
 
 
 def test_what_a_rule_or_an_early_scheme_keeps_is_known() -> None:
@@ -199,26 +467,27 @@ def test_the_same_ranks_get_their_own_back() -> None:
             assert same(memory["residual"], residual(rank))
 
 
-@pytest.mark.parametrize(("old", "new"), [(4, 2), (3, 2), (2, 4), (4, 1), (1, 3)])
-def test_another_world_size_keeps_the_sum_of_residuals(old: int, new: int) -> None:
+@pytest.mark.parametrize(("old", "new"), [(4, 2), (3, 2), (2, 4), (4, 1), (1, 3), (2, 3)])
+def test_another_world_size_keeps_the_mean_of_residuals(old: int, new: int) -> None:
     states = [saved(rank, old) for rank in range(old)]
     before = copy.deepcopy(states)
     memories = [memory_for_rank(states, rank, new, PER_RANK)[1] for rank in range(new)]
     for name, shape in SHAPES.items():
         zero = torch.zeros(shape)
-        total = sum((memory["residual"].get(name, zero) for memory in memories), zero)
-        expected = sum((residual(rank)[name] for rank in range(old)), zero)
-        assert torch.equal(total, expected)
+        after = [memory["residual"].get(name, zero) for memory in memories]
+        expected = torch.stack([residual(rank)[name] for rank in range(old)]).mean(0)
+        # Each entry is rounded once by the factor, and once for every sum.
+        torch.testing.assert_close(torch.stack(after).mean(0), expected, rtol=1e-6, atol=0)
     for memory in memories:  # the same on all ranks, so not added up
         assert torch.equal(memory["powersgd.q"]["weight"], torch.ones(1, 5))
     assert all(same(state, kept) for state, kept in zip(states, before, strict=True))
 
 
 def test_one_merged_state_of_all_ranks_serves_every_rank() -> None:
-    merged = {**saved(0, 2), "rank1": saved(1, 2)["rank1"]}
-    assert same(memory_for_rank(merged, 1, 2, PER_RANK)[1]["residual"], residual(1))
-    total = memory_for_rank(merged, 0, 1, PER_RANK)[1]["residual"]["bias"]
-    assert torch.equal(total, torch.full((6,), 3.0))
+    whole = merged(saved(0, 2), saved(1, 2))
+    assert same(memory_for_rank(whole, 1, 2, PER_RANK)[1]["residual"], residual(1))
+    mean = memory_for_rank(whole, 0, 1, PER_RANK)[1]["residual"]["bias"]
+    assert torch.equal(mean, torch.full((6,), 1.5))
 
 
 # ---- flat form
@@ -228,6 +497,7 @@ def test_flat_form_gives_the_state_back() -> None:
     state = saved()
     state["rank0"]["memory"]["empty"] = {}
     state["rank0"]["memory"]["residual"]["a/b/c"] = torch.ones(2)
+    state["rank0"]["memory"]["a/key%"] = {"a/b": torch.ones(3)}
     tensors, metadata = flatten_state(state)
     assert all(isinstance(value, str) for value in metadata.values())
     assert same(unflatten_state(tensors, metadata), state)
@@ -241,6 +511,11 @@ def test_flat_form_gives_the_state_back() -> None:
         ({}, {"commhooks": "{"}),
         ({}, {"commhooks": "[1]"}),
         ({}, {"commhooks": '{"rank0": {}}'}),
+        ({}, {"commhooks": "[" * 100_000}),
+        ({}, {"commhooks": "1" * 10_000}),
+        ({}, {"commhooks": '{"rank0": {"keys": [[]]}}'}),
+        ({}, {"commhooks": '{"rank0": {"keys": [1]}}'}),
+        ({1: torch.ones(1)}, {"commhooks": "{}"}),
         ({"rank0": torch.ones(1)}, {"commhooks": "{}"}),
         ({"rank0/residual/bias": torch.ones(1)}, {"commhooks": "{}"}),
         ({"a/b/c": torch.ones(1)}, {"commhooks": '{"a": 3}'}),
@@ -249,6 +524,34 @@ def test_flat_form_gives_the_state_back() -> None:
 def test_damaged_flat_form_is_refused(tensors: Any, metadata: Any) -> None:
     with pytest.raises(CheckpointError, match="unflatten_state"):
         unflatten_state(tensors, metadata)
+
+
+def test_a_flat_form_of_version_one_is_read() -> None:
+    old = of_version_one(saved())
+    plain = {field: value for field, value in old.items() if field != "rank0"}
+    plain["rank0"] = {"rank": 0, "keys": ["powersgd.q", "residual"]}
+    tensors = {
+        f"rank0/{key}/{name}": value
+        for key, values in old["rank0"]["memory"].items()
+        for name, value in values.items()
+    }
+    assert same(unflatten_state(tensors, {"commhooks": json.dumps(plain)}), old)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        None,
+        {"a": object()},
+        {"rank0": {}},
+        {"rank0": {"memory": 1}},
+        {"rank0": {"memory": {"q": {"p": torch.zeros(1).expand(10**12)}}}},
+        {"rank0": {"memory": {"q": {"p": torch.eye(3).to_sparse()}}}},
+    ],
+)
+def test_what_is_no_state_has_no_flat_form(state: Any) -> None:
+    with pytest.raises(CheckpointError, match="flatten_state"):
+        flatten_state(state)
 
 
 def test_safetensors_and_weights_only_loading_take_it(tmp_path: Any) -> None:
@@ -270,10 +573,10 @@ def test_safetensors_and_weights_only_loading_take_it(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("scheme", "key", "law"),
     [
-        (ErrorFeedback(TopK(0.1)), "residual", "sum"),
-        (make("onebit_adam", freeze_step=1), "residual", "sum"),
-        (DGC(0.1), "dgc.momentum", "sum"),
-        (DGC(0.1), "dgc.unsent", "sum"),
+        (ErrorFeedback(TopK(0.1)), "residual", "moved"),
+        (make("onebit_adam", freeze_step=1), "residual", "moved"),
+        (DGC(0.1), "dgc.momentum", "moved"),
+        (DGC(0.1), "dgc.unsent", "moved"),
         (EF21(TopK(0.1)), "ef21.own", "mean"),
         (DeMo(4), "demo.momentum", "mean"),
         (AveragedFeedback(Blockwise("int4")), "averaged_error", "drop"),
@@ -296,15 +599,21 @@ def test_memory_on_another_number_of_ranks(
         memory: dict[str, dict[str, Tensor]] = {}
         for stored, name, value in engine.memory.items():
             memory.setdefault(stored, {})[name] = value.clone()
-        states.append(saved(rank, old) | {f"rank{rank}": {"rank": rank, "memory": memory}})
+        part = {"rank": rank, "global_rank": rank, "leader": 0, "memory": memory}
+        states.append(sealed(saved(rank, old) | {f"rank{rank}": part}))
     before = [state[f"rank{rank}"]["memory"][key]["p"] for rank, state in enumerate(states)]
     after = [memory_for_rank(states, rank, new, per_rank)[1] for rank in range(new)]
     if law == "drop":
         assert all(key not in memory for memory in after)
         return
     values = [memory[key].get("p", torch.zeros(shape)) for memory in after]
-    if law == "sum":
-        torch.testing.assert_close(torch.stack(values).sum(0), torch.stack(before).sum(0))
+    if law != "same":  # whatever moves where: their mean is what training applies
+        torch.testing.assert_close(torch.stack(values).mean(0), torch.stack(before).mean(0))
+    if law == "moved":
+        for rank, value in enumerate(values):
+            own = [before[i] for i in range(rank, old, new)]
+            expected = sum(own, torch.zeros(shape)) * (new / old)
+            torch.testing.assert_close(value, expected)
     elif law == "mean":
         for value in values:
             torch.testing.assert_close(value, torch.stack(before).mean(0))

@@ -9,7 +9,8 @@ from unittest import mock
 import pytest
 from typer.testing import CliRunner
 
-from commhooks import _registry, names
+import commhooks
+from commhooks import _commands, _registry, names
 from commhooks._cli import app
 from commhooks.conformance import LAWS
 from commhooks.kernels import _cpu, use_kernels
@@ -55,6 +56,32 @@ def test_schemes_lists_the_registry() -> None:
     assert set(names()) <= set(output.split())
     assert "Blockwise" in row(output, "int8")
     assert "8.12" in row(output, "int8")
+    # Not of the first step, which is dense: the steps that training is made of.
+    assert row(output, "intsgd").split()[-2] == "8"
+    assert row(output, "onebit_adam").split()[-2] == "1.02"
+
+
+def test_sixty_columns_cut_no_name() -> None:
+    with mock.patch.object(_commands, "_bits", return_value="0.125"):
+        narrow = CliRunner().invoke(app, ["schemes"], env={"COLUMNS": "60"}).output
+    assert set(names()) <= set(narrow.split())
+    assert max(map(len, narrow.splitlines())) <= 60
+
+
+def test_schemes_says_which_options_a_scheme_has() -> None:
+    output = invoke("schemes", "powersgd", "int4", "onebit_adam").output
+    assert "powersgd: Sends each gradient matrix M (n x m) as two thin factors of rank r." in output
+    assert "2.0" in row(output, "min_compression_rate")
+    assert "False leaves entries where they are; heavy tails then cost" in row(output, "rotate")
+    assert output.count(" start_step ") == 3
+    assert [line.split()[3] for line in output.splitlines() if " error_feedback " in line] == [
+        *("True", "True", "False")
+    ]
+
+
+def test_the_release_and_completion() -> None:
+    assert invoke("--version").output == f"commhooks {commhooks.__version__}\n"
+    assert "--install-completion" in invoke("--help").output
 
 
 @pytest.mark.usefixtures("forget_new_schemes")
@@ -87,16 +114,84 @@ def test_check_names_the_law_that_is_broken_and_fails(tmp_path: Path) -> None:
     assert "inf at 0" in broken
 
 
+SCHEME = """
+from dataclasses import dataclass
+from commhooks import Dense, register_scheme
+@register_scheme("test_cli_scheme")
+"""
+FILES = {
+    "syntax.py": (b"def (", "does not run: SyntaxError"),
+    "bytes.py": (b"\x00\xff\x00", "does not run"),
+    "raises.py": (b"x = 1\nraise KeyError('lost')", "does not run: line 2: KeyError: 'lost'"),
+    "leaves.py": (b"import sys; sys.exit(0)", "does not run: line 1: SystemExit"),
+    "empty.py": (b"", "registers no scheme"),
+    "taken.py": (
+        b"from commhooks import Dense, register_scheme\nregister_scheme('int8')(Dense)",
+        "line 2: ValueError: register_scheme('int8'): the name is taken",
+    ),
+    "plain.py": (f"{SCHEME}class One(Dense):\n    bits: int = 3".encode(), "declares bits"),
+    "needs.py": (
+        f"{SCHEME}@dataclass(frozen=True)\nclass Two(Dense):\n    bits: int".encode(),
+        "needs the options bits",
+    ),
+    "asserts.py": (
+        f"{SCHEME}def make_it():\n    raise ArithmeticError('no luck')".encode(),
+        "cannot be made: ArithmeticError: no luck",
+    ),
+}
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["new", "int8"], "taken"),
         (["new", "Not A Name"], "small letters"),
+        (["new", ""], "small letters"),
+        (["new", "_"], "small letters"),
+        (["new", "été"], "small letters"),
+        (["new", "class"], "small letters"),
+        (["new", "torch"], "would hide the module torch"),
+        (["new", "mine", "--out", "nowhere/mine.py"], "nowhere/mine.py"),
+        (["new", "mine", "--out", "mine.txt"], "ends in .py"),
         (["check", "nothing.py"], "no file nothing.py"),
         (["check", "noop"], "does not average"),
+        (["check", "nope"], "no scheme 'nope'; did you mean 'noop'?"),
+        (["check", ""], "no scheme ''"),
+        (["check", "[red]\x00"], "no scheme '[red]"),
+        (["schemes", "int9"], "did you mean 'int8'?"),
+        (["schemes", "nothing.py"], "no file nothing.py"),
+        (["doctor", "who"], "unexpected extra argument"),
+        (["nothing"], "No such command"),
+        (["check", "int8", "--fast"], "No such option"),
     ],
 )
-def test_wrong_arguments_are_named(arguments: list[str], words: str) -> None:
+def test_wrong_arguments_are_named(
+    arguments: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     done = invoke(*arguments)
-    assert done.exit_code == 2
+    assert done.exit_code == 2, done.output
     assert words in done.output
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("forget_new_schemes")
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_is_no_scheme_is_answered_by_a_sentence(name: str, tmp_path: Path) -> None:
+    content, words = FILES[name]
+    (tmp_path / name).write_bytes(content)
+    done = invoke("check", str(tmp_path / name))
+    assert done.exit_code == 2, done.output
+    assert words in " ".join(done.output.replace("│", "").split())
+
+
+@pytest.mark.usefixtures("forget_new_schemes")
+@pytest.mark.parametrize("name", ["plain.py", "needs.py", "asserts.py"])
+def test_a_scheme_that_cannot_be_made_does_not_spoil_the_listing(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(FILES[name][0])
+    with mock.patch.object(_commands, "_bits", return_value="0"):
+        done = invoke("schemes", str(tmp_path / name))
+    assert "see commhooks schemes test_cli_scheme" in row(done.output, "test_cli_scheme")
+    asked = invoke("schemes", "test_cli_scheme")
+    assert asked.exit_code == (0 if name == "needs.py" else 2)
+    assert FILES[name][1] in asked.output or "needed" in row(asked.output, "bits")

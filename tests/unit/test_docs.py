@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -57,14 +58,18 @@ WITH_EXAMPLES = [page for page in PAGES if BLOCK.search(page.read_text())]
 
 
 @pytest.mark.parametrize("page", WITH_EXAMPLES, ids=names(WITH_EXAMPLES))
-def test_examples_run(page: Path) -> None:
+def test_examples_run(page: Path, tmp_path: Path) -> None:
+    """In a folder of its own, since pages write files, and what they write is not the tree's."""
+    before = set(ROOT.rglob("results/**"))
     blocks = BLOCK.findall(page.read_text())
     code = "\n".join([PRELUDE, *blocks, "dist.destroy_process_group()"])
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
-        cwd=ROOT, capture_output=True, text=True, timeout=100, check=False,
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
+        capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert set(ROOT.rglob("results/**")) <= before
 
 
 def anchors(page: Path) -> set[str]:

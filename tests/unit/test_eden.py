@@ -31,6 +31,46 @@ def test_the_variance_does_not_depend_on_the_gradient(bits, variance, draw):
     assert math.isclose(error_of(mean, x), variance, rel_tol=0.05)
 
 
+def blocks(*values: float) -> torch.Tensor:
+    """64 blocks that begin with the values, and are zero otherwise."""
+    x = torch.zeros(64, 1024)
+    x[:, : len(values)] = torch.tensor(values)
+    return x.flatten()
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "values",
+    # The last three: the worst found by a search over blocks of up to 16 entries at 2 to 4 bits.
+    [(1, 1), (1, 1, 1), (1,) * 4, (1,) * 8, (1,) * 16, (1, 1, 0.92, 1), (1, 0.83, 1), (0, 1, 0.98)],
+    ids=str,
+)
+def test_no_sparse_block_exceeds_the_variance(bits: int, values: tuple[float, ...]) -> None:
+    x, codec = blocks(*values), Eden(bits, pattern="all_gather")
+    mean = Simulation(codec, {"p": tuple(x.shape)}, world_size=1).step([x])[0]
+    assert error_of(mean, x) <= codec.variance
+
+
+@pytest.mark.parametrize(("equal", "error"), [(1, 0.0), (2, 1.0), (4, 1.5)])
+def test_one_bit_of_a_few_equal_entries_is_as_bad_as_they_are_few(equal: int, error: float) -> None:
+    """Two: half of the rotated entries are zeros. Four: three quarters are, or none, in turn."""
+    x = blocks(*[1.0] * equal)
+    ranks = Simulation(Eden(1, pattern="all_gather"), {"p": tuple(x.shape)}, world_size=1)
+    found = sum(error_of(ranks.step([x])[0], x) for _ in range(32)) / 32
+    # 2048 blocks of error 0 or 3, each as likely: a standard error of 0.033.
+    assert abs(found - error) < 0.15
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_two_phases_round_twice_and_independently(world_size: int) -> None:
+    """Rotated alike, half of the sum of two ranks' levels are zeros, and what is lost is biased."""
+    generator = torch.Generator().manual_seed(world_size)
+    grads = [torch.randn(2**18, generator=generator) for _ in range(world_size)]
+    exact = torch.stack(grads).double().mean(0)
+    mean = Simulation(Eden(1), {"p": (2**18,)}, world_size=world_size).step(grads)[0]
+    assert math.isclose(error_of(mean, exact), 1.571**2 - 1, rel_tol=0.03)
+
+
 def test_the_mean_over_rotations_is_the_gradient() -> None:
     # The worst vector there is for a rotation: one entry, all others zero.
     x = torch.zeros(1024)

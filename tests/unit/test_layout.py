@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import ddp_core
 from ddp_core._layout import BucketCaps, arrange, assign_buckets
 from ddp_core._parameters import Trained, trained_parameters
 
@@ -104,64 +103,3 @@ def test_shared_and_ignored_parameters_are_taken_once_or_not_at_all():
     model[1].bias.requires_grad_(False)
     names = [(one.name, one.sparse) for one in trained_parameters(model, {"0.bias"})]
     assert names == [("0.weight", False), ("2.weight", True)]
-
-
-def test_nothing_of_torchs_class_is_used_but_what_needs_no_reducer():
-    theirs, ours = nn.parallel.DistributedDataParallel, ddp_core.DistributedDataParallel
-    inherited = {
-        name
-        for name, value in vars(theirs).items()
-        if (callable(value) or isinstance(value, (property, staticmethod, classmethod)))
-        and next(cls for cls in ours.__mro__ if name in vars(cls)) is theirs
-    }
-    harmless = {
-        "_register_fused_optim",  # registers a hook
-        "_get_data_parallel_params",
-        "_get_active_ddp_module",
-        "_set_params_and_buffers_to_ignore_for_model",
-        "_get_parameters",
-        "_distributed_rank",
-        "_set_ddp_sink_clone",
-        "scatter",
-        "gather",
-        "to_kwargs",
-        "train",
-    }
-    # Steps of torch's own forward, join and construction, which nothing calls here.
-    steps = {
-        "_assign_modules_buffers",
-        "_build_debug_param_to_name_mapping",
-        "_build_params_for_reducer",
-        "_check_and_sync_module_buffers",
-        "_check_comm_hook",
-        "_check_default_group",
-        "_check_global_requires_backward_grad_sync",
-        "_check_sync_bufs_post_fwd",
-        "_check_sync_bufs_pre_fwd",
-        "_clear_grad_buffer",
-        "_ddp_init_helper",
-        "_default_broadcast_coalesced",
-        "_delayed_all_reduce_hook",
-        "_distributed_broadcast_coalesced",
-        "_find_common_rank",
-        "_fire_reducer_autograd_hook",
-        "_inside_ddp_forward",
-        "_lazy_init",
-        "_log_and_throw",
-        "_match_all_reduce_for_bwd_pass",
-        "_match_unused_params_allreduce",
-        "_module_wait_for_copy_hook",
-        "_passing_sync_batchnorm_handle",
-        "_post_forward",
-        "_pre_forward",
-        "_register_accum_grad_hook",
-        "_register_delay_all_reduce_hook",
-        "_root_copy_hook",
-        "_run_ddp_forward",
-        "_setup_in_backward_optimizers",
-        "_set_sparse_metadata",
-        "_sync_buffers",
-        "_sync_final_model",
-        "_sync_module_buffers",
-    }
-    assert inherited <= harmless | steps

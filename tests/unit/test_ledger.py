@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
+import pandas
 import pytest
 import torch
 
-from commhooks import HookState, Ledger
+from commhooks import ErrorFeedback, HookState, Ledger, PowerSGD, Simulation, make
 from commhooks._ledger import COLUMNS
 from ddp_core import AllReduce, RoundRecord, Task, simulate
 
@@ -38,6 +39,7 @@ def test_history_bounds_the_rows_and_not_the_totals() -> None:
 def test_a_report_without_rows_has_all_columns() -> None:
     assert list(Ledger().report().columns) == list(COLUMNS)
     assert Ledger().last_step() == {}
+    assert HookState("int8").summary().startswith("int8 on 1 rank: nothing has been exchanged")
 
 
 def test_a_report_is_in_order_of_step_bucket_and_round() -> None:
@@ -102,6 +104,7 @@ def test_a_task_records_every_collective_once(world_size: int) -> None:
     assert frame["payload_bytes"].tolist() == [32, 16]
     factor = 2 * (world_size - 1) / world_size
     assert frame["wire_bytes"].tolist() == [32 * factor, 16 * factor]
+    assert frame["dense_wire_bytes"].tolist() == [32 * factor, 0]
     assert frame["step"].tolist() == [3, 3]
 
 
@@ -116,6 +119,83 @@ def test_scalars_of_the_latest_step_are_written_for_tensorboard(tmp_path: Path) 
         hook.add_scalars(writer, prefix="comm")
     events = EventAccumulator(str(tmp_path)).Reload()
     assert [event.value for event in events.Scalars("comm/wire_bytes")] == [120.0]
-    names = {"dense_bytes", "payload_bytes", "wire_bytes", "encode_s", "wire_s", "decode_s"}
-    names |= {"exposed_s", "memory_bytes", "skipped_steps"}
+    names = {*COLUMNS[4:], "memory_bytes", "skipped_steps"}
     assert {f"comm/{name}" for name in names} == set(events.Tags()["scalars"])
+
+
+def test_the_latest_step_is_summed_without_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = Ledger()
+    for step in range(3):
+        for bucket in range(2):
+            times = {"resumed": 1.0, "yielded": 1.5, "issued": 2.0, "done": 4.0, "finished": 4.25}
+            ledger.add(row(step, bucket, **times))
+        ledger.launched_last(step, 3.0)
+    frame = ledger.report()
+    expected = frame[frame["step"] == 2][list(COLUMNS[4:])].sum().to_dict()
+    tables: list[object] = []
+    looked_at: list[RoundRecord] = []
+    exposed = ledger._exposed
+    monkeypatch.setattr(pandas, "DataFrame", lambda *_, **__: tables.append(None))
+    monkeypatch.setattr(ledger, "_exposed", lambda rows: looked_at.extend(rows) or exposed(rows))
+    assert ledger.last_step() == pytest.approx(expected)
+    assert (len(tables), len(looked_at)) == (0, 2)
+    ledger.summary("int8", 2)
+    assert tables == []
+
+
+@pytest.mark.parametrize("history", [0, -1, 2.5, True, "all"])
+def test_a_history_is_a_number_of_rows(history: object) -> None:
+    with pytest.raises(ValueError, match="history"):
+        HookState("none", history=history)  # type: ignore[arg-type]
+    assert HookState("none", history=7).ledger._rows.maxlen == 7
+
+
+# By the formulas of the collectives, in two phases where a scheme has them. A block of 256 int8
+# carries a scale of 4 bytes, 1/3.94; topk gathers 8 bytes for 1 % of the entries from 3 others.
+SAID = {
+    ("none", 2): "as much",
+    ("none", 4): "as much",
+    ("bf16", 4): "half (1/2)",
+    ("int8", 2): "a quarter (1/3.9",
+    ("int8", 4): "a quarter (1/3.9",
+    ("onebit", 4): "1/3",
+    ("topk", 4): "1/25",
+}
+
+
+@pytest.mark.parametrize(("name", "world_size"), SAID)
+def test_a_summary_compares_what_travels_with_a_dense_all_reduce(
+    name: str, world_size: int
+) -> None:
+    numel = 1 << 18
+    ranks = Simulation(make(name), {"weight": (numel,)}, world_size=world_size)
+    ranks.step([torch.randn(numel) for _ in range(world_size)])
+    ledger, dense = Ledger(), 4 * numel * 2 * (world_size - 1) / world_size
+    for round_, sent in enumerate(ranks.wire_bytes):
+        ledger.add(RoundRecord(0, 0, round_, "", 0, 0, sent, dense_wire_bytes=dense * (not round_)))
+    text = ledger.summary(name, world_size)
+    assert text.startswith(f"{name} on {world_size} ranks, step 0: ")
+    assert f"where a dense all-reduce sends {dense / 1e6:.3g} MB: {SAID[name, world_size]}" in text
+
+
+def test_a_summary_says_what_backward_did_not_hide() -> None:
+    ledger = Ledger()
+    for step in (0, 2):
+        begin = 100.0 * step
+        ledger.add(row(step, 0, resumed=begin, done=begin + 3, finished=begin + 3))
+        ledger.add(row(step, 1, resumed=begin + 1, done=begin + 4, finished=begin + 4.5))
+        ledger.launched_last(step, begin + 2)
+    text = ledger.summary("x", 2)
+    assert "2 of steps 0 to 2" in text
+    assert "Of 4.5 s of communication per step, backward did not hide 2.5 s." in text
+    with pytest.raises(ValueError, match="steps"):
+        ledger.summary("x", 2, 0)
+
+
+def test_a_hook_is_printed_in_a_few_words() -> None:
+    assert str(HookState("int8")) == "HookState(int8, step=0)"
+    assert str(HookState("dgc")) == "HookState(dgc, step=0)"
+    assert str(HookState("powersgd", rank=4, start_step=9)) == (
+        "HookState(DelayedStart(ErrorFeedback(PowerSGD(rank=4)), start_step=9), step=0)"
+    )
+    assert str(HookState(ErrorFeedback(PowerSGD()))) == "HookState(powersgd, step=0)"

@@ -28,6 +28,7 @@ from commhooks import (
 )
 from commhooks.wire import HEADER_BYTES, Sealed, decode, encode, message_bytes
 from ddp_core import simulate
+from tests.hostile.limits import measured
 
 CODECS = {
     "int8": Blockwise("int8", 256),
@@ -143,6 +144,25 @@ def test_what_is_wrong_is_said() -> None:
 def test_the_way_it_travels_is_not_part_of_a_payload() -> None:
     message = encode(CODECS["int8"], entries(100))
     decode(replace(CODECS["int8"], pattern="all_gather"), message)
+
+
+@every_codec
+@pytest.mark.parametrize("n", [10**7, 10**8, 10**9, 2**63, 2**64 - 1])
+def test_a_size_that_is_not_true_costs_nothing(name: str, n: int) -> None:
+    message = bytearray(bytes(encode(CODECS[name], entries(15000), checksum=False).tolist()))
+    message[16:24] = n.to_bytes(8, "little")
+
+    def refuse() -> None:
+        with pytest.raises(PayloadError, match="bytes follow the header"):
+            decode(CODECS[name], bytes(message))
+
+    assert measured(refuse).error() is None
+
+
+@pytest.mark.parametrize("message", [None, 5, "text", [1, 2], torch.zeros(70, device="meta")])
+def test_what_is_no_message_is_said(message: object) -> None:
+    with pytest.raises(PayloadError, match="a message is"):
+        decode(CODECS["int8"], message)  # type: ignore[arg-type]
 
 
 @every_codec

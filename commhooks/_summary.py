@@ -1,0 +1,90 @@
+"""What a ledger's rows say in a sentence or two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ddp_core import RoundRecord
+
+__all__ = ["summarise"]
+
+_WORDS = {
+    2: "half",
+    3: "a third",
+    4: "a quarter",
+    5: "a fifth",
+    6: "a sixth",
+    8: "an eighth",
+    10: "a tenth",
+    100: "a hundredth",
+}
+
+
+def summarise(
+    rows: Sequence[RoundRecord],
+    exposed: Callable[[Sequence[RoundRecord]], dict[int, float]],
+    name: str,
+    world_size: int,
+) -> str:
+    """Bytes on the wire next to those of a dense all-reduce, and the time backward waited.
+
+    Args:
+        rows: of some steps.
+        exposed: seconds that each row keeps its step waiting, by ``id``.
+    """
+    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+    if not rows:
+        return f"{name} on {ranks}: nothing has been exchanged yet, or it exchanges nothing."
+    steps = sorted({row.step for row in rows})
+    span = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+    if len(steps) < steps[-1] - steps[0] + 1:  # the others exchanged nothing
+        span = f"{len(steps)} of {span}"
+    wire = sum(row.wire_bytes for row in rows) / len(steps)
+    dense = sum(row.dense_wire_bytes for row in rows) / len(steps)
+    if not dense:
+        sent = "nothing is sent between ranks"
+    else:
+        sent = (
+            f"{_bytes(wire)} on the wire per step and rank, where a dense all-reduce sends "
+            f"{_bytes(dense)}: {_share(wire, dense)}"
+        )
+    busy, waited = _busy(rows) / len(steps), sum(exposed(rows).values()) / len(steps)
+    return (
+        f"{name} on {ranks}, {span}: {sent}. Of {_time(busy)} of communication per step, backward "
+        f"did not hide {_time(waited)}."
+    )
+
+
+def _bytes(value: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if value < 999.5:
+            return f"{value:.3g} {unit}"
+        value /= 1e3
+    return f"{value:.3g} GB"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 0.9995 else f"{1e3 * seconds:.3g} ms"
+
+
+def _share(wire: float, dense: float) -> str:
+    """``wire`` as a part of ``dense``, in words where a word is right to 4 %."""
+    if not wire:
+        return "nothing"
+    ratio = dense / wire
+    if ratio < 0.99:
+        return f"{1 / ratio:.3g} times as much"
+    if ratio < 1.01:
+        return "as much"
+    number = f"1/{ratio:.3g}"
+    word = next((text for n, text in _WORDS.items() if abs(ratio / n - 1) < 0.04), None)
+    return number if word is None else f"{word} ({number})"
+
+
+def _busy(rows: Sequence[RoundRecord]) -> float:
+    """Seconds in which at least one exchange was under way."""
+    total, until = 0.0, float("-inf")
+    for row in sorted(rows, key=lambda row: row.resumed):
+        total += max(row.finished - max(row.resumed, until), 0.0)
+        until = max(until, row.finished)
+    return total

@@ -1,0 +1,82 @@
+"""Hooks that step an optimizer in the future of a bucket, while backward goes on.
+
+No ``from __future__ import annotations`` here: DistributedDataParallel compares the annotations of
+a hook with the classes themselves and refuses strings.
+"""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import (
+    _OptimizerHookState,
+)
+
+from commhooks.classic._launch import BucketFuture, HookFunction
+
+__all__ = ["_OptimizerHookState", "_hook_then_optimizer", "in_bucket"]
+
+
+def _hook_then_optimizer(hook: HookFunction, optimizer_state: _OptimizerHookState) -> HookFunction:
+    """A hook that does what ``hook`` does, and then steps the bucket's parameters.
+
+    Args:
+        hook: any hook; the new one takes its state.
+        optimizer_state: the functional optimizer, and the parameters it steps (all by default).
+
+    Example:
+        >>> optimizer = _OptimizerHookState(_FunctionalSGD(list(ddp_model.parameters()), lr=0.1))
+        >>> ddp_model.register_comm_hook(state, _hook_then_optimizer(powerSGD_hook, optimizer))
+    """
+    optimizer = optimizer_state.functional_optimizer
+    chosen = getattr(optimizer_state, "params_to_optimize", None)
+    one_at_a_time = threading.Lock()  # functional optimizers are not made for several threads
+
+    averaged = in_bucket(hook)
+
+    def hook_then_optimizer_wrapper(hook_state: Any, bucket: GradBucket) -> BucketFuture:
+        def step(done: BucketFuture) -> Tensor:
+            with one_at_a_time, torch.no_grad():  # backward has no grad mode either
+                for parameter, gradient in _gradients(bucket):
+                    if chosen is None or parameter in chosen:
+                        optimizer.step_param(parameter, gradient)
+            return done.value()
+
+        return averaged(hook_state, bucket).then(step)
+
+    # Not functools.wraps: the name, which DDP looks at, is torch's.
+    hook_then_optimizer_wrapper.__wrapped__ = hook  # type: ignore[attr-defined]
+    return hook_then_optimizer_wrapper
+
+
+def in_bucket(hook: HookFunction) -> HookFunction:
+    """The hook, with its result as the bucket's buffer, where optimizers look for gradients.
+
+    What a hook returns need not be the tensor it was given.
+    """
+
+    def averaged(hook_state: Any, bucket: GradBucket) -> BucketFuture:
+        def keep(done: torch.futures.Future[Any]) -> Tensor:
+            value = done.value()
+            mean: Tensor = value[0] if isinstance(value, (list, tuple)) else value
+            bucket.set_buffer(mean)
+            return mean
+
+        return hook(hook_state, bucket).then(keep)
+
+    return averaged
+
+
+def _gradients(bucket: GradBucket) -> Iterator[tuple[Tensor, Tensor]]:
+    """Every parameter of a bucket with its gradient, in the parameter's own memory order.
+
+    torch's bucket shows the gradient of a channels-last weight as if it were contiguous.
+    """
+    for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        strided = gradient.layout == torch.strided and gradient.stride() != parameter.stride()
+        if strided and torch.ops.aten.is_non_overlapping_and_dense(parameter):
+            gradient = gradient.as_strided(parameter.shape, parameter.stride())
+        yield parameter, gradient

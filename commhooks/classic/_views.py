@@ -1,0 +1,155 @@
+"""What PowerSGDState shows of its memory under torch's names: by bucket index, to be read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from commhooks._feedback import RESIDUAL
+from commhooks._memory import Layout
+from commhooks._state import HookState
+from commhooks.classic._powersgd_parts import Inner
+from commhooks.schemes.batched_powersgd import KEY as BATCHED_Q
+from commhooks.schemes.powersgd import KEY as LAYERWISE_Q
+
+__all__ = ["MemoryByBucket"]
+
+_NO_P = (
+    "; left factors are computed anew from the right ones in every step, and are not kept: "
+    "see q_memory_dict"
+)
+
+
+class BucketView(Mapping[int, Tensor]):
+    """Tensors by bucket index, as they were when the view was made.
+
+    Args:
+        name: of the attribute, for messages.
+        values: by bucket index.
+    """
+
+    def __init__(self, name: str, values: Mapping[int, Tensor]) -> None:
+        self._name, self._values = name, dict(values)
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index in self._values:
+            return self._values[index]
+        note = _NO_P if self._name == "p_memory_dict" else ""
+        raise KeyError(f"PowerSGDState.{self._name} has nothing of bucket {index!r}{note}")
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return f"{self._name}({self._values!r})"
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError(
+            f"PowerSGDState.{self._name} can be read only: memory is kept by parameter name, and "
+            f"this shows it by bucket. To begin anew, register a new PowerSGDState"
+        )
+
+    __setitem__ = __delitem__ = clear = pop = popitem = setdefault = update = _refuse
+
+
+def _errors(hook: HookState, buckets: Mapping[int, Layout]) -> dict[int, Tensor]:
+    """What this rank has not sent, flat like the bucket."""
+
+    def error(layout: Layout) -> Tensor | None:
+        parts = [hook._engine.memory.get(RESIDUAL, name) for name in layout.names]
+        found = next((part for part in parts if part is not None), None)
+        if found is None:
+            return None
+        sized = zip(parts, layout.sizes, strict=True)
+        return torch.cat(
+            [found.new_zeros(size) if part is None else part.reshape(-1) for part, size in sized]
+        )
+
+    return _by_bucket(error, buckets)
+
+
+def _factors(hook: HookState, buckets: Mapping[int, Layout]) -> dict[int, Tensor]:
+    """The right factors, as torch lays them out: flat; of the batched hook a matrix."""
+    memory = hook._engine.memory
+
+    def factors(layout: Layout) -> Tensor | None:
+        whole = memory.get(BATCHED_Q, layout.names[0])
+        if whole is not None:
+            return whole.mT.clone()
+        found = [memory.get(LAYERWISE_Q, name) for name in layout.names]
+        parts = [one.mT.reshape(-1) for one in found if one is not None]
+        return torch.cat(parts) if parts else None
+
+    return _by_bucket(factors, buckets)
+
+
+def _by_bucket(
+    value: Callable[[Layout], Tensor | None], buckets: Mapping[int, Layout]
+) -> dict[int, Tensor]:
+    values = {index: value(layout) for index, layout in buckets.items()}
+    return {index: one for index, one in values.items() if one is not None}
+
+
+class MemoryByBucket:
+    """Mixed into PowerSGDState: torch's names for what it remembers."""
+
+    __slots__ = ("_rng",)
+    random_seed: int
+    _rng: Any
+    _only_inner: Callable[[str], Inner | None]
+
+    @property
+    def error_dict(self) -> Mapping[int, Tensor]:
+        """What this rank has not sent yet, by bucket index, flat like the bucket; a copy.
+
+        Buckets are those of the latest step that compressed; before it, there are none.
+
+        Raises:
+            RegistrationError: the state is in use on several models.
+        """
+        return BucketView("error_dict", self._by_bucket("error_dict", _errors))
+
+    @property
+    def q_memory_dict(self) -> Mapping[int, Tensor]:
+        """The right factors that the next step starts from, by bucket index; a copy.
+
+        Flat, one matrix after the other, for ``powerSGD_hook``; of shape (side, rank) for
+        ``batched_powerSGD_hook``.
+
+        Raises:
+            RegistrationError: the state is in use on several models.
+        """
+        return BucketView("q_memory_dict", self._by_bucket("q_memory_dict", _factors))
+
+    @property
+    def p_memory_dict(self) -> Mapping[int, Tensor]:
+        """Always empty: left factors are computed anew in every step, and are not kept."""
+        return BucketView("p_memory_dict", {})
+
+    @property
+    def rng(self) -> Any:
+        """A NumPy generator seeded by ``random_seed``, as in torch.
+
+        No hook draws from it: random factors depend on the parameter's name, the step and
+        ``random_seed`` alone, so that a resumed run draws what it would have drawn.
+        """
+        if self._rng is None:
+            from numpy.random import RandomState
+
+            self._rng = RandomState(self.random_seed)
+        return self._rng
+
+    def _by_bucket(
+        self, name: str, values: Callable[[HookState, Mapping[int, Layout]], dict[int, Tensor]]
+    ) -> dict[int, Tensor]:
+        inner = self._only_inner(name)
+        if inner is None:
+            return {}
+        buckets = {index: inner.buckets[index].layout for index in sorted(inner.buckets)}
+        return values(inner.hook, buckets)

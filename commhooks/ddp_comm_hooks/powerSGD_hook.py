@@ -1,0 +1,5 @@
+"""torch's ``powerSGD_hook``, the module: the state, and the two hooks that take it."""
+
+from commhooks.classic import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+
+__all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]

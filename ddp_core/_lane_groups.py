@@ -1,0 +1,177 @@
+"""Process groups for further lanes, kept for the next hook on the group whose ranks they have.
+
+A Gloo group finds its peers by its name in a store, so a name must not come twice, and all ranks
+have to take the same one. torch's own names for groups of some ranks are a hash of these ranks and
+of how many groups a rank has: used again after a group has gone, and different where one rank has
+dropped what another still holds. Here the ranks compare, each time, which groups they have free.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+import weakref
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["LaneGroup", "borrow", "group_store", "group_timeout", "host_backend"]
+
+_CPU = torch.device("cpu")
+
+
+def host_backend(group: dist.ProcessGroup) -> Any:
+    """What carries host tensors in ``group``, without the wrapper that checks collectives."""
+    backend: Any = None
+    with contextlib.suppress(Exception):  # a group of somebody else's making has none
+        backend = group._get_backend(_CPU)
+        backend = getattr(backend, "wrapped_pg", backend)
+    return backend
+
+
+def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """The timeout ``group`` was made with; None where the backend does not tell."""
+    for device in (_CPU, *getattr(group, "_device_types", ())):
+        with contextlib.suppress(Exception):
+            backend = group._get_backend(device)
+            backend = getattr(backend, "wrapped_pg", backend)
+            return timedelta(seconds=backend.options._timeout.total_seconds())
+    return None
+
+
+def group_store(group: dist.ProcessGroup) -> Any:
+    """The store of ``group``, which all its ranks see; None if torch.distributed knows none."""
+    with contextlib.suppress(Exception):
+        return dist.distributed_c10d._get_process_group_store(group)
+    return None
+
+
+@dataclass(eq=False)
+class LaneGroup:
+    """A group for one lane.
+
+    Attributes:
+        issued: collectives so far. Where ranks differ in it, the next ones would not match.
+        answered: how many of them have ended.
+        spoiled: one of them failed.
+    """
+
+    name: str
+    group: Any  # dist.ProcessGroup; None once it is dropped
+    pool: _Pool
+    issued: int = 0
+    answered: int = 0
+    spoiled: bool = False
+
+    def give_back(self) -> None:
+        """Lets the next hook have it."""
+        if self.spoiled or self.issued != self.answered or self.pool.closed:
+            self.pool.drop(self)
+        else:
+            self.pool.free[self.name] = self
+
+
+class _Pool:
+    """The lane groups of one process group."""
+
+    def __init__(self) -> None:
+        self.all: dict[str, LaneGroup] = {}
+        self.free: dict[str, LaneGroup] = {}
+        self.closed = False
+
+    def drop(self, lent: LaneGroup) -> None:
+        self.all.pop(lent.name, None)
+        self.free.pop(lent.name, None)
+        group, lent.group = lent.group, None
+        with contextlib.suppress(Exception):
+            if group in dist.distributed_c10d._world.pg_map:
+                dist.destroy_process_group(group)
+            elif group is not None:
+                group.shutdown()
+
+    def close(self) -> None:
+        self.closed = True
+        for lent in list(self.free.values()):
+            self.drop(lent)
+
+
+# By the group they belong to; they go with it, or when the interpreter ends.
+_pools: weakref.WeakKeyDictionary[dist.ProcessGroup, _Pool] = weakref.WeakKeyDictionary()
+
+
+def borrow(parent: dist.ProcessGroup, count: int) -> list[LaneGroup]:
+    """``count`` groups of the ranks of ``parent``, the same on all of them; a collective.
+
+    Raises:
+        RuntimeError: torch.distributed does not know ``parent``.
+    """
+    store = group_store(parent)
+    if store is None:
+        raise RuntimeError(
+            f"Lanes: a scheme of several rounds needs a process group for each further round, with "
+            f"the ranks of {type(parent).__name__}, which is no group that torch.distributed made "
+            f"(or it is destroyed). Use a scheme of one round there, or pass a group of "
+            f"torch.distributed.new_group as process_group"
+        )
+    pool = _pools.get(parent)
+    if pool is None:
+        pool = _pools[parent] = _Pool()
+        weakref.finalize(parent, pool.close)
+    mine = {
+        "new": uuid.uuid4().hex,
+        "all": sorted(pool.all),
+        "free": {name: lent.issued for name, lent in pool.free.items()},
+    }
+    everyone: list[Any] = [None] * parent.size()
+    dist.all_gather_object(everyone, mine, group=parent)
+
+    on_all = set.intersection(*(set(theirs["all"]) for theirs in everyone))
+    alike = set.intersection(*(set(theirs["free"].items()) for theirs in everyone))
+    free_on_all = set.intersection(*(set(theirs["free"]) for theirs in everyone))
+    useless = (set(mine["free"]) - on_all) | (free_on_all - {name for name, _ in alike})
+    for name in useless:
+        pool.drop(pool.free[name])
+    taken = [pool.free.pop(name) for name, _ in sorted(alike)[:count]]
+    if len(taken) < count:
+        for number in range(count - len(taken)):
+            name = f"lane/{everyone[0]['new']}/{number}"
+            pool.all[name] = LaneGroup(name, _make(parent, name, store), pool)
+            taken.append(pool.all[name])
+        # A rank may end at once, but not while another still connects to it.
+        dist.barrier(parent)
+    return taken
+
+
+def _make(parent: dist.ProcessGroup, name: str, store: Any) -> Any:
+    """A group of the same ranks whose collectives return at once."""
+    timeout = group_timeout(parent)
+    backend = host_backend(parent)
+    if dist.is_gloo_available() and isinstance(backend, dist.ProcessGroupGloo):
+        store = dist.distributed_c10d.PrefixStore(name, store)
+        times = {} if timeout is None else {"timeout": timeout}
+        gloo = dist.ProcessGroupGloo(store, parent.rank(), parent.size(), **times)
+        return _group_of(gloo, store, parent, name)
+    ranks = dist.get_process_group_ranks(parent)
+    return dist.new_group(
+        ranks,
+        timeout=timeout,
+        backend=dist.get_backend(parent),
+        use_local_synchronization=len(ranks) != dist.get_world_size(),
+    )
+
+
+def _group_of(backend: Any, store: Any, parent: dist.ProcessGroup, name: str) -> Any:
+    """Not known to torch.distributed, so that destroying the default group leaves it alone.
+
+    Nor is it wrapped by TORCH_DISTRIBUTED_DEBUG=DETAIL: there a collective returns only once all
+    ranks have come to it, which nobody may wait for who has other lanes to serve.
+    """
+    kind = dist.ProcessGroup.BackendType.GLOO
+    group: Any = dist.ProcessGroup(store, parent.rank(), parent.size())
+    group._set_default_backend(kind)
+    group._register_backend(_CPU, kind, backend)
+    group._set_group_name(name)
+    return group

@@ -1,0 +1,23 @@
+"""Named ranges in a profile; they cost a flag where no profiler runs."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+__all__ = ["named_range"]
+
+_NOTHING = nullcontext()
+
+
+def named_range(name: str, bucket: int | None = None) -> AbstractContextManager[object]:
+    """A range of the profiler, if one runs.
+
+    Args:
+        bucket: whose range it is, if it is one's.
+    """
+    if not torch._C._autograd._profiler_enabled():
+        return _NOTHING
+    title = name if bucket is None else f"{name}: bucket {bucket}"
+    return torch.autograd.profiler.record_function(f"DistributedDataParallel.{title}")

@@ -1,0 +1,213 @@
+"""What the state of a communication hook hears of a step's end."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.optim import _apply_optimizer_in_backward
+
+from ddp_core import DistributedDataParallel
+from tests.distributed.harness import run_ranks
+from tests.distributed.models import loss_of
+from tests.distributed.training import averaged, batch, gradients, mlp, outcome
+
+
+class Recorder:
+    """A hook's state: holds every bucket back until backward has ended, and writes events down."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+        self.held: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
+        self.left_alone: list[nn.Parameter] = []
+
+    def hook(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        self.heard.append("bucket")
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        self.held.append((future, bucket.buffer()))
+        return future
+
+    def no_more_buckets(self) -> None:
+        self.heard.append("end")
+        for future, buffer in self.held:
+            future.set_result(averaged(buffer))
+        self.held = []
+
+    def step_landed(self, left_alone: Sequence[nn.Parameter]) -> None:
+        self.heard.append("landed")
+        self.left_alone = list(left_alone)
+
+    def step_abandoned(self) -> None:
+        self.heard.append("abandoned")
+        for future, _ in self.held:
+            future.set_exception(RuntimeError("abandoned"))
+        self.held = []
+
+    def take(self) -> list[str]:
+        heard, self.heard = self.heard, []
+        return heard
+
+
+class Breaks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, breaks: bool) -> Tensor:
+        ctx.breaks = breaks
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if ctx.breaks:
+            raise ArithmeticError("on purpose")
+        return grad, None
+
+
+class Net(nn.Module):
+    """Backward raises in the middle or after the last gradient; a branch may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.idle, self.last = mlp(seed=1), nn.Linear(16, 16), mlp(seed=2)
+
+    def forward(self, x: Tensor, breaks: str = "", idle: bool = False) -> Tensor:
+        x = Breaks.apply(x, breaks == "after")
+        x = Breaks.apply(self.first(x), breaks == "within")
+        return self.last(x if idle else self.idle(x))
+
+
+def recorded(**options: Any) -> tuple[DistributedDataParallel, Recorder]:
+    model = DistributedDataParallel(Net(), **{"bucket_cap_mb": 0.002, **options})
+    state = Recorder()
+    model.register_comm_hook(state, Recorder.hook)
+    return model, state
+
+
+def one_step(model: nn.Module, step: int, rank: int, **inputs: Any) -> None:
+    # An input that requires a gradient: backward goes on after the last parameter's gradient.
+    loss_of(model(batch(step, rank, 4, 16).requires_grad_(), **inputs)).backward()
+
+
+def _told(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    model, state = recorded(**options)
+    local = Net()
+    for step in range(3):
+        model.zero_grad()
+        local.zero_grad()
+        one_step(model, step, rank)
+        one_step(local, step, rank)
+        torch.testing.assert_close(gradients(model), averaged(gradients(local)))
+        assert state.take() == ["bucket"] * len(model.reducer.buckets) + ["end", "landed"]
+        assert state.left_alone == []
+        with model.no_sync():
+            one_step(model, step, rank)
+        model.zero_grad()
+        assert state.take() == []
+        for breaks in ("within", "after"):
+            with pytest.raises(ArithmeticError):
+                one_step(model, step, rank, breaks=breaks)
+            launched = state.take()
+            assert set(launched) <= {"bucket"}
+            assert len(launched) < len(model.reducer.buckets) or breaks == "after" or not step
+            model.zero_grad()
+            one_step(model, step, rank)
+            heard = state.take()
+            assert heard[0] == "abandoned", heard
+            assert heard[1:] == ["bucket"] * len(model.reducer.buckets) + ["end", "landed"]
+    with pytest.raises(ArithmeticError):
+        one_step(model, 9, rank, breaks="after")
+    state.take()
+    model.remove_comm_hook()  # a raised step does not stand in the way, and its state hears of it
+    assert state.take() == ["abandoned"]
+    model.zero_grad()
+    one_step(model, 2, rank)
+    torch.testing.assert_close(gradients(model), averaged(gradients(local)))
+    assert state.take() == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"find_unused_parameters": True}, {"static_graph": True}],
+    ids=["plain", "unused", "static"],
+)
+def test_a_state_hears_whether_a_step_lands_or_is_abandoned(options):
+    run_ranks(_told, 2, options, ignore_warnings=("find_unused",))
+
+
+def _left_alone(rank: int, world_size: int, view: bool, in_backward: bool) -> None:
+    model, state = recorded(find_unused_parameters=True, gradient_as_bucket_view=view)
+    idle = list(model.module.idle.parameters())
+    if in_backward:
+        _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    one_step(model, 0, rank, idle=rank == 1)
+    assert state.left_alone == []  # rank 0 uses it
+    one_step(model, 1, rank, idle=True)
+    # A gradient that is the bucket's view is overwritten with the bucket.
+    assert set(state.left_alone) == (set() if view and not in_backward else set(idle))
+    model.zero_grad()
+    one_step(model, 2, rank, idle=True)
+    assert set(state.left_alone) == set(idle)
+    assert all(parameter.grad is None for parameter in idle)
+    state.take()
+    with model.join():
+        for step in range(1 + 2 * rank):
+            model.zero_grad()
+            one_step(model, step, rank, idle=True)
+    assert state.take() == 3 * (["bucket"] * len(model.reducer.buckets) + ["end", "landed"])
+    assert set(state.left_alone) == set(idle)
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("view", [False, True])
+def test_a_state_hears_which_gradients_were_not_written(view, in_backward):
+    run_ranks(_left_alone, 2, view, in_backward, ignore_warnings=(".*full backward hook",))
+
+
+def _broken_end(rank: int, world_size: int) -> None:
+    model, state = recorded()
+    good = state.no_more_buckets
+
+    def bad() -> None:
+        raise ArithmeticError("on purpose")
+
+    model.remove_comm_hook()
+    state.no_more_buckets = bad  # type: ignore[method-assign]
+    model.register_comm_hook(state, Recorder.hook)
+    error = outcome(one_step, model, 0, rank)
+    assert error is not None
+    assert "on purpose" in error[1]
+    assert state.take()[-1] == "abandoned"
+    state.no_more_buckets = good  # type: ignore[method-assign]
+    model.replace_comm_hook(state, Recorder.hook)
+    model.zero_grad()
+    one_step(model, 1, rank)
+    assert state.take()[-2:] == ["end", "landed"]
+    model.zero_grad()
+    one_step(model, 1, rank, idle=True)  # without find_unused_parameters
+    assert "landed" not in state.take()
+    with contextlib.suppress(RuntimeError):
+        one_step(model, 2, rank)
+    assert state.take() == ["abandoned"]
+
+
+def test_a_step_that_fails_at_its_end_is_abandoned():
+    run_ranks(_broken_end, 2)
+
+
+def _delayed_joins(rank: int, _: int) -> str:
+    module = mlp()
+    delayed = [(name, p) for name, p in module.named_parameters() if name.startswith("2.")]
+    model = DistributedDataParallel(
+        module, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=delayed[0][1]
+    )
+    with pytest.raises(RuntimeError) as raised, model.join():
+        pass
+    return str(raised.value)
+
+
+def test_delayed_parameters_and_uneven_inputs_are_refused() -> None:
+    for text in run_ranks(_delayed_joins, 1):
+        assert "delay_all_reduce_named_params" in text

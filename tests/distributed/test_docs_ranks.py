@@ -1,0 +1,56 @@
+"""The pages whose lines all ranks run, on two real ranks with one file between them."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
+from tests.distributed.harness import run_ranks
+
+ROOT = Path(__file__).parents[2]
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def _runs(rank: int, world_size: int, page: str, directory: str) -> bool:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 10))
+    ddp_model = DistributedDataParallel(layers)
+    optimizer = torch.optim.SGD(ddp_model.parameters(), lr=0.01)
+    torch.manual_seed(rank)
+
+    def loss_of_batch() -> Any:
+        return ddp_model(torch.randn(8, 64)).square().mean()
+
+    def train(model: Any, steps: int = 3) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss_of_batch().backward()
+            optimizer.step()
+
+    tempfile.tempdir = directory
+    names = {
+        "commhooks": commhooks,
+        "torch": torch,
+        "dist": torch.distributed,
+        "ddp_model": ddp_model,
+        "optimizer": optimizer,
+        "loss_of_batch": loss_of_batch,
+        "train": train,
+        "path": f"{directory}/checkpoint.pt",
+    }
+    code = "\n".join(BLOCK.findall((ROOT / page).read_text()))
+    exec(compile(code, page, "exec"), names)
+    return True
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md", "docs/guides/checkpoint.md"])
+def test_a_page_runs_on_two_ranks(page, tmp_path):
+    assert run_ranks(_runs, 2, page, str(tmp_path), ignore_warnings=(".*",)) == [True, True]

@@ -1,0 +1,187 @@
+"""Bugs that can be planted in the ranks, to see that the fuzzer finds them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+import commhooks
+import ddp_core
+from commhooks import _state
+from commhooks._engine import Engine
+from commhooks._memory import Memory
+from commhooks._scheme import Context
+from ddp_core._flat import FlatBucket
+from ddp_core._join import ShadowHook
+from ddp_core._unused import UsedMap
+
+__all__ = ["BUGS", "planted"]
+
+Patch = tuple[Any, str, Any]
+BUGS: dict[str, Callable[[int], Patch]] = {}
+
+
+def _bug(plant: Callable[[int], Patch]) -> Callable[[int], Patch]:
+    BUGS[plant.__name__.lstrip("_")] = plant
+    return plant
+
+
+@contextmanager
+def planted(name: str, rank: int) -> Iterator[None]:
+    """The bug is there inside; no name, no bug."""
+    if not name:
+        yield
+        return
+    owner, attribute, value = BUGS[name](rank)
+    with mock.patch.object(owner, attribute, value):
+        yield
+
+
+@_bug
+def _residual_dropped(rank: int) -> Patch:
+    write = Memory.write
+
+    def forgetful(self: Memory, key: str, layout: Any, flat: Any) -> None:
+        write(self, key, layout, flat.zero_() if key == "residual" and flat is not None else flat)
+
+    return Memory, "write", forgetful
+
+
+@_bug
+def _residual_two_percent_off(rank: int) -> Patch:
+    write = Memory.write
+
+    def sloppy(self: Memory, key: str, layout: Any, flat: Any) -> None:
+        write(
+            self, key, layout, flat.mul_(0.98) if key == "residual" and flat is not None else flat
+        )
+
+    return Memory, "write", sloppy
+
+
+@_bug
+def _step_never_ends(rank: int) -> Patch:
+    return Engine, "_settle", lambda self, step: None
+
+
+@_bug
+def _draw_differs_by_rank(rank: int) -> Patch:
+    draw = Context.random
+
+    def own(self: Context, purpose: str, *, shared: bool) -> Any:
+        return draw(self, f"{purpose}{self.rank}", shared=shared)
+
+    return Context, "random", own
+
+
+@_bug
+def _mean_over_one_rank_less(rank: int) -> Patch:
+    issue = ddp_core.AllReduce.issue
+
+    def wrong(self: Any, group: Any) -> Any:
+        if self.op == "mean" and group.size() > 2:
+            self.tensor.mul_(group.size() / (group.size() - 1))
+        return issue(self, group)
+
+    return ddp_core.AllReduce, "issue", wrong
+
+
+@_bug
+def _bad_step_is_kept(rank: int) -> Patch:
+    commit = Memory.commit
+
+    def trusting(self: Memory, good: torch.Tensor, *rest: Any) -> None:
+        commit(self, torch.ones_like(good), *rest)
+
+    return Memory, "commit", trusting
+
+
+@_bug
+def _raised_step_is_kept(rank: int) -> Patch:
+    return Engine, "abandon", Engine.end
+
+
+@_bug
+def _switch_forgets_residual(rank: int) -> Patch:
+    switch = _state.HookState.switch
+
+    def forgetful(self: Any, *scheme: Any, **options: Any) -> None:
+        switch(self, *scheme, **options)
+        self._engine.memory.drop("residual")
+
+    return _state.HookState, "switch", forgetful
+
+
+@_bug
+def _load_takes_rank_zeros(rank: int) -> Patch:
+    load = _state.HookState.load_state_dict
+
+    def careless(self: Any, state: Any, **options: Any) -> None:
+        if isinstance(state, dict):
+            own = f"rank{self.rank}"
+            values: list[Any] = [None] * self.world_size
+            dist.all_gather_object(values, state[own]["memory"], group=self._group())
+            state = {**state, own: {"rank": self.rank, "memory": values[0]}}
+        load(self, state, **options)
+
+    return _state.HookState, "load_state_dict", careless
+
+
+@_bug
+def _unused_are_overwritten(rank: int) -> Patch:
+    return UsedMap, "globally_unused", lambda self, members: None
+
+
+@_bug
+def _small_gradients_of_rank_one_count_half(rank: int) -> Patch:
+    fill = FlatBucket.fill
+    factor = 0.5 if rank == 1 else 1.0
+
+    def hasty(self: FlatBucket, gradients: Any, divisor: Any) -> None:
+        fill(self, [None if g is None else g * factor for g in gradients], divisor)
+
+    return FlatBucket, "fill", hasty
+
+
+@_bug
+def _one_rank_waits(rank: int) -> Patch:
+    launch = _state.HookState.launch
+
+    def skipping(self: Any, bucket: Any) -> Any:
+        if rank == 1 and self.step == 1:
+            future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            return future  # nobody completes it
+        return launch(self, bucket)
+
+    return _state.HookState, "launch", skipping
+
+
+@_bug
+def _joined_rank_keeps_its_model(rank: int) -> Patch:
+    return ShadowHook, "post_hook", lambda self, is_last_joiner: None
+
+
+@_bug
+def _feedback_is_off(rank: int) -> Patch:
+    exchange = commhooks.ErrorFeedback.exchange
+
+    def without(self: Any, grad: Any, ctx: Any) -> Any:
+        if ctx.step % 2:
+            return (yield from self.scheme.exchange(grad, ctx.replace(residual=None)))
+        return (yield from exchange(self, grad, ctx))
+
+    return commhooks.ErrorFeedback, "exchange", without
+
+
+@_bug
+def _process_dies(rank: int) -> Patch:
+    def dying(self: Any) -> Any:
+        os._exit(7)
+
+    return _state.HookState, "state_dict", dying

@@ -1,0 +1,205 @@
+"""The verdict on a case, from what its ranks saw."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tests.fuzz.case import Case
+from tests.fuzz.pool import Trouble
+from tests.fuzz.schemes import Law, build, law_of
+from tests.fuzz.worker import Report
+
+__all__ = ["Verdict", "continues", "judge", "keeps_sums"]
+
+# Most that a random scheme may be off, in what it can be expected to be: blocks of these models
+# are few, so that a step's error is far from its mean.
+_NOISE = 6.0
+# Rounding of sums of products in float32, in norms of what is sent, see tests/contract/cases.py.
+_SUMS = 200 * torch.finfo(torch.float32).eps
+
+# What PyTorch or this package says no to once training runs, by the class that says it.
+REFUSALS = (
+    r"Expected to (mark a variable ready only once|have finished reduction)",
+    r"Your training graph has changed in this iteration",
+    r"throw_on_early_termination",
+    r"_update_process_group: the hook",
+)
+_OWN = ("RegistrationError", "OptionError", "UnknownSchemeError")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``status`` is "ok", "refused" or "broken"; then ``law`` says which, ``text`` how."""
+
+    status: str
+    law: str = ""
+    text: str = ""
+
+
+def judge(case: Case, reports: Sequence[Report | Trouble]) -> Verdict:
+    """What became of one leg of a case."""
+    for kind in ("hung", "died", "raised"):
+        found = [(r, one) for r, one in enumerate(reports) if isinstance(one, Trouble)]
+        texts = [f"rank {r} {kind}: {one.text}" for r, one in found if one.kind == kind]
+        if texts:
+            return Verdict("broken", kind, "\n".join(texts))
+    ranks = [one for one in reports if isinstance(one, Report) and not one.idle]
+    if any(event[1] == "leave" for event in case.events):
+        return _of_leaving(ranks)
+    if any(one.error for one in ranks):
+        return _of_errors(ranks)
+    for one in ranks:
+        for law, text in one.broken:
+            return Verdict("broken", law, text)
+    for name in ranks[0].bits:
+        values = [one.bits.get(name) for one in ranks]
+        if len({value for value in values if value is not None}) > 1 and "/" not in name:
+            law = name.split()[0]
+            return Verdict("broken", f"equal {law}", f"ranks differ in {name}")
+    found = _of_unused(case, ranks)
+    return found if found.status == "broken" else _of_sums(case, ranks)
+
+
+def _of_unused(case: Case, ranks: Sequence[Report]) -> Verdict:
+    """A parameter that no rank has used has no gradient afterwards, and the others have one."""
+    if case.join is not None or {"in_backward", "delayed"} & set(case.setting):
+        return Verdict("ok")
+    for step, records in enumerate(zip(*(one.records for one in ranks), strict=True)):
+        for index in range(len(records[0].idle)) if records[0].counts else ():
+            unused = all(one.idle[index] for one in records)
+            for rank, one in enumerate(records):
+                if one.missing[index] != unused:
+                    used = "no rank uses" if unused else "a rank uses"
+                    has = "no gradient" if one.missing[index] else "a gradient"
+                    text = f"step {step}: parameter {index}, which {used}, has {has} on rank {rank}"
+                    return Verdict("broken", "unused", text)
+    return Verdict("ok")
+
+
+def _of_errors(ranks: Sequence[Report]) -> Verdict:
+    errors = [one.error or ("", "nothing") for one in ranks]
+    stages = [one.stage for one in ranks]
+    first = next(index for index, one in enumerate(ranks) if one.error)
+    kind, text = errors[first]
+    shown = f"{stages[first]}: {kind}: {text}"
+    alike = len({name for name, _ in errors}) == 1 and len(set(stages)) == 1
+    if not alike:
+        everything = "; ".join(
+            f"rank {r} {stage}: {name}: {text[:300]}"
+            for r, (stage, (name, text)) in enumerate(zip(stages, errors, strict=True))
+        )
+        return Verdict("broken", "alike", f"not all ranks end alike: {everything}")
+    if stages[first] in ("construct", "register") and kind in (*_OWN, "ValueError", "TypeError"):
+        return Verdict("refused", stages[first], f"{kind}: {text}")
+    if kind in _OWN and stages[first].split()[0] in ("step", "event", "load"):
+        return Verdict("refused", stages[first], f"{kind}: {text}")
+    for pattern in REFUSALS:
+        if re.search(pattern, text):
+            return Verdict("refused", stages[first], f"{kind}: {text}")
+    where = "step" if stages[first].startswith("step") else stages[first]
+    return Verdict("broken", f"{kind} in {where}", f"{shown}\n{ranks[first].trace}")
+
+
+def _of_leaving(ranks: Sequence[Report]) -> Verdict:
+    *others, last = ranks
+    if last.error is None or last.error[0] != "Boom":
+        return Verdict("broken", "leave", f"the rank that is to raise: {last.error}")
+    for rank, one in enumerate(others):
+        if one.error is None:
+            return Verdict("broken", "leave", f"rank {rank} noticed nothing")
+    return Verdict("ok")
+
+
+# ---- what was applied
+
+
+def _of_sums(case: Case, ranks: Sequence[Report]) -> Verdict:
+    laws = [law_of(build(case.scheme, case.options, case.wrap))]
+    laws += [law_of(build(e[2], e[3], ())) for e in case.events if e[1] == "switch"]
+    kinds = {law.kind for law in laws}
+    averages_later = any(event[1] == "unregister" for event in case.events)
+    if kinds == {"local"} and not averages_later and case.join is None:
+        return _of_local(ranks)
+    if not kinds <= {"sum", "noisy"}:
+        return Verdict("ok")
+    world = len(ranks)
+    records = [[one for one in rank.records if one.hooked] for rank in ranks]
+    leader = max(range(world), key=lambda r: sum(one.digest != "" for one in records[r]))
+    applied = wanted = torch.zeros(())
+    exact = torch.zeros(())
+    rough = 0.0
+    for step in range(len(records[0])):
+        of_step = [rank[step] for rank in records]
+        one = of_step[leader]
+        if not one.counts:
+            continue
+        applied = applied + one.applied * one.share
+        wanted = wanted + torch.stack([other.wanted for other in of_step]).sum(0) / world
+        sizes = torch.stack([other.sizes for other in of_step]).max(0).values
+        exact = exact + sizes * (world + 2) * ranks[0].spacings
+        rough += _roughness(float(sizes.norm()), laws, world)
+    if not applied.shape:
+        return Verdict("ok")
+    before, after = (
+        torch.stack([torch.cat(getattr(one, name)) for one in ranks]).mean(0)
+        for name in ("before", "after")
+    )
+    off = (applied + after - before - wanted).abs()
+    bound = torch.repeat_interleave(exact + rough, torch.tensor(ranks[0].entries)) + 1e-30
+    worst = int((off / bound).argmax()) if len(off) else 0
+    if len(off) and not off[worst] <= bound[worst]:
+        text = (
+            f"applied + residual - sum of gradients is {float(off[worst]):.3g} at entry {worst}, "
+            f"allowed {float(bound[worst]):.3g}; in norms: {float(off.norm()):.3g} of "
+            f"{float(wanted.norm()):.3g}"
+        )
+        return Verdict("broken", "sum", text)
+    return Verdict("ok")
+
+
+def _roughness(norm: float, laws: Sequence[Law], world: int) -> float:
+    """Of a step: noise, and rounding that does not depend on a parameter's own type."""
+    noise = max(law.noise for law in laws)
+    wire = max(law.wire for law in laws)
+    return norm * (_SUMS + (world + 1) / 2 * wire + _NOISE * math.sqrt(noise))
+
+
+def _of_local(ranks: Sequence[Report]) -> Verdict:
+    for rank, one in enumerate(ranks):
+        for record in one.records:
+            # Like the gradient of this rank alone, but for buckets that have another type.
+            off = (record.applied - record.wanted).abs()
+            if record.counts and float(off.max()) > 1e-6 + 0.01 * float(record.wanted.abs().max()):
+                return Verdict("broken", "local", f"rank {rank}: off by {float(off.max()):.3g}")
+    return Verdict("ok")
+
+
+def keeps_sums(case: Case) -> bool:
+    """Whether residuals are what is still to be applied."""
+    built = [build(case.scheme, case.options, case.wrap)]
+    built += [build(e[2], e[3], ()) for e in case.events if e[1] == "switch"]
+    return all(law_of(one).kind in ("sum", "noisy") for one in built)
+
+
+def continues(before: Sequence[Report], after: Sequence[Report]) -> Verdict:
+    """Whether a leg begins with what the one before held back: its mean over ranks."""
+
+    def mean(ranks: Sequence[Any], name: str) -> torch.Tensor:
+        return torch.stack([torch.cat(getattr(one, name)) for one in ranks]).mean(0)
+
+    left, taken = mean(before, "after"), mean(after, "before")
+    off = float((left - taken).abs().max()) if len(left) else 0.0
+    if off > 1e-5 * float(left.abs().max()):
+        return Verdict(
+            "broken",
+            "load",
+            f"the mean residual was {float(left.norm()):.3g} on {len(before)} ranks, and is "
+            f"{float(taken.norm()):.3g} on {len(after)}",
+        )
+    return Verdict("ok")

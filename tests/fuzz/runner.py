@@ -1,0 +1,76 @@
+"""Runs cases on teams of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tests.fuzz import laws
+from tests.fuzz.case import Case
+from tests.fuzz.laws import Verdict, judge
+from tests.fuzz.pool import Team
+from tests.fuzz.worker import Leg, Report, play
+
+__all__ = ["Runner"]
+
+# After so many cases a team starts anew: what a case leaves behind must not add up.
+_CASES_OF_A_TEAM = 100
+
+
+class Runner:
+    """Runs one case at a time; keeps a team for each number of ranks.
+
+    Args:
+        patience: seconds in which ranks do nothing before they count as hung.
+        plant: a bug, see ``tests.fuzz.faults``.
+    """
+
+    def __init__(self, patience: float = 10.0, plant: str = "") -> None:
+        self.patience, self.plant = patience, plant
+        self._teams: dict[int, Team] = {}
+        self._ran: dict[int, list[Case]] = {}  # on the team of that size
+
+    def run(self, case: Case) -> Verdict:
+        """The verdict on a case; what torch's class cannot do without a hook counts as refused."""
+        verdict = self._run(case)
+        if verdict.status == "broken" and case.host == "torch":
+            plain = verdict if "plain" in case.setting else self._run(case.without_hook())
+            if plain.status == "broken":
+                return Verdict("refused", "torch", f"without a hook, too: {plain.law}")
+        return verdict
+
+    def _run(self, case: Case) -> Verdict:
+        saved: tuple[bytes, ...] = ()
+        before: Sequence[Report] = ()
+        for number, size in enumerate((case.world, *case.legs)):
+            leg = Leg(case, number, saved, self.plant)
+            reports = self._team(size).run(play, [leg] * size)
+            self._ran[size].append(case)
+            verdict = judge(case, reports)
+            if verdict.status != "ok":
+                self.restart(size)
+                return verdict
+            if number and laws.keeps_sums(case):
+                verdict = laws.continues(before, reports)
+                if verdict.status != "ok":
+                    return verdict
+            before, saved = reports, tuple(one.state for one in reports)
+        return Verdict("ok")
+
+    def before(self, case: Case) -> list[Case]:
+        """What ran on the same processes before the last run of ``case``."""
+        return self._ran.get(case.world, [])[:-1]
+
+    def restart(self, size: int | None = None) -> None:
+        """Ends the team of that size, or all: the next case gets new processes."""
+        for one in [size] if size is not None else list(self._teams):
+            team = self._teams.pop(one, None)
+            if team is not None:
+                team.close()
+
+    def _team(self, size: int) -> Team:
+        team = self._teams.get(size)
+        if team is None or not team.usable or len(self._ran[size]) >= _CASES_OF_A_TEAM:
+            self.restart(size)
+            self._teams[size] = team = Team(size, self.patience)
+            self._ran[size] = []
+        return team

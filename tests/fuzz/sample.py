@@ -1,0 +1,198 @@
+"""Draws a configuration from a seed."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from tests.fuzz.case import Case
+from tests.fuzz.model import BRANCH_USES, MODEL_FEATURES
+from tests.fuzz.schemes import OPTIONS, SCHEMES, WRAPPERS, build
+
+__all__ = ["sample"]
+
+_BUCKETS = (None, 0.0005, 0.001, 0.002)
+_PLACES = ("first", "middle", "last")
+
+
+def sample(seed: int) -> Case:
+    """The case of a seed; what makes no sense together is not drawn."""
+    draw = random.Random(f"case {seed}")
+    values: dict[str, Any] = {"seed": seed}
+    values["host"] = draw.choice(("torch", "core", "core"))
+    values["world"] = draw.choice((2, 2, 2, 2, 2, 3, 3, 4))
+    values["steps"] = draw.randint(3, 7)
+    values |= _scheme(draw)
+    values["model"], values["use"] = _model(draw)
+    values["ddp"] = _ddp(draw, values)
+    values["setting"] = _setting(draw, values)
+    values["micro"] = draw.choice((1, 1, 1, 2, 3))
+    values["zero"] = draw.choice(("none", "none", "zeros", "keep"))
+    if draw.random() < 0.07 and "part" not in values["setting"]:
+        values["join"] = draw.randint(1, 2)
+        if draw.random() < 0.5:
+            values["setting"] += ("join_divides",)
+    else:
+        values["events"] = _events(draw, values)
+        if draw.random() < 0.1 and "part" not in values["setting"]:
+            others = [draw.choice((2, 3, 4)) for _ in range(draw.randint(1, 2))]
+            values["legs"] = tuple(others if draw.random() < 0.7 else [values["world"]])
+    return Case(**_sensible(values))
+
+
+def _some(draw: random.Random, choices: Any, share: float) -> list[Any]:
+    return [one for one in choices if draw.random() < share]
+
+
+def _scheme(draw: random.Random) -> dict[str, Any]:
+    for _ in range(20):
+        name = draw.choice(list(SCHEMES))
+        options = {key: draw.choice(OPTIONS[key]) for key in _some(draw, OPTIONS, 0.15)}
+        wrap = tuple(draw.sample(list(WRAPPERS), draw.choice((0, 0, 0, 1, 1, 2))))
+        if name == "noop":  # nothing is averaged, so nothing around it has a meaning
+            options, wrap = {}, ()
+        try:
+            build(name, options, wrap)
+        except (TypeError, ValueError):  # it says no by itself: nothing for processes
+            continue
+        return {"scheme": name, "options": options, "wrap": wrap}
+    return {}
+
+
+def _model(draw: random.Random) -> tuple[tuple[str, ...], str]:
+    found = _some(draw, [n for n in MODEL_FEATURES if n not in ("branches", "front")], 0.09)
+    use = "all"
+    if draw.random() < 0.4:
+        found.append(draw.choice(("branches", "front")))
+        use = draw.choice(list(BRANCH_USES))
+    return tuple(found), use
+
+
+def _ddp(draw: random.Random, values: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    cap = draw.choice(_BUCKETS)
+    if cap is not None:
+        found["bucket_cap_mb"] = cap
+    if draw.random() < 0.3 or values["use"] != "all" or "never" in values["model"]:
+        found["find_unused_parameters"] = True
+    if draw.random() < 0.15:
+        found["static_graph"] = True
+        if draw.random() < 0.8:
+            found.pop("find_unused_parameters", None)
+    for name, share in (("gradient_as_bucket_view", 0.25), ("skip_all_reduce_unused_params", 0.1)):
+        if draw.random() < share:
+            found[name] = True
+    if draw.random() < 0.1:
+        found["broadcast_buffers"] = False
+    if values["host"] == "core" and draw.random() < 0.1:
+        found["mixed_precision"] = draw.choice(("bf16", "bf16_f32"))
+    return found
+
+
+def _setting(draw: random.Random, values: dict[str, Any]) -> tuple[str, ...]:
+    found = _some(draw, ("delayed", "group", "mesh", "ignored", "late"), 0.05)
+    if values["world"] > 2:
+        found += _some(draw, ("part",), 0.08)
+    if values["host"] == "core":
+        found += _some(draw, ("in_backward", "layout_scheme", "layout_shape"), 0.08)
+    return tuple(found)
+
+
+def _events(draw: random.Random, values: dict[str, Any]) -> tuple[tuple[Any, ...], ...]:
+    steps = values["steps"]
+    core = values["host"] == "core"
+    found: list[tuple[Any, ...]] = []
+    for _ in range(draw.choice((0, 0, 1, 1, 1, 2, 3))):
+        kinds = ["switch", "resume", "raise", "poison"] * 4
+        kinds += ["save", "eval", "discard", "trip", "two", "penalty", "freeze"] * 2
+        kinds += ["group"] + ["unregister"] * 2 * core
+        kind, at = draw.choice(kinds), draw.randrange(steps)
+        if kind == "switch":
+            found.append((at, kind, *_switch(draw)))
+        elif kind == "resume":
+            found.append((at, kind, draw.choice(("torch", "flat"))))
+        elif kind == "raise":
+            found.append((at, kind, draw.choice(_PLACES) if core else "first"))
+        elif kind == "poison":
+            found.append((at, kind, draw.choice(_PLACES), draw.choice(("inf", "nan"))))
+        elif kind == "freeze":
+            found.append((at, kind))
+            if at + 1 < steps and draw.random() < 0.7:
+                found.append((draw.randrange(at + 1, steps), "thaw"))
+        else:
+            found.append((at, kind))
+    if draw.random() < 0.02:
+        return ((1, "leave", draw.choice(_PLACES)),)
+    return tuple(sorted(found, key=lambda event: event[0]))
+
+
+def _switch(draw: random.Random) -> tuple[str, dict[str, Any]]:
+    name = draw.choice(list(SCHEMES))
+    options = {"coalesce": True} if draw.random() < 0.15 else {}
+    return name, options
+
+
+def _sensible(values: dict[str, Any]) -> dict[str, Any]:
+    """Without what contradicts itself, or what PyTorch documents as the user's mistake."""
+    model, ddp, setting = set(values["model"]), values["ddp"], set(values["setting"])
+    events = list(values.get("events", ()))
+    kinds = {event[1] for event in events}
+    if kinds & {"freeze"}:
+        model.add("extra")
+        ddp["find_unused_parameters"] = True
+        ddp.pop("static_graph", None)
+    if ddp.get("static_graph") and values["use"] not in ("all", "none"):
+        values["use"] = "all"  # the same graph in every step is the user's promise
+    if "static_graph" in ddp:
+        drop = {"two", "penalty", "freeze", "thaw", "discard"}
+        events = [event for event in events if event[1] not in drop]
+    if {"reentrant", "twice", "recompute", "checkpoint"} & model or "sparse" in model:
+        events = [event for event in events if event[1] != "penalty"]
+    if "reentrant" in model and "find_unused_parameters" in ddp:
+        model.discard("reentrant")  # PyTorch says no
+    if "recompute" in model:
+        model -= {"buffer", "reentrant", "twice", "checkpoint"}
+    if "mixed_precision" in ddp:
+        model -= {"all_bf16", "all_f64", "bf16", "f16", "f64", "complex", "sparse"}
+        setting -= {"delayed", "ignored"}  # not cast, so that their layers mix two dtypes
+    if "complex" in model:
+        model -= {"all_bf16", "all_f64"}
+    if {"all_bf16", "all_f64"} <= model:
+        model -= {"all_f64"}
+    if values["micro"] > 1:  # a pass whose backward pass is still to come is waited for
+        events = [event for event in events if event[1] != "discard"]
+    if values.get("join") is not None:
+        model -= {"recompute"}
+    if "group" in setting or "part" in setting:
+        setting -= {"mesh"}
+    if {"group", "part"} <= setting:
+        setting -= {"group"}
+    if "part" in setting:
+        events = [event for event in events if event[1] != "group"]
+    if "in_backward" in setting:
+        drop = {"raise", "poison", "resume"}
+        events = [event for event in events if event[1] not in drop]
+        setting -= {"late", "ignored", "delayed"}
+    if any(kind == "unregister" for _, kind, *_ in events):
+        gone = next(at for at, kind, *_ in events if kind == "unregister")
+        about_hooks = {"switch", "resume", "save", "unregister", "group"}
+        events = [e for e in events if e[1] not in about_hooks or e[0] < gone]
+        events = sorted([*events, (gone, "unregister")], key=lambda event: event[0])
+        values.pop("legs", None)
+    if "layout_shape" in setting:
+        setting -= {"layout_scheme"}
+    if values.get("scheme") == "noop":
+        setting -= {"delayed"}
+        values["zero"] = "none"
+    if values["host"] == "torch":
+        if values["micro"] > 1:  # as with a forward pass without a backward pass
+            events = [event for event in events if event[1] != "raise"]
+        if values["use"] in ("ranks", "random") and "skip_all_reduce_unused_params" in ddp:
+            values["use"] = "same"  # its documentation asks for it
+        if "find_unused_parameters" in ddp:  # it looks at the last forward only
+            events = [event for event in events if event[1] != "two"]
+    order = [name for name in MODEL_FEATURES if name in model]
+    values |= {"model": tuple(order), "ddp": ddp, "setting": tuple(sorted(setting))}
+    if events or "events" in values:
+        values["events"] = tuple(events)
+    return values

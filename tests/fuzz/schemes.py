@@ -1,0 +1,149 @@
+"""The schemes that are tried, wrappers around them, and which law each is under."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+import commhooks
+from commhooks import (
+    EF21,
+    AveragedFeedback,
+    Cast,
+    ErrorFeedback,
+    Guard,
+    PeriodicDense,
+    PerParameter,
+    Rule,
+    Schedule,
+    Scheme,
+    TwoPhase,
+    TwoPhaseCast,
+)
+from commhooks._feedback import keeps_residual
+from commhooks._scheme import children, walk
+from commhooks._wrapper import Several
+from commhooks.wire import Sealed
+
+__all__ = ["OPTIONS", "SCHEMES", "WRAPPERS", "Law", "build", "law_of"]
+
+# By name, options that suit a model of some hundred entries.
+SCHEMES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "allreduce": {},
+    "fp16": {},
+    "bf16": {},
+    "powersgd": {"rank": 2, "min_compression_rate": 1.0},
+    "acpsgd": {"rank": 2, "min_compression_rate": 1.0},
+    "batched_powersgd": {"rank": 1},
+    "int8": {"block": 64},
+    "fp8": {"block": 64},
+    "mxfp8": {},
+    "int4": {"block": 64},
+    "onebit": {"block": 64},
+    "global_qsgd": {},
+    "intsgd": {},
+    "sdp4bit": {"local_size": 2, "inside_block": 64, "between_block": 64},
+    "eden": {"bits": 2, "block": 128},
+    "drive": {"block": 128},
+    "topk": {"ratio": 0.1},
+    "aligned_topk": {"ratio": 0.2, "row": 8},
+    "random_k": {"ratio": 0.1},
+    "random_block": {"ratio": 0.1},
+    "qsgd": {"block": 64},
+    "terngrad": {"block": 64},
+    "signsgd": {},
+    "quantization_pertensor": {},
+    "quantization_perchannel": {"block_size": 64},
+    "dgc": {"ratio": 0.1},
+    "demo": {},
+    "onebit_adam": {"freeze_step": 2, "block": 64},
+    "noop": {},
+}
+# Of ``commhooks.make``, for any scheme.
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "error_feedback": (True,),
+    "start_step": (2,),
+    "wire_dtype": ("fp16", "bf16"),
+    "coalesce": (True,),
+}
+WRAPPERS: dict[str, Callable[[Scheme], Scheme]] = {
+    "periodic": lambda one: PeriodicDense(one, every=3),
+    "guard": lambda one: Guard(one, every=2),
+    "sealed": Sealed,
+    "rules": lambda one: PerParameter(
+        [Rule(commhooks.make("none"), max_dim=1), Rule(one, name="*middle*")], default=one
+    ),
+    "schedule": lambda one: Schedule([(0, commhooks.make("none")), (2, one)]),
+    "schedule_off": lambda one: Schedule([(0, one), (2, commhooks.make("bf16"))]),
+    "two_phase": lambda one: ErrorFeedback(TwoPhase(_bare(one))),
+    "ef21": lambda one: EF21(_bare(one), momentum=0.5),
+    "averaged": lambda one: AveragedFeedback(_bare(one)),
+}
+
+
+def _bare(scheme: Scheme) -> Any:
+    return scheme.scheme if isinstance(scheme, ErrorFeedback) else scheme
+
+
+def build(name: str, options: dict[str, Any], wrap: tuple[str, ...]) -> Scheme:
+    """The scheme of a case."""
+    scheme = commhooks.make(name, **{**SCHEMES[name], **options})
+    for one in wrap:
+        scheme = WRAPPERS[one](scheme)
+    return scheme
+
+
+class Law(NamedTuple):
+    """What holds of what a scheme applies.
+
+    Attributes:
+        kind: "sum" (applied and residual are the sum of gradients; with no residual, each step is
+            exact), "noisy" (likewise, but for noise), "other", "local" (nothing is averaged).
+        noise: most that the squared error of a step can be expected to be, in squared gradients.
+        wire: spacing of 1 in the narrowest type that a payload takes; 0: the gradient's own.
+    """
+
+    kind: str
+    noise: float = 0.0
+    wire: float = 0.0
+
+
+def law_of(scheme: Scheme) -> Law:
+    """The law of a scheme."""
+    inside = list(walk(scheme))
+    wire = max(
+        (torch.finfo(o.dtype).eps for o in inside if isinstance(o, (Cast, TwoPhaseCast))),
+        default=0.0,
+    )
+    if not scheme.averages:
+        return Law("local" if isinstance(scheme, commhooks.Noop) else "other")
+    if scheme.optimizes or any(isinstance(one, (EF21, AveragedFeedback)) for one in inside):
+        return Law("other")
+    noise = 0.0
+    for one in _leaves(scheme):
+        if keeps_residual(one):
+            continue
+        if one.biased:
+            return Law("other")
+        noise = max(noise, (1 + one.variance) ** max(one.rounds, 1) - 1)
+    return Law("noisy", noise, wire) if noise else Law("sum", 0.0, wire)
+
+
+def _leaves(scheme: Scheme) -> Iterator[Scheme]:
+    """The schemes that run side by side, or one after the other."""
+    if isinstance(scheme, (Several, commhooks.DelayedStart)):
+        for one in children(scheme):
+            yield from _leaves(one)
+    elif isinstance(scheme, (Guard, PeriodicDense, Sealed, commhooks.Coalesced)):
+        yield from _leaves(scheme.scheme)
+    else:
+        yield scheme
+
+
+def tolerance_of_sums(world: int) -> float:
+    """Share of the norm by which sums of products in float32 may be off, see tests/contract."""
+    return (math.log2(world) + 2 * 80) * torch.finfo(torch.float32).eps

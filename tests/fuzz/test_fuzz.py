@@ -1,0 +1,64 @@
+"""Some configurations at every run; ``python -m tests.fuzz --cases 2000`` for more."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fuzz.__main__ import explore
+from tests.fuzz.case import Case
+from tests.fuzz.laws import Verdict
+from tests.fuzz.sample import sample
+from tests.fuzz.shrink import shrink
+
+CASES, PARTS = 24, 2
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("part", range(PARTS))
+def test_random_configurations_obey_the_laws(part: int) -> None:
+    figures = explore(range(part * CASES, (part + 1) * CASES), shrinks=15.0)
+    assert not figures.found, figures.show()
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_case_is_one_line_that_says_all(seed: int) -> None:
+    case = sample(seed)
+    assert Case.loads(case.dumps()) == case
+    assert "\n" not in case.dumps()
+
+
+def test_a_seed_gives_the_same_case_every_time() -> None:
+    assert sample(11) == sample(11) != sample(12)
+
+
+def test_unknown_fields_of_a_case_are_refused() -> None:
+    with pytest.raises(ValueError, match="no such fields: \\['modell'\\]"):
+        Case.loads('{"modell": ["front"]}')
+
+
+def _needs_two(case: Case) -> Verdict:
+    """A pretended defect of two features together."""
+    broken = "static_graph" in case.ddp and any(event[1] == "save" for event in case.events)
+    return Verdict("broken", "sum") if broken else Verdict("ok")
+
+
+def test_shrinking_leaves_what_it_takes() -> None:
+    case = Case(
+        seed=7,
+        host="core",
+        world=4,
+        scheme="topk",
+        options={"coalesce": True},
+        wrap=("guard",),
+        model=("bf16", "scalar"),
+        ddp={"static_graph": True, "bucket_cap_mb": 0.001},
+        steps=7,
+        micro=3,
+        zero="keep",
+        events=((2, "eval"), (5, "save")),
+        legs=(3,),
+    )
+    small, verdict = shrink(case, "sum", _needs_two)
+    assert verdict.status == "broken"
+    assert small.features == {"ddp static_graph", "event save"}
+    assert (small.steps, small.seed) == (1, 0)

@@ -1,0 +1,389 @@
+"""What a rank does in a case, and what it reports."""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import commhooks
+from tests.fuzz import faults
+from tests.fuzz.case import Case
+from tests.fuzz.model import Boom, batch, used
+from tests.fuzz.pool import Leave
+from tests.fuzz.run import Plan, Record, Run, digest
+from tests.fuzz.schemes import build
+
+__all__ = ["Leg", "Report", "play"]
+
+
+@dataclass(frozen=True)
+class Leg:
+    """A part of a case on one number of ranks.
+
+    Attributes:
+        number: 0 begins; later ones continue from ``saved``, all ranks' states.
+        plant: name of the bug to plant, see ``tests.fuzz.faults``.
+    """
+
+    case: Case
+    number: int = 0
+    saved: tuple[bytes, ...] = ()
+    plant: str = ""
+
+
+@dataclass
+class Report:
+    """What a rank saw.
+
+    Attributes:
+        stage: where it is, or stopped: "construct", "register", "step 3", ..., "done".
+        error: type and text of what was raised there; ``broken`` what it found wrong by itself.
+        bits: by what must be equal on all ranks, a digest.
+        counts: by step, whether it goes into the sums; ``shares`` of ranks with input.
+        state: to continue from.
+    """
+
+    stage: str = "construct"
+    error: tuple[str, str] | None = None
+    broken: list[tuple[str, str]] = field(default_factory=list)
+    bits: dict[str, str] = field(default_factory=dict)
+    records: list[Record] = field(default_factory=list)
+    before: Any = None
+    after: Any = None
+    spacings: Any = None
+    entries: list[int] = field(default_factory=list)
+    idle: bool = False
+    state: bytes = b""
+    trace: str = ""
+
+
+def play(rank: int, size: int, leg: Leg) -> Any:
+    """Runs a leg of a case on one rank."""
+    case, report = leg.case, Report()
+    plan = _Player(leg, rank, report)
+    with faults.planted(leg.plant, rank):
+        try:
+            plan.play()
+        except Exception as error:  # a verdict is made of it, with those of the other ranks
+            report.error = (type(error).__name__, str(error))
+            report.trace = _trace(error)
+        finally:
+            plan.close()
+    if any(event[1] == "leave" for event in case.events):
+        return Leave(report)
+    if report.error is None and "part" not in case.setting:
+        dist.barrier()  # nobody is still in a collective
+    return report
+
+
+class _Player:
+    def __init__(self, leg: Leg, rank: int, report: Report) -> None:
+        self.leg, self.case, self.rank, self.report = leg, leg.case, rank, report
+        self.runs: list[Run] = []  # the second one resumed from the first
+        self.switched: list[Any] = []
+        self.first = leg.number * leg.case.steps
+
+    def play(self) -> None:
+        case, report = self.case, self.report
+        group = self._group()
+        if group is None:
+            report.idle, report.stage = True, "done"
+            return
+        run = self._start(group)
+        report.entries, report.spacings = run.sizes(), run.spacings()
+        if "late" in case.setting:
+            self._step(0, no_hook=True)
+        if "plain" not in case.setting:
+            report.stage = "register"
+            run.register()
+        if self.leg.saved:
+            report.stage = "load"
+            self.switched = [event[2:] for event in case.events if event[1] == "switch"]
+            self._switches(run, self.switched)
+            run.hook.load_state_dict(self._saved())
+            run.steps = run.hook.step
+        report.before = run.residuals()
+        if case.join is None:
+            for number in range(case.steps):
+                self._events(number)
+                self._step(number)
+        else:
+            self._join(run)
+        report.stage = "end"
+        self._finish(run)
+        report.stage = "done"
+
+    def _group(self) -> Any:
+        names = {"group": range(self.case.world), "part": range(self.case.world - 1)}
+        for name, ranks in names.items():
+            if name in self.case.setting:
+                group: Any = dist.new_group(list(ranks))
+                return group if self.rank in ranks else None
+        return dist.group.WORLD
+
+    def _start(self, group: Any, like: Run | None = None) -> Run:
+        run = Run(self.case, group.rank(), group)
+        self.runs.append(run)
+        if like is not None:
+            run.net.load_state_dict(like.net.state_dict())
+        elif self.leg.saved:
+            run.net.load_state_dict(_unpack(self.leg.saved[0])["model"])
+        run.wrap()
+        return run
+
+    def _saved(self) -> Any:
+        states = [_unpack(one)["hook"] for one in self.leg.saved]
+        if len(states) == self.runs[0].world:
+            return states[self.rank]
+        return states
+
+    # ---- steps
+
+    def _step(self, number: int, *, no_hook: bool = False, share: float = 1.0) -> None:
+        """A step of each run; a resumed one does what the first does, bit for bit."""
+        case, report = self.case, self.report
+        report.stage = f"step {number}"
+        plan = self._plan(number, no_hook)
+        records = [run.step(self.first + number, plan) for run in self.runs]
+        record = records[0]
+        if record is not None:
+            record.share = share
+            report.records.append(record)
+            if case.averages:
+                name = f"gradients of step {number}" if share == 1 else f"{self.rank}/{number}"
+                report.bits[name] = record.digest
+            self._check_bad(number, plan, record)
+        for other, again in zip(self.runs[1:], records[1:], strict=True):
+            if not other.is_exact or record is None or again is None:
+                continue
+            if record.digest != again.digest:
+                off = float((record.applied - again.applied).abs().max())
+                text = f"step {number} differs by {off:.3g} from that without a stop"
+                report.broken.append(("resume", text))
+        for one in self.runs:
+            self._count(one, f"in step {number}")
+
+    def _count(self, run: Run, when: str) -> None:
+        if run.hook is not None and run.counts and run.hook.step != run.steps:
+            text = f"hook.step is {run.hook.step} after {run.steps} steps, {when}"
+            self.report.broken.append(("steps", text))
+            run.counts = False
+
+    def _count(self, run: Run, when: str) -> None:
+        if run.hook is not None and run.counts and run.hook.step != run.steps:
+            text = f"hook.step is {run.hook.step} after {run.steps} steps, {when}"
+            self.report.broken.append(("steps", text))
+            run.counts = False
+
+    def _resume_may_differ(self) -> float:
+        """In units of the gradient; 0: not at all.
+
+        PyTorch's class lays out buckets anew after its first step: sums over three or more ranks
+        then have another order, and schemes that look at a whole bucket see others.
+        """
+        case = self.case
+        if case.host == "core" or (case.world == 2 and "bucket_cap_mb" not in case.ddp):
+            return 0.0
+        return math.inf
+
+    def _plan(self, number: int, no_hook: bool) -> Plan:
+        gates, rank, flags = {}, 0, {}
+        for at, kind, *more in () if no_hook else self.case.events:
+            if at != number:
+                continue
+            if kind in ("raise", "poison"):
+                gates[more[0]] = "raise" if kind == "raise" else more[1]
+                rank = self.runs[0].world - 1
+            elif kind in ("two", "penalty"):
+                flags[kind] = True
+        return Plan(gates, rank=rank, no_hook=no_hook, **flags)
+
+    def _check_bad(self, number: int, plan: Plan, record: Record) -> None:
+        """What is not finite on a rank is seen by all, so that all skip the step.
+
+        Not at every place where it was: a sparse scheme sends some of the entries.
+        """
+        if not plan.gates or not self.case.averages:
+            return
+        bad = (~record.wanted.isfinite()).to(torch.int32)
+        dist.all_reduce(bad, group=self.runs[0].group)
+        if bad.any() and record.applied.isfinite().all():
+            text = (
+                f"step {number}: {int((bad > 0).sum())} entries are not finite, all that arrive are"
+            )
+            self.report.broken.append(("bad", text))
+
+    def _join(self, run: Run) -> None:
+        case, world = self.case, run.world
+        less = case.join or 0
+        counts = [max(case.steps - less * rank, 1) for rank in range(world)]
+        begun = run.steps
+        # PyTorch's class divides by the ranks that have input where there is no hook, ours always.
+        by_input = "join_divides" in case.setting
+        divides = by_input and (case.host == "core" or run.hook is None)
+        with run.ddp.join(divide_by_initial_world_size=not by_input):
+            for number in range(counts[run.rank]):
+                active = sum(count > number for count in counts)
+                self._step(number, share=active / world if divides else 1.0)
+                if run.hook is not None:
+                    run.steps = run.hook.step
+        run.steps = begun + max(counts)
+        for _ in range(counts[run.rank], case.steps):  # others' steps, for the sums
+            zero = torch.zeros(sum(self.report.entries), dtype=torch.float64)
+            sizes = torch.zeros(len(run.trained), dtype=torch.float64)
+            self.report.records.append(Record(zero, zero, sizes, "", [], [], counts=False))
+
+    # ---- between steps
+
+    def _events(self, number: int) -> None:
+        for at, kind, *more in self.case.events:
+            if at == number:
+                self.report.stage = f"event {kind}"
+                handler = getattr(self, f"_on_{kind}", None)
+                if handler is not None:
+                    handler(number, *more)
+
+    def _on_switch(self, number: int, name: str, options: dict[str, Any]) -> None:
+        self.switched.append((name, options))
+        for run in self.runs:
+            run.hook.switch(build(name, options, ()))
+
+    def _on_resume(self, number: int, form: str = "torch") -> None:
+        run = self.runs[0]
+        state = run.hook.state_dict()
+        if form == "flat":
+            tensors, metadata = commhooks.flatten_state(state)
+            state = commhooks.unflatten_state(tensors, metadata)
+        state = _unpack(_pack(state))
+        again = self._start(run.group, like=run)
+        for (_, mine), (_, theirs) in zip(
+            again.net.named_parameters(), run.net.named_parameters(), strict=True
+        ):
+            mine.requires_grad_(theirs.requires_grad)
+            mine.grad = None if theirs.grad is None else theirs.grad.detach().clone()
+        again.register()
+        self._switches(again, self.switched)
+        again.hook.load_state_dict(state)
+        again.steps = run.steps
+        # A state of the first steps cannot know the buckets to come, see docs/design/steps.md.
+        again.is_exact = run.steps >= (3 if "static_graph" in self.case.ddp else 2)
+
+    def _switches(self, run: Run, switches: list[Any]) -> None:
+        """What a job that goes on from a checkpoint runs: the scheme that was switched to."""
+        for name, options in switches:
+            run.hook.switch(build(name, options, ()))
+
+    def _on_save(self, number: int) -> None:
+        for run in self.runs:
+            run.hook.load_state_dict(_unpack(_pack(run.hook.state_dict())))
+
+    def _on_freeze(self, number: int) -> None:
+        for run in self.runs:
+            run.net.parts["extra"].requires_grad_(False)
+
+    def _on_thaw(self, number: int) -> None:
+        for run in self.runs:
+            run.net.parts["extra"].requires_grad_(True)
+
+    def _on_eval(self, number: int) -> None:
+        for run in self.runs:
+            run.ddp.eval()
+            with torch.no_grad():
+                self._forward(run, number)
+            run.ddp.train()
+
+    def _on_discard(self, number: int) -> None:
+        for run in self.runs:
+            self._forward(run, number)
+
+    def _on_trip(self, number: int) -> None:
+        for run in self.runs:
+            try:
+                self._forward(run, number, {"forward": "raise"})
+            except Boom:
+                continue
+            raise AssertionError("a forward pass that raises has not raised")
+
+    def _forward(self, run: Run, number: int, gates: dict[str, str] | None = None) -> None:
+        use = used(self.case, number, 77, self.rank)
+        run.call(batch(self.case, number, 77, self.rank), use, gates or {}, self.rank)
+
+    def _on_group(self, number: int) -> None:
+        group: Any = dist.new_group(list(range(self.case.world)))
+        for run in self.runs:
+            run.ddp._update_process_group(group)
+            run.group = group
+
+    def _on_unregister(self, number: int) -> None:
+        for run in self.runs:
+            commhooks.unregister(run.ddp)
+            run.counts = False
+
+    def _on_leave(self, number: int, place: str) -> None:
+        """The last rank's backward pass raises, and it ends; the others hear of it."""
+        run = self.runs[0]
+        mine = run.rank == run.world - 1
+        use = used(self.case, number, 0, self.rank)
+        self.report.stage = "leaving"
+        x = batch(self.case, number, 0, self.rank).requires_grad_()
+        run.call(x, use, {place: "raise"} if mine else {}, self.rank).float().mean().backward()
+        self._forward(run, number)  # what torch says of an unfinished step, it says here
+        run.call(x, use, {}, self.rank).float().mean().backward()
+
+    # ---- the end
+
+    def _finish(self, run: Run) -> None:
+        report, case = self.report, self.case
+        report.after = run.residuals()
+        if case.averages:
+            kept = [p for n, p in run.net.named_parameters() if n not in run.ignored]
+            report.bits["parameters"] = digest(kept)
+        if run.hook is None:
+            return
+        for one in self.runs:
+            self._count(one, "at the end")
+        state = run.hook.state_dict()
+        report.bits["step"] = str(state["step"])
+        mine = state[f"rank{run.hook.rank}"]["memory"]
+        per_rank = {key for one in _inside(run.hook.scheme) for key in one.per_rank} | {"residual"}
+        for key, values in mine.items():
+            for name, value in values.items():
+                if value.is_floating_point() and not value.isfinite().all():
+                    report.broken.append(("memory", f"{key} of {name} is not finite"))
+                if key not in per_rank:
+                    report.bits[f"memory {key} {name}"] = digest([value])
+        report.state = _pack({"model": run.net.state_dict(), "hook": state})
+
+    def close(self) -> None:
+        for run in self.runs:
+            if run.hook is not None and self.report.error is None:
+                run.hook.close()
+        self.runs.clear()
+
+
+def _inside(scheme: Any) -> list[Any]:
+    from commhooks._scheme import walk
+
+    return list(walk(scheme))
+
+
+def _pack(value: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def _unpack(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=True)
+
+
+def _trace(error: BaseException) -> str:
+    import traceback
+
+    lines = traceback.format_exception(error)
+    return "".join(lines[-4:])

@@ -1,0 +1,336 @@
+"""The cases, by kind: each is made of a seed, and raises if what it is given to does not hold."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import random
+import struct
+import traceback
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load as load_safetensors
+from safetensors.torch import save as save_safetensors
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from typer.testing import CliRunner
+
+import commhooks
+from commhooks import CheckpointError, PayloadError
+from commhooks._checkpoint_checksum import checksum
+from commhooks._checkpoint_diloco import sealed as sealed_outer
+from commhooks._cli import app
+from commhooks.wire import HEADER_BYTES, decode, encode
+from tests.hostile.values import changed, damaged
+
+__all__ = ["KINDS", "Target"]
+
+_CODECS = [
+    commhooks.Blockwise("int8", 256),
+    commhooks.Blockwise("int8", 256, stochastic=True),
+    commhooks.Blockwise("int4", 64),
+    commhooks.Blockwise("int4", 128, rotate=True),
+    commhooks.Blockwise("int2", 128),
+    commhooks.Blockwise("e4m3", 256),
+    commhooks.Blockwise("mx_e4m3", 32),
+    commhooks.Blockwise("sign", 2048),
+    commhooks.Eden(1),
+    commhooks.Eden(3),
+    commhooks.QSGD(),
+    commhooks.TernGrad(),
+    commhooks.MinMax(),
+    commhooks.MinMaxPerChannel(128),
+    commhooks.SignSGD(),
+    commhooks.TwoPhaseCast(torch.bfloat16),
+    commhooks.TopK(0.01),
+    commhooks.TopK(1e-5),
+]
+_SCHEMES = [
+    ("powersgd", {"rank": 2, "start_step": 1}),
+    ("topk", {"ratio": 0.1}),
+    ("sdp4bit", {"local_size": 1}),
+    ("dgc", {"ratio": 0.1}),
+    ("onebit_adam", {"freeze_step": 2}),
+    ("acpsgd", {"rank": 2}),
+    ("intsgd", {"error_feedback": True}),
+    ("int8", {}),
+]
+_WORDS = [
+    "check",
+    "new",
+    "schemes",
+    "doctor",
+    "--out",
+    "--help",
+    "-h",
+    "--",
+    "nope",
+    "class",
+    "a/b",
+]
+_ALPHABET = [
+    "a",
+    "Z",
+    "_",
+    "-",
+    ".",
+    "/",
+    "\\",
+    "\0",
+    "\n",
+    "\t",
+    " ",
+    "[",
+    "]",
+    "{",
+    "%",
+    "é",
+    "\U0001f600",
+    "\ud800",
+    "\x1b[31m",
+    "*",
+    "'",
+    '"',
+    "..",
+    "0",
+    "=",
+]
+
+
+class Target:
+    """What hostile bytes are given to: hooks with memory, in a process group of one rank."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.hooks = [self._trained(name, options) for name, options in _SCHEMES]
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))
+        self.outer = commhooks.DiLoCo(model, "topk", every=4, delay=2)
+        for _ in range(5):
+            self.outer.step()
+        self._models: list[Any]
+
+    def _trained(self, name: str, options: dict[str, Any]) -> commhooks.HookState:
+        torch.manual_seed(0)
+        self.model = DistributedDataParallel(nn.Linear(12, 9))
+        self._keep = [*getattr(self, "_keep", []), self.model]
+        hook = commhooks.register(self.model, name, **options)
+        for _ in range(3):
+            self.model(torch.randn(4, 12)).square().mean().backward()
+        return hook
+
+
+def wire(target: Target, rng: random.Random) -> None:
+    """A message decodes to as many numbers as it says, or raises PayloadError."""
+    codec = rng.choice(_CODECS)
+    n = rng.choice((0, 1, 100, 3000))
+    message = bytes(encode(codec, torch.randn(n), checksum=rng.random() < 0.5).tolist())
+    data = bytearray(damaged(message, rng))
+    if len(data) >= HEADER_BYTES and rng.random() < 0.7:  # a header that is right, in part
+        data[:16] = message[:16]
+        data[6:8], data[52:64] = b"\0\0", bytes(12)
+        if rng.random() < 0.7:
+            data[24:32] = struct.pack("<Q", len(data) - HEADER_BYTES)
+        if rng.random() < 0.5:
+            data[16:24] = message[16:24]
+        if rng.random() < 0.9:
+            data[32:48] = bytes(16)
+        data[48:52] = bytes(4)
+        if rng.random() < 0.5:
+            data[6] = 1
+            data[48:52] = struct.pack("<I", zlib.crc32(bytes(data)))
+    given = rng.choice((bytes, lambda one: torch.tensor(list(one), dtype=torch.uint8)))(bytes(data))
+    if rng.random() < 0.02:
+        given = rng.choice(
+            (None, 5, 10**9, "text", torch.zeros(70), [1], torch.zeros(70, device="meta"))
+        )
+    with contextlib.suppress(PayloadError):
+        decoded = decode(codec, given)
+        assert decoded.dtype == torch.float32
+        assert decoded.shape == struct.unpack_from("<Q", data, 16)
+
+
+def state(target: Target, rng: random.Random) -> None:
+    """A changed state is refused and changes nothing, or is taken up and can be saved again."""
+    hook = rng.choice(target.hooks)
+    before = hook.state_dict()
+    given: Any = changed(before, rng)
+    if rng.random() < 0.6 and isinstance(given, dict):
+        _seal(given)
+    if rng.random() < 0.1:
+        given = rng.choice(([given], [given, before], (before, given), [given] * 3))
+    _load(hook, given, before, strict=rng.random() < 0.7)
+
+
+def _seal(given: dict[Any, Any]) -> None:
+    for field, part in given.items():
+        with contextlib.suppress(Exception):
+            if field.startswith("rank"):
+                places = (part["rank"], part["global_rank"], part["leader"])
+                if all(
+                    one.numel() < 10**6
+                    for names in part["memory"].values()
+                    for one in names.values()
+                ):
+                    part["checksum"] = checksum(given, *places, part["memory"])
+
+
+def _load(hook: Any, given: Any, before: Any, **options: Any) -> None:
+    refused = ""
+    try:
+        hook.load_state_dict(given, **options)
+    except CheckpointError as error:
+        refused = str(error)
+    assert len(refused) < 2000, "a message of a page"
+    if refused:
+        assert _same(hook.state_dict(), before), "refused, but something has changed"
+        return
+    after = hook.state_dict()
+    again = hook.state_dict()
+    assert _same(after, again)
+    hook.load_state_dict(before)
+    assert _same(hook.state_dict(), before)
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor):
+        if (left.dtype, left.shape) != (right.dtype, right.shape):
+            return False
+        # By bytes: a NaN may be on its way to all ranks, who know what to do then.
+        return torch.equal(*(one.reshape(-1).view(torch.uint8) for one in (left, right)))
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
+    if isinstance(left, list):
+        return len(left) == len(right) and all(map(_same, left, right))
+    return bool(left == right)
+
+
+def torch_file(target: Target, rng: random.Random) -> None:
+    """What torch.load makes of a damaged file is refused or what was saved."""
+    hook = rng.choice(target.hooks)
+    before = hook.state_dict()
+    loaded = _read(lambda data: torch.load(io.BytesIO(data)), _saved(before), rng)
+    if loaded is not None:
+        _load(hook, loaded, before)
+
+
+def torch_pickle(target: Target, rng: random.Random) -> None:
+    """A pickled hook state loads, or raises torch's error or CheckpointError."""
+    hook = rng.choice(target.hooks)
+    loaded = _read(lambda data: torch.load(io.BytesIO(data)), _saved(hook), rng)
+    if isinstance(loaded, commhooks.HookState):
+        repr(loaded)
+
+
+def _saved(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def safetensors_file(target: Target, rng: random.Random) -> None:
+    """What safetensors makes of a damaged file is refused or what was saved."""
+    hook = rng.choice(target.hooks)
+    before = hook.state_dict()
+    tensors, metadata = commhooks.flatten_state(before)
+    data = save_safetensors(tensors, metadata)
+
+    def read(given: bytes) -> Any:
+        # As safe_open does, which takes files only.
+        (size,) = struct.unpack_from("<Q", given)
+        header = json.loads(given[8 : 8 + size]) if size < len(given) else {}
+        return load_safetensors(given), header.get("__metadata__")
+
+    loaded = _read(read, data, rng)
+    if loaded is None:
+        return
+    try:
+        given = commhooks.unflatten_state(*loaded)
+    except CheckpointError:
+        return
+    _load(hook, given, before)
+
+
+def flat(target: Target, rng: random.Random) -> None:
+    """Changed flat forms are refused or make a state."""
+    hook = rng.choice(target.hooks)
+    before = hook.state_dict()
+    tensors, metadata = commhooks.flatten_state(before)
+    metadata["commhooks"] = damaged(metadata["commhooks"].encode(), rng).decode("utf8", "replace")
+    tensors = changed(tensors, rng) if rng.random() < 0.5 else tensors
+    try:
+        given = commhooks.unflatten_state(tensors, metadata)
+    except CheckpointError:
+        return
+    _load(hook, given, before)
+    with contextlib.suppress(CheckpointError):
+        commhooks.flatten_state(given)
+
+
+def diloco(target: Target, rng: random.Random) -> None:
+    """A changed state of an outer optimizer is refused and changes nothing, or is taken up."""
+    before = target.outer.state_dict()
+    given = changed(before, rng)
+    if rng.random() < 0.6:
+        with contextlib.suppress(Exception):
+            if all(
+                one.numel() < 10**6
+                for what in ("outer", "momentum")
+                for one in given[what].values()
+            ):
+                given = sealed_outer(given)
+                _seal(given["hook"])
+    _load(target.outer, given, before)
+
+
+def _read(load: Callable[[bytes], Any], data: bytes, rng: random.Random) -> Any:
+    """What a library makes of damaged bytes; None if it, or CheckpointError, refuses them."""
+    given, ours = damaged(data, rng), []
+    try:
+        return load(given)
+    except CheckpointError:
+        return None
+    except Exception as error:  # a library's own, unless it comes out of this package
+        frames = traceback.extract_tb(error.__traceback__)
+        ours = [f"{error!r} in {one}" for one in frames if "/commhooks/" in one.filename]
+    assert not ours, ours[-1]
+    return None
+
+
+def command_line(target: Target, rng: random.Random) -> None:
+    """Hostile arguments end with a message and an exit code, never with a traceback."""
+    words = [
+        rng.choice(_WORDS) if rng.random() < 0.5 else _word(rng) for _ in range(rng.randrange(4))
+    ]
+    if [word for word in words if word != "--"] in ([], ["doctor"], ["schemes"]):  # right, and slow
+        return
+    with contextlib.chdir(target.folder):
+        result = CliRunner().invoke(app, words)
+    assert result.exception is None or isinstance(result.exception, SystemExit), (
+        f"{words!r}: {result.exception!r}"
+    )
+    assert result.exit_code in (0, 1, 2)
+
+
+def _word(rng: random.Random) -> str:
+    if rng.random() < 0.1:
+        return rng.choice(
+            ("x" * 5000, ".py", "nope.py", "../nope.py", "/", "~", "--out=/", "-" * 50)
+        )
+    return "".join(rng.choice(_ALPHABET) for _ in range(rng.choice((0, 1, 3, 12))))
+
+
+KINDS: dict[str, Callable[[Target, random.Random], None]] = {
+    "wire": wire,
+    "state": state,
+    "torch file": torch_file,
+    "pickled hook": torch_pickle,
+    "safetensors file": safetensors_file,
+    "flat form": flat,
+    "diloco": diloco,
+    "command line": command_line,
+}

@@ -1,0 +1,102 @@
+"""Runs cases of some seeds, and says which broke a rule or cost too much."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import random
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple, TextIO
+
+import torch
+import torch.distributed as dist
+
+from tests.hostile.cases import KINDS, Target
+from tests.hostile.limits import Cost, measured
+
+__all__ = ["Outcome", "run", "run_some"]
+
+# Bytes to payloads are the most exposed; the command line takes a person's word.
+_SHARES = {
+    "wire": 30,
+    "state": 20,
+    "torch file": 10,
+    "pickled hook": 8,
+    "safetensors file": 10,
+    "flat form": 8,
+    "diloco": 9,
+    "command line": 5,
+}
+
+
+class Outcome(NamedTuple):
+    """Of some cases."""
+
+    counts: Counter[str]
+    failures: list[str]
+    worst: dict[str, Cost]
+
+
+def run_some(first: int, last: int, noted: str) -> Outcome:
+    """Runs the cases from one seed to before another, in a process of its own.
+
+    Args:
+        noted: the file that has the seed at work, should the process end with it.
+    """
+    faulthandler.enable()
+    with tempfile.TemporaryDirectory(prefix="hostile-") as folder, open(noted, "w") as note:
+        return run(_note_each(range(first, last), note), Path(folder))
+
+
+def _note_each(seeds: Iterable[int], note: TextIO) -> Iterator[int]:
+    for seed in seeds:
+        note.seek(0)
+        note.write(f"{seed:12d}")
+        note.flush()
+        yield seed
+
+
+def run(seeds: Iterable[int], folder: Path) -> Outcome:
+    """Runs a case for each seed; needs a process group of one rank, or makes one."""
+    torch.set_num_threads(1)
+    if not dist.is_initialized():
+        store = dist.FileStore(str(folder / "store"), 1)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    outcome = Outcome(Counter(), [], {})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        target = Target(folder)
+        for kind in KINDS:  # what a first call imports or builds is nobody's
+            for seed in range(5):
+                with suppress(Exception):
+                    KINDS[kind](target, random.Random(seed))
+        gc.collect()
+        gc.freeze()  # looking through all that torch is made of is no case's
+        for seed in seeds:
+            _case(seed, target, outcome)
+    return outcome
+
+
+def _case(seed: int, target: Target, outcome: Outcome) -> None:
+    rng = random.Random(seed)
+    (kind,) = rng.choices(list(_SHARES), list(_SHARES.values()))
+    problems = []
+
+    def call() -> None:
+        try:
+            KINDS[kind](target, rng)
+        except Exception as error:  # whatever it is: no case may end like this
+            problems.append(f"{type(error).__name__}: {str(error)[:300]}")
+
+    cost = measured(call)
+    if error := cost.error():
+        problems.append(error)
+    outcome.counts[kind] += 1
+    outcome.failures.extend(f"seed {seed}, {kind}: {problem}" for problem in problems)
+    worst = outcome.worst.get(kind, Cost(0, 0.0))
+    outcome.worst[kind] = Cost(max(worst.nbytes, cost.nbytes), max(worst.seconds, cost.seconds))

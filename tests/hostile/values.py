@@ -1,0 +1,138 @@
+"""What goes into a state that does not belong there, and how."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["changed", "damaged"]
+
+_VALUES: list[Callable[[], Any]] = [
+    lambda: None,
+    lambda: True,
+    lambda: False,
+    lambda: 0,
+    lambda: -1,
+    lambda: 1,
+    lambda: 2,
+    lambda: 2**31 - 1,
+    lambda: 2**62,
+    lambda: 2**63,
+    lambda: 2**80,
+    lambda: 10**5000,
+    lambda: 0.5,
+    lambda: float("nan"),
+    lambda: "",
+    lambda: "7",
+    lambda: "rank0",
+    lambda: "x" * 100_000,
+    lambda: "\ud800",
+    lambda: b"\x00" * 9,
+    list,
+    lambda: [[]],
+    lambda: [["weight"], ["weight"]],
+    lambda: [0] * 10_000,
+    lambda: (1, 2),
+    dict,
+    lambda: {"": {}},
+    lambda: {"rank": 0, "memory": {}},
+    lambda: {1: 2},
+    lambda: object(),
+    lambda: int,
+    lambda: torch.zeros(()),
+    lambda: torch.zeros(0),
+    lambda: torch.zeros(3, 4),
+    lambda: torch.full((12,), torch.nan),
+    lambda: torch.full((4, 3), torch.inf),
+    lambda: torch.full((4,), -1.0),
+    lambda: torch.zeros(4).to_sparse(),
+    lambda: torch.eye(4).to_sparse_csr(),
+    lambda: torch.zeros(4, device="meta"),
+    lambda: torch.zeros(4, dtype=torch.complex64),
+    lambda: torch.zeros(4, dtype=torch.float16),
+    lambda: torch.zeros(4, dtype=torch.float64),
+    lambda: torch.zeros(4, dtype=torch.int64),
+    lambda: torch.zeros(4, dtype=torch.bool),
+    lambda: torch.zeros(4).to(torch.float8_e4m3fn),
+    lambda: torch.full((400,), 255, dtype=torch.uint8),
+    lambda: torch.zeros(1).expand(10**12),
+    lambda: torch.zeros(1).expand(4, 10**9),
+    lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged),
+    lambda: torch.nn.Parameter(torch.zeros(4)),
+    lambda: torch.zeros(4, 3).t(),
+]
+
+
+def changed(state: Any, rng: random.Random) -> Any:
+    """A deep copy with one to three places replaced, renamed, left out or doubled."""
+    state = copy.deepcopy(state)
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        places = list(_places(state))
+        if not places:
+            break
+        holder, key = rng.choice(places)
+        what = rng.randrange(5)
+        if what == 0:
+            del holder[key]
+        elif what == 1 and isinstance(holder, dict):
+            holder[rng.choice([f"{key}x", "rank1", "rank00", "rank9999999999", 5, None])] = holder[
+                key
+            ]
+        elif what == 2 and isinstance(holder[key], torch.Tensor) and holder[key].numel():
+            _damage(holder[key], rng)
+        else:
+            holder[key] = rng.choice(_VALUES)()
+    return state
+
+
+def _damage(value: torch.Tensor, rng: random.Random) -> None:
+    """Changes some bytes, where it has bytes."""
+    if value.layout != torch.strided or value.is_meta or not value.is_contiguous():
+        return
+    if type(value) is torch.Tensor:
+        data = value.view(-1).view(torch.uint8)
+        for _ in range(rng.choice((1, 4, 40))):
+            data[rng.randrange(len(data))] = rng.choice((0, 127, 128, 255, rng.randrange(256)))
+
+
+def _places(value: Any) -> Any:
+    """Every (dict or list, key or position) in a nested value."""
+    keys = (
+        list(value)
+        if isinstance(value, dict)
+        else range(len(value))
+        if isinstance(value, list)
+        else ()
+    )
+    for key in list(keys)[:50]:
+        yield value, key
+        yield from _places(value[key])
+
+
+def damaged(data: bytes, rng: random.Random) -> bytes:
+    """Bytes with some changed, cut off, put in or put twice; or others altogether."""
+    what = rng.randrange(8)
+    changed = bytearray(data)
+    place = rng.randrange(len(changed) + 1)
+    if what == 0:
+        return rng.randbytes(rng.choice((0, 1, 63, 64, 65, 500, 5000)))
+    if what == 1:
+        return bytes(changed[:place])
+    if what == 2:
+        return bytes(changed[:place] + rng.randbytes(rng.choice((1, 8, 100))) + changed[place:])
+    if what == 3:
+        return bytes(changed[:place] + changed[rng.randrange(len(changed)) :])
+    for _ in range(rng.choice((1, 2, 8, 60))):
+        if changed:
+            place = rng.randrange(len(changed))
+            if rng.random() < 0.3:  # a number of its own
+                number = rng.choice((0, 1, 2**16, 2**27, 2**30, 2**31, 2**33, 2**63 - 1, 2**64 - 1))
+                place &= ~7
+                changed[place : place + 8] = number.to_bytes(8, "little")[: len(changed) - place]
+            else:
+                changed[place] = rng.randrange(256)
+    return bytes(changed)

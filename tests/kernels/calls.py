@@ -1,0 +1,115 @@
+"""One right call of every op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from commhooks.kernels import Matrices
+from commhooks.kernels.blockwise import payload_bytes, quantize
+
+__all__ = ["CALLS", "quantized"]
+
+
+def quantized(x: torch.Tensor) -> torch.Tensor:
+    payload = torch.empty(payload_bytes(x.numel(), "int8", 256), dtype=torch.uint8)
+    quantize(x, payload, "int8", 256)
+    return payload
+
+
+STEP = torch.tensor(3)
+MATRICES = Matrices([(0, 20, 30, 2), (600, 7, 9, 2)])
+BUCKET = MATRICES.table[-1, 0]
+
+
+def low_rank_factors() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(MATRICES.left_numel), torch.randn(MATRICES.right_numel)
+
+
+CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "multiply_right": lambda: (
+        *(torch.randn(BUCKET), torch.randn(BUCKET), torch.zeros(BUCKET), MATRICES.table),
+        *low_rank_factors()[::-1],
+    ),
+    "multiply_left": lambda: (torch.randn(BUCKET), MATRICES.table, *low_rank_factors()),
+    "expand": lambda: (
+        *(*low_rank_factors(), *low_rank_factors(), torch.randn(BUCKET), MATRICES.table),
+        *(torch.zeros(BUCKET), torch.zeros(BUCKET)),
+    ),
+    "orthonormalize": lambda: (low_rank_factors()[0], MATRICES.table),
+    "unit_rows": lambda: (low_rank_factors()[1], low_rank_factors()[1], MATRICES.table),
+    "quantize": lambda: (
+        *(torch.randn(600), torch.zeros(payload_bytes(600, "int8", 256), dtype=torch.uint8)),
+        *("int8", 256, torch.randn(600), torch.zeros(600), STEP, 1, 0, 0),
+    ),
+    "dequantize": lambda: (
+        *(quantized(torch.randn(600))[None], torch.zeros(600), "int8", 256, 0.5, True),
+    ),
+    "quantize_rotated": lambda: (
+        *(torch.randn(512), torch.zeros(payload_bytes(512, "int8", 256), dtype=torch.uint8)),
+        *("int8", 256, STEP, 1, 0, 0, torch.randn(512), torch.zeros(512), STEP, 1, 1, 0),
+    ),
+    "dequantize_rotated": lambda: (
+        *(quantized(torch.randn(512))[None], torch.zeros(512), "int8", 256, 0.5, True),
+        *(STEP, 1, 0, 0),
+    ),
+    "top_k": lambda: (
+        *(torch.randn(600), 6, torch.zeros(6, dtype=torch.int32), torch.zeros(6)),
+        *(torch.randn(600), torch.zeros(600)),
+    ),
+    "quantize_affine": lambda: (
+        *(torch.randn(600), torch.zeros(600, dtype=torch.uint8), torch.zeros(3)),
+        *(torch.zeros(3, dtype=torch.uint8), 256),
+    ),
+    "dequantize_affine": lambda: (
+        *(torch.zeros(600, dtype=torch.uint8), torch.ones(3), torch.ones(3, dtype=torch.uint8)),
+        *(256, 0.5, True, torch.zeros(600)),
+    ),
+    "largest_magnitudes": lambda: (
+        *(torch.randn(600), torch.randn(600), torch.zeros(3, dtype=torch.int32), 256),
+    ),
+    "quantize_shared": lambda: (
+        *(torch.randn(600), torch.randn(600), torch.full((3,), 1 << 30, dtype=torch.int32)),
+        *(torch.zeros(600, dtype=torch.int8), torch.zeros(600), 256, 42, STEP, 1, 0, 0),
+    ),
+    "dequantize_shared": lambda: (
+        *(torch.zeros(600, dtype=torch.int8), torch.full((3,), 1 << 30, dtype=torch.int32)),
+        *(torch.zeros(600), 256, 42, 0.5),
+    ),
+    "quantize_levels": lambda: (
+        *(torch.randn(256), torch.tensor([-1.0, 1.0, 0.0]), torch.zeros(2)),
+        *(torch.zeros(32, dtype=torch.uint8), torch.zeros(256), 128),
+    ),
+    "dequantize_levels": lambda: (
+        *(torch.ones(2), torch.zeros(32, dtype=torch.uint8), torch.tensor([-1.0, 1.0, 0.0])),
+        *(torch.zeros(256), 128, True),
+    ),
+    "top_k_sampled": lambda: (
+        *(torch.randn(600), 6, torch.zeros(6, dtype=torch.int32), torch.zeros(6)),
+        *(torch.randn(600), torch.zeros(600)),
+    ),
+    "gather": lambda: (
+        *(torch.randn(600), torch.arange(6, dtype=torch.int32), torch.zeros(6)),
+        *(torch.randn(600), torch.zeros(600)),
+    ),
+    "finite": lambda: (torch.randn(600), torch.ones((), dtype=torch.bool)),
+    "norms": lambda: (torch.randn(600), torch.zeros(3, dtype=torch.float64)),
+    "pack_bits": lambda: (torch.randn(60) > 0, torch.zeros(8, dtype=torch.uint8)),
+    "unpack_bits": lambda: (torch.zeros(8, dtype=torch.uint8), torch.ones(60, dtype=torch.bool)),
+    "scatter_add": lambda: (
+        *(torch.arange(6, dtype=torch.int32)[None], torch.randn(1, 6), torch.zeros(600), 0.5),
+    ),
+    "hadamard": lambda: (torch.randn(256), torch.zeros(256), 64, False, STEP, 1, 0, 0),
+    "gather_random": lambda: (
+        *(torch.randn(600), torch.zeros(6), torch.randn(600), torch.zeros(600), STEP, 1, 0),
+    ),
+    "scatter_random": lambda: (torch.randn(6), torch.zeros(600), 0.5, STEP, 1, 0),
+    "dct": lambda: (torch.randn(128), torch.randn(64, 64), torch.zeros(128)),
+    "cast": lambda: (torch.randn(600), torch.zeros(600).half(), 0.5, STEP, 1, 0, 0),
+    "requantize": lambda: (
+        *(quantized(torch.randn(600))[None], quantized(torch.randn(600)), 600, "int8", 256),
+        *(0.5, None, None, None, 0, 0, 0),
+    ),
+}

@@ -1,0 +1,1 @@
+"""Planted bugs, each with the test that finds it: ``python -m tests.mutants``."""

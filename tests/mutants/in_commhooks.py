@@ -1,0 +1,345 @@
+"""Bugs in the wrappers, the engine, checkpoints and the rest of ``commhooks``."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant, planted
+
+UNIT, DISTRIBUTED = "tests/unit", "tests/distributed"
+LAWS = "tests/contract/test_conformance.py::test_registered_schemes_obey_every_law"
+FEEDBACK = f"{UNIT}/test_references_feedback.py"
+LOW_RANK = f"{UNIT}/test_references_low_rank.py"
+POLICIES = f"{UNIT}/test_references_policies.py"
+WRAPPERS = f"{UNIT}/test_wrappers.py"
+MEMORY = f"{UNIT}/test_memory.py"
+CHECKPOINT = f"{UNIT}/test_checkpoint.py"
+
+MUTANTS: list[Mutant] = [
+    *planted(
+        "commhooks/_feedback.py",
+        (
+            "EF21's total is not committed",
+            "        memory.write(_TOTAL, layout, total)\n",
+            "",
+            f"{FEEDBACK}::test_ef21_of_topk",
+        ),
+        (
+            "EF21 books 2 % less than it sent",
+            "memory.write(_OWN, layout, own + difference)",
+            "memory.write(_OWN, layout, own + 0.98 * difference)",
+            f"{FEEDBACK}::test_ef21_of_topk",
+        ),
+        (
+            "EF21's momentum has its weights swapped",
+            "torch.lerp(target, read(_VELOCITY), self.momentum)",
+            "torch.lerp(read(_VELOCITY), target, self.momentum)",
+            f"{FEEDBACK}::test_ef21_of_topk",
+        ),
+        (
+            "the averaged error is reset a step late",
+            "if self.reset_every and (ctx.step + 1) % self.reset_every == 0:",
+            "if self.reset_every and ctx.step % self.reset_every == 0:",
+            f"{FEEDBACK}::test_averaged_feedback",
+        ),
+        (
+            "the averaged error has its weights swapped",
+            "error.mul_(self.decay).add_(unsent, alpha=1 - self.decay)",
+            "error.mul_(1 - self.decay).add_(unsent, alpha=self.decay)",
+            f"{FEEDBACK}::test_averaged_feedback",
+        ),
+        (
+            "Scaled keeps what its codec kept",
+            "unsent = unsent.mul_(factor).add_(grad, alpha=1.0 - factor)",
+            "unsent = unsent.add_(grad, alpha=0.0)",
+            f"{FEEDBACK}::test_scaled_sends_a_share_and_keeps_the_rest",
+        ),
+        (
+            "half of the residual is lost",
+            "else corrected.sub_(result.sent)",
+            "else corrected.sub_(result.sent).mul_(0.5)",
+            f"{WRAPPERS}::test_the_residual_is_what_was_not_sent",
+        ),
+        (
+            "a residual is flushed in every step",
+            "            memory.write(RESIDUAL, layout, None)\n",
+            "",
+            f"{WRAPPERS}::test_flush_adds_the_residual_once",
+        ),
+    ),
+    *planted(
+        "commhooks/_schedules.py",
+        (
+            "a periodic dense step keeps the residual back",
+            "            take_residual(grad, ctx)\n",
+            "            pass\n",
+            f"{POLICIES}::test_periodic_dense_sends_what_was_held_back_in_every_third_step",
+        ),
+        (
+            "a periodic dense step comes a step late",
+            "if (ctx.step + 1) % self.every:",
+            "if ctx.step % self.every:",
+            f"{POLICIES}::test_periodic_dense_sends_what_was_held_back_in_every_third_step",
+        ),
+        (
+            "a delayed start is a step late",
+            "if ctx.step < self.start_step else",
+            "if ctx.step <= self.start_step else",
+            f"{POLICIES}::test_delayed_start_is_dense_and_then_the_scheme",
+        ),
+        (
+            "a schedule's part begins a step late",
+            "if begin <= step][-1]",
+            "if begin < max(step, 1)][-1]",
+            f"{UNIT}/test_policies.py::test_a_schedule_runs_each_part_in_its_steps",
+        ),
+    ),
+    *planted(
+        "commhooks/_guard.py",
+        (
+            "the guard rests a step less",
+            "ctx.step + 1 + self.rest",
+            "ctx.step + self.rest",
+            f"{POLICIES}::test_the_guard_goes_dense_for_as_long_as_it_says_and_flushes",
+        ),
+        (
+            "the guard does not send what was held back",
+            "                take_residual(grad, ctx)\n",
+            "                pass\n",
+            f"{POLICIES}::test_the_guard_goes_dense_for_as_long_as_it_says_and_flushes",
+        ),
+    ),
+    *planted(
+        "commhooks/_packed.py",
+        (
+            "the gathered mean of five ranks is of six",
+            "self.unpack(gathered, out, draw, 1.0 / ctx.world_size)",
+            "self.unpack(gathered, out, draw, 1.0 / (ctx.world_size + (ctx.world_size == 5)))",
+            f"{FEEDBACK}::test_topk_with_feedback",
+        ),
+        (
+            "the mean of five ranks in two phases is of six",
+            "end - begin, draw, 1.0 / len(rows), lost)",
+            "end - begin, draw, 1.0 / (len(rows) + (len(rows) == 5)), lost)",
+            f"{FEEDBACK}::test_onebit_with_feedback",
+        ),
+        (
+            "the last entry is dropped where it begins a unit",
+            "min((i + 1) * each, n))",
+            "min((i + 1) * each, n - (n % unit == 1)))",
+            f"{LAWS}[int8]",
+        ),
+        (
+            "the second rounding's loss is one rank's share",
+            "left[begin:end].add_(lost, alpha=float(weight))",
+            "left[begin:end].add_(lost)",
+            f"{FEEDBACK}::test_onebit_with_feedback",
+        ),
+        (
+            "both phases rotate alike",
+            "return self._whole.random(self._phase, shared=True) if self._again else self.shared",
+            "return self.shared",
+            f"{UNIT}/test_eden.py::test_two_phases_round_twice_and_independently",
+        ),
+        (
+            "noise is the same on every rank",
+            "return self._whole.random(self._phase, shared=False)",
+            "return self._whole.random(self._phase, shared=True)",
+            "tests/unit/test_quantized.py::test_two_phases_cost_what_their_law_says",
+        ),
+    ),
+    *planted(
+        "commhooks/_hierarchical.py",
+        (
+            "what a node loses is one rank's share",
+            "            lost.mul_(float(local))\n",
+            "            pass\n",
+            f"{FEEDBACK}::test_sdp4bit",
+        ),
+    ),
+    *planted(
+        "commhooks/_scheme.py",
+        (
+            "a codec's mean is of one rank more",
+            "mean.add_(decoded, alpha=1.0 / ctx.world_size)",
+            "mean.add_(decoded, alpha=1.0 / (ctx.world_size + 1))",
+            "tests/contract/test_conformance.py::test_the_base_of_the_planted_defects_is_right",
+        ),
+    ),
+    *planted(
+        "commhooks/_cast.py",
+        (
+            "a cast narrows before it divides",
+            "scaled_cast(request.tensor, 1.0 / scale, out=small)",
+            "small.copy_(request.tensor).mul_(1.0 / scale)",
+            f"{WRAPPERS}::test_a_cast_divides_before_it_narrows",
+        ),
+        (
+            "feedback is told a rank's share, not its whole",
+            "request.sent = narrow.tensor.to(tensor.dtype).mul_(scale)",
+            "request.sent = narrow.tensor.to(tensor.dtype)",
+            f"{WRAPPERS}::test_feedback_knows_what_a_cast_rounds",
+        ),
+    ),
+    *planted(
+        "commhooks/_per_parameter.py",
+        (
+            "rules leave another scheme's residual behind",
+            "schemes = [flushing(scheme) for scheme in schemes]",
+            "schemes = list(schemes)",
+            f"{WRAPPERS}::test_rules_flush_the_residual_of_parameters_without_feedback",
+        ),
+        (
+            "the last rule that matches decides",
+            "for rule in self.rules:\n            if rule.matches(name, shape, dtype):",
+            "for rule in reversed(self.rules):\n            if rule.matches(name, shape, dtype):",
+            f"{WRAPPERS}::test_the_first_rule_that_matches_decides",
+        ),
+    ),
+    *planted(
+        "commhooks/_memory.py",
+        (
+            "a bad step is remembered",
+            "if on_host and not good.item():",
+            "if False:",
+            f"{MEMORY}::test_a_bad_step_and_a_rollback_change_nothing",
+        ),
+        (
+            "a warm start is lost when buckets change",
+            "if old is not None and old.shape == view.shape:",
+            'if old is not None and old.shape == view.shape and not key.endswith(".q"):',
+            f"{LOW_RANK}::test_factors_and_residuals_move_on_to_other_buckets",
+        ),
+        (
+            "the next scratch is what is remembered",
+            "                self._spare[key, layout] = old\n",
+            "                self._spare[key, layout] = flat\n",
+            f"{MEMORY}::test_scratch_is_never_a_live_tensor",
+        ),
+        (
+            "parameters that no rank uses lose their residual",
+            "        if left_alone:\n            staged = {",
+            "        if False:\n            staged = {",
+            f"{DISTRIBUTED}/test_steps.py"
+            "::test_applied_and_residual_sum_to_the_gradients_of_the_steps_counted",
+        ),
+    ),
+    *planted(
+        "commhooks/_engine.py",
+        (
+            "the last bucket decides for all",
+            "good = torch.stack(step.finite).all()",
+            "good = step.finite[-1]",
+            "tests/contract/test_laws.py"
+            "::test_a_bad_bucket_keeps_the_memory_of_the_whole_step[topk-feedback]",
+        ),
+        (
+            "an abandoned step is not dropped",
+            "        with self._lock:\n            self._open = None\n\n    def context",
+            "        with self._lock:\n            pass\n\n    def context",
+            f"{DISTRIBUTED}/test_steps.py::test_a_step_whose_backward_raised_is_dropped",
+        ),
+        (
+            "a step is over before its last bucket",
+            "if not step.closed or step.finished < len(step.launched):",
+            "if not step.closed:",
+            "tests/contract/test_laws.py"
+            "::test_an_abandoned_step_that_finishes_late_does_not_end_the_next_one",
+        ),
+    ),
+    *planted(
+        "commhooks/_state.py",
+        (
+            "the handshake does not look at node sizes",
+            "one.node_size(self._engine.world_size)",
+            "0",
+            f"{DISTRIBUTED}/test_pairs.py::test_ranks_that_count_nodes_differently_are_told",
+        ),
+    ),
+    *planted(
+        "commhooks/_checkpoint_hook.py",
+        (
+            "a loaded hook draws by its own seed",
+            'engine.step, engine.seed = loaded.common["step"], loaded.common["seed"]',
+            'engine.step = loaded.common["step"]',
+            f"{DISTRIBUTED}/test_resume.py"
+            "::test_kill_and_resume_is_no_interruption_bit_for_bit[2-int4-buckets14]",
+        ),
+    ),
+    *planted(
+        "commhooks/_checkpoint.py",
+        (
+            "fewer ranks apply what was owed twice over",
+            "merged[key] = _added(key, own, world_size / saved_size)",
+            "merged[key] = _added(key, own, 1.0)",
+            f"{CHECKPOINT}::test_another_world_size_keeps_the_mean_of_residuals",
+        ),
+        (
+            "a mean over ranks is a sum",
+            "merged[key] = _added(key, everyone, 1.0 / saved_size)",
+            "merged[key] = _added(key, everyone, 1.0)",
+            f"{CHECKPOINT}::test_memory_on_another_number_of_ranks",
+        ),
+        (
+            "a rank takes another's part",
+            "return [rank] if laws else []",
+            "return [0] if laws else []",
+            f"{CHECKPOINT}::test_the_same_ranks_get_their_own_back",
+        ),
+    ),
+    *planted(
+        "commhooks/wire.py",
+        (
+            "a changed message is believed",
+            "if flags and _crc(header[:48] + bytes(16), body) != crc:",
+            "if flags and not crc:",
+            f"{UNIT}/test_wire.py::test_every_changed_bit_is_found",
+        ),
+        (
+            "a changed payload is believed",
+            'or crc != _crc(b"", body.cpu()):',
+            "or not row.numel():",
+            f"{UNIT}/test_wire.py::test_a_payload_changed_on_the_way_names_its_rank",
+        ),
+    ),
+    *planted(
+        "commhooks/_ledger.py",
+        (
+            "bytes on the wire are those of payloads",
+            "self.wire_bytes += row.wire_bytes",
+            "self.wire_bytes += row.payload_bytes",
+            f"{UNIT}/test_ledger.py::test_totals_are_sums_over_all_rows",
+        ),
+    ),
+    *planted(
+        "commhooks/_diloco.py",
+        (
+            "the local share of a mix is the outer one's",
+            "torch.lerp(outer, parameter.data, mix)",
+            "torch.lerp(parameter.data, outer, mix)",
+            f"{POLICIES}::test_outer_steps",
+        ),
+        (
+            "the outer momentum looks back, not ahead",
+            "delta.add(velocity, alpha=momentum)",
+            "velocity.add(delta, alpha=momentum)",
+            f"{POLICIES}::test_outer_steps",
+        ),
+    ),
+    *planted(
+        "commhooks/optim.py",
+        (
+            "OneBitAdam takes a gradient for a momentum",
+            "return self._hook.step > self._scheme.freeze_step",
+            "return self._hook.step >= self._scheme.freeze_step",
+            f"{POLICIES}::test_the_optimizer_is_adam_with_a_second_moment_that_stays",
+        ),
+    ),
+    *planted(
+        "commhooks/budget.py",
+        (
+            "a budget is not kept",
+            "and used + new.nbytes - old.nbytes <= room:",
+            "and used <= room:",
+            f"{UNIT}/test_policies.py::test_a_budget_of_bits_beats_every_uniform_choice_within_it",
+        ),
+    ),
+]

@@ -1,0 +1,170 @@
+"""Bugs in the definitions of ops, which the kernels are compared with."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant, planted
+
+KERNELS = "tests/kernels"
+EQUAL = "test_kernels_equal_the_definition"
+
+MUTANTS: list[Mutant] = [
+    *planted(
+        "kernels/_blockwise_definition.py",
+        (
+            "integers are cut off",
+            "return y.round().to(torch.int32) & (1 << form.bits) - 1",
+            "return y.floor().to(torch.int32) & (1 << form.bits) - 1",
+            f"{KERNELS}/test_blockwise.py::{EQUAL}",
+        ),
+        (
+            "a short block's mean magnitude is of a whole one",
+            "return sums[:, 0] * (torch.full_like(counts, block) / counts)",
+            "return sums[:, 0]",
+            f"{KERNELS}/test_blockwise.py::{EQUAL}",
+        ),
+        (
+            "zero is negative",
+            "return (y < 0).to(torch.int32)",
+            "return (y <= 0).to(torch.int32)",
+            f"{KERNELS}/test_blockwise.py::{EQUAL}",
+        ),
+        (
+            "a block that is not finite arrives as zeros",
+            "torch.where(dead, 0.0, scale), torch.nan)",
+            "torch.where(dead, 0.0, scale), 0.0)",
+            f"{KERNELS}/test_blockwise.py::test_blocks_that_are_not_finite_or_tiny",
+        ),
+    ),
+    *planted(
+        "kernels/philox.py",
+        (
+            "random bits have a round less",
+            "_ROUNDS = 7  #",
+            "_ROUNDS = 6  #",
+            f"{KERNELS}/test_blockwise.py::test_random_bits_belong_to_places",
+        ),
+        (
+            "random numbers are never below a half",
+            "return (2 * half_words - 65535).to(torch.float32)",
+            "return (2 * half_words - 32768).to(torch.float32)",
+            f"{KERNELS}/test_blockwise.py::{EQUAL}",
+        ),
+    ),
+    *planted(
+        "kernels/hadamard.py",
+        (
+            "the definition's rotation is not orthonormal",
+            "rows = rows * torch.tensor(block**-0.5,",
+            "rows = rows * torch.tensor(block**-0.49,",
+            f"{KERNELS}/test_hadamard.py::{EQUAL}",
+        ),
+    ),
+    *planted(
+        "kernels/dct.py",
+        (
+            "the first cosine is too long",
+            "    columns[:, 0] /= math.sqrt(2)\n",
+            "",
+            f"{KERNELS}/test_dct.py::test_it_is_the_cosine_transform",
+        ),
+    ),
+    *planted(
+        "kernels/sparse.py",
+        (
+            "of equal magnitudes one is missing",
+            "first = equal.cumsum(0) <= k - above.sum()",
+            "first = equal.cumsum(0) > equal.sum() - (k - above.sum())",
+            f"{KERNELS}/test_sparse.py::{EQUAL}",
+        ),
+        (
+            "added entries are not weighted",
+            "flat[places[valid]] += entries[valid] * factor",
+            "flat[places[valid]] += entries[valid]",
+            f"{KERNELS}/test_sparse.py::test_scatter_adds_in_order",
+        ),
+    ),
+    *planted(
+        "kernels/norms.py",
+        (
+            "the largest magnitude is the largest entry",
+            "out[2] = magnitudes.amax() if x.numel() else 0.0",
+            "out[2] = x.amax() if x.numel() else 0.0",
+            f"{KERNELS}/test_norms.py::{EQUAL}",
+        ),
+    ),
+    *planted(
+        "kernels/levels.py",
+        (
+            "the scale of levels is biased",
+            "unit * (square / product)",
+            "unit * (product / square)",
+            f"{KERNELS}/test_levels.py::{EQUAL}",
+        ),
+    ),
+    *planted(
+        "kernels/shared.py",
+        (
+            "shared integers are clipped a level early",
+            "units = torch.where(units < levels, units, float(levels))",
+            "units = torch.where(units < levels, units, float(levels - 1))",
+            f"{KERNELS}/test_shared.py::{EQUAL}",
+        ),
+    ),
+    *planted(
+        "kernels/affine.py",
+        (
+            "an affine level's zero is lost",
+            "entries = (rows - zero.to(torch.float32)[:, None]) * scale[:, None]",
+            "entries = rows * scale[:, None]",
+            f"{KERNELS}/test_affine.py::{EQUAL}",
+        ),
+    ),
+    *planted(
+        "kernels/bitmap.py",
+        (
+            "bits are the other way round",
+            "_PLACES = torch.arange(8, dtype=torch.uint8)",
+            "_PLACES = torch.arange(7, -1, -1).to(torch.uint8)",
+            f"{KERNELS}/test_bitmap.py::{EQUAL}_and_undo_one_another",
+        ),
+    ),
+    *planted(
+        "kernels/random_k.py",
+        (
+            "what was taken is left, too",
+            "        left.view(-1)[places] = 0.0\n",
+            "        pass\n",
+            f"{KERNELS}/test_random_k.py::{EQUAL}",
+        ),
+        (
+            "what is put back is not weighted",
+            "= values.flatten() * factor",
+            "= values.flatten()",
+            f"{KERNELS}/test_random_k.py::{EQUAL}",
+        ),
+    ),
+    *planted(
+        "kernels/cast.py",
+        (
+            "random bits of a cast are not cut off",
+            "cut = (magnitude + noise) & ~0xFFFF",
+            "cut = magnitude + noise",
+            f"{KERNELS}/test_scaled_cast.py::{EQUAL}",
+        ),
+    ),
+    *planted(
+        "kernels/low_rank.py",
+        (
+            "a row is projected once",
+            "for _ in range(2):\n                for q in done:",
+            "for _ in range(1):\n                for q in done:",
+            f"{KERNELS}/test_low_rank.py::test_orthonormal_for_any_condition",
+        ),
+        (
+            "dead rows stay dead",
+            "torch.where(dead, new, (rows / norms)",
+            "torch.where(dead, rows, (rows / norms)",
+            f"{KERNELS}/test_low_rank.py::test_unit_rows_replaces_rows_that_vanish",
+        ),
+    ),
+]

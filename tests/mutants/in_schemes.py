@@ -1,0 +1,231 @@
+"""Bugs in ``commhooks/schemes``."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant, planted
+
+UNIT = "tests/unit"
+LAWS = "tests/contract/test_conformance.py::test_registered_schemes_obey_every_law"
+FEEDBACK = f"{UNIT}/test_references_feedback.py"
+LOW_RANK = f"{UNIT}/test_references_low_rank.py"
+POLICIES = f"{UNIT}/test_references_policies.py"
+MOMENTUM = f"{UNIT}/test_momentum_schemes.py"
+EDEN = f"{UNIT}/test_eden.py"
+GOSSIP = f"{UNIT}/test_gossip.py"
+INTEGER = f"{UNIT}/test_integer_sum.py"
+
+MUTANTS: list[Mutant] = [
+    *planted(
+        "commhooks/schemes/random_levels.py",
+        (
+            "QSGD is a 256th too large",
+            '(payload["norms"] / self.levels)[:, None]',
+            '(payload["norms"] / self.levels * 1.00390625)[:, None]',
+            f"{LAWS}[qsgd]",
+        ),
+        (
+            "TernGrad is a 256th too large",
+            'signs.view(-1, self.block) * payload["scale"][:, None]',
+            'signs.view(-1, self.block) * payload["scale"][:, None] * 1.00390625',
+            f"{LAWS}[terngrad]",
+        ),
+        (
+            "QSGD rounds down",
+            "codes = (places + up).floor()",
+            "codes = places.floor()",
+            f"{LAWS}[qsgd]",
+        ),
+    ),
+    *planted(
+        "commhooks/schemes/onebit_adam.py",
+        (
+            "1-bit Adam switches a step late",
+            "if ctx.step < self.freeze_step:",
+            "if ctx.step <= self.freeze_step:",
+            f"{POLICIES}::test_onebit_adam_sends_gradients_and_then_momenta",
+        ),
+        (
+            "1-bit Adam's momentum has its weights swapped",
+            "own = torch.lerp(grad.to(dtype), old, self.beta1)",
+            "own = torch.lerp(old, grad.to(dtype), self.beta1)",
+            f"{POLICIES}::test_onebit_adam_sends_gradients_and_then_momenta",
+        ),
+    ),
+    *planted(
+        "commhooks/schemes/sparse.py",
+        (
+            "AlignedTopK draws the same sketch each step",
+            'ctx.generator(f"{ctx.layout.names[0]}/sketch", shared=True)',
+            'ctx.generator(f"{ctx.layout.names[0]}/sketch", shared=True, step=0)',
+            f"{POLICIES}::test_aligned_topk",
+        ),
+        (
+            "AlignedTopK keeps what it sends",
+            "left.copy_(rows.index_fill(0, ctx.agreed, 0.0).view(-1)[: left.numel()])",
+            "left.copy_(rows.view(-1)[: left.numel()])",
+            f"{POLICIES}::test_aligned_topk",
+        ),
+        (
+            "top-k sends half of its entries",
+            "return min(n, max(1, int(ratio * n)))",
+            "return min(n, max(1, int(ratio * n) // 2))",
+            f"{FEEDBACK}::test_topk_with_feedback",
+        ),
+        (
+            "a random block keeps what it sends",
+            "                piece.zero_()\n",
+            "                pass\n",
+            f"{POLICIES}::test_a_random_block_sends_one_stretch_and_holds_the_rest",
+        ),
+    ),
+    *planted(
+        "commhooks/schemes/eden.py",
+        (
+            "EDEN declares what dense gradients lose",
+            "_MOST = (2.0, 0.45, 0.11, 0.029)",
+            "_MOST = (0.571, 0.133, 0.0358, 0.0096)",
+            f"{EDEN}::test_no_sparse_block_exceeds_the_variance",
+        ),
+        (
+            "EDEN says nothing is left",
+            "left.copy_(rotated[:n])",
+            "left.zero_()",
+            f"{FEEDBACK}::test_scaled_sends_a_share_and_keeps_the_rest",
+        ),
+    ),
+    *planted(
+        "commhooks/schemes/momentum_sparse.py",
+        (
+            "DGC keeps the momentum of what it sends",
+            "u.masked_fill_(taken, 0.0)",
+            "u",
+            f"{MOMENTUM}::test_dgc_is_what_the_paper_says",
+        ),
+        (
+            "DGC clips to the norm of all ranks",
+            "most = self.clip / math.sqrt(ctx.world_size)",
+            "most = self.clip",
+            f"{MOMENTUM}::test_dgc_is_what_the_paper_says",
+        ),
+        (
+            "DenseMomentum is Nesterov's where it should not be",
+            "mean + self.momentum * new if self.nesterov else new",
+            "mean + self.momentum * new",
+            f"{MOMENTUM}::test_dense_momentum_is_that_of_torch",
+        ),
+    ),
+    *planted(
+        "commhooks/schemes/demo.py",
+        (
+            "DeMo's momentum does not decay",
+            "grad.to(torch.float32) + self.decay * old",
+            "grad.to(torch.float32) + old",
+            f"{MOMENTUM}::test_demo_is_what_the_paper_says",
+        ),
+        (
+            "DeMo divides by all ranks",
+            "(total / count.clamp(min=1.0))",
+            "(total / ctx.world_size)",
+            f"{MOMENTUM}::test_demo_is_what_the_paper_says",
+        ),
+    ),
+    *planted(
+        "commhooks/schemes/powersgd.py",
+        (
+            "PowerSGD keeps the difference to the mean, not to its own share",
+            "sent = (left, own if second.sent is None else second.sent)",
+            "sent = (left, q)",
+            f"{LOW_RANK}::test_powersgd",
+        ),
+        (
+            "PowerSGD does not orthonormalise",
+            "        orthonormalize(matrices, left)  # the same bits on every rank\n",
+            "",
+            f"{LOW_RANK}::test_powersgd",
+        ),
+        (
+            "PowerSGD forgets its factor",
+            "            ctx.memory.write(KEY, plan.factors, q)\n",
+            "            pass\n",
+            f"{LOW_RANK}::test_powersgd",
+        ),
+    ),
+    *planted(
+        "commhooks/schemes/acpsgd.py",
+        (
+            "ACP-SGD begins with the other factor",
+            "even = ctx.step % 2 == 0",
+            "even = ctx.step % 2 == 1",
+            f"{LOW_RANK}::test_acpsgd",
+        ),
+        (
+            "ACP-SGD keeps the difference to the mean",
+            "both = (sent, fixed) if even else (fixed, sent)",
+            "both = (new, fixed) if even else (fixed, new)",
+            f"{LOW_RANK}::test_acpsgd",
+        ),
+    ),
+    *planted(
+        "commhooks/schemes/batched_powersgd.py",
+        (
+            "the batched scheme keeps twice what is left of its residual",
+            "alpha=-1)",
+            "alpha=-0.5)",
+            f"{LOW_RANK}::test_batched_powersgd",
+        ),
+    ),
+    *planted(
+        "commhooks/schemes/integer_sum.py",
+        (
+            "sums of codes wrap",
+            "n, levels, block = grad.numel(), _TOP // ctx.world_size, self.block",
+            "n, levels, block = grad.numel(), _TOP, self.block",
+            f"{INTEGER}::test_the_sum_of_codes_never_wraps",
+        ),
+        (
+            "IntSGD's average has its weights swapped",
+            "new = torch.lerp(new, self._squares(ctx), self.decay)",
+            "new = torch.lerp(self._squares(ctx), new, self.decay)",
+            f"{INTEGER}::test_adaptive_levels_are_as_in_the_paper",
+        ),
+    ),
+    *planted(
+        "commhooks/schemes/signs.py",
+        (
+            "a tie is negative",
+            "torch.where(2 * votes >= len(payloads)",
+            "torch.where(2 * votes > len(payloads)",
+            f"{MOMENTUM}::test_signs_of_a_tie_are_positive_everywhere",
+        ),
+    ),
+    *planted(
+        "commhooks/schemes/gossip.py",
+        (
+            "gossip meets the same partner each step",
+            "rank ^ (1 << step % bits)",
+            "rank ^ 1",
+            f"{GOSSIP}::test_a_gradient_reaches_all_of_2_to_the_k_ranks_alike_in_k_steps",
+        ),
+        (
+            "gossip averages gradients only",
+            "half = (given + grad).mul_(0.5)",
+            "half = given * 0.5 + grad * 0.5 - given * 0.5",
+            f"{GOSSIP}::test_the_law_holds_bit_for_bit",
+        ),
+    ),
+    *planted(
+        "commhooks/schemes/quantized.py",
+        (
+            "the second rounding of rotated blocks is left rotated",
+            "            hadamard(into, into, self.block, draw.shared, inverse=True)\n",
+            "",
+            f"{FEEDBACK}::test_int4_with_feedback",
+        ),
+        (
+            "a residual is lost where blocks are padded",
+            "residual = None if residual is None else pad(residual, (0, missing))",
+            "residual = None if residual is None else torch.zeros_like(x)",
+            f"{LAWS}[int4]",
+        ),
+    ),
+]

@@ -1,0 +1,104 @@
+"""Plants one bug at a time in a copy of the project, and runs the test that has to find it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.mutants.mutant import Mutant
+
+__all__ = ["ROOT", "Outcome", "baseline", "run_all"]
+
+ROOT = Path(__file__).parents[2]
+_PACKAGES = ("commhooks", "ddp_core", "kernels", "tests")
+_TIME_LIMIT = 600.0  # seconds
+_SKIP = shutil.ignore_patterns("__pycache__", "*.pyc")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a mutant.
+
+    Attributes:
+        verdict: "killed", "survived", "no end" in time, or "no test" where pytest found none.
+        text: the end of what pytest said.
+    """
+
+    mutant: Mutant
+    verdict: str
+    seconds: float
+    text: str
+
+    @property
+    def found(self) -> bool:
+        """Whether the test has found the bug."""
+        return self.verdict == "killed"
+
+
+def run_all(
+    mutants: Sequence[Mutant], jobs: int, report: Callable[[Outcome], None]
+) -> list[Outcome]:
+    """Runs mutants side by side, and tells of each as it ends."""
+    with ThreadPoolExecutor(jobs) as pool:
+        running = [pool.submit(_run, mutant) for mutant in mutants]
+        outcomes = []
+        for one in as_completed(running):
+            outcomes.append(one.result())
+            report(outcomes[-1])
+    return outcomes
+
+
+def baseline(mutants: Iterable[Mutant]) -> str:
+    """The tests of all mutants on the source as it is: what fails then finds nothing."""
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        copy = Path(folder, "source")
+        _copy_to(copy)
+        code, text = _pytest(copy, list(dict.fromkeys(one.test for one in mutants)), 3600.0)
+    return "" if code == 0 else text
+
+
+def _run(mutant: Mutant) -> Outcome:
+    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+        copy = Path(folder, "source")
+        _copy_to(copy)
+        file = copy / mutant.file
+        file.write_text(mutant.planted_in(file.read_text()))
+        begin = time.monotonic()
+        code, text = _pytest(copy, [mutant.test], _TIME_LIMIT)
+        verdict = {0: "survived", 1: "killed", None: "no end"}.get(code, "no test")
+        return Outcome(mutant, verdict, time.monotonic() - begin, text)
+
+
+def _copy_to(copy: Path) -> None:
+    """The packages with their compiled kernels, the tests, and what configures pytest."""
+    copy.mkdir()
+    for name in _PACKAGES:
+        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=_SKIP)
+    shutil.copy(ROOT / "pyproject.toml", copy)
+
+
+def _pytest(copy: Path, tests: Sequence[str], limit: float) -> tuple[int | None, str]:
+    """The exit code, or None after the limit, and the end of the output."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
+    command += ["-o", "timeout=0"]  # a test out of time has found nothing
+    environment = os.environ | {
+        "PYTHONPATH": str(copy),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    try:
+        done = subprocess.run(
+            [*command, *tests], cwd=copy, env=environment, capture_output=True, text=True,
+            timeout=limit, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return None, f"no end within {limit:g} s"
+    return done.returncode, "\n".join((done.stdout + done.stderr).splitlines()[-12:])

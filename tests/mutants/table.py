@@ -1,0 +1,15 @@
+"""All planted bugs."""
+
+from __future__ import annotations
+
+from tests.mutants import in_commhooks, in_ddp_core, in_kernels, in_schemes
+from tests.mutants.mutant import Mutant
+
+__all__ = ["MUTANTS"]
+
+MUTANTS: list[Mutant] = [
+    *in_schemes.MUTANTS,
+    *in_commhooks.MUTANTS,
+    *in_ddp_core.MUTANTS,
+    *in_kernels.MUTANTS,
+]

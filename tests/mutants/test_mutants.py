@@ -1,0 +1,38 @@
+"""Every planted bug still fits the source, and names a test that is there."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+
+from tests.mutants.mutant import Mutant
+from tests.mutants.runner import ROOT
+from tests.mutants.table import MUTANTS
+
+
+def test_there_are_enough_and_each_has_a_name_of_its_own() -> None:
+    names = [one.name for one in MUTANTS]
+    assert len(set(names)) == len(names) >= 60
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda one: one.name)
+def test_a_mutant_fits_the_source_and_is_python(mutant: Mutant) -> None:
+    source = (ROOT / mutant.file).read_text()
+    planted = mutant.planted_in(source)
+    assert ast.dump(ast.parse(planted)) != ast.dump(ast.parse(source))
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda one: one.name)
+def test_the_test_of_a_mutant_is_there(mutant: Mutant) -> None:
+    file, _, case = mutant.test.partition("::")
+    text = (ROOT / file).read_text()
+    name = case.partition("[")[0]
+    assert re.search(rf"^def {name}\(", text, re.MULTILINE), f"{mutant.test}: no such test"
+
+
+def test_a_text_that_is_not_there_once_is_an_error() -> None:
+    mutant = Mutant("twice", "a.py", "x", "y", "tests/a.py::test_a")
+    with pytest.raises(ValueError, match=r"'twice': its text occurs 2 times in a.py, not once"):
+        mutant.planted_in("x + x")

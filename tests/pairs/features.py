@@ -1,0 +1,185 @@
+"""The features that are paired, each as a change of a plain case."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import fields
+from itertools import combinations
+from typing import Any
+
+from tests.fuzz.case import Case
+from tests.fuzz.model import MODEL_FEATURES
+from tests.fuzz.schemes import OPTIONS, SCHEMES, WRAPPERS
+
+__all__ = ["ALONE", "APART", "FEATURES", "HOSTS", "TOGETHER", "case_of", "expected", "pairs"]
+
+HOSTS = ("torch", "core")
+# What pairs without a scheme run: two rounds, a residual for everything, so that the law of sums
+# is at its sharpest.
+PLAIN: dict[str, Any] = {"scheme": "onebit", "steps": 4}
+# One of each kind; others differ in arithmetic only.
+_SCHEMES = (
+    *("none", "fp16", "powersgd", "acpsgd", "batched_powersgd", "int8", "int4", "topk"),
+    *("aligned_topk", "random_k", "global_qsgd", "sdp4bit", "eden", "dgc", "demo"),
+    *("onebit_adam", "signsgd", "noop"),
+)
+_UNUSED = {"find_unused_parameters": True}
+
+
+def _events(*events: tuple[Any, ...], **more: Any) -> dict[str, Any]:
+    return {"events": events, **more}
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    **{f"scheme {name}": {"scheme": name} for name in _SCHEMES if name in SCHEMES},
+    **{f"option {name}": {"options": {name: values[0]}} for name, values in OPTIONS.items()},
+    **{f"wrap {name}": {"wrap": (name,)} for name in WRAPPERS if name != "two_phase"},
+    "wrap two_phase": {"scheme": "qsgd", "wrap": ("two_phase",)},
+    **{
+        f"model {name}": {"model": (name,)}
+        for name in MODEL_FEATURES
+        if name not in ("branches", "front", "never", "extra", "buffer")
+    },
+    "unused by rank": {"model": ("branches",), "use": "ranks", "ddp": _UNUSED},
+    "unused everywhere": {"model": ("front",), "use": "once", "ddp": _UNUSED},
+    "never used": {"model": ("never",), "ddp": _UNUSED},
+    "find_unused": {"ddp": _UNUSED},
+    "skips unused": {
+        "model": ("front",),
+        "use": "same",
+        "ddp": {**_UNUSED, "skip_all_reduce_unused_params": True},
+    },
+    "small buckets": {"ddp": {"bucket_cap_mb": 0.0005}},
+    "static_graph": {"ddp": {"static_graph": True}},
+    "view": {"ddp": {"gradient_as_bucket_view": True}},
+    "buffers": {"model": ("buffer",)},
+    "own buffers": {"model": ("buffer",), "ddp": {"broadcast_buffers": False}},
+    "mixed precision": {"ddp": {"mixed_precision": "bf16_f32"}},
+    **{
+        f"setting {name}": {"setting": (name,)}
+        for name in ("delayed", "group", "mesh", "ignored", "late", "in_backward", "compiled")
+    },
+    "layout scheme": {"setting": ("layout_scheme",)},
+    "layout shape": {"setting": ("layout_shape",)},
+    "part of the ranks": {"setting": ("part",), "world": 3},
+    "three ranks": {"world": 3},
+    "no_sync": {"micro": 2},
+    "zero_grad to zeros": {"zero": "zeros"},
+    "no zero_grad": {"zero": "keep"},
+    "join": {"join": 1},
+    "join by input": {"join": 1, "setting": ("join_divides",)},
+    "load": {"legs": (2,)},
+    "load on others": {"legs": (3,)},
+    "switch off": _events((2, "switch", "none", {})),
+    "switch": _events((2, "switch", "topk", {})),
+    "resume": _events((3, "resume", "torch")),
+    "save": _events((2, "save")),
+    "raise before": _events((1, "raise", "first")),
+    "raise within": _events((1, "raise", "middle"), ddp={"bucket_cap_mb": 0.0005}),
+    "raise after": _events((1, "raise", "last")),
+    "poison": _events((1, "poison", "middle", "nan")),
+    "eval": _events((1, "eval")),
+    "discard": _events((1, "discard")),
+    "trip": _events((1, "trip")),
+    "two forwards": _events((1, "two")),
+    "penalty": _events((1, "penalty")),
+    "freeze": _events((1, "freeze"), (3, "thaw"), model=("extra",), ddp=_UNUSED),
+    "unregister": _events((2, "unregister")),
+    "leave": _events((1, "leave", "middle")),
+    "another group": _events((2, "group")),
+}
+
+
+# What a class says no to whatever else there is, by (class, feature), and how.
+_LAYOUT = "lays out its buckets and keeps its hook as it likes"
+_RAISED = "Expected to have finished reduction"
+_GROUP = "_update_process_group"
+ALONE = {
+    ("torch", "layout scheme"): _LAYOUT,
+    ("torch", "layout shape"): _LAYOUT,
+    ("torch", "unregister"): _LAYOUT,
+    ("torch", "mixed precision"): "already has the hook",
+    ("torch", "setting in_backward"): "without a hook, too",
+    ("torch", "raise within"): _RAISED,
+    ("torch", "raise after"): f"{_RAISED}|without a hook, too",
+    ("torch", "another group"): _GROUP,
+    ("core", "another group"): _GROUP,
+}
+# Two features that are refused together, on both classes unless one is named, and how.
+_CHANGING = ("unused by rank", "unused everywhere", "skips unused", "freeze")
+_TWICE = "marked? .*ready (only once|twice)"
+TOGETHER: dict[tuple[str, str], str] = {
+    ("model reentrant", "unused by rank"): _TWICE,
+    ("model reentrant", "unused everywhere"): _TWICE,
+    ("model reentrant", "never used"): _TWICE,
+    ("model reentrant", "find_unused"): _TWICE,
+    ("model reentrant", "skips unused"): _TWICE,
+    ("model reentrant", "freeze"): _TWICE,
+    **dict.fromkeys((("static_graph", one) for one in _CHANGING), "training graph has changed"),
+}
+# What the package says where a scheme, an option or a wrapper does not go with another.
+OF_SCHEMES = (
+    r"TwoPhase\(codec=...\) is a Codec",
+    "keeps what was not sent already",
+    "something else than an average of gradients",
+    "does not give the average of gradients",
+)
+# Pairs that mean nothing: they are not run.
+APART = {
+    **dict.fromkeys(
+        (
+            ("mixed precision", f"model {name}")
+            for name in ("bf16", "f16", "f64", "all_bf16", "all_f64", "complex", "sparse")
+        ),
+        "the model has types of its own",
+    ),
+    ("mixed precision", "setting ignored"): "what is ignored is not cast, and meets what is",
+    ("mixed precision", "setting delayed"): "what is delayed is not cast, and meets what is",
+    ("leave", "load"): "the processes have ended",
+    ("leave", "load on others"): "the processes have ended",
+}
+
+
+def expected(host: str, left: str, right: str) -> str | None:
+    """How a pair is, or (of two schemes, options, wrappers) may be refused; None: it is not."""
+    for pair in ((left, right), (right, left)):
+        if pair in TOGETHER:
+            return TOGETHER[pair]
+    if all(name.split()[0] in ("scheme", "option", "wrap") for name in (left, right)):
+        return "|".join(OF_SCHEMES)
+    return None
+
+
+def case_of(host: str, *names: str) -> Case | None:
+    """The case that has these features; None where two want different things."""
+    values: dict[str, Any] = {}
+    for name in names:
+        for key, value in FEATURES[name].items():
+            if key not in values:
+                values[key] = value
+            elif isinstance(value, tuple):
+                values[key] = values[key] + tuple(one for one in value if one not in values[key])
+            elif isinstance(value, dict):
+                values[key] = {**values[key], **value}
+            elif values[key] != value:
+                return None
+    if "join" in values and "events" in values:
+        return None  # they run out of inputs at different times: nothing is between two steps
+    events = sorted(values.get("events", ()), key=lambda event: event[0])
+    known = {one.name for one in fields(Case)}
+    assert set(values) <= known
+    return Case(**{**PLAIN, "host": host, **values, "events": tuple(events)})
+
+
+def pairs(host: str) -> Iterator[tuple[str, str]]:
+    """All pairs, in an order that has nothing to do with their names."""
+    alone = [name for name in FEATURES if (host, name) not in ALONE]
+    found = [
+        (left, right)
+        for left, right in combinations(alone, 2)
+        if (left, right) not in APART
+        and (right, left) not in APART
+        and case_of(host, left, right) is not None
+    ]
+    yield from sorted(found, key=lambda one: hashlib.blake2b(repr(one).encode()).digest())

@@ -1,0 +1,325 @@
+"""Models in wrappers, frozen layers, hooks that nobody calls; on one rank."""
+
+import copy
+import gc
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable import replicate
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
+import ddp_core
+from commhooks import HookState, RegistrationError, _model, comm_hook
+from commhooks._names import plain_name, plain_names
+
+KINDS = [DistributedDataParallel, ddp_core.DistributedDataParallel]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def warnings_are_errors(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def layers(count=3):
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(count)))
+
+
+def step(model, value=1.0):
+    model.zero_grad()
+    model(torch.full((2, 8), value)).sum().backward()
+
+
+# ---- names
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [
+        ("0.weight", "0.weight"),
+        ("_orig_mod.0.weight", "0.weight"),
+        ("module.module._orig_mod.0.weight", "0.weight"),
+        ("layers.0._checkpoint_wrapped_module.mlp.bias", "layers.0.mlp.bias"),
+        ("_fsdp_wrapped_module.layers._fsdp_wrapped_module.bias", "layers.bias"),
+        ("encoder.module.weight", "encoder.module.weight"),
+        ("module", "module"),
+    ],
+)
+def test_wrappers_leave_no_trace_in_names(name, plain):
+    assert plain_name(name) == plain
+    assert plain_name(plain) == plain
+
+
+def test_names_that_would_be_the_same_stay_as_they_are():
+    names = ["module.w", "w", "module.v", "_orig_mod.module.w", "_orig_mod"]
+    assert plain_names(names) == {
+        "module.w": "module.w",
+        "w": "w",
+        "module.v": "v",
+        "_orig_mod.module.w": "_orig_mod.module.w",
+        "_orig_mod": "_orig_mod",
+    }
+
+
+def wrapped(how):
+    model = layers()
+    if how == "compiled":
+        return torch.compile(model, backend="eager")
+    if how == "checkpointed":
+        model[1] = checkpoint_wrapper(model[1])
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_moves_between_wrapped_and_plain_models(kind):
+    values, names = {}, {}
+    hows = ("plain", "compiled", "checkpointed")
+    states = {}
+    for how in hows:
+        model = kind(wrapped(how))
+        hook = commhooks.register(model, "powersgd", rank=1)
+        step(model)
+        states[how] = hook.state_dict()
+        names[how] = sorted(parameter.name for parameter in hook._parameters)
+        assert hook.residual("1.weight") is not None
+        assert torch.equal(hook.residual("_orig_mod.1.weight"), hook.residual("1.weight"))
+        values[how] = hook
+    assert names["plain"] == names["compiled"] == names["checkpointed"]
+    for saved in hows:
+        for here in hows:
+            values[here].load_state_dict(states[saved])
+            assert torch.equal(
+                values[here].residual("0.weight"), values[saved].residual("0.weight")
+            )
+
+
+def test_a_state_saved_by_full_names_loads(monkeypatch):
+    with monkeypatch.context() as before:  # as names were saved before wrappers were left out
+        before.setattr(_model, "plain_names", lambda names: {n: f"_orig_mod.{n}" for n in names})
+        model = DistributedDataParallel(layers())
+        hook = commhooks.register(model, "powersgd", rank=1)
+        step(model)
+        state, wanted = hook.state_dict(), hook.residual("_orig_mod.0.weight")
+    assert "_orig_mod.0.weight" in state["rank0"]["memory"]["residual"]
+    other = DistributedDataParallel(layers())
+    again = commhooks.register(other, "powersgd", rank=1)
+    again.load_state_dict(state)
+    assert torch.equal(again.residual("0.weight"), wanted)
+    step(other)
+
+
+def test_a_layout_by_the_scheme_sees_the_names_that_the_scheme_sees():
+    rules = [commhooks.Rule(commhooks.Dense(), name="0.*")]
+    scheme = commhooks.PerParameter(rules, default=commhooks.make("powersgd", rank=1))
+    model = ddp_core.DistributedDataParallel(torch.compile(layers(), backend="eager"))
+    commhooks.register(model, scheme, layout="scheme")
+    for _ in range(3):
+        step(model)
+    buckets = [bucket.names for bucket in model.reducer.buckets]
+    for names in buckets:
+        assert len({"_orig_mod.0." in name for name in names}) == 1
+
+
+# ---- frozen layers
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_may_be_frozen_between_wrapping_and_registering(kind):
+    model = layers()
+    ddp = kind(model, find_unused_parameters=True)
+    model[0].requires_grad_(False)
+    hook = commhooks.register(ddp, "powersgd", rank=1)
+    assert len(hook._parameters) == 6
+    step(ddp)
+    assert model[0].weight.grad is None
+    assert hook.step == 1
+    state = hook.state_dict()
+    assert "0.weight" in state["rank0"]["memory"]["residual"]
+    hook.load_state_dict(state)
+    model[0].requires_grad_(True)
+    step(ddp)
+    step(ddp)
+    assert model[0].weight.grad is not None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("when", ["before register", "in training"])
+def test_a_layer_that_is_unfrozen_is_told_of_once(kind, when):
+    model = layers()
+    model[1].requires_grad_(False)
+    ddp = kind(model)
+    if when == "before register":
+        model[1].requires_grad_(True)
+    hook = commhooks.register(ddp, "powersgd", rank=1)
+    assert {parameter.name[0] for parameter in hook._parameters} == {"0", "2"}
+    if when == "in training":
+        for _ in range(2):
+            step(ddp)
+        model[1].requires_grad_(True)
+        for _ in range(97):
+            step(ddp)
+    with pytest.warns(RuntimeWarning, match="1.weight, 1.bias did not require a gradient"):
+        step(ddp)
+    for _ in range(101):
+        step(ddp)
+
+
+def test_an_ignored_parameter_is_not_told_of():
+    model = layers()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        model, ["1.weight", "1.bias"]
+    )
+    ddp = DistributedDataParallel(model)
+    commhooks.register(ddp, "none")
+    step(ddp)
+
+
+# ---- a hook that is never called
+
+
+def train_beside(ddp, times=3):
+    for _ in range(times):
+        ddp.module.zero_grad()
+        ddp.module(torch.ones(2, 8)).sum().backward()
+
+
+def drop(*names, scope):
+    for name in names:
+        del scope[name]
+    gc.collect()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_whose_model_trained_without_it_warns_when_it_is_dropped(kind):
+    ddp = kind(layers())
+    held = {"state": HookState("int8", ddp)}
+    for _ in range(3):
+        step(ddp)
+    with pytest.warns(
+        RuntimeWarning, match=r"never called, though its model was trained.*Lightning"
+    ):
+        drop("state", scope=held)
+
+
+def test_a_loss_computed_beside_the_wrapper_warns_when_the_hook_is_dropped():
+    held = {"ddp": DistributedDataParallel(layers())}
+    held["state"] = commhooks.register(held["ddp"], "int8")
+    train_beside(held["ddp"])
+    with pytest.warns(RuntimeWarning, match=r"HookState\(.*never called"):
+        drop("ddp", "state", scope=held)
+
+
+@pytest.mark.parametrize(
+    "what", ["nothing", "one step", "no_sync", "another hook", "called", "described", "diloco"]
+)
+def test_a_state_that_did_what_was_asked_of_it_says_nothing(what):
+    ddp = DistributedDataParallel(layers())
+    if what == "diloco":
+        ddp.register_comm_hook(None, commhooks.noop_hook)
+        outer = commhooks.DiLoCo(ddp, "none", every=100)
+        for _ in range(3):
+            step(ddp)
+        outer.close()
+        held = {"outer": outer}
+        del outer
+    else:
+        held = {"state": HookState("int8", ddp)}
+    if what == "one step":
+        step(ddp)
+    elif what == "no_sync":
+        with ddp.no_sync():
+            for _ in range(3):
+                step(ddp)
+    elif what == "another hook":
+        commhooks.register(ddp, "none")
+        for _ in range(3):
+            step(ddp)
+    elif what == "called":
+        ddp.register_comm_hook(held["state"], comm_hook)
+        for _ in range(3):
+            step(ddp)
+    elif what == "described":
+        repr(held["state"])
+        held["state"].state_dict()
+    drop(*held, scope=held)
+
+
+def test_looking_whether_a_hook_is_called_ends_with_its_first_call():
+    ddp = DistributedDataParallel(layers())
+    commhooks.register(ddp, "int8")
+    parameters = list(ddp.parameters())
+    assert sum(bool(one._backward_hooks) for one in parameters) == 2
+    for _ in range(2):
+        step(ddp)
+    assert not any(one._backward_hooks for one in parameters)
+    copy.deepcopy(ddp.module)
+
+
+@pytest.mark.parametrize("world_size", ["1", "2"])
+def test_a_state_without_a_model_warns_in_a_job_of_several(world_size, monkeypatch):
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)  # destroyed by then
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    held = {"state": HookState("powersgd", rank=4), "described": HookState("int8")}
+    repr(held["described"])
+    drop("described", scope=held)
+    if world_size == "1":
+        drop("state", scope=held)
+        return
+    with pytest.warns(RuntimeWarning, match="was never called: no gradient was averaged by it"):
+        drop("state", scope=held)
+
+
+# ---- wrong use
+
+
+def test_a_module_given_to_replicate_is_told_of_and_how_it_works():
+    model = replicate(layers())
+    with pytest.raises(RegistrationError, match=r"was passed to replicate\(\).*register_comm_hook"):
+        commhooks.register(model, "powersgd")
+    hook = HookState("powersgd", model, rank=1)
+    model.register_comm_hook(hook, comm_hook)
+    for _ in range(3):
+        step(model)
+    assert hook.step == 3
+    assert hook.residual("1.weight") is not None
+
+
+@pytest.mark.parametrize("state", [None, "int8", object()])
+def test_comm_hook_takes_a_hook_state(state):
+    ddp = DistributedDataParallel(layers())
+    ddp.register_comm_hook(state, comm_hook)
+    with pytest.raises(
+        TypeError, match=r"comm_hook takes a commhooks.HookState.*HookState\('int8'"
+    ):
+        step(ddp)
+
+
+def test_a_process_group_is_one():
+    ddp = DistributedDataParallel(layers())
+    with pytest.raises(TypeError, match=r"ProcessGroup.*got list; torch.distributed.new_group"):
+        commhooks.register(ddp, "none", process_group=[0])
+    with pytest.raises(RegistrationError, match="this rank is not in the group"):
+        HookState("none", process_group=dist.GroupMember.NON_GROUP_MEMBER)
+
+
+def test_a_layout_function_of_the_wrong_shape_is_told_of():
+    ddp = ddp_core.DistributedDataParallel(layers())
+    with pytest.raises(commhooks.OptionError, match="cannot be called with a name and a parameter"):
+        commhooks.register(ddp, "none", layout=lambda name: name)
+    with pytest.raises(commhooks.OptionError, match="unhashable"):
+        commhooks.register(ddp, "none", layout=lambda name, parameter: [name])

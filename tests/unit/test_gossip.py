@@ -1,0 +1,126 @@
+"""Gossip: who meets whom, and its law, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from commhooks import EF21, ErrorFeedback, Gossip, Guard, Simulation, make
+from commhooks.schemes.gossip import partner_of
+from tests.unit.references import gradients, mean, normal
+
+N = 300
+world_sizes = pytest.mark.parametrize("world_size", range(1, 9))
+
+
+@world_sizes
+def test_partners_are_each_other_s(world_size: int) -> None:
+    for step in range(3 * world_size):
+        partners = [partner_of(rank, step, world_size) for rank in range(world_size)]
+        assert [partners[partner] for partner in partners] == list(range(world_size))
+        resting = sum(partner == rank for rank, partner in enumerate(partners))
+        assert resting == world_size % 2
+
+
+@world_sizes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_law_holds_bit_for_bit(world_size: int, dtype: torch.dtype) -> None:
+    """t = (s + g) / 2 + (s' + g') / 2 on both, and t - s is given."""
+    wide = torch.promote_types(dtype, torch.float32)
+    ranks = Simulation("gossip", {"a": (100,), "b": (20, 10)}, world_size=world_size)
+    sums = [torch.zeros(N, dtype=wide) for _ in range(world_size)]
+    for step in range(6):
+        grads = [grad.to(dtype) for grad in gradients(world_size, step, N)]
+        halves = [(s + g) / 2 for s, g in zip(sums, grads, strict=True)]
+        for rank, given in enumerate(ranks.step(grads)):
+            partner = partner_of(rank, step, world_size)
+            new = halves[rank] + halves[partner]
+            wanted = grads[rank] if partner == rank else (new - sums[rank]).to(dtype)
+            assert torch.equal(given, wanted)
+            assert torch.equal(ranks.memory(rank, "gossip.sum").to(wide), new)
+            sums[rank] = new
+
+
+@world_sizes
+def test_over_all_ranks_what_is_given_sums_to_the_gradients(world_size: int) -> None:
+    ranks = Simulation("gossip", {"p": (N,)}, world_size=world_size)
+    for step in range(5):
+        grads = gradients(world_size, step, N)
+        given = ranks.step(grads)
+        # Rounding of sums of a few entries of at most 5, three operations each.
+        torch.testing.assert_close(mean(given), mean(grads), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3])
+def test_a_gradient_reaches_all_of_2_to_the_k_ranks_alike_in_k_steps(bits: int) -> None:
+    world_size = 2**bits
+    ranks = Simulation("gossip", {"p": (N,)}, world_size=world_size)
+    grads = gradients(world_size, 0, N)
+    total = [torch.zeros(N, dtype=torch.float64) for _ in range(world_size)]
+    for step in range(bits):
+        given = ranks.step([grad if step == 0 else torch.zeros(N) for grad in grads])
+        total = [so_far + one for so_far, one in zip(total, given, strict=True)]
+    sums = [ranks.memory(rank, "gossip.sum") for rank in range(world_size)]
+    assert all(torch.equal(one, sums[0]) for one in sums)
+    for one in (sums[0], *total):
+        torch.testing.assert_close(one.double(), mean(grads), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("world_size", [3, 5, 6, 7, 9, 12, 13, 24])
+def test_what_differs_about_halves_in_a_step(world_size: int) -> None:
+    """The largest factor that 24 steps leave of any difference, from all ranks' weights."""
+    weights = torch.eye(world_size, dtype=torch.float64)
+    for step in range(24):
+        partners = [partner_of(rank, step, world_size) for rank in range(world_size)]
+        weights = (weights + weights[partners]) / 2
+    left = float(torch.linalg.matrix_norm(weights - 1 / world_size, 2))
+    assert left ** (1 / 24) < 0.6
+
+
+def train(world_size: int, momentum: float, steps: int) -> tuple[Tensor, Tensor]:
+    """Parameters of all ranks that pull to targets of their own; and the mean of the targets."""
+    targets = [normal(N, 5, rank) for rank in range(world_size)]
+    ranks = Simulation("gossip", {"p": (N,)}, world_size=world_size)
+    x, velocity = torch.zeros(world_size, N), torch.zeros(world_size, N)
+    for _ in range(steps):
+        given = ranks.step([own - target for own, target in zip(x, targets, strict=True)])
+        velocity = momentum * velocity + torch.stack(given)
+        x = x - 0.01 * velocity
+    return x, mean(targets)
+
+
+@pytest.mark.parametrize("world_size", [4, 5])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_ranks_find_the_optimum_of_all_and_stay_near_one_another(
+    world_size: int, momentum: float
+) -> None:
+    x, optimum = train(world_size, momentum, 1000)
+    # The mean is where one rank with all gradients would be; each is a few steps' gradients away.
+    torch.testing.assert_close(x.double().mean(0), optimum, rtol=0, atol=5e-3)
+    assert (x - x.mean(0)).abs().max() < 0.01 * 5 * 4 / (1 - momentum)
+
+
+def test_a_cast_rounds_no_sum() -> None:
+    plain = Simulation("gossip", {"p": (N,)}, world_size=2)
+    cast = Simulation("gossip", {"p": (N,)}, world_size=2, wire_dtype="bf16")
+    for step in range(3):
+        grads = gradients(2, step, N)
+        assert torch.equal(plain.step(grads)[0], cast.step(grads)[0])
+
+
+def test_one_message_of_the_gradient_s_size_travels() -> None:
+    ranks = Simulation("gossip", {"p": (N,)}, world_size=8)
+    ranks.step(gradients(8, 0, N))
+    assert ranks.requests == [("all_gather", 4 * N)]
+    assert ranks.wire_bytes == [4 * N]
+    resting = Simulation("gossip", {"p": (N,)}, world_size=3)
+    resting.step(gradients(3, 0, N))
+    assert resting.wire_bytes == [0]
+
+
+@pytest.mark.parametrize("wrapper", [ErrorFeedback, EF21, Guard])
+def test_there_is_no_average_to_compare_with(wrapper: type) -> None:
+    with pytest.raises(ValueError, match="average of"):
+        wrapper(Gossip())
+    assert not make("gossip", coalesce=True).agrees

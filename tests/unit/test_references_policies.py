@@ -1,0 +1,237 @@
+"""Schedules, the guard, rows that ranks agree on, 1-bit Adam, outer steps: plain lines each."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from commhooks import (
+    DelayedStart,
+    ErrorFeedback,
+    Guard,
+    HookState,
+    PeriodicDense,
+    RandomBlock,
+    Simulation,
+    TopK,
+    make,
+)
+from commhooks._diloco import _Fragment
+from commhooks.optim import OneBitAdam
+from tests.unit.references import (
+    all_equal,
+    close,
+    gathered,
+    gradients,
+    in_two_phases,
+    largest,
+    mean,
+    normal,
+    signed,
+)
+
+N = 1024
+
+
+def zeros(world_size: int) -> list[Tensor]:
+    return [torch.zeros(N, dtype=torch.float64) for _ in range(world_size)]
+
+
+def topk_step(grads: list[Tensor], e: list[Tensor], k: int) -> tuple[Tensor, list[Tensor]]:
+    c = [g + own for g, own in zip(grads, e, strict=True)]
+    return gathered(lambda one, *_: largest(one, k), c)
+
+
+# ---- schedules
+
+
+def test_periodic_dense_sends_what_was_held_back_in_every_third_step() -> None:
+    ranks = Simulation(PeriodicDense(make("topk", ratio=0.05), 3), {"p": (N,)}, world_size=3)
+    e = zeros(3)
+    for step in range(8):
+        grads = gradients(3, step, N)
+        if step % 3 == 2:
+            expected, e = mean([g + own for g, own in zip(grads, e, strict=True)]), zeros(3)
+        else:
+            expected, e = topk_step(grads, e, 51)
+        close(all_equal(ranks.step(grads)), expected)
+        for rank in range(3):
+            close(ranks.memory(rank), e[rank])
+
+
+def test_delayed_start_is_dense_and_then_the_scheme() -> None:
+    ranks = Simulation("topk", {"p": (N,)}, world_size=2, ratio=0.05, start_step=3)
+    e = zeros(2)
+    for step in range(6):
+        grads = gradients(2, step, N)
+        expected, e = (mean(grads), e) if step < 3 else topk_step(grads, e, 51)
+        close(all_equal(ranks.step(grads)), expected)
+
+
+def test_a_delayed_start_hands_the_residual_of_what_ran_before_on() -> None:
+    scheme = DelayedStart(make("none"), 2, before=make("topk", ratio=0.05))
+    ranks, e = Simulation(scheme, {"p": (N,)}, world_size=2), zeros(2)
+    for step in range(4):
+        grads = gradients(2, step, N)
+        if step < 2:
+            expected, e = topk_step(grads, e, 51)
+        else:
+            expected, e = mean([g + own for g, own in zip(grads, e, strict=True)]), zeros(2)
+        close(all_equal(ranks.step(grads)), expected)
+
+
+def test_the_guard_goes_dense_for_as_long_as_it_says_and_flushes() -> None:
+    """A look every second step; the first finds a residual above 1.5 gradients."""
+    watched = ErrorFeedback(TopK(0.05))
+    ranks = Simulation(
+        Guard(watched, every=2, max_residual=1.2, rest=3, growth=1e9), {"p": (N,)}, world_size=2
+    )
+    e, dense_until, seen = zeros(2), 0, []
+    for step in range(9):
+        grads = gradients(2, step, N)
+        seen.append(step < dense_until)
+        if step < dense_until:
+            expected, e = mean([g + own for g, own in zip(grads, e, strict=True)]), zeros(2)
+        else:
+            held = math.sqrt(mean([one.square().sum() for one in e]))
+            size = math.sqrt(mean([one.double().square().sum() for one in grads]))
+            if step % 2 and held / size > 1.2:
+                dense_until = step + 1 + 3
+            expected, e = topk_step(grads, e, 51)
+        if dense_until == step + 4:
+            with pytest.warns(RuntimeWarning, match="Averaging densely for 3 steps"):
+                got = ranks.step(grads)
+        else:
+            got = ranks.step(grads)
+        close(all_equal(got), expected)
+    assert True in seen
+    assert False in seen[seen.index(True) :]
+
+
+# ---- places that ranks agree on
+
+
+def test_aligned_topk() -> None:
+    """A sketch of each row by signs; the rows whose summed sketch is largest travel."""
+    row, directions = 32, 3
+    ranks = Simulation(
+        "aligned_topk", {"p": (N,)}, world_size=3, ratio=0.2, row=row, directions=directions
+    )
+    e, chosen = zeros(3), []
+    for step in range(5):
+        grads = gradients(3, step, N)
+        c = [(g + own).view(-1, row) for g, own in zip(grads, e, strict=True)]
+        signs = sketch_signs(step, row, directions)
+        energy = mean([one @ signs for one in c]).square().sum(1)
+        rows = energy.topk(int(0.2 * N / row)).indices
+        chosen.append(set(rows.tolist()))
+        expected = torch.zeros(N // row, row, dtype=torch.float64)
+        expected[rows] = mean(c)[rows]
+        for own in c:
+            own[rows] = 0.0
+        e = [own.flatten() for own in c]
+        close(all_equal(ranks.step(grads)), expected.flatten())
+        for rank in range(3):
+            close(ranks.memory(rank), e[rank])
+    assert len(set(map(frozenset, chosen))) > 1
+
+
+def sketch_signs(step: int, row: int, directions: int) -> Tensor:
+    """The draw of a step: keyed by name, purpose and step."""
+    from commhooks import Context, Memory
+
+    generator = Context(Memory(), torch.zeros(0), step=step).generator("p/sketch", shared=True)
+    return 2.0 * torch.randint(0, 2, (row, directions), generator=generator).double() - 1.0
+
+
+def test_the_sketch_is_drawn_anew_each_step() -> None:
+    assert not torch.equal(sketch_signs(0, 32, 3), sketch_signs(1, 32, 3))
+
+
+def test_a_random_block_sends_one_stretch_and_holds_the_rest() -> None:
+    ranks, e = Simulation(ErrorFeedback(RandomBlock(0.25)), {"p": (N,)}, world_size=3), zeros(3)
+    for step in range(4):
+        grads = gradients(3, step, N)
+        c = [g + own for g, own in zip(grads, e, strict=True)]
+        got = all_equal(ranks.step(grads))
+        sent = (got != 0).double()
+        edges = int((sent != sent.roll(1)).sum())
+        assert (int(sent.sum()), edges) == (N // 4, 2), "one stretch, around the end at most"
+        close(got, mean(c) * sent)
+        e = [one * (1 - sent) for one in c]
+        for rank in range(3):
+            close(ranks.memory(rank), e[rank])
+
+
+# ---- 1-bit Adam
+
+
+def test_onebit_adam_sends_gradients_and_then_momenta() -> None:
+    freeze, block = 3, 256
+    ranks = Simulation(
+        "onebit_adam", {"p": (N,)}, world_size=2, freeze_step=freeze, beta1=0.8, block=block
+    )
+    m, e = torch.zeros(N, dtype=torch.float64), zeros(2)
+    for step in range(7):
+        grads = gradients(2, step, N)
+        if step < freeze:
+            expected = mean(grads)
+            m = 0.8 * m + 0.2 * expected
+        else:
+            c = [0.8 * m + 0.2 * g + own for g, own in zip(grads, e, strict=True)]
+            m, e = in_two_phases(lambda one, *_: signed(one, block), c, block)
+            expected = m
+        close(all_equal(ranks.step(grads)), expected)
+        close(ranks.memory(1, "onebit_adam.momentum"), m)
+        close(ranks.memory(1), e[1], 1e-4)
+
+
+def test_the_optimizer_is_adam_with_a_second_moment_that_stays() -> None:
+    lr, beta1, beta2, eps, decay, freeze = 0.1, 0.9, 0.99, 1e-3, 0.01, 3
+    hook = HookState("onebit_adam", freeze_step=freeze, beta1=beta1)
+    p = nn.Parameter(normal(50, 1))
+    optimizer = OneBitAdam([p], hook, lr, beta2=beta2, eps=eps, weight_decay=decay)
+    x, m, v = p.detach().double(), torch.zeros(50).double(), torch.zeros(50).double()
+    for step in range(6):
+        p.grad = normal(50, 2, step)
+        hook._engine.step += 1  # what the hook has counted once backward is over
+        g = p.grad.double()
+        if step < freeze:
+            m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
+        else:
+            m = g  # momenta arrive
+        corrected = v / (1 - beta2 ** min(step + 1, freeze))
+        x = x - lr * decay * x
+        x = x - lr * (m / (1 - beta1 ** (step + 1))) / (corrected.sqrt() + eps)
+        optimizer.step()
+        close(p.detach(), x, 1e-5)
+
+
+# ---- the outer step of DiLoCo
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("mix", [0.0, 0.25])
+def test_outer_steps(nesterov: bool, mix: float) -> None:
+    lr, momentum = 0.7, 0.9
+    p = nn.Parameter(normal(30, 1).view(5, 6))
+    fragment = _Fragment(0, ["p"], [p], place=0, is_last=True)
+    outer = p.detach().double().clone()
+    velocity = torch.zeros_like(outer)
+    for step in range(4):
+        with torch.no_grad():
+            p += 0.1 * normal(30, 2, step).view(5, 6)
+        fragment.measure()
+        delta = outer - p.detach().double()
+        close(fragment.buffer(), delta.flatten())
+        arrived = delta + 0.05 * normal(30, 3, step).view(5, 6)  # the mean with other ranks
+        local = p.detach().double() + 0.01
+        with torch.no_grad():
+            p += 0.01  # training goes on meanwhile
+        fragment.apply(arrived.float().flatten(), lr, momentum, nesterov, mix)
+        velocity = momentum * velocity + arrived
+        outer = outer - lr * (arrived + momentum * velocity if nesterov else velocity)
+        close(p.detach(), mix * local + (1 - mix) * outer)

@@ -1,0 +1,89 @@
+"""Who came, with threads for ranks and a store in memory."""
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from commhooks import MissingRankError, _roll_call
+from commhooks._roll_call import forget, roll_call
+
+SHORT, LONG = timedelta(seconds=0.3), timedelta(seconds=20)
+
+
+class _Group:
+    """A rank's view of a group."""
+
+    def __init__(self, rank, size):
+        self._rank, self._size = rank, size
+
+    def rank(self):
+        return self._rank
+
+    def size(self):
+        return self._size
+
+
+@pytest.fixture
+def groups(monkeypatch):
+    store = dist.HashStore()
+    monkeypatch.setattr(_roll_call, "group_store", lambda group: store)
+    return [_Group(rank, 3) for rank in range(3)]
+
+
+def _call(groups, ranks, *, limit=LONG, call="register", before=lambda rank: None):
+    """What each of ``ranks`` gets: None or the error's text."""
+    found = {}
+
+    def run(rank):
+        before(rank)
+        try:
+            roll_call(call, groups[rank], limit)
+            found[rank] = None
+        except MissingRankError as error:
+            found[rank] = str(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    return [found[rank] for rank in ranks]
+
+
+def test_all_come_again_and_again(groups):
+    for _ in range(3):
+        assert _call(groups, [0, 1, 2]) == [None] * 3
+        for group in groups:
+            forget(group)
+
+
+def test_a_slow_rank_is_waited_for(groups):
+    slow = lambda rank: time.sleep(0.3 * (rank == 1))  # noqa: E731
+    assert _call(groups, [0, 1, 2], before=slow) == [None] * 3
+
+
+def test_who_came_is_told_the_same_words_and_all_may_call_again(groups):
+    assert _call(groups, [0, 1, 2]) == [None] * 3
+    first, second = _call(groups, [0, 2], limit=SHORT, call="switch")
+    assert first == second
+    assert first.startswith("switch: not every rank came: rank 1 did not within 0.3 s, ")
+    assert "ranks 0, 2 did" in first
+    assert _call(groups, [0, 1, 2]) == [None] * 3
+
+
+def test_a_rank_that_comes_to_an_ended_call_is_told(groups, monkeypatch):
+    # It had asked for the number of the call before the others gave up.
+    key = _roll_call._next_key(groups[1], _roll_call.group_store(None))
+    assert _call(groups, [0, 2], limit=SHORT)[0] is not None
+    monkeypatch.setattr(_roll_call, "_next_key", lambda group, store: key)
+    [text] = _call(groups, [1])
+    assert "rank 1 did not" in text
+    monkeypatch.undo()
+
+
+def test_nobody_else_is_waited_for_without_a_store(monkeypatch):
+    monkeypatch.setattr(_roll_call, "group_store", lambda group: None)
+    roll_call("register", _Group(0, 3), SHORT)
