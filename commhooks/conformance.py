@@ -261,7 +261,9 @@ def _bias(make: MakeScheme) -> None:
         text = f"{name}: the mean of {draws} draws is off by {off / size:.3g}, relative"
         _need(off <= 5 * spread + 2.0**-12 * size, f"{text}; its error is {spread / size:.3g}")
     left = float(total.norm()) / draws
-    noise = float((square.sum() - total.square().sum() / draws) / (draws - 1) / draws) ** 0.5
+    # Where every draw is the same, rounding leaves a sum that may be a little below zero.
+    spread_of_all = float(square.sum() - total.square().sum() / draws) / (draws - 1)
+    noise = math.sqrt(max(0.0, spread_of_all) / draws)
     text = f"the mean of {draws} draws is off by {left:.3g}, its standard error is {noise:.3g}"
     _need(left <= 1.25 * noise + float(exact.norm()) * 2.0**-8, text)
 
