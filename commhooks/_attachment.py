@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from commhooks._errors import HookNotAttachedError
+from commhooks._errors import HookNotAttachedError, RegistrationError
 from commhooks._model import not_reduced
+from ddp_core import DistributedDataParallel as CoreDDP
 
 if TYPE_CHECKING:
     from commhooks._state import HookState
@@ -116,6 +117,7 @@ class AttachmentGuard:
                 "Call commhooks.register(model, ...) on it, then load_state_dict"
             )
         if torch.is_grad_enabled():
+            self._refuse_guessing(module)
             self._state.forward_begins()
             self._look_for_unfrozen()
         if self._state.calls or self._had_grad:
@@ -126,6 +128,17 @@ class AttachmentGuard:
             raise HookNotAttachedError(
                 "a backward pass made gradients but the registered hook was never called. Is the "
                 "loss computed through the wrapped module instead of the DistributedDataParallel?"
+            )
+
+    def _refuse_guessing(self, module: Any) -> None:
+        joins = module._join_config.enable and module.find_unused_parameters
+        if joins and self._state.scheme.stateful and not isinstance(module, CoreDDP):
+            raise RegistrationError(
+                f"DistributedDataParallel.join with find_unused_parameters=True and "
+                f"{self._state.scheme}, which has memory: a rank without inputs is not told which "
+                f"parameters no rank has used, and would count what it keeps of them as sent. Use "
+                f"ddp_core.DistributedDataParallel (same arguments), which tells it, or "
+                f"find_unused_parameters=False"
             )
 
     def _look_for_unfrozen(self) -> None:

@@ -44,6 +44,7 @@ class _Step:
         holds: buckets wait for the last one.
         buckets: place of each one launched; equal places are of two steps.
         passes: backward passes that tell when they are over.
+        told: ``ddp_core`` says when it is over, also without a backward pass (join).
         complete: the last bucket has come.
         paused: an inner backward pass is over; the outer one may bring more buckets.
         gradients: parameters that may be left alone, with what their gradient was at the launch.
@@ -54,11 +55,17 @@ class _Step:
     holds: bool
     buckets: list[Any] = field(default_factory=list)
     passes: set[int] = field(default_factory=set)
+    told: bool = False
     complete: bool = False
     paused: bool = False
     parameters: int = 0
     layouts: list[Callable[[], Layout]] = field(default_factory=list)
     gradients: list[_Gradient] = field(default_factory=list)
+
+    @property
+    def ends_later(self) -> bool:
+        """Whether the step is over when its gradients have landed, not with its last bucket."""
+        return self.told or bool(self.passes)
 
 
 @dataclass(slots=True)
@@ -100,15 +107,22 @@ class Runner:
     # ---- what the hook calls
 
     def launch(
-        self, bucket: Any, group: dist.ProcessGroup, *, finds_unused: bool = False
+        self,
+        bucket: Any,
+        group: dist.ProcessGroup,
+        *,
+        finds_unused: bool = False,
+        told: bool = False,
     ) -> Future[Tensor]:
         """Starts the exchange of one bucket, or keeps it until the step's last one has come.
 
         Args:
             finds_unused: some parameters may be used by no rank; their gradient is left alone.
+            told: ``step_landed`` or ``step_abandoned`` will be called for this step.
         """
         buffer: Tensor = bucket.buffer()
         step = self._enter(bucket, buffer, group)
+        step.told = told
         find_layout = partial(self._find_layout, bucket)
         if finds_unused and self._engine.scheme.stateful and not buffer.is_sparse:
             step.gradients += _gradients(bucket.parameters(), buffer)
@@ -132,7 +146,7 @@ class Runner:
             )
         if is_last:
             self.no_more_buckets()
-            if not step.passes:
+            if not step.ends_later:
                 self._close(step)
         return future
 
@@ -285,8 +299,7 @@ class Runner:
             if note is not None:
                 note(row)
 
-        # With a backward pass, the step is over when the gradients have landed.
-        self._engine.launch(object(), is_last=is_last and not step.passes)
+        self._engine.launch(object(), is_last=is_last and not step.ends_later)
         task = Task(
             exchange,
             step=step.number,

@@ -288,7 +288,12 @@ class HookState:
             or getattr(model, "find_unused_parameters", False)
             or getattr(model, "static_graph", False)
         )
-        return self._runner.launch(bucket, self._group(), finds_unused=finds_unused)
+        return self._runner.launch(
+            bucket,
+            self._group(),
+            finds_unused=finds_unused,
+            told=isinstance(model, CoreDDP) and model.reducer.launcher.tells(self),
+        )
 
     def _check_group(self, model: Any) -> None:
         if model.process_group is not self._process_group:

@@ -41,8 +41,11 @@ class Accumulators:
         """Puts a hook on every node; anew, where parameters have got other ones."""
         self.unwatch()
         for index, parameter in enumerate(self._parameters):
+            trains = parameter.requires_grad
+            parameter.requires_grad_(True)  # one that is frozen for now has no node else
             with torch.enable_grad():
                 alias = parameter.view_as(parameter)
+            parameter.requires_grad_(trains)
             assert alias.grad_fn is not None
             node: Any = alias.grad_fn.next_functions[0][0]
             self._nodes.append(node)

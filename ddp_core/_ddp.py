@@ -31,7 +31,7 @@ from ddp_core._parameters import (
     trained_parameters,
     verify_across_ranks,
 )
-from ddp_core._precision import Precision
+from ddp_core._precision import Precision, Use
 from ddp_core._ranges import named_range
 from ddp_core._sink import through_sink
 from ddp_core._step import ReducerSettings
@@ -70,7 +70,7 @@ class _Mode(NamedTuple):
     """How a forward pass runs."""
 
     recomputed: bool  # a part of the backward pass of a step under way
-    lowered: bool  # it made the parameters low-precision
+    low: Use | None = None  # it uses low-precision parameters
 
 
 _numbers = itertools.count()  # all ranks construct their modules in the same order
@@ -224,10 +224,10 @@ class DistributedDataParallel(TorchNames, TorchDDP):
             with named_range("forward"), splitting_at_buckets(self, self.reducer):
                 output = self.module(*inputs, **kwargs)
         except BaseException:
-            if self._precision is not None and mode.lowered:
-                self._precision.restore()
+            if mode.low is not None:
+                mode.low.end()
             raise
-        return output if mode.recomputed else self._after_forward(output, mode)
+        return self._after_forward(output, mode)
 
     @_not_traced(recursive=True)
     def _before_forward(
@@ -236,16 +236,16 @@ class DistributedDataParallel(TorchNames, TorchDDP):
         if self.device_ids:
             moved = scatter_kwargs(inputs, kwargs, [self.device_ids[0]], dim=self.dim)
             inputs, kwargs = moved[0][0], moved[1][0]
-        recomputed, lowered = self.reducer.is_recomputed(), False
+        recomputed, low = self.reducer.is_recomputed(), None
         if not recomputed:
             self._begin_step()
         if self._precision is not None:
-            lowered = self._precision.lower()
-            if lowered:
+            low, changed = self._precision.begin_forward()
+            if changed:
                 self.reducer.accumulators.watch()
             inputs = self._precision.cast_inputs(inputs)
             kwargs = self._precision.cast_inputs(kwargs)
-        return inputs, kwargs, _Mode(recomputed, lowered)
+        return inputs, kwargs, _Mode(recomputed, low)
 
     def _begin_step(self) -> None:
         """What a forward pass does before it computes, all ranks alike."""
@@ -269,6 +269,14 @@ class DistributedDataParallel(TorchNames, TorchDDP):
 
     @_not_traced(recursive=True)
     def _after_forward(self, output: Any, mode: _Mode) -> Any:
+        if not mode.recomputed:
+            output = self._end_step_forward(output)
+        if mode.low is not None:
+            assert self._precision is not None
+            self._precision.end_forward(mode.low, output)
+        return output
+
+    def _end_step_forward(self, output: Any) -> Any:
         reducer = self.reducer
         sync = torch.is_grad_enabled() and self.require_backward_grad_sync
         if self._synchronises_buffers(after_forward=True):
@@ -276,9 +284,6 @@ class DistributedDataParallel(TorchNames, TorchDDP):
         self.require_forward_param_sync = sync
         if sync:
             reducer.prepare_for_backward()
-        elif mode.lowered and not torch.is_grad_enabled():
-            assert self._precision is not None
-            self._precision.restore()
         if sync and reducer.usage.needs_sink:
             output = through_sink(output, weakref.ref(reducer), clone=self._ddp_sink_clone)
         if self._delayed is not None:

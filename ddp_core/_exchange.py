@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch.distributed as dist
@@ -53,7 +52,6 @@ class BucketExchange:
         self.buckets: list[FlatBucket] = []
         self._effective: dist.Work | None = None  # counts the ranks that have input (join)
         self._futures: list[Any] = []  # of the buffer hook, awaited with the gradients
-        self._gradient = attrgetter("grad") if precision is None else precision.gradient
         self._step = Step()
         self._plain = False  # an arrival is nothing but an arrival
         self._backward_open = False  # a backward pass is under way, or has raised
@@ -104,7 +102,7 @@ class BucketExchange:
         step = self._step
         if step.needed is None or step.needed[bucket.number]:
             with named_range("collect gradients", bucket.number):
-                gradients = [self._gradient(parameter) for parameter in bucket.parameters]
+                gradients = [parameter.grad for parameter in bucket.parameters]
                 bucket.fill(gradients, None if step.scale is None else step.divisor)
         try:
             return self._send(bucket)

@@ -74,6 +74,10 @@ class Launcher:
         self.hook_name = None if hook is None else name_of(hook[0])
         self.events = StepEvents(None if hook is None else hook[1])
 
+    def tells(self, state: object) -> bool:
+        """Whether this hook's state hears of the end of each step."""
+        return self.hook is not None and self.hook[1] is state
+
     def launch(self, bucket: FlatBucket, *, is_last: bool, times: BucketTimes | None) -> Outcome:
         """Starts the exchange of a full bucket."""
         if times is not None:

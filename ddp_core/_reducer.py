@@ -146,9 +146,7 @@ class Reducer(BucketExchange):
         if self._has_old_marks:
             self._has_old_marks = False
             gone = [
-                index
-                for index, one in enumerate(self.parameters)
-                if self._gradient(one.parameter) is None
+                index for index, one in enumerate(self.parameters) if one.parameter.grad is None
             ]
             self.usage.used.unmark(gone)
 

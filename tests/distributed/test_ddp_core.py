@@ -290,6 +290,44 @@ def test_mixed_precision_accumulates_in_full_precision():
     run_ranks(_mixed_accumulated, 2)
 
 
+def _mixed_without_backward(rank: int, world_size: int, how: str) -> None:
+    ddp = wrapped(Fragile(), mixed_precision=MixedPrecision(torch.bfloat16, torch.float32))
+    loss_of(ddp(batch(0, rank, 8, 16))).backward()
+    expected = gradients(ddp)
+    ddp.zero_grad()
+    if how == "raised":
+        with pytest.raises(ArithmeticError):
+            loss_of(ddp(batch(1, rank, 8, 16), True)).backward()
+    else:
+        loss_of(ddp(batch(1, rank, 8, 16)))
+    assert {p.dtype for p in ddp.parameters()} == {torch.float32}, "a checkpoint would be low"
+    ddp.zero_grad()
+    loss_of(ddp(batch(0, rank, 8, 16))).backward()
+    assert torch.equal(gradients(ddp), expected), "old gradients have come back"
+
+
+@pytest.mark.parametrize("how", ["dropped", "raised"])
+def test_mixed_precision_is_restored_where_no_backward_pass_ends(how):
+    run_ranks(_mixed_without_backward, 2, how)
+
+
+def _mixed_frozen(rank: int, world_size: int) -> None:
+    ddp = wrapped(
+        mlp(), find_unused_parameters=True, mixed_precision=MixedPrecision(torch.bfloat16)
+    )
+    for freeze in (False, True, False):
+        ddp.module[0].weight.requires_grad_(not freeze)
+        ddp.zero_grad()
+        loss_of(ddp(batch(0, rank, 4, 16))).backward()
+        assert (ddp.module[0].weight.grad is None) is freeze
+        expected = averaged(gradients(ddp))
+        torch.testing.assert_close(gradients(ddp), expected)
+
+
+def test_a_layer_may_be_frozen_under_mixed_precision():
+    run_ranks(_mixed_frozen, 2)
+
+
 # ---- what goes wrong leaves the next step clean
 
 

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+import commhooks
 from ddp_core import DistributedDataParallel
 from tests.distributed.harness import run_ranks
 from tests.distributed.models import loss_of
@@ -166,6 +168,37 @@ def test_a_state_hears_which_gradients_were_not_written(view, in_backward):
     run_ranks(_left_alone, 2, view, in_backward, ignore_warnings=(".*full backward hook",))
 
 
+def _unused_and_joined(rank: int, world_size: int) -> None:
+    model = DistributedDataParallel(Net(), find_unused_parameters=True)
+    hook = commhooks.register(model, "topk", ratio=0.1)
+    one_step(model, 0, rank)
+    kept = [hook.residual(f"idle.{name}") for name, _ in model.module.idle.named_parameters()]
+    with model.join():
+        for step in range(1 + 2 * rank):
+            model.zero_grad()
+            one_step(model, step, rank, idle=True)
+    assert hook.step == 4
+    for (name, _), before in zip(model.module.idle.named_parameters(), kept, strict=True):
+        assert torch.equal(hook.residual(f"idle.{name}"), before), "counts as sent, was not applied"
+
+
+def test_a_rank_without_inputs_keeps_what_nobody_applies():
+    run_ranks(_unused_and_joined, 2)
+
+
+def _refused_on_torchs(rank: int, world_size: int) -> str:
+    model = TorchDDP(Net(), find_unused_parameters=True)
+    commhooks.register(model, "topk", ratio=0.1)
+    with pytest.raises(commhooks.RegistrationError) as raised, model.join():
+        one_step(model, 0, rank)
+    return str(raised.value)
+
+
+def test_torchs_join_with_unused_parameters_and_memory_is_refused():
+    for text in run_ranks(_refused_on_torchs, 2):
+        assert "a rank without inputs is not told which parameters no rank has used" in text
+
+
 def _broken_end(rank: int, world_size: int) -> None:
     model, state = recorded()
     good = state.no_more_buckets
@@ -206,6 +239,32 @@ def _delayed_joins(rank: int, _: int) -> str:
     with pytest.raises(RuntimeError) as raised, model.join():
         pass
     return str(raised.value)
+
+
+def _delayed_gradients(rank: int, world_size: int, compiles: bool, replaces: bool) -> None:
+    module, local = mlp(), mlp()
+    delayed = [(name, p) for name, p in module.named_parameters() if name.startswith("2.")]
+    model = DistributedDataParallel(
+        module,
+        delay_all_reduce_named_params=delayed,
+        param_to_hook_all_reduce=module[0].weight,
+    )
+    call = torch.compile(model, backend="aot_eager") if compiles else model
+    for step in range(3):
+        model.zero_grad()
+        local.zero_grad()
+        if replaces:
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+        loss_of(call(batch(step, rank, 4, 16))).backward()
+        loss_of(local(batch(step, rank, 4, 16))).backward()
+        torch.testing.assert_close(gradients(model), averaged(gradients(local)))
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+@pytest.mark.parametrize("compiles", [False, True])
+def test_delayed_parameters_are_averaged(compiles, replaces):
+    run_ranks(_delayed_gradients, 2, compiles, replaces)
 
 
 def test_delayed_parameters_and_uneven_inputs_are_refused() -> None:

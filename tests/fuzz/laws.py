@@ -29,6 +29,7 @@ REFUSALS = (
     r"Your training graph has changed in this iteration",
     r"throw_on_early_termination",
     r"_update_process_group: the hook",
+    r"does not take part in the delayed all-reduce",
 )
 _OWN = ("RegistrationError", "OptionError", "UnknownSchemeError")
 
