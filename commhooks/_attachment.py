@@ -100,7 +100,7 @@ class AttachmentGuard:
     def __init__(self, state: HookState, ddp: DistributedDataParallel) -> None:
         self._state = state
         self._ddp: weakref.ref[nn.Module] | None = weakref.ref(ddp)
-        self._had_grad = any(parameter.grad is not None for parameter in ddp.parameters())
+        self._had_grad = _has_gradients(ddp)
         self._accumulates = False
         self._forwards = 0
         self._not_reduced = not_reduced(ddp)
@@ -124,7 +124,7 @@ class AttachmentGuard:
             return
         if not getattr(module, "require_backward_grad_sync", True):
             self._accumulates = True  # gradients come from no_sync() from now on
-        elif not self._accumulates and any(p.grad is not None for p in module.parameters()):
+        elif not self._accumulates and _has_gradients(module):
             raise HookNotAttachedError(
                 "a backward pass made gradients but the registered hook was never called. Is the "
                 "loss computed through the wrapped module instead of the DistributedDataParallel?"
@@ -166,3 +166,13 @@ class AttachmentGuard:
         self._state, self._ddp = saved["state"], None
         self._had_grad = self._accumulates = False
         self._forwards, self._not_reduced = 0, {}
+
+
+def _has_gradients(ddp: Any) -> bool:
+    """Whether a parameter that the hook averages has a gradient."""
+    ignored = ddp.parameters_to_ignore
+    return any(
+        parameter.grad is not None
+        for name, parameter in ddp.module.named_parameters()
+        if name not in ignored
+    )

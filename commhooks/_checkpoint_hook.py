@@ -192,6 +192,7 @@ def take_up(hook: HookState, loaded: Loaded) -> None:
     engine.step, engine.seed = loaded.common["step"], loaded.common["seed"]
     hook._runner.restore(loaded.common["layout"])
     hook._pickled_on = None
+    hook._agreed = False  # the ranks compare at the next step what each has loaded
 
 
 def needed_fields(hook: HookState, state: StateDict, keys: Collection[str]) -> set[str]:

@@ -189,11 +189,6 @@ class Memory:
             if on_host and old is not None and old is not flat and old.shape == flat.shape:
                 self._spare[key, layout] = old
 
-    def rollback(self) -> None:
-        """Drops the staged writes and notes."""
-        self._staged.clear()
-        self._notes.clear()
-
     # ---- saving and loading
 
     def items(self) -> Iterator[tuple[str, str, Tensor]]:

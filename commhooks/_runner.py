@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from commhooks._coalesce import Coalescer, Names
 from commhooks._engine import Engine
@@ -42,7 +43,7 @@ class _Step:
 
     Attributes:
         holds: buckets wait for the last one.
-        buckets: place of each one launched; equal places are of two steps.
+        buckets: what each one launched is known by; equal ones are of two steps.
         passes: backward passes that tell when they are over.
         told: ``ddp_core`` says when it is over, also without a backward pass (join).
         complete: the last bucket has come.
@@ -103,6 +104,11 @@ class Runner:
         self._coalescer = Coalescer()
         self._step: _Step | None = None
         self._threads: set[int] = set()  # which run forward and backward passes
+
+    @property
+    def layout_to_come(self) -> list[Names]:
+        """The layout that a loaded state asks for, while it does."""
+        return self._restored
 
     # ---- what the hook calls
 
@@ -192,7 +198,7 @@ class Runner:
             return
         if threading.get_ident() not in self._threads:
             return
-        if step.paused:
+        if step.paused and not step.told:
             self.step_landed(_left_alone(step))
         else:
             self.step_abandoned()
@@ -214,7 +220,8 @@ class Runner:
 
     def _enter(self, bucket: Any, buffer: Tensor, group: dist.ProcessGroup) -> _Step:
         """The step that the bucket belongs to."""
-        place = None if buffer.is_sparse else buffer.data_ptr()
+        # An address is used again when buckets are rebuilt; not while it is weakly held.
+        place = None if buffer.is_sparse else StorageWeakRef(buffer.untyped_storage())
         names = tuple(bucket.names()) if isinstance(bucket, GradBucket) else None
         key = (bucket.index(), buffer.dtype, buffer.numel(), place, names)
         step = self._step

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from commhooks import _checkpoint_hook, _checkpoint_pickle
 from commhooks._attachment import Attendance
 from commhooks._brief import brief
+from commhooks._checkpoint_checksum import digest
 from commhooks._engine import Engine
 from commhooks._errors import HookNotAttachedError, RegistrationError
 from commhooks._feedback import RESIDUAL, FlushResidual, keeps_residual
@@ -70,8 +71,6 @@ class HookState:
         if model is not None and not isinstance(model, nn.Module):
             raise TypeError(f"HookState(scheme, model): a module, got {type(model).__name__}")
         history = fitting("HookState", "history", history, int)
-        if history < 0:
-            raise ValueError(f"HookState(history=...) is a number of rows, got {history}")
         self._init(make(scheme, **options), seed, history, process_group)
         self._attendance.report_at_the_end_of(self, f"HookState({describe(self.scheme)})")
         if model is not None:
@@ -278,7 +277,7 @@ class HookState:
                 "wrap the model in a new DistributedDataParallel, or close after training"
             )
         if not self._agreed:
-            self.agree("the first step with this hook")
+            self.agree("the first step with this hook, or after load_state_dict")
         self._attendance.calls += 1
         model: Any = self._model() if self._model is not None else None
         if self._follows_model and model is not None:
@@ -380,6 +379,7 @@ class HookState:
             "torch version": str(torch.__version__),
             "seed": self._engine.seed,
             "step": self.step,
+            "order of the saved buckets": digest(self._runner.layout_to_come, {}),
             "world size": self._engine.world_size,
             "memory": _checkpoint_pickle.origin(self),
             "ranks of a node": [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +18,7 @@ NO_BACKWARD = -1
 
 class _Listener(Protocol):
     def arrived(self, index: int) -> None: ...
+    def came_elsewhere(self, index: int) -> None: ...
 
 
 class Accumulators:
@@ -56,6 +58,22 @@ class Accumulators:
         for handle in self._handles:
             handle.remove()
         self._handles, self._nodes = [], []
+
+    def refuse_other_nodes(self) -> None:
+        """From now on the listener is told of gradients that another node has written.
+
+        A parameter whose data had another dtype when it was used has another node.
+        """
+        me = weakref.ref(self)
+
+        def look(index: int, _: object) -> None:
+            here, node = me(), torch._C._current_autograd_node()
+            listener = None if here is None else here._listener()
+            if here is not None and listener is not None and node is not here._nodes[index]:
+                listener.came_elsewhere(index)
+
+        for index, parameter in enumerate(self._parameters):
+            parameter.register_post_accumulate_grad_hook(partial(look, index))
 
     def out_of_reach(self) -> list[int]:
         """Parameters that the backward pass under way will not come to."""

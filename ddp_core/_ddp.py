@@ -183,7 +183,6 @@ class DistributedDataParallel(TorchNames, TorchDDP):
         self._caps = BucketCaps.of(bucket_cap_mb, bucket_cap_mb_list, self.device_type)
         self._hooks = CommHooks(self._caps)
         self._in_backward: bool | None = None  # whether optimizers step in backward
-        self._frozen: list[Any] = []  # handles of hooks on frozen parameters
         self.has_joined = False  # ranks may run out of inputs (join)
         self.overlaps_zero = False  # see ddp_core.zero
         self._delay_all_reduce_all_params = everything_delayed
@@ -217,7 +216,8 @@ class DistributedDataParallel(TorchNames, TorchDDP):
         if self._delay_all_reduce_all_params:
             assert self._delayed is not None
             output = self.module(*inputs, **kwargs)
-            self._delayed.prepare(synchronises=self.require_backward_grad_sync)
+            if torch.is_grad_enabled():
+                self._delayed.prepare(synchronises=self.require_backward_grad_sync)
             return output
         inputs, kwargs, mode = self._before_forward(inputs, kwargs)
         try:
@@ -240,8 +240,9 @@ class DistributedDataParallel(TorchNames, TorchDDP):
         if not recomputed:
             self._begin_step()
         if self._precision is not None:
-            low, changed = self._precision.begin_forward()
-            if changed:
+            low = self._precision.begin_forward()
+            if torch.is_grad_enabled() and not self._precision.is_watched:
+                self._precision.is_watched = True
                 self.reducer.accumulators.watch()
             inputs = self._precision.cast_inputs(inputs)
             kwargs = self._precision.cast_inputs(kwargs)
@@ -286,7 +287,7 @@ class DistributedDataParallel(TorchNames, TorchDDP):
             reducer.prepare_for_backward()
         if sync and reducer.usage.needs_sink:
             output = through_sink(output, weakref.ref(reducer), clone=self._ddp_sink_clone)
-        if self._delayed is not None:
+        if self._delayed is not None and torch.is_grad_enabled():
             self._delayed.prepare(synchronises=sync)
         return output
 
@@ -398,9 +399,7 @@ class DistributedDataParallel(TorchNames, TorchDDP):
 
     def _build_reducer(self) -> None:
         trained = trained_parameters(self.module, self.parameters_to_ignore)
-        for handle in self._frozen:
-            handle.remove()
-        self._frozen = refuse_thawed(self.module, self.parameters_to_ignore)
+        refuse_thawed(self, self.parameters_to_ignore)
         config = self.mixed_precision
         self._precision = None
         reduce_dtype = None
@@ -421,6 +420,8 @@ class DistributedDataParallel(TorchNames, TorchDDP):
             precision=self._precision,
             name=str(next(_numbers)),
         )
+        if self._precision is not None:
+            self.reducer.accumulators.refuse_other_nodes()
         log_recorded_steps(self)
         if self.device_type == "cpu":
             _construct.refuse_sync_batch_norm(self.module)
@@ -439,7 +440,6 @@ class DistributedDataParallel(TorchNames, TorchDDP):
             "logger",
             "_precision",
             "_buffers_in_sync",
-            "_frozen",
         ):
             attributes.pop(own, None)
         attributes["_hooks"] = CommHooks(self._caps)  # a hook belongs to this reducer
@@ -453,8 +453,9 @@ class DistributedDataParallel(TorchNames, TorchDDP):
             )
         assert dist.group.WORLD is not None
         nn.Module.__setstate__(self, state)
-        self._frozen = []
         self.process_group = dist.group.WORLD
+        if self._delayed is not None:
+            self._delayed.attach(self.process_group)
         self.logger = None
         self._in_backward = None
         self._start_anew()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_core._errors import CollectiveError, PeerError
+from ddp_core._lane_groups import group_store
 
 __all__ = ["FailureBoard", "FutureNotDone", "failed", "wait_for_future", "wait_for_work"]
 
@@ -31,9 +32,7 @@ class FailureBoard:
     def __init__(self, group: dist.ProcessGroup, name: str) -> None:
         self._rank = group.rank()
         self._name = name
-        self._store: Any = None
-        with contextlib.suppress(Exception):  # a group without a store: failures time out instead
-            self._store = dist.distributed_c10d._get_process_group_store(group)
+        self._store = group_store(group)  # without one, failures time out instead
 
     def report(self, attempt: int, text: str) -> None:
         """Tells the other ranks; never raises."""

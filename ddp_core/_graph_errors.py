@@ -5,7 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-__all__ = ["changed_error", "late_error", "twice_error", "unused_error"]
+__all__ = [
+    "changed_error",
+    "full_precision_error",
+    "late_error",
+    "twice_error",
+    "unused_error",
+]
 
 
 def unused_error(missing: Sequence[int], names: Sequence[str], rank: int, *, finds: bool) -> str:
@@ -77,4 +83,13 @@ def _shown(names: Sequence[str]) -> str:
     everything = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
     return ", ".join(names if everything else names[:20]) + (
         ", ..." if len(names) > 20 and not everything else ""
+    )
+
+
+def full_precision_error(name: str) -> str:
+    """Of a parameter that the loss uses with full precision, beside the low-precision model."""
+    return (
+        f"the loss uses the parameter {name} as it was before the forward pass, with full "
+        f"precision: with mixed_precision that gradient comes too late to be averaged. Compute "
+        f"the term (a penalty on the weights, say) after the forward pass, or under no_sync"
     )

@@ -46,15 +46,25 @@ class _Lane:
 
 
 def _drive(lanes: weakref.ReferenceType[Lanes], events: queue.SimpleQueue[_Event | None]) -> None:
-    """The driver thread: resumes exchanges until it is told to stop. Does not keep the lanes."""
-    while (event := events.get()) is not None:
+    """The driver thread: resumes exchanges until it is told to stop. Does not keep the lanes.
+
+    What is under way then is brought to its end: other ranks take part in it.
+    """
+    stops = False
+    while True:
+        event = events.get()
         alive, completion = lanes(), None
-        if alive is not None:
+        if event is None:
+            stops = True
+        elif alive is not None:
             completion = alive._resume(*event)
+        done = stops and (alive is None or not alive._under_way)
         # Before the caller goes on: it may drop the lanes, and expects them gone then.
         del alive, event
         if completion is not None:
             completion.set_result(None)
+        if done:
+            return
 
 
 def _shut_down(

@@ -4,6 +4,7 @@ that all ranks start from the same values."""
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ddp_core._errors import MismatchError
 
@@ -54,19 +55,25 @@ def trained_parameters(module: nn.Module, ignored: Collection[str] = ()) -> list
     ]
 
 
-def refuse_thawed(module: nn.Module, ignored: Collection[str]) -> list[RemovableHandle]:
+def refuse_thawed(owner: Any, ignored: Collection[str]) -> None:
     """Parameters that are frozen now raise when a gradient comes: nobody would average it.
 
-    It costs nothing where they stay frozen.
+    Until ``owner``, the DistributedDataParallel, is gone, or another one has the parameter. It
+    costs nothing where they stay frozen.
     """
-    handles = []
-    for name, parameter in module.named_parameters():
+    for name, parameter in owner.module.named_parameters():
+        earlier = _refusals.pop(parameter, None)
+        if earlier is not None:
+            earlier.remove()
         if parameter.requires_grad or name in ignored or not _may_thaw(parameter):
             continue
         parameter.requires_grad_(True)  # else it takes no hook
-        handles.append(parameter.register_post_accumulate_grad_hook(partial(_thawed, name)))
+        refuse = partial(_thawed, weakref.ref(owner), name)
+        _refusals[parameter] = parameter.register_post_accumulate_grad_hook(refuse)
         parameter.requires_grad_(False)
-    return handles
+
+
+_refusals: WeakIdKeyDictionary = WeakIdKeyDictionary()  # handles, by parameter
 
 
 def _may_thaw(parameter: Tensor) -> bool:
@@ -74,7 +81,9 @@ def _may_thaw(parameter: Tensor) -> bool:
     return type(parameter) is nn.Parameter and kind and not parameter.is_inference()
 
 
-def _thawed(name: str, _: Tensor) -> None:
+def _thawed(owner: weakref.ref[Any], name: str, _: Tensor) -> None:
+    if owner() is None:
+        return
     raise RuntimeError(
         f"the parameter {name} was frozen when DistributedDataParallel was constructed and has a "
         f"gradient now, which is not averaged: ranks would drift apart. Construct "

@@ -6,16 +6,24 @@ import dataclasses
 import itertools
 import weakref
 from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ddp_core._accumulators import NO_BACKWARD, backward_number
+from ddp_core._accumulators import (
+    NO_BACKWARD,
+    backward_number,
+    call_after_backward,
+    is_nested,
+)
 from ddp_core._parameters import Trained
 
 __all__ = ["MixedPrecision", "Precision", "Use"]
+
+_PLAIN = (Tensor, bool, int, float, str, type(None))  # what holds no graph but its own
 
 
 @dataclasses.dataclass
@@ -59,10 +67,14 @@ class Precision:
             for name, parameter in module.named_parameters()
             if name not in ignored and parameter.is_floating_point()
         ]
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._full: list[Tensor] = []  # the parameters' own data while they are low
+        self._versions: list[int] = []  # of the low copies
+        self._changed = ""  # a parameter whose low copy was written to
         self._users: set[int] = set()  # forward passes, and graphs that backward may come to
         self._kept: list[Use] = []  # of forward passes whose graphs are not known
         self._numbers = itertools.count()
+        self.is_watched = False  # the low-precision parameters' accumulators
         if config.buffer_dtype is not None:
             for name, buffer in module.named_buffers():
                 if name not in ignored and buffer.is_floating_point():
@@ -75,37 +87,53 @@ class Precision:
 
     # ---- forward
 
-    def begin_forward(self) -> tuple[Use, bool]:
-        """Makes the parameters low-precision.
+    def begin_forward(self) -> Use:
+        """Makes the parameters low-precision; returns what ends this forward pass.
 
-        Returns:
-            What ends this forward pass, and whether the parameters had full precision before.
+        Raises:
+            RuntimeError: they were changed the last time that they were.
         """
-        changes = self.param_dtype is not None and not self.is_low
-        if changes:
-            self._full = [parameter.data for parameter in self._casts]
-            for parameter in self._casts:
-                parameter.data = parameter.data.to(self.param_dtype)
+        if self._changed:
+            name, self._changed = self._changed, ""
+            raise RuntimeError(
+                f"the parameter {name} was changed in place while it was a low-precision copy, "
+                f"between a forward pass and the end of its backward pass: the change is lost. "
+                f"With mixed_precision, call optimizer.step() before the next forward pass"
+            )
         number = next(self._numbers)
-        self._users.add(number)
-        return Use(self, number), changes
+        self._users.add(number)  # before anything else: a garbage collection may restore
+        if self.param_dtype is not None and not self.is_low:
+            self.is_watched = False
+            full = [parameter.data for parameter in self._casts]
+            with torch.inference_mode(mode=False):  # else they could not be trained afterwards
+                low = [data.to(self.param_dtype) for data in full]
+            for parameter, data in zip(self._casts, low, strict=True):
+                parameter.data = data
+            self._full, self._versions = full, [one._version for one in self._casts]
+        return Use(self, number)
 
     def end_forward(self, use: Use, output: Any) -> None:
         """Keeps the parameters low until backward, or until the output's graph is dropped."""
-        leaves = [one for one in tree_leaves(output) if isinstance(one, Tensor)]
-        graphs: list[Any] = [one.grad_fn for one in leaves if one.grad_fn is not None]
+        leaves = tree_leaves(output)
+        graphs: list[Any] = [
+            one.grad_fn for one in leaves if isinstance(one, Tensor) and one.grad_fn is not None
+        ]
         for graph in graphs:
-            graph.metadata[use] = use
+            graph.register_prehook(use.backward_begins)  # and lives as long as the graph
         if graphs:
             return
-        if torch.is_grad_enabled() and not leaves:  # an object of the user's may hold a graph
-            self._kept.append(use)
+        if torch.is_grad_enabled() and not all(isinstance(one, _PLAIN) for one in leaves):
+            self._kept.append(use)  # an object of the user's may hold a graph
         else:
             use.end()
 
-    def _user_gone(self, number: int) -> None:
+    def _user_gone(self, number: int, *, after_backward: bool) -> None:
+        if number not in self._users:
+            return
         self._users.discard(number)
-        if not self._users and backward_number() == NO_BACKWARD:
+        if self._users:
+            return
+        if not is_nested() if after_backward else backward_number() == NO_BACKWARD:
             self.restore()
 
     # ---- backward
@@ -114,15 +142,19 @@ class Precision:
         """After backward, or a forward pass that no backward pass follows: full precision."""
         self._users.clear()
         self._kept.clear()
-        if not self._full:
-            return
+        full, self._full = self._full, []
         grads = [parameter.grad for parameter in self._trained]
-        for parameter, data in zip(self._casts, self._full, strict=True):
-            parameter.grad = None
-            parameter.data = data
-        self._full = []
+        if full:
+            for parameter, data, version in zip(self._casts, full, self._versions, strict=True):
+                if parameter._version != version:
+                    self._changed = self._names[id(parameter)]
+                parameter.grad = None
+                parameter.data = data
+        # A pass over a graph that was kept leaves low-precision gradients also later.
         for parameter, grad in zip(self._trained, grads, strict=True):
-            parameter.grad = None if grad is None else grad.to(parameter.dtype)
+            if grad is not None and (full or grad.dtype != parameter.dtype):
+                parameter.grad = None
+                parameter.grad = grad.to(parameter.dtype)
 
     def cast_inputs(self, value: Any) -> Any:
         """Floating-point tensors anywhere in ``value``, in ``param_dtype``."""
@@ -135,16 +167,21 @@ class Precision:
 
 
 class Use:
-    """Somebody who needs low-precision parameters, until ``end`` is called or this is dropped."""
+    """Somebody who needs low-precision parameters, until the last reference to it is dropped."""
 
     def __init__(self, precision: Precision, number: int) -> None:
         self._precision, self._number = weakref.ref(precision), number
 
-    def end(self) -> None:
+    def backward_begins(self, _: object) -> None:
+        """Ends with this backward pass, unless its graph is kept for another one."""
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            call_after_backward(partial(self.end, after_backward=True))
+
+    def end(self, *, after_backward: bool = False) -> None:
         """Restores full precision if nobody else needs the low one."""
         precision = self._precision()
         if precision is not None:
-            precision._user_gone(self._number)
+            precision._user_gone(self._number, after_backward=after_backward)
 
     def __del__(self) -> None:
         self.end()

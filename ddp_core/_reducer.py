@@ -24,7 +24,13 @@ from ddp_core._accumulators import (
 )
 from ddp_core._errors import CollectiveError
 from ddp_core._exchange import BucketExchange
-from ddp_core._graph_errors import changed_error, late_error, twice_error, unused_error
+from ddp_core._graph_errors import (
+    changed_error,
+    full_precision_error,
+    late_error,
+    twice_error,
+    unused_error,
+)
 from ddp_core._parameters import Trained
 from ddp_core._precision import Precision
 from ddp_core._step import ReducerSettings, Step
@@ -102,6 +108,14 @@ class Reducer(BucketExchange):
         if times is not None:
             times.gradient_came(clock())
         self._mark_ready(index)
+
+    def came_elsewhere(self, index: int) -> None:
+        """A gradient for the parameter as it was with full precision: too late for its bucket."""
+        if self._step.expecting and self._is_low:
+            name = self.parameters[index].name
+            message = full_precision_error(name)
+            self.launcher.report(message)
+            raise RuntimeError(message)
 
     def begin_backward(self) -> None:
         """Called at the start of backward where outputs pass through the sink."""

@@ -52,9 +52,6 @@ class Streams:
         self._group = group
         self._streams: dict[torch.device, Any] = {}
 
-    def ensure(self, rounds: int) -> None:
-        """Nothing to prepare: all rounds share one group."""
-
     def run(self, task: Task, device: torch.device) -> torch.futures.Future[Tensor]:
         """Enqueues the whole exchange and returns the future of its result."""
         on_host = device.type == "cpu"

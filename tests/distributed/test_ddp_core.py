@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commhooks
 import ddp_core
-from ddp_core import DistributedDataParallel, MixedPrecision
+from ddp_core import DistributedDataParallel
 from tests.distributed import models
 from tests.distributed.harness import run_ranks
 from tests.distributed.models import loss_of
@@ -227,105 +227,6 @@ def _in_backward(rank: int, world_size: int, view: bool, scheme: str | None) -> 
 @pytest.mark.parametrize("scheme", [None, "powersgd"])
 def test_optimizer_in_backward_steps_as_after_it_also_with_a_hook(view, scheme):
     run_ranks(_in_backward, 2, view, scheme, ignore_warnings=(".*full backward hook",))
-
-
-# ---- mixed precision
-
-
-def _mixed(rank: int, world_size: int, reduce_dtype: torch.dtype | None) -> None:
-    torch.manual_seed(0)
-    model = models.Cnn()
-    reference = copy.deepcopy(model)
-    config = MixedPrecision(torch.bfloat16, reduce_dtype, torch.bfloat16)
-    ddp = wrapped(model, mixed_precision=config)
-    wire = reduce_dtype or torch.bfloat16
-    for step in range(3):
-        ddp.zero_grad()
-        output = ddp(batch(step, rank, 2, 3, 8, 8))
-        assert output.dtype == torch.bfloat16
-        loss_of(output).backward()
-        low = copy.deepcopy(reference).to(torch.bfloat16)
-        loss_of(low(batch(step, rank, 2, 3, 8, 8).bfloat16())).backward()
-        for (name, mine), theirs in zip(
-            ddp.module.named_parameters(), low.parameters(), strict=True
-        ):
-            assert mine.dtype == mine.grad.dtype == torch.float32
-            expected = theirs.grad.to(wire) * 0.5
-            dist.all_reduce(expected)
-            assert torch.equal(mine.grad, expected.float()), name
-    assert {b.dtype for b in ddp.module.buffers() if b.is_floating_point()} == {torch.bfloat16}
-    with torch.no_grad():
-        ddp(batch(9, rank, 2, 3, 8, 8))
-    assert {p.dtype for p in ddp.parameters()} == {torch.float32}
-
-
-@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
-def test_mixed_precision_computes_low_and_leaves_full_precision(reduce_dtype):
-    run_ranks(_mixed, 2, reduce_dtype)
-
-
-def _mixed_accumulated(rank: int, world_size: int) -> None:
-    module = mlp()
-    ddp = wrapped(
-        copy.deepcopy(module), mixed_precision=MixedPrecision(torch.bfloat16, torch.float32)
-    )
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
-    for step in range(3):
-        optimizer.zero_grad()
-        total = None
-        for micro in range(3):
-            with contextlib.nullcontext() if micro == 2 else ddp.no_sync():
-                loss_of(ddp(batch(10 * step + micro, rank, 4, 16))).backward()
-            low = copy.deepcopy(ddp.module)
-            low.zero_grad()
-            low.to(torch.bfloat16)
-            loss_of(low(batch(10 * step + micro, rank, 4, 16).bfloat16())).backward()
-            part = gradients(low).float()
-            total = part if total is None else total + part
-        torch.testing.assert_close(gradients(ddp).float(), averaged(total))
-        optimizer.step()
-
-
-def test_mixed_precision_accumulates_in_full_precision():
-    run_ranks(_mixed_accumulated, 2)
-
-
-def _mixed_without_backward(rank: int, world_size: int, how: str) -> None:
-    ddp = wrapped(Fragile(), mixed_precision=MixedPrecision(torch.bfloat16, torch.float32))
-    loss_of(ddp(batch(0, rank, 8, 16))).backward()
-    expected = gradients(ddp)
-    ddp.zero_grad()
-    if how == "raised":
-        with pytest.raises(ArithmeticError):
-            loss_of(ddp(batch(1, rank, 8, 16), True)).backward()
-    else:
-        loss_of(ddp(batch(1, rank, 8, 16)))
-    assert {p.dtype for p in ddp.parameters()} == {torch.float32}, "a checkpoint would be low"
-    ddp.zero_grad()
-    loss_of(ddp(batch(0, rank, 8, 16))).backward()
-    assert torch.equal(gradients(ddp), expected), "old gradients have come back"
-
-
-@pytest.mark.parametrize("how", ["dropped", "raised"])
-def test_mixed_precision_is_restored_where_no_backward_pass_ends(how):
-    run_ranks(_mixed_without_backward, 2, how)
-
-
-def _mixed_frozen(rank: int, world_size: int) -> None:
-    ddp = wrapped(
-        mlp(), find_unused_parameters=True, mixed_precision=MixedPrecision(torch.bfloat16)
-    )
-    for freeze in (False, True, False):
-        ddp.module[0].weight.requires_grad_(not freeze)
-        ddp.zero_grad()
-        loss_of(ddp(batch(0, rank, 4, 16))).backward()
-        assert (ddp.module[0].weight.grad is None) is freeze
-        expected = averaged(gradients(ddp))
-        torch.testing.assert_close(gradients(ddp), expected)
-
-
-def test_a_layer_may_be_frozen_under_mixed_precision():
-    run_ranks(_mixed_frozen, 2)
 
 
 # ---- what goes wrong leaves the next step clean

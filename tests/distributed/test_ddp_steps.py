@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,12 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils.checkpoint import checkpoint
 
 import commhooks
 from ddp_core import DistributedDataParallel
 from tests.distributed.harness import run_ranks
 from tests.distributed.models import loss_of
-from tests.distributed.training import averaged, batch, gradients, mlp, outcome
+from tests.distributed.training import averaged, batch, equal_bits, gradients, mlp, outcome
 
 
 class Recorder:
@@ -241,32 +244,78 @@ def _delayed_joins(rank: int, _: int) -> str:
     return str(raised.value)
 
 
-def _delayed_gradients(rank: int, world_size: int, compiles: bool, replaces: bool) -> None:
+DELAYED = ["", "compiled", "replaced", "evaluated", "zeroed", "create_graph", "recomputed"]
+
+
+def _delayed_gradients(rank: int, world_size: int, how: str) -> None:
     module, local = mlp(), mlp()
     delayed = [(name, p) for name, p in module.named_parameters() if name.startswith("2.")]
     model = DistributedDataParallel(
         module,
         delay_all_reduce_named_params=delayed,
-        param_to_hook_all_reduce=module[0].weight,
+        param_to_hook_all_reduce=module[2].bias if how == "recomputed" else module[0].weight,
     )
-    call = torch.compile(model, backend="aot_eager") if compiles else model
+    if how == "recomputed":  # the trigger's gradient comes in an inner backward pass
+        inner = module[2].forward
+        module[2].forward = lambda x: checkpoint(inner, x, use_reentrant=True)
+    if how == "evaluated":
+        model = copy.deepcopy(model)
+    call = torch.compile(model, backend="aot_eager") if how == "compiled" else model
     for step in range(3):
         model.zero_grad()
         local.zero_grad()
-        if replaces:
+        if how == "replaced":
             for parameter in model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
-        loss_of(call(batch(step, rank, 4, 16))).backward()
+        output = call(batch(step, rank, 4, 16))
+        if how == "evaluated":
+            with torch.no_grad():
+                model(batch(step, rank, 4, 16))
+        if how == "zeroed":
+            model.zero_grad()
+        loss_of(output).backward(create_graph=how == "create_graph")
         loss_of(local(batch(step, rank, 4, 16))).backward()
-        torch.testing.assert_close(gradients(model), averaged(gradients(local)))
+        torch.testing.assert_close(gradients(model).detach(), averaged(gradients(local)))
 
 
-@pytest.mark.parametrize("replaces", [False, True])
-@pytest.mark.parametrize("compiles", [False, True])
-def test_delayed_parameters_are_averaged(compiles, replaces):
-    run_ranks(_delayed_gradients, 2, compiles, replaces)
+@pytest.mark.parametrize("how", DELAYED)
+def test_delayed_parameters_are_averaged(how):
+    run_ranks(_delayed_gradients, 2, how, ignore_warnings=(".*create_graph=True",))
 
 
 def test_delayed_parameters_and_uneven_inputs_are_refused() -> None:
     for text in run_ranks(_delayed_joins, 1):
         assert "delay_all_reduce_named_params" in text
+
+
+class Recomputes(nn.Module):
+    """A part is recomputed in an inner backward pass; the outer one raises afterwards, if told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.between, self.last = mlp(seed=1), nn.Linear(16, 16), mlp(seed=2)
+
+    def forward(self, x: Tensor, breaks: bool = False) -> Tensor:
+        x = self.between(Breaks.apply(self.first(x), breaks))
+        return checkpoint(self.last, x, use_reentrant=True)
+
+
+def _raises_outside(rank: int, world_size: int) -> Tensor:
+    model = DistributedDataParallel(Recomputes(), bucket_cap_mb=0.002)
+    hook = commhooks.register(model, "random_k", ratio=0.5)
+    counts = []
+    for step in range(9):
+        model.zero_grad()
+        breaks = step % 3 == 1
+        with pytest.raises(ArithmeticError) if breaks else contextlib.nullcontext():
+            loss_of(model(batch(step, rank, 4, 16).requires_grad_(), breaks)).backward()
+        if rank == 1:
+            time.sleep(0.01)  # here the exchanges are over at the next forward pass
+        counts.append(hook.step)
+    assert counts == [1, 1, 2, 3, 3, 4, 5, 5, 6]
+    return gradients(model)
+
+
+def test_a_step_that_raises_after_an_inner_pass_is_no_step_on_any_rank():
+    assert equal_bits(run_ranks(_raises_outside, 2))

@@ -153,6 +153,19 @@ def test_buckets_with_fewer_rounds_pass_their_turn(world_size):
         assert values == pytest.approx(want)
 
 
+def _closed_in_flight(rank, world_size):
+    lanes = Lanes(dist.group.WORLD, rounds=2)
+    for bucket in range(20):
+        future = lanes.run(_task(_average(torch.ones(1), 2), bucket, world_size, 2))
+    time.sleep(0.2 * rank)  # its first collective completes for the others only now
+    lanes.close()
+    return future.done() and future.value().item()
+
+
+def test_closing_ends_what_is_under_way_for_the_other_ranks_wait_for_it():
+    assert run_ranks(_closed_in_flight, 3) == [1.0] * 3
+
+
 def _lane_timeouts(rank, world_size):
     lanes = Lanes(dist.group.WORLD, rounds=3)
     timeouts = [group_timeout(lane.group) for lane in lanes._lanes]

@@ -176,7 +176,11 @@ def _of_local(ranks: Sequence[Report]) -> Verdict:
         for record in one.records:
             # Like the gradient of this rank alone, but for buckets that have another type.
             off = (record.applied - record.wanted).abs()
-            if record.counts and float(off.max()) > 1e-6 + 0.01 * float(record.wanted.abs().max()):
+            if (
+                record.counts
+                and record.hooked
+                and float(off.max()) > 1e-6 + 0.01 * float(record.wanted.abs().max())
+            ):
                 return Verdict("broken", "local", f"rank {rank}: off by {float(off.max()):.3g}")
     return Verdict("ok")
 

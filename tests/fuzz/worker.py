@@ -150,9 +150,9 @@ class _Player:
         plan = self._plan(number, no_hook)
         records = [run.step(self.first + number, plan) for run in self.runs]
         record = records[0]
-        if record is None and case.host == "torch" and case.micro > 1:
-            # PyTorch's reducer still waits for the raised pass: it averages the next one, also
-            # where that is under no_sync.
+        if record is None and case.micro > 1:
+            # A pass that raised before any gradient came has not begun: the next one is averaged
+            # in its place, also where that is under no_sync, as in PyTorch.
             for run in self.runs:
                 run.counts = False
         if record is not None:

@@ -200,7 +200,7 @@ MUTANTS: list[Mutant] = [
             "a bad step is remembered",
             "if on_host and not good.item():",
             "if False:",
-            f"{MEMORY}::test_a_bad_step_and_a_rollback_change_nothing",
+            f"{MEMORY}::test_a_bad_step_and_one_that_is_dropped_change_nothing",
         ),
         (
             "a warm start is lost when buckets change",

@@ -195,6 +195,21 @@ def test_our_class_refuses_the_gradient_of_a_layer_that_is_unfrozen(when):
         step(ddp)
 
 
+def test_a_layer_may_be_trained_once_it_is_wrapped_anew():
+    model = layers()
+    model[1].requires_grad_(False)
+    old = ddp_core.DistributedDataParallel(model)
+    step(old)
+    model[1].requires_grad_(True)
+    step(ddp_core.DistributedDataParallel(model))
+    model[1].requires_grad_(False)
+    again = ddp_core.DistributedDataParallel(model)
+    model[1].requires_grad_(True)
+    del again
+    gc.collect()
+    step(model)  # by itself
+
+
 def test_an_ignored_parameter_is_not_told_of():
     model = layers()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(

@@ -43,12 +43,11 @@ def test_writes_count_from_the_commit_on() -> None:
     assert memory.get("r", "b").tolist() == [3, 4, 5]
 
 
-def test_a_bad_step_and_a_rollback_change_nothing() -> None:
+def test_a_bad_step_and_one_that_is_dropped_change_nothing() -> None:
     memory = memory_with(AB)
     memory.write("r", AB, torch.full((5,), 9.0))
     memory.commit(BAD)
-    memory.write("r", AB, torch.full((5,), 9.0))
-    memory.rollback()
+    memory.for_step().write("r", AB, torch.full((5,), 9.0))
     memory.commit(GOOD)
     assert torch.equal(memory.read("r", AB, device=CPU), filled(AB))
 

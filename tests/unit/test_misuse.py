@@ -480,7 +480,7 @@ OF_STATES: list[tuple[Call, str]] = [
         r"process_group=... is a torch.distributed.ProcessGroup",
     ),
     (lambda: HookState("int8", history="all"), r"HookState\(history=...\) is a whole number"),
-    (lambda: HookState("int8", history=-1), r"history=...\) is a number of rows"),
+    (lambda: HookState("int8", history=-1), r"history=...\) is a number of rows, 1 or more"),
     (lambda: HookState("int8", 3), r"HookState\(scheme, model\): a module, got int"),
     (lambda: comm_hook(None, None), r"comm_hook takes a commhooks.HookState .* got NoneType"),
     (lambda: Simulation("int8", {}, world_size=0), r"world_size=...\) is 1 or more, got 0"),
