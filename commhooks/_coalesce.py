@@ -162,20 +162,29 @@ class Coalescer:
         """The held buckets, each a group of its own."""
         return self._let_go([Group([one]) for one in self._held])
 
-    def groups_like(self, wanted: Sequence[Names]) -> list[Group] | None:
-        """The held buckets in groups of these parameters, in this order.
+    def groups_like(self, wanted: Sequence[Names], *, merged: bool) -> list[Group] | None:
+        """The held parameters as they lay in these buckets.
 
-        None, and all stay held, if they hold other parameters, or groups of several dtypes.
+        None, and all stay held, if they are others, or such a bucket has several dtypes now.
+
+        Args:
+            wanted: by bucket, names in order.
+            merged: buckets of one dtype and device make one group.
         """
         dense = [one for one in self._held if not one.buffer.is_sparse]
         owner = {name: one for one in dense for name in one.find_layout().names}
         if sorted(owner) != sorted(name for names in wanted for name in names):
             return None
         groups = []
-        for names in wanted:
-            held = list({id(owner[name]): owner[name] for name in names}.values())
-            if len({(one.buffer.dtype, one.buffer.device) for one in held}) != 1:
+        buckets: dict[Any, Names] = {}
+        for number, names in enumerate(wanted):
+            kinds = {(owner[name].buffer.dtype, owner[name].buffer.device) for name in names}
+            if len(kinds) != 1:
                 return None
+            key = kinds.pop() if merged else number
+            buckets[key] = buckets.get(key, ()) + names
+        for names in buckets.values():
+            held = list({id(owner[name]): owner[name] for name in names}.values())
             whole = len(held) == 1 and held[0].find_layout().names == names
             groups.append(Group(held, None if whole else names, self._layouts))
         groups += [Group([one]) for one in self._held if one.buffer.is_sparse]

@@ -47,6 +47,8 @@ class _Step:
         passes: backward passes that tell when they are over.
         told: ``ddp_core`` says when it is over, also without a backward pass (join).
         complete: the last bucket has come.
+        layouts: of the dense buckets.
+        regrouped: the saved buckets, if the parameters travelled in them.
         paused: an inner backward pass is over; the outer one may bring more buckets.
         gradients: parameters that may be left alone, with what their gradient was at the launch.
     """
@@ -61,6 +63,7 @@ class _Step:
     paused: bool = False
     parameters: int = 0
     layouts: list[Callable[[], Layout]] = field(default_factory=list)
+    regrouped: list[Names] | None = None
     gradients: list[_Gradient] = field(default_factory=list)
 
     @property
@@ -97,7 +100,7 @@ class Runner:
     def __init__(self, engine: Engine, drivers: Drivers, ledger: Ledger) -> None:
         self._engine, self._drivers, self._ledger = engine, drivers, ledger
         self.parameters = Parameters()
-        self.layout: list[Names] = []  # parameters of each exchange of the last step
+        self.layout: list[Names] = []  # parameters of each bucket of the last step
         self._layout_of: list[Any] = []  # the buckets that had it
         self._restored: list[Names] = []  # the layout that a loaded state was saved with
         self._young = STEPS_TO_REBUILD  # steps in which buckets may still be rebuilt
@@ -133,14 +136,14 @@ class Runner:
         if finds_unused and self._engine.scheme.stateful and not buffer.is_sparse:
             step.gradients += _gradients(bucket.parameters(), buffer)
         is_last = bucket.is_last()
+        if not buffer.is_sparse:
+            step.layouts.append(find_layout)
         if step.holds:
             future = self._coalescer.hold(bucket.index(), buffer, find_layout)
             # In the first step of a static graph torch calls no bucket the last one.
             step.parameters += len(bucket.parameters())
             is_last = is_last or 0 < len(self.parameters) <= step.parameters
         else:
-            if not buffer.is_sparse:
-                step.layouts.append(find_layout)
             future = self._exchange(
                 step,
                 self._engine.exchange(buffer, find_layout),
@@ -259,7 +262,8 @@ class Runner:
         """Takes down how the step was laid out."""
         self._step = None
         if step.holds or self._young > 0 or step.buckets != self._layout_of:
-            self.layout = [find_layout().names for find_layout in step.layouts]
+            own = [find_layout().names for find_layout in step.layouts]
+            self.layout = own if step.regrouped is None else step.regrouped
             self._layout_of = step.buckets
         self._young -= 1
         if self._young <= 0:
@@ -271,13 +275,13 @@ class Runner:
     # ---- exchanges
 
     def _exchange_held(self, step: _Step) -> None:
-        groups = None
+        groups, coalesces = None, self._engine.scheme.coalesce
         if self._restored:
-            groups = self._coalescer.groups_like(self._restored)
-        if groups is None:
-            coalesces = self._engine.scheme.coalesce
+            groups = self._coalescer.groups_like(self._restored, merged=coalesces)
+        if groups is not None:
+            step.regrouped = self._restored
+        else:
             groups = self._coalescer.groups() if coalesces else self._coalescer.one_by_one()
-        step.layouts += [group.find_layout for group in groups if not group.is_sparse]
         for position, group in enumerate(groups):
             self._exchange(
                 step,

@@ -74,7 +74,7 @@ class Simulation:
             coalescer, pieces = Coalescer(), mean.split([layout.numel for layout in layouts])
             for index, (piece, layout) in enumerate(zip(pieces, layouts, strict=True)):
                 coalescer.hold(index, piece, partial(_same, layout))
-            wanted = coalescer.groups_like(self._restored) if self._restored else None
+            wanted = coalescer.groups_like(self._restored, merged=False) if self._restored else None
             ranks.append(coalescer.one_by_one() if wanted is None else wanted)
         for engine in self.engines:
             for index in range(len(ranks[0])):

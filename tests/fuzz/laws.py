@@ -196,7 +196,7 @@ def continues(before: Sequence[Report], after: Sequence[Report]) -> Verdict:
     """Whether a leg begins with what the one before held back: its mean over ranks."""
 
     def mean(ranks: Sequence[Any], name: str) -> torch.Tensor:
-        return torch.stack([torch.cat(getattr(one, name)) for one in ranks]).mean(0)
+        return torch.stack([torch.cat(getattr(r, name)) for r in ranks if not r.idle]).mean(0)
 
     left, taken = mean(before, "after"), mean(after, "before")
     off = float((left - taken).abs().max()) if len(left) else 0.0

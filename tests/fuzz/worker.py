@@ -256,7 +256,7 @@ class _Player:
         again.register()
         self._switches(again, self.switched)
         again.hook.load_state_dict(state)
-        again.steps = run.steps
+        again.steps, again.counts = run.steps, run.counts
         # A state of the first steps cannot know the buckets to come, see docs/design/steps.md.
         again.is_exact = run.steps >= (3 if "static_graph" in self.case.ddp else 2)
         if self.case.host == "torch" and "delayed" in self.case.setting:

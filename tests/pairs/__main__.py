@@ -17,7 +17,7 @@ from tests.fuzz.laws import Verdict
 from tests.fuzz.runner import Runner
 from tests.pairs.features import FEATURES, HOSTS, TOGETHER, case_of, expected, pairs
 
-__all__ = ["Found", "run_pairs"]
+__all__ = ["Found", "run_pairs", "wrong"]
 
 Found = dict[tuple[str, str, str], Verdict]  # by host and the two features
 
@@ -60,35 +60,42 @@ def run_pairs(
     return found
 
 
-def show(found: Found) -> str:
-    """The refused pairs by reason, and the broken ones."""
-    reasons: dict[str, list[str]] = {}
+def wrong(found: Found) -> list[str]:
+    """What is not as it is to be: broken, refused without need, or not refused any more."""
     lines = []
     for (host, left, right), verdict in sorted(found.items()):
-        name = f"{host}: {left} + {right}"
-        reason = expected(host, left, right)
-        if (left, right) in TOGETHER and verdict.status == "ok":
-            lines.append(f"NOT REFUSED any more: {name}")
-        if verdict.status == "refused":
-            if reason is None or not re.search(reason, verdict.text):
-                lines.append(f"NOT EXPECTED to be refused: {name}")
-            reasons.setdefault(f"{verdict.law}: {verdict.text[:200]}", []).append(name)
-        elif verdict.status == "broken":
+        name, reason = f"{host}: {left} + {right}", expected(host, left, right)
+        if verdict.status == "broken":
             case = case_of(host, left, right)
             assert case is not None
             lines.append(f"BROKEN {name}: {verdict.law}: {verdict.text[:200]}")
             lines.append(f"  python -m tests.fuzz --case '{case.dumps()}'")
+        elif verdict.status == "refused":
+            if reason is None or not re.search(reason, verdict.text):
+                lines.append(f"NOT EXPECTED to be refused: {name}: {verdict.text[:200]}")
+        elif (left, right) in TOGETHER:
+            lines.append(f"NOT REFUSED any more: {name}")
+    return lines
+
+
+def show(found: Found) -> str:
+    """What is wrong, and the refused pairs by reason."""
+    reasons: dict[str, list[str]] = {}
+    count = dict.fromkeys(("ok", "refused", "broken"), 0)
+    for (host, left, right), verdict in sorted(found.items()):
+        count[verdict.status] += 1
+        if verdict.status == "refused":
+            reason = f"{verdict.law}: {verdict.text[:200]}"
+            reasons.setdefault(reason, []).append(f"{host}: {left} + {right}")
+    lines = wrong(found)
     for reason, names in sorted(reasons.items()):
         lines.append(f"refused, {reason}")
         lines += [f"  {name}" for name in names]
-    count = dict.fromkeys(("ok", "refused", "broken"), 0)
-    for verdict in found.values():
-        count[verdict.status] += 1
     return "\n".join([*lines, f"{len(found)} pairs: {count}"])
 
 
 def main() -> int:
-    """The command line; 1 if a pair is broken."""
+    """The command line; 1 if a pair is not as it is to be."""
     parser = argparse.ArgumentParser(prog="python -m tests.pairs", description=__doc__)
     parser.add_argument("--share", type=float, default=1.0, help="of all pairs")
     parser.add_argument("--skip", type=float, default=0.0, help="share to leave out before that")
@@ -104,7 +111,7 @@ def main() -> int:
         wanted += [(host, *one) for one in of_host[first : first + count]]
     found = run_pairs(wanted, processes=asked.processes, patience=asked.patience)
     print(show(found))
-    return int(any(verdict.status == "broken" for verdict in found.values()))
+    return int(bool(wrong(found)))
 
 
 if __name__ == "__main__":

@@ -125,6 +125,11 @@ OF_SCHEMES = (
     "something else than an average of gradients",
     "does not give the average of gradients",
 )
+# What PyTorch's class may say no to, whatever the pair.
+OF_TORCH = (
+    "without a hook, too",  # it fails by itself
+    "join with find_unused_parameters=True",  # with a scheme that has memory
+)
 # Pairs that mean nothing: they are not run.
 APART = {
     **dict.fromkeys(
@@ -142,13 +147,14 @@ APART = {
 
 
 def expected(host: str, left: str, right: str) -> str | None:
-    """How a pair is, or (of two schemes, options, wrappers) may be refused; None: it is not."""
+    """How a pair is (of ``TOGETHER``), or may be refused; None: it is not."""
     for pair in ((left, right), (right, left)):
         if pair in TOGETHER:
             return TOGETHER[pair]
+    may = OF_TORCH if host == "torch" else ()
     if all(name.split()[0] in ("scheme", "option", "wrap") for name in (left, right)):
-        return "|".join(OF_SCHEMES)
-    return None
+        may += OF_SCHEMES
+    return "|".join(may) or None
 
 
 def case_of(host: str, *names: str) -> Case | None:
