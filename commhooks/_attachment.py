@@ -109,6 +109,7 @@ class AttachmentGuard:
         """Whether ``module`` is the one the hook was registered on, in this process."""
         return self._ddp is not None and self._ddp() is module
 
+    @torch._disable_dynamo(recursive=True)  # type: ignore[attr-defined]
     def __call__(self, module: nn.Module, inputs: Any) -> None:
         if not self.attached_to(module):
             raise HookNotAttachedError(

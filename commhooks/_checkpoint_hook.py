@@ -190,7 +190,7 @@ def take_up(hook: HookState, loaded: Loaded) -> None:
     engine.scheme = loaded.scheme
     engine.memory.load(loaded.memory)
     engine.step, engine.seed = loaded.common["step"], loaded.common["seed"]
-    hook._runner.restore(loaded.common["layout"])
+    hook._restore_layout(loaded.common["layout"])
     hook._pickled_on = None
     hook._agreed = False  # the ranks compare at the next step what each has loaded
 

@@ -53,9 +53,9 @@ def check_memory(
                     f"load_state_dict: {key!r} of parameter {name!r} {error}; is the checkpoint "
                     f"another model's?"
                 )
-            if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            if value.is_floating_point() and not bool(torch.isfinite(value.float()).all()):
                 raise CheckpointError(
-                    f"load_state_dict: {key!r} of parameter {name!r} is not finite; "
+                    f"load_state_dict: {key!r} of parameter {name!r} is not finite in float32; "
                     f"the file is damaged"
                 )
 

@@ -84,7 +84,7 @@ class _Gradient:
         """Whether DistributedDataParallel has not written the average, as no rank used it."""
         grad = self.parameter.grad
         if grad is None:
-            return True
+            return self.version is None  # else an optimizer in backward has used it
         if self.version is None or grad.is_sparse:
             return False
         return grad._version == self.version and grad.untyped_storage().data_ptr() != self.bucket
@@ -212,12 +212,13 @@ class Runner:
         self.settle()
         return self._step is not None or self._engine.under_way
 
-    def restore(self, layout: Sequence[Names]) -> None:
+    def restore(self, layout: Sequence[Sequence[str]]) -> None:
         """The next steps exchange the same parameters together as before the state was saved.
 
         Until DistributedDataParallel has rebuilt its buckets, which takes one step or two.
         """
-        self._restored, self._young = [tuple(names) for names in layout], STEPS_TO_REBUILD
+        self.layout = self._restored = [tuple(names) for names in layout]
+        self._young = STEPS_TO_REBUILD
 
     # ---- where a step begins and ends
 

@@ -66,8 +66,17 @@ class Simulation:
         Args:
             grads: per rank, flat, as long as all parameters together; not changed.
             buckets: how the parameters are split; one bucket by default.
+
+        Raises:
+            ValueError: the gradients are not as many, or not as long.
         """
         layouts = list(buckets) if buckets is not None else [self.layout]
+        numel = sum(layout.numel for layout in layouts)
+        if [tuple(grad.shape) for grad in grads] != [(numel,)] * len(self.engines):
+            raise ValueError(
+                f"Simulation.step(grads): one flat gradient of {numel} entries for each of "
+                f"{len(self.engines)} ranks, got shapes {[tuple(grad.shape) for grad in grads]}"
+            )
         means = [grad.clone() for grad in grads]
         ranks = []
         for mean in means:

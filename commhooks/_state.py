@@ -282,10 +282,9 @@ class HookState:
         model: Any = self._model() if self._model is not None else None
         if self._follows_model and model is not None:
             self._check_group(model)
-        finds_unused = (
-            not isinstance(model, DistributedDataParallel)
-            or getattr(model, "find_unused_parameters", False)
-            or getattr(model, "static_graph", False)
+        # Another host's parameters may never get a ``.grad``: nothing says what it leaves alone.
+        finds_unused = isinstance(model, DistributedDataParallel) and (
+            model.find_unused_parameters or model.static_graph
         )
         return self._runner.launch(
             bucket,
@@ -322,6 +321,16 @@ class HookState:
     def forward_begins(self) -> None:
         """The model's forward pass begins; the guard that ``register`` adds calls it."""
         self._runner.forward_begins()
+
+    def _restore_layout(self, layout: Sequence[Sequence[str]]) -> None:
+        """Goes on with the buckets of a saved state."""
+        self._runner.restore(layout)
+        model: Any = self._model() if self._model is not None else None
+        if isinstance(model, CoreDDP) and model.reducer.launcher.tells(self):
+            own = model.module.parameters()
+            by_name = {self._parameters.name(parameter): parameter for parameter in own}
+            if all(name in by_name for names in layout for name in names):
+                model.restore_layout([[by_name[name] for name in names] for names in layout])
 
     # ---- binding to a model and a process group
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 from ddp_core._buffers import BufferHook, Buffers
 from ddp_core._delayed import DelayedAllReduce
@@ -80,6 +81,19 @@ class HookMethods:
         From the next step on, on top of dtype and device; all ranks call it alike. None: as usual.
         """
         self.reducer.plan.request(group_of)
+
+    def restore_layout(self, buckets: Sequence[Sequence[nn.Parameter]]) -> None:
+        """Goes on with the order of a saved run's buckets, from the next step on; all ranks alike.
+
+        Sizes are this model's. Nothing changes if a parameter is not the model's, or all lie in
+        these buckets already. Those that are in no bucket (with sparse gradients) come last.
+        """
+        reducer = self.reducer
+        index_of = {id(one.parameter): index for index, one in enumerate(reducer.parameters)}
+        saved = [[index_of.get(id(one), -1) for one in bucket] for bucket in buckets]
+        if saved and saved != [one.members for one in reducer.buckets if not one.sparse]:
+            order = [index for members in saved for index in members]
+            reducer.plan.start_from(list(dict.fromkeys([*order, *index_of.values()])))
 
     def refresh_layout(self) -> None:
         """Asks the hook's state again what layout it wants: its answers have changed."""

@@ -37,6 +37,7 @@ class BucketPlan:
         self.group_of: BucketGroup | None = None  # the layout that a scheme asked for
         self._splits: list[list[int]] = []  # the buckets that the compiler chose
         self._asked = False
+        self._started = False  # from another run's order
 
     def initial(self) -> list[list[int]]:
         """Buckets of the first step."""
@@ -52,6 +53,15 @@ class BucketPlan:
         self._asked = self._asked or self.rebuilt or group_of is not None or bool(self.group_of)
         self.group_of = group_of
         self.caps = caps or self.caps
+
+    def start_from(self, order: Sequence[int]) -> None:
+        """Lays out buckets by the order of another run's, from the next step on; for good.
+
+        Args:
+            order: indices of all parameters, as they lay in its buckets.
+        """
+        if sorted(order) == list(range(len(self._parameters))):
+            self.arrival, self._asked, self._started = list(order), True, True
 
     def take_arrival(self, order: list[int]) -> None:
         """The order in which gradients came in a step."""
@@ -70,7 +80,7 @@ class BucketPlan:
             chosen: ids of the parameters of each split, in the order of backward.
             first_step: one rank's later recompilation must not move buckets.
         """
-        if self.rebuilt or not first_step:
+        if (self.rebuilt and not self._started) or not first_step:
             return
         index_of = {id(one.parameter): index for index, one in enumerate(self._parameters)}
         new = [[index_of[i] for i in split if i in index_of] for split in chosen]
@@ -83,7 +93,8 @@ class BucketPlan:
             for number, split in enumerate(splits)
         ]
         self._splits = [split for split in own if split]
-        self._asked = self._asked or not self.follows_arrival
+        self._asked = self._asked or self._started or not self.follows_arrival
+        self._started = False
 
     def rebuild(self) -> list[list[int]] | None:
         """New buckets, if it is time; all ranks come here in the same forward pass.

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commhooks
+from ddp_core import DistributedDataParallel as CoreDDP
 from tests.distributed.harness import Died, run_ranks
 from tests.distributed.models import loss_of
 from tests.distributed.training import (
@@ -183,6 +184,50 @@ def _loaded_in_training(rank: int, world_size: int, static_graph: bool) -> Tenso
 @pytest.mark.parametrize("static_graph", [False, True])
 def test_the_saved_layout_is_that_of_the_buckets_that_were_rebuilt(static_graph):
     assert equal_bits(run_ranks(_loaded_in_training, 2, static_graph))
+
+
+def _saved_at_once(rank: int, world_size: int) -> None:
+    """Loaded and saved again, before any step."""
+    models = [TorchDDP(mlp(), bucket_cap_mb=0.001) for _ in range(2)]
+    first, second = (commhooks.register(model, "random_k", seed=3) for model in models)
+    for step in range(5):
+        if step == 3:
+            second.load_state_dict(first.state_dict())
+            second.load_state_dict(second.state_dict())
+        for model in models[: 2 if step >= 3 else 1]:
+            model.zero_grad()
+            loss_of(model(batch(step, rank, 4, 16))).backward()
+    assert torch.equal(*map(gradients, models))
+
+
+def test_a_state_that_is_saved_before_any_step_keeps_the_layout():
+    run_ranks(_saved_at_once, 2)
+
+
+def _laid_out_by_switch(rank: int, world_size: int) -> None:
+    """Buckets that no other run would have by itself: a switch has laid them out anew."""
+
+    def model() -> CoreDDP:
+        return CoreDDP(mlp(), find_unused_parameters=True, bucket_cap_mb=0.003)
+
+    first, second = model(), model()
+    hook = commhooks.register(first, "powersgd", rank=1, layout="shape")
+    for step in range(8):
+        if step == 2:
+            hook.switch("int8")
+        if step == 4:
+            again = commhooks.register(second, "powersgd", rank=1, layout="shape")
+            again.switch("int8")
+            again.load_state_dict(hook.state_dict())
+        for one in [first, second][: 2 if step >= 4 else 1]:
+            one.zero_grad()
+            loss_of(one(batch(step, rank, 4, 16))).backward()
+        if step >= 4:
+            assert torch.equal(gradients(first), gradients(second)), step
+
+
+def test_our_class_goes_on_with_the_saved_buckets():
+    run_ranks(_laid_out_by_switch, 2)
 
 
 def _differently_loaded(rank: int, world_size: int) -> str:

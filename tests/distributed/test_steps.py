@@ -187,6 +187,7 @@ def _changes_group(rank: int, _: int) -> Any:
     model._update_process_group(dist.new_group([0, 1]))
     error = outcome(lambda: model(batch(1, rank, 4, 16)).sum().backward())
     hook.close()
+    dist.barrier()  # nobody ends while another still connects
     return error
 
 
@@ -194,3 +195,66 @@ def test_a_model_that_moves_to_another_group_without_its_hook_is_an_error() -> N
     for error in run_ranks(_changes_group, 2):
         assert error is not None
         assert "another process group" in error[1]
+
+
+class _Piece:
+    """A bucket of a host that is no DistributedDataParallel: a shard, say."""
+
+    def __init__(self, number: int, buffer: Tensor, parameter: nn.Parameter, *, last: bool) -> None:
+        self._number, self._buffer, self._parameter, self._last = number, buffer, parameter, last
+
+    def index(self) -> int:
+        return self._number
+
+    def buffer(self) -> Tensor:
+        return self._buffer
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [self._parameter]
+
+    def is_last(self) -> bool:
+        return self._last
+
+
+class _InBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: Any) -> Tensor:
+        ctx.call = call
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.call()
+        return grad, None
+
+
+def _another_host(rank: int, world_size: int, inside: bool) -> None:
+    shards = nn.Module()
+    shards.a, shards.b = nn.Parameter(torch.empty(40, 30)), nn.Parameter(torch.empty(50))
+    state = commhooks.HookState("topk", shards, ratio=0.05)
+    applied, wanted = torch.zeros(1250), torch.zeros(1250)
+    draw = torch.Generator().manual_seed(rank)
+
+    def exchange() -> None:
+        nonlocal applied, wanted
+        parts, means = [], []
+        for number, parameter in enumerate(shards.parameters()):
+            parts.append(torch.randn(parameter.numel(), generator=draw))
+            piece = _Piece(number, parts[-1].clone(), parameter, last=number == 1)
+            means.append(state.launch(piece).wait())
+        wanted = wanted + averaged(torch.cat(parts))
+        applied = applied + torch.cat(means)
+
+    for _ in range(6):
+        if inside:
+            _InBackward.apply(torch.ones(1, requires_grad=True), exchange).sum().backward()
+        else:
+            exchange()
+    left = averaged(torch.cat([state.residual(name).flatten() for name in "ab"]))
+    assert state.step == 6
+    torch.testing.assert_close(applied + left, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_host_whose_parameters_have_no_gradients_keeps_its_residuals(inside: bool) -> None:
+    run_ranks(_another_host, 2, inside)

@@ -262,6 +262,9 @@ class _Player:
         if self.case.host == "torch" and "delayed" in self.case.setting:
             again.is_exact = self.case.zero != "keep"  # it averages its own tensors, not these
 
+        if not all(build(name, options, ()).averages for name, options in self.switched):
+            again.is_exact = False  # the ranks' parameters differ, and wrapping makes them equal
+
     def _switches(self, run: Run, switches: list[Any]) -> None:
         """What a job that goes on from a checkpoint runs: the scheme that was switched to."""
         for name, options in switches:
