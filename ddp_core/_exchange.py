@@ -96,7 +96,19 @@ class BucketExchange:
             if self.optimizer is not None and self.optimizer.early and not self._is_low:
                 self._finish_early()
         if step.launched == len(self.buckets) and self.usage.finds:
-            self.usage.used.all_reduce()
+            self.usage.used.all_reduce(self._unused_in_views())
+
+    def _unused_in_views(self) -> list[int]:
+        """Parameters whose gradient gets the bucket's result though this rank does not use them."""
+        if not (self.settings.as_view and self.launcher.events.wants_left_alone):
+            return []
+        used = self.usage.used
+        return [
+            index
+            for bucket in self.buckets
+            for slot, index in enumerate(bucket.members)
+            if not used.is_used(index) and bucket.is_in_view(slot)
+        ]
 
     def _launch(self, bucket: FlatBucket) -> Outcome:
         step = self._step
@@ -166,8 +178,19 @@ class BucketExchange:
             self.optimizer.all_averaged()
 
     def _note_left_alone(self, bucket: FlatBucket, unused: Sequence[bool] | None) -> None:
-        if unused is not None and self.launcher.events.wants_left_alone:
-            self._step.left_alone += bucket.left_alone(unused)
+        """Of the parameters that no rank uses, those whose gradient is not written to.
+
+        One that is its bucket's view has the result, used or not. The ranks have told each other,
+        for one without inputs (join) cannot see it.
+        """
+        if unused is None or not self.launcher.events.wants_left_alone:
+            return
+        finds, used = self.usage.finds, self.usage.used
+        self._step.left_alone += [
+            bucket.parameters[slot]
+            for slot, index in enumerate(bucket.members)
+            if unused[slot] and not (used.in_views(index) if finds else bucket.is_in_view(slot))
+        ]
 
     def _tell_abandoned(self) -> None:
         """Says once that this step will not land; held-back buckets are let go."""

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ddp_core._bucket import GradBucket
 from ddp_core._parameters import Trained
@@ -243,22 +243,15 @@ class FlatBucket:
         if grads:
             torch._foreach_copy_(grads, values)
 
-    def left_alone(self, unused: Sequence[bool]) -> list[nn.Parameter]:
-        """Of the parameters that no rank uses, those that ``scatter`` does not write to.
-
-        A gradient that is this bucket's view already has the result, used or not.
-        """
-        return [
-            parameter
-            for slot, parameter in enumerate(self.parameters)
-            if unused[slot]
-            and not (
-                self.as_view
-                and parameter.grad is not None
-                and not self.sparse
-                and _same_memory(parameter.grad, self.views[slot])
-            )
-        ]
+    def is_in_view(self, slot: int) -> bool:
+        """Whether the parameter's gradient is its view of the buffer."""
+        grad = self.parameters[slot].grad
+        return (
+            self.as_view
+            and not self.sparse
+            and grad is not None
+            and _same_memory(grad, self.views[slot])
+        )
 
     def adopt_gradients(self) -> None:
         """Moves existing gradients into this bucket's views (buckets were rebuilt)."""

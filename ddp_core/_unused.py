@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 __all__ = ["Usage", "UsedMap"]
 
 
+_IN_VIEW = 1 << 16  # beside the number of ranks that use a parameter, in one sum
+
+
 class UsedMap:
     """One flag per parameter; all ranks' flags are summed only where a rank needs to know.
 
@@ -43,6 +46,10 @@ class UsedMap:
         flags = torch.frombuffer(self._mine, dtype=torch.uint8)
         return flags.to(self._device, torch.int32, copy=True)
 
+    def is_used(self, index: int) -> bool:
+        """Whether this rank has used this parameter."""
+        return bool(self._mine[index])
+
     def any_used(self, members: Sequence[int]) -> bool:
         """Whether this rank has used one of these parameters."""
         return any(self._mine[index] for index in members)
@@ -51,9 +58,15 @@ class UsedMap:
         """Whether this rank has used all these parameters."""
         return all(self._mine[index] for index in members)
 
-    def all_reduce(self) -> None:
-        """Starts the sum over ranks; all ranks call it once a step, after the last bucket."""
+    def all_reduce(self, in_views: Sequence[int] = ()) -> None:
+        """Starts the sum over ranks; all ranks call it once a step, after the last bucket.
+
+        Args:
+            in_views: unused parameters whose gradient here is a view of the bucket all the same.
+        """
         self._counts = self.local()
+        if in_views:
+            self._counts[list(in_views)] += _IN_VIEW
         self._everywhere = None
         self._work = dist.all_reduce(self._counts, group=self._group, async_op=True)
 
@@ -61,11 +74,19 @@ class UsedMap:
         """By parameter, whether no rank has used it; None if all are in use."""
         if self.all_used(members):  # used here: no need to ask others
             return None
+        sums = self._sums()
+        return [not sums[index] % _IN_VIEW for index in members]
+
+    def in_views(self, index: int) -> bool:
+        """Whether a rank's gradient of this parameter, which no rank uses, has the result."""
+        return self._sums()[index] >= _IN_VIEW
+
+    def _sums(self) -> list[int]:
         if self._everywhere is None:
             self.wait()
             assert self._counts is not None
             self._everywhere = self._counts.tolist()
-        return [not self._everywhere[index] for index in members]
+        return self._everywhere
 
     def contradictions(self) -> list[int]:
         """Parameters that this rank uses though the sum says that no rank does."""

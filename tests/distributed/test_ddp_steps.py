@@ -171,8 +171,10 @@ def test_a_state_hears_which_gradients_were_not_written(view, in_backward):
     run_ranks(_left_alone, 2, view, in_backward, ignore_warnings=(".*full backward hook",))
 
 
-def _unused_and_joined(rank: int, world_size: int) -> None:
-    model = DistributedDataParallel(Net(), find_unused_parameters=True)
+def _unused_and_joined(rank: int, world_size: int, view: bool) -> None:
+    model = DistributedDataParallel(
+        Net(), find_unused_parameters=True, gradient_as_bucket_view=view
+    )
     hook = commhooks.register(model, "topk", ratio=0.1)
     one_step(model, 0, rank)
     kept = [hook.residual(f"idle.{name}") for name, _ in model.module.idle.named_parameters()]
@@ -185,8 +187,9 @@ def _unused_and_joined(rank: int, world_size: int) -> None:
         assert torch.equal(hook.residual(f"idle.{name}"), before), "counts as sent, was not applied"
 
 
-def test_a_rank_without_inputs_keeps_what_nobody_applies():
-    run_ranks(_unused_and_joined, 2)
+@pytest.mark.parametrize("view", [False, True])
+def test_a_rank_without_inputs_keeps_what_nobody_applies(view):
+    run_ranks(_unused_and_joined, 2, view)
 
 
 def _refused_on_torchs(rank: int, world_size: int) -> str:

@@ -259,6 +259,8 @@ class _Player:
         again.steps, again.counts = run.steps, run.counts
         # A state of the first steps cannot know the buckets to come, see docs/design/steps.md.
         again.is_exact = run.steps >= (3 if "static_graph" in self.case.ddp else 2)
+        if run.hook._runner.layout_to_come:  # it was loaded itself, a step ago
+            again.is_exact = False
         if self.case.host == "torch" and "delayed" in self.case.setting:
             again.is_exact = self.case.zero != "keep"  # it averages its own tensors, not these
 
