@@ -15,6 +15,39 @@ CHECKPOINT = f"{UNIT}/test_checkpoint.py"
 
 MUTANTS: list[Mutant] = [
     *planted(
+        "commhooks/_runner.py",
+        (
+            "buckets are known by their address",
+            "StorageWeakRef(buffer.untyped_storage())",
+            "buffer.data_ptr()",
+            f"{DISTRIBUTED}/test_resume.py"
+            "::test_the_saved_layout_is_that_of_the_buckets_that_were_rebuilt",
+        ),
+        (
+            "an inner backward pass ends the step",
+            "if step.paused and not step.told:",
+            "if step.paused:",
+            f"{DISTRIBUTED}/test_ddp_steps.py"
+            "::test_a_step_that_raises_after_an_inner_pass_is_no_step_on_any_rank",
+        ),
+    ),
+    *planted(
+        "commhooks/_state.py",
+        (
+            "a host without gradients leaves all parameters alone",
+            "finds_unused = isinstance(model, DistributedDataParallel) and (",
+            "finds_unused = not isinstance(model, DistributedDataParallel) or (",
+            f"{DISTRIBUTED}/test_steps.py"
+            "::test_a_host_whose_parameters_have_no_gradients_keeps_its_residuals",
+        ),
+        (
+            "our class does not start from the saved buckets",
+            "model.restore_layout([[by_name[name] for name in names] for names in layout])",
+            "pass",
+            f"{DISTRIBUTED}/test_resume.py::test_our_class_goes_on_with_the_saved_buckets",
+        ),
+    ),
+    *planted(
         "commhooks/_feedback.py",
         (
             "EF21's total is not committed",

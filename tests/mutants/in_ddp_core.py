@@ -8,6 +8,8 @@ UNIT, DISTRIBUTED = "tests/unit", "tests/distributed"
 COLLECTIVES = f"{UNIT}/test_collectives.py"
 LAYOUT = f"{UNIT}/test_layout.py"
 CORE = f"{DISTRIBUTED}/test_ddp_core.py"
+PRECISION = f"{DISTRIBUTED}/test_ddp_precision.py"
+STEPS = f"{DISTRIBUTED}/test_ddp_steps.py"
 
 MUTANTS: list[Mutant] = [
     *planted(
@@ -102,26 +104,73 @@ MUTANTS: list[Mutant] = [
             "            pass\n",
             f"{DISTRIBUTED}/test_ddp_modes.py::test_none_is_plain_ddp_bit_for_bit",
         ),
+    ),
+    *planted(
+        "ddp_core/_exchange.py",
         (
             "a parameter that no rank uses is said to have been written",
-            "            if unused[slot]\n            and not (",
-            "            if False\n            and not (",
-            f"{DISTRIBUTED}/test_ddp_steps.py::test_a_state_hears_which_gradients_were_not_written",
+            "if unused[slot] and not (used.in_views",
+            "if False and not (used.in_views",
+            f"{STEPS}::test_a_state_hears_which_gradients_were_not_written",
+        ),
+        (
+            "a rank without inputs looks at its own gradients only",
+            "used.in_views(index) if finds else bucket.is_in_view(slot)",
+            "bucket.is_in_view(slot)",
+            f"{STEPS}::test_a_rank_without_inputs_keeps_what_nobody_applies",
         ),
     ),
     *planted(
         "ddp_core/_precision.py",
         (
             "accumulated gradients are forgotten",
-            "parameter.grad = earlier.add_(grad)",
-            "parameter.grad = grad.to(parameter.dtype)",
-            f"{CORE}::test_mixed_precision_accumulates_in_full_precision",
+            "                parameter.data = data\n            self._full, self._versions",
+            "                parameter.data, parameter.grad = data, None\n"
+            "            self._full, self._versions",
+            f"{PRECISION}::test_mixed_precision_accumulates_in_full_precision",
         ),
         (
             "parameters stay low",
-            "            parameter.data = data\n",
-            "            pass\n",
-            f"{CORE}::test_mixed_precision_computes_low_and_leaves_full_precision",
+            "                parameter.grad = None\n                parameter.data = data\n",
+            "                parameter.grad = None\n",
+            f"{PRECISION}::test_mixed_precision_computes_low_and_leaves_full_precision",
+        ),
+        (
+            "parameters stay low where no backward pass comes",
+            "        if not is_nested() if after_backward else backward_number() == NO_BACKWARD:",
+            "        if False:",
+            f"{PRECISION}::test_mixed_precision_is_restored_where_no_backward_pass_ends",
+        ),
+        (
+            "updates of the low-precision copies are lost in silence",
+            "if parameter._version != version:",
+            "if False:",
+            f"{PRECISION}::test_an_update_of_the_low_copies_is_not_lost_in_silence",
+        ),
+    ),
+    *planted(
+        "ddp_core/_delayed.py",
+        (
+            "a replaced gradient stays this rank's own",
+            "if parameter.grad is not view:",
+            "if False:",
+            f"{STEPS}::test_delayed_parameters_are_averaged",
+        ),
+        (
+            "the trigger starts the all-reduce, whatever has come",
+            "if self._triggered and len(self._arrived) == len(self._parameters):",
+            "if self._triggered:",
+            f"{STEPS}::test_delayed_parameters_are_averaged",
+        ),
+    ),
+    *planted(
+        "ddp_core/_lanes.py",
+        (
+            "closing leaves other ranks waiting",
+            "done = stops and (alive is None or not alive._under_way)",
+            "done = stops",
+            f"{DISTRIBUTED}/test_lanes.py"
+            "::test_closing_ends_what_is_under_way_for_the_other_ranks_wait_for_it",
         ),
     ),
     *planted(
