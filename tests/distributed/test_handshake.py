@@ -75,6 +75,9 @@ def _differ_in(field, odd, monkeypatch):
         _agree(seed=1 if odd else 0)
     elif field == "step":
         _agree(lambda state: setattr(state._engine, "step", 3 if odd else 0))
+    elif field == "order of the saved buckets":
+        saved = [("0.weight", "0.bias")] if odd else [("0.bias", "0.weight")]
+        _agree(lambda state: state._runner.restore(saved))
     elif field == "world size":
         _agree(lambda state: setattr(state._engine, "world_size", 4 if odd else 2))
     elif field == "memory":
@@ -99,6 +102,7 @@ FIELDS = [
     "torch version",
     "seed",
     "step",
+    "order of the saved buckets",
     "world size",
     "memory",
     "ranks of a node",
