@@ -382,8 +382,10 @@ class HookState:
 
     def _facts(self, scheme: Scheme) -> dict[str, Any]:
         """What must be the same on all ranks."""
+        # A rank that a checkpoint of fewer ranks has left nothing to flush sends the same.
+        sends = scheme.scheme if isinstance(scheme, FlushResidual) else scheme
         return {
-            "scheme and options": describe(scheme),
+            "scheme and options": describe(sends),
             "commhooks version": __version__,
             "torch version": str(torch.__version__),
             "seed": self._engine.seed,

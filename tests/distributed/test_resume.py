@@ -285,6 +285,27 @@ def test_other_world_size_keeps_the_mean_of_residuals(config, saved_ranks, ranks
     assert equal_bits([weights for _, weights, _ in loaded])
 
 
+def _switched_states(rank: int, world_size: int) -> Any:
+    model = ddp(mlp(), SMALL)
+    hook = commhooks.register(model, "topk", ratio=0.1)
+    loss_of(model(batch(0, rank, 4, 16))).backward()
+    hook.switch("none")
+    return hook.state_dict()
+
+
+def _goes_on_with_more(rank: int, world_size: int, states: list[Any]) -> None:
+    model = ddp(mlp(), SMALL)
+    hook = commhooks.register(model, "none")
+    hook.load_state_dict(states)
+    loss_of(model(batch(1, rank, 4, 16))).backward()
+    assert hook.step == 2
+
+
+def test_a_rank_that_has_nothing_to_flush_is_no_mismatch():
+    states = run_ranks(_switched_states, 2)
+    run_ranks(_goes_on_with_more, 3, states)
+
+
 def _load_own_on_fewer(rank: int, world_size: int, directory: str) -> Any:
     run = _Run(rank, "powersgd")
     run.steps(0, 2)
