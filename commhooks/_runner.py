@@ -265,7 +265,7 @@ class Runner:
         if step.holds or self._young > 0 or step.buckets != self._layout_of:
             own = [find_layout().names for find_layout in step.layouts]
             self.layout = own if step.regrouped is None else step.regrouped
-            self._layout_of = step.buckets
+            self._layout_of = step.buckets if step.regrouped is None else []
         self._young -= 1
         if self._young <= 0:
             self._restored = []

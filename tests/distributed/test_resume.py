@@ -186,22 +186,26 @@ def test_the_saved_layout_is_that_of_the_buckets_that_were_rebuilt(static_graph)
     assert equal_bits(run_ranks(_loaded_in_training, 2, static_graph))
 
 
-def _saved_at_once(rank: int, world_size: int) -> None:
-    """Loaded and saved again, before any step."""
+def _saved_at_once(rank: int, world_size: int, loads_at: int) -> None:
+    """Loaded and saved again, before any step; saved by a run that was itself loaded once."""
     models = [TorchDDP(mlp(), bucket_cap_mb=0.001) for _ in range(2)]
     first, second = (commhooks.register(model, "random_k", seed=3) for model in models)
-    for step in range(5):
-        if step == 3:
+    for step in range(loads_at + 2):
+        if step == 1:
+            first.load_state_dict(first.state_dict())
+        if step == loads_at:
             second.load_state_dict(first.state_dict())
             second.load_state_dict(second.state_dict())
-        for model in models[: 2 if step >= 3 else 1]:
+        for model in models[: 2 if step >= loads_at else 1]:
             model.zero_grad()
             loss_of(model(batch(step, rank, 4, 16))).backward()
     assert torch.equal(*map(gradients, models))
 
 
-def test_a_state_that_is_saved_before_any_step_keeps_the_layout():
-    run_ranks(_saved_at_once, 2)
+# Until the step 3 the first run travels in the buckets that it was loaded with.
+@pytest.mark.parametrize("loads_at", [4, 6])
+def test_a_state_that_is_loaded_and_saved_keeps_the_layout(loads_at):
+    run_ranks(_saved_at_once, 2, loads_at)
 
 
 def _laid_out_by_switch(rank: int, world_size: int) -> None:
