@@ -25,7 +25,7 @@ import ddp_core
 from ddp_core import DistributedDataParallel
 from tests.distributed import models
 from tests.distributed.harness import run_ranks
-from tests.distributed.models import loss_of
+from tests.distributed.models import Breaks, loss_of
 from tests.distributed.training import (
     averaged,
     batch,
@@ -232,19 +232,6 @@ def test_optimizer_in_backward_steps_as_after_it_also_with_a_hook(view, scheme):
 # ---- what goes wrong leaves the next step clean
 
 
-class _Breaks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, breaks: bool) -> Tensor:
-        ctx.breaks = breaks
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        if ctx.breaks:
-            raise ArithmeticError("on purpose")
-        return grad, None
-
-
 class Fragile(nn.Module):
     """Backward raises in the middle, when told to; some buckets are under way then."""
 
@@ -254,7 +241,7 @@ class Fragile(nn.Module):
         self.first, self.last = mlp(seed=1), mlp(seed=2)
 
     def forward(self, x: Tensor, breaks: bool = False) -> Tensor:
-        return self.last(_Breaks.apply(self.first(x), breaks))
+        return self.last(Breaks.apply(self.first(x), breaks))
 
 
 def _broken_backward(rank: int, world_size: int, options: dict[str, Any], hooked: bool) -> None:

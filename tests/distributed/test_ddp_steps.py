@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import commhooks
 from ddp_core import DistributedDataParallel
 from tests.distributed.harness import run_ranks
-from tests.distributed.models import loss_of
+from tests.distributed.models import Breaks, loss_of
 from tests.distributed.training import averaged, batch, equal_bits, gradients, mlp, outcome
 
 
@@ -55,19 +55,6 @@ class Recorder:
     def take(self) -> list[str]:
         heard, self.heard = self.heard, []
         return heard
-
-
-class Breaks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, breaks: bool) -> Tensor:
-        ctx.breaks = breaks
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        if ctx.breaks:
-            raise ArithmeticError("on purpose")
-        return grad, None
 
 
 class Net(nn.Module):

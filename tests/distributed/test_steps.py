@@ -19,25 +19,11 @@ from torch.utils.checkpoint import checkpoint
 import commhooks
 import ddp_core
 from tests.distributed.harness import run_ranks
+from tests.distributed.models import Breaks
 from tests.distributed.training import averaged, batch, gradients, outcome, residuals
 
 CLASSES = {"torch": DistributedDataParallel, "ours": ddp_core.DistributedDataParallel}
 CAP_MB = 1.2 / 1024  # one weight of 16 x 16 a bucket
-
-
-class Breaks(torch.autograd.Function):
-    """Raises in backward, if asked to."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, breaks: bool) -> Tensor:
-        ctx.breaks = breaks
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        if ctx.breaks:
-            raise ArithmeticError("on purpose")
-        return grad, None
 
 
 class Net(nn.Module):
