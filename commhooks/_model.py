@@ -135,20 +135,26 @@ class Parameters:
         self._by_id: dict[int, Parameter] = {}
         self._by_name: dict[str, Parameter] = {}
         self._layouts: dict[tuple[int, ...], Layout] = {}
+        for _, parameter in [] if model is None else _named(model):
+            one = self._describe(parameter)
+            self._by_name[one.name] = one
         for parameter in [] if model is None else _reduced(model):
             self._add(parameter)
 
     def _add(self, parameter: Tensor) -> None:
-        name = self._names.get(id(parameter))
-        if name is None:
+        if id(parameter) not in self._names:
             raise RegistrationError(
                 f"the hook got a gradient of shape {tuple(parameter.shape)} that is not of the "
                 f"model it was made for: one HookState serves one model; make another"
             )
+        one = self._describe(parameter)
+        self._by_id[id(parameter)] = self._by_name[one.name] = one
+
+    def _describe(self, parameter: Tensor) -> Parameter:
         real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
         order = _memory_order(real)
-        one = Parameter(name, real.permute(order).shape, real.dtype, order)
-        self._by_id[id(parameter)] = self._by_name[name] = one
+        name = self._names[id(parameter)]
+        return Parameter(name, real.permute(order).shape, real.dtype, order)
 
     def __iter__(self) -> Iterator[Parameter]:
         return iter(self._by_id.values())
@@ -158,8 +164,11 @@ class Parameters:
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """Shapes, in memory order, by name."""
-        return {parameter.name: parameter.shape for parameter in self}
+        """Shapes, in memory order, by name; those of parameters that are frozen, too.
+
+        A state may hold memory of a layer that was frozen after it was saved.
+        """
+        return {name: parameter.shape for name, parameter in self._by_name.items()}
 
     def name(self, parameter: Tensor) -> str | None:
         """Its name; None if it is not of this model."""

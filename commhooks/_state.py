@@ -202,8 +202,15 @@ class HookState:
         return self._engine.skipped
 
     def residual(self, name: str) -> Tensor | None:
-        """What this rank has not sent yet of one parameter; None if the scheme keeps none."""
+        """What this rank has not sent yet of one parameter; None if the scheme keeps none.
+
+        Raises:
+            ValueError: the model has no parameter of this name.
+        """
         name = self._parameters.find(name)
+        known = self._parameters.shapes
+        if known and name not in known:
+            raise ValueError(f"HookState.residual: the model has no parameter {name!r}")
         value = self._engine.memory.get(RESIDUAL, name)
         return None if value is None else self._parameters.in_order(name, value).clone()
 

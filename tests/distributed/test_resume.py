@@ -465,3 +465,37 @@ def _sum_after_load(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
 def test_loading_in_place_loses_nothing():
     got, want = run_ranks(_sum_after_load, 2)[0]
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5 * float(want.abs().max()))
+
+
+# ---- layers frozen between saving and loading
+
+
+def _frozen_for_a_while(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    first = torch.nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+    module = torch.nn.Sequential(first, torch.nn.Tanh(), torch.nn.Conv2d(8, 4, 3))
+
+    def trained_on(state):
+        model = ddp(module)
+        hook = commhooks.register(model, "powersgd")
+        if state is not None:
+            hook.load_state_dict(state)
+            assert torch.equal(hook.residual("0.weight"), left)
+        model(batch(0, rank, 2, 3, 9, 9)).square().mean().backward()
+        return hook
+
+    hook = trained_on(None)
+    left = hook.residual("0.weight")
+    assert left.shape == first.weight.shape and left.any()
+    first.requires_grad_(False)
+    hook = trained_on(hook.state_dict(gather=True))
+    assert torch.equal(hook.residual("0.weight"), left)
+    first.requires_grad_(True)
+    hook = trained_on(hook.state_dict(gather=True))
+    assert not torch.equal(hook.residual("0.weight"), left)
+    with pytest.raises(ValueError, match="no parameter '0.wieght'"):
+        hook.residual("0.wieght")
+
+
+def test_a_layer_that_is_frozen_for_a_while_keeps_its_memory():
+    run_ranks(_frozen_for_a_while, 2, ignore_warnings=("Grad strides",))
