@@ -486,14 +486,15 @@ def _frozen_for_a_while(rank: int, world_size: int) -> None:
 
     hook = trained_on(None)
     left = hook.residual("0.weight")
-    assert left.shape == first.weight.shape and left.any()
+    assert left.shape == first.weight.shape
+    assert left.any()
     first.requires_grad_(False)
     hook = trained_on(hook.state_dict(gather=True))
     assert torch.equal(hook.residual("0.weight"), left)
     first.requires_grad_(True)
     hook = trained_on(hook.state_dict(gather=True))
     assert not torch.equal(hook.residual("0.weight"), left)
-    with pytest.raises(ValueError, match="no parameter '0.wieght'"):
+    with pytest.raises(ValueError, match="no parameter"):
         hook.residual("0.wieght")
 
 
