@@ -132,6 +132,8 @@ class Parameters:
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self._names = {} if model is None else _names_by_id(model)
+        ignored = set() if model is None else _ignored(model)
+        self._ignored = ignored | {plain_name(name) for name in ignored}
         self._by_id: dict[int, Parameter] = {}
         self._by_name: dict[str, Parameter] = {}
         self._layouts: dict[tuple[int, ...], Layout] = {}
@@ -169,6 +171,10 @@ class Parameters:
         A state may hold memory of a layer that was frozen after it was saved.
         """
         return {name: parameter.shape for name, parameter in self._by_name.items()}
+
+    def __contains__(self, name: str) -> bool:
+        """Whether the model has a parameter of this name: trained, frozen or ignored."""
+        return name in self._by_name or name in self._ignored
 
     def name(self, parameter: Tensor) -> str | None:
         """Its name; None if it is not of this model."""
@@ -215,10 +221,17 @@ class Parameters:
 
 def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """The parameters that DistributedDataParallel does not ignore."""
-    module = model.module if isinstance(model, DistributedDataParallel) else model
+    ignored = _ignored(model)
+    return [(name, one) for name, one in _inner(model).named_parameters() if name not in ignored]
+
+
+def _ignored(model: nn.Module) -> set[str]:
     ignored: set[str] = set(getattr(model, "parameters_to_ignore", ()))
-    ignored |= set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    return [(name, one) for name, one in module.named_parameters() if name not in ignored]
+    return ignored | set(getattr(_inner(model), "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def _names_by_id(model: nn.Module) -> dict[int, str]:

@@ -208,8 +208,7 @@ class HookState:
             ValueError: the model has no parameter of this name.
         """
         name = self._parameters.find(name)
-        known = self._parameters.shapes
-        if known and name not in known:
+        if len(self._parameters) and name not in self._parameters:
             raise ValueError(f"HookState.residual: the model has no parameter {name!r}")
         value = self._engine.memory.get(RESIDUAL, name)
         return None if value is None else self._parameters.in_order(name, value).clone()

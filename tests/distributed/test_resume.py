@@ -494,8 +494,6 @@ def _frozen_for_a_while(rank: int, world_size: int) -> None:
     first.requires_grad_(True)
     hook = trained_on(hook.state_dict(gather=True))
     assert not torch.equal(hook.residual("0.weight"), left)
-    with pytest.raises(ValueError, match="no parameter"):
-        hook.residual("0.wieght")
 
 
 def test_a_layer_that_is_frozen_for_a_while_keeps_its_memory():

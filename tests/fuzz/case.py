@@ -143,7 +143,7 @@ class Case:
             yield replace(self, world=2)
         last = max((event[0] for event in self.events), default=0)
         for steps in (last + 1, last + 2, self.steps - 1):
-            if 0 < steps < self.steps:
+            if last < steps < self.steps:
                 yield replace(self, steps=steps)
         for index, event in enumerate(self.events):
             if event[0] > 0:

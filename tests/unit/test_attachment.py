@@ -318,6 +318,19 @@ def test_a_state_without_a_model_warns_in_a_job_of_several(world_size, monkeypat
 # ---- wrong use
 
 
+def test_the_residual_of_no_parameter_is_an_error():
+    model = layers()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.bias"])
+    model[1].bias.requires_grad_(False)
+    hook = commhooks.register(DistributedDataParallel(model), "powersgd")
+    for known in ("0.weight", "module.0.weight", "0.bias", "1.bias"):  # nothing kept yet, or ever
+        assert hook.residual(known) is None
+    with pytest.raises(
+        ValueError, match=r"HookState.residual: the model has no parameter '0.wait'"
+    ):
+        hook.residual("0.wait")
+
+
 def test_a_module_given_to_replicate_is_told_of_and_how_it_works():
     model = replicate(layers())
     with pytest.raises(RegistrationError, match=r"was passed to replicate\(\).*register_comm_hook"):
