@@ -234,6 +234,30 @@ def test_our_class_goes_on_with_the_saved_buckets():
     run_ranks(_laid_out_by_switch, 2)
 
 
+def _loaded_then_switched(rank: int, world_size: int, coalesce: tuple[bool, bool]) -> None:
+    """Blocks of random_block follow the place in what travels, so a layout taken wrongly shows."""
+    before, after = ({"ratio": 0.1, "coalesce": whether} for whether in coalesce)
+    first, second = ddp(mlp(), SMALL), ddp(mlp(), SMALL)
+    hook = commhooks.register(first, "random_block", **before)
+    for step in range(6):
+        if step == 3:
+            again = commhooks.register(second, "random_block", **before)
+            again.load_state_dict(hook.state_dict())
+        if step == 4:
+            hook.switch("random_block", **after)
+            again.switch("random_block", **after)
+        for one in [first, second][: 2 if step >= 3 else 1]:
+            one.zero_grad()
+            loss_of(one(batch(step, rank, 4, 16))).backward()
+        if step >= 3:
+            assert torch.equal(gradients(first), gradients(second)), step
+
+
+@pytest.mark.parametrize("coalesce", [(False, True), (True, False)])
+def test_a_loaded_state_switches_to_what_travels_together(coalesce):
+    run_ranks(_loaded_then_switched, 2, coalesce)
+
+
 def _differently_loaded(rank: int, world_size: int) -> str:
     model = TorchDDP(mlp())
     hook = commhooks.register(model, "random_k")

@@ -16,6 +16,7 @@ import commhooks
 import ddp_core
 from commhooks import HookState, RegistrationError, _model, comm_hook
 from commhooks._names import plain_name, plain_names
+from ddp_core import DistributedDataParallel as CoreDDP
 
 KINDS = [DistributedDataParallel, ddp_core.DistributedDataParallel]
 
@@ -313,6 +314,19 @@ def test_a_state_without_a_model_warns_in_a_job_of_several(world_size, monkeypat
         return
     with pytest.warns(RuntimeWarning, match="was never called: no gradient was averaged by it"):
         drop("state", scope=held)
+
+
+def test_a_discarded_forward_pass_with_delayed_parameters_is_no_missing_hook():
+    module = layers()
+    ddp = CoreDDP(
+        module,
+        delay_all_reduce_named_params=[("2.weight", module[2].weight)],
+        param_to_hook_all_reduce=module[0].weight,
+    )
+    commhooks.register(ddp, "powersgd", rank=1)
+    ddp(torch.ones(2, 8))
+    assert module[2].weight.grad is not None  # made by the forward pass
+    ddp(torch.ones(2, 8)).sum().backward()
 
 
 # ---- wrong use
