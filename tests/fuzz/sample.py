@@ -165,6 +165,10 @@ def _sensible(values: dict[str, Any]) -> dict[str, Any]:
         events = [event for event in events if event[1] != "raise"]
     if values.get("join") is not None:
         model -= {"recompute"}
+        if "find_unused_parameters" in ddp and values["zero"] == "keep":
+            # The kept gradient of a parameter that no rank uses stays as it is, and a rank that
+            # has run out of inputs shows none of it.
+            values["zero"] = "zeros"
     if "group" in setting or "part" in setting:
         setting -= {"mesh"}
     if {"group", "part"} <= setting:

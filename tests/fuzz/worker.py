@@ -118,7 +118,8 @@ class _Player:
         report.stage = "done"
 
     def _group(self) -> Any:
-        names = {"group": range(self.case.world), "part": range(self.case.world - 1)}
+        size = dist.get_world_size()  # of this leg
+        names = {"group": range(size), "part": range(size - 1)}
         for name, ranks in names.items():
             if name in self.case.setting:
                 group: Any = dist.new_group(list(ranks))
@@ -308,7 +309,7 @@ class _Player:
         run.call(batch(self.case, number, 77, self.rank), use, gates or {}, self.rank)
 
     def _on_group(self, number: int) -> None:
-        group: Any = dist.new_group(list(range(self.case.world)))
+        group: Any = dist.new_group(list(range(dist.get_world_size())))
         for run in self.runs:
             run.ddp._update_process_group(group)
             run.group = group
