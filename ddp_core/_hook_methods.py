@@ -92,8 +92,7 @@ class HookMethods:
         index_of = {id(one.parameter): index for index, one in enumerate(reducer.parameters)}
         saved = [[index_of.get(id(one), -1) for one in bucket] for bucket in buckets]
         if saved and saved != [one.members for one in reducer.buckets if not one.sparse]:
-            order = [index for members in saved for index in members]
-            reducer.plan.start_from(list(dict.fromkeys([*order, *index_of.values()])))
+            reducer.plan.start_from(saved)
 
     def refresh_layout(self) -> None:
         """Asks the hook's state again what layout it wants: its answers have changed."""

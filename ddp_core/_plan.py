@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,8 @@ class BucketPlan:
         self.group_of: BucketGroup | None = None  # the layout that a scheme asked for
         self._splits: list[list[int]] = []  # the buckets that the compiler chose
         self._asked = False
-        self._started = False  # from another run's order
+        self._started = False  # from another run's buckets
+        self._saved: list[list[int]] = []  # those buckets, until they are laid out
 
     def initial(self) -> list[list[int]]:
         """Buckets of the first step."""
@@ -54,14 +56,17 @@ class BucketPlan:
         self.group_of = group_of
         self.caps = caps or self.caps
 
-    def start_from(self, order: Sequence[int]) -> None:
-        """Lays out buckets by the order of another run's, from the next step on; for good.
+    def start_from(self, buckets: Sequence[Sequence[int]]) -> None:
+        """Lays out buckets in the order of another run's, from the next step on; for good.
 
         Args:
-            order: indices of all parameters, as they lay in its buckets.
+            buckets: indices of parameters; those that are in none come last.
         """
-        if sorted(order) == list(range(len(self._parameters))):
-            self.arrival, self._asked, self._started = list(order), True, True
+        saved = [list(bucket) for bucket in buckets]
+        every = range(len(self._parameters))
+        order = list(dict.fromkeys([*chain.from_iterable(saved), *every]))
+        if sorted(order) == list(every):
+            self.arrival, self._asked, self._started, self._saved = order, True, True, saved
 
     def take_arrival(self, order: list[int]) -> None:
         """The order in which gradients came in a step."""
@@ -104,18 +109,20 @@ class BucketPlan:
         by_arrival = self.follows_arrival and not self.rebuilt and bool(self.arrival)
         if not by_arrival and not self._asked:
             return None
-        order = self.arrival or None
+        buckets = self._arranged(self.arrival or None)
+        if self._saved and not self.follows_arrival:
+            registered = self._arranged(None)
+            if all(one in registered for one in self._saved):  # that run never had others
+                buckets = registered
+        agreed = agree_on(buckets, len(self._parameters), self._group, self._device)
+        self._asked, self._saved = False, []
+        self.rebuilt = self.rebuilt or by_arrival
+        return agreed
+
+    def _arranged(self, order: Sequence[int] | None) -> list[list[int]]:
+        """Buckets by the order in which gradients arrived; None: by registration."""
         limits = self.caps.limits
         if order is None:
             limits = self.caps.initial(rebuilds=self.follows_arrival)
-        buckets = arrange(
-            self._parameters,
-            limits,
-            order=order,
-            group_of=self.group_of,
-            splits=[] if self.group_of is not None else self._splits,
-        )
-        agreed = agree_on(buckets, len(self._parameters), self._group, self._device)
-        self._asked = False
-        self.rebuilt = self.rebuilt or by_arrival
-        return agreed
+        splits = [] if self.group_of is not None else self._splits
+        return arrange(self._parameters, limits, order=order, group_of=self.group_of, splits=splits)

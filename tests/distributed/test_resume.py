@@ -234,6 +234,28 @@ def test_our_class_goes_on_with_the_saved_buckets():
     run_ranks(_laid_out_by_switch, 2)
 
 
+def _laid_out_by_registration(rank: int, world_size: int) -> None:
+    """Buckets that no order of arrival gives: one that is not full comes first."""
+
+    def model() -> CoreDDP:
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(3)))
+        return CoreDDP(net, find_unused_parameters=True, bucket_cap_mb=0.0015)
+
+    first, second = model(), model()
+    hook, again = (commhooks.register(one, "fp16", layout="shape") for one in (first, second))
+    for step in range(3):
+        loss_of(first(batch(step, rank, 4, 16))).backward()
+    again.load_state_dict(hook.state_dict())
+    loss_of(second(batch(3, rank, 4, 16))).backward()
+    buckets = [[bucket.members for bucket in one.reducer.buckets] for one in (first, second)]
+    assert buckets[0] == buckets[1] == [[4], [1, 3, 5], [0, 2]]
+
+
+def test_our_class_goes_on_with_buckets_by_registration():
+    run_ranks(_laid_out_by_registration, 2)
+
+
 def _loaded_then_switched(rank: int, world_size: int, coalesce: tuple[bool, bool]) -> None:
     """Blocks of random_block follow the place in what travels, so a layout taken wrongly shows."""
     before, after = ({"ratio": 0.1, "coalesce": whether} for whether in coalesce)

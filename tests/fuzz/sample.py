@@ -191,6 +191,7 @@ def _sensible(values: dict[str, Any]) -> dict[str, Any]:
         setting -= {"delayed"}
         values["zero"] = "none"
     if values["host"] == "torch":
+        setting -= {"delayed"}  # on Gloo it uses their gradients before they are averaged
         if values["micro"] > 1:  # as with a forward pass without a backward pass
             events = [event for event in events if event[1] != "raise"]
         if values["use"] in ("ranks", "random") and "skip_all_reduce_unused_params" in ddp:

@@ -262,9 +262,6 @@ class _Player:
         again.is_exact = run.steps >= (3 if "static_graph" in self.case.ddp else 2)
         if run.hook._runner.layout_to_come:  # it was loaded itself, a step ago
             again.is_exact = False
-        if self.case.host == "torch" and "delayed" in self.case.setting:
-            again.is_exact = self.case.zero != "keep"  # it averages its own tensors, not these
-
         if not all(build(name, options, ()).averages for name, options in self.switched):
             again.is_exact = False  # the ranks' parameters differ, and wrapping makes them equal
 
