@@ -7,7 +7,8 @@
 What differs between ranks stands under the rank's own key, so that a checkpoint format that merges
 equal keys of several ranks (torch.distributed.checkpoint) keeps all of it. The key is of the rank
 within the job: two groups of ranks (shards of a model) have different ones. ``layout`` has the
-names of the parameters of each bucket.
+names of the parameters of each bucket, ``bucket_bytes`` the sizes at which buckets were full (none
+where that is not known, or the buckets were not final yet).
 """
 
 from __future__ import annotations

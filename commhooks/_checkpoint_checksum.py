@@ -25,6 +25,7 @@ FIELDS = (
     "seed",
     "world_size",
     "layout",
+    "bucket_bytes",
 )
 _CHUNK = 1 << 24  # bytes that are on the host at once
 

@@ -119,7 +119,15 @@ def read(
         _check_common(one, call)
     common = {field: states[0][field] for field in (*COMMON, *FIELDS) if field in states[0]}
     for one in states[1:]:
-        for field in ("version", "structure", "step", "seed", "world_size", "layout"):
+        for field in (
+            "version",
+            "structure",
+            "step",
+            "seed",
+            "world_size",
+            "layout",
+            "bucket_bytes",
+        ):
             if one.get(field) != common.get(field):
                 raise CheckpointError(
                     f"{call}: the states given are not of one checkpoint: {field} is "
@@ -181,6 +189,12 @@ def _check_common(state: object, call: str) -> None:
                 f"{_short(state[field])}; the file is damaged"
             )
     check_layout(state.get("layout", []), call)
+    limits = state.get("bucket_bytes", [])
+    if type(limits) is not list or not all(whole_number(one, 0, 2**63 - 1) for one in limits):
+        raise CheckpointError(
+            f"{call}: 'bucket_bytes' is a list of whole numbers, got {_short(limits)}; the file is "
+            f"damaged"
+        )
 
 
 def check_layout(layout: object, call: str) -> None:

@@ -16,7 +16,7 @@ from commhooks._checkpoint_form import MemoryDict, StateDict, rank_fields, read
 from commhooks._checkpoint_gather import gather as gather_states
 from commhooks._checkpoint_memory import check_complete, check_memory
 from commhooks._errors import CheckpointError, RegistrationError
-from commhooks._feedback import RESIDUAL, FlushResidual, keeps_residual
+from commhooks._feedback import RESIDUAL, FlushResidual, keeps_residual, without_flush
 from commhooks._make import describe
 from commhooks._memory import Layout
 from commhooks._scheme import Scheme, walk
@@ -56,17 +56,20 @@ def save(hook: HookState, gather: bool, to: int | None) -> dict[str, Any]:
 def _own_state(hook: HookState) -> dict[str, Any]:
     rank, global_rank, leader = _places(hook)
     memory = _saved_memory(hook)
+    layout, bucket_bytes = hook._saved_layout()
+    scheme = without_flush(hook.scheme)  # some ranks may have nothing to flush
     common = {
         "format": _checkpoint.FORMAT,
         "version": _checkpoint.VERSION,
         "commhooks": __version__,
         "torch": str(torch.__version__),
-        "scheme": describe(hook.scheme),
-        "structure": _checkpoint.structure(hook.scheme),
+        "scheme": describe(scheme),
+        "structure": _checkpoint.structure(scheme),
         "step": hook.step,
         "seed": hook._engine.seed,
         "world_size": max(hook._engine.world_size, 1),
-        "layout": [list(names) for names in hook._runner.layout],
+        "layout": layout,
+        "bucket_bytes": bucket_bytes,
     }
     part = {
         "rank": rank,
@@ -139,9 +142,7 @@ def prepare(
             f"torch.distributed.init_process_group first"
         )
     hook._bind()
-    engine, scheme = hook._engine, hook.scheme
-    if isinstance(scheme, FlushResidual):
-        scheme = scheme.scheme
+    engine, scheme = hook._engine, without_flush(hook.scheme)
     hook._attendance.excused = True
     # The model may have been wrapped otherwise.
     saved = read(state, "load_state_dict").renamed(hook._parameters.find)
@@ -176,11 +177,8 @@ def prepare(
     }
     if RESIDUAL in memory:
         memory[RESIDUAL] = _in_memory_order(hook, memory[RESIDUAL])
-        if not keeps_residual(scheme):
-            if any(bool(value.any()) for value in memory[RESIDUAL].values()):
-                scheme = FlushResidual(scheme)
-            else:
-                del memory[RESIDUAL]
+        if not keeps_residual(scheme):  # on all ranks, also where this one has nothing to flush
+            scheme = FlushResidual(scheme)
     return Loaded(scheme, memory, common)
 
 
@@ -190,7 +188,7 @@ def take_up(hook: HookState, loaded: Loaded) -> None:
     engine.scheme = loaded.scheme
     engine.memory.load(loaded.memory)
     engine.step, engine.seed = loaded.common["step"], loaded.common["seed"]
-    hook._restore_layout(loaded.common["layout"])
+    hook._restore_layout(loaded.common["layout"], loaded.common.get("bucket_bytes", []))
     hook._pickled_on = None
     hook._agreed = False  # the ranks compare at the next step what each has loaded
 

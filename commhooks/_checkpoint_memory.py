@@ -35,8 +35,8 @@ def check_memory(
         unknown = sorted(set(values) - set(shapes))
         if unknown:
             raise CheckpointError(
-                f"load_state_dict: the checkpoint's {key!r} is of parameters that this model does "
-                f"not have: {unknown[:5]}; is it another model's?"
+                f"load_state_dict: the checkpoint's {key!r} is of parameters that are not averaged "
+                f"here: {unknown[:5]}; is it another model's, or are they ignored or delayed now?"
             )
         for name, value in values.items():
             first = (declared or {}).get(key, {}).get(name)

@@ -27,6 +27,7 @@ __all__ = [
     "residual_error",
     "take_residual",
     "without_feedback",
+    "without_flush",
 ]
 
 RESIDUAL = "residual"
@@ -41,6 +42,11 @@ def need_average(owner: Wrapper, scheme: Scheme) -> None:
     Feedback inside sends what it has held back of earlier steps, too; what is around it would take
     that for an error, and hold it back in turn: both grow without end.
     """
+    if not scheme.averages:
+        raise ValueError(
+            f"{type(owner).__name__}({type(scheme).__name__}(...)): it does not give the average "
+            f"of gradients, so there is no error to keep; use it as it is"
+        )
     if scheme.optimizes:
         raise ValueError(
             f"{type(owner).__name__}({type(scheme).__name__}(...)): it gives the optimizer "
@@ -276,6 +282,11 @@ class FlushResidual(Wrapper):
         if key == RESIDUAL:
             return residual_error(value, parameter)
         return self.scheme.memory_error(key, value, parameter)
+
+
+def without_flush(scheme: Scheme) -> Scheme:
+    """The scheme that runs once a residual that it does not keep has been flushed."""
+    return scheme.scheme if isinstance(scheme, FlushResidual) else scheme
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -132,6 +132,7 @@ class Parameters:
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self._names = {} if model is None else _names_by_id(model)
+        self._aliases = {} if model is None else _aliases(model, self._names)
         ignored = set() if model is None else _ignored(model)
         self._ignored = ignored | {plain_name(name) for name in ignored}
         self._by_id: dict[int, Parameter] = {}
@@ -156,7 +157,8 @@ class Parameters:
         real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
         order = _memory_order(real)
         name = self._names[id(parameter)]
-        return Parameter(name, real.permute(order).shape, real.dtype, order)
+        shape = torch.Size(real.shape[dimension] for dimension in order)
+        return Parameter(name, shape, real.dtype, order)
 
     def __iter__(self) -> Iterator[Parameter]:
         return iter(self._by_id.values())
@@ -199,9 +201,11 @@ class Parameters:
         return layout
 
     def find(self, name: str) -> str:
-        """What a name is here that may have been given to the model in another wrapper."""
-        plain = plain_name(name)
-        return plain if name not in self._by_name and plain in self._by_name else name
+        """What a name is here that the model may have had in another wrapper, or by another way."""
+        if name in self._by_name:
+            return name
+        plain = self._aliases.get(plain_name(name), plain_name(name))
+        return plain if plain in self._by_name else name
 
     def in_order(self, name: str, value: Tensor) -> Tensor:
         """A view of ``value``, which lies in memory order, with the parameter's own dimensions."""
@@ -240,6 +244,13 @@ def _names_by_id(model: nn.Module) -> dict[int, str]:
     return {id(one): plain[name] for name, one in named}
 
 
+def _aliases(model: nn.Module, names: Mapping[int, str]) -> dict[str, str]:
+    """The names of shared parameters by their other names."""
+    every = _inner(model).named_parameters(remove_duplicate=False)
+    pairs = [(plain_name(name), names[id(one)]) for name, one in every if id(one) in names]
+    return {other: first for other, first in pairs if other != first}
+
+
 def _reduced(model: nn.Module) -> list[nn.Parameter]:
     """The parameters in the model's buckets, in the order of their names."""
     named = [one for _, one in _named(model)]
@@ -270,7 +281,7 @@ def not_reduced(model: nn.Module) -> dict[str, nn.Parameter]:
 def _memory_order(tensor: Tensor) -> tuple[int, ...]:
     """Its dimensions, outermost in memory first; as they are if it has gaps or overlaps."""
     dimensions = tuple(range(tensor.dim()))
-    if tensor.is_contiguous():
+    if tensor.layout != torch.strided or tensor.is_contiguous():
         return dimensions
     strides = tensor.stride()
     order = tuple(sorted(dimensions, key=strides.__getitem__, reverse=True))

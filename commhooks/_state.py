@@ -18,7 +18,7 @@ from commhooks._brief import brief
 from commhooks._checkpoint_checksum import digest
 from commhooks._engine import Engine
 from commhooks._errors import HookNotAttachedError, RegistrationError
-from commhooks._feedback import RESIDUAL, FlushResidual, keeps_residual
+from commhooks._feedback import RESIDUAL, FlushResidual, keeps_residual, without_flush
 from commhooks._handshake import MEETING, handshake
 from commhooks._hierarchical import Hierarchical
 from commhooks._ledger import Ledger
@@ -27,7 +27,7 @@ from commhooks._model import Parameters, check_group, find_owner
 from commhooks._per_parameter import warn_of_idle_rules
 from commhooks._runner import Runner
 from commhooks._scheme import Scheme, walk
-from commhooks._settings import fitting
+from commhooks._settings import fitting, shown
 from commhooks._version import __version__
 from ddp_core import DistributedDataParallel as CoreDDP
 from ddp_core import Drivers
@@ -98,6 +98,7 @@ class HookState:
         self._agreed = False
         self._closed = False
         self._pickled_on: tuple[int, int] | None = None  # rank and world size
+        self._bucket_bytes: list[int] = []  # the sizes of buckets of a loaded state
         self._attendance = Attendance()
 
     # ---- what users read and do
@@ -207,6 +208,8 @@ class HookState:
         Raises:
             ValueError: the model has no parameter of this name.
         """
+        if not isinstance(name, str):
+            raise TypeError(f"HookState.residual takes a parameter's name, got {shown(name)}")
         name = self._parameters.find(name)
         if len(self._parameters) and name not in self._parameters:
             raise ValueError(f"HookState.residual: the model has no parameter {name!r}")
@@ -282,21 +285,16 @@ class HookState:
                 "the hook was closed (HookState.close), but the model still trains with it; "
                 "wrap the model in a new DistributedDataParallel, or close after training"
             )
-        if not self._agreed:
-            self.agree("the first step with this hook, or after load_state_dict")
+        self._agree_after_load()
         self._attendance.calls += 1
         model: Any = self._model() if self._model is not None else None
         if self._follows_model and model is not None:
             self._check_group(model)
-        # Another host's parameters may never get a ``.grad``: nothing says what it leaves alone.
-        finds_unused = isinstance(model, DistributedDataParallel) and (
-            model.find_unused_parameters or model.static_graph
-        )
         return self._runner.launch(
             bucket,
             self._group(),
-            finds_unused=finds_unused,
-            told=isinstance(model, CoreDDP) and model.reducer.launcher.tells(self),
+            finds_unused=_may_leave_alone(model, bucket),
+            told=self._core() is not None,
         )
 
     def _check_group(self, model: Any) -> None:
@@ -328,15 +326,37 @@ class HookState:
         """The model's forward pass begins; the guard that ``register`` adds calls it."""
         self._runner.forward_begins()
 
-    def _restore_layout(self, layout: Sequence[Sequence[str]]) -> None:
+    def _saved_layout(self) -> tuple[list[list[str]], list[int]]:
+        """The names of each bucket's parameters, and the bytes of a full one, where it is known."""
+        core = self._core()
+        if core is None or self._runner.layout_to_come:
+            limits = self._bucket_bytes if self._runner.layout_to_come else []
+            return [list(names) for names in self._runner.layout], limits
+        buckets, limits = core.saved_layout()
+        name = self._parameters.name
+        named = [[known for one in bucket if (known := name(one))] for bucket in buckets]
+        return (named, limits) if limits else ([list(one) for one in self._runner.layout], [])
+
+    def _restore_layout(self, layout: Sequence[Sequence[str]], limits: Sequence[int]) -> None:
         """Goes on with the buckets of a saved state."""
         self._runner.restore(layout)
+        self._bucket_bytes = list(limits)
+        core = self._core()
+        if core is not None:
+            by_name = {self._parameters.name(one): one for one in core.module.parameters()}
+            known = all(name in by_name for names in layout for name in names)
+            buckets = [[by_name[name] for name in names] for names in layout] if known else []
+            core.restore_layout(buckets, limits, self._agree_after_load)
+
+    def _core(self) -> CoreDDP | None:
+        """The model, if it is ``ddp_core``'s and tells this hook of its steps."""
         model: Any = self._model() if self._model is not None else None
-        if isinstance(model, CoreDDP) and model.reducer.launcher.tells(self):
-            own = model.module.parameters()
-            by_name = {self._parameters.name(parameter): parameter for parameter in own}
-            if all(name in by_name for names in layout for name in names):
-                model.restore_layout([[by_name[name] for name in names] for names in layout])
+        told = isinstance(model, CoreDDP) and model.reducer.launcher.tells(self)
+        return model if told else None
+
+    def _agree_after_load(self) -> None:
+        if not self._agreed:
+            self.agree("the first step with this hook, or after load_state_dict")
 
     # ---- binding to a model and a process group
 
@@ -376,7 +396,7 @@ class HookState:
 
     def _bind(self) -> None:
         """Settles model, ranks and driver; once, the same on all ranks."""
-        if self._bound:
+        if self._bound and len(self._parameters):
             return
         group = self._group()
         if not self._parameters:
@@ -389,9 +409,8 @@ class HookState:
     def _facts(self, scheme: Scheme) -> dict[str, Any]:
         """What must be the same on all ranks."""
         # A rank that a checkpoint of fewer ranks has left nothing to flush sends the same.
-        sends = scheme.scheme if isinstance(scheme, FlushResidual) else scheme
         return {
-            "scheme and options": describe(sends),
+            "scheme and options": describe(without_flush(scheme)),
             "commhooks version": __version__,
             "torch version": str(torch.__version__),
             "seed": self._engine.seed,
@@ -434,3 +453,12 @@ class HookState:
 
 # torch.load(..., weights_only=True) then takes a pickled state, which is plain values.
 torch.serialization.add_safe_globals([HookState])
+
+
+def _may_leave_alone(model: Any, bucket: Any) -> bool:
+    """Whether a parameter's ``.grad`` tells what became of the average of its gradient."""
+    if isinstance(model, DistributedDataParallel):
+        return bool(model.find_unused_parameters or model.static_graph)
+    # A hook that was made for the inner module, or ``replicate``: a reducer calls it all the same.
+    # Other hosts' parameters may never get a gradient.
+    return isinstance(bucket, dist.GradBucket)  # type: ignore[attr-defined]

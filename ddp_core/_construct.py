@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch._utils import _get_device_index
 
+from ddp_core._optimizer import has_optimizer_in_backward
+
 __all__ = [
     "Placement",
     "check_hook",
@@ -79,6 +81,14 @@ def check_parameters(
                 "`DistributedDataParallel`. Run a dummy forward pass to correctly initialize the "
                 "modules"
             )
+    early = [name for name, parameter in delayed if has_optimizer_in_backward([parameter])]
+    if early:
+        raise ValueError(
+            f"DistributedDataParallel(delay_all_reduce_named_params=...): the optimizers of "
+            f"{', '.join(early[:3])} run in backward (_apply_optimizer_in_backward), before the "
+            f"delayed gradients are averaged; give these an optimizer of their own, or do not "
+            f"delay them"
+        )
     if any(parameter.requires_grad for parameter in managed):
         return False
     if not delayed:

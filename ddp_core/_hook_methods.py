@@ -13,6 +13,7 @@ from ddp_core._delayed import DelayedAllReduce
 from ddp_core._hooks import CommHooks
 from ddp_core._launch import CommHook
 from ddp_core._layout import BucketGroup
+from ddp_core._plan import SavedBuckets
 from ddp_core._precision import Precision
 from ddp_core._torch_reducer import TorchReducer
 
@@ -82,17 +83,32 @@ class HookMethods:
         """
         self.reducer.plan.request(group_of)
 
-    def restore_layout(self, buckets: Sequence[Sequence[nn.Parameter]]) -> None:
-        """Goes on with the order of a saved run's buckets, from the next step on; all ranks alike.
+    def saved_layout(self) -> tuple[list[list[nn.Parameter]], list[int]]:
+        """The parameters of each bucket, and the bytes of a full one, for a run that goes on.
 
-        Sizes are this model's. Nothing changes if a parameter is not the model's, or all lie in
-        these buckets already. Those that are in no bucket (with sparse gradients) come last.
+        Without buckets of sparse gradients. No bytes: the buckets are not final yet, as in the
+        first step.
         """
-        reducer = self.reducer
-        index_of = {id(one.parameter): index for index, one in enumerate(reducer.parameters)}
-        saved = [[index_of.get(id(one), -1) for one in bucket] for bucket in buckets]
-        if saved and saved != [one.members for one in reducer.buckets if not one.sparse]:
-            reducer.plan.start_from(saved)
+        plan, parameters = self.reducer.plan, self.reducer.parameters
+        members = plan.members([one.members for one in self.reducer.buckets if not one.sparse])
+        return [[parameters[i].parameter for i in one] for one in members], list(plan.limits)
+
+    def restore_layout(
+        self,
+        buckets: Sequence[Sequence[nn.Parameter]],
+        limits: Sequence[int],
+        agree: Callable[[], None],
+    ) -> None:
+        """Goes on with what :meth:`saved_layout` gave, from the next step on; all ranks call it.
+
+        Buckets stay as they are where those do not suit this model and its sizes of buckets.
+
+        Args:
+            agree: called on every rank before that step; raises if they go on from different runs.
+        """
+        index_of = {id(one.parameter): index for index, one in enumerate(self.reducer.parameters)}
+        members = tuple(tuple(index_of.get(id(one), -1) for one in bucket) for bucket in buckets)
+        self.reducer.plan.go_on_from(SavedBuckets(members, tuple(limits), agree))
 
     def refresh_layout(self) -> None:
         """Asks the hook's state again what layout it wants: its answers have changed."""

@@ -13,7 +13,7 @@ from torch import nn
 
 from ddp_core._parameters import Trained
 
-__all__ = ["BucketCaps", "BucketGroup", "agree_on", "arrange", "assign_buckets"]
+__all__ = ["BucketCaps", "BucketGroup", "agree_on", "arrange", "assign_buckets", "kinds_of"]
 
 MiB = 1024 * 1024
 # torch's own: small enough to start communication early, large enough to be worth a message.
@@ -47,9 +47,9 @@ class BucketCaps:
     ) -> BucketCaps:
         """From the constructor arguments of DistributedDataParallel."""
         if cap_mb_list:
-            return cls(tuple(int(cap * MiB) for cap in cap_mb_list), explicit=True)
+            return cls(tuple(map(_nbytes, cap_mb_list)), explicit=True)
         if cap_mb is not None:
-            return cls((int(cap_mb * MiB),))
+            return cls((_nbytes(cap_mb),))
         default = DEFAULT_CAP_MB_CPU if device_type == "cpu" else DEFAULT_CAP_MB
         return cls((FIRST_BUCKET_NBYTES, default * MiB), free=True)
 
@@ -57,7 +57,7 @@ class BucketCaps:
         """With the capacity that a hook asks for (None: any), where the user has none."""
         if not self.free or cap_mb is None:
             return self
-        return replace(self, limits=(FIRST_BUCKET_NBYTES, int(cap_mb * MiB)))
+        return replace(self, limits=(FIRST_BUCKET_NBYTES, _nbytes(cap_mb)))
 
     @property
     def cap(self) -> int:
@@ -74,6 +74,10 @@ class BucketCaps:
         if self.explicit or not rebuilds:
             return self.limits
         return (sys.maxsize,)
+
+
+def _nbytes(cap_mb: float) -> int:
+    return int(min(cap_mb * MiB, sys.maxsize))
 
 
 def assign_buckets(
@@ -132,14 +136,8 @@ def arrange(
         group_of: what a scheme asks for, on top of dtype and device.
         splits: parameters that are buckets whatever their size (the compiler chose them).
     """
-    tensors = [one.parameter for one in parameters]
-    kinds: list[Any] = [(tensor.dtype, tensor.device) for tensor in tensors]
-    if group_of is not None:
-        kinds = [
-            (*kind, group_of(one.name, one.parameter))
-            for kind, one in zip(kinds, parameters, strict=True)
-        ]
-    nbytes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    kinds = kinds_of(parameters, group_of)
+    nbytes = [one.parameter.numel() * one.parameter.element_size() for one in parameters]
     alone = [one.sparse for one in parameters]
     chosen = {index for split in splits for index in split}
     everything = range(len(parameters)) if order is None else order
@@ -157,6 +155,15 @@ def arrange(
             reverse=last_first,
         )
     return buckets
+
+
+def kinds_of(parameters: Sequence[Trained], group_of: BucketGroup | None) -> list[Hashable]:
+    """By parameter; those of different kinds never share a bucket."""
+    kinds: list[Any] = [(one.parameter.dtype, one.parameter.device) for one in parameters]
+    if group_of is None:
+        return kinds
+    groups = [group_of(one.name, one.parameter) for one in parameters]
+    return [(*kind, group) for kind, group in zip(kinds, groups, strict=True)]
 
 
 def agree_on(

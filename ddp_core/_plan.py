@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from ddp_core._layout import BucketCaps, BucketGroup, agree_on, arrange
+from ddp_core._layout import BucketCaps, BucketGroup, agree_on, arrange, kinds_of
 from ddp_core._parameters import Trained
 
-__all__ = ["BucketPlan"]
+__all__ = ["BucketPlan", "SavedBuckets"]
+
+
+@dataclass(frozen=True)
+class SavedBuckets:
+    """The buckets of another run of the model, which a run that goes on takes up.
+
+    Attributes:
+        members: indices of the parameters of each bucket, those with sparse gradients left out.
+        limits: the sizes, in bytes, at which that run's buckets were full; none: they were not
+            final yet.
+        agree: called on all ranks before the first of them lays out buckets; raises if the ranks
+            do not go on from the same state.
+    """
+
+    members: tuple[tuple[int, ...], ...]
+    limits: tuple[int, ...]
+    agree: Callable[[], None] = lambda: None
 
 
 class BucketPlan:
@@ -38,8 +55,7 @@ class BucketPlan:
         self.group_of: BucketGroup | None = None  # the layout that a scheme asked for
         self._splits: list[list[int]] = []  # the buckets that the compiler chose
         self._asked = False
-        self._started = False  # from another run's buckets
-        self._saved: list[list[int]] = []  # those buckets, until they are laid out
+        self._saved: SavedBuckets | None = None  # until the next step begins
 
     def initial(self) -> list[list[int]]:
         """Buckets of the first step."""
@@ -56,17 +72,36 @@ class BucketPlan:
         self.group_of = group_of
         self.caps = caps or self.caps
 
-    def start_from(self, buckets: Sequence[Sequence[int]]) -> None:
-        """Lays out buckets in the order of another run's, from the next step on; for good.
+    def go_on_from(self, saved: SavedBuckets) -> None:
+        """Takes up another run's buckets when the next step begins; all ranks call it alike.
 
-        Args:
-            buckets: indices of parameters; those that are in none come last.
+        Buckets stay as they are where those were not final, or do not suit this model: its
+        parameters, its sizes of buckets, the layout that a scheme asks for.
         """
-        saved = [list(bucket) for bucket in buckets]
-        every = range(len(self._parameters))
-        order = list(dict.fromkeys([*chain.from_iterable(saved), *every]))
-        if sorted(order) == list(every):
-            self.arrival, self._asked, self._started, self._saved = order, True, True, saved
+        self._saved = saved
+
+    def members(self, present: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        """Indices of each dense bucket's parameters: as they are, or as they will be."""
+        if self._saved is not None and self._suits(self._saved):
+            return self._saved.members
+        return present
+
+    @property
+    def limits(self) -> tuple[int, ...]:
+        """The sizes at which buckets are full; none while these are not the buckets to come."""
+        if self._saved is not None and self._suits(self._saved):
+            return self._saved.limits
+        final = self.rebuilt or not self.follows_arrival
+        return self.caps.limits if final and not self._asked else ()
+
+    def _suits(self, saved: SavedBuckets) -> bool:
+        dense = [index for index, one in enumerate(self._parameters) if not one.sparse]
+        if saved.limits != self.caps.limits:
+            return False
+        if sorted(index for one in saved.members for index in one) != dense:
+            return False
+        kinds = kinds_of(self._parameters, self.group_of)
+        return all(len({kinds[index] for index in one}) == 1 for one in saved.members)
 
     def take_arrival(self, order: list[int]) -> None:
         """The order in which gradients came in a step."""
@@ -85,7 +120,7 @@ class BucketPlan:
             chosen: ids of the parameters of each split, in the order of backward.
             first_step: one rank's later recompilation must not move buckets.
         """
-        if (self.rebuilt and not self._started) or not first_step:
+        if self.rebuilt or not first_step:
             return
         index_of = {id(one.parameter): index for index, one in enumerate(self._parameters)}
         new = [[index_of[i] for i in split if i in index_of] for split in chosen]
@@ -98,29 +133,40 @@ class BucketPlan:
             for number, split in enumerate(splits)
         ]
         self._splits = [split for split in own if split]
-        self._asked = self._asked or self._started or not self.follows_arrival
-        self._started = False
+        self._asked = self._asked or not self.follows_arrival
 
-    def rebuild(self) -> list[list[int]] | None:
+    def agree(self) -> None:
+        """Makes sure that all ranks go on from the same state, if this rank does from any."""
+        if self._saved is not None:
+            self._saved.agree()
+
+    def rebuild(self, present: Sequence[Sequence[int]]) -> list[list[int]] | None:
         """New buckets, if it is time; all ranks come here in the same forward pass.
 
         They take rank 0's, for the ranks may have seen gradients arrive differently.
+
+        Args:
+            present: indices of the parameters of each bucket that there is now.
         """
+        saved, self._saved = self._saved, None
         by_arrival = self.follows_arrival and not self.rebuilt and bool(self.arrival)
-        if not by_arrival and not self._asked:
+        if saved is not None and self._suits(saved):
+            sparse = [[i] for i, one in enumerate(self._parameters) if one.sparse]
+            buckets = [*map(list, saved.members), *sparse]
+            by_arrival = True
+        elif by_arrival or self._asked:
+            buckets = self._arranged()
+        elif saved is not None:  # another rank may have reason to
+            buckets = [list(one) for one in present]
+        else:
             return None
-        buckets = self._arranged(self.arrival or None)
-        if self._saved and not self.follows_arrival:
-            registered = self._arranged(None)
-            if all(one in registered for one in self._saved):  # that run never had others
-                buckets = registered
         agreed = agree_on(buckets, len(self._parameters), self._group, self._device)
-        self._asked, self._saved = False, []
+        self._asked = False
         self.rebuilt = self.rebuilt or by_arrival
         return agreed
 
-    def _arranged(self, order: Sequence[int] | None) -> list[list[int]]:
-        """Buckets by the order in which gradients arrived; None: by registration."""
+    def _arranged(self) -> list[list[int]]:
+        order = self.arrival or None
         limits = self.caps.limits
         if order is None:
             limits = self.caps.initial(rebuilds=self.follows_arrival)

@@ -344,8 +344,9 @@ class Reducer(BucketExchange):
     def rebuild(self) -> None:
         """Lays buckets out anew, once the order of gradients is known or a layout was asked for."""
         number = self.launcher.step
+        self.plan.agree()
         try:
-            members = self.plan.rebuild()
+            members = self.plan.rebuild([bucket.members for bucket in self.buckets])
         except RuntimeError as error:
             raise CollectiveError(
                 f"agreeing on new buckets failed before step {number}: {error}. A peer died, or "
@@ -354,7 +355,7 @@ class Reducer(BucketExchange):
                 bucket=0,
                 round=0,
             ) from error
-        if members is not None:
+        if members is not None and members != [bucket.members for bucket in self.buckets]:
             self._install(members)
 
     def check_finished(self) -> None:

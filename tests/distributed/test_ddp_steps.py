@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed._composable import replicate
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
@@ -192,6 +193,31 @@ def test_torchs_join_with_unused_parameters_and_memory_is_refused():
         assert "a rank without inputs is not told which parameters no rank has used" in text
 
 
+def _given_otherwise(rank: int, world_size: int, how: str) -> None:
+    """The hook's state knows the inner module only; a DistributedDataParallel calls it."""
+    net = Net()
+    if how == "replicate":
+        model = replicate(net, find_unused_parameters=True)
+    else:
+        model = {"torch": TorchDDP, "core": DistributedDataParallel}[how](
+            net, find_unused_parameters=True
+        )
+    hook = commhooks.HookState("topk", net, ratio=0.1)
+    model.register_comm_hook(hook, commhooks.comm_hook)
+    one_step(model, 0, rank)
+    kept = hook.residual("idle.weight")
+    assert kept.any()
+    for step in range(1, 3):
+        net.zero_grad()
+        one_step(model, step, rank, idle=True)
+    assert torch.equal(hook.residual("idle.weight"), kept)
+
+
+@pytest.mark.parametrize("how", ["torch", "core", "replicate"])
+def test_a_state_of_the_inner_module_keeps_what_nobody_applies(how):
+    run_ranks(_given_otherwise, 2, how)
+
+
 def _broken_end(rank: int, world_size: int) -> None:
     model, state = recorded()
     good = state.no_more_buckets
@@ -232,6 +258,22 @@ def _delayed_joins(rank: int, _: int) -> str:
     with pytest.raises(RuntimeError) as raised, model.join():
         pass
     return str(raised.value)
+
+
+def _delayed_in_backward(rank: int, _: int) -> str:
+    module = mlp()
+    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+    delayed = [(name, p) for name, p in module.named_parameters() if name.startswith("2.")]
+    with pytest.raises(ValueError, match="delay_all_reduce") as raised:
+        DistributedDataParallel(
+            module, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=delayed[0][1]
+        )
+    return str(raised.value)
+
+
+def test_delayed_parameters_with_an_optimizer_in_backward_are_refused():
+    (text,) = run_ranks(_delayed_in_backward, 1)
+    assert "2.weight, 2.bias run in backward" in text
 
 
 DELAYED = ["", "compiled", "replaced", "evaluated", "zeroed", "create_graph", "recomputed"]

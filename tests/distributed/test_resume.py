@@ -256,6 +256,54 @@ def test_our_class_goes_on_with_buckets_by_registration():
     run_ranks(_laid_out_by_registration, 2)
 
 
+class _Reordered(torch.nn.Module):
+    """Registered last first; every other step uses two layers in another order."""
+
+    def __init__(self, *, skips: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.c, self.b, self.a = (torch.nn.Linear(16, 16) for _ in range(3))
+        self.skips = skips
+
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        if step % 2 == 0:
+            return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
+        x = torch.tanh(self.b(x))
+        return self.c(x) if self.skips else self.c(torch.tanh(self.a(x)))
+
+
+SKIPS = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
+
+
+def _goes_on_laid_out(rank: int, world_size: int, options: dict[str, Any], twice: bool) -> None:
+    first, second, other = (
+        CoreDDP(_Reordered(skips="find_unused_parameters" in options), **options) for _ in range(3)
+    )
+    hook = commhooks.register(first, "random_k", ratio=0.2)
+    elsewhere = commhooks.register(other, "random_k", ratio=0.2, layout="shape")
+    for step in range(8):
+        if step == 4:
+            again = commhooks.register(second, "random_k", ratio=0.2)
+            if twice:
+                again.load_state_dict(elsewhere.state_dict())
+            again.load_state_dict(hook.state_dict())
+        for one in (first, second if step >= 4 else other):
+            one.zero_grad()
+            loss_of(one(batch(step, rank, 4, 16), step)).backward()
+        if step >= 4:
+            assert torch.equal(gradients(first), gradients(second)), step
+
+
+# The only bucket is the first step's, too; the last step before saving skipped a bucket; a second
+# load takes the first one back.
+@pytest.mark.parametrize(
+    ("options", "twice"),
+    [({}, False), ({**SKIPS, "bucket_cap_mb": 0.001}, False), ({"bucket_cap_mb": 0.0015}, True)],
+)
+def test_our_class_goes_on_in_the_saved_buckets(options, twice):
+    run_ranks(_goes_on_laid_out, 2, options, twice)
+
+
 def _loaded_then_switched(rank: int, world_size: int, coalesce: tuple[bool, bool]) -> None:
     """Blocks of random_block follow the place in what travels, so a layout taken wrongly shows."""
     before, after = ({"ratio": 0.1, "coalesce": whether} for whether in coalesce)
@@ -280,8 +328,10 @@ def test_a_loaded_state_switches_to_what_travels_together(coalesce):
     run_ranks(_loaded_then_switched, 2, coalesce)
 
 
-def _differently_loaded(rank: int, world_size: int) -> str:
-    model = TorchDDP(mlp())
+def _differently_loaded(rank: int, world_size: int, kind: type[TorchDDP]) -> str:
+    module = mlp()
+    module.register_buffer("count", torch.zeros(300))  # synchronised before the gradients are
+    model = kind(module, bucket_cap_mb=0.001)
     hook = commhooks.register(model, "random_k")
     states = []
     for step in range(2):
@@ -293,8 +343,9 @@ def _differently_loaded(rank: int, world_size: int) -> str:
     return str(raised.value)
 
 
-def test_states_of_different_steps_are_told_apart_at_the_next_step():
-    for text in run_ranks(_differently_loaded, 2):
+@pytest.mark.parametrize("kind", [TorchDDP, CoreDDP])
+def test_states_of_different_steps_are_told_apart_at_the_next_step(kind):
+    for text in run_ranks(_differently_loaded, 2, kind):
         assert "step differs between ranks: rank 0 has 1, rank 1 has 2" in text
 
 
@@ -349,6 +400,7 @@ def _goes_on_with_more(rank: int, world_size: int, states: list[Any]) -> None:
     hook.load_state_dict(states)
     loss_of(model(batch(1, rank, 4, 16))).backward()
     assert hook.step == 2
+    assert hook.state_dict(gather=True)["scheme"] == "Dense()"
 
 
 def test_a_rank_that_has_nothing_to_flush_is_no_mismatch():

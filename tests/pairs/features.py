@@ -127,6 +127,9 @@ TOGETHER: dict[tuple[str, str], str] = {
     ("model reentrant", "skips unused"): _TWICE,
     ("model reentrant", "freeze"): _TWICE,
     **dict.fromkeys((("static_graph", one) for one in _CHANGING), "training graph has changed"),
+    ("model reentrant", "penalty"): "incompatible with .grad|without a hook, too",
+    ("setting compiled", "penalty"): "non-empty donated buffers|without a hook, too",
+    ("setting delayed", "setting in_backward"): "run in backward",
 }
 # What the package says where a scheme, an option or a wrapper does not go with another.
 OF_SCHEMES = (
@@ -151,6 +154,29 @@ APART = {
     ),
     ("mixed precision", "setting ignored"): "what is ignored is not cast, and meets what is",
     ("mixed precision", "setting delayed"): "what is delayed is not cast, and meets what is",
+    **dict.fromkeys(
+        ((f"model {one}", "model complex") for one in ("all_bf16", "all_f64")),
+        "the cast makes complex parameters real",
+    ),
+    **dict.fromkeys(
+        (("model recompute", one) for one in ("buffers", "own buffers")),
+        "each forward pass moves the buffers, and the reference has only one",
+    ),
+    **dict.fromkeys(
+        ((one, "unregister") for one in ("load", "load on others", "resume")),
+        "there is no hook to load into, or that was saved",
+    ),
+    **dict.fromkeys(
+        (("part of the ranks", one) for one in ("load", "load on others")),
+        "the ranks that are in no group have saved nothing",
+    ),
+    **dict.fromkeys(
+        (("setting in_backward", one) for one in ("raise within", "raise after")),
+        "what has been averaged by then is stepped, and the reference steps nothing",
+    ),
+    ("no_sync", "discard"): "the discarded pass makes the next no_sync pass a synchronised one",
+    ("scheme noop", "leave"): "nobody waits for anybody",
+    ("scheme noop", "setting delayed"): "delayed gradients are averaged, the others are not",
     ("leave", "load"): "the processes have ended",
     ("leave", "load on others"): "the processes have ended",
 }

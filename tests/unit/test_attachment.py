@@ -343,6 +343,38 @@ def test_the_residual_of_no_parameter_is_an_error():
         ValueError, match=r"HookState.residual: the model has no parameter '0.wait'"
     ):
         hook.residual("0.wait")
+    with pytest.raises(TypeError, match=r"takes a parameter's name, got Parameter"):
+        hook.residual(model[0].weight)
+
+
+def test_a_shared_parameter_is_known_by_both_names():
+    model = layers()
+    model[2].weight = model[0].weight
+    ddp = DistributedDataParallel(model)
+    hook = commhooks.register(ddp, "powersgd", rank=1)
+    step(ddp)
+    assert hook.residual("0.weight").any()
+    assert torch.equal(hook.residual("2.weight"), hook.residual("0.weight"))
+
+
+def test_a_frozen_parameter_may_be_of_any_layout():
+    model = layers()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is in beta
+        frozen = torch.eye(4).to_sparse_csr()
+    model.register_parameter("frozen", nn.Parameter(frozen, requires_grad=False))
+    hook = HookState("powersgd", model, rank=1)
+    assert hook.residual("frozen") is None
+
+
+@pytest.mark.parametrize("ask", [lambda hook: hook.rank, lambda hook: hook.state_dict()])
+def test_a_state_that_was_asked_before_it_has_a_model_finds_it(ask):
+    hook = HookState("powersgd", rank=1)
+    ask(hook)
+    ddp = DistributedDataParallel(layers())
+    ddp.register_comm_hook(hook, comm_hook)
+    step(ddp)
+    assert hook.residual("0.weight") is not None
 
 
 def test_a_module_given_to_replicate_is_told_of_and_how_it_works():

@@ -84,6 +84,7 @@ def saved(rank: int = 0, world_size: int = 1, first: int = 0, stride: int = 1) -
             "seed": 3,
             "world_size": world_size,
             "layout": [["weight"], ["bias"]],
+            "bucket_bytes": [4096],
             f"rank{global_rank}": part,
         }
     )
@@ -92,7 +93,7 @@ def saved(rank: int = 0, world_size: int = 1, first: int = 0, stride: int = 1) -
 def of_version_one(state: dict[str, Any]) -> dict[str, Any]:
     """As the first release saved it: ranks of the group as keys, no checksum, no layout."""
     old = {field: state[field] for field in state if not field.startswith("rank")}
-    del old["layout"]
+    del old["layout"], old["bucket_bytes"]
     for field, part in state.items():
         if field.startswith("rank"):
             old[f"rank{part['rank']}"] = {"rank": part["rank"], "memory": part["memory"]}
@@ -156,6 +157,8 @@ DAMAGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "the last step of 64 bits": (replaced("step", 2**63 - 1), "'step' is a whole number"),
     "a seed beyond 64 bits": (replaced("seed", 2**64), "'seed' is a whole number"),
     "a seed of half": (replaced("seed", 0.5), "'seed' is a whole number"),
+    "sizes of buckets in words": (replaced("bucket_bytes", ["9"]), "'bucket_bytes' is a list"),
+    "one size for all buckets": (replaced("bucket_bytes", 4096), "'bucket_bytes' is a list"),
     "no ranks": (replaced("world_size", 0), "'world_size' is a whole number"),
     "a tensor of ranks": (replaced("world_size", torch.ones(())), "'world_size' is a whole number"),
     "more ranks than there are": (replaced("world_size", 2**40), "'world_size' is a whole number"),
@@ -207,7 +210,12 @@ def test_a_damaged_or_foreign_state_is_refused_and_left_alone(which: str) -> Non
 
 @pytest.mark.parametrize("field", FIELDS)
 def test_every_field_is_under_the_checksum(field: str) -> None:
-    other: dict[str, Any] = {"layout": [["bias"], ["weight"]], "world_size": 3, "version": 1}
+    other: dict[str, Any] = {
+        "layout": [["bias"], ["weight"]],
+        "bucket_bytes": [8192],
+        "world_size": 3,
+        "version": 1,
+    }
     state = saved(0, 2)
     state[field] = other.get(field, 9 if field in ("step", "seed") else "another")
     with pytest.raises(CheckpointError):
@@ -247,6 +255,9 @@ def test_shapes_dtypes_and_names_are_under_the_checksum() -> None:
 
 def test_the_bytes_of_a_checksum_are_those_of_the_version() -> None:
     common = {**saved(), "scheme": "S", "structure": "S"}  # whatever the scheme is printed as
+    found = checksum(common, 0, 0, 0, common["rank0"]["memory"])
+    assert found.startswith("dc8a82c4941356e9")
+    del common["bucket_bytes"]  # as before buckets had their sizes in the state
     found = checksum(common, 0, 0, 0, common["rank0"]["memory"])
     assert found.startswith("59918e04c5479d3d")
 
@@ -354,7 +365,7 @@ def test_ranks_of_unlike_models_are_not_added_up() -> None:
 @pytest.mark.parametrize(
     ("memory", "message"),
     [
-        ({"residual": {"other": torch.ones(6)}}, "does not have.*other"),
+        ({"residual": {"other": torch.ones(6)}}, "not averaged here.*other"),
         ({"residual": {"bias": torch.ones(7)}}, r"\(7,\).*\(6,\)"),
         ({"residual": {"bias": torch.ones(6, dtype=torch.int64)}}, "floating point"),
         ({"residual": {"bias": torch.full((6,), torch.nan)}}, "not finite"),
