@@ -6,6 +6,7 @@ import os
 import warnings
 import weakref
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,8 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AttachmentGuard", "Attendance"]
 
-# Forward passes at which parameters outside of all buckets are looked at: there may be many.
-_FIRST, _EVERY = 2, 100
+_IS_TRAINED = attrgetter("requires_grad")
 
 
 class Attendance:
@@ -102,7 +102,6 @@ class AttachmentGuard:
         self._ddp: weakref.ref[nn.Module] | None = weakref.ref(ddp)
         self._had_grad = _has_gradients(ddp)
         self._accumulates = False
-        self._forwards = 0
         self._not_reduced = not_reduced(ddp)
 
     def attached_to(self, module: nn.Module) -> bool:
@@ -144,21 +143,19 @@ class AttachmentGuard:
 
     def _look_for_unfrozen(self) -> None:
         """Warns, once, if a parameter is trained that DistributedDataParallel does not know."""
-        self._forwards += 1
-        if not self._not_reduced or (self._forwards > _FIRST and self._forwards % _EVERY):
+        if not any(map(_IS_TRAINED, self._not_reduced.values())):
             return
         found = [name for name, one in self._not_reduced.items() if one.requires_grad]
-        if found:
-            listed = ", ".join(found[:3]) + (f" and {len(found) - 3} more" * (len(found) > 3))
-            self._not_reduced = {}
-            warnings.warn(
-                f"{listed} did not require a gradient when DistributedDataParallel was made, and "
-                f"now does: it is in no bucket, so it is averaged by nobody and drifts apart "
-                f"between ranks. Wrap the module anew after unfreezing, or freeze after wrapping "
-                f"(with find_unused_parameters=True)",
-                RuntimeWarning,
-                stacklevel=3,
-            )
+        listed = ", ".join(found[:3]) + (f" and {len(found) - 3} more" * (len(found) > 3))
+        self._not_reduced = {}
+        warnings.warn(
+            f"{listed} did not require a gradient when DistributedDataParallel was made, and "
+            f"now does: it is in no bucket, so it is averaged by nobody and drifts apart "
+            f"between ranks. Wrap the module anew after unfreezing, or freeze after wrapping "
+            f"(with find_unused_parameters=True)",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {"state": self._state}
@@ -166,7 +163,7 @@ class AttachmentGuard:
     def __setstate__(self, saved: dict[str, Any]) -> None:
         self._state, self._ddp = saved["state"], None
         self._had_grad = self._accumulates = False
-        self._forwards, self._not_reduced = 0, {}
+        self._not_reduced = {}
 
 
 def _has_gradients(ddp: Any) -> bool:

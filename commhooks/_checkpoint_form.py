@@ -157,10 +157,14 @@ def _check_common(state: object, call: str) -> None:
         raise CheckpointError(
             f"{call} takes what state_dict() returned, got {type(state).__name__}"
         )
+    if not state:
+        raise CheckpointError(
+            f"{call}: the state is empty; state_dict(gather=True, to=rank) is that rank's only"
+        )
     if not _is_text(state.get("format")) or state["format"] != FORMAT:
         raise CheckpointError(
             f"{call}: not a hook state (no 'format': {FORMAT!r}); it has the fields "
-            f"{sorted(_short(field) for field in list(state)[:8])}. Give the part that "
+            f"{', '.join(sorted(_short(field) for field in list(state)[:8]))}. Give the part that "
             f"hook.state_dict() returned"
         )
     version = state.get("version")

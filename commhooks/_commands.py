@@ -34,7 +34,7 @@ from commhooks.trace import bits_per_entry
 __all__ = ["check", "doctor", "load_files", "new", "schemes"]
 
 _LATE = 10**6  # a step after all warm-ups
-_WIDE = 76  # columns for the whole listing
+_WIDE = 84  # columns for the whole listing
 
 
 # ---- doctor
@@ -212,7 +212,10 @@ def _plain(text: str) -> str:
 def new(name: str, path: Path) -> None:
     """Writes a scheme to begin with."""
     if not re.fullmatch(r"[a-z_]*[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
-        raise typer.BadParameter(f"a name has small letters, digits and _, got {name!r}")
+        raise typer.BadParameter(
+            f"a name begins with a small letter or _, has small letters, digits and _, and is no "
+            f"word of Python, got {name!r}"
+        )
     if name in names():
         raise typer.BadParameter(f"the name {name!r} is taken by a registered scheme")
     if path.suffix != ".py":

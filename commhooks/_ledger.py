@@ -146,13 +146,16 @@ class Ledger:
                 return rows[begin:]
         return rows
 
-    def summary(self, name: str, world_size: int, steps: int = 100) -> str:
+    def summary(self, name: str, world_size: int, steps: int = 100, *, since: int = 0) -> str:
         """Says in words what the latest ``steps`` steps sent, and how long backward waited.
+
+        Steps that exchanged nothing do not count.
 
         Args:
             name: of the scheme.
             world_size: number of ranks.
             steps: so many at most; fewer if fewer are kept.
+            since: leaves out the steps before that one.
 
         Example:
             >>> print(hook.summary())
@@ -162,4 +165,5 @@ class Ledger:
         """
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ValueError(f"summary(steps=...) is a whole number, 1 or more, got {steps!r}")
-        return summarise(self._latest(steps), self._exposed, name, world_size)
+        rows = [row for row in self._latest(steps) if row.step >= since]
+        return summarise(rows, self._exposed, name, world_size)

@@ -53,8 +53,9 @@ def make(scheme: str | Scheme, **options: Any) -> Scheme:
         >>> make("powersgd", rank=2, start_step=100)
         DelayedStart(scheme=ErrorFeedback(scheme=PowerSGD(rank=2, ...)), start_step=100, ...)
     """
+    name = scheme if isinstance(scheme, str) else type(scheme).__name__
     wrapping = {
-        key: fitting("make", key, options.pop(key), kind)
+        key: fitting(name, key, options.pop(key), kind)
         for key, kind in WRAPPER_OPTIONS.items()
         if key in options
     }

@@ -129,8 +129,7 @@ def _own(ddp: DistributedDataParallel, call: str) -> CoreDDP:
         return ddp
     raise RegistrationError(
         f"{call}: torch's DistributedDataParallel lays out its buckets and keeps its hook as it "
-        f"likes; wrap the model in ddp_core.DistributedDataParallel, or pause compression with "
-        f"hook.switch('none')"
+        f"likes; wrap the model in ddp_core.DistributedDataParallel"
     )
 
 

@@ -55,7 +55,7 @@ def roll_call(call: str, group: dist.ProcessGroup, limit: timedelta | None = Non
         outcome = store.compare_set(f"{key}/outcome", "", text).decode()
     if outcome != _EVERYONE:
         raise MissingRankError(
-            f"{call}: {outcome}. All ranks call {call} alike, between two steps; look at "
+            f"{call}: {outcome}. All ranks have to come here, between two steps; look at "
             f"the output of those that did not, which may have raised before they could"
         )
 

@@ -98,6 +98,7 @@ class HookState:
         self._agreed = False
         self._closed = False
         self._pickled_on: tuple[int, int] | None = None  # rank and world size
+        self._since = 0  # the step from which on this scheme runs
         self._bucket_bytes: list[int] = []  # the sizes of buckets of a loaded state
         self._attendance = Attendance()
 
@@ -153,6 +154,8 @@ class HookState:
             MismatchError: the ranks do not switch to the same scheme, or (MissingRankError) not
                 all of them have called it within 5 minutes or the group's timeout.
         """
+        if self._closed:
+            raise RegistrationError("HookState.switch: the hook was closed; register another")
         built = make(scheme, **options)
         if self._runner.under_way:
             raise RegistrationError(
@@ -175,7 +178,7 @@ class HookState:
                 for name, value in values
             ):
                 memory.drop(key)
-        self._engine.scheme = built
+        self._engine.scheme, self._since = built, self.step
         warn_of_idle_rules(built, self._parameters)
         self._drivers.ensure(built.rounds)
         owner = self._model() if self._model is not None else None
@@ -187,8 +190,10 @@ class HookState:
         return self.ledger.report()
 
     def summary(self, steps: int = 100) -> str:
-        """Says in words what the latest steps sent and waited; see :meth:`Ledger.summary`."""
-        return self.ledger.summary(brief(self.scheme), max(self._engine.world_size, 1), steps)
+        """Says in words what this scheme's latest steps sent; see :meth:`Ledger.summary`."""
+        name = brief(without_flush(self.scheme))
+        world_size = max(self._engine.world_size, 1)
+        return self.ledger.summary(name, world_size, steps, since=self._since)
 
     def add_scalars(self, writer: Any, prefix: str = "commhooks") -> None:
         """Writes the latest step's sums to a TensorBoard ``SummaryWriter``; cheap enough a step."""

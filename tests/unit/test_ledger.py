@@ -192,6 +192,15 @@ def test_a_summary_says_what_backward_did_not_hide() -> None:
         ledger.summary("x", 2, 0)
 
 
+def test_a_summary_is_of_the_scheme_that_runs() -> None:
+    ledger = Ledger()
+    for step in range(3):
+        ledger.add(row(step, 0, resumed=0.0, done=1.0, finished=1.0))
+    assert "steps 0 to 2" in ledger.summary("x", 2)
+    assert "steps 1 to 2" in ledger.summary("x", 2, since=1)
+    assert "nothing has been exchanged yet" in ledger.summary("x", 2, since=3)
+
+
 def test_a_hook_is_printed_in_a_few_words() -> None:
     assert str(HookState("int8")) == "HookState(int8, step=0)"
     assert str(HookState("dgc")) == "HookState(dgc, step=0)"

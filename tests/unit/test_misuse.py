@@ -85,7 +85,7 @@ SETTINGS: list[tuple[Call, str]] = [
     (lambda: commhooks.int8(stochastic="no"), r"int8\(stochastic=...\) is True or False"),
     (lambda: commhooks.fp16(fp32_sum="no"), r"fp16\(fp32_sum=...\) is True or False"),
     (lambda: make("bf16", fp32_sum="no"), r"bf16\(fp32_sum=...\) is True or False, got 'no'"),
-    (lambda: make("int8", coalesce="no"), r"make\(coalesce=...\) is True or False, got 'no'"),
+    (lambda: make("int8", coalesce="no"), r"int8\(coalesce=...\) is True or False, got 'no'"),
     (lambda: make("int8", error_feedback="no"), r"error_feedback=...\) is True or False"),
     (lambda: make("int8", error_feedback=None), r"error_feedback=...\) is True or False"),
     (lambda: make("int8", start_step=True), r"start_step=...\) is a whole number, got True"),
