@@ -71,6 +71,8 @@ class BucketPlan:
         self._asked = self._asked or self.rebuilt or group_of is not None or bool(self.group_of)
         self.group_of = group_of
         self.caps = caps or self.caps
+        if not self.arrival:  # as after going on from a saved run: it follows in the next step
+            self.rebuilt = False
 
     def go_on_from(self, saved: SavedBuckets) -> None:
         """Takes up another run's buckets when the next step begins; all ranks call it alike.

@@ -192,6 +192,9 @@ def _sensible(values: dict[str, Any]) -> dict[str, Any]:
         values["zero"] = "none"
     if values["host"] == "torch":
         setting -= {"delayed"}  # on Gloo it uses their gradients before they are averaged
+        if "static_graph" in ddp and "resume" in kinds:
+            # After one in its first step, its gradients are local ones for good, with any hook.
+            events = [event for event in events if event[1] != "raise"]
         if values["micro"] > 1:  # as with a forward pass without a backward pass
             events = [event for event in events if event[1] != "raise"]
         if values["use"] in ("ranks", "random") and "skip_all_reduce_unused_params" in ddp:

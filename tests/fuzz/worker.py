@@ -262,6 +262,9 @@ class _Player:
         again.is_exact = run.steps >= (3 if "static_graph" in self.case.ddp else 2)
         if run.hook._runner.layout_to_come:  # it was loaded itself, a step ago
             again.is_exact = False
+        switches = [at for at, kind, *_ in self.case.events if kind == "switch"]
+        if "bucket_cap_mb" not in self.case.ddp and any(0 <= at - number < 2 for at in switches):
+            again.is_exact = False  # another scheme asks for other sizes, and none has arrived yet
         if not all(build(name, options, ()).averages for name, options in self.switched):
             again.is_exact = False  # the ranks' parameters differ, and wrapping makes them equal
 
