@@ -89,9 +89,11 @@ class HookMethods:
         Without buckets of sparse gradients. No bytes: the buckets are not final yet, as in the
         first step.
         """
-        plan, parameters = self.reducer.plan, self.reducer.parameters
-        members = plan.members([one.members for one in self.reducer.buckets if not one.sparse])
-        return [[parameters[i].parameter for i in one] for one in members], list(plan.limits)
+        reducer = self.reducer
+        present = [one.members for one in reducer.buckets if not one.sparse]
+        members, limits = reducer.plan.to_save(present)
+        buckets = [[reducer.parameters[index].parameter for index in one] for one in members]
+        return buckets, list(limits)
 
     def restore_layout(
         self,

@@ -82,19 +82,18 @@ class BucketPlan:
         """
         self._saved = saved
 
-    def members(self, present: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-        """Indices of each dense bucket's parameters: as they are, or as they will be."""
-        if self._saved is not None and self._suits(self._saved):
-            return self._saved.members
-        return present
+    def to_save(
+        self, present: Sequence[Sequence[int]]
+    ) -> tuple[Sequence[Sequence[int]], tuple[int, ...]]:
+        """What another run is to go on from: ``members`` and ``limits`` of :class:`SavedBuckets`.
 
-    @property
-    def limits(self) -> tuple[int, ...]:
-        """The sizes at which buckets are full; none while these are not the buckets to come."""
+        Args:
+            present: indices of the parameters of each dense bucket that there is now.
+        """
         if self._saved is not None and self._suits(self._saved):
-            return self._saved.limits
-        final = self.rebuilt or not self.follows_arrival
-        return self.caps.limits if final and not self._asked else ()
+            return self._saved.members, self._saved.limits
+        final = (self.rebuilt or not self.follows_arrival) and not self._asked
+        return present, self.caps.limits if final else ()
 
     def _suits(self, saved: SavedBuckets) -> bool:
         dense = [index for index, one in enumerate(self._parameters) if not one.sparse]

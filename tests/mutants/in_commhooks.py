@@ -35,14 +35,21 @@ MUTANTS: list[Mutant] = [
         "commhooks/_state.py",
         (
             "a host without gradients leaves all parameters alone",
-            "finds_unused = isinstance(model, DistributedDataParallel) and (",
-            "finds_unused = not isinstance(model, DistributedDataParallel) or (",
+            "return isinstance(bucket, dist.GradBucket)  #",
+            "return True  #",
             f"{DISTRIBUTED}/test_steps.py"
             "::test_a_host_whose_parameters_have_no_gradients_keeps_its_residuals",
         ),
         (
+            "a state of the inner module takes every gradient for arrived",
+            "return isinstance(bucket, dist.GradBucket)  #",
+            "return False  #",
+            f"{DISTRIBUTED}/test_ddp_steps.py"
+            "::test_a_state_of_the_inner_module_keeps_what_nobody_applies",
+        ),
+        (
             "our class does not start from the saved buckets",
-            "model.restore_layout([[by_name[name] for name in names] for names in layout])",
+            "core.restore_layout(buckets, limits, self._agree_after_load)",
             "pass",
             f"{DISTRIBUTED}/test_resume.py::test_our_class_goes_on_with_the_saved_buckets",
         ),

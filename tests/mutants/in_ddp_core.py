@@ -11,7 +11,31 @@ CORE = f"{DISTRIBUTED}/test_ddp_core.py"
 PRECISION = f"{DISTRIBUTED}/test_ddp_precision.py"
 STEPS = f"{DISTRIBUTED}/test_ddp_steps.py"
 
+RESUME = f"{DISTRIBUTED}/test_resume.py"
+
 MUTANTS: list[Mutant] = [
+    *planted(
+        "ddp_core/_plan.py",
+        (
+            "saved buckets are taken up by their order only",
+            "buckets = [*map(list, saved.members), *sparse]",
+            "self.arrival = [i for one in (*saved.members, *sparse) for i in one]\n"
+            "            buckets = self._arranged()",
+            f"{RESUME}::test_our_class_goes_on_with_buckets_by_registration",
+        ),
+        (
+            "buckets are laid out before the ranks have agreed on what they loaded",
+            "            self._saved.agree()",
+            "            pass",
+            f"{RESUME}::test_states_of_different_steps_are_told_apart_at_the_next_step",
+        ),
+        (
+            "saved buckets are for one step",
+            "            by_arrival = True\n",
+            "",
+            f"{RESUME}::test_our_class_goes_on_in_the_saved_buckets",
+        ),
+    ),
     *planted(
         "ddp_core/_collectives.py",
         (
