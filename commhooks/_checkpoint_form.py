@@ -42,6 +42,8 @@ StateDict = Mapping[str, Any]
 MemoryDict = dict[str, dict[str, Tensor]]
 
 _SECOND_VERSION = ("global_rank", "leader", "checksum")
+# Fields that are equal in all states of one checkpoint.
+_ALIKE = [one for one in FIELDS if one not in ("format", "commhooks", "torch", "scheme")]
 _RANK_KEY = re.compile(r"rank(0|[1-9][0-9]{0,8})")
 MAX_STEP = 2**62  # a step more still fits the 64 bits in which kernels take it
 _MOST_RANKS = 2**31 - 1
@@ -119,15 +121,7 @@ def read(
         _check_common(one, call)
     common = {field: states[0][field] for field in (*COMMON, *FIELDS) if field in states[0]}
     for one in states[1:]:
-        for field in (
-            "version",
-            "structure",
-            "step",
-            "seed",
-            "world_size",
-            "layout",
-            "bucket_bytes",
-        ):
+        for field in _ALIKE:
             if one.get(field) != common.get(field):
                 raise CheckpointError(
                     f"{call}: the states given are not of one checkpoint: {field} is "
