@@ -42,11 +42,6 @@ def need_average(owner: Wrapper, scheme: Scheme) -> None:
     Feedback inside sends what it has held back of earlier steps, too; what is around it would take
     that for an error, and hold it back in turn: both grow without end.
     """
-    if not scheme.averages:
-        raise ValueError(
-            f"{type(owner).__name__}({type(scheme).__name__}(...)): it does not give the average "
-            f"of gradients, so there is no error to keep; use it as it is"
-        )
     if scheme.optimizes:
         raise ValueError(
             f"{type(owner).__name__}({type(scheme).__name__}(...)): it gives the optimizer "

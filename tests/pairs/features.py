@@ -175,6 +175,7 @@ APART = {
         "what has been averaged by then is stepped, and the reference steps nothing",
     ),
     ("no_sync", "discard"): "the discarded pass makes the next no_sync pass a synchronised one",
+    ("scheme noop", "wrap ef21"): "ranks that average nothing follow different estimates",
     ("scheme noop", "leave"): "nobody waits for anybody",
     ("scheme noop", "setting delayed"): "delayed gradients are averaged, the others are not",
     ("leave", "load"): "the processes have ended",

@@ -275,8 +275,6 @@ NESTED: list[tuple[Call, str]] = [
     (lambda: ErrorFeedback(DelayedStart(Dense(), 2, before=FED)), r"ErrorFeedback inside"),
     (lambda: ErrorFeedback(Schedule([(0, Dense()), (2, FED)])), r"ErrorFeedback inside"),
     (lambda: ErrorFeedback(FlushResidual(TopK())), r"FlushResidual inside keeps residual, too"),
-    (lambda: ErrorFeedback(make("noop")), r"ErrorFeedback\(Noop.*does not give the average"),
-    (lambda: EF21(make("noop")), r"EF21\(Noop.*does not give the average"),
     (lambda: FlushResidual(FED), r"ErrorFeedback inside keeps residual, too"),
     (lambda: Guard(Guard(FED)), r"Guard inside keeps guard.dense_until"),
     (lambda: OneBitMomentum(compressed=OneBitMomentum()), r"that scheme gives something else"),

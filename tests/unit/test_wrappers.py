@@ -103,6 +103,13 @@ def test_the_residual_of_16_bit_gradients_has_32_bits_and_that_of_64_has_64() ->
         assert ranks.engines[0].memory.get(RESIDUAL, "bias").dtype == kept
 
 
+def test_feedback_around_a_scheme_that_returns_its_input_keeps_the_mean() -> None:
+    # The corrected gradient is the no-op's mean and becomes the residual: two tensors are needed.
+    grads = gradients(2, 0)
+    means = ranks_of(ErrorFeedback(Noop())).step(grads)
+    assert all(torch.equal(mean, grad) for mean, grad in zip(means, grads, strict=True))
+
+
 def test_feedback_around_dense_keeps_nothing() -> None:
     ranks = ranks_of(ErrorFeedback(Dense()))
     ranks.step(gradients(2, 0))
