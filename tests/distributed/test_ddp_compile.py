@@ -76,7 +76,7 @@ def test_splits_become_buckets_gradients_agree_and_communication_overlaps(breaks
     began = times.launched.min()
     spread = times.last_ready.max() - times.first_ready.min()
     assert (times.launched < last_gradient).sum() >= len(buckets) - 1
-    assert last_gradient - began > 0.1 * spread
+    assert last_gradient - began > 0.3 * spread
     # A bucket's gradients come together: it is exactly one subgraph.
     for _, row in times.iterrows():
         others = times[times.bucket != row.bucket]
