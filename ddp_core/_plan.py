@@ -28,7 +28,7 @@ class SavedBuckets:
 
     members: tuple[tuple[int, ...], ...]
     limits: tuple[int, ...]
-    agree: Callable[[], None] = lambda: None
+    agree: Callable[[], None]
 
 
 class BucketPlan:
