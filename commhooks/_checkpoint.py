@@ -1,14 +1,15 @@
 """The saved form of a hook's state: tensors, numbers and strings, by rank and parameter name.
 
 ``{"format", "version", "scheme", "structure", "step", "seed", "world_size", "layout", ...,
-"rank3": {"rank": 1, "global_rank": 3, "leader": 1, "checksum": "...",
+"rank3": {"rank": 1, "global_rank": 3, "leader": 1, "checksum": "...", "arrival": [...],
 "memory": {"residual": {"layer.weight": Tensor}}}}``
 
 What differs between ranks stands under the rank's own key, so that a checkpoint format that merges
 equal keys of several ranks (torch.distributed.checkpoint) keeps all of it. The key is of the rank
 within the job: two groups of ranks (shards of a model) have different ones. ``layout`` has the
 names of the parameters of each bucket, ``bucket_bytes`` the sizes at which buckets were full (none
-where that is not known, or the buckets were not final yet).
+where that is not known, or the buckets were not final yet), ``arrival`` the names of all parameters
+in the order in which gradients came (none where that is not known).
 """
 
 from __future__ import annotations

@@ -30,23 +30,18 @@ FIELDS = (
 _CHUNK = 1 << 24  # bytes that are on the host at once
 
 
-def checksum(
-    common: Mapping[str, Any],
-    rank: int,
-    global_rank: int,
-    leader: int,
-    memory: Mapping[str, Mapping[str, Tensor]],
-) -> str:
-    """SHA-256, in hexadecimal digits, of the common fields and of one rank's memory.
+def checksum(common: Mapping[str, Any], part: Mapping[str, Any]) -> str:
+    """SHA-256, in hexadecimal digits, of the common fields and of one rank's part.
 
     Keys without values do not count: not every format keeps them.
     """
     fields = {field: common[field] for field in FIELDS if field in common}
-    places = [rank, global_rank, leader]
+    places = [part["rank"], part["global_rank"], part["leader"]]
+    arrival = [part["arrival"]] if "arrival" in part else []
     values: dict[tuple[str, ...], Tensor] = {
-        (key, name): one for key, names in memory.items() for name, one in names.items()
+        (key, name): one for key, names in part["memory"].items() for name, one in names.items()
     }
-    return digest([fields, places], values)
+    return digest([fields, places, *arrival], values)
 
 
 def digest(plain: object, tensors: Mapping[tuple[str, ...], Tensor]) -> str:

@@ -25,6 +25,7 @@ __all__ = [
     "MemoryDict",
     "Part",
     "Saved",
+    "SavedBuckets",
     "StateDict",
     "check_layout",
     "rank_fields",
@@ -68,6 +69,8 @@ class Part(NamedTuple):
         rank: within the hook's process group.
         global_rank: within the job; the part's key in a state.
         leader: the smallest global rank of the group, by which groups are told apart.
+        arrival: names of all parameters, in the order in which gradients came in the last step;
+            none where that is not known.
     """
 
     rank: int
@@ -75,6 +78,21 @@ class Part(NamedTuple):
     leader: int
     memory: MemoryDict
     checksum: str | None = None
+    arrival: Sequence[str] = ()
+
+
+class SavedBuckets(NamedTuple):
+    """What a run that goes on needs to have the same buckets.
+
+    Attributes:
+        layout: names of the parameters of each bucket.
+        bucket_bytes: sizes at which buckets were full; none: not known, or not final yet.
+        arrival: see :class:`Part`.
+    """
+
+    layout: Sequence[Sequence[str]] = ()
+    bucket_bytes: Sequence[int] = ()
+    arrival: Sequence[str] = ()
 
 
 class Saved(NamedTuple):
@@ -95,7 +113,10 @@ class Saved(NamedTuple):
         """The same with the names of parameters that ``find`` gives."""
         layout = [[find(name) for name in names] for names in self.common.get("layout", [])]
         parts = [
-            part._replace(memory={k: renamed(names, find) for k, names in part.memory.items()})
+            part._replace(
+                memory={k: renamed(names, find) for k, names in part.memory.items()},
+                arrival=[find(name) for name in part.arrival],
+            )
             for part in self.parts
         ]
         return Saved({**self.common, "layout": layout}, parts)
@@ -246,16 +267,21 @@ def _part(state: StateDict, field: str, call: str, verify: bool) -> Part:
         raise CheckpointError(
             f"{call}: {field!r} is of a group led by rank {_short(leader)}; the file is damaged"
         )
-    memory = read_memory(part["memory"], field, call)
+    memory, arrival = read_memory(part["memory"], field, call), part.get("arrival", [])
+    if type(arrival) is not list or not all(map(_is_text, arrival)):
+        raise CheckpointError(
+            f"{call}: 'arrival' of {field!r} is a list of parameter names, got "
+            f"{_short(arrival)}; the file is damaged"
+        )
     wanted, found = None, part.get("checksum")
     if verify and not first_version:
-        wanted = checksum(state, rank, global_rank, leader, memory)
+        wanted = checksum(state, part)
     if verify and (type(found) is not type(wanted) or found != wanted):
         raise CheckpointError(
             f"{call}: the checksum of {field!r} is wrong: the state was changed after it was "
             f"saved, or the file is damaged. Load an older checkpoint"
         )
-    return Part(rank, global_rank, leader, memory, wanted)
+    return Part(rank, global_rank, leader, memory, wanted, arrival)
 
 
 def read_memory(stored: Any, field: str, call: str) -> MemoryDict:

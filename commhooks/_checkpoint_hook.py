@@ -12,7 +12,7 @@ from torch import Tensor
 from commhooks import _checkpoint
 from commhooks._checkpoint import needed_ranks, parts_of_group
 from commhooks._checkpoint_checksum import checksum
-from commhooks._checkpoint_form import MemoryDict, StateDict, rank_fields, read
+from commhooks._checkpoint_form import MemoryDict, Saved, SavedBuckets, StateDict, rank_fields, read
 from commhooks._checkpoint_gather import gather as gather_states
 from commhooks._checkpoint_memory import check_complete, check_memory
 from commhooks._errors import CheckpointError, RegistrationError
@@ -34,6 +34,7 @@ class Loaded(NamedTuple):
     scheme: Scheme
     memory: MemoryDict
     common: dict[str, Any]
+    buckets: SavedBuckets
 
 
 def save(hook: HookState, gather: bool, to: int | None) -> dict[str, Any]:
@@ -56,7 +57,7 @@ def save(hook: HookState, gather: bool, to: int | None) -> dict[str, Any]:
 def _own_state(hook: HookState) -> dict[str, Any]:
     rank, global_rank, leader = _places(hook)
     memory = _saved_memory(hook)
-    layout, bucket_bytes = hook._saved_layout()
+    buckets = hook._saved_buckets()
     scheme = without_flush(hook.scheme)  # some ranks may have nothing to flush
     common = {
         "format": _checkpoint.FORMAT,
@@ -68,17 +69,17 @@ def _own_state(hook: HookState) -> dict[str, Any]:
         "step": hook.step,
         "seed": hook._engine.seed,
         "world_size": max(hook._engine.world_size, 1),
-        "layout": layout,
-        "bucket_bytes": bucket_bytes,
+        "layout": [list(names) for names in buckets.layout],
+        "bucket_bytes": list(buckets.bucket_bytes),
     }
     part = {
         "rank": rank,
         "global_rank": global_rank,
         "leader": leader,
-        "checksum": checksum(common, rank, global_rank, leader, memory),
+        "arrival": list(buckets.arrival),
         "memory": memory,
     }
-    return {**common, f"rank{global_rank}": part}
+    return {**common, f"rank{global_rank}": {**part, "checksum": checksum(common, part)}}
 
 
 def _places(hook: HookState) -> tuple[int, int, int]:
@@ -179,7 +180,15 @@ def prepare(
         memory[RESIDUAL] = _in_memory_order(hook, memory[RESIDUAL])
         if not keeps_residual(scheme):  # on all ranks, also where this one has nothing to flush
             scheme = FlushResidual(scheme)
-    return Loaded(scheme, memory, common)
+    layout, limits = common["layout"], common.get("bucket_bytes", [])
+    arrival = _arrival(saved, engine.rank, leader)
+    return Loaded(scheme, memory, common, SavedBuckets(layout, limits, arrival))
+
+
+def _arrival(saved: Saved, rank: int, leader: int) -> Sequence[str]:
+    """The order in which gradients came on this rank, or on another where that is not known."""
+    parts = parts_of_group(saved.parts, leader)
+    return parts[rank if rank in parts else min(parts)].arrival
 
 
 def take_up(hook: HookState, loaded: Loaded) -> None:
@@ -188,7 +197,7 @@ def take_up(hook: HookState, loaded: Loaded) -> None:
     engine.scheme = loaded.scheme
     engine.memory.load(loaded.memory)
     engine.step, engine.seed = loaded.common["step"], loaded.common["seed"]
-    hook._restore_layout(loaded.common["layout"], loaded.common.get("bucket_bytes", []))
+    hook._go_on_with(loaded.buckets)
     hook._pickled_on = None
     hook._agreed = False  # the ranks compare at the next step what each has loaded
 

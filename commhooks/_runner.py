@@ -212,12 +212,16 @@ class Runner:
         self.settle()
         return self._step is not None or self._engine.under_way
 
-    def restore(self, layout: Sequence[Sequence[str]]) -> None:
+    def restore(self, layout: Sequence[Sequence[str]], *, regroups: bool = True) -> None:
         """The next steps exchange the same parameters together as before the state was saved.
 
         Until DistributedDataParallel has rebuilt its buckets, which takes one step or two.
+
+        Args:
+            regroups: whatever the buckets are; else they are the saved ones by themselves.
         """
-        self.layout = self._restored = [tuple(names) for names in layout]
+        self.layout = [tuple(names) for names in layout]
+        self._restored = self.layout if regroups else []
         self._young = STEPS_TO_REBUILD
 
     # ---- where a step begins and ends

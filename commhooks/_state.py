@@ -16,6 +16,7 @@ from commhooks import _checkpoint_hook, _checkpoint_pickle
 from commhooks._attachment import Attendance
 from commhooks._brief import brief
 from commhooks._checkpoint_checksum import digest
+from commhooks._checkpoint_form import SavedBuckets
 from commhooks._engine import Engine
 from commhooks._errors import HookNotAttachedError, RegistrationError
 from commhooks._feedback import RESIDUAL, FlushResidual, keeps_residual, without_flush
@@ -99,7 +100,7 @@ class HookState:
         self._closed = False
         self._pickled_on: tuple[int, int] | None = None  # rank and world size
         self._since = 0  # the step from which on this scheme runs
-        self._bucket_bytes: list[int] = []  # the sizes of buckets of a loaded state
+        self._loaded_buckets = SavedBuckets()
         self._attendance = Attendance()
 
     # ---- what users read and do
@@ -331,27 +332,37 @@ class HookState:
         """The model's forward pass begins; the guard that ``register`` adds calls it."""
         self._runner.forward_begins()
 
-    def _saved_layout(self) -> tuple[list[list[str]], list[int]]:
-        """The names of each bucket's parameters, and the bytes of a full one, where it is known."""
+    def _saved_buckets(self) -> SavedBuckets:
+        """What another run needs to have the same buckets."""
         core = self._core()
-        if core is None or self._runner.layout_to_come:
-            limits = self._bucket_bytes if self._runner.layout_to_come else []
-            return [list(names) for names in self._runner.layout], limits
-        buckets, limits = core.saved_layout()
-        name = self._parameters.name
-        named = [[known for one in bucket if (known := name(one))] for bucket in buckets]
-        return (named, limits) if limits else ([list(one) for one in self._runner.layout], [])
+        if core is None:
+            loaded = self._runner.layout_to_come
+            return self._loaded_buckets if loaded else SavedBuckets(self._runner.layout)
+        buckets, limits, arrival = core.saved_layout()
+        present = [self._names(one) for one in buckets]
+        layout = present if limits else self._runner.layout or present
+        return SavedBuckets(layout, limits, self._names(arrival))
 
-    def _restore_layout(self, layout: Sequence[Sequence[str]], limits: Sequence[int]) -> None:
-        """Goes on with the buckets of a saved state."""
-        self._runner.restore(layout)
-        self._bucket_bytes = list(limits)
+    def _names(self, parameters: Iterable[Tensor]) -> list[str]:
+        return [known for one in parameters if (known := self._parameters.name(one))]
+
+    def _go_on_with(self, buckets: SavedBuckets) -> None:
+        """Takes up the buckets of a saved state, where the model can."""
         core = self._core()
-        if core is not None:
-            by_name = {self._parameters.name(one): one for one in core.module.parameters()}
-            known = all(name in by_name for names in layout for name in names)
-            buckets = [[by_name[name] for name in names] for names in layout] if known else []
-            core.restore_layout(buckets, limits, self._agree_after_load)
+        self._runner.restore(buckets.layout, regroups=core is None)
+        self._loaded_buckets = buckets
+        if core is None:
+            return
+        by_name = {self._parameters.name(one): one for one in core.module.parameters()}
+
+        def found(names: Sequence[str]) -> list[nn.Parameter]:
+            known = all(name in by_name for name in names)
+            return [by_name[name] for name in names] if known else []
+
+        layout = list(map(found, buckets.layout))
+        core.restore_layout(
+            layout, buckets.bucket_bytes, found(buckets.arrival), self._agree_after_load
+        )
 
     def _core(self) -> CoreDDP | None:
         """The model, if it is ``ddp_core``'s and tells this hook of its steps."""
@@ -413,6 +424,8 @@ class HookState:
 
     def _facts(self, scheme: Scheme) -> dict[str, Any]:
         """What must be the same on all ranks."""
+        to_come = self._runner.layout_to_come or not self._agreed
+        loaded = self._loaded_buckets if to_come else SavedBuckets()
         # A rank that a checkpoint of fewer ranks has left nothing to flush sends the same.
         return {
             "scheme and options": describe(without_flush(scheme)),
@@ -420,7 +433,7 @@ class HookState:
             "torch version": str(torch.__version__),
             "seed": self._engine.seed,
             "step": self.step,
-            "order of the saved buckets": digest(self._runner.layout_to_come, {}),
+            "order of the saved buckets": digest([loaded.layout, bool(loaded.arrival)], {}),
             "world size": self._engine.world_size,
             "memory": _checkpoint_pickle.origin(self),
             "ranks of a node": [

@@ -83,22 +83,28 @@ class HookMethods:
         """
         self.reducer.plan.request(group_of)
 
-    def saved_layout(self) -> tuple[list[list[nn.Parameter]], list[int]]:
-        """The parameters of each bucket, and the bytes of a full one, for a run that goes on.
+    def saved_layout(self) -> tuple[list[list[nn.Parameter]], list[int], list[nn.Parameter]]:
+        """What a run that goes on needs to have the same buckets.
 
-        Without buckets of sparse gradients. No bytes: the buckets are not final yet, as in the
-        first step.
+        Returns:
+            The parameters of each bucket, without those of sparse gradients, none before the first
+            step; the bytes of a full bucket, none where buckets are not final yet, as in the first
+            step; all parameters in the order in which gradients came in the last step, none where
+            that is not known.
         """
         reducer = self.reducer
         present = [one.members for one in reducer.buckets if not one.sparse]
         members, limits = reducer.plan.to_save(present)
-        buckets = [[reducer.parameters[index].parameter for index in one] for one in members]
-        return buckets, list(limits)
+        parameter_of = [one.parameter for one in reducer.parameters]
+        buckets = [[parameter_of[index] for index in one] for one in members]
+        arrival = [parameter_of[index] for index in reducer.plan.arrival]
+        return buckets if limits or reducer.launcher.step else [], list(limits), arrival
 
     def restore_layout(
         self,
         buckets: Sequence[Sequence[nn.Parameter]],
         limits: Sequence[int],
+        arrival: Sequence[nn.Parameter],
         agree: Callable[[], None],
     ) -> None:
         """Goes on with what :meth:`saved_layout` gave, from the next step on; all ranks call it.
@@ -110,7 +116,8 @@ class HookMethods:
         """
         index_of = {id(one.parameter): index for index, one in enumerate(self.reducer.parameters)}
         members = tuple(tuple(index_of.get(id(one), -1) for one in bucket) for bucket in buckets)
-        self.reducer.plan.go_on_from(SavedBuckets(members, tuple(limits), agree))
+        order = tuple(index_of.get(id(one), -1) for one in arrival)
+        self.reducer.plan.go_on_from(SavedBuckets(members, tuple(limits), order, agree))
 
     def refresh_layout(self) -> None:
         """Asks the hook's state again what layout it wants: its answers have changed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -22,12 +22,15 @@ class SavedBuckets:
         members: indices of the parameters of each bucket, those with sparse gradients left out.
         limits: the sizes, in bytes, at which that run's buckets were full; none: they were not
             final yet.
-        agree: called on all ranks before the first of them lays out buckets; raises if the ranks
-            do not go on from the same state.
+        arrival: indices of all parameters, in the order in which their gradients came in that
+            run's last step; none: it is not known.
+        agree: called before buckets are laid out; raises if not all ranks go on from the same
+            state.
     """
 
     members: tuple[tuple[int, ...], ...]
     limits: tuple[int, ...]
+    arrival: tuple[int, ...]
     agree: Callable[[], None]
 
 
@@ -50,12 +53,14 @@ class BucketPlan:
         self._parameters, self.caps = parameters, caps
         self._group, self._device = group, device
         self.follows_arrival = True  # rebuild once the order of gradients is known
-        self.rebuilt = False
+        self.rebuilt = False  # by arrival, here or in the run that this one goes on from
         self.arrival: list[int] = []  # order of gradients in the last complete step
         self.group_of: BucketGroup | None = None  # the layout that a scheme asked for
         self._splits: list[list[int]] = []  # the buckets that the compiler chose
         self._asked = False
         self._saved: SavedBuckets | None = None  # until the next step begins
+        self._goes_on = False  # from another run, whose first step is behind
+        self._restored = False  # its buckets were taken up
 
     def initial(self) -> list[list[int]]:
         """Buckets of the first step."""
@@ -68,19 +73,25 @@ class BucketPlan:
         Args:
             caps: other sizes of buckets, if given.
         """
-        self._asked = self._asked or self.rebuilt or group_of is not None or bool(self.group_of)
+        other_caps = caps is not None and caps != self.caps and not self.follows_arrival
+        other_groups = group_of is not None or self.group_of is not None
+        self._asked = self._asked or self.rebuilt or other_caps or other_groups
+        if self._asked and self._saved is not None:  # it was loaded before this was asked for
+            self._saved = replace(self._saved, members=(), limits=())
         self.group_of = group_of
         self.caps = caps or self.caps
-        if not self.arrival:  # as after going on from a saved run: it follows in the next step
-            self.rebuilt = False
 
     def go_on_from(self, saved: SavedBuckets) -> None:
         """Takes up another run's buckets when the next step begins; all ranks call it alike.
 
         Buckets stay as they are where those were not final, or do not suit this model: its
-        parameters, its sizes of buckets, the layout that a scheme asks for.
+        parameters, its sizes of buckets, the layout that a scheme asks for. The order of arrival
+        counts all the same: buckets that a scheme asks for follow it.
         """
         self._saved = saved
+        self._goes_on = bool(saved.members)
+        if sorted(saved.arrival) == list(range(len(self._parameters))):
+            self.arrival = list(saved.arrival)
 
     def to_save(
         self, present: Sequence[Sequence[int]]
@@ -104,9 +115,15 @@ class BucketPlan:
         kinds = kinds_of(self._parameters, self.group_of)
         return all(len({kinds[index] for index in one}) == 1 for one in saved.members)
 
-    def take_arrival(self, order: list[int]) -> None:
-        """The order in which gradients came in a step."""
-        if len(order) == len(self._parameters):
+    def take_arrival(self, order: list[int], *, learned: bool = False) -> None:
+        """The order in which gradients came in a step.
+
+        Args:
+            learned: it is the first step of a static graph in this process. PyTorch rebuilds
+                buckets by the second one, and so does a run that starts here; one that goes on
+                has had its first step before.
+        """
+        if len(order) == len(self._parameters) and (self._goes_on or not learned):
             self.arrival = order
 
     def assume_arrival(self) -> None:
@@ -121,7 +138,7 @@ class BucketPlan:
             chosen: ids of the parameters of each split, in the order of backward.
             first_step: one rank's later recompilation must not move buckets.
         """
-        if self.rebuilt or not first_step:
+        if not first_step:
             return
         index_of = {id(one.parameter): index for index, one in enumerate(self._parameters)}
         new = [[index_of[i] for i in split if i in index_of] for split in chosen]
@@ -134,7 +151,7 @@ class BucketPlan:
             for number, split in enumerate(splits)
         ]
         self._splits = [split for split in own if split]
-        self._asked = self._asked or not self.follows_arrival
+        self._asked = self._asked or not (self.follows_arrival or self._restored)
 
     def agree(self) -> None:
         """Makes sure that all ranks go on from the same state, if this rank does from any."""
@@ -154,7 +171,7 @@ class BucketPlan:
         if saved is not None and self._suits(saved):
             sparse = [[i] for i, one in enumerate(self._parameters) if one.sparse]
             buckets = [*map(list, saved.members), *sparse]
-            by_arrival = True
+            self._restored = True
         elif by_arrival or self._asked:
             buckets = self._arranged()
         elif saved is not None:  # another rank may have reason to

@@ -96,6 +96,7 @@ class Reducer(BucketExchange):
         if self.settings.static_graph:
             if usage.counts is None:
                 step.calls[index] += 1
+                step.called.append(index)
                 return
             left = step.calls[index] = step.calls[index] - 1
             if left < 0:
@@ -237,9 +238,10 @@ class Reducer(BucketExchange):
         contradictions = usage.learn(step.calls)
         if contradictions:
             self._graph_changed(contradictions, came=True)
-        step.unused, step.unused_marked, step.learned = list(usage.never), True, True
+        step.unused, step.unused_marked = list(usage.never), True
         step.needed = usage.agree_on_needed(self.buckets, step.unused)
-        for index in range(len(self.parameters)):
+        by_last_call = list(dict.fromkeys(reversed(step.called)))[::-1]
+        for index in by_last_call + step.unused:
             self._mark_ready(index)
 
     def _finalize(self) -> None:
@@ -261,8 +263,7 @@ class Reducer(BucketExchange):
         step = self._step
         unused = set(step.unused)
         arrived = [index for index in step.marked if index not in unused]
-        if not step.learned:  # else the order is not the one in which they came
-            self.plan.take_arrival(arrived + step.unused)
+        self.plan.take_arrival(arrived + step.unused, learned=bool(step.called))
         if self.unused_parameters is not None and self.unused_parameters != step.unused:
             self.graph_was_static = False
         self.unused_parameters = step.unused

@@ -304,6 +304,44 @@ def test_our_class_goes_on_in_the_saved_buckets(options, twice):
     run_ranks(_goes_on_laid_out, 2, options, twice)
 
 
+def _laid_out_after_load(
+    rank: int, world_size: int, options: dict[str, Any], loads_at: int, asks_at: int, apart: bool
+) -> None:
+    first, second = (
+        CoreDDP(_Reordered(skips=False), bucket_cap_mb=0.0015, **options) for _ in range(2)
+    )
+    hook, again = (commhooks.register(one, "random_k", ratio=0.2) for one in (first, second))
+    for step in range(loads_at + 3):
+        if step == loads_at:
+            again.load_state_dict(hook.state_dict())
+        for one in [first, second][: 2 if step >= loads_at else 1]:
+            if step == asks_at:
+                one.request_layout(lambda _, parameter: apart and parameter.dim())
+            one.zero_grad()
+            loss_of(one(batch(step, rank, 4, 16), step)).backward()
+        if step >= loads_at:
+            pair = [[bucket.members for bucket in one.reducer.buckets] for one in (first, second)]
+            assert pair[0] == pair[1], step
+            assert torch.equal(gradients(first), gradients(second)), step
+
+
+# States of the first step; of a run whose buckets are not rebuilt by themselves; of one whose last
+# order is not that by which they were rebuilt.
+@pytest.mark.parametrize(
+    ("options", "loads_at", "asks_at", "apart"),
+    [
+        ({}, 1, 2, True),
+        ({"static_graph": True}, 1, 9, True),
+        ({"find_unused_parameters": True}, 2, 2, True),
+        ({}, 4, 5, True),
+        ({}, 4, 4, False),  # the saved buckets would do, but are not what was asked for
+    ],
+)
+def test_our_class_lays_out_by_the_saved_order_of_gradients(options, loads_at, asks_at, apart):
+    job = (options, loads_at, asks_at, apart)
+    run_ranks(_laid_out_after_load, 2, *job, ignore_warnings=QUIET)
+
+
 def _loaded_then_switched(rank: int, world_size: int, coalesce: tuple[bool, bool]) -> None:
     """Blocks of random_block follow the place in what travels, so a layout taken wrongly shows."""
     before, after = ({"ratio": 0.1, "coalesce": whether} for whether in coalesce)
@@ -347,6 +385,23 @@ def _differently_loaded(rank: int, world_size: int, kind: type[TorchDDP]) -> str
 def test_states_of_different_steps_are_told_apart_at_the_next_step(kind):
     for text in run_ranks(_differently_loaded, 2, kind):
         assert "step differs between ranks: rank 0 has 1, rank 1 has 2" in text
+
+
+def _loaded_on_one_rank(rank: int, world_size: int) -> str:
+    model = CoreDDP(mlp())
+    hook = commhooks.register(model, "random_k")
+    for step in range(3):
+        loss_of(model(batch(step, rank, 4, 16))).backward()
+    if rank == 1:
+        hook.load_state_dict(hook.state_dict())
+    with pytest.raises(Exception) as raised:
+        loss_of(model(batch(3, rank, 4, 16))).backward()
+    return f"{raised.type.__name__}: {raised.value}"
+
+
+def test_a_state_that_one_rank_has_loaded_names_the_others():
+    text = run_ranks(_loaded_on_one_rank, 2, pg_timeout=2)[1]
+    assert text.startswith("MissingRankError") and "rank 0" in text
 
 
 # ---- another number of ranks

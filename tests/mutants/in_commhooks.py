@@ -49,9 +49,16 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "our class does not start from the saved buckets",
-            "core.restore_layout(buckets, limits, self._agree_after_load)",
-            "pass",
+            "        core.restore_layout(\n            layout, buckets.bucket_bytes,",
+            "        print(\n            layout, buckets.bucket_bytes,",
             f"{DISTRIBUTED}/test_resume.py::test_our_class_goes_on_with_the_saved_buckets",
+        ),
+        (
+            "our class travels in the loaded layout whatever its buckets are",
+            "regroups=core is None)",
+            "regroups=True)",
+            f"{DISTRIBUTED}/test_resume.py"
+            "::test_our_class_lays_out_by_the_saved_order_of_gradients",
         ),
     ),
     *planted(

@@ -62,8 +62,7 @@ def sealed(state: dict[str, Any]) -> dict[str, Any]:
     """The state with checksums that are right for what it holds."""
     for field, part in state.items():
         if field.startswith("rank"):
-            places = (part["rank"], part["global_rank"], part["leader"])
-            part["checksum"] = checksum(state, *places, part["memory"])
+            part["checksum"] = checksum(state, part)
     return state
 
 
@@ -72,6 +71,7 @@ def saved(rank: int = 0, world_size: int = 1, first: int = 0, stride: int = 1) -
     global_rank = first + stride * rank
     memory = {"residual": residual(rank), "powersgd.q": {"weight": torch.ones(1, 5)}}
     part = {"rank": rank, "global_rank": global_rank, "leader": first, "memory": memory}
+    part["arrival"] = ["bias", "weight"]
     return sealed(
         {
             "format": FORMAT,
@@ -179,6 +179,10 @@ DAMAGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a rank that is true": (in_part("global_rank", False), "mixed up"),
     "a rank outside the group": (in_part("rank", 1), "of rank 1 of a group of 1"),
     "a negative rank": (in_part("rank", -1), "of rank -1"),
+    "an arrival in words": (in_part("arrival", "weight"), "'arrival' of 'rank0' is a list"),
+    "an arrival of numbers": (in_part("arrival", [0, 1]), "'arrival' of 'rank0' is a list"),
+    "another arrival": (in_part("arrival", ["weight", "bias"]), "checksum of 'rank0' is wrong"),
+    "no arrival": (in_part("arrival", []), "checksum of 'rank0' is wrong"),
     "a group led by nobody": (in_part("leader", 5), "led by rank 5"),
     "no checksum": (in_part("checksum", None), "checksum of 'rank0' is wrong"),
     "another checksum": (in_part("checksum", "0" * 64), "checksum of 'rank0' is wrong"),
@@ -256,11 +260,12 @@ def test_shapes_dtypes_and_names_are_under_the_checksum() -> None:
 
 def test_the_bytes_of_a_checksum_are_those_of_the_version() -> None:
     common = {**saved(), "scheme": "S", "structure": "S"}  # whatever the scheme is printed as
-    found = checksum(common, 0, 0, 0, common["rank0"]["memory"])
-    assert found.startswith("dc8a82c4941356e9")
+    part = common["rank0"]
+    assert checksum(common, part).startswith("8fd0bf2079a17a08")
+    del part["arrival"]  # as before the order of gradients was in the state
+    assert checksum(common, part).startswith("dc8a82c4941356e9")
     del common["bucket_bytes"]  # as before buckets had their sizes in the state
-    found = checksum(common, 0, 0, 0, common["rank0"]["memory"])
-    assert found.startswith("59918e04c5479d3d")
+    assert checksum(common, part).startswith("59918e04c5479d3d")
 
 
 def test_a_state_of_version_one_is_taken_without_a_checksum() -> None:
