@@ -79,6 +79,7 @@ def register(
                 else "wrap the module anew to change it"
             )
         )
+    _check_skips(ddp)
     own = None if layout is None else _own(ddp, "register(layout=...)")
     state = HookState(
         scheme, ddp, process_group=process_group, seed=seed, history=history, **options
@@ -131,6 +132,19 @@ def _own(ddp: DistributedDataParallel, call: str) -> CoreDDP:
         f"{call}: torch's DistributedDataParallel lays out its buckets and keeps its hook as it "
         f"likes; wrap the model in ddp_core.DistributedDataParallel"
     )
+
+
+def _check_skips(ddp: DistributedDataParallel) -> None:
+    """torch takes a skipped bucket's last result for the hook's, also a plain all-reduce's."""
+    if isinstance(ddp, CoreDDP) or not getattr(ddp, "skip_all_reduce_unused_params", False):
+        return
+    if any(ddp.reducer.get_backward_stats()):  # when gradients came, in the last step
+        raise RegistrationError(
+            "register: this model was trained without a hook before, with "
+            "skip_all_reduce_unused_params=True; torch's DistributedDataParallel fails at the next "
+            "bucket that it skips, with any hook ('INTERNAL ASSERT FAILED'). Register before the "
+            "first step, wrap the module anew, or use ddp_core.DistributedDataParallel"
+        )
 
 
 def _drop_stale(ddp: DistributedDataParallel) -> None:

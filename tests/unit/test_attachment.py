@@ -411,3 +411,27 @@ def test_a_layout_function_of_the_wrong_shape_is_told_of():
         commhooks.register(ddp, "none", layout=lambda name: name)
     with pytest.raises(commhooks.OptionError, match="unhashable"):
         commhooks.register(ddp, "none", layout=lambda name, parameter: [name])
+
+
+# torch fails with "INTERNAL ASSERT FAILED" at the next bucket that it skips, with any hook.
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_hook_comes_before_the_first_step_where_torch_skips_buckets(kind, trained, skips):
+    torch.manual_seed(0)
+    net = nn.ModuleDict({"first": nn.Linear(8, 8), "second": nn.Linear(8, 8)})
+    net.forward = lambda x, both: net["second"](x) if not both else net["second"](net["first"](x))
+    options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": skips}
+    model = kind(net, bucket_cap_mb=0.0001, **options)
+    x = torch.ones(2, 8)
+    if trained:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # DDP remarks that all parameters are used
+            model(x, True).sum().backward()
+    if kind is DistributedDataParallel and trained and skips:
+        with pytest.raises(RegistrationError, match="Register before the first step"):
+            commhooks.register(model, "fp16")
+        return
+    hook = commhooks.register(model, "fp16")
+    model(x, False).sum().backward()
+    assert hook.step == 1
