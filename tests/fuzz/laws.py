@@ -30,6 +30,8 @@ REFUSALS = (
     r"throw_on_early_termination",
     r"_update_process_group: the hook",
     r"does not take part in the delayed all-reduce",
+    r"torch.utils.checkpoint is incompatible with .grad\(\)",
+    r"compiled with non-empty donated buffers",
 )
 _OWN = ("RegistrationError", "OptionError", "UnknownSchemeError")
 

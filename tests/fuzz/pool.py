@@ -132,8 +132,10 @@ class Team:
         except (EOFError, OSError):
             self._processes[rank].join(5)
             output = Path(self._directory, f"output{rank}")
-            said = output.read_text()[-500:] if output.exists() else "(it never began)"
-            return Trouble("died", f"exit code {self._processes[rank].exitcode}: {said}")
+            code = self._processes[rank].exitcode
+            if not output.exists():  # no case's fault
+                raise RuntimeError(f"rank {rank} did not start: exit code {code}") from None
+            return Trouble("died", f"exit code {code}: {output.read_text()[-500:]}")
         self._left |= kind == "left"
         return Trouble("raised", value) if kind == "raised" else value
 

@@ -126,10 +126,13 @@ TOGETHER: dict[tuple[str, str], str] = {
     ("model reentrant", "find_unused"): _TWICE,
     ("model reentrant", "skips unused"): _TWICE,
     ("model reentrant", "freeze"): _TWICE,
+    ("model reentrant", "two forwards"): _TWICE,
     **dict.fromkeys((("static_graph", one) for one in _CHANGING), "training graph has changed"),
     ("model reentrant", "penalty"): "incompatible with .grad|without a hook, too",
     ("setting compiled", "penalty"): "non-empty donated buffers|without a hook, too",
     ("setting delayed", "setting in_backward"): "run in backward",
+    ("setting delayed", "join"): "does not take part in the delayed all-reduce",
+    ("setting delayed", "join by input"): "does not take part in the delayed all-reduce",
 }
 # What the package says where a scheme, an option or a wrapper does not go with another.
 OF_SCHEMES = (
@@ -137,11 +140,13 @@ OF_SCHEMES = (
     "keeps what was not sent already",
     "something else than an average of gradients",
     "does not give the average of gradients",
+    "is dense in its first steps itself",
 )
 # What PyTorch's class may say no to, whatever the pair.
 OF_TORCH = (
     "without a hook, too",  # it fails by itself
     "join with find_unused_parameters=True",  # with a scheme that has memory
+    "trained without a hook before",  # and skips buckets
 )
 # Pairs that mean nothing: they are not run.
 APART = {
