@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -70,7 +70,7 @@ class Part(NamedTuple):
         global_rank: within the job; the part's key in a state.
         leader: the smallest global rank of the group, by which groups are told apart.
         arrival: names of all parameters, in the order in which gradients came in the last step;
-            none where that is not known.
+            empty where that is not known, None where the model was not ``ddp_core``'s.
     """
 
     rank: int
@@ -78,7 +78,7 @@ class Part(NamedTuple):
     leader: int
     memory: MemoryDict
     checksum: str | None = None
-    arrival: Sequence[str] = ()
+    arrival: Sequence[str] | None = None
 
 
 class SavedBuckets(NamedTuple):
@@ -92,7 +92,7 @@ class SavedBuckets(NamedTuple):
 
     layout: Sequence[Sequence[str]] = ()
     bucket_bytes: Sequence[int] = ()
-    arrival: Sequence[str] = ()
+    arrival: Sequence[str] | None = None
 
 
 class Saved(NamedTuple):
@@ -115,7 +115,7 @@ class Saved(NamedTuple):
         parts = [
             part._replace(
                 memory={k: renamed(names, find) for k, names in part.memory.items()},
-                arrival=[find(name) for name in part.arrival],
+                arrival=None if part.arrival is None else list(map(find, part.arrival)),
             )
             for part in self.parts
         ]
@@ -267,10 +267,11 @@ def _part(state: StateDict, field: str, call: str, verify: bool) -> Part:
         raise CheckpointError(
             f"{call}: {field!r} is of a group led by rank {_short(leader)}; the file is damaged"
         )
-    memory, arrival = read_memory(part["memory"], field, call), part.get("arrival", [])
-    if type(arrival) is not list or not all(map(_is_text, arrival)):
+    memory, arrival = read_memory(part["memory"], field, call), cast(Any, part.get("arrival"))
+    listed = type(arrival) is list and all(map(_is_text, arrival))
+    if "arrival" in part and not (listed and len(set(arrival)) == len(arrival)):
         raise CheckpointError(
-            f"{call}: 'arrival' of {field!r} is a list of parameter names, got "
+            f"{call}: 'arrival' of {field!r} is a list of parameter names, none twice, got "
             f"{_short(arrival)}; the file is damaged"
         )
     wanted, found = None, part.get("checksum")

@@ -12,7 +12,7 @@ from torch import Tensor
 from commhooks import _checkpoint
 from commhooks._checkpoint import needed_ranks, parts_of_group
 from commhooks._checkpoint_checksum import checksum
-from commhooks._checkpoint_form import MemoryDict, Saved, SavedBuckets, StateDict, rank_fields, read
+from commhooks._checkpoint_form import MemoryDict, SavedBuckets, StateDict, rank_fields, read
 from commhooks._checkpoint_gather import gather as gather_states
 from commhooks._checkpoint_memory import check_complete, check_memory
 from commhooks._errors import CheckpointError, RegistrationError
@@ -76,9 +76,10 @@ def _own_state(hook: HookState) -> dict[str, Any]:
         "rank": rank,
         "global_rank": global_rank,
         "leader": leader,
-        "arrival": list(buckets.arrival),
         "memory": memory,
     }
+    if buckets.arrival is not None:
+        part["arrival"] = list(buckets.arrival)
     return {**common, f"rank{global_rank}": {**part, "checksum": checksum(common, part)}}
 
 
@@ -181,14 +182,9 @@ def prepare(
         if not keeps_residual(scheme):  # on all ranks, also where this one has nothing to flush
             scheme = FlushResidual(scheme)
     layout, limits = common["layout"], common.get("bucket_bytes", [])
-    arrival = _arrival(saved, engine.rank, leader)
-    return Loaded(scheme, memory, common, SavedBuckets(layout, limits, arrival))
-
-
-def _arrival(saved: Saved, rank: int, leader: int) -> Sequence[str]:
-    """The order in which gradients came on this rank, or on another where that is not known."""
     parts = parts_of_group(saved.parts, leader)
-    return parts[rank if rank in parts else min(parts)].arrival
+    arrival = parts[min(parts)].arrival  # rank 0's decides
+    return Loaded(scheme, memory, common, SavedBuckets(layout, limits, arrival))
 
 
 def take_up(hook: HookState, loaded: Loaded) -> None:

@@ -213,12 +213,11 @@ class Runner:
         return self._step is not None or self._engine.under_way
 
     def restore(self, layout: Sequence[Sequence[str]], *, regroups: bool = True) -> None:
-        """The next steps exchange the same parameters together as before the state was saved.
-
-        Until DistributedDataParallel has rebuilt its buckets, which takes one step or two.
+        """The layout with which a state was saved.
 
         Args:
-            regroups: whatever the buckets are; else they are the saved ones by themselves.
+            regroups: exchange in these buckets until DistributedDataParallel has rebuilt its own,
+                which takes one step or two. False where it lays out the saved ones itself.
         """
         self.layout = [tuple(names) for names in layout]
         self._restored = self.layout if regroups else []

@@ -274,7 +274,8 @@ class HookState:
         self._pickled_on = saved.get("ranks")
         self._engine.step = saved["step"]
         self._engine.memory.load(saved["memory"])
-        self._runner.restore(saved.get("layout", []))
+        self._loaded_buckets = SavedBuckets(saved.get("layout", []))
+        self._runner.restore(self._loaded_buckets.layout)
 
     # ---- what the hook calls
 
@@ -334,10 +335,11 @@ class HookState:
 
     def _saved_buckets(self) -> SavedBuckets:
         """What another run needs to have the same buckets."""
+        if self._runner.layout_to_come:
+            return self._loaded_buckets
         core = self._core()
         if core is None:
-            loaded = self._runner.layout_to_come
-            return self._loaded_buckets if loaded else SavedBuckets(self._runner.layout)
+            return SavedBuckets(self._runner.layout)
         buckets, limits, arrival = core.saved_layout()
         present = [self._names(one) for one in buckets]
         layout = present if limits else self._runner.layout or present
@@ -349,7 +351,8 @@ class HookState:
     def _go_on_with(self, buckets: SavedBuckets) -> None:
         """Takes up the buckets of a saved state, where the model can."""
         core = self._core()
-        self._runner.restore(buckets.layout, regroups=core is None)
+        knows_ours = bool(buckets.bucket_bytes) or buckets.arrival is not None
+        self._runner.restore(buckets.layout, regroups=core is None or not knows_ours)
         self._loaded_buckets = buckets
         if core is None:
             return
@@ -361,7 +364,7 @@ class HookState:
 
         layout = list(map(found, buckets.layout))
         core.restore_layout(
-            layout, buckets.bucket_bytes, found(buckets.arrival), self._agree_after_load
+            layout, buckets.bucket_bytes, found(buckets.arrival or ()), self._agree_after_load
         )
 
     def _core(self) -> CoreDDP | None:
@@ -433,7 +436,7 @@ class HookState:
             "torch version": str(torch.__version__),
             "seed": self._engine.seed,
             "step": self.step,
-            "order of the saved buckets": digest([loaded.layout, bool(loaded.arrival)], {}),
+            "order of the saved buckets": digest([loaded.layout, loaded.bucket_bytes], {}),
             "world size": self._engine.world_size,
             "memory": _checkpoint_pickle.origin(self),
             "ranks of a node": [

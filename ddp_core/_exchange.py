@@ -233,11 +233,9 @@ class BucketExchange:
     def _exchange_zeros(self) -> None:
         """The collectives of the others' step, in their order: see `_backward_ended`."""
         step, usage, launcher = self._step, self.usage, self.launcher
-        first_static = usage.learns
         if usage.finds:
             usage.used.forget_step()
-        if first_static:
-            usage.learn_of_others()
+        learned = usage.learns and usage.learn_of_others()
         step.needed = usage.agree_on_needed(self.buckets, range(len(self.parameters)))
         for bucket in self.buckets:
             bucket.clear()
@@ -253,8 +251,7 @@ class BucketExchange:
         if usage.finds:
             usage.used.finish_step()
         launcher.step += 1
-        if not first_static:
-            self.plan.assume_arrival()
+        self.plan.assume_arrival(learned=learned)
         self._begin_step(Step())
         launcher.events.step_landed(step.left_alone)
 

@@ -112,6 +112,7 @@ class HookMethods:
         Buckets stay as they are where those do not suit this model and its sizes of buckets.
 
         Args:
+            buckets, limits, arrival: what :meth:`saved_layout` gave, in this model's parameters.
             agree: called on every rank before that step; raises if they go on from different runs.
         """
         index_of = {id(one.parameter): index for index, one in enumerate(self.reducer.parameters)}

@@ -167,17 +167,19 @@ def kinds_of(parameters: Sequence[Trained], group_of: BucketGroup | None) -> lis
 
 
 def agree_on(
-    buckets: Sequence[Sequence[int]], numel: int, group: dist.ProcessGroup, device: torch.device
-) -> list[list[int]]:
-    """Rank 0's buckets, on every rank; the ranks may have seen gradients arrive differently."""
-    message = torch.empty(2 * numel, dtype=torch.int64)
-    message[:numel] = torch.tensor([index for bucket in buckets for index in bucket])
+    buckets: Sequence[Sequence[int]], final: bool, group: dist.ProcessGroup, device: torch.device
+) -> tuple[list[list[int]], bool]:
+    """Rank 0's answers, on every rank; the ranks may have seen gradients arrive differently.
+
+    Args:
+        final: whether these buckets stay.
+    """
+    indices = [index for bucket in buckets for index in bucket]
     owners = [number for number, bucket in enumerate(buckets) for _ in bucket]
-    message[numel:] = torch.tensor(owners)
-    message = message.to(device)
+    message = torch.tensor([*indices, *owners, final], dtype=torch.int64, device=device)
     dist.broadcast(message, group=group, group_src=0)
-    indices, numbers = message.cpu().view(2, numel).tolist()
-    agreed: list[list[int]] = [[] for _ in range(numbers[-1] + 1)]
-    for index, number in zip(indices, numbers, strict=True):
+    *both, stays = message.tolist()
+    agreed: list[list[int]] = [[] for _ in range(both[-1] + 1)]
+    for index, number in zip(both[: len(indices)], both[len(indices) :], strict=True):
         agreed[number].append(index)
-    return agreed
+    return agreed, bool(stays)

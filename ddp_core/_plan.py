@@ -59,8 +59,8 @@ class BucketPlan:
         self._splits: list[list[int]] = []  # the buckets that the compiler chose
         self._asked = False
         self._saved: SavedBuckets | None = None  # until the next step begins
-        self._goes_on = False  # from another run, whose first step is behind
-        self._restored = False  # its buckets were taken up
+        self._goes_on = False  # from another run, which has had its first step
+        self._restored = False  # that run's buckets were taken up
 
     def initial(self) -> list[list[int]]:
         """Buckets of the first step."""
@@ -75,7 +75,9 @@ class BucketPlan:
         """
         other_caps = caps is not None and caps != self.caps and not self.follows_arrival
         other_groups = group_of is not None or self.group_of is not None
-        self._asked = self._asked or self.rebuilt or other_caps or other_groups
+        to_restore = self.follows_arrival and self._saved is not None and bool(self._saved.limits)
+        rebuilt = self.rebuilt or to_restore
+        self._asked = self._asked or rebuilt or other_caps or other_groups
         if self._asked and self._saved is not None:  # it was loaded before this was asked for
             self._saved = replace(self._saved, members=(), limits=())
         self.group_of = group_of
@@ -85,8 +87,8 @@ class BucketPlan:
         """Takes up another run's buckets when the next step begins; all ranks call it alike.
 
         Buckets stay as they are where those were not final, or do not suit this model: its
-        parameters, its sizes of buckets, the layout that a scheme asks for. The order of arrival
-        counts all the same: buckets that a scheme asks for follow it.
+        parameters, its sizes of buckets, the layout that a scheme asks for. The order of arrival,
+        if it is known, counts all the same: it decides on buckets that are laid out later.
         """
         self._saved = saved
         self._goes_on = bool(saved.members)
@@ -119,16 +121,15 @@ class BucketPlan:
         """The order in which gradients came in a step.
 
         Args:
-            learned: it is the first step of a static graph in this process. PyTorch rebuilds
-                buckets by the second one, and so does a run that starts here; one that goes on
-                has had its first step before.
+            learned: it is the ranks' first step of a static graph. PyTorch rebuilds buckets by
+                the second one, and so does a run that starts here.
         """
         if len(order) == len(self._parameters) and (self._goes_on or not learned):
             self.arrival = order
 
-    def assume_arrival(self) -> None:
+    def assume_arrival(self, *, learned: bool = False) -> None:
         """Registration order, on a rank that saw no gradients arrive (it has no input: join)."""
-        if not self.arrival:
+        if not self.arrival and (self._goes_on or not learned):
             self.arrival = list(range(len(self._parameters)))
 
     def take_splits(self, chosen: Sequence[Sequence[int]], *, first_step: bool) -> None:
@@ -151,7 +152,8 @@ class BucketPlan:
             for number, split in enumerate(splits)
         ]
         self._splits = [split for split in own if split]
-        self._asked = self._asked or not (self.follows_arrival or self._restored)
+        early = self.rebuilt or not self.follows_arrival  # they were laid out without the splits
+        self._asked = self._asked or (early and not self._restored)
 
     def agree(self) -> None:
         """Makes sure that all ranks go on from the same state, if this rank does from any."""
@@ -171,16 +173,16 @@ class BucketPlan:
         if saved is not None and self._suits(saved):
             sparse = [[i] for i, one in enumerate(self._parameters) if one.sparse]
             buckets = [*map(list, saved.members), *sparse]
-            self._restored = True
+            by_arrival, self._restored = self.follows_arrival, True
         elif by_arrival or self._asked:
             buckets = self._arranged()
         elif saved is not None:  # another rank may have reason to
             buckets = [list(one) for one in present]
         else:
             return None
-        agreed = agree_on(buckets, len(self._parameters), self._group, self._device)
+        final = self.rebuilt or by_arrival
+        agreed, self.rebuilt = agree_on(buckets, final, self._group, self._device)
         self._asked = False
-        self.rebuilt = self.rebuilt or by_arrival
         return agreed
 
     def _arranged(self) -> list[list[int]]:

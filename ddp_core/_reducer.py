@@ -122,7 +122,8 @@ class Reducer(BucketExchange):
         """Called at the start of backward where outputs pass through the sink."""
         if self._step.expecting and not self._backward_open:
             self._open_backward()
-        if self._step.expecting and self.usage.finds and not self._step.unused_marked:
+        step = self._step
+        if step.expecting and not self.usage.learns and not step.unused_marked:
             self._mark_unused()
 
     def _open_backward(self) -> None:
@@ -235,6 +236,7 @@ class Reducer(BucketExchange):
     def _learn_static_graph(self) -> None:
         """The first step of a static graph: everything is launched now, and counted for later."""
         step, usage = self._step, self.usage
+        step.learned = not usage.shadowed
         contradictions = usage.learn(step.calls)
         if contradictions:
             self._graph_changed(contradictions, came=True)
@@ -263,7 +265,7 @@ class Reducer(BucketExchange):
         step = self._step
         unused = set(step.unused)
         arrived = [index for index in step.marked if index not in unused]
-        self.plan.take_arrival(arrived + step.unused, learned=bool(step.called))
+        self.plan.take_arrival(arrived + step.unused, learned=step.learned)
         if self.unused_parameters is not None and self.unused_parameters != step.unused:
             self.graph_was_static = False
         self.unused_parameters = step.unused

@@ -117,6 +117,7 @@ class Usage:
         counts: of a static graph, how often each parameter's hook is called in a step; None until
             the first step is over.
         never: of a static graph, the parameters whose hook is not called.
+        shadowed: the others learned theirs while this rank had no inputs.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class Usage:
         self.used = UsedMap(numel, group, device)
         self.counts: list[int] | None = None
         self.never: list[int] = []
-        self._shadowed = False  # the others learned theirs while this rank had no inputs
+        self.shadowed = False
 
     @property
     def finds(self) -> bool:
@@ -168,20 +169,26 @@ class Usage:
         """
         self.counts = list(calls)
         self.never = [index for index, count in enumerate(calls) if not count]
-        if self._shadowed:
+        if self.shadowed:
             return self.used.contradictions()
         self.used.all_reduce()
         return []
 
-    def learn_of_others(self) -> None:
-        """The same on a rank without inputs; it counts in a first step of its own, later."""
-        if not self._shadowed:
-            self._shadowed = True
-            self.used.all_reduce()
+    def learn_of_others(self) -> bool:
+        """The same on a rank without inputs; it counts in a first step of its own, later.
+
+        Returns:
+            Whether it is the ranks' first step.
+        """
+        if self.shadowed:
+            return False
+        self.shadowed = True
+        self.used.all_reduce()
+        return True
 
     def globally_unused(self, members: Sequence[int]) -> list[bool] | None:
         """By parameter, whether no rank has used it; None if all are in use, or count as such."""
-        if self.finds or self.counts is not None or self._shadowed:
+        if self.finds or self.counts is not None or self.shadowed:
             return self.used.globally_unused(members)
         return None
 

@@ -378,6 +378,38 @@ def test_uneven_inputs_with_every_option_and_buffer_hooks():
         assert wrong == []
 
 
+class _Maybe(nn.Module):
+    """Uses its parameters, or none of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+
+    def forward(self, x: Tensor, uses: bool) -> Tensor:
+        y: Tensor = self.layers(x) if uses else x * 1.0
+        return y
+
+
+def _idle_in_a_static_graph(rank: int, world_size: int, steps: list[list[int]]) -> Tensor:
+    model = DistributedDataParallel(_Maybe(), static_graph=True, bucket_cap_mb=0.001)
+    for epoch, counts in enumerate(steps):
+        with model.join():
+            for step in range(counts[rank]):
+                x = batch(10 * epoch + step, rank, 4, 16).requires_grad_()
+                loss_of(model(x, uses=rank == 0 or len(steps) > 1)).backward()
+    averages = averaged(gradients(model)) if len(steps) == 1 else torch.zeros(())
+    buckets = torch.tensor([index for one in model.reducer.buckets for index in one.members])
+    return torch.cat([averages.flatten(), buckets])
+
+
+# A rank that uses no parameter; one without inputs in the first step; in the first four.
+@pytest.mark.parametrize("steps", [[[4, 4]], [[1, 0], [4, 4]], [[4, 0], [4, 4]]])
+def test_a_rank_that_is_idle_at_first_rebuilds_with_the_others(steps):
+    first, second = run_ranks(_idle_in_a_static_graph, 2, steps, pg_timeout=5)
+    assert torch.equal(first, second)
+
+
 # ---- other ranks
 
 

@@ -155,6 +155,8 @@ def _sensible(values: dict[str, Any]) -> dict[str, Any]:
     if "mixed_precision" in ddp:
         model -= {"all_bf16", "all_f64", "bf16", "f16", "f64", "complex", "sparse"}
         setting -= {"delayed", "ignored"}  # not cast, so that their layers mix two dtypes
+        if "reentrant" in model:  # within backward it restores full precision, see the guide
+            events = [event for event in events if event[1] != "two"]
     if "complex" in model:
         model -= {"all_bf16", "all_f64"}
     if {"all_bf16", "all_f64"} <= model:

@@ -49,6 +49,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
+        "ddp_core/_exchange.py",
+        (
+            "a shadowed first step of a static graph counts as one of the others'",
+            "self.plan.assume_arrival(learned=learned)",
+            "self.plan.assume_arrival(learned=usage.learns)",
+            f"{DISTRIBUTED}/test_ddp_pairs.py"
+            "::test_a_rank_that_is_idle_at_first_rebuilds_with_the_others",
+        ),
+    ),
+    *planted(
         "ddp_core/_collectives.py",
         (
             "the mean sums before it divides",
