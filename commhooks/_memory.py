@@ -168,6 +168,14 @@ class Memory:
                 (key, layout): self._without(key, layout, flat, left_alone)
                 for (key, layout), flat in staged.items()
             }
+        absent = {
+            (key, layout): [
+                name
+                for name in layout.names
+                if name in left_alone and self._value(key, name) is None
+            ]
+            for key, layout in staged
+        }
         on_host = good.device.type == "cpu"
         if on_host and not good.item():
             for place, flat in staged.items():
@@ -188,6 +196,8 @@ class Memory:
             self._put(key, layout, flat)
             if on_host and old is not None and old is not flat and old.shape == flat.shape:
                 self._spare[key, layout] = old
+            if absent[key, layout]:
+                self._forget(key, layout, absent[key, layout])
 
     # ---- saving and loading
 
@@ -225,7 +235,7 @@ class Memory:
     def _without(
         self, key: str, layout: Layout, flat: Tensor | None, left_alone: Collection[str]
     ) -> Tensor | None:
-        """Staged values, but for some parameters those of before; zero where there were none."""
+        """Staged values, but for some parameters those of before; anything if there were none."""
         if not any(name in left_alone for name in layout.names):
             return flat
         if flat is None:  # all are removed, hence none of these
@@ -269,6 +279,16 @@ class Memory:
             where[name] = (layout, index)
             loose.pop(name, None)
         self._flat[key, layout] = flat
+
+    def _forget(self, key: str, layout: Layout, names: Collection[str]) -> None:
+        """Some parameters have no value: they begin with the initial one when they are read."""
+        for name in layout.names:
+            value = self._value(key, name)
+            if value is not None and name not in names:
+                self._loose[key][name] = value.clone()
+            self._where[key].pop(name)
+        self._flat.pop((key, layout))
+        self._spare.pop((key, layout), None)
 
     def _remove(self, key: str, layout: Layout) -> None:
         self._flat.pop((key, layout), None)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from commhooks._memory import Layout
 from commhooks._packed import dense_exchange
 from commhooks._registry import register_scheme
 from commhooks._scheme import Context, Exchanged, Scheme, SchemeExchange
@@ -101,8 +102,9 @@ class ACPSGD(Scheme):
         new, tail = payload.split((numel, plan.tail_numel))
         finite = all_finite(payload)
         new.add_(poison(finite))
-        factors = plan.left_factors if even else plan.factors
-        ctx.memory.write(LEFT if even else RIGHT, factors, new.clone())
+        key, factors = (LEFT, plan.left_factors) if even else (RIGHT, plan.factors)
+        self._kept(factors, grad, ctx, key)  # what to go back to, should the step be bad
+        ctx.memory.write(key, factors, new.clone())
 
         sent = sent if request.sent is None else request.sent[:numel]
         if unsent is not None:
@@ -116,15 +118,18 @@ class ACPSGD(Scheme):
     def _fixed(self, plan: Plan, grad: Tensor, ctx: Context, key: str) -> Tensor:
         """The factor that the step before made, orthonormal; drawn where there is none."""
         factors = plan.factors if key == RIGHT else plan.left_factors
-        dtype = compute_dtype(grad)
+        fixed = self._kept(factors, grad, ctx, key).to(compute_dtype(grad), copy=True)
+        orthonormalize(plan.right_as_left if key == RIGHT else plan.matrices, fixed)
+        return fixed
+
+    def _kept(self, factors: Layout, grad: Tensor, ctx: Context, key: str) -> Tensor:
+        """The factors that are remembered; random where there are none, for zeros would stay."""
 
         def initial(name: str, shape: torch.Size) -> Tensor:
             return draw(f"{name}/{key}", shape, ctx, 0)
 
-        old = ctx.memory.read(key, factors, device=grad.device, dtype=dtype, initial=initial)
-        found = old.to(dtype, copy=True)
-        orthonormalize(plan.right_as_left if key == RIGHT else plan.matrices, found)
-        return found
+        dtype = compute_dtype(grad)
+        return ctx.memory.read(key, factors, device=grad.device, dtype=dtype, initial=initial)
 
     def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
         if key not in (LEFT, RIGHT):

@@ -364,6 +364,22 @@ def test_a_bad_step_arrives_everywhere_and_changes_no_memory(case: Case, where: 
             assert torch.equal(mean, expected)
 
 
+@every_case
+def test_what_no_rank_uses_at_first_begins_as_if_new(case: Case) -> None:
+    ranks, new = simulation(case, 2), simulation(case, 2)
+    grads = [grad.clone() for grad in gradients(2, 0)]
+    for engine in ranks.engines:
+        engine.launch(0)
+    pairs = zip(ranks.engines, grads, strict=True)
+    simulate([engine.exchange(grad, lambda: LAYOUT) for engine, grad in pairs])
+    for engine, other in zip(ranks.engines, new.engines, strict=True):
+        engine.end(left_alone=LAYOUT.names)
+        other.step = engine.step
+    for step in range(1, STEPS):
+        pairs = zip(ranks.step(gradients(2, step)), new.step(gradients(2, step)), strict=True)
+        assert all(torch.equal(mean, expected) for mean, expected in pairs)
+
+
 @agreeing
 def test_a_bad_bucket_keeps_the_memory_of_the_whole_step(case: Case) -> None:
     ranks, clean = simulation(case, 2), simulation(case, 2)

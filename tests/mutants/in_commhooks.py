@@ -244,6 +244,13 @@ MUTANTS: list[Mutant] = [
     *planted(
         "commhooks/_memory.py",
         (
+            "a parameter that was left alone at first remembers anything",
+            "            if absent[key, layout]:\n",
+            "            if False:\n",
+            f"{UNIT}/test_memory.py"
+            "::test_a_parameter_left_alone_at_first_begins_with_its_initial_value",
+        ),
+        (
             "a bad step is remembered",
             "if on_host and not good.item():",
             "if False:",

@@ -128,6 +128,18 @@ def test_removing_forgets_only_after_a_good_step() -> None:
     assert list(memory.items()) == []
 
 
+def test_a_parameter_left_alone_at_first_begins_with_its_initial_value() -> None:
+    memory = Memory()
+    memory.write("q", AB, filled(AB))
+    memory.commit(GOOD, left_alone=["a"])
+    assert memory.get("q", "a") is None
+    assert [name for _, name, _ in memory.items()] == ["b"]
+    read = memory.read("q", AB, device=CPU, initial=lambda name, shape: torch.full(shape, 7.0))
+    a, b = AB.views(read)
+    assert a.tolist() == [7.0, 7.0]
+    assert torch.equal(b, AB.views(filled(AB))[1])
+
+
 class OnDevice(torch.Tensor):
     """A CPU tensor that claims to be on a GPU, where the verdict is not looked at."""
 
