@@ -30,7 +30,6 @@ __all__ = ["FORMAT", "VERSION", "memory_for_rank", "needed_ranks", "parts_of_gro
 def structure(scheme: Scheme) -> str:
     """The nesting of a scheme without its settings; a pending flush does not count."""
     name = type(scheme).__name__
-    # Those of a PerParameter stand in rules, where `children` does not look.
     inner = [structure(child) for child in children(scheme)]
     if name == "FlushResidual":
         return inner[0]

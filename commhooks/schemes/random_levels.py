@@ -37,7 +37,7 @@ class QSGD(Codec):
     """Sends levels of each block's Euclidean norm, rounded at random: unbiased, without memory.
 
     A classic reference: the norm is far above most entries, so 8-bit integers of the block's
-    maximum (``int8``) have a two hundredth of its error for as many bytes. Variance: at most
+    maximum (``int8``) have a fifth of its squared error for as many bytes. Variance: at most
     min(block / levels^2, sqrt(block) / levels). Payload: 8 bits per entry and 32 per block.
 
     Args:

@@ -163,6 +163,10 @@ def _sensible(values: dict[str, Any]) -> dict[str, Any]:
         model -= {"all_f64"}
     if values["micro"] > 1:  # a pass whose backward pass is still to come is waited for
         events = [event for event in events if event[1] != "discard"]
+        # After one that raises, the next pass is averaged in its place. If that step raises, too,
+        # its average is thrown away, and is in no sum.
+        raises = [event for event in events if event[1] == "raise"]
+        events = [event for event in events if event not in raises[1:]]
     if values["use"] in ("ranks", "random"):  # ranks have sent different buckets when it raises
         events = [event for event in events if event[1] != "raise"]
     if values.get("join") is not None:
