@@ -381,13 +381,14 @@ def test_what_no_rank_uses_at_first_begins_as_if_new(case: Case) -> None:
 
 
 @agreeing
-def test_a_bad_bucket_keeps_the_memory_of_the_whole_step(case: Case) -> None:
+@pytest.mark.parametrize("place", [0, -1])  # in the first bucket of two, in the last
+def test_a_bad_bucket_keeps_the_memory_of_the_whole_step(case: Case, place: int) -> None:
     ranks, clean = simulation(case, 2), simulation(case, 2)
     for step in range(START_STEP + 1):
         run_split(ranks, step, 1)
         run_split(clean, step, 1)
     bad = [permuted(grad, LAYOUT, SPLITS[1]) for grad in gradients(2, 100)]
-    bad[0][-1] = math.inf  # the first bucket of two is fine
+    bad[0][place] = math.inf
     ranks.step(bad, buckets=SPLITS[1])
     assert_same_memory(ranks, clean)
 

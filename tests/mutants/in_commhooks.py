@@ -223,7 +223,8 @@ MUTANTS: list[Mutant] = [
             "feedback is told a rank's share, not its whole",
             "request.sent = narrow.tensor.to(tensor.dtype).mul_(scale)",
             "request.sent = narrow.tensor.to(tensor.dtype)",
-            f"{WRAPPERS}::test_feedback_knows_what_a_cast_rounds",
+            "tests/contract/test_laws.py"
+            "::test_applied_and_residual_sum_to_the_gradients[2-powersgd-fp16_feedback]",
         ),
     ),
     *planted(
@@ -283,7 +284,7 @@ MUTANTS: list[Mutant] = [
             "good = torch.stack(step.finite).all()",
             "good = step.finite[-1]",
             "tests/contract/test_laws.py"
-            "::test_a_bad_bucket_keeps_the_memory_of_the_whole_step[topk-feedback]",
+            "::test_a_bad_bucket_keeps_the_memory_of_the_whole_step[0-topk-feedback]",
         ),
         (
             "an abandoned step is not dropped",

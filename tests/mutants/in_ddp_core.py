@@ -148,7 +148,7 @@ MUTANTS: list[Mutant] = [
             "a whole bucket is not divided",
             "            self.buffer.mul_(1.0 / divisor)\n",
             "            pass\n",
-            f"{DISTRIBUTED}/test_ddp_modes.py::test_none_is_plain_ddp_bit_for_bit",
+            f"{DISTRIBUTED}/test_ddp_parity.py::test_fifty_steps_have_the_bits_of_torch[channels-last-view-2]",
         ),
     ),
     *planted(
@@ -234,15 +234,16 @@ MUTANTS: list[Mutant] = [
             "everyone takes the model of the first that joined",
             "dist.all_reduce(choice, dist.ReduceOp.MAX, group=group)",
             "dist.all_reduce(choice, dist.ReduceOp.MIN, group=group)",
-            f"{DISTRIBUTED}/test_ddp_modes.py::test_ranks_are_equal_after_join_and_further_training",
+            f"{DISTRIBUTED}/test_ddp_pairs.py"
+            "::test_uneven_inputs_with_every_option_and_buffer_hooks",
         ),
     ),
     *planted(
         "ddp_core/_pairs.py",
         (
             "rows are stored as of another rank",
-            "receive[p], ranks[p]) for p in ((own - distance) % size",
-            "receive[p], ranks[p]) for p in ((own + distance) % size",
+            "(receive[p], ranks[p]) for",
+            "(receive[(p + 1) % size], ranks[p]) for",
             f"{DISTRIBUTED}/test_pairs.py::test_rows_arrive_where_they_belong",
         ),
     ),

@@ -32,7 +32,7 @@ MUTANTS: list[Mutant] = [
             "a block that is not finite arrives as zeros",
             "torch.where(dead, 0.0, scale), torch.nan)",
             "torch.where(dead, 0.0, scale), 0.0)",
-            f"{KERNELS}/test_blockwise.py::test_blocks_that_are_not_finite_or_tiny",
+            f"{KERNELS}/test_blockwise.py::test_kernels_equal_the_definition",
         ),
     ),
     *planted(
@@ -41,7 +41,7 @@ MUTANTS: list[Mutant] = [
             "random bits have a round less",
             "_ROUNDS = 7  #",
             "_ROUNDS = 6  #",
-            f"{KERNELS}/test_blockwise.py::test_random_bits_belong_to_places",
+            f"{KERNELS}/test_blockwise.py::test_philox_gives_the_known_answer",
         ),
         (
             "random numbers are never below a half",
