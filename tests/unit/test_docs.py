@@ -9,6 +9,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 import commhooks
@@ -93,6 +94,55 @@ def test_names_of_the_package_exist(page: Path) -> None:
     for path in re.findall(r"\bcommhooks\.([A-Za-z_]\w*)(?!/)", page.read_text()):
         there = hasattr(commhooks, path) or find_spec(f"commhooks.{path}")
         assert there, f"{page.name}: commhooks.{path}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_tables_are_whole(page: Path) -> None:
+    """A rule below the heads, and as many cells in every row: else the rows show as pipes."""
+    for table in re.findall(r"(?:^\|.*\n)+", without_code(page), flags=re.MULTILINE):
+        rows = [re.sub(r"`[^`]*`", "", row) for row in table.splitlines()]
+        assert len({row.count("|") for row in rows}) == 1, f"{page.name}: {table[:200]}"
+        assert re.fullmatch(r"[| :-]*-[| :-]*", rows[1]), f"{page.name}: {table[:200]}"
+
+
+def _measured(text: str) -> list[str]:
+    """The figures of the row of the README's table that begins with ``text``."""
+    (row,) = re.findall(rf"^\| {re.escape(text)}.*? \| (.*) \|$", README, flags=re.MULTILINE)
+    found: list[str] = re.findall(r"\d+(?:\.\d+)?", re.sub(r"AVX\S*|\(ResNet.*", "", row))
+    return found
+
+
+README = (ROOT / "README.md").read_text()
+RESULTS = ROOT / "docs" / "results"
+
+
+def test_figures_of_the_readme_are_those_of_the_tables() -> None:
+    models = ["resnet", "transformer", "tiny layers"]
+    hooks = pd.read_csv(RESULTS / "hook_cost.csv").set_index(["hook", "model"]).step_ratio
+    ddp = pd.read_csv(RESULTS / "reducer" / "reducer_cost.csv")
+    ours = ddp[ddp.case == "ours"].set_index(["link", "model"]).ratio
+    sent = pd.read_csv(RESULTS / "wire_bytes.csv").groupby("hook").ratio.max()
+    kernels = [
+        pd.read_csv(RESULTS / "kernels" / f"{which}.csv").set_index(["op", "way"]).ratio
+        for which in ("v4", "v3")
+    ]
+    int8 = "int8 encode, feedback"
+    expected = {
+        "step time, our allreduce hook": [f"{hooks['allreduce', one]:.3f}" for one in models],
+        "step time, our PowerSGD": [
+            f"{hooks['PowerSGD 4, one bucket', one]:.2f}" for one in models
+        ],
+        "step time, our `Dist": [f"{ours['unlimited', one]:.3f}" for one in models],
+        "the same at 1 Gbit/s": [f"{ours['1 Gbit/s', one]:.3f}" for one in models],
+        "bytes an interface sent": [
+            f"{sent[one]:.3f}" for one in ("allreduce", "fp16", "PowerSGD 4")
+        ],
+        "int8 quantisation": [
+            *(f"{table[int8, 'kernel']:.2f}" for table in kernels),
+            f"{kernels[0][int8, 'definition']:.0f}",
+        ],
+    }
+    assert {text: _measured(text) for text in expected} == expected
 
 
 def test_every_page_is_reached_from_the_index() -> None:
