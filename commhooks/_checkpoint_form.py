@@ -269,7 +269,7 @@ def _part(state: StateDict, field: str, call: str, verify: bool) -> Part:
         )
     memory, arrival = read_memory(part["memory"], field, call), cast(Any, part.get("arrival"))
     listed = type(arrival) is list and all(map(_is_text, arrival))
-    if "arrival" in part and not (listed and len(set(arrival)) == len(arrival)):
+    if arrival is not None and not (listed and len(set(arrival)) == len(arrival)):
         raise CheckpointError(
             f"{call}: 'arrival' of {field!r} is a list of parameter names, none twice, got "
             f"{_short(arrival)}; the file is damaged"

@@ -76,10 +76,9 @@ def _own_state(hook: HookState) -> dict[str, Any]:
         "rank": rank,
         "global_rank": global_rank,
         "leader": leader,
+        "arrival": None if buckets.arrival is None else list(buckets.arrival),
         "memory": memory,
     }
-    if buckets.arrival is not None:
-        part["arrival"] = list(buckets.arrival)
     return {**common, f"rank{global_rank}": {**part, "checksum": checksum(common, part)}}
 
 

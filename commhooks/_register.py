@@ -79,15 +79,24 @@ def register(
                 else "wrap the module anew to change it"
             )
         )
-    _check_skips(ddp)
     own = None if layout is None else _own(ddp, "register(layout=...)")
     state = HookState(
         scheme, ddp, process_group=process_group, seed=seed, history=history, **options
     )
     group = None if layout is None else group_function(layout, state)
-    facts = {"DistributedDataParallel": f"{type(ddp).__module__}.{type(ddp).__qualname__}"}
+    facts: dict[str, Any] = {
+        "DistributedDataParallel": f"{type(ddp).__module__}.{type(ddp).__qualname__}"
+    }
     facts |= layout_facts(layout, group, ddp.module)
+    facts |= {"trained before, with buckets that torch skips": _has_skipped(ddp)}
     state.agree("commhooks.register", facts, MEETING)
+    if _has_skipped(ddp):
+        raise RegistrationError(
+            "register: this model was trained without a hook before, with "
+            "skip_all_reduce_unused_params=True; torch's DistributedDataParallel fails at the next "
+            "bucket that it skips, with any hook ('INTERNAL ASSERT FAILED'). Register before the "
+            "first step, wrap the module anew, or use ddp_core.DistributedDataParallel"
+        )
     ddp.register_comm_hook(state, comm_hook)
     if own is not None:
         own.request_layout(group)
@@ -134,17 +143,10 @@ def _own(ddp: DistributedDataParallel, call: str) -> CoreDDP:
     )
 
 
-def _check_skips(ddp: DistributedDataParallel) -> None:
-    """torch takes a skipped bucket's last result for the hook's, also a plain all-reduce's."""
-    if isinstance(ddp, CoreDDP) or not getattr(ddp, "skip_all_reduce_unused_params", False):
-        return
-    if any(ddp.reducer.get_backward_stats()):  # when gradients came, in the last step
-        raise RegistrationError(
-            "register: this model was trained without a hook before, with "
-            "skip_all_reduce_unused_params=True; torch's DistributedDataParallel fails at the next "
-            "bucket that it skips, with any hook ('INTERNAL ASSERT FAILED'). Register before the "
-            "first step, wrap the module anew, or use ddp_core.DistributedDataParallel"
-        )
+def _has_skipped(ddp: DistributedDataParallel) -> bool:
+    """Whether torch would take a plain all-reduce's result for a hook's in a skipped bucket."""
+    skips = not isinstance(ddp, CoreDDP) and getattr(ddp, "skip_all_reduce_unused_params", False)
+    return bool(skips) and any(ddp.reducer.get_backward_stats())  # when gradients last came
 
 
 def _drop_stale(ddp: DistributedDataParallel) -> None:

@@ -341,8 +341,7 @@ class HookState:
         if core is None:
             return SavedBuckets(self._runner.layout)
         buckets, limits, arrival = core.saved_layout()
-        present = [self._names(one) for one in buckets]
-        layout = present if limits else self._runner.layout or present
+        layout = [self._names(one) for one in buckets]
         return SavedBuckets(layout, limits, self._names(arrival))
 
     def _names(self, parameters: Iterable[Tensor]) -> list[str]:
@@ -351,8 +350,7 @@ class HookState:
     def _go_on_with(self, buckets: SavedBuckets) -> None:
         """Takes up the buckets of a saved state, where the model can."""
         core = self._core()
-        knows_ours = bool(buckets.bucket_bytes) or buckets.arrival is not None
-        self._runner.restore(buckets.layout, regroups=core is None or not knows_ours)
+        self._runner.restore(buckets.layout, regroups=core is None)
         self._loaded_buckets = buckets
         if core is None:
             return
@@ -436,7 +434,9 @@ class HookState:
             "torch version": str(torch.__version__),
             "seed": self._engine.seed,
             "step": self.step,
-            "order of the saved buckets": digest([loaded.layout, loaded.bucket_bytes], {}),
+            "order of the saved buckets": digest(
+                [loaded.layout, loaded.bucket_bytes, bool(loaded.arrival)], {}
+            ),
             "world size": self._engine.world_size,
             "memory": _checkpoint_pickle.origin(self),
             "ranks of a node": [

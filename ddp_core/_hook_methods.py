@@ -88,17 +88,18 @@ class HookMethods:
 
         Returns:
             The parameters of each bucket, without those of sparse gradients, none before the first
-            step; the bytes of a full bucket, none where buckets are not final yet, as in the first
-            step; all parameters in the order in which gradients came in the last step, none where
-            that is not known.
+            step or where buckets are to be laid out anew; the bytes of a full bucket, none where
+            buckets are not final yet, as in the first step; all parameters in the order in which
+            gradients came in the last step, none where that is not known.
         """
         reducer = self.reducer
         present = [one.members for one in reducer.buckets if not one.sparse]
-        members, limits = reducer.plan.to_save(present)
+        stepped = reducer.launcher.step > 0
+        members, limits = reducer.plan.to_save(present, stepped=stepped)
         parameter_of = [one.parameter for one in reducer.parameters]
         buckets = [[parameter_of[index] for index in one] for one in members]
         arrival = [parameter_of[index] for index in reducer.plan.arrival]
-        return buckets if limits or reducer.launcher.step else [], list(limits), arrival
+        return buckets, list(limits), arrival
 
     def restore_layout(
         self,
@@ -109,7 +110,7 @@ class HookMethods:
     ) -> None:
         """Goes on with what :meth:`saved_layout` gave, from the next step on; all ranks call it.
 
-        Buckets stay as they are where those do not suit this model and its sizes of buckets.
+        Where those do not suit this model and its sizes of buckets, ``arrival`` decides.
 
         Args:
             buckets, limits, arrival: what :meth:`saved_layout` gave, in this model's parameters.

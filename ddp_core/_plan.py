@@ -19,9 +19,10 @@ class SavedBuckets:
     """The buckets of another run of the model, which a run that goes on takes up.
 
     Attributes:
-        members: indices of the parameters of each bucket, those with sparse gradients left out.
-        limits: the sizes, in bytes, at which that run's buckets were full; none: they were not
-            final yet.
+        members: indices of the parameters of each bucket, those with sparse gradients left out;
+            none: they were to be laid out anew, or there was no step yet.
+        limits: the sizes, in bytes, at which that run's buckets are full; none: they were not final
+            yet.
         arrival: indices of all parameters, in the order in which their gradients came in that
             run's last step; none: it is not known.
         agree: called before buckets are laid out; raises if not all ranks go on from the same
@@ -79,39 +80,48 @@ class BucketPlan:
         rebuilt = self.rebuilt or to_restore
         self._asked = self._asked or rebuilt or other_caps or other_groups
         if self._asked and self._saved is not None:  # it was loaded before this was asked for
-            self._saved = replace(self._saved, members=(), limits=())
+            limits = self.caps.limits if self._goes_on else ()
+            self._saved = replace(self._saved, members=(), limits=limits)
         self.group_of = group_of
         self.caps = caps or self.caps
 
     def go_on_from(self, saved: SavedBuckets) -> None:
         """Takes up another run's buckets when the next step begins; all ranks call it alike.
 
-        Buckets stay as they are where those were not final, or do not suit this model: its
-        parameters, its sizes of buckets, the layout that a scheme asks for. The order of arrival,
-        if it is known, counts all the same: it decides on buckets that are laid out later.
+        Where those do not suit this model (its parameters, its sizes of buckets, the layout that a
+        scheme asks for), buckets are laid out by that run's order of arrival, if it is known.
         """
         self._saved = saved
-        self._goes_on = bool(saved.members)
-        if sorted(saved.arrival) == list(range(len(self._parameters))):
-            self.arrival = list(saved.arrival)
+        self._goes_on = bool(saved.members or saved.limits or saved.arrival)
+        self._asked = self._asked or not saved.members
+        self.rebuilt = False
+        complete = sorted(saved.arrival) == list(range(len(self._parameters)))
+        self.arrival = list(saved.arrival) if complete else []
 
     def to_save(
-        self, present: Sequence[Sequence[int]]
+        self, present: Sequence[Sequence[int]], *, stepped: bool
     ) -> tuple[Sequence[Sequence[int]], tuple[int, ...]]:
         """What another run is to go on from: ``members`` and ``limits`` of :class:`SavedBuckets`.
 
         Args:
             present: indices of the parameters of each dense bucket that there is now.
+            stepped: there was a step in this process.
         """
-        if self._saved is not None and self._suits(self._saved):
+        if self._saved is not None:
             return self._saved.members, self._saved.limits
-        final = (self.rebuilt or not self.follows_arrival) and not self._asked
+        if not stepped:
+            return (), ()
+        if self._asked:
+            return (), self.caps.limits
+        final = self.rebuilt or not self.follows_arrival
         return present, self.caps.limits if final else ()
 
     def _suits(self, saved: SavedBuckets) -> bool:
+        return saved.limits == self.caps.limits and self._holds(saved)
+
+    def _holds(self, saved: SavedBuckets) -> bool:
+        """Whether its buckets hold this model's parameters, and none of different kinds."""
         dense = [index for index, one in enumerate(self._parameters) if not one.sparse]
-        if saved.limits != self.caps.limits:
-            return False
         if sorted(index for one in saved.members for index in one) != dense:
             return False
         kinds = kinds_of(self._parameters, self.group_of)
@@ -170,12 +180,14 @@ class BucketPlan:
         """
         saved, self._saved = self._saved, None
         by_arrival = self.follows_arrival and not self.rebuilt and bool(self.arrival)
+        first = saved is not None and self.follows_arrival and not saved.limits  # steps of that run
         if saved is not None and self._suits(saved):
-            sparse = [[i] for i, one in enumerate(self._parameters) if one.sparse]
-            buckets = [*map(list, saved.members), *sparse]
+            buckets = self._with_sparse(saved)
             by_arrival, self._restored = self.follows_arrival, True
         elif by_arrival or self._asked:
             buckets = self._arranged()
+        elif saved is not None and first and self._holds(saved):
+            buckets = self._with_sparse(saved)
         elif saved is not None:  # another rank may have reason to
             buckets = [list(one) for one in present]
         else:
@@ -184,6 +196,10 @@ class BucketPlan:
         agreed, self.rebuilt = agree_on(buckets, final, self._group, self._device)
         self._asked = False
         return agreed
+
+    def _with_sparse(self, saved: SavedBuckets) -> list[list[int]]:
+        sparse = [[index] for index, one in enumerate(self._parameters) if one.sparse]
+        return [*map(list, saved.members), *sparse]
 
     def _arranged(self) -> list[list[int]]:
         order = self.arrival or None

@@ -316,6 +316,54 @@ def test_our_class_goes_on_in_the_saved_buckets(options, how):
     run_ranks(_goes_on_laid_out, 2, options, how)
 
 
+def _switched_and_saved(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    """Asked for, but not laid out yet: PowerSGD asks for larger buckets than random_k."""
+    first, second = (CoreDDP(_Reordered(skips=False), **options) for _ in range(2))
+    hook = commhooks.register(first, "powersgd", rank=1)
+    again = commhooks.register(second, "random_k", ratio=0.2)
+    for step in range(6):
+        if step == 3:
+            hook.switch("random_k", ratio=0.2, error_feedback=True)
+            again.switch("random_k", ratio=0.2, error_feedback=True)
+            again.load_state_dict(hook.state_dict())
+        for one in [first, second][: 2 if step >= 3 else 1]:
+            one.zero_grad()
+            loss_of(one(batch(step, rank, 4, 16), step)).backward()
+        if step >= 3:
+            pair = [[bucket.members for bucket in one.reducer.buckets] for one in (first, second)]
+            assert pair[0] == pair[1], step
+            assert torch.equal(gradients(first), gradients(second)), step
+
+
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}])
+def test_buckets_that_a_switch_asked_for_come_after_loading_too(options):
+    run_ranks(_switched_and_saved, 2, options, ignore_warnings=QUIET)
+
+
+def _loaded_twice(rank: int, world_size: int, options: dict[str, Any], saved_at: int) -> None:
+    """The first state's order of gradients is not the second's."""
+    models = [CoreDDP(_Reordered(skips=False), bucket_cap_mb=0.0015, **options) for _ in range(3)]
+    hooks = [commhooks.register(one, "random_k", ratio=0.2) for one in models]
+    straight, other, late = models
+    for step in range(4):
+        loss_of(other(batch(step, rank, 4, 16), 1)).backward()
+    for step in range(saved_at + 4):
+        if step == saved_at:
+            hooks[2].load_state_dict(hooks[1].state_dict())
+            hooks[2].load_state_dict(hooks[0].state_dict())
+        for one in [straight, late][: 2 if step >= saved_at else 1]:
+            one.zero_grad()
+            loss_of(one(batch(step, rank, 4, 16), 0)).backward()
+        if step >= saved_at:
+            assert torch.equal(gradients(straight), gradients(late)), step
+
+
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}])
+@pytest.mark.parametrize("saved_at", [0, 1])
+def test_the_last_state_that_is_loaded_decides(options, saved_at):
+    run_ranks(_loaded_twice, 2, options, saved_at)
+
+
 def _from_torchs_class(rank: int, world_size: int) -> None:
     models = [kind(mlp(), bucket_cap_mb=0.001) for kind in (TorchDDP, CoreDDP)]
     hooks = [commhooks.register(model, "random_k", ratio=0.2) for model in models]
@@ -357,7 +405,7 @@ def _laid_out_after_load(
     hook, again = (commhooks.register(one, "random_k", ratio=0.2) for one in (first, second))
     for step in range(loads_at + 3):
         if step == loads_at:
-            again.load_state_dict(hook.state_dict())
+            again.load_state_dict(hook.state_dict(gather=True))
         for one in [first, second][: 2 if step >= loads_at else 1]:
             if step == asks_at:
                 one.request_layout(lambda _, parameter: apart and parameter.dim())
@@ -565,6 +613,23 @@ def _through_dcp(run: _Run, directory: str) -> dict[str, Any]:
     state = {"hook": fresh.hook.state_dict()}
     dcp.load(state, checkpoint_id=directory)
     return state["hook"]
+
+
+def _between_classes(rank: int, world_size: int, directory: str) -> list[int]:
+    steps = []
+    for number, kinds in enumerate([(TorchDDP, CoreDDP), (CoreDDP, TorchDDP)]):
+        models = [kind(mlp()) for kind in kinds]
+        hooks = [commhooks.register(model, "powersgd") for model in models]
+        loss_of(models[0](batch(0, rank, 4, 16))).backward()
+        dcp.save({"hook": hooks[0]}, checkpoint_id=f"{directory}/{number}")
+        dcp.load({"hook": hooks[1]}, checkpoint_id=f"{directory}/{number}")
+        steps.append(hooks[1].step)
+    return steps
+
+
+def test_either_class_loads_what_the_other_has_saved(tmp_path):
+    steps = run_ranks(_between_classes, 2, str(tmp_path), ignore_warnings=(".*",))
+    assert steps == [[1, 1], [1, 1]]
 
 
 FORMATS = {"torch": _through_torch, "safetensors": _through_safetensors, "dcp": _through_dcp}

@@ -55,7 +55,7 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "our class travels in the loaded layout whatever its buckets are",
-            "regroups=core is None or not knows_ours)",
+            "regroups=core is None)",
             "regroups=True)",
             f"{DISTRIBUTED}/test_resume.py"
             "::test_our_class_lays_out_by_the_saved_order_of_gradients",

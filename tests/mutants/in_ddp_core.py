@@ -18,9 +18,9 @@ MUTANTS: list[Mutant] = [
         "ddp_core/_plan.py",
         (
             "saved buckets are taken up by their order only",
-            "buckets = [*map(list, saved.members), *sparse]",
-            "self.arrival = [i for one in (*saved.members, *sparse) for i in one]\n"
-            "            buckets = self._arranged()",
+            "            buckets = self._with_sparse(saved)\n            by_arrival, self",
+            "            self.arrival = [i for one in self._with_sparse(saved) for i in one]\n"
+            "            buckets = self._arranged()\n            by_arrival, self",
             f"{RESUME}::test_our_class_goes_on_with_buckets_by_registration",
         ),
         (
@@ -30,20 +30,32 @@ MUTANTS: list[Mutant] = [
             f"{RESUME}::test_a_state_that_one_rank_has_loaded_names_the_others",
         ),
         (
+            "other sizes of buckets are no reason to lay out anew",
+            "rebuilt or other_caps or other_groups",
+            "rebuilt or other_groups",
+            f"{RESUME}::test_buckets_that_a_switch_asked_for_come_after_loading_too",
+        ),
+        (
+            "an earlier state's order of gradients stays",
+            "list(saved.arrival) if complete else []",
+            "list(saved.arrival) if complete else self.arrival",
+            f"{RESUME}::test_the_last_state_that_is_loaded_decides",
+        ),
+        (
             "the saved order of gradients is lost",
-            "            self.arrival = list(saved.arrival)\n",
-            "            pass\n",
+            "self.arrival = list(saved.arrival) if complete else []",
+            "self.arrival = []",
             f"{RESUME}::test_our_class_lays_out_by_the_saved_order_of_gradients",
         ),
         (
             "a static graph that goes on learns as if it began",
-            "self._goes_on = bool(saved.members)",
+            "self._goes_on = bool(saved.members or saved.limits or saved.arrival)",
             "self._goes_on = False",
             f"{RESUME}::test_our_class_lays_out_by_the_saved_order_of_gradients",
         ),
         (
             "saved buckets win over a layout that was asked for after loading",
-            "replace(self._saved, members=(), limits=())",
+            "replace(self._saved, members=(), limits=limits)",
             "self._saved",
             f"{RESUME}::test_our_class_lays_out_by_the_saved_order_of_gradients",
         ),

@@ -268,6 +268,13 @@ def test_the_bytes_of_a_checksum_are_those_of_the_version() -> None:
     assert checksum(common, part).startswith("59918e04c5479d3d")
 
 
+def test_names_that_the_model_has_now_are_everywhere() -> None:
+    new = read(saved()).renamed(lambda name: f"new.{name}")
+    assert new.common["layout"] == [["new.weight"], ["new.bias"]]
+    assert new.parts[0].arrival == ["new.bias", "new.weight"]
+    assert set(new.parts[0].memory["residual"]) == {"new.weight", "new.bias"}
+
+
 def test_a_state_of_version_one_is_taken_without_a_checksum() -> None:
     for state in (saved(), merged(saved(0, 2), saved(1, 2))):
         size = state["world_size"]
