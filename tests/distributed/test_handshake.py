@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commhooks
 import ddp_core
 from commhooks import HookState, _checkpoint_pickle, _register, _state
+from commhooks._checkpoint_form import SavedBuckets
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import batch, ddp, equal_bits, gradients, mlp, outcome
 
@@ -76,8 +77,11 @@ def _differ_in(field, odd, monkeypatch):
     elif field == "step":
         _agree(lambda state: setattr(state._engine, "step", 3 if odd else 0))
     elif field == "order of the saved buckets":
-        saved = [("0.weight", "0.bias")] if odd else [("0.bias", "0.weight")]
-        _agree(lambda state: state._runner.restore(saved))
+        saved = [["0.weight", "0.bias"]] if odd else [["0.bias", "0.weight"]]
+        _agree(lambda state: state._go_on_with(SavedBuckets(saved)))
+    elif field == SKIPPED:
+        with _changed(_register, "_has_skipped", lambda ddp: odd):
+            commhooks.register(DistributedDataParallel(mlp()), "none")
     elif field == "world size":
         _agree(lambda state: setattr(state._engine, "world_size", 4 if odd else 2))
     elif field == "memory":
@@ -92,8 +96,10 @@ def _differ_in(field, odd, monkeypatch):
         _register_own(None, name="zero" if odd else "0")
 
 
+SKIPPED = "trained before, with buckets that torch skips"
 FIELDS = [
     "call",
+    SKIPPED,
     "DistributedDataParallel",
     "layout",
     "groups of parameters",
