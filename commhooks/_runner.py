@@ -265,10 +265,11 @@ class Runner:
     def _close(self, step: _Step) -> None:
         """Takes down how the step was laid out."""
         self._step = None
+        regrouped = step.regrouped if self._young > 1 else None  # in the next step, too
         if step.holds or self._young > 0 or step.buckets != self._layout_of:
             own = [find_layout().names for find_layout in step.layouts]
-            self.layout = own if step.regrouped is None else step.regrouped
-            self._layout_of = step.buckets if step.regrouped is None else []
+            self.layout = own if regrouped is None else regrouped
+            self._layout_of = step.buckets if regrouped is None else []
         self._young -= 1
         if self._young <= 0:
             self._restored = []

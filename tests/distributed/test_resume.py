@@ -205,7 +205,7 @@ def _saved_at_once(rank: int, world_size: int, loads_at: int) -> None:
 
 
 # Until the step 3 the first run travels in the buckets that it was loaded with.
-@pytest.mark.parametrize("loads_at", [4, 6])
+@pytest.mark.parametrize("loads_at", [3, 4, 6])
 def test_a_state_that_is_loaded_and_saved_keeps_the_layout(loads_at):
     run_ranks(_saved_at_once, 2, loads_at)
 
