@@ -5,7 +5,7 @@ RUN := $(VENV)/bin/python
 # torch is pinned in constraints.txt: without a pin pip fetches gigabytes of CUDA packages.
 INSTALL := $(RUN) -m pip install --quiet --constraint constraints.txt
 
-.PHONY: bandwidth test format clean
+.PHONY: bandwidth test test-all format clean
 
 bandwidth: $(VENV)/experiments
 	$(RUN) -m experiments.bandwidth
@@ -14,7 +14,11 @@ test: $(VENV)/dev
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
-	$(RUN) -m pytest --numprocesses 2
+	$(RUN) -m pytest --numprocesses 2 -m "not slow"
+
+# Before a release: also what sanitizers, other GPU architectures and ten thousand steps show.
+test-all: test
+	$(RUN) -m pytest --numprocesses 2 -m slow
 
 format: $(VENV)/dev
 	$(RUN) -m ruff format .

@@ -16,7 +16,13 @@ from commhooks.conformance import LAWS, check_scheme
 from ddp_core import AllReduce
 from tests.contract.cases import make, registered
 
-AVERAGING = [name for name in registered() if make(name).averages]
+# Half a minute each: the law of biases draws thousands of times.
+LONG = ("aligned_topk", "random_k", "terngrad")
+AVERAGING = [
+    pytest.param(name, marks=pytest.mark.slow if name in LONG else ())
+    for name in registered()
+    if make(name).averages
+]
 
 
 @pytest.mark.parametrize("name", AVERAGING)
@@ -209,7 +215,14 @@ def test_the_base_of_the_planted_defects_is_right() -> None:
     assert not [v for v in check_scheme(lambda: ErrorFeedback(Levels())) if not v.holds]
 
 
-@pytest.mark.parametrize(("kind", "words"), PLANTED, ids=[kind.__name__ for kind, _ in PLANTED])
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        pytest.param(kind, words, marks=pytest.mark.slow if kind is SlightlySmall else ())
+        for kind, words in PLANTED
+    ],
+    ids=[kind.__name__ for kind, _ in PLANTED],
+)
 def test_planted_defects_break_their_law(kind: type[Scheme], words: str) -> None:
     def make() -> Scheme:
         return ErrorFeedback(kind()) if kind.biased else kind()

@@ -468,6 +468,7 @@ def _many_steps(rank: int, world_size: int, steps: int) -> tuple[int, int, int]:
     return len(gc.get_objects()) - objects, grown, model.reducer.launcher.step
 
 
+@pytest.mark.slow
 def test_ten_thousand_steps_leak_nothing():
     for objects, grown_kib, steps in run_ranks(_many_steps, 2, 10_000, timeout=110):
         assert steps == 10_000

@@ -99,6 +99,7 @@ print("not caught")
     assert "AddressSanitizer" in done.stderr or "runtime error" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)  # compiles all kernels with sanitizers
 def test_cpu_kernels_are_clean_under_sanitizers():
     done = run_sanitized("-m", "tests.kernels.fuzz", "cpu")
@@ -107,7 +108,13 @@ def test_cpu_kernels_are_clean_under_sanitizers():
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("family", [family_name(one) for one in FAMILIES])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=() if name == "shared" else pytest.mark.slow)
+        for name in map(family_name, FAMILIES)
+    ],
+)
 def test_cuda_kernels_are_clean_under_sanitizers(family):
     done = run_sanitized("-m", "tests.kernels.fuzz", "emulator", family)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -9,7 +9,11 @@ import pytest
 from commhooks.kernels import _cuda
 from tests.kernels.fuzz import FAMILIES
 
-ARCHITECTURES = ("80", "90", "100")
+ARCHITECTURES = (
+    pytest.param("80", marks=pytest.mark.slow),
+    "90",
+    pytest.param("100", marks=pytest.mark.slow),
+)
 KERNELS = {name: found for one in FAMILIES for name, found in one.KERNELS.items()}
 
 

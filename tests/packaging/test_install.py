@@ -211,6 +211,7 @@ def test_metadata_states_versions_and_extras(wheel: Path) -> None:
     assert 'cupy-cuda13x; extra == "cuda13"' in requires
 
 
+@pytest.mark.slow
 def test_an_editable_install_imports_from_the_source_tree(
     source: Path, environment: Environment
 ) -> None:
