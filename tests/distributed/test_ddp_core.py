@@ -175,6 +175,27 @@ def test_a_layout_follows_the_scheme_when_it_is_switched():
         assert [row[0] for row in seen] == [2, 2, 2, 1, 1, 1]
 
 
+class _Wants:
+    """State of a hook that asks for small buckets."""
+
+    bucket_cap_mb = 0.5
+
+
+def _sizes_of_a_hook(rank: int, world_size: int, options: dict[str, Any]) -> int:
+    net = nn.Sequential(*(nn.Linear(600, 600) for _ in range(3)))  # 1.4 MB each
+    model = wrapped(net, bucket_cap_mb=None, **options)
+    model.register_comm_hook(_Wants(), lambda _, bucket: default_hooks.allreduce_hook(None, bucket))
+    for _ in range(3):
+        model(torch.ones(1, 600)).sum().backward()
+    return len(model.reducer.buckets)
+
+
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}])
+def test_a_hook_gets_buckets_of_the_size_it_asks_for(options):
+    first, second = run_ranks(_sizes_of_a_hook, 2, options)
+    assert first == second >= 3  # 2 of the default sizes
+
+
 def _ranks_arrive_differently(rank: int, world_size: int) -> list[list[int]]:
     class Net(nn.Module):
         def __init__(self) -> None:

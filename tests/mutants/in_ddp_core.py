@@ -33,7 +33,7 @@ MUTANTS: list[Mutant] = [
             "other sizes of buckets are no reason to lay out anew",
             "rebuilt or other_caps or other_groups",
             "rebuilt or other_groups",
-            f"{RESUME}::test_buckets_that_a_switch_asked_for_come_after_loading_too",
+            f"{CORE}::test_a_hook_gets_buckets_of_the_size_it_asks_for",
         ),
         (
             "an earlier state's order of gradients stays",
