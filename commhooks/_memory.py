@@ -163,19 +163,20 @@ class Memory:
         """
         staged, self._staged = self._staged, {}
         notes, self._notes = self._notes, {}
+        absent: dict[tuple[str, Layout], list[str]] = {}
         if left_alone:
+            absent = {
+                (key, layout): [
+                    name
+                    for name in layout.names
+                    if name in left_alone and self._value(key, name) is None
+                ]
+                for key, layout in staged
+            }
             staged = {
                 (key, layout): self._without(key, layout, flat, left_alone)
                 for (key, layout), flat in staged.items()
             }
-        absent = {
-            (key, layout): [
-                name
-                for name in layout.names
-                if name in left_alone and self._value(key, name) is None
-            ]
-            for key, layout in staged
-        }
         on_host = good.device.type == "cpu"
         if on_host and not good.item():
             for place, flat in staged.items():
@@ -196,8 +197,8 @@ class Memory:
             self._put(key, layout, flat)
             if on_host and old is not None and old is not flat and old.shape == flat.shape:
                 self._spare[key, layout] = old
-            if absent[key, layout]:
-                self._forget(key, layout, absent[key, layout])
+            if new := absent.get((key, layout)):
+                self._forget(key, layout, new)
 
     # ---- saving and loading
 

@@ -246,8 +246,8 @@ MUTANTS: list[Mutant] = [
         "commhooks/_memory.py",
         (
             "a parameter that was left alone at first remembers anything",
-            "            if absent[key, layout]:\n",
-            "            if False:\n",
+            "            if new := absent.get((key, layout)):\n",
+            "            if new := []:\n",
             f"{UNIT}/test_memory.py"
             "::test_a_parameter_left_alone_at_first_begins_with_its_initial_value",
         ),
@@ -271,8 +271,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "parameters that no rank uses lose their residual",
-            "        if left_alone:\n            staged = {",
-            "        if False:\n            staged = {",
+            "        if left_alone:\n            absent = {",
+            "        if False:\n            absent = {",
             f"{DISTRIBUTED}/test_steps.py"
             "::test_applied_and_residual_sum_to_the_gradients_of_the_steps_counted",
         ),
