@@ -47,6 +47,7 @@ class BucketExchange:
         self.launcher = Launcher(group, name)
         self.usage = Usage(len(self.parameters), settings, group, self.device)
         self.plan = BucketPlan(self.parameters, settings.caps, group, self.device)
+        self.plan.static_graph = settings.static_graph
         self.plan.follows_arrival = settings.static_graph or not settings.find_unused
         self.optimizer: StepsInBackward | None = None
         self.buckets: list[FlatBucket] = []
@@ -235,7 +236,8 @@ class BucketExchange:
         step, usage, launcher = self._step, self.usage, self.launcher
         if usage.finds:
             usage.used.forget_step()
-        learned = usage.learns and usage.learn_of_others()
+        if usage.learns:
+            usage.learn_of_others()
         step.needed = usage.agree_on_needed(self.buckets, range(len(self.parameters)))
         for bucket in self.buckets:
             bucket.clear()
@@ -251,7 +253,7 @@ class BucketExchange:
         if usage.finds:
             usage.used.finish_step()
         launcher.step += 1
-        self.plan.assume_arrival(learned=learned)
+        self.plan.assume_arrival()
         self._begin_step(Step())
         launcher.events.step_landed(step.left_alone)
 

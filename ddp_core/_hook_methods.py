@@ -94,8 +94,7 @@ class HookMethods:
         """
         reducer = self.reducer
         present = [one.members for one in reducer.buckets if not one.sparse]
-        stepped = reducer.launcher.step > 0
-        members, limits = reducer.plan.to_save(present, stepped=stepped)
+        members, limits = reducer.plan.to_save(present)
         parameter_of = [one.parameter for one in reducer.parameters]
         buckets = [[parameter_of[index] for index in one] for one in members]
         arrival = [parameter_of[index] for index in reducer.plan.arrival]

@@ -236,7 +236,6 @@ class Reducer(BucketExchange):
     def _learn_static_graph(self) -> None:
         """The first step of a static graph: everything is launched now, and counted for later."""
         step, usage = self._step, self.usage
-        step.learned = not usage.shadowed
         contradictions = usage.learn(step.calls)
         if contradictions:
             self._graph_changed(contradictions, came=True)
@@ -265,7 +264,7 @@ class Reducer(BucketExchange):
         step = self._step
         unused = set(step.unused)
         arrived = [index for index in step.marked if index not in unused]
-        self.plan.take_arrival(arrived + step.unused, learned=step.learned)
+        self.plan.take_arrival(arrived + step.unused)
         if self.unused_parameters is not None and self.unused_parameters != step.unused:
             self.graph_was_static = False
         self.unused_parameters = step.unused
@@ -349,7 +348,7 @@ class Reducer(BucketExchange):
         number = self.launcher.step
         self.plan.agree()
         try:
-            members = self.plan.rebuild([bucket.members for bucket in self.buckets])
+            members = self.plan.rebuild()
         except RuntimeError as error:
             raise CollectiveError(
                 f"agreeing on new buckets failed before step {number}: {error}. A peer died, or "

@@ -42,7 +42,6 @@ class Step:
     used: bytearray = field(default_factory=bytearray)  # here, by parameter, once it has landed
     calls: list[int] = field(default_factory=list)  # of the hooks (static graph), to come
     called: list[int] = field(default_factory=list)  # parameters by call, where a graph is learned
-    learned: bool = False  # it was the ranks' first one of a static graph
     needed: list[bool] | None = None  # buckets that a rank needs; None: all are sent
     scale: float | None = None  # of gradients that go into a bucket; None: the hook scales
     divisor: int = 0  # not known yet

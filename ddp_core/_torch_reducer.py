@@ -62,7 +62,7 @@ class TorchReducer(Reducer):
         return allreduce_hook(self.group, bucket)
 
     def _set_static_graph(self) -> None:
-        self.settings.static_graph = self.plan.follows_arrival = True
+        self.settings.static_graph = self.plan.static_graph = self.plan.follows_arrival = True
         self._step.calls = self.usage.calls()  # its forward may be over already
 
     def _ddp_graph_static(self) -> bool:

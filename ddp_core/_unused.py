@@ -174,17 +174,11 @@ class Usage:
         self.used.all_reduce()
         return []
 
-    def learn_of_others(self) -> bool:
-        """The same on a rank without inputs; it counts in a first step of its own, later.
-
-        Returns:
-            Whether it is the ranks' first step.
-        """
-        if self.shadowed:
-            return False
-        self.shadowed = True
-        self.used.all_reduce()
-        return True
+    def learn_of_others(self) -> None:
+        """The same on a rank without inputs; it counts in a first step of its own, later."""
+        if not self.shadowed:
+            self.shadowed = True
+            self.used.all_reduce()
 
     def globally_unused(self, members: Sequence[int]) -> list[bool] | None:
         """By parameter, whether no rank has used it; None if all are in use, or count as such."""

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import commhooks
 import ddp_core
 from ddp_core import DistributedDataParallel
+from ddp_core._layout import agree_on
 from tests.distributed import models
 from tests.distributed.harness import run_ranks
 from tests.distributed.models import Breaks, loss_of
@@ -522,6 +523,18 @@ def test_a_pickled_model_says_that_its_hook_is_gone_and_trains_when_it_is_back()
         assert refused is not None
         assert "default process group" in refused[1]
         assert equal
+
+
+def _agreed(rank: int, world_size: int, decides: bool) -> tuple[list[list[int]], bool]:
+    group = dist.group.WORLD
+    assert group is not None
+    buckets, final = ([[2], [0, 1]], decides) if rank == 0 else ([[0, 1, 2]], not decides)
+    return agree_on(buckets, final, group, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("decides", [True, False])
+def test_ranks_agree_on_the_first_ones_buckets(decides):
+    assert run_ranks(_agreed, 3, decides) == [([[2], [0, 1]], decides)] * 3
 
 
 def _many_hooks_one_order(rank: int, world_size: int) -> Tensor:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils.checkpoint import checkpoint
 
 import commhooks
 from commhooks._checkpoint_checksum import checksum
@@ -432,6 +433,39 @@ def _laid_out_after_load(
 def test_our_class_lays_out_by_the_saved_order_of_gradients(options, loads_at, asks_at, apart):
     job = (options, loads_at, asks_at, apart)
     run_ranks(_laid_out_after_load, 2, *job, ignore_warnings=QUIET)
+
+
+class _Twice(torch.nn.Module):
+    """Its last gradient is of the layer that has given the first part of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.twice, self.between = (torch.nn.Linear(16, 16) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.requires_grad_()  # a recomputation without inputs that need a gradient has none itself
+        for layer in (self.twice, self.between, self.twice):
+            x = torch.tanh(checkpoint(layer, x, use_reentrant=True))
+        return x
+
+
+def _static_graph_goes_on(rank: int, world_size: int) -> None:
+    first, second = (CoreDDP(_Twice(), static_graph=True, bucket_cap_mb=0.0005) for _ in range(2))
+    hook, again = (commhooks.register(one, "random_k", ratio=0.2) for one in (first, second))
+    for step in range(4):
+        if step == 1:
+            again.load_state_dict(hook.state_dict())
+        for one in [first, second][: 2 if step else 1]:
+            one.zero_grad()
+            loss_of(one(batch(step, rank, 4, 16))).backward()
+    layouts = [hook.state_dict()["layout"], again.state_dict()["layout"]]
+    assert layouts[0] == layouts[1]
+    assert layouts[0][0][0].startswith("between")
+
+
+def test_a_static_graph_that_goes_on_takes_gradients_when_they_are_complete():
+    run_ranks(_static_graph_goes_on, 2)
 
 
 def _loaded_then_switched(rank: int, world_size: int, coalesce: tuple[bool, bool]) -> None:

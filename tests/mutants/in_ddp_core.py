@@ -7,6 +7,7 @@ from tests.mutants.mutant import Mutant, planted
 UNIT, DISTRIBUTED = "tests/unit", "tests/distributed"
 COLLECTIVES = f"{UNIT}/test_collectives.py"
 LAYOUT = f"{UNIT}/test_layout.py"
+PLAN = f"{UNIT}/test_plan.py"
 CORE = f"{DISTRIBUTED}/test_ddp_core.py"
 PRECISION = f"{DISTRIBUTED}/test_ddp_precision.py"
 STEPS = f"{DISTRIBUTED}/test_ddp_steps.py"
@@ -18,9 +19,9 @@ MUTANTS: list[Mutant] = [
         "ddp_core/_plan.py",
         (
             "saved buckets are taken up by their order only",
-            "            buckets = self._with_sparse(saved)\n            by_arrival, self",
-            "            self.arrival = [i for one in self._with_sparse(saved) for i in one]\n"
-            "            buckets = self._arranged()\n            by_arrival, self",
+            "return [*map(list, saved.members), *sparse]",
+            "order = [index for one in saved.members for index in one]\n"
+            "        return [*arrange(self._parameters, self.caps.limits, order=order), *sparse]",
             f"{RESUME}::test_our_class_goes_on_with_buckets_by_registration",
         ),
         (
@@ -31,9 +32,15 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "other sizes of buckets are no reason to lay out anew",
-            "rebuilt or other_caps or other_groups",
-            "rebuilt or other_groups",
+            "if other_groups or (other_caps and final):",
+            "if other_groups:",
             f"{CORE}::test_a_hook_gets_buckets_of_the_size_it_asks_for",
+        ),
+        (
+            "sizes that are taken back after loading were not asked for",
+            "final = self._stay or (self._saved is not None and self._saved.stage is Stage.FINAL)",
+            "final = self._stay",
+            f"{PLAN}::test_what_is_asked_for_after_loading_is_not_forgotten",
         ),
         (
             "an earlier state's order of gradients stays",
@@ -49,23 +56,45 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "a static graph that goes on learns as if it began",
-            "self._goes_on = bool(saved.members or saved.limits or saved.arrival)",
-            "self._goes_on = False",
+            "self.stage = Stage.NEW if saved.stage is Stage.NEW else Stage.FIRST",
+            "self.stage = Stage.NEW",
             f"{RESUME}::test_our_class_lays_out_by_the_saved_order_of_gradients",
         ),
         (
             "saved buckets win over a layout that was asked for after loading",
-            "replace(self._saved, members=(), limits=limits)",
-            "self._saved",
+            "saved = None if self._anew else self._saved",
+            "saved = self._saved",
             f"{RESUME}::test_our_class_lays_out_by_the_saved_order_of_gradients",
+        ),
+        (
+            "buckets of another size are taken up",
+            "saved is not None and saved.limits == self.caps.limits and self._holds(saved)",
+            "saved is not None and self._holds(saved)",
+            f"{PLAN}::test_the_saved_order_decides_where_the_buckets_do_not_suit",
+        ),
+        (
+            "the compiler's splits move buckets that were taken up",
+            "if self._stay and self.stage is not Stage.TAKEN_UP:",
+            "if self._stay:",
+            f"{PLAN}::test_splits_of_the_compiler_are_known_in_buckets_that_were_taken_up",
+        ),
+    ),
+    *planted(
+        "ddp_core/_reducer.py",
+        (
+            "a static graph's gradients count as complete when their first part comes",
+            "by_last_call = list(dict.fromkeys(reversed(step.called)))[::-1]",
+            "by_last_call = list(dict.fromkeys(step.called))",
+            f"{RESUME}::test_a_static_graph_that_goes_on_takes_gradients_when_they_are_complete",
         ),
     ),
     *planted(
         "ddp_core/_exchange.py",
         (
             "a shadowed first step of a static graph counts as one of the others'",
-            "self.plan.assume_arrival(learned=learned)",
-            "self.plan.assume_arrival(learned=usage.learns)",
+            "            usage.learn_of_others()\n",
+            "            usage.learn_of_others()\n"
+            "            self.plan.stage = type(self.plan.stage).NEW\n",
             f"{DISTRIBUTED}/test_ddp_pairs.py"
             "::test_a_rank_that_is_idle_at_first_rebuilds_with_the_others",
         ),
@@ -125,6 +154,12 @@ MUTANTS: list[Mutant] = [
             "if fill[kind] >= limits[min(position, len(limits) - 1)]:",
             "if fill[kind] > limits[min(position, len(limits) - 1)]:",
             f"{LAYOUT}::test_assignment_is_that_of_torch",
+        ),
+        (
+            "every rank decides by itself whether buckets stay",
+            "return agreed, bool(stays)",
+            "return agreed, final",
+            f"{CORE}::test_ranks_agree_on_the_first_ones_buckets",
         ),
         (
             "the first step launches in registration order",
