@@ -8,8 +8,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from commhooks._bytes import as_bytes
 
 __all__ = ["FIELDS", "checksum", "digest"]
 
@@ -55,7 +56,7 @@ def digest(plain: object, tensors: Mapping[tuple[str, ...], Tensor]) -> str:
     for path in sorted(tensors):
         value = tensors[path].detach()
         add([*path, str(value.dtype), list(value.shape)])
-        flat = value.reshape(-1).view(torch.uint8)
+        flat = as_bytes(value)
         for begin in range(0, flat.numel(), _CHUNK):
             piece = flat[begin : begin + _CHUNK].cpu()
             found.update((ctypes.c_char * piece.numel()).from_address(piece.data_ptr()))

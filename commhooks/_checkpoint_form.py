@@ -28,6 +28,7 @@ __all__ = [
     "SavedBuckets",
     "StateDict",
     "check_layout",
+    "check_limits",
     "rank_fields",
     "read",
     "read_memory",
@@ -208,12 +209,7 @@ def _check_common(state: object, call: str) -> None:
                 f"{_short(state[field])}; the file is damaged"
             )
     check_layout(state.get("layout", []), call)
-    limits = state.get("bucket_bytes", [])
-    if type(limits) is not list or not all(whole_number(one, 0, 2**63 - 1) for one in limits):
-        raise CheckpointError(
-            f"{call}: 'bucket_bytes' is a list of whole numbers, got {_short(limits)}; the file is "
-            f"damaged"
-        )
+    check_limits(state.get("bucket_bytes", []), call)
 
 
 def check_layout(layout: object, call: str) -> None:
@@ -224,6 +220,15 @@ def check_layout(layout: object, call: str) -> None:
         raise CheckpointError(
             f"{call}: 'layout' is a list of lists of parameter names, no name twice, got "
             f"{_short(layout)}; the file is damaged"
+        )
+
+
+def check_limits(limits: object, call: str) -> None:
+    """Sizes of buckets, in bytes."""
+    if type(limits) is not list or not all(whole_number(one, 0, 2**63 - 1) for one in limits):
+        raise CheckpointError(
+            f"{call}: 'bucket_bytes' is a list of whole numbers, got {_short(limits)}; the file is "
+            f"damaged"
         )
 
 

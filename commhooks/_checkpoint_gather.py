@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_object_coll_device
 
+from commhooks._bytes import as_bytes
 from commhooks._errors import RegistrationError
 from commhooks._handshake import handshake
 
@@ -89,7 +90,7 @@ def _send(
     receives = own is None and to in (None, rank)
     flat: list[Tensor] = []
     if own is not None:
-        flat = [value.detach().reshape(-1).view(torch.uint8) for value in own]
+        flat = [as_bytes(value.detach()) for value in own]
         values = [value.detach().cpu() for value in own]
     elif receives:
         values = [torch.empty(shape, dtype=dtype) for _, _, dtype, shape in specs]

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 from commhooks._checkpoint_form import (
     MAX_STEP,
     MemoryDict,
+    SavedBuckets,
     check_layout,
+    check_limits,
     read_memory,
     whole_number,
 )
@@ -19,13 +21,14 @@ from commhooks._scheme import Scheme
 if TYPE_CHECKING:
     from commhooks._state import HookState
 
-__all__ = ["check_pickled", "need_own_memory", "origin", "to_pickle"]
+__all__ = ["buckets_of", "check_pickled", "need_own_memory", "origin", "to_pickle"]
 
 
 def to_pickle(hook: HookState) -> dict[str, Any]:
     """What is pickled: all but the model, the process group and the ledger."""
     engine, hook._attendance.excused = hook._engine, True
     memory: MemoryDict = {}
+    buckets = hook._saved_buckets()
     for key, name, value in engine.memory.items():
         memory.setdefault(key, {})[name] = value.detach().clone()
     return {
@@ -34,7 +37,9 @@ def to_pickle(hook: HookState) -> dict[str, Any]:
         "step": engine.step,
         "history": hook._history,
         "memory": memory,
-        "layout": [list(names) for names in hook._runner.layout],
+        "layout": [list(names) for names in buckets.layout],
+        "bucket_bytes": list(buckets.bucket_bytes),
+        "arrival": None if buckets.arrival is None else list(buckets.arrival),
         "ranks": (engine.rank, engine.world_size) if engine.world_size else hook._pickled_on,
     }
 
@@ -57,13 +62,22 @@ def check_pickled(saved: Any) -> Scheme:
     ):
         raise CheckpointError("the pickled HookState is damaged: its 'ranks' are no numbers")
     read_memory(saved.get("memory"), "memory", "the pickled HookState")
-    check_layout(saved.get("layout", []), "the pickled HookState")
+    layout, limits, arrival = buckets_of(saved)
+    check_layout(layout, "the pickled HookState")
+    check_layout([[] if arrival is None else arrival], "the pickled HookState")
+    check_limits(limits, "the pickled HookState")
     scheme = saved.get("scheme")
     if not isinstance(scheme, Scheme):
         scheme = from_plain(scheme)
     if not isinstance(scheme, Scheme):
         raise CheckpointError("the pickled HookState is damaged: it has no scheme")
     return scheme
+
+
+def buckets_of(saved: dict[str, Any]) -> SavedBuckets:
+    """What a pickled state says of the model's buckets."""
+    layout, limits = saved.get("layout", []), saved.get("bucket_bytes", [])
+    return SavedBuckets(layout, limits, saved.get("arrival"))
 
 
 def origin(hook: HookState) -> str:

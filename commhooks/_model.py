@@ -258,7 +258,7 @@ def _reduced(model: nn.Module) -> list[nn.Parameter]:
     if not isinstance(model, DistributedDataParallel):
         return trained
     reducer: Any = getattr(model, "reducer", None)
-    if isinstance(model, CoreDDP):
+    if isinstance(model, CoreDDP) and reducer is not None:
         reduced = {id(one.parameter) for one in reducer.parameters}
         return [one for one in named if id(one) in reduced]
     if torch._C._current_graph_task_id() >= 0:  # the reducer holds its lock while it calls a hook

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from commhooks._bytes import as_bytes
 from commhooks._errors import SchemeError
 from commhooks._memory import Layout, Memory
 from commhooks._settings import check_settings, shown
@@ -304,7 +305,7 @@ def check_decoded(codec: Codec, decoded: Any, like: Tensor) -> None:
 def pack_payload(payload: dict[str, Tensor]) -> Tensor:
     """All tensors of a payload as flat uint8, widest element first so that views align."""
     parts = sorted(payload.items(), key=lambda item: -item[1].element_size())
-    return torch.cat([value.contiguous().view(-1).view(torch.uint8) for _, value in parts])
+    return torch.cat([as_bytes(value) for _, value in parts])
 
 
 def unpack_payload(packed: Tensor, like: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -274,7 +274,7 @@ class HookState:
         self._pickled_on = saved.get("ranks")
         self._engine.step = saved["step"]
         self._engine.memory.load(saved["memory"])
-        self._loaded_buckets = SavedBuckets(saved.get("layout", []))
+        self._loaded_buckets = _checkpoint_pickle.buckets_of(saved)
         self._runner.restore(self._loaded_buckets.layout)
 
     # ---- what the hook calls
@@ -329,6 +329,16 @@ class HookState:
         """The step's backward pass has raised; ``ddp_core`` calls it."""
         self._runner.step_abandoned()
 
+    def attached(self, model: nn.Module) -> None:
+        """The hook runs on this model from the next step on; ``ddp_core`` calls it.
+
+        A state that was loaded before then hands the model the saved buckets.
+        """
+        if self._model is None:
+            self._adopt(model)
+        if self._runner.layout_to_come:
+            self._go_on_with(self._loaded_buckets)
+
     def forward_begins(self) -> None:
         """The model's forward pass begins; the guard that ``register`` adds calls it."""
         self._runner.forward_begins()
@@ -355,15 +365,12 @@ class HookState:
         if core is None:
             return
         by_name = {self._parameters.name(one): one for one in core.module.parameters()}
-
-        def found(names: Sequence[str]) -> list[nn.Parameter]:
-            known = all(name in by_name for name in names)
-            return [by_name[name] for name in names] if known else []
-
-        layout = list(map(found, buckets.layout))
-        core.restore_layout(
-            layout, buckets.bucket_bytes, found(buckets.arrival or ()), self._agree_after_load
-        )
+        layout, arrival = buckets.layout, buckets.arrival or ()
+        if not all(name in by_name for names in [*layout, arrival] for name in names):
+            layout = arrival = ()  # of a model with other parameters
+        members = [[by_name[name] for name in names] for names in layout]
+        order = [by_name[name] for name in arrival]
+        core.restore_layout(members, buckets.bucket_bytes, order, self._agree_after_load)
 
     def _core(self) -> CoreDDP | None:
         """The model, if it is ``ddp_core``'s and tells this hook of its steps."""

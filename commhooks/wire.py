@@ -30,6 +30,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from commhooks._bytes import as_bytes
 from commhooks._errors import PayloadError
 from commhooks._memory import Layout, Memory
 from commhooks._packed import Draw, PackedCodec
@@ -178,7 +179,7 @@ class Sealed(Wrapper):
             return (yield request)
         tensor = request.tensor
         by_rank = isinstance(request, AllToAll)
-        rows = tensor.contiguous().view(len(tensor) if by_rank else 1, -1).view(torch.uint8)
+        rows = as_bytes(tensor).view(len(tensor) if by_rank else 1, -1)
         sealed = torch.stack([_seal(row) for row in rows])
         arrived = yield request.like(sealed if by_rank else sealed[0])
         ranks = request.ranks or range(ctx.world_size)

@@ -72,8 +72,7 @@ def _compiler() -> tuple[Any, Any]:
                 [inputs[name] for name in bucket.params if name in inputs]
                 for bucket in reversed(self.buckets)
             ]
-            first_step = self._reducer.launcher.step == 0
-            self._reducer.plan.take_splits(chosen, first_step=first_step)
+            self._reducer.plan.take_splits(chosen)
             return compiled
 
     return distributed, Splitter

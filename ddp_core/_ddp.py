@@ -261,7 +261,7 @@ class DistributedDataParallel(TorchNames, TorchDDP):
         if grads:
             reducer.prepare_for_forward()
             if sync:
-                self._hooks.follow_schedule(reducer)
+                self._hooks.follow_schedule(self)
                 reducer.time_forward()
         if work is not None:
             reducer.set_effective_ranks(work, static_world_size=self._divide_by_initial_world_size)

@@ -253,7 +253,7 @@ class BucketExchange:
         if usage.finds:
             usage.used.finish_step()
         launcher.step += 1
-        self.plan.assume_arrival()
+        self.plan.step_ended(None)
         self._begin_step(Step())
         launcher.events.step_landed(step.left_alone)
 

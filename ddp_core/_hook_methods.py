@@ -62,15 +62,15 @@ class HookMethods:
                 "register_comm_hook or register_builtin_comm_hook can only be called once; "
                 "replace_comm_hook(state, hook) changes the hook, remove_comm_hook() removes it"
             )
-        self._hooks.set(hook, state, self.reducer)
+        self._hooks.set(hook, state, self)
 
     def replace_comm_hook(self, state: Any, hook: CommHook) -> None:
         """Uses another hook from the next step on; all ranks call it alike, between two steps."""
-        self._hooks.set(hook, state, self.reducer)
+        self._hooks.set(hook, state, self)
 
     def remove_comm_hook(self) -> None:
         """Averages by a plain all-reduce from the next step on; all ranks call it alike."""
-        self._hooks.set(None, None, self.reducer)
+        self._hooks.set(None, None, self)
 
     def schedule_comm_hook(self, step: int, state: Any, hook: CommHook | None) -> None:
         """Uses a hook (None: the plain all-reduce) from synchronised step ``step`` on."""
@@ -94,10 +94,10 @@ class HookMethods:
         """
         reducer = self.reducer
         present = [one.members for one in reducer.buckets if not one.sparse]
-        members, limits = reducer.plan.to_save(present)
+        members, limits, order = reducer.plan.to_save(present)
         parameter_of = [one.parameter for one in reducer.parameters]
         buckets = [[parameter_of[index] for index in one] for one in members]
-        arrival = [parameter_of[index] for index in reducer.plan.arrival]
+        arrival = [parameter_of[index] for index in order]
         return buckets, list(limits), arrival
 
     def restore_layout(
@@ -116,8 +116,11 @@ class HookMethods:
             agree: called on every rank before that step; raises if they go on from different runs.
         """
         index_of = {id(one.parameter): index for index, one in enumerate(self.reducer.parameters)}
-        members = tuple(tuple(index_of.get(id(one), -1) for one in bucket) for bucket in buckets)
-        order = tuple(index_of.get(id(one), -1) for one in arrival)
+        known = all(id(one) in index_of for bucket in [*buckets, arrival] for one in bucket)
+        if not known:  # another model's, or of one that has trained other parameters
+            buckets, arrival = (), ()
+        members = tuple(tuple(index_of[id(one)] for one in bucket) for bucket in buckets)
+        order = tuple(index_of[id(one)] for one in arrival)
         self.reducer.plan.go_on_from(SavedBuckets(members, tuple(limits), order, agree))
 
     def refresh_layout(self) -> None:

@@ -30,8 +30,9 @@ class CommHooks:
         self.registered: list[Registered] = []  # one, or none
         self._scheduled: dict[int, Registered | None] = {}
 
-    def set(self, hook: CommHook | None, state: Any, reducer: Reducer) -> None:
-        """The hook of all following steps; None: the plain all-reduce."""
+    def set(self, hook: CommHook | None, state: Any, model: Any) -> None:
+        """The hook of all following steps of a model; None: the plain all-reduce."""
+        reducer: Reducer = model.reducer
         if hook is not None:
             check_hook(hook)
         reducer.drop_raised_step()
@@ -42,6 +43,9 @@ class CommHooks:
         self.registered[:] = [] if hook is None else [(hook, state)]
         reducer.launcher.set_hook(self.registered[0] if self.registered else None)
         self._ask_for_layout(reducer, getattr(state, "bucket_group", None))
+        attached = getattr(state, "attached", None)
+        if callable(attached):
+            attached(model)
 
     def schedule(self, step: int, hook: CommHook | None, state: Any, reducer: Reducer) -> None:
         """The hook from synchronised step ``step`` on."""
@@ -55,12 +59,13 @@ class CommHooks:
             )
         self._scheduled[step] = None if hook is None else (hook, state)
 
-    def follow_schedule(self, reducer: Reducer) -> None:
-        """Sets the hook that was scheduled for the coming step, if any."""
+    def follow_schedule(self, model: Any) -> None:
+        """Sets the hook that was scheduled for a model's coming step, if any."""
+        reducer: Reducer = model.reducer
         step = reducer.launcher.step
         if step in self._scheduled:
             hook, state = self._scheduled.pop(step) or (None, None)
-            self.set(hook, state, reducer)
+            self.set(hook, state, model)
             reducer.rebuild()
 
     def refresh_layout(self, reducer: Reducer) -> None:

@@ -28,7 +28,7 @@ class ShadowHook(JoinHook):
         if plans.grads:
             ddp.reducer.prepare_for_forward()
         if plans.sync:
-            ddp._hooks.follow_schedule(ddp.reducer)
+            ddp._hooks.follow_schedule(ddp)
         for after_forward in (False, True):
             if ddp._synchronises_buffers(after_forward=after_forward):
                 ddp._synchronise_buffers(backward_follows=plans.sync, candidate=False)

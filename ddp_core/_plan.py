@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,23 +17,27 @@ __all__ = ["BucketPlan", "SavedBuckets", "Stage"]
 
 
 class Stage(enum.Enum):
-    """How far a model's buckets have come."""
+    """How far the buckets of a model have come."""
 
-    NEW = enum.auto()  # laid out by registration; there was no step yet
-    FIRST = enum.auto()  # the same after the first steps, until the order of gradients is known
-    FINAL = enum.auto()  # laid out by arrival
-    TAKEN_UP = enum.auto()  # another run's final ones
+    NEW = enum.auto()  # there was no step yet
+    FIRST = enum.auto()  # by registration, until the order of gradients is known
+    FINAL = enum.auto()  # they stay, unless other sizes or groups are asked for
 
 
 @dataclass(frozen=True)
 class SavedBuckets:
     """The buckets of another run of the model, which a run that goes on takes up.
 
+    ====================  ====================================================
+    members, limits       buckets laid out by arrival, or that stay as they are
+    members, no limits    buckets of the first step
+    no members, limits    they were to be laid out anew
+    neither               there was no step yet
+    ====================  ====================================================
+
     Attributes:
-        members: indices of the parameters of each bucket, those with sparse gradients left out;
-            none: they were to be laid out anew, or there was no step yet.
-        limits: the sizes, in bytes, at which that run's buckets are full; none: they were not final
-            yet.
+        members: indices of the parameters of each bucket, without those of sparse gradients.
+        limits: the sizes, in bytes, at which that run's buckets are full.
         arrival: indices of all parameters, in the order in which their gradients came in that
             run's last step; none: it is not known.
         agree: called before buckets are laid out; raises if not all ranks go on from the same
@@ -49,7 +54,15 @@ class SavedBuckets:
         """Of the run that was saved; FIRST also where its buckets were to be laid out anew."""
         if self.members and self.limits:
             return Stage.FINAL
-        return Stage.FIRST if self.members or self.limits or self.arrival else Stage.NEW
+        return Stage.FIRST if self.members or self.limits else Stage.NEW
+
+
+class Saving(NamedTuple):
+    """What :class:`SavedBuckets` are made of in another run."""
+
+    members: Sequence[Sequence[int]]
+    limits: tuple[int, ...]
+    arrival: list[int]
 
 
 class BucketPlan:
@@ -64,7 +77,7 @@ class BucketPlan:
         follows_arrival: whether buckets are laid out by arrival once the order of gradients is
             known; without, those by registration stay.
         static_graph: the first step only learns what comes in later ones.
-        stage: of the buckets that there are now.
+        stage: of the buckets, here or in the run that this one goes on from.
         arrival: the order of gradients in the last complete step; none: it is not known.
         group_of: the layout that a scheme asked for.
     """
@@ -82,19 +95,30 @@ class BucketPlan:
         self.stage = Stage.NEW
         self.arrival: list[int] = []
         self.group_of: BucketGroup | None = None
-        self._splits: list[list[int]] = []  # the buckets that the compiler chose
+        self._order: list[int] = []  # by which the buckets were laid out; none: by registration
+        self._steps = 0  # that have ended here
+        # The compiler's buckets come in the first step's forward pass, on the ranks that have
+        # inputs. All ranks therefore agree once, in the second step, whether there are any.
+        self._splits: list[list[int]] = []
+        self._splits_open = True
         # What the next step begins with, if not with the buckets that there are:
-        self._anew = False  # laid out anew, for other sizes, groups or splits
+        self._anew = False  # laid out anew, for other sizes or groups
         self._saved: SavedBuckets | None = None  # another run's, unless they are laid out anew
 
     @property
-    def rebuilt(self) -> bool:
-        """By arrival, here or in the run that this one goes on from."""
-        return self.follows_arrival and self.stage in (Stage.FINAL, Stage.TAKEN_UP)
+    def loaded(self) -> bool:
+        """Whether another run's buckets are to be taken up when the next step begins."""
+        return self._saved is not None
 
     @property
-    def _stay(self) -> bool:
-        return self.rebuilt or not self.follows_arrival
+    def settled(self) -> bool:
+        """No order of gradients changes the buckets any more."""
+        return self.stage is Stage.FINAL or not self.follows_arrival
+
+    @property
+    def rebuilt(self) -> bool:
+        """Laid out by arrival, here or in the run that this one goes on from."""
+        return self.stage is Stage.FINAL and self.follows_arrival
 
     def initial(self) -> list[list[int]]:
         """Buckets of the first step."""
@@ -109,8 +133,8 @@ class BucketPlan:
         """
         other_groups = group_of is not None or self.group_of is not None
         other_caps = caps is not None and caps != self.caps
-        final = self._stay or (self._saved is not None and self._saved.stage is Stage.FINAL)
-        if other_groups or (other_caps and final):  # without, they are laid out by arrival anyway
+        # Buckets that are not settled will be laid out soon in any case, with these sizes.
+        if other_groups or (other_caps and self.settled):
             self._anew = True
         self.group_of = group_of
         self.caps = caps or self.caps
@@ -122,49 +146,51 @@ class BucketPlan:
         scheme asks for), buckets are laid out by that run's order of arrival, if it is known.
         """
         self._saved, self._anew = saved, not saved.members
-        self.stage = Stage.NEW if saved.stage is Stage.NEW else Stage.FIRST  # until the next step
+        self.stage = saved.stage
         complete = sorted(saved.arrival) == list(range(len(self._parameters)))
         self.arrival = list(saved.arrival) if complete else []
 
-    def to_save(
-        self, present: Sequence[Sequence[int]]
-    ) -> tuple[Sequence[Sequence[int]], tuple[int, ...]]:
-        """What another run is to go on from: ``members`` and ``limits`` of :class:`SavedBuckets`.
+    def to_save(self, present: Sequence[Sequence[int]]) -> Saving:
+        """What another run is to go on from.
 
         Args:
             present: indices of the parameters of each dense bucket that there is now.
         """
+        splits_to_come = self._splits_open and self.settled and bool(self._splits)
         if self.stage is Stage.NEW:
-            return (), ()
+            return Saving((), (), self.arrival)
         if self._anew:
-            return (), self.caps.limits
+            return Saving((), self.caps.limits, self.arrival)
         if self._saved is not None:
-            return self._saved.members, self._saved.limits
-        return present, self.caps.limits if self._stay else ()
+            return Saving(self._saved.members, self._saved.limits, self.arrival)
+        if splits_to_come:
+            return Saving((), self.caps.limits, self._order or self.arrival)
+        return Saving(present, self.caps.limits if self.settled else (), self.arrival)
 
-    def take_arrival(self, order: list[int]) -> None:
-        """A step has ended, in which gradients came in this order."""
-        learned = self.static_graph and self.stage is Stage.NEW  # PyTorch takes the second one's
-        if len(order) == len(self._parameters) and not learned:
+    def step_ended(self, order: list[int] | None) -> None:
+        """Takes note of a complete step.
+
+        Args:
+            order: in which gradients came; None on a rank without inputs (join), which takes the
+                order of registration unless it knows another.
+        """
+        learns_only = self.static_graph and self.stage is Stage.NEW  # as in PyTorch
+        order = (self.arrival or list(range(len(self._parameters)))) if order is None else order
+        if len(order) == len(self._parameters) and not learns_only:
             self.arrival = order
         if self.stage is Stage.NEW:
-            self.stage = Stage.FIRST
+            self.stage = Stage.FIRST if self.follows_arrival else Stage.FINAL
+        self._steps += 1
 
-    def assume_arrival(self) -> None:
-        """A step has ended on a rank that saw no gradients arrive (it has no input: join).
-
-        It takes the order of registration, unless it knows one.
-        """
-        self.take_arrival(self.arrival or list(range(len(self._parameters))))
-
-    def take_splits(self, chosen: Sequence[Sequence[int]], *, first_step: bool) -> None:
+    def take_splits(self, chosen: Sequence[Sequence[int]]) -> None:
         """The compiler split a graph: its splits are the buckets when they are rebuilt.
+
+        Only in the first step: one rank's later recompilation must not move buckets.
 
         Args:
             chosen: ids of the parameters of each split, in the order of backward.
-            first_step: one rank's later recompilation must not move buckets.
         """
-        if not first_step:
+        if self._steps:
             return
         index_of = {id(one.parameter): index for index, one in enumerate(self._parameters)}
         new = [[index_of[i] for i in split if i in index_of] for split in chosen]
@@ -177,38 +203,53 @@ class BucketPlan:
             for number, split in enumerate(splits)
         ]
         self._splits = [split for split in own if split]
-        if self._stay and self.stage is not Stage.TAKEN_UP:  # laid out without these splits
-            self._anew = True
 
-    def agree(self) -> None:
-        """Makes sure that all ranks go on from the same state, if this rank does from any."""
+    def compare_loaded(self) -> None:
+        """Raises unless all ranks go on from the same state, if this rank does from any."""
         if self._saved is not None:
             self._saved.agree()
 
-    def rebuild(self) -> list[list[int]] | None:
+    def rebuild(self, present: Sequence[Sequence[int]]) -> list[list[int]] | None:
         """New buckets, if it is time; all ranks come here in the same forward pass.
 
         They take rank 0's, for the ranks may have seen gradients arrive differently.
+
+        Args:
+            present: indices of the parameters of each bucket that there is now.
         """
-        by_arrival = not self._stay and bool(self.arrival)
-        if not (self._anew or self._saved or by_arrival):
+        asked = self._anew or self._saved is not None
+        by_arrival = not self.settled and bool(self.arrival)
+        for_splits = self.settled and self._splits_open and self._steps > 0
+        if not (asked or by_arrival or for_splits):
             return None
-        saved = None if self._anew else self._saved
-        self._anew, self._saved = False, None
-        taken_up = saved is not None and saved.limits == self.caps.limits and self._holds(saved)
-        if saved is not None and (taken_up or (not by_arrival and self._begins_with(saved))):
-            buckets = self._with_sparse(saved)
+        saved = self._to_take_up()
+        order, buckets = self.arrival, [list(one) for one in present]
+        if saved is not None:
+            stage, buckets = saved.stage, self._with_sparse(saved)
         else:
-            buckets = self._arranged()
-        final = self.rebuilt or by_arrival or taken_up
-        agreed, final = agree_on(buckets, final, self._group, self._device)
-        if final:
-            self.stage = Stage.TAKEN_UP if taken_up else Stage.FINAL
+            settles = bool(self.arrival) or not self.follows_arrival
+            stage = Stage.FINAL if settles else Stage.FIRST
+            if not (asked or by_arrival):
+                order = self._order or order  # the splits are all that is new
+            if asked or by_arrival or self._splits:
+                buckets = self._arranged(order)
+        agreed, final = agree_on(buckets, stage is Stage.FINAL, self._group, self._device)
+        if final or self.stage is not Stage.NEW:
+            self.stage = Stage.FINAL if final else Stage.FIRST
+        self._anew, self._saved, self._order = False, None, order
+        known = saved is not None and final  # that run's compiler has split them
+        self._splits_open = self._steps == 0 and not known
         return agreed
 
-    def _begins_with(self, saved: SavedBuckets) -> bool:
-        """Whether its buckets are right until the order of gradients is known."""
-        return self.follows_arrival and saved.stage is Stage.FIRST and self._holds(saved)
+    def _to_take_up(self) -> SavedBuckets | None:
+        """The saved buckets, where they suit."""
+        saved = self._saved
+        if saved is None or self._anew or not self._holds(saved):
+            return None
+        if saved.limits == self.caps.limits:
+            return saved
+        until_arrival = saved.stage is Stage.FIRST and self.follows_arrival and not self.arrival
+        return saved if until_arrival else None
 
     def _holds(self, saved: SavedBuckets) -> bool:
         """Whether its buckets hold this model's parameters, and none of different kinds."""
@@ -222,10 +263,11 @@ class BucketPlan:
         sparse = [[index] for index, one in enumerate(self._parameters) if one.sparse]
         return [*map(list, saved.members), *sparse]
 
-    def _arranged(self) -> list[list[int]]:
-        order = self.arrival or None
+    def _arranged(self, order: list[int]) -> list[list[int]]:
         limits = self.caps.limits
-        if order is None:
+        if not order:
             limits = self.caps.initial(rebuilds=self.follows_arrival)
         splits = [] if self.group_of is not None else self._splits
-        return arrange(self._parameters, limits, order=order, group_of=self.group_of, splits=splits)
+        return arrange(
+            self._parameters, limits, order=order or None, group_of=self.group_of, splits=splits
+        )

@@ -137,6 +137,12 @@ class Reducer(BucketExchange):
             # is that of a forward pass under no_sync.
             step.expecting, step.complete = False, True
             self._landed = self._landed_before
+        if step.expecting and self.plan.loaded:
+            raise RuntimeError(
+                f"a state was loaded between the forward pass and backward of step "
+                f"{self.launcher.step}: this step would be exchanged in other buckets than those "
+                f"of the state. Load it before the forward pass"
+            )
         if step.expecting:
             self._settle_scale()
         self._plain = (
@@ -264,7 +270,7 @@ class Reducer(BucketExchange):
         step = self._step
         unused = set(step.unused)
         arrived = [index for index in step.marked if index not in unused]
-        self.plan.take_arrival(arrived + step.unused)
+        self.plan.step_ended(arrived + step.unused)
         if self.unused_parameters is not None and self.unused_parameters != step.unused:
             self.graph_was_static = False
         self.unused_parameters = step.unused
@@ -346,9 +352,9 @@ class Reducer(BucketExchange):
     def rebuild(self) -> None:
         """Lays buckets out anew, once the order of gradients is known or a layout was asked for."""
         number = self.launcher.step
-        self.plan.agree()
+        self.plan.compare_loaded()
         try:
-            members = self.plan.rebuild()
+            members = self.plan.rebuild([bucket.members for bucket in self.buckets])
         except RuntimeError as error:
             raise CollectiveError(
                 f"agreeing on new buckets failed before step {number}: {error}. A peer died, or "

@@ -38,7 +38,7 @@ class TorchReducer(Reducer):
         return self.buckets != before
 
     def _push_all_rebuilt_params(self) -> None:
-        self.plan.assume_arrival()
+        self.plan.step_ended(None)
 
     def _get_local_used_map(self) -> Tensor:
         return self.usage.used.local()

@@ -73,10 +73,7 @@ def test_splits_become_buckets_gradients_agree_and_communication_overlaps(breaks
     assert next(i for i, b in enumerate(buckets) if "layers.1.weight" in b) > len(buckets) // 2
     # Gradients of a compiled graph come at its end. Unless it was split, all come at once.
     last_gradient = times.last_ready.max()
-    began = times.launched.min()
-    spread = times.last_ready.max() - times.first_ready.min()
     assert (times.launched < last_gradient).sum() >= len(buckets) - 1
-    assert last_gradient - began > 0.3 * spread
     # A bucket's gradients come together: it is exactly one subgraph.
     for _, row in times.iterrows():
         others = times[times.bucket != row.bucket]
@@ -84,24 +81,29 @@ def test_splits_become_buckets_gradients_agree_and_communication_overlaps(breaks
         assert not inside.any()
 
 
-def _joins_after_loading(rank: int, world_size: int) -> None:
-    """Rank 1 has no inputs, so it compiles nothing; both have loaded."""
-    torch._dynamo.reset()
-    options = {"bucket_cap_mb_list": [LAYER / 2**20, 2 * LAYER / 2**20]}
-    first, second = (DistributedDataParallel(Net(), **options) for _ in range(2))
-    hook, again = (commhooks.register(one, "int8") for one in (first, second))
-    for step in range(3):
-        F.softplus(first(batch(step, rank, 8, WIDTH))).mean().backward()
-    compiled = torch.compile(second, backend=aot_eager)
-    again.load_state_dict(hook.state_dict())
-    with second.join():
-        for step in range(0 if rank else 3):
-            F.softplus(compiled(batch(step, rank, 8, WIDTH))).mean().backward()
-    assert again.step == 6
+def _joins_a_compiled_model(rank: int, world_size: int, cases: list[Any]) -> None:
+    """A rank has no inputs in a process's first steps, so it compiles nothing."""
+    for options, saved_at, idle in cases:
+        torch._dynamo.reset()
+        options = {"bucket_cap_mb_list": [LAYER / 2**20, 2 * LAYER / 2**20], **options}
+        first, second = (DistributedDataParallel(Net(), **options) for _ in range(2))
+        hook, again = (commhooks.register(one, "int8") for one in (first, second))
+        for step in range(saved_at):
+            F.softplus(first(batch(step, rank, 8, WIDTH))).mean().backward()
+        compiled = torch.compile(second, backend=aot_eager)
+        if saved_at:
+            again.load_state_dict(hook.state_dict())
+        with second.join():
+            for step in range(0 if rank == idle else 3):
+                F.softplus(compiled(batch(step, rank, 8, WIDTH))).mean().backward()
+        assert again.step == saved_at + 3, (options, saved_at, idle)
 
 
-def test_a_rank_without_inputs_joins_a_compiled_model_that_goes_on():
-    run_ranks(_joins_after_loading, 2)
+def test_a_rank_without_inputs_joins_a_compiled_model():
+    """Whether it goes on from the first step, from later ones, or from none."""
+    fixed = {"find_unused_parameters": True}
+    cases = [({}, 3, 1), ({}, 1, 1), ({}, 1, 0), (fixed, 0, 1), (fixed, 0, 0), (fixed, 3, 1)]
+    run_ranks(_joins_a_compiled_model, 2, cases, timeout=110, ignore_warnings=(".*",))
 
 
 def _compiled_module(rank: int, world_size: int) -> Any:

@@ -143,7 +143,7 @@ def test_a_rank_killed_before_a_lanes_second_round():
 def _in_rebuild(rank: int, world_size: int) -> Seen:
     model = small(mlp())
     if rank == VICTIM:
-        model.reducer.plan.take_arrival = lambda *_, **__: die()  # at the end of the first step
+        model.reducer.plan.step_ended = lambda _: die()  # at the end of the first step
     return survive(model, rank)
 
 

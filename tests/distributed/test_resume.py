@@ -492,6 +492,125 @@ def test_a_loaded_state_switches_to_what_travels_together(coalesce):
     run_ranks(_loaded_then_switched, 2, coalesce)
 
 
+def _loaded_before_it_is_set(rank: int, world_size: int, how: str) -> None:
+    first, second = (CoreDDP(mlp(), bucket_cap_mb=0.0015) for _ in range(2))
+    hook = commhooks.register(first, "random_block", ratio=0.3)
+    for step in range(4):
+        loss_of(first(batch(step, rank, 4, 16))).backward()
+    if how == "pickled":
+        again = pickle.loads(pickle.dumps(hook))
+    else:
+        again = commhooks.HookState("random_block", second, ratio=0.3)
+        again.load_state_dict(hook.state_dict())
+    second.register_comm_hook(again, commhooks.comm_hook)
+    for step in range(4, 7):
+        for one in (first, second):
+            one.zero_grad()
+            loss_of(one(batch(step, rank, 4, 16))).backward()
+        assert torch.equal(gradients(first), gradients(second)), step
+        pair = [[bucket.members for bucket in one.reducer.buckets] for one in (first, second)]
+        assert pair[0] == pair[1], step
+
+
+@pytest.mark.parametrize("how", ["loaded", "pickled"])
+def test_a_state_that_is_loaded_before_its_hook_is_set_has_its_buckets(how):
+    run_ranks(_loaded_before_it_is_set, 2, how)
+
+
+def _loaded_within_a_step(rank: int, world_size: int) -> None:
+    model = CoreDDP(mlp(), bucket_cap_mb=0.0015)
+    hook = commhooks.register(model, "random_k")
+    state = None
+    for step in range(3):
+        loss_of(model(batch(step, rank, 4, 16))).backward()
+        state = hook.state_dict() if step == 1 else state
+    loss = loss_of(model(batch(3, rank, 4, 16)))
+    assert state is not None
+    hook.load_state_dict(state)
+    with pytest.raises(RuntimeError, match="between the forward pass and backward of step 3"):
+        loss.backward()
+    loss_of(model(batch(2, rank, 4, 16))).backward()
+    assert hook.step == 3
+
+
+def test_a_state_that_is_loaded_between_forward_and_backward_is_an_error():
+    run_ranks(_loaded_within_a_step, 2)
+
+
+class _Looked(_Reordered):
+    """With an embedding of sparse gradients, which has a bucket of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(skips=False)
+        self.table = torch.nn.Embedding(8, 16, sparse=True)
+
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        return super().forward(x + self.table(torch.arange(len(x))), step)
+
+
+def _sparse_goes_on(rank: int, world_size: int) -> None:
+    first, second = (CoreDDP(_Looked(), bucket_cap_mb=0.0015) for _ in range(2))
+    hook, again = (commhooks.register(one, "random_k", ratio=0.2) for one in (first, second))
+    for step in range(6):
+        if step == 3:
+            again.load_state_dict(hook.state_dict())
+        for one in [first, second][: 2 if step >= 3 else 1]:
+            one.zero_grad()
+            loss_of(one(batch(step, rank, 4, 16), step)).backward()
+    layouts = [one.state_dict()["layout"] for one in (hook, again)]
+    assert len(layouts[0]) > 1
+    assert layouts[0] == layouts[1]
+
+
+def test_buckets_are_taken_up_beside_sparse_gradients():
+    run_ranks(_sparse_goes_on, 2)
+
+
+def _loaded_with_other_buckets(rank: int, world_size: int, kind: type[TorchDDP]) -> str:
+    states = []
+    for cap in (SMALL, LARGE):
+        model = kind(mlp(), bucket_cap_mb=cap / 1024)
+        hook = commhooks.register(model, "random_k")
+        for step in range(3):
+            loss_of(model(batch(step, rank, 4, 16))).backward()
+        states.append(hook.state_dict())
+    hook.load_state_dict(states[rank])
+    with pytest.raises(commhooks.MismatchError) as raised:
+        loss_of(model(batch(3, rank, 4, 16))).backward()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("kind", [TorchDDP, CoreDDP])
+def test_states_of_a_step_with_other_buckets_are_told_apart(kind):
+    for text in run_ranks(_loaded_with_other_buckets, 2, kind):
+        assert "order of the saved buckets differs between ranks" in text
+
+
+def _renamed(rank: int, world_size: int) -> None:
+    class Inside(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self._orig_mod = _Reordered(skips=False)  # as torch.compile names it
+
+        def forward(self, x: Tensor, step: int) -> Tensor:
+            return self._orig_mod(x, step)
+
+    first = CoreDDP(Inside(), bucket_cap_mb=0.0015)
+    second = CoreDDP(_Reordered(skips=False), bucket_cap_mb=0.0015)
+    hook, again = (commhooks.register(one, "random_k", ratio=0.2) for one in (first, second))
+    for step in range(3):
+        if step == 1:  # the order is known, buckets are not laid out by it yet
+            again.load_state_dict(hook.state_dict())
+        for one in [first, second][: 2 if step else 1]:
+            one.zero_grad()
+            loss_of(one(batch(step, rank, 4, 16), step)).backward()
+    assert hook.state_dict()["layout"] == again.state_dict()["layout"]
+
+
+def test_the_saved_order_of_gradients_is_by_plain_names():
+    run_ranks(_renamed, 2)
+
+
 def _differently_loaded(rank: int, world_size: int, kind: type[TorchDDP]) -> str:
     module = mlp()
     module.register_buffer("count", torch.zeros(300))  # synchronised before the gradients are

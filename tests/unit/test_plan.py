@@ -46,21 +46,20 @@ class Course:
 
     def begin_step(self) -> bool:
         """Whether the ranks had to agree on buckets."""
-        new = self.plan.rebuild()
+        new = self.plan.rebuild(self.buckets)
         self.buckets = self.buckets if new is None else new
         return new is not None
 
     def step(self, order: list[int] = FORWARD) -> bool:
         agreed = self.begin_step()
-        self.plan.take_arrival(list(order))
+        self.plan.step_ended(list(order))
         return agreed
 
     def goes_on(self) -> Course:
         """A run that begins with what this one would save now."""
         plan = self.plan
         other = Course(follows_arrival=plan.follows_arrival, static_graph=plan.static_graph)
-        members, limits = self.plan.to_save(self.buckets)
-        other.plan.go_on_from(saved(members, limits, self.plan.arrival))
+        other.plan.go_on_from(saved(*self.plan.to_save(self.buckets)))
         return other
 
 
@@ -80,8 +79,7 @@ def test_buckets_are_laid_out_by_arrival_once():
 
 def test_without_arrival_the_first_buckets_stay():
     course = Course(follows_arrival=False)
-    assert not course.step()
-    assert not course.step()
+    assert [course.step() for _ in range(3)] == [0, 1, 0]  # the compiler may have split a graph
     assert course.buckets == [[3], [2], [1], [0]]
     assert not course.plan.rebuilt
 
@@ -127,9 +125,9 @@ def after_many(course: Course) -> None:
 def split_by_the_compiler(course: Course) -> None:
     course.begin_step()
     of = [one.parameter for one in course.plan._parameters]
-    course.plan.take_splits([[id(of[3]), id(of[1])], [id(of[2]), id(of[0])]], first_step=True)
-    course.plan.take_arrival([3, 1, 2, 0])
-    for _ in range(2):  # before, a run that goes on cannot know what its compiler will choose
+    course.plan.take_splits([[id(of[3]), id(of[1])], [id(of[2]), id(of[0])]])
+    course.plan.step_ended([3, 1, 2, 0])
+    for _ in range(2):
         course.step([3, 1, 2, 0])
 
 
@@ -171,8 +169,7 @@ def test_a_run_under_way_that_loads_is_as_one_that_begins(happened, kind):
     fresh, busy = first.goes_on(), Course(**kind)
     busy.step([3, 0, 1, 2])
     busy.step()
-    members, limits = first.plan.to_save(first.buckets)
-    busy.plan.go_on_from(saved(members, limits, first.plan.arrival))
+    busy.plan.go_on_from(saved(*first.plan.to_save(first.buckets)))
     for course in (fresh, busy):
         course.plan.request(first.plan.group_of, first.plan.caps)
     for _ in range(4):
@@ -186,7 +183,7 @@ def test_final_buckets_are_taken_up():
     course.plan.go_on_from(FINAL)
     course.step()
     assert course.buckets == [[1], [0], [3], [2]]
-    assert course.plan.stage is Stage.TAKEN_UP
+    assert course.plan.stage is Stage.FINAL
     assert not course.step()
 
 
@@ -223,7 +220,7 @@ def test_what_is_asked_for_after_loading_is_not_forgotten(asked):
     course.plan.go_on_from(FINAL)
     course.plan.request(*asked)
     course.plan.request(None, SMALL)
-    assert course.plan.to_save(course.buckets) == ((), SMALL.limits)
+    assert course.plan.to_save(course.buckets) == ((), SMALL.limits, FORWARD)
     course.step()
     assert course.buckets == [[0], [1], [2], [3]]
 
@@ -237,29 +234,149 @@ def test_the_first_steps_buckets_hold_until_the_order_is_known():
     assert course.buckets == [[0], [1], [2], [3]]
 
 
+SPLITS = [[3, 1], [2, 0]]
+
+
+def compiles(course: Course) -> None:
+    """What the forward pass of a compiled model does."""
+    of = [one.parameter for one in course.plan._parameters]
+    course.plan.take_splits([[id(of[index]) for index in split] for split in SPLITS])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_compilers_splits_become_buckets(kind):
+    course = Course(**kind)
+    split_by_the_compiler(course)
+    assert course.buckets == SPLITS
+    assert not course.step()
+
+
 def test_splits_of_the_compiler_are_known_in_buckets_that_were_taken_up():
     first = Course()
     split_by_the_compiler(first)
-    assert first.buckets == [[3, 1], [2, 0]]
     second = first.goes_on()
-    split_by_the_compiler(second)
-    assert second.buckets == [[3, 1], [2, 0]]
-    assert second.plan.stage is Stage.TAKEN_UP
+    assert second.begin_step()
+    assert second.buckets == SPLITS
+    compiles(second)
+    second.plan.step_ended(FORWARD)
+    assert not second.step()  # no rank has to be asked
+    assert second.buckets == SPLITS
 
 
-def test_splits_come_too_late_for_buckets_that_stay():
-    course = Course(follows_arrival=False)
+def compiled_step(course: Course, order: list[int]) -> None:
+    course.begin_step()
+    compiles(course)
+    course.plan.step_ended(order)
+
+
+@pytest.mark.parametrize("follows_arrival", [True, False])
+def test_a_compiled_run_that_goes_on_is_laid_out_by_the_order_of_the_first_step(follows_arrival):
+    """Orders differ by step; what travels together is what did in the run that was saved."""
+    first = Course(follows_arrival=follows_arrival)
+    compiled_step(first, [2, 0, 3, 1])
+    second = first.goes_on()
+    for course in (first, second):
+        compiled_step(course, [3, 2, 1, 0])
+    third = second.goes_on()  # its buckets have no splits yet
+    for order in (FORWARD, [1, 3, 0, 2]):
+        for course in (first, second, third):
+            compiled_step(course, order)
+    assert first.buckets == second.buckets == third.buckets == [[2, 0], [3, 1]]
+
+
+@pytest.mark.parametrize("follows_arrival", [True, False])
+def test_an_evaluation_that_compiles_before_the_first_step_loses_no_buckets(follows_arrival):
+    course = Course(follows_arrival=follows_arrival)
+    course.plan.go_on_from(FINAL)
+    compiles(course)
+    assert course.plan.to_save(course.buckets) == (FINAL.members, SMALL.limits, FORWARD)
+    course.step()
+    assert course.buckets == [[1], [0], [3], [2]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("goes_on_from", [None, saved(), saved([[3, 2, 1, 0]], (), FORWARD), FINAL])
+def test_a_rank_that_compiles_nothing_agrees_with_the_others(goes_on_from, kind):
+    busy, idle = Course(**kind), Course(**kind)
+    for course in (busy, idle):
+        if goes_on_from is not None:
+            course.plan.go_on_from(goes_on_from)
+    for _ in range(4):
+        assert busy.begin_step() == idle.begin_step()
+        compiles(busy)
+        busy.plan.step_ended(FORWARD)
+        idle.plan.step_ended(None)
+
+
+def test_splits_do_not_mix_what_a_scheme_keeps_apart():
+    course = Course()
+    course.plan.request(lambda name, _: int(name) < 2)
     split_by_the_compiler(course)
-    assert course.buckets == [[3, 1], [2, 0]]
+    assert all(len({index < 2 for index in bucket}) == 1 for bucket in course.buckets)
+
+
+def test_what_is_laid_out_anew_in_the_first_step_is_split_in_the_second():
+    course = Course()
+    course.plan.go_on_from(FINAL)
+    course.begin_step()
+    course.plan.request(ODD_AND_EVEN)
+    course.plan.request(None)
+    course.begin_step()
+    assert course.plan.stage is Stage.FINAL
+    compiles(course)
+    course.plan.step_ended([3, 1, 2, 0])
+    course.step()
+    assert sorted(map(sorted, course.buckets)) == sorted(map(sorted, SPLITS))
+
+
+def test_buckets_by_arrival_are_no_buckets_by_registration():
+    """Those of torch's class, loaded where the first buckets stay."""
+    course = Course(follows_arrival=False)
+    course.plan.go_on_from(saved([[2, 0], [1, 3]]))
+    course.step()
+    assert course.buckets == [[3], [2], [1], [0]]
+
+
+def test_the_last_state_decides_not_what_was_asked_for_before():
+    course = Course()
+    course.plan.request(ODD_AND_EVEN)
+    course.plan.request(None)
+    course.plan.go_on_from(FINAL)
+    course.step()
+    assert course.buckets == [[1], [0], [3], [2]]
+
+
+def test_the_same_groups_asked_for_again_are_laid_out_anew():
+    """Their answers may have changed."""
+    course = Course()
+    switched(course)
+    course.step()
+    course.plan.request(ODD_AND_EVEN)
+    course.step([3, 2, 1, 0])
+    course.plan.request(ODD_AND_EVEN)
+    course.step()
+    assert course.buckets == [[3], [2], [1], [0]]
+
+
+def test_what_the_ranks_could_not_agree_on_is_kept(monkeypatch):
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("a peer died")
+
+    course = Course()
+    course.plan.go_on_from(FINAL)
+    monkeypatch.setattr(_plan, "agree_on", fails)
+    with pytest.raises(RuntimeError, match="a peer died"):
+        course.begin_step()
+    assert course.plan.to_save(course.buckets) == (FINAL.members, SMALL.limits, FORWARD)
 
 
 def test_a_rank_without_input_takes_the_order_of_registration():
     course = Course()
     course.begin_step()
-    course.plan.assume_arrival()
+    course.plan.step_ended(None)
     assert course.plan.arrival == [0, 1, 2, 3]
-    course.plan.take_arrival([2, 1, 0, 3])
-    course.plan.assume_arrival()
+    course.plan.step_ended([2, 1, 0, 3])
+    course.plan.step_ended(None)
     assert course.plan.arrival == [2, 1, 0, 3]
 
 

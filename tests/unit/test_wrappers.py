@@ -53,6 +53,26 @@ class Half(Codec):
         return payload["half"].clone()
 
 
+@dataclass(frozen=True)
+class Strided(Codec):
+    """Sends every fourth entry, as a view."""
+
+    def encode(self, grad: Tensor, ctx: Context) -> dict[str, Tensor]:
+        return {"some": grad[1::4]}
+
+    def decode(self, payload: dict[str, Tensor], like: Tensor, ctx: Context) -> Tensor:
+        out = torch.zeros_like(like)
+        out[1::4] = payload["some"]
+        return out
+
+
+@pytest.mark.parametrize("numel", [1, 2, 4, 5, 9])
+def test_a_payload_may_be_a_view(numel: int) -> None:
+    """A view of one entry counts as contiguous, whatever its stride."""
+    (mean,) = Simulation(Strided(), {"p": (numel,)}, world_size=1).step([torch.ones(numel)])
+    assert mean.tolist() == [float(index % 4 == 1) for index in range(numel)]
+
+
 def gradients(world_size: int, step: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     generator = torch.Generator().manual_seed(100 * step + world_size)
     return [torch.randn(NUMEL, generator=generator).to(dtype) for _ in range(world_size)]
