@@ -49,8 +49,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "our class does not start from the saved buckets",
-            "        core.restore_layout(\n            layout, buckets.bucket_bytes,",
-            "        print(\n            layout, buckets.bucket_bytes,",
+            "        core.restore_layout(members,",
+            "        print(members,",
             f"{DISTRIBUTED}/test_resume.py::test_our_class_goes_on_with_the_saved_buckets",
         ),
         (

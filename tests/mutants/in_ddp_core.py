@@ -32,7 +32,7 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "other sizes of buckets are no reason to lay out anew",
-            "if other_groups or (other_caps and final):",
+            "if other_groups or (other_caps and self.settled):",
             "if other_groups:",
             f"{CORE}::test_a_hook_gets_buckets_of_the_size_it_asks_for",
         ),

@@ -63,7 +63,9 @@ def test_examples_run(page: Path, tmp_path: Path) -> None:
     """In a folder of its own, since pages write files, and what they write is not the tree's."""
     before = set(ROOT.rglob("results/**"))
     blocks = BLOCK.findall(page.read_text())
-    code = "\n".join([PRELUDE, *blocks, "dist.destroy_process_group()"])
+    code = "\n".join(
+        [PRELUDE, *blocks, "if dist.is_initialized():\n    dist.destroy_process_group()"]
+    )
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
         cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
