@@ -1,6 +1,7 @@
 """Gradient communication hooks with compression for PyTorch data-parallel training."""
 
 from commhooks import ddp_comm_hooks, optim
+from commhooks._bucket import Bucket, Result
 from commhooks._cast import Cast
 from commhooks._checkpoint_flat import flatten_state, unflatten_state
 from commhooks._dcp import load_dcp
@@ -26,7 +27,7 @@ from commhooks._per_parameter import PerParameter, Rule, role_of
 from commhooks._register import register, unregister
 from commhooks._registry import names, register_scheme
 from commhooks._schedules import DelayedStart, PeriodicDense, Schedule
-from commhooks._scheme import Codec, Context, Exchanged, Scheme
+from commhooks._scheme import Codec, Scheme
 from commhooks._simulation import Simulation
 from commhooks._state import HookState
 from commhooks._two_phase import TwoPhase
@@ -75,12 +76,12 @@ __all__ = [
     "AveragedFeedback",
     "BatchedPowerSGD",
     "Blockwise",
+    "Bucket",
     "Cast",
     "CheckpointError",
     "Coalesced",
     "Codec",
     "CollectiveError",
-    "Context",
     "DeMo",
     "DelayedStart",
     "Dense",
@@ -88,7 +89,6 @@ __all__ = [
     "DiLoCo",
     "Eden",
     "ErrorFeedback",
-    "Exchanged",
     "FlushResidual",
     "GlobalQSGD",
     "Gossip",
@@ -117,6 +117,7 @@ __all__ = [
     "RandomBlock",
     "RandomK",
     "RegistrationError",
+    "Result",
     "Rule",
     "Scaled",
     "Schedule",

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from commhooks._bucket import Bucket, Result, SchemeExchange
 from commhooks._feedback import keeps_residual
-from commhooks._scheme import Context, Exchanged, Scheme, SchemeExchange
+from commhooks._scheme import Scheme
 from commhooks._wrapper import Wrapper
 from commhooks.kernels import all_finite, scaled_cast
 from ddp_core import AllReduce, Collective, as_request
@@ -41,9 +42,9 @@ class Cast(Wrapper):
         if self.dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(f"Cast(dtype=...) is float16 or bfloat16, got {self.dtype}")
 
-    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
-        inner = self.scheme.exchange(grad, ctx)
-        keep_sent = ctx.keep_unsent or keeps_residual(self.scheme)
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        inner = self.scheme.exchange(bucket)
+        keep_sent = bucket.unsent is not None or keeps_residual(self.scheme)
         try:
             request = as_request(next(inner))
             while True:
@@ -51,7 +52,7 @@ class Cast(Wrapper):
                 narrow, scale = request, 1.0
                 passes = tensor.dtype == self.dtype or not tensor.is_floating_point()
                 if not passes:
-                    narrow, scale = self._narrow(request, ctx.world_size)
+                    narrow, scale = self._narrow(request, bucket.world_size)
                     if keep_sent:
                         request.sent = narrow.tensor.to(tensor.dtype).mul_(scale)
                 try:
@@ -65,11 +66,11 @@ class Cast(Wrapper):
                 if keep_sent and narrow.sent is not None:  # rounded once more by a cast outside
                     request.sent = narrow.sent.to(tensor.dtype).mul_(scale)
                 wide = _widen(arrived, tensor, 1.0 if _is_mean(request) else scale)
-                if self.dtype == torch.float16 and ctx.step % _LOOK_EVERY == 0:
+                if self.dtype == torch.float16 and bucket.step % _LOOK_EVERY == 0:
                     _warn_of_overflow(arrived)
                 request = as_request(inner.send(wide))
         except StopIteration as stop:
-            result: Exchanged = stop.value
+            result: Result = stop.value
             return result
 
     def _narrow(self, request: Collective, world_size: int) -> tuple[Collective, float]:

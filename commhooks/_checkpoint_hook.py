@@ -108,8 +108,8 @@ def _declared(hook: HookState, scheme: Scheme, step: int) -> MemoryDict:
     """The memory that a scheme begins with, by key and name, as it lies in buckets."""
     values: MemoryDict = {}
     for name, shape, dtype, _ in hook._parameters:
-        ctx = hook._engine.context(torch.empty(0, dtype=dtype), lambda: Layout([], []))
-        first = scheme.initial_memory(name, shape, ctx.replace(step=step))
+        bucket = hook._engine.bucket(torch.empty(0, dtype=dtype), Layout([], []))
+        first = scheme.initial_memory(name, shape, bucket.replace(step=step))
         for key, tensor in first.items():
             values.setdefault(key, {})[name] = tensor
     return values

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from commhooks._bucket import Bucket, Result
 from commhooks._errors import SchemeError
 from commhooks._memory import Layout, Memory
-from commhooks._scheme import Context, Exchanged, Scheme
+from commhooks._scheme import Scheme
 from commhooks._settings import check_seed
 from commhooks.kernels import all_finite
 from ddp_core import AllReduce, Exchange
@@ -93,16 +94,16 @@ class Engine:
         with self._lock:
             self._open = None
 
-    def context(self, output: Tensor, find_layout: Callable[[], Layout]) -> Context:
-        """The context of one bucket's exchange in the current step."""
-        return Context(
+    def bucket(self, gradient: Tensor, layout: Layout | Callable[[], Layout]) -> Bucket:
+        """What a scheme is given for one bucket of the current step."""
+        return Bucket(
+            gradient,
+            layout,
             memory=self.memory if self._open is None else self._open.memory,
-            output=output,
             step=self.step,
             rank=self.rank,
             world_size=self.world_size,
             seed=self.seed,
-            find_layout=find_layout,
         )
 
     def exchange(self, grad: Tensor, find_layout: Callable[[], Layout]) -> Exchange:
@@ -117,8 +118,7 @@ class Engine:
                 mean = yield from _exchange_complex(grad, self.scheme)
                 values = torch.view_as_real(mean)
             else:
-                ctx = self.context(grad, find_layout)
-                result = yield from self.scheme.exchange(grad, ctx)
+                result = yield from self.scheme.exchange(self.bucket(grad, find_layout))
                 mean = values = self._checked(result, grad)
                 finite = result.finite
             if self.scheme.stateful:
@@ -131,11 +131,11 @@ class Engine:
         finally:
             self._finish(step)
 
-    def _checked(self, result: Exchanged, grad: Tensor) -> Tensor:
+    def _checked(self, result: Result, grad: Tensor) -> Tensor:
         """The mean in the gradient's shape and dtype, or a clear error."""
-        if not isinstance(result, Exchanged):
+        if not isinstance(result, Result):
             raise SchemeError(
-                f"{type(self.scheme).__name__}.exchange returns Exchanged(mean, ...), "
+                f"{type(self.scheme).__name__}.exchange returns Result(mean, ...), "
                 f"got {type(result).__name__}"
             )
         mean = result.mean

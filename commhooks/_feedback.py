@@ -10,8 +10,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from commhooks._bucket import Bucket, Result, SchemeExchange
 from commhooks._memory import Layout
-from commhooks._scheme import Context, Exchanged, Scheme, SchemeExchange, walk
+from commhooks._scheme import Scheme, walk
 from commhooks._wrapper import Wrapper
 from commhooks.kernels import dequantize, payload_bytes, quantize
 
@@ -100,30 +101,19 @@ class ErrorFeedback(Wrapper):
         super().__post_init__()
         need_contraction(self, self.scheme)
 
-    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
-        memory, layout = ctx.memory, ctx.layout
-        dtype = torch.promote_types(grad.dtype, torch.float32)
-        residual = memory.read(RESIDUAL, layout, device=grad.device, dtype=dtype)
-        corrected = memory.scratch(RESIDUAL, layout, like=residual)
-        if self.scheme.adds_residual:
-            inner = ctx.replace(keep_unsent=True, residual=residual, unsent=corrected)
-            result = yield from self.scheme.exchange(grad, inner)
-            memory.write(RESIDUAL, layout, result.unsent)
-            return result
-        torch.add(grad, residual, out=corrected)
-        result = yield from self.scheme.exchange(corrected, ctx.replace(keep_unsent=True))
-        unsent = result.unsent
-        if result.mean.data_ptr() == corrected.data_ptr():  # the buffer becomes the residual
-            result = result._replace(mean=corrected.clone())
-        if unsent is None:
-            unsent = corrected.zero_() if result.sent is None else corrected.sub_(result.sent)
-        memory.write(RESIDUAL, layout, unsent)
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        memory, layout = bucket.memory, bucket.layout
+        residual = bucket.read(RESIDUAL)
+        unsent = memory.scratch(RESIDUAL, layout, like=residual)
+        inside = bucket.replace(residual=residual, unsent=unsent)
+        result = inside.completed((yield from self.scheme.exchange(inside)))
+        memory.write(RESIDUAL, layout, result.unsent)
         return result
 
-    def initial_memory(self, name: str, shape: torch.Size, ctx: Context) -> dict[str, Tensor]:
-        dtype = torch.promote_types(ctx.output.dtype, torch.float32)
+    def initial_memory(self, name: str, shape: torch.Size, bucket: Bucket) -> dict[str, Tensor]:
+        dtype = bucket.wide_dtype
         residual = torch.zeros(shape, dtype=dtype)
-        return {**self.scheme.initial_memory(name, shape, ctx), RESIDUAL: residual}
+        return {**self.scheme.initial_memory(name, shape, bucket), RESIDUAL: residual}
 
     def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
         if key == RESIDUAL:
@@ -159,17 +149,19 @@ class Scaled(Wrapper):
     biased = True
     variance = 0.0
 
-    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
         factor = 1.0 / (1.0 + self.scheme.variance)
-        result = yield from self.scheme.exchange(grad, ctx)
-        mean, sent, unsent = result.mean, result.sent, result.unsent
-        if sent is not None:
-            sent = sent * factor
-        elif unsent is not None:  # g - factor (g - unsent)
-            unsent = unsent.mul_(factor).add_(grad, alpha=1.0 - factor)
-        elif ctx.keep_unsent:
-            sent = grad * factor
-        return result._replace(mean=mean.mul_(factor), sent=sent, unsent=unsent)
+        if bucket.unsent is None:
+            result = yield from self.scheme.exchange(bucket)
+            return result._replace(mean=result.mean.mul_(factor))
+        # The gradient is needed after the exchange: the mean must not lie in it.
+        inside = bucket.replace(output=torch.empty_like(bucket.output))
+        result = inside.completed((yield from self.scheme.exchange(inside)))
+        assert result.unsent is not None
+        unsent = result.unsent.mul_(factor).add_(bucket.raw, alpha=1.0 - factor)
+        if bucket.residual is not None:
+            unsent.add_(bucket.residual, alpha=1.0 - factor)
+        return Result(result.mean.mul_(factor), unsent=unsent, finite=result.finite)
 
 
 @dataclass(frozen=True)
@@ -209,39 +201,35 @@ class EF21(Wrapper):
         if not 0 <= self.momentum < 1:
             raise ValueError(f"EF21(momentum=...): 0 <= momentum < 1, got {self.momentum!r}")
 
-    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
-        memory, layout = ctx.memory, ctx.layout
-        dtype = torch.promote_types(grad.dtype, torch.float32)
-
-        def read(key: str) -> Tensor:
-            return memory.read(key, layout, device=grad.device, dtype=dtype)
-
-        target = grad.to(dtype)
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        memory, layout = bucket.memory, bucket.layout
+        target = bucket.gradient.to(bucket.wide_dtype)
         if self.momentum:
-            target = torch.lerp(target, read(_VELOCITY), self.momentum)
+            target = torch.lerp(target, bucket.read(_VELOCITY), self.momentum)
             memory.write(_VELOCITY, layout, target)
-        own = read(_OWN)
+        own = bucket.read(_OWN)
         difference = target - own
-        output = torch.empty_like(difference)
-        inner = ctx.replace(keep_unsent=True, output=output, residual=None, unsent=None)
-        handed = difference.clone()
-        result = yield from self.scheme.exchange(handed, inner)
-        if result.unsent is not None:
-            difference -= result.unsent
-        elif result.sent is not None:
-            difference = result.sent
-        memory.write(_OWN, layout, own + difference)
-        total = read(_TOTAL) + result.mean
+        inside = bucket.replace(
+            raw=difference.clone(),
+            residual=None,
+            unsent=torch.empty_like(difference),
+            output=torch.empty_like(difference),
+        )
+        result = inside.completed((yield from self.scheme.exchange(inside)))
+        assert result.unsent is not None
+        sent = difference - result.unsent if result.sent is None else result.sent
+        memory.write(_OWN, layout, own + sent)
+        total = bucket.read(_TOTAL) + result.mean
         memory.write(_TOTAL, layout, total)
-        return Exchanged(ctx.output.copy_(total), finite=result.finite)
+        return Result(bucket.output.copy_(total), finite=result.finite)
 
     def _keys(self) -> tuple[str, ...]:
         return (_OWN, _TOTAL, *((_VELOCITY,) if self.momentum else ()))
 
-    def initial_memory(self, name: str, shape: torch.Size, ctx: Context) -> dict[str, Tensor]:
-        dtype = torch.promote_types(ctx.output.dtype, torch.float32)
+    def initial_memory(self, name: str, shape: torch.Size, bucket: Bucket) -> dict[str, Tensor]:
+        dtype = bucket.wide_dtype
         zeros = {key: torch.zeros(shape, dtype=dtype) for key in self._keys()}
-        return {**self.scheme.initial_memory(name, shape, ctx), **zeros}
+        return {**self.scheme.initial_memory(name, shape, bucket), **zeros}
 
     def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
         if key in self._keys():
@@ -262,16 +250,14 @@ class FlushResidual(Wrapper):
     per_rank: ClassVar[Mapping[str, str]] = {RESIDUAL: "sum"}
     own_keys: ClassVar[tuple[str, ...]] = (RESIDUAL,)
 
-    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
-        memory, layout = ctx.memory, ctx.layout
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        memory, layout = bucket.memory, bucket.layout
         if memory.has(RESIDUAL) and any(
             memory.get(RESIDUAL, name) is not None for name in layout.names
         ):
-            dtype = torch.promote_types(grad.dtype, torch.float32)
-            residual = memory.read(RESIDUAL, layout, device=grad.device, dtype=dtype)
-            grad.add_(residual.to(grad.dtype))
+            bucket.raw.add_(bucket.read(RESIDUAL).to(bucket.raw.dtype))
             memory.write(RESIDUAL, layout, None)
-        return (yield from self.scheme.exchange(grad, ctx))
+        return (yield from self.scheme.exchange(bucket))
 
     def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
         if key == RESIDUAL:
@@ -328,39 +314,30 @@ class AveragedFeedback(Wrapper):
                 f"got {self.reset_every!r}"
             )
 
-    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
-        memory, packed = ctx.memory, _packed_layout(ctx.layout)
-        error = torch.zeros_like(grad, dtype=torch.float32)
-        old = memory.read(_AVERAGED, packed, device=grad.device, dtype=torch.uint8)
-        for entries, payload in _pairs(error, old, ctx.layout, packed):
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        layout, packed = bucket.layout, _packed_layout(bucket.layout)
+        error = torch.zeros_like(bucket.raw, dtype=torch.float32)
+        old = bucket.read(_AVERAGED, packed, torch.uint8)
+        for entries, payload in _pairs(error, old, layout, packed):
             dequantize(payload[None], entries, "int8", _BLOCK)
-        residual = error.to(torch.promote_types(grad.dtype, torch.float32))
-        inner = ctx.replace(keep_unsent=True, residual=None, unsent=None)
-        if self.scheme.adds_residual:
-            inner = inner.replace(residual=residual, unsent=torch.empty_like(residual))
-            result = yield from self.scheme.exchange(grad, inner)
-            unsent = result.unsent
-        else:
-            corrected = grad + residual
-            result = yield from self.scheme.exchange(corrected.clone(), inner)
-            unsent = result.unsent
-            if unsent is None and result.sent is not None:
-                unsent = corrected - result.sent
-        if unsent is None:
-            unsent = torch.zeros_like(residual)
-        sent = grad + residual - unsent if ctx.keep_unsent else None
-        error.mul_(self.decay).add_(unsent, alpha=1 - self.decay)
-        if self.reset_every and (ctx.step + 1) % self.reset_every == 0:
+        residual = error.to(bucket.wide_dtype)
+        inside = bucket.replace(
+            raw=bucket.gradient, residual=residual, unsent=torch.empty_like(residual)
+        )
+        result = inside.completed((yield from self.scheme.exchange(inside)))
+        assert result.unsent is not None
+        error.mul_(self.decay).add_(result.unsent, alpha=1 - self.decay)
+        if self.reset_every and (bucket.step + 1) % self.reset_every == 0:
             error.zero_()
         new = torch.empty_like(old)
-        for entries, payload in _pairs(error, new, ctx.layout, packed):
+        for entries, payload in _pairs(error, new, layout, packed):
             quantize(entries, payload, "int8", _BLOCK)
-        memory.write(_AVERAGED, packed, new)
-        return Exchanged(result.mean, sent=sent, finite=result.finite)
+        bucket.memory.write(_AVERAGED, packed, new)
+        return Result(result.mean, finite=result.finite)
 
-    def initial_memory(self, name: str, shape: torch.Size, ctx: Context) -> dict[str, Tensor]:
+    def initial_memory(self, name: str, shape: torch.Size, bucket: Bucket) -> dict[str, Tensor]:
         empty = torch.zeros(payload_bytes(shape.numel(), "int8", _BLOCK), dtype=torch.uint8)
-        return {**self.scheme.initial_memory(name, shape, ctx), _AVERAGED: empty}
+        return {**self.scheme.initial_memory(name, shape, bucket), _AVERAGED: empty}
 
     def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
         if key != _AVERAGED:
@@ -414,11 +391,9 @@ def _flushing(scheme: Scheme) -> Scheme:
     return FlushResidual(scheme) if scheme.averages and not keeps_residual(scheme) else scheme
 
 
-def take_residual(grad: Tensor, ctx: Context) -> None:
-    """Adds what error feedback has held back to ``grad``, and leaves nothing behind."""
-    memory, layout = ctx.memory, ctx.layout
-    dtype = torch.promote_types(grad.dtype, torch.float32)
-    residual = memory.read(RESIDUAL, layout, device=grad.device, dtype=dtype)
-    grad.add_(residual.to(grad.dtype))
-    empty = memory.scratch(RESIDUAL, layout, like=residual)
-    memory.write(RESIDUAL, layout, empty.zero_())
+def take_residual(bucket: Bucket) -> None:
+    """Adds what error feedback has held back to the gradient, and leaves nothing behind."""
+    residual = bucket.read(RESIDUAL)
+    bucket.raw.add_(residual.to(bucket.raw.dtype))
+    empty = bucket.memory.scratch(RESIDUAL, bucket.layout, like=residual)
+    bucket.memory.write(RESIDUAL, bucket.layout, empty.zero_())

@@ -10,11 +10,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from commhooks._bucket import Bucket, SchemeExchange
 from commhooks._feedback import RESIDUAL, keeps_residual, take_residual
-from commhooks._scheme import Context, Scheme, SchemeExchange
+from commhooks._scheme import Scheme
 from commhooks._settings import Bound
 from commhooks._wrapper import Wrapper
-from commhooks.schemes.dense import Dense
 from ddp_core import AllReduce
 
 __all__ = ["Guard"]
@@ -79,36 +79,36 @@ class Guard(Wrapper):
     def rounds(self) -> int:  # type: ignore[override]
         return self.scheme.rounds + 1
 
-    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
-        if ctx.step < self._known(_UNTIL, ctx):
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        if bucket.step < self._known(_UNTIL, bucket):
             if keeps_residual(self.scheme):
-                take_residual(grad, ctx)
-            return (yield from Dense().exchange(grad, ctx))
-        if (ctx.step + 1) % self.every or not grad.numel():
-            return (yield from self.scheme.exchange(grad, ctx))
-        size = min(self.sample, grad.numel())
-        generator = ctx.generator(f"{ctx.layout.names[0]}/guard")
-        begin = int(torch.randint(grad.numel() - size + 1, (), generator=generator))
+                take_residual(bucket)
+            return (yield from bucket.all_reduce())
+        n = bucket.raw.numel()
+        if (bucket.step + 1) % self.every or not n:
+            return (yield from self.scheme.exchange(bucket))
+        size = min(self.sample, n)
+        generator = bucket.generator(f"{bucket.layout.names[0]}/guard")
+        begin = int(torch.randint(n - size + 1, (), generator=generator))
         part = slice(begin, begin + size)
-        squares = torch.stack([grad.double().square().sum(), self._held(grad, ctx)])
-        exact = torch.cat([grad[part].double(), squares])
-        result = yield from self.scheme.exchange(grad, ctx)
+        gradient = bucket.gradient
+        squares = torch.stack([gradient.double().square().sum(), self._held(bucket)])
+        exact = torch.cat([gradient[part].double(), squares])
+        result = yield from self.scheme.exchange(bucket)
         exact = yield AllReduce(exact)
         off = float((result.mean.view(-1)[part].double() - exact[:size]).norm())
         norm = float(exact[:size].norm())
-        gradient, residual = (math.sqrt(value) for value in exact[size:].tolist())
-        if all(map(math.isfinite, (off, norm, gradient, residual))) and norm and gradient:
-            self._judge(off / norm, residual / gradient, ctx)
+        size_of, residual = (math.sqrt(value) for value in exact[size:].tolist())
+        if all(map(math.isfinite, (off, norm, size_of, residual))) and norm and size_of:
+            self._judge(off / norm, residual / size_of, bucket)
         return result
 
-    def _held(self, grad: Tensor, ctx: Context) -> Tensor:
+    def _held(self, bucket: Bucket) -> Tensor:
         if not keeps_residual(self.scheme):
-            return grad.new_zeros((), dtype=torch.float64)
-        dtype = torch.promote_types(grad.dtype, torch.float32)
-        residual = ctx.memory.read(RESIDUAL, ctx.layout, device=grad.device, dtype=dtype)
-        return residual.double().square().sum()
+            return bucket.raw.new_zeros((), dtype=torch.float64)
+        return bucket.read(RESIDUAL).double().square().sum()
 
-    def _judge(self, error: float, held: float, ctx: Context) -> None:
+    def _judge(self, error: float, held: float, bucket: Bucket) -> None:
         """Notes the measures; where one is too large, settles until when to stay dense."""
         reasons = []
         if self.max_error is not None and error > self.max_error:
@@ -117,24 +117,24 @@ class Guard(Wrapper):
             reasons.append(
                 f"the residual is {held:.3g} times the gradient, at most {self.max_residual:.3g}"
             )
-        looks = ctx.step // self.every
+        looks = bucket.step // self.every
         for key, name, value in ((_ERROR, "error", error), (_HELD, "residual", held)):
-            before = self._known(key, ctx)
+            before = self._known(key, bucket)
             if looks >= 3 and before > 0 and value > self.growth * before:
                 reasons.append(
                     f"the {name} is {value:.3g}, {value / before:.1f} times what it used to be"
                 )
             average = value if not before else 0.8 * before + 0.2 * value
-            self._write(key, average, ctx)
+            self._write(key, average, bucket)
         if not reasons:
             return
-        until = _FOREVER if self.rest is None else ctx.step + 1 + self.rest
-        self._write(_UNTIL, until, ctx)
-        if ctx.rank == 0:
-            names = ", ".join(ctx.layout.names[:3]) + (", ..." if len(ctx.layout) > 3 else "")
+        until = _FOREVER if self.rest is None else bucket.step + 1 + self.rest
+        self._write(_UNTIL, until, bucket)
+        if bucket.rank == 0:
+            names = ", ".join(bucket.layout.names[:3]) + (", ..." if len(bucket.layout) > 3 else "")
             for_long = "from now on" if self.rest is None else f"for {self.rest} steps"
             warnings.warn(
-                f"Guard, step {ctx.step}, bucket of {names}: {'; '.join(reasons)}. Averaging "
+                f"Guard, step {bucket.step}, bucket of {names}: {'; '.join(reasons)}. Averaging "
                 f"densely {for_long}",
                 RuntimeWarning,
                 stacklevel=2,
@@ -142,21 +142,21 @@ class Guard(Wrapper):
 
     # On the host: what every rank knows alike, and decides by before anything is launched.
 
-    def _known(self, key: str, ctx: Context) -> float:
+    def _known(self, key: str, bucket: Bucket) -> float:
         """The largest value of the bucket's parameters."""
-        layout, host = ctx.layout.scalars, torch.device("cpu")
-        values = ctx.memory.read(key, layout, device=host, dtype=torch.float64)
+        layout, host = bucket.layout.scalars, torch.device("cpu")
+        values = bucket.memory.read(key, layout, device=host, dtype=torch.float64)
         return float(values.max()) if len(layout) else 0.0
 
-    def _write(self, key: str, value: float, ctx: Context) -> None:
-        layout = ctx.layout.scalars
+    def _write(self, key: str, value: float, bucket: Bucket) -> None:
+        layout = bucket.layout.scalars
         values = torch.full((len(layout),), float(value), dtype=torch.float64)
-        ctx.memory.note(key, layout, values)
+        bucket.memory.note(key, layout, values)
 
-    def initial_memory(self, name: str, shape: torch.Size, ctx: Context) -> dict[str, Tensor]:
+    def initial_memory(self, name: str, shape: torch.Size, bucket: Bucket) -> dict[str, Tensor]:
         zero = torch.zeros((), dtype=torch.float64)
         return {
-            **self.scheme.initial_memory(name, shape, ctx),
+            **self.scheme.initial_memory(name, shape, bucket),
             **{key: zero.clone() for key in _KEYS},
         }
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from commhooks._packed import Draw, PackedCodec, dense_exchange, spans
-from commhooks._scheme import Context, Scheme, SchemeExchange
-from commhooks._work import Work
+from commhooks._bucket import Bucket, SchemeExchange
+from commhooks._packed import Draw, PackedCodec, spans
+from commhooks._scheme import Scheme
 from ddp_core import AllGather, AllToAll
 
 __all__ = ["Hierarchical"]
@@ -47,7 +47,6 @@ class Hierarchical(Scheme):
     local_size: int | None = None
 
     rounds = 4
-    adds_residual = True
 
     def __post_init__(self) -> None:
         for name in ("inside", "between"):
@@ -75,14 +74,14 @@ class Hierarchical(Scheme):
         local = self.local_size or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         return math.gcd(local, world_size)
 
-    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
-        world_size, n = ctx.world_size, grad.numel()
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        world_size, n = bucket.world_size, bucket.raw.numel()
         local = self.node_size(world_size)
         nodes = world_size // local
         if local == 1 or nodes == 1:
             codec = self.between if local == 1 else self.inside
-            return (yield from codec.exchange(grad, ctx))
-        node, place = divmod(ctx.rank, local)
+            return (yield from codec.exchange(bucket))
+        node, place = divmod(bucket.rank, local)
         mates = range(node * local, (node + 1) * local)
         partners = range(place, world_size, local)
 
@@ -90,41 +89,40 @@ class Hierarchical(Scheme):
         parts = self.inside.cut(spans(n, local, unit))
         cuts = [self.between.shards(one.end - one.begin, nodes) for one in parts]
         width = cuts[0][0].nbytes
-        if world_size * width >= n * grad.element_size():
-            return (yield from dense_exchange(grad, ctx))
-        work = Work(grad, ctx)
+        if world_size * width >= bucket.raw.nbytes:
+            return (yield from bucket.all_reduce())
+        inner = bucket.in_float32()
 
         # Inside: this rank gets its part of the bucket from all ranks of the node.
-        draws = [Draw(ctx, at, "worker", "inside/") for at in range(local)]
-        rows = self.inside.pack_shards(work.x, parts, draws, work.residual, work.left)
+        draws = [Draw(inner, at, "worker", "inside/") for at in range(local)]
+        rows = self.inside.pack_shards(inner.raw, parts, draws, inner.residual, inner.unsent)
         received = yield AllToAll(rows, mates)
         begin, end, nbytes = parts[place]
-        mean = torch.empty(end - begin, dtype=torch.float32, device=grad.device)
+        mean = torch.empty(end - begin, dtype=torch.float32, device=inner.raw.device)
         if begin < end:
             rows = received[:, :nbytes].contiguous()
             self.inside.unpack(rows, mean, draws[place], 1.0 / local)
 
         # Between: that part's node means, in two phases.
-        draws = [Draw(ctx, at, "worker", f"between/{place}/") for at in range(nodes)]
-        lost = None if work.left is None else torch.zeros_like(mean)
+        draws = [Draw(inner, at, "worker", f"between/{place}/") for at in range(nodes)]
+        lost = None if inner.unsent is None else torch.zeros_like(mean)
         rows = self.between.pack_shards(mean, cuts[place], draws, None, lost)
         received = yield AllToAll(_padded(rows, width), partners)
         if lost is not None:
             lost.mul_(float(local))
         again = self.between.repack_shard(
-            *(received, cuts[place], node, ctx, lost, world_size, f"between/{place}/")
+            *(received, cuts[place], node, inner, lost, world_size, f"between/{place}/")
         )
         gathered = yield AllGather(_padded(again, width), partners)
-        if work.left is not None and lost is not None:
-            work.left[begin:end] += lost
+        if inner.unsent is not None and lost is not None:
+            inner.unsent[begin:end] += lost
 
         # Inside: what came back, byte by byte.
         everything = yield AllGather(gathered, mates)
-        out = work.output()
         for at, (part, cut, payloads) in enumerate(zip(parts, cuts, everything, strict=True)):
-            draws = [Draw(ctx, i, "server", f"between/{at}/") for i in range(nodes)]
-            self.between.unpack_shards(payloads, out[part.begin : part.end], cut, draws)
-        return work.exchanged(out)
+            draws = [Draw(inner, i, "server", f"between/{at}/") for i in range(nodes)]
+            self.between.unpack_shards(payloads, inner.output[part.begin : part.end], cut, draws)
+        return bucket.result_of(inner)
 
 
 def _padded(rows: Tensor, width: int) -> Tensor:

@@ -16,17 +16,16 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from commhooks._scheme import Context, Exchanged, Scheme, SchemeExchange
-from commhooks._work import Work
+from commhooks._bucket import Bucket, SchemeExchange
+from commhooks._scheme import Scheme
 from commhooks.kernels import Stream
-from ddp_core import AllGather, AllReduce, AllToAll, Collective
+from ddp_core import AllGather, AllToAll, Collective
 
 __all__ = [
     "Draw",
     "PackedCodec",
     "Pattern",
     "Shard",
-    "dense_exchange",
     "spans",
 ]
 
@@ -41,11 +40,11 @@ class Draw:
         noise: for stochastic rounding; of this rank and phase alone.
         shared: the same on every rank and in both phases.
         anew: the same on every rank, and another in each phase.
-        ctx: for other draws, from ``ctx.generator``; of this phase.
+        bucket: for other draws, from ``bucket.generator``; of this phase.
     """
 
-    def __init__(self, ctx: Context, shard: int, phase: str, purpose: str = "") -> None:
-        self._whole, self._place, self._again = ctx, (shard, purpose), phase != "worker"
+    def __init__(self, bucket: Bucket, shard: int, phase: str, purpose: str = "") -> None:
+        self._whole, self._place, self._again = bucket, (shard, purpose), phase != "worker"
         self._shard, self._phase = f"{purpose}{shard}", f"{purpose}{phase}/{shard}"
 
     @property
@@ -67,20 +66,8 @@ class Draw:
         return self._whole.random(self._phase, shared=True) if self._again else self.shared
 
     @cached_property
-    def ctx(self) -> Context:
+    def bucket(self) -> Bucket:
         return self._whole.part(self._phase)
-
-
-def dense_exchange(grad: Tensor, ctx: Context) -> SchemeExchange:
-    """One all-reduce of a bucket that does not pay to compress."""
-    grad = ctx.corrected(grad)
-    request = AllReduce(grad.clone() if ctx.keep_unsent else grad)
-    mean = yield request
-    mean = mean if mean.dtype == ctx.output.dtype else ctx.output.copy_(mean)
-    if ctx.unsent is None:
-        return Exchanged(mean, sent=request.sent)
-    unsent = ctx.unsent.zero_() if request.sent is None else ctx.unsent.sub_(request.sent)
-    return Exchanged(mean, unsent=unsent)
 
 
 class Shard(NamedTuple):
@@ -104,7 +91,6 @@ class PackedCodec(Scheme):
 
     pattern: Pattern = "two_phase"
     unit: int = 1
-    adds_residual = True
 
     @property
     def rounds(self) -> int:  # type: ignore[override]
@@ -155,20 +141,19 @@ class PackedCodec(Scheme):
 
     # ---- how payloads travel
 
-    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
-        n, world_size = grad.numel(), ctx.world_size
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        n, world_size = bucket.raw.numel(), bucket.world_size
         shards = self.shards(n, world_size if self.pattern == "two_phase" else 1)
-        dense_bytes = n * grad.element_size()
+        dense_bytes = bucket.raw.nbytes
         small = len(shards) * shards[0].nbytes < dense_bytes
         if not (small and self.pays(n, dense_bytes, world_size)):
-            return (yield from dense_exchange(grad, ctx))
-        work = Work(grad, ctx)
-        out = work.output()
+            return (yield from bucket.all_reduce())
+        inside = bucket.in_float32()
         if self.pattern == "two_phase":
-            yield from self._two_phase(work, out, shards, ctx)
+            yield from self._two_phase(inside, shards)
         else:
-            yield from self._all_gather(work, out, ctx)
-        return work.exchanged(out)
+            yield from self._all_gather(inside)
+        return bucket.result_of(inside)
 
     def shards(self, n: int, count: int) -> list[Shard]:
         """``n`` entries in ``count`` shards, equal multiples of the unit; the last may be short."""
@@ -178,21 +163,24 @@ class PackedCodec(Scheme):
         """Shards of these begins and ends."""
         return [Shard(begin, end, self.payload_bytes(end - begin)) for begin, end in parts]
 
-    def _all_gather(self, work: Work, out: Tensor, ctx: Context) -> Rounds:
-        payload = out.new_empty(self.payload_bytes(out.numel()), dtype=torch.uint8)
-        draw = Draw(ctx, 0, "worker")
-        self.pack(work.x, payload, draw, work.residual, work.left)
+    def _all_gather(self, bucket: Bucket) -> Rounds:
+        x = bucket.raw
+        payload = x.new_empty(self.payload_bytes(x.numel()), dtype=torch.uint8)
+        draw = Draw(bucket, 0, "worker")
+        self.pack(x, payload, draw, bucket.residual, bucket.unsent)
         gathered = yield AllGather(payload)
-        self.unpack(gathered, out, draw, 1.0 / ctx.world_size)
+        self.unpack(gathered, bucket.output, draw, 1.0 / bucket.world_size)
 
-    def _two_phase(self, work: Work, out: Tensor, shards: list[Shard], ctx: Context) -> Rounds:
-        draws = [Draw(ctx, r, "worker") for r in range(len(shards))]
-        rows = self.pack_shards(work.x, shards, draws, work.residual, work.left)
+    def _two_phase(self, bucket: Bucket, shards: list[Shard]) -> Rounds:
+        draws = [Draw(bucket, r, "worker") for r in range(len(shards))]
+        rows = self.pack_shards(bucket.raw, shards, draws, bucket.residual, bucket.unsent)
         received = yield AllToAll(rows)
-        again = self.repack_shard(received, shards, ctx.rank, ctx, work.left, ctx.world_size)
+        again = self.repack_shard(
+            received, shards, bucket.rank, bucket, bucket.unsent, bucket.world_size
+        )
         gathered = yield AllGather(again)
-        draws = [Draw(ctx, r, "server") for r in range(len(shards))]
-        self.unpack_shards(gathered, out, shards, draws)
+        draws = [Draw(bucket, r, "server") for r in range(len(shards))]
+        self.unpack_shards(gathered, bucket.output, shards, draws)
 
     def pack_shards(
         self,
@@ -216,7 +204,7 @@ class PackedCodec(Scheme):
         received: Tensor,
         shards: list[Shard],
         own: int,
-        ctx: Context,
+        bucket: Bucket,
         left: Tensor | None,
         weight: int,
         purpose: str = "",
@@ -230,7 +218,7 @@ class PackedCodec(Scheme):
         again = received.new_zeros(shards[0].nbytes)
         if begin < end:
             lost = None if left is None else torch.empty_like(left[begin:end])
-            draw = Draw(ctx, own, "server", purpose)
+            draw = Draw(bucket, own, "server", purpose)
             rows = received[:, :nbytes].contiguous()
             self.repack(rows, again[:nbytes], end - begin, draw, 1.0 / len(rows), lost)
             if left is not None and lost is not None:

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from commhooks._bucket import Bucket, Result, SchemeExchange
 from commhooks._feedback import flushing, keeps_residual
-from commhooks._memory import Layout
-from commhooks._scheme import Context, Exchanged, Scheme, SchemeExchange, walk
+from commhooks._scheme import Scheme, walk
 from commhooks._settings import check_settings, shown
 from commhooks._wrapper import Several
 from ddp_core import AllReduce, Collective, as_request
@@ -134,9 +134,9 @@ class PerParameter(Several):
         which = self.choose(name, shape, dtype)
         return which, self.schemes[which].bucket_group(name, shape, dtype)
 
-    def initial_memory(self, name: str, shape: torch.Size, ctx: Context) -> dict[str, Tensor]:
-        scheme = self.schemes[self.choose(name, shape, ctx.output.dtype)]
-        return scheme.initial_memory(name, shape, ctx)
+    def initial_memory(self, name: str, shape: torch.Size, bucket: Bucket) -> dict[str, Tensor]:
+        scheme = self.schemes[self.choose(name, shape, bucket.output.dtype)]
+        return scheme.initial_memory(name, shape, bucket)
 
     def choose(self, name: str, shape: torch.Size, dtype: torch.dtype) -> int:
         """Position in ``schemes`` of the scheme for a parameter."""
@@ -145,29 +145,25 @@ class PerParameter(Several):
                 return self.schemes.index(rule.scheme)
         return self.schemes.index(self.default)
 
-    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
-        layout = ctx.layout
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        layout = bucket.layout
         chosen: dict[int, list[int]] = {}
         for position, (name, shape) in enumerate(zip(layout.names, layout.shapes, strict=True)):
-            which = self.choose(name, shape, ctx.output.dtype)
+            which = self.choose(name, shape, bucket.output.dtype)
             chosen.setdefault(which, []).append(position)
         schemes = self.schemes
         if keeps_residual(self):  # a residual of another scheme must not stay behind
             schemes = [flushing(scheme) for scheme in schemes]
-        parts = [_Part(schemes[which], grad, ctx, chosen[which]) for which in sorted(chosen)]
-        if len(parts) == 1:
-            return (yield from parts[0].scheme.exchange(grad, ctx))
+        if len(chosen) == 1:
+            (which,) = chosen
+            return (yield from schemes[which].exchange(bucket))
+        parts = [_Part(schemes[which], bucket, chosen[which]) for which in sorted(chosen)]
         yield from _side_by_side(parts)
         for part in parts:
-            part.put_back(ctx.output)
+            part.put_back(bucket)
         flags = [part.result.finite for part in parts if part.result.finite is not None]
         finite = torch.stack(flags).all() if len(flags) == len(parts) else None
-        sent = None
-        if ctx.keep_unsent:
-            sent = torch.empty_like(grad)
-            for part in parts:
-                part.put_sent(sent)
-        return Exchanged(ctx.output, sent=sent, finite=finite)
+        return Result(bucket.output, unsent=bucket.unsent, finite=finite)
 
 
 def warn_of_idle_rules(
@@ -207,20 +203,22 @@ def _idle(rule: Rule, names: Sequence[str], hidden: bool) -> str:
 class _Part:
     """The parameters of a bucket that share a scheme, gathered into a flat tensor of their own."""
 
-    def __init__(self, scheme: Scheme, grad: Tensor, ctx: Context, positions: list[int]) -> None:
-        whole = ctx.layout
+    def __init__(self, scheme: Scheme, bucket: Bucket, positions: list[int]) -> None:
+        whole = bucket.layout
         self.scheme = scheme
-        self.layout: Layout = whole.pick(positions)
         self.spans = [(whole.offsets[i], whole.offsets[i + 1]) for i in positions]
-        self.grad = torch.cat([grad[begin:end] for begin, end in self.spans])
-        self.before = self.grad.clone() if ctx.keep_unsent else self.grad
-        inside = ctx.replace(
-            output=torch.empty_like(self.grad, dtype=ctx.output.dtype),
-            find_layout=lambda: self.layout,
+        gradient = torch.cat([bucket.gradient[begin:end] for begin, end in self.spans])
+        kept = bucket.unsent is not None
+        self.bucket = bucket.replace(
+            raw=gradient,
+            residual=None,
+            unsent=torch.empty_like(gradient, dtype=bucket.wide_dtype) if kept else None,
+            output=torch.empty_like(gradient, dtype=bucket.output.dtype),
+            layout=whole.pick(positions),
         )
-        self.exchange = scheme.exchange(self.grad, inside)
+        self.exchange = scheme.exchange(self.bucket)
         self.request: Collective | None = None
-        self.result = Exchanged(self.grad)
+        self.result = Result(gradient)
 
     def advance(self, answer: Tensor | None) -> None:
         """Runs to the next request, or to the end."""
@@ -230,20 +228,18 @@ class _Part:
         except StopIteration as stop:
             self.request, self.result = None, stop.value
 
-    def put_back(self, output: Tensor) -> None:
-        """Writes the mean to where the parameters are in the bucket."""
-        for (begin, end), piece in zip(
-            self.spans, self.result.mean.split(self.layout.sizes), strict=True
-        ):
-            output[begin:end].copy_(piece)
+    def put_back(self, bucket: Bucket) -> None:
+        """Writes the mean, and what is not sent, to where the parameters are in the bucket."""
+        if bucket.unsent is not None:
+            self.result = self.bucket.completed(self.result)
+            assert self.result.unsent is not None
+            self._put(self.result.unsent, bucket.unsent)
+        self._put(self.result.mean, bucket.output)
 
-    def put_sent(self, sent: Tensor) -> None:
-        """Writes this rank's share to where the parameters are in the bucket."""
-        share = self.result.sent if self.result.sent is not None else self.before
-        if self.result.unsent is not None:
-            share = self.before - self.result.unsent
-        for (begin, end), piece in zip(self.spans, share.split(self.layout.sizes), strict=True):
-            sent[begin:end].copy_(piece)
+    def _put(self, flat: Tensor, into: Tensor) -> None:
+        pieces = flat.split(self.bucket.layout.sizes)
+        for (begin, end), piece in zip(self.spans, pieces, strict=True):
+            into[begin:end].copy_(piece)
 
 
 def _side_by_side(parts: list[_Part]) -> SchemeExchange:
@@ -267,7 +263,7 @@ def _side_by_side(parts: list[_Part]) -> SchemeExchange:
         ):
             request.sent = None if share is None else share.view(request.tensor.shape)
             part.advance(request.tensor.copy_(piece.view(request.tensor.shape)))
-    return Exchanged(parts[0].grad)
+    return parts[0].result
 
 
 def _mergeable(first: Collective, other: Collective | None) -> bool:

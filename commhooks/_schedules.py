@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from commhooks._bucket import Bucket, SchemeExchange
 from commhooks._feedback import flushing, keeps_residual, take_residual
-from commhooks._scheme import Context, Scheme, SchemeExchange, walk
+from commhooks._scheme import Scheme, walk
 from commhooks._settings import fitting, shown
 from commhooks._wrapper import Several, Wrapper, any_error, need_scheme
 from commhooks.schemes.dense import Dense
@@ -65,11 +66,11 @@ class DelayedStart(Wrapper):
     def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
         return any_error((self.scheme, self.before), key, value, parameter)
 
-    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
-        scheme = self.before if ctx.step < self.start_step else self.scheme
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        scheme = self.before if bucket.step < self.start_step else self.scheme
         if scheme is self.scheme and keeps_residual(self.before):
             scheme = flushing(scheme)
-        return (yield from scheme.exchange(grad, ctx))
+        return (yield from scheme.exchange(bucket))
 
 
 @dataclass(frozen=True)
@@ -107,12 +108,12 @@ class PeriodicDense(Wrapper):
     def rounds(self) -> int:  # type: ignore[override]
         return max(1, self.scheme.rounds)
 
-    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
-        if (ctx.step + 1) % self.every:
-            return (yield from self.scheme.exchange(grad, ctx))
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        if (bucket.step + 1) % self.every:
+            return (yield from self.scheme.exchange(bucket))
         if keeps_residual(self.scheme):
-            take_residual(grad, ctx)
-        return (yield from Dense().exchange(grad, ctx))
+            take_residual(bucket)
+        return (yield from bucket.all_reduce())
 
 
 @dataclass(frozen=True)
@@ -162,14 +163,14 @@ class Schedule(Several):
         found: Scheme = [scheme for begin, scheme in self.parts if begin <= step][-1]
         return found
 
-    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
-        scheme = self.at(ctx.step)
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        scheme = self.at(bucket.step)
         if any(keeps_residual(one) for one in self.schemes):
             scheme = flushing(scheme)
-        return (yield from scheme.exchange(grad, ctx))
+        return (yield from scheme.exchange(bucket))
 
     def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
         return any_error([flushing(one) for one in self.schemes], key, value, parameter)
 
-    def initial_memory(self, name: str, shape: torch.Size, ctx: Context) -> dict[str, Tensor]:
-        return self.at(ctx.step).initial_memory(name, shape, ctx)
+    def initial_memory(self, name: str, shape: torch.Size, bucket: Bucket) -> dict[str, Tensor]:
+        return self.at(bucket.step).initial_memory(name, shape, bucket)

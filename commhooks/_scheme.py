@@ -1,34 +1,29 @@
 """What a scheme is: straight-line code that turns a local gradient into the averaged one.
 
 A scheme yields collectives and is sent their results. Its settings are frozen fields, what it
-remembers lives in ``ctx.memory``, and it neither knows nor cares which driver runs it.
+remembers lives in ``bucket.memory``, and it neither knows nor cares which driver runs it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import cached_property, wraps
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from dataclasses import fields, is_dataclass
+from functools import wraps
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from commhooks._bytes import as_bytes
+from commhooks._bucket import Bucket, Result, SchemeExchange
 from commhooks._errors import SchemeError
-from commhooks._memory import Layout, Memory
 from commhooks._settings import check_settings, shown
-from commhooks.kernels import Stream
-from ddp_core import AllGather, AllReduce, Collective
+from ddp_core import AllGather, AllReduce
 
 __all__ = [
     "Codec",
-    "Context",
-    "Exchanged",
     "Scheme",
-    "SchemeExchange",
     "check_decoded",
     "checked_payload",
     "children",
@@ -36,104 +31,6 @@ __all__ = [
     "unpack_payload",
     "walk",
 ]
-
-
-class Exchanged(NamedTuple):
-    """What one exchange of a bucket gave.
-
-    Attributes:
-        mean: flat averaged gradient, the same bits on every rank.
-        sent: what this rank's share decoded to, flat; the mean of it over ranks is ``mean``.
-            None: everything was sent.
-        unsent: ``grad - sent``, where the scheme computed it cheaper than by subtracting.
-        finite: one bool, the same on every rank; None where the scheme did not look.
-    """
-
-    mean: Tensor
-    sent: Tensor | None = None
-    unsent: Tensor | None = None
-    finite: Tensor | None = None
-
-
-SchemeExchange = Generator[Collective, Tensor, Exchanged]
-
-
-@dataclass
-class Context:
-    """Where an exchange runs: bucket layout, step, ranks, memory, random streams.
-
-    Attributes:
-        memory: tensors that survive the step, see :class:`commhooks.Memory`.
-        output: flat tensor in the gradient's dtype that may take the mean; may be ``grad`` itself.
-        step: counts synchronised backward passes from 0.
-        rank, world_size: within the process group.
-        seed: base of all random streams; the same on every rank.
-        keep_unsent: error feedback needs ``sent`` or ``unsent``; without it they may be omitted.
-            With it, ``grad`` is left as it was, unless it is ``output`` or returned as ``unsent``.
-        residual: float32 (float64), flat, only for schemes that say ``adds_residual``: to be added
-            to ``grad`` and left as it is.
-        unsent: same dtype and size, given with ``residual``: what is not sent goes there.
-        agreed: what a scheme found out together with the other ranks, for its own later rounds.
-    """
-
-    memory: Memory
-    output: Tensor
-    step: int = 0
-    rank: int = 0
-    world_size: int = 1
-    seed: int = 0
-    keep_unsent: bool = False
-    residual: Tensor | None = None
-    unsent: Tensor | None = None
-    agreed: Any = None
-    find_layout: Any = None
-
-    @cached_property
-    def layout(self) -> Layout:
-        """Parameter names and shapes in the flat gradient."""
-        layout: Layout = self.find_layout()
-        return layout
-
-    def replace(self, **changes: Any) -> Context:
-        """The same context but for ``changes``."""
-        return replace(self, **changes)
-
-    def part(self, purpose: str) -> Context:
-        """For a part of the bucket: the same, but for draws of its own."""
-        return replace(self, seed=_number(f"{self.seed}/{purpose}") >> 1)
-
-    def corrected(self, grad: Tensor) -> Tensor:
-        """``grad``; where there is a residual, their sum, which lies in ``unsent`` then."""
-        if self.residual is None:
-            return grad
-        return torch.add(grad, self.residual, out=self.unsent)
-
-    def generator(
-        self, name: str, *, shared: bool = True, step: int | None = None
-    ) -> torch.Generator:
-        """A CPU random generator keyed by parameter name and step, and by rank unless ``shared``.
-
-        Keyed draws need no state in a checkpoint, and do not depend on the bucket layout.
-        """
-        step = self.step if step is None else step
-        text = f"{self.seed}/{name}/{step}/{'shared' if shared else self.rank}"
-        return torch.Generator().manual_seed(_number(text) >> 1)
-
-    def random(self, purpose: str, *, shared: bool) -> Stream:
-        """Random bits for kernels, on the gradient's device: of this bucket, step and purpose.
-
-        Args:
-            purpose: tells apart streams of one bucket.
-            shared: the same on every rank.
-        """
-        text = f"{self.layout.names[0]}/{purpose}/{'shared' if shared else self.rank}"
-        step = torch.full((), self.step, dtype=torch.int64, device=self.output.device)
-        return Stream(self.seed, step, number=_number(text) >> 33)
-
-
-def _number(text: str) -> int:
-    """64 bits that stand for a text."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def _after_check(post_init: Callable[..., None]) -> Callable[..., None]:
@@ -151,12 +48,12 @@ def _generating(exchange: Callable[..., Any]) -> Callable[..., Any]:
     """An ``exchange`` without a ``yield`` of its own, which has to hand on another's generator."""
 
     @wraps(exchange)
-    def run(self: Any, grad: Tensor, ctx: Context) -> Any:
-        result = exchange(self, grad, ctx)
+    def run(self: Any, bucket: Bucket) -> Any:
+        result = exchange(self, bucket)
         if not isinstance(result, Generator):
             raise SchemeError(
                 f"{type(self).__name__}.exchange is a generator: it yields collectives and returns "
-                f"Exchanged(mean, ...); without a `yield` in it, it returned {shown(result)}"
+                f"Result(mean, ...); without a `yield` in it, it returned {shown(result)}"
             )
         return result
 
@@ -172,11 +69,9 @@ class Scheme:
         variance: of an unbiased random scheme, the most that E|C(x) - x|^2 / |x|^2 can be; 0 for
             others. Above 1 error feedback needs ``Scaled``.
         linear: payloads of all ranks may be summed by an all-reduce.
-        stateful: keeps something in ``ctx.memory``.
+        stateful: keeps something in ``bucket.memory``.
         averages: returns the average over ranks (False: no-op and local schemes).
         agrees: gives every rank the same bits (False: gossip, whose averages are of some ranks).
-        adds_residual: adds ``ctx.residual`` to the gradient itself, in the pass that encodes it,
-            and returns ``ctx.unsent`` as ``unsent``.
         optimizes: gives the optimizer something else than an average of gradients (momentum,
             signs); error feedback around it has no meaning.
         per_rank: keys of its memory that differ between ranks, and what becomes of their values
@@ -194,7 +89,6 @@ class Scheme:
     stateful: bool = False
     averages: ClassVar[bool] = True
     agrees: ClassVar[bool] = True
-    adds_residual: ClassVar[bool] = False
     optimizes: bool = False
     per_rank: ClassVar[Mapping[str, str]] = {}
     own_keys: ClassVar[tuple[str, ...]] = ()
@@ -211,13 +105,8 @@ class Scheme:
     def __post_init__(self) -> None:
         check_settings(self)
 
-    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
-        """Yields collectives, is sent their results, returns the averaged gradient.
-
-        Args:
-            grad: flat local gradient of one bucket; may be overwritten unless ``ctx.keep_unsent``.
-            ctx: where the exchange runs.
-        """
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        """Yields collectives, is sent their results, returns the averaged gradient."""
         raise NotImplementedError
         yield
 
@@ -232,7 +121,7 @@ class Scheme:
         """
         return "unknown"
 
-    def initial_memory(self, name: str, shape: torch.Size, ctx: Context) -> dict[str, Tensor]:
+    def initial_memory(self, name: str, shape: torch.Size, bucket: Bucket) -> dict[str, Tensor]:
         """A parameter's memory before its first step, by key; makes checkpoints complete."""
         return {}
 
@@ -245,35 +134,33 @@ class Codec(Scheme):
     ``commhooks.TwoPhase`` around a codec sends as many on any number of ranks.
     """
 
-    def encode(self, grad: Tensor, ctx: Context) -> dict[str, Tensor]:
+    def encode(self, gradient: Tensor, bucket: Bucket) -> dict[str, Tensor]:
         """The payload: named tensors; shapes and dtypes depend on the bucket, not on values."""
         raise NotImplementedError
 
-    def decode(self, payload: dict[str, Tensor], like: Tensor, ctx: Context) -> Tensor:
+    def decode(self, payload: dict[str, Tensor], like: Tensor, bucket: Bucket) -> Tensor:
         """A tensor like ``like`` from a payload."""
         raise NotImplementedError
 
-    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
-        payload = checked_payload(self, self.encode(grad, ctx))
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        gradient, world_size = bucket.gradient, bucket.world_size
+        payload = checked_payload(self, self.encode(gradient, bucket))
         packed = pack_payload(payload)
         gather = AllGather(packed)
-        dense = AllReduce(grad)
-        if gather.wire_nbytes(ctx.world_size) > dense.wire_nbytes(ctx.world_size):
-            dense = AllReduce(grad.clone() if ctx.keep_unsent else grad)
-            mean = yield dense
-            return Exchanged(mean, sent=dense.sent)
+        if gather.wire_nbytes(world_size) > AllReduce(gradient).wire_nbytes(world_size):
+            return (yield from bucket.all_reduce())
         gathered = yield gather
         # Divided before the sum, and summed in 32 bits at least: neither the sum of ranks nor one
         # rounding per rank is then a matter of the gradient's own dtype.
-        mean = torch.zeros_like(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
+        mean = torch.zeros_like(gradient, dtype=bucket.wide_dtype)
         sent = None
-        for rank in range(ctx.world_size):
-            decoded = self.decode(unpack_payload(gathered[rank], payload), grad, ctx)
-            check_decoded(self, decoded, grad)
-            mean.add_(decoded, alpha=1.0 / ctx.world_size)
-            if rank == ctx.rank:
+        for rank in range(world_size):
+            decoded = self.decode(unpack_payload(gathered[rank], payload), gradient, bucket)
+            check_decoded(self, decoded, gradient)
+            mean.add_(decoded, alpha=1.0 / world_size)
+            if rank == bucket.rank:
                 sent = decoded
-        return Exchanged(mean, sent=sent)
+        return Result(mean, sent=sent)
 
 
 def checked_payload(codec: Codec, payload: Any) -> dict[str, Tensor]:

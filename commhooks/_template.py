@@ -40,13 +40,13 @@ class CLASS(Codec):
         if not 0 < self.scale <= 1:
             raise ValueError(f"CLASS(scale=...): 0 < scale <= 1, got {self.scale!r}")
 
-    def encode(self, grad, ctx):
+    def encode(self, gradient, bucket):
         """Named tensors, whose shapes and dtypes do not depend on values."""
-        wide = torch.promote_types(grad.dtype, torch.float32)  # a sum in 16 bits may overflow
-        size = self.scale * grad.abs().sum(dtype=wide) / max(1, grad.numel())
-        return {"signs": grad.sign().nan_to_num(0.0).to(torch.int8), "size": size.view(1)}
+        wide = torch.promote_types(gradient.dtype, torch.float32)  # a sum in 16 bits may overflow
+        size = self.scale * gradient.abs().sum(dtype=wide) / max(1, gradient.numel())
+        return {"signs": gradient.sign().nan_to_num(0.0).to(torch.int8), "size": size.view(1)}
 
-    def decode(self, payload, like, ctx):
+    def decode(self, payload, like, bucket):
         """What one rank's payload stands for; the mean over ranks is taken of these."""
         return payload["signs"] * payload["size"]
 '''

@@ -8,12 +8,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from commhooks._bucket import Bucket
 from commhooks._errors import SchemeError
-from commhooks._memory import Layout, Memory
+from commhooks._memory import Layout
 from commhooks._packed import Draw, PackedCodec
 from commhooks._scheme import (
     Codec,
-    Context,
     check_decoded,
     checked_payload,
     pack_payload,
@@ -60,7 +60,7 @@ class TwoPhase(PackedCodec):
         left: Tensor | None = None,
     ) -> None:
         c = x.to(torch.float32) if residual is None else x + residual
-        encoded = checked_payload(self.codec, self.codec.encode(c, draw.ctx))
+        encoded = checked_payload(self.codec, self.codec.encode(c, draw.bucket))
         flat = pack_payload(encoded)
         if flat.numel() > payload.numel():
             raise SchemeError(
@@ -69,7 +69,7 @@ class TwoPhase(PackedCodec):
             )
         payload[: flat.numel()] = flat
         if left is not None:
-            decoded = self.codec.decode(encoded, c, draw.ctx)
+            decoded = self.codec.decode(encoded, c, draw.bucket)
             check_decoded(self.codec, decoded, c)
             torch.sub(c, decoded, out=left)
 
@@ -78,7 +78,7 @@ class TwoPhase(PackedCodec):
         like = _example(self.codec, out.numel())
         for row in payloads:
             size = sum(one.nbytes for one in like.values())
-            decoded = self.codec.decode(unpack_payload(row[:size], like), total, draw.ctx)
+            decoded = self.codec.decode(unpack_payload(row[:size], like), total, draw.bucket)
             check_decoded(self.codec, decoded, total)
             total += decoded
         out.copy_(total.mul_(factor))
@@ -88,6 +88,6 @@ class TwoPhase(PackedCodec):
 def _example(codec: Codec, n: int) -> dict[str, Tensor]:
     """Like the payload of ``n`` zeros, without values: what is known before encoding."""
     zeros = torch.zeros(n)
-    ctx = Context(Memory(), zeros, find_layout=lambda: Layout(["shard"], [(n,)]))
-    payload = checked_payload(codec, codec.encode(zeros, ctx))
+    bucket = Bucket(zeros, Layout(["shard"], [(n,)]))
+    payload = checked_payload(codec, codec.encode(zeros, bucket))
     return {name: torch.empty_like(value, device="meta") for name, value in payload.items()}

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from commhooks._scheme import Context, Scheme, SchemeExchange, children, walk
+from commhooks._bucket import Bucket, SchemeExchange
+from commhooks._scheme import Scheme, children, walk
 
 __all__ = ["Coalesced", "Several", "Wrapper", "any_error", "need_own_keys", "need_scheme"]
 
@@ -89,8 +90,8 @@ class Wrapper(Scheme):
     def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
         return self.scheme.memory_error(key, value, parameter)
 
-    def initial_memory(self, name: str, shape: torch.Size, ctx: Context) -> dict[str, Tensor]:
-        return self.scheme.initial_memory(name, shape, ctx)
+    def initial_memory(self, name: str, shape: torch.Size, bucket: Bucket) -> dict[str, Tensor]:
+        return self.scheme.initial_memory(name, shape, bucket)
 
 
 class Several(Scheme):
@@ -149,8 +150,8 @@ class Coalesced(Wrapper):
 
     coalesce = True
 
-    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
-        return (yield from self.scheme.exchange(grad, ctx))
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        return (yield from self.scheme.exchange(bucket))
 
 
 def any_error(

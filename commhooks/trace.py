@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from commhooks._bucket import Bucket, SchemeExchange
 from commhooks._memory import Layout
-from commhooks._scheme import Context, Scheme, SchemeExchange
+from commhooks._scheme import Scheme
 from commhooks._settings import shown
 from commhooks._simulation import Simulation
 from commhooks._wrapper import Wrapper
@@ -55,26 +56,26 @@ class Traced(Wrapper):
             if value < 1:
                 raise ValueError(f"Traced({name}=...) is a whole number, 1 or more, got {value!r}")
 
-    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
-        if ctx.step % self.every == 0 and self._wanted(ctx):
-            self._save(grad, ctx)
-        return (yield from self.scheme.exchange(grad, ctx))
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        if bucket.step % self.every == 0 and self._wanted(bucket):
+            self._save(bucket)
+        return (yield from self.scheme.exchange(bucket))
 
-    def _wanted(self, ctx: Context) -> bool:
+    def _wanted(self, bucket: Bucket) -> bool:
         """Whether there is room for this step; it has been given if another bucket was recorded."""
-        found = Path(self.folder).glob(f"step*_rank{ctx.rank}_*.safetensors")
+        found = Path(self.folder).glob(f"step*_rank{bucket.rank}_*.safetensors")
         recorded = {int(match[1]) for path in found if (match := _NAME.fullmatch(path.name))}
-        return ctx.step in recorded or len(recorded) < self.steps
+        return bucket.step in recorded or len(recorded) < self.steps
 
-    def _save(self, grad: Tensor, ctx: Context) -> None:
+    def _save(self, bucket: Bucket) -> None:
         from safetensors.torch import save_file
 
-        layout = ctx.layout
-        views = zip(layout.names, layout.views(grad.detach()), strict=True)
-        bucket = hashlib.blake2b("\n".join(layout.names).encode(), digest_size=4).hexdigest()
+        layout = bucket.layout
+        views = zip(layout.names, layout.views(bucket.gradient.detach()), strict=True)
+        digest = hashlib.blake2b("\n".join(layout.names).encode(), digest_size=4).hexdigest()
         folder = Path(self.folder)
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"step{ctx.step:07}_rank{ctx.rank}_{bucket}.safetensors"
+        path = folder / f"step{bucket.step:07}_rank{bucket.rank}_{digest}.safetensors"
         save_file({name: view.cpu().contiguous().clone() for name, view in views}, path)
 
 

@@ -31,10 +31,11 @@ import torch
 from torch import Tensor
 
 from commhooks._bytes import as_bytes
+from commhooks._bucket import Bucket, Result, SchemeExchange
 from commhooks._errors import PayloadError
-from commhooks._memory import Layout, Memory
+from commhooks._memory import Layout
 from commhooks._packed import Draw, PackedCodec
-from commhooks._scheme import Codec, Context, Exchanged, Scheme, SchemeExchange
+from commhooks._scheme import Codec, Scheme
 from commhooks._settings import fitting
 from commhooks._two_phase import TwoPhase
 from commhooks._wrapper import Wrapper
@@ -164,17 +165,17 @@ class Sealed(Wrapper):
 
     scheme: Scheme
 
-    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
-        inner = self.scheme.exchange(grad, ctx)
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        inner = self.scheme.exchange(bucket)
         try:
             request = next(inner)
             while True:
-                request = inner.send((yield from self._sent(request, ctx)))
+                request = inner.send((yield from self._sent(request, bucket.world_size)))
         except StopIteration as stop:
-            result: Exchanged = stop.value
+            result: Result = stop.value
             return result
 
-    def _sent(self, request: Collective, ctx: Context) -> Generator[Collective, Tensor, Tensor]:
+    def _sent(self, request: Collective, world_size: int) -> Generator[Collective, Tensor, Tensor]:
         if not isinstance(request, (AllGather, AllToAll)) or not request.tensor.numel():
             return (yield request)
         tensor = request.tensor
@@ -182,7 +183,7 @@ class Sealed(Wrapper):
         rows = as_bytes(tensor).view(len(tensor) if by_rank else 1, -1)
         sealed = torch.stack([_seal(row) for row in rows])
         arrived = yield request.like(sealed if by_rank else sealed[0])
-        ranks = request.ranks or range(ctx.world_size)
+        ranks = request.ranks or range(world_size)
         opened = [_opened(row, rank) for row, rank in zip(arrived, ranks, strict=True)]
         shape = tensor.shape if by_rank else (len(opened), *tensor.shape)
         return torch.stack(opened).view(tensor.dtype).view(shape)
@@ -247,10 +248,8 @@ def _packed(codec: PackedCodec | Codec) -> PackedCodec:
 
 def _draw(n: int, step: int, seed: int, device: torch.device) -> Draw:
     empty = torch.empty(0, device=device)
-    ctx = Context(
-        Memory(), empty, step=step, seed=seed, find_layout=lambda: Layout(["payload"], [(n,)])
-    )
-    return Draw(ctx, 0, "worker")
+    bucket = Bucket(empty, Layout(["payload"], [(n,)]), step=step, seed=seed)
+    return Draw(bucket, 0, "worker")
 
 
 def _name(codec: PackedCodec) -> bytes:

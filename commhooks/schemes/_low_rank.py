@@ -9,19 +9,19 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from commhooks._memory import Layout, Memory
-from commhooks._scheme import Context, Scheme
+from commhooks._bucket import Bucket
+from commhooks._memory import Layout
+from commhooks._scheme import Scheme
 from commhooks.kernels import all_finite
 
 __all__ = [
     "check_rank",
     "check_rate",
-    "compute_dtype",
     "draw",
     "fits",
     "fresh_factors",
     "random_factors",
-    "work_buffers",
+    "work_buffer",
 ]
 
 
@@ -39,36 +39,27 @@ def check_rate(scheme: Scheme, rate: float) -> None:
         )
 
 
-def compute_dtype(grad: Tensor) -> torch.dtype:
-    return torch.promote_types(grad.dtype, torch.float32)
+def work_buffer(bucket: Bucket) -> Tensor:
+    """Where the gradient with its residual goes.
 
-
-def work_buffers(grad: Tensor, ctx: Context) -> tuple[Tensor, Tensor | None]:
-    """Where the gradient with its residual goes, and where what is not sent of it goes.
-
-    The first is ``grad`` where that may be written over: the less memory, the faster.
+    That is ``raw`` where that may be written over: the less memory, the faster.
     """
-    wide = compute_dtype(grad)
-    total = grad
-    if grad.dtype == wide:
-        if ctx.unsent is not None and ctx.output.data_ptr() != grad.data_ptr():
-            total = ctx.unsent
-    elif ctx.keep_unsent:
-        total = torch.empty_like(grad, dtype=wide) if ctx.unsent is None else ctx.unsent
-    unsent = total if ctx.unsent is None else ctx.unsent
-    return total, unsent if ctx.keep_unsent else None
+    if bucket.unsent is None:
+        return bucket.raw
+    alone = bucket.output.data_ptr() != bucket.raw.data_ptr()
+    return bucket.unsent if alone or bucket.raw.dtype != bucket.wide_dtype else bucket.raw
 
 
-def draw(name: str, shape: Sequence[int], ctx: Context, step: int) -> Tensor:
+def draw(name: str, shape: Sequence[int], bucket: Bucket, step: int) -> Tensor:
     """N(0, 1), the same on every rank and in every bucket layout."""
-    generator = ctx.generator(f"{name}/q", shared=True, step=step)
+    generator = bucket.generator(f"{name}/q", shared=True, step=step)
     return torch.randn(tuple(shape), generator=generator)
 
 
-def random_factors(factors: Layout, ctx: Context, step: int, like: Tensor) -> Tensor:
+def random_factors(factors: Layout, bucket: Bucket, step: int, like: Tensor) -> Tensor:
     """Random factors of all parameters, flat, with rows of about norm 1."""
     drawn = [
-        draw(name, shape, ctx, step).div_(math.sqrt(shape[1])).view(-1)
+        draw(name, shape, bucket, step).div_(math.sqrt(shape[1])).view(-1)
         for name, shape in zip(factors.names, factors.shapes, strict=True)
     ]
     return torch.cat(drawn).to(like)
@@ -78,7 +69,7 @@ def random_factors(factors: Layout, ctx: Context, step: int, like: Tensor) -> Te
 def fresh_factors(factors: Layout, seed: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """What dead rows are replaced by: random, the same on every rank, the same every time."""
     like = torch.empty(0, device=device, dtype=dtype)
-    return random_factors(factors, Context(Memory(), like, seed=seed), 0, like)
+    return random_factors(factors, Bucket(like, factors, seed=seed), 0, like)
 
 
 def fits(output: Tensor) -> Tensor | bool:

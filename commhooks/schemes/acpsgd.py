@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from commhooks._bucket import Bucket, Result, SchemeExchange, nan_unless
 from commhooks._memory import Layout
-from commhooks._packed import dense_exchange
 from commhooks._registry import register_scheme
-from commhooks._scheme import Context, Exchanged, Scheme, SchemeExchange
-from commhooks._work import poison
+from commhooks._scheme import Scheme
 from commhooks.kernels import (
     all_finite,
     decode_low_rank,
@@ -23,10 +22,9 @@ from commhooks.kernels import (
 from commhooks.schemes._low_rank import (
     check_rank,
     check_rate,
-    compute_dtype,
     draw,
     fits,
-    work_buffers,
+    work_buffer,
 )
 from commhooks.schemes._low_rank_plan import Plan, as_matrix, compressed_rank, plan_bucket
 from ddp_core import AllReduce
@@ -66,7 +64,6 @@ class ACPSGD(Scheme):
     biased = True
     linear = True
     stateful = True
-    adds_residual = True
 
     def __post_init__(self) -> None:
         check_rank(self, self.rank)
@@ -75,61 +72,63 @@ class ACPSGD(Scheme):
     def bucket_group(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Hashable:
         return bool(compressed_rank(shape, self.rank, self.min_compression_rate))
 
-    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
-        plan = plan_bucket(ctx.layout, self.rank, self.min_compression_rate)
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        plan = plan_bucket(bucket.layout, self.rank, self.min_compression_rate)
         matrices = plan.matrices
         if not len(matrices):
-            return (yield from dense_exchange(grad, ctx))
-        even = ctx.step % 2 == 0
-        fixed = self._fixed(plan, grad, ctx, RIGHT if even else LEFT)
+            return (yield from bucket.all_reduce())
+        even = bucket.step % 2 == 0
+        fixed = self._fixed(plan, bucket, RIGHT if even else LEFT)
         numel = matrices.left_numel if even else matrices.right_numel
         payload = fixed.new_empty(numel + plan.tail_numel)
         own, tail = payload.split((numel, plan.tail_numel))
-        total, unsent = work_buffers(grad, ctx)
+        raw, residual, total = bucket.raw, bucket.residual, work_buffer(bucket)
         if even:
-            multiply_right(matrices, grad, fixed, own, residual=ctx.residual, total=total)
-            plan.take_tail(grad, ctx.residual, total, tail)
+            multiply_right(matrices, raw, fixed, own, residual=residual, total=total)
+            plan.take_tail(raw, residual, total, tail)
         else:
-            if ctx.residual is not None:
-                torch.add(grad, ctx.residual, out=total)
-            elif total is not grad:
-                total.copy_(grad)
+            if residual is not None:
+                torch.add(raw, residual, out=total)
+            elif total is not raw:
+                total.copy_(raw)
             multiply_left(matrices, total, fixed, own)
             plan.take_tail(total, None, total, tail)
-        sent = own.clone() if ctx.keep_unsent else own
+        sent = own if bucket.unsent is None else own.clone()
         request = AllReduce(payload)
         payload = yield request
         new, tail = payload.split((numel, plan.tail_numel))
         finite = all_finite(payload)
-        new.add_(poison(finite))
+        new.add_(nan_unless(finite))
         key, factors = (LEFT, plan.left_factors) if even else (RIGHT, plan.factors)
-        self._kept(factors, grad, ctx, key)  # what to go back to, should the step be bad
-        ctx.memory.write(key, factors, new.clone())
+        self._kept(factors, bucket, key)  # what to go back to, should the step be bad
+        bucket.memory.write(key, factors, new.clone())
 
         sent = sent if request.sent is None else request.sent[:numel]
-        if unsent is not None:
-            plan.keep_tail(total, None if request.sent is None else request.sent[numel:], unsent)
+        if bucket.unsent is not None:
+            sent_tail = None if request.sent is None else request.sent[numel:]
+            plan.keep_tail(total, sent_tail, bucket.unsent)
         left, right = (new, fixed) if even else (fixed, new)
         both = (sent, fixed) if even else (fixed, sent)
-        decode_low_rank(matrices, left, right, ctx.output, sent=both, total=total, unsent=unsent)
-        plan.write_tail(tail, ctx.output)
-        return Exchanged(ctx.output, unsent=unsent, finite=finite & fits(ctx.output))
+        output = bucket.output
+        decode_low_rank(matrices, left, right, output, sent=both, total=total, unsent=bucket.unsent)
+        plan.write_tail(tail, output)
+        return Result(output, unsent=bucket.unsent, finite=finite & fits(output))
 
-    def _fixed(self, plan: Plan, grad: Tensor, ctx: Context, key: str) -> Tensor:
+    def _fixed(self, plan: Plan, bucket: Bucket, key: str) -> Tensor:
         """The factor that the step before made, orthonormal; drawn where there is none."""
         factors = plan.factors if key == RIGHT else plan.left_factors
-        fixed = self._kept(factors, grad, ctx, key).to(compute_dtype(grad), copy=True)
+        fixed = self._kept(factors, bucket, key).to(bucket.wide_dtype, copy=True)
         orthonormalize(plan.right_as_left if key == RIGHT else plan.matrices, fixed)
         return fixed
 
-    def _kept(self, factors: Layout, grad: Tensor, ctx: Context, key: str) -> Tensor:
+    def _kept(self, factors: Layout, bucket: Bucket, key: str) -> Tensor:
         """The factors that are remembered; random where there are none, for zeros would stay."""
 
         def initial(name: str, shape: torch.Size) -> Tensor:
-            return draw(f"{name}/{key}", shape, ctx, 0)
+            return draw(f"{name}/{key}", shape, bucket, 0)
 
-        dtype = compute_dtype(grad)
-        return ctx.memory.read(key, factors, device=grad.device, dtype=dtype, initial=initial)
+        device, dtype = bucket.raw.device, bucket.wide_dtype
+        return bucket.memory.read(key, factors, device=device, dtype=dtype, initial=initial)
 
     def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
         if key not in (LEFT, RIGHT):
@@ -141,12 +140,11 @@ class ACPSGD(Scheme):
             return f"has shape {tuple(value.shape)}, the parameter needs (rank, {length})"
         return None
 
-    def initial_memory(self, name: str, shape: torch.Size, ctx: Context) -> dict[str, Tensor]:
+    def initial_memory(self, name: str, shape: torch.Size, bucket: Bucket) -> dict[str, Tensor]:
         used = compressed_rank(shape, self.rank, self.min_compression_rate)
         if not used:
             return {}
-        dtype = compute_dtype(ctx.output)
         return {
-            key: draw(f"{name}/{key}", (used, length), ctx, 0).to(dtype)
+            key: draw(f"{name}/{key}", (used, length), bucket, 0).to(bucket.wide_dtype)
             for key, length in zip((LEFT, RIGHT), as_matrix(shape), strict=True)
         }

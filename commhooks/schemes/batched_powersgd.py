@@ -9,15 +9,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from commhooks._bucket import Bucket, Result, SchemeExchange, nan_unless
 from commhooks._memory import Layout
-from commhooks._packed import dense_exchange
 from commhooks._registry import register_scheme
-from commhooks._scheme import Context, Exchanged, Scheme, SchemeExchange
-from commhooks._work import poison
+from commhooks._scheme import Scheme
 from commhooks.kernels import Matrices, all_finite, orthonormalize, unit_rows
 from commhooks.schemes._low_rank import (
     check_rank,
-    compute_dtype,
     draw,
     fits,
     fresh_factors,
@@ -76,16 +74,17 @@ class BatchedPowerSGD(Scheme):
             return f"has shape {tuple(value.shape)}, needs (rank, side)"
         return None
 
-    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
-        side = math.isqrt(max(grad.numel() - 1, 0)) + 1
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        n = bucket.raw.numel()
+        side = math.isqrt(max(n - 1, 0)) + 1
         rank = min(self.rank, side)
-        if 2 * rank * side >= grad.numel():
-            return (yield from dense_exchange(grad, ctx))
-        grad = grad.to(compute_dtype(grad))
-        factors = Layout(ctx.layout.names[:1], [(rank, side)])
-        right, q = self._right_factor(factors, grad, ctx)
+        if 2 * rank * side >= n:
+            return (yield from bucket.all_reduce())
+        gradient = bucket.gradient.to(bucket.wide_dtype)
+        factors = Layout(bucket.layout.names[:1], [(rank, side)])
+        right, q = self._right_factor(factors, bucket)
 
-        parts = _square(grad, side)
+        parts = _square(gradient, side)
         p = right.new_zeros(rank, side)
         for rows, part in parts:
             p[:, rows] = right[:, : part.shape[1]] @ part.mT
@@ -96,39 +95,39 @@ class BatchedPowerSGD(Scheme):
         q.zero_()
         for rows, part in parts:
             q[:, : part.shape[1]].addmm_(p[:, rows], part)
-        own = q.clone() if ctx.keep_unsent else q
+        own = q if bucket.unsent is None else q.clone()
         second = AllReduce(q)
         q = yield second
         finite = finite & all_finite(q)
-        q.add_(poison(finite))
+        q.add_(nan_unless(finite))
         if self.warm_start:
-            ctx.memory.write(KEY, factors, q.view(-1))
+            bucket.memory.write(KEY, factors, q.view(-1))
 
-        if ctx.keep_unsent:
+        if bucket.unsent is not None:
+            if bucket.unsent.data_ptr() != gradient.data_ptr():
+                bucket.unsent.copy_(gradient)
             own = own if second.sent is None else second.sent
-            for rows, part in parts:
+            for rows, part in _square(bucket.unsent, side):
                 part.addmm_(p[:, rows].mT, own[:, : part.shape[1]], alpha=-1)
-        for rows, part in _square(ctx.output, side):
+        for rows, part in _square(bucket.output, side):
             part.copy_(p[:, rows].mT @ q[:, : part.shape[1]])
-        unsent = grad if ctx.keep_unsent else None
-        return Exchanged(ctx.output, unsent=unsent, finite=finite & fits(ctx.output))
+        return Result(bucket.output, unsent=bucket.unsent, finite=finite & fits(bucket.output))
 
-    def _right_factor(self, factors: Layout, grad: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
+    def _right_factor(self, factors: Layout, bucket: Bucket) -> tuple[Tensor, Tensor]:
         """The right factor (r, side) to start from, and a tensor for the new one."""
-        shape, memory = factors.shapes[0], ctx.memory
+        shape, memory = factors.shapes[0], bucket.memory
+        device, dtype = bucket.raw.device, bucket.wide_dtype
         if not self.warm_start:
-            flat = random_factors(factors, ctx, ctx.step, grad)
+            like = torch.empty(0, device=device, dtype=dtype)
+            flat = random_factors(factors, bucket, bucket.step, like)
             return flat.view(shape), torch.empty_like(flat).view(shape)
 
         def initial(name: str, shape: torch.Size) -> Tensor:
-            return draw(name, shape, ctx, 0)
+            return draw(name, shape, bucket, 0)
 
-        old = memory.read(KEY, factors, device=grad.device, dtype=grad.dtype, initial=initial).to(
-            grad.dtype
-        )
-
+        old = memory.read(KEY, factors, device=device, dtype=dtype, initial=initial).to(dtype)
         right = old.clone().view(shape)
-        fresh = fresh_factors(factors, ctx.seed, grad.device, grad.dtype)
+        fresh = fresh_factors(factors, bucket.seed, device, dtype)
         unit_rows(_factors(shape[1], shape[0]), right, fresh)
         return right, memory.scratch(KEY, factors, old).view(shape)
 

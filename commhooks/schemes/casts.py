@@ -51,7 +51,7 @@ class TwoPhaseCast(PackedCodec):
         residual: Tensor | None = None,
         left: Tensor | None = None,
     ) -> None:
-        ranks = draw.ctx.world_size
+        ranks = draw.bucket.world_size
         c = x if residual is None else x + residual
         narrow = payload.view(self.dtype)[: x.numel()]
         if self.stochastic and self.dtype != torch.float32:
@@ -65,7 +65,7 @@ class TwoPhaseCast(PackedCodec):
     def unpack(self, payloads: Tensor, out: Tensor, draw: Draw, factor: float) -> None:
         rows = payloads.contiguous().view(self.dtype)[:, : out.numel()]
         total = rows.sum(0, dtype=torch.float32)
-        out.copy_(total.mul_(factor * draw.ctx.world_size))
+        out.copy_(total.mul_(factor * draw.bucket.world_size))
 
 
 def _sixteen_bits(dtype: torch.dtype, fp32_sum: bool, stochastic: bool) -> Scheme:

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from commhooks._bucket import Bucket, Result, SchemeExchange
 from commhooks._feedback import residual_error
 from commhooks._memory import Layout
 from commhooks._registry import register_scheme
-from commhooks._scheme import Context, Exchanged, Scheme, SchemeExchange
+from commhooks._scheme import Scheme
 from commhooks.kernels import dct, scatter_add
 from ddp_core import AllGather
 
@@ -64,10 +65,10 @@ class DeMo(Scheme):
         if not 0 <= self.decay < 1:
             raise ValueError(f"DeMo(decay=...): 0 <= decay < 1, got {self.decay!r}")
 
-    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
-        memory, layout, k = ctx.memory, ctx.layout, self.k
-        old = memory.read(_MOMENTUM, layout, device=grad.device)
-        momentum = grad.to(torch.float32) + self.decay * old
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        layout, k = bucket.layout, self.k
+        old = bucket.read(_MOMENTUM, layout, torch.float32)
+        momentum = bucket.gradient.to(torch.float32) + self.decay * old
         tiles = _tiles_of(layout)
         rows = tiles.transformed(momentum)
         own = rows.abs().topk(k, dim=1, sorted=False).indices
@@ -76,8 +77,8 @@ class DeMo(Scheme):
         gathered = yield AllGather(payload)
 
         sent = torch.zeros_like(rows).scatter_(1, own, values.float())
-        memory.write(_MOMENTUM, layout, momentum - tiles.back(sent))
-        starts = torch.arange(len(rows), device=grad.device, dtype=torch.int32)[:, None] * _TILE
+        bucket.memory.write(_MOMENTUM, layout, momentum - tiles.back(sent))
+        starts = torch.arange(len(rows), device=rows.device, dtype=torch.int32)[:, None] * _TILE
         indices = (gathered[:, 0].to(torch.int32) + starts).flatten(1)
         arrived = gathered[:, 1].view(torch.bfloat16).float().flatten(1)
         total, count = rows.new_zeros(2, rows.numel())
@@ -86,9 +87,9 @@ class DeMo(Scheme):
         mean = tiles.back((total / count.clamp(min=1.0)).view_as(rows))
         if self.sign:
             mean = torch.where(mean.isfinite(), mean.sign(), torch.nan)  # that of NaN is 0
-        return Exchanged(ctx.output.copy_(mean))
+        return Result(bucket.output.copy_(mean))
 
-    def initial_memory(self, name: str, shape: torch.Size, ctx: Context) -> dict[str, Tensor]:
+    def initial_memory(self, name: str, shape: torch.Size, bucket: Bucket) -> dict[str, Tensor]:
         return {_MOMENTUM: torch.zeros(shape)}
 
     def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
+from commhooks._bucket import Bucket, Result, SchemeExchange
 from commhooks._registry import register_scheme
-from commhooks._scheme import Context, Exchanged, Scheme, SchemeExchange
-from ddp_core import AllReduce
+from commhooks._scheme import Scheme
 
 __all__ = ["Dense", "Noop"]
 
@@ -24,10 +22,8 @@ class Dense(Scheme):
 
     linear = True
 
-    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
-        request = AllReduce(grad.clone() if ctx.keep_unsent else grad)
-        mean = yield request
-        return Exchanged(mean, sent=request.sent)
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        return (yield from bucket.all_reduce())
 
 
 @register_scheme("noop")
@@ -41,6 +37,6 @@ class Noop(Scheme):
     rounds = 0
     averages = False
 
-    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
-        return Exchanged(grad)
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        return Result(bucket.gradient)
         yield

@@ -9,9 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from commhooks._bucket import Bucket, Result, SchemeExchange
 from commhooks._feedback import residual_error
 from commhooks._registry import register_scheme
-from commhooks._scheme import Context, Exchanged, Scheme, SchemeExchange
+from commhooks._scheme import Scheme
 from ddp_core import AllGather
 
 __all__ = ["Gossip", "partner_of"]
@@ -66,24 +67,21 @@ class Gossip(Scheme):
     optimizes = True
     per_rank: ClassVar[Mapping[str, str]] = {_SUM: "mean"}
 
-    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
-        memory, layout = ctx.memory, ctx.layout
-        dtype = torch.promote_types(grad.dtype, torch.float32)
-        given = memory.read(_SUM, layout, device=grad.device, dtype=dtype)
-        half = (given + grad).mul_(0.5)
-        partner = partner_of(ctx.rank, ctx.step, ctx.world_size)
-        pair = sorted((ctx.rank, partner))
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        gradient, given = bucket.gradient, bucket.read(_SUM)
+        half = (given + gradient).mul_(0.5)
+        partner = partner_of(bucket.rank, bucket.step, bucket.world_size)
+        pair = sorted((bucket.rank, partner))
         # As bytes, which no cast rounds: a sum is far larger than what it grows by.
         gathered = yield AllGather(half.view(torch.uint8), pair)
-        first, second = gathered.view(-1).view(dtype).view(2, grad.numel())
+        first, second = gathered.view(-1).view(half.dtype).view(2, half.numel())
         total = first + second
-        memory.write(_SUM, layout, total)
+        bucket.memory.write(_SUM, bucket.layout, total)
         # One that rests is given its gradient, without the rounding of a difference of sums.
-        return Exchanged(ctx.output.copy_(grad if partner == ctx.rank else total - given))
+        return Result(bucket.output.copy_(gradient if partner == bucket.rank else total - given))
 
-    def initial_memory(self, name: str, shape: torch.Size, ctx: Context) -> dict[str, Tensor]:
-        dtype = torch.promote_types(ctx.output.dtype, torch.float32)
-        return {_SUM: torch.zeros(shape, dtype=dtype)}
+    def initial_memory(self, name: str, shape: torch.Size, bucket: Bucket) -> dict[str, Tensor]:
+        return {_SUM: torch.zeros(shape, dtype=bucket.wide_dtype)}
 
     def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
         return residual_error(value, parameter) if key == _SUM else "unknown"

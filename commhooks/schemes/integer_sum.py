@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from commhooks._packed import dense_exchange
+from commhooks._bucket import Bucket, SchemeExchange, nan_unless
 from commhooks._registry import register_scheme
-from commhooks._scheme import Context, Scheme, SchemeExchange
-from commhooks._work import Work, poison
+from commhooks._scheme import Scheme
 from commhooks.kernels import all_finite, dequantize_shared, largest_magnitudes, quantize_shared
 from ddp_core import AllReduce
 
@@ -45,7 +44,6 @@ class GlobalQSGD(Scheme):
     stochastic: bool = True
 
     rounds = 2
-    adds_residual = True
 
     def __post_init__(self) -> None:
         if self.block < 256 or self.block % 256:
@@ -59,23 +57,24 @@ class GlobalQSGD(Scheme):
     def variance(self) -> float:  # type: ignore[override]
         return self.block / (4.0 * _TOP**2) if self.stochastic else 0.0
 
-    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
-        n, levels, block = grad.numel(), _TOP // ctx.world_size, self.block
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        n, levels, block = bucket.raw.numel(), _TOP // bucket.world_size, self.block
         blocks = -(-n // block)
-        if not levels or n + 4 * blocks >= n * grad.element_size():
-            return (yield from dense_exchange(grad, ctx))
-        work = Work(grad, ctx)
-        largest = grad.new_empty(blocks, dtype=torch.int32)
-        largest_magnitudes(work.x, largest, block, residual=work.residual)
+        if not levels or n + 4 * blocks >= bucket.raw.nbytes:
+            return (yield from bucket.all_reduce())
+        inner = bucket.in_float32()
+        x, residual = inner.raw, inner.residual
+        largest = x.new_empty(blocks, dtype=torch.int32)
+        largest_magnitudes(x, largest, block, residual=residual)
         largest = yield AllReduce(largest, "max")
-        codes = grad.new_empty(n, dtype=torch.int8)
-        stream = ctx.random("noise", shared=False) if self.stochastic else None
-        parts = {"residual": work.residual, "left": work.left}
-        quantize_shared(work.x, largest, codes, block, levels, **parts, stream=stream)
+        codes = x.new_empty(n, dtype=torch.int8)
+        noise = bucket.random("noise", shared=False) if self.stochastic else None
+        parts = {"residual": residual, "left": inner.unsent}
+        quantize_shared(x, largest, codes, block, levels, **parts, stream=noise)
         codes = yield AllReduce(codes, "sum")
-        out = work.output()
-        dequantize_shared(codes, largest, out, block, levels, factor=1.0 / ctx.world_size)
-        return work.exchanged(out)
+        factor = 1.0 / bucket.world_size
+        dequantize_shared(codes, largest, inner.output, block, levels, factor=factor)
+        return bucket.result_of(inner)
 
 
 @register_scheme("intsgd")
@@ -104,7 +103,6 @@ class IntSGD(Scheme):
     stochastic: bool = True
 
     stateful = True
-    adds_residual = True
 
     def __post_init__(self) -> None:
         if not self.precision > 0:
@@ -120,48 +118,44 @@ class IntSGD(Scheme):
     def variance(self) -> float:  # type: ignore[override]
         return 1 / (2 * self.precision**2) if self.stochastic else 0.0
 
-    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
-        n, levels = grad.numel(), _TOP // ctx.world_size
-        names = ctx.layout.names
-        known = bool(names) and all(ctx.memory.get(_NORM, name) is not None for name in names)
-        if not known or not levels or n + 1 >= n * grad.element_size():
-            result = yield from dense_exchange(grad, ctx)
-            self._remember(result.mean, ctx)
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        n, levels = bucket.raw.numel(), _TOP // bucket.world_size
+        names = bucket.layout.names
+        known = bool(names) and all(bucket.memory.get(_NORM, name) is not None for name in names)
+        if not known or not levels or n + 1 >= bucket.raw.nbytes:
+            result = yield from bucket.all_reduce()
+            self._remember(result.mean, bucket)
             return result
-        work = Work(grad, ctx)
-        squares = self._squares(ctx).sum()
+        inner = bucket.in_float32()
+        squares = self._squares(bucket).sum()
         # A magnitude that never vanishes: from zero gradients there is a way back.
-        level = torch.sqrt(2.0 * ctx.world_size / n * squares).clamp(min=1e-20) / self.precision
+        level = torch.sqrt(2.0 * bucket.world_size / n * squares).clamp(min=1e-20) / self.precision
         magnitude = (level * levels).float().view(1).view(torch.int32)
-        codes = grad.new_empty(n + 1, dtype=torch.int8)
-        stream = ctx.random("noise", shared=False) if self.stochastic else None
-        parts = {"residual": work.residual, "left": work.left}
-        quantize_shared(work.x, magnitude, codes[:n], _WHOLE, levels, **parts, stream=stream)
-        codes[n] = ~self._finite(work)
+        codes = inner.raw.new_empty(n + 1, dtype=torch.int8)
+        noise = bucket.random("noise", shared=False) if self.stochastic else None
+        parts = {"residual": inner.residual, "left": inner.unsent}
+        quantize_shared(inner.raw, magnitude, codes[:n], _WHOLE, levels, **parts, stream=noise)
+        codes[n] = ~_all_finite(inner)
         codes = yield AllReduce(codes, "sum")
-        out = work.output()
-        factor = 1.0 / ctx.world_size
-        dequantize_shared(codes[:n], magnitude, out, _WHOLE, levels, factor=factor)
-        out.add_(poison(codes[n] == 0))
-        self._remember(out, ctx)
-        return work.exchanged(out)
+        mean, factor = inner.output, 1.0 / bucket.world_size
+        dequantize_shared(codes[:n], magnitude, mean, _WHOLE, levels, factor=factor)
+        mean.add_(nan_unless(codes[n] == 0))
+        self._remember(mean, bucket)
+        return bucket.result_of(inner)
 
-    def _finite(self, work: Work) -> Tensor:
-        finite = all_finite(work.x)
-        return finite if work.residual is None else finite & all_finite(work.residual)
+    def _squares(self, bucket: Bucket) -> Tensor:
+        wide = torch.float64  # in which no square underflows
+        return bucket.read(_NORM, bucket.layout.scalars, wide)
 
-    def _squares(self, ctx: Context) -> Tensor:
-        device, wide = ctx.output.device, torch.float64  # in which no square underflows
-        return ctx.memory.read(_NORM, ctx.layout.scalars, device=device, dtype=wide)
-
-    def _remember(self, mean: Tensor, ctx: Context) -> None:
-        pieces = [piece.double() for piece in mean.split(ctx.layout.sizes)]
+    def _remember(self, mean: Tensor, bucket: Bucket) -> None:
+        layout = bucket.layout
+        pieces = [piece.double() for piece in mean.split(layout.sizes)]
         if not pieces:
             return
         new = torch.stack([piece.square().sum() for piece in pieces])
-        if all(ctx.memory.get(_NORM, name) is not None for name in ctx.layout.names):
-            new = torch.lerp(new, self._squares(ctx), self.decay)
-        ctx.memory.write(_NORM, ctx.layout.scalars, new)
+        if all(bucket.memory.get(_NORM, name) is not None for name in layout.names):
+            new = torch.lerp(new, self._squares(bucket), self.decay)
+        bucket.memory.write(_NORM, layout.scalars, new)
 
     def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
         if key != _NORM:
@@ -171,3 +165,8 @@ class IntSGD(Scheme):
         if not value.item() >= 0:
             return f"is {value.item()}, not 0 or more"
         return None
+
+
+def _all_finite(bucket: Bucket) -> Tensor:
+    finite = all_finite(bucket.raw)
+    return finite if bucket.residual is None else finite & all_finite(bucket.residual)

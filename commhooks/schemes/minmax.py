@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from commhooks._bucket import Bucket
 from commhooks._registry import register_scheme
-from commhooks._scheme import Codec, Context
+from commhooks._scheme import Codec
 from commhooks.kernels import dequantize_affine, quantize_affine
 
 __all__ = ["MinMax", "MinMaxPerChannel"]
@@ -34,10 +35,10 @@ class MinMax(Codec):
 
     biased = True
 
-    def encode(self, grad: Tensor, ctx: Context) -> dict[str, Tensor]:
-        return _quantize(grad, max(grad.numel(), 1))
+    def encode(self, gradient: Tensor, bucket: Bucket) -> dict[str, Tensor]:
+        return _quantize(gradient, max(gradient.numel(), 1))
 
-    def decode(self, payload: dict[str, Tensor], like: Tensor, ctx: Context) -> Tensor:
+    def decode(self, payload: dict[str, Tensor], like: Tensor, bucket: Bucket) -> Tensor:
         return _dequantize(payload, like, max(like.numel(), 1))
 
 
@@ -71,10 +72,10 @@ class MinMaxPerChannel(Codec):
                 f"got {self.block_size!r}"
             )
 
-    def encode(self, grad: Tensor, ctx: Context) -> dict[str, Tensor]:
-        return _quantize(grad, self.block_size)
+    def encode(self, gradient: Tensor, bucket: Bucket) -> dict[str, Tensor]:
+        return _quantize(gradient, self.block_size)
 
-    def decode(self, payload: dict[str, Tensor], like: Tensor, ctx: Context) -> Tensor:
+    def decode(self, payload: dict[str, Tensor], like: Tensor, bucket: Bucket) -> Tensor:
         return _dequantize(payload, like, self.block_size)
 
 

@@ -10,10 +10,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from commhooks._bucket import Bucket, Result, SchemeExchange
 from commhooks._feedback import residual_error
 from commhooks._per_parameter import PerParameter, Rule
 from commhooks._registry import register_scheme
-from commhooks._scheme import Context, Exchanged, Scheme, SchemeExchange
+from commhooks._scheme import Scheme
 from commhooks.kernels import scatter_add, top_k, top_k_sampled
 from ddp_core import AllGather, AllReduce
 
@@ -46,16 +47,14 @@ class DenseMomentum(Scheme):
     def __post_init__(self) -> None:
         _check_momentum(self, self.momentum)
 
-    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
-        mean = yield AllReduce(grad)
-        dtype = torch.promote_types(grad.dtype, torch.float32)
-        old = ctx.memory.read(_AVERAGE, ctx.layout, device=grad.device, dtype=dtype)
-        new = mean + self.momentum * old
-        ctx.memory.write(_AVERAGE, ctx.layout, new)
-        return Exchanged(ctx.output.copy_(mean + self.momentum * new if self.nesterov else new))
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        mean = yield AllReduce(bucket.gradient)
+        new = mean + self.momentum * bucket.read(_AVERAGE)
+        bucket.memory.write(_AVERAGE, bucket.layout, new)
+        return Result(bucket.output.copy_(mean + self.momentum * new if self.nesterov else new))
 
-    def initial_memory(self, name: str, shape: torch.Size, ctx: Context) -> dict[str, Tensor]:
-        return {_AVERAGE: _zeros(shape, ctx)}
+    def initial_memory(self, name: str, shape: torch.Size, bucket: Bucket) -> dict[str, Tensor]:
+        return {_AVERAGE: torch.zeros(shape, dtype=bucket.wide_dtype)}
 
     def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
         return residual_error(value, parameter) if key == _AVERAGE else "unknown"
@@ -114,24 +113,24 @@ class DGC(Scheme):
         stage = _STAGES * step // self.warmup_steps
         return max(self.ratio, 0.25 * math.pow(self.ratio / 0.25, stage / _STAGES))
 
-    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
-        memory, layout, n = ctx.memory, ctx.layout, grad.numel()
-        old_u = memory.read(_MOMENTUM, layout, device=grad.device)
-        old_v = memory.read(_UNSENT, layout, device=grad.device)
-        g = self._clipped(grad.to(torch.float32), ctx)
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        memory, layout, n = bucket.memory, bucket.layout, bucket.raw.numel()
+        old_u = bucket.read(_MOMENTUM, layout, torch.float32)
+        old_v = bucket.read(_UNSENT, layout, torch.float32)
+        g = self._clipped(bucket.gradient.to(torch.float32), bucket)
         u = torch.add(g, old_u, alpha=self.momentum)
         if self.nesterov:
             u = torch.add(old_u, g).mul_(self.momentum)
             v = old_v + u + g
         else:
             v = old_v + u
-        k = min(n, max(1, math.ceil(self.ratio_at(ctx.step) * n)))
-        if 2 * k * ctx.world_size >= n:  # indices, too: all-reduced, it is as much
+        k = min(n, max(1, math.ceil(self.ratio_at(bucket.step) * n)))
+        if 2 * k * bucket.world_size >= n:  # indices, too: all-reduced, it is as much
             mean = yield AllReduce(v.clone())
             memory.write(_MOMENTUM, layout, torch.zeros_like(u))
             memory.write(_UNSENT, layout, torch.zeros_like(v))
-            return Exchanged(ctx.output.copy_(mean))
-        payload = grad.new_empty(2, k, dtype=torch.int32)
+            return Result(bucket.output.copy_(mean))
+        payload = v.new_empty(2, k, dtype=torch.int32)
         indices, values = payload[0], payload[1].view(torch.float32)
         unsent = torch.empty_like(v)
         (top_k_sampled if self.sampled else top_k)(v, k, indices, values, left=unsent)
@@ -141,18 +140,18 @@ class DGC(Scheme):
         gathered = yield AllGather(payload)
         indices, values = gathered.transpose(0, 1).contiguous()
         mean = torch.zeros_like(v)
-        scatter_add(indices, values.view(torch.float32), mean, factor=1.0 / ctx.world_size)
-        return Exchanged(ctx.output.copy_(mean))
+        scatter_add(indices, values.view(torch.float32), mean, factor=1.0 / bucket.world_size)
+        return Result(bucket.output.copy_(mean))
 
-    def _clipped(self, g: Tensor, ctx: Context) -> Tensor:
+    def _clipped(self, g: Tensor, bucket: Bucket) -> Tensor:
         if self.clip is None:
             return g
-        most = self.clip / math.sqrt(ctx.world_size)
-        parts = g.split(ctx.layout.sizes)
+        most = self.clip / math.sqrt(bucket.world_size)
+        parts = g.split(bucket.layout.sizes)
         factors = [(most / (part.norm() + 1e-12)).clamp(max=1.0) for part in parts]
         return torch.cat([part * by for part, by in zip(parts, factors, strict=True)])
 
-    def initial_memory(self, name: str, shape: torch.Size, ctx: Context) -> dict[str, Tensor]:
+    def initial_memory(self, name: str, shape: torch.Size, bucket: Bucket) -> dict[str, Tensor]:
         return {key: torch.zeros(shape) for key in (_MOMENTUM, _UNSENT)}
 
     def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
@@ -160,10 +159,6 @@ class DGC(Scheme):
 
 
 _STAGES = 5
-
-
-def _zeros(shape: torch.Size, ctx: Context) -> Tensor:
-    return torch.zeros(shape, dtype=torch.promote_types(ctx.output.dtype, torch.float32))
 
 
 @register_scheme("dgc")

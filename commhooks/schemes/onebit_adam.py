@@ -8,9 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from commhooks._bucket import Bucket, Result, SchemeExchange
 from commhooks._feedback import ErrorFeedback, residual_error
 from commhooks._registry import register_scheme
-from commhooks._scheme import Context, Exchanged, Scheme, SchemeExchange
+from commhooks._scheme import Scheme
 from commhooks._wrapper import need_own_keys
 from commhooks.schemes.quantized import Blockwise
 from ddp_core import AllReduce
@@ -78,24 +79,22 @@ class OneBitMomentum(Scheme):
     def rounds(self) -> int:  # type: ignore[override]
         return max(1, self._inner.rounds)
 
-    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
-        memory, layout = ctx.memory, ctx.layout
-        dtype = torch.promote_types(grad.dtype, torch.float32)
-        old = memory.read(_MOMENTUM, layout, device=grad.device, dtype=dtype)
-        if ctx.step < self.freeze_step:
-            mean = yield AllReduce(grad)
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        memory, layout, dtype = bucket.memory, bucket.layout, bucket.wide_dtype
+        old = bucket.read(_MOMENTUM)
+        if bucket.step < self.freeze_step:
+            mean = yield AllReduce(bucket.gradient)
             memory.write(_MOMENTUM, layout, torch.lerp(mean.to(dtype), old, self.beta1))
-            return Exchanged(mean)
-        own = torch.lerp(grad.to(dtype), old, self.beta1)
-        inner = ctx.replace(output=torch.empty_like(own), residual=None, unsent=None)
-        result = yield from self._inner.exchange(own, inner)
+            return Result(mean)
+        own = torch.lerp(bucket.gradient.to(dtype), old, self.beta1)
+        inside = bucket.replace(raw=own, residual=None, unsent=None, output=torch.empty_like(own))
+        result = yield from self._inner.exchange(inside)
         memory.write(_MOMENTUM, layout, result.mean.clone())
-        return Exchanged(ctx.output.copy_(result.mean), finite=result.finite)
+        return Result(bucket.output.copy_(result.mean), finite=result.finite)
 
-    def initial_memory(self, name: str, shape: torch.Size, ctx: Context) -> dict[str, Tensor]:
-        dtype = torch.promote_types(ctx.output.dtype, torch.float32)
-        zeros = torch.zeros(shape, dtype=dtype)
-        return {**self._inner.initial_memory(name, shape, ctx), _MOMENTUM: zeros}
+    def initial_memory(self, name: str, shape: torch.Size, bucket: Bucket) -> dict[str, Tensor]:
+        zeros = torch.zeros(shape, dtype=bucket.wide_dtype)
+        return {**self._inner.initial_memory(name, shape, bucket), _MOMENTUM: zeros}
 
     def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
         if key == _MOMENTUM:

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from commhooks._packed import dense_exchange
+from commhooks._bucket import Bucket, Result, SchemeExchange, nan_unless
 from commhooks._registry import register_scheme
-from commhooks._scheme import Context, Exchanged, Scheme, SchemeExchange
-from commhooks._work import poison
+from commhooks._scheme import Scheme
 from commhooks.kernels import (
     all_finite,
     decode_low_rank,
@@ -24,12 +23,11 @@ from commhooks.kernels import (
 from commhooks.schemes._low_rank import (
     check_rank,
     check_rate,
-    compute_dtype,
     draw,
     fits,
     fresh_factors,
     random_factors,
-    work_buffers,
+    work_buffer,
 )
 from commhooks.schemes._low_rank_plan import (
     Plan,
@@ -78,7 +76,6 @@ class PowerSGD(Scheme):
     rounds = 2
     biased = True
     linear = True
-    adds_residual = True
 
     def __post_init__(self) -> None:
         check_rank(self, self.rank)
@@ -101,24 +98,24 @@ class PowerSGD(Scheme):
             return f"has shape {tuple(value.shape)}, the parameter needs (rank, {columns})"
         return None
 
-    def initial_memory(self, name: str, shape: torch.Size, ctx: Context) -> dict[str, Tensor]:
+    def initial_memory(self, name: str, shape: torch.Size, bucket: Bucket) -> dict[str, Tensor]:
         used = compressed_rank(shape, self.rank, self.min_compression_rate)
         if not self.warm_start or not used:
             return {}
-        drawn = draw(name, (used, as_matrix(shape)[1]), ctx, 0)
-        return {KEY: drawn.to(compute_dtype(ctx.output))}
+        drawn = draw(name, (used, as_matrix(shape)[1]), bucket, 0)
+        return {KEY: drawn.to(bucket.wide_dtype)}
 
-    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
-        plan = plan_bucket(ctx.layout, self.rank, self.min_compression_rate)
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        plan = plan_bucket(bucket.layout, self.rank, self.min_compression_rate)
         matrices = plan.matrices
         if not len(matrices):
-            return (yield from dense_exchange(grad, ctx))
-        right, q = self._right_factors(plan, grad, ctx)
-        total, unsent = work_buffers(grad, ctx)
+            return (yield from bucket.all_reduce())
+        right, q = self._right_factors(plan, bucket)
+        raw, residual, total = bucket.raw, bucket.residual, work_buffer(bucket)
         payload = right.new_empty(matrices.left_numel + plan.tail_numel)
         left, tail = payload.split((matrices.left_numel, plan.tail_numel))
-        multiply_right(matrices, grad, right, left, residual=ctx.residual, total=total)
-        plan.take_tail(grad, ctx.residual, total, tail)
+        multiply_right(matrices, raw, right, left, residual=residual, total=total)
+        plan.take_tail(raw, residual, total, tail)
         first = AllReduce(payload)
         payload = yield first
         left, tail = payload.split((matrices.left_numel, plan.tail_numel))
@@ -126,41 +123,44 @@ class PowerSGD(Scheme):
         orthonormalize(matrices, left)  # the same bits on every rank
 
         multiply_left(matrices, total, left, q)
-        own = q.clone() if ctx.keep_unsent else q
+        own = q if bucket.unsent is None else q.clone()
         second = AllReduce(q)
         q = yield second
         finite = finite & all_finite(q)
-        q.add_(poison(finite))
+        q.add_(nan_unless(finite))
         if self.warm_start:
-            ctx.memory.write(KEY, plan.factors, q)
+            bucket.memory.write(KEY, plan.factors, q)
 
         sent = (left, own if second.sent is None else second.sent)
-        if unsent is not None:
+        if bucket.unsent is not None:
             sent_tail = None if first.sent is None else first.sent[matrices.left_numel :]
-            plan.keep_tail(total, sent_tail, unsent)
-        decode_low_rank(matrices, left, q, ctx.output, sent=sent, total=total, unsent=unsent)
-        plan.write_tail(tail, ctx.output)
-        return Exchanged(ctx.output, unsent=unsent, finite=finite & fits(ctx.output))
+            plan.keep_tail(total, sent_tail, bucket.unsent)
+        output = bucket.output
+        decode_low_rank(matrices, left, q, output, sent=sent, total=total, unsent=bucket.unsent)
+        plan.write_tail(tail, output)
+        return Result(output, unsent=bucket.unsent, finite=finite & fits(output))
 
-    def _right_factors(self, plan: Plan, grad: Tensor, ctx: Context) -> tuple[Tensor, Tensor]:
+    def _right_factors(self, plan: Plan, bucket: Bucket) -> tuple[Tensor, Tensor]:
         """The right factors to start from, flat, and a tensor for the new ones."""
-        factors, memory, dtype = plan.factors, ctx.memory, compute_dtype(grad)
+        factors, memory = plan.factors, bucket.memory
+        device, dtype = bucket.raw.device, bucket.wide_dtype
         if not self.warm_start:
-            flat = random_factors(factors, ctx, ctx.step, grad.new_empty(0, dtype=dtype))
+            like = torch.empty(0, device=device, dtype=dtype)
+            flat = random_factors(factors, bucket, bucket.step, like)
             return flat, torch.empty_like(flat)
 
         def initial(name: str, shape: torch.Size) -> Tensor:
-            return _initial(name, shape, memory.get(KEY, name), ctx)
+            return _initial(name, shape, memory.get(KEY, name), bucket)
 
-        old = memory.read(KEY, factors, device=grad.device, dtype=dtype, initial=initial).to(dtype)
+        old = memory.read(KEY, factors, device=device, dtype=dtype, initial=initial).to(dtype)
         right = old.clone()
-        unit_rows(plan.matrices, right, fresh_factors(factors, ctx.seed, grad.device, dtype))
+        unit_rows(plan.matrices, right, fresh_factors(factors, bucket.seed, device, dtype))
         return right, memory.scratch(KEY, factors, old)
 
 
-def _initial(name: str, shape: torch.Size, old: Tensor | None, ctx: Context) -> Tensor:
+def _initial(name: str, shape: torch.Size, old: Tensor | None, bucket: Bucket) -> Tensor:
     """A parameter's first right factor; takes over what rows one of another rank has."""
-    new = draw(name, shape, ctx, 0)
+    new = draw(name, shape, bucket, 0)
     if old is not None and old.dim() == 2 and old.shape[1] == shape[1] and old.numel():
         # New rows as long as the old ones, or these would vanish next to them, see unit_rows.
         new *= torch.linalg.vector_norm(old, dim=1).max().to(new) / math.sqrt(shape[1])

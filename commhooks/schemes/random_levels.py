@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from commhooks._bucket import Bucket
 from commhooks._registry import register_scheme
-from commhooks._scheme import Codec, Context, Scheme
+from commhooks._scheme import Codec, Scheme
 
 __all__ = ["QSGD", "TernGrad"]
 
@@ -26,8 +27,8 @@ def _blocks(x: Tensor, block: int) -> Tensor:
     return pad(x.to(torch.float32), (0, -x.numel() % block)).view(-1, block)
 
 
-def _uniform(shape: torch.Size, ctx: Context, name: str, like: Tensor) -> Tensor:
-    generator = ctx.generator(f"{ctx.layout.names[0]}/{name}", shared=False)
+def _uniform(shape: torch.Size, bucket: Bucket, name: str, like: Tensor) -> Tensor:
+    generator = bucket.generator(f"{bucket.layout.names[0]}/{name}", shared=False)
     return torch.rand(shape, generator=generator).to(like.device)
 
 
@@ -59,18 +60,18 @@ class QSGD(Codec):
     def variance(self) -> float:  # type: ignore[override]
         return min(self.block / self.levels**2, math.sqrt(self.block) / self.levels)
 
-    def encode(self, grad: Tensor, ctx: Context) -> dict[str, Tensor]:
-        rows = _blocks(grad, self.block)
+    def encode(self, gradient: Tensor, bucket: Bucket) -> dict[str, Tensor]:
+        rows = _blocks(gradient, self.block)
         # In float64, as squares leave the range of float32 long before entries do.
         norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).to(torch.float32)
         safe = torch.where((norms > 0) & norms.isfinite(), norms, 1.0)
         places = rows.abs() * (self.levels / safe)[:, None]
-        up = _uniform(rows.shape, ctx, "qsgd", rows)
+        up = _uniform(rows.shape, bucket, "qsgd", rows)
         codes = (places + up).floor().clamp(max=self.levels).nan_to_num(0.0)
         codes = (codes * rows.sign().nan_to_num(0.0)).to(torch.int8)
-        return {"norms": norms, "codes": codes.view(-1)[: grad.numel()]}
+        return {"norms": norms, "codes": codes.view(-1)[: gradient.numel()]}
 
-    def decode(self, payload: dict[str, Tensor], like: Tensor, ctx: Context) -> Tensor:
+    def decode(self, payload: dict[str, Tensor], like: Tensor, bucket: Bucket) -> Tensor:
         rows = _blocks(payload["codes"], self.block) * (payload["norms"] / self.levels)[:, None]
         return rows.view(-1)[: like.numel()].to(like.dtype)
 
@@ -102,16 +103,16 @@ class TernGrad(Codec):
     def variance(self) -> float:  # type: ignore[override]
         return (math.sqrt(self.block) - 1) / 2
 
-    def encode(self, grad: Tensor, ctx: Context) -> dict[str, Tensor]:
-        rows = _blocks(grad, self.block)
+    def encode(self, gradient: Tensor, bucket: Bucket) -> dict[str, Tensor]:
+        rows = _blocks(gradient, self.block)
         scale = rows.abs().amax(1)
         safe = torch.where((scale > 0) & scale.isfinite(), scale, 1.0)
-        sent = _uniform(rows.shape, ctx, "terngrad", rows) < rows.abs() / safe[:, None]
+        sent = _uniform(rows.shape, bucket, "terngrad", rows) < rows.abs() / safe[:, None]
         codes = torch.where(sent, torch.where(rows < 0, 2, 1), 0).to(torch.uint8)
         packed = (codes.view(-1, 4) << _SHIFTS.to(codes.device)).sum(1)
         return {"scale": scale, "codes": packed.to(torch.uint8)}
 
-    def decode(self, payload: dict[str, Tensor], like: Tensor, ctx: Context) -> Tensor:
+    def decode(self, payload: dict[str, Tensor], like: Tensor, bucket: Bucket) -> Tensor:
         codes = payload["codes"][:, None] >> _SHIFTS.to(like.device) & 3
         signs = (codes & 1).to(torch.float32) - (codes >> 1).to(torch.float32)
         rows = signs.view(-1, self.block) * payload["scale"][:, None]

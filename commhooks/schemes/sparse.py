@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from commhooks._packed import Draw, PackedCodec, Pattern, dense_exchange
+from commhooks._bucket import Bucket, Result, SchemeExchange, nan_unless
+from commhooks._packed import Draw, PackedCodec, Pattern
 from commhooks._registry import register_scheme
-from commhooks._scheme import Context, Exchanged, Scheme, SchemeExchange
-from commhooks._work import poison
+from commhooks._scheme import Scheme
 from commhooks.kernels import (
+    Stream,
     all_finite,
     gather_random,
     random_places,
@@ -108,7 +110,7 @@ class TopK(PackedCodec):
             out.copy_(total)
 
 
-Agreement = Generator[Collective, Tensor, Context]
+Places = Generator[Collective, Tensor, Any]
 
 
 @dataclass(frozen=True)
@@ -123,58 +125,52 @@ class _Agreed(Scheme):
 
     biased = True
     linear = True
-    adds_residual = True
 
     def __post_init__(self) -> None:
         _check_ratio(self, self.ratio)
 
-    def agree(self, x: Tensor, residual: Tensor | None, ctx: Context) -> Agreement:
-        """Finds places that depend on all ranks' entries; what it returns comes with the context.
+    def agree(self, bucket: Bucket) -> Places:
+        """Finds places that all ranks know; ``take`` and ``put`` are given what it returns.
 
-        Random places need nothing but the context.
+        Without a message of its own it draws them.
         """
-        return ctx
+        raise NotImplementedError
         yield
 
-    def take(self, x: Tensor, ctx: Context, residual: Tensor | None, left: Tensor | None) -> Tensor:
-        """Entries of ``x + residual`` at the places agreed on; the others go to ``left``."""
+    def take(self, bucket: Bucket, places: Any) -> Tensor:
+        """Entries of the gradient at these places; the others go to ``bucket.unsent``."""
         raise NotImplementedError
 
-    def put(self, values: Tensor, out: Tensor, ctx: Context) -> None:
+    def put(self, values: Tensor, out: Tensor, places: Any) -> None:
         """Writes them to their places, and zeros elsewhere."""
         raise NotImplementedError
 
-    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
-        n = grad.numel()
-        if not n:
-            return (yield from dense_exchange(grad, ctx))
-        # Sums of float64 stay in float64: the mean of what is sent is what the mean gradient sends.
-        exact = grad.dtype == torch.float64
-        x = ctx.corrected(grad) if exact else grad
-        residual, left = None if exact else ctx.residual, ctx.unsent
-        if ctx.keep_unsent and left is None:
-            left = torch.empty_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
-        ctx = yield from self.agree(x, residual, ctx)
-        values = self.take(x, ctx, residual, left)
-        finite = all_finite(x) if left is None else all_finite(left) & all_finite(values)
-        values.add_(poison(finite))
-        own = values if left is None else values.clone()
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        if not bucket.raw.numel():
+            return (yield from bucket.all_reduce())
+        unsent, output = bucket.unsent, bucket.output
+        places = yield from self.agree(bucket)
+        values = self.take(bucket, places)
+        finite = all_finite(bucket.raw if unsent is None else unsent) & all_finite(values)
+        values.add_(nan_unless(finite))
+        own = values if unsent is None else values.clone()
         request = AllReduce(values)
         values = yield request
-        if left is not None and request.sent is not None:  # rounded on the way
-            lost = torch.empty_like(left)
-            self.put(own - request.sent, lost, ctx)
-            left.add_(lost)
+        if unsent is not None and request.sent is not None:  # rounded on the way
+            lost = torch.empty_like(unsent)
+            self.put(own - request.sent, lost, places)
+            unsent.add_(lost)
         finite = all_finite(values)
-        mean = ctx.output
+        # Sums of float64 stay in float64: the mean of what is sent is what the mean sends.
+        mean = output
         if mean.dtype != values.dtype:
             mean = torch.empty_like(mean, dtype=values.dtype)
-        self.put(values, mean, ctx)
+        self.put(values, mean, places)
         if finite.device.type != "cpu" or not finite:
-            mean.add_(poison(finite))
-        if mean.dtype != ctx.output.dtype:
-            mean = ctx.output.copy_(mean)
-        return Exchanged(mean, unsent=left, finite=finite)
+            mean.add_(nan_unless(finite))
+        if mean.dtype != output.dtype:
+            mean = output.copy_(mean)
+        return Result(mean, unsent=unsent, finite=finite)
 
 
 @register_scheme("random_k")
@@ -191,25 +187,29 @@ class RandomK(_Agreed):
     Reference: Stich, Cordonnier and Jaggi, Sparsified SGD with Memory, 2018.
     """
 
-    def take(self, x: Tensor, ctx: Context, residual: Tensor | None, left: Tensor | None) -> Tensor:
+    def agree(self, bucket: Bucket) -> Places:
+        return bucket.random("random_k", shared=True), bucket.step
+        yield
+
+    def take(self, bucket: Bucket, places: tuple[Stream, int]) -> Tensor:
+        x, unsent = bucket.raw, bucket.unsent
         k = _kept(self.ratio, x.numel())
         if x.dtype == torch.float64:
-            return _take_at(self._places(x.numel(), k, ctx, x.device), x, left)
+            return _take_at(_places(x.numel(), k, *places, x.device), bucket.gradient, unsent)
         values = x.new_empty(k, dtype=torch.float32)
-        stream = ctx.random("random_k", shared=True)
-        gather_random(x, values, stream, residual=residual, left=left)
+        gather_random(x, values, places[0], residual=bucket.residual, left=unsent)
         return values
 
-    def put(self, values: Tensor, out: Tensor, ctx: Context) -> None:
+    def put(self, values: Tensor, out: Tensor, places: tuple[Stream, int]) -> None:
         if out.dtype == torch.float64:
-            places = self._places(out.numel(), values.numel(), ctx, out.device)
-            out.zero_().index_copy_(0, places, values)
+            at = _places(out.numel(), values.numel(), *places, out.device)
+            out.zero_().index_copy_(0, at, values)
         else:
-            scatter_random(values, out, ctx.random("random_k", shared=True))
+            scatter_random(values, out, places[0])
 
-    def _places(self, n: int, k: int, ctx: Context, device: torch.device) -> Tensor:
-        stream = ctx.random("random_k", shared=True)
-        return random_places(n, k, ctx.step, stream.seed, stream.number, device=device)
+
+def _places(n: int, k: int, stream: Stream, step: int, device: torch.device) -> Tensor:
+    return random_places(n, k, step, stream.seed, stream.number, device=device)
 
 
 @register_scheme("random_block")
@@ -225,33 +225,32 @@ class RandomBlock(_Agreed):
     Reference: Xu et al., GRACE, 2021 (as a baseline).
     """
 
-    def take(self, x: Tensor, ctx: Context, residual: Tensor | None, left: Tensor | None) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        source = x if left is None else left
-        if left is not None:
-            left.copy_(x) if residual is None else torch.add(x, residual, out=left)
-        pieces = [
-            source[part] for part in self._parts(x.numel(), _kept(self.ratio, x.numel()), ctx)
-        ]
-        values = torch.cat(pieces).to(wide)
-        if left is not None:
+    def agree(self, bucket: Bucket) -> Places:
+        """The stretch, in two parts where it goes over the end."""
+        n = bucket.raw.numel()
+        k = _kept(self.ratio, n)
+        generator = bucket.generator(f"{bucket.layout.names[0]}/random_block", shared=True)
+        begin = int(torch.randint(n, (), generator=generator))
+        over = max(0, begin + k - n)
+        return [slice(begin, begin + k - over), *([slice(0, over)] if over else [])]
+        yield
+
+    def take(self, bucket: Bucket, places: list[slice]) -> Tensor:
+        source, unsent = bucket.raw, bucket.unsent
+        if unsent is not None:
+            source = bucket.gradient if bucket.residual is not None else unsent.copy_(source)
+        pieces = [source[part] for part in places]
+        values = torch.cat(pieces).to(bucket.wide_dtype)
+        if unsent is not None:
             for piece in pieces:
                 piece.zero_()
         return values
 
-    def put(self, values: Tensor, out: Tensor, ctx: Context) -> None:
+    def put(self, values: Tensor, out: Tensor, places: list[slice]) -> None:
         out.zero_()
-        parts = self._parts(out.numel(), values.numel(), ctx)
-        sizes = [part.stop - part.start for part in parts]
-        for part, piece in zip(parts, values.split(sizes), strict=True):
+        sizes = [part.stop - part.start for part in places]
+        for part, piece in zip(places, values.split(sizes), strict=True):
             out[part] = piece
-
-    def _parts(self, n: int, k: int, ctx: Context) -> list[slice]:
-        """The stretch, in two parts where it goes over the end."""
-        generator = ctx.generator(f"{ctx.layout.names[0]}/random_block", shared=True)
-        begin = int(torch.randint(n, (), generator=generator))
-        over = max(0, begin + k - n)
-        return [slice(begin, begin + k - over), *([slice(0, over)] if over else [])]
 
 
 @register_scheme("aligned_topk")
@@ -291,31 +290,30 @@ class AlignedTopK(_Agreed):
                     f"AlignedTopK({name}=...) is a whole number, 1 or more, got {value!r}"
                 )
 
-    def agree(self, x: Tensor, residual: Tensor | None, ctx: Context) -> Agreement:
-        rows = self._rows(x if residual is None else x + residual)
-        rows = rows.to(torch.promote_types(x.dtype, torch.float32))
-        generator = ctx.generator(f"{ctx.layout.names[0]}/sketch", shared=True)
+    def agree(self, bucket: Bucket) -> Places:
+        rows = self._rows(bucket.gradient).to(bucket.wide_dtype)
+        generator = bucket.generator(f"{bucket.layout.names[0]}/sketch", shared=True)
         signs = torch.randint(0, 2, (self.row, self.directions), generator=generator)
         sketch = yield AllReduce(rows @ (2.0 * signs - 1.0).to(rows))
         energy = torch.zeros_like(sketch[:, 0], dtype=torch.float32)
         for column in sketch.unbind(1):  # in this order on every device
             energy += column.square()
         k = _kept(self.ratio, len(rows))
-        places = torch.empty(k, dtype=torch.int32, device=x.device)
+        places = torch.empty(k, dtype=torch.int32, device=rows.device)
         top_k(energy, k, places, torch.empty_like(energy[:k]))
-        return ctx.replace(agreed=places.long())
+        return places.long()
 
-    def take(self, x: Tensor, ctx: Context, residual: Tensor | None, left: Tensor | None) -> Tensor:
-        c = x if residual is None else x + residual
-        rows = self._rows(c.to(torch.promote_types(x.dtype, torch.float32)))
-        values = rows[ctx.agreed].flatten()
-        if left is not None:
-            left.copy_(rows.index_fill(0, ctx.agreed, 0.0).view(-1)[: left.numel()])
+    def take(self, bucket: Bucket, places: Tensor) -> Tensor:
+        rows = self._rows(bucket.gradient.to(bucket.wide_dtype))
+        values = rows[places].flatten()
+        if bucket.unsent is not None:
+            rest = rows.index_fill(0, places, 0.0).view(-1)
+            bucket.unsent.copy_(rest[: bucket.unsent.numel()])
         return values
 
-    def put(self, values: Tensor, out: Tensor, ctx: Context) -> None:
+    def put(self, values: Tensor, out: Tensor, places: Tensor) -> None:
         rows = torch.zeros_like(self._rows(out))
-        rows[ctx.agreed] = values.view(-1, self.row).to(rows.dtype)
+        rows[places] = values.view(-1, self.row).to(rows.dtype)
         out.copy_(rows.view(-1)[: out.numel()])
 
     def _rows(self, flat: Tensor) -> Tensor:

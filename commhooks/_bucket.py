@@ -1,0 +1,216 @@
+"""``Bucket``: what a scheme is given, and ``Result``: what it returns."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Generator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from commhooks._memory import Layout, Memory
+from commhooks.kernels import Stream
+from ddp_core import AllReduce, Collective
+
+__all__ = ["Bucket", "Result", "SchemeExchange", "nan_unless"]
+
+
+class Result(NamedTuple):
+    """What one exchange of a bucket gave.
+
+    Attributes:
+        mean: flat averaged gradient, the same bits on every rank.
+        sent: what this rank's share decoded to, flat; the mean of it over ranks is ``mean``.
+            None: everything was sent.
+        unsent: ``gradient - sent``, where the scheme computed it cheaper than by subtracting.
+        finite: one bool, the same on every rank; None where the scheme did not look.
+    """
+
+    mean: Tensor
+    sent: Tensor | None = None
+    unsent: Tensor | None = None
+    finite: Tensor | None = None
+
+
+SchemeExchange = Generator[Collective, Tensor, Result]
+
+
+class Bucket:
+    """One bucket of one step on one rank: gradient, residual, memory, ranks, random bits.
+
+    A scheme that reads ``gradient`` needs nothing else: error feedback has been added to it. A
+    scheme whose kernels add the residual in the pass that encodes reads ``raw`` and ``residual``,
+    writes ``unsent``, and returns it in its result.
+
+    Attributes:
+        raw: flat gradient of this rank alone. May be overwritten where ``unsent`` is None.
+        output: flat tensor in the gradient's dtype that may take the mean; may be ``raw`` itself.
+        residual: float32 (float64), flat: what earlier steps have not sent. None: nothing.
+        unsent: float32 (float64), flat: where what this step does not send goes. None: nobody asks,
+            so ``sent`` and ``unsent`` of the result may be left out.
+        memory: tensors that survive the step, see :class:`commhooks.Memory`.
+        step: counts synchronised backward passes from 0.
+        rank, world_size: within the process group.
+        seed: base of all random bits; the same on every rank.
+
+    Args:
+        layout: parameter names and shapes in the flat gradient; a function is called when they are
+            first asked for.
+        output: ``raw`` by default.
+
+    Example:
+        >>> bucket = Bucket(torch.ones(6), Layout(["weight"], [(2, 3)]), world_size=2)
+        >>> bucket.layout.names
+        ('weight',)
+    """
+
+    def __init__(
+        self,
+        raw: Tensor,
+        layout: Layout | Callable[[], Layout],
+        *,
+        output: Tensor | None = None,
+        residual: Tensor | None = None,
+        unsent: Tensor | None = None,
+        memory: Memory | None = None,
+        step: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+    ) -> None:
+        self.raw, self.residual, self.unsent = raw, residual, unsent
+        self.output = raw if output is None else output
+        self.memory = Memory() if memory is None else memory
+        self.step, self.rank, self.world_size, self.seed = step, rank, world_size, seed
+        self._layout = layout
+        self._gradient: Tensor | None = None
+
+    def replace(self, **changes: Any) -> Bucket:
+        """The same bucket with other attributes."""
+        other = copy.copy(self)
+        other._gradient = None
+        if "layout" in changes:
+            other._layout = changes.pop("layout")
+        for name, value in changes.items():
+            setattr(other, name, value)
+        return other
+
+    # ---- what is to be averaged
+
+    @property
+    def gradient(self) -> Tensor:
+        """Flat gradient, the residual included; it lies in ``unsent`` where there is one.
+
+        Not to be overwritten where ``unsent`` is given, but by what is not sent.
+        """
+        if self.residual is None:
+            return self.raw
+        if self._gradient is None:
+            self._gradient = torch.add(self.raw, self.residual, out=self.unsent)
+        return self._gradient
+
+    @property
+    def layout(self) -> Layout:
+        """Parameter names and shapes in the flat gradient."""
+        if not isinstance(self._layout, Layout):
+            self._layout = self._layout()
+        return self._layout
+
+    def read(
+        self, key: str, layout: Layout | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """What is remembered under ``key``, flat; zeros where nothing is.
+
+        Args:
+            layout: of the tensors that are kept; by default one of each parameter's shape.
+            dtype: float32 by default, float64 for gradients of that dtype.
+        """
+        layout = self.layout if layout is None else layout
+        dtype = self.wide_dtype if dtype is None else dtype
+        return self.memory.read(key, layout, device=self.raw.device, dtype=dtype)
+
+    @property
+    def wide_dtype(self) -> torch.dtype:
+        """In which sums of gradients are formed: float32, or float64 for gradients of that."""
+        return torch.promote_types(self.raw.dtype, torch.float32)
+
+    # ---- random bits
+
+    def part(self, purpose: str) -> Bucket:
+        """For a part of the bucket: the same with draws of its own."""
+        return self.replace(seed=_number(f"{self.seed}/{purpose}") >> 1)
+
+    def generator(
+        self, name: str, *, shared: bool = True, step: int | None = None
+    ) -> torch.Generator:
+        """A CPU random generator keyed by parameter name and step, and by rank unless ``shared``.
+
+        Keyed draws need no state in a checkpoint, and do not depend on the bucket layout.
+        """
+        step = self.step if step is None else step
+        text = f"{self.seed}/{name}/{step}/{'shared' if shared else self.rank}"
+        return torch.Generator().manual_seed(_number(text) >> 1)
+
+    def random(self, purpose: str, *, shared: bool) -> Stream:
+        """Random bits for kernels, on the gradient's device: of this bucket, step and purpose.
+
+        Args:
+            purpose: tells apart streams of one bucket.
+            shared: the same on every rank.
+        """
+        text = f"{self.layout.names[0]}/{purpose}/{'shared' if shared else self.rank}"
+        step = torch.full((), self.step, dtype=torch.int64, device=self.raw.device)
+        return Stream(self.seed, step, number=_number(text) >> 33)
+
+    # ---- what several schemes do
+
+    def all_reduce(self) -> SchemeExchange:
+        """Averages the bucket as it is, by one all-reduce in the gradient's dtype."""
+        gradient = self.gradient
+        request = AllReduce(gradient if self.unsent is None else gradient.clone())
+        mean = yield request
+        if mean.dtype != self.output.dtype:
+            mean = self.output.copy_(mean)
+        result = Result(mean, sent=request.sent)
+        return result if self.unsent is None else self.completed(result)
+
+    def completed(self, result: Result) -> Result:
+        """A result of this bucket with what it has not sent, in ``unsent`` if it did not say."""
+        mean, sent, unsent, finite = result
+        assert self.unsent is not None, "nobody asks for what is not sent"
+        if mean.data_ptr() == self.unsent.data_ptr():  # averaged where the gradient was
+            mean = mean.clone()
+        if unsent is None:
+            if sent is None:
+                unsent = self.unsent.zero_()
+            else:
+                unsent = torch.sub(self.gradient, sent, out=self.unsent)
+        return Result(mean, sent, unsent, finite)
+
+    def in_float32(self) -> Bucket:
+        """The bucket for kernels, which know no float64; itself where the gradient is not that."""
+        if self.raw.dtype != torch.float64:
+            return self
+        raw = self.gradient.float()
+        unsent = None if self.unsent is None else torch.empty_like(raw)
+        return self.replace(raw=raw, residual=None, unsent=unsent, output=torch.empty_like(raw))
+
+    def result_of(self, inside: Bucket, finite: Tensor | None = None) -> Result:
+        """The result, once ``inside`` (:meth:`in_float32`) has its output and what is not sent."""
+        if inside is not self:
+            if self.unsent is not None and inside.unsent is not None:  # feedback gets what rounding to float32 has lost, too
+                torch.sub(self.gradient, inside.raw, out=self.unsent).add_(inside.unsent)
+            self.output.copy_(inside.output)
+        return Result(self.output, unsent=self.unsent, finite=finite)
+
+
+def nan_unless(finite: Tensor) -> Tensor:
+    """0 if finite, else NaN: added to a factor, it makes every entry of the product NaN."""
+    return torch.where(finite, 0.0, float("nan"))
+
+
+def _number(text: str) -> int:
+    """64 bits that stand for a text."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
