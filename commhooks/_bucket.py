@@ -200,7 +200,8 @@ class Bucket:
     def result_of(self, inside: Bucket, finite: Tensor | None = None) -> Result:
         """The result, once ``inside`` (:meth:`in_float32`) has its output and what is not sent."""
         if inside is not self:
-            if self.unsent is not None and inside.unsent is not None:  # feedback gets what rounding to float32 has lost, too
+            if self.unsent is not None and inside.unsent is not None:
+                # Feedback gets what rounding to float32 has lost, too.
                 torch.sub(self.gradient, inside.raw, out=self.unsent).add_(inside.unsent)
             self.output.copy_(inside.output)
         return Result(self.output, unsent=self.unsent, finite=finite)

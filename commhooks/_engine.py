@@ -106,7 +106,7 @@ class Engine:
             seed=self.seed,
         )
 
-    def exchange(self, grad: Tensor, find_layout: Callable[[], Layout]) -> Exchange:
+    def exchange(self, grad: Tensor, find_layout: Layout | Callable[[], Layout]) -> Exchange:
         """The exchange of one launched bucket; returns the tensor that replaces ``grad``."""
         step, finite = self._open, None
         assert step is not None, "an exchange is launched before it runs"

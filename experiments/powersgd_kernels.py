@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -161,8 +160,7 @@ class _Step:
         for bucket in self.buckets:
             self.engine.launch(bucket.number, is_last=bucket is self.buckets[-1])
         for bucket in self.buckets:
-            find_layout = partial(getattr, bucket, "layout")
-            simulate([self.engine.exchange(bucket.grad, find_layout)])
+            simulate([self.engine.exchange(bucket.grad, bucket.layout)])
 
     def torch_hook(self) -> None:
         for bucket in self.buckets:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import commhooks
-from commhooks import Codec, Context, ErrorFeedback, Exchanged, Scheme, _cast
+from commhooks import Bucket, Codec, ErrorFeedback, Result, Scheme, _cast
 from commhooks._scheme import SchemeExchange
 from commhooks.conformance import LAWS, check_scheme
 from ddp_core import AllReduce
@@ -41,16 +41,16 @@ class Levels(Codec):
     def largest(self, grad: Tensor) -> Tensor:
         return grad.abs().amax().view(1) if grad.numel() else grad.new_zeros(1)
 
-    def round(self, x: Tensor, ctx: Context) -> Tensor:
+    def round(self, x: Tensor, bucket: Bucket) -> Tensor:
         return x.round()
 
-    def encode(self, grad: Tensor, ctx: Context) -> dict[str, Tensor]:
+    def encode(self, grad: Tensor, bucket: Bucket) -> dict[str, Tensor]:
         top = self.largest(grad)
         safe = torch.where((top > 0) & top.isfinite(), top, 1.0)
-        codes = self.round(grad * (127 / safe), ctx).nan_to_num(0.0).clamp(-127, 127)
+        codes = self.round(grad * (127 / safe), bucket).nan_to_num(0.0).clamp(-127, 127)
         return {"codes": codes.to(torch.int8), "top": top}
 
-    def decode(self, payload: dict[str, Tensor], like: Tensor, ctx: Context) -> Tensor:
+    def decode(self, payload: dict[str, Tensor], like: Tensor, bucket: Bucket) -> Tensor:
         return payload["codes"].to(like.dtype) * (payload["top"] / 127).to(like.dtype)
 
 
@@ -66,34 +66,34 @@ class Truncates(Levels):
 
     biased = False
 
-    def round(self, x: Tensor, ctx: Context) -> Tensor:
+    def round(self, x: Tensor, bucket: Bucket) -> Tensor:
         return x.floor()
 
 
 class HidesNan(Levels):
-    def encode(self, grad: Tensor, ctx: Context) -> dict[str, Tensor]:
-        return super().encode(grad.nan_to_num(0.0, 0.0, 0.0), ctx)
+    def encode(self, grad: Tensor, bucket: Bucket) -> dict[str, Tensor]:
+        return super().encode(grad.nan_to_num(0.0, 0.0, 0.0), bucket)
 
 
 class DividesByZero(Levels):
-    def encode(self, grad: Tensor, ctx: Context) -> dict[str, Tensor]:
+    def encode(self, grad: Tensor, bucket: Bucket) -> dict[str, Tensor]:
         top = self.largest(grad)
         return {"codes": (grad * (127 / top)).round().nan_to_num(1.0).to(torch.int8), "top": top}
 
-    def decode(self, payload: dict[str, Tensor], like: Tensor, ctx: Context) -> Tensor:
-        return super().decode(payload, like, ctx) / (payload["top"] / payload["top"])
+    def decode(self, payload: dict[str, Tensor], like: Tensor, bucket: Bucket) -> Tensor:
+        return super().decode(payload, like, bucket) / (payload["top"] / payload["top"])
 
 
 class GlobalNoise(Levels):
-    def round(self, x: Tensor, ctx: Context) -> Tensor:
+    def round(self, x: Tensor, bucket: Bucket) -> Tensor:
         return (x + torch.rand_like(x)).floor()
 
 
 class OwnFirst(Levels):
     """Decodes its own payload better than others can."""
 
-    def decode(self, payload: dict[str, Tensor], like: Tensor, ctx: Context) -> Tensor:
-        return super().decode(payload, like, ctx) * (1 + 1e-3 * ctx.rank)
+    def decode(self, payload: dict[str, Tensor], like: Tensor, bucket: Bucket) -> Tensor:
+        return super().decode(payload, like, bucket) * (1 + 1e-3 * bucket.rank)
 
 
 @dataclass(frozen=True)
@@ -102,33 +102,33 @@ class Threshold(Codec):
 
     biased = True
 
-    def encode(self, grad: Tensor, ctx: Context) -> dict[str, Tensor]:
+    def encode(self, grad: Tensor, bucket: Bucket) -> dict[str, Tensor]:
         places = (grad.abs() > 0.5).nonzero().flatten()
         return {"places": places, "values": grad[places]}
 
-    def decode(self, payload: dict[str, Tensor], like: Tensor, ctx: Context) -> Tensor:
+    def decode(self, payload: dict[str, Tensor], like: Tensor, bucket: Bucket) -> Tensor:
         return torch.zeros_like(like).index_copy_(0, payload["places"], payload["values"])
 
 
 class EvenOnly(Levels):
     """Pairs of entries, as if every bucket had an even number."""
 
-    def encode(self, grad: Tensor, ctx: Context) -> dict[str, Tensor]:
-        return super().encode(grad.view(-1, 2).flatten(), ctx)
+    def encode(self, grad: Tensor, bucket: Bucket) -> dict[str, Tensor]:
+        return super().encode(grad.view(-1, 2).flatten(), bucket)
 
 
 class SumNotMean(Levels):
-    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
-        result = yield from super().exchange(grad, ctx)
-        return result._replace(mean=result.mean * ctx.world_size)
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        result = yield from super().exchange(bucket)
+        return result._replace(mean=result.mean * bucket.world_size)
 
 
 class LosesWhatItKeeps(Levels):
     """Says that everything was sent."""
 
-    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
-        result = yield from super().exchange(grad, ctx)
-        return Exchanged(result.mean)
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        result = yield from super().exchange(bucket)
+        return Result(result.mean)
 
 
 @dataclass(frozen=True)
@@ -137,14 +137,14 @@ class Forgets(Levels):
 
     counts: Counter[int] = field(default_factory=Counter)  # by rank: ranks share a scheme here
 
-    def round(self, x: Tensor, ctx: Context) -> Tensor:
-        self.counts[ctx.rank] += 1
-        return x.round() + self.counts[ctx.rank] % 2
+    def round(self, x: Tensor, bucket: Bucket) -> Tensor:
+        self.counts[bucket.rank] += 1
+        return x.round() + self.counts[bucket.rank] % 2
 
 
 class SendsTooLittle(Levels):
-    def decode(self, payload: dict[str, Tensor], like: Tensor, ctx: Context) -> Tensor:
-        return super().decode(payload, like, ctx) * 1e-3
+    def decode(self, payload: dict[str, Tensor], like: Tensor, bucket: Bucket) -> Tensor:
+        return super().decode(payload, like, bucket) * 1e-3
 
 
 class Noisier(Levels):
@@ -153,41 +153,41 @@ class Noisier(Levels):
     biased = False
     variance = 0.01
 
-    def round(self, x: Tensor, ctx: Context) -> Tensor:
+    def round(self, x: Tensor, bucket: Bucket) -> Tensor:
         x = x / 127
-        draw = torch.rand(x.shape, generator=ctx.generator("noise", shared=False))
+        draw = torch.rand(x.shape, generator=bucket.generator("noise", shared=False))
         return (x + draw.to(x)).floor() * 127
 
 
 class SlightlyLarge(commhooks.QSGD):
     """Right on average, but for a 256th."""
 
-    def decode(self, payload: dict[str, Tensor], like: Tensor, ctx: Context) -> Tensor:
-        return super().decode(payload, like, ctx) * (1 + 2**-8)
+    def decode(self, payload: dict[str, Tensor], like: Tensor, bucket: Bucket) -> Tensor:
+        return super().decode(payload, like, bucket) * (1 + 2**-8)
 
 
 class SlightlySmall(commhooks.TernGrad):
     """Large entries are a 256th too small; the noise is a hundred times that."""
 
-    def encode(self, grad: Tensor, ctx: Context) -> dict[str, Tensor]:
-        return super().encode(torch.where(grad.abs() > 1, grad * (1 - 2**-8), grad), ctx)
+    def encode(self, grad: Tensor, bucket: Bucket) -> dict[str, Tensor]:
+        return super().encode(torch.where(grad.abs() > 1, grad * (1 - 2**-8), grad), bucket)
 
 
 class TwoRounds(Scheme):
     """Declares one."""
 
-    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
-        yield AllReduce(grad.new_zeros(1))
-        mean = yield AllReduce(grad.clone())
-        return Exchanged(mean)
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        yield AllReduce(bucket.gradient.new_zeros(1))
+        mean = yield AllReduce(bucket.gradient.clone())
+        return Result(mean)
 
 
 class SumsRanksFirst(Scheme):
     """Divides after the sum, in the gradient's own dtype."""
 
-    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
-        total = yield AllReduce(grad.clone(), "sum")
-        return Exchanged(total / ctx.world_size)
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        total = yield AllReduce(bucket.gradient.clone(), "sum")
+        return Result(total / bucket.world_size)
 
 
 PLANTED: tuple[tuple[type[Scheme], str], ...] = (

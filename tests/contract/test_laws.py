@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import commhooks
-from commhooks import Codec, Context, ErrorFeedback, Layout, Memory, Scheme, Simulation, _cast
+from commhooks import Bucket, Codec, ErrorFeedback, Layout, Scheme, Simulation, _cast
 from commhooks._coalesce import Coalescer
 from commhooks._engine import Engine
 from ddp_core import simulate
@@ -116,29 +116,26 @@ def test_nothing_is_lost_when_buckets_change(case: Case) -> None:
 @world_sizes
 def test_mean_of_sent_is_the_mean(case: Case, world_size: int) -> None:
     grads = gradients(world_size, 0)
-    contexts = [
-        Context(
-            Memory(),
-            torch.zeros_like(grad),
+    buckets = [
+        Bucket(
+            grad.clone(),
+            LAYOUT,
+            output=torch.zeros_like(grad),
+            unsent=torch.zeros_like(grad),
             step=START_STEP,
             rank=rank,
             world_size=world_size,
-            keep_unsent=True,
-            find_layout=lambda: LAYOUT,
         )
         for rank, grad in enumerate(grads)
     ]
     scheme = case.scheme
-    handed = [grad.clone() for grad in grads]
-    pairs = zip(handed, contexts, strict=True)
-    results = simulate([scheme.exchange(grad, ctx) for grad, ctx in pairs])
+    results = simulate([scheme.exchange(bucket) for bucket in buckets])
     sent = []
-    for grad, given, result in zip(grads, handed, results, strict=True):
-        if result.unsent is not None:
-            sent.append(grad - result.unsent)
-        else:
-            sent.append(grad if result.sent is None else result.sent)
-            assert torch.equal(given, grad), "keep_unsent: the gradient stays as it was"
+    for grad, bucket, result in zip(grads, buckets, results, strict=True):
+        assert torch.equal(bucket.raw, grad), "unsent is asked for: the gradient stays as it was"
+        unsent = bucket.completed(result).unsent
+        assert unsent is not None
+        sent.append(grad - unsent)
     expected = results[0].mean.double()
     assert_close(mean_of(sent), expected, rtol=0, atol=rounding(scheme, grads))
 
@@ -470,11 +467,11 @@ class TopOne(Codec):
 
     biased = True
 
-    def encode(self, grad: Tensor, ctx: Context) -> dict[str, Tensor]:
+    def encode(self, grad: Tensor, bucket: Bucket) -> dict[str, Tensor]:
         index = grad.abs().argmax().view(1)
         return {"value": grad[index], "index": index}
 
-    def decode(self, payload: dict[str, Tensor], like: Tensor, ctx: Context) -> Tensor:
+    def decode(self, payload: dict[str, Tensor], like: Tensor, bucket: Bucket) -> Tensor:
         return torch.zeros_like(like).index_copy_(0, payload["index"], payload["value"])
 
 

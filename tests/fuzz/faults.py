@@ -16,7 +16,7 @@ import ddp_core
 from commhooks import _state
 from commhooks._engine import Engine
 from commhooks._memory import Memory
-from commhooks._scheme import Context
+from commhooks._scheme import Bucket
 from ddp_core._flat import FlatBucket
 from ddp_core._join import ShadowHook
 from ddp_core._unused import UsedMap
@@ -72,12 +72,12 @@ def _step_never_ends(rank: int) -> Patch:
 
 @_bug
 def _draw_differs_by_rank(rank: int) -> Patch:
-    draw = Context.random
+    draw = Bucket.random
 
-    def own(self: Context, purpose: str, *, shared: bool) -> Any:
+    def own(self: Bucket, purpose: str, *, shared: bool) -> Any:
         return draw(self, f"{purpose}{self.rank}", shared=shared)
 
-    return Context, "random", own
+    return Bucket, "random", own
 
 
 @_bug
@@ -171,10 +171,10 @@ def _joined_rank_keeps_its_model(rank: int) -> Patch:
 def _feedback_is_off(rank: int) -> Patch:
     exchange = commhooks.ErrorFeedback.exchange
 
-    def without(self: Any, grad: Any, ctx: Any) -> Any:
-        if ctx.step % 2:
-            return (yield from self.scheme.exchange(grad, ctx.replace(residual=None)))
-        return (yield from exchange(self, grad, ctx))
+    def without(self: Any, bucket: Any) -> Any:
+        if bucket.step % 2:
+            return (yield from self.scheme.exchange(bucket))
+        return (yield from exchange(self, bucket))
 
     return commhooks.ErrorFeedback, "exchange", without
 

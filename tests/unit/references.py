@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from commhooks import Context, Layout, Memory, Simulation
+from commhooks import Bucket, Layout, Simulation
 from commhooks._packed import Draw
 from commhooks.kernels.philox import signs
 
@@ -77,8 +77,8 @@ def rotated_levels(c: Tensor, top: int, block: int, flips: Tensor) -> Tensor:
 
 def flips_of(layout: Layout, shard: int, step: int, numel: int, purpose: str = "") -> Tensor:
     """The random signs of a shard's rotation, with seed 0; the same on all ranks."""
-    ctx = Context(Memory(), torch.zeros(0), step=step, find_layout=lambda: layout)
-    stream = Draw(ctx, shard, "worker", purpose).shared
+    bucket = Bucket(torch.zeros(0), layout, step=step)
+    stream = Draw(bucket, shard, "worker", purpose).shared
     return signs(-(-numel // 4096) * 4096, step, stream.seed, stream.number)
 
 

@@ -16,10 +16,10 @@ from commhooks import (
     EF21,
     AveragedFeedback,
     Blockwise,
+    Bucket,
     Cast,
     CheckpointError,
     Coalesced,
-    Context,
     DelayedStart,
     DeMo,
     Dense,
@@ -27,7 +27,7 @@ from commhooks import (
     FlushResidual,
     Guard,
     IntSGD,
-    Memory,
+    Layout,
     PerParameter,
     PowerSGD,
     Rule,
@@ -47,10 +47,10 @@ from commhooks._scheme import walk
 SHAPES = {"weight": torch.Size([6, 5]), "bias": torch.Size([6])}
 SCHEME = ErrorFeedback(PowerSGD(rank=1, min_compression_rate=0))
 PER_RANK = SCHEME.per_rank
-CONTEXT = Context(Memory(), torch.empty(0))
+BUCKET = Bucket(torch.empty(0), Layout([], []))
 DECLARED: dict[str, dict[str, Tensor]] = {}
 for _name, _shape in SHAPES.items():
-    for _key, _value in SCHEME.initial_memory(_name, _shape, CONTEXT).items():
+    for _key, _value in SCHEME.initial_memory(_name, _shape, BUCKET).items():
         DECLARED.setdefault(_key, {})[_name] = _value
 
 
@@ -430,7 +430,7 @@ def test_a_factor_that_is_missing_is_refused_unless_settings_say_so() -> None:
 @pytest.mark.parametrize("scale", [[0, 0, 128, 127], [255, 255, 255, 255]])
 def test_a_memory_in_bytes_whose_scales_are_not_finite_is_refused(scale: list[int]) -> None:
     scheme, shape = AveragedFeedback(Blockwise("int4")), torch.Size([300])
-    value = scheme.initial_memory("p", shape, CONTEXT)["averaged_error"]
+    value = scheme.initial_memory("p", shape, BUCKET)["averaged_error"]
     check_memory({"averaged_error": {"p": value}}, scheme, {"p": shape})
     value[4:8] = torch.tensor(scale, dtype=torch.uint8)  # of the second block
     with pytest.raises(CheckpointError, match="not finite"):

@@ -20,17 +20,16 @@ from commhooks import (
     AlignedTopK,
     AveragedFeedback,
     Blockwise,
+    Bucket,
     Cast,
     Coalesced,
     Codec,
-    Context,
     DelayedStart,
     DeMo,
     Dense,
     DiLoCo,
     Eden,
     ErrorFeedback,
-    Exchanged,
     FlushResidual,
     GlobalQSGD,
     Guard,
@@ -44,6 +43,7 @@ from commhooks import (
     PerParameter,
     PowerSGD,
     PowerSGDState,
+    Result,
     Rule,
     Scaled,
     Schedule,
@@ -323,7 +323,7 @@ class Encodes(Codec):
 
     payload: str
 
-    def encode(self, grad: Tensor, ctx: Context) -> Any:
+    def encode(self, grad: Tensor, bucket: Bucket) -> Any:
         return PAYLOADS[self.payload]
 
 
@@ -333,32 +333,32 @@ class Decodes(Codec):
 
     shape: int
 
-    def encode(self, grad: Tensor, ctx: Context) -> dict[str, Tensor]:
+    def encode(self, grad: Tensor, bucket: Bucket) -> dict[str, Tensor]:
         return {"x": grad[: len(grad) // 4].clone()}
 
-    def decode(self, payload: dict[str, Tensor], like: Tensor, ctx: Context) -> Any:
+    def decode(self, payload: dict[str, Tensor], like: Tensor, bucket: Bucket) -> Any:
         return torch.ones(self.shape) if self.shape else 3.0
 
 
 @dataclass(frozen=True)
 class NoGenerator(Scheme):
-    def exchange(self, grad: Tensor, ctx: Context) -> Any:
-        return Exchanged(grad)
+    def exchange(self, bucket: Bucket) -> Any:
+        return Result(bucket.gradient)
 
 
 @dataclass(frozen=True)
 class YieldsTensor(Scheme):
-    def exchange(self, grad: Tensor, ctx: Context) -> Any:
-        mean = yield grad
-        return Exchanged(mean)
+    def exchange(self, bucket: Bucket) -> Any:
+        mean = yield bucket.gradient
+        return Result(mean)
 
 
 @dataclass(frozen=True)
 class HandsOn(Scheme):
     """A plain function may return another scheme's generator."""
 
-    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
-        return Dense().exchange(grad, ctx)
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        return Dense().exchange(bucket)
 
 
 BROKEN: list[tuple[Scheme, str]] = [
@@ -367,7 +367,7 @@ BROKEN: list[tuple[Scheme, str]] = [
     (Encodes("of floats"), r"got \{'x': 1.0\}"),
     (Decodes(0), r"Decodes.decode returns a tensor of the bucket's shape .* got 3.0"),
     (Decodes(1), r"bucket's shape .* got shape \(1,\)"),
-    (NoGenerator(), r"NoGenerator.exchange is a generator.* it returned Exchanged"),
+    (NoGenerator(), r"NoGenerator.exchange is a generator.* it returned Result"),
     (YieldsTensor(), r"yields collectives, such as AllReduce\(tensor\).* yielded a Tensor"),
 ]
 
@@ -393,7 +393,7 @@ def test_a_broken_contract_is_named(
 def test_a_codec_that_encodes_to_a_tensor_is_named_in_two_phases_too() -> None:
     @dataclass(frozen=True)
     class ToTensor(Codec):
-        def encode(self, grad: Tensor, ctx: Context) -> Any:
+        def encode(self, grad: Tensor, bucket: Bucket) -> Any:
             return grad
 
     for scheme in (ToTensor(), TwoPhase(ToTensor())):

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from commhooks import (
     Blockwise,
-    Context,
+    Bucket,
     Dense,
     ErrorFeedback,
-    Exchanged,
     Guard,
     Layout,
     PerParameter,
     PowerSGD,
+    Result,
     Rule,
     Schedule,
     Scheme,
@@ -139,11 +139,12 @@ class Breaks(Scheme):
     step: int
     factor: float = 0.1
 
-    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
-        if ctx.step >= self.step:
-            grad = grad * self.factor
-        mean = yield AllReduce(grad)
-        return Exchanged(mean)
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        gradient = bucket.gradient
+        if bucket.step >= self.step:
+            gradient = gradient * self.factor
+        mean = yield AllReduce(gradient)
+        return Result(mean)
 
 
 def _steps(ranks: Simulation, count: int, begin: int = 0) -> tuple[list[float], list[str]]:
@@ -186,9 +187,9 @@ class Int8ThenBroken(Scheme):
 
     rounds = 2
 
-    def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
-        scheme = make("int8") if ctx.step < self.step else Breaks(0)
-        return (yield from scheme.exchange(grad, ctx))
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        scheme = make("int8") if bucket.step < self.step else Breaks(0)
+        return (yield from scheme.exchange(bucket))
 
 
 def test_a_guard_that_sees_the_residual_grow_sends_it() -> None:

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from commhooks._bucket import Bucket, Result
 from commhooks._cast import Cast
 from commhooks._feedback import ErrorFeedback
 from commhooks._memory import Layout, Memory
-from commhooks._scheme import Context, Exchanged, Scheme
+from commhooks._scheme import Scheme
 from commhooks.kernels import use_kernels
 from commhooks.schemes._low_rank_plan import _runs
 from commhooks.schemes.acpsgd import ACPSGD
@@ -93,25 +94,27 @@ class Ranks:
         self,
         grads: Sequence[Tensor],
         *,
-        keep_unsent: bool = True,
+        asks_unsent: bool = True,
         dtype: torch.dtype | None = None,
         alias: bool = False,
-    ) -> list[Exchanged]:
+    ) -> list[Result]:
         """One exchange; memories are committed by the scheme's own verdict."""
         self.payloads = []
         exchanges = []
         for rank, (grad, memory) in enumerate(zip(grads, self.memories, strict=True)):
             grad = grad.clone()
-            context = Context(
-                memory=memory,
+            wide = torch.promote_types(grad.dtype, torch.float32)
+            bucket = Bucket(
+                grad,
+                self.layout,
                 output=grad if alias else torch.full_like(grad, 7.0, dtype=dtype),
+                unsent=torch.empty_like(grad, dtype=wide) if asks_unsent else None,
+                memory=memory,
                 step=self.count,
                 rank=rank,
                 world_size=len(grads),
-                keep_unsent=keep_unsent,
-                find_layout=lambda: self.layout,
             )
-            exchanges.append(self._counted(self.scheme.exchange(grad, context), rank))
+            exchanges.append(self._counted(self.scheme.exchange(bucket), rank))
         self.count += 1
         results = simulate(exchanges)
         for memory, result in zip(self.memories, results, strict=True):
@@ -130,7 +133,7 @@ class Ranks:
             answer = yield request
 
 
-def one(scheme: Scheme, *matrices: Tensor, **options: bool) -> Exchanged:
+def one(scheme: Scheme, *matrices: Tensor, **options: bool) -> Result:
     """A single exchange of one rank."""
     ranks = Ranks(scheme, [matrix.shape for matrix in matrices])
     return ranks.step([torch.cat([matrix.reshape(-1) for matrix in matrices])], **options)[0]
@@ -242,11 +245,11 @@ def test_steps_equal_a_naive_implementation(rank: int) -> None:
     ranks = Ranks(scheme, BUCKET, world_size=3)
     layout = ranks.layout
     compressed = [0, 2, 3, 5] if rank == 3 else [0, 2, 3, 5, 6]
-    context = Context(memory=Memory(), output=torch.empty(0))
+    bucket = Bucket(torch.empty(0), layout)
     q = {}
     for i in compressed:
         columns = math.prod(BUCKET[i][1:])
-        drawn = torch.randn(rank, columns, generator=context.generator(f"p{i}/q", step=0))
+        drawn = torch.randn(rank, columns, generator=bucket.generator(f"p{i}/q", step=0))
         q[i] = drawn.double().T
     for step in range(3):
         grads = [normal(layout.numel, seed=10 * step + rank) for rank in range(3)]
@@ -376,24 +379,24 @@ def test_ill_conditioned_gradient_is_recovered() -> None:
     ids=str,
 )
 @pytest.mark.parametrize("rate", [0, 2])
-@pytest.mark.parametrize("keep_unsent", [True, False])
-def test_odd_buckets(shapes: list[tuple[int, ...]], rate: float, keep_unsent: bool) -> None:
+@pytest.mark.parametrize("asks_unsent", [True, False])
+def test_odd_buckets(shapes: list[tuple[int, ...]], rate: float, asks_unsent: bool) -> None:
     for scheme in (PowerSGD(4, rate), BatchedPowerSGD(2)):
         ranks = Ranks(scheme, shapes, world_size=2)
         grads = [normal(ranks.layout.numel, seed=r) for r in range(2)]
         for _ in range(2):
-            results = ranks.step(grads, keep_unsent=keep_unsent)
+            results = ranks.step(grads, asks_unsent=asks_unsent)
         mean = (grads[0] + grads[1]) / 2
         assert results[0].mean.shape == mean.shape
         if isinstance(scheme, PowerSGD) and min((*shapes, (9, 9))[0], default=0) <= 1:
             torch.testing.assert_close(results[0].mean, mean)  # rank 1 is exact for vectors
 
 
-@pytest.mark.parametrize("keep_unsent", [True, False])
-def test_uncompressed_bucket_is_a_plain_all_reduce(keep_unsent: bool) -> None:
+@pytest.mark.parametrize("asks_unsent", [True, False])
+def test_uncompressed_bucket_is_a_plain_all_reduce(asks_unsent: bool) -> None:
     ranks = Ranks(PowerSGD(rank=4), [(4, 4), (9,)], world_size=2)
     grads = [normal(25, seed=r) for r in range(2)]
-    results = ranks.step(grads, keep_unsent=keep_unsent)
+    results = ranks.step(grads, asks_unsent=asks_unsent)
     assert ranks.payloads == [100]
     assert torch.equal(results[0].mean, grads[0] * 0.5 + grads[1] * 0.5)
 
@@ -437,8 +440,7 @@ def test_gradient_inside_a_larger_storage(scheme: Scheme) -> None:
     expected = ranks.step([grad])[0].mean
     storage = torch.zeros(ranks.layout.numel + 17)
     part = storage[5:-12].copy_(grad)
-    context = Context(Memory(), part, find_layout=lambda: ranks.layout)
-    (result,) = simulate([scheme.exchange(part, context)])
+    (result,) = simulate([scheme.exchange(Bucket(part, ranks.layout))])
     torch.testing.assert_close(result.mean, expected, atol=1e-6, rtol=1e-5)
     assert not storage[:5].any()
     assert not storage[-12:].any()
@@ -449,13 +451,13 @@ def test_gradient_inside_a_larger_storage(scheme: Scheme) -> None:
 
 @both
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("keep_unsent", [True, False])
+@pytest.mark.parametrize("asks_unsent", [True, False])
 def test_mean_has_the_dtype_of_the_gradient(
-    scheme: Scheme, dtype: torch.dtype, keep_unsent: bool
+    scheme: Scheme, dtype: torch.dtype, asks_unsent: bool
 ) -> None:
     ranks, wide = Ranks(scheme, BUCKET), Ranks(scheme, BUCKET)
     grad = normal(ranks.layout.numel).to(dtype)
-    result = ranks.step([grad], keep_unsent=keep_unsent)[0]
+    result = ranks.step([grad], asks_unsent=asks_unsent)[0]
     expected = wide.step([grad.float()])[0].mean
     assert result.mean.dtype == dtype
     tolerance = {torch.float64: 1e-5}.get(dtype, torch.finfo(dtype).eps)
@@ -475,7 +477,7 @@ def test_output_may_be_the_gradient(scheme: Scheme) -> None:
     grad = normal(apart.layout.numel)
     for _ in range(2):
         expected = apart.step([grad])[0].mean
-        got = same.step([grad], keep_unsent=False, alias=True)[0].mean
+        got = same.step([grad], asks_unsent=False, alias=True)[0].mean
     assert torch.equal(got, expected)
 
 
@@ -501,7 +503,7 @@ def test_error_feedback_applies_the_sum_of_gradients(scheme: Scheme) -> None:
     for step in range(6):
         grads = [normal(ranks.layout.numel, seed=2 * step + r) for r in range(2)]
         total += (grads[0] + grads[1]) / 2
-        applied += ranks.step(grads, keep_unsent=False)[0].mean
+        applied += ranks.step(grads, asks_unsent=False)[0].mean
     residual = torch.zeros_like(total)
     for memory in ranks.memories:
         residual += memory.read("residual", ranks.layout, device=total.device) / 2
@@ -680,11 +682,17 @@ def test_a_gradient_is_written_over_only_where_the_mean_goes_there(scheme, step,
     for apart in (True, False):
         grad = before.clone()
         output = torch.empty_like(grad) if apart else grad
-        ctx = Context(Memory(), output, step=step, keep_unsent=True, find_layout=lambda: layout)
-        ctx = ctx.replace(residual=residual.clone(), unsent=torch.empty_like(residual))
-        (result,) = simulate([scheme.exchange(grad, ctx)])
+        bucket = Bucket(
+            grad,
+            layout,
+            output=output,
+            residual=residual.clone(),
+            unsent=torch.empty_like(residual),
+            step=step,
+        )
+        (result,) = simulate([scheme.exchange(bucket)])
         assert result.unsent is not None
-        assert torch.equal(ctx.residual, residual)
+        assert torch.equal(bucket.residual, residual)
         assert torch.equal(grad, before) == apart
         # One rank: what arrives and what is kept are the gradient and the residual.
         torch.testing.assert_close(

@@ -141,9 +141,9 @@ def test_aligned_topk() -> None:
 
 def sketch_signs(step: int, row: int, directions: int) -> Tensor:
     """The draw of a step: keyed by name, purpose and step."""
-    from commhooks import Context, Memory
+    from commhooks import Bucket, Layout
 
-    generator = Context(Memory(), torch.zeros(0), step=step).generator("p/sketch", shared=True)
+    generator = Bucket(torch.zeros(0), Layout([], []), step=step).generator("p/sketch", shared=True)
     return 2.0 * torch.randint(0, 2, (row, directions), generator=generator).double() - 1.0
 
 

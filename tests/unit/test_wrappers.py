@@ -12,19 +12,19 @@ from torch.testing import assert_close
 
 from commhooks import (
     BatchedPowerSGD,
+    Bucket,
     Cast,
     Coalesced,
     Codec,
-    Context,
     DelayedStart,
     Dense,
     ErrorFeedback,
-    Exchanged,
     FlushResidual,
-    Memory,
+    Layout,
     Noop,
     PerParameter,
     PowerSGD,
+    Result,
     Rule,
     Scheme,
     Simulation,
@@ -46,10 +46,10 @@ class Half(Codec):
 
     biased = True
 
-    def encode(self, grad: Tensor, ctx: Context) -> dict[str, Tensor]:
+    def encode(self, grad: Tensor, bucket: Bucket) -> dict[str, Tensor]:
         return {"half": grad / 2}
 
-    def decode(self, payload: dict[str, Tensor], like: Tensor, ctx: Context) -> Tensor:
+    def decode(self, payload: dict[str, Tensor], like: Tensor, bucket: Bucket) -> Tensor:
         return payload["half"].clone()
 
 
@@ -300,15 +300,15 @@ def test_a_failed_collective_is_thrown_into_the_scheme_under_a_cast(
 ) -> None:
     @dataclass(frozen=True)
     class Fallback(Scheme):
-        def exchange(self, grad: Tensor, ctx: Context) -> SchemeExchange:
+        def exchange(self, bucket: Bucket) -> SchemeExchange:
             try:
-                mean = yield AllReduce(grad.to(sent))
+                mean = yield AllReduce(bucket.gradient.to(sent))
             except OSError:
-                mean = grad
-            return Exchanged(mean)
+                mean = bucket.gradient
+            return Result(mean)
 
     grad = torch.ones(3)
-    exchange = Cast(Fallback(), dtype).exchange(grad, Context(Memory(), grad))
+    exchange = Cast(Fallback(), dtype).exchange(Bucket(grad, Layout(["p"], [(3,)])))
     next(exchange)
     with pytest.raises(StopIteration) as stop:
         exchange.throw(OSError("gone"))
