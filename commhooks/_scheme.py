@@ -15,8 +15,8 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from commhooks._bytes import as_bytes
 from commhooks._bucket import Bucket, Result, SchemeExchange
+from commhooks._bytes import as_bytes
 from commhooks._errors import SchemeError
 from commhooks._settings import check_settings, shown
 from ddp_core import AllGather, AllReduce

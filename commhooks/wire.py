@@ -30,8 +30,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from commhooks._bytes import as_bytes
 from commhooks._bucket import Bucket, Result, SchemeExchange
+from commhooks._bytes import as_bytes
 from commhooks._errors import PayloadError
 from commhooks._memory import Layout
 from commhooks._packed import Draw, PackedCodec

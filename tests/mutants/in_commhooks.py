@@ -15,6 +15,15 @@ CHECKPOINT = f"{UNIT}/test_checkpoint.py"
 
 MUTANTS: list[Mutant] = [
     *planted(
+        "commhooks/_bucket.py",
+        (
+            "half of the residual is lost",
+            "torch.sub(self.gradient, sent, out=self.unsent)",
+            "torch.sub(self.gradient, sent, out=self.unsent).mul_(0.5)",
+            f"{WRAPPERS}::test_the_residual_is_what_was_not_sent",
+        ),
+    ),
+    *planted(
         "commhooks/_runner.py",
         (
             "buckets are known by their address",
@@ -71,39 +80,33 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "EF21 books 2 % less than it sent",
-            "memory.write(_OWN, layout, own + difference)",
-            "memory.write(_OWN, layout, own + 0.98 * difference)",
+            "memory.write(_OWN, layout, own + sent)",
+            "memory.write(_OWN, layout, own + 0.98 * sent)",
             f"{FEEDBACK}::test_ef21_of_topk",
         ),
         (
             "EF21's momentum has its weights swapped",
-            "torch.lerp(target, read(_VELOCITY), self.momentum)",
-            "torch.lerp(read(_VELOCITY), target, self.momentum)",
+            "torch.lerp(target, bucket.read(_VELOCITY), self.momentum)",
+            "torch.lerp(bucket.read(_VELOCITY), target, self.momentum)",
             f"{FEEDBACK}::test_ef21_of_topk",
         ),
         (
             "the averaged error is reset a step late",
-            "if self.reset_every and (ctx.step + 1) % self.reset_every == 0:",
-            "if self.reset_every and ctx.step % self.reset_every == 0:",
+            "if self.reset_every and (bucket.step + 1) % self.reset_every == 0:",
+            "if self.reset_every and bucket.step % self.reset_every == 0:",
             f"{FEEDBACK}::test_averaged_feedback",
         ),
         (
             "the averaged error has its weights swapped",
-            "error.mul_(self.decay).add_(unsent, alpha=1 - self.decay)",
-            "error.mul_(1 - self.decay).add_(unsent, alpha=self.decay)",
+            "error.mul_(self.decay).add_(result.unsent, alpha=1 - self.decay)",
+            "error.mul_(1 - self.decay).add_(result.unsent, alpha=self.decay)",
             f"{FEEDBACK}::test_averaged_feedback",
         ),
         (
             "Scaled keeps what its codec kept",
-            "unsent = unsent.mul_(factor).add_(grad, alpha=1.0 - factor)",
-            "unsent = unsent.add_(grad, alpha=0.0)",
+            "unsent = result.unsent.mul_(factor).add_(bucket.raw, alpha=1.0 - factor)",
+            "unsent = result.unsent.add_(bucket.raw, alpha=0.0)",
             f"{FEEDBACK}::test_scaled_sends_a_share_and_keeps_the_rest",
-        ),
-        (
-            "half of the residual is lost",
-            "else corrected.sub_(result.sent)",
-            "else corrected.sub_(result.sent).mul_(0.5)",
-            f"{WRAPPERS}::test_the_residual_is_what_was_not_sent",
         ),
         (
             "a residual is flushed in every step",
@@ -116,20 +119,20 @@ MUTANTS: list[Mutant] = [
         "commhooks/_schedules.py",
         (
             "a periodic dense step keeps the residual back",
-            "            take_residual(grad, ctx)\n",
+            "            take_residual(bucket)\n",
             "            pass\n",
             f"{POLICIES}::test_periodic_dense_sends_what_was_held_back_in_every_third_step",
         ),
         (
             "a periodic dense step comes a step late",
-            "if (ctx.step + 1) % self.every:",
-            "if ctx.step % self.every:",
+            "if (bucket.step + 1) % self.every:",
+            "if bucket.step % self.every:",
             f"{POLICIES}::test_periodic_dense_sends_what_was_held_back_in_every_third_step",
         ),
         (
             "a delayed start is a step late",
-            "if ctx.step < self.start_step else",
-            "if ctx.step <= self.start_step else",
+            "if bucket.step < self.start_step else",
+            "if bucket.step <= self.start_step else",
             f"{POLICIES}::test_delayed_start_is_dense_and_then_the_scheme",
         ),
         (
@@ -143,13 +146,13 @@ MUTANTS: list[Mutant] = [
         "commhooks/_guard.py",
         (
             "the guard rests a step less",
-            "ctx.step + 1 + self.rest",
-            "ctx.step + self.rest",
+            "bucket.step + 1 + self.rest",
+            "bucket.step + self.rest",
             f"{POLICIES}::test_the_guard_goes_dense_for_as_long_as_it_says_and_flushes",
         ),
         (
             "the guard does not send what was held back",
-            "                take_residual(grad, ctx)\n",
+            "                take_residual(bucket)\n",
             "                pass\n",
             f"{POLICIES}::test_the_guard_goes_dense_for_as_long_as_it_says_and_flushes",
         ),
@@ -158,8 +161,8 @@ MUTANTS: list[Mutant] = [
         "commhooks/_packed.py",
         (
             "the gathered mean of five ranks is of six",
-            "self.unpack(gathered, out, draw, 1.0 / ctx.world_size)",
-            "self.unpack(gathered, out, draw, 1.0 / (ctx.world_size + (ctx.world_size == 5)))",
+            "self.unpack(gathered, bucket.output, draw, 1.0 / bucket.world_size)",
+            "self.unpack(gathered, bucket.output, draw, 1.0 / (bucket.world_size + (bucket.world_size == 5)))",
             f"{FEEDBACK}::test_topk_with_feedback",
         ),
         (
@@ -206,8 +209,8 @@ MUTANTS: list[Mutant] = [
         "commhooks/_scheme.py",
         (
             "a codec's mean is of one rank more",
-            "mean.add_(decoded, alpha=1.0 / ctx.world_size)",
-            "mean.add_(decoded, alpha=1.0 / (ctx.world_size + 1))",
+            "mean.add_(decoded, alpha=1.0 / world_size)",
+            "mean.add_(decoded, alpha=1.0 / (world_size + 1))",
             "tests/contract/test_conformance.py::test_the_base_of_the_planted_defects_is_right",
         ),
     ),
@@ -288,8 +291,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "an abandoned step is not dropped",
-            "        with self._lock:\n            self._open = None\n\n    def context",
-            "        with self._lock:\n            pass\n\n    def context",
+            "        with self._lock:\n            self._open = None\n\n    def bucket",
+            "        with self._lock:\n            pass\n\n    def bucket",
             f"{DISTRIBUTED}/test_steps.py::test_a_step_whose_backward_raised_is_dropped",
         ),
         (

@@ -106,7 +106,7 @@ def test_a_scheme_of_a_file_is_listed_with_all_others(tmp_path: Path) -> None:
 def test_check_names_the_law_that_is_broken_and_fails(tmp_path: Path) -> None:
     path = tmp_path / "hides.py"
     invoke("new", "hides", "--out", str(path))
-    path.write_text(path.read_text().replace("grad.abs()", "grad.nan_to_num().abs()"))
+    path.write_text(path.read_text().replace("gradient.abs()", "gradient.nan_to_num().abs()"))
     done = invoke("check", str(path))
     assert done.exit_code == 1
     (broken,) = (line for line in done.output.splitlines() if "broken" in line)

@@ -57,10 +57,10 @@ class Half(Codec):
 class Strided(Codec):
     """Sends every fourth entry, as a view."""
 
-    def encode(self, grad: Tensor, ctx: Context) -> dict[str, Tensor]:
+    def encode(self, grad: Tensor, bucket: Bucket) -> dict[str, Tensor]:
         return {"some": grad[1::4]}
 
-    def decode(self, payload: dict[str, Tensor], like: Tensor, ctx: Context) -> Tensor:
+    def decode(self, payload: dict[str, Tensor], like: Tensor, bucket: Bucket) -> Tensor:
         out = torch.zeros_like(like)
         out[1::4] = payload["some"]
         return out
