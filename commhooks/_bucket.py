@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from commhooks._errors import SchemeError
 from commhooks._memory import Layout, Memory
 from commhooks.kernels import Stream
 from ddp_core import AllReduce, Collective
@@ -183,6 +184,12 @@ class Bucket:
         if mean.data_ptr() == self.unsent.data_ptr():  # averaged where the gradient was
             mean = mean.clone()
         if unsent is None:
+            if self.residual is not None and self._gradient is None:
+                raise SchemeError(
+                    "a scheme that reads bucket.raw adds bucket.residual itself and returns "
+                    "Result(mean, unsent=bucket.unsent); this one returned no unsent, so the "
+                    "residual would be lost. Read bucket.gradient, which is the sum"
+                )
             if sent is None:
                 unsent = self.unsent.zero_()
             else:

@@ -162,7 +162,8 @@ MUTANTS: list[Mutant] = [
         (
             "the gathered mean of five ranks is of six",
             "self.unpack(gathered, bucket.output, draw, 1.0 / bucket.world_size)",
-            "self.unpack(gathered, bucket.output, draw, 1.0 / (bucket.world_size + (bucket.world_size == 5)))",
+            "ranks = bucket.world_size\n"
+            "        self.unpack(gathered, bucket.output, draw, 1.0 / (ranks + (ranks == 5)))",
             f"{FEEDBACK}::test_topk_with_feedback",
         ),
         (
