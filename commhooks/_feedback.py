@@ -326,6 +326,7 @@ class AveragedFeedback(Wrapper):
         )
         result = inside.completed((yield from self.scheme.exchange(inside)))
         assert result.unsent is not None
+        unsent = None if bucket.unsent is None else result.unsent - residual
         error.mul_(self.decay).add_(result.unsent, alpha=1 - self.decay)
         if self.reset_every and (bucket.step + 1) % self.reset_every == 0:
             error.zero_()
@@ -333,7 +334,7 @@ class AveragedFeedback(Wrapper):
         for entries, payload in _pairs(error, new, layout, packed):
             quantize(entries, payload, "int8", _BLOCK)
         bucket.memory.write(_AVERAGED, packed, new)
-        return Result(result.mean, finite=result.finite)
+        return Result(result.mean, unsent=unsent, finite=result.finite)
 
     def initial_memory(self, name: str, shape: torch.Size, bucket: Bucket) -> dict[str, Tensor]:
         empty = torch.zeros(payload_bytes(shape.numel(), "int8", _BLOCK), dtype=torch.uint8)
