@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from commhooks import Bucket, ErrorFeedback, Layout, Result, Scheme, SchemeError, Simulation
+from commhooks import (
+    Blockwise,
+    Bucket,
+    Cast,
+    ErrorFeedback,
+    Guard,
+    Layout,
+    PowerSGD,
+    Result,
+    Scheme,
+    SchemeError,
+    Simulation,
+    TopK,
+)
 from commhooks._bucket import SchemeExchange
+from commhooks.trace import Traced
+from commhooks.wire import Sealed
 from ddp_core import AllReduce
 
 LAYOUT = Layout(["p"], [(6,)])
@@ -107,3 +124,39 @@ def test_a_scheme_that_overlooks_the_residual_is_told():
     ranks = Simulation(ErrorFeedback(Overlooks()), {"p": (6,)}, world_size=2)
     with pytest.raises(SchemeError, match=r"Read bucket\.gradient, which is the sum"):
         ranks.step([torch.ones(6), torch.ones(6)])
+
+
+class Passes(TorchDispatchMode):
+    """Counts PyTorch's operations on tensors of at least so many entries."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.numel, self.count = numel, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [one for one in [*args, result] if isinstance(one, Tensor)]
+        views = ("view", "split", "slice", "detach", "empty", "alias")
+        if not any(word in func.__name__ for word in views):
+            self.count += any(one.numel() >= self.numel for one in tensors)
+        return result
+
+
+def passes(scheme: Scheme) -> int:
+    """Over a whole gradient, in a step of one rank; those in our own kernels are not seen."""
+    shape = (64, 96)
+    ranks = Simulation(scheme, {"p": shape}, world_size=1)
+    gradient = torch.randn(64 * 96, generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        ranks.step([gradient.clone()])
+    handed = gradient.clone()
+    with Passes(gradient.numel()) as counted:
+        ranks.step([handed])
+    return counted.count
+
+
+@pytest.mark.parametrize("inside", [PowerSGD(2), Blockwise("int4"), TopK(0.01)])
+def test_a_wrapper_between_feedback_and_scheme_adds_no_pass_over_the_gradient(inside, tmp_path):
+    alone = passes(ErrorFeedback(inside))
+    for around in (Cast(inside), Sealed(inside), Guard(inside), Traced(inside, tmp_path, steps=1)):
+        assert passes(ErrorFeedback(around)) == alone, around
