@@ -5,6 +5,7 @@ from commhooks._bucket import Bucket, Result
 from commhooks._cast import Cast
 from commhooks._checkpoint_flat import flatten_state, unflatten_state
 from commhooks._dcp import load_dcp
+from commhooks._dense import Dense
 from commhooks._diloco import DiLoCo, local_sgd
 from commhooks._errors import (
     CheckpointError,
@@ -52,12 +53,12 @@ from commhooks.schemes.acpsgd import ACPSGD
 from commhooks.schemes.batched_powersgd import BatchedPowerSGD
 from commhooks.schemes.casts import TwoPhaseCast, bf16, fp16
 from commhooks.schemes.demo import DeMo
-from commhooks.schemes.dense import Dense, Noop
 from commhooks.schemes.eden import Eden
 from commhooks.schemes.gossip import Gossip
 from commhooks.schemes.integer_sum import GlobalQSGD, IntSGD
 from commhooks.schemes.minmax import MinMax, MinMaxPerChannel
 from commhooks.schemes.momentum_sparse import DGC, DenseMomentum, dgc
+from commhooks.schemes.noop import Noop
 from commhooks.schemes.onebit_adam import OneBitMomentum
 from commhooks.schemes.powersgd import PowerSGD
 from commhooks.schemes.quantized import Blockwise, fp8, int4, int8, mxfp8, onebit

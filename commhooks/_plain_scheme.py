@@ -44,6 +44,7 @@ def from_plain(value: Any) -> Any:
         return value
     name, settings = value.get(_CLASS), value.get(_SETTINGS)
     known = {_name(one): one for one in _classes()}
+    name = _without_module(name) if isinstance(name, str) else name
     if name not in known or not isinstance(settings, Mapping):
         raise CheckpointError(
             f"a saved scheme is of {str(name)[:200]!r}, which is not imported here; import it "
@@ -56,7 +57,13 @@ def from_plain(value: Any) -> Any:
 
 
 def _name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
+    return _without_module(f"{kind.__module__}.{kind.__qualname__}")
+
+
+def _without_module(name: str) -> str:
+    """The name of a class of this package without its file, which may change with a version."""
+    package, _, rest = name.partition(".")
+    return f"{package}.{rest.rpartition('.')[2]}" if package == "commhooks" else name
 
 
 def _classes() -> Iterator[type]:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from commhooks._bucket import Bucket, SchemeExchange
+from commhooks._dense import Dense
 from commhooks._feedback import flushing, keeps_residual, take_residual
 from commhooks._scheme import Scheme, walk
 from commhooks._settings import fitting, shown
 from commhooks._wrapper import Several, Wrapper, any_error, need_scheme
-from commhooks.schemes.dense import Dense
 
 __all__ = ["DelayedStart", "PeriodicDense", "Schedule"]
 

@@ -1,3 +1,7 @@
-"""The schemes, one file each; importing this package registers them."""
+"""The schemes. Importing this package imports, and so registers, every file that lies in it."""
 
-from commhooks.schemes import dense  # noqa: F401  (first: the wrappers use it)
+import importlib
+import pkgutil
+
+for _file in pkgutil.iter_modules(__path__, f"{__name__}."):
+    importlib.import_module(_file.name)

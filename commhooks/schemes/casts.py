@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from commhooks._cast import Cast
+from commhooks._dense import Dense
 from commhooks._packed import Draw, PackedCodec
 from commhooks._registry import register_scheme
 from commhooks._scheme import Scheme
 from commhooks.kernels import scaled_cast
-from commhooks.schemes.dense import Dense
 
 __all__ = ["TwoPhaseCast", "bf16", "fp16"]
 

@@ -1,6 +1,11 @@
 """Names, options, and what is said when they are wrong."""
 
+import os
+import subprocess
+import sys
+from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +21,7 @@ from commhooks import (
     PowerSGD,
     UnknownSchemeError,
 )
+from commhooks._plain_scheme import from_plain, to_plain
 from commhooks._registry import _factories, register_scheme
 
 
@@ -92,3 +98,52 @@ def test_a_registered_class_is_made_by_name(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_name_is_taken_once() -> None:
     with pytest.raises(ValueError, match=r"'none'.*taken"):
         register_scheme("none")(Dense)
+
+
+NEW = """
+from dataclasses import dataclass
+from commhooks._registry import register_scheme
+from commhooks._scheme import Scheme
+
+@register_scheme("lies_in_the_folder")
+@dataclass(frozen=True)
+class LiesInTheFolder(Scheme):
+    def exchange(self, bucket):
+        return (yield from bucket.all_reduce())
+"""
+
+
+def test_a_scheme_is_one_file(tmp_path: Path) -> None:
+    """Put beside the others it is registered: no list names it."""
+    root = Path(commhooks.__file__).parent
+    for path in root.rglob("*.py"):
+        copy = tmp_path / "commhooks" / path.relative_to(root)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(path.read_text())
+    (tmp_path / "commhooks/schemes/new.py").write_text(NEW)
+    code = "import commhooks; commhooks.make('lies_in_the_folder'); print(commhooks.__file__)"
+    paths = os.pathsep.join([str(tmp_path), str(root.parent)])
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False,
+        env=os.environ | {"PYTHONPATH": paths}, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(str(tmp_path))
+
+
+def _classes(kind: type) -> list[type]:
+    return [kind, *(found for one in kind.__subclasses__() for found in _classes(one))]
+
+
+def test_a_saved_scheme_is_found_whatever_file_its_class_lies_in() -> None:
+    scheme = DelayedStart(Cast(PowerSGD(rank=2)), 3)
+    plain = to_plain(scheme)
+    assert from_plain(plain) == scheme
+    plain["settings"]["before"]["class"] = "commhooks.schemes.dense.Dense"  # as once saved
+    plain["settings"]["scheme"]["class"] = "commhooks._cast.Cast"
+    assert from_plain(plain) == scheme
+
+
+def test_no_two_schemes_of_the_package_have_one_name() -> None:
+    own = [one for one in _classes(commhooks.Scheme) if one.__module__.startswith("commhooks")]
+    assert max(Counter(one.__qualname__ for one in own).values()) == 1

@@ -1,14 +1,14 @@
-"""Schemes that send the gradient as it is, or not at all."""
+"""``Dense``: the exchange that every wrapper falls back on."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from commhooks._bucket import Bucket, Result, SchemeExchange
+from commhooks._bucket import Bucket, SchemeExchange
 from commhooks._registry import register_scheme
 from commhooks._scheme import Scheme
 
-__all__ = ["Dense", "Noop"]
+__all__ = ["Dense"]
 
 
 @register_scheme("none", "allreduce")
@@ -24,19 +24,3 @@ class Dense(Scheme):
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
         return (yield from bucket.all_reduce())
-
-
-@register_scheme("noop")
-@dataclass(frozen=True)
-class Noop(Scheme):
-    """Returns the local gradient without any exchange: the step time no scheme can beat.
-
-    For measuring headroom only; the ranks drift apart.
-    """
-
-    rounds = 0
-    averages = False
-
-    def exchange(self, bucket: Bucket) -> SchemeExchange:
-        return Result(bucket.gradient)
-        yield

@@ -1,0 +1,27 @@
+"""``Noop``: no exchange at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from commhooks._bucket import Bucket, Result, SchemeExchange
+from commhooks._registry import register_scheme
+from commhooks._scheme import Scheme
+
+__all__ = ["Noop"]
+
+
+@register_scheme("noop")
+@dataclass(frozen=True)
+class Noop(Scheme):
+    """Returns the local gradient without any exchange: the step time no scheme can beat.
+
+    For measuring headroom only; the ranks drift apart.
+    """
+
+    rounds = 0
+    averages = False
+
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        return Result(bucket.gradient)
+        yield
