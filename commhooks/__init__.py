@@ -1,12 +1,14 @@
 """Gradient communication hooks with compression for PyTorch data-parallel training."""
 
 from commhooks import ddp_comm_hooks, optim
+from commhooks._averaged_feedback import AveragedFeedback
 from commhooks._bucket import Bucket, Result
 from commhooks._cast import Cast
 from commhooks._checkpoint_flat import flatten_state, unflatten_state
 from commhooks._dcp import load_dcp
 from commhooks._dense import Dense
 from commhooks._diloco import DiLoCo, local_sgd
+from commhooks._ef21 import EF21
 from commhooks._errors import (
     CheckpointError,
     HookNotAttachedError,
@@ -16,7 +18,7 @@ from commhooks._errors import (
     SchemeError,
     UnknownSchemeError,
 )
-from commhooks._feedback import EF21, AveragedFeedback, ErrorFeedback, FlushResidual, Scaled
+from commhooks._feedback import ErrorFeedback, FlushResidual, Scaled
 from commhooks._guard import Guard
 from commhooks._hierarchical import Hierarchical
 from commhooks._hook import as_hook, comm_hook

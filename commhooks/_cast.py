@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from commhooks._bucket import Bucket, Result, SchemeExchange
-from commhooks._feedback import keeps_residual
+from commhooks._feedback import has_feedback
 from commhooks._scheme import Scheme
 from commhooks._wrapper import Wrapper
 from commhooks.kernels import all_finite, scaled_cast
@@ -44,7 +44,7 @@ class Cast(Wrapper):
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
         inner = self.scheme.exchange(bucket)
-        keep_sent = bucket.unsent is not None or keeps_residual(self.scheme)
+        keep_sent = bucket.unsent is not None or has_feedback(self.scheme)
         try:
             request = as_request(next(inner))
             while True:

@@ -33,8 +33,8 @@ __all__ = ["Runner"]
 
 Future = torch.futures.Future
 ABANDONED = "the step was abandoned: its backward pass raised, or the next one began before its end"
-# DistributedDataParallel has rebuilt its buckets after so many steps (a static graph needs two).
-STEPS_TO_REBUILD = 2
+# From which step of a process on torch's DistributedDataParallel has rebuilt its buckets.
+REBUILT_IN, STATIC_REBUILT_IN = 2, 3
 
 
 @dataclass(eq=False)
@@ -103,7 +103,8 @@ class Runner:
         self.layout: list[Names] = []  # parameters of each bucket of the last step
         self._layout_of: list[Any] = []  # the buckets that had it
         self._restored: list[Names] = []  # the layout that a loaded state was saved with
-        self._young = STEPS_TO_REBUILD  # steps in which buckets may still be rebuilt
+        self.static_graph = False  # the model's
+        self._age = 0  # steps since this began, or has loaded a state
         self._coalescer = Coalescer()
         self._step: _Step | None = None
         self._threads: set[int] = set()  # which run forward and backward passes
@@ -221,7 +222,7 @@ class Runner:
         """
         self.layout = [tuple(names) for names in layout]
         self._restored = self.layout if regroups else []
-        self._young = STEPS_TO_REBUILD
+        self._age = 0
 
     # ---- where a step begins and ends
 
@@ -265,13 +266,14 @@ class Runner:
     def _close(self, step: _Step) -> None:
         """Takes down how the step was laid out."""
         self._step = None
-        regrouped = step.regrouped if self._young > 1 else None  # in the next step, too
-        if step.holds or self._young > 0 or step.buckets != self._layout_of:
+        self._age += 1
+        rebuilt = self._age >= (STATIC_REBUILT_IN if self.static_graph else REBUILT_IN)
+        regrouped = None if rebuilt else step.regrouped  # in the next step, too
+        if step.holds or self._age <= STATIC_REBUILT_IN or step.buckets != self._layout_of:
             own = [find_layout().names for find_layout in step.layouts]
             self.layout = own if regrouped is None else regrouped
             self._layout_of = step.buckets if regrouped is None else []
-        self._young -= 1
-        if self._young <= 0:
+        if rebuilt:
             self._restored = []
 
     def _find_layout(self, bucket: Any) -> Layout:

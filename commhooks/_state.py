@@ -402,6 +402,7 @@ class HookState:
             )
         self._model = weakref.ref(model)
         self._runner.parameters = Parameters(model)
+        self._runner.static_graph = bool(getattr(model, "static_graph", False))
         if isinstance(model, DistributedDataParallel) and self._process_group is None:
             self._process_group, self._follows_model = model.process_group, True
         warn_of_idle_rules(self.scheme, self._parameters)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from commhooks._feedback import AveragedFeedback
+from commhooks._averaged_feedback import AveragedFeedback
 from commhooks._hierarchical import Hierarchical
 from commhooks._registry import register_scheme
 from commhooks._scheme import Scheme

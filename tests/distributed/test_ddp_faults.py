@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import commhooks
-from commhooks import Exchanged, Scheme
+from commhooks import Result, Scheme
 from ddp_core import AllReduce, CollectiveError, DistributedDataParallel
 from tests.distributed.harness import Died, run_ranks
 from tests.distributed.models import loss_of
@@ -115,12 +115,12 @@ class TwoRounds(Scheme):
     at_step: int
     rounds = 2
 
-    def exchange(self, grad: Tensor, ctx: Any) -> Any:
+    def exchange(self, bucket: Any) -> Any:
         yield AllReduce(torch.zeros(1))
-        if ctx.rank == VICTIM and ctx.step == self.at_step:
+        if bucket.rank == VICTIM and bucket.step == self.at_step:
             die()
-        mean = yield AllReduce(grad)
-        return Exchanged(mean)
+        mean = yield AllReduce(bucket.gradient)
+        return Result(mean)
 
 
 def _between_rounds(rank: int, world_size: int) -> Seen:
@@ -183,11 +183,11 @@ class Raises(Scheme):
 
     at_step: int
 
-    def exchange(self, grad: Tensor, ctx: Any) -> Any:
-        if ctx.rank == VICTIM and ctx.step == self.at_step:
+    def exchange(self, bucket: Any) -> Any:
+        if bucket.rank == VICTIM and bucket.step == self.at_step:
             raise ArithmeticError("on purpose")
-        mean = yield AllReduce(grad)
-        return Exchanged(mean)
+        mean = yield AllReduce(bucket.gradient)
+        return Result(mean)
 
 
 @pytest.mark.parametrize("kind", ["hook", "scheme"])

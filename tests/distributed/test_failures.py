@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import commhooks
-from commhooks import Exchanged, HookState, Scheme
+from commhooks import HookState, Result, Scheme
 from ddp_core import AllReduce
 from tests.distributed.harness import Died, run_ranks
 from tests.distributed.training import (
@@ -267,13 +267,13 @@ class DiesBetween(Scheme):
 
     rounds = 2
 
-    def exchange(self, grad, ctx):
-        mean = yield AllReduce(grad)
-        if ctx.rank == 1 and ctx.step == 2:
+    def exchange(self, bucket):
+        mean = yield AllReduce(bucket.gradient)
+        if bucket.rank == 1 and bucket.step == 2:
             time.sleep(self.seconds)
             os._exit(9)
         mean = yield AllReduce(mean)
-        return Exchanged(mean)
+        return Result(mean)
 
 
 def _until_death(rank: int, world_size: int, scheme: Any, dies_in_backward: bool) -> Any:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import commhooks
-from commhooks import Exchanged, Scheme
+from commhooks import Result, Scheme
 from ddp_core import AllReduce, Lanes, Task, group_timeout
 from ddp_core._lane_groups import _pools
 from tests.distributed.harness import run_ranks
@@ -37,9 +37,9 @@ class Jitter(Scheme):
     rounds = 2
     stateful = True
 
-    def exchange(self, grad, ctx):
-        chance = random.Random(f"{ctx.rank}/{ctx.step}/{ctx.layout.names}")
-        inner = self.scheme.exchange(grad, ctx)
+    def exchange(self, bucket):
+        chance = random.Random(f"{bucket.rank}/{bucket.step}/{bucket.layout.names}")
+        inner = self.scheme.exchange(bucket)
         answer = None
         while True:
             if chance.random() < self.share:
@@ -60,14 +60,17 @@ class TwoRounds(Scheme):
 
     rounds = 2
 
-    def exchange(self, grad, ctx):
-        mean = yield AllReduce(grad)
-        if ctx.step == 1 and self.raise_in_bucket in (0, int(ctx.layout.names[0].split(".")[0])):
+    def exchange(self, bucket):
+        mean = yield AllReduce(bucket.gradient)
+        if bucket.step == 1 and self.raise_in_bucket in (
+            0,
+            int(bucket.layout.names[0].split(".")[0]),
+        ):
             raise ValueError("this scheme cannot go on")
         mean = yield AllReduce(mean)
         if self.extra_round:
             mean = yield AllReduce(mean)
-        return Exchanged(mean)
+        return Result(mean)
 
 
 def _layers(count=BUCKETS):

@@ -211,6 +211,31 @@ def test_a_state_that_is_loaded_and_saved_keeps_the_layout(loads_at):
     run_ranks(_saved_at_once, 2, loads_at)
 
 
+def _saved_as_it_regroups(rank: int, world_size: int, static_graph: bool) -> None:
+    """A run that goes on is saved and loaded while torch's buckets may not be its own yet."""
+    for saved_after in range(4):
+        options: dict[str, Any] = {"bucket_cap_mb": 0.001, "static_graph": static_graph}
+        first, second = (TorchDDP(mlp(), **options) for _ in range(2))
+        hook, again = (commhooks.register(model, "random_block") for model in (first, second))
+        for step in range(8):
+            if step == 3:
+                again.load_state_dict(hook.state_dict())
+            if step == 3 + saved_after:
+                again.load_state_dict(again.state_dict())
+            for model in [first, second][: 2 if step >= 3 else 1]:
+                model.zero_grad()
+                loss_of(model(batch(step, rank, 4, 16))).backward()
+            if step >= 3:
+                assert torch.equal(gradients(first), gradients(second)), (saved_after, step)
+        for one in (hook, again):
+            one.close()
+
+
+@pytest.mark.parametrize("static_graph", [False, True])
+def test_a_state_saved_as_regrouping_ends_has_the_next_steps_layout(static_graph):
+    run_ranks(_saved_as_it_regroups, 2, static_graph)
+
+
 def _laid_out_by_switch(rank: int, world_size: int) -> None:
     """Buckets that no other run would have by itself: a switch has laid them out anew."""
 

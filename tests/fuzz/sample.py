@@ -150,6 +150,11 @@ def _sensible(values: dict[str, Any]) -> dict[str, Any]:
         events = [event for event in events if event[1] != "penalty"]
     if "reentrant" in model and "find_unused_parameters" in ddp:
         model.discard("reentrant")  # PyTorch says no
+    if "buffer" in model:
+        # DistributedDataParallel synchronises no buffers in the first forward pass after an
+        # evaluation, but it does in that of a new process.
+        stops = {event[0] for event in events if event[1] == "resume"}
+        events = [event for event in events if event[1] != "eval" or event[0] not in stops]
     if "recompute" in model:
         model -= {"buffer", "reentrant", "twice", "checkpoint"}
     if "mixed_precision" in ddp:

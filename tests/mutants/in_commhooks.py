@@ -73,6 +73,21 @@ MUTANTS: list[Mutant] = [
     *planted(
         "commhooks/_feedback.py",
         (
+            "Scaled keeps what its codec kept",
+            "unsent = result.unsent.mul_(factor).add_(bucket.raw, alpha=1.0 - factor)",
+            "unsent = result.unsent.add_(bucket.raw, alpha=0.0)",
+            f"{FEEDBACK}::test_scaled_sends_a_share_and_keeps_the_rest",
+        ),
+        (
+            "a residual is flushed in every step",
+            "            memory.write(RESIDUAL, layout, None)\n",
+            "",
+            f"{WRAPPERS}::test_flush_adds_the_residual_once",
+        ),
+    ),
+    *planted(
+        "commhooks/_ef21.py",
+        (
             "EF21's total is not committed",
             "        memory.write(_TOTAL, layout, total)\n",
             "",
@@ -90,6 +105,9 @@ MUTANTS: list[Mutant] = [
             "torch.lerp(bucket.read(_VELOCITY), target, self.momentum)",
             f"{FEEDBACK}::test_ef21_of_topk",
         ),
+    ),
+    *planted(
+        "commhooks/_averaged_feedback.py",
         (
             "the averaged error is reset a step late",
             "if self.reset_every and (bucket.step + 1) % self.reset_every == 0:",
@@ -101,18 +119,6 @@ MUTANTS: list[Mutant] = [
             "error.mul_(self.decay).add_(result.unsent, alpha=1 - self.decay)",
             "error.mul_(1 - self.decay).add_(result.unsent, alpha=self.decay)",
             f"{FEEDBACK}::test_averaged_feedback",
-        ),
-        (
-            "Scaled keeps what its codec kept",
-            "unsent = result.unsent.mul_(factor).add_(bucket.raw, alpha=1.0 - factor)",
-            "unsent = result.unsent.add_(bucket.raw, alpha=0.0)",
-            f"{FEEDBACK}::test_scaled_sends_a_share_and_keeps_the_rest",
-        ),
-        (
-            "a residual is flushed in every step",
-            "            memory.write(RESIDUAL, layout, None)\n",
-            "",
-            f"{WRAPPERS}::test_flush_adds_the_residual_once",
         ),
     ),
     *planted(
