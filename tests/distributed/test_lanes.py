@@ -62,10 +62,8 @@ class TwoRounds(Scheme):
 
     def exchange(self, bucket):
         mean = yield AllReduce(bucket.gradient)
-        if bucket.step == 1 and self.raise_in_bucket in (
-            0,
-            int(bucket.layout.names[0].split(".")[0]),
-        ):
+        number = int(bucket.layout.names[0].split(".")[0])
+        if bucket.step == 1 and self.raise_in_bucket in (0, number):
             raise ValueError("this scheme cannot go on")
         mean = yield AllReduce(mean)
         if self.extra_round:

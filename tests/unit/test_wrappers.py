@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from commhooks import (
+    EF21,
     BatchedPowerSGD,
     Bucket,
     Cast,
@@ -313,6 +314,19 @@ def test_a_failed_collective_is_thrown_into_the_scheme_under_a_cast(
     with pytest.raises(StopIteration) as stop:
         exchange.throw(OSError("gone"))
     assert stop.value.value.mean is grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_ef21_books_what_a_cast_around_it_sent(dtype: torch.dtype) -> None:
+    """Or what a rank is given drifts from what it has booked; on one, the sum rounds nothing."""
+    ranks = ranks_of(Cast(EF21(PowerSGD(rank=2)), dtype), 1)
+    for step in range(30):
+        ranks.step(gradients(1, step))
+    memory = ranks.engines[0].memory
+    for name in SHAPES:
+        assert_close(
+            memory.get("ef21.own", name), memory.get("ef21.total", name), atol=ATOL, rtol=0
+        )
 
 
 def test_wrappers_refuse_what_is_no_scheme() -> None:
