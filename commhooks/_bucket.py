@@ -38,6 +38,10 @@ class Result(NamedTuple):
 SchemeExchange = Generator[Collective, Tensor, Result]
 
 
+_TENSORS = ("raw", "output", "residual", "unsent")
+_ATTRIBUTES = {*_TENSORS, "layout", "memory", "step", "rank", "world_size", "seed"}
+
+
 class Bucket:
     """One bucket of one step on one rank: gradient, residual, memory, ranks, random bits.
 
@@ -46,11 +50,13 @@ class Bucket:
     writes ``unsent``, and returns it in its result.
 
     Attributes:
-        raw: flat gradient of this rank alone. May be overwritten where ``unsent`` is None.
+        raw: flat gradient of this rank alone. May be overwritten where ``unsent`` is None, or where
+            it is ``output``.
         output: flat tensor in the gradient's dtype that may take the mean; may be ``raw`` itself.
-        residual: float32 (float64), flat: what earlier steps have not sent. None: nothing.
-        unsent: float32 (float64), flat: where what this step does not send goes. None: nobody asks,
-            so ``sent`` and ``unsent`` of the result may be left out.
+        residual: float32, or float64 if the gradient is, flat: what earlier steps have not sent.
+            None: nothing.
+        unsent: like ``residual``: the place for what this step does not send. None: there is no
+            feedback around the scheme, so its result may leave out ``sent`` and ``unsent``.
         memory: tensors that survive the step, see :class:`commhooks.Memory`.
         step: counts synchronised backward passes from 0.
         rank, world_size: within the process group.
@@ -86,31 +92,49 @@ class Bucket:
         self.memory = Memory() if memory is None else memory
         self.step, self.rank, self.world_size, self.seed = step, rank, world_size, seed
         self._layout = layout
-        self._gradient: Tensor | None = None
+        self._sum: list[Tensor] = []  # gradient and residual together, once they were asked for
+        self._check()
+
+    def _check(self) -> None:
+        if self.residual is not None and self.unsent is None:
+            raise ValueError("Bucket(residual=...) needs unsent=..., a place for the new residual")
 
     def replace(self, **changes: Any) -> Bucket:
-        """The same bucket with other attributes."""
+        """The same bucket with other attributes.
+
+        A wrapper that gives its scheme another ``raw``, ``residual`` or ``unsent`` says itself what
+        was not sent, see :meth:`completed`.
+        """
+        unknown = changes.keys() - _ATTRIBUTES
+        if unknown:
+            raise TypeError(
+                f"Bucket.replace: no attribute {', '.join(sorted(unknown))}; there are "
+                f"{', '.join(sorted(_ATTRIBUTES))}"
+            )
         other = copy.copy(self)
-        other._gradient = None
+        if changes.keys() & {"raw", "residual", "unsent"}:
+            other._sum = []
         if "layout" in changes:
             other._layout = changes.pop("layout")
         for name, value in changes.items():
             setattr(other, name, value)
+        other._check()
         return other
 
     # ---- what is to be averaged
 
     @property
     def gradient(self) -> Tensor:
-        """Flat gradient, the residual included; it lies in ``unsent`` where there is one.
+        """Flat gradient, the residual included.
 
-        Not to be overwritten where ``unsent`` is given, but by what is not sent.
+        Where there is a residual, reading this writes the sum into ``unsent``: it is valid until
+        something else is written there.
         """
         if self.residual is None:
             return self.raw
-        if self._gradient is None:
-            self._gradient = torch.add(self.raw, self.residual, out=self.unsent)
-        return self._gradient
+        if not self._sum:
+            self._sum.append(torch.add(self.raw, self.residual, out=self.unsent))
+        return self._sum[0]
 
     @property
     def layout(self) -> Layout:
@@ -139,8 +163,8 @@ class Bucket:
 
     # ---- random bits
 
-    def part(self, purpose: str) -> Bucket:
-        """For a part of the bucket: the same with draws of its own."""
+    def with_draws(self, purpose: str) -> Bucket:
+        """The same bucket with random bits of its own."""
         return self.replace(seed=_number(f"{self.seed}/{purpose}") >> 1)
 
     def generator(
@@ -168,7 +192,7 @@ class Bucket:
     # ---- what several schemes do
 
     def all_reduce(self) -> SchemeExchange:
-        """Averages the bucket as it is, by one all-reduce in the gradient's dtype."""
+        """Averages the bucket by one all-reduce, in the dtype of ``gradient``."""
         gradient = self.gradient
         request = AllReduce(gradient if self.unsent is None else gradient.clone())
         mean = yield request
@@ -184,7 +208,7 @@ class Bucket:
         if mean.data_ptr() == self.unsent.data_ptr():  # averaged where the gradient was
             mean = mean.clone()
         if unsent is None:
-            if self.residual is not None and self._gradient is None:
+            if self.residual is not None and not self._sum:
                 raise SchemeError(
                     "a scheme that reads bucket.raw adds bucket.residual itself and returns "
                     "Result(mean, unsent=bucket.unsent); this one returned no unsent, so the "
@@ -204,14 +228,14 @@ class Bucket:
         unsent = None if self.unsent is None else torch.empty_like(raw)
         return self.replace(raw=raw, residual=None, unsent=unsent, output=torch.empty_like(raw))
 
-    def result_of(self, inside: Bucket, finite: Tensor | None = None) -> Result:
+    def result_of(self, inside: Bucket) -> Result:
         """The result, once ``inside`` (:meth:`in_float32`) has its output and what is not sent."""
         if inside is not self:
             if self.unsent is not None and inside.unsent is not None:
                 # Feedback gets what rounding to float32 has lost, too.
                 torch.sub(self.gradient, inside.raw, out=self.unsent).add_(inside.unsent)
             self.output.copy_(inside.output)
-        return Result(self.output, unsent=self.unsent, finite=finite)
+        return Result(self.output, unsent=self.unsent)
 
 
 def nan_unless(finite: Tensor) -> Tensor:

@@ -67,7 +67,8 @@ class Draw:
 
     @cached_property
     def bucket(self) -> Bucket:
-        return self._whole.part(self._phase)
+        # What feedback keeps is not a codec's: it is given what to encode.
+        return self._whole.with_draws(self._phase).replace(residual=None, unsent=None)
 
 
 class Shard(NamedTuple):

@@ -101,6 +101,7 @@ class HookState:
         self._pickled_on: tuple[int, int] | None = None  # rank and world size
         self._since = 0  # the step from which on this scheme runs
         self._loaded_buckets = SavedBuckets()
+        self._handed_over = True  # they were, or the model is not one that takes them
         self._attendance = Attendance()
 
     # ---- what users read and do
@@ -275,6 +276,7 @@ class HookState:
         self._engine.step = saved["step"]
         self._engine.memory.load(saved["memory"])
         self._loaded_buckets = _checkpoint_pickle.buckets_of(saved)
+        self._handed_over = False
         self._runner.restore(self._loaded_buckets.layout)
 
     # ---- what the hook calls
@@ -329,14 +331,17 @@ class HookState:
         """The step's backward pass has raised; ``ddp_core`` calls it."""
         self._runner.step_abandoned()
 
-    def attached(self, model: nn.Module) -> None:
+    def attached_to_model(self, model: nn.Module) -> None:
         """The hook runs on this model from the next step on; ``ddp_core`` calls it.
 
         A state that was loaded before then hands the model the saved buckets.
         """
-        if self._model is None:
+        known = self._model() if self._model is not None else None
+        if known is None or (known is not model and not self._bound):  # no step was taken with it
+            self._model = None
             self._adopt(model)
-        if self._runner.layout_to_come:
+            self._handed_over = self._agreed or self._loaded_buckets == SavedBuckets()
+        if not self._handed_over:
             self._go_on_with(self._loaded_buckets)
 
     def forward_begins(self) -> None:
@@ -345,7 +350,7 @@ class HookState:
 
     def _saved_buckets(self) -> SavedBuckets:
         """What another run needs to have the same buckets."""
-        if self._runner.layout_to_come:
+        if self._runner.layout_to_come or not self._handed_over:
             return self._loaded_buckets
         core = self._core()
         if core is None:
@@ -361,7 +366,7 @@ class HookState:
         """Takes up the buckets of a saved state, where the model can."""
         core = self._core()
         self._runner.restore(buckets.layout, regroups=core is None)
-        self._loaded_buckets = buckets
+        self._loaded_buckets, self._handed_over = buckets, core is not None
         if core is None:
             return
         by_name = {self._parameters.name(one): one for one in core.module.parameters()}
@@ -471,7 +476,7 @@ class HookState:
         facts = {**(also or {}), **self._facts(self.scheme)}
         handshake(call, facts, self._group(), limit)
         _checkpoint_pickle.need_own_memory(self)
-        self._agreed = True
+        self._agreed = self._handed_over = True
         if self._devices() <= {"cpu"}:
             self._drivers.open_lanes(self._group())
 

@@ -43,7 +43,7 @@ class CommHooks:
         self.registered[:] = [] if hook is None else [(hook, state)]
         reducer.launcher.set_hook(self.registered[0] if self.registered else None)
         self._ask_for_layout(reducer, getattr(state, "bucket_group", None))
-        attached = getattr(state, "attached", None)
+        attached = getattr(state, "attached_to_model", None)
         if callable(attached):
             attached(model)
 

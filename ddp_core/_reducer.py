@@ -138,11 +138,13 @@ class Reducer(BucketExchange):
             step.expecting, step.complete = False, True
             self._landed = self._landed_before
         if step.expecting and self.plan.loaded:
-            raise RuntimeError(
+            message = (
                 f"a state was loaded between the forward pass and backward of step "
                 f"{self.launcher.step}: this step would be exchanged in other buckets than those "
                 f"of the state. Load it before the forward pass"
             )
+            self.launcher.report(message)
+            raise RuntimeError(message)
         if step.expecting:
             self._settle_scale()
         self._plain = (

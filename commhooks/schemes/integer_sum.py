@@ -62,19 +62,19 @@ class GlobalQSGD(Scheme):
         blocks = -(-n // block)
         if not levels or n + 4 * blocks >= bucket.raw.nbytes:
             return (yield from bucket.all_reduce())
-        inner = bucket.in_float32()
-        x, residual = inner.raw, inner.residual
+        inside = bucket.in_float32()
+        x, residual = inside.raw, inside.residual
         largest = x.new_empty(blocks, dtype=torch.int32)
         largest_magnitudes(x, largest, block, residual=residual)
         largest = yield AllReduce(largest, "max")
         codes = x.new_empty(n, dtype=torch.int8)
         noise = bucket.random("noise", shared=False) if self.stochastic else None
-        parts = {"residual": residual, "left": inner.unsent}
+        parts = {"residual": residual, "left": inside.unsent}
         quantize_shared(x, largest, codes, block, levels, **parts, stream=noise)
         codes = yield AllReduce(codes, "sum")
         factor = 1.0 / bucket.world_size
-        dequantize_shared(codes, largest, inner.output, block, levels, factor=factor)
-        return bucket.result_of(inner)
+        dequantize_shared(codes, largest, inside.output, block, levels, factor=factor)
+        return bucket.result_of(inside)
 
 
 @register_scheme("intsgd")
@@ -126,22 +126,22 @@ class IntSGD(Scheme):
             result = yield from bucket.all_reduce()
             self._remember(result.mean, bucket)
             return result
-        inner = bucket.in_float32()
+        inside = bucket.in_float32()
         squares = self._squares(bucket).sum()
         # A magnitude that never vanishes: from zero gradients there is a way back.
         level = torch.sqrt(2.0 * bucket.world_size / n * squares).clamp(min=1e-20) / self.precision
         magnitude = (level * levels).float().view(1).view(torch.int32)
-        codes = inner.raw.new_empty(n + 1, dtype=torch.int8)
+        codes = inside.raw.new_empty(n + 1, dtype=torch.int8)
         noise = bucket.random("noise", shared=False) if self.stochastic else None
-        parts = {"residual": inner.residual, "left": inner.unsent}
-        quantize_shared(inner.raw, magnitude, codes[:n], _WHOLE, levels, **parts, stream=noise)
-        codes[n] = ~_all_finite(inner)
+        parts = {"residual": inside.residual, "left": inside.unsent}
+        quantize_shared(inside.raw, magnitude, codes[:n], _WHOLE, levels, **parts, stream=noise)
+        codes[n] = ~_all_finite(inside)
         codes = yield AllReduce(codes, "sum")
-        mean, factor = inner.output, 1.0 / bucket.world_size
+        mean, factor = inside.output, 1.0 / bucket.world_size
         dequantize_shared(codes[:n], magnitude, mean, _WHOLE, levels, factor=factor)
         mean.add_(nan_unless(codes[n] == 0))
         self._remember(mean, bucket)
-        return bucket.result_of(inner)
+        return bucket.result_of(inside)
 
     def _squares(self, bucket: Bucket) -> Tensor:
         wide = torch.float64  # in which no square underflows

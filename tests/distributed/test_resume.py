@@ -542,6 +542,52 @@ def test_a_state_that_is_loaded_before_its_hook_is_set_has_its_buckets(how):
     run_ranks(_loaded_before_it_is_set, 2, how)
 
 
+def _set_on_another_model(rank: int, world_size: int, loses: bool) -> None:
+    """The model that a hook was set on first is given up before any step."""
+    first, second, third = (CoreDDP(mlp(), bucket_cap_mb=0.0015) for _ in range(3))
+    hook = commhooks.register(first, "random_k")
+    for step in range(3):
+        loss_of(first(batch(step, rank, 4, 16))).backward()
+    again = pickle.loads(pickle.dumps(hook))
+    second.register_comm_hook(again, commhooks.comm_hook)
+    if loses:
+        del second
+    else:
+        second.remove_comm_hook()
+    third.register_comm_hook(again, commhooks.comm_hook)
+    first.zero_grad()
+    for one in (first, third):
+        loss_of(one(batch(3, rank, 4, 16))).backward()
+    assert torch.equal(gradients(first), gradients(third))
+    assert hook.state_dict()["layout"] == again.state_dict()["layout"]
+    assert again.state_dict()["bucket_bytes"]
+
+
+@pytest.mark.parametrize("loses", [True, False])
+def test_a_hook_that_is_set_on_another_model_goes_on_there(loses):
+    run_ranks(_set_on_another_model, 2, loses)
+
+
+def _pickled_to_be_laid_out(rank: int, world_size: int) -> None:
+    first, second = (CoreDDP(_Reordered(skips=False), bucket_cap_mb=0.0015) for _ in range(2))
+    hook = commhooks.register(first, "random_k", ratio=0.2)
+    for step in range(3):
+        loss_of(first(batch(step, rank, 4, 16), step)).backward()
+    first.request_layout(lambda _, parameter: parameter.dim())
+    again = pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(hook))))
+    second.register_comm_hook(again, commhooks.comm_hook)
+    second.request_layout(lambda _, parameter: parameter.dim())
+    for step in range(3, 6):
+        for one in (first, second):
+            one.zero_grad()
+            loss_of(one(batch(step, rank, 4, 16), step)).backward()
+        assert torch.equal(gradients(first), gradients(second)), step
+
+
+def test_a_pickled_state_whose_buckets_are_to_be_laid_out_has_the_order():
+    run_ranks(_pickled_to_be_laid_out, 2)
+
+
 def _loaded_within_a_step(rank: int, world_size: int) -> None:
     model = CoreDDP(mlp(), bucket_cap_mb=0.0015)
     hook = commhooks.register(model, "random_k")

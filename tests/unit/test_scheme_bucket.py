@@ -14,6 +14,8 @@ from commhooks import (
     Blockwise,
     Bucket,
     Cast,
+    Codec,
+    Dense,
     ErrorFeedback,
     Guard,
     Layout,
@@ -23,8 +25,10 @@ from commhooks import (
     SchemeError,
     Simulation,
     TopK,
+    TwoPhase,
 )
 from commhooks._bucket import SchemeExchange
+from commhooks._wrapper import Wrapper
 from commhooks.trace import Traced
 from commhooks.wire import Sealed
 from ddp_core import AllReduce
@@ -109,6 +113,50 @@ def test_a_float64_bucket_is_rounded_for_kernels_and_feedback_gets_the_rest():
 def test_a_bucket_that_kernels_take_is_handed_on_as_it_is():
     one = bucket(**kept())
     assert one.in_float32() is one
+
+
+def test_an_unknown_attribute_and_a_residual_without_a_place_are_refused():
+    with pytest.raises(TypeError, match="no attribute ouput; there are layout, memory, output"):
+        bucket().replace(ouput=torch.zeros(6))
+    with pytest.raises(ValueError, match="needs unsent="):
+        bucket(residual=torch.zeros(6))
+    with pytest.raises(ValueError, match="needs unsent="):
+        bucket(**kept()).replace(unsent=None)
+
+
+@dataclass(frozen=True)
+class Peeks(Codec):
+    """Looks at the whole bucket, too."""
+
+    def encode(self, gradient: Tensor, bucket: Bucket) -> dict[str, Tensor]:
+        assert bucket.gradient is not None
+        return {"x": gradient.bfloat16()}
+
+    def decode(self, payload: dict[str, Tensor], like: Tensor, bucket: Bucket) -> Tensor:
+        return payload["x"].to(like.dtype)
+
+
+@dataclass(frozen=True)
+class Draws(Wrapper):
+    """Hands on a bucket with other random bits."""
+
+    scheme: Scheme
+
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        return (yield from self.scheme.exchange(bucket.with_draws("mine")))
+
+
+@pytest.mark.parametrize("inside", [TwoPhase(Peeks()), Draws(Peeks()), Draws(Dense())])
+def test_nothing_is_lost_by_a_copy_of_the_bucket(inside):
+    ranks = Simulation(ErrorFeedback(inside), {"p": (600,)}, world_size=2)
+    generator = torch.Generator().manual_seed(0)
+    applied = total = torch.zeros(600)
+    for _ in range(4):
+        grads = [torch.randn(600, generator=generator) for _ in range(2)]
+        total = total + (grads[0] + grads[1]) / 2
+        applied = applied + ranks.step([grad.clone() for grad in grads])[0]
+    held = (ranks.memory(0) + ranks.memory(1)) / 2
+    torch.testing.assert_close(applied + held, total, atol=1e-5, rtol=0)
 
 
 @dataclass(frozen=True)
