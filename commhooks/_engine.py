@@ -1,4 +1,4 @@
-"""Runs a scheme over the buckets of each step, for one rank: contexts, step count, transactions.
+"""Runs a scheme over the buckets of each step, for one rank: step count, transactions.
 
 Knows no process group and no DDP, so that simulated ranks and real ones share it.
 """

@@ -26,7 +26,7 @@ class Stage(enum.Enum):
 
 @dataclass(frozen=True)
 class SavedBuckets:
-    """The buckets of another run of the model, which a run that goes on takes up.
+    """The buckets of another run of the model, with which this one resumes.
 
     ====================  ====================================================
     members, limits       buckets laid out by arrival, or that stay as they are
@@ -58,7 +58,7 @@ class SavedBuckets:
 
 
 class Saving(NamedTuple):
-    """What :class:`SavedBuckets` are made of in another run."""
+    """What a checkpoint says of buckets; :class:`SavedBuckets` has the meaning of each field."""
 
     members: Sequence[Sequence[int]]
     limits: tuple[int, ...]
@@ -101,9 +101,9 @@ class BucketPlan:
         # inputs. All ranks therefore agree once, in the second step, whether there are any.
         self._splits: list[list[int]] = []
         self._splits_open = True
-        # What the next step begins with, if not with the buckets that there are:
-        self._anew = False  # laid out anew, for other sizes or groups
-        self._saved: SavedBuckets | None = None  # another run's, unless they are laid out anew
+        # Changes that are pending until the next step begins:
+        self._anew = False  # lay out anew, for other sizes or groups
+        self._saved: SavedBuckets | None = None  # take up another run's, unless laid out anew
 
     @property
     def loaded(self) -> bool:
@@ -140,7 +140,7 @@ class BucketPlan:
         self.caps = caps or self.caps
 
     def go_on_from(self, saved: SavedBuckets) -> None:
-        """Takes up another run's buckets when the next step begins; all ranks call it alike.
+        """Resumes with another run's buckets when the next step begins; all ranks call it.
 
         Where those do not suit this model (its parameters, its sizes of buckets, the layout that a
         scheme asks for), buckets are laid out by that run's order of arrival, if it is known.
@@ -156,14 +156,13 @@ class BucketPlan:
         Args:
             present: indices of the parameters of each dense bucket that there is now.
         """
-        splits_to_come = self._splits_open and self.settled and bool(self._splits)
         if self.stage is Stage.NEW:
             return Saving((), (), self.arrival)
         if self._anew:
             return Saving((), self.caps.limits, self.arrival)
         if self._saved is not None:
             return Saving(self._saved.members, self._saved.limits, self.arrival)
-        if splits_to_come:
+        if self._splits_open and self.settled and self._splits:  # they come with the next step
             return Saving((), self.caps.limits, self._order or self.arrival)
         return Saving(present, self.caps.limits if self.settled else (), self.arrival)
 
@@ -217,29 +216,47 @@ class BucketPlan:
         Args:
             present: indices of the parameters of each bucket that there is now.
         """
-        asked = self._anew or self._saved is not None
-        by_arrival = not self.settled and bool(self.arrival)
-        for_splits = self.settled and self._splits_open and self._steps > 0
-        if not (asked or by_arrival or for_splits):
+        if not (self._asked or self._by_arrival or self._for_splits):
             return None
         saved = self._to_take_up()
-        order, buckets = self.arrival, [list(one) for one in present]
         if saved is not None:
-            stage, buckets = saved.stage, self._with_sparse(saved)
+            order, buckets, final = (
+                self.arrival,
+                self._with_sparse(saved),
+                saved.stage is Stage.FINAL,
+            )
         else:
-            settles = bool(self.arrival) or not self.follows_arrival
-            stage = Stage.FINAL if settles else Stage.FIRST
-            if not (asked or by_arrival):
-                order = self._order or order  # the splits are all that is new
-            if asked or by_arrival or self._splits:
-                buckets = self._arranged(order)
-        agreed, final = agree_on(buckets, stage is Stage.FINAL, self._group, self._device)
+            order, buckets = self._laid_out(present)
+            final = bool(self.arrival) or not self.follows_arrival
+        agreed, final = agree_on(buckets, final, self._group, self._device)
         if final or self.stage is not Stage.NEW:
             self.stage = Stage.FINAL if final else Stage.FIRST
         self._anew, self._saved, self._order = False, None, order
-        known = saved is not None and final  # that run's compiler has split them
-        self._splits_open = self._steps == 0 and not known
+        split = saved is not None and final  # by the compiler of the run that was saved
+        self._splits_open = self._steps == 0 and not split
         return agreed
+
+    @property
+    def _asked(self) -> bool:
+        """A change is pending: other sizes, other groups, or another run's buckets."""
+        return self._anew or self._saved is not None
+
+    @property
+    def _by_arrival(self) -> bool:
+        """The order of gradients has become known."""
+        return not self.settled and bool(self.arrival)
+
+    @property
+    def _for_splits(self) -> bool:
+        """It is the second step here, in which ranks agree on the compiler's buckets."""
+        return self.settled and self._splits_open and self._steps > 0
+
+    def _laid_out(self, present: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]]]:
+        """New buckets, and the order of gradients by which they are laid out."""
+        if self._asked or self._by_arrival:
+            return self.arrival, self._arranged(self.arrival)
+        order = self._order or self.arrival  # the splits are all that is new
+        return order, self._arranged(order) if self._splits else [list(one) for one in present]
 
     def _to_take_up(self) -> SavedBuckets | None:
         """The saved buckets, where they suit."""

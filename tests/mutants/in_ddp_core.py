@@ -68,14 +68,14 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "a rank that compiles nothing is not asked for buckets",
-            "for_splits = self.settled and self._splits_open and self._steps > 0",
-            "for_splits = bool(self._splits) and self._splits_open and self._steps > 0",
+            "return self.settled and self._splits_open and self._steps > 0",
+            "return bool(self._splits) and self._splits_open and self._steps > 0",
             f"{DISTRIBUTED}/test_ddp_compile.py::test_a_rank_without_inputs_joins_a_compiled_model",
         ),
         (
             "the compiler's splits are laid out by the latest order",
-            "order = self._order or order  # the splits are all that is new",
-            "pass",
+            "order = self._order or self.arrival  # the splits are all that is new",
+            "order = self.arrival",
             f"{PLAN}::test_a_compiled_run_that_goes_on_is_laid_out_by_the_order_of_the_first_step",
         ),
         (
