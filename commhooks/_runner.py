@@ -269,7 +269,7 @@ class Runner:
         self._age += 1
         rebuilt = self._age >= (STATIC_REBUILT_IN if self.static_graph else REBUILT_IN)
         regrouped = None if rebuilt else step.regrouped  # in the next step, too
-        if step.holds or self._age <= STATIC_REBUILT_IN or step.buckets != self._layout_of:
+        if step.holds or self._age <= REBUILT_IN or step.buckets != self._layout_of:
             own = [find_layout().names for find_layout in step.layouts]
             self.layout = own if regrouped is None else regrouped
             self._layout_of = step.buckets if regrouped is None else []
