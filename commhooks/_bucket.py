@@ -38,8 +38,8 @@ class Result(NamedTuple):
 SchemeExchange = Generator[Collective, Tensor, Result]
 
 
-_TENSORS = ("raw", "output", "residual", "unsent")
-_ATTRIBUTES = {*_TENSORS, "layout", "memory", "step", "rank", "world_size", "seed"}
+_ATTRIBUTES = {"raw", "output", "residual", "unsent", "layout", "memory", "step", "seed"}
+_ATTRIBUTES |= {"rank", "world_size"}
 
 
 class Bucket:
@@ -150,7 +150,7 @@ class Bucket:
 
         Args:
             layout: of the tensors that are kept; by default one of each parameter's shape.
-            dtype: float32 by default, float64 for gradients of that dtype.
+            dtype: by default float32, or float64 if the gradient is.
         """
         layout = self.layout if layout is None else layout
         dtype = self.wide_dtype if dtype is None else dtype
@@ -158,7 +158,7 @@ class Bucket:
 
     @property
     def wide_dtype(self) -> torch.dtype:
-        """In which sums of gradients are formed: float32, or float64 for gradients of that."""
+        """The dtype of sums of gradients: float32, or float64 if the gradient is."""
         return torch.promote_types(self.raw.dtype, torch.float32)
 
     # ---- random bits
@@ -202,7 +202,7 @@ class Bucket:
         return result if self.unsent is None else self.completed(result)
 
     def completed(self, result: Result) -> Result:
-        """A result of this bucket with what it has not sent, in ``unsent`` if it did not say."""
+        """Completes a result: ``unsent`` is computed from ``sent`` where the scheme left it out."""
         mean, sent, unsent, finite = result
         assert self.unsent is not None, "nobody asks for what is not sent"
         if mean.data_ptr() == self.unsent.data_ptr():  # averaged where the gradient was
@@ -221,7 +221,7 @@ class Bucket:
         return Result(mean, sent, unsent, finite)
 
     def in_float32(self) -> Bucket:
-        """The bucket for kernels, which know no float64; itself where the gradient is not that."""
+        """Returns the bucket that kernels take: a float64 gradient is rounded to float32."""
         if self.raw.dtype != torch.float64:
             return self
         raw = self.gradient.float()

@@ -219,15 +219,12 @@ class BucketPlan:
         if not (self._asked or self._by_arrival or self._for_splits):
             return None
         saved = self._to_take_up()
-        if saved is not None:
-            order, buckets, final = (
-                self.arrival,
-                self._with_sparse(saved),
-                saved.stage is Stage.FINAL,
-            )
-        else:
+        if saved is None:
             order, buckets = self._laid_out(present)
             final = bool(self.arrival) or not self.follows_arrival
+        else:
+            order, buckets = self.arrival, self._with_sparse(saved)
+            final = saved.stage is Stage.FINAL
         agreed, final = agree_on(buckets, final, self._group, self._device)
         if final or self.stage is not Stage.NEW:
             self.stage = Stage.FINAL if final else Stage.FIRST
