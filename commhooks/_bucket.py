@@ -192,13 +192,16 @@ class Bucket:
     # ---- what several schemes do
 
     def all_reduce(self) -> SchemeExchange:
-        """Averages the bucket by one all-reduce, in the dtype of ``gradient``."""
-        gradient = self.gradient
-        request = AllReduce(gradient if self.unsent is None else gradient.clone())
+        """Averages the bucket by one all-reduce, in the dtype of ``raw``."""
+        gradient, dtype = self.gradient, self.raw.dtype
+        payload = gradient.to(dtype, copy=self.unsent is not None)
+        # What is kept is float32: feedback gets what rounding the sum to 16 bits has lost.
+        sent = None if gradient.dtype == dtype else payload.clone()
+        request = AllReduce(payload)
         mean = yield request
         if mean.dtype != self.output.dtype:
             mean = self.output.copy_(mean)
-        result = Result(mean, sent=request.sent)
+        result = Result(mean, sent=sent if request.sent is None else request.sent)
         return result if self.unsent is None else self.completed(result)
 
     def completed(self, result: Result) -> Result:

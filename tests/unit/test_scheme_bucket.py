@@ -124,6 +124,22 @@ def test_an_unknown_attribute_and_a_residual_without_a_place_are_refused():
         bucket(**kept()).replace(unsent=None)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_dense_exchange_under_feedback_sends_the_gradients_own_dtype(dtype):
+    ranks = Simulation(ErrorFeedback(Dense()), {"p": (600,)}, world_size=2)
+    generator = torch.Generator().manual_seed(0)
+    applied = total = torch.zeros(600, dtype=torch.float64)
+    for _ in range(4):
+        grads = [torch.randn(600, generator=generator).to(dtype) for _ in range(2)]
+        total = total + (grads[0].double() + grads[1].double()) / 2
+        applied = applied + ranks.step([grad.clone() for grad in grads])[0].double()
+    assert {nbytes for _, nbytes in ranks.requests} == {600 * dtype.itemsize}
+    held = (ranks.memory(0).double() + ranks.memory(1).double()) / 2
+    # The sum over ranks is rounded once a step; what a rank rounds it keeps.
+    bound = 4 * 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(applied + held, total, atol=bound, rtol=0)
+
+
 @dataclass(frozen=True)
 class Peeks(Codec):
     """Looks at the whole bucket, too."""
