@@ -32,7 +32,9 @@ from commhooks._registry import names, register_scheme
 from commhooks._schedules import DelayedStart, PeriodicDense, Schedule
 from commhooks._scheme import Codec, Scheme
 from commhooks._simulation import Simulation
+from commhooks._slot import Slot
 from commhooks._state import HookState
+from commhooks._traits import Biased, Exact, Traits, Unbiased
 from commhooks._two_phase import TwoPhase
 from commhooks._version import __version__
 from commhooks._wrapper import Coalesced
@@ -78,6 +80,7 @@ __all__ = [
     "AlignedTopK",
     "AveragedFeedback",
     "BatchedPowerSGD",
+    "Biased",
     "Blockwise",
     "Bucket",
     "Cast",
@@ -92,6 +95,7 @@ __all__ = [
     "DiLoCo",
     "Eden",
     "ErrorFeedback",
+    "Exact",
     "FlushResidual",
     "GlobalQSGD",
     "Gossip",
@@ -128,10 +132,13 @@ __all__ = [
     "SchemeError",
     "SignSGD",
     "Simulation",
+    "Slot",
     "TernGrad",
     "TopK",
+    "Traits",
     "TwoPhase",
     "TwoPhaseCast",
+    "Unbiased",
     "UnknownSchemeError",
     "__version__",
     "allreduce_hook",

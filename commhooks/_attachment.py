@@ -132,7 +132,7 @@ class AttachmentGuard:
 
     def _refuse_guessing(self, module: Any) -> None:
         joins = module._join_config.enable and module.find_unused_parameters
-        if joins and self._state.scheme.stateful and not isinstance(module, CoreDDP):
+        if joins and self._state._engine.keeps_memory and not isinstance(module, CoreDDP):
             raise RegistrationError(
                 f"DistributedDataParallel.join with find_unused_parameters=True and "
                 f"{self._state.scheme}, which has memory: a rank without inputs is not told which "

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,12 +12,32 @@ from commhooks._bucket import Bucket, Result, SchemeExchange
 from commhooks._feedback import Feedback
 from commhooks._memory import Layout
 from commhooks._scheme import Scheme
+from commhooks._slot import Slot
 from commhooks.kernels import dequantize, payload_bytes, quantize
 
 __all__ = ["AveragedFeedback"]
 
-_AVERAGED = "averaged_error"
 _BLOCK = 256  # entries per scale of the averaged error
+
+
+@dataclass(frozen=True)
+class _Averaged(Slot):
+    """The averaged error of a parameter, as the payload of 8-bit integers."""
+
+    def shape(self, parameter: torch.Size) -> tuple[int, ...]:
+        return (payload_bytes(parameter.numel(), "int8", _BLOCK),)
+
+    def check(self, value: Tensor, parameter: torch.Size) -> str | None:
+        (nbytes,) = self.shape(parameter)
+        if value.dtype != torch.uint8 or value.shape != (nbytes,):
+            return f"is {value.dtype} of shape {tuple(value.shape)}, not {nbytes} bytes"
+        entries = torch.zeros(parameter.numel(), device=value.device)
+        if entries.numel():
+            dequantize(value.contiguous()[None], entries, "int8", _BLOCK)
+        return None if bool(torch.isfinite(entries).all()) else "is not finite"
+
+
+_AVERAGED = _Averaged("averaged_error", resize="drop", dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -47,9 +65,7 @@ class AveragedFeedback(Feedback):
     reset_every: int = 1024
 
     without = ", or memory=False for sdp4bit"
-    linear = False
-    per_rank: ClassVar[Mapping[str, str]] = {_AVERAGED: "drop"}
-    own_keys: ClassVar[tuple[str, ...]] = (_AVERAGED,)
+    keeps = (_AVERAGED,)
 
     def __post_init__(self) -> None:
         if not 0 <= self.decay < 1:
@@ -67,9 +83,9 @@ class AveragedFeedback(Feedback):
         return (1 + self.decay) / (1 - self.decay)
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
-        layout, packed = bucket.layout, _packed_layout(bucket.layout)
+        layout, packed = bucket.layout, _AVERAGED.layout(bucket.layout)
         error = torch.zeros_like(bucket.raw, dtype=torch.float32)
-        old = bucket.read(_AVERAGED, packed, torch.uint8)
+        old = bucket.read(_AVERAGED)
         for entries, payload in _pairs(error, old, layout, packed):
             dequantize(payload[None], entries, "int8", _BLOCK)
         residual = error.to(bucket.wide_dtype)
@@ -85,29 +101,8 @@ class AveragedFeedback(Feedback):
         new = torch.empty_like(old)
         for entries, payload in _pairs(error, new, layout, packed):
             quantize(entries, payload, "int8", _BLOCK)
-        bucket.memory.write(_AVERAGED, packed, new)
+        bucket.write(_AVERAGED, new)
         return Result(result.mean, unsent=unsent, finite=result.finite)
-
-    def initial_memory(self, name: str, shape: torch.Size, bucket: Bucket) -> dict[str, Tensor]:
-        empty = torch.zeros(payload_bytes(shape.numel(), "int8", _BLOCK), dtype=torch.uint8)
-        return {**self.scheme.initial_memory(name, shape, bucket), _AVERAGED: empty}
-
-    def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
-        if key != _AVERAGED:
-            return self.scheme.memory_error(key, value, parameter)
-        nbytes = payload_bytes(parameter.numel(), "int8", _BLOCK)
-        if value.dtype != torch.uint8 or value.shape != (nbytes,):
-            return f"is {value.dtype} of shape {tuple(value.shape)}, not {nbytes} bytes"
-        entries = torch.zeros(parameter.numel(), device=value.device)
-        if entries.numel():
-            dequantize(value.contiguous()[None], entries, "int8", _BLOCK)
-        return None if bool(torch.isfinite(entries).all()) else "is not finite"
-
-
-@lru_cache(maxsize=1024)
-def _packed_layout(layout: Layout) -> Layout:
-    """Of the bytes that each parameter's memory takes."""
-    return Layout(layout.names, [(payload_bytes(n, "int8", _BLOCK),) for n in layout.sizes])
 
 
 def _pairs(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
@@ -12,6 +11,8 @@ from torch import Tensor
 
 from commhooks._errors import SchemeError
 from commhooks._memory import Layout, Memory
+from commhooks._slot import Slot
+from commhooks._step_info import StepInfo, number_of
 from commhooks.kernels import Stream
 from ddp_core import AllReduce, Collective
 
@@ -42,7 +43,7 @@ _ATTRIBUTES = {"raw", "output", "residual", "unsent", "layout", "memory", "step"
 _ATTRIBUTES |= {"rank", "world_size"}
 
 
-class Bucket:
+class Bucket(StepInfo):
     """One bucket of one step on one rank: gradient, residual, memory, ranks, random bits.
 
     A scheme that reads ``gradient`` needs nothing else: error feedback has been added to it. A
@@ -57,10 +58,7 @@ class Bucket:
             None: nothing.
         unsent: like ``residual``: the place for what this step does not send. None: there is no
             feedback around the scheme, so its result may leave out ``sent`` and ``unsent``.
-        memory: tensors that survive the step, see :class:`commhooks.Memory`.
-        step: counts synchronised backward passes from 0.
-        rank, world_size: within the process group.
-        seed: base of all random bits; the same on every rank.
+        memory, step, rank, world_size, seed: see :class:`commhooks.StepInfo`.
 
     Args:
         layout: parameter names and shapes in the flat gradient; a function is called when they are
@@ -87,10 +85,9 @@ class Bucket:
         world_size: int = 1,
         seed: int = 0,
     ) -> None:
+        super().__init__(memory=memory, step=step, rank=rank, world_size=world_size, seed=seed)
         self.raw, self.residual, self.unsent = raw, residual, unsent
         self.output = raw if output is None else output
-        self.memory = Memory() if memory is None else memory
-        self.step, self.rank, self.world_size, self.seed = step, rank, world_size, seed
         self._layout = layout
         self._sum: list[Tensor] = []  # gradient and residual together, once they were asked for
         self._check()
@@ -143,18 +140,29 @@ class Bucket:
             self._layout = self._layout()
         return self._layout
 
-    def read(
-        self, key: str, layout: Layout | None = None, dtype: torch.dtype | None = None
-    ) -> Tensor:
-        """What is remembered under ``key``, flat; zeros where nothing is.
+    def read(self, slot: Slot) -> Tensor:
+        """The committed values of ``slot``, flat, one after another; do not write into the tensor.
 
-        Args:
-            layout: of the tensors that are kept; by default one of each parameter's shape.
-            dtype: by default float32, or float64 if the gradient is.
+        A parameter without a value begins with the slot's initial one.
         """
-        layout = self.layout if layout is None else layout
-        dtype = self.wide_dtype if dtype is None else dtype
-        return self.memory.read(key, layout, device=self.raw.device, dtype=dtype)
+        dtype = slot.dtype or self.wide_dtype
+        flat = self.memory.read(
+            *(slot.key, slot.layout(self.layout)),
+            device=self.raw.device,
+            dtype=dtype,
+            initial=lambda name, shape: slot.initial(name, shape, self),
+        )
+        return flat.to(dtype)
+
+    def write(self, slot: Slot, values: Tensor) -> None:
+        """Stages new values of ``slot``; they count from the next step on, if this one is good."""
+        if values.device.type != "cpu":
+            self.read(slot)  # a bad step, which only the device knows of, goes back to these
+        self.memory.write(slot.key, slot.layout(self.layout), values.view(-1))
+
+    def scratch(self, slot: Slot, like: Tensor) -> Tensor:
+        """A flat tensor for new values of ``slot``; its contents are undefined."""
+        return self.memory.scratch(slot.key, slot.layout(self.layout), like)
 
     @property
     def wide_dtype(self) -> torch.dtype:
@@ -165,18 +173,7 @@ class Bucket:
 
     def with_draws(self, purpose: str) -> Bucket:
         """The same bucket with random bits of its own."""
-        return self.replace(seed=_number(f"{self.seed}/{purpose}") >> 1)
-
-    def generator(
-        self, name: str, *, shared: bool = True, step: int | None = None
-    ) -> torch.Generator:
-        """A CPU random generator keyed by parameter name and step, and by rank unless ``shared``.
-
-        Keyed draws need no state in a checkpoint, and do not depend on the bucket layout.
-        """
-        step = self.step if step is None else step
-        text = f"{self.seed}/{name}/{step}/{'shared' if shared else self.rank}"
-        return torch.Generator().manual_seed(_number(text) >> 1)
+        return self.replace(seed=number_of(f"{self.seed}/{purpose}") >> 1)
 
     def random(self, purpose: str, *, shared: bool) -> Stream:
         """Random bits for kernels, on the gradient's device: of this bucket, step and purpose.
@@ -187,7 +184,7 @@ class Bucket:
         """
         text = f"{self.layout.names[0]}/{purpose}/{'shared' if shared else self.rank}"
         step = torch.full((), self.step, dtype=torch.int64, device=self.raw.device)
-        return Stream(self.seed, step, number=_number(text) >> 33)
+        return Stream(self.seed, step, number=number_of(text) >> 33)
 
     # ---- what several schemes do
 
@@ -244,8 +241,3 @@ class Bucket:
 def nan_unless(finite: Tensor) -> Tensor:
     """0 if finite, else NaN: added to a factor, it makes every entry of the product NaN."""
     return torch.where(finite, 0.0, float("nan"))
-
-
-def _number(text: str) -> int:
-    """64 bits that stand for a text."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

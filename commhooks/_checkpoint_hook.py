@@ -18,8 +18,7 @@ from commhooks._checkpoint_memory import check_complete, check_memory
 from commhooks._errors import CheckpointError, RegistrationError
 from commhooks._feedback import RESIDUAL, FlushResidual, keeps_residual, without_flush
 from commhooks._make import describe
-from commhooks._memory import Layout
-from commhooks._scheme import Scheme, walk
+from commhooks._scheme import Scheme, slots_of
 from commhooks._version import __version__
 
 if TYPE_CHECKING:
@@ -108,10 +107,12 @@ def _declared(hook: HookState, scheme: Scheme, step: int) -> MemoryDict:
     """The memory that a scheme begins with, by key and name, as it lies in buckets."""
     values: MemoryDict = {}
     for name, shape, dtype, _ in hook._parameters:
-        bucket = hook._engine.bucket(torch.empty(0, dtype=dtype), Layout([], []))
-        first = scheme.initial_memory(name, shape, bucket.replace(step=step))
-        for key, tensor in first.items():
-            values.setdefault(key, {})[name] = tensor
+        now = hook._engine.step_info(dtype, step)
+        for slot in scheme.begins_with(name, shape, dtype, step):
+            kept = slot.shape(shape)
+            first = None if kept is None else slot.initial(name, torch.Size(kept), now)
+            if first is not None:
+                values.setdefault(slot.key, {})[name] = first
     return values
 
 
@@ -221,8 +222,7 @@ def needed_fields(hook: HookState, state: StateDict, keys: Collection[str]) -> s
 def laws_of(scheme: Scheme) -> dict[str, str]:
     """What becomes of memory that differs between ranks, by key."""
     laws = {RESIDUAL: "sum"}  # whatever runs now: it may be flushed
-    for one in walk(scheme):
-        laws |= one.per_rank
+    laws |= {slot.key: slot.resize for slot in slots_of(scheme) if slot.resize != "same"}
     return laws
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from commhooks._checkpoint_form import MemoryDict, tensor_error
 from commhooks._errors import CheckpointError
-from commhooks._scheme import Scheme, walk
+from commhooks._scheme import Scheme, slot_error, walk
 from commhooks._wrapper import Several
 
 __all__ = ["check_complete", "check_memory"]
@@ -40,7 +40,7 @@ def check_memory(
             )
         for name, value in values.items():
             first = (declared or {}).get(key, {}).get(name)
-            error = tensor_error(value) or scheme.memory_error(key, value, shapes[name])
+            error = tensor_error(value) or slot_error(scheme, key, value, shapes[name])
             if error == "unknown":
                 raise CheckpointError(
                     f"load_state_dict: the checkpoint holds {key!r}, which {scheme} does not keep; "

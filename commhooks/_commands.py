@@ -25,6 +25,7 @@ from rich.table import Table
 
 from commhooks import Scheme, Simulation, kernels, make, names
 from commhooks._registry import factory_of, options_of
+from commhooks._scheme import slots_of
 from commhooks._template import TEMPLATE
 from commhooks._version import __version__
 from commhooks.conformance import check_scheme, laws_of
@@ -118,9 +119,9 @@ def _facts_of(name: str) -> dict[str, str]:
         return {"class": f"see commhooks schemes {name}"}
     return {
         "class": type(bare).__name__,
-        "rounds": str(scheme.rounds),
-        "biased": "yes" if bare.biased else "",
-        "memory": "yes" if scheme.stateful else "",
+        "rounds": str(scheme.traits.rounds),
+        "biased": "yes" if bare.traits.biased else "",
+        "memory": "yes" if slots_of(scheme) else "",
         "bits": _bits(scheme),
     }
 
@@ -237,7 +238,7 @@ def check(target: str) -> int:
     broken = 0
     for name in found:
         factory_of(name)
-        if not _made(name).averages:
+        if not _made(name).traits.averages:
             raise typer.BadParameter(f"{name} does not average over ranks: the laws are not for it")
         table = Table("law", "", "what broke it", title=name)
         for verdict in track(check_scheme(partial(make, name)), name, len(laws_of(make(name)))):

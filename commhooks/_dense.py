@@ -20,7 +20,5 @@ class Dense(Scheme):
         >>> hook = register(ddp_model, "none")
     """
 
-    linear = True
-
     def exchange(self, bucket: Bucket) -> SchemeExchange:
         return (yield from bucket.all_reduce())

@@ -180,7 +180,7 @@ class DiLoCo:
         self.every, self.delay, self.steps, self.outer_steps = every, delay, 0, 0
         self._settings = (lr, momentum, nesterov, mix)
         self.hook = HookState(scheme, model, process_group=process_group, seed=seed, **options)
-        if self.hook.scheme.optimizes or not self.hook.scheme.averages:
+        if self.hook.scheme.traits.returns != "mean":
             raise ValueError(
                 f"DiLoCo(scheme=...) averages distances, and {self.hook.scheme} gives something "
                 f"else; use 'none', or what compresses an average, such as 'int4'"
@@ -315,7 +315,7 @@ def _need_local(model: object) -> None:
     if not isinstance(model, DistributedDataParallel):
         return
     state = model._comm_hooks[0][1] if model._comm_hooks else None
-    if not model._comm_hooks or (isinstance(state, HookState) and state.scheme.averages):
+    if not model._comm_hooks or (isinstance(state, HookState) and state.scheme.traits.averages):
         raise ValueError(
             "DiLoCo(model, ...): this DistributedDataParallel averages gradients in every step, so "
             'the ranks never go apart; register(model, "noop") or hook.switch("noop") first, or '

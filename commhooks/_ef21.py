@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from commhooks._bucket import Bucket, Result, SchemeExchange
-from commhooks._feedback import Feedback, residual_error
+from commhooks._feedback import Feedback
 from commhooks._scheme import Scheme
+from commhooks._slot import Slot
 
 __all__ = ["EF21"]
 
-_OWN, _TOTAL, _VELOCITY = "ef21.own", "ef21.total", "ef21.velocity"
+_OWN = Slot("ef21.own", resize="mean")
+_TOTAL = Slot("ef21.total")
+_VELOCITY = Slot("ef21.velocity", resize="mean")
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,11 @@ class EF21(Feedback):
     scheme: Scheme
     momentum: float = 0.0
 
-    linear = False
     corrects = False
-    per_rank: ClassVar[Mapping[str, str]] = {_OWN: "mean", _VELOCITY: "mean"}
-    own_keys: ClassVar[tuple[str, ...]] = (_OWN, _TOTAL, _VELOCITY)
+
+    @property
+    def keeps(self) -> tuple[Slot, ...]:
+        return (_OWN, _TOTAL, _VELOCITY) if self.momentum else (_OWN, _TOTAL)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,11 +53,10 @@ class EF21(Feedback):
             raise ValueError(f"EF21(momentum=...): 0 <= momentum < 1, got {self.momentum!r}")
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
-        memory, layout = bucket.memory, bucket.layout
         target = bucket.gradient.to(bucket.wide_dtype)
         if self.momentum:
             target = torch.lerp(target, bucket.read(_VELOCITY), self.momentum)
-            memory.write(_VELOCITY, layout, target)
+            bucket.write(_VELOCITY, target)
         own = bucket.read(_OWN)
         difference = target - own
         inside = bucket.replace(
@@ -68,20 +68,7 @@ class EF21(Feedback):
         result = inside.completed((yield from self.scheme.exchange(inside)))
         assert result.unsent is not None
         sent = difference - result.unsent if result.sent is None else result.sent
-        memory.write(_OWN, layout, own + sent)
+        bucket.write(_OWN, own + sent)
         total = bucket.read(_TOTAL) + result.mean
-        memory.write(_TOTAL, layout, total)
+        bucket.write(_TOTAL, total)
         return Result(bucket.output.copy_(total), finite=result.finite)
-
-    def _keys(self) -> tuple[str, ...]:
-        return (_OWN, _TOTAL, *((_VELOCITY,) if self.momentum else ()))
-
-    def initial_memory(self, name: str, shape: torch.Size, bucket: Bucket) -> dict[str, Tensor]:
-        dtype = bucket.wide_dtype
-        zeros = {key: torch.zeros(shape, dtype=dtype) for key in self._keys()}
-        return {**self.scheme.initial_memory(name, shape, bucket), **zeros}
-
-    def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
-        if key in self._keys():
-            return residual_error(value, parameter)
-        return self.scheme.memory_error(key, value, parameter)

@@ -15,8 +15,9 @@ from torch import Tensor
 from commhooks._bucket import Bucket, Result
 from commhooks._errors import SchemeError
 from commhooks._memory import Layout, Memory
-from commhooks._scheme import Scheme
+from commhooks._scheme import Scheme, slots_of
 from commhooks._settings import check_seed
+from commhooks._step_info import StepInfo
 from commhooks.kernels import all_finite
 from ddp_core import AllReduce, Exchange
 
@@ -52,6 +53,15 @@ class Engine:
         self.skipped = 0  # steps whose memory was left as it was
         self._lock = threading.Lock()
         self._open: _Step | None = None
+
+    @property
+    def scheme(self) -> Scheme:
+        """The scheme that runs; to be replaced between steps only."""
+        return self._scheme
+
+    @scheme.setter
+    def scheme(self, scheme: Scheme) -> None:
+        self._scheme, self.keeps_memory = scheme, bool(slots_of(scheme))
 
     @property
     def under_way(self) -> bool:
@@ -106,6 +116,17 @@ class Engine:
             seed=self.seed,
         )
 
+    def step_info(self, dtype: torch.dtype, step: int) -> StepInfo:
+        """The rank in a step, for initial values of parameters of ``dtype``."""
+        return StepInfo(
+            memory=self.memory,
+            step=step,
+            rank=self.rank,
+            world_size=self.world_size,
+            seed=self.seed,
+            dtype=dtype,
+        )
+
     def exchange(self, grad: Tensor, find_layout: Layout | Callable[[], Layout]) -> Exchange:
         """The exchange of one launched bucket; returns the tensor that replaces ``grad``."""
         step, finite = self._open, None
@@ -121,7 +142,7 @@ class Engine:
                 result = yield from self.scheme.exchange(self.bucket(grad, find_layout))
                 mean = values = self._checked(result, grad)
                 finite = result.finite
-            if self.scheme.stateful:
+            if self.keeps_memory:
                 # The same bits on every rank, so the verdict needs no message.
                 step.finite.append(all_finite(values) if finite is None else finite)
             return mean
@@ -169,7 +190,7 @@ class Engine:
 
 def _exchange_sparse(grad: Tensor, scheme: Scheme) -> Exchange:
     """Sparse gradients travel as they are: indices and values, summed."""
-    if not scheme.averages:
+    if not scheme.traits.averages:
         return grad
     result = yield AllReduce(grad)
     return result
@@ -177,7 +198,7 @@ def _exchange_sparse(grad: Tensor, scheme: Scheme) -> Exchange:
 
 def _exchange_complex(grad: Tensor, scheme: Scheme) -> Exchange:
     """Complex gradients are averaged as pairs of reals, uncompressed."""
-    if not scheme.averages:
+    if not scheme.traits.averages:
         return grad
     if not grad.is_complex():
         raise SchemeError(f"gradients are floating point or complex, got {grad.dtype}")

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
-from torch import Tensor
 
 from commhooks._bucket import Bucket, Result, SchemeExchange
 from commhooks._scheme import Scheme, walk
+from commhooks._slot import Slot
+from commhooks._step_info import StepInfo
+from commhooks._traits import Biased, Exact, Traits
 from commhooks._wrapper import Wrapper
 
 __all__ = [
     "RESIDUAL",
+    "RESIDUAL_SLOT",
     "ErrorFeedback",
     "Feedback",
     "FlushResidual",
@@ -23,13 +25,13 @@ __all__ = [
     "flushing",
     "has_feedback",
     "keeps_residual",
-    "residual_error",
     "take_residual",
     "without_feedback",
     "without_flush",
 ]
 
 RESIDUAL = "residual"
+RESIDUAL_SLOT = Slot(RESIDUAL, resize="sum")
 
 
 def need_average(owner: Wrapper, scheme: Scheme) -> None:
@@ -38,7 +40,7 @@ def need_average(owner: Wrapper, scheme: Scheme) -> None:
     Feedback inside sends what it has held back of earlier steps, too; what is around it would take
     that for an error, and hold it back in turn: both grow without end.
     """
-    if scheme.optimizes:
+    if scheme.traits.returns == "update":
         raise ValueError(
             f"{type(owner).__name__}({type(scheme).__name__}(...)): it gives the optimizer "
             f"something else than an average of gradients, so there is no error to keep; use it "
@@ -56,7 +58,7 @@ def need_average(owner: Wrapper, scheme: Scheme) -> None:
 
 def need_contraction(owner: Wrapper, scheme: Scheme, most: float) -> None:
     """Raises where an unbiased scheme's noise makes what is kept grow without end."""
-    variance = scheme.variance
+    variance = scheme.traits.error.variance
     if variance > most:
         name = type(owner).__name__
         raise ValueError(
@@ -77,9 +79,10 @@ class Feedback(Wrapper):
 
     corrects: ClassVar[bool] = True
     without: ClassVar[str] = ""
-    biased = False
-    stateful = True
-    variance = 0.0
+
+    @property
+    def traits(self) -> Traits:
+        return self.scheme.traits._replace(error=Exact())
 
     def __post_init__(self) -> None:
         need_average(self, self.scheme)
@@ -111,35 +114,16 @@ class ErrorFeedback(Feedback):
 
     scheme: Scheme
 
-    per_rank: ClassVar[Mapping[str, str]] = {RESIDUAL: "sum"}
-    own_keys: ClassVar[tuple[str, ...]] = (RESIDUAL,)
+    keeps = (RESIDUAL_SLOT,)
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
-        memory, layout = bucket.memory, bucket.layout
-        residual = bucket.read(RESIDUAL)
-        unsent = memory.scratch(RESIDUAL, layout, like=residual)
+        residual = bucket.read(RESIDUAL_SLOT)
+        unsent = bucket.scratch(RESIDUAL_SLOT, like=residual)
         inside = bucket.replace(residual=residual, unsent=unsent)
         result = inside.completed((yield from self.scheme.exchange(inside)))
-        memory.write(RESIDUAL, layout, result.unsent)
+        assert result.unsent is not None
+        bucket.write(RESIDUAL_SLOT, result.unsent)
         return result
-
-    def initial_memory(self, name: str, shape: torch.Size, bucket: Bucket) -> dict[str, Tensor]:
-        dtype = bucket.wide_dtype
-        residual = torch.zeros(shape, dtype=dtype)
-        return {**self.scheme.initial_memory(name, shape, bucket), RESIDUAL: residual}
-
-    def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
-        if key == RESIDUAL:
-            return residual_error(value, parameter)
-        return self.scheme.memory_error(key, value, parameter)
-
-
-def residual_error(value: Tensor, parameter: torch.Size) -> str | None:
-    if not value.is_floating_point():
-        return f"is of {value.dtype}, a residual is floating point"
-    if value.shape != parameter:
-        return f"has shape {tuple(value.shape)}, the parameter has {tuple(parameter)}"
-    return None
 
 
 @dataclass(frozen=True)
@@ -159,11 +143,12 @@ class Scaled(Wrapper):
 
     scheme: Scheme
 
-    biased = True
-    variance = 0.0
+    @property
+    def traits(self) -> Traits:
+        return self.scheme.traits._replace(error=Biased())
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
-        factor = 1.0 / (1.0 + self.scheme.variance)
+        factor = 1.0 / (1.0 + self.scheme.traits.error.variance)
         if bucket.unsent is None:
             result = yield from self.scheme.exchange(bucket)
             return result._replace(mean=result.mean.mul_(factor))
@@ -178,6 +163,17 @@ class Scaled(Wrapper):
 
 
 @dataclass(frozen=True)
+class _PendingResidual(Slot):
+    """The residual of an earlier scheme: there is none unless that scheme left one."""
+
+    key: str = RESIDUAL
+    resize: Literal["same", "sum", "mean", "drop"] = "sum"
+
+    def initial(self, name: str, shape: torch.Size, now: StepInfo) -> None:
+        return None
+
+
+@dataclass(frozen=True)
 class FlushResidual(Wrapper):
     """Adds the residual that an earlier scheme left to the next gradient, once, and forgets it.
 
@@ -186,23 +182,16 @@ class FlushResidual(Wrapper):
 
     scheme: Scheme
 
-    stateful = True
-    per_rank: ClassVar[Mapping[str, str]] = {RESIDUAL: "sum"}
-    own_keys: ClassVar[tuple[str, ...]] = (RESIDUAL,)
+    keeps = (_PendingResidual(),)
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
         memory, layout = bucket.memory, bucket.layout
         if memory.has(RESIDUAL) and any(
             memory.get(RESIDUAL, name) is not None for name in layout.names
         ):
-            bucket.raw.add_(bucket.read(RESIDUAL).to(bucket.raw.dtype))
+            bucket.raw.add_(bucket.read(RESIDUAL_SLOT).to(bucket.raw.dtype))
             memory.write(RESIDUAL, layout, None)
         return (yield from self.scheme.exchange(bucket))
-
-    def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
-        if key == RESIDUAL:
-            return residual_error(value, parameter)
-        return self.scheme.memory_error(key, value, parameter)
 
 
 def without_flush(scheme: Scheme) -> Scheme:
@@ -237,12 +226,13 @@ def flushing(scheme: Scheme) -> Scheme:
 
 @lru_cache(maxsize=1024)  # asked for in every step
 def _flushing(scheme: Scheme) -> Scheme:
-    return FlushResidual(scheme) if scheme.averages and not keeps_residual(scheme) else scheme
+    return (
+        FlushResidual(scheme) if scheme.traits.averages and not keeps_residual(scheme) else scheme
+    )
 
 
 def take_residual(bucket: Bucket) -> None:
     """Adds what error feedback has held back to the gradient, and leaves nothing behind."""
-    residual = bucket.read(RESIDUAL)
+    residual = bucket.read(RESIDUAL_SLOT)
     bucket.raw.add_(residual.to(bucket.raw.dtype))
-    empty = bucket.memory.scratch(RESIDUAL, bucket.layout, like=residual)
-    bucket.memory.write(RESIDUAL, bucket.layout, empty.zero_())
+    bucket.write(RESIDUAL_SLOT, bucket.scratch(RESIDUAL_SLOT, like=residual).zero_())

@@ -5,22 +5,22 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from commhooks._bucket import Bucket, SchemeExchange
-from commhooks._feedback import RESIDUAL, keeps_residual, take_residual
+from commhooks._feedback import RESIDUAL_SLOT, keeps_residual, take_residual
 from commhooks._scheme import Scheme
 from commhooks._settings import Bound
+from commhooks._slot import Number, Slot
+from commhooks._traits import Traits
 from commhooks._wrapper import Wrapper
 from ddp_core import AllReduce
 
 __all__ = ["Guard"]
 
-_UNTIL, _ERROR, _HELD = "guard.dense_until", "guard.error", "guard.residual"
-_KEYS = (_UNTIL, _ERROR, _HELD)
+_UNTIL, _ERROR, _HELD = map(Number, ("guard.dense_until", "guard.error", "guard.residual"))
 _FOREVER = 2**62
 
 
@@ -56,8 +56,7 @@ class Guard(Wrapper):
     rest: int | None = 1000
     sample: int = 4096
 
-    stateful = True
-    own_keys: ClassVar[tuple[str, ...]] = _KEYS
+    keeps = (_UNTIL, _ERROR, _HELD)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,15 +68,15 @@ class Guard(Wrapper):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"Guard({name}=...) is above 0, got {value!r}")
-        if self.scheme.optimizes or not self.scheme.averages:
+        if self.scheme.traits.returns != "mean":
             raise ValueError(
                 f"Guard({type(self.scheme).__name__}(...)): it does not give the average of "
                 f"gradients, so there is nothing to compare with"
             )
 
     @property
-    def rounds(self) -> int:  # type: ignore[override]
-        return self.scheme.rounds + 1
+    def traits(self) -> Traits:
+        return self.scheme.traits._replace(rounds=self.scheme.traits.rounds + 1)
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
         if bucket.step < self._known(_UNTIL, bucket):
@@ -106,7 +105,7 @@ class Guard(Wrapper):
     def _held(self, bucket: Bucket) -> Tensor:
         if not keeps_residual(self.scheme):
             return bucket.raw.new_zeros((), dtype=torch.float64)
-        return bucket.read(RESIDUAL).double().square().sum()
+        return bucket.read(RESIDUAL_SLOT).double().square().sum()
 
     def _judge(self, error: float, held: float, bucket: Bucket) -> None:
         """Notes the measures; where one is too large, settles until when to stay dense."""
@@ -118,14 +117,14 @@ class Guard(Wrapper):
                 f"the residual is {held:.3g} times the gradient, at most {self.max_residual:.3g}"
             )
         looks = bucket.step // self.every
-        for key, name, value in ((_ERROR, "error", error), (_HELD, "residual", held)):
-            before = self._known(key, bucket)
+        for slot, name, value in ((_ERROR, "error", error), (_HELD, "residual", held)):
+            before = self._known(slot, bucket)
             if looks >= 3 and before > 0 and value > self.growth * before:
                 reasons.append(
                     f"the {name} is {value:.3g}, {value / before:.1f} times what it used to be"
                 )
             average = value if not before else 0.8 * before + 0.2 * value
-            self._write(key, average, bucket)
+            self._write(slot, average, bucket)
         if not reasons:
             return
         until = _FOREVER if self.rest is None else bucket.step + 1 + self.rest
@@ -142,29 +141,13 @@ class Guard(Wrapper):
 
     # On the host: what every rank knows alike, and decides by before anything is launched.
 
-    def _known(self, key: str, bucket: Bucket) -> float:
+    def _known(self, slot: Slot, bucket: Bucket) -> float:
         """The largest value of the bucket's parameters."""
-        layout, host = bucket.layout.scalars, torch.device("cpu")
-        values = bucket.memory.read(key, layout, device=host, dtype=torch.float64)
+        layout, host = slot.layout(bucket.layout), torch.device("cpu")
+        values = bucket.memory.read(slot.key, layout, device=host, dtype=torch.float64)
         return float(values.max()) if len(layout) else 0.0
 
-    def _write(self, key: str, value: float, bucket: Bucket) -> None:
-        layout = bucket.layout.scalars
+    def _write(self, slot: Slot, value: float, bucket: Bucket) -> None:
+        layout = slot.layout(bucket.layout)
         values = torch.full((len(layout),), float(value), dtype=torch.float64)
-        bucket.memory.note(key, layout, values)
-
-    def initial_memory(self, name: str, shape: torch.Size, bucket: Bucket) -> dict[str, Tensor]:
-        zero = torch.zeros((), dtype=torch.float64)
-        return {
-            **self.scheme.initial_memory(name, shape, bucket),
-            **{key: zero.clone() for key in _KEYS},
-        }
-
-    def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
-        if key not in _KEYS:
-            return self.scheme.memory_error(key, value, parameter)
-        if not value.is_floating_point() or value.shape:
-            return f"is {value.dtype} of shape {tuple(value.shape)}, not one number"
-        if not value.item() >= 0:
-            return f"is {value.item()}, not 0 or more"
-        return None
+        bucket.memory.note(slot.key, layout, values)

@@ -12,6 +12,7 @@ from torch import Tensor
 from commhooks._bucket import Bucket, SchemeExchange
 from commhooks._packed import Draw, PackedCodec, spans
 from commhooks._scheme import Scheme
+from commhooks._traits import Traits, composed
 from ddp_core import AllGather, AllToAll
 
 __all__ = ["Hierarchical"]
@@ -46,8 +47,6 @@ class Hierarchical(Scheme):
     between: PackedCodec
     local_size: int | None = None
 
-    rounds = 4
-
     def __post_init__(self) -> None:
         for name in ("inside", "between"):
             codec = getattr(self, name)
@@ -60,14 +59,9 @@ class Hierarchical(Scheme):
             )
 
     @property
-    def biased(self) -> bool:  # type: ignore[override]
-        return self.inside.biased or self.between.biased
-
-    @property
-    def variance(self) -> float:  # type: ignore[override]
-        if self.biased:
-            return 0.0
-        return (1 + self.inside.variance) * (1 + self.between.variance) ** 2 - 1
+    def traits(self) -> Traits:
+        inside, between = self.inside.error, self.between.error
+        return Traits(rounds=4, error=composed(inside, between, between))
 
     def node_size(self, world_size: int) -> int:
         """Ranks that are taken as a node."""

@@ -12,7 +12,7 @@ from commhooks._errors import OptionError
 from commhooks._feedback import ErrorFeedback, Scaled
 from commhooks._registry import build
 from commhooks._schedules import DelayedStart
-from commhooks._scheme import Scheme, walk
+from commhooks._scheme import Scheme, check_declarations, walk
 from commhooks._settings import fitting, need_dataclass
 from commhooks._wrapper import Coalesced
 
@@ -76,11 +76,13 @@ def make(scheme: str | Scheme, **options: Any) -> Scheme:
     for inside in walk(built):
         kind: Any = type(inside)
         need_dataclass(kind)
+        check_declarations(inside)
     if "wire_dtype" in wrapping:
         built = Cast(built, as_dtype(wrapping["wire_dtype"]))
-    needs_feedback = isinstance(scheme, str) and built.biased and not built.optimizes
+    traits = built.traits
+    needs_feedback = isinstance(scheme, str) and traits.biased and traits.returns != "update"
     if wrapping.get("error_feedback", needs_feedback):
-        built = ErrorFeedback(Scaled(built) if built.variance > 1 else built)
+        built = ErrorFeedback(Scaled(built) if traits.error.variance > 1 else built)
     if wrapping.get("start_step"):
         built = DelayedStart(built, wrapping["start_step"])
     if wrapping.get("coalesce"):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 __all__ = ["Layout", "Memory"]
 
-Initial = Callable[[str, torch.Size], Tensor]
+Initial = Callable[[str, torch.Size], Tensor | None]
 
 
 class Layout:
@@ -108,8 +108,8 @@ class Memory:
             old = self._value(key, name)
             if old is not None and old.shape == view.shape:
                 view.copy_(old)
-            elif initial is not None:
-                view.copy_(initial(name, view.shape))
+            elif initial is not None and (first := initial(name, view.shape)) is not None:
+                view.copy_(first)
         self._put(key, layout, flat)
         return flat
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from commhooks._bucket import Bucket, SchemeExchange
 from commhooks._scheme import Scheme
+from commhooks._traits import ErrorKind, Exact, Traits
 from commhooks.kernels import Stream
 from ddp_core import AllGather, AllToAll, Collective
 
@@ -87,15 +88,23 @@ class PackedCodec(Scheme):
 
     Attributes:
         pattern: "two_phase" or "all_gather".
-        unit: entries that cannot be divided; shards are multiples of it.
     """
 
     pattern: Pattern = "two_phase"
-    unit: int = 1
 
     @property
-    def rounds(self) -> int:  # type: ignore[override]
-        return 2 if self.pattern == "two_phase" else 1
+    def unit(self) -> int:
+        """Entries that cannot be divided; shards are multiples of it."""
+        return 1
+
+    @property
+    def error(self) -> ErrorKind:
+        """The error of the mean, see :class:`commhooks.Traits`."""
+        return Exact()
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(rounds=2 if self.pattern == "two_phase" else 1, error=self.error)
 
     def payload_bytes(self, n: int) -> int:
         """Bytes of the payload of ``n`` entries."""

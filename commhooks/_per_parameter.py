@@ -17,6 +17,8 @@ from commhooks._bucket import Bucket, Result, SchemeExchange
 from commhooks._feedback import flushing, keeps_residual
 from commhooks._scheme import Scheme, walk
 from commhooks._settings import check_settings, shown
+from commhooks._slot import Slot
+from commhooks._traits import Traits
 from commhooks._wrapper import Several
 from ddp_core import AllReduce, Collective, as_request
 
@@ -127,16 +129,19 @@ class PerParameter(Several):
         return list(dict.fromkeys([*(rule.scheme for rule in self.rules), self.default]))
 
     @property
-    def rounds(self) -> int:  # type: ignore[override]
-        return sum(scheme.rounds for scheme in self.schemes)
+    def traits(self) -> Traits:
+        rounds = sum(scheme.traits.rounds for scheme in self.schemes)
+        return super().traits._replace(rounds=rounds)
 
     def bucket_group(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Hashable:
         which = self.choose(name, shape, dtype)
         return which, self.schemes[which].bucket_group(name, shape, dtype)
 
-    def initial_memory(self, name: str, shape: torch.Size, bucket: Bucket) -> dict[str, Tensor]:
-        scheme = self.schemes[self.choose(name, shape, bucket.output.dtype)]
-        return scheme.initial_memory(name, shape, bucket)
+    def begins_with(
+        self, name: str, shape: torch.Size, dtype: torch.dtype, step: int
+    ) -> tuple[Slot, ...]:
+        chosen = self.schemes[self.choose(name, shape, dtype)]
+        return chosen.begins_with(name, shape, dtype, step)
 
     def choose(self, name: str, shape: torch.Size, dtype: torch.dtype) -> int:
         """Position in ``schemes`` of the scheme for a parameter."""

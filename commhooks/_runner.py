@@ -134,7 +134,7 @@ class Runner:
         step = self._enter(bucket, buffer, group)
         step.told = told
         find_layout = partial(self._find_layout, bucket)
-        if finds_unused and self._engine.scheme.stateful and not buffer.is_sparse:
+        if finds_unused and self._engine.keeps_memory and not buffer.is_sparse:
             step.gradients += _gradients(bucket.parameters(), buffer)
         is_last = bucket.is_last()
         if not buffer.is_sparse:
@@ -180,7 +180,7 @@ class Runner:
         if step is None:
             return
         names = {name for one in left_alone if (name := self.parameters.name(one)) is not None}
-        with self._drivers.stream() if self._engine.scheme.stateful else nullcontext():
+        with self._drivers.stream() if self._engine.keeps_memory else nullcontext():
             self._engine.end(names)
         self._close(step)
 
@@ -237,7 +237,7 @@ class Runner:
             self.step_abandoned()
             step = None
         if step is None:
-            holds = self._engine.scheme.coalesce or bool(self._restored)
+            holds = self._engine.scheme.traits.coalesce or bool(self._restored)
             step = self._step = _Step(self._engine.step, group, holds)
         step.buckets.append(key)
         step.paused = False
@@ -282,7 +282,7 @@ class Runner:
     # ---- exchanges
 
     def _exchange_held(self, step: _Step) -> None:
-        groups, coalesces = None, self._engine.scheme.coalesce
+        groups, coalesces = None, self._engine.scheme.traits.coalesce
         if self._restored:
             groups = self._coalescer.groups_like(self._restored, merged=coalesces)
         if groups is not None:
@@ -324,7 +324,7 @@ class Runner:
             bucket=bucket,
             dense_bytes=dense_bytes,
             world_size=self._engine.world_size,
-            max_rounds=self._engine.scheme.rounds,
+            max_rounds=self._engine.scheme.traits.rounds,
             record=record,
         )
         return self._drivers.run(task, device, step.group)

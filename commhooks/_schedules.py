@@ -6,14 +6,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from commhooks._bucket import Bucket, SchemeExchange
 from commhooks._dense import Dense
 from commhooks._feedback import flushing, keeps_residual, take_residual
 from commhooks._scheme import Scheme, walk
 from commhooks._settings import fitting, shown
-from commhooks._wrapper import Several, Wrapper, any_error, need_scheme
+from commhooks._slot import Slot
+from commhooks._traits import Traits
+from commhooks._wrapper import Several, Wrapper, need_scheme
 
 __all__ = ["DelayedStart", "PeriodicDense", "Schedule"]
 
@@ -21,10 +22,10 @@ __all__ = ["DelayedStart", "PeriodicDense", "Schedule"]
 def need_no_start(owner: Scheme, scheme: Scheme) -> None:
     """Raises where a scheme counts its dense steps itself, and learns from them."""
     for inside in walk(scheme):
-        if inside.starts_dense:
+        if setting := inside.traits.starts_dense:
             raise ValueError(
                 f"{type(owner).__name__}({type(scheme).__name__}(...)): {type(inside).__name__} is "
-                f"dense in its first steps itself, and needs them; set its {inside.starts_dense}"
+                f"dense in its first steps itself, and needs them; set its {setting}"
             )
 
 
@@ -56,15 +57,14 @@ class DelayedStart(Wrapper):
             )
 
     @property
-    def rounds(self) -> int:  # type: ignore[override]
-        return max(self.scheme.rounds, self.before.rounds)
+    def traits(self) -> Traits:
+        rounds = max(self.scheme.traits.rounds, self.before.traits.rounds)
+        return self.scheme.traits._replace(rounds=rounds)
 
-    @property
-    def stateful(self) -> bool:  # type: ignore[override]
-        return self.scheme.stateful or self.before.stateful
-
-    def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
-        return any_error((self.scheme, self.before), key, value, parameter)
+    def begins_with(
+        self, name: str, shape: torch.Size, dtype: torch.dtype, step: int
+    ) -> tuple[Slot, ...]:
+        return self.scheme.begins_with(name, shape, dtype, step)
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
         scheme = self.before if bucket.step < self.start_step else self.scheme
@@ -97,7 +97,7 @@ class PeriodicDense(Wrapper):
             raise ValueError(
                 f"PeriodicDense(every=...) is a number of steps, 2 or more, got {self.every!r}"
             )
-        if self.scheme.optimizes:
+        if self.scheme.traits.returns == "update":
             raise ValueError(
                 f"PeriodicDense({type(self.scheme).__name__}(...)): it gives the optimizer "
                 f"something else than an average of gradients, and a dense step is one; use it as "
@@ -105,8 +105,8 @@ class PeriodicDense(Wrapper):
             )
 
     @property
-    def rounds(self) -> int:  # type: ignore[override]
-        return max(1, self.scheme.rounds)
+    def traits(self) -> Traits:
+        return self.scheme.traits._replace(rounds=max(1, self.scheme.traits.rounds))
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
         if (bucket.step + 1) % self.every:
@@ -169,8 +169,7 @@ class Schedule(Several):
             scheme = flushing(scheme)
         return (yield from scheme.exchange(bucket))
 
-    def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
-        return any_error([flushing(one) for one in self.schemes], key, value, parameter)
-
-    def initial_memory(self, name: str, shape: torch.Size, bucket: Bucket) -> dict[str, Tensor]:
-        return self.at(bucket.step).initial_memory(name, shape, bucket)
+    def begins_with(
+        self, name: str, shape: torch.Size, dtype: torch.dtype, step: int
+    ) -> tuple[Slot, ...]:
+        return self.at(step).begins_with(name, shape, dtype, step)

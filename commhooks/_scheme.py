@@ -7,10 +7,11 @@ remembers lives in ``bucket.memory``, and it neither knows nor cares which drive
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
+from collections.abc import Callable, Generator, Hashable, Iterator
 from dataclasses import fields, is_dataclass
 from functools import wraps
-from typing import Any, ClassVar, TypeVar
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,15 +20,20 @@ from commhooks._bucket import Bucket, Result, SchemeExchange
 from commhooks._bytes import as_bytes
 from commhooks._errors import SchemeError
 from commhooks._settings import check_settings, shown
+from commhooks._slot import Slot
+from commhooks._traits import Traits
 from ddp_core import AllGather, AllReduce
 
 __all__ = [
     "Codec",
     "Scheme",
+    "check_declarations",
     "check_decoded",
     "checked_payload",
     "children",
     "pack_payload",
+    "slot_error",
+    "slots_of",
     "unpack_payload",
     "walk",
 ]
@@ -64,36 +70,20 @@ class Scheme:
     """Base of all schemes. Subclasses are frozen dataclasses and implement ``exchange``.
 
     Attributes:
-        rounds: collectives per bucket, at most.
-        biased: converges only with error feedback.
-        variance: of an unbiased random scheme, the most that E|C(x) - x|^2 / |x|^2 can be; 0 for
-            others. Above 1 error feedback needs ``Scaled``.
-        linear: payloads of all ranks may be summed by an all-reduce.
-        stateful: keeps something in ``bucket.memory``.
-        averages: returns the average over ranks (False: no-op and local schemes).
-        agrees: gives every rank the same bits (False: gossip, whose averages are of some ranks).
-        optimizes: gives the optimizer something else than an average of gradients (momentum,
-            signs); error feedback around it has no meaning.
-        per_rank: keys of its memory that differ between ranks, and what becomes of their values
-            on another number of ranks: "sum" (each moves to one rank, added up there and scaled
-            so that the mean over ranks stays), "mean" (every rank gets it), or "drop". All others
-            are equal on all ranks.
-        own_keys: keys of its memory that a scheme around it must not write, too.
-        starts_dense: the setting that says how many dense steps come first; "" where there is none.
+        traits: what the scheme declares: number of rounds, error, what it returns.
+        keeps: the tensors that the scheme itself keeps per parameter. Those of schemes inside a
+            wrapper are theirs to declare; :func:`slots_of` has all.
     """
 
-    rounds: int = 1
-    biased: ClassVar[bool] = False
-    variance: float = 0.0
-    linear: ClassVar[bool] = False
-    stateful: bool = False
-    averages: ClassVar[bool] = True
-    agrees: ClassVar[bool] = True
-    optimizes: bool = False
-    per_rank: ClassVar[Mapping[str, str]] = {}
-    own_keys: ClassVar[tuple[str, ...]] = ()
-    starts_dense: ClassVar[str] = ""
-    coalesce: bool = False
+    @property
+    def traits(self) -> Traits:
+        """What the scheme declares about itself."""
+        return Traits()
+
+    @property
+    def keeps(self) -> tuple[Slot, ...]:
+        """The tensors that the scheme itself keeps per parameter."""
+        return ()
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -114,16 +104,12 @@ class Scheme:
         """Parameters that it treats alike have equal answers; see ``register(layout="scheme")``."""
         return None
 
-    def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
-        """Why ``value`` cannot be this scheme's memory of such a parameter; None if it can.
-
-        Keys a scheme does not own are answered by "unknown".
-        """
-        return "unknown"
-
-    def initial_memory(self, name: str, shape: torch.Size, bucket: Bucket) -> dict[str, Tensor]:
-        """A parameter's memory before its first step, by key; makes checkpoints complete."""
-        return {}
+    def begins_with(
+        self, name: str, shape: torch.Size, dtype: torch.dtype, step: int
+    ) -> tuple[Slot, ...]:
+        """The slots that a parameter has from this step on, those of schemes inside included."""
+        inside = (child.begins_with(name, shape, dtype, step) for child in children(self))
+        return (*self.keeps, *chain.from_iterable(inside))
 
 
 class Codec(Scheme):
@@ -205,9 +191,6 @@ def unpack_payload(packed: Tensor, like: dict[str, Tensor]) -> dict[str, Tensor]
     }
 
 
-S = TypeVar("S", bound=Scheme)
-
-
 def children(scheme: Scheme) -> list[Scheme]:
     """The schemes a wrapper wraps, found in its fields."""
     found: list[Scheme] = []
@@ -233,3 +216,36 @@ def walk(scheme: Scheme) -> Iterator[Scheme]:
     yield scheme
     for child in children(scheme):
         yield from walk(child)
+
+
+def slots_of(scheme: Scheme) -> tuple[Slot, ...]:
+    """All slots of a scheme and of those inside."""
+    return tuple(dict.fromkeys(slot for inside in walk(scheme) for slot in inside.keeps))
+
+
+def slot_error(scheme: Scheme, key: str, value: Tensor, parameter: torch.Size) -> str | None:
+    """Why ``value`` cannot be what a scheme keeps under ``key`` of such a parameter.
+
+    None if it can; "unknown" if the scheme keeps nothing under this key.
+    """
+    errors = [slot.check(value, parameter) for slot in slots_of(scheme) if slot.key == key]
+    return None if None in errors else (errors[0] if errors else "unknown")
+
+
+def check_declarations(scheme: Scheme) -> None:
+    """Raises ``SchemeError`` unless a scheme declares its traits and slots as such."""
+    name = type(scheme).__name__
+    settings: set[str] = (
+        {setting.name for setting in fields(scheme)} if is_dataclass(scheme) else set()
+    )
+    for attribute in ("traits", "keeps"):
+        if attribute in settings:
+            raise SchemeError(
+                f"{name}: `{attribute}` is a declaration, not a setting; write it without an "
+                f"annotation: `{attribute} = ...`"
+            )
+    if not isinstance(scheme.traits, Traits):
+        raise SchemeError(f"{name}.traits is a Traits(...), got {shown(scheme.traits)}")
+    keeps: object = scheme.keeps
+    if not isinstance(keeps, tuple) or not all(isinstance(one, Slot) for one in keeps):
+        raise SchemeError(f"{name}.keeps is a tuple of Slot(...), got {shown(keeps)}")

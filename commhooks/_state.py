@@ -27,7 +27,7 @@ from commhooks._make import describe, make
 from commhooks._model import Parameters, check_group, find_owner
 from commhooks._per_parameter import warn_of_idle_rules
 from commhooks._runner import Runner
-from commhooks._scheme import Scheme, walk
+from commhooks._scheme import Scheme, slot_error, walk
 from commhooks._settings import fitting, shown
 from commhooks._version import __version__
 from ddp_core import DistributedDataParallel as CoreDDP
@@ -94,7 +94,7 @@ class HookState:
         self._process_group = process_group
         self._follows_model = False  # the group is the model's
         self._model: weakref.ref[nn.Module] | None = None
-        self._drivers = Drivers(scheme.rounds)
+        self._drivers = Drivers(scheme.traits.rounds)
         self._runner = Runner(self._engine, self._drivers, self.ledger)
         self._agreed = False
         self._closed = False
@@ -139,7 +139,7 @@ class HookState:
 
         A small payload is soon sent, but each of its rounds waits for an answer.
         """
-        return 25 if self.scheme.rounds > 1 else None
+        return 25 if self.scheme.traits.rounds > 1 else None
 
     def switch(self, scheme: str | Scheme, **options: Any) -> None:
         """Runs another scheme from the next step on; all ranks call it, between two steps.
@@ -170,19 +170,19 @@ class HookState:
 
     def _replace(self, built: Scheme) -> None:
         memory = self._engine.memory
-        if memory.has(RESIDUAL) and not keeps_residual(built) and built.averages:
+        if memory.has(RESIDUAL) and not keeps_residual(built) and built.traits.averages:
             built = FlushResidual(built)
         shapes = self._parameters.shapes
         for key in {key for key, _, _ in memory.items()}:
             values = [(name, value) for stored, name, value in memory.items() if stored == key]
             if key != RESIDUAL and any(
-                built.memory_error(key, value, shapes.get(name, value.shape)) == "unknown"
+                slot_error(built, key, value, shapes.get(name, value.shape)) == "unknown"
                 for name, value in values
             ):
                 memory.drop(key)
         self._engine.scheme, self._since = built, self.step
         warn_of_idle_rules(built, self._parameters)
-        self._drivers.ensure(built.rounds)
+        self._drivers.ensure(built.traits.rounds)
         owner = self._model() if self._model is not None else None
         if isinstance(owner, CoreDDP):
             owner.refresh_layout()

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from commhooks import Codec, register_scheme
+from commhooks import Biased, Codec, Traits, register_scheme
 
 
 @register_scheme("NAME")
@@ -34,7 +34,8 @@ class CLASS(Codec):
 
     scale: float = 1.0
 
-    biased = True  # rounds the same way every time: made by name, it gets error feedback
+    # Rounds the same way every time: made by name, it gets error feedback.
+    traits = Traits(error=Biased())
 
     def __post_init__(self):
         if not 0 < self.scale <= 1:

@@ -19,6 +19,7 @@ from commhooks._scheme import (
     pack_payload,
     unpack_payload,
 )
+from commhooks._traits import ErrorKind, composed
 
 __all__ = ["TwoPhase"]
 
@@ -41,12 +42,9 @@ class TwoPhase(PackedCodec):
     codec: Codec
 
     @property
-    def biased(self) -> bool:  # type: ignore[override]
-        return self.codec.biased
-
-    @property
-    def variance(self) -> float:  # type: ignore[override]
-        return (1 + self.codec.variance) ** 2 - 1  # of one rank, whose payload is rounded twice
+    def error(self) -> ErrorKind:
+        error = self.codec.traits.error
+        return composed(error, error)  # of one rank, whose payload is rounded twice
 
     def payload_bytes(self, n: int) -> int:
         return -(-sum(one.nbytes for one in _example(self.codec, n).values()) // 16) * 16

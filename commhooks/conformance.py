@@ -65,8 +65,8 @@ def _law(
 
 def laws_of(scheme: Scheme) -> list[str]:
     """Keys of ``LAWS`` but for what a scheme that ``optimizes``, or does not agree, need not do."""
-    others = _OF_AVERAGES if scheme.optimizes else set()
-    others = others if scheme.agrees else others | _OF_AGREEMENT
+    others = _OF_AVERAGES if scheme.traits.returns == "update" else set()
+    others = others if scheme.traits.agrees else others | _OF_AGREEMENT
     return [text for text in LAWS if text not in others]
 
 
@@ -81,7 +81,7 @@ def check_scheme(make: MakeScheme, laws: Iterable[str] | None = None) -> Iterato
         >>> all(verdict.holds for verdict in check_scheme(lambda: make("powersgd")))
         True
     """
-    if not make().averages:
+    if not make().traits.averages:
         raise ValueError("check_scheme: the laws are about schemes that average over ranks")
     for text in laws_of(make()) if laws is None else laws:
         error = ""
@@ -166,7 +166,7 @@ def _payload_sizes(make: MakeScheme) -> None:
         found[0] == found[1] == found[2], f"sizes differ for zeros, N(0, 1), 1e20 N(0, 1): {found}"
     )
     rounds = len(found[0])
-    _need(rounds <= scheme.rounds, f"{rounds} collectives, rounds = {scheme.rounds}")
+    _need(rounds <= scheme.traits.rounds, f"{rounds} collectives, rounds = {scheme.traits.rounds}")
 
 
 @_law("two runs are equal bit for bit")
@@ -236,7 +236,7 @@ def _not_finite(make: MakeScheme) -> None:
 @_law("biased or not, as declared", of_averages=True)
 def _bias(make: MakeScheme) -> None:
     scheme = without_feedback(make())
-    if scheme.biased:
+    if scheme.traits.biased:
         grads = _gradients(2, 0)
         exact = _mean(grads)
         lost = float((_ranks(scheme, 2).step(grads)[0] - exact).norm() / exact.norm())
@@ -280,14 +280,14 @@ def _directions(x: Tensor) -> Iterator[tuple[str, Tensor]]:
 @_law("the variance is what was declared, or less", of_averages=True)
 def _variance(make: MakeScheme) -> None:
     scheme = without_feedback(make())
-    if scheme.biased:
+    if scheme.traits.biased:
         return
-    allowed = scheme.variance
+    allowed = scheme.traits.error.variance
     for name, x in _shapes_of_entries(4096):
         ranks = _ranks(scheme, 1, 4096)
         errors = [(ranks.step([x])[0] - x).square().sum() / x.square().sum() for _ in range(16)]
         found = float(torch.stack(errors).mean())
-        bound = ((1 + allowed) ** scheme.rounds - 1) * 1.1 + 2.0**-14
+        bound = ((1 + allowed) ** scheme.traits.rounds - 1) * 1.1 + 2.0**-14
         _need(found <= bound, f"{found:.3g} |x|^2 on {name}, variance = {allowed:.3g}")
 
 
@@ -327,7 +327,7 @@ def _conservation(make: MakeScheme) -> None:
 @_law("an average is over all ranks, 1 to 8 of them", of_averages=True)
 def _all_ranks(make: MakeScheme) -> None:
     scheme = make()
-    if without_feedback(scheme).biased:  # what is applied and kept tells that
+    if without_feedback(scheme).traits.biased:  # what is applied and kept tells that
         return
     for world_size in range(1, 9):
         grads = _gradients(world_size, 3, 4096)
@@ -342,7 +342,7 @@ def _all_ranks(make: MakeScheme) -> None:
 def _last_entry(make: MakeScheme) -> None:
     scheme, steps = make(), 16
     keeps = keeps_residual(scheme)
-    if not keeps and without_feedback(scheme).biased:
+    if not keeps and without_feedback(scheme).traits.biased:
         return
     for numel in (33, 257, 513, 769, 1025, 2049, 4097):
         ranks = _ranks(make(), 3, numel)
@@ -402,7 +402,7 @@ def _convergence(make: MakeScheme) -> None:
     lost = _ranks(without_feedback(scheme), 1, len(x)).step([x])[0] - x
     kept = 1 - float(lost.square().sum()) / len(x)
     # A residual is late by 1 / kept steps: where that is long, a milder problem and smaller steps.
-    mild = kept < 0.1 and not scheme.variance
+    mild = kept < 0.1 and not scheme.traits.error.variance
     scale, rate, steps = (1 / 9, 0.001, 7000) if mild else (1.0, 0.01, 1000)
     nodes = torch.tensor([[-3.0, 2, 2], [2, -3, 2], [2, 2, -3]], dtype=torch.float64)
     ranks = _ranks(scheme, 3, 3 * copies)

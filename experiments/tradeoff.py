@@ -150,7 +150,9 @@ def main(
 ) -> None:
     """Prints the table, and draws the front."""
     load_files(file or [])
-    averaging = [name for name in names() if name not in SAME and not make(name).optimizes]
+    averaging = [
+        name for name in names() if name not in SAME and make(name).traits.returns != "update"
+    ]
     cases = [(name, options) for name in averaging for options in SETTINGS.get(name, [{}])]
     rows: list[dict[str, object]] = []
     for name, options in track(cases, "schemes"):

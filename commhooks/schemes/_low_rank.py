@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -12,9 +13,13 @@ from torch import Tensor
 from commhooks._bucket import Bucket
 from commhooks._memory import Layout
 from commhooks._scheme import Scheme
+from commhooks._slot import Slot
+from commhooks._step_info import StepInfo
 from commhooks.kernels import all_finite
+from commhooks.schemes._low_rank_plan import as_matrix, compressed_rank
 
 __all__ = [
+    "Factor",
     "check_rank",
     "check_rate",
     "draw",
@@ -50,9 +55,39 @@ def work_buffer(bucket: Bucket) -> Tensor:
     return bucket.unsent if alone or bucket.raw.dtype != bucket.wide_dtype else bucket.raw
 
 
-def draw(name: str, shape: Sequence[int], bucket: Bucket, step: int) -> Tensor:
+@dataclass(frozen=True)
+class Factor(Slot):
+    """One factor per matrix that is compressed, random at first.
+
+    Args:
+        rank: rows of the factor; clipped to the sides of the matrix.
+        rate: the smallest compression rate.
+        side: 0: as long as the matrix has rows; 1: as it has columns.
+    """
+
+    rank: int = 1
+    rate: float = 2.0
+    side: int = 1
+
+    def shape(self, parameter: torch.Size) -> tuple[int, int] | None:
+        used = compressed_rank(parameter, self.rank, self.rate)
+        return (used, as_matrix(parameter)[self.side]) if used else None
+
+    def initial(self, name: str, shape: torch.Size, now: StepInfo) -> Tensor:
+        return draw(f"{name}/{self.key}", shape, now, 0).to(now.wide_dtype)
+
+    def check(self, value: Tensor, parameter: torch.Size) -> str | None:
+        if len(parameter) < 2:
+            return f"belongs to a matrix, the parameter has shape {tuple(parameter)}"
+        length = as_matrix(parameter)[self.side]
+        if value.dim() != 2 or value.shape[1] != length:
+            return f"has shape {tuple(value.shape)}, the parameter needs (rank, {length})"
+        return None
+
+
+def draw(name: str, shape: Sequence[int], now: StepInfo, step: int) -> Tensor:
     """N(0, 1), the same on every rank and in every bucket layout."""
-    generator = bucket.generator(f"{name}/q", shared=True, step=step)
+    generator = now.generator(f"{name}/q", shared=True, step=step)
     return torch.randn(tuple(shape), generator=generator)
 
 

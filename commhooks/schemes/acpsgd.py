@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from commhooks._bucket import Bucket, Result, SchemeExchange, nan_unless
-from commhooks._memory import Layout
 from commhooks._registry import register_scheme
 from commhooks._scheme import Scheme
+from commhooks._slot import Slot
+from commhooks._traits import Biased, Traits
 from commhooks.kernels import (
     all_finite,
     decode_low_rank,
@@ -20,18 +21,18 @@ from commhooks.kernels import (
     orthonormalize,
 )
 from commhooks.schemes._low_rank import (
+    Factor,
     check_rank,
     check_rate,
-    draw,
     fits,
     work_buffer,
 )
-from commhooks.schemes._low_rank_plan import Plan, as_matrix, compressed_rank, plan_bucket
+from commhooks.schemes._low_rank_plan import Plan, compressed_rank, plan_bucket
 from ddp_core import AllReduce
 
 __all__ = ["ACPSGD"]
 
-LEFT, RIGHT = "acpsgd.p", "acpsgd.q"
+LEFT, RIGHT = "acpsgd.p", "acpsgd.q"  # names in checkpoints
 
 
 @register_scheme("acpsgd")
@@ -61,13 +62,17 @@ class ACPSGD(Scheme):
     rank: int = 4
     min_compression_rate: float = 2.0
 
-    biased = True
-    linear = True
-    stateful = True
+    traits = Traits(error=Biased())
 
     def __post_init__(self) -> None:
         check_rank(self, self.rank)
         check_rate(self, self.min_compression_rate)
+
+    @property
+    def keeps(self) -> tuple[Slot, Slot]:
+        rank, rate = self.rank, self.min_compression_rate
+        left = Factor(LEFT, rank=rank, rate=rate, side=0)
+        return left, Factor(RIGHT, rank=rank, rate=rate, side=1)
 
     def bucket_group(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Hashable:
         return bool(compressed_rank(shape, self.rank, self.min_compression_rate))
@@ -78,7 +83,7 @@ class ACPSGD(Scheme):
         if not len(matrices):
             return (yield from bucket.all_reduce())
         even = bucket.step % 2 == 0
-        fixed = self._fixed(plan, bucket, RIGHT if even else LEFT)
+        fixed = self._fixed(plan, bucket, even)
         numel = matrices.left_numel if even else matrices.right_numel
         payload = fixed.new_empty(numel + plan.tail_numel)
         own, tail = payload.split((numel, plan.tail_numel))
@@ -99,9 +104,7 @@ class ACPSGD(Scheme):
         new, tail = payload.split((numel, plan.tail_numel))
         finite = all_finite(payload)
         new.add_(nan_unless(finite))
-        key, factors = (LEFT, plan.left_factors) if even else (RIGHT, plan.factors)
-        self._kept(factors, bucket, key)  # what to go back to, should the step be bad
-        bucket.memory.write(key, factors, new.clone())
+        bucket.write(self.keeps[0 if even else 1], new.clone())
 
         sent = sent if request.sent is None else request.sent[:numel]
         if bucket.unsent is not None:
@@ -114,37 +117,9 @@ class ACPSGD(Scheme):
         plan.write_tail(tail, output)
         return Result(output, unsent=bucket.unsent, finite=finite & fits(output))
 
-    def _fixed(self, plan: Plan, bucket: Bucket, key: str) -> Tensor:
-        """The factor that the step before made, orthonormal; drawn where there is none."""
-        factors = plan.factors if key == RIGHT else plan.left_factors
-        fixed = self._kept(factors, bucket, key).to(bucket.wide_dtype, copy=True)
-        orthonormalize(plan.right_as_left if key == RIGHT else plan.matrices, fixed)
+    def _fixed(self, plan: Plan, bucket: Bucket, even: bool) -> Tensor:
+        """The orthonormal factor that the step before sent; a random one in the first step."""
+        left, right = self.keeps
+        fixed = bucket.read(right if even else left).clone()
+        orthonormalize(plan.right_as_left if even else plan.matrices, fixed)
         return fixed
-
-    def _kept(self, factors: Layout, bucket: Bucket, key: str) -> Tensor:
-        """The factors that are remembered; random where there are none, for zeros would stay."""
-
-        def initial(name: str, shape: torch.Size) -> Tensor:
-            return draw(f"{name}/{key}", shape, bucket, 0)
-
-        device, dtype = bucket.raw.device, bucket.wide_dtype
-        return bucket.memory.read(key, factors, device=device, dtype=dtype, initial=initial)
-
-    def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
-        if key not in (LEFT, RIGHT):
-            return "unknown"
-        if len(parameter) < 2:
-            return f"belongs to a matrix, the parameter has shape {tuple(parameter)}"
-        length = as_matrix(parameter)[0 if key == LEFT else 1]
-        if value.dim() != 2 or value.shape[1] != length:
-            return f"has shape {tuple(value.shape)}, the parameter needs (rank, {length})"
-        return None
-
-    def initial_memory(self, name: str, shape: torch.Size, bucket: Bucket) -> dict[str, Tensor]:
-        used = compressed_rank(shape, self.rank, self.min_compression_rate)
-        if not used:
-            return {}
-        return {
-            key: draw(f"{name}/{key}", (used, length), bucket, 0).to(bucket.wide_dtype)
-            for key, length in zip((LEFT, RIGHT), as_matrix(shape), strict=True)
-        }

@@ -13,6 +13,9 @@ from commhooks._bucket import Bucket, Result, SchemeExchange, nan_unless
 from commhooks._memory import Layout
 from commhooks._registry import register_scheme
 from commhooks._scheme import Scheme
+from commhooks._slot import Slot
+from commhooks._step_info import StepInfo
+from commhooks._traits import Biased, Traits
 from commhooks.kernels import Matrices, all_finite, orthonormalize, unit_rows
 from commhooks.schemes._low_rank import (
     check_rank,
@@ -26,6 +29,30 @@ from ddp_core import AllReduce
 __all__ = ["BatchedPowerSGD"]
 
 KEY = "batched_powersgd.q"
+
+
+@dataclass(frozen=True)
+class _Factor(Slot):
+    """One factor per bucket, kept under the name of the bucket's first parameter."""
+
+    rank: int = 1
+
+    def shape(self, parameter: torch.Size) -> None:
+        return None  # no parameter has one of its own
+
+    def layout(self, layout: Layout) -> Layout:
+        side = _side(layout.numel)
+        return Layout(layout.names[:1], [(min(self.rank, side), side)])
+
+    def initial(self, name: str, shape: torch.Size, now: StepInfo) -> Tensor:
+        return draw(name, shape, now, 0)
+
+    def check(self, value: Tensor, parameter: torch.Size) -> str | None:
+        if not value.is_floating_point():
+            return f"is of {value.dtype}, a factor is floating point"
+        if value.dim() != 2 or not 0 < value.shape[0] <= value.shape[1]:
+            return f"has shape {tuple(value.shape)}, needs (rank, side)"
+        return None
 
 
 @register_scheme("batched_powersgd")
@@ -54,34 +81,23 @@ class BatchedPowerSGD(Scheme):
     rank: int = 1
     warm_start: bool = True
 
-    rounds = 2
-    biased = True
-    linear = True
+    traits = Traits(rounds=2, error=Biased())
 
     def __post_init__(self) -> None:
         check_rank(self, self.rank)
 
     @property
-    def stateful(self) -> bool:  # type: ignore[override]
-        return self.warm_start
-
-    def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
-        if key != KEY:
-            return "unknown"
-        if not value.is_floating_point():
-            return f"is of {value.dtype}, a factor is floating point"
-        if value.dim() != 2 or not 0 < value.shape[0] <= value.shape[1]:
-            return f"has shape {tuple(value.shape)}, needs (rank, side)"
-        return None
+    def keeps(self) -> tuple[Slot, ...]:
+        return (_Factor(KEY, rank=self.rank),) if self.warm_start else ()
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
         n = bucket.raw.numel()
-        side = math.isqrt(max(n - 1, 0)) + 1
+        side = _side(n)
         rank = min(self.rank, side)
         if 2 * rank * side >= n:
             return (yield from bucket.all_reduce())
         gradient = bucket.gradient.to(bucket.wide_dtype)
-        factors = Layout(bucket.layout.names[:1], [(rank, side)])
+        factors = _Factor(KEY, rank=rank).layout(bucket.layout)
         right, q = self._right_factor(factors, bucket)
 
         parts = _square(gradient, side)
@@ -101,7 +117,7 @@ class BatchedPowerSGD(Scheme):
         finite = finite & all_finite(q)
         q.add_(nan_unless(finite))
         if self.warm_start:
-            bucket.memory.write(KEY, factors, q.view(-1))
+            bucket.write(self.keeps[0], q)
 
         if bucket.unsent is not None:
             if bucket.unsent.data_ptr() != gradient.data_ptr():
@@ -115,21 +131,23 @@ class BatchedPowerSGD(Scheme):
 
     def _right_factor(self, factors: Layout, bucket: Bucket) -> tuple[Tensor, Tensor]:
         """The right factor (r, side) to start from, and a tensor for the new one."""
-        shape, memory = factors.shapes[0], bucket.memory
+        shape = factors.shapes[0]
         device, dtype = bucket.raw.device, bucket.wide_dtype
         if not self.warm_start:
             like = torch.empty(0, device=device, dtype=dtype)
             flat = random_factors(factors, bucket, bucket.step, like)
             return flat.view(shape), torch.empty_like(flat).view(shape)
-
-        def initial(name: str, shape: torch.Size) -> Tensor:
-            return draw(name, shape, bucket, 0)
-
-        old = memory.read(KEY, factors, device=device, dtype=dtype, initial=initial).to(dtype)
+        (slot,) = self.keeps
+        old = bucket.read(slot)
         right = old.clone().view(shape)
         fresh = fresh_factors(factors, bucket.seed, device, dtype)
         unit_rows(_factors(shape[1], shape[0]), right, fresh)
-        return right, memory.scratch(KEY, factors, old).view(shape)
+        return right, bucket.scratch(slot, like=old).view(shape)
+
+
+def _side(n: int) -> int:
+    """The side of the smallest square that holds a bucket."""
+    return math.isqrt(max(n - 1, 0)) + 1
 
 
 @lru_cache(maxsize=1024)

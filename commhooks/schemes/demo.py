@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from commhooks._bucket import Bucket, Result, SchemeExchange
-from commhooks._feedback import residual_error
 from commhooks._memory import Layout
 from commhooks._registry import register_scheme
 from commhooks._scheme import Scheme
+from commhooks._slot import Slot
+from commhooks._traits import Traits
 from commhooks.kernels import dct, scatter_add
 from ddp_core import AllGather
 
 __all__ = ["DeMo"]
 
-_MOMENTUM = "demo.momentum"
+_MOMENTUM = Slot("demo.momentum", resize="mean", dtype=torch.float32)
 _SIDE = 64
 _TILE = _SIDE * _SIDE
 
@@ -55,9 +54,8 @@ class DeMo(Scheme):
     decay: float = 0.999
     sign: bool = True
 
-    stateful = True
-    optimizes = True
-    per_rank: ClassVar[Mapping[str, str]] = {_MOMENTUM: "mean"}
+    traits = Traits(returns="update")
+    keeps = (_MOMENTUM,)
 
     def __post_init__(self) -> None:
         if not 1 <= self.k <= _TILE:
@@ -67,7 +65,7 @@ class DeMo(Scheme):
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
         layout, k = bucket.layout, self.k
-        old = bucket.read(_MOMENTUM, layout, torch.float32)
+        old = bucket.read(_MOMENTUM)
         momentum = bucket.gradient.to(torch.float32) + self.decay * old
         tiles = _tiles_of(layout)
         rows = tiles.transformed(momentum)
@@ -77,7 +75,7 @@ class DeMo(Scheme):
         gathered = yield AllGather(payload)
 
         sent = torch.zeros_like(rows).scatter_(1, own, values.float())
-        bucket.memory.write(_MOMENTUM, layout, momentum - tiles.back(sent))
+        bucket.write(_MOMENTUM, momentum - tiles.back(sent))
         starts = torch.arange(len(rows), device=rows.device, dtype=torch.int32)[:, None] * _TILE
         indices = (gathered[:, 0].to(torch.int32) + starts).flatten(1)
         arrived = gathered[:, 1].view(torch.bfloat16).float().flatten(1)
@@ -88,12 +86,6 @@ class DeMo(Scheme):
         if self.sign:
             mean = torch.where(mean.isfinite(), mean.sign(), torch.nan)  # that of NaN is 0
         return Result(bucket.output.copy_(mean))
-
-    def initial_memory(self, name: str, shape: torch.Size, bucket: Bucket) -> dict[str, Tensor]:
-        return {_MOMENTUM: torch.zeros(shape)}
-
-    def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
-        return residual_error(value, parameter) if key == _MOMENTUM else "unknown"
 
 
 class _Tiles:

@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 
 from commhooks._packed import Draw, PackedCodec, Pattern
 from commhooks._registry import register_scheme
+from commhooks._traits import ErrorKind, Unbiased
 from commhooks.kernels import dequantize_levels, hadamard, quantize_levels
 
 __all__ = ["Eden"]
@@ -60,11 +61,11 @@ class Eden(PackedCodec):
             raise ValueError(f"Eden(block=...) is one of {allowed}, got {self.block!r}")
 
     @property
-    def variance(self) -> float:  # type: ignore[override]
-        return _MOST[self.bits - 1]
+    def error(self) -> ErrorKind:
+        return Unbiased(_MOST[self.bits - 1])
 
     @property
-    def unit(self) -> int:  # type: ignore[override]
+    def unit(self) -> int:
         return self.block
 
     def payload_bytes(self, n: int) -> int:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from commhooks._bucket import Bucket, Result, SchemeExchange
-from commhooks._feedback import residual_error
 from commhooks._registry import register_scheme
 from commhooks._scheme import Scheme
+from commhooks._slot import Slot
+from commhooks._traits import Traits
 from ddp_core import AllGather
 
 __all__ = ["Gossip", "partner_of"]
 
-_SUM = "gossip.sum"
+_SUM = Slot("gossip.sum", resize="mean")
 
 
 def partner_of(rank: int, step: int, world_size: int) -> int:
@@ -62,10 +60,8 @@ class Gossip(Scheme):
     Centralized Algorithms?, 2017.
     """
 
-    stateful = True
-    agrees = False
-    optimizes = True
-    per_rank: ClassVar[Mapping[str, str]] = {_SUM: "mean"}
+    traits = Traits(returns="update", agrees=False)
+    keeps = (_SUM,)
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
         gradient, given = bucket.gradient, bucket.read(_SUM)
@@ -76,12 +72,6 @@ class Gossip(Scheme):
         gathered = yield AllGather(half.view(torch.uint8), pair)
         first, second = gathered.view(-1).view(half.dtype).view(2, half.numel())
         total = first + second
-        bucket.memory.write(_SUM, bucket.layout, total)
+        bucket.write(_SUM, total)
         # One that rests is given its gradient, without the rounding of a difference of sums.
         return Result(bucket.output.copy_(gradient if partner == bucket.rank else total - given))
-
-    def initial_memory(self, name: str, shape: torch.Size, bucket: Bucket) -> dict[str, Tensor]:
-        return {_SUM: torch.zeros(shape, dtype=bucket.wide_dtype)}
-
-    def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
-        return residual_error(value, parameter) if key == _SUM else "unknown"

@@ -10,14 +10,27 @@ from torch import Tensor
 from commhooks._bucket import Bucket, SchemeExchange, nan_unless
 from commhooks._registry import register_scheme
 from commhooks._scheme import Scheme
+from commhooks._slot import Number
+from commhooks._step_info import StepInfo
+from commhooks._traits import Biased, Traits, Unbiased
 from commhooks.kernels import all_finite, dequantize_shared, largest_magnitudes, quantize_shared
 from ddp_core import AllReduce
 
 __all__ = ["GlobalQSGD", "IntSGD"]
 
 _TOP = 127
-_NORM = "intsgd.norm"
 _WHOLE = 2**31  # a block that holds any bucket
+
+
+@dataclass(frozen=True)
+class _Squares(Number):
+    """The moving average of a parameter's squared norm; in float64 no square underflows."""
+
+    def initial(self, name: str, shape: torch.Size, now: StepInfo) -> None:
+        return None  # the first step is dense
+
+
+_NORM = _Squares("intsgd.norm")
 
 
 @register_scheme("global_qsgd")
@@ -43,19 +56,14 @@ class GlobalQSGD(Scheme):
     block: int = 256
     stochastic: bool = True
 
-    rounds = 2
-
     def __post_init__(self) -> None:
         if self.block < 256 or self.block % 256:
             raise ValueError(f"GlobalQSGD(block=...) is a multiple of 256, got {self.block!r}")
 
     @property
-    def biased(self) -> bool:  # type: ignore[override]
-        return not self.stochastic
-
-    @property
-    def variance(self) -> float:  # type: ignore[override]
-        return self.block / (4.0 * _TOP**2) if self.stochastic else 0.0
+    def traits(self) -> Traits:
+        unbiased = Unbiased(self.block / (4.0 * _TOP**2))
+        return Traits(rounds=2, error=unbiased if self.stochastic else Biased())
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
         n, levels, block = bucket.raw.numel(), _TOP // bucket.world_size, self.block
@@ -102,7 +110,7 @@ class IntSGD(Scheme):
     decay: float = 0.9
     stochastic: bool = True
 
-    stateful = True
+    keeps = (_NORM,)
 
     def __post_init__(self) -> None:
         if not self.precision > 0:
@@ -111,23 +119,18 @@ class IntSGD(Scheme):
             raise ValueError(f"IntSGD(decay=...): 0 <= decay < 1, got {self.decay!r}")
 
     @property
-    def biased(self) -> bool:  # type: ignore[override]
-        return not self.stochastic
-
-    @property
-    def variance(self) -> float:  # type: ignore[override]
-        return 1 / (2 * self.precision**2) if self.stochastic else 0.0
+    def traits(self) -> Traits:
+        unbiased = Unbiased(1 / (2 * self.precision**2))
+        return Traits(error=unbiased if self.stochastic else Biased())
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
         n, levels = bucket.raw.numel(), _TOP // bucket.world_size
-        names = bucket.layout.names
-        known = bool(names) and all(bucket.memory.get(_NORM, name) is not None for name in names)
-        if not known or not levels or n + 1 >= bucket.raw.nbytes:
+        if not self._known(bucket) or not levels or n + 1 >= bucket.raw.nbytes:
             result = yield from bucket.all_reduce()
             self._remember(result.mean, bucket)
             return result
         inside = bucket.in_float32()
-        squares = self._squares(bucket).sum()
+        squares = bucket.read(_NORM).sum()
         # A magnitude that never vanishes: from zero gradients there is a way back.
         level = torch.sqrt(2.0 * bucket.world_size / n * squares).clamp(min=1e-20) / self.precision
         magnitude = (level * levels).float().view(1).view(torch.int32)
@@ -143,9 +146,10 @@ class IntSGD(Scheme):
         self._remember(mean, bucket)
         return bucket.result_of(inside)
 
-    def _squares(self, bucket: Bucket) -> Tensor:
-        wide = torch.float64  # in which no square underflows
-        return bucket.read(_NORM, bucket.layout.scalars, wide)
+    def _known(self, bucket: Bucket) -> bool:
+        """Whether every parameter's norm is known, which all ranks answer with the same."""
+        names = bucket.layout.names
+        return bool(names) and all(bucket.memory.get(_NORM.key, one) is not None for one in names)
 
     def _remember(self, mean: Tensor, bucket: Bucket) -> None:
         layout = bucket.layout
@@ -153,18 +157,9 @@ class IntSGD(Scheme):
         if not pieces:
             return
         new = torch.stack([piece.square().sum() for piece in pieces])
-        if all(bucket.memory.get(_NORM, name) is not None for name in layout.names):
-            new = torch.lerp(new, self._squares(bucket), self.decay)
-        bucket.memory.write(_NORM, layout.scalars, new)
-
-    def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
-        if key != _NORM:
-            return "unknown"
-        if not value.is_floating_point() or value.shape:
-            return f"is {value.dtype} of shape {tuple(value.shape)}, not one number"
-        if not value.item() >= 0:
-            return f"is {value.item()}, not 0 or more"
-        return None
+        if self._known(bucket):
+            new = torch.lerp(new, bucket.read(_NORM), self.decay)
+        bucket.write(_NORM, new)
 
 
 def _all_finite(bucket: Bucket) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from commhooks._bucket import Bucket
 from commhooks._registry import register_scheme
 from commhooks._scheme import Codec
+from commhooks._traits import Biased, Traits
 from commhooks.kernels import dequantize_affine, quantize_affine
 
 __all__ = ["MinMax", "MinMaxPerChannel"]
@@ -33,7 +34,7 @@ class MinMax(Codec):
     Reference: ``quantization_pertensor_hook`` of PyTorch.
     """
 
-    biased = True
+    traits = Traits(error=Biased())
 
     def encode(self, gradient: Tensor, bucket: Bucket) -> dict[str, Tensor]:
         return _quantize(gradient, max(gradient.numel(), 1))
@@ -63,7 +64,7 @@ class MinMaxPerChannel(Codec):
 
     block_size: int = 512
 
-    biased = True
+    traits = Traits(error=Biased())
 
     def __post_init__(self) -> None:
         if self.block_size < 1:

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from commhooks._bucket import Bucket, Result, SchemeExchange
-from commhooks._feedback import residual_error
 from commhooks._per_parameter import PerParameter, Rule
 from commhooks._registry import register_scheme
 from commhooks._scheme import Scheme
+from commhooks._slot import Slot
+from commhooks._traits import Traits
 from commhooks.kernels import scatter_add, top_k, top_k_sampled
 from ddp_core import AllGather, AllReduce
 
 __all__ = ["DGC", "DenseMomentum", "dgc"]
 
-_MOMENTUM, _UNSENT, _AVERAGE = "dgc.momentum", "dgc.unsent", "momentum"
+_MOMENTUM = Slot("dgc.momentum", resize="sum", dtype=torch.float32)
+_UNSENT = Slot("dgc.unsent", resize="sum", dtype=torch.float32)
+_AVERAGE = Slot("momentum")
 
 
 def _check_momentum(owner: object, momentum: float) -> None:
@@ -41,8 +42,8 @@ class DenseMomentum(Scheme):
     momentum: float = 0.9
     nesterov: bool = False
 
-    stateful = True
-    optimizes = True
+    traits = Traits(returns="update")
+    keeps = (_AVERAGE,)
 
     def __post_init__(self) -> None:
         _check_momentum(self, self.momentum)
@@ -50,14 +51,8 @@ class DenseMomentum(Scheme):
     def exchange(self, bucket: Bucket) -> SchemeExchange:
         mean = yield AllReduce(bucket.gradient)
         new = mean + self.momentum * bucket.read(_AVERAGE)
-        bucket.memory.write(_AVERAGE, bucket.layout, new)
+        bucket.write(_AVERAGE, new)
         return Result(bucket.output.copy_(mean + self.momentum * new if self.nesterov else new))
-
-    def initial_memory(self, name: str, shape: torch.Size, bucket: Bucket) -> dict[str, Tensor]:
-        return {_AVERAGE: torch.zeros(shape, dtype=bucket.wide_dtype)}
-
-    def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
-        return residual_error(value, parameter) if key == _AVERAGE else "unknown"
 
 
 @dataclass(frozen=True)
@@ -91,9 +86,8 @@ class DGC(Scheme):
     warmup_steps: int = 0
     sampled: bool = True
 
-    stateful = True
-    optimizes = True
-    per_rank: ClassVar[Mapping[str, str]] = {_MOMENTUM: "sum", _UNSENT: "sum"}
+    traits = Traits(returns="update")
+    keeps = (_MOMENTUM, _UNSENT)
 
     def __post_init__(self) -> None:
         _check_momentum(self, self.momentum)
@@ -114,9 +108,8 @@ class DGC(Scheme):
         return max(self.ratio, 0.25 * math.pow(self.ratio / 0.25, stage / _STAGES))
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
-        memory, layout, n = bucket.memory, bucket.layout, bucket.raw.numel()
-        old_u = bucket.read(_MOMENTUM, layout, torch.float32)
-        old_v = bucket.read(_UNSENT, layout, torch.float32)
+        n = bucket.raw.numel()
+        old_u, old_v = bucket.read(_MOMENTUM), bucket.read(_UNSENT)
         g = self._clipped(bucket.gradient.to(torch.float32), bucket)
         u = torch.add(g, old_u, alpha=self.momentum)
         if self.nesterov:
@@ -127,16 +120,16 @@ class DGC(Scheme):
         k = min(n, max(1, math.ceil(self.ratio_at(bucket.step) * n)))
         if 2 * k * bucket.world_size >= n:  # indices, too: all-reduced, it is as much
             mean = yield AllReduce(v.clone())
-            memory.write(_MOMENTUM, layout, torch.zeros_like(u))
-            memory.write(_UNSENT, layout, torch.zeros_like(v))
+            bucket.write(_MOMENTUM, torch.zeros_like(u))
+            bucket.write(_UNSENT, torch.zeros_like(v))
             return Result(bucket.output.copy_(mean))
         payload = v.new_empty(2, k, dtype=torch.int32)
         indices, values = payload[0], payload[1].view(torch.float32)
         unsent = torch.empty_like(v)
         (top_k_sampled if self.sampled else top_k)(v, k, indices, values, left=unsent)
         taken = (unsent == 0) & (v != 0)
-        memory.write(_UNSENT, layout, unsent)
-        memory.write(_MOMENTUM, layout, u.masked_fill_(taken, 0.0))
+        bucket.write(_UNSENT, unsent)
+        bucket.write(_MOMENTUM, u.masked_fill_(taken, 0.0))
         gathered = yield AllGather(payload)
         indices, values = gathered.transpose(0, 1).contiguous()
         mean = torch.zeros_like(v)
@@ -150,12 +143,6 @@ class DGC(Scheme):
         parts = g.split(bucket.layout.sizes)
         factors = [(most / (part.norm() + 1e-12)).clamp(max=1.0) for part in parts]
         return torch.cat([part * by for part, by in zip(parts, factors, strict=True)])
-
-    def initial_memory(self, name: str, shape: torch.Size, bucket: Bucket) -> dict[str, Tensor]:
-        return {key: torch.zeros(shape) for key in (_MOMENTUM, _UNSENT)}
-
-    def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
-        return residual_error(value, parameter) if key in (_MOMENTUM, _UNSENT) else "unknown"
 
 
 _STAGES = 5

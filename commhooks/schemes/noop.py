@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from commhooks._bucket import Bucket, Result, SchemeExchange
 from commhooks._registry import register_scheme
 from commhooks._scheme import Scheme
+from commhooks._traits import Traits
 
 __all__ = ["Noop"]
 
@@ -19,8 +20,7 @@ class Noop(Scheme):
     For measuring headroom only; the ranks drift apart.
     """
 
-    rounds = 0
-    averages = False
+    traits = Traits(rounds=0, returns="local")
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
         return Result(bucket.gradient)

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from commhooks._bucket import Bucket, Result, SchemeExchange
-from commhooks._feedback import ErrorFeedback, residual_error
+from commhooks._feedback import ErrorFeedback
 from commhooks._registry import register_scheme
 from commhooks._scheme import Scheme
+from commhooks._slot import Slot
+from commhooks._traits import Traits
 from commhooks._wrapper import need_own_keys
 from commhooks.schemes.quantized import Blockwise
 from ddp_core import AllReduce
 
 __all__ = ["OneBitMomentum"]
 
-_MOMENTUM = "onebit_adam.momentum"
+_MOMENTUM = Slot("onebit_adam.momentum")
 
 
 @register_scheme("onebit_adam")
@@ -48,10 +48,7 @@ class OneBitMomentum(Scheme):
     block: int = 2048
     compressed: Scheme | None = None
 
-    stateful = True
-    optimizes = True
-    own_keys: ClassVar[tuple[str, ...]] = (_MOMENTUM,)
-    starts_dense = "freeze_step"
+    keeps = (_MOMENTUM,)
 
     def __post_init__(self) -> None:
         if self.freeze_step < 1:
@@ -63,7 +60,7 @@ class OneBitMomentum(Scheme):
             raise ValueError(f"OneBitMomentum(beta1=...): 0 <= beta1 < 1, got {self.beta1!r}")
         if self.compressed is None:
             object.__setattr__(self, "compressed", ErrorFeedback(Blockwise("sign", self.block)))
-        if self._inner.optimizes or not self._inner.averages:
+        if self._inner.traits.returns != "mean":
             raise ValueError(
                 f"OneBitMomentum(compressed={type(self._inner).__name__}(...)): momenta are "
                 f"averaged, and that scheme gives something else"
@@ -76,27 +73,19 @@ class OneBitMomentum(Scheme):
         return self.compressed
 
     @property
-    def rounds(self) -> int:  # type: ignore[override]
-        return max(1, self._inner.rounds)
+    def traits(self) -> Traits:
+        rounds = max(1, self._inner.traits.rounds)
+        return Traits(rounds=rounds, returns="update", starts_dense="freeze_step")
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
-        memory, layout, dtype = bucket.memory, bucket.layout, bucket.wide_dtype
+        dtype = bucket.wide_dtype
         old = bucket.read(_MOMENTUM)
         if bucket.step < self.freeze_step:
             mean = yield AllReduce(bucket.gradient)
-            memory.write(_MOMENTUM, layout, torch.lerp(mean.to(dtype), old, self.beta1))
+            bucket.write(_MOMENTUM, torch.lerp(mean.to(dtype), old, self.beta1))
             return Result(mean)
         own = torch.lerp(bucket.gradient.to(dtype), old, self.beta1)
         inside = bucket.replace(raw=own, residual=None, unsent=None, output=torch.empty_like(own))
         result = yield from self._inner.exchange(inside)
-        memory.write(_MOMENTUM, layout, result.mean.clone())
+        bucket.write(_MOMENTUM, result.mean.clone())
         return Result(bucket.output.copy_(result.mean), finite=result.finite)
-
-    def initial_memory(self, name: str, shape: torch.Size, bucket: Bucket) -> dict[str, Tensor]:
-        zeros = torch.zeros(shape, dtype=bucket.wide_dtype)
-        return {**self._inner.initial_memory(name, shape, bucket), _MOMENTUM: zeros}
-
-    def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
-        if key == _MOMENTUM:
-            return residual_error(value, parameter)
-        return self._inner.memory_error(key, value, parameter)

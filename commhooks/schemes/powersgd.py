@@ -12,6 +12,9 @@ from torch import Tensor
 from commhooks._bucket import Bucket, Result, SchemeExchange, nan_unless
 from commhooks._registry import register_scheme
 from commhooks._scheme import Scheme
+from commhooks._slot import Slot
+from commhooks._step_info import StepInfo
+from commhooks._traits import Biased, Traits
 from commhooks.kernels import (
     all_finite,
     decode_low_rank,
@@ -21,6 +24,7 @@ from commhooks.kernels import (
     unit_rows,
 )
 from commhooks.schemes._low_rank import (
+    Factor,
     check_rank,
     check_rate,
     draw,
@@ -31,7 +35,6 @@ from commhooks.schemes._low_rank import (
 )
 from commhooks.schemes._low_rank_plan import (
     Plan,
-    as_matrix,
     compressed_rank,
     payload_numel,
     plan_bucket,
@@ -41,6 +44,19 @@ from ddp_core import AllReduce
 __all__ = ["PowerSGD", "payload_numel"]
 
 KEY = "powersgd.q"
+
+
+class RightFactor(Factor):
+    """The Q that a step starts from; takes over what rows one of another rank has."""
+
+    def initial(self, name: str, shape: torch.Size, now: StepInfo) -> Tensor:
+        new, old = draw(name, shape, now, 0), now.memory.get(self.key, name)
+        if old is not None and old.dim() == 2 and old.shape[1] == shape[1] and old.numel():
+            # New rows as long as the old ones, or these would vanish next to them, see unit_rows.
+            new *= torch.linalg.vector_norm(old, dim=1).max().to(new) / math.sqrt(shape[1])
+            rows = min(len(old), len(new))
+            new[:rows] = old[:rows]
+        return new.to(now.wide_dtype)
 
 
 @register_scheme("powersgd")
@@ -73,37 +89,19 @@ class PowerSGD(Scheme):
     min_compression_rate: float = 2.0
     warm_start: bool = True
 
-    rounds = 2
-    biased = True
-    linear = True
+    traits = Traits(rounds=2, error=Biased())
 
     def __post_init__(self) -> None:
         check_rank(self, self.rank)
         check_rate(self, self.min_compression_rate)
 
     @property
-    def stateful(self) -> bool:  # type: ignore[override]
-        return self.warm_start
+    def keeps(self) -> tuple[Slot, ...]:
+        slot = RightFactor(KEY, rank=self.rank, rate=self.min_compression_rate)
+        return (slot,) if self.warm_start else ()
 
     def bucket_group(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Hashable:
         return bool(compressed_rank(shape, self.rank, self.min_compression_rate))
-
-    def memory_error(self, key: str, value: Tensor, parameter: torch.Size) -> str | None:
-        if key != KEY:
-            return "unknown"
-        if len(parameter) < 2:
-            return f"belongs to a matrix, the parameter has shape {tuple(parameter)}"
-        columns = as_matrix(parameter)[1]
-        if value.dim() != 2 or value.shape[1] != columns:
-            return f"has shape {tuple(value.shape)}, the parameter needs (rank, {columns})"
-        return None
-
-    def initial_memory(self, name: str, shape: torch.Size, bucket: Bucket) -> dict[str, Tensor]:
-        used = compressed_rank(shape, self.rank, self.min_compression_rate)
-        if not self.warm_start or not used:
-            return {}
-        drawn = draw(name, (used, as_matrix(shape)[1]), bucket, 0)
-        return {KEY: drawn.to(bucket.wide_dtype)}
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
         plan = plan_bucket(bucket.layout, self.rank, self.min_compression_rate)
@@ -129,7 +127,7 @@ class PowerSGD(Scheme):
         finite = finite & all_finite(q)
         q.add_(nan_unless(finite))
         if self.warm_start:
-            bucket.memory.write(KEY, plan.factors, q)
+            bucket.write(self.keeps[0], q)
 
         sent = (left, own if second.sent is None else second.sent)
         if bucket.unsent is not None:
@@ -142,28 +140,13 @@ class PowerSGD(Scheme):
 
     def _right_factors(self, plan: Plan, bucket: Bucket) -> tuple[Tensor, Tensor]:
         """The right factors to start from, flat, and a tensor for the new ones."""
-        factors, memory = plan.factors, bucket.memory
-        device, dtype = bucket.raw.device, bucket.wide_dtype
+        factors, device, dtype = plan.factors, bucket.raw.device, bucket.wide_dtype
         if not self.warm_start:
             like = torch.empty(0, device=device, dtype=dtype)
             flat = random_factors(factors, bucket, bucket.step, like)
             return flat, torch.empty_like(flat)
-
-        def initial(name: str, shape: torch.Size) -> Tensor:
-            return _initial(name, shape, memory.get(KEY, name), bucket)
-
-        old = memory.read(KEY, factors, device=device, dtype=dtype, initial=initial).to(dtype)
+        (slot,) = self.keeps
+        old = bucket.read(slot)
         right = old.clone()
         unit_rows(plan.matrices, right, fresh_factors(factors, bucket.seed, device, dtype))
-        return right, memory.scratch(KEY, factors, old)
-
-
-def _initial(name: str, shape: torch.Size, old: Tensor | None, bucket: Bucket) -> Tensor:
-    """A parameter's first right factor; takes over what rows one of another rank has."""
-    new = draw(name, shape, bucket, 0)
-    if old is not None and old.dim() == 2 and old.shape[1] == shape[1] and old.numel():
-        # New rows as long as the old ones, or these would vanish next to them, see unit_rows.
-        new *= torch.linalg.vector_norm(old, dim=1).max().to(new) / math.sqrt(shape[1])
-        rows = min(len(old), len(new))
-        new[:rows] = old[:rows]
-    return new
+        return right, bucket.scratch(slot, like=old)

@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from commhooks._packed import Draw, PackedCodec, Pattern
 from commhooks._registry import register_scheme
 from commhooks._scheme import Scheme
+from commhooks._traits import Biased, ErrorKind, Unbiased
 from commhooks.kernels import (
     FORMATS,
     dequantize,
@@ -69,13 +70,11 @@ class Blockwise(PackedCodec):
             raise ValueError("Blockwise(stochastic=True): a sign is not rounded")
 
     @property
-    def biased(self) -> bool:  # type: ignore[override]
-        return not self.stochastic or self.format.startswith("mx_")
+    def error(self) -> ErrorKind:
+        biased = not self.stochastic or self.format.startswith("mx_")
+        return Biased() if biased else Unbiased(self._variance())
 
-    @property
-    def variance(self) -> float:  # type: ignore[override]
-        if self.biased:
-            return 0.0
+    def _variance(self) -> float:
         form = FORMATS[self.format]
         if form.float8 is not None:  # half a spacing at most, squared
             return 2.0**-8 if self.format == "e4m3" else 2.0**-6
@@ -84,7 +83,7 @@ class Blockwise(PackedCodec):
         return min(self.block / (4 * form.top**2), math.sqrt(self.block) / form.top)
 
     @property
-    def unit(self) -> int:  # type: ignore[override]
+    def unit(self) -> int:
         return self.block
 
     def _padded(self, n: int) -> int:

@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from commhooks._bucket import Bucket
 from commhooks._registry import register_scheme
 from commhooks._scheme import Codec, Scheme
+from commhooks._traits import Traits, Unbiased
 
 __all__ = ["QSGD", "TernGrad"]
 
@@ -57,8 +58,9 @@ class QSGD(Codec):
             raise ValueError(f"QSGD(levels=...) is 1 to 127, got {self.levels!r}")
 
     @property
-    def variance(self) -> float:  # type: ignore[override]
-        return min(self.block / self.levels**2, math.sqrt(self.block) / self.levels)
+    def traits(self) -> Traits:
+        variance = min(self.block / self.levels**2, math.sqrt(self.block) / self.levels)
+        return Traits(error=Unbiased(variance))
 
     def encode(self, gradient: Tensor, bucket: Bucket) -> dict[str, Tensor]:
         rows = _blocks(gradient, self.block)
@@ -100,8 +102,8 @@ class TernGrad(Codec):
             raise ValueError(f"TernGrad(block=...) is a multiple of 4, got {self.block}")
 
     @property
-    def variance(self) -> float:  # type: ignore[override]
-        return (math.sqrt(self.block) - 1) / 2
+    def traits(self) -> Traits:
+        return Traits(error=Unbiased((math.sqrt(self.block) - 1) / 2))
 
     def encode(self, gradient: Tensor, bucket: Bucket) -> dict[str, Tensor]:
         rows = _blocks(gradient, self.block)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from commhooks._packed import Draw, PackedCodec, Pattern
 from commhooks._registry import register_scheme
+from commhooks._traits import Biased, Traits
 from commhooks.kernels import all_finite, pack_bits, unpack_bits
 
 __all__ = ["SignSGD"]
@@ -35,8 +36,10 @@ class SignSGD(PackedCodec):
     scale: float = 1.0
     pattern: Pattern = "two_phase"
 
-    biased = True
-    optimizes = True
+    @property
+    def traits(self) -> Traits:
+        return super().traits._replace(error=Biased(), returns="update")
+
     unit = 8
 
     def __post_init__(self) -> None:

@@ -14,6 +14,7 @@ from commhooks._bucket import Bucket, Result, SchemeExchange, nan_unless
 from commhooks._packed import Draw, PackedCodec, Pattern
 from commhooks._registry import register_scheme
 from commhooks._scheme import Scheme
+from commhooks._traits import Biased, ErrorKind, Traits
 from commhooks.kernels import (
     Stream,
     all_finite,
@@ -68,7 +69,9 @@ class TopK(PackedCodec):
     sampled: bool = False
     pattern: Pattern = "all_gather"
 
-    biased = True
+    @property
+    def error(self) -> ErrorKind:
+        return Biased()
 
     def __post_init__(self) -> None:
         _check_ratio(self, self.ratio)
@@ -123,8 +126,7 @@ class _Agreed(Scheme):
 
     ratio: float = 0.01
 
-    biased = True
-    linear = True
+    traits = Traits(error=Biased())
 
     def __post_init__(self) -> None:
         _check_ratio(self, self.ratio)
@@ -278,8 +280,7 @@ class AlignedTopK(_Agreed):
     row: int = 128
     directions: int = 4
 
-    rounds = 2
-    linear = False
+    traits = Traits(rounds=2, error=Biased())
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -12,15 +12,22 @@ from torch import Tensor
 
 import commhooks
 from commhooks import (
+    ACPSGD,
     EF21,
+    AlignedTopK,
     AveragedFeedback,
+    BatchedPowerSGD,
     Cast,
     Codec,
+    Dense,
     ErrorFeedback,
     Guard,
     Layout,
     PeriodicDense,
     PerParameter,
+    PowerSGD,
+    RandomBlock,
+    RandomK,
     Rule,
     Scaled,
     Scheme,
@@ -84,13 +91,13 @@ def bare(name: str, *, feedback: bool = False, **options: Any) -> Scheme:
 
 
 def _contracting(scheme: Scheme) -> Scheme:
-    return Scaled(scheme) if scheme.variance > 1 else scheme
+    return Scaled(scheme) if scheme.traits.error.variance > 1 else scheme
 
 
 def _two_phase(scheme: Scheme) -> Scheme:
     assert isinstance(scheme, Codec)
     packed = TwoPhase(scheme)
-    return packed if packed.variance > 1 else ErrorFeedback(packed)
+    return packed if packed.traits.error.variance > 1 else ErrorFeedback(packed)
 
 
 VARIANTS: dict[str, Callable[[str], Scheme]] = {
@@ -109,9 +116,9 @@ VARIANTS: dict[str, Callable[[str], Scheme]] = {
     "per_parameter": lambda name: PerParameter(
         [
             Rule(make("none"), max_dim=1),
-            Rule(bare(name, feedback=not make(name).optimizes), name="twin"),
+            Rule(bare(name, feedback=make(name).traits.returns != "update"), name="twin"),
         ],
-        default=bare(name, feedback=not make(name).optimizes),
+        default=bare(name, feedback=make(name).traits.returns != "update"),
     ),
 }
 
@@ -139,6 +146,7 @@ def registered() -> list[str]:
     return sorted(found.values())
 
 
+LINEAR_SCHEMES = (Dense, PowerSGD, BatchedPowerSGD, ACPSGD, RandomK, RandomBlock)
 _OF_AVERAGES = ("feedback", "fp16_feedback", "ef21", "averaged", "periodic_dense")
 
 
@@ -147,10 +155,10 @@ def _makes_sense(name: str, variant: str) -> bool:
     if variant == "two_phase":
         return isinstance(scheme, Codec)
     if variant == "guard":
-        return scheme.averages and not scheme.optimizes
+        return scheme.traits.returns == "mean"
     if variant == "start_step":
-        return not scheme.starts_dense
-    return not scheme.optimizes or variant not in _OF_AVERAGES
+        return not scheme.traits.starts_dense
+    return scheme.traits.returns != "update" or variant not in _OF_AVERAGES
 
 
 CASES = [
@@ -162,20 +170,28 @@ CASES = [
 
 
 def _averages(scheme: Scheme) -> bool:
-    return scheme.averages and not scheme.optimizes
+    return scheme.traits.returns == "mean"
+
+
+def _is_linear(scheme: Scheme) -> bool:
+    """Whether the payloads of all ranks are summed by an all-reduce."""
+    *_, innermost = walk(scheme)
+    return isinstance(innermost, LINEAR_SCHEMES) and not isinstance(innermost, AlignedTopK)
 
 
 AGREEING = [
     case
     for case in CASES
-    if case.scheme.averages and case.scheme.agrees and make(case.name).averages
+    if case.scheme.traits.averages and case.scheme.traits.agrees and make(case.name).traits.averages
 ]
 AVERAGING = [case for case in CASES if _averages(case.scheme) and _averages(make(case.name))]
 _BARE = {name: make(name, error_feedback=False) for name in registered()}
-UNBIASED = [name for name, one in _BARE.items() if _averages(one) and not one.biased]
-LINEAR = [name for name, one in _BARE.items() if _averages(one) and one.linear]
+UNBIASED = [name for name, one in _BARE.items() if _averages(one) and not one.traits.biased]
+LINEAR = [name for name, one in _BARE.items() if _averages(one) and _is_linear(one)]
 # Not linear: what is dropped does not vanish where the mean does.
-UNLIKE = [n for n, one in _BARE.items() if _averages(one) and one.biased and not one.linear]
+UNLIKE = [
+    n for n, one in _BARE.items() if _averages(one) and one.traits.biased and not _is_linear(one)
+]
 # Without feedback inside, which would send more than the gradient.
 MEMORYLESS = [
     case
@@ -189,7 +205,10 @@ def has_noise(scheme: Scheme) -> bool:
     """Whether one step gives less, or something else, than the rounded mean of the gradients."""
     parts = [scheme, *(scheme.schemes if isinstance(scheme, PerParameter) else ())]
     inside = [one for part in parts for one in walk(part)]
-    return any(isinstance(one, (EF21, AveragedFeedback)) or one.variance > 2**-8 for one in inside)
+    return any(
+        isinstance(one, (EF21, AveragedFeedback)) or one.traits.error.variance > 2**-8
+        for one in inside
+    )
 
 
 def normal(numel: int, *seed: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import commhooks
-from commhooks import Bucket, Codec, ErrorFeedback, Result, Scheme, _cast
+from commhooks import Biased, Bucket, Codec, ErrorFeedback, Result, Scheme, Traits, Unbiased, _cast
 from commhooks._scheme import SchemeExchange
 from commhooks.conformance import LAWS, check_scheme
 from ddp_core import AllReduce
@@ -21,7 +21,7 @@ LONG = ("aligned_topk", "random_k", "terngrad")
 AVERAGING = [
     pytest.param(name, marks=pytest.mark.slow if name in LONG else ())
     for name in registered()
-    if make(name).averages
+    if make(name).traits.averages
 ]
 
 
@@ -36,7 +36,7 @@ def test_registered_schemes_obey_every_law(name: str, monkeypatch: pytest.Monkey
 class Levels(Codec):
     """127 levels of the largest magnitude: right, and the base of what follows."""
 
-    biased = True
+    traits = Traits(error=Biased())
 
     def largest(self, grad: Tensor) -> Tensor:
         return grad.abs().amax().view(1) if grad.numel() else grad.new_zeros(1)
@@ -64,7 +64,7 @@ class MaxOfSigned(Levels):
 class Truncates(Levels):
     """Cuts off where it says it is right on average."""
 
-    biased = False
+    traits = Traits()
 
     def round(self, x: Tensor, bucket: Bucket) -> Tensor:
         return x.floor()
@@ -100,7 +100,7 @@ class OwnFirst(Levels):
 class Threshold(Codec):
     """As many entries as are large: sizes depend on values."""
 
-    biased = True
+    traits = Traits(error=Biased())
 
     def encode(self, grad: Tensor, bucket: Bucket) -> dict[str, Tensor]:
         places = (grad.abs() > 0.5).nonzero().flatten()
@@ -150,8 +150,7 @@ class SendsTooLittle(Levels):
 class Noisier(Levels):
     """Random levels that are far apart, said to be near."""
 
-    biased = False
-    variance = 0.01
+    traits = Traits(error=Unbiased(0.01))
 
     def round(self, x: Tensor, bucket: Bucket) -> Tensor:
         x = x / 127
@@ -225,7 +224,7 @@ def test_the_base_of_the_planted_defects_is_right() -> None:
 )
 def test_planted_defects_break_their_law(kind: type[Scheme], words: str) -> None:
     def make() -> Scheme:
-        return ErrorFeedback(kind()) if kind.biased else kind()
+        return ErrorFeedback(kind()) if kind().traits.biased else kind()
 
     (law,) = (text for text in LAWS if words in text)
     (verdict,) = check_scheme(make, [law])

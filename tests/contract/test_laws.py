@@ -11,9 +11,20 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import commhooks
-from commhooks import Bucket, Codec, ErrorFeedback, Layout, Scheme, Simulation, _cast
+from commhooks import (
+    Biased,
+    Bucket,
+    Codec,
+    ErrorFeedback,
+    Layout,
+    Scheme,
+    Simulation,
+    Traits,
+    _cast,
+)
 from commhooks._coalesce import Coalescer
 from commhooks._engine import Engine
+from commhooks._scheme import slots_of
 from ddp_core import simulate
 from tests.contract.cases import (
     AGREEING,
@@ -151,9 +162,9 @@ def test_rounds_is_the_most_collectives_of_a_bucket(case: Case) -> None:
         most = max(most, len(ranks.requests))
         ranks.requests.clear()
     if case.variant == "per_parameter":  # may share messages
-        assert most <= case.scheme.rounds
+        assert most <= case.scheme.traits.rounds
     else:
-        assert most == case.scheme.rounds
+        assert most == case.scheme.traits.rounds
 
 
 @every_case
@@ -161,7 +172,7 @@ def test_stateful_schemes_and_no_others_remember(case: Case) -> None:
     ranks = simulation(case, 2)
     for step in range(STEPS):
         ranks.step(gradients(2, step))
-    assert [bool(memory) for memory in memory_of(ranks)] == [case.scheme.stateful] * 2
+    assert [bool(memory) for memory in memory_of(ranks)] == [bool(slots_of(case.scheme))] * 2
 
 
 @pytest.mark.parametrize("name", UNBIASED)
@@ -287,7 +298,7 @@ def test_gradients_keep_their_dtype(case: Case, dtype: torch.dtype) -> None:
         means = simulate([engine.exchange(grad, lambda: LAYOUT) for engine, grad in pairs])
         assert [mean.dtype for mean in means] == [dtype] * 3
         assert all(mean.isfinite().all() for mean in means)
-        if make(case.name).averages and make(case.name).agrees:
+        if make(case.name).traits.averages and make(case.name).traits.agrees:
             assert all(torch.equal(mean, means[0]) for mean in means)
 
 
@@ -465,7 +476,7 @@ def test_a_coalesced_step_equals_one_bucket(case: Case) -> None:
 class TopOne(Codec):
     """Keeps the largest entry; not registered, the theorem below is about it."""
 
-    biased = True
+    traits = Traits(error=Biased())
 
     def encode(self, grad: Tensor, bucket: Bucket) -> dict[str, Tensor]:
         index = grad.abs().argmax().view(1)

@@ -75,7 +75,7 @@ def test_ddp_waits_for_the_side_stream(name: str) -> None:
     ddp = DistributedDataParallel(hooked, device_ids=[0], bucket_cap_mb=1)
     hook = commhooks.register(ddp, name, error_feedback=False)
     x = torch.randn(16, 512, device="cuda")
-    lossy = commhooks.make(name, error_feedback=False).biased or "16" in name
+    lossy = commhooks.make(name, error_feedback=False).traits.biased or "16" in name
     for _ in range(5):
         for model in (plain, ddp):
             model.zero_grad()

@@ -113,7 +113,7 @@ class TwoRounds(Scheme):
     """Averages in its second round; on one rank it may die between the rounds."""
 
     at_step: int
-    rounds = 2
+    traits = commhooks.Traits(rounds=2)
 
     def exchange(self, bucket: Any) -> Any:
         yield AllReduce(torch.zeros(1))

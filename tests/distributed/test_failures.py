@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import commhooks
-from commhooks import HookState, Result, Scheme
+from commhooks import HookState, Result, Scheme, Traits
 from ddp_core import AllReduce
 from tests.distributed.harness import Died, run_ranks
 from tests.distributed.training import (
@@ -265,7 +265,7 @@ class DiesBetween(Scheme):
 
     seconds: float = 0.0
 
-    rounds = 2
+    traits = Traits(rounds=2)
 
     def exchange(self, bucket):
         mean = yield AllReduce(bucket.gradient)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import commhooks
-from commhooks import Result, Scheme
+from commhooks import Result, Scheme, Traits
 from ddp_core import AllReduce, Lanes, Task, group_timeout
 from ddp_core._lane_groups import _pools
 from tests.distributed.harness import run_ranks
@@ -34,8 +34,7 @@ class Jitter(Scheme):
     scheme: Scheme
     share: float
 
-    rounds = 2
-    stateful = True
+    traits = Traits(rounds=2)
 
     def exchange(self, bucket):
         chance = random.Random(f"{bucket.rank}/{bucket.step}/{bucket.layout.names}")
@@ -58,7 +57,7 @@ class TwoRounds(Scheme):
     raise_in_bucket: int = -1
     extra_round: bool = False
 
-    rounds = 2
+    traits = Traits(rounds=2)
 
     def exchange(self, bucket):
         mean = yield AllReduce(bucket.gradient)

@@ -45,13 +45,13 @@ OTHERS = {"demo", "dgc", "onebit_adam", "sdp4bit"}
 
 
 def _averages(scheme: commhooks.Scheme) -> bool:
-    return scheme.averages and not scheme.optimizes
+    return scheme.traits.returns == "mean"
 
 
 # With feedback the sum over steps is exact, at random levels too.
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     **{
-        name: (name, {"error_feedback": True} if commhooks.make(name).variance else {})
+        name: (name, {"error_feedback": True} if commhooks.make(name).traits.error.variance else {})
         for name in commhooks.names()
         if _averages(commhooks.make(name)) and name not in ALIKE
     },

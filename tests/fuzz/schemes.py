@@ -119,17 +119,19 @@ def law_of(scheme: Scheme) -> Law:
         (torch.finfo(o.dtype).eps for o in inside if isinstance(o, (Cast, TwoPhaseCast))),
         default=0.0,
     )
-    if not scheme.averages:
+    if not scheme.traits.averages:
         return Law("local" if isinstance(scheme, commhooks.Noop) else "other")
-    if scheme.optimizes or any(isinstance(one, (EF21, AveragedFeedback)) for one in inside):
+    if scheme.traits.returns == "update" or any(
+        isinstance(one, (EF21, AveragedFeedback)) for one in inside
+    ):
         return Law("other")
     noise = 0.0
     for one in _leaves(scheme):
         if keeps_residual(one):
             continue
-        if one.biased:
+        if one.traits.biased:
             return Law("other")
-        noise = max(noise, (1 + one.variance) ** max(one.rounds, 1) - 1)
+        noise = max(noise, (1 + one.traits.error.variance) ** max(one.traits.rounds, 1) - 1)
     return Law("noisy", noise, wire) if noise else Law("sum", 0.0, wire)
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import commhooks
+from commhooks._checkpoint_hook import laws_of
 from tests.fuzz import faults
 from tests.fuzz.case import Case
 from tests.fuzz.model import Boom, batch, used
@@ -267,7 +268,7 @@ class _Player:
             again.is_exact = False
         if "compiled" in self.case.setting and run.steps < 2:
             again.is_exact = False  # where the compiler splits the graph is known a step later
-        if not all(build(name, options, ()).averages for name, options in self.switched):
+        if not all(build(name, options, ()).traits.averages for name, options in self.switched):
             again.is_exact = False  # the ranks' parameters differ, and wrapping makes them equal
 
     def _switches(self, run: Run, switches: list[Any]) -> None:
@@ -347,7 +348,7 @@ class _Player:
         state = run.hook.state_dict()
         report.bits["step"] = str(state["step"])
         mine = state[f"rank{run.hook.rank}"]["memory"]
-        per_rank = {key for one in _inside(run.hook.scheme) for key in one.per_rank} | {"residual"}
+        per_rank = laws_of(run.hook.scheme).keys()
         for key, values in mine.items():
             for name, value in values.items():
                 if value.is_floating_point() and not value.isfinite().all():

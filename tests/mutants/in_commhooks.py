@@ -89,14 +89,14 @@ MUTANTS: list[Mutant] = [
         "commhooks/_ef21.py",
         (
             "EF21's total is not committed",
-            "        memory.write(_TOTAL, layout, total)\n",
+            "        bucket.write(_TOTAL, total)\n",
             "",
             f"{FEEDBACK}::test_ef21_of_topk",
         ),
         (
             "EF21 books 2 % less than it sent",
-            "memory.write(_OWN, layout, own + sent)",
-            "memory.write(_OWN, layout, own + 0.98 * sent)",
+            "bucket.write(_OWN, own + sent)",
+            "bucket.write(_OWN, own + 0.98 * sent)",
             f"{FEEDBACK}::test_ef21_of_topk",
         ),
         (

@@ -145,7 +145,7 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "PowerSGD forgets its factor",
-            "            bucket.memory.write(KEY, plan.factors, q)\n",
+            "            bucket.write(self.keeps[0], q)\n",
             "            pass\n",
             f"{LOW_RANK}::test_powersgd",
         ),
@@ -184,8 +184,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "IntSGD's average has its weights swapped",
-            "new = torch.lerp(new, self._squares(bucket), self.decay)",
-            "new = torch.lerp(self._squares(bucket), new, self.decay)",
+            "new = torch.lerp(new, bucket.read(_NORM), self.decay)",
+            "new = torch.lerp(bucket.read(_NORM), new, self.decay)",
             f"{INTEGER}::test_adaptive_levels_are_as_in_the_paper",
         ),
     ),

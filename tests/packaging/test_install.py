@@ -24,7 +24,7 @@ NOTHING = {"CC": "no-such-compiler", "CXX": "no-such-compiler"}
 SCRIPT = """
 import commhooks, commhooks.classic, commhooks.kernels, ddp_core
 print(commhooks.__file__, commhooks.kernels.__file__, ddp_core.__file__, sep="\\n")
-assert commhooks.make("powersgd", rank=2).rounds == 2
+assert commhooks.make("powersgd", rank=2).traits.rounds == 2
 """
 # Says by what kernels a scheme runs, and which warnings that gives.
 WARNED = """

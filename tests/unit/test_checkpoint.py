@@ -16,7 +16,6 @@ from commhooks import (
     EF21,
     AveragedFeedback,
     Blockwise,
-    Bucket,
     Cast,
     CheckpointError,
     Coalesced,
@@ -27,7 +26,6 @@ from commhooks import (
     FlushResidual,
     Guard,
     IntSGD,
-    Layout,
     PerParameter,
     PowerSGD,
     Rule,
@@ -41,17 +39,22 @@ from commhooks import (
 from commhooks._checkpoint import FORMAT, VERSION, memory_for_rank, needed_ranks, structure
 from commhooks._checkpoint_checksum import FIELDS, checksum
 from commhooks._checkpoint_form import read
+from commhooks._checkpoint_hook import laws_of
 from commhooks._checkpoint_memory import check_complete, check_memory
-from commhooks._scheme import walk
+from commhooks._scheme import slots_of
+from commhooks._step_info import StepInfo
 
 SHAPES = {"weight": torch.Size([6, 5]), "bias": torch.Size([6])}
 SCHEME = ErrorFeedback(PowerSGD(rank=1, min_compression_rate=0))
-PER_RANK = SCHEME.per_rank
-BUCKET = Bucket(torch.empty(0), Layout([], []))
+PER_RANK = laws_of(SCHEME)
+NOW = StepInfo()
 DECLARED: dict[str, dict[str, Tensor]] = {}
 for _name, _shape in SHAPES.items():
-    for _key, _value in SCHEME.initial_memory(_name, _shape, BUCKET).items():
-        DECLARED.setdefault(_key, {})[_name] = _value
+    for _slot in slots_of(SCHEME):
+        if (_kept := _slot.shape(_shape)) is not None:
+            _first = _slot.initial(_name, torch.Size(_kept), NOW)
+            assert _first is not None
+            DECLARED.setdefault(_slot.key, {})[_name] = _first
 
 
 def residual(rank: int) -> dict[str, Tensor]:
@@ -430,7 +433,9 @@ def test_a_factor_that_is_missing_is_refused_unless_settings_say_so() -> None:
 @pytest.mark.parametrize("scale", [[0, 0, 128, 127], [255, 255, 255, 255]])
 def test_a_memory_in_bytes_whose_scales_are_not_finite_is_refused(scale: list[int]) -> None:
     scheme, shape = AveragedFeedback(Blockwise("int4")), torch.Size([300])
-    value = scheme.initial_memory("p", shape, BUCKET)["averaged_error"]
+    (slot,) = slots_of(scheme)
+    value = slot.initial("p", torch.Size(slot.shape(shape) or ()), NOW)
+    assert value is not None
     check_memory({"averaged_error": {"p": value}}, scheme, {"p": shape})
     value[4:8] = torch.tensor(scale, dtype=torch.uint8)  # of the second block
     with pytest.raises(CheckpointError, match="not finite"):
@@ -617,7 +622,7 @@ def test_memory_on_another_number_of_ranks(
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
         ranks.step([torch.randn(shape, generator=generator) for _ in range(old)])
-    per_rank = {k: rule for one in walk(scheme) for k, rule in one.per_rank.items()}
+    per_rank = laws_of(scheme)
     states = []
     for rank, engine in enumerate(ranks.engines):
         memory: dict[str, dict[str, Tensor]] = {}

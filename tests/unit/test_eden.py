@@ -48,7 +48,7 @@ def blocks(*values: float) -> torch.Tensor:
 def test_no_sparse_block_exceeds_the_variance(bits: int, values: tuple[float, ...]) -> None:
     x, codec = blocks(*values), Eden(bits, pattern="all_gather")
     mean = Simulation(codec, {"p": tuple(x.shape)}, world_size=1).step([x])[0]
-    assert error_of(mean, x) <= codec.variance
+    assert error_of(mean, x) <= codec.traits.error.variance
 
 
 @pytest.mark.parametrize(("equal", "error"), [(1, 0.0), (2, 1.0), (4, 1.5)])

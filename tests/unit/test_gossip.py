@@ -123,4 +123,4 @@ def test_one_message_of_the_gradient_s_size_travels() -> None:
 def test_there_is_no_average_to_compare_with(wrapper: type) -> None:
     with pytest.raises(ValueError, match="average of"):
         wrapper(Gossip())
-    assert not make("gossip", coalesce=True).agrees
+    assert not make("gossip", coalesce=True).traits.agrees

@@ -27,6 +27,7 @@ from commhooks import (
     Scheme,
     Simulation,
     TopK,
+    Traits,
     make,
     role_of,
 )
@@ -86,7 +87,7 @@ def test_rules_choose_by_role_and_size() -> None:
 def test_equal_schemes_of_many_rules_share_rounds() -> None:
     rules = [Rule(make("int8"), name=f"layer{i}.*") for i in range(50)]
     policy = PerParameter(rules, default=make("none"))
-    assert policy.rounds == 3
+    assert policy.traits.rounds == 3
     shapes = {f"layer{i}.weight": (64, 8) for i in range(10)}
     ranks = Simulation(policy, shapes, world_size=2)
     ranks.step(gradients(2, 0, 10 * 512))
@@ -185,7 +186,7 @@ def test_a_guard_sees_growth_without_a_bound() -> None:
 class Int8ThenBroken(Scheme):
     step: int
 
-    rounds = 2
+    traits = Traits(rounds=2)
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
         scheme = make("int8") if bucket.step < self.step else Breaks(0)

@@ -13,7 +13,7 @@ from commhooks._bucket import Bucket, Result
 from commhooks._cast import Cast
 from commhooks._feedback import ErrorFeedback
 from commhooks._memory import Layout, Memory
-from commhooks._scheme import Scheme
+from commhooks._scheme import Scheme, slot_error
 from commhooks.kernels import use_kernels
 from commhooks.schemes._low_rank_plan import _runs
 from commhooks.schemes.acpsgd import ACPSGD
@@ -166,10 +166,10 @@ def test_flags_are_checked(name: str) -> None:
 
 
 def test_stateful_only_by_warm_start() -> None:
-    assert PowerSGD().stateful
-    assert BatchedPowerSGD().stateful
-    assert not PowerSGD(warm_start=False).stateful
-    assert not BatchedPowerSGD(warm_start=False).stateful
+    assert PowerSGD().keeps
+    assert BatchedPowerSGD().keeps
+    assert not PowerSGD(warm_start=False).keeps
+    assert not BatchedPowerSGD(warm_start=False).keeps
 
 
 # ---- bytes
@@ -650,15 +650,15 @@ def test_a_loaded_memory_continues_bit_for_bit(scheme: Scheme) -> None:
 
 def test_memory_error() -> None:
     scheme, shape = PowerSGD(), torch.Size([8, 5, 3])
-    assert scheme.memory_error(KEY, torch.zeros(2, 15), shape) is None
-    assert "(rank, 15)" in str(scheme.memory_error(KEY, torch.zeros(2, 14), shape))
-    assert "(rank, 15)" in str(scheme.memory_error(KEY, torch.zeros(15), shape))
-    assert "matrix" in str(scheme.memory_error(KEY, torch.zeros(2, 15), torch.Size([120])))
-    assert scheme.memory_error("residual", torch.zeros(2, 15), shape) == "unknown"
+    assert slot_error(scheme, KEY, torch.zeros(2, 15), shape) is None
+    assert "(rank, 15)" in str(slot_error(scheme, KEY, torch.zeros(2, 14), shape))
+    assert "(rank, 15)" in str(slot_error(scheme, KEY, torch.zeros(15), shape))
+    assert "matrix" in str(slot_error(scheme, KEY, torch.zeros(2, 15), torch.Size([120])))
+    assert slot_error(scheme, "residual", torch.zeros(2, 15), shape) == "unknown"
     batched = BatchedPowerSGD()
-    assert batched.memory_error(BATCHED_KEY, torch.zeros(1, 9), shape) is None
-    assert batched.memory_error(BATCHED_KEY, torch.zeros(9), shape) is not None
-    assert batched.memory_error(KEY, torch.zeros(1, 9), shape) == "unknown"
+    assert slot_error(batched, BATCHED_KEY, torch.zeros(1, 9), shape) is None
+    assert slot_error(batched, BATCHED_KEY, torch.zeros(9), shape) is not None
+    assert slot_error(batched, KEY, torch.zeros(1, 9), shape) == "unknown"
 
 
 def test_batched_begins_anew_in_another_bucket() -> None:

@@ -24,6 +24,7 @@ from commhooks import (
     TopK,
     TwoPhaseCast,
 )
+from commhooks._scheme import slots_of
 
 D = 2**20
 
@@ -180,10 +181,10 @@ def test_settings_are_checked(settings: dict[str, object], words: str) -> None:
 
 
 def test_names_and_their_flags() -> None:
-    assert not commhooks.make("int8", error_feedback=False).biased
+    assert not commhooks.make("int8", error_feedback=False).traits.biased
     assert isinstance(commhooks.make("int4"), ErrorFeedback)
     assert isinstance(commhooks.make("onebit"), ErrorFeedback)
-    assert not commhooks.make("int8").stateful
+    assert not slots_of(commhooks.make("int8"))
     with pytest.raises(ValueError, match="'e4m3' or 'e5m2'"):
         commhooks.make("fp8", format="e3m4")
 
@@ -197,4 +198,4 @@ def test_codecs_are_gathered_only_where_that_is_less(world_size: int, collective
     dense = 4 * 1000 * 2 * (world_size - 1) / world_size
     assert sum(ranks.wire_bytes) <= dense
     exact = torch.stack(grads[:world_size]).mean(0)
-    assert (mean - exact).norm() < QSGD().variance ** 0.5 * exact.norm()
+    assert (mean - exact).norm() < QSGD().traits.error.variance ** 0.5 * exact.norm()

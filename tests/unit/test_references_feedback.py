@@ -111,7 +111,7 @@ def test_scaled_sends_a_share_and_keeps_the_rest() -> None:
         (grad,) = gradients(1, step, N)
         bare = Simulation(codec, {"p": (N,)}, world_size=1)
         bare.engines[0].step = step
-        sent = bare.step([(grad + e).float()])[0].double() / (1 + codec.variance)
+        sent = bare.step([(grad + e).float()])[0].double() / (1 + codec.traits.error.variance)
         e = grad + e - sent
         close(ranks.step([grad])[0], sent)
         close(ranks.memory(0), e)

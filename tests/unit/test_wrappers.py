@@ -13,6 +13,7 @@ from torch.testing import assert_close
 from commhooks import (
     EF21,
     BatchedPowerSGD,
+    Biased,
     Bucket,
     Cast,
     Coalesced,
@@ -29,10 +30,11 @@ from commhooks import (
     Rule,
     Scheme,
     Simulation,
+    Traits,
     _cast,
 )
 from commhooks._feedback import RESIDUAL, keeps_residual
-from commhooks._scheme import SchemeExchange
+from commhooks._scheme import SchemeExchange, slot_error, slots_of
 from ddp_core import AllReduce
 
 SHAPES = {"weight": (12, 10), "bias": (12,), "head": (12, 10)}
@@ -45,7 +47,7 @@ ATOL = 1e-5
 class Half(Codec):
     """Sends half of the gradient, exactly."""
 
-    biased = True
+    traits = Traits(error=Biased())
 
     def encode(self, grad: Tensor, bucket: Bucket) -> dict[str, Tensor]:
         return {"half": grad / 2}
@@ -254,15 +256,16 @@ def test_keeping_a_residual_is_found_at_any_depth() -> None:
 
 def test_flags_of_a_delayed_start_cover_both_schemes() -> None:
     scheme = DelayedStart(Dense(), 2, before=FULL)
-    assert scheme.stateful
-    assert scheme.rounds == 2
-    assert scheme.memory_error(RESIDUAL, torch.zeros(2), torch.Size([2])) is None
-    assert scheme.memory_error("else", torch.zeros(2), torch.Size([2])) == "unknown"
+    assert slots_of(scheme)
+    assert scheme.traits.rounds == 2
+    assert slot_error(scheme, RESIDUAL, torch.zeros(2), torch.Size([2])) is None
+    assert slot_error(scheme, "else", torch.zeros(2), torch.Size([2])) == "unknown"
 
 
 def test_flags_of_rules_cover_all_schemes() -> None:
     scheme = PerParameter([Rule(PowerSGD(), name="head"), Rule(Coalesced(Half()))], Dense())
-    assert (scheme.rounds, scheme.biased, scheme.stateful, scheme.coalesce) == (4, True, True, True)
+    assert slots_of(scheme)
+    assert scheme.traits == Traits(rounds=4, error=Biased(), coalesce=True)
 
 
 # ---- cast
