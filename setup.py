@@ -21,7 +21,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CCompilerError, CompileError, ExecError, PlatformError
 
 LIBRARY, REASON = "libcommhooks_kernels.so", "not_built.txt"
-SOURCES = sorted(str(path) for path in Path("kernels").glob("*.cpp") if path.stem != "isa")
+SOURCES = sorted(str(path) for path in Path("kernels").glob("*.cpp"))
 FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden"),
     "-fno-asynchronous-unwind-tables",  # nothing unwinds through them
@@ -85,7 +85,7 @@ class BuildKernels(build_ext):
 
     def build_library(self, ext: Extension, library: str) -> None:
         objects = self.compiler.compile(
-            ["kernels/isa.cpp"], output_dir=self.build_temp, extra_postargs=list(FLAGS)
+            ["kernels/runtime/isa.cpp"], output_dir=self.build_temp, extra_postargs=list(FLAGS)
         )
 
         def compile_for(name: str) -> list[str]:
@@ -133,7 +133,7 @@ setup(
             SOURCES,
             depends=[
                 *sorted(str(path) for path in Path("kernels/include").glob("*.h")),
-                "kernels/isa.cpp",  # compiled once, not for each instruction set
+                "kernels/runtime/isa.cpp",  # compiled once, not for each instruction set
             ],
             language="c++",
             optional=True,

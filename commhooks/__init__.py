@@ -1,178 +1,93 @@
-"""Gradient communication hooks with compression for PyTorch data-parallel training."""
+"""Gradient communication hooks with compression for PyTorch data-parallel training.
 
-from commhooks import ddp_comm_hooks, optim
-from commhooks._averaged_feedback import AveragedFeedback
-from commhooks._bucket import Bucket, Result
-from commhooks._cast import Cast
-from commhooks._checkpoint_flat import flatten_state, unflatten_state
-from commhooks._dcp import load_dcp
-from commhooks._dense import Dense
-from commhooks._diloco import DiLoCo, local_sgd
-from commhooks._ef21 import EF21
-from commhooks._errors import (
-    CheckpointError,
-    HookNotAttachedError,
-    OptionError,
-    PayloadError,
-    RegistrationError,
-    SchemeError,
-    UnknownSchemeError,
-)
-from commhooks._feedback import ErrorFeedback, FlushResidual, Scaled
-from commhooks._guard import Guard
-from commhooks._hierarchical import Hierarchical
-from commhooks._hook import as_hook, comm_hook
-from commhooks._ledger import Ledger
-from commhooks._make import make
-from commhooks._memory import Layout, Memory
-from commhooks._packed import PackedCodec
-from commhooks._per_parameter import PerParameter, Rule, role_of
-from commhooks._register import register, unregister
-from commhooks._registry import names, register_scheme
-from commhooks._schedules import DelayedStart, PeriodicDense, Schedule
-from commhooks._scheme import Codec, Scheme
-from commhooks._simulation import Simulation
-from commhooks._slot import Slot
-from commhooks._state import HookState
-from commhooks._traits import Biased, Exact, Traits, Unbiased
-from commhooks._two_phase import TwoPhase
+Names for every day are here. Further schemes are in :mod:`commhooks.schemes`, what goes around them
+in :mod:`commhooks.wrappers`, tools of research in :mod:`commhooks.research`, parts for authors of
+packed codecs in :mod:`commhooks.core`, exceptions in :mod:`commhooks.errors`. The names of
+PyTorch's own hooks are in :mod:`commhooks.classic`, and importable from here.
+"""
+
+from commhooks import ddp_comm_hooks, errors, optim, schemes, wrappers
 from commhooks._version import __version__
-from commhooks._wrapper import Coalesced
+
+# PyTorch's names, as torch.distributed.algorithms.ddp_comm_hooks has them.
 from commhooks.classic import (
-    PostLocalSGDState,
-    PowerSGDState,
-    allreduce_hook,
-    batched_powerSGD_hook,
-    bf16_compress_hook,
-    bf16_compress_wrapper,
-    fp16_compress_hook,
-    fp16_compress_wrapper,
-    noop_hook,
-    post_localSGD_hook,
-    powerSGD_hook,
-    quantization_perchannel_hook,
-    quantization_pertensor_hook,
+    PostLocalSGDState as PostLocalSGDState,
 )
-from commhooks.schemes.acpsgd import ACPSGD
-from commhooks.schemes.batched_powersgd import BatchedPowerSGD
-from commhooks.schemes.casts import TwoPhaseCast, bf16, fp16
-from commhooks.schemes.demo import DeMo
-from commhooks.schemes.eden import Eden
-from commhooks.schemes.gossip import Gossip
-from commhooks.schemes.integer_sum import GlobalQSGD, IntSGD
-from commhooks.schemes.minmax import MinMax, MinMaxPerChannel
-from commhooks.schemes.momentum_sparse import DGC, DenseMomentum, dgc
-from commhooks.schemes.noop import Noop
-from commhooks.schemes.onebit_adam import OneBitMomentum
-from commhooks.schemes.powersgd import PowerSGD
-from commhooks.schemes.quantized import Blockwise, fp8, int4, int8, mxfp8, onebit
-from commhooks.schemes.random_levels import QSGD, TernGrad
-from commhooks.schemes.signs import SignSGD
-from commhooks.schemes.sparse import AlignedTopK, RandomBlock, RandomK, TopK
-from commhooks.schemes.two_level import sdp4bit
-from ddp_core import CollectiveError, MismatchError, MissingRankError
+from commhooks.classic import (
+    PowerSGDState as PowerSGDState,
+)
+from commhooks.classic import (
+    allreduce_hook as allreduce_hook,
+)
+from commhooks.classic import (
+    batched_powerSGD_hook as batched_powerSGD_hook,
+)
+from commhooks.classic import (
+    bf16_compress_hook as bf16_compress_hook,
+)
+from commhooks.classic import (
+    bf16_compress_wrapper as bf16_compress_wrapper,
+)
+from commhooks.classic import (
+    fp16_compress_hook as fp16_compress_hook,
+)
+from commhooks.classic import (
+    fp16_compress_wrapper as fp16_compress_wrapper,
+)
+from commhooks.classic import (
+    noop_hook as noop_hook,
+)
+from commhooks.classic import (
+    post_localSGD_hook as post_localSGD_hook,
+)
+from commhooks.classic import (
+    powerSGD_hook as powerSGD_hook,
+)
+from commhooks.classic import (
+    quantization_perchannel_hook as quantization_perchannel_hook,
+)
+from commhooks.classic import (
+    quantization_pertensor_hook as quantization_pertensor_hook,
+)
+from commhooks.core import Biased, Bucket, Codec, Result, Scheme, Slot, Traits, Unbiased
+from commhooks.core.registry import register_scheme, scheme_names
+from commhooks.hook import HookState, comm_hook, load_dcp, register, unregister
+from commhooks.local import DiLoCo
+from commhooks.research import Simulation
+from commhooks.wrappers import ErrorFeedback, PerParameter, Rule, Schedule
+from commhooks.wrappers.make import make
+from ddp_core import AllGather, AllReduce, AllToAll
 
 __all__ = [
-    "ACPSGD",
-    "DGC",
-    "EF21",
-    "QSGD",
-    "AlignedTopK",
-    "AveragedFeedback",
-    "BatchedPowerSGD",
+    "AllGather",
+    "AllReduce",
+    "AllToAll",
     "Biased",
-    "Blockwise",
     "Bucket",
-    "Cast",
-    "CheckpointError",
-    "Coalesced",
     "Codec",
-    "CollectiveError",
-    "DeMo",
-    "DelayedStart",
-    "Dense",
-    "DenseMomentum",
     "DiLoCo",
-    "Eden",
     "ErrorFeedback",
-    "Exact",
-    "FlushResidual",
-    "GlobalQSGD",
-    "Gossip",
-    "Guard",
-    "Hierarchical",
-    "HookNotAttachedError",
     "HookState",
-    "IntSGD",
-    "Layout",
-    "Ledger",
-    "Memory",
-    "MinMax",
-    "MinMaxPerChannel",
-    "MismatchError",
-    "MissingRankError",
-    "Noop",
-    "OneBitMomentum",
-    "OptionError",
-    "PackedCodec",
-    "PayloadError",
     "PerParameter",
-    "PeriodicDense",
-    "PostLocalSGDState",
-    "PowerSGD",
-    "PowerSGDState",
-    "RandomBlock",
-    "RandomK",
-    "RegistrationError",
     "Result",
     "Rule",
-    "Scaled",
     "Schedule",
     "Scheme",
-    "SchemeError",
-    "SignSGD",
     "Simulation",
     "Slot",
-    "TernGrad",
-    "TopK",
     "Traits",
-    "TwoPhase",
-    "TwoPhaseCast",
     "Unbiased",
-    "UnknownSchemeError",
     "__version__",
-    "allreduce_hook",
-    "as_hook",
-    "batched_powerSGD_hook",
-    "bf16",
-    "bf16_compress_hook",
-    "bf16_compress_wrapper",
     "comm_hook",
     "ddp_comm_hooks",
-    "dgc",
-    "flatten_state",
-    "fp8",
-    "fp16",
-    "fp16_compress_hook",
-    "fp16_compress_wrapper",
-    "int4",
-    "int8",
+    "errors",
     "load_dcp",
-    "local_sgd",
     "make",
-    "mxfp8",
-    "names",
-    "noop_hook",
-    "onebit",
     "optim",
-    "post_localSGD_hook",
-    "powerSGD_hook",
-    "quantization_perchannel_hook",
-    "quantization_pertensor_hook",
     "register",
     "register_scheme",
-    "role_of",
-    "sdp4bit",
-    "unflatten_state",
+    "scheme_names",
+    "schemes",
     "unregister",
+    "wrappers",
 ]

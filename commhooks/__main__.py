@@ -1,5 +1,5 @@
 """``python -m commhooks``: the command line."""
 
-from commhooks._cli import app
+from commhooks.cli.app import app
 
 app(prog_name="commhooks")

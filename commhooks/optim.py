@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commhooks._cast import Cast
-from commhooks._scheme import Scheme
-from commhooks._settings import shown
-from commhooks._state import HookState
-from commhooks._wrapper import Coalesced
+from commhooks.core.scheme import Scheme
+from commhooks.core.settings import shown
+from commhooks.hook.state import HookState
 from commhooks.schemes.onebit_adam import OneBitMomentum
-from commhooks.trace import Traced
-from commhooks.wire import Sealed
+from commhooks.wrappers.base import Coalesced
+from commhooks.wrappers.cast import Cast
+from commhooks.wrappers.sealed import Sealed
+from commhooks.wrappers.traced import Traced
 
 __all__ = ["OneBitAdam"]
 

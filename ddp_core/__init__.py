@@ -3,9 +3,8 @@
 Knows torch and no scheme: it takes hooks, and generators that yield collectives.
 """
 
-from ddp_core._accumulators import call_after_backward
-from ddp_core._bucket import GradBucket
-from ddp_core._collectives import (
+from ddp_core.ddp.ddp import DistributedDataParallel
+from ddp_core.exchange.collectives import (
     AllGather,
     AllReduce,
     AllToAll,
@@ -14,23 +13,24 @@ from ddp_core._collectives import (
     ReduceScatter,
     as_request,
 )
-from ddp_core._ddp import DistributedDataParallel
-from ddp_core._drivers import Drivers
-from ddp_core._errors import (
+from ddp_core.exchange.drivers import Drivers
+from ddp_core.exchange.errors import (
     CollectiveError,
     MismatchError,
     MissingRankError,
     PeerError,
     RoundsError,
 )
-from ddp_core._lane_groups import group_store, group_timeout
-from ddp_core._lanes import Lanes
-from ddp_core._precision import MixedPrecision
-from ddp_core._reducer import Reducer
-from ddp_core._simulate import simulate
-from ddp_core._streams import Streams
-from ddp_core._task import Exchange, RoundRecord, Task
-from ddp_core._timeline import Timeline
+from ddp_core.exchange.lane_groups import group_store, group_timeout
+from ddp_core.exchange.lanes import Lanes
+from ddp_core.exchange.simulate import simulate
+from ddp_core.exchange.streams import Streams
+from ddp_core.exchange.task import Exchange, RoundRecord, Task
+from ddp_core.reducer.accumulators import call_after_backward
+from ddp_core.reducer.bucket import GradBucket
+from ddp_core.reducer.precision import MixedPrecision
+from ddp_core.reducer.reducer import Reducer
+from ddp_core.reducer.timeline import Timeline
 
 __all__ = [
     "AllGather",

@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook as torchs
 from torch.distributed.optim.zero_redundancy_optimizer import _OverlapStatus
 
-from ddp_core._ddp import DistributedDataParallel
-from ddp_core._flat import FlatBucket
-from ddp_core._lane_groups import LaneGroup, borrow
-from ddp_core._launch import CommHook, Launcher
-from ddp_core._layout import arrange
-from ddp_core._reducer import Reducer
+from ddp_core.ddp.ddp import DistributedDataParallel
+from ddp_core.exchange.lane_groups import LaneGroup, borrow
+from ddp_core.reducer.flat import FlatBucket
+from ddp_core.reducer.launch import CommHook, Launcher
+from ddp_core.reducer.layout import arrange
+from ddp_core.reducer.reducer import Reducer
 
 __all__ = ["hook_with_zero_step", "hook_with_zero_step_interleaved"]
 
@@ -105,7 +105,7 @@ class _ZeroSteps:
     """Steps this rank's parameters of each averaged bucket; parameters travel from their owners.
 
     Args:
-        early: see :class:`ddp_core._optimizer.StepsInBackward`.
+        early: see :class:`ddp_core.reducer.optimizer.StepsInBackward`.
     """
 
     def __init__(

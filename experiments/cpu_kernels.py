@@ -24,7 +24,7 @@ import torch
 import typer
 from rich.progress import Progress
 
-from commhooks.kernels import _cpu
+from commhooks.kernels.runtime import cpu
 from experiments.kernel_cases import COPIED, Case, cases
 
 ENTRIES = 25 * 2**20 // 4
@@ -109,11 +109,11 @@ def main(
     ),
 ) -> None:
     """Prints the ratios; 1 is a copy of the bucket."""
-    if reason := _cpu.missing():
+    if reason := cpu.missing():
         sys.exit(f"experiments.cpu_kernels: {reason}")
-    best = _cpu.instruction_set()
+    best = cpu.instruction_set()
     if all_sets:
-        for name in _cpu.INSTRUCTION_SETS[1 : _cpu.INSTRUCTION_SETS.index(best)]:
+        for name in cpu.INSTRUCTION_SETS[1 : cpu.INSTRUCTION_SETS.index(best)]:
             command = [sys.executable, "-m", "experiments.cpu_kernels", "--turns", str(turns)]
             subprocess.run(
                 [*command, "--out", str(out)],

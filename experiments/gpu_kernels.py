@@ -24,7 +24,8 @@ import torch
 import typer
 from rich.progress import Progress
 
-from commhooks.kernels import _cuda, use_kernels
+from commhooks.kernels import use_kernels
+from commhooks.kernels.runtime import cuda
 from experiments.kernel_cases import COPIED, Case, cases
 
 LARGE, SMALL = 256 * 2**20 // 4, 25 * 2**20 // 4  # entries
@@ -147,14 +148,14 @@ def main(
     """Prints shares of a copy's bandwidth, and writes them with the versions used."""
     if not torch.cuda.is_available():
         sys.exit("experiments.gpu_kernels: torch sees no CUDA device")
-    if reason := _cuda.missing():
+    if reason := cuda.missing():
         sys.exit(f"experiments.gpu_kernels: {reason}")
     out.mkdir(parents=True, exist_ok=True)
     facts = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "CUDA of torch": torch.version.cuda,
-        "NVRTC": ".".join(map(str, _cuda._nvrtc_version())),
+        "NVRTC": ".".join(map(str, cuda._nvrtc_version())),
         "Python": platform.python_version(),
         **(_tests() if tests else {}),
     }

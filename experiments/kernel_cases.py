@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from commhooks.kernels import (
-    _op,
     blockwise,
     cast,
     levels,
@@ -26,6 +25,7 @@ from commhooks.kernels.blockwise import payload_bytes
 from commhooks.kernels.dct import dct_op
 from commhooks.kernels.hadamard import hadamard_op
 from commhooks.kernels.norms import finite_op, norms_op
+from commhooks.kernels.runtime import op as _op
 
 __all__ = ["COPIED", "Case", "cases"]
 

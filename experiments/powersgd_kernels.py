@@ -25,9 +25,9 @@ from rich.progress import track
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 
-from commhooks import ErrorFeedback, PowerSGD
-from commhooks._engine import Engine
-from commhooks._memory import Layout
+from commhooks import ErrorFeedback
+from commhooks.core.layout import Layout
+from commhooks.hook.engine import Engine
 from commhooks.kernels import (
     Matrices,
     decode_low_rank,
@@ -35,6 +35,7 @@ from commhooks.kernels import (
     multiply_right,
     orthonormalize,
 )
+from commhooks.schemes import PowerSGD
 from ddp_core import simulate
 
 Shapes = Sequence[tuple[int, int]]

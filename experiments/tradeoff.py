@@ -21,9 +21,9 @@ import typer
 from rich.progress import track
 from torch import Tensor
 
-from commhooks import Simulation, make, names
-from commhooks._cli import load_files
-from commhooks.trace import Trace, bits_per_entry, replay
+from commhooks import Simulation, make, scheme_names
+from commhooks.cli.app import load_files
+from commhooks.research.trace import Trace, bits_per_entry, replay
 
 WORLD_SIZE, STEPS, SHAPE = 4, 3, (512, 512)
 # Settings beyond the defaults, by name.
@@ -151,7 +151,9 @@ def main(
     """Prints the table, and draws the front."""
     load_files(file or [])
     averaging = [
-        name for name in names() if name not in SAME and make(name).traits.returns != "update"
+        name
+        for name in scheme_names()
+        if name not in SAME and make(name).traits.returns != "update"
     ]
     cases = [(name, options) for name in averaging for options in SETTINGS.get(name, [{}])]
     rows: list[dict[str, object]] = []

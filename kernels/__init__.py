@@ -1,6 +1,5 @@
 """Ops: numeric primitives of the schemes. The PyTorch definition of an op is its specification."""
 
-from ._op import implementations, op, use_kernels, warn_if_missing
 from .affine import dequantize_affine, quantize_affine
 from .bitmap import pack_bits, unpack_bits
 from .blockwise import FORMATS, dequantize, payload_bytes, quantize, requantize
@@ -20,6 +19,7 @@ from .norms import all_finite, norms
 from .philox import Stream
 from .random_k import gather_random, random_places, scatter_random
 from .rotated import dequantize_rotated, quantize_rotated
+from .runtime.op import implementations, op, use_kernels, warn_if_missing
 from .shared import dequantize_shared, largest_magnitudes, quantize_shared
 from .sparse import gather, scatter_add, top_k, top_k_sampled
 

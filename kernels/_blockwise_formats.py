@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ._arguments import check_whole, whole
+from .runtime.arguments import check_whole, whole
 
 __all__ = ["ALIGNMENT", "FORMATS", "Format", "Payload", "layout_of", "payload_bytes"]
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._arguments import whole
+from .runtime.arguments import whole
 
 __all__ = ["Matrices", "OnDevice", "matrices_of", "on_device", "runs_of"]
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from . import _cpu, _cuda
-from ._op import check, op
+from .runtime import cpu, cuda
+from .runtime.op import check, op
 
 __all__ = ["dequantize_affine", "quantize_affine"]
 
@@ -134,12 +134,12 @@ def _check(
 @quantize_affine_op.kernel("cpu")
 def _quantize_cpu(x: Tensor, levels: Tensor, scale: Tensor, zero: Tensor, block: int) -> None:
     arguments = (x, x.numel(), block, levels, scale, zero)
-    _cpu.call("quantize_affine", _cpu.DTYPES[x.dtype], *arguments)
+    cpu.call("quantize_affine", cpu.DTYPES[x.dtype], *arguments)
 
 
 @quantize_affine_op.kernel("cuda")
 def _quantize_cuda(x: Tensor, levels: Tensor, scale: Tensor, zero: Tensor, block: int) -> None:
-    n, t, blocks = x.numel(), _cuda.DTYPES[x.dtype], scale.numel()
+    n, t, blocks = x.numel(), cuda.DTYPES[x.dtype], scale.numel()
     chunks = -(-min(block, n) // _CHUNK)
     extents = torch.empty(3 * chunks * blocks, device=x.device)
     for name, warps, arguments in (
@@ -147,7 +147,7 @@ def _quantize_cuda(x: Tensor, levels: Tensor, scale: Tensor, zero: Tensor, block
         ("affine_scales", blocks, (extents, chunks, blocks, scale, zero)),
         (f"affine_levels<{t}>", n // 256 + 1, (x, n, block, scale, zero, levels)),
     ):
-        _cuda.launch("affine.cu", name, x.device, warps, arguments)
+        cuda.launch("affine.cu", name, x.device, warps, arguments)
 
 
 @dequantize_affine_op.kernel("cpu")
@@ -161,7 +161,7 @@ def _dequantize_cpu(
     out: Tensor,
 ) -> None:
     arguments = (levels, out.numel(), block, scale, zero, factor, accumulate, out)
-    _cpu.call("dequantize_affine", _cpu.DTYPES[out.dtype], *arguments)
+    cpu.call("dequantize_affine", cpu.DTYPES[out.dtype], *arguments)
 
 
 @dequantize_affine_op.kernel("cuda")
@@ -174,6 +174,6 @@ def _dequantize_cuda(
     accumulate: bool,
     out: Tensor,
 ) -> None:
-    n, name = out.numel(), f"affine_entries<{_cuda.DTYPES[out.dtype]}>"
+    n, name = out.numel(), f"affine_entries<{cuda.DTYPES[out.dtype]}>"
     arguments = (levels, n, block, scale, zero, factor, accumulate, out)
-    _cuda.launch("affine.cu", name, out.device, n // 256 + 1, arguments)
+    cuda.launch("affine.cu", name, out.device, n // 256 + 1, arguments)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import _cpu, _cuda
-from ._op import check, op
+from .runtime import cpu, cuda
+from .runtime.op import check, op
 
 __all__ = ["pack_bits", "unpack_bits"]
 
@@ -60,21 +60,21 @@ _PLACES = torch.arange(8, dtype=torch.uint8)
 
 @pack_bits_op.kernel("cpu")
 def _pack_cpu(bits: Tensor, packed: Tensor) -> None:
-    _cpu.call("pack_bits", bits, bits.numel(), packed)
+    cpu.call("pack_bits", bits, bits.numel(), packed)
 
 
 @pack_bits_op.kernel("cuda")
 def _pack_cuda(bits: Tensor, packed: Tensor) -> None:
     n = bits.numel()
-    _cuda.launch("bitmap.cu", "pack_bits", bits.device, n // 256 + 1, (bits, n, packed))
+    cuda.launch("bitmap.cu", "pack_bits", bits.device, n // 256 + 1, (bits, n, packed))
 
 
 @unpack_bits_op.kernel("cpu")
 def _unpack_cpu(packed: Tensor, bits: Tensor) -> None:
-    _cpu.call("unpack_bits", packed, bits.numel(), bits)
+    cpu.call("unpack_bits", packed, bits.numel(), bits)
 
 
 @unpack_bits_op.kernel("cuda")
 def _unpack_cuda(packed: Tensor, bits: Tensor) -> None:
     n = bits.numel()
-    _cuda.launch("bitmap.cu", "unpack_bits", bits.device, n // 256 + 1, (packed, n, bits))
+    cuda.launch("bitmap.cu", "unpack_bits", bits.device, n // 256 + 1, (packed, n, bits))

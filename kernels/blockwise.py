@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from . import _blockwise_definition as definition
-from . import _cpu, _cuda, philox
-from ._arguments import check_whole
+from . import philox
 from ._blockwise_formats import ALIGNMENT, FORMATS, Payload, layout_of, payload_bytes
-from ._op import check, op
+from .runtime import cpu, cuda
+from .runtime.arguments import check_whole
+from .runtime.op import check, op
 
 __all__ = ["FORMATS", "dequantize", "payload_bytes", "quantize", "requantize"]
 
@@ -254,17 +255,17 @@ def check_feedback(
 
 @quantize_op.kernel("cpu")
 def _quantize_cpu(x: Tensor, payload: Tensor, format: str, block: int, *rest: Any) -> None:
-    numbers = (FORMATS[format].number, _cpu.DTYPES[x.dtype], block)
+    numbers = (FORMATS[format].number, cpu.DTYPES[x.dtype], block)
     layout = Payload(FORMATS[format], block, x.numel())
-    _cpu.call("quantize", *numbers, x, layout.n, *rest, *parts(payload, layout))
+    cpu.call("quantize", *numbers, x, layout.n, *rest, *parts(payload, layout))
 
 
 @quantize_op.kernel("cuda")
 def _quantize_cuda(x: Tensor, payload: Tensor, format: str, block: int, *rest: Any) -> None:
     layout = Payload(FORMATS[format], block, x.numel())
-    name = f"quantize<{layout.format.cpp}, {_cuda.DTYPES[x.dtype]}, {block}>"
+    name = f"quantize<{layout.format.cpp}, {cuda.DTYPES[x.dtype]}, {block}>"
     arguments = (x, layout.n, *rest, *parts(aligned(payload), layout))
-    _cuda.launch("blockwise.cu", name, x.device, layout.n // max(block, 256) + 1, arguments)
+    cuda.launch("blockwise.cu", name, x.device, layout.n // max(block, 256) + 1, arguments)
 
 
 def parts(payload: Tensor, layout: Payload) -> tuple[Tensor, int, int]:
@@ -284,9 +285,9 @@ def _dequantize_cpu(
     payloads: Tensor, out: Tensor, format: str, block: int, factor: float, accumulate: bool
 ) -> None:
     layout = Payload(FORMATS[format], block, out.numel())
-    _cpu.call(
+    cpu.call(
         "dequantize",
-        *(layout.format.number, _cpu.DTYPES[out.dtype]),
+        *(layout.format.number, cpu.DTYPES[out.dtype]),
         *_decoded(payloads, layout, factor, accumulate, out),
     )
 
@@ -296,9 +297,9 @@ def _dequantize_cuda(
     payloads: Tensor, out: Tensor, format: str, block: int, factor: float, accumulate: bool
 ) -> None:
     layout = Payload(FORMATS[format], block, out.numel())
-    name = f"dequantize<{layout.format.cpp}, {_cuda.DTYPES[out.dtype]}>"
+    name = f"dequantize<{layout.format.cpp}, {cuda.DTYPES[out.dtype]}>"
     arguments = _decoded(aligned(payloads), layout, factor, accumulate, out)
-    _cuda.launch("blockwise.cu", name, out.device, layout.n // 256 + 1, arguments)
+    cuda.launch("blockwise.cu", name, out.device, layout.n // 256 + 1, arguments)
 
 
 def _decoded(
@@ -321,7 +322,7 @@ def _requantize_cpu(
 ) -> None:
     layout = Payload(FORMATS[format], block, n)
     source = (payloads, payloads.stride(0), len(payloads), factor, n)
-    _cpu.call("requantize", layout.format.number, block, *source, *rest, *parts(payload, layout))
+    cpu.call("requantize", layout.format.number, block, *source, *rest, *parts(payload, layout))
 
 
 @requantize_op.kernel("cuda")
@@ -338,4 +339,4 @@ def _requantize_cuda(
     name = f"requantize<{layout.format.cpp}, {block}>"
     source = (aligned(payloads), payloads.stride(0), len(payloads), factor, n)
     arguments = (*source, *rest, *parts(aligned(payload), layout))
-    _cuda.launch("blockwise.cu", name, payloads.device, n // max(block, 256) + 1, arguments)
+    cuda.launch("blockwise.cu", name, payloads.device, n // max(block, 256) + 1, arguments)

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _cpu, _cuda, philox
-from ._op import check, op
+from . import philox
+from .runtime import cpu, cuda
+from .runtime.op import check, op
 
 __all__ = ["scaled_cast"]
 
@@ -83,12 +84,12 @@ def _is_double(x: Tensor, out: Tensor, *rest: Any) -> bool:
 
 @cast_op.kernel("cpu")
 def _cast_cpu(x: Tensor, out: Tensor, scale: float, *key: Any) -> None:
-    dtypes = (_cpu.DTYPES[x.dtype], _cpu.DTYPES[out.dtype])
-    _cpu.call("cast", *dtypes, x, x.numel(), scale, *key, out)
+    dtypes = (cpu.DTYPES[x.dtype], cpu.DTYPES[out.dtype])
+    cpu.call("cast", *dtypes, x, x.numel(), scale, *key, out)
 
 
 @cast_op.kernel("cuda")
 def _cast_cuda(x: Tensor, out: Tensor, scale: float, *key: Any) -> None:
-    name = f"cast<{_cuda.DTYPES[x.dtype]}, {_cuda.DTYPES[out.dtype]}>"
+    name = f"cast<{cuda.DTYPES[x.dtype]}, {cuda.DTYPES[out.dtype]}>"
     arguments = (x, x.numel(), scale, *key, out)
-    _cuda.launch("cast.cu", name, x.device, x.numel() // 256 + 1, arguments)
+    cuda.launch("cast.cu", name, x.device, x.numel() // 256 + 1, arguments)

@@ -8,9 +8,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from . import _cpu, _cuda
-from ._arguments import as_flag, as_tensor
-from ._op import check, op
+from .runtime import cpu, cuda
+from .runtime.arguments import as_flag, as_tensor
+from .runtime.op import check, op
 
 __all__ = ["CHUNK", "dct"]
 
@@ -64,9 +64,9 @@ def _check(x: Tensor, columns: Tensor, out: Tensor) -> None:
 
 @dct_op.kernel("cpu")
 def _dct_cpu(x: Tensor, columns: Tensor, out: Tensor) -> None:
-    _cpu.call("dct", x, x.numel(), columns, out)
+    cpu.call("dct", x, x.numel(), columns, out)
 
 
 @dct_op.kernel("cuda")
 def _dct_cuda(x: Tensor, columns: Tensor, out: Tensor) -> None:
-    _cuda.launch("dct.cu", "dct", x.device, x.numel() // CHUNK + 1, (x, x.numel(), columns, out))
+    cuda.launch("dct.cu", "dct", x.device, x.numel() // CHUNK + 1, (x, x.numel(), columns, out))

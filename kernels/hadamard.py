@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _cpu, _cuda, philox
-from ._op import check, op
+from . import philox
+from .runtime import cpu, cuda
+from .runtime.op import check, op
 
 __all__ = ["hadamard"]
 
@@ -75,11 +76,11 @@ def check_signs(caller: str, name: str, x: Tensor, step: Tensor, *key: int) -> N
 
 @hadamard_op.kernel("cpu")
 def _hadamard_cpu(x: Tensor, out: Tensor, block: int, inverse: bool, *key: Any) -> None:
-    _cpu.call("hadamard", block, x, x.numel(), block**-0.5, inverse, *key, out)
+    cpu.call("hadamard", block, x, x.numel(), block**-0.5, inverse, *key, out)
 
 
 @hadamard_op.kernel("cuda")
 def _hadamard_cuda(x: Tensor, out: Tensor, block: int, inverse: bool, *key: Any) -> None:
     arguments = (x, x.numel(), block**-0.5, inverse, *key, out)
     warps = x.numel() // max(block, 256) + 1
-    _cuda.launch("hadamard.cu", f"hadamard<{block}>", x.device, warps, arguments)
+    cuda.launch("hadamard.cu", f"hadamard<{block}>", x.device, warps, arguments)

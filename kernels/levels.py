@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _cpu, _cuda
-from ._arguments import as_tensor
-from ._op import check, op
+from .runtime import cpu, cuda
+from .runtime.arguments import as_tensor
+from .runtime.op import check, op
 
 __all__ = ["dequantize_levels", "quantize_levels"]
 
@@ -194,7 +194,7 @@ def _quantize_cpu(
     x: Tensor, table: Tensor, scales: Tensor, codes: Tensor, left: Tensor | None, block: int
 ) -> None:
     arguments = (x, x.numel(), block, math.sqrt(block), table, scales, codes, left)
-    _cpu.call("quantize_levels", (table.numel() + 1) // 2, *arguments)
+    cpu.call("quantize_levels", (table.numel() + 1) // 2, *arguments)
 
 
 @quantize_levels_op.kernel("cuda")
@@ -203,7 +203,7 @@ def _quantize_cuda(
 ) -> None:
     name, blocks = f"quantize_levels<{_bits(_split(table)[0])}>", scales.numel()
     arguments = (x, blocks, block, math.sqrt(block), table, scales, codes, left)
-    _cuda.launch("levels.cu", name, x.device, blocks, arguments)
+    cuda.launch("levels.cu", name, x.device, blocks, arguments)
 
 
 @dequantize_levels_op.kernel("cpu")
@@ -211,7 +211,7 @@ def _dequantize_cpu(
     scales: Tensor, codes: Tensor, table: Tensor, out: Tensor, block: int, accumulate: bool
 ) -> None:
     arguments = (scales, codes, table, out.numel(), block, accumulate, out)
-    _cpu.call("dequantize_levels", (table.numel() + 1) // 2, *arguments)
+    cpu.call("dequantize_levels", (table.numel() + 1) // 2, *arguments)
 
 
 @dequantize_levels_op.kernel("cuda")
@@ -220,4 +220,4 @@ def _dequantize_cuda(
 ) -> None:
     name, blocks = f"dequantize_levels<{_bits(_split(table)[0])}>", scales.numel()
     arguments: tuple[Any, ...] = (scales, codes, table, blocks, block, accumulate, out)
-    _cuda.launch("levels.cu", name, out.device, blocks, arguments)
+    cuda.launch("levels.cu", name, out.device, blocks, arguments)

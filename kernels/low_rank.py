@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import _cpu, _cuda
 from ._matrices import Matrices, matrices_of, on_device, runs_of
-from ._op import check, op
+from .runtime import cpu, cuda
+from .runtime.op import check, op
 
 __all__ = [
     "Matrices",
@@ -316,14 +316,14 @@ def _multiply_right_cpu(
     right: Tensor,
     left: Tensor,
 ) -> None:
-    source = (_cpu.DTYPES[x.dtype], table, len(table) - 1, x)
-    _cpu.call("multiply_right", *source, residual, total, right, left)
+    source = (cpu.DTYPES[x.dtype], table, len(table) - 1, x)
+    cpu.call("multiply_right", *source, residual, total, right, left)
 
 
 @multiply_left_op.kernel("cpu")
 def _multiply_left_cpu(x: Tensor, table: Tensor, left: Tensor, right: Tensor) -> None:
-    source = (_cpu.DTYPES[x.dtype], table, len(table) - 1, x)
-    _cpu.call("multiply_left", *source, left, right)
+    source = (cpu.DTYPES[x.dtype], table, len(table) - 1, x)
+    cpu.call("multiply_left", *source, left, right)
 
 
 @expand_op.kernel("cpu")
@@ -337,25 +337,25 @@ def _expand_cpu(
     unsent: Tensor | None,
     out: Tensor,
 ) -> None:
-    source = (_cpu.DTYPES[out.dtype], table, len(table) - 1, left, right)
-    _cpu.call("expand", *source, sent_left, sent_right, total, unsent, out)
+    source = (cpu.DTYPES[out.dtype], table, len(table) - 1, left, right)
+    cpu.call("expand", *source, sent_left, sent_right, total, unsent, out)
 
 
 @orthonormalize_op.kernel("cpu")
 def _orthonormalize_cpu(left: Tensor, table: Tensor) -> None:
-    _cpu.call("orthonormalize", table, len(table) - 1, left)
+    cpu.call("orthonormalize", table, len(table) - 1, left)
 
 
 @unit_rows_op.kernel("cpu")
 def _unit_rows_cpu(right: Tensor, fresh: Tensor, table: Tensor) -> None:
-    _cpu.call("unit_rows", table, len(table) - 1, fresh, right)
+    cpu.call("unit_rows", table, len(table) - 1, fresh, right)
 
 
 # CUDA kernels ----------------------------------------------------------------------------------
 
 
 def _launch(like: Tensor, kernel: str, warps: int, *arguments: Tensor | float | None) -> None:
-    _cuda.launch("low_rank.cu", kernel, like.device, warps, arguments)
+    cuda.launch("low_rank.cu", kernel, like.device, warps, arguments)
 
 
 @multiply_right_op.kernel("cuda")
@@ -370,7 +370,7 @@ def _multiply_right_cuda(
     found = on_device(table, x.device)
     sums = torch.empty(found.block_sums, device=x.device)
     source = (found.table, found.matrices, found.block_tasks, x, residual, total, right, sums)
-    _launch(x, f"multiply_right<{_cuda.DTYPES[x.dtype]}>", found.block_tasks, *source)
+    _launch(x, f"multiply_right<{cuda.DTYPES[x.dtype]}>", found.block_tasks, *source)
     _launch(
         x,
         "add_segments",
@@ -388,7 +388,7 @@ def _multiply_left_cuda(x: Tensor, table: Tensor, left: Tensor, right: Tensor) -
     found = on_device(table, x.device)
     sums = torch.empty(found.chunk_sums, device=x.device)
     source = (found.table, found.matrices, found.chunk_tasks, x, left, sums)
-    _launch(x, f"multiply_left<{_cuda.DTYPES[x.dtype]}>", found.chunk_tasks, *source)
+    _launch(x, f"multiply_left<{cuda.DTYPES[x.dtype]}>", found.chunk_tasks, *source)
     _launch(
         x,
         "add_chunks",
@@ -414,7 +414,7 @@ def _expand_cuda(
 ) -> None:
     found = on_device(table, out.device)
     source = (found.table, found.matrices, found.block_tasks, left, right, sent_left, sent_right)
-    kernel = f"expand<{_cuda.DTYPES[out.dtype]}>"
+    kernel = f"expand<{cuda.DTYPES[out.dtype]}>"
     _launch(out, kernel, found.block_tasks, *source, total, unsent, out)
 
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from . import _cpu, _cuda
-from ._op import check, op
+from .runtime import cpu, cuda
+from .runtime.op import check, op
 
 __all__ = ["all_finite", "norms"]
 
@@ -89,27 +89,27 @@ def _check_norms(x: Tensor, out: Tensor) -> None:
 
 @finite_op.kernel("cpu")
 def _finite_cpu(x: Tensor, answer: Tensor) -> None:
-    _cpu.call("finite", _cpu.DTYPES[x.dtype], x, x.numel(), answer)
+    cpu.call("finite", cpu.DTYPES[x.dtype], x, x.numel(), answer)
 
 
 @finite_op.kernel("cuda")
 def _finite_cuda(x: Tensor, answer: Tensor) -> None:
     answer.fill_(True)
     arguments = (x, x.numel(), answer)
-    _cuda.launch("norms.cu", f"finite<{_cuda.DTYPES[x.dtype]}>", x.device, _tasks(x), arguments)
+    cuda.launch("norms.cu", f"finite<{cuda.DTYPES[x.dtype]}>", x.device, _tasks(x), arguments)
 
 
 @norms_op.kernel("cpu")
 def _norms_cpu(x: Tensor, out: Tensor) -> None:
-    _cpu.call("norms", _cpu.DTYPES[x.dtype], x, x.numel(), out)
+    cpu.call("norms", cpu.DTYPES[x.dtype], x, x.numel(), out)
 
 
 @norms_op.kernel("cuda")
 def _norms_cuda(x: Tensor, out: Tensor) -> None:
     sums = torch.empty(3 * _tasks(x), dtype=torch.float64, device=x.device)
     arguments = (x, x.numel(), sums)
-    _cuda.launch("norms.cu", f"norms<{_cuda.DTYPES[x.dtype]}>", x.device, _tasks(x), arguments)
-    _cuda.launch("norms.cu", "add_norms", x.device, 1, (sums, _tasks(x), out))
+    cuda.launch("norms.cu", f"norms<{cuda.DTYPES[x.dtype]}>", x.device, _tasks(x), arguments)
+    cuda.launch("norms.cu", "add_norms", x.device, 1, (sums, _tasks(x), out))
 
 
 def _tasks(x: Tensor) -> int:

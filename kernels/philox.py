@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._arguments import check_whole, whole
+from .runtime.arguments import check_whole, whole
 
 __all__ = [
     "SIGNS",

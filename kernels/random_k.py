@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _cpu, _cuda, philox
-from ._op import check, op
+from . import philox
+from .runtime import cpu, cuda
+from .runtime.op import check, op
 
 __all__ = ["gather_random", "random_places", "scatter_random"]
 
@@ -157,8 +158,8 @@ def _check_sizes(caller: str, n: int, k: int) -> None:
 def _gather_random_cpu(
     x: Tensor, values: Tensor, residual: Tensor | None, left: Tensor | None, *key: Any
 ) -> None:
-    source = (_cpu.DTYPES[x.dtype], x, x.numel(), residual, left)
-    _cpu.call("gather_random", *source, *key, values, values.numel())
+    source = (cpu.DTYPES[x.dtype], x, x.numel(), residual, left)
+    cpu.call("gather_random", *source, *key, values, values.numel())
 
 
 @gather_random_op.kernel("cuda")
@@ -166,16 +167,16 @@ def _gather_random_cuda(
     x: Tensor, values: Tensor, residual: Tensor | None, left: Tensor | None, *key: Any
 ) -> None:
     """The sum goes to ``left`` first, if it is asked for; then the drawn places are read."""
-    t, n, k = _cuda.DTYPES[x.dtype], x.numel(), values.numel()
+    t, n, k = cuda.DTYPES[x.dtype], x.numel(), values.numel()
     if left is not None:
-        _cuda.launch("random_k.cu", f"add<{t}>", x.device, n // 256 + 1, (x, n, residual, left))
+        cuda.launch("random_k.cu", f"add<{t}>", x.device, n // 256 + 1, (x, n, residual, left))
     arguments = (x, n, left, *key, values, k)
-    _cuda.launch("random_k.cu", f"gather_random<{t}>", x.device, k // 128 + 1, arguments)
+    cuda.launch("random_k.cu", f"gather_random<{t}>", x.device, k // 128 + 1, arguments)
 
 
 @scatter_random_op.kernel("cpu")
 def _scatter_random_cpu(values: Tensor, out: Tensor, factor: float, *key: Any) -> None:
-    _cpu.call("scatter_random", values, values.numel(), factor, *key, out, out.numel())
+    cpu.call("scatter_random", values, values.numel(), factor, *key, out, out.numel())
 
 
 @scatter_random_op.kernel("cuda")
@@ -183,4 +184,4 @@ def _scatter_random_cuda(values: Tensor, out: Tensor, factor: float, *key: Any) 
     out.zero_()
     arguments = (values, values.numel(), factor, *key, out, out.numel())
     warps = values.numel() // 128 + 1
-    _cuda.launch("random_k.cu", "scatter_random", out.device, warps, arguments)
+    cuda.launch("random_k.cu", "scatter_random", out.device, warps, arguments)

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from . import _blockwise_definition as definition
-from . import _cpu, _cuda, philox
+from . import philox
 from ._blockwise_formats import FORMATS, Payload, layout_of
-from ._op import check, op
 from .blockwise import aligned, check_feedback, check_payload, check_payloads, parts
 from .hadamard import check_signs, hadamard_op
+from .runtime import cpu, cuda
+from .runtime.op import check, op
 
 __all__ = ["dequantize_rotated", "quantize_rotated"]
 
@@ -185,32 +186,32 @@ def _check_blocks(caller: str, n: int, format: str, block: int) -> None:
 @quantize_rotated_op.kernel("cpu")
 def _quantize_cpu(x: Tensor, payload: Tensor, format: str, block: int, *rest: Any) -> None:
     layout = Payload(FORMATS[format], block, x.numel())
-    numbers = (layout.format.number, _cpu.DTYPES[x.dtype], block)
+    numbers = (layout.format.number, cpu.DTYPES[x.dtype], block)
     arguments = (x, layout.n, block**-0.5, *rest, *parts(payload, layout))
-    _cpu.call("quantize_rotated", *numbers, *arguments)
+    cpu.call("quantize_rotated", *numbers, *arguments)
 
 
 @quantize_rotated_op.kernel("cuda")
 def _quantize_cuda(x: Tensor, payload: Tensor, format: str, block: int, *rest: Any) -> None:
     layout = Payload(FORMATS[format], block, x.numel())
-    name = f"quantize_rotated<{layout.format.cpp}, {_cuda.DTYPES[x.dtype]}, {block}>"
+    name = f"quantize_rotated<{layout.format.cpp}, {cuda.DTYPES[x.dtype]}, {block}>"
     arguments = (x, layout.n, block**-0.5, *rest, *parts(aligned(payload), layout))
-    _cuda.launch("rotated.cu", name, x.device, layout.n // max(block, 256) + 1, arguments)
+    cuda.launch("rotated.cu", name, x.device, layout.n // max(block, 256) + 1, arguments)
 
 
 @dequantize_rotated_op.kernel("cpu")
 def _dequantize_cpu(payloads: Tensor, out: Tensor, format: str, block: int, *rest: Any) -> None:
     layout = Payload(FORMATS[format], block, out.numel())
-    numbers = (layout.format.number, _cpu.DTYPES[out.dtype], block)
-    _cpu.call("dequantize_rotated", *numbers, *_source(payloads, layout, *rest), out)
+    numbers = (layout.format.number, cpu.DTYPES[out.dtype], block)
+    cpu.call("dequantize_rotated", *numbers, *_source(payloads, layout, *rest), out)
 
 
 @dequantize_rotated_op.kernel("cuda")
 def _dequantize_cuda(payloads: Tensor, out: Tensor, format: str, block: int, *rest: Any) -> None:
     layout = Payload(FORMATS[format], block, out.numel())
-    name = f"dequantize_rotated<{layout.format.cpp}, {_cuda.DTYPES[out.dtype]}, {block}>"
+    name = f"dequantize_rotated<{layout.format.cpp}, {cuda.DTYPES[out.dtype]}, {block}>"
     arguments = (*_source(aligned(payloads), layout, *rest), out)
-    _cuda.launch("rotated.cu", name, out.device, layout.n // max(block, 256) + 1, arguments)
+    cuda.launch("rotated.cu", name, out.device, layout.n // max(block, 256) + 1, arguments)
 
 
 def _source(

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from . import _cpu, _cuda, philox
-from ._arguments import check_whole
-from ._op import check, op
+from . import philox
 from .blockwise import check_feedback
+from .runtime import cpu, cuda
+from .runtime.arguments import check_whole
+from .runtime.op import check, op
 
 __all__ = ["dequantize_shared", "largest_magnitudes", "quantize_shared"]
 
@@ -207,13 +208,13 @@ def _check(caller: str, x: Tensor, block: int, magnitudes: Tensor, levels: int =
 @magnitudes_op.kernel("cpu")
 def _magnitudes_cpu(x: Tensor, residual: Tensor | None, out: Tensor, block: int) -> None:
     arguments = (x, residual, x.numel(), block, out)
-    _cpu.call("largest_magnitudes", _cpu.DTYPES[x.dtype], *arguments)
+    cpu.call("largest_magnitudes", cpu.DTYPES[x.dtype], *arguments)
 
 
 @magnitudes_op.kernel("cuda")
 def _magnitudes_cuda(x: Tensor, residual: Tensor | None, out: Tensor, block: int) -> None:
-    name, n = f"largest_magnitudes<{_cuda.DTYPES[x.dtype]}>", x.numel()
-    _cuda.launch("shared.cu", name, x.device, out.numel(), (x, residual, n, block, out))
+    name, n = f"largest_magnitudes<{cuda.DTYPES[x.dtype]}>", x.numel()
+    cuda.launch("shared.cu", name, x.device, out.numel(), (x, residual, n, block, out))
 
 
 @quantize_shared_op.kernel("cpu")
@@ -228,7 +229,7 @@ def _quantize_cpu(
     *key: Any,
 ) -> None:
     arguments = (x, residual, x.numel(), block, magnitudes, float(levels), *key, codes, left)
-    _cpu.call("quantize_shared", _cpu.DTYPES[x.dtype], *arguments)
+    cpu.call("quantize_shared", cpu.DTYPES[x.dtype], *arguments)
 
 
 @quantize_shared_op.kernel("cuda")
@@ -242,9 +243,9 @@ def _quantize_cuda(
     levels: int,
     *key: Any,
 ) -> None:
-    name, n = f"quantize_shared<{_cuda.DTYPES[x.dtype]}>", x.numel()
+    name, n = f"quantize_shared<{cuda.DTYPES[x.dtype]}>", x.numel()
     arguments = (x, residual, n, block, magnitudes, float(levels), *key, codes, left)
-    _cuda.launch("shared.cu", name, x.device, n // 256 + 1, arguments)
+    cuda.launch("shared.cu", name, x.device, n // 256 + 1, arguments)
 
 
 @dequantize_shared_op.kernel("cpu")
@@ -252,13 +253,13 @@ def _dequantize_cpu(
     codes: Tensor, magnitudes: Tensor, out: Tensor, block: int, levels: int, factor: float
 ) -> None:
     arguments = (codes, out.numel(), block, magnitudes, float(levels), factor, out)
-    _cpu.call("dequantize_shared", _cpu.DTYPES[out.dtype], *arguments)
+    cpu.call("dequantize_shared", cpu.DTYPES[out.dtype], *arguments)
 
 
 @dequantize_shared_op.kernel("cuda")
 def _dequantize_cuda(
     codes: Tensor, magnitudes: Tensor, out: Tensor, block: int, levels: int, factor: float
 ) -> None:
-    name, n = f"dequantize_shared<{_cuda.DTYPES[out.dtype]}>", out.numel()
+    name, n = f"dequantize_shared<{cuda.DTYPES[out.dtype]}>", out.numel()
     arguments = (codes, n, block, magnitudes, float(levels), factor, out)
-    _cuda.launch("shared.cu", name, out.device, n // 256 + 1, arguments)
+    cuda.launch("shared.cu", name, out.device, n // 256 + 1, arguments)

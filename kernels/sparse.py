@@ -7,10 +7,10 @@ import math
 import torch
 from torch import Tensor
 
-from . import _cpu, _cuda
-from ._arguments import as_tensor
-from ._op import check, op
 from .blockwise import check_feedback
+from .runtime import cpu, cuda
+from .runtime.arguments import as_tensor
+from .runtime.op import check, op
 
 __all__ = ["gather", "scatter_add", "top_k", "top_k_sampled"]
 
@@ -262,7 +262,7 @@ def _top_k_cpu(
     room = min(n, 2 * k + _MARGIN)
     scratch = torch.empty(3, room, dtype=torch.int32)
     results = (indices, values, residual, left)
-    _cpu.call("top_k", _cpu.DTYPES[x.dtype], x, n, k, *results, scratch, room)
+    cpu.call("top_k", cpu.DTYPES[x.dtype], x, n, k, *results, scratch, room)
 
 
 @top_k_sampled_op.kernel("cpu")
@@ -272,7 +272,7 @@ def _top_k_sampled_cpu(
     n, place = x.numel(), _sample(x.numel(), k)[1] if k else 0
     results = (indices, values, residual, left)
     scratch = torch.empty(_SAMPLE, dtype=torch.int32)
-    _cpu.call("top_k_sampled", _cpu.DTYPES[x.dtype], x, n, k, place, *results, scratch)
+    cpu.call("top_k_sampled", cpu.DTYPES[x.dtype], x, n, k, place, *results, scratch)
 
 
 @gather_op.kernel("cpu")
@@ -280,8 +280,8 @@ def _gather_cpu(
     x: Tensor, indices: Tensor, values: Tensor, residual: Tensor | None, left: Tensor | None
 ) -> None:
     outside = torch.zeros((), dtype=torch.int64)
-    source = (_cpu.DTYPES[x.dtype], x, x.numel(), indices, indices.numel())
-    _cpu.call("gather", *source, values, residual, left, outside)
+    source = (cpu.DTYPES[x.dtype], x, x.numel(), indices, indices.numel())
+    cpu.call("gather", *source, values, residual, left, outside)
     if outside:
         raise ValueError(f"gather(indices): places below {x.numel()}, got others")
 
@@ -290,7 +290,7 @@ def _gather_cpu(
 def _scatter_add_cpu(indices: Tensor, values: Tensor, out: Tensor, factor: float) -> None:
     outside = torch.zeros((), dtype=torch.int64)
     source = (indices, values, indices.numel(), factor)
-    _cpu.call("scatter_add", *source, out, out.numel(), outside)
+    cpu.call("scatter_add", *source, out, out.numel(), outside)
     if outside:
         raise ValueError(f"scatter_add(indices): places below {out.numel()}, got others")
 
@@ -314,11 +314,11 @@ def _top_k_cuda(
     room = min(_TILE, 4 * -(-place * _TILE // size) + 32)
     tiles = -(-n // _TILE)
     work = torch.empty(_WORK_BYTES + 4 * (3 + 2 * room) * tiles, dtype=torch.uint8, device=x.device)
-    t = _cuda.DTYPES[x.dtype]
+    t = cuda.DTYPES[x.dtype]
     again = (x, left, n, k, work, room)
 
     def launch(name: str, warps: int, *arguments: Tensor | float | None) -> None:
-        _cuda.launch("sparse.cu", name, x.device, warps, arguments)
+        cuda.launch("sparse.cu", name, x.device, warps, arguments)
 
     one_block = 1
     launch(f"sample<{t}>", one_block, x, residual, n, k, place, work)
@@ -338,7 +338,7 @@ def _top_k_sampled_cuda(
     if k == 0:
         top_k_sampled_op.definition(x, k, indices, values, residual, left)
         return
-    tiles, place, t = -(-n // _TILE), _sample(n, k)[1], _cuda.DTYPES[x.dtype]
+    tiles, place, t = -(-n // _TILE), _sample(n, k)[1], cuda.DTYPES[x.dtype]
     work = torch.empty(_WORK_BYTES + 4 * 3 * tiles, dtype=torch.uint8, device=x.device)
     for name, warps, arguments in (
         (f"sample<{t}>", 1, (x, residual, n, k, place, work)),
@@ -346,7 +346,7 @@ def _top_k_sampled_cuda(
         ("scan", 1, (n, work, 0)),
         (f"take_reached<{t}>", tiles, (x, residual, left, n, k, work, indices, values)),
     ):
-        _cuda.launch("sparse.cu", name, x.device, warps, arguments)
+        cuda.launch("sparse.cu", name, x.device, warps, arguments)
 
 
 @gather_op.kernel("cuda")
@@ -354,11 +354,11 @@ def _gather_cuda(
     x: Tensor, indices: Tensor, values: Tensor, residual: Tensor | None, left: Tensor | None
 ) -> None:
     """Places outside give 0."""
-    t, n, k = _cuda.DTYPES[x.dtype], x.numel(), indices.numel()
+    t, n, k = cuda.DTYPES[x.dtype], x.numel(), indices.numel()
     if left is not None:
-        _cuda.launch("sparse.cu", f"add<{t}>", x.device, n // 256 + 1, (x, residual, left, n))
+        cuda.launch("sparse.cu", f"add<{t}>", x.device, n // 256 + 1, (x, residual, left, n))
     arguments = (x, left, n, indices, k, values)
-    _cuda.launch("sparse.cu", f"gather<{t}>", x.device, k // 32 + 1, arguments)
+    cuda.launch("sparse.cu", f"gather<{t}>", x.device, k // 32 + 1, arguments)
 
 
 @scatter_add_op.kernel("cuda")
@@ -367,4 +367,4 @@ def _scatter_add_cuda(indices: Tensor, values: Tensor, out: Tensor, factor: floa
     for places, entries in zip(indices, values.view(indices.shape), strict=True):
         arguments = (places, entries, places.numel(), factor, out, out.numel())
         warps = -(-places.numel() // 32)
-        _cuda.launch("sparse.cu", "scatter_add", out.device, warps, arguments)
+        cuda.launch("sparse.cu", "scatter_add", out.device, warps, arguments)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from commhooks._hook import comm_hook
 from commhooks.classic._launch import BucketFuture, Classic, HookFunction, classic_hook, classics
+from commhooks.hook.comm_hook import comm_hook
 
 __all__ = ["bf16_compress_wrapper", "fp16_compress_wrapper"]
 
@@ -46,7 +46,7 @@ def _wrap(hook: HookFunction, dtype: torch.dtype, name: str) -> HookFunction:
     if hook is comm_hook:
         raise TypeError(
             f"{name}: comm_hook casts by its scheme; use commhooks.register(model, ..., "
-            f"wire_dtype={str(dtype).removeprefix('torch.')!r}) or commhooks.Cast"
+            f"wire_dtype={str(dtype).removeprefix('torch.')!r}) or commhooks.wrappers.Cast"
         )
     inner = classics.get(hook)
     wrapped = _wrap_foreign(hook, dtype) if inner is None else _wrap_classic(inner, dtype)

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from commhooks._cast import Cast
-from commhooks._errors import HookNotAttachedError, RegistrationError
-from commhooks._scheme import Scheme
 from commhooks.classic._owner import Group, owner_of
+from commhooks.core.scheme import Scheme
+from commhooks.errors import HookNotAttachedError, RegistrationError
+from commhooks.wrappers.cast import Cast
 
 __all__ = [
     "BucketFuture",

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from commhooks._dense import Dense
-from commhooks._errors import RegistrationError
 from commhooks.classic._launch import BucketFuture, Wires, cast_payloads, classic_hook
 from commhooks.classic._owner import Group, Owner, owner_of
+from commhooks.core.dense import Dense
+from commhooks.errors import RegistrationError
 from commhooks.schemes.noop import Noop
 
 __all__ = ["PostLocalSGDState", "post_localSGD_hook"]

@@ -10,9 +10,9 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from commhooks._model import ddp_models
-from commhooks._scheme import Scheme
-from commhooks._state import HookState
+from commhooks.core.scheme import Scheme
+from commhooks.hook.parameters import ddp_models
+from commhooks.hook.state import HookState
 
 __all__ = ["Group", "Owner", "owner_of"]
 

@@ -14,15 +14,6 @@ import torch
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from commhooks import _checkpoint_hook
-from commhooks._errors import CheckpointError, RegistrationError
-from commhooks._feedback import ErrorFeedback
-from commhooks._handshake import handshake
-from commhooks._model import ddp_models
-from commhooks._schedules import DelayedStart
-from commhooks._scheme import Scheme
-from commhooks._settings import fitting
-from commhooks._state import HookState
 from commhooks.classic._launch import (
     BucketFuture,
     Launcher,
@@ -35,6 +26,15 @@ from commhooks.classic._owner import Group, Owner, owner_of
 from commhooks.classic._powersgd_parts import BATCHED, LAYERWISE, Counted, Inner, Kind
 from commhooks.classic._saved_alone import agree_on_parts
 from commhooks.classic._views import MemoryByBucket
+from commhooks.core.scheme import Scheme
+from commhooks.core.settings import fitting
+from commhooks.errors import CheckpointError, RegistrationError
+from commhooks.hook import saving as _checkpoint_hook
+from commhooks.hook.handshake import handshake
+from commhooks.hook.parameters import ddp_models
+from commhooks.hook.state import HookState
+from commhooks.wrappers.feedback import ErrorFeedback
+from commhooks.wrappers.schedules import DelayedStart
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 

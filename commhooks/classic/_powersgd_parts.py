@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from commhooks._memory import Layout
-from commhooks._scheme import Scheme
-from commhooks._state import HookState
 from commhooks.classic._owner import Group
+from commhooks.core.layout import Layout
+from commhooks.core.scheme import Scheme
+from commhooks.hook.state import HookState
 from commhooks.schemes.batched_powersgd import BatchedPowerSGD
 from commhooks.schemes.powersgd import PowerSGD, payload_numel
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from commhooks._checkpoint_form import read
-from commhooks._errors import CheckpointError
-from commhooks._feedback import RESIDUAL
+from commhooks.checkpoint.form import read
+from commhooks.errors import CheckpointError
+from commhooks.wrappers.feedback import RESIDUAL
 
 __all__ = ["agree_on_parts"]
 

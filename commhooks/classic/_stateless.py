@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from commhooks._cast import Cast
-from commhooks._dense import Dense
 from commhooks.classic._launch import BucketFuture, Wires, classic_hook, launch_on_group
 from commhooks.classic._owner import Group
+from commhooks.core.dense import Dense
 from commhooks.schemes.minmax import MinMax, MinMaxPerChannel
 from commhooks.schemes.noop import Noop
+from commhooks.wrappers.cast import Cast
 
 __all__ = [
     "allreduce_hook",

@@ -8,12 +8,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from commhooks._feedback import RESIDUAL
-from commhooks._memory import Layout
-from commhooks._state import HookState
 from commhooks.classic._powersgd_parts import Inner
+from commhooks.core.layout import Layout
+from commhooks.hook.state import HookState
 from commhooks.schemes.batched_powersgd import KEY as BATCHED_Q
 from commhooks.schemes.powersgd import KEY as LAYERWISE_Q
+from commhooks.wrappers.feedback import RESIDUAL
 
 __all__ = ["MemoryByBucket"]
 

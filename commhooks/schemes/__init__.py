@@ -2,6 +2,20 @@
 
 import importlib
 import pkgutil
+from typing import Any
+
+from commhooks.core.dense import Dense
+
+__all__ = ["Dense"]
+
+
+def __getattr__(name: str) -> Any:  # for type checkers, which cannot follow the loop below
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 for _file in pkgutil.iter_modules(__path__, f"{__name__}."):
-    importlib.import_module(_file.name)
+    _module = importlib.import_module(_file.name)
+    if not _file.name.rpartition(".")[2].startswith("_"):
+        _names: list[str] = getattr(_module, "__all__", [])
+        globals().update({name: getattr(_module, name) for name in _names})
+        __all__ += _names

@@ -10,11 +10,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from commhooks._bucket import Bucket
-from commhooks._memory import Layout
-from commhooks._scheme import Scheme
-from commhooks._slot import Slot
-from commhooks._step_info import StepInfo
+from commhooks.core.bucket import Bucket
+from commhooks.core.layout import Layout
+from commhooks.core.scheme import Scheme
+from commhooks.core.slot import Slot
+from commhooks.core.step_info import StepInfo
 from commhooks.kernels import all_finite
 from commhooks.schemes._low_rank_plan import as_matrix, compressed_rank
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from commhooks._memory import Layout
+from commhooks.core.layout import Layout
 from commhooks.kernels import Matrices
 
 __all__ = ["Plan", "as_matrix", "compressed_rank", "payload_numel", "plan_bucket"]

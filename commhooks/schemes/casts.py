@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from commhooks._cast import Cast
-from commhooks._dense import Dense
-from commhooks._packed import Draw, PackedCodec
-from commhooks._registry import register_scheme
-from commhooks._scheme import Scheme
+from commhooks.core.dense import Dense
+from commhooks.core.packed import Draw, PackedCodec
+from commhooks.core.registry import register_scheme
+from commhooks.core.scheme import Scheme
 from commhooks.kernels import scaled_cast
+from commhooks.wrappers.cast import Cast
 
 __all__ = ["TwoPhaseCast", "bf16", "fp16"]
 

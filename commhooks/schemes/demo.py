@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from commhooks._bucket import Bucket, Result, SchemeExchange
-from commhooks._memory import Layout
-from commhooks._registry import register_scheme
-from commhooks._scheme import Scheme
-from commhooks._slot import Slot
-from commhooks._traits import Traits
+from commhooks.core.bucket import Bucket, Result, SchemeExchange
+from commhooks.core.layout import Layout
+from commhooks.core.registry import register_scheme
+from commhooks.core.scheme import Scheme
+from commhooks.core.slot import Slot
+from commhooks.core.traits import Traits
 from commhooks.kernels import dct, scatter_add
 from ddp_core import AllGather
 

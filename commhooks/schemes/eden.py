@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from commhooks._packed import Draw, PackedCodec, Pattern
-from commhooks._registry import register_scheme
-from commhooks._traits import ErrorKind, Unbiased
+from commhooks.core.packed import Draw, PackedCodec, Pattern
+from commhooks.core.registry import register_scheme
+from commhooks.core.traits import ErrorKind, Unbiased
 from commhooks.kernels import dequantize_levels, hadamard, quantize_levels
 
 __all__ = ["Eden"]

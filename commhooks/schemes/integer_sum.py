@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from commhooks._bucket import Bucket, SchemeExchange, nan_unless
-from commhooks._registry import register_scheme
-from commhooks._scheme import Scheme
-from commhooks._slot import Number
-from commhooks._step_info import StepInfo
-from commhooks._traits import Biased, Traits, Unbiased
+from commhooks.core.bucket import Bucket, SchemeExchange, nan_unless
+from commhooks.core.registry import register_scheme
+from commhooks.core.scheme import Scheme
+from commhooks.core.slot import Number
+from commhooks.core.step_info import StepInfo
+from commhooks.core.traits import Biased, Traits, Unbiased
 from commhooks.kernels import all_finite, dequantize_shared, largest_magnitudes, quantize_shared
 from ddp_core import AllReduce
 

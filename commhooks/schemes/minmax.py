@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from commhooks._bucket import Bucket
-from commhooks._registry import register_scheme
-from commhooks._scheme import Codec
-from commhooks._traits import Biased, Traits
+from commhooks.core.bucket import Bucket
+from commhooks.core.registry import register_scheme
+from commhooks.core.scheme import Codec
+from commhooks.core.traits import Biased, Traits
 from commhooks.kernels import dequantize_affine, quantize_affine
 
 __all__ = ["MinMax", "MinMaxPerChannel"]

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from commhooks._bucket import Bucket, Result, SchemeExchange, nan_unless
-from commhooks._registry import register_scheme
-from commhooks._scheme import Scheme
-from commhooks._slot import Slot
-from commhooks._step_info import StepInfo
-from commhooks._traits import Biased, Traits
+from commhooks.core.bucket import Bucket, Result, SchemeExchange, nan_unless
+from commhooks.core.registry import register_scheme
+from commhooks.core.scheme import Scheme
+from commhooks.core.slot import Slot
+from commhooks.core.step_info import StepInfo
+from commhooks.core.traits import Biased, Traits
 from commhooks.kernels import (
     all_finite,
     decode_low_rank,

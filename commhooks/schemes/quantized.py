@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from commhooks._packed import Draw, PackedCodec, Pattern
-from commhooks._registry import register_scheme
-from commhooks._scheme import Scheme
-from commhooks._traits import Biased, ErrorKind, Unbiased
+from commhooks.core.packed import Draw, PackedCodec, Pattern
+from commhooks.core.registry import register_scheme
+from commhooks.core.scheme import Scheme
+from commhooks.core.traits import Biased, ErrorKind, Unbiased
 from commhooks.kernels import (
     FORMATS,
     dequantize,

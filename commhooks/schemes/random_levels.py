@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from commhooks._bucket import Bucket
-from commhooks._registry import register_scheme
-from commhooks._scheme import Codec, Scheme
-from commhooks._traits import Traits, Unbiased
+from commhooks.core.bucket import Bucket
+from commhooks.core.registry import register_scheme
+from commhooks.core.scheme import Codec, Scheme
+from commhooks.core.traits import Traits, Unbiased
 
 __all__ = ["QSGD", "TernGrad"]
 

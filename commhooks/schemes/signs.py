@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from commhooks._packed import Draw, PackedCodec, Pattern
-from commhooks._registry import register_scheme
-from commhooks._traits import Biased, Traits
+from commhooks.core.packed import Draw, PackedCodec, Pattern
+from commhooks.core.registry import register_scheme
+from commhooks.core.traits import Biased, Traits
 from commhooks.kernels import all_finite, pack_bits, unpack_bits
 
 __all__ = ["SignSGD"]

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from commhooks._bucket import Bucket, Result, SchemeExchange, nan_unless
-from commhooks._packed import Draw, PackedCodec, Pattern
-from commhooks._registry import register_scheme
-from commhooks._scheme import Scheme
-from commhooks._traits import Biased, ErrorKind, Traits
+from commhooks.core.bucket import Bucket, Result, SchemeExchange, nan_unless
+from commhooks.core.packed import Draw, PackedCodec, Pattern
+from commhooks.core.registry import register_scheme
+from commhooks.core.scheme import Scheme
+from commhooks.core.traits import Biased, ErrorKind, Traits
 from commhooks.kernels import (
     Stream,
     all_finite,

@@ -12,33 +12,37 @@ from torch import Tensor
 
 import commhooks
 from commhooks import (
-    ACPSGD,
-    EF21,
-    AlignedTopK,
-    AveragedFeedback,
-    BatchedPowerSGD,
-    Cast,
     Codec,
-    Dense,
     ErrorFeedback,
-    Guard,
-    Layout,
-    PeriodicDense,
     PerParameter,
+    Rule,
+    Scheme,
+    Simulation,
+)
+from commhooks.cli.app import load_files
+from commhooks.core import Layout
+from commhooks.core.scheme import walk
+from commhooks.schemes import (
+    ACPSGD,
+    AlignedTopK,
+    BatchedPowerSGD,
+    Dense,
     PowerSGD,
     RandomBlock,
     RandomK,
-    Rule,
-    Scaled,
-    Scheme,
-    Simulation,
-    TwoPhase,
     TwoPhaseCast,
 )
-from commhooks._cli import load_files
-from commhooks._feedback import keeps_residual
-from commhooks._scheme import walk
-from commhooks.wire import Sealed
+from commhooks.wrappers import (
+    EF21,
+    AveragedFeedback,
+    Cast,
+    Guard,
+    PeriodicDense,
+    Scaled,
+    TwoPhase,
+)
+from commhooks.wrappers.feedback import keeps_residual
+from commhooks.wrappers.sealed import Sealed
 
 # Files with more schemes, to run all of this on them.
 load_files(
@@ -140,7 +144,7 @@ class Case(NamedTuple):
 def registered() -> list[str]:
     """The registered names, without those that only another name for the same scheme."""
     found: dict[str, str] = {}
-    for name in commhooks.names():
+    for name in commhooks.scheme_names():
         if not name.startswith("test_"):
             found.setdefault(repr(make(name)), name)
     return sorted(found.values())

@@ -10,9 +10,19 @@ import torch
 from torch import Tensor
 
 import commhooks
-from commhooks import Biased, Bucket, Codec, ErrorFeedback, Result, Scheme, Traits, Unbiased, _cast
-from commhooks._scheme import SchemeExchange
-from commhooks.conformance import LAWS, check_scheme
+from commhooks import (
+    Biased,
+    Bucket,
+    Codec,
+    ErrorFeedback,
+    Result,
+    Scheme,
+    Traits,
+    Unbiased,
+)
+from commhooks.core.scheme import SchemeExchange
+from commhooks.research.conformance import LAWS, check_scheme
+from commhooks.wrappers import cast as _cast
 from ddp_core import AllReduce
 from tests.contract.cases import make, registered
 
@@ -158,14 +168,14 @@ class Noisier(Levels):
         return (x + draw.to(x)).floor() * 127
 
 
-class SlightlyLarge(commhooks.QSGD):
+class SlightlyLarge(commhooks.schemes.QSGD):
     """Right on average, but for a 256th."""
 
     def decode(self, payload: dict[str, Tensor], like: Tensor, bucket: Bucket) -> Tensor:
         return super().decode(payload, like, bucket) * (1 + 2**-8)
 
 
-class SlightlySmall(commhooks.TernGrad):
+class SlightlySmall(commhooks.schemes.TernGrad):
     """Large entries are a 256th too small; the noise is a hundred times that."""
 
     def encode(self, grad: Tensor, bucket: Bucket) -> dict[str, Tensor]:
@@ -234,7 +244,7 @@ def test_planted_defects_break_their_law(kind: type[Scheme], words: str) -> None
 
 def test_a_biased_scheme_without_feedback_does_not_find_the_optimum() -> None:
     law = "three nodes that disagree find their common optimum"
-    (verdict,) = check_scheme(lambda: commhooks.TopK(0.34), [law])
+    (verdict,) = check_scheme(lambda: commhooks.schemes.TopK(0.34), [law])
     assert "|x| is" in verdict.error
 
 

@@ -11,20 +11,12 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import commhooks
-from commhooks import (
-    Biased,
-    Bucket,
-    Codec,
-    ErrorFeedback,
-    Layout,
-    Scheme,
-    Simulation,
-    Traits,
-    _cast,
-)
-from commhooks._coalesce import Coalescer
-from commhooks._engine import Engine
-from commhooks._scheme import slots_of
+from commhooks import Biased, Bucket, Codec, ErrorFeedback, Scheme, Simulation, Traits
+from commhooks.core import Layout
+from commhooks.core.scheme import slots_of
+from commhooks.hook.coalesce import Coalescer
+from commhooks.hook.engine import Engine
+from commhooks.wrappers import cast as _cast
 from ddp_core import simulate
 from tests.contract.cases import (
     AGREEING,
@@ -246,7 +238,7 @@ def test_powersgd_recovers_gradients_of_its_rank(rank: int) -> None:
     grads = [(left @ right).flatten() for right in rights]
     ranks = Simulation("powersgd", {"w": (30, 40)}, world_size=3, rank=rank)
     # Rounding, times the condition of the factor (below 100 for these draws).
-    bound = 100 * rounding(commhooks.PowerSGD(rank), grads, torch.float64)
+    bound = 100 * rounding(commhooks.schemes.PowerSGD(rank), grads, torch.float64)
     assert_close(ranks.step(grads)[0], mean_of(grads), rtol=0, atol=bound)
 
 
@@ -254,7 +246,7 @@ def test_batched_powersgd_recovers_a_square_of_its_rank() -> None:
     left, right = normal(30, 1, dtype=torch.float64), normal(30, 2, dtype=torch.float64)
     grad = torch.outer(left, right).flatten()
     ranks = Simulation("batched_powersgd", {"a": (450,), "b": (450,)}, world_size=2)
-    bound = 100 * rounding(commhooks.BatchedPowerSGD(1), [grad], torch.float64)
+    bound = 100 * rounding(commhooks.schemes.BatchedPowerSGD(1), [grad], torch.float64)
     assert_close(ranks.step([grad, grad])[0], grad, rtol=0, atol=bound)
 
 

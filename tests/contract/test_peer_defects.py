@@ -10,22 +10,21 @@ import torch
 from torch import Tensor
 
 import commhooks
-from commhooks import (
+from commhooks import ErrorFeedback, Simulation
+from commhooks.core import Layout
+from commhooks.kernels import Matrices, orthonormalize, random_places, top_k
+from commhooks.schemes import (
     ACPSGD,
     BatchedPowerSGD,
     Blockwise,
-    ErrorFeedback,
-    Layout,
     MinMax,
     MinMaxPerChannel,
-    PeriodicDense,
     PowerSGD,
     RandomK,
-    Simulation,
     TopK,
-    _cast,
 )
-from commhooks.kernels import Matrices, orthonormalize, random_places, top_k
+from commhooks.wrappers import PeriodicDense
+from commhooks.wrappers import cast as _cast
 from tests.contract.cases import AVERAGING
 
 

@@ -32,7 +32,7 @@ def means(name: str, device: str, steps: int = 3) -> list[Tensor]:
     return result
 
 
-@pytest.mark.parametrize("name", commhooks.names())
+@pytest.mark.parametrize("name", commhooks.scheme_names())
 def test_a_scheme_gives_on_cuda_what_it_gives_on_the_cpu(name: str) -> None:
     on_cuda, on_cpu = means(name, "cuda"), means(name, "cpu")
     assert all(mean.is_cuda for mean in on_cuda)
@@ -68,7 +68,7 @@ def network() -> nn.Module:
 
 
 @pytest.mark.usefixtures("nccl")
-@pytest.mark.parametrize("name", [name for name in commhooks.names() if name != "noop"])
+@pytest.mark.parametrize("name", [name for name in commhooks.scheme_names() if name != "noop"])
 def test_ddp_waits_for_the_side_stream(name: str) -> None:
     """Gradients read right after backward are the averaged ones, step after step."""
     plain, hooked = network(), network()

@@ -8,8 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from commhooks.kernels import _cuda, philox, top_k, use_kernels
+from commhooks.kernels import philox, top_k, use_kernels
 from commhooks.kernels.blockwise import payload_bytes, quantize
+from commhooks.kernels.runtime import cuda
 from tests.kernels.inputs import plain
 
 pytestmark = [
@@ -20,7 +21,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def kernels_only():
-    assert _cuda.missing() is None
+    assert cuda.missing() is None
     with use_kernels("native"):
         yield
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import commhooks
-from commhooks._checkpoint_checksum import checksum
-from commhooks._checkpoint_diloco import sealed as sealed_outer
+from commhooks.checkpoint.checksum import checksum
+from commhooks.local.saving import sealed as sealed_outer
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import ddp, outcome
 

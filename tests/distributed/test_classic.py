@@ -23,7 +23,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
-from commhooks import CheckpointError, RegistrationError, as_hook, classic
+from commhooks import classic
+from commhooks.errors import CheckpointError, RegistrationError
+from commhooks.hook import as_hook
 from tests.distributed.harness import run_ranks
 
 SIDE, LAYERS = 40, 6

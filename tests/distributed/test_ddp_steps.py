@@ -186,7 +186,7 @@ def test_a_rank_without_inputs_keeps_what_nobody_applies(view):
 def _refused_on_torchs(rank: int, world_size: int) -> str:
     model = TorchDDP(Net(), find_unused_parameters=True)
     commhooks.register(model, "topk", ratio=0.1)
-    with pytest.raises(commhooks.RegistrationError) as raised, model.join():
+    with pytest.raises(commhooks.errors.RegistrationError) as raised, model.join():
         one_step(model, 0, rank)
     return str(raised.value)
 

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import commhooks
-from commhooks import DiLoCo, local_sgd
+from commhooks import DiLoCo
+from commhooks.local import local_sgd
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import batch, ddp, equal_bits, mlp, outcome, parameters
 

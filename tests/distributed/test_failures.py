@@ -119,12 +119,12 @@ def test_a_rank_that_does_not_register_is_an_error_in_time():
     [("powersdg", "'powersgd'"), ("fp_16", "'fp16'"), ("BF16", "'bf16'"), ("non", "'none'")],
 )
 def test_an_unknown_scheme_suggests_the_nearest(name, nearest):
-    with pytest.raises(commhooks.UnknownSchemeError, match=f"did you mean {nearest}"):
+    with pytest.raises(commhooks.errors.UnknownSchemeError, match=f"did you mean {nearest}"):
         commhooks.make(name)
 
 
 def test_a_wrong_option_suggests_the_nearest():
-    with pytest.raises(commhooks.OptionError, match="no option 'rnk'; did you mean 'rank'"):
+    with pytest.raises(commhooks.errors.OptionError, match="no option 'rnk'; did you mean 'rank'"):
         commhooks.make("powersgd", rnk=2)
 
 
@@ -135,7 +135,7 @@ def test_a_wrong_option_value_is_an_error(rank):
 
 
 def test_without_a_process_group_register_says_so():
-    with pytest.raises(commhooks.RegistrationError, match="init_process_group"):
+    with pytest.raises(commhooks.errors.RegistrationError, match="init_process_group"):
         commhooks.register(mlp(), "none")
 
 
@@ -375,7 +375,7 @@ def test_a_hook_registered_after_some_steps_trains():
 
 
 def test_the_python_reducers_tuple_is_a_clear_error():
-    with pytest.raises(commhooks.HookNotAttachedError, match="python_reducer"):
+    with pytest.raises(commhooks.errors.HookNotAttachedError, match="python_reducer"):
         HookState("none").launch((torch.ones(2), torch.ones(2)))
 
 

@@ -12,8 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 import ddp_core
-from commhooks import HookState, _checkpoint_pickle, _register, _state
-from commhooks._checkpoint_form import SavedBuckets
+from commhooks import HookState
+from commhooks.checkpoint.form import SavedBuckets
+from commhooks.hook import pickling as _checkpoint_pickle
+from commhooks.hook import register as _register
+from commhooks.hook import state as _state
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import batch, ddp, equal_bits, gradients, mlp, outcome
 

@@ -19,7 +19,7 @@ from torch import nn
 import commhooks
 from commhooks import Result, Scheme, Traits
 from ddp_core import AllReduce, Lanes, Task, group_timeout
-from ddp_core._lane_groups import _pools
+from ddp_core.exchange.lane_groups import _pools
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import batch, ddp, equal_bits, mlp, outcome, parameters
 

@@ -54,7 +54,7 @@ def returns_another_tensor(model: Any) -> tuple[Any, Any]:
         future.set_result(bucket.buffer() * 0.5)
         return future
 
-    return None, commhooks.as_hook(hook)
+    return None, commhooks.hook.as_hook(hook)
 
 
 def train(model: Any, rank: int, step: Any, steps: int = 4) -> list[torch.Tensor]:

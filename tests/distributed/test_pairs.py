@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import commhooks
 from ddp_core import AllGather, AllToAll
-from ddp_core._pairs import Pairs, on_gloo
+from ddp_core.exchange.pairs import Pairs, on_gloo
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import batch, ddp, equal_bits, mlp, outcome, parameters
 

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 import commhooks
-from commhooks._checkpoint_checksum import checksum
+from commhooks.checkpoint.checksum import checksum
 from ddp_core import DistributedDataParallel as CoreDDP
 from tests.distributed.harness import Died, run_ranks
 from tests.distributed.models import loss_of
@@ -646,7 +646,7 @@ def _loaded_with_other_buckets(rank: int, world_size: int, kind: type[TorchDDP])
             loss_of(model(batch(step, rank, 4, 16))).backward()
         states.append(hook.state_dict())
     hook.load_state_dict(states[rank])
-    with pytest.raises(commhooks.MismatchError) as raised:
+    with pytest.raises(commhooks.errors.MismatchError) as raised:
         loss_of(model(batch(3, rank, 4, 16))).backward()
     return str(raised.value)
 
@@ -692,7 +692,7 @@ def _differently_loaded(rank: int, world_size: int, kind: type[TorchDDP]) -> str
         loss_of(model(batch(step, rank, 4, 16))).backward()
         states.append(hook.state_dict())
     hook.load_state_dict(states[rank])
-    with pytest.raises(commhooks.MismatchError) as raised:
+    with pytest.raises(commhooks.errors.MismatchError) as raised:
         loss_of(model(batch(2, rank, 4, 16))).backward()
     return str(raised.value)
 
@@ -710,7 +710,9 @@ def _loaded_on_one_rank(rank: int, world_size: int) -> str:
         loss_of(model(batch(step, rank, 4, 16))).backward()
     if rank == 1:
         hook.load_state_dict(hook.state_dict())
-    with pytest.raises((commhooks.MissingRankError, commhooks.CollectiveError)) as raised:
+    with pytest.raises(
+        (commhooks.errors.MissingRankError, commhooks.errors.CollectiveError)
+    ) as raised:
         loss_of(model(batch(3, rank, 4, 16))).backward()
     return f"{raised.type.__name__}: {raised.value}"
 
@@ -818,11 +820,11 @@ def _through_safetensors(run: _Run, directory: str) -> dict[str, Any]:
     import safetensors.torch
 
     path = Path(directory, f"rank{run.rank}.safetensors")
-    tensors, metadata = commhooks.flatten_state(run.hook.state_dict())
+    tensors, metadata = commhooks.checkpoint.flatten_state(run.hook.state_dict())
     safetensors.torch.save_file(tensors, path, metadata)
     with safetensors.safe_open(path, "pt") as file:
         loaded = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        return commhooks.unflatten_state(loaded, file.metadata())
+        return commhooks.checkpoint.unflatten_state(loaded, file.metadata())
 
 
 def _through_torch(run: _Run, directory: str) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from commhooks import CheckpointError, HookNotAttachedError, RegistrationError, classic
+from commhooks import classic
+from commhooks.errors import CheckpointError, HookNotAttachedError, RegistrationError
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_classic import (
     SIDE,
@@ -226,7 +227,7 @@ def many_buckets(rank: int, world_size: int) -> Any:
         indices.add(bucket.index())
         return classic.powerSGD_hook(state, bucket)
 
-    model.register_comm_hook(state, commhooks.as_hook(counted))
+    model.register_comm_hook(state, commhooks.hook.as_hook(counted))
     for step in range(20):
         gradients = backward(model, rank, step)
     return len(indices), gradients
@@ -296,7 +297,7 @@ CALLABLES = {
 def any_callable(rank: int, world_size: int, name: str) -> bool:
     model, plain = make_model(), make_model()
     seen: list[int] = []
-    model.register_comm_hook(seen, commhooks.as_hook(CALLABLES[name]))
+    model.register_comm_hook(seen, commhooks.hook.as_hook(CALLABLES[name]))
     same = all(map(torch.equal, backward(model, rank, 0), backward(plain, rank, 0)))
     return same and bool(seen)
 

@@ -52,7 +52,7 @@ def _averages(scheme: commhooks.Scheme) -> bool:
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     **{
         name: (name, {"error_feedback": True} if commhooks.make(name).traits.error.variance else {})
-        for name in commhooks.names()
+        for name in commhooks.scheme_names()
         if _averages(commhooks.make(name)) and name not in ALIKE
     },
     "fp16-sum32": ("fp16", {"fp32_sum": True}),

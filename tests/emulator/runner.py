@@ -1,4 +1,4 @@
-"""Compiles ``.cu`` files with g++ and the emulator, and launches as ``_cuda.launch`` does."""
+"""Compiles ``.cu`` files with g++ and the emulator, and launches as ``cuda.launch`` does."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from unittest import mock
 
 import torch
 
-from commhooks.kernels import _cuda
-from commhooks.kernels._arguments import as_ctypes
+from commhooks.kernels.runtime import cuda
+from commhooks.kernels.runtime.arguments import as_ctypes
 
 HERE = Path(__file__).parent
 KERNELS = HERE.parents[1] / "kernels"
@@ -39,7 +39,7 @@ def file_of(source: str) -> Path:
     path = KERNELS / source
     if not path.exists():
         path = folder() / f"{source.split()[0]}.cu"
-        path.write_text(_cuda.source_text(source))
+        path.write_text(cuda.source_text(source))
     return path
 
 
@@ -94,7 +94,7 @@ def launch_on(
 def emulated(
     names: dict[str, Sequence[str]], order: int = 0, flags: Sequence[str] = ()
 ) -> Iterator[None]:
-    """Within it, ``_cuda.launch`` runs kernels on tensors of the CPU, lanes in that order.
+    """Within it, ``cuda.launch`` runs kernels on tensors of the CPU, lanes in that order.
 
     Args:
         names: the kernels that may be launched, by file; they are compiled together.
@@ -109,5 +109,5 @@ def emulated(
         values = [as_ctypes(one) for one in arguments]
         launch_on(library, name, min(-(-work // 8), MOST_BLOCKS), 256, values)
 
-    with mock.patch.object(_cuda, "launch", launch):
+    with mock.patch.object(cuda, "launch", launch):
         yield

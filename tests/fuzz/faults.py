@@ -13,13 +13,13 @@ import torch.distributed as dist
 
 import commhooks
 import ddp_core
-from commhooks import _state
-from commhooks._engine import Engine
-from commhooks._memory import Memory
-from commhooks._scheme import Bucket
-from ddp_core._flat import FlatBucket
-from ddp_core._join import ShadowHook
-from ddp_core._unused import UsedMap
+from commhooks.core.memory import Memory
+from commhooks.core.scheme import Bucket
+from commhooks.hook import state as _state
+from commhooks.hook.engine import Engine
+from ddp_core.ddp.join import ShadowHook
+from ddp_core.reducer.flat import FlatBucket
+from ddp_core.reducer.unused import UsedMap
 
 __all__ = ["BUGS", "planted"]
 

@@ -10,23 +10,25 @@ import torch
 
 import commhooks
 from commhooks import (
-    EF21,
-    AveragedFeedback,
-    Cast,
     ErrorFeedback,
-    Guard,
-    PeriodicDense,
     PerParameter,
     Rule,
     Schedule,
     Scheme,
-    TwoPhase,
-    TwoPhaseCast,
 )
-from commhooks._feedback import keeps_residual
-from commhooks._scheme import children, walk
-from commhooks._wrapper import Several
-from commhooks.wire import Sealed
+from commhooks.core.scheme import children, walk
+from commhooks.schemes import TwoPhaseCast
+from commhooks.wrappers import (
+    EF21,
+    AveragedFeedback,
+    Cast,
+    Guard,
+    PeriodicDense,
+    TwoPhase,
+)
+from commhooks.wrappers.base import Several
+from commhooks.wrappers.feedback import keeps_residual
+from commhooks.wrappers.sealed import Sealed
 
 __all__ = ["OPTIONS", "SCHEMES", "WRAPPERS", "Law", "build", "law_of"]
 
@@ -120,7 +122,7 @@ def law_of(scheme: Scheme) -> Law:
         default=0.0,
     )
     if not scheme.traits.averages:
-        return Law("local" if isinstance(scheme, commhooks.Noop) else "other")
+        return Law("local" if isinstance(scheme, commhooks.schemes.Noop) else "other")
     if scheme.traits.returns == "update" or any(
         isinstance(one, (EF21, AveragedFeedback)) for one in inside
     ):
@@ -137,10 +139,10 @@ def law_of(scheme: Scheme) -> Law:
 
 def _leaves(scheme: Scheme) -> Iterator[Scheme]:
     """The schemes that run side by side, or one after the other."""
-    if isinstance(scheme, (Several, commhooks.DelayedStart)):
+    if isinstance(scheme, (Several, commhooks.wrappers.DelayedStart)):
         for one in children(scheme):
             yield from _leaves(one)
-    elif isinstance(scheme, (Guard, PeriodicDense, Sealed, commhooks.Coalesced)):
+    elif isinstance(scheme, (Guard, PeriodicDense, Sealed, commhooks.wrappers.Coalesced)):
         yield from _leaves(scheme.scheme)
     else:
         yield scheme

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import commhooks
-from commhooks._checkpoint_hook import laws_of
+from commhooks.hook.saving import laws_of
 from tests.fuzz import faults
 from tests.fuzz.case import Case
 from tests.fuzz.model import Boom, batch, used
@@ -246,8 +246,8 @@ class _Player:
         run = self.runs[0]
         state = run.hook.state_dict()
         if form == "flat":
-            tensors, metadata = commhooks.flatten_state(state)
-            state = commhooks.unflatten_state(tensors, metadata)
+            tensors, metadata = commhooks.checkpoint.flatten_state(state)
+            state = commhooks.checkpoint.unflatten_state(tensors, metadata)
         state = _unpack(_pack(state))
         again = self._start(run.group, like=run)
         for (_, mine), (_, theirs) in zip(
@@ -365,7 +365,7 @@ class _Player:
 
 
 def _inside(scheme: Any) -> list[Any]:
-    from commhooks._scheme import walk
+    from commhooks.core.scheme import walk
 
     return list(walk(scheme))
 

@@ -22,34 +22,34 @@ from torch.nn.parallel import DistributedDataParallel
 from typer.testing import CliRunner
 
 import commhooks
-from commhooks import CheckpointError, PayloadError
-from commhooks._checkpoint_checksum import checksum
-from commhooks._checkpoint_diloco import sealed as sealed_outer
-from commhooks._cli import app
-from commhooks.wire import HEADER_BYTES, decode, encode
+from commhooks.checkpoint.checksum import checksum
+from commhooks.cli.app import app
+from commhooks.errors import CheckpointError, PayloadError
+from commhooks.local.saving import sealed as sealed_outer
+from commhooks.research.wire import HEADER_BYTES, decode, encode
 from tests.hostile.values import changed, damaged
 
 __all__ = ["KINDS", "Target"]
 
 _CODECS = [
-    commhooks.Blockwise("int8", 256),
-    commhooks.Blockwise("int8", 256, stochastic=True),
-    commhooks.Blockwise("int4", 64),
-    commhooks.Blockwise("int4", 128, rotate=True),
-    commhooks.Blockwise("int2", 128),
-    commhooks.Blockwise("e4m3", 256),
-    commhooks.Blockwise("mx_e4m3", 32),
-    commhooks.Blockwise("sign", 2048),
-    commhooks.Eden(1),
-    commhooks.Eden(3),
-    commhooks.QSGD(),
-    commhooks.TernGrad(),
-    commhooks.MinMax(),
-    commhooks.MinMaxPerChannel(128),
-    commhooks.SignSGD(),
-    commhooks.TwoPhaseCast(torch.bfloat16),
-    commhooks.TopK(0.01),
-    commhooks.TopK(1e-5),
+    commhooks.schemes.Blockwise("int8", 256),
+    commhooks.schemes.Blockwise("int8", 256, stochastic=True),
+    commhooks.schemes.Blockwise("int4", 64),
+    commhooks.schemes.Blockwise("int4", 128, rotate=True),
+    commhooks.schemes.Blockwise("int2", 128),
+    commhooks.schemes.Blockwise("e4m3", 256),
+    commhooks.schemes.Blockwise("mx_e4m3", 32),
+    commhooks.schemes.Blockwise("sign", 2048),
+    commhooks.schemes.Eden(1),
+    commhooks.schemes.Eden(3),
+    commhooks.schemes.QSGD(),
+    commhooks.schemes.TernGrad(),
+    commhooks.schemes.MinMax(),
+    commhooks.schemes.MinMaxPerChannel(128),
+    commhooks.schemes.SignSGD(),
+    commhooks.schemes.TwoPhaseCast(torch.bfloat16),
+    commhooks.schemes.TopK(0.01),
+    commhooks.schemes.TopK(1e-5),
 ]
 _SCHEMES = [
     ("powersgd", {"rank": 2, "start_step": 1}),
@@ -232,7 +232,7 @@ def safetensors_file(target: Target, rng: random.Random) -> None:
     """What safetensors makes of a damaged file is refused or what was saved."""
     hook = rng.choice(target.hooks)
     before = hook.state_dict()
-    tensors, metadata = commhooks.flatten_state(before)
+    tensors, metadata = commhooks.checkpoint.flatten_state(before)
     data = save_safetensors(tensors, metadata)
 
     def read(given: bytes) -> Any:
@@ -245,7 +245,7 @@ def safetensors_file(target: Target, rng: random.Random) -> None:
     if loaded is None:
         return
     try:
-        given = commhooks.unflatten_state(*loaded)
+        given = commhooks.checkpoint.unflatten_state(*loaded)
     except CheckpointError:
         return
     _load(hook, given, before)
@@ -255,16 +255,16 @@ def flat(target: Target, rng: random.Random) -> None:
     """Changed flat forms are refused or make a state."""
     hook = rng.choice(target.hooks)
     before = hook.state_dict()
-    tensors, metadata = commhooks.flatten_state(before)
+    tensors, metadata = commhooks.checkpoint.flatten_state(before)
     metadata["commhooks"] = damaged(metadata["commhooks"].encode(), rng).decode("utf8", "replace")
     tensors = changed(tensors, rng) if rng.random() < 0.5 else tensors
     try:
-        given = commhooks.unflatten_state(tensors, metadata)
+        given = commhooks.checkpoint.unflatten_state(tensors, metadata)
     except CheckpointError:
         return
     _load(hook, given, before)
     with contextlib.suppress(CheckpointError):
-        commhooks.flatten_state(given)
+        commhooks.checkpoint.flatten_state(given)
 
 
 def diloco(target: Target, rng: random.Random) -> None:

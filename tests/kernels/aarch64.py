@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commhooks.kernels._signatures import SIGNATURES
+from commhooks.kernels.runtime.signatures import SIGNATURES
 from tests.emulator import runner
 
 COMPILER = "aarch64-linux-gnu-g++"

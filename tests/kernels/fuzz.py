@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 
-from commhooks.kernels import _cpu
+from commhooks.kernels.runtime import cpu
 from tests.emulator import runner
 from tests.kernels import (
     hostile,
@@ -94,10 +94,10 @@ def main(machine: str, *names: str) -> None:
     families = [one for one in FAMILIES if not names or family_name(one) in names]
     rounds = ROUNDS[machine]
     if machine == "cpu":
-        best = _cpu.instruction_set()
+        best = cpu.instruction_set()
         with (
-            mock.patch.object(_cpu, "_library", return_value=sanitized_library(best)),
-            mock.patch.object(_cpu, "_function", functions_of(best)),
+            mock.patch.object(cpu, "_library", return_value=sanitized_library(best)),
+            mock.patch.object(cpu, "_function", functions_of(best)),
         ):
             fuzz(Runner("cpu"), families, rounds)
             if not names:

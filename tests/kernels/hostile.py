@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from commhooks.kernels import _op
+from commhooks.kernels.runtime import op as _op
 from tests.kernels.calls import CALLS
 
 INTEGERS = (-1, 0, 1, 2, 33, 2**31, 2**62, 2**63 - 1, -(2**63), 2**64 - 1, 2**70)

@@ -9,8 +9,8 @@ from unittest import mock
 
 import torch
 
-from commhooks.kernels import _cpu, _cuda
-from commhooks.kernels._op import Op
+from commhooks.kernels.runtime import cpu, cuda
+from commhooks.kernels.runtime.op import Op
 from tests.emulator.runner import emulated
 
 # Lanes in natural order, reversed, and mixed: a missing barrier shows in some order.
@@ -18,12 +18,12 @@ ORDERS = (0, 31, 5)
 
 
 def instruction_sets() -> list[str]:
-    best = _cpu.INSTRUCTION_SETS.index(_cpu.instruction_set())
-    return list(_cpu.INSTRUCTION_SETS[1 : best + 1]) or ["base"]
+    best = cpu.INSTRUCTION_SETS.index(cpu.instruction_set())
+    return list(cpu.INSTRUCTION_SETS[1 : best + 1]) or ["base"]
 
 
 def machines(*, orders: Sequence[int] = ORDERS) -> list[str]:
-    gpu = ["gpu"] if torch.cuda.is_available() and _cuda.missing() is None else []
+    gpu = ["gpu"] if torch.cuda.is_available() and cuda.missing() is None else []
     return [*instruction_sets(), *(f"emulator, order {order}" for order in orders), *gpu]
 
 
@@ -63,7 +63,7 @@ def on(machine: str, cuda_kernels: dict[str, Sequence[str]]) -> Iterator[Runner]
             stack.enter_context(emulated(cuda_kernels, int(machine.rpartition(" ")[2])))
             yield Runner("cuda")
         else:
-            stack.enter_context(mock.patch.object(_cpu, "_function", functions_of(machine)))
+            stack.enter_context(mock.patch.object(cpu, "_function", functions_of(machine)))
             yield Runner("cpu")
 
 
@@ -71,6 +71,6 @@ def functions_of(instruction_set: str) -> Any:
     """What finds the functions of one instruction set, in place of the best one's."""
 
     def find(name: str) -> Any:
-        return _cpu.function_of(_cpu._library(), name, instruction_set)
+        return cpu.function_of(cpu._library(), name, instruction_set)
 
     return find

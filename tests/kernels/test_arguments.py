@@ -14,16 +14,16 @@ import torch
 from commhooks.kernels import (
     Matrices,
     Stream,
-    _cpu,
     multiply_left,
     payload_bytes,
     quantize,
     scaled_cast,
     top_k,
 )
-from commhooks.kernels._arguments import as_ctypes
-from commhooks.kernels._signatures import SIGNATURES
 from commhooks.kernels.philox import as_seed
+from commhooks.kernels.runtime import cpu
+from commhooks.kernels.runtime.arguments import as_ctypes
+from commhooks.kernels.runtime.signatures import SIGNATURES
 from tests.emulator.runner import HERE, KERNELS
 from tests.kernels.calls import CALLS, quantized
 
@@ -54,7 +54,7 @@ def test_functions_of_the_library_take_no_other_kinds():
     )
     for arguments in wrong:
         with pytest.raises((TypeError, ctypes.ArgumentError)):
-            _cpu.call("norms", *arguments)
+            cpu.call("norms", *arguments)
     for value in ("1", 1j, [1], numpy.float32(1)):
         with pytest.raises(TypeError, match="kernels take tensors, None, int, bool and float, got"):
             as_ctypes(value)

@@ -16,8 +16,8 @@ from unittest import mock
 import pytest
 import torch
 
-from commhooks.kernels import _cpu
-from commhooks.kernels._op import Op
+from commhooks.kernels.runtime import cpu
+from commhooks.kernels.runtime.op import Op
 from tests.emulator.runner import KERNELS, folder
 from tests.kernels import aarch64, test_hadamard, test_low_rank
 from tests.kernels.fuzz import FAMILIES, FLAGS, family_name
@@ -31,7 +31,7 @@ SOURCES = sorted(KERNELS.glob("*.cpp"))
 
 
 def flags_here() -> list[str]:
-    isa = _cpu.instruction_set()
+    isa = cpu.instruction_set()
     return [f"-DISA={isa}", *FLAGS[isa]]
 
 
@@ -68,7 +68,7 @@ def test_clang_shuffles_as_gcc_does():
     loaded = ctypes.CDLL(str(library))
 
     def function(name: str) -> Any:
-        return _cpu.function_of(loaded, name, _cpu.instruction_set())
+        return cpu.function_of(loaded, name, cpu.instruction_set())
 
     for family in (test_hadamard, test_low_rank):
         compare(family, function, rounds=25)
@@ -82,7 +82,7 @@ def compare(family: Any, function: Any, rounds: int) -> None:
             # One tensor that is given twice stays one.
             copies = {id(one): one.clone() for one in args if isinstance(one, torch.Tensor)}
             super().__call__(op, *(copies.get(id(one), one) for one in args))
-            with mock.patch.object(_cpu, "_function", function):
+            with mock.patch.object(cpu, "_function", function):
                 super().__call__(op, *args)
             for one in args:
                 assert not isinstance(one, torch.Tensor) or same(one, copies[id(one)]), op.name
@@ -114,4 +114,4 @@ def test_this_machine_has_the_instruction_set_that_it_says():
         pytest.skip("not Linux on x86-64")
     names = Path("/proc/cpuinfo").read_text()
     expected = 3 if "avx512vl" in names else 2 if "avx2" in names and "fma" in names else 1
-    assert _cpu._library().instruction_set() == expected
+    assert cpu._library().instruction_set() == expected

@@ -9,8 +9,10 @@ from unittest import mock
 import pytest
 import torch
 
-from commhooks.kernels import _cpu, _op, blockwise, implementations, use_kernels, warn_if_missing
+from commhooks.kernels import blockwise, implementations, use_kernels, warn_if_missing
 from commhooks.kernels.blockwise import dequantize, payload_bytes, quantize
+from commhooks.kernels.runtime import cpu
+from commhooks.kernels.runtime import op as _op
 from tests.kernels.calls import CALLS, quantized
 
 
@@ -29,7 +31,7 @@ def test_without_the_library_definitions_run_and_say_why():
     x = torch.randn(600)
     expected = quantized(x)
     _op._say_once.cache_clear()
-    with mock.patch.object(_cpu, "_library", return_value=None):
+    with mock.patch.object(cpu, "_library", return_value=None):
         with pytest.warns(
             RuntimeWarning, match=r"PyTorch code runs where CPU kernels could.*g\+\+"
         ):
@@ -45,7 +47,7 @@ def test_without_the_library_definitions_run_and_say_why():
 
 def test_definitions_that_are_asked_for_need_no_warning():
     _op._say_once.cache_clear()
-    with mock.patch.object(_cpu, "_library", return_value=None), use_kernels("definition"):
+    with mock.patch.object(cpu, "_library", return_value=None), use_kernels("definition"):
         quantized(torch.randn(8))
         warn_if_missing()
 
@@ -103,7 +105,7 @@ def test_the_environment_sets_the_mode():
 def test_a_lesser_instruction_set_may_be_asked_for(monkeypatch):
     monkeypatch.setenv("COMMHOOKS_CPU", "v9")
     with pytest.raises(ValueError, match=r"COMMHOOKS_CPU is one of .* got 'v9'"):
-        _cpu.instruction_set.__wrapped__()
+        cpu.instruction_set.__wrapped__()
 
 
 def test_arguments_are_there_for_every_op():

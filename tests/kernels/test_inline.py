@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks.kernels import _cuda, _op, op, use_kernels
+from commhooks.kernels import op, use_kernels
+from commhooks.kernels.runtime import cuda
+from commhooks.kernels.runtime import op as _op
 from tests.emulator.runner import emulated
 
 SOURCE = """
@@ -30,7 +32,7 @@ def clipped():
     del _op._OPS["clipped"]
 
 
-@pytest.mark.parametrize(("dtype", "cpp"), _cuda.DTYPES.items())
+@pytest.mark.parametrize(("dtype", "cpp"), cuda.DTYPES.items())
 def test_it_is_compiled_and_gets_its_arguments(clipped, dtype, cpp):
     names = {"clipped (inline)": [f"clipped<{cpp}>"]}
     x = torch.randn(5001).to(dtype)
@@ -39,7 +41,7 @@ def test_it_is_compiled_and_gets_its_arguments(clipped, dtype, cpp):
     with emulated(names):
         clipped.kernels["cuda"](x, got, 0.5, True)
     assert torch.equal(expected, got)
-    assert _cuda.compile_cubin("clipped (inline)", *names.values(), "90").code
+    assert cuda.compile_cubin("clipped (inline)", *names.values(), "90").code
 
 
 def test_its_definition_runs_where_it_has_no_kernel(clipped):
@@ -51,6 +53,6 @@ def test_its_definition_runs_where_it_has_no_kernel(clipped):
 
 
 def test_an_error_in_the_text_names_the_line():
-    name = _cuda.add_source("wrong", "\n\nnonsense;")
-    with pytest.raises(_cuda.CudaCompileError, match=r"wrong\(3\): error"):
-        _cuda.compile_cubin(name, [], "90")
+    name = cuda.add_source("wrong", "\n\nnonsense;")
+    with pytest.raises(cuda.CudaCompileError, match=r"wrong\(3\): error"):
+        cuda.compile_cubin(name, [], "90")

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from commhooks.kernels import _cuda
+from commhooks.kernels.runtime import cuda
 from tests.kernels.fuzz import FAMILIES
 
 ARCHITECTURES = (
@@ -21,7 +21,7 @@ KERNELS = {name: found for one in FAMILIES for name, found in one.KERNELS.items(
 @pytest.mark.parametrize("source", KERNELS)
 def test_every_kernel_compiles_and_spills_nothing(source, architecture):
     names = KERNELS[source]
-    cubin = _cuda.compile_cubin(source, names, architecture)
+    cubin = cuda.compile_cubin(source, names, architecture)
     assert cubin.code[:4] == b"\x7fELF"
     assert sorted(cubin.names) == sorted(names)
     assert all(lowered.encode() in cubin.code for lowered in cubin.names.values())
@@ -33,22 +33,22 @@ def test_every_kernel_compiles_and_spills_nothing(source, architecture):
 
 
 def test_there_is_no_kernel_file_that_is_not_compiled():
-    assert sorted(KERNELS) == sorted(path.name for path in _cuda._folder().glob("*.cu"))
+    assert sorted(KERNELS) == sorted(path.name for path in cuda._folder().glob("*.cu"))
 
 
 def test_an_error_has_the_log():
-    with pytest.raises(_cuda.CudaCompileError, match=r"(?s)mine.cu .* sm_90.*nonsense"):
-        _cuda.compile_text("nonsense", "mine.cu", [], "90")
-    with pytest.raises(_cuda.CudaCompileError, match=r"mine\.cu"):
-        _cuda.compile_text("__global__ void f() {}", "mine.cu", ["g<1>"], "90")
+    with pytest.raises(cuda.CudaCompileError, match=r"(?s)mine.cu .* sm_90.*nonsense"):
+        cuda.compile_text("nonsense", "mine.cu", [], "90")
+    with pytest.raises(cuda.CudaCompileError, match=r"mine\.cu"):
+        cuda.compile_text("__global__ void f() {}", "mine.cu", ["g<1>"], "90")
 
 
 def test_a_cubin_is_kept_on_disk(tmp_path, monkeypatch):
     monkeypatch.setenv("COMMHOOKS_CACHE", str(tmp_path))
     name = "dequantize<Int8, float>"
-    first = _cuda._cached_cubin("blockwise.cu", name, "90")
+    first = cuda._cached_cubin("blockwise.cu", name, "90")
     (kept,) = tmp_path.iterdir()
-    monkeypatch.setattr(_cuda, "compile_cubin", None)  # not called again
-    second = _cuda._cached_cubin("blockwise.cu", name, "90")
+    monkeypatch.setattr(cuda, "compile_cubin", None)  # not called again
+    second = cuda._cached_cubin("blockwise.cu", name, "90")
     assert (second.code, second.names) == (first.code, first.names)
     assert kept.suffix == ".cubin"

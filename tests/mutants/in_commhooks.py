@@ -15,7 +15,7 @@ CHECKPOINT = f"{UNIT}/test_checkpoint.py"
 
 MUTANTS: list[Mutant] = [
     *planted(
-        "commhooks/_bucket.py",
+        "commhooks/core/bucket.py",
         (
             "half of the residual is lost",
             "torch.sub(self.gradient, sent, out=self.unsent)",
@@ -24,7 +24,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/_runner.py",
+        "commhooks/hook/runner.py",
         (
             "buckets are known by their address",
             "StorageWeakRef(buffer.untyped_storage())",
@@ -41,7 +41,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/_state.py",
+        "commhooks/hook/state.py",
         (
             "a host without gradients leaves all parameters alone",
             "return isinstance(bucket, dist.GradBucket)  #",
@@ -71,7 +71,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/_feedback.py",
+        "commhooks/wrappers/feedback.py",
         (
             "Scaled keeps what its codec kept",
             "unsent = result.unsent.mul_(factor).add_(bucket.raw, alpha=1.0 - factor)",
@@ -86,7 +86,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/_ef21.py",
+        "commhooks/wrappers/ef21.py",
         (
             "EF21's total is not committed",
             "        bucket.write(_TOTAL, total)\n",
@@ -107,7 +107,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/_averaged_feedback.py",
+        "commhooks/wrappers/averaged_feedback.py",
         (
             "the averaged error is reset a step late",
             "if self.reset_every and (bucket.step + 1) % self.reset_every == 0:",
@@ -122,7 +122,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/_schedules.py",
+        "commhooks/wrappers/schedules.py",
         (
             "a periodic dense step keeps the residual back",
             "            take_residual(bucket)\n",
@@ -149,7 +149,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/_guard.py",
+        "commhooks/wrappers/guard.py",
         (
             "the guard rests a step less",
             "bucket.step + 1 + self.rest",
@@ -164,7 +164,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/_packed.py",
+        "commhooks/core/packed.py",
         (
             "the gathered mean of five ranks is of six",
             "self.unpack(gathered, bucket.output, draw, 1.0 / bucket.world_size)",
@@ -204,7 +204,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/_hierarchical.py",
+        "commhooks/schemes/hierarchical.py",
         (
             "what a node loses is one rank's share",
             "            lost.mul_(float(local))\n",
@@ -213,7 +213,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/_scheme.py",
+        "commhooks/core/scheme.py",
         (
             "a codec's mean is of one rank more",
             "mean.add_(decoded, alpha=1.0 / world_size)",
@@ -222,7 +222,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/_cast.py",
+        "commhooks/wrappers/cast.py",
         (
             "a cast narrows before it divides",
             "scaled_cast(request.tensor, 1.0 / scale, out=small)",
@@ -238,7 +238,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/_per_parameter.py",
+        "commhooks/wrappers/per_parameter.py",
         (
             "rules leave another scheme's residual behind",
             "schemes = [flushing(scheme) for scheme in schemes]",
@@ -253,7 +253,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/_memory.py",
+        "commhooks/core/memory.py",
         (
             "a parameter that was left alone at first remembers anything",
             "            if new := absent.get((key, layout)):\n",
@@ -288,7 +288,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/_engine.py",
+        "commhooks/hook/engine.py",
         (
             "the last bucket decides for all",
             "good = torch.stack(step.finite).all()",
@@ -311,7 +311,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/_state.py",
+        "commhooks/hook/state.py",
         (
             "the handshake does not look at node sizes",
             "one.node_size(self._engine.world_size)",
@@ -320,7 +320,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/_checkpoint_hook.py",
+        "commhooks/hook/saving.py",
         (
             "a loaded hook draws by its own seed",
             'engine.step, engine.seed = loaded.common["step"], loaded.common["seed"]',
@@ -330,7 +330,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/_checkpoint.py",
+        "commhooks/checkpoint/ranks.py",
         (
             "fewer ranks apply what was owed twice over",
             "merged[key] = _added(key, own, world_size / saved_size)",
@@ -351,22 +351,25 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/wire.py",
+        "commhooks/research/wire.py",
         (
             "a changed message is believed",
-            "if flags and _crc(header[:48] + bytes(16), body) != crc:",
+            "if flags and crc32(body, zlib.crc32(header[:48] + bytes(16))) != crc:",
             "if flags and not crc:",
             f"{UNIT}/test_wire.py::test_every_changed_bit_is_found",
         ),
+    ),
+    *planted(
+        "commhooks/wrappers/sealed.py",
         (
             "a changed payload is believed",
-            'or crc != _crc(b"", body.cpu()):',
+            "or crc != crc32(body.cpu()):",
             "or not row.numel():",
             f"{UNIT}/test_wire.py::test_a_payload_changed_on_the_way_names_its_rank",
         ),
     ),
     *planted(
-        "commhooks/_ledger.py",
+        "commhooks/hook/ledger.py",
         (
             "bytes on the wire are those of payloads",
             "self.wire_bytes += row.wire_bytes",
@@ -375,7 +378,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/_diloco.py",
+        "commhooks/local/diloco.py",
         (
             "the local share of a mix is the outer one's",
             "torch.lerp(outer, parameter.data, mix)",
@@ -399,7 +402,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/budget.py",
+        "commhooks/research/budget.py",
         (
             "a budget is not kept",
             "and used + new.nbytes - old.nbytes <= room:",

@@ -16,7 +16,7 @@ RESUME = f"{DISTRIBUTED}/test_resume.py"
 
 MUTANTS: list[Mutant] = [
     *planted(
-        "ddp_core/_plan.py",
+        "ddp_core/reducer/plan.py",
         (
             "saved buckets are taken up by their order only",
             "return [*map(list, saved.members), *sparse]",
@@ -86,7 +86,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/_reducer.py",
+        "ddp_core/reducer/reducer.py",
         (
             "a static graph's gradients count as complete when their first part comes",
             "by_last_call = list(dict.fromkeys(reversed(step.called)))[::-1]",
@@ -95,7 +95,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/_exchange.py",
+        "ddp_core/reducer/in_flight.py",
         (
             "a shadowed first step of a static graph counts as one of the others'",
             "            usage.learn_of_others()\n",
@@ -106,7 +106,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/_collectives.py",
+        "ddp_core/exchange/collectives.py",
         (
             "the mean sums before it divides",
             "tensors = [tensor * (1.0 / len(tensors)) for tensor in tensors]",
@@ -145,7 +145,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/_simulate.py",
+        "ddp_core/exchange/simulate.py",
         (
             "a rank that ends early is not noticed",
             "if requests and returned:",
@@ -154,7 +154,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/_layout.py",
+        "ddp_core/reducer/layout.py",
         (
             "a full bucket stays open",
             "if fill[kind] >= limits[min(position, len(limits) - 1)]:",
@@ -187,7 +187,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/_bucket.py",
+        "ddp_core/reducer/bucket.py",
         (
             "a bucket's parameters are its own list",
             "return list(self._parameters)",
@@ -196,7 +196,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/_flat.py",
+        "ddp_core/reducer/flat.py",
         (
             "a whole bucket is not divided",
             "            self.buffer.mul_(1.0 / divisor)\n",
@@ -205,7 +205,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/_exchange.py",
+        "ddp_core/reducer/in_flight.py",
         (
             "a parameter that no rank uses is said to have been written",
             "if unused[slot] and not (used.in_views",
@@ -220,7 +220,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/_precision.py",
+        "ddp_core/reducer/precision.py",
         (
             "accumulated gradients are forgotten",
             "                parameter.data = data\n            self._full, self._versions",
@@ -248,7 +248,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/_delayed.py",
+        "ddp_core/ddp/delayed.py",
         (
             "a replaced gradient stays this rank's own",
             "if parameter.grad is not view:",
@@ -263,7 +263,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/_lanes.py",
+        "ddp_core/exchange/lanes.py",
         (
             "closing leaves other ranks waiting",
             "done = stops and (alive is None or not alive._under_way)",
@@ -273,7 +273,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/_optimizer.py",
+        "ddp_core/reducer/optimizer.py",
         (
             "optimizers in backward also step with a rank's own gradient",
             "            handle.remove()\n",
@@ -282,7 +282,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/_join.py",
+        "ddp_core/ddp/join.py",
         (
             "everyone takes the model of the first that joined",
             "dist.all_reduce(choice, dist.ReduceOp.MAX, group=group)",
@@ -292,7 +292,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/_pairs.py",
+        "ddp_core/exchange/pairs.py",
         (
             "rows are stored as of another rank",
             "(receive[p], ranks[p]) for",

@@ -94,7 +94,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/schemes/momentum_sparse.py",
+        "commhooks/schemes/dgc.py",
         (
             "DGC keeps the momentum of what it sends",
             "u.masked_fill_(taken, 0.0)",

@@ -192,9 +192,9 @@ def test_without_a_compiler_it_says_so_and_runs_pytorch_code(
 def test_a_file_that_does_not_compile_is_named(source: Path, tmp_path: Path) -> None:
     tree = tmp_path / "source"
     shutil.copytree(source, tree, symlinks=True, ignore=shutil.ignore_patterns("build", "dist"))
-    (tree / "kernels" / "isa.cpp").write_text("int nonsense = here;\n")
+    (tree / "kernels" / "runtime" / "isa.cpp").write_text("int nonsense = here;\n")
     built, told = build(tree)
-    assert "failed on kernels/isa.cpp, exit 1" in told
+    assert "failed on kernels/runtime/isa.cpp, exit 1" in told
     assert re.search(r"error: .*here", told)
     assert built.name.endswith("-py3-none-any.whl")
 

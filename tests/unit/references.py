@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from commhooks import Bucket, Layout, Simulation
-from commhooks._packed import Draw
+from commhooks import Bucket, Simulation
+from commhooks.core import Layout
+from commhooks.core.packed import Draw
 from commhooks.kernels.philox import signs
 
 Lossy = Callable[[Tensor, int, int], Tensor]  # entries, shard, step -> what they arrive as

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from commhooks import ACPSGD, ErrorFeedback, PowerSGD, Simulation
+from commhooks import ErrorFeedback, Simulation
+from commhooks.schemes import ACPSGD, PowerSGD
 
 
 def normal(*shape: int, seed: int) -> torch.Tensor:

@@ -14,8 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 import ddp_core
-from commhooks import HookState, RegistrationError, _model, comm_hook
-from commhooks._names import plain_name, plain_names
+from commhooks import HookState, comm_hook
+from commhooks.checkpoint.names import plain_name, plain_names
+from commhooks.errors import RegistrationError
+from commhooks.hook import parameters as _model
 from ddp_core import DistributedDataParallel as CoreDDP
 
 KINDS = [DistributedDataParallel, ddp_core.DistributedDataParallel]
@@ -125,7 +127,7 @@ def test_a_state_saved_by_full_names_loads(monkeypatch):
 
 
 def test_a_layout_by_the_scheme_sees_the_names_that_the_scheme_sees():
-    rules = [commhooks.Rule(commhooks.Dense(), name="0.*")]
+    rules = [commhooks.Rule(commhooks.schemes.Dense(), name="0.*")]
     scheme = commhooks.PerParameter(rules, default=commhooks.make("powersgd", rank=1))
     model = ddp_core.DistributedDataParallel(torch.compile(layers(), backend="eager"))
     commhooks.register(model, scheme, layout="scheme")
@@ -407,9 +409,11 @@ def test_a_process_group_is_one():
 
 def test_a_layout_function_of_the_wrong_shape_is_told_of():
     ddp = ddp_core.DistributedDataParallel(layers())
-    with pytest.raises(commhooks.OptionError, match="cannot be called with a name and a parameter"):
+    with pytest.raises(
+        commhooks.errors.OptionError, match="cannot be called with a name and a parameter"
+    ):
         commhooks.register(ddp, "none", layout=lambda name: name)
-    with pytest.raises(commhooks.OptionError, match="unhashable"):
+    with pytest.raises(commhooks.errors.OptionError, match="unhashable"):
         commhooks.register(ddp, "none", layout=lambda name, parameter: [name])
 
 

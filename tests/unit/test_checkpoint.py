@@ -12,37 +12,40 @@ import torch
 from torch import Tensor
 
 from commhooks import (
-    DGC,
-    EF21,
-    AveragedFeedback,
-    Blockwise,
-    Cast,
-    CheckpointError,
-    Coalesced,
-    DelayedStart,
-    DeMo,
-    Dense,
     ErrorFeedback,
-    FlushResidual,
-    Guard,
-    IntSGD,
     PerParameter,
-    PowerSGD,
     Rule,
     Scheme,
     Simulation,
-    TopK,
-    flatten_state,
     make,
-    unflatten_state,
 )
-from commhooks._checkpoint import FORMAT, VERSION, memory_for_rank, needed_ranks, structure
-from commhooks._checkpoint_checksum import FIELDS, checksum
-from commhooks._checkpoint_form import read
-from commhooks._checkpoint_hook import laws_of
-from commhooks._checkpoint_memory import check_complete, check_memory
-from commhooks._scheme import slots_of
-from commhooks._step_info import StepInfo
+from commhooks.checkpoint import flatten_state, unflatten_state
+from commhooks.checkpoint.checksum import FIELDS, checksum
+from commhooks.checkpoint.form import read
+from commhooks.checkpoint.memory import check_complete, check_memory
+from commhooks.checkpoint.ranks import FORMAT, VERSION, memory_for_rank, needed_ranks, structure
+from commhooks.core.scheme import slots_of
+from commhooks.core.step_info import StepInfo
+from commhooks.errors import CheckpointError
+from commhooks.hook.saving import laws_of
+from commhooks.schemes import (
+    DGC,
+    Blockwise,
+    DeMo,
+    Dense,
+    IntSGD,
+    PowerSGD,
+    TopK,
+)
+from commhooks.wrappers import (
+    EF21,
+    AveragedFeedback,
+    Cast,
+    Coalesced,
+    DelayedStart,
+    FlushResidual,
+    Guard,
+)
 
 SHAPES = {"weight": torch.Size([6, 5]), "bias": torch.Size([6])}
 SCHEME = ErrorFeedback(PowerSGD(rank=1, min_compression_rate=0))

@@ -10,10 +10,13 @@ import pytest
 from typer.testing import CliRunner
 
 import commhooks
-from commhooks import _commands, _registry, names
-from commhooks._cli import app
-from commhooks.conformance import LAWS
-from commhooks.kernels import _cpu, use_kernels
+from commhooks import scheme_names
+from commhooks.cli import commands as _commands
+from commhooks.cli.app import app
+from commhooks.core import registry as _registry
+from commhooks.kernels import use_kernels
+from commhooks.kernels.runtime import cpu
+from commhooks.research.conformance import LAWS
 
 
 def doctor() -> str:
@@ -29,12 +32,12 @@ def row(output: str, name: str) -> str:
 
 def test_doctor_says_which_kernels_run() -> None:
     output = doctor()
-    assert _cpu.instruction_set() in row(output, "CPU kernels")
+    assert cpu.instruction_set() in row(output, "CPU kernels")
     assert "kernel" in row(output, "quantize")
 
 
 def test_doctor_says_why_kernels_do_not_run() -> None:
-    with mock.patch.object(_cpu, "_library", return_value=None):
+    with mock.patch.object(cpu, "_library", return_value=None):
         output = doctor()
     assert "install g++" in row(output, "CPU kernels")
     assert "definition" in row(output, "quantize")
@@ -53,7 +56,7 @@ def forget_new_schemes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_schemes_lists_the_registry() -> None:
     output = invoke("schemes").output
-    assert set(names()) <= set(output.split())
+    assert set(scheme_names()) <= set(output.split())
     assert "Blockwise" in row(output, "int8")
     assert "8.12" in row(output, "int8")
     # Not of the first step, which is dense: the steps that training is made of.
@@ -64,7 +67,7 @@ def test_schemes_lists_the_registry() -> None:
 def test_sixty_columns_cut_no_name() -> None:
     with mock.patch.object(_commands, "_bits", return_value="0.125"):
         narrow = CliRunner().invoke(app, ["schemes"], env={"COLUMNS": "60"}).output
-    assert set(names()) <= set(narrow.split())
+    assert set(scheme_names()) <= set(narrow.split())
     assert max(map(len, narrow.splitlines())) <= 60
 
 
@@ -92,7 +95,7 @@ def test_a_new_scheme_obeys_all_laws_as_it_stands(tmp_path: Path) -> None:
     done = invoke("check", str(path))
     assert done.exit_code == 0, done.output
     assert done.output.count("holds") == len(LAWS)
-    assert "my_scheme" in names()
+    assert "my_scheme" in scheme_names()
 
 
 @pytest.mark.usefixtures("forget_new_schemes")
@@ -116,7 +119,8 @@ def test_check_names_the_law_that_is_broken_and_fails(tmp_path: Path) -> None:
 
 SCHEME = """
 from dataclasses import dataclass
-from commhooks import Dense, register_scheme
+from commhooks.schemes import Dense
+from commhooks import register_scheme
 @register_scheme("test_cli_scheme")
 """
 FILES = {
@@ -126,7 +130,7 @@ FILES = {
     "leaves.py": (b"import sys; sys.exit(0)", "does not run: line 1: SystemExit"),
     "empty.py": (b"", "registers no scheme"),
     "taken.py": (
-        b"from commhooks import Dense, register_scheme\nregister_scheme('int8')(Dense)",
+        b"from commhooks import register_scheme, schemes\nregister_scheme('int8')(schemes.Dense)",
         "line 2: ValueError: register_scheme('int8'): the name is taken",
     ),
     "plain.py": (f"{SCHEME}class One(Dense):\n    bits: int = 3".encode(), "declares bits"),

@@ -13,8 +13,6 @@ from commhooks import (
     Bucket,
     Codec,
     ErrorFeedback,
-    Exact,
-    Layout,
     PerParameter,
     Result,
     Rule,
@@ -24,11 +22,12 @@ from commhooks import (
     Unbiased,
     make,
 )
-from commhooks._errors import SchemeError
-from commhooks._scheme import SchemeExchange, slots_of
-from commhooks._simulation import Simulation
-from commhooks._slot import Number
-from commhooks._traits import composed, worst
+from commhooks.core import Exact, Layout
+from commhooks.core.scheme import SchemeExchange, slots_of
+from commhooks.core.slot import Number
+from commhooks.core.traits import composed, worst
+from commhooks.errors import SchemeError
+from commhooks.research.simulation import Simulation
 from ddp_core import AllReduce
 
 CALLS = Slot("test.calls")

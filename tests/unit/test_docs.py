@@ -159,4 +159,4 @@ def test_the_scheme_table_of_the_readme_lists_the_registry() -> None:
     table = (ROOT / "README.md").read_text().partition("## Schemes")[2].partition("\n\nEvery")[0]
     firsts = re.findall(r"^\| (.*?) \|", table, flags=re.MULTILINE)
     listed = [name for first in firsts for name in re.findall(r"`(\w+)`", first)]
-    assert sorted(listed) == commhooks.names()
+    assert sorted(listed) == commhooks.scheme_names()

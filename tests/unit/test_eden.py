@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from commhooks import Eden, Simulation
+from commhooks import Simulation
+from commhooks.schemes import Eden
 from commhooks.schemes.eden import _levels
 from tests.unit.test_quantized import DRAWS, error_of
 

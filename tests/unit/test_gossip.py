@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks import EF21, ErrorFeedback, Gossip, Guard, Simulation, make
+from commhooks import ErrorFeedback, Simulation, make
+from commhooks.schemes import Gossip
 from commhooks.schemes.gossip import partner_of
+from commhooks.wrappers import EF21, Guard
 from tests.unit.references import gradients, mean, normal
 
 N = 300

@@ -9,16 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks import (
-    AveragedFeedback,
-    Blockwise,
-    ErrorFeedback,
-    Hierarchical,
-    Scheme,
-    Simulation,
-    TwoPhaseCast,
-    make,
-)
+from commhooks import ErrorFeedback, Scheme, Simulation, make
+from commhooks.schemes import Blockwise, Hierarchical, TwoPhaseCast
+from commhooks.wrappers import AveragedFeedback
 
 FP32 = TwoPhaseCast(torch.float32)
 INT8, INT4 = Blockwise("int8", 256), Blockwise("int4", 128, rotate=True)

@@ -11,7 +11,8 @@ from torch.distributed import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from commhooks import as_hook, comm_hook
+from commhooks import comm_hook
+from commhooks.hook import as_hook
 
 Future = torch.futures.Future
 
@@ -133,5 +134,5 @@ def test_an_exception_of_the_function_passes_through() -> None:
 
 def test_a_tuple_for_a_bucket_names_the_compiler_setting() -> None:
     state = commhooks.HookState("none", nn.Linear(2, 2))
-    with pytest.raises(commhooks.HookNotAttachedError, match="python_reducer"):
+    with pytest.raises(commhooks.errors.HookNotAttachedError, match="python_reducer"):
         comm_hook(state, (torch.zeros(1), torch.zeros(1)))

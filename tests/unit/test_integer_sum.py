@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks import ErrorFeedback, GlobalQSGD, IntSGD, Scheme, Simulation
+from commhooks import ErrorFeedback, Scheme, Simulation
+from commhooks.schemes import GlobalQSGD, IntSGD
 
 N = 5000
 

@@ -1,4 +1,4 @@
-"""Who may import whom: ddp_core and kernels know torch only, commhooks knows both, no one above."""
+"""Who may import whom: packages by layer, and within a package its folders by floor."""
 
 from __future__ import annotations
 
@@ -21,17 +21,39 @@ ALLOWED = {
 }
 # What it may import later, inside a function; "*" stands for all of its modules.
 LATER = {
-    ("kernels", "_cuda.py"): {"cupy", "numpy"},
-    ("commhooks", "_ledger.py"): {"pandas"},
+    ("kernels", "cuda.py"): {"cupy", "numpy"},
+    ("commhooks", "ledger.py"): {"pandas"},
     ("commhooks", "_views.py"): {"numpy"},
     ("commhooks", "budget.py"): {"pandas"},
     ("commhooks", "trace.py"): {"pandas", "safetensors"},
-    ("ddp_core", "_timeline.py"): {"pandas", "matplotlib"},
+    ("commhooks", "traced.py"): {"safetensors"},
+    ("ddp_core", "timeline.py"): {"pandas", "matplotlib"},
+}
+# Floors of each package, the lowest first: a folder, or a file beside them, imports what is below.
+FLOORS = {
+    "ddp_core": ["exchange", "reducer", "ddp", "zero"],
+    "kernels": ["runtime"],
+    "commhooks": [
+        "_version",
+        "errors",
+        "core",
+        "wrappers",
+        "schemes",
+        "checkpoint",
+        "hook",
+        "local",
+        "optim",
+        "research",
+        "classic",
+        "ddp_comm_hooks",
+        "cli",
+        "__main__",
+    ],
 }
 # The command line is imported by nobody.
 COMMAND_LINE = {
-    ("commhooks", "_cli.py"): {"typer"},
-    ("commhooks", "_commands.py"): {"rich", "typer"},
+    ("commhooks", "app.py"): {"typer"},
+    ("commhooks", "commands.py"): {"rich", "typer"},
 }
 
 
@@ -83,6 +105,69 @@ def test_a_module_imports_only_what_lies_below_its_layer(layer: str, path: Path)
 def test_the_picture_sees_all_three_layers() -> None:
     assert {layer for layer, _ in FILES} == set(ALLOWED)
     assert len(FILES) > 20
+
+
+def _imported(path: Path) -> set[str]:
+    """Full names of what a file imports, also for type checkers only."""
+    tree = ast.parse(path.read_text())
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+@pytest.mark.parametrize("package", ["commhooks", "ddp_core"])
+def test_a_folder_imports_only_what_lies_below_its_floor(package: str) -> None:
+    floors, above = FLOORS[package], []
+    for path in modules(package):
+        place = path.relative_to(ROOT / package).with_suffix("").parts[0]
+        if place == "__init__":
+            continue
+        assert place in floors, f"{place}: on which floor of {package} is it?"
+        for name in _imported(path):
+            first, _, rest = name.partition(".")
+            floor = rest.partition(".")[0]
+            if first == package and floor in floors and floors.index(floor) > floors.index(place):
+                above.append(f"{path.relative_to(ROOT)} imports {name}")
+    assert not above
+
+
+@pytest.mark.parametrize("package", ["commhooks", "ddp_core"])
+def test_no_files_import_each_other_in_a_circle(package: str) -> None:
+    files = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+        for path in modules(package)
+        if path.stem != "__init__"
+    }
+    graph = {}
+    for module, path in files.items():
+        named = [f"{name}." for name in _imported(path)]
+        graph[module] = {
+            other for other in files if any(name.startswith(f"{other}.") for name in named)
+        } - {module}
+    left = dict(graph)
+    while ready := [one for one, below in left.items() if not below & left.keys()]:
+        for one in ready:
+            del left[one]
+    assert not left, sorted(left)
+
+
+@pytest.mark.parametrize("package", ["commhooks", "ddp_core", "kernels"])
+def test_files_and_classes_are_short_enough_to_read(package: str) -> None:
+    long = []
+    for path in modules(package):
+        text = path.read_text()
+        if text.count("\n") > 350:
+            long.append(f"{path.relative_to(ROOT)}: {text.count(chr(10))} lines")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef) and node.end_lineno is not None:
+                lines = node.end_lineno - node.lineno + 1
+                if lines > 200:
+                    long.append(f"{path.relative_to(ROOT)}: class {node.name}: {lines} lines")
+    assert not long
 
 
 def test_no_lower_layer_reaches_up_as_text_either() -> None:

@@ -6,8 +6,10 @@ import pandas
 import pytest
 import torch
 
-from commhooks import ErrorFeedback, HookState, Ledger, PowerSGD, Simulation, make
-from commhooks._ledger import COLUMNS
+from commhooks import ErrorFeedback, HookState, Simulation, make
+from commhooks.hook import Ledger
+from commhooks.hook.ledger import COLUMNS
+from commhooks.schemes import PowerSGD
 from ddp_core import AllReduce, RoundRecord, Task, simulate
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks import Layout, Memory
+from commhooks.core import Layout, Memory
 
 CPU = torch.device("cpu")
 GOOD, BAD = torch.tensor(True), torch.tensor(False)

@@ -14,59 +14,64 @@ from torch import Tensor, nn
 
 import commhooks
 from commhooks import (
-    DGC,
-    EF21,
-    QSGD,
-    AlignedTopK,
-    AveragedFeedback,
-    Blockwise,
     Bucket,
-    Cast,
-    Coalesced,
     Codec,
-    DelayedStart,
-    DeMo,
-    Dense,
     DiLoCo,
-    Eden,
     ErrorFeedback,
-    FlushResidual,
-    GlobalQSGD,
-    Guard,
-    Hierarchical,
     HookState,
-    IntSGD,
-    MinMaxPerChannel,
-    OneBitMomentum,
-    OptionError,
-    PeriodicDense,
     PerParameter,
-    PowerSGD,
     PowerSGDState,
     Result,
     Rule,
-    Scaled,
     Schedule,
     Scheme,
-    SchemeError,
-    SignSGD,
     Simulation,
-    TernGrad,
-    TopK,
-    TwoPhase,
-    TwoPhaseCast,
     comm_hook,
     make,
     register_scheme,
 )
-from commhooks._layout import group_function
-from commhooks._per_parameter import warn_of_idle_rules
-from commhooks._registry import _factories
-from commhooks._scheme import SchemeExchange
-from commhooks.budget import allocate
+from commhooks.core.registry import _factories
+from commhooks.core.scheme import SchemeExchange
+from commhooks.errors import OptionError, SchemeError
+from commhooks.hook.bucket_groups import group_function
 from commhooks.optim import OneBitAdam
-from commhooks.trace import Traced, replay
-from commhooks.wire import Sealed, encode
+from commhooks.research.budget import allocate
+from commhooks.research.trace import replay
+from commhooks.research.wire import encode
+from commhooks.schemes import (
+    DGC,
+    QSGD,
+    AlignedTopK,
+    Blockwise,
+    DeMo,
+    Dense,
+    Eden,
+    GlobalQSGD,
+    Hierarchical,
+    IntSGD,
+    MinMaxPerChannel,
+    OneBitMomentum,
+    PowerSGD,
+    SignSGD,
+    TernGrad,
+    TopK,
+    TwoPhaseCast,
+)
+from commhooks.wrappers import (
+    EF21,
+    AveragedFeedback,
+    Cast,
+    Coalesced,
+    DelayedStart,
+    FlushResidual,
+    Guard,
+    PeriodicDense,
+    Scaled,
+    TwoPhase,
+)
+from commhooks.wrappers.per_parameter import warn_of_idle_rules
+from commhooks.wrappers.sealed import Sealed
+from commhooks.wrappers.traced import Traced
 from ddp_core import AllReduce
 
 NAN, INF = float("nan"), float("inf")
@@ -82,8 +87,8 @@ def simulate(scheme: Any, **options: Any) -> Tensor:
 
 SETTINGS: list[tuple[Call, str]] = [
     (lambda: make("int8", stochastic="no"), r"int8\(stochastic=...\) is True or False, got 'no'"),
-    (lambda: commhooks.int8(stochastic="no"), r"int8\(stochastic=...\) is True or False"),
-    (lambda: commhooks.fp16(fp32_sum="no"), r"fp16\(fp32_sum=...\) is True or False"),
+    (lambda: commhooks.schemes.int8(stochastic="no"), r"int8\(stochastic=...\) is True or False"),
+    (lambda: commhooks.schemes.fp16(fp32_sum="no"), r"fp16\(fp32_sum=...\) is True or False"),
     (lambda: make("bf16", fp32_sum="no"), r"bf16\(fp32_sum=...\) is True or False, got 'no'"),
     (lambda: make("int8", coalesce="no"), r"int8\(coalesce=...\) is True or False, got 'no'"),
     (lambda: make("int8", error_feedback="no"), r"error_feedback=...\) is True or False"),

@@ -13,27 +13,23 @@ import torch
 from torch import Tensor
 
 from commhooks import (
-    Blockwise,
     Bucket,
-    Dense,
     ErrorFeedback,
-    Guard,
-    Layout,
     PerParameter,
-    PowerSGD,
     Result,
     Rule,
     Schedule,
     Scheme,
     Simulation,
-    TopK,
     Traits,
     make,
-    role_of,
 )
-from commhooks._feedback import RESIDUAL
-from commhooks._scheme import SchemeExchange
-from commhooks.budget import allocate
+from commhooks.core import Layout
+from commhooks.core.scheme import SchemeExchange
+from commhooks.research.budget import allocate
+from commhooks.schemes import Blockwise, Dense, PowerSGD, TopK
+from commhooks.wrappers import Guard, role_of
+from commhooks.wrappers.feedback import RESIDUAL
 from ddp_core import AllReduce
 
 N = 2048

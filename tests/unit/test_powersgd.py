@@ -9,17 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks._bucket import Bucket, Result
-from commhooks._cast import Cast
-from commhooks._feedback import ErrorFeedback
-from commhooks._memory import Layout, Memory
-from commhooks._scheme import Scheme, slot_error
+from commhooks.core.bucket import Bucket, Result
+from commhooks.core.layout import Layout
+from commhooks.core.memory import Memory
+from commhooks.core.scheme import Scheme, slot_error
 from commhooks.kernels import use_kernels
 from commhooks.schemes._low_rank_plan import _runs
 from commhooks.schemes.acpsgd import ACPSGD
 from commhooks.schemes.batched_powersgd import KEY as BATCHED_KEY
 from commhooks.schemes.batched_powersgd import BatchedPowerSGD
 from commhooks.schemes.powersgd import KEY, PowerSGD, payload_numel
+from commhooks.wrappers.cast import Cast
+from commhooks.wrappers.feedback import ErrorFeedback
 from ddp_core import simulate
 from tests.shapes import MODELS, lstm, resnet18_cifar
 

@@ -12,19 +12,17 @@ import torch
 from torch import Tensor
 
 import commhooks
-from commhooks import (
+from commhooks import ErrorFeedback, Scheme, Simulation
+from commhooks.core.scheme import slots_of
+from commhooks.schemes import (
     QSGD,
     Blockwise,
     Eden,
-    ErrorFeedback,
     RandomK,
-    Scheme,
-    Simulation,
     TernGrad,
     TopK,
     TwoPhaseCast,
 )
-from commhooks._scheme import slots_of
 
 D = 2**20
 

@@ -6,18 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks import (
-    EF21,
-    AveragedFeedback,
-    Blockwise,
-    Eden,
-    ErrorFeedback,
-    Layout,
-    Scaled,
-    Simulation,
-    TopK,
-    make,
-)
+from commhooks import ErrorFeedback, Simulation, make
+from commhooks.core import Layout
+from commhooks.schemes import Blockwise, Eden, TopK
+from commhooks.wrappers import EF21, AveragedFeedback, Scaled
 from tests.unit.references import (
     Lossy,
     all_equal,

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks import ErrorFeedback, PowerSGD, Simulation, make
+from commhooks import ErrorFeedback, Simulation, make
+from commhooks.schemes import PowerSGD
 from tests.unit.references import all_equal, close, gradients, mean, normal, put
 
 SHAPES = {"w": (20, 30), "bias": (20,), "conv": (12, 4, 3, 3)}

@@ -8,19 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from commhooks import (
-    DelayedStart,
-    ErrorFeedback,
-    Guard,
-    HookState,
-    PeriodicDense,
-    RandomBlock,
-    Simulation,
-    TopK,
-    make,
-)
-from commhooks._diloco import _Fragment
+from commhooks import ErrorFeedback, HookState, Simulation, make
+from commhooks.local.diloco import _Fragment
 from commhooks.optim import OneBitAdam
+from commhooks.schemes import RandomBlock, TopK
+from commhooks.wrappers import DelayedStart, Guard, PeriodicDense
 from tests.unit.references import (
     all_equal,
     close,
@@ -141,7 +133,8 @@ def test_aligned_topk() -> None:
 
 def sketch_signs(step: int, row: int, directions: int) -> Tensor:
     """The draw of a step: keyed by name, purpose and step."""
-    from commhooks import Bucket, Layout
+    from commhooks import Bucket
+    from commhooks.core import Layout
 
     generator = Bucket(torch.zeros(0), Layout([], []), step=step).generator("p/sketch", shared=True)
     return 2.0 * torch.randint(0, 2, (row, directions), generator=generator).double() - 1.0

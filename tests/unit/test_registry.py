@@ -11,23 +11,17 @@ import pytest
 import torch
 
 import commhooks
-from commhooks import (
-    Cast,
-    Coalesced,
-    DelayedStart,
-    Dense,
-    ErrorFeedback,
-    OptionError,
-    PowerSGD,
-    UnknownSchemeError,
-)
-from commhooks._plain_scheme import from_plain, to_plain
-from commhooks._registry import _factories, register_scheme
+from commhooks import ErrorFeedback
+from commhooks.checkpoint.plain_scheme import from_plain, to_plain
+from commhooks.core.registry import _factories, register_scheme
+from commhooks.errors import OptionError, UnknownSchemeError
+from commhooks.schemes import Dense, PowerSGD
+from commhooks.wrappers import Cast, Coalesced, DelayedStart
 
 
 def test_names_are_sorted_and_can_all_be_made() -> None:
-    assert commhooks.names() == sorted(commhooks.names())
-    for name in commhooks.names():
+    assert commhooks.scheme_names() == sorted(commhooks.scheme_names())
+    for name in commhooks.scheme_names():
         assert isinstance(commhooks.make(name), commhooks.Scheme)
 
 
@@ -102,8 +96,8 @@ def test_a_name_is_taken_once() -> None:
 
 NEW = """
 from dataclasses import dataclass
-from commhooks._registry import register_scheme
-from commhooks._scheme import Scheme
+from commhooks.core.registry import register_scheme
+from commhooks.core.scheme import Scheme
 
 @register_scheme("lies_in_the_folder")
 @dataclass(frozen=True)
@@ -140,7 +134,7 @@ def test_a_saved_scheme_is_found_whatever_file_its_class_lies_in() -> None:
     plain = to_plain(scheme)
     assert from_plain(plain) == scheme
     plain["settings"]["before"]["class"] = "commhooks.schemes.dense.Dense"  # as once saved
-    plain["settings"]["scheme"]["class"] = "commhooks._cast.Cast"
+    plain["settings"]["scheme"]["class"] = "commhooks.wrappers.cast.Cast"
     assert from_plain(plain) == scheme
 
 

@@ -7,8 +7,9 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from commhooks import MissingRankError, _roll_call
-from commhooks._roll_call import forget, roll_call
+from commhooks.errors import MissingRankError
+from commhooks.hook import roll_call as _roll_call
+from commhooks.hook.roll_call import forget, roll_call
 
 SHORT, LONG = timedelta(seconds=0.3), timedelta(seconds=20)
 

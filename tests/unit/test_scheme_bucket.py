@@ -11,26 +11,21 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from commhooks import (
-    Blockwise,
     Bucket,
-    Cast,
     Codec,
-    Dense,
     ErrorFeedback,
-    Guard,
-    Layout,
-    PowerSGD,
     Result,
     Scheme,
-    SchemeError,
     Simulation,
-    TopK,
-    TwoPhase,
 )
-from commhooks._bucket import SchemeExchange
-from commhooks._wrapper import Wrapper
-from commhooks.trace import Traced
-from commhooks.wire import Sealed
+from commhooks.core import Layout
+from commhooks.core.bucket import SchemeExchange
+from commhooks.errors import SchemeError
+from commhooks.schemes import Blockwise, Dense, PowerSGD, TopK
+from commhooks.wrappers import Cast, Guard, TwoPhase
+from commhooks.wrappers.base import Wrapper
+from commhooks.wrappers.sealed import Sealed
+from commhooks.wrappers.traced import Traced
 from ddp_core import AllReduce
 
 LAYOUT = Layout(["p"], [(6,)])

@@ -7,16 +7,9 @@ import math
 import pytest
 import torch
 
-from commhooks import (
-    AlignedTopK,
-    Cast,
-    ErrorFeedback,
-    RandomBlock,
-    RandomK,
-    Scheme,
-    Simulation,
-    TopK,
-)
+from commhooks import ErrorFeedback, Scheme, Simulation
+from commhooks.schemes import AlignedTopK, RandomBlock, RandomK, TopK
+from commhooks.wrappers import Cast
 
 N = 2**18
 

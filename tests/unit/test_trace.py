@@ -8,8 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from commhooks import Layout, Simulation, make
-from commhooks.trace import Trace, Traced, replay
+from commhooks import Simulation, make
+from commhooks.core import Layout
+from commhooks.research.trace import Trace, replay
+from commhooks.wrappers.traced import Traced
 
 SHAPES = {"weight": (40, 30), "bias": (40,)}
 BUCKETS = [Layout(["bias"], [(40,)]), Layout(["weight"], [(40, 30)])]

@@ -12,21 +12,21 @@ import torch
 from torch import Tensor
 
 import commhooks
-from commhooks import (
+from commhooks import Simulation, make
+from commhooks.errors import PayloadError
+from commhooks.research.wire import HEADER_BYTES, decode, encode, message_bytes
+from commhooks.schemes import (
     QSGD,
     Blockwise,
     Eden,
     MinMax,
     MinMaxPerChannel,
-    PayloadError,
     SignSGD,
-    Simulation,
     TernGrad,
     TopK,
     TwoPhaseCast,
-    make,
 )
-from commhooks.wire import HEADER_BYTES, Sealed, decode, encode, message_bytes
+from commhooks.wrappers import Sealed
 from ddp_core import simulate
 from tests.hostile.limits import measured
 
@@ -142,7 +142,7 @@ def test_what_is_wrong_is_said() -> None:
     with pytest.raises(PayloadError, match="a message is bytes"):
         decode(int8, torch.zeros(100))
     with pytest.raises(TypeError, match="a codec is a PackedCodec or a Codec, got PowerSGD"):
-        encode(commhooks.PowerSGD(), entries(10))  # type: ignore[arg-type]
+        encode(commhooks.schemes.PowerSGD(), entries(10))  # type: ignore[arg-type]
 
 
 def test_the_way_it_travels_is_not_part_of_a_payload() -> None:

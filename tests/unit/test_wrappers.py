@@ -11,30 +11,29 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from commhooks import (
-    EF21,
-    BatchedPowerSGD,
     Biased,
     Bucket,
-    Cast,
-    Coalesced,
     Codec,
-    DelayedStart,
-    Dense,
     ErrorFeedback,
-    FlushResidual,
-    Layout,
-    Noop,
     PerParameter,
-    PowerSGD,
     Result,
     Rule,
     Scheme,
     Simulation,
     Traits,
-    _cast,
 )
-from commhooks._feedback import RESIDUAL, keeps_residual
-from commhooks._scheme import SchemeExchange, slot_error, slots_of
+from commhooks.core import Layout
+from commhooks.core.scheme import SchemeExchange, slot_error, slots_of
+from commhooks.schemes import BatchedPowerSGD, Dense, Noop, PowerSGD
+from commhooks.wrappers import (
+    EF21,
+    Cast,
+    Coalesced,
+    DelayedStart,
+    FlushResidual,
+)
+from commhooks.wrappers import cast as _cast
+from commhooks.wrappers.feedback import RESIDUAL, keeps_residual
 from ddp_core import AllReduce
 
 SHAPES = {"weight": (12, 10), "bias": (12,), "head": (12, 10)}

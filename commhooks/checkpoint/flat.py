@@ -1,0 +1,80 @@
+"""A state as flat tensors and strings, the two things that safetensors stores."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import quote
+
+from torch import Tensor
+
+from commhooks.checkpoint.form import MemoryDict, StateDict, read_memory
+from commhooks.errors import CheckpointError
+
+__all__ = ["flatten_state", "unflatten_state"]
+
+
+def flatten_state(state: StateDict) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """A state dict as flat tensors and string metadata, the two things safetensors stores.
+
+    Raises:
+        CheckpointError: not what ``state_dict()`` returned.
+
+    Example:
+        >>> tensors, metadata = flatten_state(hook.state_dict())
+        >>> safetensors.torch.save_file(tensors, "hook.safetensors", metadata)
+    """
+    tensors: dict[str, Tensor] = {}
+    plain: dict[str, Any] = {}
+    try:
+        for field, value in state.items():
+            if not isinstance(value, Mapping):
+                plain[field] = value
+                continue
+            memory = read_memory(value["memory"], field, "flatten_state")
+            rest = {one: value[one] for one in value if one != "memory"}
+            plain[field] = {**rest, "keys": sorted(memory)}
+            for key, values in memory.items():
+                for name, tensor in values.items():
+                    tensors[f"{field}/{_quoted(key)}/{name}"] = tensor.contiguous()
+        return tensors, {"commhooks": json.dumps(plain)}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            "flatten_state takes what hook.state_dict() returned, and nothing else in it"
+        ) from error
+
+
+def unflatten_state(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Any]:
+    """The state dict that ``flatten_state`` was given.
+
+    Raises:
+        CheckpointError: the metadata is missing or damaged.
+    """
+    memories: dict[str, MemoryDict] = {}
+    try:
+        state: dict[str, Any] = json.loads(metadata["commhooks"])
+        for field, value in state.items():
+            if isinstance(value, dict):
+                keys = value.pop("keys")
+                value["memory"] = {key: {} for key in keys}
+                memories[field] = {_quoted(key): value["memory"][key] for key in keys}
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            "unflatten_state: no readable 'commhooks' metadata; was the file saved with "
+            "flatten_state(hook.state_dict())?"
+        ) from error
+    for path, tensor in tensors.items():
+        try:
+            field, key, name = path.split("/", 2)
+            memories[field][key][name] = tensor
+        except (AttributeError, KeyError, ValueError) as error:
+            raise CheckpointError(
+                f"unflatten_state: the tensor {path!r} is not in the metadata; the file is damaged"
+            ) from error
+    return state
+
+
+def _quoted(key: str) -> str:
+    """A key of memory without the slash that ends it."""
+    return quote(key, safe="")

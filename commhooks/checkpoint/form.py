@@ -1,0 +1,344 @@
+"""What a saved state has to look like, whatever scheme it is of: fields, ranks, tensors, checksum.
+
+All that is looked at here may come from a damaged or hostile file: nothing is added up, copied or
+allocated by what it says before that has been checked.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from commhooks.checkpoint.checksum import FIELDS, checksum
+from commhooks.checkpoint.names import renamed
+from commhooks.errors import CheckpointError
+
+__all__ = [
+    "COMMON",
+    "FORMAT",
+    "MAX_STEP",
+    "VERSION",
+    "MemoryDict",
+    "Part",
+    "Saved",
+    "SavedBuckets",
+    "StateDict",
+    "check_layout",
+    "check_limits",
+    "rank_fields",
+    "read",
+    "read_memory",
+    "tensor_error",
+    "whole_number",
+]
+
+FORMAT = "commhooks.hook_state"
+VERSION = 2  # 1 had no checksum and no global ranks
+COMMON = ("format", "version", "scheme", "structure", "step", "seed", "world_size")
+
+StateDict = Mapping[str, Any]
+MemoryDict = dict[str, dict[str, Tensor]]
+
+_SECOND_VERSION = ("global_rank", "leader", "checksum")
+# Fields that are equal in all states of one checkpoint.
+_ALIKE = [one for one in FIELDS if one not in ("format", "commhooks", "torch", "scheme")]
+_RANK_KEY = re.compile(r"rank(0|[1-9][0-9]{0,8})")
+MAX_STEP = 2**62  # a step more still fits the 64 bits in which kernels take it
+_MOST_RANKS = 2**31 - 1
+_DTYPES = {
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+}
+
+
+class Part(NamedTuple):
+    """What one rank saved.
+
+    Attributes:
+        rank: within the hook's process group.
+        global_rank: within the job; the part's key in a state.
+        leader: the smallest global rank of the group, by which groups are told apart.
+        arrival: names of all parameters, in the order in which gradients came in the last step;
+            empty where that is not known, None where the model was not ``ddp_core``'s.
+    """
+
+    rank: int
+    global_rank: int
+    leader: int
+    memory: MemoryDict
+    checksum: str | None = None
+    arrival: Sequence[str] | None = None
+
+
+class SavedBuckets(NamedTuple):
+    """What a run that goes on needs to have the same buckets.
+
+    Attributes:
+        layout: names of the parameters of each bucket.
+        bucket_bytes: sizes at which buckets were full; none: not known, or not final yet.
+        arrival: see :class:`Part`.
+    """
+
+    layout: Sequence[Sequence[str]] = ()
+    bucket_bytes: Sequence[int] = ()
+    arrival: Sequence[str] | None = None
+
+
+class Saved(NamedTuple):
+    """One or several ranks' states, checked: what they have in common, and each rank's part."""
+
+    common: dict[str, Any]
+    parts: list[Part]
+
+    def with_keys(self, keys: Collection[str]) -> Saved:
+        """The same with some of the memory only."""
+        parts = [
+            part._replace(memory={key: part.memory[key] for key in keys if key in part.memory})
+            for part in self.parts
+        ]
+        return Saved(self.common, parts)
+
+    def renamed(self, find: Callable[[str], str]) -> Saved:
+        """The same with the names of parameters that ``find`` gives."""
+        layout = [[find(name) for name in names] for names in self.common.get("layout", [])]
+        parts = [
+            part._replace(
+                memory={k: renamed(names, find) for k, names in part.memory.items()},
+                arrival=None if part.arrival is None else list(map(find, part.arrival)),
+            )
+            for part in self.parts
+        ]
+        return Saved({**self.common, "layout": layout}, parts)
+
+
+def read(
+    state: StateDict | Sequence[StateDict], call: str = "load_state_dict", *, verify: bool = True
+) -> Saved:
+    """Reads saved states, of one checkpoint.
+
+    Args:
+        state: of one rank, of several merged, or a list of such.
+        call: what is called, for the messages.
+        verify: compute the checksums.
+
+    Raises:
+        CheckpointError: not a hook state, of a newer version, incomplete, or damaged.
+    """
+    states: list[Any] = list(state) if isinstance(state, (list, tuple)) else [state]
+    if not states:
+        raise CheckpointError(f"{call}: an empty list of states")
+    for one in states:
+        _check_common(one, call)
+    common = {field: states[0][field] for field in (*COMMON, *FIELDS) if field in states[0]}
+    for one in states[1:]:
+        for field in _ALIKE:
+            if one.get(field) != common.get(field):
+                raise CheckpointError(
+                    f"{call}: the states given are not of one checkpoint: {field} is "
+                    f"{_short(common.get(field))} in the first and {_short(one.get(field))} in "
+                    f"another"
+                )
+    parts: dict[int, Part] = {}
+    for one in states:
+        for part in _parts(one, call, verify):
+            known = parts.get(part.global_rank)
+            if known is not None and known.checksum != part.checksum:
+                raise CheckpointError(
+                    f"{call}: the states given hold two different parts of rank "
+                    f"{part.global_rank}; they are not of one checkpoint"
+                )
+            parts[part.global_rank] = part
+    return Saved(common, list(parts.values()))
+
+
+def whole_number(value: object, least: int, most: int) -> bool:
+    """Whether it is an int, and no bool, of a range."""
+    return type(value) is int and least <= value <= most
+
+
+def _check_common(state: object, call: str) -> None:
+    if not isinstance(state, Mapping):
+        raise CheckpointError(
+            f"{call} takes what state_dict() returned, got {type(state).__name__}"
+        )
+    if not state:
+        raise CheckpointError(
+            f"{call}: the state is empty; state_dict(gather=True, to=rank) is that rank's only"
+        )
+    if not _is_text(state.get("format")) or state["format"] != FORMAT:
+        raise CheckpointError(
+            f"{call}: not a hook state (no 'format': {FORMAT!r}); it has the fields "
+            f"{', '.join(sorted(_short(field) for field in list(state)[:8]))}. Give the part that "
+            f"hook.state_dict() returned"
+        )
+    version = state.get("version")
+    if not whole_number(version, 1, VERSION):
+        raise CheckpointError(
+            f"{call}: saved in version {_short(version)} of the format, this release reads up to "
+            f"{VERSION}: update commhooks"
+        )
+    missing = [field for field in COMMON if field not in state]
+    if missing:
+        raise CheckpointError(f"{call}: the state is incomplete, it lacks {missing}")
+    for field in ("scheme", "structure", "commhooks", "torch"):
+        if not _is_text(state.get(field, "")):
+            raise CheckpointError(
+                f"{call}: {field!r} is text, got {_short(state[field])}; the file is damaged"
+            )
+    ranges = {
+        "step": (0, MAX_STEP),
+        "seed": (-(2**63), 2**63 - 1),
+        "world_size": (1, _MOST_RANKS),
+    }
+    for field, (least, most) in ranges.items():
+        if not whole_number(state[field], least, most):
+            raise CheckpointError(
+                f"{call}: {field!r} is a whole number from {least} to {most}, got "
+                f"{_short(state[field])}; the file is damaged"
+            )
+    check_layout(state.get("layout", []), call)
+    check_limits(state.get("bucket_bytes", []), call)
+
+
+def check_layout(layout: object, call: str) -> None:
+    """Buckets as lists of parameter names; no name twice."""
+    buckets = layout if type(layout) is list else [None]
+    names = [name for bucket in buckets for name in (bucket if type(bucket) is list else [None])]
+    if not all(map(_is_text, names)) or len(set(names)) != len(names):
+        raise CheckpointError(
+            f"{call}: 'layout' is a list of lists of parameter names, no name twice, got "
+            f"{_short(layout)}; the file is damaged"
+        )
+
+
+def check_limits(limits: object, call: str) -> None:
+    """Sizes of buckets, in bytes."""
+    if type(limits) is not list or not all(whole_number(one, 0, 2**63 - 1) for one in limits):
+        raise CheckpointError(
+            f"{call}: 'bucket_bytes' is a list of whole numbers, got {_short(limits)}; the file is "
+            f"damaged"
+        )
+
+
+def rank_fields(state: StateDict) -> set[str]:
+    """The fields that hold a rank's part."""
+    return {one for one in state if isinstance(one, str) and _RANK_KEY.fullmatch(one)}
+
+
+def _parts(state: StateDict, call: str, verify: bool) -> list[Part]:
+    found = [_part(state, field, call, verify) for field in sorted(rank_fields(state))]
+    if not found:
+        raise CheckpointError(f"{call}: the state is incomplete, it has no rank's memory")
+    return found
+
+
+def _part(state: StateDict, field: str, call: str, verify: bool) -> Part:
+    part = state[field]
+    if not isinstance(part, Mapping):
+        raise CheckpointError(f"{call}: {field!r} is {_short(part)}, not a rank's part")
+    # Of version 1, or read into a template of that form by torch.distributed.checkpoint.
+    first_version = state["version"] == 1 or not any(one in part for one in _SECOND_VERSION)
+    wanted_fields = ("rank", "memory", *(() if first_version else _SECOND_VERSION))
+    missing = [one for one in wanted_fields if one not in part]
+    if missing or not isinstance(part["memory"], Mapping):
+        raise CheckpointError(
+            f"{call}: {field!r} is incomplete, it lacks {', '.join(missing or ['its memory'])}: "
+            f"the file is damaged, or was read in part (commhooks.load_dcp reads all)"
+        )
+    rank, global_rank = part["rank"], part["rank" if first_version else "global_rank"]
+    leader = 0 if first_version else part["leader"]
+    if not whole_number(global_rank, int(field[4:]), int(field[4:])):
+        raise CheckpointError(
+            f"{call}: {field!r} says it is of rank {_short(global_rank)}; the file was mixed up"
+        )
+    if not whole_number(rank, 0, state["world_size"] - 1):
+        raise CheckpointError(
+            f"{call}: {field!r} is of rank {_short(rank)} of a group of {state['world_size']}; "
+            f"the file is damaged"
+        )
+    if not whole_number(leader, 0, global_rank):
+        raise CheckpointError(
+            f"{call}: {field!r} is of a group led by rank {_short(leader)}; the file is damaged"
+        )
+    memory, arrival = read_memory(part["memory"], field, call), cast(Any, part.get("arrival"))
+    listed = type(arrival) is list and all(map(_is_text, arrival))
+    if arrival is not None and not (listed and len(set(arrival)) == len(arrival)):
+        raise CheckpointError(
+            f"{call}: 'arrival' of {field!r} is a list of parameter names, none twice, got "
+            f"{_short(arrival)}; the file is damaged"
+        )
+    wanted, found = None, part.get("checksum")
+    if verify and not first_version:
+        wanted = checksum(state, part)
+    if verify and (type(found) is not type(wanted) or found != wanted):
+        raise CheckpointError(
+            f"{call}: the checksum of {field!r} is wrong: the state was changed after it was "
+            f"saved, or the file is damaged. Load an older checkpoint"
+        )
+    return Part(rank, global_rank, leader, memory, wanted, arrival)
+
+
+def read_memory(stored: Any, field: str, call: str) -> MemoryDict:
+    """Tensors by key and parameter name, each of them dense and of plain numbers."""
+    if not isinstance(stored, Mapping):
+        raise CheckpointError(f"{call}: {field} is no dict of tensors; the file is damaged")
+    memory: MemoryDict = {}
+    for key, values in stored.items():
+        if not _is_text(key) or not isinstance(values, Mapping) or not all(map(_is_text, values)):
+            raise CheckpointError(
+                f"{call}: {field}[{_short(key)}] does not hold tensors by parameter name; the "
+                f"file is damaged"
+            )
+        for name, value in values.items():
+            error = tensor_error(value)
+            if error is not None:
+                raise CheckpointError(
+                    f"{call}: {field}[{_short(key)}][{_short(name)}] does not hold tensors of "
+                    f"plain numbers: it {error}; the file is damaged"
+                )
+        memory[key] = dict(values)
+    return memory
+
+
+def tensor_error(value: object) -> str | None:
+    """Why something is not a dense tensor of plain numbers; None if it is one."""
+    if type(value) not in (Tensor, torch.nn.Parameter):
+        return f"is a {type(value).__name__}"
+    assert isinstance(value, Tensor)
+    if value.layout != torch.strided or value.is_nested:
+        return f"is not dense: its layout is {value.layout}"
+    if value.is_meta:
+        return "is on the meta device, without values"
+    if value.dtype not in _DTYPES:
+        return f"is of {value.dtype}"
+    # An expanded tensor claims any number of entries on a few bytes.
+    if value.numel() * value.element_size() > value.untyped_storage().nbytes():
+        return f"has {value.numel()} entries that share memory"
+    return None
+
+
+def _is_text(value: object) -> bool:
+    return type(value) is str
+
+
+def _short(value: object) -> str:
+    """A value for a message; of any size and kind."""
+    if isinstance(value, (str, bytes, list, tuple, dict)) and len(value) > 60:
+        return f"a {type(value).__name__} of length {len(value)}"
+    if type(value) is int and value.bit_length() > 256:
+        return f"a number of {value.bit_length()} bits"
+    if isinstance(value, (str, bytes, int, float, type(None))):
+        return repr(value)
+    return f"a {type(value).__name__}"

@@ -1,0 +1,62 @@
+"""``Layout``: which parameters a flat tensor holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+__all__ = ["Layout"]
+
+
+class Layout:
+    """Which parameters a flat tensor holds, in order.
+
+    Args:
+        names: parameter names.
+        shapes: the shape each occupies in the flat tensor.
+    """
+
+    __slots__ = ("_hash", "_scalars", "names", "numel", "offsets", "shapes", "sizes")
+
+    def __init__(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> None:
+        self.names = tuple(names)
+        self.shapes = tuple(torch.Size(shape) for shape in shapes)
+        self.sizes = tuple(shape.numel() for shape in self.shapes)
+        self.offsets = (0, *accumulate(self.sizes))
+        self.numel = self.offsets[-1]
+        self._hash = hash((self.names, self.shapes))
+        self._scalars: Layout | None = None
+
+    @property
+    def scalars(self) -> Layout:
+        """The layout of one number per parameter."""
+        if self._scalars is None:
+            self._scalars = Layout(self.names, [()] * len(self))
+        return self._scalars
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layout) and (self.names, self.shapes) == (
+            other.names,
+            other.shapes,
+        )
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __repr__(self) -> str:
+        return f"Layout({len(self)} parameters, {self.numel} entries)"
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Views into ``flat``, one per parameter, in its shape."""
+        parts = flat.split(self.sizes)
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    def pick(self, positions: Sequence[int]) -> Layout:
+        """The layout of some of the parameters, in the order given."""
+        return Layout([self.names[i] for i in positions], [self.shapes[i] for i in positions])

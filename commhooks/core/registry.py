@@ -1,0 +1,176 @@
+"""Schemes by name."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, fields
+from typing import Any, TypeVar
+
+from commhooks.core.scheme import Scheme
+from commhooks.core.settings import checked, need_dataclass, shown
+from commhooks.errors import OptionError, SchemeError, UnknownSchemeError
+
+__all__ = ["build", "factory_of", "options_of", "register_scheme", "scheme_names"]
+
+Factory = Callable[..., Scheme]
+F = TypeVar("F", bound=Factory)
+
+_factories: dict[str, Factory] = {}
+
+# What options are called elsewhere, in torch's hooks above all, and what there is instead.
+_ELSEWHERE = {
+    "matrix_approximation_rank": "it is called rank here",
+    "start_powerSGD_iter": "it is called start_step here",
+    "start_iter": "it is called start_step here",
+    "use_error_feedback": "it is called error_feedback here",
+    "bucket_size": "entries per scale are called block or block_size here",
+    "random_seed": "the seed is an argument of register(..., seed=...)",
+    "seed": "the seed is an argument of register(..., seed=...) and of HookState",
+    "process_group": "the process group is an argument of register(..., process_group=...)",
+    "layout": "the layout is an argument of register(..., layout=...)",
+    "history": "the history is an argument of HookState(..., history=...)",
+    "orthogonalization_epsilon": "none is needed: dead rows are replaced, see PowerSGD",
+    "compression_stats_logging_frequency": "what was sent is in hook.report()",
+    "batch_tensors_with_same_shape": "all matrices of a bucket are computed together",
+}
+
+
+def register_scheme(*scheme_names: str) -> Callable[[F], F]:
+    """Makes a scheme class (or a function that returns a scheme) available by name.
+
+    A function's arguments are checked by their annotations from then on.
+
+    Raises:
+        ValueError: no name, or one that is taken.
+        TypeError: a name that is no string, or something that makes no scheme.
+
+    Example:
+        >>> @register_scheme("first_bit")
+        ... @dataclass(frozen=True)
+        ... class FirstBit(Codec): ...
+        >>> "first_bit" in scheme_names()
+        True
+    """
+    if not scheme_names:
+        raise ValueError('register_scheme(name): one name at least, @register_scheme("my_scheme")')
+    for name in scheme_names:
+        if not isinstance(name, str) or not name.strip() or name != name.strip():
+            raise TypeError(
+                f'register_scheme(name) takes names, @register_scheme("my_scheme"), '
+                f"got {shown(name)}"
+            )
+
+    def decorate(factory: F) -> F:
+        is_class = isinstance(factory, type)
+        if not callable(factory) or (is_class and not issubclass(factory, Scheme)):  # type: ignore[arg-type]
+            raise TypeError(
+                f"register_scheme({scheme_names[0]!r}): a class derived from Scheme or Codec, or a "
+                f"function that returns a scheme, got {shown(factory)}"
+            )
+        for name in scheme_names:
+            if name in _factories:
+                raise ValueError(
+                    f"register_scheme({name!r}): the name is taken by {_factories[name]}"
+                )
+        made: Any = factory if is_class else checked(factory)
+        for name in scheme_names:
+            _factories[name] = made
+        found: F = made
+        return found
+
+    return decorate
+
+
+def scheme_names() -> list[str]:
+    """The names of all registered schemes, sorted."""
+    return sorted(_factories)
+
+
+def factory_of(name: str) -> Factory:
+    """The class or the function that makes the scheme of that name.
+
+    Raises:
+        UnknownSchemeError: no such name; suggests the nearest.
+    """
+    factory = _factories.get(name)
+    if factory is None:
+        hint = _nearest(name.lower(), scheme_names())
+        raise UnknownSchemeError(
+            f"no scheme {name!r}{hint} Registered: {', '.join(scheme_names())}"
+        )
+    return factory
+
+
+def options_of(factory: Factory) -> dict[str, Any] | None:
+    """Defaults of a factory's options, ``inspect.Parameter.empty`` where there is none.
+
+    None: it takes any.
+    """
+    if isinstance(factory, type):
+        need_dataclass(factory)
+        found = {}
+        for setting in fields(factory):
+            if setting.init:
+                lazy = setting.default_factory
+                found[setting.name] = (
+                    setting.default
+                    if setting.default is not MISSING
+                    else inspect.Parameter.empty
+                    if lazy is MISSING
+                    else lazy()
+                )
+        return found
+    parameters = inspect.signature(factory).parameters.values()
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return None
+    return {one.name: one.default for one in parameters if one.kind is not one.POSITIONAL_ONLY}
+
+
+def build(name: str, options: Mapping[str, Any], *, wrapper_options: Sequence[str] = ()) -> Scheme:
+    """The scheme of that name with ``options``; messages list ``wrapper_options`` too.
+
+    Raises:
+        UnknownSchemeError: no such name; suggests the nearest.
+        OptionError: no such option, or not that value of it.
+        SchemeError: what is registered made no scheme.
+    """
+    factory = factory_of(name)
+    known = options_of(factory)
+    if known is not None:
+        for option in options:
+            if option not in known:
+                every = [*known, *wrapper_options]
+                raise OptionError(
+                    f"scheme {name!r} has no option {option!r}{_hint(option, every)} "
+                    f"Options: {', '.join(every)}"
+                )
+        empty = inspect.Parameter.empty
+        missing = [key for key, value in known.items() if value is empty and key not in options]
+        if missing:
+            raise OptionError(f"scheme {name!r} needs the options {', '.join(missing)}")
+    if isinstance(factory, type):
+        built = factory(**options)
+    else:
+        try:
+            built = factory(**options)
+        except UnknownSchemeError:
+            raise
+        except (TypeError, ValueError) as error:  # its message is of what the function made
+            raise OptionError(f"scheme {name!r}: {error}") from error
+    if not isinstance(built, Scheme):
+        raise SchemeError(f"scheme {name!r}: its function returns a Scheme, got {shown(built)}")
+    return built
+
+
+def _hint(option: str, every: Sequence[str]) -> str:
+    """What to give instead of an option, to stand between two sentences."""
+    if option in _ELSEWHERE:
+        return f"; {_ELSEWHERE[option]}."
+    return _nearest(option, every)
+
+
+def _nearest(word: str, every: Sequence[str]) -> str:
+    near = difflib.get_close_matches(word, every, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else "."

@@ -1,0 +1,92 @@
+"""``Slot``: the declaration of a tensor that a scheme keeps per parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from commhooks.core.layout import Layout
+from commhooks.core.step_info import StepInfo
+
+__all__ = ["Number", "Slot"]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Declares one tensor per parameter that survives the step and is part of a checkpoint.
+
+    A scheme lists its slots in ``keeps``, and reads and writes them with ``bucket.read(slot)`` and
+    ``bucket.write(slot, values)``. Subclasses override ``shape``, ``initial`` or ``check`` where a
+    tensor is not like its parameter, does not begin with zeros, or obeys further rules.
+
+    Args:
+        key: name of the tensors in a checkpoint; unique among all schemes.
+        resize: how a checkpoint is taken to another number of ranks. "same": the value is equal on
+            all ranks. "sum": each value moves to one rank, where values are added up, scaled so
+            that the mean over ranks stays. "mean": every rank gets the mean. "drop": the value is
+            forgotten.
+        dtype: None: float32, or float64 if the gradient is.
+
+    Example:
+        >>> momentum = Slot("my_scheme.momentum", resize="mean")
+    """
+
+    key: str
+    resize: Literal["same", "sum", "mean", "drop"] = "same"
+    dtype: torch.dtype | None = None
+
+    def shape(self, parameter: torch.Size) -> Sequence[int] | None:
+        """The shape that is kept of a parameter; None if nothing is kept of it."""
+        return parameter
+
+    def initial(self, name: str, shape: torch.Size, now: StepInfo) -> Tensor | None:
+        """The value before the first step; None if there is none until a step writes one.
+
+        Args:
+            name: of the parameter.
+            shape: that is kept, not the parameter's.
+            now: random bits, dtypes and ranks at this moment.
+        """
+        return torch.zeros(shape, dtype=self.dtype or now.wide_dtype)
+
+    def check(self, value: Tensor, parameter: torch.Size) -> str | None:
+        """Why a loaded value cannot be this slot's of such a parameter; None if it can.
+
+        Values of other settings (PowerSGD of another rank) pass here.
+        """
+        if not value.is_floating_point():
+            return f"is of {value.dtype}, not floating point"
+        if value.shape != parameter:
+            return f"has shape {tuple(value.shape)}, the parameter has {tuple(parameter)}"
+        return None
+
+    def layout(self, layout: Layout) -> Layout:
+        """The layout of the kept tensors of all parameters of a bucket."""
+        return layout if type(self).shape is Slot.shape else _layout_of(self, layout)
+
+
+@lru_cache(maxsize=1024)
+def _layout_of(slot: Slot, layout: Layout) -> Layout:
+    shapes = zip(layout.names, map(slot.shape, layout.shapes), strict=True)
+    kept = [(name, shape) for name, shape in shapes if shape is not None]
+    return Layout([name for name, _ in kept], [shape for _, shape in kept])
+
+
+@dataclass(frozen=True)
+class Number(Slot):
+    """Declares one number per parameter, 0 or more, in float64."""
+
+    dtype: torch.dtype | None = torch.float64
+
+    def shape(self, parameter: torch.Size) -> Sequence[int] | None:
+        return ()
+
+    def check(self, value: Tensor, parameter: torch.Size) -> str | None:
+        if not value.is_floating_point() or value.shape:
+            return f"is {value.dtype} of shape {tuple(value.shape)}, not one number"
+        return None if value.item() >= 0 else f"is {value.item()}, not 0 or more"

@@ -1,0 +1,46 @@
+"""A scheme in a few words: its registered name, or its class with what is not as by default."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields, is_dataclass
+
+from commhooks.core.registry import scheme_names
+from commhooks.core.scheme import Scheme
+from commhooks.wrappers.make import make
+
+__all__ = ["brief"]
+
+
+def brief(scheme: Scheme) -> str:
+    """A short name for people; ``describe`` has everything.
+
+    Example:
+        >>> brief(make("int8"))
+        'int8'
+        >>> brief(make("powersgd", rank=4, start_step=100))
+        'DelayedStart(ErrorFeedback(PowerSGD(rank=4)), start_step=100)'
+    """
+    for name in scheme_names():
+        try:
+            if make(name) == scheme:
+                return name
+        except Exception:  # a user's that needs an option, say: printing must not fail
+            continue
+    return _shown(scheme)
+
+
+def _shown(value: object) -> str:
+    if not isinstance(value, Scheme) or not is_dataclass(value):
+        text = repr(value)
+        return text if len(text) <= 40 else f"{type(value).__name__}(...)"
+    parts = []
+    for field in fields(value):
+        setting = getattr(value, field.name)
+        default: object = field.default
+        if field.default_factory is not MISSING:
+            default = field.default_factory()
+        if isinstance(setting, Scheme) and default is MISSING:
+            parts.append(brief(setting))
+        elif setting != default:
+            parts.append(f"{field.name}={_shown(setting)}")
+    return f"{type(value).__name__}({', '.join(parts)})"

@@ -1,0 +1,83 @@
+"""Bucket layouts that schemes profit from; only ddp_core's DistributedDataParallel offers them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from commhooks.errors import OptionError
+
+if TYPE_CHECKING:
+    from commhooks.hook.state import HookState
+
+__all__ = ["BucketGroup", "BucketLayout", "group_function", "layout_facts"]
+
+Facts = dict[str, Any]
+BucketGroup = Callable[[str, nn.Parameter], Hashable]
+BucketLayout = Literal["scheme", "shape"] | BucketGroup
+
+
+def group_function(layout: BucketLayout, state: HookState) -> BucketGroup:
+    """Parameters for which it gives different answers never share a bucket.
+
+    Args:
+        layout: "scheme": what the scheme treats alike; "shape": matrices of one shape, all
+            vectors together; or a function of name and parameter.
+
+    Raises:
+        OptionError: none of these.
+    """
+    if layout == "scheme":
+        names = state._parameters
+        return lambda name, parameter: state.scheme.bucket_group(
+            names.name(parameter) or name, parameter.shape, parameter.dtype
+        )
+    if layout == "shape":
+        return _shape
+    if not callable(layout):
+        raise OptionError(
+            f"register(layout=...) is 'scheme', 'shape' or a function of name and parameter, "
+            f"got {layout!r}"
+        )
+    try:
+        inspect.signature(layout).bind("name", None)
+    except TypeError as error:
+        raise OptionError(
+            f"register(layout=...): {layout!r} cannot be called with a name and a parameter: "
+            f"{error}"
+        ) from error
+    except ValueError:  # a builtin without a signature: nothing to check
+        pass
+    return layout
+
+
+def layout_facts(layout: BucketLayout | None, group: BucketGroup | None, model: nn.Module) -> Facts:
+    """What all ranks have to agree on: how it was asked for, and which parameters go together.
+
+    Raises:
+        OptionError: the layout's function fails, or gives what cannot be compared.
+    """
+    if group is None:
+        return {"layout": "none"}
+    kind = layout if isinstance(layout, str) else "a function"
+    numbers: dict[Hashable, int] = {}
+    listed = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            try:
+                number = numbers.setdefault(group(name, parameter), len(numbers))
+            except TypeError as error:
+                raise OptionError(
+                    f"register(layout=...): a function of name and parameter that gives something "
+                    f"hashable; for {name!r} it raised: {error}"
+                ) from error
+            listed.append(f"{name} in group {number}")
+    return {"layout": kind, "groups of parameters": listed}
+
+
+def _shape(name: str, parameter: nn.Parameter) -> torch.Size | None:
+    return parameter.shape if parameter.dim() > 1 else None

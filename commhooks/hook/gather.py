@@ -1,0 +1,137 @@
+"""One state of all ranks: each sends what it saved to every other, or to one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _get_object_coll_device
+
+from commhooks.core.bytes import as_bytes
+from commhooks.errors import RegistrationError
+from commhooks.hook.handshake import handshake
+
+__all__ = ["gather"]
+
+_MESSAGE = 1 << 26  # bytes that travel at once
+_Spec = tuple[str, str, torch.dtype, torch.Size]  # key, parameter name
+
+
+def gather(
+    call: str,
+    state: Mapping[str, Any] | None,
+    fault: str | None,
+    group: dist.ProcessGroup,
+    to: int | None,
+) -> dict[str, Any]:
+    """The states of all ranks of ``group`` as one, with tensors on the CPU; all ranks call it.
+
+    Small tensors share a message, large ones are cut; nothing is padded.
+
+    Args:
+        call: what was called, for messages.
+        state: what this rank saves, with one part; None if it cannot.
+        fault: why it cannot.
+        to: the only rank that gets the whole; the others get an empty dict.
+
+    Raises:
+        MismatchError: the ranks are not at the same step, or some of them cannot save.
+        RegistrationError: none of them can.
+    """
+    common = {} if state is None else {k: v for k, v in state.items() if not isinstance(v, dict)}
+    handshake(call, {"what keeps it from saving": fault, "to": to, **common}, group)
+    if state is None:
+        raise RegistrationError(f"{call}: {fault}")
+    if to is not None and not (type(to) is int and 0 <= to < group.size()):
+        raise ValueError(
+            f"{call}: to=... is a rank of the hook's {group.size()}, or None for all, got {to!r}"
+        )
+    (field,) = (key for key in state if key not in common)
+    part = state[field]
+    tensors = [
+        (key, name, value)
+        for key, values in part["memory"].items()
+        for name, value in values.items()
+    ]
+    specs: list[_Spec] = [(key, name, value.dtype, value.shape) for key, name, value in tensors]
+    about = (
+        field,
+        {one: part[one] for one in part if one != "memory"},
+        list(part["memory"]),
+        specs,
+    )
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, about, group=group)
+    whole = dict(common)
+    for source, (theirs, rest, keys, what) in enumerate(everyone):
+        mine = [value for _, _, value in tensors] if source == group.rank() else None
+        arrived = _send(what, mine, source, to, group)
+        if to not in (None, group.rank()):
+            continue
+        memory: dict[str, dict[str, Tensor]] = {key: {} for key in keys}
+        for (key, name, _, _), value in zip(what, arrived, strict=True):
+            memory[key][name] = value
+        whole[theirs] = {**rest, "memory": memory}
+    return whole if to in (None, group.rank()) else {}
+
+
+def _send(
+    specs: Sequence[_Spec],
+    own: Sequence[Tensor] | None,
+    source: int,
+    to: int | None,
+    group: dist.ProcessGroup,
+) -> list[Tensor]:
+    """One rank's tensors, on the ranks that are to have them; on the CPU."""
+    rank, device = group.rank(), _get_object_coll_device(group)
+    receives = own is None and to in (None, rank)
+    flat: list[Tensor] = []
+    if own is not None:
+        flat = [as_bytes(value.detach()) for value in own]
+        values = [value.detach().cpu() for value in own]
+    elif receives:
+        values = [torch.empty(shape, dtype=dtype) for _, _, dtype, shape in specs]
+        flat = [value.view(-1).view(torch.uint8) for value in values]
+    else:
+        values = []
+    if to == source or not (receives or own is not None):
+        return values
+    sizes = [dtype.itemsize * shape.numel() for _, _, dtype, shape in specs]
+    for spans in _messages(sizes):
+        total = sum(end - begin for _, begin, end in spans)
+        if own is not None:
+            buffer = torch.cat([flat[index][begin:end].to(device) for index, begin, end in spans])
+        else:
+            buffer = torch.empty(total, dtype=torch.uint8, device=device)
+        if to is None:
+            dist.broadcast(buffer, group=group, group_src=source)
+        elif own is not None:
+            dist.send(buffer, group=group, group_dst=to)
+        else:
+            dist.recv(buffer, group=group, group_src=source)
+        if receives:
+            pieces = buffer.cpu().split([end - begin for _, begin, end in spans])
+            for (index, begin, end), piece in zip(spans, pieces, strict=True):
+                flat[index][begin:end] = piece
+    return values
+
+
+def _messages(sizes: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
+    """Which bytes of which tensors travel together: (tensor, begin, end), in order."""
+    spans: list[tuple[int, int, int]] = []
+    room = _MESSAGE
+    for index, size in enumerate(sizes):
+        begin = 0
+        while begin < size:
+            end = min(size, begin + room)
+            spans.append((index, begin, end))
+            room -= end - begin
+            begin = end
+            if not room:
+                yield spans
+                spans, room = [], _MESSAGE
+    if spans:
+        yield spans

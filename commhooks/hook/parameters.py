@@ -1,0 +1,288 @@
+"""Finds the DistributedDataParallel in what the user holds, and the names of its parameters."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from commhooks.checkpoint.names import plain_name, plain_names
+from commhooks.core.layout import Layout
+from commhooks.errors import RegistrationError
+from ddp_core import DistributedDataParallel as CoreDDP
+
+__all__ = [
+    "Parameter",
+    "Parameters",
+    "check_group",
+    "ddp_models",
+    "find_ddp",
+    "find_owner",
+    "not_reduced",
+]
+
+
+def find_ddp(model: object) -> DistributedDataParallel:
+    """``model`` itself, or the one DistributedDataParallel inside it.
+
+    Raises:
+        RegistrationError: there is none, or more than one.
+    """
+    if isinstance(model, DistributedDataParallel):
+        return model
+    if not isinstance(model, nn.Module):
+        raise RegistrationError(
+            f"register(model, ...) takes a DistributedDataParallel module, got "
+            f"{type(model).__name__}"
+        )
+    inside = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    if len(inside) == 1:
+        return inside[0]
+    if inside:
+        raise RegistrationError(
+            f"register: {type(model).__name__} holds {len(inside)} DistributedDataParallel "
+            f"modules; register a hook on each"
+        )
+    kinds = {type(module).__name__ for module in model.modules()}
+    if any(
+        base.__module__ == "torch.distributed._composable.replicate" for base in type(model).__mro__
+    ):
+        raise RegistrationError(
+            f"register: {type(model).__name__} was passed to replicate(), which makes its "
+            f"DistributedDataParallel in the first forward pass. Give it the hook before that: "
+            f"state = commhooks.HookState(scheme, model); "
+            f"model.register_comm_hook(state, commhooks.comm_hook)"
+        )
+    if any("FSDP" in kind or "FullySharded" in kind for kind in kinds):
+        raise RegistrationError(
+            "register: the model is sharded (FSDP), which reduces gradients itself and takes no "
+            "DDP hook; wrap it in DistributedDataParallel instead"
+        )
+    raise RegistrationError(
+        f"register: {type(model).__name__} is not wrapped in DistributedDataParallel, so nothing "
+        f"would call the hook: model = torch.nn.parallel.DistributedDataParallel(model) first"
+    )
+
+
+def find_owner(state: object) -> DistributedDataParallel | None:
+    """The DistributedDataParallel on which ``state`` was registered by ``register_comm_hook``.
+
+    torch tells a hook its parameters but not its model. Looked up once, at the first bucket.
+    """
+    for candidate in ddp_models():
+        if any(registered is state for _, registered in candidate._comm_hooks):
+            return candidate
+    return None
+
+
+def ddp_models() -> Iterator[DistributedDataParallel]:
+    """All there are in this process. By type: ``isinstance`` would run properties of strangers."""
+    for candidate in gc.get_objects():
+        if not issubclass(type(candidate), DistributedDataParallel):
+            continue
+        if hasattr(candidate, "module") and hasattr(candidate, "_comm_hooks"):  # is complete
+            yield candidate
+
+
+def check_group(group: object) -> None:
+    """Raises if ``group`` is neither a process group that this rank is in, nor None."""
+    if group is None or (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+        return
+    if dist.is_available() and group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise RegistrationError(
+            "process_group=...: this rank is not in the group; only its ranks make a hook for it"
+        )
+    raise TypeError(
+        f"process_group=... is a torch.distributed.ProcessGroup, or None for the model's own, got "
+        f"{type(group).__name__}; torch.distributed.new_group(ranks) makes one of some ranks"
+    )
+
+
+class Parameter(NamedTuple):
+    """One trained parameter, as it lies in DDP's buckets.
+
+    Attributes:
+        shape: in memory order: channels-last weights have their channels last; a complex
+            parameter is one of pairs of reals.
+        order: which dimension of the parameter (``view_as_real`` of it) each one of ``shape`` is.
+    """
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    order: tuple[int, ...]
+
+
+class Parameters:
+    """The parameters that a model's gradients are averaged for, by name and by identity.
+
+    Names are those of the model itself (:func:`plain_name`). In DistributedDataParallel, the
+    parameters are those that required a gradient when it was made; elsewhere, that do now.
+
+    Args:
+        model: DistributedDataParallel, whose prefix is left out of the names, or any module;
+            None: no parameters.
+    """
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self._names = {} if model is None else _names_by_id(model)
+        self._aliases = {} if model is None else _aliases(model, self._names)
+        ignored = set() if model is None else _ignored(model)
+        self._ignored = ignored | {plain_name(name) for name in ignored}
+        self._by_id: dict[int, Parameter] = {}
+        self._by_name: dict[str, Parameter] = {}
+        self._layouts: dict[tuple[int, ...], Layout] = {}
+        for _, parameter in [] if model is None else _named(model):
+            one = self._describe(parameter)
+            self._by_name[one.name] = one
+        for parameter in [] if model is None else _reduced(model):
+            self._add(parameter)
+
+    def _add(self, parameter: Tensor) -> None:
+        if id(parameter) not in self._names:
+            raise RegistrationError(
+                f"the hook got a gradient of shape {tuple(parameter.shape)} that is not of the "
+                f"model it was made for: one HookState serves one model; make another"
+            )
+        one = self._describe(parameter)
+        self._by_id[id(parameter)] = self._by_name[one.name] = one
+
+    def _describe(self, parameter: Tensor) -> Parameter:
+        real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
+        order = _memory_order(real)
+        name = self._names[id(parameter)]
+        shape = torch.Size(real.shape[dimension] for dimension in order)
+        return Parameter(name, shape, real.dtype, order)
+
+    def __iter__(self) -> Iterator[Parameter]:
+        return iter(self._by_id.values())
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Shapes, in memory order, by name; those of parameters that are frozen, too.
+
+        A state may hold memory of a layer that was frozen after it was saved.
+        """
+        return {name: parameter.shape for name, parameter in self._by_name.items()}
+
+    def __contains__(self, name: str) -> bool:
+        """Whether the model has a parameter of this name: trained, frozen or ignored."""
+        return name in self._by_name or name in self._ignored
+
+    def name(self, parameter: Tensor) -> str | None:
+        """Its name; None if it is not of this model."""
+        known = self._by_id.get(id(parameter))
+        return None if known is None else known.name
+
+    def layout(self, parameters: Sequence[Tensor]) -> Layout:
+        """Names and shapes of a bucket's parameters.
+
+        Raises:
+            RegistrationError: one is not of this model.
+        """
+        key = tuple(map(id, parameters))
+        layout = self._layouts.get(key)
+        if layout is None:
+            for parameter in parameters:
+                if id(parameter) not in self._by_id:
+                    self._add(parameter)
+            found = [self._by_id[i] for i in key]
+            layout = Layout([one.name for one in found], [one.shape for one in found])
+            self._layouts[key] = layout
+        return layout
+
+    def find(self, name: str) -> str:
+        """What a name is here that the model may have had in another wrapper, or by another way."""
+        if name in self._by_name:
+            return name
+        plain = self._aliases.get(plain_name(name), plain_name(name))
+        return plain if plain in self._by_name else name
+
+    def in_order(self, name: str, value: Tensor) -> Tensor:
+        """A view of ``value``, which lies in memory order, with the parameter's own dimensions."""
+        order = self._order(name, value)
+        return value.permute([order.index(dimension) for dimension in range(len(order))])
+
+    def in_memory_order(self, name: str, value: Tensor) -> Tensor:
+        """A view of ``value``, which has the parameter's own dimensions, as it lies in buckets."""
+        return value.permute(self._order(name, value))
+
+    def _order(self, name: str, value: Tensor) -> tuple[int, ...]:
+        known = self._by_name.get(name)
+        if known is None or value.dim() != len(known.order):
+            return tuple(range(value.dim()))
+        return known.order
+
+
+def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that DistributedDataParallel does not ignore."""
+    ignored = _ignored(model)
+    return [(name, one) for name, one in _inner(model).named_parameters() if name not in ignored]
+
+
+def _ignored(model: nn.Module) -> set[str]:
+    ignored: set[str] = set(getattr(model, "parameters_to_ignore", ()))
+    return ignored | set(getattr(_inner(model), "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def _names_by_id(model: nn.Module) -> dict[int, str]:
+    named = _named(model)
+    plain = plain_names(name for name, _ in named)
+    return {id(one): plain[name] for name, one in named}
+
+
+def _aliases(model: nn.Module, names: Mapping[int, str]) -> dict[str, str]:
+    """The names of shared parameters by their other names."""
+    every = _inner(model).named_parameters(remove_duplicate=False)
+    pairs = [(plain_name(name), names[id(one)]) for name, one in every if id(one) in names]
+    return {other: first for other, first in pairs if other != first}
+
+
+def _reduced(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters in the model's buckets, in the order of their names."""
+    named = [one for _, one in _named(model)]
+    trained = [one for one in named if one.requires_grad]
+    if not isinstance(model, DistributedDataParallel):
+        return trained
+    reducer: Any = getattr(model, "reducer", None)
+    if isinstance(model, CoreDDP) and reducer is not None:
+        reduced = {id(one.parameter) for one in reducer.parameters}
+        return [one for one in named if id(one) in reduced]
+    if torch._C._current_graph_task_id() >= 0:  # the reducer holds its lock while it calls a hook
+        return trained
+    with contextlib.suppress(Exception):  # torch's class does not tell in every version and state
+        if model._get_ddp_logging_data()["num_parameter_tensors"] != len(trained):
+            # Makes all gradients once, empty: only where parameters were frozen or set free since.
+            buckets = reducer._get_zeros_like_grad_buckets()
+            reduced = {id(one) for bucket in buckets for one in bucket.parameters()}
+            return [one for one in named if id(one) in reduced]
+    return trained
+
+
+def not_reduced(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that are in no bucket, by name; those that are ignored left out."""
+    reduced = {id(one) for one in _reduced(model)}
+    return {name: one for name, one in _named(model) if id(one) not in reduced}
+
+
+def _memory_order(tensor: Tensor) -> tuple[int, ...]:
+    """Its dimensions, outermost in memory first; as they are if it has gaps or overlaps."""
+    dimensions = tuple(range(tensor.dim()))
+    if tensor.layout != torch.strided or tensor.is_contiguous():
+        return dimensions
+    strides = tensor.stride()
+    order = tuple(sorted(dimensions, key=strides.__getitem__, reverse=True))
+    return order if tensor.permute(order).is_contiguous() else dimensions

@@ -1,0 +1,162 @@
+"""``register``: a scheme on a model in one call, checked so that it cannot silently not run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from commhooks.core.scheme import Scheme
+from commhooks.errors import RegistrationError
+from commhooks.hook.attachment import AttachmentGuard
+from commhooks.hook.bucket_groups import BucketLayout, group_function, layout_facts
+from commhooks.hook.comm_hook import comm_hook
+from commhooks.hook.handshake import MEETING
+from commhooks.hook.parameters import find_ddp
+from commhooks.hook.state import HookState
+from commhooks.wrappers.feedback import keeps_residual
+from ddp_core import DistributedDataParallel as CoreDDP
+
+__all__ = ["register", "unregister"]
+
+
+def register(
+    model: nn.Module,
+    scheme: str | Scheme = "none",
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    layout: BucketLayout | None = None,
+    seed: int = 0,
+    history: int = 100_000,
+    **options: Any,
+) -> HookState:
+    """Registers a scheme on a DistributedDataParallel model; all ranks call it alike.
+
+    Args:
+        model: torch's DistributedDataParallel, or a module that holds exactly one.
+        scheme: a name (:func:`commhooks.scheme_names`) or a scheme.
+        process_group: ranks to average over; the model's own by default.
+        layout: which parameters may share a bucket, on ``ddp_core.DistributedDataParallel``:
+            "scheme" (those that the scheme treats alike), "shape" (matrices of one shape, all
+            vectors together), or a function of name and parameter; None: as usual.
+        seed: base of the scheme's random draws, the same on every rank.
+        history: rows kept for ``report``, one per bucket and round; totals count all.
+        options: of the scheme, see :func:`commhooks.make`.
+
+    Returns:
+        The hook's state: switch, save, load and report through it.
+
+    Raises:
+        RegistrationError: not a DDP model, no process group, or a hook is registered already.
+        UnknownSchemeError, OptionError: wrong name or option; suggests the nearest.
+        MismatchError: the ranks differ in scheme, options, versions or parameters, or
+            (MissingRankError) some did not come within 5 minutes or the group's timeout.
+
+    Example:
+        >>> hook = commhooks.register(ddp_model, "powersgd", rank=4, start_step=100)
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise RegistrationError(
+            "register: no process group; call torch.distributed.init_process_group first"
+        )
+    ddp = find_ddp(model)
+    _drop_stale(ddp)
+    if ddp._comm_hooks:
+        hook, state = ddp._comm_hooks[0]
+        if isinstance(state, HookState):
+            raise RegistrationError(
+                f"register: this model already has the hook {state}; change its scheme with "
+                f"hook.switch(...)"
+            )
+        raise RegistrationError(
+            f"register: this model already has the hook {getattr(hook, '__qualname__', hook)}, "
+            f"and DistributedDataParallel takes one; "
+            + (
+                "call its remove_comm_hook() first"
+                if isinstance(ddp, CoreDDP)
+                else "wrap the module anew to change it"
+            )
+        )
+    own = None if layout is None else _own(ddp, "register(layout=...)")
+    state = HookState(
+        scheme, ddp, process_group=process_group, seed=seed, history=history, **options
+    )
+    group = None if layout is None else group_function(layout, state)
+    facts: dict[str, Any] = {
+        "DistributedDataParallel": f"{type(ddp).__module__}.{type(ddp).__qualname__}"
+    }
+    facts |= layout_facts(layout, group, ddp.module)
+    facts |= {"trained before, with buckets that torch skips": _has_skipped(ddp)}
+    state.agree("commhooks.register", facts, MEETING)
+    if _has_skipped(ddp):
+        raise RegistrationError(
+            "register: this model was trained without a hook before, with "
+            "skip_all_reduce_unused_params=True; torch's DistributedDataParallel fails at the next "
+            "bucket that it skips, with any hook ('INTERNAL ASSERT FAILED'). Register before the "
+            "first step, wrap the module anew, or use ddp_core.DistributedDataParallel"
+        )
+    ddp.register_comm_hook(state, comm_hook)
+    if own is not None:
+        own.request_layout(group)
+    ddp.register_forward_pre_hook(AttachmentGuard(state, ddp))
+    return state
+
+
+def unregister(model: nn.Module) -> None:
+    """Averages by a plain all-reduce again; all ranks call it alike, between two steps.
+
+    What error feedback has held back is added to the next gradient first, so nothing is lost.
+
+    Args:
+        model: ``ddp_core.DistributedDataParallel`` (torch's cannot let go of a hook), or a module
+            that holds exactly one.
+
+    Raises:
+        RegistrationError: torch's DistributedDataParallel, or no hook of ours.
+
+    Example:
+        >>> commhooks.unregister(ddp_model)
+    """
+    ddp = find_ddp(model)
+    own = _own(ddp, "unregister")
+    state = own._comm_hooks[0][1] if own._comm_hooks else None
+    if not isinstance(state, HookState):
+        raise RegistrationError("unregister: no hook was registered by commhooks on this model")
+    for key, guard in list(ddp._forward_pre_hooks.items()):
+        if isinstance(guard, AttachmentGuard):
+            del ddp._forward_pre_hooks[key]
+    if keeps_residual(state.scheme):
+        state.switch("none")
+        own.schedule_comm_hook(own.reducer.launcher.step + 1, None, None)
+    else:
+        own.remove_comm_hook()
+
+
+def _own(ddp: DistributedDataParallel, call: str) -> CoreDDP:
+    if isinstance(ddp, CoreDDP):
+        return ddp
+    raise RegistrationError(
+        f"{call}: torch's DistributedDataParallel lays out its buckets and keeps its hook as it "
+        f"likes; wrap the model in ddp_core.DistributedDataParallel"
+    )
+
+
+def _has_skipped(ddp: DistributedDataParallel) -> bool:
+    """Whether torch would take a plain all-reduce's result for a hook's in a skipped bucket."""
+    skips = not isinstance(ddp, CoreDDP) and getattr(ddp, "skip_all_reduce_unused_params", False)
+    return bool(skips) and any(ddp.reducer.get_backward_stats())  # when gradients last came
+
+
+def _drop_stale(ddp: DistributedDataParallel) -> None:
+    """Removes what a pickled or copied DDP brings along: a hook that its reducer does not have."""
+    guards = [
+        (key, guard)
+        for key, guard in ddp._forward_pre_hooks.items()
+        if isinstance(guard, AttachmentGuard)
+    ]
+    for key, guard in guards:
+        if not guard.attached_to(ddp):
+            del ddp._forward_pre_hooks[key]
+            ddp._comm_hooks.clear()

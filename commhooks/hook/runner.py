@@ -1,0 +1,342 @@
+"""Runs the buckets of each step, and knows where a step begins and ends.
+
+A step is one synchronised backward pass, and the autograd engine says when that is over: with the
+first bucket of a pass a callback is queued, which runs when all gradients have been computed; it
+queues another one, which runs when DistributedDataParallel has written the averages. Neither runs
+if backward raises. ``ddp_core`` says the same by name: ``no_more_buckets``, ``step_landed``,
+``step_abandoned``. Without a backward pass (join, local steps) the last bucket ends the step.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from commhooks.core.layout import Layout
+from commhooks.hook.coalesce import Coalescer, Names
+from commhooks.hook.engine import Engine
+from commhooks.hook.ledger import Ledger
+from commhooks.hook.parameters import Parameters
+from ddp_core import Drivers, Exchange, GradBucket, RoundRecord, Task, call_after_backward
+
+__all__ = ["Runner"]
+
+Future = torch.futures.Future
+ABANDONED = "the step was abandoned: its backward pass raised, or the next one began before its end"
+# From which step of a process on torch's DistributedDataParallel has rebuilt its buckets.
+REBUILT_IN, STATIC_REBUILT_IN = 2, 3
+
+
+@dataclass(eq=False)
+class _Step:
+    """The step under way.
+
+    Attributes:
+        holds: buckets wait for the last one.
+        buckets: what each one launched is known by; equal ones are of two steps.
+        passes: backward passes that tell when they are over.
+        told: ``ddp_core`` says when it is over, also without a backward pass (join).
+        complete: the last bucket has come.
+        layouts: of the dense buckets.
+        regrouped: the saved buckets, if the parameters travelled in them.
+        paused: an inner backward pass is over; the outer one may bring more buckets.
+        gradients: parameters that may be left alone, with what their gradient was at the launch.
+    """
+
+    number: int
+    group: dist.ProcessGroup
+    holds: bool
+    buckets: list[Any] = field(default_factory=list)
+    passes: set[int] = field(default_factory=set)
+    told: bool = False
+    complete: bool = False
+    paused: bool = False
+    parameters: int = 0
+    layouts: list[Callable[[], Layout]] = field(default_factory=list)
+    regrouped: list[Names] | None = None
+    gradients: list[_Gradient] = field(default_factory=list)
+
+    @property
+    def ends_later(self) -> bool:
+        """Whether the step is over when its gradients have landed, not with its last bucket."""
+        return self.told or bool(self.passes)
+
+
+@dataclass(slots=True)
+class _Gradient:
+    """What a parameter's ``grad`` was when its bucket was launched."""
+
+    parameter: Tensor
+    version: int | None  # None: there was no gradient
+    bucket: int  # address of the bucket's memory
+
+    def was_left_alone(self) -> bool:
+        """Whether DistributedDataParallel has not written the average, as no rank used it."""
+        grad = self.parameter.grad
+        if grad is None:
+            return self.version is None  # else an optimizer in backward has used it
+        if self.version is None or grad.is_sparse:
+            return False
+        return grad._version == self.version and grad.untyped_storage().data_ptr() != self.bucket
+
+
+class Runner:
+    """Launches the buckets of one hook.
+
+    Args:
+        engine, drivers, ledger: of the hook.
+    """
+
+    def __init__(self, engine: Engine, drivers: Drivers, ledger: Ledger) -> None:
+        self._engine, self._drivers, self._ledger = engine, drivers, ledger
+        self.parameters = Parameters()
+        self.layout: list[Names] = []  # parameters of each bucket of the last step
+        self._layout_of: list[Any] = []  # the buckets that had it
+        self._restored: list[Names] = []  # the layout that a loaded state was saved with
+        self.static_graph = False  # the model's
+        self._age = 0  # steps since this began, or has loaded a state
+        self._coalescer = Coalescer()
+        self._step: _Step | None = None
+        self._threads: set[int] = set()  # which run forward and backward passes
+
+    @property
+    def layout_to_come(self) -> list[Names]:
+        """The layout that a loaded state asks for, while it does."""
+        return self._restored
+
+    # ---- what the hook calls
+
+    def launch(
+        self,
+        bucket: Any,
+        group: dist.ProcessGroup,
+        *,
+        finds_unused: bool = False,
+        told: bool = False,
+    ) -> Future[Tensor]:
+        """Starts the exchange of one bucket, or keeps it until the step's last one has come.
+
+        Args:
+            finds_unused: some parameters may be used by no rank; their gradient is left alone.
+            told: ``step_landed`` or ``step_abandoned`` will be called for this step.
+        """
+        buffer: Tensor = bucket.buffer()
+        step = self._enter(bucket, buffer, group)
+        step.told = told
+        find_layout = partial(self._find_layout, bucket)
+        if finds_unused and self._engine.keeps_memory and not buffer.is_sparse:
+            step.gradients += _gradients(bucket.parameters(), buffer)
+        is_last = bucket.is_last()
+        if not buffer.is_sparse:
+            step.layouts.append(find_layout)
+        if step.holds:
+            future = self._coalescer.hold(bucket.index(), buffer, find_layout)
+            # In the first step of a static graph torch calls no bucket the last one.
+            step.parameters += len(bucket.parameters())
+            is_last = is_last or 0 < len(self.parameters) <= step.parameters
+        else:
+            future = self._exchange(
+                step,
+                self._engine.exchange(buffer, find_layout),
+                bucket=bucket.index(),
+                dense_bytes=buffer.numel() * buffer.element_size(),
+                device=buffer.device,
+                is_last=is_last,
+                note=getattr(bucket, "note", None),
+            )
+        if is_last:
+            self.no_more_buckets()
+            if not step.ends_later:
+                self._close(step)
+        return future
+
+    def no_more_buckets(self) -> None:
+        """All buckets of the step have come; what was held back travels now."""
+        step = self._step
+        if step is None or step.complete:
+            return
+        step.complete = True
+        if self._coalescer:
+            self._exchange_held(step)
+        self._ledger.launched_last(step.number, time.perf_counter())
+
+    def step_landed(self, left_alone: Iterable[Tensor] = ()) -> None:
+        """The step is over: the averaged gradients are where they belong.
+
+        Args:
+            left_alone: parameters whose gradient stayed as it was, since no rank has used them.
+        """
+        step = self._step
+        if step is None:
+            return
+        names = {name for one in left_alone if (name := self.parameters.name(one)) is not None}
+        with self._drivers.stream() if self._engine.keeps_memory else nullcontext():
+            self._engine.end(names)
+        self._close(step)
+
+    def step_abandoned(self) -> None:
+        """The step's gradients will not land: its backward pass has raised."""
+        self._step = None
+        self._engine.abandon()
+        self._coalescer.abandon(ABANDONED)
+
+    def forward_begins(self) -> None:
+        """A forward pass with gradients, which belongs to the next step."""
+        self._threads.add(threading.get_ident())
+        self.settle()
+
+    def settle(self) -> None:
+        """Ends or abandons a step whose backward pass is known to be over."""
+        step = self._step
+        if step is None or not step.passes or torch._C._current_graph_task_id() >= 0:
+            return
+        if threading.get_ident() not in self._threads:
+            return
+        if step.paused and not step.told:
+            self.step_landed(_left_alone(step))
+        else:
+            self.step_abandoned()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a step has begun and is not over."""
+        self.settle()
+        return self._step is not None or self._engine.under_way
+
+    def restore(self, layout: Sequence[Sequence[str]], *, regroups: bool = True) -> None:
+        """The layout with which a state was saved.
+
+        Args:
+            regroups: exchange in these buckets until DistributedDataParallel has rebuilt its own,
+                which takes one step or two. False where it lays out the saved ones itself.
+        """
+        self.layout = [tuple(names) for names in layout]
+        self._restored = self.layout if regroups else []
+        self._age = 0
+
+    # ---- where a step begins and ends
+
+    def _enter(self, bucket: Any, buffer: Tensor, group: dist.ProcessGroup) -> _Step:
+        """The step that the bucket belongs to."""
+        # An address is used again when buckets are rebuilt; not while it is weakly held.
+        place = None if buffer.is_sparse else StorageWeakRef(buffer.untyped_storage())
+        names = tuple(bucket.names()) if isinstance(bucket, GradBucket) else None
+        key = (bucket.index(), buffer.dtype, buffer.numel(), place, names)
+        step = self._step
+        if step is not None and (step.complete or key in step.buckets):
+            self.step_abandoned()
+            step = None
+        if step is None:
+            holds = self._engine.scheme.traits.coalesce or bool(self._restored)
+            step = self._step = _Step(self._engine.step, group, holds)
+        step.buckets.append(key)
+        step.paused = False
+        self._threads.add(threading.get_ident())
+        this_pass = torch._C._current_graph_task_id()
+        if this_pass >= 0 and this_pass not in step.passes:
+            step.passes.add(this_pass)
+            call_after_backward(partial(self._pass_ended, step))
+        return step
+
+    def _pass_ended(self, step: _Step) -> None:
+        """All gradients of a backward pass have been computed."""
+        if step is not self._step:  # ddp_core has said so, or it was abandoned
+            return
+        nested = torch._C._current_autograd_node() is not None
+        if nested and not step.complete:
+            step.paused = True
+            return
+        self.no_more_buckets()
+        call_after_backward(partial(self._landed, step))
+
+    def _landed(self, step: _Step) -> None:
+        if step is self._step:
+            self.step_landed(_left_alone(step))
+
+    def _close(self, step: _Step) -> None:
+        """Takes down how the step was laid out."""
+        self._step = None
+        self._age += 1
+        rebuilt = self._age >= (STATIC_REBUILT_IN if self.static_graph else REBUILT_IN)
+        regrouped = None if rebuilt else step.regrouped  # in the next step, too
+        if step.holds or self._age <= REBUILT_IN or step.buckets != self._layout_of:
+            own = [find_layout().names for find_layout in step.layouts]
+            self.layout = own if regrouped is None else regrouped
+            self._layout_of = step.buckets if regrouped is None else []
+        if rebuilt:
+            self._restored = []
+
+    def _find_layout(self, bucket: Any) -> Layout:
+        return self.parameters.layout(bucket.parameters())
+
+    # ---- exchanges
+
+    def _exchange_held(self, step: _Step) -> None:
+        groups, coalesces = None, self._engine.scheme.traits.coalesce
+        if self._restored:
+            groups = self._coalescer.groups_like(self._restored, merged=coalesces)
+        if groups is not None:
+            step.regrouped = self._restored
+        else:
+            groups = self._coalescer.groups() if coalesces else self._coalescer.one_by_one()
+        for position, group in enumerate(groups):
+            self._exchange(
+                step,
+                group.exchange(self._engine.exchange),
+                bucket=group.index,
+                dense_bytes=group.nbytes,
+                device=group.device,
+                is_last=position == len(groups) - 1,
+            ).then(group.release)  # not add_done_callback, which does not wait for CUDA streams
+
+    def _exchange(
+        self,
+        step: _Step,
+        exchange: Exchange,
+        *,
+        bucket: int,
+        dense_bytes: int,
+        device: torch.device,
+        is_last: bool,
+        note: Callable[[RoundRecord], None] | None = None,
+    ) -> Future[Tensor]:
+        """Hands an exchange to the driver for its device; ``note`` is told of its rounds, too."""
+
+        def record(row: RoundRecord) -> None:
+            self._ledger.add(row)
+            if note is not None:
+                note(row)
+
+        self._engine.launch(object(), is_last=is_last and not step.ends_later)
+        task = Task(
+            exchange,
+            step=step.number,
+            bucket=bucket,
+            dense_bytes=dense_bytes,
+            world_size=self._engine.world_size,
+            max_rounds=self._engine.scheme.traits.rounds,
+            record=record,
+        )
+        return self._drivers.run(task, device, step.group)
+
+
+def _gradients(parameters: Sequence[Tensor], buffer: Tensor) -> list[_Gradient]:
+    bucket = buffer.untyped_storage().data_ptr()
+    return [
+        _Gradient(one, None if one.grad is None else one.grad._version, bucket)
+        for one in parameters
+    ]
+
+
+def _left_alone(step: _Step) -> list[Tensor]:
+    return [one.parameter for one in step.gradients if one.was_left_alone()]

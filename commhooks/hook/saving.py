@@ -1,0 +1,231 @@
+"""How a ``HookState`` saves itself, and how it takes up a saved state: wholly, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from commhooks._version import __version__
+from commhooks.checkpoint import ranks as _checkpoint
+from commhooks.checkpoint.checksum import checksum
+from commhooks.checkpoint.form import MemoryDict, SavedBuckets, StateDict, rank_fields, read
+from commhooks.checkpoint.memory import check_complete, check_memory
+from commhooks.checkpoint.ranks import needed_ranks, parts_of_group
+from commhooks.core.scheme import Scheme, slots_of
+from commhooks.errors import CheckpointError, RegistrationError
+from commhooks.hook.gather import gather as gather_states
+from commhooks.wrappers.feedback import RESIDUAL, FlushResidual, keeps_residual, without_flush
+from commhooks.wrappers.make import describe
+
+if TYPE_CHECKING:
+    from commhooks.hook.state import HookState
+
+__all__ = ["Loaded", "laws_of", "needed_fields", "prepare", "save", "take_up"]
+
+
+class Loaded(NamedTuple):
+    """A state that was checked and waits to be taken up."""
+
+    scheme: Scheme
+    memory: MemoryDict
+    common: dict[str, Any]
+    buckets: SavedBuckets
+
+
+def save(hook: HookState, gather: bool, to: int | None) -> dict[str, Any]:
+    """What ``HookState.state_dict`` returns."""
+    if to is not None and not gather:
+        raise ValueError(f"HookState.state_dict(to={to!r}): it goes with gather=True")
+    fault, hook._attendance.excused = None, True
+    if hook._runner.under_way:
+        fault = "a step is under way; call it after it"
+    if hook._model is not None or dist.is_initialized():
+        hook._bind()
+    if gather and hook._engine.world_size > 1:
+        own = _own_state(hook) if fault is None else None
+        return gather_states("HookState.state_dict(gather=True)", own, fault, hook._group(), to)
+    if fault is not None:
+        raise RegistrationError(f"HookState.state_dict: {fault}")
+    return _own_state(hook)
+
+
+def _own_state(hook: HookState) -> dict[str, Any]:
+    rank, global_rank, leader = _places(hook)
+    memory = _saved_memory(hook)
+    buckets = hook._saved_buckets()
+    scheme = without_flush(hook.scheme)  # some ranks may have nothing to flush
+    common = {
+        "format": _checkpoint.FORMAT,
+        "version": _checkpoint.VERSION,
+        "commhooks": __version__,
+        "torch": str(torch.__version__),
+        "scheme": describe(scheme),
+        "structure": _checkpoint.structure(scheme),
+        "step": hook.step,
+        "seed": hook._engine.seed,
+        "world_size": max(hook._engine.world_size, 1),
+        "layout": [list(names) for names in buckets.layout],
+        "bucket_bytes": list(buckets.bucket_bytes),
+    }
+    part = {
+        "rank": rank,
+        "global_rank": global_rank,
+        "leader": leader,
+        "arrival": None if buckets.arrival is None else list(buckets.arrival),
+        "memory": memory,
+    }
+    return {**common, f"rank{global_rank}": {**part, "checksum": checksum(common, part)}}
+
+
+def _places(hook: HookState) -> tuple[int, int, int]:
+    """Rank within the group, rank within the job, and the smallest of the group's."""
+    rank = max(hook._engine.rank, 0)
+    if not dist.is_initialized():
+        return rank, rank, 0
+    try:
+        ranks = dist.get_process_group_ranks(hook._group())
+    except (KeyError, ValueError, RuntimeError):  # a group that torch did not make
+        return rank, rank, 0
+    return rank, ranks[rank], min(ranks)
+
+
+def _saved_memory(hook: HookState) -> MemoryDict:
+    """All values by key and name, copied; also those that no step has touched yet."""
+    values = _declared(hook, hook.scheme, hook.step)
+    for key, name, tensor in hook._engine.memory.items():
+        values.setdefault(key, {})[name] = tensor.detach().clone()
+    for name, value in values.get(RESIDUAL, {}).items():
+        values[RESIDUAL][name] = hook._parameters.in_order(name, value).contiguous()
+    return values
+
+
+def _declared(hook: HookState, scheme: Scheme, step: int) -> MemoryDict:
+    """The memory that a scheme begins with, by key and name, as it lies in buckets."""
+    values: MemoryDict = {}
+    for name, shape, dtype, _ in hook._parameters:
+        now = hook._engine.step_info(dtype, step)
+        for slot in scheme.begins_with(name, shape, dtype, step):
+            kept = slot.shape(shape)
+            first = None if kept is None else slot.initial(name, torch.Size(kept), now)
+            if first is not None:
+                values.setdefault(slot.key, {})[name] = first
+    return values
+
+
+# ---- loading
+
+
+def prepare(
+    hook: HookState,
+    state: StateDict | Sequence[StateDict],
+    strict: bool,
+    call: str,
+    *,
+    alone: bool = False,
+) -> Loaded:
+    """Checks a saved state, and makes of it what this rank will continue from; changes nothing.
+
+    Args:
+        alone: the state of one rank serves all; what is missing of others is nothing.
+
+    Raises:
+        CheckpointError: foreign, newer, incomplete, damaged or mismatching.
+        RegistrationError: called in the middle of a step, or before there are ranks.
+    """
+    if hook._runner.under_way:
+        raise RegistrationError(f"{call}: a step is under way; load after it")
+    if not dist.is_initialized():
+        raise RegistrationError(
+            f"{call}: rank and world size are needed to pick this rank's part: call "
+            f"torch.distributed.init_process_group first"
+        )
+    hook._bind()
+    engine, scheme = hook._engine, without_flush(hook.scheme)
+    hook._attendance.excused = True
+    # The model may have been wrapped otherwise.
+    saved = read(state, "load_state_dict").renamed(hook._parameters.find)
+    common = saved.common
+    fits = common["structure"] == _checkpoint.structure(scheme)
+    if not fits and strict:
+        raise CheckpointError(
+            f"load_state_dict: saved by {common['scheme']}, this hook runs {scheme}; register "
+            f"that scheme and switch afterwards, or pass strict=False to keep the residual only"
+        )
+    if not fits:
+        saved = saved.with_keys([RESIDUAL])
+    laws = laws_of(scheme)
+    same_settings = fits and common["scheme"] in (describe(scheme), describe(hook.scheme))
+    declared = _declared(hook, scheme, common["step"])
+
+    def check(memory: MemoryDict) -> None:
+        if RESIDUAL in memory:
+            memory = {**memory, RESIDUAL: _in_memory_order(hook, memory[RESIDUAL])}
+        keeper = scheme if keeps_residual(scheme) else FlushResidual(scheme)
+        shapes = hook._parameters.shapes
+        check_memory(memory, keeper, shapes, declared, same_settings=same_settings)
+        if strict:
+            check_complete(memory, scheme, laws, declared, same_settings=same_settings)
+
+    _, _, leader = _places(hook)
+    _, memory = _checkpoint.memory_for_rank(
+        saved, engine.rank, engine.world_size, laws, leader=leader, alone=alone, check=check
+    )
+    memory = {
+        key: {n: v.detach().clone() for n, v in values.items()} for key, values in memory.items()
+    }
+    if RESIDUAL in memory:
+        memory[RESIDUAL] = _in_memory_order(hook, memory[RESIDUAL])
+        if not keeps_residual(scheme):  # on all ranks, also where this one has nothing to flush
+            scheme = FlushResidual(scheme)
+    layout, limits = common["layout"], common.get("bucket_bytes", [])
+    parts = parts_of_group(saved.parts, leader)
+    arrival = parts[min(parts)].arrival  # rank 0's decides
+    return Loaded(scheme, memory, common, SavedBuckets(layout, limits, arrival))
+
+
+def take_up(hook: HookState, loaded: Loaded) -> None:
+    """Continues from a state that was checked."""
+    engine = hook._engine
+    engine.scheme = loaded.scheme
+    engine.memory.load(loaded.memory)
+    engine.step, engine.seed = loaded.common["step"], loaded.common["seed"]
+    hook._go_on_with(loaded.buckets)
+    hook._pickled_on = None
+    hook._agreed = False  # the ranks compare at the next step what each has loaded
+
+
+def needed_fields(hook: HookState, state: StateDict, keys: Collection[str]) -> set[str]:
+    """The ranks' fields of a state that this rank has to read, as seen without their memory.
+
+    Args:
+        keys: of the memory of every rank.
+    """
+    hook._bind()
+    pretended = {key: {"": torch.zeros(())} for key in keys}
+    parts = {field: state[field] for field in rank_fields(state)}
+    seen = {
+        field: {**part, "memory": pretended} if isinstance(part, Mapping) else part
+        for field, part in parts.items()
+    }
+    saved = read({**state, **seen}, verify=False)
+    group = parts_of_group(saved.parts, _places(hook)[2])
+    engine = hook._engine
+    needed = needed_ranks(saved, engine.rank, engine.world_size, laws_of(hook.scheme))
+    found = [part for rank, part in group.items() if rank in needed]
+    return {f"rank{part.global_rank}" for part in found or [next(iter(group.values()))]}
+
+
+def laws_of(scheme: Scheme) -> dict[str, str]:
+    """What becomes of memory that differs between ranks, by key."""
+    laws = {RESIDUAL: "sum"}  # whatever runs now: it may be flushed
+    laws |= {slot.key: slot.resize for slot in slots_of(scheme) if slot.resize != "same"}
+    return laws
+
+
+def _in_memory_order(hook: HookState, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    in_order = hook._parameters.in_memory_order
+    return {name: in_order(name, value) for name, value in values.items()}

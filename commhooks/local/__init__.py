@@ -1,0 +1,5 @@
+"""Methods that exchange parameters, not gradients."""
+
+from commhooks.local.diloco import DiLoCo, local_sgd
+
+__all__ = ["DiLoCo", "local_sgd"]

@@ -1,0 +1,137 @@
+"""n pretended ranks in one process: for tests, and for research without processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commhooks.core.layout import Layout
+from commhooks.core.scheme import Scheme
+from commhooks.core.settings import fitting
+from commhooks.hook.coalesce import Coalescer, Group
+from commhooks.hook.engine import Engine
+from commhooks.wrappers.make import make
+from ddp_core import Exchange, as_request, simulate
+
+__all__ = ["Simulation"]
+
+
+class Simulation:
+    """Runs a scheme over several steps on ``world_size`` pretended ranks.
+
+    Args:
+        scheme: a scheme or a registered name.
+        shapes: shape of each parameter by name, in bucket order; one bucket holds them all.
+        world_size: number of ranks.
+        seed: base of all random draws.
+        options: of the scheme, see :func:`commhooks.make`.
+
+    Example:
+        >>> ranks = Simulation("powersgd", {"weight": (64, 64)}, world_size=4, rank=2)
+        >>> means = ranks.step([torch.randn(64 * 64) for _ in range(4)])
+    """
+
+    def __init__(
+        self,
+        scheme: str | Scheme,
+        shapes: Mapping[str, Sequence[int]],
+        *,
+        world_size: int,
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        world_size = fitting("Simulation", "world_size", world_size, int)
+        if world_size < 1:
+            raise ValueError(f"Simulation(world_size=...) is 1 or more, got {world_size}")
+        built = make(scheme, **options)
+        self.layout = Layout(list(shapes), list(shapes.values()))
+        self.engines = [
+            Engine(built, rank=rank, world_size=world_size, seed=seed) for rank in range(world_size)
+        ]
+        # Of rank 0, all steps: collective and payload bytes, and bytes it sends by the formulas.
+        self.buckets: list[tuple[str, ...]] = []  # parameters of each exchange of the last step
+        self._restored: list[tuple[str, ...]] = []
+        self.requests: list[tuple[str, int]] = []
+        self.wire_bytes: list[float] = []
+
+    def step(
+        self, grads: Sequence[Tensor], *, buckets: Sequence[Layout] | None = None
+    ) -> list[Tensor]:
+        """One step: each rank's flat gradient in, each rank's average out.
+
+        Args:
+            grads: per rank, flat, as long as all parameters together; not changed.
+            buckets: how the parameters are split; one bucket by default.
+
+        Raises:
+            ValueError: the gradients are not as many, or not as long.
+        """
+        layouts = list(buckets) if buckets is not None else [self.layout]
+        numel = sum(layout.numel for layout in layouts)
+        if [tuple(grad.shape) for grad in grads] != [(numel,)] * len(self.engines):
+            raise ValueError(
+                f"Simulation.step(grads): one flat gradient of {numel} entries for each of "
+                f"{len(self.engines)} ranks, got shapes {[tuple(grad.shape) for grad in grads]}"
+            )
+        means = [grad.clone() for grad in grads]
+        ranks = []
+        for mean in means:
+            coalescer, pieces = Coalescer(), mean.split([layout.numel for layout in layouts])
+            for index, (piece, layout) in enumerate(zip(pieces, layouts, strict=True)):
+                coalescer.hold(index, piece, partial(_same, layout))
+            wanted = coalescer.groups_like(self._restored, merged=False) if self._restored else None
+            ranks.append(coalescer.one_by_one() if wanted is None else wanted)
+        for engine in self.engines:
+            for index in range(len(ranks[0])):
+                engine.launch(index, is_last=index == len(ranks[0]) - 1)
+        for groups in zip(*ranks, strict=True):
+            pairs = zip(self.engines, groups, strict=True)
+            simulate([self._exchange(engine, group) for engine, group in pairs])
+        self.buckets = [group.find_layout().names for group in ranks[0]]
+        self._restored = []
+        return means
+
+    def resume(self, other: Simulation) -> None:
+        """Continues where ``other`` is, with what a checkpoint holds: memory, step, layout."""
+        for old, new in zip(other.engines, self.engines, strict=True):
+            saved: dict[str, dict[str, Tensor]] = {}
+            for key, name, value in old.memory.items():
+                saved.setdefault(key, {})[name] = value.clone()
+            new.memory.load(saved)
+            new.step, new.seed = old.step, old.seed
+        self._restored = other.buckets
+
+    def _exchange(self, engine: Engine, group: Group) -> Exchange:
+        inner = group.exchange(engine.exchange)
+        if engine.rank:
+            return inner
+        return self._watched(inner)
+
+    def _watched(self, inner: Exchange) -> Exchange:
+        """Notes what rank 0 sends."""
+        try:
+            request = as_request(next(inner))
+            while True:
+                self.requests.append((request.name, request.payload_nbytes))
+                self.wire_bytes.append(request.wire_nbytes(len(self.engines)))
+                request = as_request(inner.send((yield request)))
+        except StopIteration as stop:
+            result: Tensor = stop.value
+            return result
+
+    def memory(self, rank: int, key: str = "residual") -> Tensor:
+        """One rank's values of ``key``, flat in parameter order; zero where there are none."""
+        engine = self.engines[rank]
+        pieces = []
+        for name, size in zip(self.layout.names, self.layout.sizes, strict=True):
+            value = engine.memory.get(key, name)
+            pieces.append(torch.zeros(size) if value is None else value.reshape(-1))
+        return torch.cat(pieces) if pieces else torch.zeros(0)
+
+
+def _same(layout: Layout) -> Layout:
+    return layout

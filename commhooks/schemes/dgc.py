@@ -1,0 +1,169 @@
+"""DGC, which keeps the momentum itself, and what dense parameters need beside it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from commhooks.core.bucket import Bucket, Result, SchemeExchange
+from commhooks.core.registry import register_scheme
+from commhooks.core.scheme import Scheme
+from commhooks.core.slot import Slot
+from commhooks.core.traits import Traits
+from commhooks.kernels import scatter_add, top_k, top_k_sampled
+from commhooks.wrappers.per_parameter import PerParameter, Rule
+from ddp_core import AllGather, AllReduce
+
+__all__ = ["DGC", "DenseMomentum", "dgc"]
+
+_MOMENTUM = Slot("dgc.momentum", resize="sum", dtype=torch.float32)
+_UNSENT = Slot("dgc.unsent", resize="sum", dtype=torch.float32)
+_AVERAGE = Slot("momentum")
+
+
+def _check_momentum(owner: object, momentum: float) -> None:
+    if not 0 <= momentum < 1:
+        name = type(owner).__name__
+        raise ValueError(f"{name}(momentum=...): 0 <= momentum < 1, got {momentum!r}")
+
+
+@dataclass(frozen=True)
+class DenseMomentum(Scheme):
+    """Averages densely and returns the momentum of the average, for an optimizer without its own.
+
+    Args:
+        momentum: 0 <= momentum < 1.
+        nesterov: as in ``torch.optim.SGD``.
+    """
+
+    momentum: float = 0.9
+    nesterov: bool = False
+
+    traits = Traits(returns="update")
+    keeps = (_AVERAGE,)
+
+    def __post_init__(self) -> None:
+        _check_momentum(self, self.momentum)
+
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        mean = yield AllReduce(bucket.gradient)
+        new = mean + self.momentum * bucket.read(_AVERAGE)
+        bucket.write(_AVERAGE, new)
+        return Result(bucket.output.copy_(mean + self.momentum * new if self.nesterov else new))
+
+
+@dataclass(frozen=True)
+class DGC(Scheme):
+    """Sends the largest entries of accumulated momentum; what is sent leaves momentum and sum.
+
+    On each rank ``u = momentum u + g; v = v + u``; the largest entries of v travel, and are zeroed
+    in v and u (factor masking), so that stale momentum does not carry on. What arrives is the mean
+    of what was sent: use an optimizer without momentum. At the start more is sent: 25 %, then less
+    in geometric steps, to ``ratio`` after ``warmup_steps``.
+
+    Args:
+        ratio: share of the entries that is sent.
+        momentum: of the optimizer that this replaces.
+        nesterov: ``u = momentum (u + g); v = v + u + g``.
+        clip: largest norm of a parameter's averaged gradient; each of n ranks clips to
+            ``clip / sqrt(n)``. None: no clipping.
+        warmup_steps: steps until ``ratio`` is reached.
+        sampled: finds the threshold from a sample of the bucket.
+
+    Example:
+        >>> hook = register(ddp_model, "dgc", ratio=0.001, warmup_steps=400)
+
+    Reference: Lin et al., Deep Gradient Compression, 2018.
+    """
+
+    ratio: float = 0.001
+    momentum: float = 0.9
+    nesterov: bool = False
+    clip: float | None = None
+    warmup_steps: int = 0
+    sampled: bool = True
+
+    traits = Traits(returns="update")
+    keeps = (_MOMENTUM, _UNSENT)
+
+    def __post_init__(self) -> None:
+        _check_momentum(self, self.momentum)
+        if not 0 < self.ratio <= 1:
+            raise ValueError(f"DGC(ratio=...): 0 < ratio <= 1, got {self.ratio!r}")
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"DGC(clip=...) is a norm above 0, or None, got {self.clip!r}")
+        if self.warmup_steps < 0:
+            raise ValueError(
+                f"DGC(warmup_steps=...) is a number of steps, got {self.warmup_steps!r}"
+            )
+
+    def ratio_at(self, step: int) -> float:
+        """Share of the entries that is sent in a step: five levels during the warm-up."""
+        if step >= self.warmup_steps:
+            return self.ratio
+        stage = _STAGES * step // self.warmup_steps
+        return max(self.ratio, 0.25 * math.pow(self.ratio / 0.25, stage / _STAGES))
+
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        n = bucket.raw.numel()
+        old_u, old_v = bucket.read(_MOMENTUM), bucket.read(_UNSENT)
+        g = self._clipped(bucket.gradient.to(torch.float32), bucket)
+        u = torch.add(g, old_u, alpha=self.momentum)
+        if self.nesterov:
+            u = torch.add(old_u, g).mul_(self.momentum)
+            v = old_v + u + g
+        else:
+            v = old_v + u
+        k = min(n, max(1, math.ceil(self.ratio_at(bucket.step) * n)))
+        if 2 * k * bucket.world_size >= n:  # indices, too: all-reduced, it is as much
+            mean = yield AllReduce(v.clone())
+            bucket.write(_MOMENTUM, torch.zeros_like(u))
+            bucket.write(_UNSENT, torch.zeros_like(v))
+            return Result(bucket.output.copy_(mean))
+        payload = v.new_empty(2, k, dtype=torch.int32)
+        indices, values = payload[0], payload[1].view(torch.float32)
+        unsent = torch.empty_like(v)
+        (top_k_sampled if self.sampled else top_k)(v, k, indices, values, left=unsent)
+        taken = (unsent == 0) & (v != 0)
+        bucket.write(_UNSENT, unsent)
+        bucket.write(_MOMENTUM, u.masked_fill_(taken, 0.0))
+        gathered = yield AllGather(payload)
+        indices, values = gathered.transpose(0, 1).contiguous()
+        mean = torch.zeros_like(v)
+        scatter_add(indices, values.view(torch.float32), mean, factor=1.0 / bucket.world_size)
+        return Result(bucket.output.copy_(mean))
+
+    def _clipped(self, g: Tensor, bucket: Bucket) -> Tensor:
+        if self.clip is None:
+            return g
+        most = self.clip / math.sqrt(bucket.world_size)
+        parts = g.split(bucket.layout.sizes)
+        factors = [(most / (part.norm() + 1e-12)).clamp(max=1.0) for part in parts]
+        return torch.cat([part * by for part, by in zip(parts, factors, strict=True)])
+
+
+_STAGES = 5
+
+
+@register_scheme("dgc")
+def dgc(
+    *,
+    ratio: float = 0.001,
+    momentum: float = 0.9,
+    nesterov: bool = False,
+    clip: float | None = None,
+    warmup_steps: int = 0,
+    sampled: bool = True,
+) -> Scheme:
+    """Deep Gradient Compression: the largest entries of accumulated momentum, biases dense.
+
+    The momentum is the hook's: use an optimizer without.
+
+    Args:
+        ratio, momentum, nesterov, clip, warmup_steps, sampled: see :class:`commhooks.schemes.DGC`.
+    """
+    sparse = DGC(ratio, momentum, nesterov, clip, warmup_steps, sampled)
+    return PerParameter([Rule(DenseMomentum(momentum, nesterov), max_dim=1)], default=sparse)

@@ -1,0 +1,35 @@
+"""Schemes around schemes: feedback, casts, schedules, rules, guards."""
+
+from commhooks.wrappers.averaged_feedback import AveragedFeedback
+from commhooks.wrappers.base import Coalesced, Several, Wrapper
+from commhooks.wrappers.cast import Cast
+from commhooks.wrappers.ef21 import EF21
+from commhooks.wrappers.feedback import ErrorFeedback, FlushResidual, Scaled
+from commhooks.wrappers.guard import Guard
+from commhooks.wrappers.per_parameter import PerParameter, Rule, role_of
+from commhooks.wrappers.schedules import DelayedStart, PeriodicDense, Schedule
+from commhooks.wrappers.sealed import Sealed
+from commhooks.wrappers.traced import Traced
+from commhooks.wrappers.two_phase import TwoPhase
+
+__all__ = [
+    "EF21",
+    "AveragedFeedback",
+    "Cast",
+    "Coalesced",
+    "DelayedStart",
+    "ErrorFeedback",
+    "FlushResidual",
+    "Guard",
+    "PerParameter",
+    "PeriodicDense",
+    "Rule",
+    "Scaled",
+    "Schedule",
+    "Sealed",
+    "Several",
+    "Traced",
+    "TwoPhase",
+    "Wrapper",
+    "role_of",
+]

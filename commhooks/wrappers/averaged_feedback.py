@@ -1,0 +1,114 @@
+"""``AveragedFeedback``: error feedback that keeps a moving average in 8 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from commhooks.core.bucket import Bucket, Result, SchemeExchange
+from commhooks.core.layout import Layout
+from commhooks.core.scheme import Scheme
+from commhooks.core.slot import Slot
+from commhooks.kernels import dequantize, payload_bytes, quantize
+from commhooks.wrappers.feedback import Feedback
+
+__all__ = ["AveragedFeedback"]
+
+_BLOCK = 256  # entries per scale of the averaged error
+
+
+@dataclass(frozen=True)
+class _Averaged(Slot):
+    """The averaged error of a parameter, as the payload of 8-bit integers."""
+
+    def shape(self, parameter: torch.Size) -> tuple[int, ...]:
+        return (payload_bytes(parameter.numel(), "int8", _BLOCK),)
+
+    def check(self, value: Tensor, parameter: torch.Size) -> str | None:
+        (nbytes,) = self.shape(parameter)
+        if value.dtype != torch.uint8 or value.shape != (nbytes,):
+            return f"is {value.dtype} of shape {tuple(value.shape)}, not {nbytes} bytes"
+        entries = torch.zeros(parameter.numel(), device=value.device)
+        if entries.numel():
+            dequantize(value.contiguous()[None], entries, "int8", _BLOCK)
+        return None if bool(torch.isfinite(entries).all()) else "is not finite"
+
+
+_AVERAGED = _Averaged("averaged_error", resize="drop", dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class AveragedFeedback(Feedback):
+    """Adds to each gradient a moving average of what earlier steps lost, kept in 8 bits an entry.
+
+    ``c = g + e; e = decay e + (1 - decay) (c - sent(c))``: a quarter of the memory of
+    :class:`ErrorFeedback`. Unlike there, what is applied and what is kept do not sum to the
+    gradients; with ``decay=0`` they do, up to the rounding of the memory (1/254 of the largest
+    entry of 256).
+
+    Args:
+        scheme: what to correct.
+        decay: weight of the old average, 0 <= decay < 1.
+        reset_every: forgets the average every so many steps; 0: never.
+
+    Example:
+        >>> hook = register(ddp_model, AveragedFeedback(Blockwise("int4", 128)))
+
+    Reference: Xie et al., LoCo: Low-Bit Communication Adaptor, 2024.
+    """
+
+    scheme: Scheme
+    decay: float = 0.8
+    reset_every: int = 1024
+
+    without = ", or memory=False for sdp4bit"
+    keeps = (_AVERAGED,)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.decay < 1:
+            raise ValueError(f"AveragedFeedback(decay=...): 0 <= decay < 1, got {self.decay!r}")
+        if self.reset_every < 0:
+            raise ValueError(
+                f"AveragedFeedback(reset_every=...) is a number of steps, or 0, "
+                f"got {self.reset_every!r}"
+            )
+        super().__post_init__()
+
+    @property
+    def most_variance(self) -> float:
+        # |e|^2 becomes decay^2 |e|^2 + (1 - decay)^2 variance |g + e|^2 on average.
+        return (1 + self.decay) / (1 - self.decay)
+
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        layout, packed = bucket.layout, _AVERAGED.layout(bucket.layout)
+        error = torch.zeros_like(bucket.raw, dtype=torch.float32)
+        old = bucket.read(_AVERAGED)
+        for entries, payload in _pairs(error, old, layout, packed):
+            dequantize(payload[None], entries, "int8", _BLOCK)
+        residual = error.to(bucket.wide_dtype)
+        inside = bucket.replace(
+            raw=bucket.gradient, residual=residual, unsent=torch.empty_like(residual)
+        )
+        result = inside.completed((yield from self.scheme.exchange(inside)))
+        assert result.unsent is not None
+        unsent = None if bucket.unsent is None else result.unsent - residual
+        error.mul_(self.decay).add_(result.unsent, alpha=1 - self.decay)
+        if self.reset_every and (bucket.step + 1) % self.reset_every == 0:
+            error.zero_()
+        new = torch.empty_like(old)
+        for entries, payload in _pairs(error, new, layout, packed):
+            quantize(entries, payload, "int8", _BLOCK)
+        bucket.write(_AVERAGED, new)
+        return Result(result.mean, unsent=unsent, finite=result.finite)
+
+
+def _pairs(
+    entries: Tensor, payload: Tensor, layout: Layout, packed: Layout
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The entries and the bytes of each parameter that has some."""
+    for part, own in zip(entries.split(layout.sizes), payload.split(packed.sizes), strict=True):
+        if part.numel():
+            yield part, own

@@ -1,0 +1,88 @@
+"""The bases of schemes around one scheme, or around several."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+
+from commhooks.core.bucket import Bucket, SchemeExchange
+from commhooks.core.scheme import Scheme, children, walk
+from commhooks.core.traits import Traits, worst
+
+__all__ = ["Coalesced", "Several", "Wrapper", "need_own_keys", "need_scheme"]
+
+
+def need_scheme(owner: object, scheme: object) -> None:
+    if not isinstance(scheme, Scheme):
+        name = type(owner).__name__
+        raise TypeError(
+            f"{name}(scheme) wraps a Scheme, got {scheme!r}: "
+            f"use commhooks.make(name, ...) for a name"
+        )
+
+
+def need_own_keys(owner: Scheme) -> None:
+    """Raises where a scheme inside keeps its memory under the same keys as ``owner``.
+
+    Both run in the same step, and each would write over what the other remembers.
+    """
+    own = {slot.key for slot in owner.keeps}
+    for child in children(owner) if own else ():
+        for inside in walk(child):
+            shared = own & {slot.key for slot in inside.keeps}
+            if shared:
+                raise ValueError(
+                    f"{type(owner).__name__}({type(child).__name__}(...)): "
+                    f"{type(inside).__name__} inside keeps {', '.join(sorted(shared))}, too; one "
+                    f"of the two is enough"
+                )
+
+
+class Wrapper(Scheme):
+    """A scheme around one scheme, whose traits it has; it may replace some."""
+
+    scheme: Scheme
+
+    def __post_init__(self) -> None:
+        need_scheme(self, self.scheme)
+        need_own_keys(self)
+
+    @property
+    def traits(self) -> Traits:
+        return self.scheme.traits
+
+    def bucket_group(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Hashable:
+        return self.scheme.bucket_group(name, shape, dtype)
+
+
+class Several(Scheme):
+    """A scheme that runs one or another of ``schemes``."""
+
+    @property
+    def schemes(self) -> list[Scheme]:
+        """All that it chooses from."""
+        raise NotImplementedError
+
+    @property
+    def traits(self) -> Traits:
+        return worst(scheme.traits for scheme in self.schemes)
+
+
+@dataclass(frozen=True)
+class Coalesced(Wrapper):
+    """Exchanges all buckets of a step at once, when the last one is ready.
+
+    Fewer and larger collectives, no overlap with the backward pass: for slow links with a long
+    round trip, and for schemes whose payloads are tiny.
+    """
+
+    scheme: Scheme
+
+    @property
+    def traits(self) -> Traits:
+        return self.scheme.traits._replace(coalesce=True)
+
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        return (yield from self.scheme.exchange(bucket))

@@ -1,0 +1,115 @@
+"""``Cast``: 16 bits on the wire of any scheme."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from commhooks.core.bucket import Bucket, Result, SchemeExchange
+from commhooks.core.scheme import Scheme
+from commhooks.kernels import all_finite, scaled_cast
+from commhooks.wrappers.base import Wrapper
+from commhooks.wrappers.feedback import has_feedback
+from ddp_core import AllReduce, Collective, as_request
+
+__all__ = ["Cast"]
+
+
+@dataclass(frozen=True)
+class Cast(Wrapper):
+    """Sends the floating payloads of a scheme in 16 bits; the scheme itself computes as before.
+
+    The mean divides before the cast, so a sum over many ranks does not overflow. A value that
+    does overflow arrives as infinity on every rank, which a loss scaler relies on; the first time,
+    a warning says so.
+
+    Args:
+        scheme: whose payloads to cast.
+        dtype: ``torch.float16`` or ``torch.bfloat16``.
+
+    Example:
+        >>> hook = register(ddp_model, Cast(ErrorFeedback(PowerSGD(rank=4)), torch.float16))
+    """
+
+    scheme: Scheme
+    dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dtype not in (torch.float16, torch.bfloat16):
+            raise ValueError(f"Cast(dtype=...) is float16 or bfloat16, got {self.dtype}")
+
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        inner = self.scheme.exchange(bucket)
+        keep_sent = bucket.unsent is not None or has_feedback(self.scheme)
+        try:
+            request = as_request(next(inner))
+            while True:
+                tensor = request.tensor
+                narrow, scale = request, 1.0
+                passes = tensor.dtype == self.dtype or not tensor.is_floating_point()
+                if not passes:
+                    narrow, scale = self._narrow(request, bucket.world_size)
+                    if keep_sent:
+                        request.sent = narrow.tensor.to(tensor.dtype).mul_(scale)
+                try:
+                    arrived = yield narrow
+                except Exception as error:  # a collective failed: the scheme's to see
+                    request = as_request(inner.throw(error))
+                    continue
+                if passes:
+                    request = as_request(inner.send(arrived))
+                    continue
+                if keep_sent and narrow.sent is not None:  # rounded once more by a cast outside
+                    request.sent = narrow.sent.to(tensor.dtype).mul_(scale)
+                wide = _widen(arrived, tensor, 1.0 if _is_mean(request) else scale)
+                if self.dtype == torch.float16 and bucket.step % _LOOK_EVERY == 0:
+                    _warn_of_overflow(arrived)
+                request = as_request(inner.send(wide))
+        except StopIteration as stop:
+            result: Result = stop.value
+            return result
+
+    def _narrow(self, request: Collective, world_size: int) -> tuple[Collective, float]:
+        """The cast request, and what one rank's share in it has to be multiplied by."""
+        sums = isinstance(request, AllReduce) and request.op in ("mean", "sum")
+        scale = float(world_size) if sums else 1.0
+        small = torch.empty_like(request.tensor, dtype=self.dtype)
+        scaled_cast(request.tensor, 1.0 / scale, out=small)
+        return (AllReduce(small, "sum") if sums else request.like(small)), scale
+
+
+def _is_mean(request: Collective) -> bool:
+    """Whether the request asks for the mean over ranks."""
+    return isinstance(request, AllReduce) and request.op == "mean"
+
+
+def _widen(arrived: Tensor, like: Tensor, scale: float) -> Tensor:
+    """The result in the scheme's own dtype; in the request's own memory where it has the shape."""
+    wide = like.copy_(arrived) if arrived.shape == like.shape else arrived.to(like.dtype)
+    return wide if scale == 1.0 else wide.mul_(scale)
+
+
+# An overflow that no loss scaler skips makes the parameters infinite, and with them all gradients
+# to come, so some steps tell; to look at every payload takes 3 to 4 % of a step on the CPU.
+_LOOK_EVERY = 8
+_warned_of_overflow = False
+
+
+def _warn_of_overflow(arrived: Tensor) -> None:
+    """Warns once when float16 payloads arrive as infinity; never waits for a GPU."""
+    global _warned_of_overflow
+    if _warned_of_overflow or arrived.device.type != "cpu" or not arrived.numel():
+        return
+    if not all_finite(arrived):
+        _warned_of_overflow = True
+        warnings.warn(
+            "a float16 payload is not finite: the gradient was not, or it overflowed 65504 in the "
+            "cast. It arrives as it is on every rank, so that a loss scaler can skip the step; "
+            "use bf16 if this is not a loss scaler at work",
+            RuntimeWarning,
+            stacklevel=2,
+        )

@@ -1,0 +1,153 @@
+"""``Guard``: goes back to dense averages where compression no longer does well, and says so."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from commhooks.core.bucket import Bucket, SchemeExchange
+from commhooks.core.scheme import Scheme
+from commhooks.core.settings import Bound
+from commhooks.core.slot import Number, Slot
+from commhooks.core.traits import Traits
+from commhooks.wrappers.base import Wrapper
+from commhooks.wrappers.feedback import RESIDUAL_SLOT, keeps_residual, take_residual
+from ddp_core import AllReduce
+
+__all__ = ["Guard"]
+
+_UNTIL, _ERROR, _HELD = map(Number, ("guard.dense_until", "guard.error", "guard.residual"))
+_FOREVER = 2**62
+
+
+@dataclass(frozen=True)
+class Guard(Wrapper):
+    """Watches a scheme and averages densely for a while where its error or residual grows.
+
+    Every so many steps a bucket's ranks compare a stretch of what arrived with the exact average of
+    it (one more all-reduce, of ``sample`` entries), and average the residual's size. A bucket
+    where either is too large warns, sends what was held back, and stays dense for ``rest`` steps;
+    all ranks decide alike. A step that is not finite is not measured.
+
+    Args:
+        scheme: what to watch.
+        every: steps between two looks.
+        max_error: largest relative error of the average; None: no bound. Sparse schemes with
+            feedback are at about 1 as a rule.
+        max_residual: largest residual in units of the gradient's norm.
+        growth: largest ratio of error or residual to its moving average, from the fourth look on;
+            both this and ``max_residual`` may be infinite.
+        rest: dense steps after a warning; None: all that follow.
+        sample: entries that are compared.
+
+    Example:
+        >>> hook = register(ddp_model, Guard(make("onebit"), every=100))
+    """
+
+    scheme: Scheme
+    every: int = 100
+    max_error: float | None = None
+    max_residual: Bound = 100.0
+    growth: Bound = 10.0
+    rest: int | None = 1000
+    sample: int = 4096
+
+    keeps = (_UNTIL, _ERROR, _HELD)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("every", "sample", "rest"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"Guard({name}=...) is a whole number, 1 or more, got {value!r}")
+        for name in ("max_residual", "growth", "max_error"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"Guard({name}=...) is above 0, got {value!r}")
+        if self.scheme.traits.returns != "mean":
+            raise ValueError(
+                f"Guard({type(self.scheme).__name__}(...)): it does not give the average of "
+                f"gradients, so there is nothing to compare with"
+            )
+
+    @property
+    def traits(self) -> Traits:
+        return self.scheme.traits._replace(rounds=self.scheme.traits.rounds + 1)
+
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        if bucket.step < self._known(_UNTIL, bucket):
+            if keeps_residual(self.scheme):
+                take_residual(bucket)
+            return (yield from bucket.all_reduce())
+        n = bucket.raw.numel()
+        if (bucket.step + 1) % self.every or not n:
+            return (yield from self.scheme.exchange(bucket))
+        size = min(self.sample, n)
+        generator = bucket.generator(f"{bucket.layout.names[0]}/guard")
+        begin = int(torch.randint(n - size + 1, (), generator=generator))
+        part = slice(begin, begin + size)
+        gradient = bucket.gradient
+        squares = torch.stack([gradient.double().square().sum(), self._held(bucket)])
+        exact = torch.cat([gradient[part].double(), squares])
+        result = yield from self.scheme.exchange(bucket)
+        exact = yield AllReduce(exact)
+        off = float((result.mean.view(-1)[part].double() - exact[:size]).norm())
+        norm = float(exact[:size].norm())
+        size_of, residual = (math.sqrt(value) for value in exact[size:].tolist())
+        if all(map(math.isfinite, (off, norm, size_of, residual))) and norm and size_of:
+            self._judge(off / norm, residual / size_of, bucket)
+        return result
+
+    def _held(self, bucket: Bucket) -> Tensor:
+        if not keeps_residual(self.scheme):
+            return bucket.raw.new_zeros((), dtype=torch.float64)
+        return bucket.read(RESIDUAL_SLOT).double().square().sum()
+
+    def _judge(self, error: float, held: float, bucket: Bucket) -> None:
+        """Notes the measures; where one is too large, settles until when to stay dense."""
+        reasons = []
+        if self.max_error is not None and error > self.max_error:
+            reasons.append(f"the error of the average is {error:.3g}, at most {self.max_error:.3g}")
+        if held > self.max_residual:
+            reasons.append(
+                f"the residual is {held:.3g} times the gradient, at most {self.max_residual:.3g}"
+            )
+        looks = bucket.step // self.every
+        for slot, name, value in ((_ERROR, "error", error), (_HELD, "residual", held)):
+            before = self._known(slot, bucket)
+            if looks >= 3 and before > 0 and value > self.growth * before:
+                reasons.append(
+                    f"the {name} is {value:.3g}, {value / before:.1f} times what it used to be"
+                )
+            average = value if not before else 0.8 * before + 0.2 * value
+            self._write(slot, average, bucket)
+        if not reasons:
+            return
+        until = _FOREVER if self.rest is None else bucket.step + 1 + self.rest
+        self._write(_UNTIL, until, bucket)
+        if bucket.rank == 0:
+            names = ", ".join(bucket.layout.names[:3]) + (", ..." if len(bucket.layout) > 3 else "")
+            for_long = "from now on" if self.rest is None else f"for {self.rest} steps"
+            warnings.warn(
+                f"Guard, step {bucket.step}, bucket of {names}: {'; '.join(reasons)}. Averaging "
+                f"densely {for_long}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    # On the host: what every rank knows alike, and decides by before anything is launched.
+
+    def _known(self, slot: Slot, bucket: Bucket) -> float:
+        """The largest value of the bucket's parameters."""
+        layout, host = slot.layout(bucket.layout), torch.device("cpu")
+        values = bucket.memory.read(slot.key, layout, device=host, dtype=torch.float64)
+        return float(values.max()) if len(layout) else 0.0
+
+    def _write(self, slot: Slot, value: float, bucket: Bucket) -> None:
+        layout = slot.layout(bucket.layout)
+        values = torch.full((len(layout),), float(value), dtype=torch.float64)
+        bucket.memory.note(slot.key, layout, values)

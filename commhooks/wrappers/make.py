@@ -1,0 +1,110 @@
+"""``make``: a scheme by name, with the usual wrappers around it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from commhooks.core.registry import build
+from commhooks.core.scheme import Scheme, check_declarations, walk
+from commhooks.core.settings import fitting, need_dataclass
+from commhooks.errors import OptionError
+from commhooks.wrappers.base import Coalesced
+from commhooks.wrappers.cast import Cast
+from commhooks.wrappers.feedback import ErrorFeedback, Scaled
+from commhooks.wrappers.schedules import DelayedStart
+
+__all__ = ["describe", "make"]
+
+_DTYPES: Mapping[str, torch.dtype] = {
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+}
+# Options of every scheme, each a wrapper around it.
+WRAPPER_OPTIONS: Mapping[str, Any] = {
+    "start_step": int,
+    "error_feedback": bool,
+    "wire_dtype": str | torch.dtype,
+    "coalesce": bool,
+}
+
+
+def make(scheme: str | Scheme, **options: Any) -> Scheme:
+    """A scheme by name, with its options and those of the usual wrappers.
+
+    Args:
+        scheme: a registered name, or a scheme, which is returned wrapped as the options say.
+        options: fields of the scheme's class, and for every scheme
+            ``error_feedback`` (default: True for biased schemes; around ``Scaled`` where an
+            unbiased scheme has a large variance),
+            ``start_step`` (dense before that step),
+            ``wire_dtype`` ("fp16", "bf16": floating payloads travel in that type),
+            ``coalesce`` (all buckets of a step in one exchange).
+
+    Raises:
+        UnknownSchemeError: no such name; suggests the nearest.
+        OptionError: no such option, or not that value of it; lists those there are.
+
+    Example:
+        >>> make("powersgd", rank=2, start_step=100)
+        DelayedStart(scheme=ErrorFeedback(scheme=PowerSGD(rank=2, ...)), start_step=100, ...)
+    """
+    name = scheme if isinstance(scheme, str) else type(scheme).__name__
+    wrapping = {
+        key: fitting(name, key, options.pop(key), kind)
+        for key, kind in WRAPPER_OPTIONS.items()
+        if key in options
+    }
+    if isinstance(scheme, str):
+        built = build(scheme, options, wrapper_options=tuple(WRAPPER_OPTIONS))
+    elif isinstance(scheme, Scheme):
+        if options:
+            raise OptionError(
+                f"make({type(scheme).__name__}(...), {', '.join(options)}=...): settings of a "
+                f"scheme that is already built are given to its class"
+            )
+        built = scheme
+    else:
+        raise TypeError(
+            f"a scheme is given by name or as a Scheme, got {_what(scheme)}: "
+            f"commhooks.scheme_names() lists the names"
+        )
+    for inside in walk(built):
+        kind: Any = type(inside)
+        need_dataclass(kind)
+        check_declarations(inside)
+    if "wire_dtype" in wrapping:
+        built = Cast(built, as_dtype(wrapping["wire_dtype"]))
+    traits = built.traits
+    needs_feedback = isinstance(scheme, str) and traits.biased and traits.returns != "update"
+    if wrapping.get("error_feedback", needs_feedback):
+        built = ErrorFeedback(Scaled(built) if traits.error.variance > 1 else built)
+    if wrapping.get("start_step"):
+        built = DelayedStart(built, wrapping["start_step"])
+    if wrapping.get("coalesce"):
+        built = Coalesced(built)
+    return built
+
+
+def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """A torch dtype from "fp16", "bf16" or the dtype itself."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in _DTYPES:
+        raise ValueError(f"wire_dtype is one of {sorted(_DTYPES)} or a torch.dtype, got {dtype!r}")
+    return _DTYPES[dtype]
+
+
+def _what(scheme: object) -> str:
+    if isinstance(scheme, type) and issubclass(scheme, Scheme):
+        return f"the class {scheme.__name__}, not {scheme.__name__}(...)"
+    return type(scheme).__name__
+
+
+def describe(scheme: Scheme) -> str:
+    """The scheme with all its settings, as text; equal text means equal behaviour."""
+    return repr(scheme)

@@ -1,0 +1,279 @@
+"""``PerParameter``: a scheme for each parameter, by name, shape or dtype."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+import warnings
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commhooks.core.bucket import Bucket, Result, SchemeExchange
+from commhooks.core.scheme import Scheme, walk
+from commhooks.core.settings import check_settings, shown
+from commhooks.core.slot import Slot
+from commhooks.core.traits import Traits
+from commhooks.wrappers.base import Several
+from commhooks.wrappers.feedback import flushing, keeps_residual
+from ddp_core import AllReduce, Collective, as_request
+
+__all__ = ["ROLES", "PerParameter", "Rule", "role_of", "warn_of_idle_rules"]
+
+
+ROLES = ("embedding", "head", "norm", "bias", "matrix", "vector")
+
+
+def role_of(name: str, shape: Sequence[int]) -> str:
+    """What a parameter is for, by the words in its name and by its shape.
+
+    "embedding": embed, embedding, wte, wpe or tok; "head": head, lm_head, classifier or unembed;
+    "norm" (one dimension): norm, ln or bn, with a number or not; "bias"; else "matrix" or "vector".
+
+    Example:
+        >>> role_of("layers.0.norm1.weight", (128,))
+        'norm'
+    """
+    words = {word.rstrip("0123456789") for word in re.split(r"[._]", name.lower())}
+    if words & {"embed", "embedding", "embeddings", "wte", "wpe", "tok"}:
+        return "embedding"
+    if words & {"head", "lmhead", "classifier", "unembed"}:
+        return "head" if len(shape) > 1 else "bias"
+    if len(shape) <= 1 and words & {"norm", "ln", "bn", "layernorm", "batchnorm", "rmsnorm"}:
+        return "norm"
+    if "bias" in words:
+        return "bias"
+    return "matrix" if len(shape) > 1 else "vector"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Which parameters a scheme is for; all conditions given must hold.
+
+    Args:
+        scheme: what to do with them.
+        name: shell-style pattern of the parameter's name, e.g. ``"*.bias"`` or ``"embed*"``.
+        role: what it is for, see :func:`role_of`.
+        min_dim, max_dim: bounds on the number of dimensions.
+        min_numel, max_numel: bounds on the number of entries.
+        dtype: the gradient's dtype.
+    """
+
+    scheme: Scheme
+    name: str = "*"
+    role: str | None = None
+    min_dim: int = 0
+    max_dim: int = 1 << 30
+    min_numel: int = 0
+    max_numel: int = 1 << 62
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        if self.role is not None and self.role not in ROLES:
+            raise ValueError(f"Rule(role=...) is one of {', '.join(ROLES)}, got {self.role!r}")
+        for least, most in (("min_dim", "max_dim"), ("min_numel", "max_numel")):
+            if getattr(self, least) > getattr(self, most):
+                raise ValueError(
+                    f"Rule({least}=..., {most}=...): no parameter is between "
+                    f"{getattr(self, least)} and {getattr(self, most)}"
+                )
+
+    def matches(self, name: str, shape: torch.Size, dtype: torch.dtype) -> bool:
+        """Whether a parameter falls under this rule."""
+        return (
+            fnmatch.fnmatchcase(name, self.name)
+            and self.min_dim <= len(shape) <= self.max_dim
+            and self.min_numel <= shape.numel() <= self.max_numel
+            and self.role in (None, role_of(name, shape))
+            and self.dtype in (None, dtype)
+        )
+
+
+@dataclass(frozen=True)
+class PerParameter(Several):
+    """Chooses a scheme for each parameter: the first rule that matches, else ``default``.
+
+    The chosen schemes run side by side; all-reduces of the same round and dtype share a message.
+
+    A rule that names parameters, roles or dtypes which the model does not have warns when the
+    scheme meets the model.
+
+    Args:
+        rules: in order of precedence.
+        default: for parameters under no rule.
+
+    Example:
+        >>> PerParameter([Rule(Dense(), name="*embed*"), Rule(Dense(), max_dim=1)],
+        ...              default=ErrorFeedback(PowerSGD(rank=4)))
+    """
+
+    rules: Sequence[Rule]
+    default: Scheme
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rules, Iterable):
+            raise TypeError(f"PerParameter(rules=...) is a list of Rule, got {shown(self.rules)}")
+        object.__setattr__(self, "rules", tuple(self.rules))
+        for rule in self.rules:
+            if not isinstance(rule, Rule):
+                raise TypeError(f"PerParameter(rules=...) holds Rule objects, got {shown(rule)}")
+
+    @property
+    def schemes(self) -> list[Scheme]:
+        """All different schemes it chooses from, in order of precedence."""
+        return list(dict.fromkeys([*(rule.scheme for rule in self.rules), self.default]))
+
+    @property
+    def traits(self) -> Traits:
+        rounds = sum(scheme.traits.rounds for scheme in self.schemes)
+        return super().traits._replace(rounds=rounds)
+
+    def bucket_group(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Hashable:
+        which = self.choose(name, shape, dtype)
+        return which, self.schemes[which].bucket_group(name, shape, dtype)
+
+    def begins_with(
+        self, name: str, shape: torch.Size, dtype: torch.dtype, step: int
+    ) -> tuple[Slot, ...]:
+        chosen = self.schemes[self.choose(name, shape, dtype)]
+        return chosen.begins_with(name, shape, dtype, step)
+
+    def choose(self, name: str, shape: torch.Size, dtype: torch.dtype) -> int:
+        """Position in ``schemes`` of the scheme for a parameter."""
+        for rule in self.rules:
+            if rule.matches(name, shape, dtype):
+                return self.schemes.index(rule.scheme)
+        return self.schemes.index(self.default)
+
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        layout = bucket.layout
+        chosen: dict[int, list[int]] = {}
+        for position, (name, shape) in enumerate(zip(layout.names, layout.shapes, strict=True)):
+            which = self.choose(name, shape, bucket.output.dtype)
+            chosen.setdefault(which, []).append(position)
+        schemes = self.schemes
+        if keeps_residual(self):  # a residual of another scheme must not stay behind
+            schemes = [flushing(scheme) for scheme in schemes]
+        if len(chosen) == 1:
+            (which,) = chosen
+            return (yield from schemes[which].exchange(bucket))
+        parts = [_Part(schemes[which], bucket, chosen[which]) for which in sorted(chosen)]
+        yield from _side_by_side(parts)
+        for part in parts:
+            part.put_back(bucket)
+        flags = [part.result.finite for part in parts if part.result.finite is not None]
+        finite = torch.stack(flags).all() if len(flags) == len(parts) else None
+        return Result(bucket.output, unsent=bucket.unsent, finite=finite)
+
+
+def warn_of_idle_rules(
+    scheme: Scheme, parameters: Iterable[tuple[str, torch.Size, torch.dtype, Any]]
+) -> None:
+    """Warns of rules that no parameter of the model falls under, though they name some.
+
+    Rules by size or number of dimensions are for any model: nothing is said of them.
+    """
+    found = list(parameters)
+    for policy in walk(scheme) if found else ():
+        if not isinstance(policy, PerParameter):
+            continue
+        open_to = [one[:3] for one in found]
+        for rule in policy.rules:
+            matched = [one for one in found if rule.matches(*one[:3])]
+            left = [one for one in open_to if not rule.matches(*one)]
+            if len(left) == len(open_to) and (rule.name != "*" or rule.role or rule.dtype):
+                warnings.warn(_idle(rule, [one[0] for one in found], bool(matched)), stacklevel=4)
+            open_to = left
+
+
+def _idle(rule: Rule, names: Sequence[str], hidden: bool) -> str:
+    conditions = [
+        f"{setting.name}={getattr(rule, setting.name)!r}"
+        for setting in fields(rule)
+        if setting.name != "scheme" and getattr(rule, setting.name) != setting.default
+    ]
+    which = f"PerParameter: Rule({', '.join(conditions)})"
+    if hidden:
+        return f"{which} is never used: earlier rules take all parameters that it matches"
+    near = difflib.get_close_matches(rule.name.strip("*"), names, n=3, cutoff=0.4)
+    listed = f"the nearest are {', '.join(near)}" if near else f"it has {', '.join(names[:3])}, ..."
+    return f"{which} matches none of the model's {len(names)} parameters; {listed}"
+
+
+class _Part:
+    """The parameters of a bucket that share a scheme, gathered into a flat tensor of their own."""
+
+    def __init__(self, scheme: Scheme, bucket: Bucket, positions: list[int]) -> None:
+        whole = bucket.layout
+        self.scheme = scheme
+        self.spans = [(whole.offsets[i], whole.offsets[i + 1]) for i in positions]
+        gradient = torch.cat([bucket.gradient[begin:end] for begin, end in self.spans])
+        kept = bucket.unsent is not None
+        self.bucket = bucket.replace(
+            raw=gradient,
+            residual=None,
+            unsent=torch.empty_like(gradient, dtype=bucket.wide_dtype) if kept else None,
+            output=torch.empty_like(gradient, dtype=bucket.output.dtype),
+            layout=whole.pick(positions),
+        )
+        self.exchange = scheme.exchange(self.bucket)
+        self.request: Collective | None = None
+        self.result = Result(gradient)
+
+    def advance(self, answer: Tensor | None) -> None:
+        """Runs to the next request, or to the end."""
+        try:
+            yielded = next(self.exchange) if answer is None else self.exchange.send(answer)
+            self.request = as_request(yielded)
+        except StopIteration as stop:
+            self.request, self.result = None, stop.value
+
+    def put_back(self, bucket: Bucket) -> None:
+        """Writes the mean, and what is not sent, to where the parameters are in the bucket."""
+        if bucket.unsent is not None:
+            self.result = self.bucket.completed(self.result)
+            assert self.result.unsent is not None
+            self._put(self.result.unsent, bucket.unsent)
+        self._put(self.result.mean, bucket.output)
+
+    def _put(self, flat: Tensor, into: Tensor) -> None:
+        pieces = flat.split(self.bucket.layout.sizes)
+        for (begin, end), piece in zip(self.spans, pieces, strict=True):
+            into[begin:end].copy_(piece)
+
+
+def _side_by_side(parts: list[_Part]) -> SchemeExchange:
+    """Runs the exchanges of all parts together; equal all-reduces travel in one message."""
+    for part in parts:
+        part.advance(None)
+    while waiting := [part for part in parts if part.request is not None]:
+        first = waiting[0].request
+        assert first is not None
+        together = [part for part in waiting if _mergeable(first, part.request)] or waiting[:1]
+        if len(together) == 1:
+            together[0].advance((yield first))
+            continue
+        requests = [part.request for part in together if part.request is not None]
+        merged = first.like(torch.cat([request.tensor.view(-1) for request in requests]))
+        arrived = yield merged
+        sizes = [request.tensor.numel() for request in requests]
+        shares = merged.sent.split(sizes) if merged.sent is not None else [None] * len(sizes)
+        for part, request, piece, share in zip(
+            together, requests, arrived.split(sizes), shares, strict=True
+        ):
+            request.sent = None if share is None else share.view(request.tensor.shape)
+            part.advance(request.tensor.copy_(piece.view(request.tensor.shape)))
+    return parts[0].result
+
+
+def _mergeable(first: Collective, other: Collective | None) -> bool:
+    return (
+        isinstance(first, AllReduce)
+        and isinstance(other, AllReduce)
+        and (first.op, first.tensor.dtype) == (other.op, other.tensor.dtype)
+    )

@@ -1,0 +1,175 @@
+"""Schemes that change with the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from commhooks.core.bucket import Bucket, SchemeExchange
+from commhooks.core.dense import Dense
+from commhooks.core.scheme import Scheme, walk
+from commhooks.core.settings import fitting, shown
+from commhooks.core.slot import Slot
+from commhooks.core.traits import Traits
+from commhooks.wrappers.base import Several, Wrapper, need_scheme
+from commhooks.wrappers.feedback import flushing, keeps_residual, take_residual
+
+__all__ = ["DelayedStart", "PeriodicDense", "Schedule"]
+
+
+def need_no_start(owner: Scheme, scheme: Scheme) -> None:
+    """Raises where a scheme counts its dense steps itself, and learns from them."""
+    for inside in walk(scheme):
+        if setting := inside.traits.starts_dense:
+            raise ValueError(
+                f"{type(owner).__name__}({type(scheme).__name__}(...)): {type(inside).__name__} is "
+                f"dense in its first steps itself, and needs them; set its {setting}"
+            )
+
+
+@dataclass(frozen=True)
+class DelayedStart(Wrapper):
+    """Runs ``before`` until step ``start_step``, then ``scheme``.
+
+    Early gradients change fast and compress badly; a tenth of the training is a usual start.
+
+    Args:
+        scheme: runs from step ``start_step`` on (steps count from 0).
+        start_step: number of dense steps first.
+        before: what runs until then; the dense all-reduce.
+
+    Reference: Vogels et al., PowerSGD, 2019 (warm-up).
+    """
+
+    scheme: Scheme
+    start_step: int
+    before: Scheme = field(default_factory=Dense)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        need_no_start(self, self.scheme)
+        if self.start_step < 0:
+            raise ValueError(
+                f"DelayedStart(start_step=...) is a number of steps, 0 or more, "
+                f"got {self.start_step!r}"
+            )
+
+    @property
+    def traits(self) -> Traits:
+        rounds = max(self.scheme.traits.rounds, self.before.traits.rounds)
+        return self.scheme.traits._replace(rounds=rounds)
+
+    def begins_with(
+        self, name: str, shape: torch.Size, dtype: torch.dtype, step: int
+    ) -> tuple[Slot, ...]:
+        return self.scheme.begins_with(name, shape, dtype, step)
+
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        scheme = self.before if bucket.step < self.start_step else self.scheme
+        if scheme is self.scheme and keeps_residual(self.before):
+            scheme = flushing(scheme)
+        return (yield from scheme.exchange(bucket))
+
+
+@dataclass(frozen=True)
+class PeriodicDense(Wrapper):
+    """Exchanges every so many steps densely, with all that error feedback has held back.
+
+    Bounds how late anything arrives, and how long an approximation can mislead, for
+    ``1 / every`` of the dense bytes.
+
+    Args:
+        scheme: runs in all other steps.
+        every: a dense step comes every so many; 2 or more.
+
+    Example:
+        >>> hook = register(ddp_model, PeriodicDense(make("onebit"), every=50))
+    """
+
+    scheme: Scheme
+    every: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.every < 2:
+            raise ValueError(
+                f"PeriodicDense(every=...) is a number of steps, 2 or more, got {self.every!r}"
+            )
+        if self.scheme.traits.returns == "update":
+            raise ValueError(
+                f"PeriodicDense({type(self.scheme).__name__}(...)): it gives the optimizer "
+                f"something else than an average of gradients, and a dense step is one; use it as "
+                f"it is"
+            )
+
+    @property
+    def traits(self) -> Traits:
+        return self.scheme.traits._replace(rounds=max(1, self.scheme.traits.rounds))
+
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        if (bucket.step + 1) % self.every:
+            return (yield from self.scheme.exchange(bucket))
+        if keeps_residual(self.scheme):
+            take_residual(bucket)
+        return (yield from bucket.all_reduce())
+
+
+@dataclass(frozen=True)
+class Schedule(Several):
+    """Runs one scheme after the other: each from its step on.
+
+    What error feedback has held back goes on into the next scheme's feedback, or is sent with the
+    next gradient where that has none.
+
+    Args:
+        parts: pairs of the step (counted from 0) and the scheme that runs from it on; the first
+            is of step 0, and steps ascend.
+
+    Example:
+        >>> Schedule([(0, make("none")), (500, make("powersgd", rank=8)),
+        ...           (5000, make("powersgd", rank=2))])
+    """
+
+    parts: Sequence[tuple[int, Scheme]]
+
+    def __post_init__(self) -> None:
+        pairs = tuple(self.parts) if isinstance(self.parts, Iterable) else ()
+        if not pairs or not all(isinstance(one, (list, tuple)) and len(one) == 2 for one in pairs):
+            raise ValueError(
+                f"Schedule(parts=...) are pairs of step and scheme, [(0, ...), (500, ...)], "
+                f"got {shown(self.parts)}"
+            )
+        parts = tuple((fitting("Schedule", "step", step, int), scheme) for step, scheme in pairs)
+        object.__setattr__(self, "parts", parts)
+        steps = [step for step, _ in parts]
+        if steps[0] != 0 or sorted(set(steps)) != steps:
+            raise ValueError(
+                f"Schedule(parts=...) are pairs of step and scheme, from step 0 on and ascending, "
+                f"got steps {steps}"
+            )
+        for step, scheme in parts:
+            need_scheme(self, scheme)
+            if step:
+                need_no_start(self, scheme)
+
+    @property
+    def schemes(self) -> list[Scheme]:
+        return [scheme for _, scheme in self.parts]
+
+    def at(self, step: int) -> Scheme:
+        """The scheme that runs in a step."""
+        found: Scheme = [scheme for begin, scheme in self.parts if begin <= step][-1]
+        return found
+
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        scheme = self.at(bucket.step)
+        if any(keeps_residual(one) for one in self.schemes):
+            scheme = flushing(scheme)
+        return (yield from scheme.exchange(bucket))
+
+    def begins_with(
+        self, name: str, shape: torch.Size, dtype: torch.dtype, step: int
+    ) -> tuple[Slot, ...]:
+        return self.at(step).begins_with(name, shape, dtype, step)

@@ -1,0 +1,68 @@
+"""``Traced``: records the gradients of a real run, for ``commhooks.research.trace``."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from commhooks.core.bucket import Bucket, SchemeExchange
+from commhooks.core.scheme import Scheme
+from commhooks.wrappers.base import Wrapper
+
+__all__ = ["FILE_NAME", "Traced"]
+
+FILE_NAME = re.compile(r"step(\d+)_rank(\d+)_\w+\.safetensors")
+
+
+@dataclass(frozen=True)
+class Traced(Wrapper):
+    """Records the local gradients of some steps, by parameter, and exchanges as ``scheme`` does.
+
+    Writes one safetensors file per step, rank and bucket; every rank writes to ``folder``.
+
+    Args:
+        scheme: what training runs with.
+        folder: is made if it is not there.
+        every: records steps 0, ``every``, 2 ``every`` and so on, from the first that runs this.
+        steps: records until the folder has so many.
+
+    Example:
+        >>> hook = register(ddp_model, Traced(make("bf16"), "trace", every=50))
+    """
+
+    scheme: Scheme
+    folder: str | os.PathLike[str]
+    every: int = 100
+    steps: int = 20
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("every", "steps"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ValueError(f"Traced({name}=...) is a whole number, 1 or more, got {value!r}")
+
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        if bucket.step % self.every == 0 and self._wanted(bucket):
+            self._save(bucket)
+        return (yield from self.scheme.exchange(bucket))
+
+    def _wanted(self, bucket: Bucket) -> bool:
+        """Whether there is room for this step; it has been given if another bucket was recorded."""
+        found = Path(self.folder).glob(f"step*_rank{bucket.rank}_*.safetensors")
+        recorded = {int(match[1]) for path in found if (match := FILE_NAME.fullmatch(path.name))}
+        return bucket.step in recorded or len(recorded) < self.steps
+
+    def _save(self, bucket: Bucket) -> None:
+        from safetensors.torch import save_file
+
+        layout = bucket.layout
+        views = zip(layout.names, layout.views(bucket.gradient.detach()), strict=True)
+        digest = hashlib.blake2b("\n".join(layout.names).encode(), digest_size=4).hexdigest()
+        folder = Path(self.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"step{bucket.step:07}_rank{bucket.rank}_{digest}.safetensors"
+        save_file({name: view.cpu().contiguous().clone() for name, view in views}, path)

@@ -1,0 +1,91 @@
+"""``TwoPhase``: the two-phase exchange for a codec given by ``encode`` and ``decode``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from commhooks.core.bucket import Bucket
+from commhooks.core.layout import Layout
+from commhooks.core.packed import Draw, PackedCodec
+from commhooks.core.scheme import (
+    Codec,
+    check_decoded,
+    checked_payload,
+    pack_payload,
+    unpack_payload,
+)
+from commhooks.core.traits import ErrorKind, composed
+from commhooks.errors import SchemeError
+
+__all__ = ["TwoPhase"]
+
+
+@dataclass(frozen=True)
+class TwoPhase(PackedCodec):
+    """Exchanges a codec's payloads in two phases, not by one all-gather.
+
+    Every rank encodes the shards of the bucket apart, sums its own shard of all ranks in float32
+    and encodes the mean again. Received bytes then do not grow with the number of ranks; in return
+    the mean is rounded once more.
+
+    Args:
+        codec: its payload may depend on the number of entries, not on the bucket's layout.
+
+    Example:
+        >>> hook = register(ddp_model, ErrorFeedback(TwoPhase(MinMaxPerChannel(128))))
+    """
+
+    codec: Codec
+
+    @property
+    def error(self) -> ErrorKind:
+        error = self.codec.traits.error
+        return composed(error, error)  # of one rank, whose payload is rounded twice
+
+    def payload_bytes(self, n: int) -> int:
+        return -(-sum(one.nbytes for one in _example(self.codec, n).values()) // 16) * 16
+
+    def pack(
+        self,
+        x: Tensor,
+        payload: Tensor,
+        draw: Draw,
+        residual: Tensor | None = None,
+        left: Tensor | None = None,
+    ) -> None:
+        c = x.to(torch.float32) if residual is None else x + residual
+        encoded = checked_payload(self.codec, self.codec.encode(c, draw.bucket))
+        flat = pack_payload(encoded)
+        if flat.numel() > payload.numel():
+            raise SchemeError(
+                f"{type(self.codec).__name__}.encode: {flat.numel()} bytes for {x.numel()} "
+                f"entries, {payload.numel()} for as many zeros: sizes may not depend on values"
+            )
+        payload[: flat.numel()] = flat
+        if left is not None:
+            decoded = self.codec.decode(encoded, c, draw.bucket)
+            check_decoded(self.codec, decoded, c)
+            torch.sub(c, decoded, out=left)
+
+    def unpack(self, payloads: Tensor, out: Tensor, draw: Draw, factor: float) -> None:
+        total = torch.zeros_like(out, dtype=torch.float32)
+        like = _example(self.codec, out.numel())
+        for row in payloads:
+            size = sum(one.nbytes for one in like.values())
+            decoded = self.codec.decode(unpack_payload(row[:size], like), total, draw.bucket)
+            check_decoded(self.codec, decoded, total)
+            total += decoded
+        out.copy_(total.mul_(factor))
+
+
+@lru_cache(maxsize=1024)
+def _example(codec: Codec, n: int) -> dict[str, Tensor]:
+    """Like the payload of ``n`` zeros, without values: what is known before encoding."""
+    zeros = torch.zeros(n)
+    bucket = Bucket(zeros, Layout(["shard"], [(n,)]))
+    payload = checked_payload(codec, codec.encode(zeros, bucket))
+    return {name: torch.empty_like(value, device="meta") for name, value in payload.items()}

@@ -1,0 +1,1 @@
+"""The module around a model, with the arguments and names of torch's class."""

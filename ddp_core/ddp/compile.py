@@ -1,0 +1,78 @@
+"""torch.compile: graphs are split so that buckets become ready during backward, and the splits are
+the buckets.
+
+A compiled graph's gradients all come at its end. The compiler therefore splits the graph of a
+DistributedDataParallel module where it guesses the buckets to end, as far as the graph permits.
+Here it uses this module's capacities, and the reducer takes what came out.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+if TYPE_CHECKING:
+    from ddp_core.reducer.reducer import Reducer
+
+__all__ = ["splitting_at_buckets"]
+
+
+@contextmanager
+def splitting_at_buckets(module: Any, reducer: Reducer) -> Iterator[None]:
+    """What is compiled inside is split for ``module``; its reducer is told where.
+
+    Args:
+        module: has the attribute ``bucket_bytes_cap``, which the compiler reads.
+    """
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes a second
+        yield
+        return
+    compiler, splitter = _compiler()
+    before, original = TorchDDP._active_ddp_module, compiler.DDPOptimizer
+    TorchDDP._active_ddp_module = module
+    compiler.DDPOptimizer = functools.partial(splitter, reducer)
+    try:
+        yield
+    finally:
+        TorchDDP._active_ddp_module = before
+        compiler.DDPOptimizer = original
+
+
+@functools.cache
+def _compiler() -> tuple[Any, Any]:
+    """The compiler's module, and the class that takes the place of its optimizer."""
+    from torch._dynamo.backends import distributed
+
+    class Splitter(distributed.DDPOptimizer):
+        """The compiler's own, with our first capacity, which reports the buckets it chose."""
+
+        def __init__(
+            self, reducer: Reducer, bucket_bytes_cap: int, backend_compile_fn: Any
+        ) -> None:
+            limits = reducer.plan.caps.limits
+            super().__init__(
+                bucket_bytes_cap, backend_compile_fn, first_bucket_cap=min(limits[0], limits[-1])
+            )
+            self._reducer = reducer
+
+        def compile_fn(self, gm: Any, example_inputs: Any, **options: Any) -> Any:
+            compiled = super().compile_fn(gm, example_inputs, **options)
+            placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+            inputs = {
+                str(node.target): id(value)
+                for node, value in zip(placeholders, example_inputs, strict=False)
+            }
+            inputs.update({name: id(value) for name, value in gm.named_parameters()})
+            chosen = [
+                [inputs[name] for name in bucket.params if name in inputs]
+                for bucket in reversed(self.buckets)
+            ]
+            self._reducer.plan.take_splits(chosen)
+            return compiled
+
+    return distributed, Splitter

@@ -1,0 +1,122 @@
+"""The communication hook of a module: set, removed, scheduled, and the layout it asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from ddp_core.ddp.buffers import BufferHook
+from ddp_core.ddp.construct import check_hook
+from ddp_core.reducer.launch import CommHook, name_of
+from ddp_core.reducer.layout import BucketCaps
+from ddp_core.reducer.reducer import Reducer
+
+__all__ = ["CommHooks"]
+
+Registered = tuple[CommHook, Any]  # the hook and its state
+
+
+class CommHooks:
+    """What hook runs now, and what hooks run later.
+
+    Args:
+        caps: sizes of buckets, which a hook may change if the user has not asked for any.
+    """
+
+    def __init__(self, caps: BucketCaps) -> None:
+        self._caps = caps
+        self.registered: list[Registered] = []  # one, or none
+        self._scheduled: dict[int, Registered | None] = {}
+
+    def set(self, hook: CommHook | None, state: Any, model: Any) -> None:
+        """The hook of all following steps of a model; None: the plain all-reduce."""
+        reducer: Reducer = model.reducer
+        if hook is not None:
+            check_hook(hook)
+        reducer.drop_raised_step()
+        if reducer.under_way:
+            raise RuntimeError(
+                "the communication hook changes between two steps: after backward, before forward"
+            )
+        self.registered[:] = [] if hook is None else [(hook, state)]
+        reducer.launcher.set_hook(self.registered[0] if self.registered else None)
+        self._ask_for_layout(reducer, getattr(state, "bucket_group", None))
+        attached = getattr(state, "attached_to_model", None)
+        if callable(attached):
+            attached(model)
+
+    def schedule(self, step: int, hook: CommHook | None, state: Any, reducer: Reducer) -> None:
+        """The hook from synchronised step ``step`` on."""
+        if hook is not None:
+            check_hook(hook)
+        now = reducer.launcher.step
+        if step < now:
+            raise ValueError(
+                f"schedule_comm_hook(step={step}): step {now} is next; steps count the "
+                f"synchronised backward passes from 0"
+            )
+        self._scheduled[step] = None if hook is None else (hook, state)
+
+    def follow_schedule(self, model: Any) -> None:
+        """Sets the hook that was scheduled for a model's coming step, if any."""
+        reducer: Reducer = model.reducer
+        step = reducer.launcher.step
+        if step in self._scheduled:
+            hook, state = self._scheduled.pop(step) or (None, None)
+            self.set(hook, state, model)
+            reducer.rebuild()
+
+    def refresh_layout(self, reducer: Reducer) -> None:
+        """Asks the hook's state again: its answers have changed."""
+        self._ask_for_layout(reducer, reducer.plan.group_of, refresh=True)
+
+    def check_that_they_follow(self, reducer: Reducer, buffer_hook: BufferHook | None) -> None:
+        """Raises unless every hook can go on with other ranks, between two steps."""
+        reducer.drop_raised_step()
+        if reducer.under_way:
+            raise RuntimeError(
+                "_update_process_group: the ranks change between two steps: after backward, before "
+                "forward"
+            )
+        for (hook, state), remedy in self._everything(buffer_hook):
+            if not callable(getattr(state, "change_group", None)):
+                raise RuntimeError(
+                    f"_update_process_group: the hook {name_of(hook)} averages over the process "
+                    f"group that it was registered with, and its state ({type(state).__name__}) "
+                    f"has no method change_group(group) by which it could follow. {remedy}"
+                )
+
+    def change_group(
+        self, group: dist.ProcessGroup, reducer: Reducer, buffer_hook: BufferHook | None
+    ) -> None:
+        """Tells the states of all hooks which ranks there are now."""
+        reducer.launcher.set_hook(self.registered[0] if self.registered else None)
+        states = {id(state): state for (_, state), _ in self._everything(buffer_hook)}
+        for state in states.values():
+            state.change_group(group)
+
+    def _everything(self, buffer_hook: BufferHook | None) -> Iterator[tuple[Registered, str]]:
+        """All hooks with their states, and what to do where one cannot follow."""
+        for one in self.registered:
+            yield (
+                one,
+                (
+                    "Call remove_comm_hook() before, and register a hook with a state of the new "
+                    "group after"
+                ),
+            )
+        for step, later in self._scheduled.items():
+            if later is not None:
+                yield later, f"It is scheduled for step {step}: schedule it after the change"
+        if buffer_hook is not None:
+            yield (buffer_hook.hook, buffer_hook.state), "Give the buffer hook's state one"
+
+    def _ask_for_layout(self, reducer: Reducer, group_of: Any, *, refresh: bool = False) -> None:
+        state = self.registered[0][1] if self.registered else None
+        caps = self._caps.for_hook(getattr(state, "bucket_cap_mb", None))
+        plan = reducer.plan
+        again = refresh and group_of is not None
+        if group_of is not plan.group_of or caps != plan.caps or again:
+            plan.request(group_of, caps)

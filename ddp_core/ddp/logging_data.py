@@ -1,0 +1,158 @@
+"""The dictionary that ``_get_ddp_logging_data`` returns, with the fields of torch's."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import weakref
+from collections.abc import Iterable
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import DebugLevel, get_debug_level
+
+from ddp_core.exchange.task import clock
+
+if TYPE_CHECKING:
+    from ddp_core.ddp.ddp import DistributedDataParallel
+    from ddp_core.reducer.timeline import StepTimes
+
+__all__ = ["log_construction", "log_recorded_steps", "logging_data"]
+
+logger = logging.getLogger("ddp_core")
+
+_VARIABLES = (
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "CUDA_VISIBLE_DEVICES",
+    "GLOO_SOCKET_IFNAME",
+    "GLOO_DEVICE_TRANSPORT",
+)
+_C_NAMES = {
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.float16: "c10::Half",
+    torch.bfloat16: "c10::BFloat16",
+    torch.complex64: "c10::complex<float>",
+    torch.complex128: "c10::complex<double>",
+}
+
+
+def logging_data(ddp: DistributedDataParallel) -> dict[str, Any]:
+    """Settings, bucket sizes and times; times are nanoseconds of the latest recorded step."""
+    reducer = ddp.reducer
+    parameters = [one.parameter for one in reducer.parameters]
+    sizes = _listed(bucket.nbytes for bucket in reducer.buckets)
+    members = _listed(" ".join(map(str, bucket.members)) for bucket in reducer.buckets)
+    launcher = reducer.launcher
+    unused = [parameters[index].nbytes for index in reducer.unused_parameters or ()]
+    data: dict[str, Any] = {
+        "module_name": type(ddp.module).__name__,
+        "backend_name": dist.get_backend(ddp.process_group),
+        "world_size": ddp.process_group.size(),
+        "rank": ddp.process_group.rank(),
+        "device_ids": _listed(ddp.device_ids or ()),
+        "output_device": -1 if ddp.output_device is None else ddp.output_device,
+        "is_multi_device_module": int(ddp.is_multi_device_module),
+        "dtypes": ", ".join(sorted({_C_NAMES.get(p.dtype, str(p.dtype)) for p in parameters})),
+        "num_parameter_tensors": len(parameters),
+        "total_parameter_size_bytes": sum(parameter.nbytes for parameter in parameters),
+        "broadcast_buffers": int(ddp.forward_sync_buffers),
+        "bucket_cap_bytes": ddp.bucket_bytes_cap,
+        "bucket_sizes": _listed(reducer.initial_sizes),
+        "find_unused_parameters": int(ddp.find_unused_parameters),
+        "gradient_as_bucket_view": int(ddp.gradient_as_bucket_view),
+        "static_graph": int(ddp.static_graph),
+        "can_set_static_graph": int(reducer.graph_was_static),
+        "join_uneven_inputs": int(ddp.has_joined),
+        "has_error": int(bool(launcher.error)),
+        "error": launcher.error,
+        "has_sync_bn": int(any(isinstance(m, nn.SyncBatchNorm) for m in ddp.module.modules())),
+        "has_rebuilt_buckets": int(reducer.plan.rebuilt),
+        "rebuilt_bucket_sizes": sizes if reducer.plan.rebuilt else "",
+        "rebuilt_per_bucket_param_indices": members if reducer.plan.rebuilt else "",
+        "prev_iteration_grad_ready_order_indices": _listed(reducer.plan.arrival),
+        "iteration": launcher.step,
+        "num_buckets_reduced": reducer.sent,
+        "unused_parameter_size": sum(unused),
+        "gloo_num_threads": torch.get_num_threads(),
+    }
+    if launcher.hook_name is not None:
+        data["comm_hook"] = launcher.hook_name
+    for variable in _VARIABLES:
+        data[variable.lower()] = os.environ.get(variable, "N/A")
+    data["torch_distributed_debug"] = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "N/A")
+    steps = list(reducer.timeline.steps)
+    if steps:
+        rows = [_durations(times) for times in steps]
+        for field, value in rows[-1].items():
+            data[field] = value
+            data[f"avg_{field}"] = int(fmean(row[field] for row in rows))
+        data.update(_moments(steps[-1]))
+    return data
+
+
+def log_construction(ddp: DistributedDataParallel) -> None:
+    """With ``TORCH_DISTRIBUTED_DEBUG=INFO`` or ``DETAIL``: what was constructed."""
+    if get_debug_level() != DebugLevel.OFF:
+        _log("DistributedDataParallel initialized with", logging_data(ddp))
+
+
+def log_recorded_steps(ddp: DistributedDataParallel) -> None:
+    """With ``TORCH_DISTRIBUTED_DEBUG=DETAIL``: the figures of every step that is recorded."""
+    if get_debug_level() != DebugLevel.DETAIL:
+        return
+    me = weakref.ref(ddp)
+
+    def log() -> None:
+        ddp = me()
+        if ddp is not None:
+            _log("DistributedDataParallel runtime statistics", logging_data(ddp))
+
+    ddp.reducer.on_recorded = log
+
+
+def _log(title: str, data: dict[str, Any]) -> None:
+    lines = "\n".join(f"{field}: {value}" for field, value in data.items())
+    logger.info("[Rank %s] %s:\n%s", data["rank"], title, lines)
+
+
+def _listed(values: Iterable[object]) -> str:
+    return ", ".join(map(str, values))
+
+
+def _communication(times: StepTimes) -> tuple[float, float]:
+    """When the first bucket went out, and when the last one was there."""
+    launched = [bucket.launched for bucket in times.buckets if bucket.launched]
+    decoded = [bucket.decoded for bucket in times.buckets if bucket.decoded]
+    return min(launched, default=times.backward_ended), max(decoded, default=times.finished)
+
+
+def _moments(times: StepTimes) -> dict[str, int]:
+    """In nanoseconds since 1970."""
+    epoch = time.time() - clock()
+    comm_began, comm_ended = _communication(times)
+    seconds = {
+        "forward_compute_time_start": times.forward_began,
+        "backward_compute_time_start": times.backward_began,
+        "backward_compute_time_end": times.backward_ended,
+        "backward_comm_time_start": comm_began,
+        "backward_comm_time_end": comm_ended,
+    }
+    return {name: int((epoch + value) * 1e9) for name, value in seconds.items()}
+
+
+def _durations(times: StepTimes) -> dict[str, int]:
+    comm_began, comm_ended = _communication(times)
+    overlap = min(times.backward_ended, comm_ended) - comm_began
+    seconds = {
+        "forward_compute_time": times.backward_began - times.forward_began,
+        "backward_compute_time": times.backward_ended - times.backward_began,
+        "backward_comm_time": comm_ended - comm_began,
+        "backward_compute_comm_overlap_time": overlap,
+    }
+    return {name: max(int(value * 1e9), 0) for name, value in seconds.items()}

@@ -1,0 +1,56 @@
+"""Tells the reducer that backward begins, before any parameter's gradient comes."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+if TYPE_CHECKING:
+    from ddp_core.reducer.reducer import Reducer
+
+__all__ = ["through_sink"]
+
+
+class _Sink(torch.autograd.Function):
+    """The identity; one node for all outputs, so that backward passes all of them or none."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, reducer: weakref.ref[Reducer], clone: bool, probe: Tensor, *outputs: Tensor
+    ) -> Any:
+        ctx.set_materialize_grads(False)  # an output that the loss does not use has no gradient
+        ctx.reducer = reducer
+        with torch.enable_grad():
+            ctx.probe = probe.view_as(probe).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        # Without a clone the outputs would be views, which may not be changed in place.
+        return tuple(output.clone() for output in outputs) if clone else outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        reducer = ctx.reducer()
+        # A pass that was asked for certain gradients only (torch.autograd.grad, `inputs=`) leaves
+        # the probe out. It may come to no parameter at all, and then it is not a step's.
+        if reducer is not None and torch._C._will_engine_execute_node(ctx.probe):
+            reducer.begin_backward()
+        return (None, None, None, *grads)
+
+
+def through_sink(output: Any, reducer: weakref.ref[Reducer], *, clone: bool) -> Any:
+    """``output``, whose tensors with a graph behind them pass through the sink."""
+    leaves, spec = tree_flatten(output)
+    places = [
+        place
+        for place, leaf in enumerate(leaves)
+        if isinstance(leaf, Tensor) and leaf.grad_fn is not None
+    ]
+    if not places:
+        return output
+    probe = torch.empty(0, device=leaves[places[0]].device, requires_grad=True)
+    passed = _Sink.apply(reducer, clone, probe, *(leaves[place] for place in places))  # type: ignore[no-untyped-call]
+    for place, tensor in zip(places, passed, strict=True):
+        leaves[place] = tensor
+    return tree_unflatten(leaves, spec)

@@ -1,0 +1,1 @@
+"""Collectives as requests, and what drives them; knows no DistributedDataParallel."""

@@ -1,0 +1,72 @@
+"""Who drives an exchange: lanes on the host, a side stream on a device; made when needed."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_core.exchange.lanes import Lanes
+from ddp_core.exchange.streams import Streams, stream_module
+from ddp_core.exchange.task import Task
+
+__all__ = ["Drivers"]
+
+
+class Drivers:
+    """The drivers of one hook.
+
+    Args:
+        rounds: collectives per bucket, at most; grows by ``ensure``.
+    """
+
+    def __init__(self, rounds: int) -> None:
+        self._rounds = rounds
+        self._lanes: Lanes | None = None
+        self._streams: Streams | None = None
+
+    def ensure(self, rounds: int) -> None:
+        """From now on exchanges may have so many rounds; all ranks call it, between two steps."""
+        self._rounds = max(rounds, self._rounds)
+        if self._lanes is not None:
+            self._lanes.ensure(rounds)
+
+    def check(self, devices: Set[str]) -> None:
+        """Raises if exchanges cannot run on one of these types of device.
+
+        Raises:
+            RuntimeError: it is not the host's, and has no streams.
+        """
+        for device in devices - {"cpu"}:
+            stream_module(device)
+
+    def open_lanes(self, group: dist.ProcessGroup) -> Lanes:
+        """Makes the lanes and their groups, a collective, unless they are there."""
+        if self._lanes is None:
+            self._lanes = Lanes(group, self._rounds)
+        return self._lanes
+
+    def run(
+        self, task: Task, device: torch.device, group: dist.ProcessGroup
+    ) -> torch.futures.Future[Tensor]:
+        """Starts an exchange of a bucket on ``device`` and returns the future of its result."""
+        if device.type == "cpu":
+            return self.open_lanes(group).run(task)
+        if self._streams is None:
+            self._streams = Streams(group)
+        return self._streams.run(task, device)
+
+    def stream(self) -> AbstractContextManager[object]:
+        """What is enqueued inside comes after all exchanges so far."""
+        return nullcontext() if self._streams is None else self._streams.following()
+
+    def close(self) -> None:
+        """Stops the lanes' thread and gives back the extra groups. Safe to call twice."""
+        if self._lanes is not None:
+            self._lanes.close()
+        if self._streams is not None:
+            self._streams.close()
+        self._lanes = self._streams = None

@@ -1,0 +1,112 @@
+"""All-to-all and all-gather as messages between pairs of ranks that are all under way.
+
+On Gloo always, and on any backend where only some ranks of a group take part.
+
+Gloo's own send and receive in turn: over a limited line with 2 hosts they reach 46 and 54 % of its
+rate, messages between pairs 94 % (4 hosts: 57 and 71 %, and 85 %).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_core.exchange.lane_groups import host_backend
+
+__all__ = ["Pairs", "exchange_pairs", "on_gloo"]
+
+_TAG = 0x9A125  # of these messages; the same peers' are matched in their order
+
+
+def on_gloo(group: dist.ProcessGroup, tensor: Tensor) -> bool:
+    """Whether collectives of ``group`` over such a tensor are Gloo's."""
+    if tensor.device.type != "cpu" or not dist.is_gloo_available():
+        return False
+    return isinstance(host_backend(group), dist.ProcessGroupGloo)
+
+
+class Pairs:
+    """Messages under way; what ``dist.Work`` is for one of them."""
+
+    def __init__(self, works: Sequence[dist.Work], tensors: Sequence[Tensor]) -> None:
+        self._works, self._tensors = works, tensors  # tensors live as long as they travel
+
+    def wait(self) -> bool:
+        """Returns when all have arrived; raises if one does not."""
+        for work in self._works:
+            work.wait()
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Completes when all have arrived; an error is what its value raises."""
+        arrived: torch.futures.Future[Any] = torch.futures.Future()
+        failures: list[BaseException] = []
+
+        def value(_: torch.futures.Future[Any]) -> None:
+            if failures:
+                raise failures[0]
+
+        # `then` turns an exception into the future's error; set_exception would hand C++ a value.
+        future = arrived.then(value)
+        threading.Thread(
+            target=_await, args=(self.wait, arrived, failures), name="commhooks-pairs", daemon=True
+        ).start()
+        return future
+
+
+def _await(
+    wait: Callable[[], bool], arrived: torch.futures.Future[Any], failures: list[BaseException]
+) -> None:
+    try:
+        wait()
+    except BaseException as error:
+        failures.append(error)
+    arrived.set_result(None)
+
+
+def exchange_pairs(
+    send: Sequence[Tensor],
+    receive: Sequence[Tensor],
+    group: dist.ProcessGroup,
+    ranks: Sequence[int] | None = None,
+) -> Pairs:
+    """Sends ``send[i]`` to rank i and receives ``receive[i]`` from it, for all i at once.
+
+    Args:
+        ranks: of the group, those that take part, this one among them; i counts them. All by
+            default. This one more than once: nothing is sent then, as there is nobody else.
+    """
+    if ranks is None:
+        ranks = range(group.size())
+    own, size = ranks.index(group.rank()), len(ranks)
+    for place in range(size):
+        if ranks[place] == ranks[own]:
+            receive[place].copy_(send[place])
+    alone = all(rank == ranks[own] for rank in ranks)
+    distances = range(1, 1 if alone or not send[own].numel() else size)  # nothing is no message
+    received = [(receive[p], ranks[p]) for p in ((own - distance) % size for distance in distances)]
+    sent = [(send[p], ranks[p]) for p in ((own + distance) % size for distance in distances)]
+    if on_gloo(group, send[own]):
+        # Directly: torch.distributed does not know the groups of lanes.
+        works = [group.recv([_real(tensor)], peer, _TAG) for tensor, peer in received]
+        works += [group.send([_real(tensor)], peer, _TAG) for tensor, peer in sent]
+    else:
+        messages = [_message(dist.irecv, tensor, group, peer) for tensor, peer in received]
+        messages += [_message(dist.isend, tensor, group, peer) for tensor, peer in sent]
+        works = dist.batch_isend_irecv(messages) if messages else []
+    return Pairs(works, [*send, *receive])
+
+
+def _message(
+    what: Callable[..., Any], tensor: Tensor, group: dist.ProcessGroup, peer: int
+) -> dist.P2POp:
+    return dist.P2POp(what, tensor, group=group, group_peer=peer, tag=_TAG)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

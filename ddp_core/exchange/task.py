@@ -1,0 +1,144 @@
+"""One bucket's exchange under way: the generator, its future, and what was measured of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ddp_core.exchange.collectives import Collective, as_request
+from ddp_core.exchange.errors import CollectiveError, RoundsError
+
+__all__ = ["Exchange", "RoundRecord", "Task"]
+
+Exchange = Generator[Collective, Tensor, Tensor]
+clock = time.perf_counter
+
+
+@dataclass(slots=True)
+class RoundRecord:
+    """What one collective of one bucket moved, and when (seconds of ``time.perf_counter``)."""
+
+    step: int
+    bucket: int
+    round: int
+    collective: str
+    dense_bytes: int
+    payload_bytes: int
+    wire_bytes: float
+    resumed: float = 0.0  # the generator began to work towards this round
+    yielded: float = 0.0  # it asked for the collective
+    issued: float = 0.0  # the lane issued it
+    done: float = 0.0  # the collective completed
+    finished: float = 0.0  # decoding ended (last round only; else equal to done)
+    dense_wire_bytes: float = 0.0  # what one rank sends in an all-reduce of the dense bytes
+
+
+@dataclass(eq=False)
+class Task:
+    """A bucket's exchange and its place: ``ticket`` orders the buckets of a driver."""
+
+    exchange: Exchange
+    step: int
+    bucket: int
+    dense_bytes: int
+    world_size: int
+    max_rounds: int
+    record: Callable[[RoundRecord], None] | None = None
+    ticket: int = 0
+    round: int = 0
+    request: Collective | None = None
+    rows: list[RoundRecord] = field(default_factory=list)
+    result: Tensor | None = None
+    error: BaseException | None = None
+    completion: torch.futures.Future[None] = field(default_factory=torch.futures.Future)
+
+    def advance(self, error: BaseException | None = None) -> Collective | None:
+        """Runs the generator to its next request (returned) or to its end (None is returned).
+
+        Args:
+            error: what went wrong with the pending collective; thrown into the generator.
+        """
+        resumed = clock()
+        try:
+            if error is not None:
+                yielded = self.exchange.throw(error)
+            elif self.request is None:
+                yielded = next(self.exchange)
+            else:
+                yielded = self.exchange.send(self.request.result())
+            self.request = as_request(yielded)
+        except StopIteration as stop:
+            self.result = stop.value
+            self._end()
+            return None
+        except BaseException as raised:
+            self.exchange.close()  # it waits for an answer, if what it yielded was no request
+            self.error = raised
+            self._end()
+            return None
+        if len(self.rows) >= max(self.max_rounds, 1):
+            self.error = RoundsError(
+                f"step {self.step}, bucket {self.bucket}: the scheme yielded collective number "
+                f"{len(self.rows) + 1} ({self.request.name}), but declares rounds="
+                f"{self.max_rounds}; raise `rounds` on the class"
+            )
+            self.exchange.close()
+            self._end()
+            return None
+        dense_bytes = self.dense_bytes if not self.rows else 0
+        self.rows.append(
+            RoundRecord(
+                self.step,
+                self.bucket,
+                len(self.rows),
+                self.request.name,
+                dense_bytes,
+                self.request.payload_nbytes,
+                self.request.wire_nbytes(self.world_size),
+                resumed=resumed,
+                yielded=clock(),
+                dense_wire_bytes=dense_bytes * 2 * (self.world_size - 1) / self.world_size,
+            )
+        )
+        self.round = len(self.rows) - 1
+        return self.request
+
+    def failed(self, error: BaseException) -> CollectiveError:
+        """Says which collective of which bucket and step failed, and how."""
+        name = self.request.name if self.request is not None else "collective"
+        failure = CollectiveError(
+            f"{name} failed in step {self.step}, bucket {self.bucket}, round {self.round}: "
+            f"{error}. A peer died, a link broke, or the ranks do not run the same code",
+            step=self.step,
+            bucket=self.bucket,
+            round=self.round,
+        )
+        failure.__cause__ = error
+        return failure
+
+    def _end(self) -> None:
+        now = clock()
+        if self.rows:
+            self.rows[-1].finished = now
+        if self.record is not None:
+            for row in self.rows:
+                row.finished = row.finished or row.done
+                self.record(row)
+
+    def outcome(self, _: object = None) -> Tensor:
+        """The result, or raises what went wrong, and says where."""
+        if isinstance(self.error, (CollectiveError, RoundsError)):
+            raise self.error
+        if self.error is not None:
+            # Torch's future keeps an exception's text only, so the place has to be in it.
+            round = min(len(self.rows), max(self.max_rounds, 1) - 1)
+            raise RuntimeError(
+                f"the scheme failed in step {self.step}, bucket {self.bucket}, round {round}: "
+                f"{type(self.error).__name__}: {self.error}"
+            ) from self.error
+        assert self.result is not None
+        return self.result

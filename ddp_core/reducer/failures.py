@@ -1,0 +1,149 @@
+"""Waiting that ends: a rank that fails tells the others, and nobody waits for it for long."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_core.exchange.errors import CollectiveError, PeerError
+from ddp_core.exchange.lane_groups import group_store
+
+__all__ = ["FailureBoard", "FutureNotDone", "failed", "wait_for_future", "wait_for_work"]
+
+# So long nobody looks at the board; most waits are over by then.
+SLICE = timedelta(seconds=1)
+
+
+class FailureBoard:
+    """A place in the process group's store where a rank says that it has failed.
+
+    Args:
+        group: ranks that share the board.
+        name: distinguishes boards of one group; the same on all ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, name: str) -> None:
+        self._rank = group.rank()
+        self._name = name
+        self._store = group_store(group)  # without one, failures time out instead
+
+    def report(self, attempt: int, text: str) -> None:
+        """Tells the other ranks; never raises."""
+        if self._store is not None:
+            with contextlib.suppress(Exception):  # the store's host may be gone
+                self._store.compare_set(self._key(attempt), "", f"rank {self._rank}: {text}")
+
+    def look(self, attempt: int) -> str | None:
+        """What another rank has reported in this attempt."""
+        text = None
+        if self._store is not None:
+            with contextlib.suppress(Exception):
+                if self._store.check([self._key(attempt)]):
+                    text = self._store.get(self._key(attempt)).decode()
+        return None if text is None or text.startswith(f"rank {self._rank}:") else text
+
+    def check(self, attempt: int) -> None:
+        """Raises if another rank has reported a failure in this attempt.
+
+        Raises:
+            PeerError: with the other rank's message.
+        """
+        text = self.look(attempt)
+        if text is not None:
+            raise PeerError(
+                f"another rank failed in this step, so its gradients will not come: {text}. The "
+                f"process group has collectives that nobody answers; end the process and resume "
+                f"from the last checkpoint"
+            )
+
+    def _key(self, attempt: int) -> str:
+        return f"ddp_core/{self._name}/{attempt}"
+
+
+def wait_for_work(work: dist.Work, device: torch.device, board: FailureBoard, attempt: int) -> None:
+    """Waits for a collective; looks at the board while it does not end.
+
+    On CUDA waiting orders streams and returns at once.
+    """
+    if device.type != "cpu":
+        work.wait()
+        return
+    while True:
+        try:
+            work.wait(SLICE)
+            return
+        except RuntimeError:
+            if work.is_completed():  # it failed; otherwise the slice is over
+                raise
+        board.check(attempt)
+
+
+class FutureNotDone(Exception):
+    """A future was not complete in time."""
+
+
+def wait_for_future(
+    future: Any,
+    board: FailureBoard,
+    attempt: int,
+    *,
+    of_tensor: bool = True,
+    limit: timedelta | None = None,
+) -> Tensor:
+    """The tensor that a hook's future holds; looks at the board while it is not complete.
+
+    Raises:
+        FutureNotDone: it is not within ``limit``.
+    """
+    if not future.done():
+        done = threading.Event()
+        future.add_done_callback(lambda _: done.set())
+        end = None if limit is None else time.monotonic() + limit.total_seconds()
+        while not done.wait(SLICE.total_seconds()):
+            board.check(attempt)
+            if end is not None and time.monotonic() > end:
+                raise FutureNotDone
+    value = future.wait()
+    if isinstance(value, (list, tuple)) and len(value) == 1:  # what a collective's future holds
+        value = value[0]
+    if of_tensor and not isinstance(value, Tensor):
+        raise TypeError(
+            f"a communication hook returns a future of one tensor, its future holds a "
+            f"{type(value).__name__}"
+        )
+    tensor: Tensor = value
+    return tensor
+
+
+def failed(
+    error: BaseException, what: str, step: int, bucket: int, told: str | None = None
+) -> CollectiveError:
+    """Says where a wait ended badly.
+
+    Args:
+        told: what another rank has reported, which may be the cause.
+    """
+    place = f"step {step}, bucket {bucket}, "
+    round = 0 if place not in str(error) else _round_in(str(error))
+    reported = "" if told is None or isinstance(error, PeerError) else f". Reported by {told}"
+    failure = CollectiveError(
+        f"{what} failed in step {step}, bucket {bucket}, round {round}: {error}{reported}",
+        step=step,
+        bucket=bucket,
+        round=round,
+    )
+    failure.__cause__ = error
+    return failure
+
+
+def _round_in(text: str) -> int:
+    """torch's futures keep an exception's text only; the runner wrote the round there."""
+    digits = text.partition("round ")[2]
+    return int(digits[: len(digits) - len(digits.lstrip("0123456789"))] or 0)

@@ -1,0 +1,216 @@
+"""A full bucket goes out: to the hook, or to a plain all-reduce; and is waited for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_core.exchange.errors import CollectiveError, PeerError
+from ddp_core.exchange.lane_groups import group_timeout
+from ddp_core.exchange.task import RoundRecord, clock
+from ddp_core.reducer.events import StepEvents
+from ddp_core.reducer.failures import (
+    FailureBoard,
+    FutureNotDone,
+    failed,
+    wait_for_future,
+    wait_for_work,
+)
+from ddp_core.reducer.flat import FlatBucket
+from ddp_core.reducer.ranges import named_range
+from ddp_core.reducer.timeline import BucketTimes
+
+__all__ = ["CommHook", "Launcher", "Outcome", "name_of"]
+
+CommHook = Callable[[Any, Any], Any]  # (state, bucket) -> Future[Tensor]
+
+
+class Outcome:
+    """What a launched bucket is waited for: a work handle, a hook's future, or nothing."""
+
+    __slots__ = ("future", "work")
+
+    def __init__(self, *, work: dist.Work | None = None, future: Any = None) -> None:
+        self.work, self.future = work, future
+
+    @property
+    def is_skipped(self) -> bool:
+        """Nothing was sent."""
+        return self.work is None and self.future is None
+
+    def is_done(self) -> bool:
+        """Whether waiting for it would return at once."""
+        if self.future is not None:
+            return bool(self.future.done())
+        return self.work is None or self.work.is_completed()
+
+
+class Launcher:
+    """Starts and ends the exchange of buckets; an error says in which step and bucket.
+
+    Args:
+        group: ranks to average over.
+        name: of the reducer, the same on all ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, name: str) -> None:
+        self.group = group
+        self.hook: tuple[CommHook, Any] | None = None
+        self.events = StepEvents()  # told to the hook's state
+        self.hook_name: str | None = None
+        self.step = 0  # synchronised backward passes
+        self.attempt = 0  # the same, counting those that raised
+        self.error = ""  # the latest one's words
+        self._board = FailureBoard(group, name)
+
+    def set_hook(self, hook: tuple[CommHook, Any] | None) -> None:
+        """What exchanges buckets from now on; None: a plain all-reduce."""
+        self.hook = hook
+        self.hook_name = None if hook is None else name_of(hook[0])
+        self.events = StepEvents(None if hook is None else hook[1])
+
+    def tells(self, state: object) -> bool:
+        """Whether this hook's state hears of the end of each step."""
+        return self.hook is not None and self.hook[1] is state
+
+    def launch(self, bucket: FlatBucket, *, is_last: bool, times: BucketTimes | None) -> Outcome:
+        """Starts the exchange of a full bucket."""
+        if times is not None:
+            times.launched = clock()
+        try:
+            with named_range("launch", bucket.number):
+                if self.hook is None:
+                    return self._all_reduce(bucket, times)
+                return self._run_hook(bucket, is_last, times)
+        except Exception as error:
+            self._report(bucket, error)
+            raise
+
+    def _all_reduce(self, bucket: FlatBucket, times: BucketTimes | None) -> Outcome:
+        try:
+            work: Any = dist.all_reduce(bucket.buffer, group=self.group, async_op=True)
+        except RuntimeError as error:
+            raise failed(error, "all_reduce", self.step, bucket.number) from error
+        if times is not None:
+            nbytes = bucket.nbytes
+            record = RoundRecord(
+                self.step, bucket.number, 0, "all_reduce", nbytes, nbytes, 0.0, issued=clock()
+            )
+            times.rounds.append(record)
+            work.get_future().add_done_callback(_stamp(times, record))
+        return Outcome(work=work)
+
+    def _run_hook(self, bucket: FlatBucket, is_last: bool, times: BucketTimes | None) -> Outcome:
+        assert self.hook is not None
+        hook, state = self.hook
+        handed = bucket.as_grad_bucket(is_last=is_last)
+        if times is not None:
+            handed.note = times.rounds.append
+        future = hook(state, handed)
+        if not isinstance(future, torch._C.Future):
+            raise TypeError(
+                f"the communication hook {name_of(hook)} returns a "
+                f"torch.futures.Future[Tensor], got {type(future).__name__}"
+            )
+        if times is not None:
+            future.add_done_callback(_stamp(times, None))
+        return Outcome(future=future)
+
+    def finish(self, bucket: FlatBucket, outcome: Outcome, times: BucketTimes | None) -> Tensor:
+        """Waits for a bucket's exchange and returns its flat averaged gradient.
+
+        Raises:
+            CollectiveError: it failed, here or on another rank; says in which round.
+        """
+        if times is not None:
+            times.wait_began = clock()
+        try:
+            result = bucket.buffer
+            with named_range("wait", bucket.number):
+                if outcome.future is not None:
+                    result = wait_for_future(outcome.future, self._board, self.attempt)
+                elif outcome.work is not None:
+                    wait_for_work(outcome.work, bucket.buffer.device, self._board, self.attempt)
+        except Exception as error:
+            told = self._board.look(self.attempt)
+            self._report(bucket, error)
+            raise failed(error, "the exchange", self.step, bucket.number, told) from error
+        if times is not None:
+            times.wait_ended = clock()
+        return result
+
+    def await_work(self, work: dist.Work, device: torch.device) -> None:
+        """Waits for another collective of the step."""
+        wait_for_work(work, device, self._board, self.attempt)
+
+    def await_futures(self, futures: list[Any]) -> None:
+        """Waits for futures of the buffer hook."""
+        for future in futures:
+            wait_for_future(future, self._board, self.attempt, of_tensor=False)
+
+    def settle(self, bucket: FlatBucket, outcome: Outcome) -> None:
+        """Waits until the exchange of an abandoned step does not write any more.
+
+        Raises:
+            RuntimeError: a hook keeps its future open for longer than collectives may take.
+        """
+        if outcome.future is not None:
+            self._settle_future(outcome.future, f"for bucket {bucket.number}")
+            return
+        with contextlib.suppress(CollectiveError):  # the step has raised already
+            self.finish(bucket, outcome, None)
+
+    def settle_futures(self, futures: list[Any]) -> None:
+        """The same for futures of the buffer hook."""
+        for future in futures:
+            self._settle_future(future, "for buffers")
+
+    def _settle_future(self, future: Any, purpose: str) -> None:
+        limit = group_timeout(self.group)
+        try:
+            wait_for_future(future, self._board, self.attempt, of_tensor=False, limit=limit)
+        except FutureNotDone:
+            raise RuntimeError(
+                f"a step was abandoned, and the future that the hook returned {purpose} was not "
+                f"completed within {limit}, the process group's timeout. A hook that holds buckets "
+                f"back lets them go in a method step_abandoned() of its state, see "
+                f"register_comm_hook"
+            ) from None
+        except Exception:  # the step has raised already
+            return
+
+    def _report(self, bucket: FlatBucket, error: Exception) -> None:
+        """Tells the other ranks, which would wait for this one; hearsay is not passed on."""
+        if not isinstance(error, PeerError):
+            self.report(f"bucket {bucket.number}: {type(error).__name__}: {error}")
+
+    def report(self, text: str) -> None:
+        """Tells the other ranks that this one will not go on; the logging data have it, too."""
+        self.error = text
+        self._board.report(self.attempt, f"step {self.step}, {text}")
+
+
+def name_of(hook: Any) -> str:
+    """What a hook is called."""
+    name: str = getattr(hook, "__qualname__", type(hook).__qualname__)
+    return name
+
+
+def _stamp(times: BucketTimes, record: RoundRecord | None) -> Callable[[object], None]:
+    def stamp(_: object) -> None:
+        times.decoded = clock()
+        if record is not None:
+            record.done = record.finished = times.decoded
+        elif not times.rounds:  # a hook that does not tell its rounds
+            nbytes = times.nbytes
+            record_of_hook = RoundRecord(0, times.bucket, 0, "hook", nbytes, nbytes, 0.0)
+            record_of_hook.issued = times.launched
+            record_of_hook.done = record_of_hook.finished = times.decoded
+            times.rounds.append(record_of_hook)
+
+    return stamp

@@ -1,0 +1,67 @@
+"""Optimizers that step in backward, bucket by bucket, as soon as a bucket is averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from ddp_core.reducer.flat import FlatBucket
+
+__all__ = [
+    "OptimizersInBackward",
+    "StepsInBackward",
+    "has_optimizer_in_backward",
+    "take_over",
+]
+
+
+class StepsInBackward(Protocol):
+    """What a reducer tells of averaged buckets.
+
+    Attributes:
+        early: whether a bucket that is averaged is wanted while backward still goes on. When that
+            is differs between ranks; the order of buckets does not.
+    """
+
+    early: bool
+
+    def bucket_averaged(self, bucket: FlatBucket) -> None:
+        """The gradients of the next bucket, in order, are in ``.grad``."""
+
+    def all_averaged(self) -> None:
+        """Those of all buckets are; the step is over when this returns."""
+
+
+def has_optimizer_in_backward(parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether ``torch.distributed.optim._apply_optimizer_in_backward`` was called on one."""
+    return any(hasattr(parameter, "_in_backward_optimizers") for parameter in parameters)
+
+
+def take_over(parameters: Sequence[nn.Parameter]) -> None:
+    """Removes the hooks that would step with this rank's own gradient."""
+    from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
+
+    for parameter in parameters:
+        for handle in param_to_optim_hook_handle_map.get(parameter, []):
+            handle.remove()
+
+
+class OptimizersInBackward:
+    """Steps each parameter's own optimizers when its bucket is averaged, and drops its gradient."""
+
+    early = True
+
+    def bucket_averaged(self, bucket: FlatBucket) -> None:
+        with torch.no_grad():
+            for parameter in bucket.parameters:
+                optimizers = getattr(parameter, "_in_backward_optimizers", ())
+                if optimizers and parameter.grad is not None:
+                    for optimizer in optimizers:
+                        optimizer.step()
+                    parameter.grad = None
+
+    def all_averaged(self) -> None:
+        """Nothing is left to do."""

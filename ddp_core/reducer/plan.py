@@ -1,0 +1,287 @@
+"""The bucket plan: which buckets there are now, and when they are laid out anew."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ddp_core.reducer.layout import BucketCaps, BucketGroup, agree_on, arrange, kinds_of
+from ddp_core.reducer.parameters import Trained
+
+__all__ = ["BucketPlan", "SavedBuckets", "Stage"]
+
+
+class Stage(enum.Enum):
+    """How far the buckets of a model have come."""
+
+    NEW = enum.auto()  # there was no step yet
+    FIRST = enum.auto()  # by registration, until the order of gradients is known
+    FINAL = enum.auto()  # they stay, unless other sizes or groups are asked for
+
+
+@dataclass(frozen=True)
+class SavedBuckets:
+    """The buckets of another run of the model, with which this one resumes.
+
+    ====================  ====================================================
+    members, limits       buckets laid out by arrival, or that stay as they are
+    members, no limits    buckets of the first step
+    no members, limits    they were to be laid out anew
+    neither               there was no step yet
+    ====================  ====================================================
+
+    Attributes:
+        members: indices of the parameters of each bucket, without those of sparse gradients.
+        limits: the sizes, in bytes, at which that run's buckets are full.
+        arrival: indices of all parameters, in the order in which their gradients came in that
+            run's last step; none: it is not known.
+        agree: called before buckets are laid out; raises if not all ranks go on from the same
+            state.
+    """
+
+    members: tuple[tuple[int, ...], ...]
+    limits: tuple[int, ...]
+    arrival: tuple[int, ...]
+    agree: Callable[[], None]
+
+    @property
+    def stage(self) -> Stage:
+        """Of the run that was saved; FIRST also where its buckets were to be laid out anew."""
+        if self.members and self.limits:
+            return Stage.FINAL
+        return Stage.FIRST if self.members or self.limits else Stage.NEW
+
+
+class Saving(NamedTuple):
+    """What a checkpoint says of buckets; :class:`SavedBuckets` has the meaning of each field."""
+
+    members: Sequence[Sequence[int]]
+    limits: tuple[int, ...]
+    arrival: list[int]
+
+
+class BucketPlan:
+    """Decides on buckets: by registration, then by arrival, by the compiler, or as a scheme asks.
+
+    Args:
+        parameters: of the model; the same on all ranks.
+        caps: sizes of buckets.
+        group, device: for the message by which ranks agree.
+
+    Attributes:
+        follows_arrival: whether buckets are laid out by arrival once the order of gradients is
+            known; without, those by registration stay.
+        static_graph: the first step only learns what comes in later ones.
+        stage: of the buckets, here or in the run that this one goes on from.
+        arrival: the order of gradients in the last complete step; none: it is not known.
+        group_of: the layout that a scheme asked for.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Trained],
+        caps: BucketCaps,
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        self._parameters, self.caps = parameters, caps
+        self._group, self._device = group, device
+        self.follows_arrival, self.static_graph = True, False
+        self.stage = Stage.NEW
+        self.arrival: list[int] = []
+        self.group_of: BucketGroup | None = None
+        self._order: list[int] = []  # by which the buckets were laid out; none: by registration
+        self._steps = 0  # that have ended here
+        # The compiler's buckets come in the first step's forward pass, on the ranks that have
+        # inputs. All ranks therefore agree once, in the second step, whether there are any.
+        self._splits: list[list[int]] = []
+        self._splits_open = True
+        # Changes that are pending until the next step begins:
+        self._anew = False  # lay out anew, for other sizes or groups
+        self._saved: SavedBuckets | None = None  # take up another run's, unless laid out anew
+
+    @property
+    def loaded(self) -> bool:
+        """Whether another run's buckets are to be taken up when the next step begins."""
+        return self._saved is not None
+
+    @property
+    def settled(self) -> bool:
+        """No order of gradients changes the buckets any more."""
+        return self.stage is Stage.FINAL or not self.follows_arrival
+
+    @property
+    def rebuilt(self) -> bool:
+        """Laid out by arrival, here or in the run that this one goes on from."""
+        return self.stage is Stage.FINAL and self.follows_arrival
+
+    def initial(self) -> list[list[int]]:
+        """Buckets of the first step."""
+        limits = self.caps.initial(rebuilds=self.follows_arrival)
+        return arrange(self._parameters, limits)
+
+    def request(self, group_of: BucketGroup | None, caps: BucketCaps | None = None) -> None:
+        """Buckets hold parameters of one group each from the next step on; None: as usual.
+
+        Args:
+            caps: other sizes of buckets, if given.
+        """
+        other_groups = group_of is not None or self.group_of is not None
+        other_caps = caps is not None and caps != self.caps
+        # Buckets that are not settled will be laid out soon in any case, with these sizes.
+        if other_groups or (other_caps and self.settled):
+            self._anew = True
+        self.group_of = group_of
+        self.caps = caps or self.caps
+
+    def go_on_from(self, saved: SavedBuckets) -> None:
+        """Resumes with another run's buckets when the next step begins; all ranks call it.
+
+        Where those do not suit this model (its parameters, its sizes of buckets, the layout that a
+        scheme asks for), buckets are laid out by that run's order of arrival, if it is known.
+        """
+        self._saved, self._anew = saved, not saved.members
+        self.stage = saved.stage
+        complete = sorted(saved.arrival) == list(range(len(self._parameters)))
+        self.arrival = list(saved.arrival) if complete else []
+
+    def to_save(self, present: Sequence[Sequence[int]]) -> Saving:
+        """What another run is to go on from.
+
+        Args:
+            present: indices of the parameters of each dense bucket that there is now.
+        """
+        if self.stage is Stage.NEW:
+            return Saving((), (), self.arrival)
+        if self._anew:
+            return Saving((), self.caps.limits, self.arrival)
+        if self._saved is not None:
+            return Saving(self._saved.members, self._saved.limits, self.arrival)
+        if self._splits_open and self.settled and self._splits:  # they come with the next step
+            return Saving((), self.caps.limits, self._order or self.arrival)
+        return Saving(present, self.caps.limits if self.settled else (), self.arrival)
+
+    def step_ended(self, order: list[int] | None) -> None:
+        """Takes note of a complete step.
+
+        Args:
+            order: in which gradients came; None on a rank without inputs (join), which takes the
+                order of registration unless it knows another.
+        """
+        learns_only = self.static_graph and self.stage is Stage.NEW  # as in PyTorch
+        order = (self.arrival or list(range(len(self._parameters)))) if order is None else order
+        if len(order) == len(self._parameters) and not learns_only:
+            self.arrival = order
+        if self.stage is Stage.NEW:
+            self.stage = Stage.FIRST if self.follows_arrival else Stage.FINAL
+        self._steps += 1
+
+    def take_splits(self, chosen: Sequence[Sequence[int]]) -> None:
+        """The compiler split a graph: its splits are the buckets when they are rebuilt.
+
+        Only in the first step: one rank's later recompilation must not move buckets.
+
+        Args:
+            chosen: ids of the parameters of each split, in the order of backward.
+        """
+        if self._steps:
+            return
+        index_of = {id(one.parameter): index for index, one in enumerate(self._parameters)}
+        new = [[index_of[i] for i in split if i in index_of] for split in chosen]
+        # Graphs are compiled in the order of forward, so a later one is earlier in backward. A
+        # shared parameter is ready at its last use in backward.
+        splits = [*new, *self._splits]
+        owner = {index: number for number, split in enumerate(splits) for index in split}
+        own = [
+            [index for index in dict.fromkeys(split) if owner[index] == number]
+            for number, split in enumerate(splits)
+        ]
+        self._splits = [split for split in own if split]
+
+    def compare_loaded(self) -> None:
+        """Raises unless all ranks go on from the same state, if this rank does from any."""
+        if self._saved is not None:
+            self._saved.agree()
+
+    def rebuild(self, present: Sequence[Sequence[int]]) -> list[list[int]] | None:
+        """New buckets, if it is time; all ranks come here in the same forward pass.
+
+        They take rank 0's, for the ranks may have seen gradients arrive differently.
+
+        Args:
+            present: indices of the parameters of each bucket that there is now.
+        """
+        if not (self._asked or self._by_arrival or self._for_splits):
+            return None
+        saved = self._to_take_up()
+        if saved is None:
+            order, buckets = self._laid_out(present)
+            final = bool(self.arrival) or not self.follows_arrival
+        else:
+            order, buckets = self.arrival, self._with_sparse(saved)
+            final = saved.stage is Stage.FINAL
+        agreed, final = agree_on(buckets, final, self._group, self._device)
+        if final or self.stage is not Stage.NEW:
+            self.stage = Stage.FINAL if final else Stage.FIRST
+        self._anew, self._saved, self._order = False, None, order
+        split = saved is not None and final  # by the compiler of the run that was saved
+        self._splits_open = self._steps == 0 and not split
+        return agreed
+
+    @property
+    def _asked(self) -> bool:
+        """A change is pending: other sizes, other groups, or another run's buckets."""
+        return self._anew or self._saved is not None
+
+    @property
+    def _by_arrival(self) -> bool:
+        """The order of gradients has become known."""
+        return not self.settled and bool(self.arrival)
+
+    @property
+    def _for_splits(self) -> bool:
+        """It is the second step here, in which ranks agree on the compiler's buckets."""
+        return self.settled and self._splits_open and self._steps > 0
+
+    def _laid_out(self, present: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]]]:
+        """New buckets, and the order of gradients by which they are laid out."""
+        if self._asked or self._by_arrival:
+            return self.arrival, self._arranged(self.arrival)
+        order = self._order or self.arrival  # the splits are all that is new
+        return order, self._arranged(order) if self._splits else [list(one) for one in present]
+
+    def _to_take_up(self) -> SavedBuckets | None:
+        """The saved buckets, where they suit."""
+        saved = self._saved
+        if saved is None or self._anew or not self._holds(saved):
+            return None
+        if saved.limits == self.caps.limits:
+            return saved
+        until_arrival = saved.stage is Stage.FIRST and self.follows_arrival and not self.arrival
+        return saved if until_arrival else None
+
+    def _holds(self, saved: SavedBuckets) -> bool:
+        """Whether its buckets hold this model's parameters, and none of different kinds."""
+        dense = [index for index, one in enumerate(self._parameters) if not one.sparse]
+        if sorted(index for one in saved.members for index in one) != dense:
+            return False
+        kinds = kinds_of(self._parameters, self.group_of)
+        return all(len({kinds[index] for index in one}) == 1 for one in saved.members)
+
+    def _with_sparse(self, saved: SavedBuckets) -> list[list[int]]:
+        sparse = [[index] for index, one in enumerate(self._parameters) if one.sparse]
+        return [*map(list, saved.members), *sparse]
+
+    def _arranged(self, order: list[int]) -> list[list[int]]:
+        limits = self.caps.limits
+        if not order:
+            limits = self.caps.initial(rebuilds=self.follows_arrival)
+        splits = [] if self.group_of is not None else self._splits
+        return arrange(
+            self._parameters, limits, order=order or None, group_of=self.group_of, splits=splits
+        )

@@ -1,0 +1,1 @@
+"""How ops are declared, checked, compiled and launched."""

@@ -1,0 +1,243 @@
+"""CUDA kernels: NVRTC compiles, cubins are kept on disk, CuPy loads and launches.
+
+The only module that imports CuPy. A kernel is named by its file and a C++ name such as
+``quantize<Int8, float, 256>``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .arguments import as_ctypes
+
+__all__ = ["DTYPES", "Cubin", "CudaCompileError", "compile_cubin", "grid_for", "launch", "missing"]
+
+# No flushing of denormals, no contraction: kernels equal their definitions bit for bit.
+OPTIONS = ("-std=c++17", "-fmad=false", "--ftz=false", "-Xptxas=-v")
+DTYPES = {torch.float32: "float", torch.float16: "Half", torch.bfloat16: "BFloat16"}
+_THREADS = 256
+_WARPS_PER_SM = 64
+
+
+class CudaCompileError(RuntimeError):
+    """NVRTC refused a kernel; the message has its log."""
+
+
+@dataclass(frozen=True)
+class Cubin:
+    """Machine code of one architecture, the kernels' names in it, and the compiler's log."""
+
+    code: bytes
+    names: dict[str, str]
+    log: str
+
+
+@cache
+def missing() -> str | None:
+    """Why CUDA kernels cannot run; None if they can."""
+    if torch.version.cuda is None:
+        return "this torch was built without CUDA"
+    major = torch.version.cuda.split(".")[0]
+    try:
+        import cupy  # noqa: F401
+    except ImportError as error:
+        return f"CuPy cannot be imported ({error}): pip install 'commhooks[cuda{major}]'"
+    try:
+        _nvrtc()
+    except OSError as error:
+        return f"{error}: pip install 'commhooks[cuda{major}]'"
+    return None
+
+
+def launch(
+    source: str,
+    name: str,
+    device: torch.device,
+    work: int,
+    arguments: Sequence[Tensor | float | None],
+) -> None:
+    """Runs a kernel on torch's current stream: no copy, no synchronisation, no allocation.
+
+    Args:
+        source: name of the ``.cu`` file.
+        name: the kernel, with its template arguments.
+        device: a CUDA device.
+        work: warps that the kernel can use.
+        arguments: in the kernel's order: pointers are tensors, ``i64`` integers and
+            bools, ``float`` floats.
+    """
+    import cupy
+
+    function = _function(source, name, device.index or 0)
+    stream = cupy.cuda.ExternalStream(torch.cuda.current_stream(device).cuda_stream)
+    with cupy.cuda.Device(device.index or 0), stream:
+        function((grid_for(work, device),), (_THREADS,), tuple(map(_as_cupy, arguments)))
+
+
+def grid_for(work: int, device: torch.device) -> int:
+    """Blocks of 256 threads for ``work`` warps: no more than the device holds at once, twice."""
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    per_block = _THREADS // 32
+    return max(1, min(-(-work // per_block), 2 * processors * _WARPS_PER_SM // per_block))
+
+
+def _as_cupy(value: Tensor | float | None) -> Any:
+    """CuPy takes numbers of numpy, and pointers as integers of 64 bits."""
+    import numpy
+
+    number = as_ctypes(value)
+    if isinstance(number, ctypes.c_float):
+        return numpy.float32(number.value)
+    if isinstance(number, ctypes.c_void_p):
+        return numpy.uint64(number.value or 0)
+    return numpy.int64(number.value)
+
+
+@cache
+def _function(source: str, name: str, device_index: int) -> Any:
+    import cupy
+
+    major, minor = torch.cuda.get_device_capability(device_index)
+    cubin = _cached_cubin(source, name, f"{major}{minor}")
+    with cupy.cuda.Device(device_index):
+        module = cupy.cuda.function.Module()
+        module.load(cubin.code)
+        return module.get_function(cubin.names[name])
+
+
+# compilation ----------------------------------------------------------------------------------
+
+
+def _cached_cubin(source: str, name: str, architecture: str) -> Cubin:
+    """From the disk if it was compiled before; ``COMMHOOKS_CACHE`` names the folder."""
+    folder = Path(os.environ.get("COMMHOOKS_CACHE") or Path.home() / ".cache" / "commhooks")
+    parts = [source, name, architecture, *OPTIONS, str(_nvrtc_version())]
+    key = hashlib.blake2b("\0".join([*parts, *_texts(source)]).encode(), digest_size=16).hexdigest()
+    path = folder / f"{key}.cubin"
+    if path.is_file():
+        lowered, _, code = path.read_bytes().partition(b"\0")
+        return Cubin(code, {name: lowered.decode()}, "")
+    cubin = compile_cubin(source, [name], architecture)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+            file.write(cubin.names[name].encode() + b"\0" + cubin.code)
+        os.replace(file.name, path)
+    except OSError:
+        pass  # a read-only home costs a second per kernel and process
+    return cubin
+
+
+def _folder() -> Path:
+    return Path(str(resources.files("commhooks.kernels")))
+
+
+def _texts(source: str) -> list[str]:
+    headers = sorted((_folder() / "include").glob("*.h"))
+    return [source_text(source), *(path.read_text() for path in headers)]
+
+
+_INLINE: dict[str, str] = {}  # source text by the name it was given
+
+
+def add_source(name: str, text: str) -> str:
+    """Keeps source text that lies in no file; its name stands for a file's then."""
+    _INLINE[name] = f'#include "include/cuda.h"\n#line 1 "{name}"\n{text}'
+    return name
+
+
+def source_text(source: str) -> str:
+    return _INLINE[source] if source in _INLINE else (_folder() / source).read_text()
+
+
+def compile_cubin(source: str, names: Sequence[str], architecture: str) -> Cubin:
+    """Compiles kernels of a file; needs neither a GPU nor a driver.
+
+    Args:
+        source: name of the ``.cu`` file.
+        names: kernels with their template arguments.
+        architecture: such as "90".
+
+    Raises:
+        CudaCompileError: with NVRTC's log.
+    """
+    return compile_text(source_text(source), source, names, architecture)
+
+
+def compile_text(text: str, file: str, names: Sequence[str], architecture: str) -> Cubin:
+    """As ``compile_cubin``, of source text."""
+    library = _nvrtc()
+    program = ctypes.c_void_p()
+    _check(
+        library.nvrtcCreateProgram(
+            ctypes.byref(program), text.encode(), file.encode(), 0, None, None
+        )
+    )
+    try:
+        for name in names:
+            _check(library.nvrtcAddNameExpression(program, name.encode()))
+        options = [f"-arch=sm_{architecture}", f"-I{_folder()}", *OPTIONS]
+        array = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        failed = library.nvrtcCompileProgram(program, len(options), array)
+        log = _text(program, library.nvrtcGetProgramLogSize, library.nvrtcGetProgramLog).decode()
+        if failed:
+            raise CudaCompileError(f"{file} does not compile for sm_{architecture}:\n{log}")
+        lowered = {}
+        for name in names:
+            found = ctypes.c_char_p()
+            _check(library.nvrtcGetLoweredName(program, name.encode(), ctypes.byref(found)))
+            lowered[name] = (found.value or b"").decode()
+        code = _text(program, library.nvrtcGetCUBINSize, library.nvrtcGetCUBIN, zero_ended=False)
+        return Cubin(code, lowered, log)
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _text(program: Any, size_of: Any, read: Any, *, zero_ended: bool = True) -> bytes:
+    size = ctypes.c_size_t()
+    _check(size_of(program, ctypes.byref(size)))
+    buffer = ctypes.create_string_buffer(size.value)
+    _check(read(program, buffer))
+    return buffer.raw[: size.value - 1] if zero_ended else buffer.raw
+
+
+def _check(status: int) -> None:
+    if status:
+        get = _nvrtc().nvrtcGetErrorString
+        get.restype = ctypes.c_char_p
+        raise CudaCompileError(f"NVRTC: {get(status).decode()}")
+
+
+@cache
+def _nvrtc() -> Any:
+    """NVRTC of the CUDA that torch was built with; without one, any that is installed."""
+    major = torch.version.cuda.split(".")[0] if torch.version.cuda else "*"
+    if major != "*":
+        try:
+            return ctypes.CDLL(f"libnvrtc.so.{major}")  # torch has loaded it
+        except OSError:
+            pass
+    for folder in map(Path, sys.path):
+        for path in sorted(folder.glob(f"nvidia/*/lib/libnvrtc.so.{major}")):
+            return ctypes.CDLL(str(path))
+    raise OSError(f"NVRTC of CUDA {major} is not installed")
+
+
+@cache
+def _nvrtc_version() -> tuple[int, int]:
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _check(_nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
+    return major.value, minor.value
