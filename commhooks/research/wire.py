@@ -87,7 +87,7 @@ def encode(
         packed.pack(x.contiguous().view(-1), payload, _draw(n, step, seed, x.device))
     body = payload.cpu()
     fields = (_MAGIC, VERSION, int(checksum), _name(packed), n, body.numel(), step, seed)
-    crc = crc32(body, zlib.crc32(_HEADER.pack(*fields))) if checksum else 0
+    crc = crc32(body, zlib.crc32(_HEADER.pack(*fields, 0))) if checksum else 0
     header = torch.frombuffer(bytearray(_HEADER.pack(*fields, crc)), dtype=torch.uint8)
     return torch.cat([header, body])
 
