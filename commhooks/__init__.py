@@ -51,6 +51,7 @@ from commhooks.classic import (
 )
 from commhooks.core import Biased, Bucket, Codec, Result, Scheme, Slot, Traits, Unbiased
 from commhooks.core.registry import register_scheme, scheme_names
+from commhooks.errors import Error
 from commhooks.hook import HookState, comm_hook, load_dcp, register, unregister
 from commhooks.local import DiLoCo
 from commhooks.research import Simulation
@@ -66,6 +67,7 @@ __all__ = [
     "Bucket",
     "Codec",
     "DiLoCo",
+    "Error",
     "ErrorFeedback",
     "HookState",
     "PerParameter",

@@ -1,5 +1,23 @@
-"""``python -m commhooks``: the command line."""
+"""``commhooks`` and ``python -m commhooks``: the command line, if its packages are there."""
 
-from commhooks.cli.app import app
+from __future__ import annotations
 
-app(prog_name="commhooks")
+import sys
+
+from ddp_core import MissingPackageError, needs
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Runs the command line; without rich and typer, says that it needs them."""
+    try:
+        with needs("commhooks: the command line", "rich", "typer"):
+            from commhooks.cli.app import app
+    except MissingPackageError as error:
+        sys.exit(str(error))
+    app(prog_name="commhooks")
+
+
+if __name__ == "__main__":
+    main()

@@ -16,10 +16,13 @@ from ddp_core.exchange.collectives import (
 from ddp_core.exchange.drivers import Drivers
 from ddp_core.exchange.errors import (
     CollectiveError,
+    Error,
     MismatchError,
+    MissingPackageError,
     MissingRankError,
     PeerError,
     RoundsError,
+    needs,
 )
 from ddp_core.exchange.lane_groups import group_store, group_timeout
 from ddp_core.exchange.lanes import Lanes
@@ -41,10 +44,12 @@ __all__ = [
     "CollectiveError",
     "DistributedDataParallel",
     "Drivers",
+    "Error",
     "Exchange",
     "GradBucket",
     "Lanes",
     "MismatchError",
+    "MissingPackageError",
     "MissingRankError",
     "MixedPrecision",
     "PeerError",
@@ -59,5 +64,6 @@ __all__ = [
     "call_after_backward",
     "group_store",
     "group_timeout",
+    "needs",
     "simulate",
 ]

@@ -1,4 +1,4 @@
-"""The command line: ``commhooks doctor``, ``schemes``, ``new`` and ``check``."""
+"""The command line: ``commhooks doctor``, ``schemes``, ``tradeoff``, ``new`` and ``check``."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from commhooks import errors as _errors
-from commhooks._version import __version__
+from commhooks import scheme_names
+from commhooks.cli import catalogue as _catalogue
 from commhooks.cli import commands as _commands
-from commhooks.cli.commands import load_files
+from commhooks.cli.user_schemes import load_files
+from commhooks.errors import Error, MissingPackageError
 
 __all__ = ["app", "load_files"]
-
-_PACKAGE = tuple(getattr(_errors, name) for name in _errors.__all__)
 
 
 class _Commands(TyperGroup):
@@ -25,9 +24,12 @@ class _Commands(TyperGroup):
         """Runs a command; errors that are about its arguments are usage errors."""
         try:
             return super().invoke(ctx)
-        except (OSError, TypeError, ValueError, RuntimeError) as error:
-            if not isinstance(error, (OSError, *_PACKAGE)):
-                raise
+        except BrokenPipeError:  # whoever read the output has seen enough
+            raise
+        except MissingPackageError as error:
+            typer.echo(error, err=True)
+            raise typer.Exit(1) from error
+        except (OSError, Error) as error:
             raise typer.BadParameter(str(error)) from error
 
 
@@ -36,14 +38,23 @@ app = typer.Typer(no_args_is_help=True, cls=_Commands)
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"commhooks {__version__}")
+        typer.echo(_commands.version())
         raise typer.Exit
+
+
+def _complete(incomplete: str) -> list[str]:
+    """Names of schemes, and files of Python, that begin so; for the shell."""
+    files = sorted(str(path) for path in Path().glob("*.py"))
+    return [one for one in [*scheme_names(), *files] if one.startswith(incomplete)]
 
 
 @app.callback()
 def main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Says the release.")
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Says the release, and what runs."
+        ),
     ] = False,
 ) -> None:
     """Gradient communication hooks with compression for PyTorch data-parallel training."""
@@ -59,11 +70,37 @@ def doctor() -> None:
 def schemes(
     which: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NAME|FILE]...", help="Schemes to describe; files with more."),
+        typer.Argument(
+            metavar="[NAME|FILE]...",
+            help="Schemes to describe; files with more.",
+            autocompletion=_complete,
+        ),
     ] = None,
 ) -> None:
-    """Lists the registered schemes, or says of some what they do and which options they have."""
-    _commands.schemes(which or [])
+    """Lists the registered schemes, or says of some what they send and which options they have."""
+    _catalogue.schemes(which or [])
+
+
+@app.command()
+def tradeoff(
+    which: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[NAME|FILE]...",
+            help="Schemes to compare, all by default; files with more.",
+            autocompletion=_complete,
+        ),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Folder of gradients that commhooks.research.trace recorded."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the table, and a picture with matplotlib.")
+    ] = None,
+) -> None:
+    """Measures the error of schemes against their bits, on gradients that are drawn or recorded."""
+    _commands.tradeoff(which or [], trace, out)
 
 
 @app.command()
@@ -77,7 +114,10 @@ def new(
 
 @app.command()
 def check(
-    target: Annotated[str, typer.Argument(help="A file with schemes, or a registered name.")],
+    target: Annotated[
+        str,
+        typer.Argument(help="A file with schemes, or a registered name.", autocompletion=_complete),
+    ],
 ) -> None:
     """Runs the laws on a scheme, or on all that a file registers; fails if one is broken."""
     raise typer.Exit(_commands.check(target))

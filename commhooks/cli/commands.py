@@ -1,19 +1,15 @@
-"""What the commands ``commhooks doctor``, ``schemes``, ``new`` and ``check`` do."""
+"""What the commands of ``commhooks`` do; ``schemes`` has a module of its own."""
 
 from __future__ import annotations
 
-import inspect
 import keyword
 import os
 import platform
 import re
-import runpy
 import sys
-import traceback
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,28 +19,40 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
-from commhooks import (
-    Scheme,
-    Simulation,
-    kernels,
-    make,
-    scheme_names,
-)
+from commhooks import kernels, make, scheme_names
 from commhooks._version import __version__
+from commhooks.cli.catalogue import one_thread
 from commhooks.cli.template import TEMPLATE
-from commhooks.core.registry import factory_of, options_of
-from commhooks.core.scheme import slots_of
+from commhooks.cli.tradeoff import SAME as NOT_COMPARED
+from commhooks.cli.tradeoff import Point, cases_of, draw, measured, with_front, write_csv
+from commhooks.cli.user_schemes import made, sentence, split
+from commhooks.core.registry import factory_of
+from commhooks.errors import MissingPackageError
 from commhooks.kernels.runtime import cpu, cuda
 from commhooks.research.conformance import check_scheme, laws_of
-from commhooks.research.trace import bits_per_entry
+from commhooks.research.trace import Trace
+from ddp_core import needs
 
-__all__ = ["check", "doctor", "load_files", "new", "schemes"]
-
-_LATE = 10**6  # a step after all warm-ups
-_WIDE = 84  # columns for the whole listing
+__all__ = ["check", "doctor", "new", "tradeoff", "version"]
 
 
-# ---- doctor
+# ---- version and doctor
+
+
+def version() -> str:
+    """The release, that of torch, and what runs the ops."""
+    return (
+        f"commhooks {__version__}, torch {torch.__version__}, Python {platform.python_version()}\n"
+        f"on the CPU: {_what_runs('cpu')}\n"
+        f"on CUDA: {_what_runs('cuda')}"
+    )
+
+
+def _what_runs(device_type: str) -> str:
+    answer = kernels.implementations(device_type)["quantize"]
+    if answer != "kernel":
+        return f"PyTorch code ({answer.removeprefix('definition: ')})"
+    return f"kernels, {cpu.instruction_set()}" if device_type == "cpu" else "kernels"
 
 
 def doctor() -> None:
@@ -86,133 +94,6 @@ def _operations() -> Table:
     return table
 
 
-# ---- schemes
-
-
-def schemes(which: Sequence[str]) -> None:
-    """Prints all schemes, those of files too; or, if some are named, what these are."""
-    load_files([Path(one) for one in which if one.endswith(".py")])
-    named = [one for one in which if not one.endswith(".py")]
-    console = Console()
-    for name in named:
-        console.print(_described(name))
-    if not named:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # buckets too small to share, on a machine that may be busy
-        try:
-            console.print(_listed(wide=console.width >= _WIDE))
-        finally:
-            torch.set_num_threads(threads)
-
-
-def _listed(wide: bool) -> Table:
-    table = Table(title="schemes")
-    shown = ["name", "class", "rounds", "biased", "memory", "bits"]
-    shown = shown if wide else [one for one in shown if one not in ("class", "rounds")]
-    for column in shown:
-        table.add_column(column, no_wrap=True)
-    for name in scheme_names():
-        row = {"name": name, **_facts_of(name)}
-        table.add_row(*(escape(row.get(column, "")) for column in shown))
-    table.caption = "bits: an entry, after all warm-ups. commhooks schemes NAME says more"
-    return table
-
-
-def _facts_of(name: str) -> dict[str, str]:
-    try:
-        scheme, bare = _made(name), _made(name, error_feedback=False)
-    except typer.BadParameter:  # a user's scheme that needs options, or does not work
-        return {"class": f"see commhooks schemes {name}"}
-    return {
-        "class": type(bare).__name__,
-        "rounds": str(scheme.traits.rounds),
-        "biased": "yes" if bare.traits.biased else "",
-        "memory": "yes" if slots_of(scheme) else "",
-        "bits": _bits(scheme),
-    }
-
-
-def _made(name: str, **options: Any) -> Scheme:
-    """The scheme, or a usage error that names it: it may be a user's."""
-    try:
-        return make(name, **options)
-    except Exception as error:
-        raise typer.BadParameter(f"{name} cannot be made: {_sentence(error)}") from error
-
-
-def _bits(scheme: Scheme) -> str:
-    """Bits an entry, of two steps after two others."""
-    ranks = Simulation(scheme, {"weight": (512, 512)}, world_size=4)
-    for engine in ranks.engines:
-        engine.step = _LATE
-    try:
-        for step in range(4):
-            if step == 2:
-                ranks.requests.clear()
-                ranks.wire_bytes.clear()
-            ranks.step([torch.randn(512 * 512) for _ in range(4)])
-    except Exception as error:  # of a user's scheme
-        return f"fails: {type(error).__name__}"
-    return f"{bits_per_entry(ranks, 2 * 512 * 512):.3g}"
-
-
-_WRAPPERS = {
-    "start_step": (0, "dense before that step"),
-    "error_feedback": (None, "keeps what was not sent, and adds it to the next gradient"),
-    "wire_dtype": (None, '"fp16" or "bf16": floating payloads travel in that type'),
-    "coalesce": (False, "all buckets of a step in one exchange"),
-}
-
-
-def _described(name: str) -> Table:
-    """One sentence, and a row for each option."""
-    factory = factory_of(name)
-    try:
-        options = options_of(factory) or {}
-    except TypeError as error:  # a user's class that is no dataclass
-        raise typer.BadParameter(f"{name}: {error}") from error
-    missing = [one for one, default in options.items() if default is inspect.Parameter.empty]
-    feedback = None if missing else _made(name) != _made(name, error_feedback=False)
-    text = inspect.getdoc(factory) or ""
-    table = Table(
-        title=f"{name}: {_plain(text.partition(chr(10) * 2)[0])}", title_justify="left", expand=True
-    )
-    table.add_column("option", no_wrap=True)
-    table.add_column("default", overflow="fold")
-    table.add_column("meaning", overflow="fold", ratio=1)
-    said = _arguments(text)
-    for option, default in options.items():
-        shown = "needed" if default is inspect.Parameter.empty else repr(default)
-        table.add_row(option, escape(shown), escape(said.get(option, "")))
-    for option, (default, meaning) in _WRAPPERS.items():
-        table.add_row(option, repr(feedback if option == "error_feedback" else default), meaning)
-    table.caption = f'commhooks.register(ddp_model, "{name}", ...)'
-    return table
-
-
-def _arguments(text: str) -> dict[str, str]:
-    """What a docstring says of each argument."""
-    _, _, rest = text.partition("\nArgs:\n")
-    found: dict[str, str] = {}
-    last: list[str] = []
-    for line in rest.splitlines():
-        if not line.strip() or not line.startswith(" "):
-            break
-        match = re.fullmatch(r" {4}(\w[\w, ]*): (.*)", line)
-        if match:
-            last = match[1].split(", ")
-            found |= dict.fromkeys(last, _plain(match[2]))
-        else:
-            found |= {one: f"{found[one]} {_plain(line.strip())}" for one in last}
-    return found
-
-
-def _plain(text: str) -> str:
-    """Without the marks of the documentation."""
-    text = re.sub(r":\w+:`(.*?)`", r"\1", text)
-    return " ".join(text.replace("`", "").split())
-
-
 # ---- new and check
 
 
@@ -238,13 +119,14 @@ def new(name: str, path: Path) -> None:
 
 def check(target: str) -> int:
     """Runs the laws, prints what came of each; 1 if one is broken."""
-    found = load_files([Path(target)]) if target.endswith(".py") else [target]
+    named, added = split([target])
+    found = named or added
     if not found:
         raise typer.BadParameter(f"{target} registers no scheme: see commhooks.register_scheme")
     broken = 0
     for name in found:
         factory_of(name)
-        if not _made(name).traits.averages:
+        if not made(name).traits.averages:
             raise typer.BadParameter(f"{name} does not average over ranks: the laws are not for it")
         table = Table("law", "", "what broke it", title=name)
         for verdict in track(check_scheme(partial(make, name)), name, len(laws_of(make(name)))):
@@ -255,25 +137,69 @@ def check(target: str) -> int:
     return 1 if broken else 0
 
 
-def load_files(files: Sequence[Path]) -> list[str]:
-    """Runs files that register schemes; the names they add."""
-    before = set(scheme_names())
-    for path in files:
-        if not path.is_file():
-            raise typer.BadParameter(f"no file {path}")
-        try:
-            runpy.run_path(str(path), run_name=path.stem)
-        except (Exception, SystemExit) as error:
-            raise typer.BadParameter(f"{path} does not run: {_sentence(error, path)}") from error
-    return [name for name in scheme_names() if name not in before]
+# ---- tradeoff
 
 
-def _sentence(error: BaseException, path: Path | None = None) -> str:
-    """What an error of a user's code says, and the line of ``path`` that it came from."""
-    lines = [
-        frame.lineno
-        for frame in traceback.extract_tb(error.__traceback__)
-        if path is not None and frame.filename == str(path)
-    ]
-    where = f"line {lines[-1]}: " if lines else ""
-    return f"{where}{type(error).__name__}: {error}"
+def tradeoff(which: Sequence[str], trace: Path | None, out: Path | None) -> None:
+    """Prints error and bits of schemes, and writes both to a folder if one is named."""
+    named, added = split(which)
+    compared = [*named, *added] if named else _comparable(scheme_names(), added)
+    for name in compared:
+        factory_of(name)
+        if made(name).traits.returns == "update":
+            raise typer.BadParameter(
+                f"{name} gives the optimizer something else than an average of gradients: there is "
+                f"no error to measure"
+            )
+    recorded = _recorded(trace)
+    points: list[Point] = []
+    with one_thread():
+        for case in track(cases_of(compared), "schemes"):
+            try:
+                points += measured(case, recorded)
+            except Exception as error:  # of a user's scheme
+                raise typer.BadParameter(f"{case.label}: {sentence(error)}") from error
+    points = with_front(points)
+    for kind in dict.fromkeys(point.gradients for point in points):
+        Console().print(_errors([point for point in points if point.gradients == kind], kind))
+    if out is not None:
+        _write(points, out)
+
+
+def _recorded(folder: Path | None) -> Trace | None:
+    if folder is None:
+        return None
+    with needs("--trace", "pandas"):  # here, not after the other gradients
+        import pandas  # noqa: F401
+    try:
+        return Trace(folder)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _comparable(every: Sequence[str], added: Sequence[str]) -> list[str]:
+    """All that average; a user's file is taken at its word, so that an error names it."""
+    others = [name for name in every if name not in added and name not in NOT_COMPARED]
+    return sorted([*added, *(name for name in others if make(name).traits.returns != "update")])
+
+
+def _errors(points: Sequence[Point], kind: str) -> Table:
+    table = Table(title=f"{kind} gradients", caption="*: none has fewer bits and less error")
+    for column, justify in (("scheme", "left"), ("bits", "right"), ("error", "right")):
+        table.add_column(column, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    table.add_column("front")
+    for point in sorted(points, key=lambda point: (point.bits, point.error)):
+        mark = "*" if point.front else ""
+        table.add_row(escape(point.scheme), f"{point.bits:.3g}", f"{point.error:.3g}", mark)
+    return table
+
+
+def _write(points: Sequence[Point], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    write_csv(points, folder / "tradeoff.csv")
+    try:
+        draw(points, folder / "tradeoff.png")
+    except MissingPackageError as error:
+        typer.echo(f"wrote {folder / 'tradeoff.csv'}. {error}")
+    else:
+        typer.echo(f"wrote {folder / 'tradeoff.csv'} and .png")

@@ -8,10 +8,7 @@ TEMPLATE = '''"""A gradient compression scheme: NAME.
 
     commhooks check NAME.py      the laws it has to obey
     commhooks schemes NAME.py    its bits beside those of all others
-
-In a clone of the commhooks repository, whose studies pip does not install:
-
-    python -m experiments.tradeoff --file NAME.py    its error against its bits, plotted with all
+    commhooks tradeoff NAME.py   its error against its bits, beside those of all others
 
 In training: import this file, then commhooks.register(ddp_model, "NAME").
 """

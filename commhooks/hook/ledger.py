@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from commhooks.hook.summary import summarise
-from ddp_core import RoundRecord
+from commhooks.hook.summary import Summary, summarise
+from ddp_core import RoundRecord, needs
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -79,7 +79,8 @@ class Ledger:
         ``exposed_s`` is the part of a row's waiting and decoding that came after the step's last
         bucket was launched and that no other row accounts for: backward did not hide it.
         """
-        import pandas as pd
+        with needs("hook.report()", "pandas"):
+            import pandas as pd
 
         rows = list(self._rows)
         exposed = self._exposed(rows)
@@ -146,10 +147,10 @@ class Ledger:
                 return rows[begin:]
         return rows
 
-    def summary(self, name: str, world_size: int, steps: int = 100, *, since: int = 0) -> str:
+    def summary(self, name: str, world_size: int, steps: int = 100, *, since: int = 0) -> Summary:
         """Says in words what the latest ``steps`` steps sent, and how long backward waited.
 
-        Steps that exchanged nothing do not count.
+        Steps that exchanged nothing do not count. A notebook shows the same as a table.
 
         Args:
             name: of the scheme.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from html import escape
 
 from ddp_core import RoundRecord
 
-__all__ = ["summarise"]
+__all__ = ["Summary", "summarise"]
 
 _WORDS = {
     2: "half",
@@ -20,12 +21,38 @@ _WORDS = {
 }
 
 
+class Summary(str):
+    """Sentences about some steps of a hook, which a notebook shows as a table.
+
+    A string in every other respect, so that ``print(hook.summary())`` is the sentences.
+    """
+
+    facts: tuple[tuple[str, str], ...]
+
+    def __new__(cls, text: str, facts: Sequence[tuple[str, str]] = ()) -> Summary:
+        """Makes one of the sentences, and of what the table's rows are called and hold."""
+        made = super().__new__(cls, text)
+        made.facts = tuple(facts)
+        return made
+
+    def _repr_html_(self) -> str:
+        """Returns the table; notebooks call this."""
+        if not self.facts:
+            return f"<p>{escape(self)}</p>"
+        left = "style='text-align: left'"
+        rows = "".join(
+            f"<tr><th {left}>{escape(name)}</th><td {left}>{escape(value)}</td></tr>"
+            for name, value in self.facts
+        )
+        return f"<table>{rows}</table>"
+
+
 def summarise(
     rows: Sequence[RoundRecord],
     exposed: Callable[[Sequence[RoundRecord]], dict[int, float]],
     name: str,
     world_size: int,
-) -> str:
+) -> Summary:
     """Bytes on the wire next to those of a dense all-reduce, and the time backward waited.
 
     Args:
@@ -34,7 +61,9 @@ def summarise(
     """
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     if not rows:
-        return f"{name} on {ranks}: nothing has been exchanged yet, or it exchanges nothing."
+        return Summary(
+            f"{name} on {ranks}: nothing has been exchanged yet, or it exchanges nothing."
+        )
     steps = sorted({row.step for row in rows})
     span = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
     if len(steps) < steps[-1] - steps[0] + 1:  # the others exchanged nothing
@@ -49,10 +78,20 @@ def summarise(
             f"{_bytes(dense)}: {_share(wire, dense)}"
         )
     busy, waited = _busy(rows) / len(steps), sum(exposed(rows).values()) / len(steps)
-    return (
+    facts = [
+        ("scheme", f"{name} on {ranks}"),
+        ("steps", span.removeprefix("steps ").removeprefix("step ")),
+        ("sent per step and rank", _bytes(wire)),
+        ("a dense all-reduce sends", _bytes(dense)),
+        ("share", _share(wire, dense) if dense else "nothing is sent between ranks"),
+        ("communication per step", _time(busy)),
+        ("not hidden by backward", _time(waited)),
+    ]
+    text = (
         f"{name} on {ranks}, {span}: {sent}. Of {_time(busy)} of communication per step, backward "
         f"did not hide {_time(waited)}."
     )
+    return Summary(text, facts)
 
 
 def _bytes(value: float) -> str:

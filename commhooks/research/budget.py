@@ -19,6 +19,7 @@ from commhooks.research.simulation import Simulation
 from commhooks.research.trace import Trace
 from commhooks.wrappers.feedback import without_feedback
 from commhooks.wrappers.per_parameter import PerParameter, Rule
+from ddp_core import needs
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -91,6 +92,8 @@ def allocate(
         )
     for one in candidates:
         fitting("allocate", "candidates", one, Scheme)
+    with needs("allocate(...)", "pandas"):  # the table comes last, after minutes perhaps
+        import pandas  # noqa: F401
     steps = _steps(gradients)
     layout, total = steps[0][0], 0.0
     for _, grads in steps:

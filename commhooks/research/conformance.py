@@ -15,6 +15,7 @@ from torch import Tensor
 
 from commhooks.core.layout import Layout
 from commhooks.core.scheme import Scheme, walk
+from commhooks.errors import Error
 from commhooks.research.simulation import Simulation
 from commhooks.schemes.casts import TwoPhaseCast
 from commhooks.wrappers.cast import Cast
@@ -27,7 +28,7 @@ SHAPES = {"weight": (24, 20), "bias": (24,), "conv": (6, 4, 3, 3), "row": (1, 33
 _NUMEL = sum(math.prod(shape) for shape in SHAPES.values())
 
 
-class LawBroken(AssertionError):
+class LawBroken(Error, AssertionError):
     """A law does not hold; the message has the input."""
 
 

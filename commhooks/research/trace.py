@@ -14,6 +14,7 @@ from commhooks.core.scheme import Scheme
 from commhooks.core.settings import shown
 from commhooks.research.simulation import Simulation
 from commhooks.wrappers.traced import FILE_NAME
+from ddp_core import needs
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -29,11 +30,14 @@ class Trace:
         world_size: ranks that recorded.
 
     Raises:
+        MissingPackageError: safetensors is not installed.
         FileNotFoundError: no recorded gradients there.
         ValueError: a rank lacks a step, or parameters that another rank has.
     """
 
     def __init__(self, folder: str | Path) -> None:
+        with needs("Trace(...)", "safetensors"):
+            import safetensors  # noqa: F401
         self._files: dict[tuple[int, int], list[Path]] = {}
         for path in sorted(Path(folder).glob("step*.safetensors")):
             if match := FILE_NAME.fullmatch(path.name):
@@ -80,7 +84,8 @@ def replay(trace: Trace, scheme: str | Scheme, **options: Any) -> pd.DataFrame:
     Example:
         >>> replay(Trace("trace"), "int4")
     """
-    import pandas as pd
+    with needs("replay(...)", "pandas"):
+        import pandas as pd
 
     if not isinstance(trace, Trace):
         raise TypeError(f"replay(trace, ...): of a folder, give Trace(folder); got {shown(trace)}")

@@ -11,6 +11,7 @@ from pathlib import Path
 from commhooks.core.bucket import Bucket, SchemeExchange
 from commhooks.core.scheme import Scheme
 from commhooks.wrappers.base import Wrapper
+from ddp_core import needs
 
 __all__ = ["FILE_NAME", "Traced"]
 
@@ -40,6 +41,8 @@ class Traced(Wrapper):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        with needs("Traced(...)", "safetensors"):  # here, not in a backward pass
+            import safetensors  # noqa: F401
         for name in ("every", "steps"):
             value = getattr(self, name)
             if value < 1:

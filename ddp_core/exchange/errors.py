@@ -1,9 +1,31 @@
 """Errors of the core; every message names the call, the rule, what came and what to do."""
 
-__all__ = ["CollectiveError", "MismatchError", "MissingRankError", "PeerError", "RoundsError"]
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = [
+    "CollectiveError",
+    "Error",
+    "MismatchError",
+    "MissingPackageError",
+    "MissingRankError",
+    "PeerError",
+    "RoundsError",
+    "needs",
+]
 
 
-class CollectiveError(RuntimeError):
+class Error(Exception):
+    """Base class of all exceptions of ``ddp_core`` and ``commhooks``.
+
+    Each of them has a built-in base class, too: ``except ValueError`` goes on working. A wrong
+    argument of a function is Python's own ``TypeError`` or ``ValueError``.
+    """
+
+
+class CollectiveError(Error, RuntimeError):
     """A collective failed (dead peer, timeout, ...) in this ``step``, ``bucket`` and ``round``."""
 
     def __init__(self, message: str, *, step: int, bucket: int, round: int) -> None:
@@ -18,11 +40,11 @@ def _collective_error(message: str, step: int, bucket: int, round: int) -> Colle
     return CollectiveError(message, step=step, bucket=bucket, round=round)
 
 
-class PeerError(RuntimeError):
+class PeerError(Error, RuntimeError):
     """Another rank reported that it failed; the message has its words."""
 
 
-class MismatchError(RuntimeError):
+class MismatchError(Error, RuntimeError):
     """The ranks do not agree on what they are doing."""
 
 
@@ -30,5 +52,35 @@ class MissingRankError(MismatchError):
     """A rank did not come to a call that all ranks make alike."""
 
 
-class RoundsError(RuntimeError):
+class RoundsError(Error, RuntimeError):
     """A scheme yielded more collectives for a bucket than its ``rounds`` declares."""
+
+
+class MissingPackageError(Error, ImportError):
+    """A call needs an optional package that is not installed."""
+
+
+@contextmanager
+def needs(call: str, *packages: str) -> Iterator[None]:
+    """Turns a failed import of optional packages into an error that says what to install.
+
+    Args:
+        call: what the packages are for, as a user writes it.
+        packages: names by which pip installs them.
+
+    Raises:
+        MissingPackageError: an import inside the ``with`` block failed.
+
+    Example:
+        >>> with needs("Timeline.frame", "pandas"):
+        ...     import pandas as pd
+    """
+    try:
+        yield
+    except ImportError as error:
+        # The packages themselves, not an extra of this one: that is on no index.
+        raise MissingPackageError(
+            f"{call} needs {' and '.join(packages)}, which cannot be imported ({error}): "
+            f"pip install {' '.join(packages)}",
+            name=error.name,
+        ) from error

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ddp_core.exchange.errors import needs
 from ddp_core.exchange.task import RoundRecord, clock
 
 if TYPE_CHECKING:
@@ -111,7 +112,8 @@ class Timeline:
         round), first_ready, last_ready, launched, round_began, round_ended, decoded, and exposed:
         how long backward waited for the bucket (in its last round's row, else 0).
         """
-        import pandas as pd
+        with needs("Timeline.frame()", "pandas"):
+            import pandas as pd
 
         rows = [row for times in self.steps for row in _rows(times)]
         frame: pd.DataFrame = pd.DataFrame(rows, columns=list(COLUMNS))
@@ -135,14 +137,10 @@ class Timeline:
             step: which one of the recorded steps; the latest by default.
 
         Raises:
-            ImportError: matplotlib is missing.
+            MissingPackageError: matplotlib is not installed.
         """
-        try:
+        with needs("Timeline.plot()", "matplotlib"):
             from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError(
-                "Timeline.plot draws with matplotlib: pip install matplotlib"
-            ) from error
 
         if not self.steps:
             raise ValueError("Timeline.plot: no step was recorded yet; train one, then plot")

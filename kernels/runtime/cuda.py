@@ -50,15 +50,18 @@ def missing() -> str | None:
     """Why CUDA kernels cannot run; None if they can."""
     if torch.version.cuda is None:
         return "this torch was built without CUDA"
-    major = torch.version.cuda.split(".")[0]
+    major = int(torch.version.cuda.split(".")[0])
+    # The packages themselves, not an extra of this one: that is on no index.
+    nvrtc = f"'nvidia-cuda-nvrtc>={major},<{major + 1}'" if major > 12 else "nvidia-cuda-nvrtc-cu12"
+    install = f"pip install cupy-cuda{major}x {nvrtc}"
     try:
         import cupy  # noqa: F401
     except ImportError as error:
-        return f"CuPy cannot be imported ({error}): pip install 'commhooks[cuda{major}]'"
+        return f"CuPy cannot be imported ({error}): {install}"
     try:
         _nvrtc()
     except OSError as error:
-        return f"{error}: pip install 'commhooks[cuda{major}]'"
+        return f"{error}: {install}"
     return None
 
 

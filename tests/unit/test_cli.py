@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pandas as pd
 import pytest
+import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import commhooks
-from commhooks import scheme_names
+from commhooks import Scheme, __main__, make, scheme_names
+from commhooks.cli import catalogue as _catalogue
 from commhooks.cli import commands as _commands
 from commhooks.cli.app import app
+from commhooks.core import Layout
 from commhooks.core import registry as _registry
 from commhooks.kernels import use_kernels
-from commhooks.kernels.runtime import cpu
+from commhooks.kernels.runtime import cpu, cuda
 from commhooks.research.conformance import LAWS
 
 
@@ -65,7 +73,7 @@ def test_schemes_lists_the_registry() -> None:
 
 
 def test_sixty_columns_cut_no_name() -> None:
-    with mock.patch.object(_commands, "_bits", return_value="0.125"):
+    with mock.patch.object(_catalogue, "_bits", return_value="0.125"):
         narrow = CliRunner().invoke(app, ["schemes"], env={"COLUMNS": "60"}).output
     assert set(scheme_names()) <= set(narrow.split())
     assert max(map(len, narrow.splitlines())) <= 60
@@ -74,17 +82,137 @@ def test_sixty_columns_cut_no_name() -> None:
 def test_schemes_says_which_options_a_scheme_has() -> None:
     output = invoke("schemes", "powersgd", "int4", "onebit_adam").output
     assert "powersgd: Sends each gradient matrix M (n x m) as two thin factors of rank r." in output
+    assert row(output, "warm_start").split("│")[2].strip() == "bool"
+    assert re.search(r"│ compressed +│ Scheme \| None +│", output)
     assert "2.0" in row(output, "min_compression_rate")
     assert "False leaves entries where they are; heavy tails then cost" in row(output, "rotate")
     assert output.count(" start_step ") == 3
-    assert [line.split()[3] for line in output.splitlines() if " error_feedback " in line] == [
+    assert [line.split()[5] for line in output.splitlines() if " error_feedback " in line] == [
         *("True", "True", "False")
     ]
 
 
-def test_the_release_and_completion() -> None:
-    assert invoke("--version").output == f"commhooks {commhooks.__version__}\n"
+def test_schemes_says_what_a_scheme_sends() -> None:
+    # A rank-1 scheme of 512 x 512 entries sends 2 x 512 of 32 bits: an eighth of a bit an entry.
+    output = invoke("schemes", "powersgd", "int8", "noop").output
+    powersgd, int8, noop = (line for line in output.splitlines() if line.startswith("sends: "))
+    assert powersgd.startswith("sends: 2 x all_reduce a step; 0.125 bits an entry, where float32")
+    assert int8.startswith("sends: 1 x all_to_all, 1 x all_gather a step; 8.12 bits an entry")
+    assert noop.strip() == "sends: nothing"
+
+
+@pytest.mark.parametrize("name", scheme_names())
+def test_the_example_of_a_scheme_makes_it(name: str) -> None:
+    text = inspect.getdoc(_registry.factory_of(name)) or ""
+    options = _registry.options_of(_registry.factory_of(name)) or {}
+    line = _catalogue._example(name, text, options, [])[0]
+    called = re.fullmatch(r"hook = commhooks\.register\(ddp_model, (.*)\)", line)
+    assert called, line
+    assert isinstance(eval(f"make({called[1]})", {"make": make}), Scheme)
+
+
+def test_the_release_says_what_runs_and_why() -> None:
+    lines = invoke("--version").output.splitlines()
+    assert lines[0].startswith(f"commhooks {commhooks.__version__}, torch {torch.__version__}, ")
+    assert lines[1] == f"on the CPU: kernels, {cpu.instruction_set()}"
+    assert lines[2] in ("on CUDA: kernels", f"on CUDA: PyTorch code ({cuda.missing()})")
+    with use_kernels("definition"):
+        assert "on the CPU: PyTorch code (asked for)" in invoke("--version").output
+
+
+@pytest.mark.parametrize("command", ["schemes", "check", "tradeoff"])
+def test_the_shell_completes_commands_schemes_and_files(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert "--install-completion" in invoke("--help").output
+    monkeypatch.chdir(tmp_path)
+    Path("integers.py").touch()
+
+    def completed(line: str) -> list[str]:
+        asked = {"_COMMHOOKS_COMPLETE": "complete_bash", "COMP_WORDS": line}
+        asked["COMP_CWORD"] = str(len(line.split()) - 1)
+        done = CliRunner().invoke(app, [], prog_name="commhooks", env=asked)
+        return done.output.split()
+
+    assert completed(f"commhooks {command[:3]}") == [command]
+    assert completed(f"commhooks {command} int") == ["int4", "int8", "intsgd", "integers.py"]
+
+
+def test_a_tradeoff_is_printed_and_written(tmp_path: Path) -> None:
+    out = tmp_path / "made" / "here"
+    done = invoke("tradeoff", "int8", "fp16", "--out", str(out))
+    assert done.exit_code == 0, done.output
+    # fp16 has twice the bits and less error; rounding to nearest has half the error of int8.
+    table = pd.read_csv(out / "tradeoff.csv")
+    assert set(table.scheme) == {"int8", "int8 stochastic=False", "fp16"}
+    assert list(table.gradients.unique()) == ["normal", "Laplace", "t(3)"]
+    normal = table[table.gradients == "normal"].set_index("scheme")
+    assert dict(normal.front) == {"int8": False, "int8 stochastic=False": True, "fp16": True}
+    ratio = normal.error["int8"] / normal.error["int8 stochastic=False"]
+    assert ratio == pytest.approx(2, rel=0.05)
+    assert normal.bits["fp16"] == 16
+    assert (out / "tradeoff.png").read_bytes().startswith(b"\x89PNG")
+    (front,) = (line for line in done.output.splitlines()[:12] if " fp16 " in line)
+    assert front.split("│")[4].strip() == "*"
+
+
+@pytest.mark.usefixtures("forget_new_schemes")
+def test_a_file_is_compared_with_all_others_or_with_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "compared.py"
+    invoke("new", "compared", "--out", str(path))
+    compared: list[str] = []
+    monkeypatch.setattr(_commands, "cases_of", lambda of: compared.extend(of) or [])
+    assert invoke("tradeoff", str(path)).exit_code == 0
+    assert {"compared", "int8", "powersgd"} <= set(compared)
+    assert not {"dgc", "demo", "none", "noop"} & set(compared)
+    compared.clear()
+    monkeypatch.setattr(_registry, "_factories", dict(_registry._factories))
+    del _registry._factories["compared"]
+    assert invoke("tradeoff", str(path), "int8").exit_code == 0
+    assert compared == ["int8", "compared"]
+
+
+def test_a_tradeoff_on_recorded_gradients(tmp_path: Path) -> None:
+    layout = Layout(["weight"], [(40, 30)])
+    for rank in range(2):
+        gradient = torch.randn(layout.numel, generator=torch.Generator().manual_seed(rank))
+        file = tmp_path / f"step0000000_rank{rank}_00000000.safetensors"
+        save_file({"weight": gradient.view(40, 30)}, file)
+    done = invoke("tradeoff", "int8", "--trace", str(tmp_path))
+    assert done.exit_code == 0, done.output
+    assert done.output.count("int8 stochastic=False") == 4
+    assert "recorded gradients" in done.output
+
+
+def test_a_picture_without_matplotlib_is_named_and_the_table_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    done = invoke("tradeoff", "fp16", "--out", str(tmp_path))
+    assert done.exit_code == 0, done.output
+    assert "The picture needs matplotlib" in done.output
+    assert [path.name for path in tmp_path.iterdir()] == ["tradeoff.csv"]
+
+
+def test_recorded_gradients_without_pandas_are_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    done = invoke("tradeoff", "int8", "--trace", str(tmp_path))
+    assert done.exit_code == 1
+    assert done.output.startswith("--trace needs pandas, which cannot be imported (")
+    assert done.output.endswith("): pip install pandas\n")
+
+
+def test_without_its_packages_the_command_line_is_a_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "typer", None)
+    monkeypatch.delitem(sys.modules, "commhooks.cli.app")
+    with pytest.raises(SystemExit, match=r"the command line needs rich and typer, .* pip install"):
+        __main__.main()
 
 
 @pytest.mark.usefixtures("forget_new_schemes")
@@ -164,6 +292,9 @@ FILES = {
         (["check", "[red]\x00"], "no scheme '[red]"),
         (["schemes", "int9"], "did you mean 'int8'?"),
         (["schemes", "nothing.py"], "no file nothing.py"),
+        (["tradeoff", "int9"], "did you mean 'int8'?"),
+        (["tradeoff", "dgc"], "something else than an average"),
+        (["tradeoff", "--trace", "nowhere"], "no file of recorded gradients there"),
         (["doctor", "who"], "unexpected extra argument"),
         (["nothing"], "No such command"),
         (["check", "int8", "--fast"], "No such option"),
@@ -193,7 +324,7 @@ def test_a_file_that_is_no_scheme_is_answered_by_a_sentence(name: str, tmp_path:
 @pytest.mark.parametrize("name", ["plain.py", "needs.py", "asserts.py"])
 def test_a_scheme_that_cannot_be_made_does_not_spoil_the_listing(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(FILES[name][0])
-    with mock.patch.object(_commands, "_bits", return_value="0"):
+    with mock.patch.object(_catalogue, "_bits", return_value="0"):
         done = invoke("schemes", str(tmp_path / name))
     assert "see commhooks schemes test_cli_scheme" in row(done.output, "test_cli_scheme")
     asked = invoke("schemes", "test_cli_scheme")

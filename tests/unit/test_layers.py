@@ -23,6 +23,8 @@ ALLOWED = {
 LATER = {
     ("kernels", "cuda.py"): {"cupy", "numpy"},
     ("commhooks", "ledger.py"): {"pandas"},
+    ("commhooks", "commands.py"): {"pandas"},
+    ("commhooks", "tradeoff.py"): {"matplotlib"},
     ("commhooks", "_views.py"): {"numpy"},
     ("commhooks", "budget.py"): {"pandas"},
     ("commhooks", "trace.py"): {"pandas", "safetensors"},
@@ -53,7 +55,9 @@ FLOORS = {
 # The command line is imported by nobody.
 COMMAND_LINE = {
     ("commhooks", "app.py"): {"typer"},
+    ("commhooks", "catalogue.py"): {"rich", "typer"},
     ("commhooks", "commands.py"): {"rich", "typer"},
+    ("commhooks", "user_schemes.py"): {"typer"},
 }
 
 

@@ -1,5 +1,7 @@
 """Byte counts, times, and what of them was exposed."""
 
+import pickle
+import re
 from pathlib import Path
 
 import pandas
@@ -210,3 +212,28 @@ def test_a_hook_is_printed_in_a_few_words() -> None:
         "HookState(DelayedStart(ErrorFeedback(PowerSGD(rank=4)), start_step=9), step=0)"
     )
     assert str(HookState(ErrorFeedback(PowerSGD()))) == "HookState(powersgd, step=0)"
+
+
+def test_a_summary_is_a_string_in_a_terminal_and_a_table_in_a_notebook() -> None:
+    ledger = Ledger()
+    for step in (0, 1):
+        begin = 2.0 * step
+        times = {"resumed": begin, "done": begin + 1, "finished": begin + 1}
+        ledger.add(row(step, 0, **times, dense_wire_bytes=120.0))
+    said = ledger.summary("PowerSGD(<rank>)", 2)
+    assert isinstance(said, str)
+    assert str(said).startswith("PowerSGD(<rank>) on 2 ranks, steps 0 to 1: ")
+    cells = re.findall(r"<t[hd][^>]*>([^<]*)</t[hd]>", said._repr_html_())
+    shown = dict(zip(cells[::2], cells[1::2], strict=True))
+    assert shown["scheme"] == "PowerSGD(&lt;rank&gt;) on 2 ranks"
+    assert shown["steps"] == "0 to 1"
+    assert shown["communication per step"] == "1 s"
+    for name in ("sent per step and rank", "a dense all-reduce sends", "share"):
+        assert shown[name] in said
+    assert shown["share"] == "half (1/2)"
+    assert pickle.loads(pickle.dumps(said))._repr_html_() == said._repr_html_()
+
+
+def test_a_notebook_shows_words_where_nothing_was_exchanged() -> None:
+    said = HookState("int8").summary()
+    assert said._repr_html_() == f"<p>{said}</p>"

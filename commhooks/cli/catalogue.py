@@ -1,0 +1,238 @@
+"""``commhooks schemes``: all schemes in a table, or a page on each of some."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from commhooks import Scheme, Simulation, scheme_names
+from commhooks.cli.user_schemes import made, split
+from commhooks.core.registry import factory_of, options_of
+from commhooks.core.scheme import slots_of
+from commhooks.research.trace import bits_per_entry
+from commhooks.wrappers.make import WRAPPER_OPTIONS
+
+__all__ = ["one_thread", "schemes"]
+
+_LATE = 10**6  # a step after all warm-ups
+_WIDE = 84  # columns for the whole listing
+_RANKS, _SIDE = 4, 512  # of the gradient that is sent to count bits
+
+
+def schemes(which: Sequence[str]) -> None:
+    """Prints all schemes, those of files too; or, if some are named, a page on each."""
+    named, _ = split(which)
+    console = Console()
+    with one_thread():
+        for name in named:
+            console.print(_page(name))
+        if not named:
+            console.print(_listed(wide=console.width >= _WIDE))
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """For buckets too small to share, on a machine that may be busy."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+# ---- all schemes
+
+
+def _listed(wide: bool) -> Table:
+    table = Table(title="schemes")
+    shown = ["name", "class", "rounds", "biased", "memory", "bits"]
+    shown = shown if wide else [one for one in shown if one not in ("class", "rounds")]
+    for column in shown:
+        table.add_column(column, no_wrap=True)
+    for name in scheme_names():
+        row = {"name": name, **_facts_of(name)}
+        table.add_row(*(escape(row.get(column, "")) for column in shown))
+    table.caption = "bits: an entry, after all warm-ups. commhooks schemes NAME says more"
+    return table
+
+
+def _facts_of(name: str) -> dict[str, str]:
+    try:
+        scheme, bare = made(name), made(name, error_feedback=False)
+    except typer.BadParameter:  # a user's scheme that needs options, or does not work
+        return {"class": f"see commhooks schemes {name}"}
+    return {
+        "class": type(bare).__name__,
+        "rounds": str(scheme.traits.rounds),
+        "biased": "yes" if bare.traits.biased else "",
+        "memory": "yes" if slots_of(scheme) else "",
+        "bits": _bits(scheme),
+    }
+
+
+def _bits(scheme: Scheme) -> str:
+    try:
+        return f"{_sent(scheme).bits:.3g}"
+    except Exception as error:  # of a user's scheme
+        return f"fails: {type(error).__name__}"
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """What a rank sends in a step after all warm-ups: collectives by name, bits an entry."""
+
+    collectives: list[str]
+    bits: float
+
+
+def _sent(scheme: Scheme) -> _Sent:
+    """Of two steps after two others: some schemes alternate."""
+    ranks = Simulation(scheme, {"weight": (_SIDE, _SIDE)}, world_size=_RANKS)
+    for engine in ranks.engines:
+        engine.step = _LATE
+    for step in range(4):
+        if step == 2:
+            ranks.requests.clear()
+            ranks.wire_bytes.clear()
+        ranks.step([torch.randn(_SIDE * _SIDE) for _ in range(_RANKS)])
+    collectives = [name for name, _ in ranks.requests]
+    return _Sent(collectives[: len(collectives) // 2], bits_per_entry(ranks, 2 * _SIDE**2))
+
+
+# ---- a page on one scheme
+
+_WRAPPERS = {
+    "start_step": (0, "dense before that step"),
+    "error_feedback": (None, "keeps what was not sent, and adds it to the next gradient"),
+    "wire_dtype": (None, '"fp16" or "bf16": floating payloads travel in that type'),
+    "coalesce": (False, "all buckets of a step in one exchange"),
+}
+
+
+def _page(name: str) -> RenderableType:
+    """A sentence, what is sent, a row for each option, and an example."""
+    factory = factory_of(name)
+    try:
+        options = options_of(factory) or {}
+    except TypeError as error:  # a user's class that is no dataclass
+        raise typer.BadParameter(f"{name}: {error}") from error
+    needed = [one for one, default in options.items() if default is inspect.Parameter.empty]
+    text = inspect.getdoc(factory) or ""
+    said = _plain(text.partition("\n\n")[0])
+    return Group(
+        Text(f"{name}: {said}" if said else name, style="bold"),
+        Text(f"sends: {_sending(name, needed)}"),
+        _options(factory, options, text, feedback=not needed and _feeds_back(name)),
+        Text("example:"),
+        Padding(Text("\n".join(_example(name, text, options, needed))), (0, 0, 1, 2)),
+    )
+
+
+def _sending(name: str, needed: Sequence[str]) -> str:
+    if needed:
+        return f"depends on {', '.join(needed)}"
+    try:
+        sent = _sent(made(name))
+    except typer.BadParameter:
+        raise
+    except Exception as error:  # of a user's scheme
+        return f"fails: {type(error).__name__}: {error}"
+    if not sent.collectives:
+        return "nothing"
+    counts = [f"{sent.collectives.count(one)} x {one}" for one in dict.fromkeys(sent.collectives)]
+    return (
+        f"{', '.join(counts)} a step; {sent.bits:.3g} bits an entry, where float32 has 32 "
+        f"(a matrix of {_SIDE} x {_SIDE} on {_RANKS} ranks, default options, after all warm-ups)"
+    )
+
+
+def _feeds_back(name: str) -> bool:
+    return made(name) != made(name, error_feedback=False)
+
+
+def _options(factory: Any, options: Mapping[str, Any], text: str, *, feedback: bool) -> Table:
+    table = Table(expand=True)
+    table.add_column("option", no_wrap=True)
+    table.add_column("type", overflow="fold")
+    table.add_column("default", overflow="fold")
+    table.add_column("meaning", overflow="fold", ratio=1)
+    said, kinds = _arguments(text), _kinds(factory)
+    for option, default in options.items():
+        shown = "needed" if default is inspect.Parameter.empty else repr(default)
+        row = (option, kinds.get(option, ""), shown, said.get(option, ""))
+        table.add_row(*map(escape, row))
+    for option, (default, meaning) in _WRAPPERS.items():
+        value = feedback if option == "error_feedback" else default
+        table.add_row(option, _kind(WRAPPER_OPTIONS[option]), repr(value), meaning)
+    return table
+
+
+def _kinds(factory: Any) -> dict[str, str]:
+    """By option, what it takes; annotations that cannot be looked up stay as they are written."""
+    try:
+        hints = typing.get_type_hints(factory)
+    except Exception:  # of a user's file, which may import for type checkers only
+        hints = inspect.get_annotations(factory)
+    return {name: _kind(hint) for name, hint in hints.items()}
+
+
+def _kind(hint: Any) -> str:
+    if typing.get_origin(hint) is typing.Literal:
+        return " | ".join(map(repr, typing.get_args(hint)))
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return " | ".join(map(_kind, typing.get_args(hint)))
+    if hint is type(None):
+        return "None"
+    return hint.__name__ if isinstance(hint, type) else str(hint)
+
+
+def _example(
+    name: str, text: str, options: Mapping[str, Any], needed: Sequence[str]
+) -> Sequence[str]:
+    """Lines of the docstring's example where that is by name; else one of the first option."""
+    _, _, rest = text.partition("\nExample:\n")
+    lines = [line.strip()[4:] for line in rest.partition("\n\n")[0].splitlines()]
+    if any(f'"{name}"' in line for line in lines):
+        return [re.sub(r"\b(?<!\.)register\(", "commhooks.register(", line) for line in lines]
+    given = [f"{key}={value!r}" for key, value in options.items() if value is not None][:1]
+    given = [f"{one}=..." for one in needed] or given
+    arguments = ", ".join(["ddp_model", f'"{name}"', *given])
+    return [f"hook = commhooks.register({arguments})"]
+
+
+def _arguments(text: str) -> dict[str, str]:
+    """What a docstring says of each argument."""
+    _, _, rest = text.partition("\nArgs:\n")
+    found: dict[str, str] = {}
+    last: list[str] = []
+    for line in rest.splitlines():
+        if not line.strip() or not line.startswith(" "):
+            break
+        match = re.fullmatch(r" {4}(\w[\w, ]*): (.*)", line)
+        if match:
+            last = match[1].split(", ")
+            found |= dict.fromkeys(last, _plain(match[2]))
+        else:
+            found |= {one: f"{found[one]} {_plain(line.strip())}" for one in last}
+    return found
+
+
+def _plain(text: str) -> str:
+    """Without the marks of the documentation."""
+    text = re.sub(r":\w+:`(.*?)`", r"\1", text)
+    return " ".join(text.replace("`", "").split())

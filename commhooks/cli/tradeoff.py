@@ -1,0 +1,194 @@
+"""Error against bits: what each scheme makes of the same gradients.
+
+Each scheme averages gradients of 4 pretended ranks: entries of N(0, 1), of a Laplace and of a t(3)
+distribution, half of each in common to all ranks; recorded gradients too, if there are some.
+``error`` is |mean - exact|^2 / |exact|^2 without error feedback, the mean of some steps; ``bits``
+those of an entry in an all-reduce that moves as many bytes. A scheme is on the front if none has
+both fewer bits and less error.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commhooks import Simulation, make
+from commhooks.research.trace import Trace, bits_per_entry, replay
+from ddp_core import needs
+
+__all__ = ["Case", "Point", "cases_of", "draw", "measured", "with_front", "write_csv"]
+
+WORLD_SIZE, STEPS, SHAPE = 4, 3, (512, 512)
+# Settings beyond the defaults, by name.
+SETTINGS: dict[str, list[dict[str, Any]]] = {
+    "eden": [{"bits": bits} for bits in (1, 2, 3, 4)],
+    "powersgd": [{"rank": rank} for rank in (1, 4, 16, 64)],
+    "acpsgd": [{"rank": rank} for rank in (1, 4, 16, 64)],
+    "topk": [{"ratio": ratio} for ratio in (0.001, 0.01, 0.1)],
+    "random_k": [{"ratio": ratio} for ratio in (0.001, 0.01, 0.1)],
+    "random_block": [{"ratio": ratio} for ratio in (0.01, 0.1)],
+    "aligned_topk": [{"ratio": ratio} for ratio in (0.01, 0.1)],
+    "bf16": [{}, {"stochastic": True}],
+    "sdp4bit": [{"local_size": 2, "memory": False}],
+    "int8": [{}, {"stochastic": False}],
+    "int4": [{}, {"rotate": False}],
+}
+HIDDEN = {"local_size", "memory"}  # not worth a word in a label
+SAME = {"drive", "none", "noop"}  # another name for what is there, or no average
+
+
+@dataclass(frozen=True)
+class Case:
+    """A registered name, and settings."""
+
+    name: str
+    options: dict[str, Any]
+
+    @property
+    def label(self) -> str:
+        shown = (f"{key}={value}" for key, value in self.options.items() if key not in HIDDEN)
+        return " ".join([self.name, *shown])
+
+
+@dataclass(frozen=True)
+class Point:
+    """A scheme on gradients of one kind."""
+
+    scheme: str
+    gradients: str
+    bits: float
+    error: float
+    front: bool = False
+
+
+def cases_of(names: Iterable[str]) -> list[Case]:
+    """The settings under which these schemes are compared."""
+    return [Case(name, options) for name in names for options in SETTINGS.get(name, [{}])]
+
+
+def measured(case: Case, trace: Trace | None = None) -> Iterator[Point]:
+    """Averages gradients of every kind by one scheme; those of ``trace``, too."""
+    for tail in TAILS:
+        yield _synthetic(case, tail)
+    if trace is not None:
+        found = replay(trace, case.name, error_feedback=False, **case.options)
+        means = float(found.bits.mean()), float(found.error.mean())
+        yield Point(case.label, "recorded", *means)
+
+
+def _synthetic(case: Case, tail: str) -> Point:
+    scheme = make(case.name, error_feedback=False, **case.options)
+    ranks = Simulation(scheme, {"weight": SHAPE}, world_size=WORLD_SIZE)
+    errors = []
+    for step in range(1 + STEPS):
+        grads = _gradients(tail, step)
+        ranks.requests.clear()
+        ranks.wire_bytes.clear()
+        mean, exact = ranks.step(grads)[0].double(), torch.stack(grads).double().mean(0)
+        if step:  # some are dense in their first
+            errors.append(float((mean - exact).square().sum() / exact.square().sum()))
+    bits = bits_per_entry(ranks, SHAPE[0] * SHAPE[1])
+    return Point(case.label, tail, bits, sum(errors) / STEPS)
+
+
+# ---- gradients
+
+
+def _gradients(tail: str, step: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    n = SHAPE[0] * SHAPE[1]
+    common = TAILS[tail](generator, n)
+    return [(common + TAILS[tail](generator, n)) / 2**0.5 for _ in range(WORLD_SIZE)]
+
+
+def _normal(generator: torch.Generator, n: int) -> Tensor:
+    return torch.randn(n, generator=generator)
+
+
+def _laplace(generator: torch.Generator, n: int) -> Tensor:
+    u = torch.rand(n, generator=generator, dtype=torch.float64) - 0.5
+    return (-u.sign() * torch.log1p(-2 * u.abs())).float()
+
+
+def _student(generator: torch.Generator, n: int) -> Tensor:
+    squares = torch.randn(3, n, generator=generator).square().sum(0)
+    return torch.randn(n, generator=generator) / (squares / 3).sqrt()
+
+
+TAILS: dict[str, Callable[[torch.Generator, int], Tensor]] = {
+    "normal": _normal,
+    "Laplace": _laplace,
+    "t(3)": _student,
+}
+
+
+# ---- what comes of it
+
+
+def with_front(points: Sequence[Point]) -> list[Point]:
+    """Marks those that no other scheme beats in bits and error on the same gradients."""
+
+    def beaten(one: Point) -> bool:
+        return any(
+            other.bits <= one.bits and other.error < one.error
+            for other in points
+            if other.gradients == one.gradients and other.scheme != one.scheme
+        )
+
+    return [replace(one, front=not beaten(one)) for one in points]
+
+
+def write_csv(points: Sequence[Point], path: Path) -> None:
+    """Writes a row per point."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        rows = csv.writer(file, lineterminator="\n")
+        rows.writerow(["scheme", "gradients", "bits", "error", "front"])
+        rows.writerows((p.scheme, p.gradients, p.bits, p.error, p.front) for p in points)
+
+
+def draw(points: Sequence[Point], path: Path) -> None:
+    """Draws a panel for each kind of gradients.
+
+    Raises:
+        MissingPackageError: matplotlib is not installed.
+    """
+    with needs("The picture", "matplotlib"):
+        from matplotlib.figure import Figure
+
+    kinds = list(dict.fromkeys(point.gradients for point in points))
+    figure = Figure(figsize=(5.5 * len(kinds), 5.5), layout="constrained")
+    axes = figure.subplots(1, len(kinds), sharey=True, squeeze=False)[0]
+    for kind, panel in zip(kinds, axes, strict=True):
+        shown = [point for point in points if point.gradients == kind and point.error > 1e-12]
+        _draw_panel(panel, sorted(shown, key=lambda point: point.bits))
+        panel.set(xscale="log", yscale="log", title=kind, xlabel="bits an entry", ylim=(3e-8, 30))
+        panel.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("error of the mean")
+    figure.savefig(path, dpi=110)
+
+
+def _draw_panel(panel: Any, points: Sequence[Point]) -> None:
+    front = [point for point in points if point.front]
+    line = [point.bits for point in front], [point.error for point in front]
+    panel.plot(*line, color="#3b6ea5", linewidth=1, drawstyle="steps-post")
+    for point in points:
+        color = "#3b6ea5" if point.front else "#9aa1ad"
+        panel.plot(point.bits, point.error, "o", color=color, markersize=4)
+        crowded = point.error > 0.3  # sparse and low-rank ones live on structure and feedback
+        if crowded and not point.front:
+            continue
+        panel.annotate(
+            *(point.scheme, (point.bits, point.error)),
+            rotation=40 if crowded else 0,
+            xytext=(4, 3) if point.front else (-4, -3),
+            ha="left" if point.front else "right",
+            textcoords="offset points",
+            fontsize=6.5,
+            color=color,
+        )

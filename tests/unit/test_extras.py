@@ -1,0 +1,197 @@
+"""What runs with torch and numpy alone, and what says which package it needs."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import tomllib
+import torch
+
+import commhooks
+import commhooks.kernels
+import commhooks.research.conformance
+import commhooks.research.trace
+import commhooks.research.wire
+import ddp_core
+from commhooks.cli.app import app
+from commhooks.kernels.runtime import cuda
+
+ROOT = Path(__file__).parents[2]
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+# Finds no optional package, as in an environment without them.
+HIDDEN = """
+from importlib.machinery import PathFinder
+
+every = PathFinder.find_spec
+
+def find_spec(name, path=None, target=None):
+    hidden = ("matplotlib", "pandas", "rich", "safetensors", "typer")
+    return None if name.partition(".")[0] in hidden else every(name, path, target)
+
+PathFinder.find_spec = find_spec
+"""
+TRAINS = """
+import tempfile
+import torch
+import torch.distributed as dist
+import commhooks
+import ddp_core
+
+folder = tempfile.mkdtemp()
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+
+def stepped(model, **options):
+    hook = commhooks.register(model, "powersgd", rank=2, **options)
+    for _ in range(3):
+        model(torch.randn(4, 64)).square().mean().backward()
+    return hook
+
+module = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
+hook = stepped(torch.nn.parallel.DistributedDataParallel(module))
+torch.save(hook.state_dict(), f"{folder}/state.pt")
+hook.load_state_dict(torch.load(f"{folder}/state.pt"))
+hook.switch("int8")
+assert "nothing is sent between ranks" in stepped(ddp := ddp_core.DistributedDataParallel(
+    torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8)))).summary()
+"""
+REFUSES = """
+from commhooks.research.budget import allocate
+from commhooks.research.trace import Trace, replay
+from commhooks.wrappers.traced import Traced
+
+said = []
+for call in (
+    hook.report,
+    hook.ledger.report,
+    ddp.timeline.frame,
+    ddp.timeline.plot,
+    lambda: Traced(commhooks.make("none"), folder),
+    lambda: Trace(folder),
+    lambda: replay(None, "int8"),
+    lambda: allocate([(None, [])], [commhooks.make("none")], bits=1.0),
+):
+    try:
+        call()
+    except commhooks.errors.MissingPackageError as error:
+        said.append(str(error))
+print(*said, sep="\\n")
+"""
+
+
+def python(code: str, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", code, *arguments],
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, cwd=folder,
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+
+
+def test_training_needs_torch_and_numpy_only_and_tables_say_what_they_need(tmp_path: Path) -> None:
+    done = python(f"{HIDDEN}{TRAINS}{REFUSES}", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    needed = [(line.split(" needs ")[0], line.split(": ")[-1]) for line in done.stdout.splitlines()]
+    assert needed == [
+        ("hook.report()", "pip install pandas"),
+        ("hook.report()", "pip install pandas"),
+        ("Timeline.frame()", "pip install pandas"),
+        ("Timeline.plot()", "pip install matplotlib"),
+        ("Traced(...)", "pip install safetensors"),
+        ("Trace(...)", "pip install safetensors"),
+        ("replay(...)", "pip install pandas"),
+        ("allocate(...)", "pip install pandas"),
+    ]
+
+
+def test_needs_names_the_call_the_package_and_the_cause() -> None:
+    with pytest.raises(commhooks.errors.MissingPackageError) as caught, ddp_core.needs("f()", "x", "y"):
+        import no_such_module  # type: ignore[import-not-found]  # noqa: F401
+    assert str(caught.value) == (
+        "f() needs x and y, which cannot be imported (No module named 'no_such_module'): "
+        "pip install x y"
+    )
+    assert caught.value.name == "no_such_module"
+    assert isinstance(caught.value, ImportError)
+
+
+@pytest.mark.parametrize("major", [12, 13])
+def test_what_cuda_kernels_need_is_what_the_extra_installs(
+    major: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", f"{major}.0")
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    said = cuda.missing.__wrapped__()
+    assert said.startswith("CuPy cannot be imported (")
+    _, command, packages = said.partition(": pip install ")
+    assert command
+    assert shlex.split(packages) == EXTRAS[f"cuda{major}"]
+
+
+COMMANDS = {command.name or command.callback.__name__ for command in app.registered_commands}
+# What users read: pages, and all text of what is installed.
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+TEXTS = [
+    *PAGES,
+    *(file for top in ("commhooks", "ddp_core", "kernels") for file in (ROOT / top).rglob("*.py")),
+]
+
+
+def told(pattern: str, files: Iterable[Path]) -> list[tuple[str, str]]:
+    """What a pattern's group finds in files, and where."""
+    found = re.compile(pattern, re.MULTILINE)
+    return [(one, path.name) for path in files for one in found.findall(path.read_text())]
+
+
+def test_commands_that_users_are_told_to_run_exist() -> None:
+    commands = told(
+        r"(?:^ *|`)(?:python -m )?commhooks ([a-z]+)(?: [A-Za-z_]+(?:\.py)?)?(?:`| --| *#|   |$)",
+        TEXTS,
+    )
+    assert {"check", "doctor", "new", "schemes", "tradeoff"} <= {name for name, _ in commands}
+    assert not [(name, where) for name, where in commands if name not in COMMANDS]
+    extras = told(r"pip install [^`\n]*\.\[([\w,]+)\]", TEXTS)
+    assert "cli" in [name for listed, _ in extras for name in listed.split(",")]
+    assert not [one for one in extras if not set(one[0].split(",")) <= set(EXTRAS)]
+
+
+def test_nobody_is_sent_to_an_index_or_to_the_studies_of_a_clone() -> None:
+    assert not told(r"(pip install [^`\n]*\bcommhooks\b)", TEXTS)
+    assert not told(r"(python -m experiments)", set(TEXTS) - set(PAGES))
+
+
+PUBLIC = [
+    commhooks,
+    commhooks.errors,
+    commhooks.research.conformance,
+    commhooks.research.trace,
+    commhooks.research.wire,
+    ddp_core,
+]
+
+
+def exceptions() -> list[type[BaseException]]:
+    public = [getattr(module, name) for module in PUBLIC for name in module.__all__]
+    classes = {one for one in public if inspect.isclass(one) and issubclass(one, BaseException)}
+    return sorted(classes, key=lambda one: one.__name__)
+
+
+@pytest.mark.parametrize("kind", exceptions(), ids=lambda kind: kind.__name__)
+def test_every_public_exception_is_an_error_of_the_package_and_a_built_in_one(
+    kind: type[BaseException],
+) -> None:
+    assert issubclass(kind, commhooks.Error)
+    built_in = {one for one in kind.__mro__ if one.__module__ == "builtins"}
+    assert kind is commhooks.Error or built_in - {Exception, BaseException, object}
+
+
+def test_all_exceptions_are_seen() -> None:
+    names = {kind.__name__ for kind in exceptions()}
+    assert {"Error", "CheckpointError", "LawBroken", "PeerError", "RoundsError"} <= names
+    assert ddp_core.Error is commhooks.Error
