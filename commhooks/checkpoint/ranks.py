@@ -21,10 +21,19 @@ from typing import Any
 from torch import Tensor
 
 from commhooks.checkpoint.form import FORMAT, VERSION, MemoryDict, Part, Saved, StateDict, read
-from commhooks.core.scheme import Scheme, children
+from commhooks.core.scheme import Scheme, children, slots_of
 from commhooks.errors import CheckpointError
+from commhooks.wrappers.feedback import RESIDUAL
 
-__all__ = ["FORMAT", "VERSION", "memory_for_rank", "needed_ranks", "parts_of_group", "structure"]
+__all__ = [
+    "FORMAT",
+    "VERSION",
+    "laws_of",
+    "memory_for_rank",
+    "needed_ranks",
+    "parts_of_group",
+    "structure",
+]
 
 
 def structure(scheme: Scheme) -> str:
@@ -159,3 +168,10 @@ def _added(key: str, memories: Sequence[MemoryDict], factor: float) -> dict[str,
             scaled = value * factor
             totals[name] = totals[name].add_(scaled) if name in totals else scaled
     return totals
+
+
+def laws_of(scheme: Scheme) -> dict[str, str]:
+    """What becomes of memory that differs between ranks, by key."""
+    laws = {RESIDUAL: "sum"}  # whatever runs now: it may be flushed
+    laws |= {slot.key: slot.resize for slot in slots_of(scheme) if slot.resize != "same"}
+    return laws

@@ -91,4 +91,4 @@ def launch_on_group(scheme: Scheme, group: Group, bucket: GradBucket, wires: Wir
             f"got {type(group).__name__}"
         )
     scheme = cast_payloads(scheme, wires) if wires else scheme
-    return owner_of(bucket.parameters()).hook(scheme, group, bucket).launch(bucket)
+    return owner_of(bucket.parameters()).hook(scheme, group, bucket).start(bucket)

@@ -130,10 +130,10 @@ class PostLocalSGDState:
         else:
             if self.subgroup is None:
                 self._check_subgroup()
-                whole = owner.hook(scheme, group, bucket)._group()
+                whole = owner.hook(scheme, group, bucket)._binding.group()
                 self.subgroup = self._settled = _same_host_group(whole)
             group = self.subgroup
-        return owner.hook(scheme, group, bucket).launch(bucket)
+        return owner.hook(scheme, group, bucket).start(bucket)
 
 
 def _same_host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -300,7 +300,7 @@ class PowerSGDState(MemoryByBucket):
                 inner.runs = settings
         if inner.hook.step >= self.start_powerSGD_iter:
             self._count(inner, kind, bucket, parameters)
-        return inner.hook.launch(bucket)
+        return inner.hook.start(bucket)
 
     def _inner(self, owner: Owner, parameters: Sequence[Tensor], kind: Kind, wires: Wires) -> Inner:
         inner = self._inners.get(owner)
@@ -333,7 +333,7 @@ class PowerSGDState(MemoryByBucket):
                 outcome = "restored"
         except CheckpointError as raised:
             error, outcome = raised, str(raised)
-        group = inner.hook._group()
+        group = inner.hook._binding.group()
         facts = {"saved state": outcome, "iter": inner.hook.step}
         handshake("PowerSGDState, first step", facts, group)
         if error is not None:

@@ -7,7 +7,7 @@ remembers lives in ``bucket.memory``, and it neither knows nor cares which drive
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Generator, Hashable, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from functools import wraps
 from itertools import chain
@@ -103,6 +103,10 @@ class Scheme:
     def bucket_group(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Hashable:
         """Parameters that it treats alike have equal answers; see ``register(layout="scheme")``."""
         return None
+
+    def environment(self, world_size: int) -> Sequence[str]:
+        """Facts besides the settings that must be the same on all ranks, in words."""
+        return ()
 
     def begins_with(
         self, name: str, shape: torch.Size, dtype: torch.dtype, step: int

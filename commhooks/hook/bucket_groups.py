@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from commhooks.errors import OptionError
-
-if TYPE_CHECKING:
-    from commhooks.hook.state import HookState
+from commhooks.hook.running import Running
 
 __all__ = ["BucketGroup", "BucketLayout", "group_function", "layout_facts"]
 
@@ -21,7 +19,7 @@ BucketGroup = Callable[[str, nn.Parameter], Hashable]
 BucketLayout = Literal["scheme", "shape"] | BucketGroup
 
 
-def group_function(layout: BucketLayout, state: HookState) -> BucketGroup:
+def group_function(layout: BucketLayout, state: Running) -> BucketGroup:
     """Parameters for which it gives different answers never share a bucket.
 
     Args:

@@ -69,7 +69,7 @@ class Engine:
         """Whether a step has begun and is not over."""
         return self._open is not None
 
-    def launch(self, bucket: Hashable, *, is_last: bool = False) -> None:
+    def begin_bucket(self, bucket: Hashable, *, is_last: bool = False) -> None:
         """Counts a bucket in, before its exchange starts.
 
         A bucket that was launched in this step already, or comes after the last one, belongs to

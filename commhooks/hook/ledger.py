@@ -51,6 +51,11 @@ class Ledger:
         self.wire_bytes = 0.0
         self.dense_wire_bytes = 0.0
 
+    @property
+    def history(self) -> int:
+        """Rows kept for ``report``."""
+        return self._rows.maxlen or 0
+
     def add(self, row: RoundRecord) -> None:
         """Takes in one finished collective."""
         self._rows.append(row)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from commhooks.checkpoint.form import (
     MAX_STEP,
@@ -16,31 +16,29 @@ from commhooks.checkpoint.form import (
 from commhooks.checkpoint.plain_scheme import from_plain, to_plain
 from commhooks.core.scheme import Scheme
 from commhooks.errors import CheckpointError
-from commhooks.hook.saving import laws_of
+from commhooks.hook.running import Running
 
-if TYPE_CHECKING:
-    from commhooks.hook.state import HookState
-
-__all__ = ["buckets_of", "check_pickled", "need_own_memory", "origin", "to_pickle"]
+__all__ = ["buckets_of", "check_pickled", "to_pickle"]
 
 
-def to_pickle(hook: HookState) -> dict[str, Any]:
+def to_pickle(hook: Running) -> dict[str, Any]:
     """What is pickled: all but the model, the process group and the ledger."""
     engine, hook._attendance.excused = hook._engine, True
+    here = (engine.rank, engine.world_size)
     memory: MemoryDict = {}
-    buckets = hook._saved_buckets()
+    buckets = hook._continuation.saved(hook._binding.core_telling(hook))
     for key, name, value in engine.memory.items():
         memory.setdefault(key, {})[name] = value.detach().clone()
     return {
         "scheme": to_plain(engine.scheme),
         "seed": engine.seed,
         "step": engine.step,
-        "history": hook._history,
+        "history": hook.ledger.history,
         "memory": memory,
         "layout": [list(names) for names in buckets.layout],
         "bucket_bytes": list(buckets.bucket_bytes),
         "arrival": None if buckets.arrival is None else list(buckets.arrival),
-        "ranks": (engine.rank, engine.world_size) if engine.world_size else hook._pickled_on,
+        "ranks": here if engine.world_size else hook._binding.pickled_on,
     }
 
 
@@ -78,25 +76,3 @@ def buckets_of(saved: dict[str, Any]) -> SavedBuckets:
     """What a pickled state says of the model's buckets."""
     layout, limits = saved.get("layout", []), saved.get("bucket_bytes", [])
     return SavedBuckets(layout, limits, saved.get("arrival"))
-
-
-def origin(hook: HookState) -> str:
-    """Whose memory an unpickled state holds, in words that are equal where all is well."""
-    here = (hook._engine.rank, hook._engine.world_size)
-    laws = laws_of(hook.scheme)
-    keys = {key for key, _, _ in hook._engine.memory.items()}
-    if hook._pickled_on in (None, here) or not keys & set(laws):
-        return "its own"
-    rank, world_size = hook._pickled_on
-    return f"of rank {rank} of {world_size}"
-
-
-def need_own_memory(hook: HookState) -> None:
-    """Raises CheckpointError where a pickled state came to other ranks than it was pickled on."""
-    whose = origin(hook)
-    if whose != "its own":
-        raise CheckpointError(
-            f"the unpickled HookState holds the memory {whose}, this is rank {hook._engine.rank} "
-            f"of {hook._engine.world_size}. Residuals differ per rank: save "
-            f"hook.state_dict(gather=True), or let every rank pickle its own"
-        )

@@ -11,112 +11,48 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from commhooks.core.layout import Layout
-from commhooks.hook.coalesce import Coalescer, Names
+from commhooks.hook.binding import Binding
+from commhooks.hook.coalesce import Coalescer
 from commhooks.hook.engine import Engine
 from commhooks.hook.ledger import Ledger
-from commhooks.hook.parameters import Parameters
-from ddp_core import Drivers, Exchange, GradBucket, RoundRecord, Task, call_after_backward
+from commhooks.hook.regrouping import Regrouping
+from commhooks.hook.step import Step, gradients_of, key_of, left_alone
+from ddp_core import Drivers, Exchange, RoundRecord, Task, call_after_backward
 
 __all__ = ["Runner"]
 
 Future = torch.futures.Future
 ABANDONED = "the step was abandoned: its backward pass raised, or the next one began before its end"
-# From which step of a process on torch's DistributedDataParallel has rebuilt its buckets.
-REBUILT_IN, STATIC_REBUILT_IN = 2, 3
-
-
-@dataclass(eq=False)
-class _Step:
-    """The step under way.
-
-    Attributes:
-        holds: buckets wait for the last one.
-        buckets: what each one launched is known by; equal ones are of two steps.
-        passes: backward passes that tell when they are over.
-        told: ``ddp_core`` says when it is over, also without a backward pass (join).
-        complete: the last bucket has come.
-        layouts: of the dense buckets.
-        regrouped: the saved buckets, if the parameters travelled in them.
-        paused: an inner backward pass is over; the outer one may bring more buckets.
-        gradients: parameters that may be left alone, with what their gradient was at the launch.
-    """
-
-    number: int
-    group: dist.ProcessGroup
-    holds: bool
-    buckets: list[Any] = field(default_factory=list)
-    passes: set[int] = field(default_factory=set)
-    told: bool = False
-    complete: bool = False
-    paused: bool = False
-    parameters: int = 0
-    layouts: list[Callable[[], Layout]] = field(default_factory=list)
-    regrouped: list[Names] | None = None
-    gradients: list[_Gradient] = field(default_factory=list)
-
-    @property
-    def ends_later(self) -> bool:
-        """Whether the step is over when its gradients have landed, not with its last bucket."""
-        return self.told or bool(self.passes)
-
-
-@dataclass(slots=True)
-class _Gradient:
-    """What a parameter's ``grad`` was when its bucket was launched."""
-
-    parameter: Tensor
-    version: int | None  # None: there was no gradient
-    bucket: int  # address of the bucket's memory
-
-    def was_left_alone(self) -> bool:
-        """Whether DistributedDataParallel has not written the average, as no rank used it."""
-        grad = self.parameter.grad
-        if grad is None:
-            return self.version is None  # else an optimizer in backward has used it
-        if self.version is None or grad.is_sparse:
-            return False
-        return grad._version == self.version and grad.untyped_storage().data_ptr() != self.bucket
 
 
 class Runner:
     """Launches the buckets of one hook.
 
     Args:
-        engine, drivers, ledger: of the hook.
+        engine, drivers, ledger, binding: of the hook.
     """
 
-    def __init__(self, engine: Engine, drivers: Drivers, ledger: Ledger) -> None:
+    def __init__(self, engine: Engine, drivers: Drivers, ledger: Ledger, binding: Binding) -> None:
         self._engine, self._drivers, self._ledger = engine, drivers, ledger
-        self.parameters = Parameters()
-        self.layout: list[Names] = []  # parameters of each bucket of the last step
-        self._layout_of: list[Any] = []  # the buckets that had it
-        self._restored: list[Names] = []  # the layout that a loaded state was saved with
-        self.static_graph = False  # the model's
-        self._age = 0  # steps since this began, or has loaded a state
+        self._binding = binding
+        self.regrouping = Regrouping()
         self._coalescer = Coalescer()
-        self._step: _Step | None = None
+        self._step: Step | None = None
         self._threads: set[int] = set()  # which run forward and backward passes
-
-    @property
-    def layout_to_come(self) -> list[Names]:
-        """The layout that a loaded state asks for, while it does."""
-        return self._restored
 
     # ---- what the hook calls
 
-    def launch(
+    def start(
         self,
         bucket: Any,
         group: dist.ProcessGroup,
@@ -133,9 +69,9 @@ class Runner:
         buffer: Tensor = bucket.buffer()
         step = self._enter(bucket, buffer, group)
         step.told = told
-        find_layout = partial(self._find_layout, bucket)
+        find_layout = partial(_layout_of, self._binding, bucket)
         if finds_unused and self._engine.keeps_memory and not buffer.is_sparse:
-            step.gradients += _gradients(bucket.parameters(), buffer)
+            step.gradients += gradients_of(bucket.parameters(), buffer)
         is_last = bucket.is_last()
         if not buffer.is_sparse:
             step.layouts.append(find_layout)
@@ -143,7 +79,7 @@ class Runner:
             future = self._coalescer.hold(bucket.index(), buffer, find_layout)
             # In the first step of a static graph torch calls no bucket the last one.
             step.parameters += len(bucket.parameters())
-            is_last = is_last or 0 < len(self.parameters) <= step.parameters
+            is_last = is_last or 0 < len(self._binding.parameters) <= step.parameters
         else:
             future = self._exchange(
                 step,
@@ -179,7 +115,9 @@ class Runner:
         step = self._step
         if step is None:
             return
-        names = {name for one in left_alone if (name := self.parameters.name(one)) is not None}
+        names = {
+            name for one in left_alone if (name := self._binding.parameters.name(one)) is not None
+        }
         with self._drivers.stream() if self._engine.keeps_memory else nullcontext():
             self._engine.end(names)
         self._close(step)
@@ -203,7 +141,7 @@ class Runner:
         if threading.get_ident() not in self._threads:
             return
         if step.paused and not step.told:
-            self.step_landed(_left_alone(step))
+            self.step_landed(left_alone(step))
         else:
             self.step_abandoned()
 
@@ -213,32 +151,17 @@ class Runner:
         self.settle()
         return self._step is not None or self._engine.under_way
 
-    def restore(self, layout: Sequence[Sequence[str]], *, regroups: bool = True) -> None:
-        """The layout with which a state was saved.
-
-        Args:
-            regroups: exchange in these buckets until DistributedDataParallel has rebuilt its own,
-                which takes one step or two. False where it lays out the saved ones itself.
-        """
-        self.layout = [tuple(names) for names in layout]
-        self._restored = self.layout if regroups else []
-        self._age = 0
-
     # ---- where a step begins and ends
 
-    def _enter(self, bucket: Any, buffer: Tensor, group: dist.ProcessGroup) -> _Step:
+    def _enter(self, bucket: Any, buffer: Tensor, group: dist.ProcessGroup) -> Step:
         """The step that the bucket belongs to."""
-        # An address is used again when buckets are rebuilt; not while it is weakly held.
-        place = None if buffer.is_sparse else StorageWeakRef(buffer.untyped_storage())
-        names = tuple(bucket.names()) if isinstance(bucket, GradBucket) else None
-        key = (bucket.index(), buffer.dtype, buffer.numel(), place, names)
-        step = self._step
+        key, step = key_of(bucket, buffer), self._step
         if step is not None and (step.complete or key in step.buckets):
             self.step_abandoned()
             step = None
         if step is None:
-            holds = self._engine.scheme.traits.coalesce or bool(self._restored)
-            step = self._step = _Step(self._engine.step, group, holds)
+            holds = self._engine.scheme.traits.coalesce or bool(self.regrouping.wanted)
+            step = self._step = Step(self._engine.step, group, holds)
         step.buckets.append(key)
         step.paused = False
         self._threads.add(threading.get_ident())
@@ -248,7 +171,7 @@ class Runner:
             call_after_backward(partial(self._pass_ended, step))
         return step
 
-    def _pass_ended(self, step: _Step) -> None:
+    def _pass_ended(self, step: Step) -> None:
         """All gradients of a backward pass have been computed."""
         if step is not self._step:  # ddp_core has said so, or it was abandoned
             return
@@ -259,34 +182,22 @@ class Runner:
         self.no_more_buckets()
         call_after_backward(partial(self._landed, step))
 
-    def _landed(self, step: _Step) -> None:
+    def _landed(self, step: Step) -> None:
         if step is self._step:
-            self.step_landed(_left_alone(step))
+            self.step_landed(left_alone(step))
 
-    def _close(self, step: _Step) -> None:
-        """Takes down how the step was laid out."""
+    def _close(self, step: Step) -> None:
         self._step = None
-        self._age += 1
-        rebuilt = self._age >= (STATIC_REBUILT_IN if self.static_graph else REBUILT_IN)
-        regrouped = None if rebuilt else step.regrouped  # in the next step, too
-        if step.holds or self._age <= REBUILT_IN or step.buckets != self._layout_of:
-            own = [find_layout().names for find_layout in step.layouts]
-            self.layout = own if regrouped is None else regrouped
-            self._layout_of = step.buckets if regrouped is None else []
-        if rebuilt:
-            self._restored = []
-
-    def _find_layout(self, bucket: Any) -> Layout:
-        return self.parameters.layout(bucket.parameters())
+        self.regrouping.step_ended(step, static_graph=self._binding.static_graph)
 
     # ---- exchanges
 
-    def _exchange_held(self, step: _Step) -> None:
+    def _exchange_held(self, step: Step) -> None:
         groups, coalesces = None, self._engine.scheme.traits.coalesce
-        if self._restored:
-            groups = self._coalescer.groups_like(self._restored, merged=coalesces)
+        if self.regrouping.wanted:
+            groups = self._coalescer.groups_like(self.regrouping.wanted, merged=coalesces)
         if groups is not None:
-            step.regrouped = self._restored
+            step.regrouped = self.regrouping.wanted
         else:
             groups = self._coalescer.groups() if coalesces else self._coalescer.one_by_one()
         for position, group in enumerate(groups):
@@ -301,7 +212,7 @@ class Runner:
 
     def _exchange(
         self,
-        step: _Step,
+        step: Step,
         exchange: Exchange,
         *,
         bucket: int,
@@ -317,7 +228,7 @@ class Runner:
             if note is not None:
                 note(row)
 
-        self._engine.launch(object(), is_last=is_last and not step.ends_later)
+        self._engine.begin_bucket(object(), is_last=is_last and not step.ends_later)
         task = Task(
             exchange,
             step=step.number,
@@ -330,13 +241,5 @@ class Runner:
         return self._drivers.run(task, device, step.group)
 
 
-def _gradients(parameters: Sequence[Tensor], buffer: Tensor) -> list[_Gradient]:
-    bucket = buffer.untyped_storage().data_ptr()
-    return [
-        _Gradient(one, None if one.grad is None else one.grad._version, bucket)
-        for one in parameters
-    ]
-
-
-def _left_alone(step: _Step) -> list[Tensor]:
-    return [one.parameter for one in step.gradients if one.was_left_alone()]
+def _layout_of(binding: Binding, bucket: Any) -> Layout:
+    return binding.parameters.layout(bucket.parameters())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,17 +14,15 @@ from commhooks.checkpoint import ranks as _checkpoint
 from commhooks.checkpoint.checksum import checksum
 from commhooks.checkpoint.form import MemoryDict, SavedBuckets, StateDict, rank_fields, read
 from commhooks.checkpoint.memory import check_complete, check_memory
-from commhooks.checkpoint.ranks import needed_ranks, parts_of_group
-from commhooks.core.scheme import Scheme, slots_of
+from commhooks.checkpoint.ranks import laws_of, needed_ranks, parts_of_group
+from commhooks.core.scheme import Scheme
 from commhooks.errors import CheckpointError, RegistrationError
 from commhooks.hook.gather import gather as gather_states
+from commhooks.hook.running import Running
 from commhooks.wrappers.feedback import RESIDUAL, FlushResidual, keeps_residual, without_flush
 from commhooks.wrappers.make import describe
 
-if TYPE_CHECKING:
-    from commhooks.hook.state import HookState
-
-__all__ = ["Loaded", "laws_of", "needed_fields", "prepare", "save", "take_up"]
+__all__ = ["Loaded", "needed_fields", "prepare", "save", "take_up"]
 
 
 class Loaded(NamedTuple):
@@ -36,27 +34,29 @@ class Loaded(NamedTuple):
     buckets: SavedBuckets
 
 
-def save(hook: HookState, gather: bool, to: int | None) -> dict[str, Any]:
+def save(hook: Running, gather: bool, to: int | None) -> dict[str, Any]:
     """What ``HookState.state_dict`` returns."""
     if to is not None and not gather:
         raise ValueError(f"HookState.state_dict(to={to!r}): it goes with gather=True")
     fault, hook._attendance.excused = None, True
     if hook._runner.under_way:
         fault = "a step is under way; call it after it"
-    if hook._model is not None or dist.is_initialized():
+    if hook._binding.knows_model or dist.is_initialized():
         hook._bind()
     if gather and hook._engine.world_size > 1:
         own = _own_state(hook) if fault is None else None
-        return gather_states("HookState.state_dict(gather=True)", own, fault, hook._group(), to)
+        return gather_states(
+            "HookState.state_dict(gather=True)", own, fault, hook._binding.group(), to
+        )
     if fault is not None:
         raise RegistrationError(f"HookState.state_dict: {fault}")
     return _own_state(hook)
 
 
-def _own_state(hook: HookState) -> dict[str, Any]:
+def _own_state(hook: Running) -> dict[str, Any]:
     rank, global_rank, leader = _places(hook)
     memory = _saved_memory(hook)
-    buckets = hook._saved_buckets()
+    buckets = hook._continuation.saved(hook._binding.core_telling(hook))
     scheme = without_flush(hook.scheme)  # some ranks may have nothing to flush
     common = {
         "format": _checkpoint.FORMAT,
@@ -81,19 +81,19 @@ def _own_state(hook: HookState) -> dict[str, Any]:
     return {**common, f"rank{global_rank}": {**part, "checksum": checksum(common, part)}}
 
 
-def _places(hook: HookState) -> tuple[int, int, int]:
+def _places(hook: Running) -> tuple[int, int, int]:
     """Rank within the group, rank within the job, and the smallest of the group's."""
     rank = max(hook._engine.rank, 0)
     if not dist.is_initialized():
         return rank, rank, 0
     try:
-        ranks = dist.get_process_group_ranks(hook._group())
+        ranks = dist.get_process_group_ranks(hook._binding.group())
     except (KeyError, ValueError, RuntimeError):  # a group that torch did not make
         return rank, rank, 0
     return rank, ranks[rank], min(ranks)
 
 
-def _saved_memory(hook: HookState) -> MemoryDict:
+def _saved_memory(hook: Running) -> MemoryDict:
     """All values by key and name, copied; also those that no step has touched yet."""
     values = _declared(hook, hook.scheme, hook.step)
     for key, name, tensor in hook._engine.memory.items():
@@ -103,7 +103,7 @@ def _saved_memory(hook: HookState) -> MemoryDict:
     return values
 
 
-def _declared(hook: HookState, scheme: Scheme, step: int) -> MemoryDict:
+def _declared(hook: Running, scheme: Scheme, step: int) -> MemoryDict:
     """The memory that a scheme begins with, by key and name, as it lies in buckets."""
     values: MemoryDict = {}
     for name, shape, dtype, _ in hook._parameters:
@@ -120,7 +120,7 @@ def _declared(hook: HookState, scheme: Scheme, step: int) -> MemoryDict:
 
 
 def prepare(
-    hook: HookState,
+    hook: Running,
     state: StateDict | Sequence[StateDict],
     strict: bool,
     call: str,
@@ -187,18 +187,18 @@ def prepare(
     return Loaded(scheme, memory, common, SavedBuckets(layout, limits, arrival))
 
 
-def take_up(hook: HookState, loaded: Loaded) -> None:
+def take_up(hook: Running, loaded: Loaded) -> None:
     """Continues from a state that was checked."""
     engine = hook._engine
     engine.scheme = loaded.scheme
     engine.memory.load(loaded.memory)
     engine.step, engine.seed = loaded.common["step"], loaded.common["seed"]
-    hook._go_on_with(loaded.buckets)
-    hook._pickled_on = None
+    hook._continuation.take_up(loaded.buckets, hook._binding.core_telling(hook))
+    hook._binding.pickled_on = None
     hook._agreed = False  # the ranks compare at the next step what each has loaded
 
 
-def needed_fields(hook: HookState, state: StateDict, keys: Collection[str]) -> set[str]:
+def needed_fields(hook: Running, state: StateDict, keys: Collection[str]) -> set[str]:
     """The ranks' fields of a state that this rank has to read, as seen without their memory.
 
     Args:
@@ -219,13 +219,6 @@ def needed_fields(hook: HookState, state: StateDict, keys: Collection[str]) -> s
     return {f"rank{part.global_rank}" for part in found or [next(iter(group.values()))]}
 
 
-def laws_of(scheme: Scheme) -> dict[str, str]:
-    """What becomes of memory that differs between ranks, by key."""
-    laws = {RESIDUAL: "sum"}  # whatever runs now: it may be flushed
-    laws |= {slot.key: slot.resize for slot in slots_of(scheme) if slot.resize != "same"}
-    return laws
-
-
-def _in_memory_order(hook: HookState, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _in_memory_order(hook: Running, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     in_order = hook._parameters.in_memory_order
     return {name: in_order(name, value) for name, value in values.items()}

@@ -206,7 +206,7 @@ class DiLoCo:
             number = self.steps // apart % len(self._fragments)
             for fragment in self._fragments[number]:
                 fragment.measure()
-                self._pending.append(_Pending(fragment, self.hook.launch(fragment), self.delay))
+                self._pending.append(_Pending(fragment, self.hook.start(fragment), self.delay))
             if not self.delay:
                 applied = self._apply_due()
         return applied

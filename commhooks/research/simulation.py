@@ -87,7 +87,7 @@ class Simulation:
             ranks.append(coalescer.one_by_one() if wanted is None else wanted)
         for engine in self.engines:
             for index in range(len(ranks[0])):
-                engine.launch(index, is_last=index == len(ranks[0]) - 1)
+                engine.begin_bucket(index, is_last=index == len(ranks[0]) - 1)
         for groups in zip(*ranks, strict=True):
             pairs = zip(self.engines, groups, strict=True)
             simulate([self._exchange(engine, group) for engine, group in pairs])

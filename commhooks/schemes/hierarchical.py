@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -70,6 +71,9 @@ class Hierarchical(Scheme):
         """Ranks that are taken as a node."""
         local = self.local_size or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         return math.gcd(local, world_size)
+
+    def environment(self, world_size: int) -> Sequence[str]:
+        return (f"ranks of a node: {self.node_size(world_size)}",)
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
         world_size, n = bucket.world_size, bucket.raw.numel()

@@ -285,7 +285,7 @@ def test_gradients_keep_their_dtype(case: Case, dtype: torch.dtype) -> None:
     for step in range(STEPS):
         buffers = [grad.to(dtype) for grad in gradients(3, step)]
         for engine in engines:
-            engine.launch(0, is_last=True)
+            engine.begin_bucket(0, is_last=True)
         pairs = zip(engines, buffers, strict=True)
         means = simulate([engine.exchange(grad, lambda: LAYOUT) for engine, grad in pairs])
         assert [mean.dtype for mean in means] == [dtype] * 3
@@ -317,7 +317,7 @@ def test_gradients_and_means_may_be_overwritten_after_the_step(case: Case) -> No
         expected = clean.step(gradients(2, step))
         buffers = gradients(2, step)
         for engine in reused.engines:
-            engine.launch(0, is_last=True)
+            engine.begin_bucket(0, is_last=True)
         pairs = zip(reused.engines, buffers, strict=True)
         means = simulate([engine.exchange(grad, lambda: LAYOUT) for engine, grad in pairs])
         for mean, right, buffer in zip(means, expected, buffers, strict=True):
@@ -369,7 +369,7 @@ def test_what_no_rank_uses_at_first_begins_as_if_new(case: Case) -> None:
     ranks, new = simulation(case, 2), simulation(case, 2)
     grads = [grad.clone() for grad in gradients(2, 0)]
     for engine in ranks.engines:
-        engine.launch(0)
+        engine.begin_bucket(0)
     pairs = zip(ranks.engines, grads, strict=True)
     simulate([engine.exchange(grad, lambda: LAYOUT) for engine, grad in pairs])
     for engine, other in zip(ranks.engines, new.engines, strict=True):
@@ -453,7 +453,7 @@ def test_a_coalesced_step_equals_one_bucket(case: Case) -> None:
             for index, (piece, layout) in enumerate(zip(pieces, buckets, strict=True)):
                 coalescer.hold(index, piece, lambda layout=layout: layout)
             (group,) = coalescer.groups()
-            engine.launch(group.index, is_last=True)
+            engine.begin_bucket(group.index, is_last=True)
             exchanges.append(group.exchange(engine.exchange))
             buffers.append(pieces)
         simulate(exchanges)
@@ -534,7 +534,7 @@ def test_an_abandoned_step_that_finishes_late_does_not_end_the_next_one() -> Non
     layouts = [Layout([name], [(4,)]) for name in "ab"]
 
     def start(index: int, *, is_last: bool) -> object:
-        engine.launch(index, is_last=is_last)
+        engine.begin_bucket(index, is_last=is_last)
         exchange = engine.exchange(normal(4, index), lambda: layouts[index])
         return exchange, next(exchange)
 
@@ -558,7 +558,7 @@ def test_a_bad_uncompressed_bucket_counts_too(kind: str) -> None:
     bad = torch.full((3,), math.inf)
     other = torch.complex(bad, bad) if kind == "complex" else bad.to_sparse()
     for index in range(2):
-        engine.launch(index, is_last=index == 1)
+        engine.begin_bucket(index, is_last=index == 1)
     simulate([engine.exchange(normal(4, 1), lambda: Layout(["a"], [(4,)]))])
     simulate([engine.exchange(other, lambda: Layout(["b"], [(3,)]))])
     assert engine.skipped == 1

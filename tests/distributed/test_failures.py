@@ -376,7 +376,7 @@ def test_a_hook_registered_after_some_steps_trains():
 
 def test_the_python_reducers_tuple_is_a_clear_error():
     with pytest.raises(commhooks.errors.HookNotAttachedError, match="python_reducer"):
-        HookState("none").launch((torch.ones(2), torch.ones(2)))
+        HookState("none").start((torch.ones(2), torch.ones(2)))
 
 
 # ---- overflow

@@ -107,7 +107,7 @@ def _cannot_gather(rank: int, world_size: int) -> list[Any]:
     found.append(outcome(hook.state_dict, gather=True))
     hook._engine.step -= rank
     if rank == 1:
-        hook._engine.launch(0)  # as in the middle of a step
+        hook._engine.begin_bucket(0)  # as in the middle of a step
     found.append(outcome(hook.state_dict, gather=True))
     hook._engine.abandon()
     found.append(outcome(hook.state_dict, gather=True))

@@ -14,8 +14,9 @@ import commhooks
 import ddp_core
 from commhooks import HookState
 from commhooks.checkpoint.form import SavedBuckets
-from commhooks.hook import pickling as _checkpoint_pickle
-from commhooks.hook import register as _register
+from commhooks.hook import agreement as _agreement
+from commhooks.hook import registration as _register
+from commhooks.hook import running as _running
 from commhooks.hook import state as _state
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import batch, ddp, equal_bits, gradients, mlp, outcome
@@ -70,7 +71,7 @@ def _differ_in(field, odd, monkeypatch):
     elif field == "scheme and options":
         _agree(scheme="fp16" if odd else "bf16")
     elif field == "commhooks version":
-        with _changed(_state, "__version__", "0.0" if odd else _state.__version__):
+        with _changed(_agreement, "__version__", "0.0" if odd else _agreement.__version__):
             _agree()
     elif field == "torch version":
         with _changed(torch, "__version__", "0.0" if odd else torch.__version__):
@@ -81,18 +82,16 @@ def _differ_in(field, odd, monkeypatch):
         _agree(lambda state: setattr(state._engine, "step", 3 if odd else 0))
     elif field == "order of the saved buckets":
         saved = [["0.weight", "0.bias"]] if odd else [["0.bias", "0.weight"]]
-        _agree(lambda state: state._go_on_with(SavedBuckets(saved)))
+        _agree(lambda state: state._continuation.take_up(SavedBuckets(saved), None))
     elif field == SKIPPED:
         with _changed(_register, "_has_skipped", lambda ddp: odd):
             commhooks.register(DistributedDataParallel(mlp()), "none")
     elif field == "world size":
         _agree(lambda state: setattr(state._engine, "world_size", 4 if odd else 2))
     elif field == "memory":
-        with _changed(
-            _checkpoint_pickle, "origin", lambda state: "of rank 0" if odd else "its own"
-        ):
+        with _changed(_agreement, "_origin", lambda *hook: "of rank 0" if odd else "its own"):
             _agree()
-    elif field == "ranks of a node":
+    elif field == "environment":
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "2" if odd else "1")
         _agree(scheme="sdp4bit")
     elif field == "parameters":
@@ -114,14 +113,14 @@ FIELDS = [
     "order of the saved buckets",
     "world size",
     "memory",
-    "ranks of a node",
+    "environment",
     "parameters",
 ]
 
 
 def _differ_in_each(rank, world_size):
     seen = set()
-    handshake = _state.handshake
+    handshake = _running.handshake
 
     def watched(call, facts, group, limit=None):
         seen.update({"call", *facts})
@@ -129,7 +128,7 @@ def _differ_in_each(rank, world_size):
 
     errors = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_state, "handshake", watched)
+        patch.setattr(_running, "handshake", watched)
         for field in FIELDS:
             errors[field] = outcome(_differ_in, field, rank == 1, patch)
     return errors, seen

@@ -227,7 +227,7 @@ def _another_host(rank: int, world_size: int, inside: bool) -> None:
         for number, parameter in enumerate(shards.parameters()):
             parts.append(torch.randn(parameter.numel(), generator=draw))
             piece = _Piece(number, parts[-1].clone(), parameter, last=number == 1)
-            means.append(state.launch(piece).wait())
+            means.append(state.start(piece).wait())
         wanted = wanted + averaged(torch.cat(parts))
         applied = applied + torch.cat(means)
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import commhooks
-from commhooks.hook.saving import laws_of
+from commhooks.checkpoint.ranks import laws_of
 from tests.fuzz import faults
 from tests.fuzz.case import Case
 from tests.fuzz.model import Boom, batch, used

@@ -26,13 +26,6 @@ MUTANTS: list[Mutant] = [
     *planted(
         "commhooks/hook/runner.py",
         (
-            "buckets are known by their address",
-            "StorageWeakRef(buffer.untyped_storage())",
-            "buffer.data_ptr()",
-            f"{DISTRIBUTED}/test_resume.py"
-            "::test_the_saved_layout_is_that_of_the_buckets_that_were_rebuilt",
-        ),
-        (
             "an inner backward pass ends the step",
             "if step.paused and not step.told:",
             "if step.paused:",
@@ -41,7 +34,17 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hook/state.py",
+        "commhooks/hook/step.py",
+        (
+            "buckets are known by their address",
+            "StorageWeakRef(buffer.untyped_storage())",
+            "buffer.data_ptr()",
+            f"{DISTRIBUTED}/test_resume.py"
+            "::test_the_saved_layout_is_that_of_the_buckets_that_were_rebuilt",
+        ),
+    ),
+    *planted(
+        "commhooks/hook/binding.py",
         (
             "a host without gradients leaves all parameters alone",
             "return isinstance(bucket, dist.GradBucket)  #",
@@ -56,6 +59,9 @@ MUTANTS: list[Mutant] = [
             f"{DISTRIBUTED}/test_ddp_steps.py"
             "::test_a_state_of_the_inner_module_keeps_what_nobody_applies",
         ),
+    ),
+    *planted(
+        "commhooks/hook/continuation.py",
         (
             "our class does not start from the saved buckets",
             "        core.restore_layout(members,",
@@ -311,11 +317,11 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hook/state.py",
+        "commhooks/hook/agreement.py",
         (
             "the handshake does not look at node sizes",
-            "one.node_size(self._engine.world_size)",
-            "0",
+            "for fact in one.environment(engine.world_size)",
+            "for fact in ()",
             f"{DISTRIBUTED}/test_pairs.py::test_ranks_that_count_nodes_differently_are_told",
         ),
     ),

@@ -111,7 +111,10 @@ def test_training_needs_torch_and_numpy_only_and_tables_say_what_they_need(tmp_p
 
 
 def test_needs_names_the_call_the_package_and_the_cause() -> None:
-    with pytest.raises(commhooks.errors.MissingPackageError) as caught, ddp_core.needs("f()", "x", "y"):
+    with (
+        pytest.raises(commhooks.errors.MissingPackageError) as caught,
+        ddp_core.needs("f()", "x", "y"),
+    ):
         import no_such_module  # type: ignore[import-not-found]  # noqa: F401
     assert str(caught.value) == (
         "f() needs x and y, which cannot be imported (No module named 'no_such_module'): "

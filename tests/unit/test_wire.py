@@ -191,7 +191,7 @@ def test_a_payload_changed_on_the_way_names_its_rank() -> None:
     grads = [torch.ones(2000) for _ in range(3)]
     exchanges = []
     for engine, grad in zip(ranks.engines, grads, strict=True):
-        engine.launch(0, is_last=True)
+        engine.begin_bucket(0, is_last=True)
         exchanges.append(engine.exchange(grad, lambda: ranks.layout))
 
     def changed(exchange):  # type: ignore[no-untyped-def]

@@ -25,13 +25,13 @@ def comm_hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tens
         TypeError: ``state`` is something else.
     """
     try:
-        launch = state.launch
+        start = state.start
     except AttributeError:
         raise TypeError(
             f"comm_hook takes a commhooks.HookState as state, got {type(state).__name__}: "
             f"model.register_comm_hook(commhooks.HookState('int8', model), commhooks.comm_hook)"
         ) from None
-    return launch(bucket)  # type: ignore[no-any-return]
+    return start(bucket)  # type: ignore[no-any-return]
 
 
 # A checkpoint may hold the hook beside its state: by this name, and torch.load takes it.

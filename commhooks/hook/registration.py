@@ -12,8 +12,8 @@ from commhooks.core.scheme import Scheme
 from commhooks.errors import RegistrationError
 from commhooks.hook.attachment import AttachmentGuard
 from commhooks.hook.bucket_groups import BucketLayout, group_function, layout_facts
-from commhooks.hook.comm_hook import comm_hook
 from commhooks.hook.handshake import MEETING
+from commhooks.hook.hook_function import comm_hook
 from commhooks.hook.parameters import find_ddp
 from commhooks.hook.state import HookState
 from commhooks.wrappers.feedback import keeps_residual

@@ -1,0 +1,83 @@
+"""``Attendance``: says, when all is over, that a hook was made and never called."""
+
+from __future__ import annotations
+
+import os
+import warnings
+import weakref
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["Attendance"]
+
+
+class Attendance:
+    """What became of a hook's state; outlives it, to say so if it was made and never called.
+
+    Attributes:
+        calls: buckets that came to the hook.
+        excused: it was asked for something else than to run.
+    """
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.excused = False
+        self._knows_model = self._trained = False
+        self._handles: list[Any] = []
+        self._seen: set[int] = set()
+
+    def report_at_the_end_of(self, state: object, what: str) -> None:
+        """Warns when ``state`` is dropped, or the interpreter ends, if it was never called."""
+        weakref.finalize(state, self._end, what)
+
+    def watch(self, state: object, model: DistributedDataParallel) -> None:
+        """Looks, until the hook is called, whether the model trains without it."""
+        self._knows_model = True
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        looks = partial(self._look, weakref.ref(state), weakref.ref(model))
+        # Two will do: gradients of a whole model would be many calls.
+        for place, parameter in enumerate([*trained[:1], *trained[1:][-1:]]):
+            self._handles.append(parameter.register_hook(partial(looks, place)))
+
+    def dismiss(self) -> None:
+        """Nobody is told: the state need not run in a backward pass."""
+        self._knows_model, self.excused = False, True
+        for handle in self._handles:
+            handle.remove()
+
+    def _look(self, state: Any, model: Any, place: int, _: Tensor) -> None:
+        """A gradient has come; a parameter's second one is of another backward pass."""
+        ddp = model()
+        others = [hook for hook in getattr(ddp, "_comm_hooks", ()) if hook[1] is not state()]
+        if not self.calls and not others and getattr(ddp, "require_backward_grad_sync", False):
+            self._trained |= place in self._seen
+            self._seen.add(place)
+        if self.calls or self._trained:
+            for handle in self._handles:
+                handle.remove()
+
+    def _end(self, what: str) -> None:
+        if self.calls or (not self._trained if self._knows_model else self.excused):
+            return
+        if not self._knows_model and not _is_one_of_several():
+            return
+        trained = ", though its model was trained" if self._trained else ""
+        warnings.warn(
+            f"{what} was never called{trained}: no gradient was averaged by it. Was it registered "
+            f"(commhooks.register(model, ...), or model.register_comm_hook(state, "
+            f"commhooks.comm_hook)), and is the loss computed through the DistributedDataParallel? "
+            f"Lightning's DDPStrategy(ddp_comm_hook=...) registers on CUDA only",
+            RuntimeWarning,
+            stacklevel=1,
+        )
+
+
+def _is_one_of_several() -> bool:
+    """Whether this process takes, or took, part in distributed training."""
+    if dist.is_available() and dist.is_initialized():
+        return True
+    return os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1")

@@ -1,0 +1,119 @@
+"""``Binding``: the model that a hook serves, and the ranks that it averages over."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from commhooks.errors import RegistrationError
+from commhooks.hook.parameters import Parameters, find_owner
+from ddp_core import DistributedDataParallel as CoreDDP
+
+__all__ = ["Binding"]
+
+
+class Binding:
+    """Model, parameters and process group of one hook; each is settled once.
+
+    Args:
+        process_group: ranks to average over; the model's, or the default group.
+
+    Attributes:
+        parameters: of the model, by name.
+        static_graph: the model's setting.
+        pickled_on: rank and world size of a state that was unpickled; None for any other.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
+        self.parameters = Parameters()
+        self.static_graph = False
+        self.pickled_on: tuple[int, int] | None = None
+        self._process_group = process_group
+        self._follows_model = False  # the group is the model's
+        self._model: weakref.ref[nn.Module] | None = None
+
+    @property
+    def model(self) -> Any:
+        """The model; None where it is not known, or no longer there."""
+        return None if self._model is None else self._model()
+
+    @property
+    def knows_model(self) -> bool:
+        """Whether a model was adopted, be it still there or not."""
+        return self._model is not None
+
+    def adopt(self, model: nn.Module) -> None:
+        """Takes the parameter names, and the process group, of ``model``."""
+        known = self.model
+        if known is not None and known is not model:
+            raise RegistrationError(
+                "this HookState belongs to another model: one state serves one model, since "
+                "residuals are keyed by its parameter names; make a HookState for each"
+            )
+        self._model = weakref.ref(model)
+        self.parameters = Parameters(model)
+        self.static_graph = bool(getattr(model, "static_graph", False))
+        if isinstance(model, DistributedDataParallel) and self._process_group is None:
+            self._process_group, self._follows_model = model.process_group, True
+
+    def forget_model(self) -> None:
+        """Lets the hook adopt another model."""
+        self._model = None
+
+    def find_model(self, state: object) -> nn.Module | None:
+        """The model on which ``state`` was registered, where none is known yet."""
+        return None if self.parameters else find_owner(state)
+
+    def group(self) -> dist.ProcessGroup:
+        """The ranks to average over."""
+        if self._process_group is not None:
+            return self._process_group
+        if not dist.is_initialized():
+            raise RegistrationError(
+                "no process group: call torch.distributed.init_process_group before a hook is "
+                "registered or runs"
+            )
+        world = dist.group.WORLD
+        assert world is not None
+        return world
+
+    def check_group(self) -> None:
+        """Raises where the model now averages over other ranks than the hook."""
+        model = self.model
+        if not self._follows_model or model is None or model.process_group is self._process_group:
+            return
+        raise RegistrationError(
+            "the model now averages over another process group (_update_process_group), which "
+            "the hook does not follow: its residuals and random draws belong to the ranks it "
+            "was registered with. Wrap the module anew, register a hook on it, and load this "
+            "one's state_dict"
+        )
+
+    def core_telling(self, state: object) -> CoreDDP | None:
+        """The model, if it is ``ddp_core``'s and tells ``state`` of its steps."""
+        model = self.model
+        told = isinstance(model, CoreDDP) and model.reducer.launcher.tells(state)
+        return model if told else None
+
+    def devices(self) -> set[str]:
+        """Types of the devices that the model's parameters are on."""
+        model = self.model
+        return {parameter.device.type for parameter in model.parameters()} if model else set()
+
+    def may_leave_alone(self, bucket: Any) -> bool:
+        """Whether a parameter's ``.grad`` tells what became of the average of its gradient."""
+        model = self.model
+        if isinstance(model, DistributedDataParallel):
+            return bool(model.find_unused_parameters or model.static_graph)
+        # A hook that was made for the inner module, or ``replicate``: a reducer calls it all the
+        # same. Other hosts' parameters may never get a gradient.
+        return isinstance(bucket, dist.GradBucket)  # type: ignore[attr-defined]
+
+    def names(self, parameters: Iterable[Tensor]) -> list[str]:
+        """Names of those parameters that the model has."""
+        return [known for one in parameters if (known := self.parameters.name(one))]
