@@ -5,7 +5,7 @@ RUN := $(VENV)/bin/python
 # torch is pinned in constraints.txt: without a pin pip fetches gigabytes of CUDA packages.
 INSTALL := $(RUN) -m pip install --quiet --constraint constraints.txt
 
-.PHONY: bandwidth test test-all format clean
+.PHONY: bandwidth test test-all docs format clean
 
 bandwidth: $(VENV)/experiments
 	$(RUN) -m experiments.bandwidth
@@ -19,6 +19,10 @@ test: $(VENV)/dev
 # Before a release: also what sanitizers, other GPU architectures and ten thousand steps show.
 test-all: test
 	$(RUN) -m pytest --numprocesses 2 -m slow
+
+# The site of docs/ with reference and search: python -m http.server --directory build/site
+docs: $(VENV)/dev
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
 format: $(VENV)/dev
 	$(RUN) -m ruff format .

@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import os
+import pkgutil
 import re
 import subprocess
 import sys
+from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
-import pandas as pd
 import pytest
+from torch.nn.parallel import DistributedDataParallel
+from typer.testing import CliRunner
 
 import commhooks
+import ddp_core
+from commhooks.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("experiments/*/*.md")]
 )
+# Schemes that do nothing to a gradient: their row in the table of schemes says all.
+PLAIN = ("none", "allreduce", "noop")
+# Options of every scheme, each with a value.
+COMMON = {"start_step": 5, "error_feedback": True, "wire_dtype": "fp16", "coalesce": True}
+# Arguments of functions of torch that pages name.
+OF_TORCH = {"checkpoint_id", "drop_last", "use_local_synchronization", "weights_only"}
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-# What docs/index.md says the examples assume. The hook registered last is replaced by the next.
+# What docs/index.md says that examples assume. The hook registered last is replaced by the next.
 PRELUDE = """
 import sys, tempfile
 import torch
@@ -93,70 +108,96 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
 def test_names_of_the_package_exist(page: Path) -> None:
-    for path in re.findall(r"\bcommhooks\.([A-Za-z_]\w*)(?!/)", page.read_text()):
+    for path in re.findall(r"(?<!/)\bcommhooks\.(?!md\b)([A-Za-z_]\w*)(?!/)", page.read_text()):
         there = hasattr(commhooks, path) or find_spec(f"commhooks.{path}")
         assert there, f"{page.name}: commhooks.{path}"
 
 
+def tables(page: Path) -> list[list[str]]:
+    """The rows of each table, code in them replaced by ``x``."""
+    text = re.sub(r"`[^`\n]*`", "x", without_code(page))
+    return [table.splitlines() for table in re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE)]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
 def test_tables_are_whole(page: Path) -> None:
-    """A rule below the heads, and as many cells in every row: else the rows show as pipes."""
-    for table in re.findall(r"(?:^\|.*\n)+", without_code(page), flags=re.MULTILINE):
-        rows = [re.sub(r"`[^`]*`", "", row) for row in table.splitlines()]
-        assert len({row.count("|") for row in rows}) == 1, f"{page.name}: {table[:200]}"
-        assert re.fullmatch(r"[| :-]*-[| :-]*", rows[1]), f"{page.name}: {table[:200]}"
+    """A rule below the heads, and as many cells in every row: else the rows show as pipes.
+
+    What follows a blank line inside a table is a table without a rule.
+    """
+    for rows in tables(page):
+        assert len({row.count("|") for row in rows}) == 1, f"{page.name}: {rows}"
+        assert re.fullmatch(r"[| :-]*-[| :-]*", "".join(rows[1:2])), f"{page.name}: {rows[:3]}"
 
 
-def _measured(text: str) -> list[str]:
-    """The figures of the row of the README's table that begins with ``text``."""
-    (row,) = re.findall(rf"^\| {re.escape(text)}.*? \| (.*) \|$", README, flags=re.MULTILINE)
-    found: list[str] = re.findall(r"\d+(?:\.\d+)?", re.sub(r"AVX\S*|\(ResNet.*", "", row))
+def parameters(module: ModuleType) -> set[str]:
+    """The names of the arguments of all functions, classes and methods in a module."""
+    found = set()
+    for member in vars(module).values():
+        methods = vars(member).values() if inspect.isclass(member) else ()
+        for function in (member, *filter(inspect.isfunction, methods)):
+            with contextlib.suppress(TypeError, ValueError):  # no function, or one of C
+                found |= set(inspect.signature(function).parameters)
     return found
 
 
-README = (ROOT / "README.md").read_text()
-RESULTS = ROOT / "docs" / "results"
+@cache
+def options() -> frozenset[str]:
+    """What may stand before ``=``: arguments of this package, and some of torch."""
+    modules: list[ModuleType] = [commhooks, ddp_core]
+    for package in (commhooks, ddp_core):
+        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if not found.name.endswith(("__main__", "libcommhooks_kernels")):
+                modules.append(import_module(found.name))
+    of_torch = {*inspect.signature(DistributedDataParallel).parameters, *OF_TORCH}
+    return frozenset(of_torch.union(COMMON, *map(parameters, modules)))
 
 
-def test_figures_of_the_readme_are_those_of_the_tables() -> None:
-    models = ["resnet", "transformer", "tiny layers"]
-    hooks = pd.read_csv(RESULTS / "hook_cost.csv").set_index(["hook", "model"]).step_ratio
-    ddp = pd.read_csv(RESULTS / "reducer" / "reducer_cost.csv")
-    ours = ddp[ddp.case == "ours"].set_index(["link", "model"]).ratio
-    sent = pd.read_csv(RESULTS / "wire_bytes.csv").groupby("hook").ratio.max()
-    kernels = [
-        pd.read_csv(RESULTS / "kernels" / f"{which}.csv").set_index(["op", "way"]).ratio
-        for which in ("v4", "v3")
-    ]
-    int8 = "int8 encode, feedback"
-    expected = {
-        "step time, our allreduce hook": [f"{hooks['allreduce', one]:.3f}" for one in models],
-        "step time, our PowerSGD": [
-            f"{hooks['PowerSGD 4, one bucket', one]:.2f}" for one in models
-        ],
-        "step time, our `Dist": [f"{ours['unlimited', one]:.3f}" for one in models],
-        "the same at 1 Gbit/s": [f"{ours['1 Gbit/s', one]:.3f}" for one in models],
-        "bytes an interface sent": [
-            f"{sent[one]:.3f}" for one in ("allreduce", "fp16", "PowerSGD 4")
-        ],
-        "int8 quantisation": [
-            *(f"{table[int8, 'kernel']:.2f}" for table in kernels),
-            f"{kernels[0][int8, 'definition']:.0f}",
-        ],
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_schemes_and_options_in_the_text_exist(page: Path) -> None:
+    """Those of calls and of ``option=value`` between backticks; blocks of code are run."""
+    for code in re.findall(r"`([^`\n]+)`", without_code(page)):
+        for scheme in re.findall(r"\b(?:make\(|switch\(|register\(\w+, )\"(\w+)\"", code):
+            assert scheme in commhooks.scheme_names(), f"{page.name}: {code}"
+        for option in re.findall(r"(?:^|\(|, )([a-z_]\w*)=(?!=)", code):
+            assert option in options(), f"{page.name}: {code}"
+
+
+SCHEMES = ROOT / "docs" / "schemes" / "index.md"
+
+
+def listed_schemes() -> list[list[str]]:
+    """The cells of the rows of the table of schemes."""
+    table = SCHEMES.read_text().partition("|--:|\n")[2].partition("\n\n")[0]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines()]
+
+
+def test_the_table_of_schemes_is_what_the_command_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    printed = {}
+    for line in CliRunner().invoke(app, ["schemes"]).output.splitlines():
+        if line.startswith("│"):
+            name, _, *facts = [cell.strip() for cell in line.strip("│").split("│")]
+            printed[name] = facts
+    table = {
+        name: facts
+        for first, _, *facts in listed_schemes()
+        for name in re.findall(r"`(\w+)`", first)
     }
-    assert {text: _measured(text) for text in expected} == expected
+    assert sorted(printed) == commhooks.scheme_names()
+    assert table == printed
 
 
-def test_every_page_is_reached_from_the_index() -> None:
-    index = ROOT / "docs" / "index.md"
-    linked = {
-        (index.parent / link).resolve() for link in re.findall(r"\]\(([^)#]+)\)", index.read_text())
-    }
-    assert {page for page in PAGES if page.is_relative_to(index.parent)} - {index} <= linked
+def test_the_options_listed_for_every_scheme_are_those_that_make_takes() -> None:
+    table = SCHEMES.read_text().partition("## Options of every scheme")[2]
+    assert set(re.findall(r"^\| `(\w+)`", table, flags=re.MULTILINE)) == set(COMMON)
+    for name, value in COMMON.items():
+        commhooks.make("topk", **{name: value})
 
 
-def test_the_scheme_table_of_the_readme_lists_the_registry() -> None:
-    table = (ROOT / "README.md").read_text().partition("## Schemes")[2].partition("\n\nEvery")[0]
-    firsts = re.findall(r"^\| (.*?) \|", table, flags=re.MULTILINE)
-    listed = [name for first in firsts for name in re.findall(r"`(\w+)`", first)]
-    assert sorted(listed) == commhooks.scheme_names()
+@pytest.mark.parametrize("name", [one for one in commhooks.scheme_names() if one not in PLAIN])
+def test_a_scheme_has_a_page(name: str) -> None:
+    """The table links to a page with the name in one of its titles."""
+    (link,) = re.findall(rf"\[`{name}`\]\((\w+\.md)", SCHEMES.read_text())
+    titles = re.findall(r"^#+ (.*)$", (SCHEMES.parent / link).read_text(), flags=re.MULTILINE)
+    assert any(f"`{name}`" in title for title in titles)

@@ -1,0 +1,95 @@
+"""Figures in the README are those of the tables that the studies wrote."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from experiments.when_it_pays import over_none
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "docs" / "results"
+README = (ROOT / "README.md").read_text()
+MODELS = ("resnet", "transformer", "tiny layers")
+
+
+def written(text: str) -> list[str]:
+    """The figures in the row of the README's table that begins with ``text``."""
+    (row,) = re.findall(rf"^\| {re.escape(text)}.*? \| (.*) \|$", README, flags=re.MULTILINE)
+    return re.findall(r"\d+(?:\.\d+)?", re.sub(r"AVX\S*|\(ResNet.*", "", row))
+
+
+def hook_cost(hook: str, digits: int) -> list[str]:
+    table = pd.read_csv(RESULTS / "hook_cost.csv").set_index(["hook", "model"]).step_ratio
+    return [f"{table[hook, model]:.{digits}f}" for model in MODELS]
+
+
+def reducer_cost(link: str) -> list[str]:
+    table = pd.read_csv(RESULTS / "reducer" / "reducer_cost.csv")
+    ours = table[table.case == "ours"].set_index(["link", "model"]).ratio
+    return [f"{ours[link, model]:.3f}" for model in MODELS]
+
+
+def wire_bytes() -> list[str]:
+    larger = pd.read_csv(RESULTS / "wire_bytes.csv").groupby("hook").ratio.max()
+    return [f"{larger[hook]:.3f}" for hook in ("allreduce", "fp16", "PowerSGD 4")]
+
+
+def scheme_cost() -> pd.DataFrame:
+    return pd.read_csv(RESULTS / "scheme_cost" / "scheme_cost.csv")
+
+
+def over_bf16() -> list[str]:
+    ratios = scheme_cost().set_index(["scheme", "rate"])["over bf16"]
+    schemes = ("int8", "int4", "powersgd, rank 4")
+    return [f"{ratios[scheme, rate]:.2f}" for scheme in schemes for rate in ("100mbit", "1gbit")]
+
+
+def int8_kernel() -> list[str]:
+    v4, v3 = (
+        pd.read_csv(RESULTS / "kernels" / f"{which}.csv").set_index(["op", "way"]).ratio
+        for which in ("v4", "v3")
+    )
+    op = "int8 encode, feedback"
+    return [
+        f"{v4[op, 'kernel']:.2f}", f"{v3[op, 'kernel']:.2f}", f"{v4[op, 'definition']:.0f}"
+    ]  # fmt: skip
+
+
+ROWS: dict[str, Callable[[], list[str]]] = {
+    "step time, our allreduce hook": lambda: hook_cost("allreduce", 3),
+    "step time, our PowerSGD": lambda: hook_cost("PowerSGD 4, one bucket", 2),
+    "step time, our `Dist": lambda: reducer_cost("unlimited"),
+    "the same at 1 Gbit/s": lambda: reducer_cost("1 Gbit/s"),
+    "bytes an interface sent": wire_bytes,
+    "step time over bf16's": over_bf16,
+    "int8 quantisation": int8_kernel,
+}
+
+
+@pytest.mark.parametrize("text", ROWS)
+def test_a_row_of_the_readme_is_that_of_the_table(text: str) -> None:
+    assert written(text) == ROWS[text]()
+
+
+def test_every_row_of_the_readme_has_a_table() -> None:
+    measured = README.partition("## Measured")[2].partition("\n## ")[0]
+    firsts = re.findall(r"^\| (\w.*?) \|", measured, flags=re.MULTILINE)
+    assert len(firsts) == len(ROWS)
+    assert all(any(first.startswith(text) for text in ROWS) for first in firsts)
+
+
+def test_figures_below_the_picture_are_those_of_its_table() -> None:
+    ratios = over_none(scheme_cost())
+    stated = re.search(r"`int8` takes ([\d.]+).*?PowerSGD ([\d.]+)", README, flags=re.DOTALL)
+    assert stated is not None
+    fast, slow = ratios["1gbit"], ratios["10gbit"]
+    assert [f"{fast['int8']:.2f}", f"{fast['powersgd, rank 4']:.2f}"] == list(stated.groups())
+    assert "at 10 Gbit/s, where the exchange is half of the step, both lose" in README
+    assert slow["int8"] > 1
+    assert slow["powersgd, rank 4"] > 1
+    assert 0.4 < slow["no-op"] < 0.6
