@@ -29,7 +29,17 @@ FLAGS = (
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 )
 SHOWN = 12  # lines of what a compiler said last
-if platform.machine() in ("x86_64", "AMD64"):
+
+
+def machine() -> str:
+    """The architecture to compile for. On macOS ARCHFLAGS names it, as cibuildwheel does."""
+    if sys.platform != "darwin":
+        return platform.machine()
+    named = os.environ.setdefault("ARCHFLAGS", f"-arch {platform.machine()}")
+    return named.split()[-1]
+
+
+if machine() in ("x86_64", "AMD64"):
     INSTRUCTION_SETS = {
         "v2": ["-march=x86-64-v2"],
         "v3": ["-march=x86-64-v3"],
@@ -38,9 +48,10 @@ if platform.machine() in ("x86_64", "AMD64"):
 else:
     INSTRUCTION_SETS = {"base": []}
 if sys.platform == "darwin":  # instruction sets are those of one architecture
-    os.environ.setdefault("ARCHFLAGS", f"-arch {platform.machine()}")
-    target = sysconfig.get_config_var("MACOSX_DEPLOYMENT_TARGET")
-    os.environ.setdefault("MACOSX_DEPLOYMENT_TARGET", str(target or "11.0"))
+    target = str(sysconfig.get_config_var("MACOSX_DEPLOYMENT_TARGET") or "11.0")
+    target = os.environ.setdefault("MACOSX_DEPLOYMENT_TARGET", target)
+    # The wheel's tag: of a Python for two architectures it would name both.
+    os.environ.setdefault("_PYTHON_HOST_PLATFORM", f"macosx-{target}-{machine()}")
 
 
 def run_compiler(command: list[str], **_: object) -> None:
@@ -99,6 +110,9 @@ class BuildKernels(build_ext):
 
         with ThreadPoolExecutor() as pool:
             objects += [one for made in pool.map(compile_for, INSTRUCTION_SETS) for one in made]
+        # The folder of the Python that builds is not one to search elsewhere.
+        linker = self.compiler.linker_so
+        self.compiler.linker_so = [one for one in linker if not one.startswith("-Wl,-rpath")]
         # Linked as C: nothing of the C++ run-time library is used.
         stripped = ["-s"] if sys.platform == "linux" else []
         self.compiler.link_shared_object(objects, library, extra_postargs=stripped)

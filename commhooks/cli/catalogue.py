@@ -46,7 +46,7 @@ def schemes(which: Sequence[str]) -> None:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """For buckets too small to share, on a machine that may be busy."""
+    """Computes in one thread: buckets are too small to share on a busy machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -94,14 +94,14 @@ def _bits(scheme: Scheme) -> str:
 
 @dataclass(frozen=True)
 class _Sent:
-    """What a rank sends in a step after all warm-ups: collectives by name, bits an entry."""
+    """Holds collectives by name and bits per entry of a rank's step after all warm-ups."""
 
     collectives: list[str]
     bits: float
 
 
 def _sent(scheme: Scheme) -> _Sent:
-    """Of two steps after two others: some schemes alternate."""
+    """Counts two steps after two others: some schemes alternate."""
     ranks = Simulation(scheme, {"weight": (_SIDE, _SIDE)}, world_size=_RANKS)
     for engine in ranks.engines:
         engine.step = _LATE
@@ -125,7 +125,7 @@ _WRAPPERS = {
 
 
 def _page(name: str) -> RenderableType:
-    """A sentence, what is sent, a row for each option, and an example."""
+    """Describes a scheme: a sentence, bytes sent, a row for each option, an example."""
     factory = factory_of(name)
     try:
         options = options_of(factory) or {}
@@ -168,7 +168,7 @@ def _feeds_back(name: str) -> bool:
 def _options(factory: Any, options: Mapping[str, Any], text: str, *, feedback: bool) -> Table:
     table = Table(expand=True)
     table.add_column("option", no_wrap=True)
-    table.add_column("type", overflow="fold")
+    table.add_column("type", overflow="fold", max_width=16)
     table.add_column("default", overflow="fold")
     table.add_column("meaning", overflow="fold", ratio=1)
     said, kinds = _arguments(text), _kinds(factory)
@@ -183,7 +183,7 @@ def _options(factory: Any, options: Mapping[str, Any], text: str, *, feedback: b
 
 
 def _kinds(factory: Any) -> dict[str, str]:
-    """By option, what it takes; annotations that cannot be looked up stay as they are written."""
+    """Reads the type of each option; an annotation that cannot be looked up stays as written."""
     try:
         hints = typing.get_type_hints(factory)
     except Exception:  # of a user's file, which may import for type checkers only
@@ -204,7 +204,7 @@ def _kind(hint: Any) -> str:
 def _example(
     name: str, text: str, options: Mapping[str, Any], needed: Sequence[str]
 ) -> Sequence[str]:
-    """Lines of the docstring's example where that is by name; else one of the first option."""
+    """Takes the docstring's example where that is by name; else makes one of the first option."""
     _, _, rest = text.partition("\nExample:\n")
     lines = [line.strip()[4:] for line in rest.partition("\n\n")[0].splitlines()]
     if any(f'"{name}"' in line for line in lines):
@@ -216,7 +216,7 @@ def _example(
 
 
 def _arguments(text: str) -> dict[str, str]:
-    """What a docstring says of each argument."""
+    """Reads the meaning of each argument from a docstring."""
     _, _, rest = text.partition("\nArgs:\n")
     found: dict[str, str] = {}
     last: list[str] = []
@@ -233,6 +233,6 @@ def _arguments(text: str) -> dict[str, str]:
 
 
 def _plain(text: str) -> str:
-    """Without the marks of the documentation."""
+    """Removes the marks of the documentation."""
     text = re.sub(r":\w+:`(.*?)`", r"\1", text)
     return " ".join(text.replace("`", "").split())

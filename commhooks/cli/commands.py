@@ -1,4 +1,4 @@
-"""What the commands of ``commhooks`` do; ``schemes`` has a module of its own."""
+"""Runs the commands of ``commhooks``; ``schemes`` has a module of its own."""
 
 from __future__ import annotations
 
@@ -40,11 +40,15 @@ __all__ = ["check", "doctor", "new", "tradeoff", "version"]
 
 
 def version() -> str:
-    """The release, that of torch, and what runs the ops."""
+    """Says the release, that of torch, and which implementation of the ops runs."""
+    try:
+        cpu, cuda = _what_runs("cpu"), _what_runs("cuda")
+    except ValueError as error:  # of a variable of the environment
+        raise typer.BadParameter(str(error)) from error
     return (
         f"commhooks {__version__}, torch {torch.__version__}, Python {platform.python_version()}\n"
-        f"on the CPU: {_what_runs('cpu')}\n"
-        f"on CUDA: {_what_runs('cuda')}"
+        f"on the CPU: {cpu}\n"
+        f"on CUDA: {cuda}"
     )
 
 
@@ -143,7 +147,9 @@ def check(target: str) -> int:
 def tradeoff(which: Sequence[str], trace: Path | None, out: Path | None) -> None:
     """Prints error and bits of schemes, and writes both to a folder if one is named."""
     named, added = split(which)
-    compared = [*named, *added] if named else _comparable(scheme_names(), added)
+    # A file's scheme may be named beside the file.
+    some = list(dict.fromkeys([*named, *added]))
+    compared = some if named else _comparable(scheme_names(), added)
     for name in compared:
         factory_of(name)
         if made(name).traits.returns == "update":
@@ -178,7 +184,7 @@ def _recorded(folder: Path | None) -> Trace | None:
 
 
 def _comparable(every: Sequence[str], added: Sequence[str]) -> list[str]:
-    """All that average; a user's file is taken at its word, so that an error names it."""
+    """Selects schemes that average; those of a user's file stay, so that an error names them."""
     others = [name for name in every if name not in added and name not in NOT_COMPARED]
     return sorted([*added, *(name for name in others if make(name).traits.returns != "update")])
 

@@ -1,4 +1,4 @@
-"""Error against bits: what each scheme makes of the same gradients.
+"""Measures error against bits of schemes, each on the same gradients.
 
 Each scheme averages gradients of 4 pretended ranks: entries of N(0, 1), of a Laplace and of a t(3)
 distribution, half of each in common to all ranks; recorded gradients too, if there are some.
@@ -45,7 +45,7 @@ SAME = {"drive", "none", "noop"}  # another name for what is there, or no averag
 
 @dataclass(frozen=True)
 class Case:
-    """A registered name, and settings."""
+    """Pairs a registered name with settings."""
 
     name: str
     options: dict[str, Any]
@@ -58,7 +58,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Point:
-    """A scheme on gradients of one kind."""
+    """Holds the bits and the error of a scheme on gradients of one kind."""
 
     scheme: str
     gradients: str
@@ -68,7 +68,7 @@ class Point:
 
 
 def cases_of(names: Iterable[str]) -> list[Case]:
-    """The settings under which these schemes are compared."""
+    """Lists the settings under which these schemes are compared."""
     return [Case(name, options) for name in names for options in SETTINGS.get(name, [{}])]
 
 

@@ -1,4 +1,4 @@
-"""Schemes of a user's files: what is wrong with one is a usage error that names it."""
+"""Loads schemes of a user's files; a mistake in one is a usage error that names it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["load_files", "made", "sentence", "split"]
 
 
 def split(which: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Names, and those that the files among them register; runs the files."""
+    """Separates names from files, runs the files, and returns the names that they register, too."""
     added = load_files([Path(one) for one in which if one.endswith(".py")])
     return [one for one in which if not one.endswith(".py")], added
 
 
 def load_files(files: Sequence[Path]) -> list[str]:
-    """Runs files that register schemes; the names they add."""
+    """Runs files that register schemes and returns the names that they add."""
     before = set(scheme_names())
     for path in files:
         if not path.is_file():
@@ -35,7 +35,7 @@ def load_files(files: Sequence[Path]) -> list[str]:
 
 
 def made(name: str, **options: Any) -> Scheme:
-    """The scheme, or a usage error that names it: it may be a user's."""
+    """Makes a scheme; an error is a usage error that names it, since it may be a user's."""
     try:
         return make(name, **options)
     except Exception as error:
@@ -43,7 +43,7 @@ def made(name: str, **options: Any) -> Scheme:
 
 
 def sentence(error: BaseException, path: Path | None = None) -> str:
-    """What an error of a user's code says, and the line of ``path`` that it came from."""
+    """Says an error of a user's code in a sentence, with the line of ``path`` that raised it."""
     lines = [
         frame.lineno
         for frame in traceback.extract_tb(error.__traceback__)

@@ -22,7 +22,7 @@ _WORDS = {
 
 
 class Summary(str):
-    """Sentences about some steps of a hook, which a notebook shows as a table.
+    """Says in sentences how some steps of a hook went; a notebook shows a table.
 
     A string in every other respect, so that ``print(hook.summary())`` is the sentences.
     """

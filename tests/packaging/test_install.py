@@ -9,13 +9,16 @@ import subprocess
 import sys
 import venv
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from email.parser import Parser
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError, distribution, requires
 from pathlib import Path
 from types import MappingProxyType
 
 import pytest
+from packaging.requirements import Requirement
+
+from tests.packaging.scripts import REFUSES, TRAINS
 
 pytestmark = pytest.mark.timeout(400)
 ROOT = Path(__file__).parents[2]
@@ -66,10 +69,15 @@ class Environment:
     installations, are not read. pip looks at all, but removes nothing outside of its environment.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, only: Sequence[str] = ()) -> None:
+        """Makes it; ``only`` names the packages that it finds, beside what these need."""
         venv.create(folder, symlinks=True, with_pip=False)
         self.folder, self.python = folder, folder / "bin" / "python"
         (self.packages,) = folder.glob("lib/python*/site-packages")
+        if only:
+            for name, place in modules_of(only).items():
+                (self.packages / name).symlink_to(place)
+            return
         running = [one for one in sys.path if Path(one).name in ("site-packages", "dist-packages")]
         (self.packages / "running.pth").write_text("\n".join(running) + "\n")
 
@@ -81,6 +89,34 @@ class Environment:
     def imported(self) -> list[Path]:
         lines, _ = run(self.python, "-c", SCRIPT, cwd=self.folder)
         return [Path(line) for line in lines.splitlines()]
+
+
+def modules_of(names: Sequence[str]) -> dict[str, Path]:
+    """Where the running environment has what these packages, and all that they need, install."""
+    found: dict[str, Path] = {}
+    seen, waiting = set(), list(names)
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        try:
+            package = distribution(name)
+        except PackageNotFoundError:  # for another platform
+            continue
+        for file in package.files or []:
+            top = file.parts[0]
+            if top not in ("..", "__pycache__") and not top.endswith(".pth"):
+                found[top] = Path(str(package.locate_file(top)))
+        wanted = [Requirement(one) for one in requires(name) or []]
+        waiting += [one.name for one in wanted if not one.marker or one.marker.evaluate()]
+    return found
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> Environment:
+    """With torch and numpy only."""
+    return Environment(tmp_path / "bare", only=["torch", "numpy"])
 
 
 @pytest.fixture
@@ -130,13 +166,34 @@ def wheel(source: Path) -> Path:
     return build(source)[0]
 
 
+def test_a_wheel_runs_with_torch_and_numpy_only(wheel: Path, bare: Environment) -> None:
+    bare.install(wheel)
+    refused, _ = run(bare.python, "-c", TRAINS + REFUSES, cwd=bare.folder)
+    assert refused.count("which cannot be imported (No module named ") == 8
+    printed, _ = run(bare.python, ROOT / "tests" / "packaging" / "smoke.py", cwd=bare.folder)
+    assert printed.startswith(str(bare.packages))
+    assert "int8: bits as in PyTorch" in printed
+    done = subprocess.run(
+        [bare.folder / "bin" / "commhooks", "--version"],
+        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
+        cwd=bare.folder, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.splitlines() == [
+        "commhooks: the command line needs rich and typer, which cannot be imported "
+        "(No module named 'typer'): pip install rich typer"
+    ]
+
+
 def test_a_wheel_installs_and_imports(wheel: Path, environment: Environment) -> None:
     environment.install(wheel)
     for file in environment.imported():
         assert file.is_relative_to(environment.packages)
     printed, _ = run(environment.python, "-c", WARNED, cwd=environment.folder)
     assert printed.split() == ["kernel"]
-    run(environment.folder / "bin" / "commhooks", "--help", cwd=environment.folder)
+    printed, _ = run(environment.folder / "bin" / "commhooks", "--version", cwd=environment.folder)
+    assert printed.startswith("commhooks ")
+    assert "on the CPU: kernels, " in printed
 
 
 def test_a_wheel_holds_the_packages_and_no_tests(wheel: Path) -> None:
@@ -153,7 +210,7 @@ def test_a_wheel_holds_the_packages_and_no_tests(wheel: Path) -> None:
 
 def test_a_wheel_serves_every_python_and_old_systems(wheel: Path, tmp_path: Path) -> None:
     assert re.search(r"-py3-none-\w+\.whl$", wheel.name)
-    assert wheel.stat().st_size < 1_000_000
+    assert wheel.stat().st_size < 1_200_000
     with zipfile.ZipFile(wheel) as archive:
         library = archive.extract("commhooks/kernels/libcommhooks_kernels.so", tmp_path)
         for name in ("blockwise.cu", "include/portable.h"):
@@ -163,6 +220,9 @@ def test_a_wheel_serves_every_python_and_old_systems(wheel: Path, tmp_path: Path
     assert max(versions) <= (2, 17)  # manylinux2014
     assert "GLIBCXX" not in symbols
     assert "CXXABI" not in symbols
+    needed, _ = run("readelf", "--dynamic", library, cwd=tmp_path)
+    assert re.findall(r"\(NEEDED\).*\[(.*)\]", needed) == ["libc.so.6"]
+    assert "PATH" not in needed  # of the machine that built it
 
 
 def test_without_a_compiler_it_says_so_and_runs_pytorch_code(
@@ -205,10 +265,12 @@ def test_metadata_states_versions_and_extras(wheel: Path) -> None:
         metadata = Parser().parsestr(archive.read(name).decode())
     assert metadata["Requires-Python"] == ">=3.10"
     requires = metadata.get_all("Requires-Dist")
-    assert "torch>=2.9" in requires
-    assert {"cuda12", "cuda13", "experiments", "dev"} <= set(metadata.get_all("Provides-Extra"))
+    assert [one for one in requires if "extra ==" not in one] == ["torch>=2.9", "numpy"]
+    extras = set(metadata.get_all("Provides-Extra"))
+    assert {"report", "cli", "trace", "plot", "all", "cuda12", "cuda13"} <= extras
     assert 'cupy-cuda12x; extra == "cuda12"' in requires
     assert 'cupy-cuda13x; extra == "cuda13"' in requires
+    assert 'typer; extra == "cli"' in requires
 
 
 @pytest.mark.slow

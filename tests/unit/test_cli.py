@@ -120,6 +120,15 @@ def test_the_release_says_what_runs_and_why() -> None:
         assert "on the CPU: PyTorch code (asked for)" in invoke("--version").output
 
 
+@pytest.mark.parametrize("command", ["--version", "doctor"])
+def test_an_instruction_set_that_is_not_there_is_a_usage_error(command: str) -> None:
+    error = ValueError("COMMHOOKS_CPU is one of v2 here, got 'v9'")
+    with mock.patch.object(cpu, "instruction_set", side_effect=error):
+        done = invoke(command)
+    assert done.exit_code == 2
+    assert str(error) in done.output
+
+
 @pytest.mark.parametrize("command", ["schemes", "check", "tradeoff"])
 def test_the_shell_completes_commands_schemes_and_files(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -170,7 +179,7 @@ def test_a_file_is_compared_with_all_others_or_with_some(
     compared.clear()
     monkeypatch.setattr(_registry, "_factories", dict(_registry._factories))
     del _registry._factories["compared"]
-    assert invoke("tradeoff", str(path), "int8").exit_code == 0
+    assert invoke("tradeoff", str(path), "int8", "compared").exit_code == 0
     assert compared == ["int8", "compared"]
 
 

@@ -1,4 +1,4 @@
-"""What runs with torch and numpy alone, and what says which package it needs."""
+"""Training with torch and numpy alone, errors that name a missing package, commands in the docs."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ import commhooks.research.wire
 import ddp_core
 from commhooks.cli.app import app
 from commhooks.kernels.runtime import cuda
+from tests.packaging.scripts import REFUSES, TRAINS
 
 ROOT = Path(__file__).parents[2]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -37,52 +38,6 @@ def find_spec(name, path=None, target=None):
     return None if name.partition(".")[0] in hidden else every(name, path, target)
 
 PathFinder.find_spec = find_spec
-"""
-TRAINS = """
-import tempfile
-import torch
-import torch.distributed as dist
-import commhooks
-import ddp_core
-
-folder = tempfile.mkdtemp()
-dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-
-def stepped(model, **options):
-    hook = commhooks.register(model, "powersgd", rank=2, **options)
-    for _ in range(3):
-        model(torch.randn(4, 64)).square().mean().backward()
-    return hook
-
-module = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
-hook = stepped(torch.nn.parallel.DistributedDataParallel(module))
-torch.save(hook.state_dict(), f"{folder}/state.pt")
-hook.load_state_dict(torch.load(f"{folder}/state.pt"))
-hook.switch("int8")
-assert "nothing is sent between ranks" in stepped(ddp := ddp_core.DistributedDataParallel(
-    torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8)))).summary()
-"""
-REFUSES = """
-from commhooks.research.budget import allocate
-from commhooks.research.trace import Trace, replay
-from commhooks.wrappers.traced import Traced
-
-said = []
-for call in (
-    hook.report,
-    hook.ledger.report,
-    ddp.timeline.frame,
-    ddp.timeline.plot,
-    lambda: Traced(commhooks.make("none"), folder),
-    lambda: Trace(folder),
-    lambda: replay(None, "int8"),
-    lambda: allocate([(None, [])], [commhooks.make("none")], bits=1.0),
-):
-    try:
-        call()
-    except commhooks.errors.MissingPackageError as error:
-        said.append(str(error))
-print(*said, sep="\\n")
 """
 
 
@@ -138,7 +93,7 @@ def test_what_cuda_kernels_need_is_what_the_extra_installs(
 
 
 COMMANDS = {command.name or command.callback.__name__ for command in app.registered_commands}
-# What users read: pages, and all text of what is installed.
+# Text for users: pages, and all text of what is installed.
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 TEXTS = [
     *PAGES,
@@ -147,7 +102,7 @@ TEXTS = [
 
 
 def told(pattern: str, files: Iterable[Path]) -> list[tuple[str, str]]:
-    """What a pattern's group finds in files, and where."""
+    """Returns the matches of a pattern's group, each with the file's name."""
     found = re.compile(pattern, re.MULTILINE)
     return [(one, path.name) for path in files for one in found.findall(path.read_text())]
 
