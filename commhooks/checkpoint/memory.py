@@ -10,7 +10,7 @@ from torch import Tensor
 from commhooks.checkpoint.form import MemoryDict, tensor_error
 from commhooks.core.scheme import Scheme, slot_error, walk
 from commhooks.errors import CheckpointError
-from commhooks.wrappers.base import Several
+from commhooks.wrappers.base import Choice
 
 __all__ = ["check_complete", "check_memory"]
 
@@ -85,7 +85,7 @@ def check_complete(
     With other settings (another rank of PowerSGD, say) a scheme may have kept less; but what moves
     between ranks, as residuals do, every parameter has.
     """
-    several = any(isinstance(one, Several) for one in walk(scheme))
+    several = any(isinstance(one, Choice) for one in walk(scheme))
     for key, values in declared.items():
         if not same_settings and (several or per_rank.get(key) != "sum"):
             continue

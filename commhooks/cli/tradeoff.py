@@ -1,6 +1,6 @@
 """Measures error against bits of schemes, each on the same gradients.
 
-Each scheme averages gradients of 4 pretended ranks: entries of N(0, 1), of a Laplace and of a t(3)
+Each scheme averages gradients of 4 simulated ranks: entries of N(0, 1), of a Laplace and of a t(3)
 distribution, half of each in common to all ranks; recorded gradients too, if there are some.
 ``error`` is |mean - exact|^2 / |exact|^2 without error feedback, the mean of some steps; ``bits``
 those of an entry in an all-reduce that moves as many bytes. A scheme is on the front if none has

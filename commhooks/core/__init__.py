@@ -3,7 +3,7 @@
 from commhooks.core.bucket import Bucket, Result, SchemeExchange
 from commhooks.core.layout import Layout
 from commhooks.core.memory import Memory
-from commhooks.core.packed import Draw, PackedCodec
+from commhooks.core.packed import PackedCodec, Randomness
 from commhooks.core.registry import register_scheme, scheme_names
 from commhooks.core.scheme import Codec, Scheme
 from commhooks.core.slot import Number, Slot
@@ -14,12 +14,12 @@ __all__ = [
     "Biased",
     "Bucket",
     "Codec",
-    "Draw",
     "Exact",
     "Layout",
     "Memory",
     "Number",
     "PackedCodec",
+    "Randomness",
     "Result",
     "Scheme",
     "SchemeExchange",

@@ -23,9 +23,10 @@ from commhooks.kernels import Stream
 from ddp_core import AllGather, AllToAll, Collective
 
 __all__ = [
-    "Draw",
     "PackedCodec",
     "Pattern",
+    "Piece",
+    "Randomness",
     "Shard",
     "spans",
 ]
@@ -34,13 +35,13 @@ Pattern = Literal["two_phase", "all_gather"]
 Rounds = Generator[Collective, Tensor, None]
 
 
-class Draw:
+class Randomness:
     """Random streams of one payload, made when they are asked for.
 
     Attributes:
         noise: for stochastic rounding; of this rank and phase alone.
         shared: the same on every rank and in both phases.
-        anew: the same on every rank, and another in each phase.
+        per_phase: the same on every rank, and another in each phase.
         bucket: for other draws, from ``bucket.generator``; of this phase.
     """
 
@@ -49,10 +50,10 @@ class Draw:
         self._shard, self._phase = f"{purpose}{shard}", f"{purpose}{phase}/{shard}"
 
     @property
-    def first(self) -> Draw:
+    def first(self) -> Randomness:
         """What the payloads that arrive in the first phase were packed with."""
         shard, purpose = self._place
-        return Draw(self._whole, shard, "worker", purpose)
+        return Randomness(self._whole, shard, "worker", purpose)
 
     @cached_property
     def noise(self) -> Stream:
@@ -63,13 +64,41 @@ class Draw:
         return self._whole.random(self._shard, shared=True)
 
     @cached_property
-    def anew(self) -> Stream:
+    def per_phase(self) -> Stream:
         return self._whole.random(self._phase, shared=True) if self._again else self.shared
 
     @cached_property
     def bucket(self) -> Bucket:
         # What feedback keeps is not a codec's: it is given what to encode.
         return self._whole.with_draws(self._phase).replace(residual=None, unsent=None)
+
+
+class Piece(NamedTuple):
+    """A stretch of a bucket that becomes one payload.
+
+    Attributes:
+        x: float32, float16 or bfloat16, flat.
+        residual: float32, as many entries: to be added to ``x``.
+        unsent: float32, as many entries: takes ``x + residual`` less what the payload stands for.
+    """
+
+    x: Tensor
+    residual: Tensor | None = None
+    unsent: Tensor | None = None
+
+    @classmethod
+    def of(cls, bucket: Bucket) -> Piece:
+        """The whole bucket."""
+        return cls(bucket.raw, bucket.residual, bucket.unsent)
+
+    @property
+    def corrected(self) -> Tensor:
+        """``x + residual`` in float32; may be ``x`` itself."""
+        return self.x.to(torch.float32) if self.residual is None else self.x + self.residual
+
+    def part(self, begin: int, end: int) -> Piece:
+        """Some of the entries."""
+        return Piece(*(None if one is None else one[begin:end] for one in self))  # type: ignore[arg-type]
 
 
 class Shard(NamedTuple):
@@ -93,7 +122,7 @@ class PackedCodec(Scheme):
     pattern: Pattern = "two_phase"
 
     @property
-    def unit(self) -> int:
+    def granularity(self) -> int:
         """Entries that cannot be divided; shards are multiples of it."""
         return 1
 
@@ -110,24 +139,17 @@ class PackedCodec(Scheme):
         """Bytes of the payload of ``n`` entries."""
         raise NotImplementedError
 
-    def pack(
-        self,
-        x: Tensor,
-        payload: Tensor,
-        draw: Draw,
-        residual: Tensor | None = None,
-        left: Tensor | None = None,
-    ) -> None:
-        """Writes the payload of ``x``, or of ``x + residual``, and to ``left`` what it leaves out.
+    def pack(self, piece: Piece, payload: Tensor, random: Randomness) -> None:
+        """Writes the payload of a piece of the bucket, and to ``piece.unsent`` what it leaves out.
 
         Args:
-            x: float32, float16 or bfloat16, flat.
-            payload: uint8, ``payload_bytes(x.numel())`` of them.
-            residual, left: float32, as many entries as ``x``.
+            piece: entries, and their residual.
+            payload: uint8, ``payload_bytes(piece.x.numel())`` of them.
+            random: random bits of this payload.
         """
         raise NotImplementedError
 
-    def unpack(self, payloads: Tensor, out: Tensor, draw: Draw, factor: float) -> None:
+    def unpack(self, payloads: Tensor, out: Tensor, random: Randomness, factor: float) -> None:
         """Writes the sum of what the rows of ``payloads`` stand for, times ``factor``."""
         raise NotImplementedError
 
@@ -136,17 +158,17 @@ class PackedCodec(Scheme):
         payloads: Tensor,
         payload: Tensor,
         n: int,
-        draw: Draw,
+        random: Randomness,
         factor: float,
-        left: Tensor | None = None,
+        unsent: Tensor | None = None,
     ) -> None:
         """``unpack``, then ``pack``: the middle of the two-phase exchange."""
         total = torch.empty(n, dtype=torch.float32, device=payload.device)
-        self.unpack(payloads, total, draw.first, factor)
-        self.pack(total, payload, draw, left=left)
+        self.unpack(payloads, total, random.first, factor)
+        self.pack(Piece(total, None, unsent), payload, random)
 
-    def pays(self, n: int, dense_bytes: int, world_size: int) -> bool:
-        """Whether a smaller payload of ``n`` entries is worth to be sent, not an all-reduce."""
+    def is_worthwhile(self, n: int, dense_bytes: int, world_size: int) -> bool:
+        """Whether sending the payload of ``n`` entries, which is smaller, beats an all-reduce."""
         return True
 
     # ---- how payloads travel
@@ -156,7 +178,7 @@ class PackedCodec(Scheme):
         shards = self.shards(n, world_size if self.pattern == "two_phase" else 1)
         dense_bytes = bucket.raw.nbytes
         small = len(shards) * shards[0].nbytes < dense_bytes
-        if not (small and self.pays(n, dense_bytes, world_size)):
+        if not (small and self.is_worthwhile(n, dense_bytes, world_size)):
             return (yield from bucket.all_reduce())
         inside = bucket.in_float32()
         if self.pattern == "two_phase":
@@ -167,46 +189,42 @@ class PackedCodec(Scheme):
 
     def shards(self, n: int, count: int) -> list[Shard]:
         """``n`` entries in ``count`` shards, equal multiples of the unit; the last may be short."""
-        return self.cut(spans(n, count, self.unit))
+        return self.to_shards(spans(n, count, self.granularity))
 
-    def cut(self, parts: Sequence[tuple[int, int]]) -> list[Shard]:
+    def to_shards(self, parts: Sequence[tuple[int, int]]) -> list[Shard]:
         """Shards of these begins and ends."""
         return [Shard(begin, end, self.payload_bytes(end - begin)) for begin, end in parts]
 
     def _all_gather(self, bucket: Bucket) -> Rounds:
         x = bucket.raw
         payload = x.new_empty(self.payload_bytes(x.numel()), dtype=torch.uint8)
-        draw = Draw(bucket, 0, "worker")
-        self.pack(x, payload, draw, bucket.residual, bucket.unsent)
+        draw = Randomness(bucket, 0, "worker")
+        self.pack(Piece.of(bucket), payload, draw)
         gathered = yield AllGather(payload)
         self.unpack(gathered, bucket.output, draw, 1.0 / bucket.world_size)
 
     def _two_phase(self, bucket: Bucket, shards: list[Shard]) -> Rounds:
-        draws = [Draw(bucket, r, "worker") for r in range(len(shards))]
-        rows = self.pack_shards(bucket.raw, shards, draws, bucket.residual, bucket.unsent)
+        draws = [Randomness(bucket, r, "worker") for r in range(len(shards))]
+        rows = self.pack_shards(Piece.of(bucket), shards, draws)
         received = yield AllToAll(rows)
         again = self.repack_shard(
             received, shards, bucket.rank, bucket, bucket.unsent, bucket.world_size
         )
         gathered = yield AllGather(again)
-        draws = [Draw(bucket, r, "server") for r in range(len(shards))]
+        draws = [Randomness(bucket, r, "server") for r in range(len(shards))]
         self.unpack_shards(gathered, bucket.output, shards, draws)
 
     def pack_shards(
         self,
-        x: Tensor,
+        piece: Piece,
         shards: list[Shard],
-        draws: list[Draw],
-        residual: Tensor | None,
-        left: Tensor | None,
+        draws: list[Randomness],
     ) -> Tensor:
-        """A row of bytes for each shard of ``x + residual``, all of one length."""
-        rows = x.new_zeros(len(shards), shards[0].nbytes, dtype=torch.uint8)
+        """A row of bytes for each shard of a piece, all of one length."""
+        rows = piece.x.new_zeros(len(shards), shards[0].nbytes, dtype=torch.uint8)
         for (begin, end, nbytes), row, draw in zip(shards, rows, draws, strict=True):
-            part = slice(begin, end)
-            rest, into = (None if one is None else one[part] for one in (residual, left))
             if begin < end:
-                self.pack(x[part], row[:nbytes], draw, rest, into)
+                self.pack(piece.part(begin, end), row[:nbytes], draw)
         return rows
 
     def repack_shard(
@@ -215,28 +233,28 @@ class PackedCodec(Scheme):
         shards: list[Shard],
         own: int,
         bucket: Bucket,
-        left: Tensor | None,
+        unsent: Tensor | None,
         weight: int,
         purpose: str = "",
     ) -> Tensor:
         """The bytes of the mean of what came of shard ``own``.
 
         What that mean lost is this rank's to send, as ``weight`` times as much of its own share,
-        and is added to ``left``.
+        and is added to ``unsent``.
         """
         begin, end, nbytes = shards[own]
         again = received.new_zeros(shards[0].nbytes)
         if begin < end:
-            lost = None if left is None else torch.empty_like(left[begin:end])
-            draw = Draw(bucket, own, "server", purpose)
+            lost = None if unsent is None else torch.empty_like(unsent[begin:end])
+            draw = Randomness(bucket, own, "server", purpose)
             rows = received[:, :nbytes].contiguous()
             self.repack(rows, again[:nbytes], end - begin, draw, 1.0 / len(rows), lost)
-            if left is not None and lost is not None:
-                left[begin:end].add_(lost, alpha=float(weight))
+            if unsent is not None and lost is not None:
+                unsent[begin:end].add_(lost, alpha=float(weight))
         return again
 
     def unpack_shards(
-        self, rows: Tensor, out: Tensor, shards: list[Shard], draws: list[Draw]
+        self, rows: Tensor, out: Tensor, shards: list[Shard], draws: list[Randomness]
     ) -> None:
         """Writes what the rows of the second phase stand for, shard after shard."""
         for (begin, end, nbytes), row, draw in zip(shards, rows, draws, strict=True):

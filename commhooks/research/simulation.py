@@ -1,4 +1,4 @@
-"""n pretended ranks in one process: for tests, and for research without processes."""
+"""n simulated ranks in one process: for tests, and for research without processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Simulation"]
 
 
 class Simulation:
-    """Runs a scheme over several steps on ``world_size`` pretended ranks.
+    """Runs a scheme over several steps on ``world_size`` simulated ranks.
 
     Args:
         scheme: a scheme or a registered name.

@@ -71,7 +71,7 @@ class Trace:
 
 
 def replay(trace: Trace, scheme: str | Scheme, **options: Any) -> pd.DataFrame:
-    """Runs a scheme over recorded gradients, on as many pretended ranks as recorded them.
+    """Runs a scheme over recorded gradients, on as many simulated ranks as recorded them.
 
     Args:
         options: of the scheme, see :func:`commhooks.make`.

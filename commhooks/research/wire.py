@@ -31,7 +31,7 @@ from torch import Tensor
 from commhooks.core.bucket import Bucket
 from commhooks.core.bytes import crc32
 from commhooks.core.layout import Layout
-from commhooks.core.packed import Draw, PackedCodec
+from commhooks.core.packed import PackedCodec, Piece, Randomness
 from commhooks.core.scheme import Codec
 from commhooks.core.settings import fitting
 from commhooks.errors import PayloadError
@@ -84,7 +84,7 @@ def encode(
         raise ValueError(f"encode(step=..., seed=...): 0 to 2**63 - 1, got {step} and {seed}")
     payload = torch.zeros(packed.payload_bytes(n), dtype=torch.uint8, device=x.device)
     if n:
-        packed.pack(x.contiguous().view(-1), payload, _draw(n, step, seed, x.device))
+        packed.pack(Piece(x.contiguous().view(-1)), payload, _draw(n, step, seed, x.device))
     body = payload.cpu()
     fields = (_MAGIC, VERSION, int(checksum), _name(packed), n, body.numel(), step, seed)
     crc = crc32(body, zlib.crc32(_HEADER.pack(*fields, 0))) if checksum else 0
@@ -182,10 +182,10 @@ def _packed(codec: PackedCodec | Codec) -> PackedCodec:
     return codec
 
 
-def _draw(n: int, step: int, seed: int, device: torch.device) -> Draw:
+def _draw(n: int, step: int, seed: int, device: torch.device) -> Randomness:
     empty = torch.empty(0, device=device)
     bucket = Bucket(empty, Layout(["payload"], [(n,)]), step=step, seed=seed)
-    return Draw(bucket, 0, "worker")
+    return Randomness(bucket, 0, "worker")
 
 
 def _name(codec: PackedCodec) -> bytes:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from commhooks.core.dense import Dense
-from commhooks.core.packed import Draw, PackedCodec
+from commhooks.core.packed import PackedCodec, Piece, Randomness
 from commhooks.core.registry import register_scheme
 from commhooks.core.scheme import Scheme
 from commhooks.kernels import scaled_cast
@@ -43,29 +43,22 @@ class TwoPhaseCast(PackedCodec):
     def payload_bytes(self, n: int) -> int:
         return -(-n * self.dtype.itemsize // 16) * 16
 
-    def pack(
-        self,
-        x: Tensor,
-        payload: Tensor,
-        draw: Draw,
-        residual: Tensor | None = None,
-        left: Tensor | None = None,
-    ) -> None:
-        ranks = draw.bucket.world_size
-        c = x if residual is None else x + residual
-        narrow = payload.view(self.dtype)[: x.numel()]
+    def pack(self, piece: Piece, payload: Tensor, random: Randomness) -> None:
+        ranks = random.bucket.world_size
+        c = piece.x if piece.residual is None else piece.corrected
+        narrow = payload.view(self.dtype)[: c.numel()]
         if self.stochastic and self.dtype != torch.float32:
             # Divided before the cast: a float16 share of a large gradient would overflow.
-            scaled_cast(c.to(torch.float32), 1.0 / ranks, narrow, stream=draw.noise)
+            scaled_cast(c.to(torch.float32), 1.0 / ranks, narrow, stream=random.noise)
         else:
             scaled_cast(c, 1.0 / ranks, narrow)
-        if left is not None:
-            torch.sub(c, narrow.to(torch.float32), alpha=float(ranks), out=left)
+        if piece.unsent is not None:
+            torch.sub(c, narrow.to(torch.float32), alpha=float(ranks), out=piece.unsent)
 
-    def unpack(self, payloads: Tensor, out: Tensor, draw: Draw, factor: float) -> None:
+    def unpack(self, payloads: Tensor, out: Tensor, random: Randomness, factor: float) -> None:
         rows = payloads.contiguous().view(self.dtype)[:, : out.numel()]
         total = rows.sum(0, dtype=torch.float32)
-        out.copy_(total.mul_(factor * draw.bucket.world_size))
+        out.copy_(total.mul_(factor * random.bucket.world_size))
 
 
 def _sixteen_bits(dtype: torch.dtype, fp32_sum: bool, stochastic: bool) -> Scheme:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from commhooks.core.packed import Draw, PackedCodec, Pattern
+from commhooks.core.packed import PackedCodec, Pattern, Piece, Randomness
 from commhooks.core.registry import register_scheme
 from commhooks.core.traits import ErrorKind, Unbiased
 from commhooks.kernels import dequantize_levels, hadamard, quantize_levels
@@ -65,7 +65,7 @@ class Eden(PackedCodec):
         return Unbiased(_MOST[self.bits - 1])
 
     @property
-    def unit(self) -> int:
+    def granularity(self) -> int:
         return self.block
 
     def payload_bytes(self, n: int) -> int:
@@ -78,36 +78,28 @@ class Eden(PackedCodec):
         end = blocks * (4 + self.block * self.bits // 8)
         return payload[: 4 * blocks].view(torch.float32), payload[4 * blocks : end]
 
-    def pack(
-        self,
-        x: Tensor,
-        payload: Tensor,
-        draw: Draw,
-        residual: Tensor | None = None,
-        left: Tensor | None = None,
-    ) -> None:
-        n = x.numel()
-        c = x.to(torch.float32) if residual is None else x + residual
-        c = pad(c, (0, -n % self.block))
+    def pack(self, piece: Piece, payload: Tensor, random: Randomness) -> None:
+        n, unsent = piece.x.numel(), piece.unsent
+        c = pad(piece.corrected, (0, -n % self.block))
         rotated = torch.empty_like(c)
-        hadamard(c, rotated, self.block, draw.anew)
+        hadamard(c, rotated, self.block, random.per_phase)
         scales, codes = self._split(payload, n)
-        rest = None if left is None else rotated
-        levels = _levels(self.bits, x.device)
+        rest = None if unsent is None else rotated
+        levels = _levels(self.bits, c.device)
         quantize_levels(rotated, levels, scales, codes, self.block, left=rest)
         payload[scales.nbytes + codes.nbytes :].zero_()
-        if left is not None:
-            hadamard(rotated, rotated, self.block, draw.anew, inverse=True)
-            left.copy_(rotated[:n])
+        if unsent is not None:
+            hadamard(rotated, rotated, self.block, random.per_phase, inverse=True)
+            unsent.copy_(rotated[:n])
 
-    def unpack(self, payloads: Tensor, out: Tensor, draw: Draw, factor: float) -> None:
+    def unpack(self, payloads: Tensor, out: Tensor, random: Randomness, factor: float) -> None:
         n = out.numel()
         total = torch.zeros(-(-n // self.block) * self.block, device=out.device)
         levels = _levels(self.bits, out.device)
         for index, payload in enumerate(payloads):
             parts = self._split(payload, n)
             dequantize_levels(*parts, levels, total, self.block, accumulate=index > 0)
-        hadamard(total, total, self.block, draw.anew, inverse=True)
+        hadamard(total, total, self.block, random.per_phase, inverse=True)
         out.copy_(total[:n].mul_(factor))
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from commhooks.core.bucket import Bucket, SchemeExchange
-from commhooks.core.packed import Draw, PackedCodec, spans
+from commhooks.core.packed import PackedCodec, Piece, Randomness, spans
 from commhooks.core.registry import register_scheme
 from commhooks.core.scheme import Scheme
 from commhooks.core.traits import Traits, composed
@@ -86,8 +86,8 @@ class Hierarchical(Scheme):
         mates = range(node * local, (node + 1) * local)
         partners = range(place, world_size, local)
 
-        unit = math.lcm(self.inside.unit, self.between.unit)
-        parts = self.inside.cut(spans(n, local, unit))
+        unit = math.lcm(self.inside.granularity, self.between.granularity)
+        parts = self.inside.to_shards(spans(n, local, unit))
         cuts = [self.between.shards(one.end - one.begin, nodes) for one in parts]
         width = cuts[0][0].nbytes
         if world_size * width >= bucket.raw.nbytes:
@@ -95,8 +95,8 @@ class Hierarchical(Scheme):
         inner = bucket.in_float32()
 
         # Inside: this rank gets its part of the bucket from all ranks of the node.
-        draws = [Draw(inner, at, "worker", "inside/") for at in range(local)]
-        rows = self.inside.pack_shards(inner.raw, parts, draws, inner.residual, inner.unsent)
+        draws = [Randomness(inner, at, "worker", "inside/") for at in range(local)]
+        rows = self.inside.pack_shards(Piece.of(inner), parts, draws)
         received = yield AllToAll(rows, mates)
         begin, end, nbytes = parts[place]
         mean = torch.empty(end - begin, dtype=torch.float32, device=inner.raw.device)
@@ -105,9 +105,9 @@ class Hierarchical(Scheme):
             self.inside.unpack(rows, mean, draws[place], 1.0 / local)
 
         # Between: that part's node means, in two phases.
-        draws = [Draw(inner, at, "worker", f"between/{place}/") for at in range(nodes)]
+        draws = [Randomness(inner, at, "worker", f"between/{place}/") for at in range(nodes)]
         lost = None if inner.unsent is None else torch.zeros_like(mean)
-        rows = self.between.pack_shards(mean, cuts[place], draws, None, lost)
+        rows = self.between.pack_shards(Piece(mean, None, lost), cuts[place], draws)
         received = yield AllToAll(_padded(rows, width), partners)
         if lost is not None:
             lost.mul_(float(local))
@@ -121,7 +121,7 @@ class Hierarchical(Scheme):
         # Inside: what came back, byte by byte.
         everything = yield AllGather(gathered, mates)
         for at, (part, cut, payloads) in enumerate(zip(parts, cuts, everything, strict=True)):
-            draws = [Draw(inner, i, "server", f"between/{at}/") for i in range(nodes)]
+            draws = [Randomness(inner, i, "server", f"between/{at}/") for i in range(nodes)]
             self.between.unpack_shards(payloads, inner.output[part.begin : part.end], cut, draws)
         return bucket.result_of(inner)
 

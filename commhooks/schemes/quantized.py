@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from commhooks.core.packed import Draw, PackedCodec, Pattern
+from commhooks.core.packed import PackedCodec, Pattern, Piece, Randomness
 from commhooks.core.registry import register_scheme
 from commhooks.core.scheme import Scheme
 from commhooks.core.traits import Biased, ErrorKind, Unbiased
@@ -83,7 +83,7 @@ class Blockwise(PackedCodec):
         return min(self.block / (4 * form.top**2), math.sqrt(self.block) / form.top)
 
     @property
-    def unit(self) -> int:
+    def granularity(self) -> int:
         return self.block
 
     def _padded(self, n: int) -> int:
@@ -92,41 +92,31 @@ class Blockwise(PackedCodec):
     def payload_bytes(self, n: int) -> int:
         return payload_bytes(self._padded(n), self.format, self.block)
 
-    def pack(
-        self,
-        x: Tensor,
-        payload: Tensor,
-        draw: Draw,
-        residual: Tensor | None = None,
-        left: Tensor | None = None,
-    ) -> None:
-        stream = draw.noise if self.stochastic else None
+    def pack(self, piece: Piece, payload: Tensor, random: Randomness) -> None:
+        noise = random.noise if self.stochastic else None
+        x, residual, unsent = piece
         if not self.rotate:
-            quantize(
-                *(x, payload, self.format, self.block),
-                residual=residual,
-                left=left,
-                stream=stream,
-            )
+            form = (self.format, self.block)
+            quantize(x, payload, *form, residual=residual, left=unsent, stream=noise)
             return
         n, missing = x.numel(), -x.numel() % self.block
-        into = left
+        into = unsent
         if missing:
             x = pad(x, (0, missing))
             residual = None if residual is None else pad(residual, (0, missing))
-            into = None if left is None else torch.empty_like(x, dtype=torch.float32)
-        form = (self.format, self.block, draw.shared)
-        quantize_rotated(x, payload, *form, residual=residual, left=into, stream=stream)
-        if missing and left is not None and into is not None:
-            left.copy_(into[:n])
+            into = None if unsent is None else torch.empty_like(x, dtype=torch.float32)
+        settings = (self.format, self.block, random.shared)
+        quantize_rotated(x, payload, *settings, residual=residual, left=into, stream=noise)
+        if missing and unsent is not None and into is not None:
+            unsent.copy_(into[:n])
 
-    def unpack(self, payloads: Tensor, out: Tensor, draw: Draw, factor: float) -> None:
+    def unpack(self, payloads: Tensor, out: Tensor, random: Randomness, factor: float) -> None:
         if not self.rotate:
             dequantize(payloads, out, self.format, self.block, factor=factor)
             return
         n = out.numel()
         whole = out if n % self.block == 0 else out.new_empty(self._padded(n))
-        form = (self.format, self.block, draw.shared)
+        form = (self.format, self.block, random.shared)
         dequantize_rotated(payloads, whole, *form, factor=factor)
         if whole is not out:
             out.copy_(whole[:n])
@@ -136,19 +126,19 @@ class Blockwise(PackedCodec):
         payloads: Tensor,
         payload: Tensor,
         n: int,
-        draw: Draw,
+        random: Randomness,
         factor: float,
-        left: Tensor | None = None,
+        unsent: Tensor | None = None,
     ) -> None:
-        stream = draw.noise if self.stochastic else None
+        noise = random.noise if self.stochastic else None
         form = (self._padded(n), self.format, self.block)
-        into = left
-        if self.rotate and left is not None:
-            into = left.new_empty(self._padded(n))
-        requantize(payloads, payload, *form, factor=factor, left=into, stream=stream)
-        if self.rotate and left is not None and into is not None:
-            hadamard(into, into, self.block, draw.shared, inverse=True)
-            left.copy_(into[:n])
+        into = unsent
+        if self.rotate and unsent is not None:
+            into = unsent.new_empty(self._padded(n))
+        requantize(payloads, payload, *form, factor=factor, left=into, stream=noise)
+        if self.rotate and unsent is not None and into is not None:
+            hadamard(into, into, self.block, random.shared, inverse=True)
+            unsent.copy_(into[:n])
 
 
 _ROTATED = ("int8", "int4", "int2", "sign")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from commhooks.core.packed import Draw, PackedCodec, Pattern
+from commhooks.core.packed import PackedCodec, Pattern, Piece, Randomness
 from commhooks.core.registry import register_scheme
 from commhooks.core.traits import Biased, Traits
 from commhooks.kernels import all_finite, pack_bits, unpack_bits
@@ -40,7 +40,7 @@ class SignSGD(PackedCodec):
     def traits(self) -> Traits:
         return super().traits._replace(error=Biased(), returns="update")
 
-    unit = 8
+    granularity = 8
 
     def __post_init__(self) -> None:
         if self.scale <= 0:
@@ -49,20 +49,14 @@ class SignSGD(PackedCodec):
     def payload_bytes(self, n: int) -> int:
         return -(-(-(-n // 8) + 1) // 16) * 16  # the last byte: whether all are finite
 
-    def pack(
-        self,
-        x: Tensor,
-        payload: Tensor,
-        draw: Draw,
-        residual: Tensor | None = None,
-        left: Tensor | None = None,
-    ) -> None:
+    def pack(self, piece: Piece, payload: Tensor, random: Randomness) -> None:
+        x = piece.x  # signs are an update, around which there is no feedback
         nbytes = -(-x.numel() // 8)
         payload[nbytes:].zero_()
         pack_bits(x >= 0, payload[:nbytes])
         payload[-1] = ~all_finite(x)
 
-    def unpack(self, payloads: Tensor, out: Tensor, draw: Draw, factor: float) -> None:
+    def unpack(self, payloads: Tensor, out: Tensor, random: Randomness, factor: float) -> None:
         n = out.numel()
         votes = torch.zeros(n, dtype=torch.float32, device=out.device)
         bits = torch.empty(n, dtype=torch.bool, device=out.device)

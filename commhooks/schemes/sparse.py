@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from commhooks.core.bucket import Bucket, Result, SchemeExchange, nan_unless
-from commhooks.core.packed import Draw, PackedCodec, Pattern
+from commhooks.core.packed import PackedCodec, Pattern, Piece, Randomness
 from commhooks.core.registry import register_scheme
 from commhooks.core.scheme import Scheme
 from commhooks.core.traits import Biased, ErrorKind, Traits
@@ -76,7 +76,7 @@ class TopK(PackedCodec):
     def __post_init__(self) -> None:
         _check_ratio(self, self.ratio)
 
-    def pays(self, n: int, dense_bytes: int, world_size: int) -> bool:
+    def is_worthwhile(self, n: int, dense_bytes: int, world_size: int) -> bool:
         received = world_size if self.pattern == "all_gather" else 2
         return received * self.payload_bytes(n) < 2 * dense_bytes
 
@@ -89,23 +89,16 @@ class TopK(PackedCodec):
         places, values = payloads[..., : 4 * k], payloads[..., 4 * k : 8 * k]
         return places.view(torch.int32), values.view(torch.float32)
 
-    def pack(
-        self,
-        x: Tensor,
-        payload: Tensor,
-        draw: Draw,
-        residual: Tensor | None = None,
-        left: Tensor | None = None,
-    ) -> None:
-        n = x.numel()
-        places, values = self._parts(payload, n)
+    def pack(self, piece: Piece, payload: Tensor, random: Randomness) -> None:
+        x, residual, unsent = piece
+        places, values = self._parts(payload, x.numel())
         select = top_k_sampled if self.sampled else top_k
-        if residual is not None and left is None:
+        if residual is not None and unsent is None:
             x, residual = x + residual, None
-        select(x, len(places), places, values, residual=residual, left=left)
+        select(x, len(places), places, values, residual=residual, left=unsent)
         payload[8 * len(places) :].zero_()
 
-    def unpack(self, payloads: Tensor, out: Tensor, draw: Draw, factor: float) -> None:
+    def unpack(self, payloads: Tensor, out: Tensor, random: Randomness, factor: float) -> None:
         total = out.zero_() if out.dtype == torch.float32 else torch.zeros_like(out).float()
         places, values = self._parts(payloads, out.numel())
         scatter_add(places.contiguous(), values.contiguous(), total, factor=factor)
@@ -321,8 +314,8 @@ class AlignedTopK(_Agreed):
         return pad(flat, (0, -flat.numel() % self.row)).view(-1, self.row)
 
 
-def _take_at(places: Tensor, x: Tensor, left: Tensor | None) -> Tensor:
+def _take_at(places: Tensor, x: Tensor, unsent: Tensor | None) -> Tensor:
     values = x[places]
-    if left is not None:
-        left.copy_(x).index_fill_(0, places, 0.0)
+    if unsent is not None:
+        unsent.copy_(x).index_fill_(0, places, 0.0)
     return values

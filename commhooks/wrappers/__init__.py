@@ -1,7 +1,7 @@
 """Schemes around schemes: feedback, casts, schedules, rules, guards."""
 
 from commhooks.wrappers.averaged_feedback import AveragedFeedback
-from commhooks.wrappers.base import Coalesced, Several, Wrapper
+from commhooks.wrappers.base import Choice, Coalesced, Wrapper
 from commhooks.wrappers.cast import Cast
 from commhooks.wrappers.ef21 import EF21
 from commhooks.wrappers.feedback import ErrorFeedback, FlushResidual, Scaled
@@ -16,6 +16,7 @@ __all__ = [
     "EF21",
     "AveragedFeedback",
     "Cast",
+    "Choice",
     "Coalesced",
     "DelayedStart",
     "ErrorFeedback",
@@ -27,7 +28,6 @@ __all__ = [
     "Scaled",
     "Schedule",
     "Sealed",
-    "Several",
     "Traced",
     "TwoPhase",
     "Wrapper",

@@ -11,7 +11,7 @@ from commhooks.core.bucket import Bucket, SchemeExchange
 from commhooks.core.scheme import Scheme, children, walk
 from commhooks.core.traits import Traits, worst
 
-__all__ = ["Coalesced", "Several", "Wrapper", "need_own_keys", "need_scheme"]
+__all__ = ["Choice", "Coalesced", "Wrapper", "need_own_keys", "need_scheme"]
 
 
 def need_scheme(owner: object, scheme: object) -> None:
@@ -57,7 +57,7 @@ class Wrapper(Scheme):
         return self.scheme.bucket_group(name, shape, dtype)
 
 
-class Several(Scheme):
+class Choice(Scheme):
     """A scheme that runs one or another of ``schemes``."""
 
     @property

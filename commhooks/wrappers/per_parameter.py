@@ -18,7 +18,7 @@ from commhooks.core.scheme import Scheme, walk
 from commhooks.core.settings import check_settings, shown
 from commhooks.core.slot import Slot
 from commhooks.core.traits import Traits
-from commhooks.wrappers.base import Several
+from commhooks.wrappers.base import Choice
 from commhooks.wrappers.feedback import flushing, keeps_residual
 from ddp_core import AllReduce, Collective, as_request
 
@@ -95,7 +95,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class PerParameter(Several):
+class PerParameter(Choice):
     """Chooses a scheme for each parameter: the first rule that matches, else ``default``.
 
     The chosen schemes run side by side; all-reduces of the same round and dtype share a message.

@@ -13,7 +13,7 @@ from commhooks.core.scheme import Scheme, walk
 from commhooks.core.settings import fitting, shown
 from commhooks.core.slot import Slot
 from commhooks.core.traits import Traits
-from commhooks.wrappers.base import Several, Wrapper, need_scheme
+from commhooks.wrappers.base import Choice, Wrapper, need_scheme
 from commhooks.wrappers.feedback import flushing, keeps_residual, take_residual
 
 __all__ = ["DelayedStart", "PeriodicDense", "Schedule"]
@@ -117,7 +117,7 @@ class PeriodicDense(Wrapper):
 
 
 @dataclass(frozen=True)
-class Schedule(Several):
+class Schedule(Choice):
     """Runs one scheme after the other: each from its step on.
 
     What error feedback has held back goes on into the next scheme's feedback, or is sent with the

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from commhooks.core.bucket import Bucket
 from commhooks.core.layout import Layout
-from commhooks.core.packed import Draw, PackedCodec
+from commhooks.core.packed import PackedCodec, Piece, Randomness
 from commhooks.core.scheme import (
     Codec,
     check_decoded,
@@ -49,34 +49,27 @@ class TwoPhase(PackedCodec):
     def payload_bytes(self, n: int) -> int:
         return -(-sum(one.nbytes for one in _example(self.codec, n).values()) // 16) * 16
 
-    def pack(
-        self,
-        x: Tensor,
-        payload: Tensor,
-        draw: Draw,
-        residual: Tensor | None = None,
-        left: Tensor | None = None,
-    ) -> None:
-        c = x.to(torch.float32) if residual is None else x + residual
-        encoded = checked_payload(self.codec, self.codec.encode(c, draw.bucket))
+    def pack(self, piece: Piece, payload: Tensor, random: Randomness) -> None:
+        c, bucket = piece.corrected, random.bucket
+        encoded = checked_payload(self.codec, self.codec.encode(c, bucket))
         flat = pack_payload(encoded)
         if flat.numel() > payload.numel():
             raise SchemeError(
-                f"{type(self.codec).__name__}.encode: {flat.numel()} bytes for {x.numel()} "
+                f"{type(self.codec).__name__}.encode: {flat.numel()} bytes for {c.numel()} "
                 f"entries, {payload.numel()} for as many zeros: sizes may not depend on values"
             )
         payload[: flat.numel()] = flat
-        if left is not None:
-            decoded = self.codec.decode(encoded, c, draw.bucket)
+        if piece.unsent is not None:
+            decoded = self.codec.decode(encoded, c, bucket)
             check_decoded(self.codec, decoded, c)
-            torch.sub(c, decoded, out=left)
+            torch.sub(c, decoded, out=piece.unsent)
 
-    def unpack(self, payloads: Tensor, out: Tensor, draw: Draw, factor: float) -> None:
+    def unpack(self, payloads: Tensor, out: Tensor, random: Randomness, factor: float) -> None:
         total = torch.zeros_like(out, dtype=torch.float32)
         like = _example(self.codec, out.numel())
         for row in payloads:
             size = sum(one.nbytes for one in like.values())
-            decoded = self.codec.decode(unpack_payload(row[:size], like), total, draw.bucket)
+            decoded = self.codec.decode(unpack_payload(row[:size], like), total, random.bucket)
             check_decoded(self.codec, decoded, total)
             total += decoded
         out.copy_(total.mul_(factor))

@@ -1,4 +1,4 @@
-"""Pretended ranks: drives the exchange generators of n ranks in one process, without a group."""
+"""Simulated ranks: drives the exchange generators of n ranks in one process, without a group."""
 
 from __future__ import annotations
 

@@ -252,7 +252,7 @@ def run_split(ranks: Simulation, step: int, split: int = 0) -> list[Tensor]:
 
 
 def simulation(case: Case, world_size: int, layout: Layout = LAYOUT) -> Simulation:
-    """Pretended ranks that run ``case``."""
+    """Simulated ranks that run ``case``."""
     shapes = dict(zip(layout.names, layout.shapes, strict=True))
     return Simulation(case.scheme, shapes, world_size=world_size, seed=5)
 

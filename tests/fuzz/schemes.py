@@ -26,7 +26,7 @@ from commhooks.wrappers import (
     PeriodicDense,
     TwoPhase,
 )
-from commhooks.wrappers.base import Several
+from commhooks.wrappers.base import Choice
 from commhooks.wrappers.feedback import keeps_residual
 from commhooks.wrappers.sealed import Sealed
 
@@ -139,7 +139,7 @@ def law_of(scheme: Scheme) -> Law:
 
 def _leaves(scheme: Scheme) -> Iterator[Scheme]:
     """The schemes that run side by side, or one after the other."""
-    if isinstance(scheme, (Several, commhooks.wrappers.DelayedStart)):
+    if isinstance(scheme, (Choice, commhooks.wrappers.DelayedStart)):
         for one in children(scheme):
             yield from _leaves(one)
     elif isinstance(scheme, (Guard, PeriodicDense, Sealed, commhooks.wrappers.Coalesced)):

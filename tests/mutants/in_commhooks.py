@@ -192,8 +192,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "the second rounding's loss is one rank's share",
-            "left[begin:end].add_(lost, alpha=float(weight))",
-            "left[begin:end].add_(lost)",
+            "unsent[begin:end].add_(lost, alpha=float(weight))",
+            "unsent[begin:end].add_(lost)",
             f"{FEEDBACK}::test_onebit_with_feedback",
         ),
         (

@@ -88,8 +88,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "EDEN says nothing is left",
-            "left.copy_(rotated[:n])",
-            "left.zero_()",
+            "unsent.copy_(rotated[:n])",
+            "unsent.zero_()",
             f"{FEEDBACK}::test_scaled_sends_a_share_and_keeps_the_rest",
         ),
     ),
@@ -217,7 +217,7 @@ MUTANTS: list[Mutant] = [
         "commhooks/schemes/quantized.py",
         (
             "the second rounding of rotated blocks is left rotated",
-            "            hadamard(into, into, self.block, draw.shared, inverse=True)\n",
+            "            hadamard(into, into, self.block, random.shared, inverse=True)\n",
             "",
             f"{FEEDBACK}::test_int4_with_feedback",
         ),

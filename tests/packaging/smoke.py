@@ -37,7 +37,7 @@ def kernels() -> None:
 
 
 def averaged(scheme: str) -> Any:
-    """Returns the average that two pretended ranks get in their third step."""
+    """Returns the average that two simulated ranks get in their third step."""
     import torch
 
     import commhooks

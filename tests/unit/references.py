@@ -13,7 +13,7 @@ from torch import Tensor
 
 from commhooks import Bucket, Simulation
 from commhooks.core import Layout
-from commhooks.core.packed import Draw
+from commhooks.core.packed import Randomness
 from commhooks.kernels.philox import signs
 
 Lossy = Callable[[Tensor, int, int], Tensor]  # entries, shard, step -> what they arrive as
@@ -79,7 +79,7 @@ def rotated_levels(c: Tensor, top: int, block: int, flips: Tensor) -> Tensor:
 def flips_of(layout: Layout, shard: int, step: int, numel: int, purpose: str = "") -> Tensor:
     """The random signs of a shard's rotation, with seed 0; the same on all ranks."""
     bucket = Bucket(torch.zeros(0), layout, step=step)
-    stream = Draw(bucket, shard, "worker", purpose).shared
+    stream = Randomness(bucket, shard, "worker", purpose).shared
     return signs(-(-numel // 4096) * 4096, step, stream.seed, stream.number)
 
 

@@ -1,4 +1,4 @@
-"""PowerSGD on pretended ranks, against the mathematics and against a naive implementation."""
+"""PowerSGD on simulated ranks, against the mathematics and against a naive implementation."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def low_rank(rows: int, columns: int, rank: int, seed: int = 0) -> Tensor:
 
 
 class Ranks:
-    """Pretended ranks with a memory each, over one bucket."""
+    """Simulated ranks with a memory each, over one bucket."""
 
     def __init__(self, scheme: Scheme, shapes: Sequence[Sequence[int]], world_size: int = 1):
         self.scheme, self.count, self.steps = scheme, 0, world_size

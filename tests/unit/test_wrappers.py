@@ -1,4 +1,4 @@
-"""Wrappers, alone and around each other, on pretended ranks."""
+"""Wrappers, alone and around each other, on simulated ranks."""
 
 from __future__ import annotations
 
