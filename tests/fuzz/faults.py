@@ -151,15 +151,15 @@ def _small_gradients_of_rank_one_count_half(rank: int) -> Patch:
 
 @_bug
 def _one_rank_waits(rank: int) -> Patch:
-    launch = _state.HookState.launch
+    start = _state.HookState.start
 
     def skipping(self: Any, bucket: Any) -> Any:
         if rank == 1 and self.step == 1:
             future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
             return future  # nobody completes it
-        return launch(self, bucket)
+        return start(self, bucket)
 
-    return _state.HookState, "launch", skipping
+    return _state.HookState, "start", skipping
 
 
 @_bug
