@@ -14,11 +14,12 @@ test: $(VENV)/dev
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
-	$(RUN) -m pytest --numprocesses 2 -m "not slow"
+	$(RUN) -m pytest --numprocesses 2 --dist worksteal -m "not slow"
 
-# Before a release: also what sanitizers, other GPU architectures and ten thousand steps show.
+# Before a release: also every scheme in every wrapper, and what sanitizers, other GPU architectures
+# and ten thousand steps show.
 test-all: test
-	$(RUN) -m pytest --numprocesses 2 -m slow
+	$(RUN) -m pytest --numprocesses 2 --dist worksteal -m slow
 
 # The site of docs/ with reference and search: python -m http.server --directory build/site
 docs: $(VENV)/dev

@@ -127,11 +127,37 @@ VARIANTS: dict[str, Callable[[str], Scheme]] = {
 }
 
 
+# One scheme for each way in which wrappers meet schemes; the others have a way of one of these.
+REPRESENTATIVES = {
+    "allreduce": "dense",
+    "fp16": "a wrapper itself",
+    "noop": "nothing is exchanged",
+    "qsgd": "a codec, unbiased",
+    "topk": "packed, gathered",
+    "int4": "packed, two phases, draws, the residual fused",
+    "random_k": "places that all ranks draw",
+    "intsgd": "integers of a common scale, remembers",
+    "powersgd": "two rounds, remembers",
+    "dgc": "rules inside, momentum",
+    "onebit_adam": "starts dense",
+    "gossip": "ranks differ",
+}
+
+
 class Case(NamedTuple):
     """A registered name in a variant."""
 
     name: str
     variant: str
+
+    @property
+    def at_every_run(self) -> bool:
+        """Every scheme by itself and as it is made by name, a few of them in every variant."""
+        return (
+            self.variant == "plain"
+            or self.name in REPRESENTATIVES
+            or repr(self.scheme) == repr(make(self.name))
+        )
 
     @property
     def scheme(self) -> Scheme:

@@ -46,10 +46,18 @@ from tests.contract.cases import (
 )
 
 STEPS = START_STEP + 2
-every_case = pytest.mark.parametrize("case", CASES, ids=str)
-averaging = pytest.mark.parametrize("case", AVERAGING, ids=str)
-agreeing = pytest.mark.parametrize("case", AGREEING, ids=str)
-with_feedback = pytest.mark.parametrize("case", FEEDBACK, ids=str)
+
+
+def over(cases: list[Case]) -> pytest.MarkDecorator:
+    """A test of each case, of some in ``make test-all`` only."""
+    params = [
+        pytest.param(case, marks=() if case.at_every_run else pytest.mark.slow) for case in cases
+    ]
+    return pytest.mark.parametrize("case", params, ids=str)
+
+
+every_case, averaging, agreeing = over(CASES), over(AVERAGING), over(AGREEING)
+with_feedback = over(FEEDBACK)
 world_sizes = pytest.mark.parametrize("world_size", WORLD_SIZES)
 
 
@@ -115,7 +123,7 @@ def test_nothing_is_lost_when_buckets_change(case: Case) -> None:
     assert_close(applied + residual, total, rtol=0, atol=bound)
 
 
-@pytest.mark.parametrize("case", MEMORYLESS, ids=str)
+@over(MEMORYLESS)
 @world_sizes
 def test_mean_of_sent_is_the_mean(case: Case, world_size: int) -> None:
     grads = gradients(world_size, 0)
@@ -418,8 +426,20 @@ def test_runs_are_deterministic(case: Case) -> None:
     assert_same_memory(first, second)
 
 
-@every_case
-@pytest.mark.parametrize(("before", "after"), [(0, 0), (0, 1), (1, 2), (2, 0)])
+# As it was; into other buckets, apart, together, or anew.
+CHANGES = ((1, 2), (0, 0), (0, 1), (2, 0))
+
+
+@pytest.mark.parametrize(
+    ("case", "before", "after"),
+    [
+        pytest.param(case, *change, marks=() if is_there else pytest.mark.slow)
+        for number, case in enumerate(CASES)
+        for change in CHANGES
+        for is_there in [case.at_every_run and change in (CHANGES[0], CHANGES[1 + number % 3])]
+    ],
+    ids=str,
+)
 def test_saving_loading_and_continuing_equals_not_stopping(
     case: Case, before: int, after: int
 ) -> None:
@@ -498,14 +518,6 @@ def test_top_one_without_feedback_grows_by_the_factor_of_theory() -> None:
 
 def test_top_one_with_feedback_converges_there() -> None:
     assert descend(ErrorFeedback(TopOne()), 1000, 0.01).norm() < 1e-4
-
-
-@pytest.mark.parametrize("name", sorted({case.name for case in AVERAGING}))
-def test_every_scheme_as_made_by_name_converges_there(name: str) -> None:
-    scheme = make(name)
-    # |x| shrinks by about 1 - eta / 2 a step along the flattest direction, exp(-5) in 1000 steps;
-    # 16-bit payloads round relative to the gradient, so they slow it by a few parts in 256.
-    assert descend(scheme, 1000, 0.01).norm() < 0.02
 
 
 @pytest.mark.parametrize("name", UNLIKE)

@@ -25,7 +25,7 @@ from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
 
-_PRELOAD = ["pytest", "torch", "torch._dynamo", "torch.distributed.checkpoint", "commhooks"]
+_PRELOAD = ["tests.distributed.preloaded"]
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",

@@ -542,7 +542,7 @@ def _many_hooks_one_order(rank: int, world_size: int) -> Tensor:
     model = wrapped(nn.Sequential(*(nn.Linear(16, 16) for _ in range(36))), bucket_cap_mb=0.0005)
     commhooks.register(model, "powersgd", rank=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step in range(60):
+    for step in range(25):
         optimizer.zero_grad()
         loss_of(model(batch(step, rank, 4, 16))).backward()
         optimizer.step()

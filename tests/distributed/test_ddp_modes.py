@@ -20,6 +20,7 @@ import commhooks
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import (
     CONFIGS,
+    THOROUGH,
     averaged,
     batch,
     ddp,
@@ -193,46 +194,46 @@ def _tolerance(mode: Mode, config: str, wanted: Tensor) -> float:
     return share * float(wanted.abs().max()) * STEPS
 
 
-def _check(mode_name: str, config: str, world_size: int) -> None:
-    results = run_ranks(
-        _train,
-        world_size,
-        mode_name,
-        config,
-        # DDP's own remarks: on the unused search, strides of gradients, a deprecated call.
-        ignore_warnings=("find_unused", "Grad strides", ".*deprecated"),
-    )
-    applied, wanted, held, weights = results[0]
-    assert equal_bits([result[0] for result in results])
-    assert equal_bits([result[3] for result in results])
-    assert weights.isfinite().all()
-    bound = _tolerance(MODES[mode_name], config, wanted)
-    # DDP drops what is applied to a parameter that no rank used. Only the batched scheme, which
-    # mixes all parameters of a bucket, applies anything to one.
-    used = wanted != 0 if mode_name == "find_unused" else torch.ones_like(wanted, dtype=torch.bool)
-    torch.testing.assert_close((applied + held)[used], wanted[used], rtol=0, atol=bound)
+def _each(rank: int, world_size: int, worker: Callable[..., Any], cases: list[Any]) -> list[Any]:
+    """One case after the other: starting processes takes longer than a case does."""
+    return [worker(rank, world_size, *case) for case in cases]
 
 
-# Those that travel in ways of their own meet every mode; the others one with all parameters in
-# views of buckets, and one in 16 bits.
-THOROUGH = {"none", "fp16", "bf16-sum32", "powersgd", "batched", "fp16-feedback", "int8", "topk"}
-PAIRS = [
-    (config, mode)
-    for config in CONFIGS
-    for mode in MODES
-    if config in THOROUGH or mode in ("no_sync_bucket_view", "half")
-]
+def each(worker: Callable[..., Any], world_size: int, cases: list[Any]) -> list[Any]:
+    """For each case what every rank returned."""
+    # DDP's own remarks: on the unused search, strides of gradients, a deprecated call.
+    remarks = ("find_unused", "Grad strides", ".*deprecated")
+    by_rank = run_ranks(_each, world_size, worker, cases, ignore_warnings=remarks, timeout=110)
+    return list(zip(*by_rank, strict=True))
 
 
-@pytest.mark.parametrize(("config", "mode"), PAIRS)
-def test_applied_plus_residual_is_the_sum_of_gradients_and_ranks_are_equal(config, mode):
-    _check(mode, config, 2)
+def _check(mode_name: str, configs: list[str], world_size: int) -> None:
+    found = each(_train, world_size, [(mode_name, config) for config in configs])
+    for config, results in zip(configs, found, strict=True):
+        applied, wanted, held, weights = results[0]
+        assert equal_bits([result[0] for result in results]), config
+        assert equal_bits([result[3] for result in results]), config
+        assert weights.isfinite().all(), config
+        bound = _tolerance(MODES[mode_name], config, wanted)
+        # DDP drops what is applied to a parameter that no rank used. Only the batched scheme,
+        # which mixes all parameters of a bucket, applies anything to one.
+        used = wanted != 0 if mode_name == "find_unused" else torch.ones_like(wanted).bool()
+        got = (applied + held)[used]
+        torch.testing.assert_close(
+            got, wanted[used], rtol=0, atol=bound, msg=lambda text, name=config: f"{name}: {text}"
+        )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_applied_plus_residual_is_the_sum_of_gradients_and_ranks_are_equal(mode):
+    # All schemes meet a mode with every parameter in views of buckets, and one in 16 bits.
+    everyone = mode in ("no_sync_bucket_view", "half")
+    _check(mode, [config for config in CONFIGS if everyone or config in THOROUGH], 2)
 
 
 @pytest.mark.parametrize("mode", ["find_unused", "static_graph", "no_sync", "sparse"])
-@pytest.mark.parametrize("config", ["none", "fp16-sum32", "powersgd-late", "batched"])
-def test_three_ranks_obey_the_same_law(config, mode):
-    _check(mode, config, 3)
+def test_three_ranks_obey_the_same_law(mode):
+    _check(mode, ["none", "fp16-sum32", "powersgd-late", "batched"], 3)
 
 
 # ---- accumulation
@@ -261,13 +262,17 @@ LEVELS = {"int4": 2 / 7, "int8": 2 / 127, "onebit": 1.0, "eden": 1.0, "topk": 1.
 LEVELS |= dict.fromkeys(("quantization_pertensor", "quantization_perchannel"), 2 / 255)
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-def test_four_accumulated_batches_equal_one_large_batch(config):
-    for four, one in run_ranks(_accumulate, 2, config):
-        # The sum over 8 rows rounds in another order; a 16-bit cast may turn that into its last
-        # bit, and a low-rank projection carries relative errors of 1e-6 on without growth.
-        share = 2.0**-7 if "16" in config else LEVELS.get(config, 1e-4)
-        torch.testing.assert_close(four, one, rtol=0, atol=share * float(one.abs().max()))
+def test_four_accumulated_batches_equal_one_large_batch():
+    found = each(_accumulate, 2, [(config,) for config in CONFIGS])
+    for config, results in zip(CONFIGS, found, strict=True):
+        for four, one in results:
+            # The sum over 8 rows rounds in another order; a 16-bit cast may turn that into its
+            # last bit, and a low-rank projection carries relative errors of 1e-6 on without growth.
+            share = 2.0**-7 if "16" in config else LEVELS.get(config, 1e-4)
+            bound = share * float(one.abs().max())
+            torch.testing.assert_close(
+                four, one, rtol=0, atol=bound, msg=lambda text, name=config: f"{name}: {text}"
+            )
 
 
 # ---- uneven inputs
@@ -296,12 +301,15 @@ def _join(rank: int, world_size: int, config: str) -> tuple[Tensor, int, Tensor,
     return applied, steps, averaged(wanted), held
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-def test_join_with_eight_and_five_batches_loses_nothing(config):
-    (applied, steps, wanted, held), (_, other_steps, _, _) = run_ranks(_join, 2, config)
-    assert (steps, other_steps) == (8, 8)
-    bound = _tolerance(Mode(), config, wanted) * 8 / STEPS
-    torch.testing.assert_close(applied + held, wanted, rtol=0, atol=bound)
+def test_join_with_eight_and_five_batches_loses_nothing():
+    found = each(_join, 2, [(config,) for config in CONFIGS])
+    for config, results in zip(CONFIGS, found, strict=True):
+        (applied, steps, wanted, held), (_, other_steps, _, _) = results
+        assert (steps, other_steps) == (8, 8), config
+        bound = _tolerance(Mode(), config, wanted) * 8 / STEPS
+        torch.testing.assert_close(
+            applied + held, wanted, rtol=0, atol=bound, msg=lambda text, c=config: f"{c}: {text}"
+        )
 
 
 def _join_and_train(rank: int, world_size: int, config: str) -> Tensor:

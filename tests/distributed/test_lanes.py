@@ -109,7 +109,7 @@ def _train_with_delays(rank, world_size, steps):
     ("world_size", "steps"),
     [
         (2, 40),
-        (4, 40),
+        (4, 20),
         pytest.param(2, 500, marks=[pytest.mark.slow, pytest.mark.timeout(300)]),
         pytest.param(4, 500, marks=[pytest.mark.slow, pytest.mark.timeout(300)]),
     ],

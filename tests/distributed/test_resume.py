@@ -45,8 +45,9 @@ from tests.distributed.training import (
 )
 
 SMALL, LARGE = 2.0, 4.0  # KiB a bucket: one or three of the weights below
-CONFIGS = {**STATEFUL, "powersgd-late": ("powersgd", {"rank": 2, "start_step": 30})}
-CONFIGS["powersgd-started"] = ("powersgd", {"rank": 2, "start_step": 10})
+KILLED, END = 8, 16  # after so many steps
+CONFIGS = {**STATEFUL, "powersgd-late": ("powersgd", {"rank": 2, "start_step": 12})}
+CONFIGS["powersgd-started"] = ("powersgd", {"rank": 2, "start_step": 4})
 
 
 class _Run:
@@ -94,13 +95,13 @@ def _path(directory: str, rank: int) -> Path:
 
 def _uninterrupted(rank: int, world_size: int, config: str, *buckets: Any) -> Any:
     run = _Run(rank, config, *buckets)
-    run.steps(0, 40)
+    run.steps(0, END)
     return run.everything()
 
 
 def _until_killed(rank: int, world_size: int, directory: str, config: str, *buckets: Any) -> None:
     run = _Run(rank, config, *buckets)
-    run.steps(0, 20)
+    run.steps(0, KILLED)
     torch.save(run.state(), _path(directory, rank))
     dist.barrier()
     os.kill(os.getpid(), signal.SIGKILL)
@@ -109,7 +110,7 @@ def _until_killed(rank: int, world_size: int, directory: str, config: str, *buck
 def _resumed(rank: int, world_size: int, directory: str, config: str, *buckets: Any) -> Any:
     run = _Run(rank, config, *buckets, seed=6)  # draws go on with the seed that was saved
     run.load(torch.load(_path(directory, rank)))
-    run.steps(20, 40)
+    run.steps(KILLED, END)
     return run.everything()
 
 
@@ -133,7 +134,8 @@ def _killed_and_resumed(
     ("world_size", "config", "buckets"),
     [
         *[(2, config, (SMALL,)) for config in CONFIGS if config not in BY_BUCKET],
-        *[(ranks, config, FIXED) for ranks in (2, 3) for config in CONFIGS],
+        (2, "sdp4bit", FIXED),  # two ranks are a node
+        *[(3, config, FIXED) for config in CONFIGS],
     ],
 )
 def test_kill_and_resume_is_no_interruption_bit_for_bit(world_size, config, buckets, tmp_path):
@@ -163,7 +165,7 @@ def test_resume_with_buckets_that_matter_goes_on_alike(world_size, config, bucke
     want = run_ranks(_uninterrupted, world_size, config, SMALL)[0][0]
     got = _killed_and_resumed(world_size, config, tmp_path, (SMALL,), (bucket_kb,))
     assert equal_bits([weights for weights, _, _ in got])
-    # Lossy in another way for 20 steps, but along the same path.
+    # Lossy in another way for eight steps, but along the same path.
     way = torch.linalg.vector_norm(want - parameters(mlp()))
     assert torch.linalg.vector_norm(got[0][0] - want) < 0.5 * way
 

@@ -59,6 +59,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "bf16-sum32": ("bf16", {"fp32_sum": True}),
     **{name: config for name, config in STATEFUL.items() if name not in OTHERS},
 }
+# Those that travel in ways of their own: they meet every mode and model, the others some.
+THOROUGH = {"none", "fp16", "bf16-sum32", "powersgd", "batched", "fp16-feedback", "int8", "topk"}
 
 
 def mlp(width: int = 16, depth: int = 3, seed: int = 0) -> nn.Module:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import subprocess
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -17,6 +16,7 @@ import torch
 
 from commhooks.kernels.runtime import cuda
 from commhooks.kernels.runtime.arguments import as_ctypes
+from tests.builds import built
 
 HERE = Path(__file__).parent
 KERNELS = HERE.parents[1] / "kernels"
@@ -30,21 +30,26 @@ class EmulatedError(RuntimeError):
 
 
 @cache
-def folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="emulated-"))
-
-
 def file_of(source: str) -> Path:
     """The file of kernels; text that lies in none is written to one."""
     path = KERNELS / source
-    if not path.exists():
-        path = folder() / f"{source.split()[0]}.cu"
-        path.write_text(cuda.source_text(source))
-    return path
+    if path.exists():
+        return path
+    text = cuda.source_text(source)
+    return built(f"{source.split()[0]}-{_hash(text)}.cu", lambda path: path.write_text(text))
+
+
+def _hash(*texts: str) -> str:
+    return hashlib.blake2b("\0".join(texts).encode()).hexdigest()[:16]
 
 
 def build(source: Path, names: Sequence[str], flags: Sequence[str] = ()) -> ctypes.CDLL:
     """A library with those kernels of the file."""
+    return _loaded(source, tuple(names), tuple(flags))
+
+
+@cache
+def _loaded(source: Path, names: tuple[str, ...], flags: tuple[str, ...]) -> ctypes.CDLL:
     table = "\n".join(
         f'    if (!strcmp(name, "{name}"))'
         f" return emulator::launch({name}, arguments, *grid, *block);"
@@ -61,9 +66,8 @@ extern "C" int emulator_launch(const char* name, const dim3* grid, const dim3* b
 extern "C" const char* emulator_error() {{ return emulator::error.c_str(); }}
 extern "C" void emulator_order(unsigned order) {{ emulator::lane_order = order & 31; }}
 """
-    key = hashlib.blake2b("\0".join([text, source.read_text(), *flags]).encode()).hexdigest()[:16]
-    library = folder() / f"{source.stem}-{key}.so"
-    if not library.exists():
+
+    def compile_to(library: Path) -> None:
         file = library.with_suffix(".cpp")
         file.write_text(text)
         command = [
@@ -73,7 +77,9 @@ extern "C" void emulator_order(unsigned order) {{ emulator::lane_order = order &
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"{source.name} does not compile for the emulator:\n{done.stderr}")
-    loaded = ctypes.CDLL(str(library))
+
+    key = _hash(text, source.read_text(), *flags)
+    loaded = ctypes.CDLL(str(built(f"{source.stem}-{key}.so", compile_to)))
     loaded.emulator_error.restype = ctypes.c_char_p
     return loaded
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from commhooks.kernels.runtime.signatures import SIGNATURES
+from tests.builds import folder
 from tests.emulator import runner
 
 COMPILER = "aarch64-linux-gnu-g++"
@@ -76,7 +77,7 @@ def build() -> Path:
         values = ", ".join(f"{_READERS[kind]}({i})" for i, kind in enumerate(kinds))
         declared.append(f'extern "C" void {name}_base({types});')
         cases.append(f"        case {number}: {name}_base({values}); break;")
-    file = runner.folder() / "server.cpp"
+    file = folder() / "server.cpp"
     file.write_text(SERVER % ("\n".join(declared), "\n".join(cases)))
     program = file.with_suffix("")
     sources = [str(path) for path in sorted(runner.KERNELS.glob("*.cpp"))]

@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 
 from commhooks.kernels.runtime import cpu
+from tests.builds import folder
 from tests.emulator import runner
 from tests.kernels import (
     hostile,
@@ -65,7 +66,7 @@ FLAGS = {
 
 def sanitized_library(instruction_set: str) -> ctypes.CDLL:
     """All CPU kernels, for one instruction set."""
-    library = runner.folder() / f"sanitized_{instruction_set}.so"
+    library = folder() / f"sanitized_{instruction_set}.so"
     sources = [str(path) for path in sorted(runner.KERNELS.glob("*.cpp"))]
     subprocess.run(
         [

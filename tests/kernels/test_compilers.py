@@ -18,7 +18,8 @@ import torch
 
 from commhooks.kernels.runtime import cpu
 from commhooks.kernels.runtime.op import Op
-from tests.emulator.runner import KERNELS, folder
+from tests.builds import folder
+from tests.emulator.runner import KERNELS
 from tests.kernels import aarch64, test_hadamard, test_low_rank
 from tests.kernels.fuzz import FAMILIES, FLAGS, family_name
 from tests.kernels.inputs import same

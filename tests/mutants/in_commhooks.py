@@ -331,8 +331,7 @@ MUTANTS: list[Mutant] = [
             "a loaded hook draws by its own seed",
             'engine.step, engine.seed = loaded.common["step"], loaded.common["seed"]',
             'engine.step = loaded.common["step"]',
-            f"{DISTRIBUTED}/test_resume.py"
-            "::test_kill_and_resume_is_no_interruption_bit_for_bit[2-int4-buckets14]",
+            f"{DISTRIBUTED}/test_resume.py::test_kill_and_resume_is_no_interruption_bit_for_bit[3-int4-buckets15]",
         ),
     ),
     *planted(

@@ -18,6 +18,7 @@ from types import MappingProxyType
 import pytest
 from packaging.requirements import Requirement
 
+from tests import builds
 from tests.packaging.scripts import REFUSES, TRAINS
 
 pytestmark = pytest.mark.timeout(400)
@@ -161,9 +162,24 @@ def build(tree: Path, environment: Mapping[str, str] = MappingProxyType({})) -> 
     return built, told
 
 
-@pytest.fixture(scope="module")
-def wheel(source: Path) -> Path:
-    return build(source)[0]
+def unoptimized(folder: Path) -> dict[str, str]:
+    """A compiler that takes a third of the time."""
+    compiler = folder / "compiler"
+    compiler.write_text('#!/bin/sh\nexec g++ "$@" -O0\n')
+    compiler.chmod(0o755)
+    return {"CC": str(compiler), "CXX": str(compiler)}
+
+
+@pytest.fixture(scope="module", params=["quick", pytest.param("full", marks=pytest.mark.slow)])
+def wheel(request: pytest.FixtureRequest, source: Path) -> Path:
+    """One for all workers; as it is published in ``make test-all``."""
+
+    def make(tree: Path) -> None:
+        shutil.copytree(source, tree, symlinks=True)
+        build(tree, unoptimized(tree) if request.param == "quick" else {})
+
+    (found,) = (builds.built(f"wheel-{request.param}", make) / "dist").glob("*.whl")
+    return found
 
 
 def test_a_wheel_runs_with_torch_and_numpy_only(wheel: Path, bare: Environment) -> None:

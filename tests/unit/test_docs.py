@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import io
 import os
 import pkgutil
 import re
-import subprocess
-import sys
+import tempfile
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -16,12 +16,14 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from typer.testing import CliRunner
 
 import commhooks
 import ddp_core
 from commhooks.cli.app import app
+from tests.distributed.harness import run_ranks
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -73,21 +75,28 @@ def without_code(page: Path) -> str:
 WITH_EXAMPLES = [page for page in PAGES if BLOCK.search(page.read_text())]
 
 
+def _run_page(rank: int, world_size: int, code: str, folder: str) -> None:
+    dist.destroy_process_group()  # the prelude makes its own
+    os.chdir(folder)
+    tempfile.tempdir = folder
+    with contextlib.redirect_stdout(io.StringIO()):
+        exec(compile(code, "page", "exec"), {"__name__": "__main__"})
+
+
+def _results() -> set[Path]:
+    return {*ROOT.glob("results/**/*"), *ROOT.glob("[a-z]*/results/**/*")}
+
+
 @pytest.mark.parametrize("page", WITH_EXAMPLES, ids=names(WITH_EXAMPLES))
 def test_examples_run(page: Path, tmp_path: Path) -> None:
     """In a folder of its own, since pages write files, and what they write is not the tree's."""
-    before = set(ROOT.rglob("results/**"))
+    before = _results()
     blocks = BLOCK.findall(page.read_text())
     code = "\n".join(
         [PRELUDE, *blocks, "if dist.is_initialized():\n    dist.destroy_process_group()"]
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
-        capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert set(ROOT.rglob("results/**")) <= before
+    run_ranks(_run_page, 1, code, str(tmp_path), ignore_warnings=(".*",), timeout=100)
+    assert _results() <= before
 
 
 def anchors(page: Path) -> set[str]:
