@@ -62,7 +62,9 @@ class Engine:
 
     @scheme.setter
     def scheme(self, scheme: Scheme) -> None:
-        self._scheme, self.keeps_memory = scheme, bool(slots_of(scheme))
+        # Asked for in every bucket, and put together from all wrappers.
+        self._scheme, self.traits = scheme, scheme.traits
+        self.keeps_memory = bool(slots_of(scheme))
 
     @property
     def under_way(self) -> bool:

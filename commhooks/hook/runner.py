@@ -160,7 +160,7 @@ class Runner:
             self.step_abandoned()
             step = None
         if step is None:
-            holds = self._engine.scheme.traits.coalesce or bool(self.regrouping.wanted)
+            holds = self._engine.traits.coalesce or bool(self.regrouping.wanted)
             step = self._step = Step(self._engine.step, group, holds)
         step.buckets.append(key)
         step.paused = False
@@ -193,7 +193,7 @@ class Runner:
     # ---- exchanges
 
     def _exchange_held(self, step: Step) -> None:
-        groups, coalesces = None, self._engine.scheme.traits.coalesce
+        groups, coalesces = None, self._engine.traits.coalesce
         if self.regrouping.wanted:
             groups = self._coalescer.groups_like(self.regrouping.wanted, merged=coalesces)
         if groups is not None:
@@ -235,7 +235,7 @@ class Runner:
             bucket=bucket,
             dense_bytes=dense_bytes,
             world_size=self._engine.world_size,
-            max_rounds=self._engine.scheme.traits.rounds,
+            max_rounds=self._engine.traits.rounds,
             record=record,
         )
         return self._drivers.run(task, device, step.group)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -68,7 +69,7 @@ class ACPSGD(Scheme):
         check_rank(self, self.rank)
         check_rate(self, self.min_compression_rate)
 
-    @property
+    @cached_property
     def keeps(self) -> tuple[Slot, Slot]:
         rank, rate = self.rank, self.min_compression_rate
         left = Factor(LEFT, rank=rank, rate=rate, side=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -86,7 +86,7 @@ class BatchedPowerSGD(Scheme):
     def __post_init__(self) -> None:
         check_rank(self, self.rank)
 
-    @property
+    @cached_property
     def keeps(self) -> tuple[Slot, ...]:
         return (_Factor(KEY, rank=self.rank),) if self.warm_start else ()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -95,7 +96,7 @@ class PowerSGD(Scheme):
         check_rank(self, self.rank)
         check_rate(self, self.min_compression_rate)
 
-    @property
+    @cached_property
     def keeps(self) -> tuple[Slot, ...]:
         slot = RightFactor(KEY, rank=self.rank, rate=self.min_compression_rate)
         return (slot,) if self.warm_start else ()
