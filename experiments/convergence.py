@@ -19,13 +19,14 @@ import pandas as pd
 import typer
 from rich.progress import Progress
 
-from experiments.bandwidth.training import HOOKS, MORE_HOOKS, Settings, train
+from experiments.bandwidth.schemes import NO_HOOK, SCHEMES, VARIANTS
+from experiments.bandwidth.training import Settings, train
 from experiments.processes import run_ranks
 from experiments.tasks import TASKS
 
 BASE = "bf16"
 WINDOW, MARGIN = 10, 1.02
-LEFT_OUT = ("no hook", "no-op headroom")
+LEFT_OUT = (NO_HOOK, "noop")
 RATES = {"time at 100 Mbit/s": 1e8, "time at 1 Gbit/s": 1e9}
 
 
@@ -57,7 +58,7 @@ def _names(tasks: str) -> list[str]:
 
 def _hooks(only: str) -> list[str]:
     """Those asked for, and the one that all are compared with."""
-    known = [name for name in (*HOOKS, *MORE_HOOKS) if name not in LEFT_OUT]
+    known = [name for name in (*SCHEMES, *VARIANTS) if name not in LEFT_OUT]
     names = [name.strip() for name in only.split(";") if name.strip()]
     for name in names:
         if name not in known:

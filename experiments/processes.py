@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import queue
+import signal
 import sys
 import tempfile
 import traceback
@@ -66,6 +67,7 @@ def _rank(
     worker: Callable[..., None], rank: int, world_size: int, store: str, messages: Any, args: Any
 ) -> None:
     try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it, and ends its ranks
         torch.set_num_threads(1)
         dist.init_process_group(
             "gloo",

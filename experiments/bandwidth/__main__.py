@@ -1,10 +1,13 @@
-"""``python -m experiments.bandwidth``: what each hook saves and costs, on this machine."""
+"""``python -m experiments.bandwidth``: what each scheme saves, and on which link it pays."""
 
 from __future__ import annotations
 
 import json
+import signal
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,98 +16,175 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from experiments.bandwidth.links import (
+    Link,
+    how_made,
+    messages_on,
+    parse,
+    run_rank,
+    settings_on,
+)
 from experiments.bandwidth.plots import draw
-from experiments.bandwidth.table import environment, printed, with_ratios
-from experiments.bandwidth.training import HOOKS, Settings, train
+from experiments.bandwidth.schemes import ON_LINKS, SCHEMES
+from experiments.bandwidth.table import compared, computed_cases, environment, printed
+from experiments.bandwidth.training import Settings, train
+from experiments.bandwidth.words import HOW_TO_READ, verdict
+from experiments.hosts import access
 from experiments.processes import run_ranks
 from experiments.tasks import TASKS
 
-TABLE_WIDTH = 160
-DEFAULT_STEPS, QUICK_STEPS = 220, 77  # 20 and 7 blocks of 11 steps
+WIDTH = 80  # of tables and sentences; a wider terminal shows the same
+Case = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Study:
+    """What is run, and where it is shown.
+
+    Attributes:
+        settings: of the run without a limit, which all tables take bytes, errors and losses from.
+        on_links: the schemes that are timed on limited links.
+        make_links: whether limited links are made, not computed.
+    """
+
+    settings: Settings
+    on_links: Sequence[str]
+    world_size: int
+    make_links: bool
+    progress: Progress
+
+    def unlimited(self) -> dict[str, Case]:
+        """What every scheme gave on this machine."""
+        messages = run_ranks(train, self.world_size, self.settings)
+        return self._collected("unlimited", self.settings, messages)
+
+    def on(self, link: Link, unlimited: dict[str, Case]) -> pd.DataFrame:
+        """The table of one link; timed there, if it is limited and can be made."""
+        names = list(unlimited)
+        if link.rate is not None:
+            names = [name for name in names if name in self.on_links]
+        cases = [unlimited[name] for name in names]
+        estimates = computed_cases(link, cases, self.settings.bucket_cap_mb)
+        if link.rate is None:
+            return compared(link, "measured", cases, estimates)
+        if not self.make_links:
+            return compared(link, "computed", estimates, estimates)
+        here = settings_on(link, self.settings, names, cases[0]["dense_bytes"])
+        timed = self._collected(link.name, here, messages_on(link, here, self.world_size))
+        times = ("block_s", "exposed_s")
+        cases = [unlimited[name] | {key: timed[name][key] for key in times} for name in names]
+        return compared(link, "measured", cases, estimates)
+
+    def _collected(
+        self, name: str, settings: Settings, messages: Iterable[dict[str, Any]]
+    ) -> dict[str, Case]:
+        """What each scheme gave; a bar shows how far the processes are."""
+        cases: dict[str, Case] = {}
+        bar = self.progress.add_task(name, total=settings.total_steps)
+        for message in messages:
+            if "case" in message:
+                cases[message["case"]["hook"]] = message["case"]
+            else:
+                text = f"{name}: {message['hook']}"
+                self.progress.update(bar, advance=message["steps"], description=text)
+        self.progress.update(bar, description=name)
+        return cases
 
 
 def main(
-    steps: Annotated[int, typer.Option(help="Training steps per hook and task.", min=77)] = (
-        DEFAULT_STEPS
-    ),
-    world_size: Annotated[int, typer.Option(help="Gloo processes.", min=2)] = 2,
+    steps: Annotated[int, typer.Option(help="Training steps per scheme.", min=60)] = 80,
+    world_size: Annotated[int, typer.Option(help="Processes.", min=2)] = 2,
     seed: Annotated[int, typer.Option(help="Of models, batches and random draws.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for tables and plots.")] = Path(
         "results/bandwidth"
     ),
-    tasks: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(TASKS),
-    hooks: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(HOOKS),
-    quick: Annotated[bool, typer.Option("--quick", help="A third of the steps.")] = False,
+    task: Annotated[str, typer.Option(help=f"One of {', '.join(TASKS)}.")] = "characters",
+    links: Annotated[str, typer.Option(help="Comma-separated.")] = "unlimited,1gbit,100mbit",
+    schemes: Annotated[
+        str, typer.Option(help="Separated by semicolons; all by default, some on limited links.")
+    ] = "",
+    computed: Annotated[
+        bool, typer.Option("--computed", help="Compute limited links from bytes; make none.")
+    ] = False,
 ) -> None:
-    """Trains both tasks once per hook and compares bytes, time, error and quality."""
+    """Trains a model with every scheme, on each link, and compares time, bytes and error."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes are ended
     begin = time.perf_counter()
-    console = Console()
-    if console.width < TABLE_WIDTH:  # a pipe, or a narrow terminal: wrapped lines read better
-        console = Console(width=TABLE_WIDTH)
-    chosen = _names(hooks, HOOKS)
-    runs = [
-        Settings(task, chosen, steps=QUICK_STEPS if quick else steps, seed=seed)
-        for task in _names(tasks, TASKS)
-    ]
-    cases, losses = _measure(runs, world_size, console)
-    table = with_ratios(pd.DataFrame(cases), world_size)
-    for name, rows in table.groupby("task", sort=False):
-        console.print(printed(str(name), rows, world_size))
-    facts = {**environment(), "world_size": world_size, "seed": seed, "steps": runs[0].steps}
-    for path in _write(table, losses, {**facts, "seconds": time.perf_counter() - begin}, out):
+    chosen = _names(schemes, SCHEMES, ";") if schemes else list(SCHEMES)
+    all_links = _links(links)
+    settings = Settings(_names(task, TASKS, ",")[0], chosen, steps=steps, block=2, seed=seed)
+    console = Console(width=WIDTH, highlight=False)
+    if any(link.rate for link in all_links):
+        _say(console, how_made(access(), wanted=not computed))
+    with _progress(console) as progress:
+        study = _Study(
+            settings,
+            on_links=chosen if schemes else ON_LINKS,
+            world_size=world_size,
+            make_links=not computed and access().kind != "none",
+            progress=progress,
+        )
+        unlimited = study.unlimited()
+        tables = {}
+        for link in all_links:
+            tables[link] = study.on(link, unlimited)
+            _say(console, printed(tables[link], link, world_size))
+    for link, rows in tables.items():
+        _say(console, verdict(link, rows))
+    _say(console, HOW_TO_READ)
+    facts = {
+        **environment(),
+        "links": how_made(access(), wanted=not computed),
+        "world_size": world_size,
+        "seed": seed,
+        "steps": settings.total_steps // len(chosen),
+        "seconds": round(time.perf_counter() - begin),
+    }
+    losses = {name: case["losses"] for name, case in unlimited.items()}
+    for path in _write(pd.concat(tables.values()), losses, facts, out):
         console.print(f"wrote {path}")
 
 
-def _names(given: str, known: Iterable[str]) -> list[str]:
-    names = [name.strip() for name in given.split(",") if name.strip()]
+def _say(console: Console, what: Any) -> None:
+    console.print(what)
+    console.print()
+
+
+def _names(given: str, known: Iterable[str], separator: str) -> list[str]:
+    names = [name.strip() for name in given.split(separator) if name.strip()]
     for name in names:
         if name not in known:
-            raise typer.BadParameter(f"{name!r} is not one of {', '.join(known)}")
+            raise typer.BadParameter(f"{name!r} is not one of {f'{separator} '.join(known)}")
     if not names:
-        raise typer.BadParameter(f"names none of {', '.join(known)}")
+        raise typer.BadParameter(f"names none of {f'{separator} '.join(known)}")
     return list(dict.fromkeys(names))
 
 
-def _measure(
-    runs: list[Settings], world_size: int, console: Console
-) -> tuple[list[dict[str, Any]], dict[tuple[str, str], list[float]]]:
-    """Runs the processes of each task; a bar shows how far they are."""
-    cases: list[dict[str, Any]] = []
-    losses: dict[tuple[str, str], list[float]] = {}
-    columns = (TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
-        for settings in runs:
-            bar = progress.add_task(settings.task, total=settings.total_steps)
-            for message in run_ranks(train, world_size, settings):
-                if "progress" in message:
-                    text = f"{settings.task}: {message['hook']}"
-                    progress.update(bar, advance=message["steps"], description=text)
-                else:
-                    case = message["case"]
-                    losses[settings.task, case["hook"]] = case.pop("losses")
-                    cases.append(case)
-            progress.update(bar, description=settings.task)
-    return cases, losses
+def _links(given: str) -> list[Link]:
+    try:
+        return [parse(text.strip()) for text in dict.fromkeys(given.split(","))]
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.description:34}"), BarColumn(18), MofNCompleteColumn())
+    return Progress(*columns, TimeElapsedColumn(), console=console)
 
 
 def _write(
-    table: pd.DataFrame,
-    losses: dict[tuple[str, str], list[float]],
-    facts: dict[str, Any],
-    out: Path,
+    table: pd.DataFrame, losses: dict[str, list[float]], facts: dict[str, Any], out: Path
 ) -> list[Path]:
     """Writes tables, settings and plots; returns their paths."""
     out.mkdir(parents=True, exist_ok=True)
-    table.to_csv(out / "bandwidth.csv", index=False)
-    curves = [
-        {"task": task, "hook": hook, "step": step, "loss": loss}
-        for (task, hook), values in losses.items()
-        for step, loss in enumerate(values)
-    ]
-    pd.DataFrame(curves).to_csv(out / "losses.csv", index=False)
+    table.to_csv(out / "bandwidth.csv", index=False, float_format="%.6g")
+    pd.DataFrame(losses).rename_axis("step").to_csv(out / "losses.csv", float_format="%.6g")
     (out / "run.json").write_text(json.dumps(facts, indent=2) + "\n")
-    return [out / "bandwidth.csv", out / "losses.csv", out / "run.json", *draw(table, losses, out)]
+    return [out / "bandwidth.csv", out / "losses.csv", out / "run.json", *draw(table, out)]
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    if sys.argv[1:2] == ["--as-rank"]:
+        run_rank(json.loads(sys.argv[2]))
+    else:
+        typer.run(main)

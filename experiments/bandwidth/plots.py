@@ -11,84 +11,110 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import pandas as pd
 
-__all__ = ["draw"]
+from experiments.bandwidth.schemes import NO_HOOK
+from experiments.bandwidth.table import BASE, FLOOR
 
-Losses = dict[tuple[str, str], list[float]]
+__all__ = ["draw", "when_it_pays"]
+
+SAVES, COSTS, PLAIN, INK = "#2a6f97", "#c97b4a", "#9aa1ad", "#333333"
+LINK_COLOURS = ("#2a6f97", "#a9c6da")
+# Of the picture of the README.
+CHOSEN = (BASE, "fp16", "int8", "int4", "topk 1 %", "powersgd, rank 4", FLOOR)
+CHOSEN_LINKS = ("1 Gbit/s", "unlimited")
 
 
-def draw(table: pd.DataFrame, losses: Losses, folder: Path) -> list[Path]:
-    """Writes the three pictures and returns their paths."""
-    tasks = list(dict.fromkeys(table["task"]))
-    colours = _colours(list(dict.fromkeys(table["hook"])))
-    pictures = {
-        "bytes_and_error.png": (lambda axes, task: _bytes_and_error(axes, table, task, colours)),
-        "loss.png": (lambda axes, task: _loss(axes, losses, task, colours)),
-    }
-    if table["step_ratio"].notna().any():
-        pictures["step_time.png"] = lambda axes, task: _step_time(axes, table, task, colours)
+def draw(table: pd.DataFrame, folder: Path) -> list[Path]:
+    """Writes the pictures, and the table behind the first; returns their paths."""
+    chosen = when_it_pays(table)
+    pictures = {"step_time.png": _step_time(table), "bytes_and_error.png": _bytes_and_error(table)}
     paths = []
-    for name, paint in pictures.items():
-        figure, rows = plt.subplots(
-            1, len(tasks), figsize=(6.0 * len(tasks) + 2, 4.6), squeeze=False, layout="constrained"
-        )
-        for axes, task in zip(rows[0], tasks, strict=True):
-            paint(axes, task)
-            axes.set_title(task)
-        _legend(figure, rows[0][0])
-        figure.savefig(folder / name, dpi=120)
+    if not chosen.empty:
+        chosen.to_csv(folder / "when_it_pays.csv", float_format="%.3f")
+        paths.append(folder / "when_it_pays.csv")
+        pictures = {"when_it_pays.png": _when_it_pays(chosen), **pictures}
+    for name, figure in pictures.items():
+        figure.savefig(folder / name, dpi=150)
         plt.close(figure)
         paths.append(folder / name)
     return paths
 
 
-def _colours(hooks: list[str]) -> dict[str, Any]:
-    return {hook: plt.get_cmap("tab20")(i % 20) for i, hook in enumerate(hooks)}
+def when_it_pays(table: pd.DataFrame) -> pd.DataFrame:
+    """Step time over that of no compression: a row per scheme, a column per link."""
+    wide = table.pivot(index="scheme", columns="link", values="over_none")
+    wide = wide.reindex(columns=[link for link in CHOSEN_LINKS if link in wide.columns])
+    return wide.reindex([name for name in CHOSEN if name in wide.index]).dropna(how="all")
 
 
-def _legend(figure: Any, axes: Any) -> None:
-    """One legend beside the panels, where it hides no data."""
-    handles, labels = axes.get_legend_handles_labels()
-    if labels:
-        figure.legend(handles, labels, loc="outside right center", fontsize=8)
+def _when_it_pays(chosen: pd.DataFrame) -> Any:
+    figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
+    width = 0.8 / len(chosen.columns)
+    for place, (link, colour) in enumerate(zip(chosen.columns, LINK_COLOURS, strict=False)):
+        left = [
+            position + (place - (len(chosen.columns) - 1) / 2) * width
+            for position in range(len(chosen))
+        ]
+        bars = axes.bar(left, chosen[link], width * 0.94, color=colour, label=_with_link(link))
+        for bar, value in zip(bars, chosen[link], strict=True):
+            middle = bar.get_x() + bar.get_width() / 2
+            colour_of_text = "white" if place == 0 else INK
+            axes.text(middle, 0.04, f"{value:.2f}", ha="center", fontsize=8, color=colour_of_text)
+    axes.axhline(1, color=INK, linewidth=0.8, linestyle="--")
+    names = [f"{name}\n(sends nothing)" if name == FLOOR else name for name in chosen.index]
+    axes.set_xticks(range(len(chosen)), [name.replace(", ", ",\n") for name in names], fontsize=9)
+    axes.set_ylabel("step time, none = 1")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_ylim(top=1.25 * float(chosen.max(axis=None)))  # room for the legend
+    axes.legend(frameon=False, fontsize=9, ncols=2, loc="upper right")
+    return figure
 
 
-def _bytes_and_error(axes: Any, table: pd.DataFrame, task: str, colours: dict[str, Any]) -> None:
-    """Wire bytes against the error of the averaged gradient; left and low is good."""
-    rows = table[(table["task"] == task) & (table["wire_bytes"] > 0)]
-    for row in rows.itertuples():
-        # An exact hook would not show on a logarithmic axis.
-        x, y = row.wire_bytes / 1e3, max(row.relative_error, 1e-8)
-        if row.hook == "no hook":  # lies under allreduce: a ring around it
-            style = {"s": 130, "facecolors": "none", "edgecolors": [colours[row.hook]]}
-        else:
-            style = {"s": 45, "color": colours[row.hook]}
-        axes.scatter(x, y, label=row.hook, zorder=3, **style)
-    axes.axhline(1.0, color="black", linewidth=0.8)
-    axes.set(xscale="log", yscale="log", xlabel="kB sent per rank and step")
-    axes.set_ylabel("relative error of the averaged gradient")
-    axes.grid(alpha=0.3, linewidth=0.5)
+def _with_link(link: str) -> str:
+    return "this machine, no limit" if link == "unlimited" else link
 
 
-def _step_time(axes: Any, table: pd.DataFrame, task: str, colours: dict[str, Any]) -> None:
-    """Step time over that of the allreduce hook: median of blocks, whiskers at the quartiles."""
-    rows = table[table["task"] == task].iloc[::-1]
-    middle = rows["step_ratio"]
-    axes.barh(rows["hook"], middle, color=[colours[hook] for hook in rows["hook"]])
-    whiskers = [(middle - rows["step_q1"]).clip(lower=0), (rows["step_q3"] - middle).clip(lower=0)]
-    axes.errorbar(middle, rows["hook"], xerr=whiskers, fmt="none", ecolor="black", capsize=2, lw=1)
-    for hook, ratio in zip(rows["hook"], middle, strict=True):
-        axes.text(0.03, hook, f"{ratio:.2f}", va="center", fontsize=8, color="white")
-    axes.axvline(1.0, color="black", linewidth=0.8, linestyle="--")
-    axes.set_xlabel("step time / step time of allreduce")
+def _step_time(table: pd.DataFrame) -> Any:
+    """Step time over that of no compression: median of turns, whiskers at the quartiles."""
+    links = list(table["link"].unique())
+    figure, panels = plt.subplots(
+        1, len(links), figsize=(4.4 * len(links) + 1, 7), squeeze=False, layout="constrained"
+    )
+    for link, axes in zip(links, panels[0], strict=True):
+        rows = table[table["link"] == link].sort_values("over_none", ascending=False)
+        ratio, names = rows["over_none"], rows["scheme"]
+        colours = [{"yes": SAVES, "no": COSTS}.get(pays, PLAIN) for pays in rows["pays"]]
+        axes.barh(names, ratio, color=colours, height=0.7)
+        whiskers = [ratio - rows["over_none_q1"], rows["over_none_q3"] - ratio]
+        axes.errorbar(
+            ratio, names, xerr=[w.clip(lower=0) for w in whiskers], fmt="none", ecolor=INK, lw=1
+        )
+        axes.axvline(1, color=INK, linewidth=0.8, linestyle="--")
+        how = rows["how"].iloc[0]
+        axes.set(title=f"{_with_link(link)} ({how})", xlabel="step time, none = 1")
+        axes.tick_params(axis="y", labelsize=8)
+        axes.margins(y=0.01)
+        axes.spines[["top", "right"]].set_visible(False)
+    handles = [plt.Rectangle((0, 0), 1, 1, color=c) for c in (SAVES, COSTS, PLAIN)]
+    labels = ["pays", "costs", "even, or no compression"]
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    return figure
 
 
-def _loss(axes: Any, losses: Losses, task: str, colours: dict[str, Any]) -> None:
-    """Training loss of rank 0, smoothed."""
-    for (of_task, hook), values in losses.items():
-        if of_task == task:
-            smooth = pd.Series(values).ewm(span=20).mean()
-            # "no hook" equals allreduce: a broad line shows on both sides of it.
-            width, alpha = (5.0, 0.35) if hook == "no hook" else (1.2, 1.0)
-            axes.plot(smooth, color=colours[hook], label=hook, linewidth=width, alpha=alpha)
-    axes.set(xlabel="step", ylabel="training loss (smoothed)")
-    axes.grid(alpha=0.3, linewidth=0.5)
+def _bytes_and_error(table: pd.DataFrame) -> Any:
+    """Bytes that a process sends, and the error of what the optimizer got; both small is good."""
+    rows = table[(table["link"] == table["link"].iloc[0]) & (table["scheme"] != NO_HOOK)]
+    rows = rows[rows["update_error"].notna()].sort_values("sent_mb", ascending=False)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 6), sharey=True, layout="constrained")
+    left.plot(rows["sent_mb"], rows["scheme"], "o", color=SAVES)
+    left.set(xscale="log", xlabel="MB a process sends in a step")
+    # An exact average would not show on a logarithmic axis.
+    right.plot(rows["update_error"].clip(lower=1e-5), rows["scheme"], "o", color=SAVES)
+    right.axvline(1, color=INK, linewidth=0.8, linestyle="--")
+    right.set(xscale="log", xlabel="error of what the optimizer got over the run")
+    for axes in (left, right):
+        axes.grid(alpha=0.3, linewidth=0.5)
+        axes.set_axisbelow(True)
+        axes.tick_params(axis="y", labelsize=8)
+        axes.margins(y=0.02)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure

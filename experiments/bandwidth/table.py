@@ -1,80 +1,162 @@
-"""The table of the study: ratios between hooks, how they print, and where they came from."""
+"""The tables of the study, one per link: ratios between schemes, and how they print."""
 
 from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pandas as pd
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 import commhooks
+from experiments.bandwidth.links import Link, bucket_count, computed
+from experiments.bandwidth.schemes import NO_HOOK
 
-__all__ = ["environment", "printed", "with_ratios"]
+__all__ = ["BASE", "FLOOR", "SHOWN", "compared", "computed_cases", "environment", "printed"]
 
-BASE, FLOOR = "allreduce", "no-op headroom"
-BYTES, MILLISECONDS = 1e-3, 1e3
+BASE, HALF, FLOOR = "none", "fp16", "noop"
 
-# Column -> title, scale and format.
-COLUMNS: dict[str, tuple[str, float, str]] = {
-    "dense_bytes": ("dense kB", BYTES, "{:.1f}"),
-    "payload_bytes": ("payload kB", BYTES, "{:.1f}"),
-    "wire_bytes": ("wire kB", BYTES, "{:.1f}"),
-    "ratio_fp32": ("x fp32", 1, "{:.1f}"),
-    "ratio_bf16": ("x bf16", 1, "{:.1f}"),
-    "step_ratio": ("step ratio", 1, "{:.2f}"),
-    "step_q1": ("q1", 1, "{:.2f}"),
-    "step_q3": ("q3", 1, "{:.2f}"),
-    "exposed_s": ("exposed ms", MILLISECONDS, "{:.2f}"),
-    "headroom": ("headroom", 1, "{:.0%}"),
-    "loss": ("loss", 1, "{:.3f}"),
-    "accuracy": ("accuracy", 1, "{:.1%}"),
-    "relative_error": ("gradient error", 1, "{:.1e}"),
+
+def _ratio(value: float) -> str:
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}"
+
+
+# Column of the CSV -> title and cell.
+SHOWN: dict[str, tuple[str, Callable[[float], str]]] = {
+    "step_ms": ("step,\nms", "{:.1f}".format),
+    "over_none": ("against\nnone", _ratio),
+    "range": ("half of\nturns in", str),
+    "pays": ("\npays", str),
+    "sent_mb": ("MB\nsent", "{:.3f}".format),
+    "saved": ("bytes\nsaved", lambda share: f"{share:.1%}" if 0.99 < share < 1 else f"{share:.0%}"),
+    "update_error": ("update\nerror", lambda error: f"{error:.1%}"),
+    "loss": ("loss\nat end", "{:.2f}".format),
 }
+COLUMNS = (
+    "task", "link", "how", "scheme", "step_ms", "over_none", "over_none_q1", "over_none_q3",
+    "over_fp16", "over_noop", "pays", "sent_mb", "saved", "update_error", "loss", "accuracy",
+    "computed_ms", "exposed_ms", "dense_bytes", "dense_wire_bytes", "payload_bytes", "wire_bytes",
+    "ranks_agree",
+)  # fmt: skip
 
 
-def with_ratios(table: pd.DataFrame, world_size: int) -> pd.DataFrame:
-    """Adds the columns that compare a hook with others of its task.
+def computed_cases(
+    link: Link, cases: Iterable[dict[str, Any]], bucket_cap_mb: float
+) -> list[dict[str, Any]]:
+    """The cases of the run without a limit, with the step times that the link would give them."""
+    rows = list(cases)
+    if link.rate is None:
+        return rows
+    window = float(pd.Series([row["window_s"] for row in rows]).median())
+    return [
+        row
+        | {
+            "block_s": computed(
+                row["block_s"],
+                wire_nbytes=row["wire_bytes"],
+                rate=link.rate,
+                window_s=window,
+                buckets=bucket_count(row["dense_bytes"], bucket_cap_mb),
+            )
+        }
+        for row in rows
+    ]
 
-    Times are compared block by block, a hook's with the other's of the same turn, and the median
+
+def compared(
+    link: Link, how: str, cases: Iterable[dict[str, Any]], estimates: Iterable[dict[str, Any]]
+) -> pd.DataFrame:
+    """The rows of one link, with the columns that compare a scheme with others.
+
+    Times are compared turn by turn, a scheme's with the other's of the same turn, and the median
     taken afterwards: a slow moment of the machine then hits both sides of a ratio.
+
+    Args:
+        link: what they were measured on.
+        how: "measured" or "computed".
+        cases: what each scheme gave there.
+        estimates: the same schemes, with computed times.
     """
-    table = table.copy()
-    fp32 = table["dense_bytes"] * 2 * (world_size - 1) / world_size
-    sent = table["wire_bytes"].where(table["wire_bytes"] > 0)
-    table["ratio_fp32"], table["ratio_bf16"] = fp32 / sent, fp32 / 2 / sent
-    blocks = {(row.task, row.hook): pd.Series(row.block_s) for row in table.itertuples()}
-    for index, row in table.iterrows():
-        own = blocks[row["task"], row["hook"]]
-        base = blocks.get((row["task"], BASE))
-        floor = blocks.get((row["task"], FLOOR))
-        if base is not None:
-            quartiles = (own / base).quantile([0.5, 0.25, 0.75]).tolist()
-            table.loc[index, ["step_ratio", "step_q1", "step_q3"]] = quartiles
-        if floor is not None:
-            table.loc[index, "headroom"] = 1 - (floor / own).median()
-    return table.reindex(columns=["task", "hook", *COLUMNS, "ranks_agree"])
+    rows = list(cases)
+    blocks = {row["hook"]: pd.Series(row["block_s"], dtype=float) for row in rows}
+    expected = {row["hook"]: row["block_s"] for row in estimates}
+    return pd.DataFrame(
+        [_row(row, blocks, expected.get(row["hook"], [])) for row in rows]
+    ).assign(link=link.name, how=how).reindex(columns=list(COLUMNS))  # fmt: skip
 
 
-def printed(task: str, rows: pd.DataFrame, world_size: int) -> Table:
-    """The rows of one task, to look at."""
-    shown = Table(title=f"{task}: {world_size} Gloo processes, per rank and step")
-    shown.add_column("hook", no_wrap=True)
-    for title, _, _ in COLUMNS.values():
-        shown.add_column(title, justify="right")
+def _row(
+    case: dict[str, Any], blocks: dict[str, pd.Series], expected: list[float]
+) -> dict[str, Any]:
+    name, own = case["hook"], blocks[case["hook"]]
+    base, half, floor = (_over(own, blocks.get(other)) for other in (BASE, HALF, FLOOR))
+    low, middle, high = base.quantile([0.25, 0.5, 0.75])
+    return case | {
+        "scheme": name,
+        "step_ms": own.median() * 1e3,
+        "over_none": middle,
+        "over_none_q1": low,
+        "over_none_q3": high,
+        "over_fp16": half.median(),
+        "over_noop": floor.median(),
+        "pays": "" if name in (BASE, FLOOR, NO_HOOK) else _pays(low, high),
+        "sent_mb": case["wire_bytes"] / 1e6,
+        "saved": 1 - case["wire_bytes"] / case["dense_wire_bytes"],
+        "update_error": case["relative_error"],
+        "computed_ms": pd.Series(expected, dtype=float).median() * 1e3,
+        "exposed_ms": case["exposed_s"] * 1e3,
+    }
+
+
+def _over(own: pd.Series, other: pd.Series | None) -> pd.Series:
+    return own / (float("nan") if other is None else other)
+
+
+def _pays(low: float, high: float) -> str:
+    """Whether a scheme is faster than no compression, if turns differ less than that."""
+    if pd.isna(low):
+        return ""
+    return "yes" if high < 1 else "no" if low > 1 else "even"
+
+
+def printed(rows: pd.DataFrame, link: Link, world_size: int) -> Table:
+    """The rows of one link, to look at: at most 80 characters wide."""
+    where = "this machine, no limit" if link.rate is None else link.name
+    how = "computed from bytes, not measured" if (rows["how"] == "computed").any() else "measured"
+    shown = Table(
+        title=f"{where}: {world_size} processes, {how}",
+        title_justify="left",
+        title_style="bold",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        padding=0,
+    )
+    shown.add_column("\nscheme", no_wrap=True)
+    for name, (head, _) in SHOWN.items():
+        shown.add_column(head, justify="center" if name == "pays" else "right", no_wrap=True)
     for row in rows.to_dict("records"):
-        name = row["hook"] if row["ranks_agree"] else f"{row['hook']} *"
-        shown.add_row(name, *(_cell(row[column], column) for column in COLUMNS))
+        row["range"] = _range(row)
+        mark = "" if row["ranks_agree"] else " *"
+        cells = [_cell(row[column], form) for column, (_, form) in SHOWN.items()]
+        style = {"yes": "green", "no": "dim"}.get(row["pays"])
+        shown.add_row(row["scheme"] + mark, *cells, style=style)
     if not rows["ranks_agree"].all():
-        shown.caption = "* the ranks ended with different parameters"
+        shown.caption = "* the ranks end with different parameters: for timing, not for training"
     return shown
 
 
-def _cell(value: float, column: str) -> str:
-    _, scale, form = COLUMNS[column]
-    return "-" if pd.isna(value) else form.format(value * scale)
+def _range(row: dict[str, Any]) -> str:
+    if row["scheme"] == BASE or pd.isna(row["over_none"]):
+        return ""
+    return f"{_ratio(row['over_none_q1'])}-{_ratio(row['over_none_q3'])}"
+
+
+def _cell(value: Any, form: Callable[[Any], str]) -> str:
+    return "" if pd.isna(value) else form(value)
 
 
 def environment() -> dict[str, Any]:

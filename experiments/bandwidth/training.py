@@ -1,136 +1,114 @@
-"""Trains one task with every hook side by side, in alternating blocks, and measures each."""
+"""Trains one task with every scheme side by side, in alternating blocks, and measures each."""
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks.optim import OneBitAdam
+from experiments.bandwidth.schemes import SCHEMES, VARIANTS, Entry, gives_mean
+from experiments.bandwidth.watch import Watch
 from experiments.tasks import TASKS, Task
 
-__all__ = ["HOOKS", "MORE_HOOKS", "WARM_UP_BLOCKS", "Case", "Settings", "train"]
+__all__ = ["Case", "Settings", "train"]
 
-WARM_UP_BLOCKS = 2  # buckets are rebuilt after the first step, and compression starts
-
-# Name in the table -> scheme and options; None is plain DistributedDataParallel.
-HOOKS: dict[str, tuple[str, dict[str, Any]] | None] = {
-    "no hook": None,
-    "allreduce": ("none", {}),
-    "fp16": ("fp16", {}),
-    "bf16": ("bf16", {}),
-    "PowerSGD 1": ("powersgd", {"rank": 1}),
-    "PowerSGD 2": ("powersgd", {"rank": 2}),
-    "PowerSGD 4": ("powersgd", {"rank": 4}),
-    "batched PowerSGD 1": ("batched_powersgd", {"rank": 1}),
-    "fp16 PowerSGD 4": ("powersgd", {"rank": 4, "wire_dtype": "fp16"}),
-    "no-op headroom": ("noop", {}),
-    "int8": ("int8", {}),
-    "int4": ("int4", {}),
-    "ACP-SGD 4": ("acpsgd", {"rank": 4}),
-}
-# Trained by the convergence study too, which knows no time.
-MORE_HOOKS: dict[str, tuple[str, dict[str, Any]] | None] = {
-    "fp8": ("fp8", {}),
-    "mxfp8": ("mxfp8", {}),
-    "1-bit": ("onebit", {}),
-    "EDEN, 1 bit": ("eden", {"bits": 1}),
-    "EDEN, 2 bits": ("eden", {"bits": 2}),
-    "QSGD": ("qsgd", {}),
-    "TernGrad": ("terngrad", {}),
-    "top-k 1 %": ("topk", {"ratio": 0.01}),
-    "top-k 10 %": ("topk", {"ratio": 0.1}),
-    "random-k 10 %": ("random_k", {"ratio": 0.1}),
-    "random block 10 %": ("random_block", {"ratio": 0.1}),
-    "aligned top-k 10 %": ("aligned_topk", {"ratio": 0.1, "row": 64}),
-    "bf16, stochastic": ("bf16", {"stochastic": True}),
-    "SDP4Bit": ("sdp4bit", {}),
-    "Global-QSGD": ("global_qsgd", {}),
-    "IntSGD": ("intsgd", {}),
-    "1-bit Adam": ("onebit_adam", {"freeze_step": 40}),
-    "DeMo": ("demo", {}),
-    "DGC 1 %": ("dgc", {"ratio": 0.01, "warmup_steps": 40, "sampled": False}),
-    "signSGD": ("signsgd", {}),
-    "DiLoCo, every 11, int4": ("noop", {}),
-}
-OUTER = {"DiLoCo, every 11, int4": {"scheme": "int4", "every": 11}}
+# The best for signs of 3e-4, 1e-3, 2e-3, and for DGC of 0.03, 0.1, 0.3, on the characters.
+SIGN_LR, SGD_LR = 1e-3, 0.03
 
 
 def _optimizer(
-    name: str, task: Task, model: nn.Module, hook: commhooks.HookState | None
+    entry: Entry, task: Task, model: nn.Module, hook: commhooks.HookState | None
 ) -> torch.optim.Optimizer:
     """The task's, or what belongs to the scheme."""
-    if name == "1-bit Adam" and hook is not None:
-        return OneBitAdam(model.parameters(), hook, lr=task.lr if task.adam else 1e-3)
-    if name in ("DeMo", "signSGD"):  # signs: every entry moves by the learning rate
-        return torch.optim.SGD(model.parameters(), lr=SIGN_LR)
-    if name.startswith("DGC"):  # the momentum is the hook's
-        return torch.optim.SGD(model.parameters(), lr=DGC_LR if task.adam else task.lr)
+    parameters = model.parameters()
+    if entry.scheme == "onebit_adam" and hook is not None:
+        return OneBitAdam(parameters, hook, lr=task.lr if task.adam else 1e-3)
+    if entry.scheme in ("demo", "signsgd"):  # signs: every entry moves by the learning rate
+        return torch.optim.SGD(parameters, lr=SIGN_LR)
+    if entry.scheme == "dgc":  # the momentum is the hook's
+        return torch.optim.SGD(parameters, lr=SGD_LR if task.adam else task.lr)
+    if entry.scheme == "gossip":  # averages parameters only if the update is linear in gradients
+        return torch.optim.SGD(parameters, lr=SGD_LR if task.adam else task.lr, momentum=0.9)
     return task.optimizer(model)
-
-
-# The best for DeMo of 3e-4, 1e-3, 2e-3, and for DGC of 0.03, 0.1, 0.3, on the characters.
-SIGN_LR, DGC_LR = 1e-3, 0.03
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How long, with what seed, and which hooks.
+    """How long, with what seed, and which schemes.
 
     Attributes:
-        block: timed steps of a turn; a step that measures the error goes before them.
-        start_step: PowerSGD sends dense gradients before it.
+        steps: of each scheme, at least.
+        untimed: of these, the first ones: buckets are rebuilt, compression starts, and the error
+            is watched.
+        block: timed steps of a turn; at least five turns are run.
+        watch: whether the untimed steps are compared with exact averages.
+        dense_steps: replaces what schemes have as their own number of steps before compression.
         bucket_cap_mb: small, so that these small models have several buckets.
     """
 
     task: str
     hooks: Sequence[str]
     steps: int = 220
+    untimed: int = 50
     block: int = 10
-    start_step: int = 10
+    watch: bool = True
+    dense_steps: int | None = None
     seed: int = 0
     bucket_cap_mb: float = 1.0
 
     @property
     def turns(self) -> int:
-        """Blocks that each hook runs; at least five are counted."""
-        return max(self.steps // (self.block + 1), WARM_UP_BLOCKS + 5)
+        """Blocks that each scheme runs."""
+        return max((self.steps - self.untimed) // self.block, 5)
 
     @property
     def total_steps(self) -> int:
-        """Steps of all hooks together."""
-        return self.turns * (self.block + 1) * len(self.hooks)
+        """Steps of all schemes together."""
+        return (self.untimed + self.turns * self.block) * len(self.hooks)
 
 
 @dataclass
 class Case:
-    """What one hook gave; the fields are the columns of the table."""
+    """What one scheme gave; the fields are columns of the table.
+
+    Attributes:
+        dense_bytes: of the gradient.
+        dense_wire_bytes: a rank sends for a dense all-reduce of it.
+        payload_bytes: a step hands to collectives.
+        wire_bytes: a rank sends in a step.
+        exposed_s: of a step, what backward did not hide.
+        window_s: of a step, from the first full bucket to the last gradient.
+        relative_error: of what the optimizer got in the watched steps together.
+        block_s: seconds of a step in each turn.
+    """
 
     task: str
     hook: str
     dense_bytes: float = 0.0
+    dense_wire_bytes: float = 0.0
     payload_bytes: float = 0.0
     wire_bytes: float = 0.0
     exposed_s: float = 0.0
+    window_s: float = float("nan")
     loss: float = 0.0
     accuracy: float = 0.0
-    relative_error: float = 0.0
+    relative_error: float = float("nan")
     ranks_agree: bool = True
+    gives_mean: bool = True
     losses: list[float] = field(default_factory=list)
     block_s: list[float] = field(default_factory=list)
 
 
 class _Runner:
-    """One hook: its own model, optimizer and DistributedDataParallel."""
+    """One scheme: its own model, optimizer and DistributedDataParallel."""
 
     def __init__(self, name: str, task: Task, settings: Settings) -> None:
         torch.manual_seed(settings.seed)
@@ -138,56 +116,50 @@ class _Runner:
         self.ddp = DistributedDataParallel(task.model(), bucket_cap_mb=settings.bucket_cap_mb)
         self.parameters = list(self.ddp.parameters())
         self.hook: commhooks.HookState | None = None
-        chosen = (HOOKS | MORE_HOOKS)[name]
-        if chosen is not None:
-            scheme, options = chosen
-            if "powersgd" in scheme:
-                options = {**options, "start_step": settings.start_step}
-            self.hook = commhooks.register(self.ddp, scheme, seed=settings.seed, **options)
-        self.optimizer = _optimizer(name, task, self.ddp, self.hook)
-        self.outer = commhooks.DiLoCo(self.ddp, **OUTER[name]) if name in OUTER else None
+        entry = (SCHEMES | VARIANTS)[name]
+        if entry.scheme:
+            options = entry.options_with(settings.dense_steps)
+            self.hook = commhooks.register(self.ddp, entry.scheme, seed=settings.seed, **options)
+        self.optimizer = _optimizer(entry, task, self.ddp, self.hook)
+        self.outer = commhooks.DiLoCo(self.ddp, **entry.outer) if entry.outer else None
         self.step = 0
         self.block_times: list[float] = []
         self.timed_steps: set[int] = set()
-        self.errors: list[float] = []
+        self.error = self.window = float("nan")
+        self.bucket_nbytes = int(settings.bucket_cap_mb * 2**20)
         self.losses: list[float] = []
 
-    def gradients(self, *, sync: bool) -> Tensor:
-        """Flat gradient of this step's batch: averaged by the hook, or local."""
+    @property
+    def gives_mean(self) -> bool:
+        """Whether there is an average to compare with the exact one."""
+        return self.outer is None and (self.hook is None or gives_mean(self.hook))
+
+    def train_step(self, watch: Watch | None = None) -> None:
+        """One step of training."""
         self.optimizer.zero_grad(set_to_none=True)
         x, target = self.task.batch(dist.get_rank(), self.step)
-        with nullcontext() if sync else self.ddp.no_sync():
-            loss = self.task.loss(self.ddp(x), target)
-            loss.backward()
-        if sync:
-            self.losses.append(float(loss.detach()))
-            return torch.empty(0)
-        return torch.cat([parameter.grad.flatten() for parameter in self.parameters])
-
-    def train_step(self) -> None:
-        """One ordinary step."""
-        self.gradients(sync=True)
-        self._update()
-
-    def _update(self) -> None:
+        loss = self.task.loss(self.ddp(x), target)
+        loss.backward()
+        if watch is not None:
+            watch.step()
+        self.losses.append(float(loss.detach()))
         self.optimizer.step()
         if self.outer is not None:
             self.outer.step()
         self.step += 1
 
-    def probe_step(self) -> None:
-        """A step that also compares the hook's average with the exact mean; not timed."""
-        exact = self.gradients(sync=False).double()
-        dist.all_reduce(exact)
-        exact /= dist.get_world_size()
-        self.gradients(sync=True)
-        averaged = torch.cat([parameter.grad.flatten() for parameter in self.parameters])
-        self.errors.append(float((averaged.double() - exact).norm() / exact.norm()))
-        self._update()
+    def run_untimed(self, steps: int, *, watch: bool) -> None:
+        """The first steps; compares what they gave with exact averages."""
+        watching = Watch(self.parameters, self.bucket_nbytes) if watch else None
+        for _ in range(steps):
+            self.train_step(watching)
+        if watching is not None:
+            watching.close()
+            self.window, error = watching.window(), watching.error()
+            self.error = error if self.gives_mean else float("nan")
 
     def run_block(self, steps: int) -> None:
-        """A probe step, then ``steps`` timed ones; the slowest rank's time counts."""
-        self.probe_step()
+        """Timed steps; the slowest rank's time counts."""
         dist.barrier()
         self.timed_steps.update(range(self.step, self.step + steps))
         begin = time.perf_counter()
@@ -197,33 +169,28 @@ class _Runner:
         dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
         self.block_times.append(float(elapsed))
 
-    def result(self, start_step: int) -> Case:
-        """What this hook gave; bytes and times of compressed and timed steps only."""
-        case = Case(self.task.name, self.name, losses=self.losses)
-        case.block_s = self.block_times[WARM_UP_BLOCKS:]
-        case.relative_error = statistics.median(self.errors[WARM_UP_BLOCKS:])
+    def result(self) -> Case:
+        """What this scheme gave; bytes and times of timed steps only."""
+        case = Case(self.task.name, self.name, losses=self.losses, block_s=self.block_times)
+        case.relative_error, case.gives_mean = self.error, self.gives_mean
+        case.window_s = self.window
         case.dense_bytes = float(sum(p.numel() * p.element_size() for p in self.parameters))
         world_size = dist.get_world_size()
-        if self.hook is None:
-            case.payload_bytes = case.dense_bytes  # no ledger: by the formula of an all-reduce
-            case.wire_bytes = case.dense_bytes * 2 * (world_size - 1) / world_size
+        case.dense_wire_bytes = case.dense_bytes * 2 * (world_size - 1) / world_size
+        if self.hook is None:  # no ledger: by the formula of an all-reduce
+            case.payload_bytes, case.wire_bytes = case.dense_bytes, case.dense_wire_bytes
             case.exposed_s = float("nan")
         else:
-            steps = (
-                self.hook.report()
-                .groupby("step")[["payload_bytes", "wire_bytes", "exposed_s"]]
-                .sum()
-            )
-            steps = steps[(steps.index >= start_step) & steps.index.isin(self.timed_steps)]
-            for column in ("payload_bytes", "wire_bytes", "exposed_s"):
-                value = float(steps[column].median()) if len(steps) else 0.0
-                setattr(case, column, value)
+            columns = ["payload_bytes", "wire_bytes", "exposed_s"]
+            steps = self.hook.report().groupby("step")[columns].sum()
+            steps = steps[steps.index.isin(self.timed_steps)]
+            for column in columns:
+                setattr(case, column, float(steps[column].median()) if len(steps) else 0.0)
         if self.outer is not None:
             report = self.outer.hook.report()
             for column in ("payload_bytes", "wire_bytes"):
                 setattr(case, column, float(report[column].sum()) / self.step)
-        model = self.ddp.module
-        case.loss, case.accuracy = self.task.evaluate(model)
+        case.loss, case.accuracy = self.task.evaluate(self.ddp.module)
         flat = torch.cat([parameter.detach().flatten() for parameter in self.parameters])
         peers = [torch.empty_like(flat) for _ in range(world_size)]
         dist.all_gather(peers, flat)
@@ -232,17 +199,24 @@ class _Runner:
 
 
 def train(rank: int, world_size: int, send: Callable[[Any], None], settings: Settings) -> None:
-    """One process: every hook of ``settings`` on one task; rank 0 sends progress and results."""
+    """One process: every scheme of ``settings`` on one task; rank 0 sends progress and results."""
+
+    def tell(runner: _Runner, steps: int) -> None:
+        if rank == 0:
+            send({"progress": settings.task, "steps": steps, "hook": runner.name})
+
     task = TASKS[settings.task](world_size, seed=settings.seed)
     runners = [_Runner(name, task, settings) for name in settings.hooks]
+    for runner in runners:
+        runner.run_untimed(settings.untimed, watch=settings.watch)
+        tell(runner, settings.untimed)
     for turn in range(settings.turns):
         # The order turns around each time, so that slow drift of the machine hits all alike.
         for runner in runners if turn % 2 == 0 else reversed(runners):
             runner.run_block(settings.block)
-            if rank == 0:
-                send({"progress": settings.task, "steps": settings.block + 1, "hook": runner.name})
+            tell(runner, settings.block)
     for runner in runners:
-        case = runner.result(settings.start_step)
+        case = runner.result()
         if rank == 0:
             send({"case": asdict(case)})
         if runner.outer is not None:
