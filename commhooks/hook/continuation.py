@@ -16,16 +16,13 @@ __all__ = ["Continuation"]
 class Continuation:
     """Saves which buckets a run has, and gives another run the same.
 
-    Args:
-        agree: compares with the other ranks what each has loaded; called before the first step.
-
     Attributes:
         loaded: the buckets of the state that was loaded last.
         handed_over: the model has them, or is not one that takes any.
     """
 
-    def __init__(self, binding: Binding, runner: Runner, agree: Callable[[], None]) -> None:
-        self._binding, self._runner, self._agree = binding, runner, agree
+    def __init__(self, binding: Binding, runner: Runner) -> None:
+        self._binding, self._runner = binding, runner
         self.loaded = SavedBuckets()
         self.handed_over = True
 
@@ -52,8 +49,15 @@ class Continuation:
         self.loaded, self.handed_over = buckets, False
         self._runner.regrouping.restore(buckets.layout, regroups=True)
 
-    def take_up(self, buckets: SavedBuckets, core: CoreDDP | None) -> None:
-        """Goes on with the buckets of a saved state, where the model can."""
+    def take_up(
+        self, buckets: SavedBuckets, core: CoreDDP | None, agree: Callable[[], None]
+    ) -> None:
+        """Goes on with the buckets of a saved state, where the model can.
+
+        Args:
+            core: the model, if it is ``ddp_core``'s.
+            agree: compares with the other ranks what each has loaded; called before the next step.
+        """
         self._runner.regrouping.restore(buckets.layout, regroups=core is None)
         self.loaded, self.handed_over = buckets, core is not None
         if core is None:
@@ -65,4 +69,4 @@ class Continuation:
             layout = arrival = ()  # of a model with other parameters
         members = [[by_name[name] for name in names] for names in layout]
         order = [by_name[name] for name in arrival]
-        core.restore_layout(members, buckets.bucket_bytes, order, self._agree)
+        core.restore_layout(members, buckets.bucket_bytes, order, agree)

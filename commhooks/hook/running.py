@@ -49,7 +49,7 @@ class Running:
         self._binding = Binding(process_group)
         self._drivers = Drivers(scheme.traits.rounds)
         self._runner = Runner(self._engine, self._drivers, self.ledger, self._binding)
-        self._continuation = Continuation(self._binding, self._runner, self._agree_after_load)
+        self._continuation = Continuation(self._binding, self._runner)
         self._attendance = Attendance()
         self._agreed = False
         self._closed = False
@@ -137,11 +137,16 @@ class Running:
             nothing_loaded = continuation.loaded == SavedBuckets()
             continuation.handed_over = self._agreed or nothing_loaded
         if not continuation.handed_over:
-            continuation.take_up(continuation.loaded, binding.core_telling(self))
+            self._take_up(continuation.loaded)
 
     def forward_begins(self) -> None:
         """The model's forward pass begins; the guard that ``register`` adds calls it."""
         self._runner.forward_begins()
+
+    def _take_up(self, buckets: SavedBuckets) -> None:
+        """Goes on with the buckets of a saved state."""
+        core = self._binding.core_telling(self)
+        self._continuation.take_up(buckets, core, self._agree_after_load)
 
     # ---- model and ranks
 

@@ -193,7 +193,7 @@ def take_up(hook: Running, loaded: Loaded) -> None:
     engine.scheme = loaded.scheme
     engine.memory.load(loaded.memory)
     engine.step, engine.seed = loaded.common["step"], loaded.common["seed"]
-    hook._continuation.take_up(loaded.buckets, hook._binding.core_telling(hook))
+    hook._take_up(loaded.buckets)
     hook._binding.pickled_on = None
     hook._agreed = False  # the ranks compare at the next step what each has loaded
 

@@ -82,7 +82,7 @@ def _differ_in(field, odd, monkeypatch):
         _agree(lambda state: setattr(state._engine, "step", 3 if odd else 0))
     elif field == "order of the saved buckets":
         saved = [["0.weight", "0.bias"]] if odd else [["0.bias", "0.weight"]]
-        _agree(lambda state: state._continuation.take_up(SavedBuckets(saved), None))
+        _agree(lambda state: state._take_up(SavedBuckets(saved)))
     elif field == SKIPPED:
         with _changed(_register, "_has_skipped", lambda ddp: odd):
             commhooks.register(DistributedDataParallel(mlp()), "none")

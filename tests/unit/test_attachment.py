@@ -3,6 +3,7 @@
 import copy
 import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -439,3 +440,11 @@ def test_a_hook_comes_before_the_first_step_where_torch_skips_buckets(kind, trai
     hook = commhooks.register(model, "fp16")
     model(x, False).sum().backward()
     assert hook.step == 1
+
+
+def test_a_state_goes_with_its_last_reference() -> None:
+    """No circle keeps its driver, memory and model until the collector comes by."""
+    state = HookState("powersgd", layers())
+    gone = weakref.ref(state)
+    del state
+    assert gone() is None
