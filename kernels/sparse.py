@@ -16,6 +16,7 @@ __all__ = ["scatter_add", "top_k", "top_k_sampled"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _FLOAT = (torch.float32,)
+_SAMPLE = 8192  # as in sparse.cu, and in top_k_sampled of sparse.cpp
 _MARGIN = 1 << 16  # candidates beyond twice k that a threshold from a sample may let through
 
 
@@ -233,7 +234,7 @@ def _scatter_add_cpu(indices: Tensor, values: Tensor, out: Tensor, factor: float
 
 # CUDA kernels ---------------------------------------------------------------------------------
 
-_TILE, _SAMPLE, _WORK_BYTES = 2048, 8192, 4 * (8 + 3 * 2048)  # as in sparse.cu
+_TILE, _WORK_BYTES = 2048, 4 * (8 + 3 * 2048)  # as kTile and struct Work in sparse.cu
 
 
 @top_k_op.kernel("cuda")

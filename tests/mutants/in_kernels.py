@@ -144,7 +144,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "kernels/low_rank.py",
+        "kernels/_low_rank_definition.py",
         (
             "a row is projected once",
             "for _ in range(2):\n                for q in done:",
