@@ -23,8 +23,8 @@ from commhooks.kernels import (
 )
 from commhooks.kernels.blockwise import payload_bytes
 from commhooks.kernels.dct import dct_op
+from commhooks.kernels.finite import finite_op
 from commhooks.kernels.hadamard import hadamard_op
-from commhooks.kernels.norms import finite_op, norms_op
 from commhooks.kernels.runtime import op as _op
 
 __all__ = ["COPIED", "Case", "cases"]
@@ -113,8 +113,6 @@ def cases(x: Tensor, block: int = 1024) -> list[Case]:
     taken = (torch.empty(k, dtype=torch.int32, device=x.device), torch.empty(k, device=x.device))
     drawn = (taken[1], residual, residual, *noise[:3])
     found.append(Case("random 1 %, feedback", 12.04, 0.6, random_k.gather_random_op, (x, *drawn)))
-    places = torch.randperm(x.numel(), device=x.device)[:k].int()
-    own = (taken[1], residual, residual)
     topk = {"torch.topk": lambda: x.abs().topk(k)}
     found += [
         Case("top-k 1 %", 4.08, 0.6, sparse.top_k_op, (x, k, *taken, None, None), topk),
@@ -127,11 +125,8 @@ def cases(x: Tensor, block: int = 1024) -> list[Case]:
             topk,
         ),
         Case("top-k 1 %, sampled", 8.04, 0.6, sparse.top_k_sampled_op, (x, k, *taken, None, None)),
-        Case("gather 1 %, feedback", 12.12, 0.6, sparse.gather_op, (x, places, *own)),
     ]
-    sums = torch.empty(3, dtype=torch.float64, device=x.device)
     finite = torch.ones((), dtype=torch.bool, device=x.device)
-    found.append(Case("norms", 4, 0.85, norms_op, (x, sums)))
     aminmax = {"torch.aminmax": lambda: torch.aminmax(x)}
     found.append(Case("all finite", 4, 0.85, finite_op, (x, finite), aminmax))
     return [*found, *_power_sgd(x, out, residual)]

@@ -5,6 +5,7 @@ from .bitmap import pack_bits, unpack_bits
 from .blockwise import FORMATS, dequantize, payload_bytes, quantize, requantize
 from .cast import scaled_cast
 from .dct import dct
+from .finite import all_finite
 from .hadamard import hadamard
 from .levels import dequantize_levels, quantize_levels
 from .low_rank import (
@@ -15,13 +16,12 @@ from .low_rank import (
     orthonormalize,
     unit_rows,
 )
-from .norms import all_finite, norms
 from .philox import Stream
 from .random_k import gather_random, random_places, scatter_random
 from .rotated import dequantize_rotated, quantize_rotated
 from .runtime.op import implementations, op, use_kernels, warn_if_missing
 from .shared import dequantize_shared, largest_magnitudes, quantize_shared
-from .sparse import gather, scatter_add, top_k, top_k_sampled
+from .sparse import scatter_add, top_k, top_k_sampled
 
 __all__ = [
     "FORMATS",
@@ -35,14 +35,12 @@ __all__ = [
     "dequantize_levels",
     "dequantize_rotated",
     "dequantize_shared",
-    "gather",
     "gather_random",
     "hadamard",
     "implementations",
     "largest_magnitudes",
     "multiply_left",
     "multiply_right",
-    "norms",
     "op",
     "orthonormalize",
     "pack_bits",

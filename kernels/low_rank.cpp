@@ -1,5 +1,5 @@
 // Products of the matrices of a bucket with thin factors, on the CPU; the specification is in
-// low_rank.py.
+// _low_rank_definition.py.
 #include "include/cpu.h"
 #include "include/low_rank.h"
 

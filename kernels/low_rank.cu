@@ -1,5 +1,5 @@
 // Products of the matrices of a bucket with thin factors, on a GPU; the specification is in
-// low_rank.py.
+// _low_rank_definition.py.
 //
 // A task is a piece of one matrix: 8 rows by 512 columns, or 64 rows by 128 columns. Its sums go to
 // memory; a second kernel adds those of one factor entry in their order. Places within a piece are

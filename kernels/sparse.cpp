@@ -222,20 +222,6 @@ EXPORT(top_k_sampled)(i64 dtype, const void* x, i64 n, i64 k, i64 place, int* in
     });
 }
 
-EXPORT(gather)(i64 dtype, const void* x, i64 n, const int* indices, i64 count, float* values,
-               const float* residual, float* left, i64* outside) {
-    with_dtype((int)dtype, [&](auto number) {
-        const Entries<decltype(number)> from = {(const decltype(number)*)x, residual, left, n};
-        for (i64 i = 0; i < count; ++i) {
-            if ((u32)indices[i] >= (u64)n) ++*outside;
-            else values[i] = from.one(indices[i]);
-        }
-        if (!left || *outside) return;
-        from.template rows<true>([](i64, const Floats(&)[kVectors], u32) {});
-        for (i64 i = 0; i < count; ++i) left[indices[i]] = 0.0f;
-    });
-}
-
 EXPORT(scatter_add)(const int* indices, const float* values, i64 count, float factor, float* out, i64 n,
                     i64* outside) {
     for (i64 i = 0; i < count; ++i) {

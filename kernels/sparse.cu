@@ -311,20 +311,6 @@ __global__ void take_reached(const T* x, const float* residual, float* left, i64
     }
 }
 
-template <class T> __global__ void add(const T* x, const float* residual, float* left, i64 n) {
-    correct(x, residual, left, n);
-}
-
-template <class T>
-__global__ void gather(const T* x, float* left, i64 n, const int* indices, i64 count, float* values) {
-    const Entries<T> from = {x, nullptr, left, n};
-    for (i64 i = warp() * kLanes + lane(); i < count; i += warps() * kLanes) {
-        const bool inside = (u32)indices[i] < (u64)n;
-        values[i] = inside ? read_again(from, indices[i]) : 0.0f;
-        if (inside && left) left[indices[i]] = 0.0f;
-    }
-}
-
 // One payload; places in it are all different.
 __global__ void scatter_add(const int* indices, const float* values, i64 count, float factor,
                             float* out, i64 n) {

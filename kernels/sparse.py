@@ -12,10 +12,11 @@ from .runtime import cpu, cuda
 from .runtime.arguments import as_tensor
 from .runtime.op import check, op
 
-__all__ = ["gather", "scatter_add", "top_k", "top_k_sampled"]
+__all__ = ["scatter_add", "top_k", "top_k_sampled"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _FLOAT = (torch.float32,)
+_SAMPLE = 8192  # as in sparse.cu, and in top_k_sampled of sparse.cpp
 _MARGIN = 1 << 16  # candidates beyond twice k that a threshold from a sample may let through
 
 
@@ -127,53 +128,6 @@ def _sample(n: int, k: int) -> tuple[int, int]:
     return size, size if k == n else max(1, rank - math.isqrt(4 * rank))
 
 
-def gather(
-    x: Tensor,
-    indices: Tensor,
-    values: Tensor,
-    *,
-    residual: Tensor | None = None,
-    left: Tensor | None = None,
-) -> None:
-    """Writes the entries of ``x``, or of ``x + residual``, at ``indices``.
-
-    Args:
-        x: float32, float16 or bfloat16, contiguous; worked on as float32.
-        indices: int32, all different and inside ``x``.
-        values: float32, as many.
-        residual: float32, as many entries as ``x``; needs ``left``.
-        left: float32, as many; gets all entries that were not taken, and zeros where they were.
-            May be ``residual``.
-
-    Raises:
-        TypeError, ValueError: a tensor of another dtype, size or device; names the argument.
-    """
-    gather_op(x, indices, values, residual, left)
-
-
-@op(
-    "gather(Tensor x, Tensor indices, Tensor(a!) values, Tensor? residual, Tensor(b!)? left) -> ()",
-    same=[("residual", "left")],
-)
-def gather_op(
-    x: Tensor, indices: Tensor, values: Tensor, residual: Tensor | None, left: Tensor | None
-) -> None:
-    _check_inside("gather", indices, x.numel())
-    c = x.to(torch.float32).flatten()
-    if residual is not None:
-        c = c + residual.flatten()
-    places = indices.flatten().long()
-    values.copy_(c[places].view(values.shape))
-    if left is not None:
-        left.view(-1).copy_(c)
-        left.view(-1)[places] = 0.0
-
-
-def _check_inside(caller: str, places: Tensor, n: int, lowest: int = 0) -> None:
-    if places.numel() and not lowest <= int(places.min()) <= int(places.max()) < n:
-        raise ValueError(f"{caller}(indices): places below {n}, got others")
-
-
 def scatter_add(indices: Tensor, values: Tensor, out: Tensor, *, factor: float = 1.0) -> None:
     """Adds ``values * factor`` at ``indices`` to ``out``, one payload after the other.
 
@@ -192,7 +146,8 @@ def scatter_add(indices: Tensor, values: Tensor, out: Tensor, *, factor: float =
 @op("scatter_add(Tensor indices, Tensor values, Tensor(a!) out, float factor) -> ()")
 def scatter_add_op(indices: Tensor, values: Tensor, out: Tensor, factor: float) -> None:
     flat = out.view(-1)
-    _check_inside("scatter_add", indices, flat.numel(), lowest=-1)
+    if indices.numel() and not -1 <= int(indices.min()) <= int(indices.max()) < len(flat):
+        raise ValueError(f"scatter_add(indices): places below {len(flat)}, got others")
     for places, entries in zip(indices.long(), values.view(indices.shape), strict=True):
         valid = places >= 0
         flat[places[valid]] += entries[valid] * factor
@@ -211,15 +166,10 @@ def _check_top_k_sampled(x: Tensor, k: int, indices: Tensor, *rest: Tensor | Non
     _check_selection("top_k_sampled", x, k, indices, *rest)
 
 
-@gather_op.law
-def _check_gather(x: Tensor, indices: Tensor, *rest: Tensor | None) -> None:
-    _check_selection("gather", x, None, indices, *rest)
-
-
 def _check_selection(
     caller: str,
     x: Tensor,
-    k: int | None,
+    k: int,
     indices: Tensor,
     values: Tensor | None,
     residual: Tensor | None,
@@ -227,9 +177,7 @@ def _check_selection(
 ) -> None:
     n = x.numel()
     check(caller, "x", x, like=x, dtypes=_DTYPES)
-    if k is None:
-        k = indices.numel()
-    elif not 0 <= k <= n:
+    if not 0 <= k <= n:
         raise ValueError(f"{caller}(k): 0 to {n}, got {k}")
     if n >= 2**31:
         raise ValueError(f"{caller}(x): fewer than 2^31 entries, got {n}")
@@ -275,17 +223,6 @@ def _top_k_sampled_cpu(
     cpu.call("top_k_sampled", cpu.DTYPES[x.dtype], x, n, k, place, *results, scratch)
 
 
-@gather_op.kernel("cpu")
-def _gather_cpu(
-    x: Tensor, indices: Tensor, values: Tensor, residual: Tensor | None, left: Tensor | None
-) -> None:
-    outside = torch.zeros((), dtype=torch.int64)
-    source = (cpu.DTYPES[x.dtype], x, x.numel(), indices, indices.numel())
-    cpu.call("gather", *source, values, residual, left, outside)
-    if outside:
-        raise ValueError(f"gather(indices): places below {x.numel()}, got others")
-
-
 @scatter_add_op.kernel("cpu")
 def _scatter_add_cpu(indices: Tensor, values: Tensor, out: Tensor, factor: float) -> None:
     outside = torch.zeros((), dtype=torch.int64)
@@ -297,7 +234,7 @@ def _scatter_add_cpu(indices: Tensor, values: Tensor, out: Tensor, factor: float
 
 # CUDA kernels ---------------------------------------------------------------------------------
 
-_TILE, _SAMPLE, _WORK_BYTES = 2048, 8192, 4 * (8 + 3 * 2048)  # as in sparse.cu
+_TILE, _WORK_BYTES = 2048, 4 * (8 + 3 * 2048)  # as kTile and struct Work in sparse.cu
 
 
 @top_k_op.kernel("cuda")
@@ -347,18 +284,6 @@ def _top_k_sampled_cuda(
         (f"take_reached<{t}>", tiles, (x, residual, left, n, k, work, indices, values)),
     ):
         cuda.launch("sparse.cu", name, x.device, warps, arguments)
-
-
-@gather_op.kernel("cuda")
-def _gather_cuda(
-    x: Tensor, indices: Tensor, values: Tensor, residual: Tensor | None, left: Tensor | None
-) -> None:
-    """Places outside give 0."""
-    t, n, k = cuda.DTYPES[x.dtype], x.numel(), indices.numel()
-    if left is not None:
-        cuda.launch("sparse.cu", f"add<{t}>", x.device, n // 256 + 1, (x, residual, left, n))
-    arguments = (x, left, n, indices, k, values)
-    cuda.launch("sparse.cu", f"gather<{t}>", x.device, k // 32 + 1, arguments)
 
 
 @scatter_add_op.kernel("cuda")

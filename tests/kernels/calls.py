@@ -90,12 +90,7 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
         *(torch.randn(600), 6, torch.zeros(6, dtype=torch.int32), torch.zeros(6)),
         *(torch.randn(600), torch.zeros(600)),
     ),
-    "gather": lambda: (
-        *(torch.randn(600), torch.arange(6, dtype=torch.int32), torch.zeros(6)),
-        *(torch.randn(600), torch.zeros(600)),
-    ),
     "finite": lambda: (torch.randn(600), torch.ones((), dtype=torch.bool)),
-    "norms": lambda: (torch.randn(600), torch.zeros(3, dtype=torch.float64)),
     "pack_bits": lambda: (torch.randn(60) > 0, torch.zeros(8, dtype=torch.uint8)),
     "unpack_bits": lambda: (torch.zeros(8, dtype=torch.uint8), torch.ones(60, dtype=torch.bool)),
     "scatter_add": lambda: (

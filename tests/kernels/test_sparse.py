@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks.kernels import gather, scatter_add, sparse, top_k, top_k_sampled, use_kernels
+from commhooks.kernels import scatter_add, sparse, top_k, top_k_sampled, use_kernels
 from tests.kernels.inputs import CPP, DTYPES, LARGE, SIZES, plain, same, tricky, unaligned
 from tests.kernels.machines import machines, on
 
-NAMES = ("sample", "collect", "count", "emit", "count_reached", "take_reached", "add", "gather")
+NAMES = ("sample", "collect", "count", "emit", "count_reached", "take_reached")
 KERNELS = {
     "sparse.cu": [
         *(f"{name}<{t}>" for name in NAMES for t in CPP.values()),
@@ -34,14 +34,7 @@ def outputs(run: Any, x: Tensor, k: int, *, residual: bool, left: bool) -> dict[
         found["left"] = rest
     few = {name: torch.full_like(tensor, 7) for name, tensor in found.items()}
     run(sparse.top_k_sampled_op, x, k, few["indices"], few["values"], kept, few.get("left"))
-    some = {name: torch.full_like(found[name], 7) for name in ("values", "left") if name in found}
-    places = found["indices"].flip(0).contiguous()
-    run(sparse.gather_op, x, places, some["values"], kept, some.get("left"))
-    return (
-        found
-        | {f"{name}, sampled": tensor for name, tensor in few.items()}
-        | {f"{name}, gathered": tensor for name, tensor in some.items()}
-    )
+    return found | {f"{name}, sampled": tensor for name, tensor in few.items()}
 
 
 def define(op: Any, *args: Any) -> None:
@@ -121,11 +114,8 @@ def test_scatter_adds_in_order():
 @pytest.mark.parametrize("place", [-2, 10])
 def test_a_place_outside_is_an_error(place, mode):
     indices = torch.tensor([[1, place]], dtype=torch.int32)
-    with use_kernels(mode):
-        with pytest.raises(ValueError, match="places below 10"):
-            scatter_add(indices, torch.ones(1, 2), torch.zeros(10))
-        with pytest.raises(ValueError, match="places below 10"):
-            gather(torch.zeros(10), indices, torch.ones(1, 2))
+    with use_kernels(mode), pytest.raises(ValueError, match="places below 10"):
+        scatter_add(indices, torch.ones(1, 2), torch.zeros(10))
 
 
 @pytest.mark.parametrize("mode", ["native", "definition"])
@@ -150,16 +140,6 @@ def test_a_sampled_threshold_takes_about_k():
     assert values[:count].abs().min() > 0.9 * exact[-1]
     scatter_add(indices[None], values[None], left)
     assert torch.equal(left, x)
-
-
-def test_gather_completes_what_it_leaves():
-    x, residual = plain(500), plain(500, seed=1)
-    places, values = torch.randperm(500)[:60].int(), torch.empty(60)
-    kept = residual.clone()
-    gather(x, places, values, residual=kept, left=kept)
-    assert torch.equal(values, (x + residual)[places.long()])
-    scatter_add(places[None], values[None], kept)
-    assert torch.equal(kept, x + residual)
 
 
 def call(**changes: Any) -> None:
@@ -199,5 +179,4 @@ def fuzz(run: Any, rng: random.Random) -> None:
     indices, values = torch.empty(k, dtype=torch.int32), torch.empty(k)
     run(sparse.top_k_op, x, k, indices, values, kept, left)
     run(sparse.scatter_add_op, indices[None], values[None], torch.zeros(n), 0.5)
-    run(sparse.gather_op, x, indices, values, kept, left)
     run(sparse.top_k_sampled_op, x, k, indices, values, kept, left)

@@ -84,15 +84,6 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "kernels/norms.py",
-        (
-            "the largest magnitude is the largest entry",
-            "out[2] = magnitudes.amax() if x.numel() else 0.0",
-            "out[2] = x.amax() if x.numel() else 0.0",
-            f"{KERNELS}/test_norms.py::{EQUAL}",
-        ),
-    ),
-    *planted(
         "kernels/levels.py",
         (
             "the scale of levels is biased",
@@ -153,7 +144,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "kernels/low_rank.py",
+        "kernels/_low_rank_definition.py",
         (
             "a row is projected once",
             "for _ in range(2):\n                for q in done:",

@@ -1,0 +1,190 @@
+"""The ops of ``low_rank``: their definitions, and what their arguments have to be."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ._matrices import Matrices, matrices_of, runs_of
+from .runtime.op import check, op
+
+__all__ = [
+    "expand_op",
+    "multiply_left_op",
+    "multiply_right_op",
+    "orthonormalize_op",
+    "unit_rows_op",
+]
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_WORK = (torch.float32, torch.float64)
+_BUCKETS = (*_DTYPES, torch.float64)
+_DEAD, _VANISHED = 2.0**-19, 2.0**-64  # of norms, of their squares; kDead is of squares too
+
+
+@op(
+    "multiply_right(Tensor x, Tensor? residual, Tensor(a!)? total, Tensor table, Tensor right,"
+    " Tensor(b!) left) -> ()",
+    same=[("x", "total"), ("residual", "total")],
+)
+def multiply_right_op(
+    x: Tensor,
+    residual: Tensor | None,
+    total: Tensor | None,
+    table: Tensor,
+    right: Tensor,
+    left: Tensor,
+) -> None:
+    for run in runs_of(table):
+        source = run.bucket(x).to(left.dtype)
+        if residual is not None:
+            source = source + run.bucket(residual)
+        if total is not None:
+            run.bucket(total).copy_(source)
+        run.left(left).copy_(torch.bmm(run.right(right), source.mT))
+
+
+@op("multiply_left(Tensor x, Tensor table, Tensor left, Tensor(a!) right) -> ()")
+def multiply_left_op(x: Tensor, table: Tensor, left: Tensor, right: Tensor) -> None:
+    for run in runs_of(table):
+        source = run.bucket(x).to(right.dtype)
+        run.right(right).copy_(torch.bmm(run.left(left), source))
+
+
+@op(
+    "expand(Tensor left, Tensor right, Tensor? sent_left, Tensor? sent_right, Tensor? total,"
+    " Tensor table, Tensor(a!)? unsent, Tensor(b!) out) -> ()",
+    caller="decode_low_rank",
+    same=[("total", "unsent"), ("total", "out")],
+)
+def expand_op(
+    left: Tensor,
+    right: Tensor,
+    sent_left: Tensor | None,
+    sent_right: Tensor | None,
+    total: Tensor | None,
+    table: Tensor,
+    unsent: Tensor | None,
+    out: Tensor,
+) -> None:
+    for run in runs_of(table):
+        if not (sent_left is None or sent_right is None or total is None or unsent is None):
+            sent = torch.bmm(run.left(sent_left).mT, run.right(sent_right))
+            torch.sub(run.bucket(total), sent, out=run.bucket(unsent))
+        run.bucket(out).copy_(torch.bmm(run.left(left).mT, run.right(right)))
+
+
+@op("orthonormalize(Tensor(a!) left, Tensor table) -> ()")
+def orthonormalize_op(left: Tensor, table: Tensor) -> None:
+    for run in runs_of(table):
+        rows = run.left(left)
+        done: list[Tensor] = []
+        for k in range(run.rank):
+            v = rows[:, k].double()
+            before = v.square().sum(1, keepdim=True)
+            for _ in range(2):
+                for q in done:
+                    v = (v - (q * v).sum(1, keepdim=True) * q).to(left.dtype).double()
+            norm = v.square().sum(1, keepdim=True)
+            unit = v * torch.where(norm <= before * _VANISHED, 0.0, norm.rsqrt())
+            done.append(unit.to(left.dtype).double())
+            rows[:, k] = unit
+
+
+@op("unit_rows(Tensor(a!) right, Tensor fresh, Tensor table) -> ()")
+def unit_rows_op(right: Tensor, fresh: Tensor, table: Tensor) -> None:
+    for run in runs_of(table):
+        rows, new = run.right(right), run.right(fresh)
+        norms = torch.linalg.vector_norm(rows, dim=2, keepdim=True, dtype=torch.float64)
+        dead = norms <= norms.amax(dim=1, keepdim=True) * _DEAD
+        rows.copy_(torch.where(dead, new, (rows / norms).to(rows.dtype)))
+
+
+# What arguments have to be ---------------------------------------------------------------------
+
+
+@multiply_right_op.law
+def _check_right(
+    x: Tensor,
+    residual: Tensor | None,
+    total: Tensor | None,
+    table: Tensor,
+    right: Tensor,
+    left: Tensor,
+) -> None:
+    matrices, work = _check_bucket("multiply_right", table, "x", x)
+    _check_factors("multiply_right", matrices, left, right, x, work)
+    if residual is not None and total is None:
+        raise ValueError("multiply_right(total): needed with a residual")
+    for name, tensor in (("residual", residual), ("total", total)):
+        if tensor is not None:
+            check("multiply_right", name, tensor, like=x, dtypes=(work,), n=x.numel())
+
+
+@multiply_left_op.law
+def _check_left(x: Tensor, table: Tensor, left: Tensor, right: Tensor) -> None:
+    matrices, work = _check_bucket("multiply_left", table, "x", x)
+    _check_factors("multiply_left", matrices, left, right, x, work)
+
+
+@expand_op.law
+def _check_expand(
+    left: Tensor,
+    right: Tensor,
+    sent_left: Tensor | None,
+    sent_right: Tensor | None,
+    total: Tensor | None,
+    table: Tensor,
+    unsent: Tensor | None,
+    out: Tensor,
+) -> None:
+    matrices, work = _check_bucket("decode_low_rank", table, "out", out)
+    _check_factors("decode_low_rank", matrices, left, right, out, work)
+    if unsent is None:
+        return
+    if sent_left is None or sent_right is None or total is None:
+        raise ValueError("decode_low_rank(sent, total): needed for unsent")
+    _check_factors("decode_low_rank", matrices, sent_left, sent_right, out, work)
+    for name, tensor in (("total", total), ("unsent", unsent)):
+        check("decode_low_rank", name, tensor, like=out, dtypes=(work,), n=out.numel())
+
+
+@orthonormalize_op.law
+def _check_orthonormalize(left: Tensor, table: Tensor) -> None:
+    n = matrices_of("orthonormalize", table).left_numel
+    check("orthonormalize", "left", left, like=left, dtypes=_WORK, n=n)
+
+
+@unit_rows_op.law
+def _check_unit_rows(right: Tensor, fresh: Tensor, table: Tensor) -> None:
+    n = matrices_of("unit_rows", table).right_numel
+    check("unit_rows", "right", right, like=right, dtypes=_WORK, n=n)
+    check("unit_rows", "fresh", fresh, like=right, dtypes=(right.dtype,), n=n)
+
+
+def _check_bucket(
+    caller: str, table: Tensor, name: str, flat: Tensor
+) -> tuple[Matrices, torch.dtype]:
+    """The matrices, and the dtype that the bucket is worked on in."""
+    matrices = matrices_of(caller, table)
+    check(caller, name, flat, like=flat, dtypes=_BUCKETS)
+    if flat.numel() < matrices.end:
+        raise ValueError(f"{caller}({name}): {matrices.end} entries or more, got {flat.numel()}")
+    return matrices, torch.float64 if flat.dtype == torch.float64 else torch.float32
+
+
+def _check_factors(
+    caller: str, matrices: Matrices, left: Tensor, right: Tensor, like: Tensor, work: torch.dtype
+) -> None:
+    check(caller, "left", left, like=like, dtypes=(work,), n=matrices.left_numel)
+    check(caller, "right", right, like=like, dtypes=(work,), n=matrices.right_numel)
+
+
+@multiply_right_op.beyond_kernels
+@multiply_left_op.beyond_kernels
+@expand_op.beyond_kernels
+@orthonormalize_op.beyond_kernels
+@unit_rows_op.beyond_kernels
+def _is_double(first: Tensor, *rest: Tensor | None) -> bool:
+    """Whether the factors, or what they are made of, are float64, which kernels do not know."""
+    return first.dtype == torch.float64

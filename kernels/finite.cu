@@ -1,0 +1,14 @@
+// Finite checks on a GPU; the specification is in finite.py.
+#include "include/cuda.h"
+
+template <class T> __global__ void finite(const T* x, i64 n, u8* answer) {
+    constexpr int kRows = 8;  // whose loads are under way together
+    u32 largest = 0;
+    for (i64 at = warp() * kRows * kLanes; at < n; at += warps() * kRows * kLanes)
+#pragma unroll
+        for (int row = 0; row < kRows; ++row) {
+            const i64 i = at + row * kLanes + lane();
+            largest = larger(largest, i < n ? magnitude(to_float(x[i])) : 0u);
+        }
+    if (largest_of_warp(largest) >= kInfinity && lane() == 0) *answer = 0;
+}

@@ -1,0 +1,63 @@
+"""Finite checks."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from commhooks.kernels import all_finite, use_kernels
+from commhooks.kernels.finite import finite_op
+from tests.kernels.inputs import CPP, DTYPES, LARGE, SIZES, plain, tricky, unaligned
+from tests.kernels.machines import machines, on
+
+KERNELS = {"finite.cu": [f"finite<{t}>" for t in CPP.values()]}
+
+
+def output(run: Any, x: torch.Tensor) -> bool:
+    answer = torch.ones((), dtype=torch.bool)
+    run(finite_op, x, answer)
+    return bool(answer)
+
+
+def define(op: Any, *args: Any) -> None:
+    op.definition(*args)
+
+
+def test_kernels_equal_the_definition():
+    for make, n, dtype in itertools.product((tricky, unaligned, plain), (*SIZES, *LARGE), DTYPES):
+        x = make(n, dtype)
+        expected = output(define, x)
+        for machine in machines(orders=(0, 5)):
+            with on(machine, KERNELS) as run:
+                got = output(run, x)
+            assert got == expected, (machine, make, n, dtype)
+
+
+@pytest.mark.parametrize("mode", ["native", "definition"])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+def test_one_entry_that_is_not_finite_is_found_anywhere(dtype, mode):
+    x = plain(5000).to(dtype)
+    with use_kernels(mode):
+        assert all_finite(x)
+        assert all_finite(x[:0])
+        assert all_finite(x[::2])
+        for place, bad in itertools.product((0, 31, 4096, 4999), (float("nan"), float("-inf"))):
+            broken = x.clone()
+            broken[place] = bad
+            assert not all_finite(broken)
+
+
+def test_wrong_arguments_are_named():
+    with pytest.raises(TypeError, match=r"all_finite\(answer\): dtype"):
+        finite_op(torch.ones(3), torch.ones(()))
+    with pytest.raises(ValueError, match=r"all_finite\(answer\): 1 entries, got 2"):
+        finite_op(torch.ones(3), torch.ones(2, dtype=torch.bool))
+
+
+def fuzz(run: Any, rng: random.Random) -> None:
+    x = torch.randn(rng.choice([0, 1, rng.randrange(300), rng.randrange(9000)]) + 1)
+    output(run, (x * 10.0 ** rng.randrange(-44, 38)).to(rng.choice(list(CPP)))[1:])
