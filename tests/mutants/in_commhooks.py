@@ -275,8 +275,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "the next scratch is what is remembered",
-            "                self._spare[key, layout] = old\n",
-            "                self._spare[key, layout] = flat\n",
+            "                self._kept.spare[key, layout] = old\n",
+            "                self._kept.spare[key, layout] = flat\n",
             f"{MEMORY}::test_scratch_is_never_a_live_tensor",
         ),
         (
