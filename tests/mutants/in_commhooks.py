@@ -378,7 +378,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/local/diloco.py",
+        "commhooks/local/fragments.py",
         (
             "the local share of a mix is the outer one's",
             "torch.lerp(outer, parameter.data, mix)",
