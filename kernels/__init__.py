@@ -16,7 +16,7 @@ from .low_rank import (
     orthonormalize,
     unit_rows,
 )
-from .philox import Stream
+from .philox import RandomBits
 from .random_k import gather_random, random_places, scatter_random
 from .rotated import dequantize_rotated, quantize_rotated
 from .runtime.op import implementations, op, use_kernels, warn_if_missing
@@ -26,7 +26,7 @@ from .sparse import scatter_add, top_k, top_k_sampled
 __all__ = [
     "FORMATS",
     "Matrices",
-    "Stream",
+    "RandomBits",
     "all_finite",
     "dct",
     "decode_low_rank",

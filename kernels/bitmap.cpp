@@ -7,7 +7,7 @@ constexpr u64 kEach = 0x0101010101010101u;
 
 // Bytes of 0 or 1: byte i moves to bit 56 + i.
 u8 packed_of(u64 bytes) { return (u8)(bytes * 0x0102040810204080u >> 56); }
-// Byte i is left with bit i alone, and becomes 1 if there is one.
+// Byte i is unsent with bit i alone, and becomes 1 if there is one.
 u64 bytes_of(u8 packed) { return ((packed * kEach & 0x8040201008040201u) + 0x7f * kEach) >> 7 & kEach; }
 
 }  // namespace

@@ -16,7 +16,7 @@ def pack_bits(bits: Tensor, packed: Tensor) -> None:
 
     Args:
         bits: bool, contiguous.
-        packed: uint8, a byte per eight bits, rounded up; what is left of the last is zero.
+        packed: uint8, a byte per eight bits, rounded up; what is unsent of the last is zero.
 
     Raises:
         TypeError, ValueError: a tensor of another dtype, size or device; names the argument.

@@ -2,7 +2,7 @@
 #include "include/blockwise_cpu.h"
 
 EXPORT(quantize)(i64 format, i64 dtype, i64 block, const void* x, i64 n, const float* residual,
-                 float* left, const i64* step, i64 seed, i64 stream, i64 first, u8* payload,
+                 float* unsent, const i64* step, i64 seed, i64 stream, i64 first, u8* payload,
                  i64 codes_at, i64 bytes) {
     const Random random = random_of(step, seed, stream, first);
     with_format((int)format, [&](auto f) {
@@ -10,7 +10,7 @@ EXPORT(quantize)(i64 format, i64 dtype, i64 block, const void* x, i64 n, const f
         with_dtype((int)dtype, [&](auto number) {
             Source<decltype(number)> from = {(const decltype(number)*)x, residual};
             encode_all<decltype(f)>(from, n, (int)block, step ? &random : nullptr, payload,
-                                    payload + codes_at, left);
+                                    payload + codes_at, unsent);
         });
     });
 }
@@ -32,7 +32,7 @@ EXPORT(dequantize)(i64 format, i64 dtype, const u8* payloads, i64 codes_at, i64 
 
 // The sum is taken some blocks at a time and stays in the cache.
 EXPORT(requantize)(i64 format, i64 blocks_of, const u8* payloads, i64 stride, i64 payload_count,
-                   float factor, i64 n, const float* residual, float* left, const i64* step, i64 seed,
+                   float factor, i64 n, const float* residual, float* unsent, const i64* step, i64 seed,
                    i64 stream, i64 first, u8* payload, i64 codes_at, i64 bytes) {
     const Payloads from = {payloads, payloads + codes_at, stride, (int)payload_count};
     const Random random = random_of(step, seed, stream, first);
@@ -57,7 +57,7 @@ EXPORT(requantize)(i64 format, i64 blocks_of, const u8* payloads, i64 stride, i6
             encode_all<F>(source, count, block, step ? &here : nullptr,
                           payload + b * kScaleBytes<F>,
                           payload + codes_at + at / kUnit<F> * kUnitBytes<F>,
-                          left ? left + at : nullptr);
+                          unsent ? unsent + at : nullptr);
         }
     });
 }

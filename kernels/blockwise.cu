@@ -2,18 +2,18 @@
 #include "include/blockwise_cuda.h"
 
 template <class F, class T, int BLOCK>
-__global__ void quantize(const T* x, i64 n, const float* residual, float* left, const i64* step,
+__global__ void quantize(const T* x, i64 n, const float* residual, float* unsent, const i64* step,
                          i64 seed, i64 stream, i64 first, u8* payload, i64 codes_at, i64 bytes) {
-    encode<F, BLOCK>(n, residual, left, step, seed, stream, first, payload, codes_at, bytes,
+    encode<F, BLOCK>(n, residual, unsent, step, seed, stream, first, payload, codes_at, bytes,
                      [=](i64 at, int count, Entries<BLOCK>& c) { load_span(x, at, count, c); });
 }
 
 template <class F, int BLOCK>
 __global__ void requantize(const u8* payloads, i64 stride, i64 payload_count, float factor, i64 n,
-                           const float* residual, float* left, const i64* step, i64 seed, i64 stream,
+                           const float* residual, float* unsent, const i64* step, i64 seed, i64 stream,
                            i64 first, u8* payload, i64 codes_at, i64 bytes) {
     const Payloads from = {payloads, payloads + codes_at, stride, (int)payload_count};
-    encode<F, BLOCK>(n, residual, left, step, seed, stream, first, payload, codes_at, bytes,
+    encode<F, BLOCK>(n, residual, unsent, step, seed, stream, first, payload, codes_at, bytes,
                      [=](i64 at, int count, Entries<BLOCK>& c) {
                          sum_payloads<F, kLogRows<BLOCK>>(from, at, count, 0, c);
 #pragma unroll

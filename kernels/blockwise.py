@@ -30,8 +30,8 @@ def quantize(
     block: int,
     *,
     residual: Tensor | None = None,
-    left: Tensor | None = None,
-    stream: philox.Stream | None = None,
+    unsent: Tensor | None = None,
+    random: philox.RandomBits | None = None,
 ) -> None:
     """Writes the payload of ``x``, or of ``x + residual``, and what it leaves out.
 
@@ -41,8 +41,8 @@ def quantize(
         format: a key of ``FORMATS``.
         block: entries per scale.
         residual: float32, as many entries as ``x``; added before quantising.
-        left: float32, as many; gets what was not sent. May be ``residual``.
-        stream: rounds stochastically with its bits, which is unbiased but for formats with a scale
+        unsent: float32, as many; gets what was not sent. May be ``residual``.
+        random: rounds stochastically with its bits, which is unbiased but for formats with a scale
             of a power of two ("mx_...") and "sign"; without it to nearest.
 
     Raises:
@@ -53,7 +53,7 @@ def quantize(
         >>> quantize(grad, payload, "int8", 256)
         >>> dequantize(payload[None], grad, "int8", 256)
     """
-    quantize_op(x, payload, format, block, residual, left, *philox.key_of("quantize", stream))
+    quantize_op(x, payload, format, block, residual, unsent, *philox.key_of("quantize", random))
 
 
 def dequantize(
@@ -70,7 +70,7 @@ def dequantize(
     Args:
         payloads: uint8, shape (n, bytes), n of 1 or more; added in their order, in float32.
         out: float32, float16 or bfloat16, contiguous.
-        accumulate: adds to ``out``; with a factor of -1 and one payload, what is left of it.
+        accumulate: adds to ``out``; with a factor of -1 and one payload, what is unsent of it.
 
     Raises:
         TypeError, ValueError: a tensor of another dtype, size or device; names the argument.
@@ -87,16 +87,16 @@ def requantize(
     *,
     factor: float = 1.0,
     residual: Tensor | None = None,
-    left: Tensor | None = None,
-    stream: philox.Stream | None = None,
+    unsent: Tensor | None = None,
+    random: philox.RandomBits | None = None,
 ) -> None:
     """Dequantises, sums, multiplies and quantises again: the middle of a two-phase exchange.
 
     The sum does not pass through memory. Arguments as for ``dequantize`` and ``quantize``; ``n``
     is the number of entries.
     """
-    random = philox.key_of("requantize", stream)
-    requantize_op(payloads, payload, n, format, block, factor, residual, left, *random)
+    key = philox.key_of("requantize", random)
+    requantize_op(payloads, payload, n, format, block, factor, residual, unsent, *key)
 
 
 # quantise -------------------------------------------------------------------------------------
@@ -104,8 +104,8 @@ def requantize(
 
 @op(
     "quantize(Tensor x, Tensor(a!) payload, str format, int block, Tensor? residual,"
-    " Tensor(b!)? left, Tensor? step, int seed, int stream, int first) -> ()",
-    same=[("residual", "left")],
+    " Tensor(b!)? unsent, Tensor? step, int seed, int stream, int first) -> ()",
+    same=[("residual", "unsent")],
 )
 def quantize_op(
     x: Tensor,
@@ -113,7 +113,7 @@ def quantize_op(
     format: str,
     block: int,
     residual: Tensor | None,
-    left: Tensor | None,
+    unsent: Tensor | None,
     step: Tensor | None,
     *key: int,
 ) -> None:
@@ -125,8 +125,8 @@ def quantize_op(
     if step is not None:
         noise = philox.half_words(x.numel(), int(step), *key, device=x.device)
     rest = definition.encode(c, payload, layout, noise)
-    if left is not None:
-        left.copy_(rest)
+    if unsent is not None:
+        unsent.copy_(rest)
 
 
 # dequantise -----------------------------------------------------------------------------------
@@ -148,8 +148,8 @@ def dequantize_op(
 
 @op(
     "requantize(Tensor payloads, Tensor(a!) payload, int n, str format, int block, float factor,"
-    " Tensor? residual, Tensor(b!)? left, Tensor? step, int seed, int stream, int first) -> ()",
-    same=[("residual", "left")],
+    " Tensor? residual, Tensor(b!)? unsent, Tensor? step, int seed, int stream, int first) -> ()",
+    same=[("residual", "unsent")],
 )
 def requantize_op(
     payloads: Tensor,
@@ -174,14 +174,14 @@ def _check_quantize(
     format: str,
     block: int,
     residual: Tensor | None,
-    left: Tensor | None,
+    unsent: Tensor | None,
     step: Tensor | None,
     *key: int,
 ) -> None:
     layout = layout_of("quantize", format, block, x.numel())
     check("quantize", "x", x, like=x, dtypes=_DTYPES)
     check_payload("quantize", payload, layout, x)
-    check_feedback("quantize", x, layout.n, residual, left)
+    check_feedback("quantize", x, layout.n, residual, unsent)
     philox.check_key(x, step, *key)
 
 
@@ -203,7 +203,7 @@ def _check_requantize(
     block: int,
     factor: float,
     residual: Tensor | None,
-    left: Tensor | None,
+    unsent: Tensor | None,
     step: Tensor | None,
     *key: int,
 ) -> None:
@@ -211,7 +211,7 @@ def _check_requantize(
     layout = layout_of("requantize", format, block, n)
     check_payloads("requantize", payloads, layout)
     check_payload("requantize", payload, layout, payloads)
-    check_feedback("requantize", payloads, n, residual, left)
+    check_feedback("requantize", payloads, n, residual, unsent)
     philox.check_key(payloads, step, *key)
 
 
@@ -241,13 +241,13 @@ def _refuse_size(caller: str, name: str, layout: Payload, got: int) -> None:
 
 
 def check_feedback(
-    caller: str, like: Tensor, n: int, residual: Tensor | None, left: Tensor | None
+    caller: str, like: Tensor, n: int, residual: Tensor | None, unsent: Tensor | None
 ) -> None:
     """Raises unless these are float32 and have ``n`` entries."""
     if residual is not None:
         check(caller, "residual", residual, like=like, dtypes=(torch.float32,), n=n)
-    if left is not None and left is not residual:
-        check(caller, "left", left, like=like, dtypes=(torch.float32,), n=n)
+    if unsent is not None and unsent is not residual:
+        check(caller, "unsent", unsent, like=like, dtypes=(torch.float32,), n=n)
 
 
 # Kernels --------------------------------------------------------------------------------------

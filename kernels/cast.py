@@ -17,7 +17,7 @@ _ALL = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def scaled_cast(
-    x: Tensor, scale: float, out: Tensor, *, stream: philox.Stream | None = None
+    x: Tensor, scale: float, out: Tensor, *, random: philox.RandomBits | None = None
 ) -> Tensor:
     """Writes ``x * scale``, rounded to the dtype of ``x`` and then to that of ``out``, to ``out``.
 
@@ -26,13 +26,13 @@ def scaled_cast(
     Args:
         x: contiguous, any shape, floating point. float64 goes by the definition.
         out: as many entries, contiguous. May be ``x``.
-        stream: rounds stochastically, which is unbiased, with its bits; ``x`` is float32 and
+        random: rounds stochastically, which is unbiased, with its bits; ``x`` is float32 and
             ``out`` float16 or bfloat16 then.
 
     Raises:
         TypeError, ValueError: tensors of other dtypes, sizes or devices; names the argument.
     """
-    cast_op(x, out, scale, *philox.key_of("scaled_cast", stream))
+    cast_op(x, out, scale, *philox.key_of("scaled_cast", random))
     return out
 
 

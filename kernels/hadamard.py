@@ -17,7 +17,7 @@ BLOCKS = (32, 64, 128, 256, 512, 1024, 2048)
 
 
 def hadamard(
-    x: Tensor, out: Tensor, block: int, stream: philox.Stream, *, inverse: bool = False
+    x: Tensor, out: Tensor, block: int, random: philox.RandomBits, *, inverse: bool = False
 ) -> None:
     """Writes ``H D x / sqrt(block)`` of each block, or with ``inverse`` what undoes it.
 
@@ -30,12 +30,12 @@ def hadamard(
         x: float32, contiguous, a multiple of ``block`` entries.
         out: float32, as many. May be ``x``.
         block: a power of two, 32 to 2048.
-        stream: the signs; ``first`` is a multiple of 4096.
+        random: the signs; ``first`` is a multiple of 4096.
 
     Raises:
         TypeError, ValueError: a tensor of another dtype, size or device; names the argument.
     """
-    hadamard_op(x, out, block, inverse, *philox.key_of("hadamard", stream))
+    hadamard_op(x, out, block, inverse, *philox.key_of("hadamard", random))
 
 
 @op(
@@ -64,7 +64,7 @@ def _check(x: Tensor, out: Tensor, block: int, inverse: bool, step: Tensor, *key
     if x.numel() % block:
         raise ValueError(f"hadamard(x): a multiple of {block} entries, got {x.numel()}")
     check("hadamard", "out", out, like=x, dtypes=(torch.float32,), n=x.numel())
-    check_signs("hadamard", "stream", x, step, *key)
+    check_signs("hadamard", "random", x, step, *key)
 
 
 def check_signs(caller: str, name: str, x: Tensor, step: Tensor, *key: int) -> None:

@@ -47,7 +47,7 @@ template <int BITS> INLINE u64 spread(u64 word) {
 }
 
 template <int BITS>
-float encode(const float* x, int block, float root, const float* table, u8* codes, float* left) {
+float encode(const float* x, int block, float root, const float* table, u8* codes, float* unsent) {
     Words most[kVectors] = {};
     for (int i = 0; i < block; i += kRow)
         for (int v = 0; v < kVectors; ++v)
@@ -87,8 +87,8 @@ float encode(const float* x, int block, float root, const float* table, u8* code
         }
     }
     const float scale = scale_of_block(largest, square, summed(sums));
-    for (int j = 0; j < block && left; j += kWidth)
-        store_as(left + j, load(x + j) - load(values + j) * scale);
+    for (int j = 0; j < block && unsent; j += kWidth)
+        store_as(unsent + j, load(x + j) - load(values + j) * scale);
     return scale;
 }
 
@@ -123,13 +123,13 @@ template <class Call> void with_bits(i64 levels, Call call) {
 }  // namespace
 
 EXPORT(quantize_levels)(i64 levels, const float* x, i64 n, i64 block, float root, const float* table,
-                        float* scales, u8* codes, float* left) {
+                        float* scales, u8* codes, float* unsent) {
     with_bits(levels, [&](auto bits) {
         constexpr int kBits = decltype(bits)::value;
         for (i64 at = 0; at < n; at += block) {
             fetch(x + at + block, (int)block);
             scales[at / block] = encode<kBits>(x + at, (int)block, root, table, codes + at / 8 * kBits,
-                                               left ? left + at : left);
+                                               unsent ? unsent + at : unsent);
         }
     });
 }

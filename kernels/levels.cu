@@ -5,7 +5,7 @@
 
 template <int BITS>
 __global__ void quantize_levels(const float* x, i64 blocks, i64 block, float root, const float* table,
-                                float* scales, u8* codes, float* left) {
+                                float* scales, u8* codes, float* unsent) {
     float own[2 * kLevels<BITS> - 1];
     for (int j = 0; j < 2 * kLevels<BITS> - 1; ++j) own[j] = table[j];
     for (i64 b = warp(); b < blocks; b += warps()) {
@@ -34,11 +34,11 @@ __global__ void quantize_levels(const float* x, i64 blocks, i64 block, float roo
         }
         const float scale = scale_of_block(largest, square, sum_of_warp(product));
         if (lane() == 0) scales[b] = scale;
-        if (!left) continue;
+        if (!unsent) continue;
         for (i64 i = lane(); i < block; i += kLanes) {
             const float y = good ? from[i] * inverse : 0.0f;
             u32 code;
-            left[b * block + i] = from[i] - nearest_level<BITS>(y * unit, own, code) * scale;
+            unsent[b * block + i] = from[i] - nearest_level<BITS>(y * unit, own, code) * scale;
         }
     }
 }

@@ -22,7 +22,7 @@ _TINY = (127 - 120) << 23  # of 2^-120: blocks below it decode to zero
 
 
 def quantize_levels(
-    x: Tensor, levels: Tensor, scales: Tensor, codes: Tensor, block: int, *, left: Tensor | None
+    x: Tensor, levels: Tensor, scales: Tensor, codes: Tensor, block: int, *, unsent: Tensor | None
 ) -> None:
     """Writes for each entry the number of the level that is nearest to it, in units of the block.
 
@@ -37,7 +37,7 @@ def quantize_levels(
         scales: float32, one per block.
         codes: uint8; of 8 codes of k bits, k bytes, the first code lowest.
         block: 128, 256, 512, 1024 or 2048.
-        left: float32, as many entries as ``x``; gets what codes and scales leave out. May be ``x``.
+        unsent: float32, as many entries as ``x``; takes what is not sent. May be ``x``.
 
     Raises:
         TypeError, ValueError: a tensor of another dtype, size or device; names the argument.
@@ -45,7 +45,7 @@ def quantize_levels(
     Reference: Vargaftik et al., EDEN, 2022.
     """
     _check_levels("quantize_levels", levels)
-    quantize_levels_op(x, _table(levels), scales, codes, left, block)
+    quantize_levels_op(x, _table(levels), scales, codes, unsent, block)
 
 
 def dequantize_levels(
@@ -74,12 +74,12 @@ def _table(levels: Tensor) -> Tensor:
 
 
 @op(
-    "quantize_levels(Tensor x, Tensor table, Tensor(a!) scales, Tensor(b!) codes, Tensor(c!)? left,"
-    " int block) -> ()",
-    same=[("x", "left")],
+    "quantize_levels(Tensor x, Tensor table, Tensor(a!) scales, Tensor(b!) codes,"
+    " Tensor(c!)? unsent, int block) -> ()",
+    same=[("x", "unsent")],
 )
 def quantize_levels_op(
-    x: Tensor, table: Tensor, scales: Tensor, codes: Tensor, left: Tensor | None, block: int
+    x: Tensor, table: Tensor, scales: Tensor, codes: Tensor, unsent: Tensor | None, block: int
 ) -> None:
     levels, bounds = _split(table)
     rows = x.view(-1, block)
@@ -99,8 +99,8 @@ def quantize_levels_op(
     scale = torch.where(largest >= _INFINITY, torch.nan, scale)
     scales.copy_(scale)
     codes.copy_(_packed(found.flatten(), _bits(levels)))
-    if left is not None:
-        left.view(-1, block).copy_(rows - chosen * scale[:, None])
+    if unsent is not None:
+        unsent.view(-1, block).copy_(rows - chosen * scale[:, None])
 
 
 @op(
@@ -153,12 +153,12 @@ def _packed(found: Tensor, bits: int) -> Tensor:
 
 @quantize_levels_op.law
 def _check_quantize(
-    x: Tensor, table: Tensor, scales: Tensor, codes: Tensor, left: Tensor | None, block: int
+    x: Tensor, table: Tensor, scales: Tensor, codes: Tensor, unsent: Tensor | None, block: int
 ) -> None:
     check("quantize_levels", "x", x, like=x, dtypes=(torch.float32,))
     _check("quantize_levels", x, table, block, scales, codes)
-    if left is not None:
-        check("quantize_levels", "left", left, like=x, dtypes=(torch.float32,), n=x.numel())
+    if unsent is not None:
+        check("quantize_levels", "unsent", unsent, like=x, dtypes=(torch.float32,), n=x.numel())
 
 
 @dequantize_levels_op.law
@@ -191,18 +191,18 @@ def _check(
 
 @quantize_levels_op.kernel("cpu")
 def _quantize_cpu(
-    x: Tensor, table: Tensor, scales: Tensor, codes: Tensor, left: Tensor | None, block: int
+    x: Tensor, table: Tensor, scales: Tensor, codes: Tensor, unsent: Tensor | None, block: int
 ) -> None:
-    arguments = (x, x.numel(), block, math.sqrt(block), table, scales, codes, left)
+    arguments = (x, x.numel(), block, math.sqrt(block), table, scales, codes, unsent)
     cpu.call("quantize_levels", (table.numel() + 1) // 2, *arguments)
 
 
 @quantize_levels_op.kernel("cuda")
 def _quantize_cuda(
-    x: Tensor, table: Tensor, scales: Tensor, codes: Tensor, left: Tensor | None, block: int
+    x: Tensor, table: Tensor, scales: Tensor, codes: Tensor, unsent: Tensor | None, block: int
 ) -> None:
     name, blocks = f"quantize_levels<{_bits(_split(table)[0])}>", scales.numel()
-    arguments = (x, blocks, block, math.sqrt(block), table, scales, codes, left)
+    arguments = (x, blocks, block, math.sqrt(block), table, scales, codes, unsent)
     cuda.launch("levels.cu", name, x.device, blocks, arguments)
 
 

@@ -12,7 +12,7 @@ from .runtime.arguments import check_whole, whole
 
 __all__ = [
     "SIGNS",
-    "Stream",
+    "RandomBits",
     "as_seed",
     "centred",
     "check_key",
@@ -31,7 +31,7 @@ _ROUNDS = 7  # as few as pass all of BigCrush, by the paper; 10 is the usual mar
 _SEEDS, _NUMBERS, _PLACES = 2**63, 2**32, 2**62
 
 
-def as_seed(value: Any, caller: str = "Stream", name: str = "seed") -> int:
+def as_seed(value: Any, caller: str = "RandomBits", name: str = "seed") -> int:
     """The seed that ``value`` is, as an integer of 64 bits with a sign.
 
     Args:
@@ -54,7 +54,7 @@ def as_seed(value: Any, caller: str = "Stream", name: str = "seed") -> int:
 
 
 @dataclass(frozen=True)
-class Stream:
+class RandomBits:
     """Random bits that depend on nothing but these numbers and an entry's place.
 
     Args:
@@ -73,8 +73,8 @@ class Stream:
 
     def __post_init__(self) -> None:
         if not (type(self.seed) is type(self.number) is type(self.first) is int):
-            object.__setattr__(self, "number", whole("Stream", "number", self.number))
-            object.__setattr__(self, "first", whole("Stream", "first", self.first))
+            object.__setattr__(self, "number", whole("RandomBits", "number", self.number))
+            object.__setattr__(self, "first", whole("RandomBits", "first", self.first))
         object.__setattr__(self, "seed", as_seed(self.seed))
         _check_step(self.step)
         _check_numbers(self.number, self.first)
@@ -89,13 +89,13 @@ Key = tuple[Tensor | None, int, int, int]
 NO_STREAM: Key = (None, 0, 0, 0)  # rounding to nearest
 
 
-def key_of(caller: str, stream: Stream | None, name: str = "stream") -> Key:
-    """The key of a stream, or that of none."""
-    if stream is None:
+def key_of(caller: str, random: RandomBits | None, name: str = "random") -> Key:
+    """Returns the key of random bits, or that of none."""
+    if random is None:
         return NO_STREAM
-    if not isinstance(stream, Stream):
-        raise TypeError(f"{caller}({name}): a Stream or None, got {type(stream).__name__}")
-    return stream.key
+    if not isinstance(random, RandomBits):
+        raise TypeError(f"{caller}({name}): RandomBits or None, got {type(random).__name__}")
+    return random.key
 
 
 def check_key(data: Tensor, step: Tensor | None, seed: int, number: int, first: int = 0) -> None:
@@ -105,28 +105,30 @@ def check_key(data: Tensor, step: Tensor | None, seed: int, number: int, first: 
     _check_step(step)
     if not (step.is_cpu and data.is_cpu) and step.device != data.device:
         raise ValueError(
-            f"Stream(step) lies on the device of the data, {data.device}, got {step.device}"
+            f"RandomBits(step) lies on the device of the data, {data.device}, got {step.device}"
         )
     if not -_SEEDS <= seed < _SEEDS:
-        raise ValueError(f"Stream(seed): 64 bits, got {seed}")
+        raise ValueError(f"RandomBits(seed): 64 bits, got {seed}")
     _check_numbers(number, first)
 
 
 def _check_step(step: Any) -> None:
     if not isinstance(step, Tensor):
-        raise TypeError(f"Stream(step) is an int64 tensor of one number, got {type(step).__name__}")
+        raise TypeError(
+            f"RandomBits(step) is an int64 tensor of one number, got {type(step).__name__}"
+        )
     if step.dtype != torch.int64 or step.numel() != 1:
         raise TypeError(
-            f"Stream(step) is an int64 tensor of one number, "
+            f"RandomBits(step) is an int64 tensor of one number, "
             f"got {step.dtype} of shape {tuple(step.shape)}"
         )
 
 
 def _check_numbers(number: int, first: int) -> None:
-    check_whole("Stream", "number", number, 0, _NUMBERS)
-    check_whole("Stream", "first", first, 0, _PLACES)
+    check_whole("RandomBits", "number", number, 0, _NUMBERS)
+    check_whole("RandomBits", "first", first, 0, _PLACES)
     if first % _GROUP:
-        raise ValueError(f"Stream(first) is a multiple of {_GROUP}, got {first}")
+        raise ValueError(f"RandomBits(first) is a multiple of {_GROUP}, got {first}")
 
 
 def half_words(

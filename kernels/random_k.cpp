@@ -21,23 +21,23 @@ template <class T> float one(const T* x) {
 
 }  // namespace
 
-EXPORT(gather_random)(i64 dtype, const void* x, i64 n, const float* residual, float* left,
+EXPORT(gather_random)(i64 dtype, const void* x, i64 n, const float* residual, float* unsent,
                       const i64* step, i64 seed, i64 stream, float* values, i64 k) {
     const Random random = random_of(step, seed, stream, 0);
     with_dtype((int)dtype, [&](auto number) {
         const auto* entries = (const decltype(number)*)x;
-        if (left) {
+        if (unsent) {
             i64 i = 0;
             for (; i + kWidth <= n; i += kWidth) {
                 Floats sum = load(entries + i);
                 if (residual) sum += load(residual + i);
-                store_as(left + i, sum);
+                store_as(unsent + i, sum);
             }
-            for (; i < n; ++i) left[i] = residual ? one(entries + i) + residual[i] : one(entries + i);
+            for (; i < n; ++i) unsent[i] = residual ? one(entries + i) + residual[i] : one(entries + i);
         }
         for_places(n, k, random, [&](i64 j, i64 place) {
-            values[j] = left ? left[place] : one(entries + place);
-            if (left) left[place] = 0.0f;
+            values[j] = unsent ? unsent[place] : one(entries + place);
+            if (unsent) unsent[place] = 0.0f;
         });
     });
 }

@@ -2,8 +2,8 @@
 #include "include/cuda.h"
 
 template <class T>
-__global__ void add(const T* x, i64 n, const float* residual, float* left) {
-    correct(x, residual, left, n);
+__global__ void add(const T* x, i64 n, const float* residual, float* unsent) {
+    correct(x, residual, unsent, n);
 }
 
 // Calls f(stratum, place) for every stratum; a lane has four of 128.
@@ -22,11 +22,11 @@ INLINE void for_places(i64 n, i64 k, const i64* step, i64 seed, i64 stream, F f)
 }
 
 template <class T>
-__global__ void gather_random(const T* x, i64 n, float* left, const i64* step, i64 seed, i64 stream,
+__global__ void gather_random(const T* x, i64 n, float* unsent, const i64* step, i64 seed, i64 stream,
                               float* values, i64 k) {
     for_places(n, k, step, seed, stream, [=](i64 j, i64 place) {
-        values[j] = left ? left[place] : to_float(x[place]);
-        if (left) left[place] = 0.0f;
+        values[j] = unsent ? unsent[place] : to_float(x[place]);
+        if (unsent) unsent[place] = 0.0f;
     });
 }
 

@@ -37,59 +37,59 @@ def random_places(
 def gather_random(
     x: Tensor,
     values: Tensor,
-    stream: philox.Stream,
+    random: philox.RandomBits,
     *,
     residual: Tensor | None = None,
-    left: Tensor | None = None,
+    unsent: Tensor | None = None,
 ) -> None:
     """Writes random entries of ``x``, or of ``x + residual``; as many as ``values`` has.
 
     Args:
         x: float32, float16 or bfloat16, contiguous, fewer than 2^31 entries.
         values: float32, ``k`` of them, at most as many as ``x``.
-        stream: the same on all ranks; ``first`` is 0.
-        residual: float32, as many entries as ``x``; needs ``left``.
-        left: float32, as many; gets all entries that were not taken, and zeros where they were.
+        random: the same on all ranks; ``first`` is 0.
+        residual: float32, as many entries as ``x``; needs ``unsent``.
+        unsent: float32, as many; gets all entries that were not taken, and zeros where they were.
             May be ``residual``.
 
     Raises:
         TypeError, ValueError: a tensor of another dtype, size or device; names the argument.
     """
-    gather_random_op(x, values, residual, left, *_key("gather_random", stream))
+    gather_random_op(x, values, residual, unsent, *_key("gather_random", random))
 
 
 def scatter_random(
-    values: Tensor, out: Tensor, stream: philox.Stream, *, factor: float = 1.0
+    values: Tensor, out: Tensor, random: philox.RandomBits, *, factor: float = 1.0
 ) -> None:
     """Writes ``values * factor`` to the places that ``gather_random`` took them from, and zeros.
 
     Args:
         values: float32.
         out: float32, as many entries as ``x`` had.
-        stream: as for ``gather_random``.
+        random: as for ``gather_random``.
         factor: ``out.numel() / values.numel()`` makes the result unbiased if the first is a
             multiple of the second.
     """
-    scatter_random_op(values, out, factor, *_key("scatter_random", stream))
+    scatter_random_op(values, out, factor, *_key("scatter_random", random))
 
 
-def _key(caller: str, stream: philox.Stream) -> tuple[Tensor | None, int, int]:
-    step, seed, number, first = philox.key_of(caller, stream)
+def _key(caller: str, random: philox.RandomBits) -> tuple[Tensor | None, int, int]:
+    step, seed, number, first = philox.key_of(caller, random)
     if first:
-        raise ValueError(f"{caller}(stream): first is 0, got {first}")
+        raise ValueError(f"{caller}(random): first is 0, got {first}")
     return step, seed, number
 
 
 @op(
-    "gather_random(Tensor x, Tensor(a!) values, Tensor? residual, Tensor(b!)? left, Tensor step,"
+    "gather_random(Tensor x, Tensor(a!) values, Tensor? residual, Tensor(b!)? unsent, Tensor step,"
     " int seed, int stream) -> ()",
-    same=[("residual", "left")],
+    same=[("residual", "unsent")],
 )
 def gather_random_op(
     x: Tensor,
     values: Tensor,
     residual: Tensor | None,
-    left: Tensor | None,
+    unsent: Tensor | None,
     step: Tensor,
     *key: int,
 ) -> None:
@@ -98,9 +98,9 @@ def gather_random_op(
         c = c + residual.flatten()
     places = random_places(x.numel(), values.numel(), int(step), *key, device=x.device)
     values.view(-1).copy_(c[places])
-    if left is not None:
-        left.view(-1).copy_(c)
-        left.view(-1)[places] = 0.0
+    if unsent is not None:
+        unsent.view(-1).copy_(c)
+        unsent.view(-1)[places] = 0.0
 
 
 @op(
@@ -121,16 +121,16 @@ def _check_gather(
     x: Tensor,
     values: Tensor,
     residual: Tensor | None,
-    left: Tensor | None,
+    unsent: Tensor | None,
     step: Tensor,
     *key: int,
 ) -> None:
     check("gather_random", "x", x, like=x, dtypes=_DTYPES)
     check("gather_random", "values", values, like=x, dtypes=(torch.float32,))
     _check_sizes("gather_random", x.numel(), values.numel())
-    if residual is not None and left is None:
-        raise ValueError("gather_random(left): needed with a residual")
-    for name, tensor in (("residual", residual), ("left", left)):
+    if residual is not None and unsent is None:
+        raise ValueError("gather_random(unsent): needed with a residual")
+    for name, tensor in (("residual", residual), ("unsent", unsent)):
         if tensor is not None:
             check("gather_random", name, tensor, like=x, dtypes=(torch.float32,), n=x.numel())
     philox.check_key(x, step, *key)
@@ -156,21 +156,21 @@ def _check_sizes(caller: str, n: int, k: int) -> None:
 
 @gather_random_op.kernel("cpu")
 def _gather_random_cpu(
-    x: Tensor, values: Tensor, residual: Tensor | None, left: Tensor | None, *key: Any
+    x: Tensor, values: Tensor, residual: Tensor | None, unsent: Tensor | None, *key: Any
 ) -> None:
-    source = (cpu.DTYPES[x.dtype], x, x.numel(), residual, left)
+    source = (cpu.DTYPES[x.dtype], x, x.numel(), residual, unsent)
     cpu.call("gather_random", *source, *key, values, values.numel())
 
 
 @gather_random_op.kernel("cuda")
 def _gather_random_cuda(
-    x: Tensor, values: Tensor, residual: Tensor | None, left: Tensor | None, *key: Any
+    x: Tensor, values: Tensor, residual: Tensor | None, unsent: Tensor | None, *key: Any
 ) -> None:
-    """The sum goes to ``left`` first, if it is asked for; then the drawn places are read."""
+    """The sum goes to ``unsent`` first, if it is asked for; then the drawn places are read."""
     t, n, k = cuda.DTYPES[x.dtype], x.numel(), values.numel()
-    if left is not None:
-        cuda.launch("random_k.cu", f"add<{t}>", x.device, n // 256 + 1, (x, n, residual, left))
-    arguments = (x, n, left, *key, values, k)
+    if unsent is not None:
+        cuda.launch("random_k.cu", f"add<{t}>", x.device, n // 256 + 1, (x, n, residual, unsent))
+    arguments = (x, n, unsent, *key, values, k)
     cuda.launch("random_k.cu", f"gather_random<{t}>", x.device, k // 128 + 1, arguments)
 
 

@@ -11,7 +11,7 @@ template <class Call> static void with_even_format(i64 format, Call call) {
 
 EXPORT(quantize_rotated)(i64 format, i64 dtype, i64 block, const void* x, i64 n, float scale,
                          const i64* turn, i64 turn_seed, i64 turn_stream, i64 turn_first,
-                         const float* residual, float* left, const i64* step, i64 seed, i64 stream,
+                         const float* residual, float* unsent, const i64* step, i64 seed, i64 stream,
                          i64 first, u8* payload, i64 codes_at, i64 bytes) {
     Rotation rotation = {random_of(turn, turn_seed, turn_stream, turn_first), scale};
     const Random random = random_of(step, seed, stream, first);
@@ -20,7 +20,7 @@ EXPORT(quantize_rotated)(i64 format, i64 dtype, i64 block, const void* x, i64 n,
         with_dtype((int)dtype, [&](auto number) {
             Source<decltype(number)> from = {(const decltype(number)*)x, residual};
             encode_all<decltype(f)>(from, n, (int)block, step ? &random : nullptr, payload,
-                                    payload + codes_at, left, &rotation);
+                                    payload + codes_at, unsent, &rotation);
         });
     });
 }

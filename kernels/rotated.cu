@@ -3,10 +3,10 @@
 
 template <class F, class T, int BLOCK>
 __global__ void quantize_rotated(const T* x, i64 n, float scale, const i64* turn, i64 turn_seed,
-                                 i64 turn_stream, i64 turn_first, const float* residual, float* left,
+                                 i64 turn_stream, i64 turn_first, const float* residual, float* unsent,
                                  const i64* step, i64 seed, i64 stream, i64 first, u8* payload,
                                  i64 codes_at, i64 bytes) {
-    encode<F, BLOCK, true>(n, residual, left, step, seed, stream, first, payload, codes_at, bytes,
+    encode<F, BLOCK, true>(n, residual, unsent, step, seed, stream, first, payload, codes_at, bytes,
                            [=](i64 at, int count, Entries<BLOCK>& c) { load_span(x, at, count, c); },
                            Rotation{turn, turn_seed, turn_stream, turn_first, scale});
 }

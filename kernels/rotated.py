@@ -32,19 +32,19 @@ def quantize_rotated(
     payload: Tensor,
     format: str,
     block: int,
-    rotation: philox.Stream,
+    rotation: philox.RandomBits,
     *,
     residual: Tensor | None = None,
-    left: Tensor | None = None,
-    stream: philox.Stream | None = None,
+    unsent: Tensor | None = None,
+    random: philox.RandomBits | None = None,
 ) -> None:
-    """Rotates ``x``, or ``x + residual``, by blocks, and quantises that; ``left`` is rotated back.
+    """Rotates ``x`` (plus ``residual``) by blocks and quantises; ``unsent`` is rotated back.
 
     As ``hadamard`` and then ``quantize``, in one pass and with the same bits.
 
     Args:
         x: float32, float16 or bfloat16, contiguous, a multiple of ``block`` entries.
-        payload, format, block, residual, left, stream: as for ``quantize``.
+        payload, format, block, residual, unsent, random: as for ``quantize``.
         rotation: random signs, the same on all ranks; ``first`` is a multiple of 4096.
 
     Raises:
@@ -52,9 +52,9 @@ def quantize_rotated(
 
     Reference: Wang et al., SDP4Bit, 2024; Vargaftik et al., DRIVE, 2021.
     """
-    random = philox.key_of("quantize_rotated", stream)
+    key = philox.key_of("quantize_rotated", random)
     turn = philox.key_of("quantize_rotated", rotation, "rotation")
-    quantize_rotated_op(x, payload, format, block, *turn, residual, left, *random)
+    quantize_rotated_op(x, payload, format, block, *turn, residual, unsent, *key)
 
 
 def dequantize_rotated(
@@ -62,7 +62,7 @@ def dequantize_rotated(
     out: Tensor,
     format: str,
     block: int,
-    rotation: philox.Stream,
+    rotation: philox.RandomBits,
     *,
     factor: float = 1.0,
     accumulate: bool = False,
@@ -74,9 +74,9 @@ def dequantize_rotated(
 
 @op(
     "quantize_rotated(Tensor x, Tensor(a!) payload, str format, int block, Tensor turn,"
-    " int turn_seed, int turn_stream, int turn_first, Tensor? residual, Tensor(b!)? left,"
+    " int turn_seed, int turn_stream, int turn_first, Tensor? residual, Tensor(b!)? unsent,"
     " Tensor? step, int seed, int stream, int first) -> ()",
-    same=[("residual", "left")],
+    same=[("residual", "unsent")],
 )
 def quantize_rotated_op(
     x: Tensor,
@@ -88,7 +88,7 @@ def quantize_rotated_op(
     turn_stream: int,
     turn_first: int,
     residual: Tensor | None,
-    left: Tensor | None,
+    unsent: Tensor | None,
     step: Tensor | None,
     *key: int,
 ) -> None:
@@ -102,8 +102,8 @@ def quantize_rotated_op(
     if step is not None:
         noise = philox.half_words(x.numel(), int(step), *key, device=x.device)
     rest = definition.encode(rotated, payload, Payload(FORMATS[format], block, x.numel()), noise)
-    if left is not None:
-        hadamard_op.definition(rest, left, block, True, *signs)
+    if unsent is not None:
+        hadamard_op.definition(rest, unsent, block, True, *signs)
 
 
 @op(
@@ -140,7 +140,7 @@ def _check_quantize(
     turn_stream: int,
     turn_first: int,
     residual: Tensor | None,
-    left: Tensor | None,
+    unsent: Tensor | None,
     step: Tensor | None,
     *key: int,
 ) -> None:
@@ -149,7 +149,7 @@ def _check_quantize(
     _check_blocks("quantize_rotated", layout.n, format, block)
     check_signs("quantize_rotated", "rotation", x, turn, turn_seed, turn_stream, turn_first)
     check_payload("quantize_rotated", payload, layout, x)
-    check_feedback("quantize_rotated", x, layout.n, residual, left)
+    check_feedback("quantize_rotated", x, layout.n, residual, unsent)
     philox.check_key(x, step, *key)
 
 

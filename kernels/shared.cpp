@@ -31,7 +31,7 @@ u32 largest(const T* x, const float* residual, i64 n) {
 
 template <class T>
 void encode(const T* x, const float* residual, i64 n, i64 block, const u32* magnitudes, float levels,
-            const Random& random, bool noisy, i8* codes, float* left) {
+            const Random& random, bool noisy, i8* codes, float* unsent) {
     u32 noise[kGroup / 2];
     Scale scale = {};
     for (i64 at = 0; at < n; at += kRow) {
@@ -54,14 +54,14 @@ void encode(const T* x, const float* residual, i64 n, i64 block, const u32* magn
         }
         if (count >= kRow) {
             narrow(found, (u8*)codes + at);
-            if (left) store(left + at, row);
+            if (unsent) store(unsent + at, row);
         } else {
             u8 some[kRow];
             float rest[kRow];
             narrow(found, some);
             store(rest, row);
             for (i64 l = 0; l < count; ++l) codes[at + l] = (i8)some[l];
-            for (i64 l = 0; l < count && left; ++l) left[at + l] = rest[l];
+            for (i64 l = 0; l < count && unsent; ++l) unsent[at + l] = rest[l];
         }
     }
 }
@@ -103,11 +103,11 @@ EXPORT(largest_magnitudes)(i64 dtype, const void* x, const float* residual, i64 
 
 EXPORT(quantize_shared)(i64 dtype, const void* x, const float* residual, i64 n, i64 block,
                         const u32* magnitudes, float levels, const i64* step, i64 seed, i64 stream,
-                        i64 first, i8* codes, float* left) {
+                        i64 first, i8* codes, float* unsent) {
     const Random random = random_of(step, seed, stream, first);
     with_dtype((int)dtype, [&](auto number) {
         encode((const decltype(number)*)x, residual, n, block, magnitudes, levels, random, step != nullptr,
-               codes, left);
+               codes, unsent);
     });
 }
 

@@ -21,7 +21,7 @@ INLINE u32 block_at(i64 at, i64 block) { return (u32)(at >> 8) / (u32)(block >> 
 template <class T>
 __global__ void quantize_shared(const T* x, const float* residual, i64 n, i64 block,
                                 const u32* magnitudes, float levels, const i64* step, i64 seed,
-                                i64 stream, i64 first, i8* codes, float* left) {
+                                i64 stream, i64 first, i8* codes, float* unsent) {
     // A warp has 256 entries of one block: eight rows, whose loads are under way together.
     for (i64 at = warp() * 256; at < n; at += warps() * 256) {
         const int count = entries_in<256>(at, n);
@@ -39,7 +39,7 @@ __global__ void quantize_shared(const T* x, const float* residual, i64 n, i64 bl
             if (step) units += centred(random[k / 2] >> (k % 2 * 16) & 0xffffu);
             const float rounded = units + kRound;
             codes[at + k * kLanes + lane()] = (i8)(bits_of(rounded) & 0xffu);
-            if (left) left[at + k * kLanes + lane()] = rows[k] - (rounded - kRound) * scale.level;
+            if (unsent) unsent[at + k * kLanes + lane()] = rows[k] - (rounded - kRound) * scale.level;
         }
     }
 }

@@ -50,8 +50,8 @@ def quantize_shared(
     levels: int,
     *,
     residual: Tensor | None = None,
-    left: Tensor | None = None,
-    stream: philox.Stream | None = None,
+    unsent: Tensor | None = None,
+    random: philox.RandomBits | None = None,
 ) -> None:
     """Writes ``x``, or ``x + residual``, in units of each block's magnitude over ``levels``.
 
@@ -64,16 +64,16 @@ def quantize_shared(
         block: entries of a block, a multiple of 256; the last may be short.
         levels: 1 to 127.
         residual: float32, as many entries.
-        left: float32, as many; gets what the codes leave out. May be ``residual``.
-        stream: rounds stochastically, with its bits.
+        unsent: float32, as many; gets what the codes leave out. May be ``residual``.
+        random: rounds stochastically, with its bits.
 
     Raises:
         TypeError, ValueError: a tensor of another dtype, size or device; names the argument.
 
     Reference: Mishchenko et al., IntSGD, 2022; Xin et al., Global-QSGD, 2023.
     """
-    key = philox.key_of("quantize_shared", stream)
-    quantize_shared_op(x, residual, magnitudes, codes, left, block, levels, *key)
+    key = philox.key_of("quantize_shared", random)
+    quantize_shared_op(x, residual, magnitudes, codes, unsent, block, levels, *key)
 
 
 def dequantize_shared(
@@ -99,16 +99,16 @@ def magnitudes_op(x: Tensor, residual: Tensor | None, out: Tensor, block: int) -
 
 @op(
     "quantize_shared(Tensor x, Tensor? residual, Tensor magnitudes, Tensor(a!) codes,"
-    " Tensor(b!)? left, int block, int levels, Tensor? step, int seed, int stream, int first)"
+    " Tensor(b!)? unsent, int block, int levels, Tensor? step, int seed, int stream, int first)"
     " -> ()",
-    same=[("residual", "left")],
+    same=[("residual", "unsent")],
 )
 def quantize_shared_op(
     x: Tensor,
     residual: Tensor | None,
     magnitudes: Tensor,
     codes: Tensor,
-    left: Tensor | None,
+    unsent: Tensor | None,
     block: int,
     levels: int,
     step: Tensor | None,
@@ -125,8 +125,8 @@ def quantize_shared_op(
         units = units + philox.centred(noise)
     found = torch.round(units)
     codes.view(-1).copy_(found.to(torch.int8))
-    if left is not None:
-        left.view(-1).copy_(c - (found + 0.0) * level)
+    if unsent is not None:
+        unsent.view(-1).copy_(c - (found + 0.0) * level)
 
 
 @op(
@@ -172,7 +172,7 @@ def _check_quantize(
     residual: Tensor | None,
     magnitudes: Tensor,
     codes: Tensor,
-    left: Tensor | None,
+    unsent: Tensor | None,
     block: int,
     levels: int,
     step: Tensor | None,
@@ -181,7 +181,7 @@ def _check_quantize(
     check("quantize_shared", "x", x, like=x, dtypes=_DTYPES)
     _check("quantize_shared", x, block, magnitudes, levels)
     check("quantize_shared", "codes", codes, like=x, dtypes=(torch.int8,), n=x.numel())
-    check_feedback("quantize_shared", x, x.numel(), residual, left)
+    check_feedback("quantize_shared", x, x.numel(), residual, unsent)
     philox.check_key(x, step, *key)
 
 
@@ -223,12 +223,12 @@ def _quantize_cpu(
     residual: Tensor | None,
     magnitudes: Tensor,
     codes: Tensor,
-    left: Tensor | None,
+    unsent: Tensor | None,
     block: int,
     levels: int,
     *key: Any,
 ) -> None:
-    arguments = (x, residual, x.numel(), block, magnitudes, float(levels), *key, codes, left)
+    arguments = (x, residual, x.numel(), block, magnitudes, float(levels), *key, codes, unsent)
     cpu.call("quantize_shared", cpu.DTYPES[x.dtype], *arguments)
 
 
@@ -238,13 +238,13 @@ def _quantize_cuda(
     residual: Tensor | None,
     magnitudes: Tensor,
     codes: Tensor,
-    left: Tensor | None,
+    unsent: Tensor | None,
     block: int,
     levels: int,
     *key: Any,
 ) -> None:
     name, n = f"quantize_shared<{cuda.DTYPES[x.dtype]}>", x.numel()
-    arguments = (x, residual, n, block, magnitudes, float(levels), *key, codes, left)
+    arguments = (x, residual, n, block, magnitudes, float(levels), *key, codes, unsent)
     cuda.launch("shared.cu", name, x.device, n // 256 + 1, arguments)
 
 

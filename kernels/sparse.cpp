@@ -27,7 +27,7 @@ u32 at_least(const Floats (&row)[kVectors], u32 bound) {
 template <class T> struct Entries {
     const T* x;
     const float* residual;
-    float* left;  // gets the sum, which is read from there afterwards
+    float* unsent;  // gets the sum, which is read from there afterwards
     i64 n;
 
     float one(i64 i) const {
@@ -37,7 +37,7 @@ template <class T> struct Entries {
         return residual ? sums[0] + residual[i] : sums[0];
     }
 
-    // Calls f(begin, row, valid lanes) for rows of 32; sums are written to `left` the first time.
+    // Calls f(begin, row, valid lanes) for rows of 32; sums are written to `unsent` the first time.
     template <bool FIRST, class F> __attribute__((always_inline)) void rows(F f) const {
         for (i64 i = 0; i < n; i += kRow) {
             Floats row[kVectors];
@@ -45,15 +45,15 @@ template <class T> struct Entries {
             if (count == kRow) {
                 for (int v = 0; v < kVectors; ++v) {
                     const i64 j = i + v * kWidth;
-                    row[v] = !FIRST && left ? load(left + j) : load(x + j);
+                    row[v] = !FIRST && unsent ? load(unsent + j) : load(x + j);
                     if (FIRST && residual) row[v] += load(residual + j);
-                    if (FIRST && left) store_as(left + j, row[v]);
+                    if (FIRST && unsent) store_as(unsent + j, row[v]);
                 }
             } else {
                 float some[kRow] = {};
                 for (int l = 0; l < count; ++l) {
-                    some[l] = !FIRST && left ? left[i + l] : one(i + l);
-                    if (FIRST && left) left[i + l] = some[l];
+                    some[l] = !FIRST && unsent ? unsent[i + l] : one(i + l);
+                    if (FIRST && unsent) unsent[i + l] = some[l];
                 }
                 for (int v = 0; v < kVectors; ++v) row[v] = load(some + v * kWidth);
             }
@@ -105,7 +105,7 @@ template <class T> void count(const Entries<T>& from, const u32 (&bounds)[kPivot
 struct Taken {
     int* indices;
     float* values;
-    float* left;
+    float* unsent;
     i64 ties;  // how many of the threshold's own magnitude are taken
     i64 count;
 
@@ -114,7 +114,7 @@ struct Taken {
         if (size < threshold || (size == threshold && ties-- <= 0)) return;
         indices[count] = index;
         values[count++] = value;
-        if (left) left[index] = 0.0f;
+        if (unsent) unsent[index] = 0.0f;
     }
 };
 
@@ -181,21 +181,21 @@ template <class T> void top_k(const Entries<T>& from, i64 k, Candidates some, Ta
 }  // namespace
 
 EXPORT(top_k)(i64 dtype, const void* x, i64 n, i64 k, int* indices, float* values,
-              const float* residual, float* left, u32* scratch, i64 room) {
+              const float* residual, float* unsent, u32* scratch, i64 room) {
     if (!n) return;
     const Candidates some = {(int*)scratch, (float*)scratch + room, scratch + 2 * room, room, 0};
     with_dtype((int)dtype, [&](auto number) {
-        const Entries<decltype(number)> from = {(const decltype(number)*)x, residual, left, n};
-        ::top_k(from, k, some, Taken{indices, values, left, 0, 0});
+        const Entries<decltype(number)> from = {(const decltype(number)*)x, residual, unsent, n};
+        ::top_k(from, k, some, Taken{indices, values, unsent, 0, 0});
     });
 }
 
 // The first k entries that reach the `place`-th largest of a sample.
 EXPORT(top_k_sampled)(i64 dtype, const void* x, i64 n, i64 k, i64 place, int* indices, float* values,
-                      const float* residual, float* left, u32* scratch) {
+                      const float* residual, float* unsent, u32* scratch) {
     constexpr i64 kFew = 8192;
     with_dtype((int)dtype, [&](auto number) {
-        const Entries<decltype(number)> from = {(const decltype(number)*)x, residual, left, n};
+        const Entries<decltype(number)> from = {(const decltype(number)*)x, residual, unsent, n};
         const i64 size = std::min(n, kFew);
         u32 bound = k ? 0 : 0x80000000u;
         if (k && place < size) {
@@ -215,7 +215,7 @@ EXPORT(top_k_sampled)(i64 dtype, const void* x, i64 n, i64 k, i64 place, int* in
                 const int l = __builtin_ctz(word);
                 indices[count] = (int)begin + l;
                 values[count++] = entries[l];
-                if (left) left[begin + l] = 0.0f;
+                if (unsent) unsent[begin + l] = 0.0f;
             }
         });
         for (; count < k; ++count) indices[count] = -1, values[count] = 0.0f;

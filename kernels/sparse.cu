@@ -1,7 +1,7 @@
 // Largest entries and scattered values on a GPU; the specification is in sparse.py.
 //
 //   sample      one block: a bound that a little more than k entries reach
-//   collect     the one pass over the gradient: sums to `left`, entries that reach the bound to slots
+//   collect     the one pass over the gradient: sums to `unsent`, entries that reach the bound to slots
 //   histogram   three times: digits of the k-th largest magnitude, from the top
 //   count       per tile: entries above it and of its own magnitude
 //   scan        one block: the same, in all tiles before
@@ -42,14 +42,14 @@ INLINE Tiles tiles_of(u8* memory, i64 n, i64 slots_each) {
 template <class T> struct Entries {
     const T* x;
     const float* residual;
-    float* left;
+    float* unsent;
     i64 n;
 };
 template <class T> INLINE float first_read(const Entries<T>& from, i64 i) {
     return from.residual ? to_float(from.x[i]) + from.residual[i] : to_float(from.x[i]);
 }
 template <class T> INLINE float read_again(const Entries<T>& from, i64 i) {
-    return from.left ? from.left[i] : to_float(from.x[i]);
+    return from.unsent ? from.unsent[i] : to_float(from.x[i]);
 }
 
 INLINE bool slots_hold(const Work& work, i64 k) { return !work.overflow && work.found >= k; }
@@ -112,7 +112,7 @@ __global__ void sample(const T* x, const float* residual, i64 n, i64 k, i64 plac
 }
 
 template <class T>
-__global__ void collect(const T* x, const float* residual, float* left, i64 n, u8* memory, i64 room) {
+__global__ void collect(const T* x, const float* residual, float* unsent, i64 n, u8* memory, i64 room) {
     const Tiles tiles = tiles_of(memory, n, room);
     const u32 bound = tiles.work->bound;
     for (i64 tile = warp(); tile < tiles.count; tile += warps()) {
@@ -120,7 +120,7 @@ __global__ void collect(const T* x, const float* residual, float* left, i64 n, u
         for (int begin = 0; begin < kTile; begin += kSpan) {
             const i64 at = tile * kTile + begin;
             float c[kSpan / kLanes];
-            const int there = correct_span(x, residual, left, at, n, c);
+            const int there = correct_span(x, residual, unsent, at, n, c);
 #pragma unroll
             for (int row = 0; row < kSpan / kLanes; ++row) {
                 const bool taken = has(row, there) && magnitude(c[row]) >= bound;
@@ -143,13 +143,13 @@ __global__ void collect(const T* x, const float* residual, float* left, i64 n, u
 
 // Digits of the threshold: bits 20 to 30, 9 to 19, 0 to 8.
 template <class T, int PASS>
-__global__ void histogram(const T* x, float* left, i64 n, i64 k, u8* memory, i64 room) {
+__global__ void histogram(const T* x, float* unsent, i64 n, i64 k, u8* memory, i64 room) {
     constexpr int kShift = PASS == 0 ? 20 : PASS == 1 ? 9 : 0, kWidth = PASS == 2 ? 9 : 11;
     constexpr int kThreads = 256, kEach = kBins / kThreads;
     __shared__ u32 bins[kBins];
     __shared__ u32 parts[kThreads];
     __shared__ u32 last;
-    const Entries<T> from = {x, nullptr, left, n};
+    const Entries<T> from = {x, nullptr, unsent, n};
     const Tiles tiles = tiles_of(memory, n, room);
     Work& work = *tiles.work;
     for (int i = (int)threadIdx.x; i < kBins; i += kThreads) bins[i] = 0;
@@ -190,8 +190,8 @@ __global__ void histogram(const T* x, float* left, i64 n, i64 k, u8* memory, i64
 }
 
 template <class T>
-__global__ void count(const T* x, float* left, i64 n, i64 k, u8* memory, i64 room) {
-    const Entries<T> from = {x, nullptr, left, n};
+__global__ void count(const T* x, float* unsent, i64 n, i64 k, u8* memory, i64 room) {
+    const Entries<T> from = {x, nullptr, unsent, n};
     const Tiles tiles = tiles_of(memory, n, room);
     const u32 threshold = tiles.work->threshold;
     for (i64 tile = warp(); tile < tiles.count; tile += warps()) {
@@ -228,9 +228,9 @@ __global__ void scan(i64 n, u8* memory, i64 room) {
 }
 
 template <class T>
-__global__ void emit(const T* x, float* left, i64 n, i64 k, u8* memory, i64 room, int* indices,
+__global__ void emit(const T* x, float* unsent, i64 n, i64 k, u8* memory, i64 room, int* indices,
                      float* values) {
-    const Entries<T> from = {x, nullptr, left, n};
+    const Entries<T> from = {x, nullptr, unsent, n};
     const Tiles tiles = tiles_of(memory, n, room);
     const u32 threshold = tiles.work->threshold, wanted = tiles.work->wanted;
     for (i64 tile = warp(); tile < tiles.count; tile += warps()) {
@@ -246,7 +246,7 @@ __global__ void emit(const T* x, float* left, i64 n, i64 k, u8* memory, i64 room
                 const u32 place = taken_before + ones_before(word);
                 indices[place] = index;
                 values[place] = value;
-                if (left) left[index] = 0.0f;
+                if (unsent) unsent[index] = 0.0f;
             }
             equal += __popc(ties);
             taken_before += __popc(word);
@@ -254,9 +254,9 @@ __global__ void emit(const T* x, float* left, i64 n, i64 k, u8* memory, i64 room
     }
 }
 
-// Of every tile, how many entries reach the bound of the sample; sums go to `left`.
+// Of every tile, how many entries reach the bound of the sample; sums go to `unsent`.
 template <class T>
-__global__ void count_reached(const T* x, const float* residual, float* left, i64 n, u8* memory) {
+__global__ void count_reached(const T* x, const float* residual, float* unsent, i64 n, u8* memory) {
     const Tiles tiles = tiles_of(memory, n, 0);
     const u32 bound = tiles.work->bound;
     for (i64 tile = warp(); tile < tiles.count; tile += warps()) {
@@ -264,7 +264,7 @@ __global__ void count_reached(const T* x, const float* residual, float* left, i6
         for (int begin = 0; begin < kTile; begin += kSpan) {
             const i64 at = tile * kTile + begin;
             float c[kSpan / kLanes];
-            const int there = correct_span(x, residual, left, at, n, c);
+            const int there = correct_span(x, residual, unsent, at, n, c);
 #pragma unroll
             for (int row = 0; row < kSpan / kLanes; ++row) {
                 const bool taken = has(row, there) && magnitude(c[row]) >= bound;
@@ -277,7 +277,7 @@ __global__ void count_reached(const T* x, const float* residual, float* left, i6
 
 // The first k of them, in order; `above` has what is in all tiles before.
 template <class T>
-__global__ void take_reached(const T* x, const float* residual, float* left, i64 n, i64 k, u8* memory,
+__global__ void take_reached(const T* x, const float* residual, float* unsent, i64 n, i64 k, u8* memory,
                              int* indices, float* values) {
     const Tiles tiles = tiles_of(memory, n, 0);
     const u32 bound = tiles.work->bound;
@@ -287,7 +287,7 @@ __global__ void take_reached(const T* x, const float* residual, float* left, i64
             const i64 at = tile * kTile + begin;
             const int there = entries_in<kSpan>(at, n);
             float c[kSpan / kLanes];
-            if (left) load_span(left, at, there, c);
+            if (unsent) load_span(unsent, at, there, c);
             else load_span(x, residual, at, there, c);
 #pragma unroll
             for (int row = 0; row < kSpan / kLanes; ++row) {
@@ -298,7 +298,7 @@ __global__ void take_reached(const T* x, const float* residual, float* left, i64
                 if (reached && place < k) {
                     indices[place] = (int)i;
                     values[place] = c[row];
-                    if (left) left[i] = 0.0f;
+                    if (unsent) unsent[i] = 0.0f;
                 }
                 before += __popc(word);
             }

@@ -27,7 +27,7 @@ def top_k(
     values: Tensor,
     *,
     residual: Tensor | None = None,
-    left: Tensor | None = None,
+    unsent: Tensor | None = None,
 ) -> None:
     """Writes the ``k`` entries of ``x``, or of ``x + residual``, of largest magnitude.
 
@@ -39,23 +39,28 @@ def top_k(
         k: 0 to ``x.numel()``.
         indices: int32, ``k`` of them; get ascending places.
         values: float32, ``k`` of them.
-        residual: float32, as many entries as ``x``; needs ``left``.
-        left: float32, as many; gets all entries that were not taken, and zeros where they were.
+        residual: float32, as many entries as ``x``; needs ``unsent``.
+        unsent: float32, as many; gets all entries that were not taken, and zeros where they were.
             May be ``residual``.
 
     Raises:
         TypeError, ValueError: a tensor of another dtype, size or device; names the argument.
     """
-    top_k_op(x, k, indices, values, residual, left)
+    top_k_op(x, k, indices, values, residual, unsent)
 
 
 @op(
     "top_k(Tensor x, int k, Tensor(a!) indices, Tensor(b!) values, Tensor? residual,"
-    " Tensor(c!)? left) -> ()",
-    same=[("residual", "left")],
+    " Tensor(c!)? unsent) -> ()",
+    same=[("residual", "unsent")],
 )
 def top_k_op(
-    x: Tensor, k: int, indices: Tensor, values: Tensor, residual: Tensor | None, left: Tensor | None
+    x: Tensor,
+    k: int,
+    indices: Tensor,
+    values: Tensor,
+    residual: Tensor | None,
+    unsent: Tensor | None,
 ) -> None:
     c = x.to(torch.float32).flatten()
     if residual is not None:
@@ -68,9 +73,9 @@ def top_k_op(
         taken = (above | equal & first).nonzero().flatten()
         indices.copy_(taken)
         values.copy_(c[taken])
-    if left is not None:
-        left.view(-1).copy_(c)
-        left.view(-1)[indices.long()] = 0.0
+    if unsent is not None:
+        unsent.view(-1).copy_(c)
+        unsent.view(-1)[indices.long()] = 0.0
 
 
 def top_k_sampled(
@@ -80,7 +85,7 @@ def top_k_sampled(
     values: Tensor,
     *,
     residual: Tensor | None = None,
-    left: Tensor | None = None,
+    unsent: Tensor | None = None,
 ) -> None:
     """Writes about ``k`` entries of large magnitude: those that reach a threshold from a sample.
 
@@ -91,16 +96,21 @@ def top_k_sampled(
 
     Reference: Lin et al., Deep Gradient Compression, 2018.
     """
-    top_k_sampled_op(x, k, indices, values, residual, left)
+    top_k_sampled_op(x, k, indices, values, residual, unsent)
 
 
 @op(
     "top_k_sampled(Tensor x, int k, Tensor(a!) indices, Tensor(b!) values, Tensor? residual,"
-    " Tensor(c!)? left) -> ()",
-    same=[("residual", "left")],
+    " Tensor(c!)? unsent) -> ()",
+    same=[("residual", "unsent")],
 )
 def top_k_sampled_op(
-    x: Tensor, k: int, indices: Tensor, values: Tensor, residual: Tensor | None, left: Tensor | None
+    x: Tensor,
+    k: int,
+    indices: Tensor,
+    values: Tensor,
+    residual: Tensor | None,
+    unsent: Tensor | None,
 ) -> None:
     c = x.to(torch.float32).flatten()
     if residual is not None:
@@ -116,9 +126,9 @@ def top_k_sampled_op(
     values.zero_()
     indices.view(-1)[: len(taken)] = taken.to(torch.int32)
     values.view(-1)[: len(taken)] = c[taken]
-    if left is not None:
-        left.view(-1).copy_(c)
-        left.view(-1)[taken] = 0.0
+    if unsent is not None:
+        unsent.view(-1).copy_(c)
+        unsent.view(-1)[taken] = 0.0
 
 
 def _sample(n: int, k: int) -> tuple[int, int]:
@@ -173,7 +183,7 @@ def _check_selection(
     indices: Tensor,
     values: Tensor | None,
     residual: Tensor | None,
-    left: Tensor | None,
+    unsent: Tensor | None,
 ) -> None:
     n = x.numel()
     check(caller, "x", x, like=x, dtypes=_DTYPES)
@@ -181,11 +191,11 @@ def _check_selection(
         raise ValueError(f"{caller}(k): 0 to {n}, got {k}")
     if n >= 2**31:
         raise ValueError(f"{caller}(x): fewer than 2^31 entries, got {n}")
-    if residual is not None and left is None:
-        raise ValueError(f"{caller}(left): needed with a residual")
+    if residual is not None and unsent is None:
+        raise ValueError(f"{caller}(unsent): needed with a residual")
     check(caller, "indices", indices, like=x, dtypes=(torch.int32,), n=k)
     check(caller, "values", as_tensor(caller, "values", values), like=x, dtypes=_FLOAT, n=k)
-    check_feedback(caller, x, n, residual, left)
+    check_feedback(caller, x, n, residual, unsent)
 
 
 @scatter_add_op.law
@@ -204,21 +214,31 @@ def _check_scatter_add(indices: Tensor, values: Tensor, out: Tensor, factor: flo
 
 @top_k_op.kernel("cpu")
 def _top_k_cpu(
-    x: Tensor, k: int, indices: Tensor, values: Tensor, residual: Tensor | None, left: Tensor | None
+    x: Tensor,
+    k: int,
+    indices: Tensor,
+    values: Tensor,
+    residual: Tensor | None,
+    unsent: Tensor | None,
 ) -> None:
     n = x.numel()
     room = min(n, 2 * k + _MARGIN)
     scratch = torch.empty(3, room, dtype=torch.int32)
-    results = (indices, values, residual, left)
+    results = (indices, values, residual, unsent)
     cpu.call("top_k", cpu.DTYPES[x.dtype], x, n, k, *results, scratch, room)
 
 
 @top_k_sampled_op.kernel("cpu")
 def _top_k_sampled_cpu(
-    x: Tensor, k: int, indices: Tensor, values: Tensor, residual: Tensor | None, left: Tensor | None
+    x: Tensor,
+    k: int,
+    indices: Tensor,
+    values: Tensor,
+    residual: Tensor | None,
+    unsent: Tensor | None,
 ) -> None:
     n, place = x.numel(), _sample(x.numel(), k)[1] if k else 0
-    results = (indices, values, residual, left)
+    results = (indices, values, residual, unsent)
     scratch = torch.empty(_SAMPLE, dtype=torch.int32)
     cpu.call("top_k_sampled", cpu.DTYPES[x.dtype], x, n, k, place, *results, scratch)
 
@@ -239,11 +259,16 @@ _TILE, _WORK_BYTES = 2048, 4 * (8 + 3 * 2048)  # as kTile and struct Work in spa
 
 @top_k_op.kernel("cuda")
 def _top_k_cuda(
-    x: Tensor, k: int, indices: Tensor, values: Tensor, residual: Tensor | None, left: Tensor | None
+    x: Tensor,
+    k: int,
+    indices: Tensor,
+    values: Tensor,
+    residual: Tensor | None,
+    unsent: Tensor | None,
 ) -> None:
     n = x.numel()
     if k == 0:
-        top_k_op.definition(x, k, indices, values, residual, left)
+        top_k_op.definition(x, k, indices, values, residual, unsent)
         return
     size = min(n, _SAMPLE)
     rank = k * size / n
@@ -252,14 +277,14 @@ def _top_k_cuda(
     tiles = -(-n // _TILE)
     work = torch.empty(_WORK_BYTES + 4 * (3 + 2 * room) * tiles, dtype=torch.uint8, device=x.device)
     t = cuda.DTYPES[x.dtype]
-    again = (x, left, n, k, work, room)
+    again = (x, unsent, n, k, work, room)
 
     def launch(name: str, warps: int, *arguments: Tensor | float | None) -> None:
         cuda.launch("sparse.cu", name, x.device, warps, arguments)
 
     one_block = 1
     launch(f"sample<{t}>", one_block, x, residual, n, k, place, work)
-    launch(f"collect<{t}>", tiles, x, residual, left, n, work, room)
+    launch(f"collect<{t}>", tiles, x, residual, unsent, n, work, room)
     for digit in range(3):
         launch(f"histogram<{t}, {digit}>", tiles, *again)
     launch(f"count<{t}>", tiles, *again)
@@ -269,26 +294,31 @@ def _top_k_cuda(
 
 @top_k_sampled_op.kernel("cuda")
 def _top_k_sampled_cuda(
-    x: Tensor, k: int, indices: Tensor, values: Tensor, residual: Tensor | None, left: Tensor | None
+    x: Tensor,
+    k: int,
+    indices: Tensor,
+    values: Tensor,
+    residual: Tensor | None,
+    unsent: Tensor | None,
 ) -> None:
     n = x.numel()
     if k == 0:
-        top_k_sampled_op.definition(x, k, indices, values, residual, left)
+        top_k_sampled_op.definition(x, k, indices, values, residual, unsent)
         return
     tiles, place, t = -(-n // _TILE), _sample(n, k)[1], cuda.DTYPES[x.dtype]
     work = torch.empty(_WORK_BYTES + 4 * 3 * tiles, dtype=torch.uint8, device=x.device)
     for name, warps, arguments in (
         (f"sample<{t}>", 1, (x, residual, n, k, place, work)),
-        (f"count_reached<{t}>", tiles, (x, residual, left, n, work)),
+        (f"count_reached<{t}>", tiles, (x, residual, unsent, n, work)),
         ("scan", 1, (n, work, 0)),
-        (f"take_reached<{t}>", tiles, (x, residual, left, n, k, work, indices, values)),
+        (f"take_reached<{t}>", tiles, (x, residual, unsent, n, k, work, indices, values)),
     ):
         cuda.launch("sparse.cu", name, x.device, warps, arguments)
 
 
 @scatter_add_op.kernel("cuda")
 def _scatter_add_cuda(indices: Tensor, values: Tensor, out: Tensor, factor: float) -> None:
-    """One launch per payload: sums are taken in their order. Places outside are left out."""
+    """One launch per payload: sums are taken in their order. Places outside are unsent out."""
     for places, entries in zip(indices, values.view(indices.shape), strict=True):
         arguments = (places, entries, places.numel(), factor, out, out.numel())
         warps = -(-places.numel() // 32)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
+from commhooks.classic._hook_access import group_of
 from commhooks.classic._launch import BucketFuture, Wires, cast_payloads, classic_hook
 from commhooks.classic._owner import Group, Owner, owner_of
 from commhooks.core.dense import Dense
@@ -130,7 +131,7 @@ class PostLocalSGDState:
         else:
             if self.subgroup is None:
                 self._check_subgroup()
-                whole = owner.hook(scheme, group, bucket)._binding.group()
+                whole = group_of(owner.hook(scheme, group, bucket))
                 self.subgroup = self._settled = _same_host_group(whole)
             group = self.subgroup
         return owner.hook(scheme, group, bucket).start(bucket)

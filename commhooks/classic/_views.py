@@ -8,7 +8,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from commhooks.classic._powersgd_parts import Inner
+from commhooks.classic._hook_access import memory_of
+from commhooks.classic._powersgd_models import OnModels
 from commhooks.core.layout import Layout
 from commhooks.hook.state import HookState
 from commhooks.schemes.batched_powersgd import KEY as BATCHED_Q
@@ -62,7 +63,7 @@ def _errors(hook: HookState, buckets: Mapping[int, Layout]) -> dict[int, Tensor]
     """What this rank has not sent, flat like the bucket."""
 
     def error(layout: Layout) -> Tensor | None:
-        parts = [hook._engine.memory.get(RESIDUAL, name) for name in layout.names]
+        parts = [memory_of(hook).get(RESIDUAL, name) for name in layout.names]
         found = next((part for part in parts if part is not None), None)
         if found is None:
             return None
@@ -76,7 +77,7 @@ def _errors(hook: HookState, buckets: Mapping[int, Layout]) -> dict[int, Tensor]
 
 def _factors(hook: HookState, buckets: Mapping[int, Layout]) -> dict[int, Tensor]:
     """The right factors, as torch lays them out: flat; of the batched hook a matrix."""
-    memory = hook._engine.memory
+    memory = memory_of(hook)
 
     def factors(layout: Layout) -> Tensor | None:
         whole = memory.get(BATCHED_Q, layout.names[0])
@@ -99,10 +100,10 @@ def _by_bucket(
 class MemoryByBucket:
     """Mixed into PowerSGDState: torch's names for what it remembers."""
 
-    __slots__ = ("_rng",)
+    __slots__ = ()
     random_seed: int
     _rng: Any
-    _only_inner: Callable[[str], Inner | None]
+    _on_models: OnModels
 
     @property
     def error_dict(self) -> Mapping[int, Tensor]:
@@ -148,7 +149,7 @@ class MemoryByBucket:
     def _by_bucket(
         self, name: str, values: Callable[[HookState, Mapping[int, Layout]], dict[int, Tensor]]
     ) -> dict[int, Tensor]:
-        inner = self._only_inner(name)
+        inner = self._on_models.only(name)
         if inner is None:
             return {}
         buckets = {index: inner.buckets[index].layout for index in sorted(inner.buckets)}

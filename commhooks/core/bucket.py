@@ -14,7 +14,7 @@ from commhooks.core.memory import Memory
 from commhooks.core.slot import Slot
 from commhooks.core.step_info import StepInfo, number_of
 from commhooks.errors import SchemeError
-from commhooks.kernels import Stream
+from commhooks.kernels import RandomBits
 from ddp_core import AllReduce, Collective
 
 __all__ = ["Bucket", "Result", "SchemeExchange", "nan_unless"]
@@ -176,7 +176,7 @@ class Bucket(StepInfo):
         """The same bucket with random bits of its own."""
         return self.replace(seed=number_of(f"{self.seed}/{purpose}") >> 1)
 
-    def random(self, purpose: str, *, shared: bool) -> Stream:
+    def random(self, purpose: str, *, shared: bool) -> RandomBits:
         """Random bits for kernels, on the gradient's device: of this bucket, step and purpose.
 
         Args:
@@ -185,7 +185,7 @@ class Bucket(StepInfo):
         """
         text = f"{self.layout.names[0]}/{purpose}/{'shared' if shared else self.rank}"
         step = torch.full((), self.step, dtype=torch.int64, device=self.raw.device)
-        return Stream(self.seed, step, number=number_of(text) >> 33)
+        return RandomBits(self.seed, step, number=number_of(text) >> 33)
 
     # ---- what several schemes do
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 import torch
 from torch import Tensor
 
+from commhooks.core.flat_values import FlatValues, Place
 from commhooks.core.layout import Layout
 
 __all__ = ["Memory"]
@@ -27,12 +28,9 @@ class Memory:
     """Tensors by key ("residual", "powersgd.q") and parameter name."""
 
     def __init__(self) -> None:
-        self._flat: dict[tuple[str, Layout], Tensor] = {}
-        self._where: dict[str, dict[str, tuple[Layout, int]]] = {}
-        self._loose: dict[str, dict[str, Tensor]] = {}  # loaded, not yet in any layout
-        self._staged: dict[tuple[str, Layout], Tensor | None] = {}
-        self._notes: dict[tuple[str, Layout], Tensor] = {}
-        self._spare: dict[tuple[str, Layout], Tensor] = {}
+        self._kept = FlatValues()
+        self._staged: dict[Place, Tensor | None] = {}
+        self._notes: dict[Place, Tensor] = {}
 
     # ---- used by schemes
 
@@ -50,33 +48,33 @@ class Memory:
         Args:
             initial: makes the value of a parameter that has none of this shape; zero without it.
         """
-        flat = self._flat.get((key, layout))
+        flat = self._kept.flat.get((key, layout))
         if flat is not None and flat.device == device:
             return flat
         flat = torch.zeros(layout.numel, device=device, dtype=dtype)
         for name, view in zip(layout.names, layout.views(flat), strict=True):
-            old = self._value(key, name)
+            old = self._kept.get(key, name)
             if old is not None and old.shape == view.shape:
                 view.copy_(old)
             elif initial is not None and (first := initial(name, view.shape)) is not None:
                 view.copy_(first)
-        self._put(key, layout, flat)
+        self._kept.put(key, layout, flat)
         return flat
 
     def has(self, key: str) -> bool:
         """Whether any parameter has a committed value of ``key``."""
-        return bool(self._where.get(key)) or bool(self._loose.get(key))
+        return self._kept.has(key)
 
     def get(self, key: str, name: str) -> Tensor | None:
         """The committed value of one parameter."""
-        return self._value(key, name)
+        return self._kept.get(key, name)
 
     def scratch(self, key: str, layout: Layout, like: Tensor) -> Tensor:
         """A flat tensor to fill and then ``write``; the one the last commit freed, where it fits.
 
         Fresh pages cost the CPU more than the addition that fills them.
         """
-        spare = self._spare.pop((key, layout), None)
+        spare = self._kept.spare.pop((key, layout), None)
         if spare is not None and spare.device == like.device and spare.dtype == like.dtype:
             return spare
         return torch.empty_like(like)
@@ -113,13 +111,13 @@ class Memory:
         """
         staged, self._staged = self._staged, {}
         notes, self._notes = self._notes, {}
-        absent: dict[tuple[str, Layout], list[str]] = {}
+        absent: dict[Place, list[str]] = {}
         if left_alone:
             absent = {
                 (key, layout): [
                     name
                     for name in layout.names
-                    if name in left_alone and self._value(key, name) is None
+                    if name in left_alone and self._kept.get(key, name) is None
                 ]
                 for key, layout in staged
             }
@@ -131,55 +129,43 @@ class Memory:
         if on_host and not good.item():
             for place, flat in staged.items():
                 if flat is not None:
-                    self._spare[place] = flat
+                    self._kept.spare[place] = flat
             return
         for (key, layout), values in notes.items():
-            self._put(key, layout, values)
+            self._kept.put(key, layout, values)
         for (key, layout), flat in staged.items():
             if not on_host and flat is not None:  # something to keep, should the step be bad
                 self.read(key, layout, device=flat.device, dtype=flat.dtype)
-            old = self._flat.get((key, layout))
+            old = self._kept.flat.get((key, layout))
             if not on_host and old is not None:
                 flat = torch.where(good, torch.zeros_like(old) if flat is None else flat, old)
             if flat is None:
-                self._remove(key, layout)
+                self._kept.remove(key, layout)
                 continue
-            self._put(key, layout, flat)
+            self._kept.put(key, layout, flat)
             if on_host and old is not None and old is not flat and old.shape == flat.shape:
-                self._spare[key, layout] = old
+                self._kept.spare[key, layout] = old
             if new := absent.get((key, layout)):
-                self._forget(key, layout, new)
+                self._kept.forget(key, layout, new)
 
     # ---- saving and loading
 
     def items(self) -> Iterator[tuple[str, str, Tensor]]:
         """All committed values as (key, parameter name, tensor)."""
-        for key in sorted({*self._where, *self._loose}):
-            names = {**self._loose.get(key, {}), **self._where.get(key, {})}
-            for name in sorted(names):
-                value = self._value(key, name)
-                assert value is not None
-                yield key, name, value
+        return self._kept.items()
 
     def load(self, values: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Replaces everything by ``values``: key, then parameter name."""
-        self.__init__()  # type: ignore[misc]
-        self._loose = {key: dict(names) for key, names in values.items()}
+        self._kept = FlatValues(values)
+        self._staged, self._notes = {}, {}
 
     def drop(self, key: str) -> None:
         """Forgets every value of ``key``."""
-        for place in [place for place in self._flat if place[0] == key]:
-            del self._flat[place]
-        for place in [place for place in self._spare if place[0] == key]:
-            del self._spare[place]
-        self._where.pop(key, None)
-        self._loose.pop(key, None)
+        self._kept.drop(key)
 
     def nbytes(self) -> int:
         """Bytes held, spare buffers included."""
-        loose = [value for values in self._loose.values() for value in values.values()]
-        tensors = [*self._flat.values(), *self._spare.values(), *loose]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return self._kept.nbytes()
 
     # ---- inside
 
@@ -190,60 +176,12 @@ class Memory:
         if not any(name in left_alone for name in layout.names):
             return flat
         if flat is None:  # all are removed, hence none of these
-            flat = (
-                torch.zeros_like(self._flat[key, layout]) if (key, layout) in self._flat else None
-            )
-            if flat is None:
+            before = self._kept.flat.get((key, layout))
+            if before is None:
                 return None
+            flat = torch.zeros_like(before)
         for name, view in zip(layout.names, layout.views(flat), strict=True):
             if name in left_alone:
-                old = self._value(key, name)
+                old = self._kept.get(key, name)
                 view.zero_() if old is None else view.copy_(old)
         return flat
-
-    def _value(self, key: str, name: str) -> Tensor | None:
-        place = self._where.get(key, {}).get(name)
-        if place is None:
-            return self._loose.get(key, {}).get(name)
-        layout, index = place
-        begin = layout.offsets[index]
-        flat = self._flat[key, layout]
-        return flat[begin : begin + layout.sizes[index]].view(layout.shapes[index])
-
-    def _put(self, key: str, layout: Layout, flat: Tensor) -> None:
-        if (key, layout) in self._flat:
-            self._flat[key, layout] = flat
-            return
-        where = self._where.setdefault(key, {})
-        # Older layouts that share a parameter lose it; what else they hold becomes loose.
-        old_layouts = {where[name][0] for name in layout.names if name in where}
-        loose = self._loose.setdefault(key, {})
-        for old in old_layouts:
-            for name in old.names:
-                value = self._value(key, name)
-                if value is not None and name not in layout.names:
-                    loose[name] = value.clone()
-                where.pop(name, None)
-            self._flat.pop((key, old), None)
-            self._spare.pop((key, old), None)
-        for index, name in enumerate(layout.names):
-            where[name] = (layout, index)
-            loose.pop(name, None)
-        self._flat[key, layout] = flat
-
-    def _forget(self, key: str, layout: Layout, names: Collection[str]) -> None:
-        """Some parameters have no value: they begin with the initial one when they are read."""
-        for name in layout.names:
-            value = self._value(key, name)
-            if value is not None and name not in names:
-                self._loose[key][name] = value.clone()
-            self._where[key].pop(name)
-        self._flat.pop((key, layout))
-        self._spare.pop((key, layout), None)
-
-    def _remove(self, key: str, layout: Layout) -> None:
-        self._flat.pop((key, layout), None)
-        self._spare.pop((key, layout), None)
-        for name in layout.names:
-            self._where.get(key, {}).pop(name, None)
-            self._loose.get(key, {}).pop(name, None)

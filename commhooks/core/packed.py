@@ -19,7 +19,7 @@ from torch import Tensor
 from commhooks.core.bucket import Bucket, SchemeExchange
 from commhooks.core.scheme import Scheme
 from commhooks.core.traits import ErrorKind, Exact, Traits
-from commhooks.kernels import Stream
+from commhooks.kernels import RandomBits
 from ddp_core import AllGather, AllToAll, Collective
 
 __all__ = [
@@ -56,15 +56,15 @@ class Randomness:
         return Randomness(self._whole, shard, "worker", purpose)
 
     @cached_property
-    def noise(self) -> Stream:
+    def noise(self) -> RandomBits:
         return self._whole.random(self._phase, shared=False)
 
     @cached_property
-    def shared(self) -> Stream:
+    def shared(self) -> RandomBits:
         return self._whole.random(self._shard, shared=True)
 
     @cached_property
-    def per_phase(self) -> Stream:
+    def per_phase(self) -> RandomBits:
         return self._whole.random(self._phase, shared=True) if self._again else self.shared
 
     @cached_property

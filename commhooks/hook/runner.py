@@ -223,11 +223,6 @@ class Runner:
     ) -> Future[Tensor]:
         """Hands an exchange to the driver for its device; ``note`` is told of its rounds, too."""
 
-        def record(row: RoundRecord) -> None:
-            self._ledger.add(row)
-            if note is not None:
-                note(row)
-
         self._engine.begin_bucket(object(), is_last=is_last and not step.ends_later)
         task = Task(
             exchange,
@@ -236,9 +231,15 @@ class Runner:
             dense_bytes=dense_bytes,
             world_size=self._engine.world_size,
             max_rounds=self._engine.traits.rounds,
-            record=record,
+            record=partial(_record, self._ledger, note),
         )
         return self._drivers.run(task, device, step.group)
+
+
+def _record(ledger: Ledger, note: Callable[[RoundRecord], None] | None, row: RoundRecord) -> None:
+    ledger.add(row)
+    if note is not None:
+        note(row)
 
 
 def _layout_of(binding: Binding, bucket: Any) -> Layout:

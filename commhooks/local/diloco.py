@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,80 +13,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.core.scheme import Scheme
-from commhooks.core.settings import fitting
 from commhooks.hook import saving as _checkpoint_hook
 from commhooks.hook.state import HookState
+from commhooks.local.fragments import Fragment, Pending, fragments_of
+from commhooks.local.outer_settings import checked
 from commhooks.local.saving import check_state, sealed
 
 __all__ = ["DiLoCo", "local_sgd"]
-
-
-class _Fragment:
-    """Parameters that are exchanged together; to a hook it is a bucket of a step.
-
-    Args:
-        number: among all fragments.
-        place, is_last: among those that are exchanged in one step, one for each dtype and device.
-    """
-
-    def __init__(
-        self,
-        number: int,
-        names: list[str],
-        parameters: list[Tensor],
-        *,
-        place: int,
-        is_last: bool,
-    ) -> None:
-        self.number, self.names, self._parameters = number, names, parameters
-        self._place, self._is_last = place, is_last
-        self.outer = [parameter.detach().clone() for parameter in parameters]
-        self.momentum = [torch.zeros_like(parameter) for parameter in parameters]
-        self._delta = torch.empty(0)
-
-    def measure(self) -> None:
-        """Takes down how far the parameters went since the last exchange."""
-        pairs = zip(self.outer, self._parameters, strict=True)
-        self._delta = torch.cat([(old - new.detach()).flatten() for old, new in pairs])
-
-    def apply(self, mean: Tensor, lr: float, momentum: float, nesterov: bool, mix: float) -> None:
-        """One outer step; ``mix`` is the share of the local parameters that stays."""
-        pieces = mean.split([parameter.numel() for parameter in self._parameters])
-        parts = zip(self._parameters, self.outer, self.momentum, pieces, strict=True)
-        for parameter, outer, velocity, piece in parts:
-            delta = piece.view_as(outer)
-            velocity.mul_(momentum).add_(delta)
-            step = delta.add(velocity, alpha=momentum) if nesterov else velocity
-            outer.sub_(step, alpha=lr)
-            parameter.data.copy_(torch.lerp(outer, parameter.data, mix) if mix else outer)
-
-    def restore(self) -> None:
-        """Goes back to the parameters of the last exchange."""
-        for parameter, outer in zip(self._parameters, self.outer, strict=True):
-            parameter.data.copy_(outer)
-
-    # As a hook sees it.
-
-    def index(self) -> int:
-        return self._place
-
-    def buffer(self) -> Tensor:
-        return self._delta
-
-    def is_last(self) -> bool:
-        return self._is_last
-
-    def parameters(self) -> list[Tensor]:
-        return self._parameters
-
-
-@dataclass
-class _Pending:
-    """An exchange under way, or arrived and not yet applied."""
-
-    fragment: _Fragment
-    future: torch.futures.Future[Tensor]
-    steps_left: int
 
 
 class DiLoCo:
@@ -149,36 +81,18 @@ class DiLoCo:
         **options: Any,
     ) -> None:
         _need_local(model)
-        every, fragments, delay = (
-            fitting("DiLoCo", name, value, int)
-            for name, value in (("every", every), ("fragments", fragments), ("delay", delay))
+        settings = checked(
+            every=every,
+            fragments=fragments,
+            delay=delay,
+            mix=mix,
+            lr=lr,
+            momentum=momentum,
+            nesterov=nesterov,
         )
-        lr, momentum, mix = (
-            fitting("DiLoCo", name, value, float)
-            for name, value in (("lr", lr), ("momentum", momentum), ("mix", mix))
-        )
-        nesterov = fitting("DiLoCo", "nesterov", nesterov, bool)
-        for name, value in (("every", every), ("fragments", fragments)):
-            if value < 1:
-                raise ValueError(f"DiLoCo({name}=...) is 1 or more, got {value!r}")
-        if every % fragments:
-            raise ValueError(
-                f"DiLoCo(every=..., fragments=...): every is a multiple of fragments, "
-                f"got {every} and {fragments}"
-            )
-        if not 0 <= delay < every // fragments:
-            raise ValueError(
-                f"DiLoCo(delay=...): 0 <= delay < every / fragments = {every // fragments}, "
-                f"got {delay!r}"
-            )
-        if not 0 <= mix <= 1 or (mix and not delay):
-            raise ValueError(f"DiLoCo(mix=...): 0 <= mix <= 1, and 0 without a delay, got {mix!r}")
-        if not 0 <= momentum < 1:
-            raise ValueError(f"DiLoCo(momentum=...): 0 <= momentum < 1, got {momentum!r}")
-        if not lr > 0:
-            raise ValueError(f"DiLoCo(lr=...) is above 0, got {lr!r}")
-        self.every, self.delay, self.steps, self.outer_steps = every, delay, 0, 0
-        self._settings = (lr, momentum, nesterov, mix)
+        self.every, self.delay = settings.every, settings.delay
+        self.steps = self.outer_steps = 0
+        self._settings = settings
         self.hook = HookState(scheme, model, process_group=process_group, seed=seed, **options)
         if self.hook.scheme.traits.returns != "mean":
             raise ValueError(
@@ -186,11 +100,9 @@ class DiLoCo:
                 f"else; use 'none', or what compresses an average, such as 'int4'"
             )
         self.hook._attendance.dismiss()  # no backward pass calls it
-        settings = {"every": every, "fragments": fragments, "delay": delay, "mix": mix}
-        settings |= {"lr": lr, "momentum": momentum, "nesterov": nesterov}
-        self.hook.agree("DiLoCo", {"settings": settings})
-        self._fragments = _fragments_of(model, fragments)
-        self._pending: list[_Pending] = []
+        self.hook.agree("DiLoCo", {"settings": settings._asdict()})
+        self._fragments = fragments_of(model, settings.fragments)
+        self._pending: list[Pending] = []
 
     def step(self) -> bool:
         """Counts one inner step; sends and applies what is due. True if something was applied.
@@ -206,7 +118,7 @@ class DiLoCo:
             number = self.steps // apart % len(self._fragments)
             for fragment in self._fragments[number]:
                 fragment.measure()
-                self._pending.append(_Pending(fragment, self.hook.start(fragment), self.delay))
+                self._pending.append(Pending(fragment, self.hook.start(fragment), self.delay))
             if not self.delay:
                 applied = self._apply_due()
         return applied
@@ -219,7 +131,7 @@ class DiLoCo:
             self._apply(pending)
         return bool(due)
 
-    def _apply(self, pending: _Pending) -> None:
+    def _apply(self, pending: Pending) -> None:
         mean = pending.future.wait()
         if not torch.isfinite(mean).all():
             warnings.warn(
@@ -230,8 +142,8 @@ class DiLoCo:
             )
             pending.fragment.restore()
             return
-        lr, momentum, nesterov, mix = self._settings
-        pending.fragment.apply(mean, lr, momentum, nesterov, mix)
+        s = self._settings
+        pending.fragment.apply(mean, s.lr, s.momentum, s.nesterov, s.mix)
         self.outer_steps += pending.fragment.is_last()
 
     # ---- checkpoint
@@ -277,7 +189,8 @@ class DiLoCo:
         Raises:
             CheckpointError: incomplete, damaged, or of another model; nothing was changed.
         """
-        state = check_state(self, state)
+        fragments = {fragment.number: fragment for fragment in self._all()}
+        state = check_state(state, fragments, self.every)
         for pending in self._pending:  # exchanges under way belong to what is given up
             with suppress(RuntimeError):
                 pending.future.wait()
@@ -285,7 +198,6 @@ class DiLoCo:
         loaded = _checkpoint_hook.prepare(self.hook, state["hook"], True, call)
         _checkpoint_hook.take_up(self.hook, loaded)
         self.steps, self.outer_steps = state["steps"], state["outer_steps"]
-        fragments = {fragment.number: fragment for fragment in self._all()}
         for fragment in fragments.values():
             for what in ("outer", "momentum"):
                 for name, value in zip(fragment.names, getattr(fragment, what), strict=True):
@@ -295,9 +207,9 @@ class DiLoCo:
             fragment = fragments[one["fragment"]]
             future: torch.futures.Future[Tensor] = torch.futures.Future()
             future.set_result(one["mean"].detach().to(fragment.outer[0], copy=True))
-            self._pending.append(_Pending(fragment, future, one["left"]))
+            self._pending.append(Pending(fragment, future, one["left"]))
 
-    def _all(self) -> list[_Fragment]:
+    def _all(self) -> list[Fragment]:
         return [one for group in self._fragments for one in group]
 
     def close(self) -> None:
@@ -321,42 +233,6 @@ def _need_local(model: object) -> None:
             'the ranks never go apart; register(model, "noop") or hook.switch("noop") first, or '
             "train the module without DistributedDataParallel"
         )
-
-
-def _fragments_of(model: nn.Module, count: int) -> list[list[_Fragment]]:
-    """``count`` parts of about equal size, in order; each one fragment per dtype and device."""
-    module = model.module if isinstance(model, DistributedDataParallel) else model
-    trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-    if len(trained) < count:
-        raise ValueError(
-            f"DiLoCo(fragments={count}): the model has {len(trained)} trained parameters"
-        )
-    whole = sum(parameter.numel() for _, parameter in trained)
-    parts: list[list[tuple[str, Tensor]]] = [[] for _ in range(count)]
-    before = 0
-    for index, (name, parameter) in enumerate(trained):
-        left = len(trained) - index
-        place = min(count - 1, before * count // max(1, whole))
-        filled = sum(bool(part) for part in parts)
-        place = max(place, count - left) if filled <= place else place  # none stays empty
-        place = min(place, filled)
-        parts[place].append((name, parameter))
-        before += parameter.numel()
-    found, number = [], 0
-    for part in parts:
-        kinds: dict[Any, list[tuple[str, Tensor]]] = {}
-        for name, parameter in part:
-            kinds.setdefault((parameter.dtype, parameter.device), []).append((name, parameter))
-        group = []
-        for place, members in enumerate(kinds.values()):
-            names, parameters = zip(*members, strict=True)
-            is_last = place == len(kinds) - 1
-            group.append(
-                _Fragment(number, list(names), list(parameters), place=place, is_last=is_last)
-            )
-            number += 1
-        found.append(group)
-    return found
 
 
 def local_sgd(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,9 +11,7 @@ from torch import Tensor
 from commhooks.checkpoint.checksum import digest
 from commhooks.checkpoint.form import MAX_STEP, tensor_error, whole_number
 from commhooks.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from commhooks.local.diloco import DiLoCo
+from commhooks.local.fragments import Fragment
 
 __all__ = ["VERSION", "check_state", "sealed"]
 
@@ -26,8 +24,8 @@ def sealed(state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "version": VERSION, "checksum": _checksum(state)}
 
 
-def check_state(outer: DiLoCo, state: object) -> Mapping[str, Any]:
-    """The state, if all but the hook's part of it can be loaded.
+def check_state(state: object, fragments: Mapping[int, Fragment], every: int) -> Mapping[str, Any]:
+    """The state, if all but the hook's part of it can be loaded into these fragments, by number.
 
     Raises:
         CheckpointError: foreign, incomplete, damaged, or of another model.
@@ -37,40 +35,9 @@ def check_state(outer: DiLoCo, state: object) -> Mapping[str, Any]:
     for field in ("steps", "outer_steps"):
         if not whole_number(state[field], 0, MAX_STEP):
             raise _refused(f"{field!r} is no number of steps; the file is damaged")
-    fragments = {one.number: one for one in outer._all()}
     for field in ("outer", "momentum"):
-        own = {
-            name: value
-            for one in fragments.values()
-            for name, value in zip(one.names, getattr(one, field), strict=True)
-        }
-        values = state[field]
-        if not isinstance(values, Mapping) or set(values) != set(own):
-            raise _refused(
-                f"{field!r} is not of the {len(own)} parameters of this model; is the checkpoint "
-                f"another model's?"
-            )
-        for name, like in own.items():
-            _check_tensor(f"{field!r} of parameter {name!r}", values[name], like.shape)
-            if not bool(torch.isfinite(values[name]).all()):
-                raise _refused(f"{field!r} of parameter {name!r} is not finite; it is damaged")
-    if not isinstance(state["arriving"], (list, tuple)):
-        raise _refused("'arriving' is a list; the file is damaged")
-    seen = set()
-    for one in state["arriving"]:
-        if not isinstance(one, Mapping) or any(key not in one for key in ("fragment", "mean")):
-            raise _refused("'arriving' holds fragments and means; the file is damaged")
-        number = one["fragment"]
-        if not whole_number(number, 0, MAX_STEP) or number in seen:
-            raise _refused("'arriving' holds each fragment once; the file is damaged")
-        if number not in fragments:
-            raise _refused("saved with more fragments; make it with as many")
-        seen.add(number)
-        if not whole_number(one.get("left"), 0, outer.every):
-            raise _refused("'arriving' has steps left, no more than every; the file is damaged")
-        # Not checked to be finite: a rank may have diverged, and all know what to do then.
-        numel = sum(value.numel() for value in fragments[number].outer)
-        _check_tensor(f"the mean arriving of fragment {number}", one["mean"], torch.Size([numel]))
+        _check_parameters(field, state[field], fragments)
+    _check_arriving(state["arriving"], fragments, every)
     version = state.get("version", 1)
     if not whole_number(version, 1, VERSION):
         raise _refused("saved in a newer version of the format: update commhooks")
@@ -81,6 +48,45 @@ def check_state(outer: DiLoCo, state: object) -> Mapping[str, Any]:
             "damaged. Load an older checkpoint"
         )
     return state
+
+
+def _check_parameters(field: str, values: object, fragments: Mapping[int, Fragment]) -> None:
+    """Raises unless there is one finite tensor for each parameter."""
+    own = {
+        name: value
+        for one in fragments.values()
+        for name, value in zip(one.names, getattr(one, field), strict=True)
+    }
+    if not isinstance(values, Mapping) or set(values) != set(own):
+        raise _refused(
+            f"{field!r} is not of the {len(own)} parameters of this model; is the checkpoint "
+            f"another model's?"
+        )
+    for name, like in own.items():
+        _check_tensor(f"{field!r} of parameter {name!r}", values[name], like.shape)
+        if not bool(torch.isfinite(values[name]).all()):
+            raise _refused(f"{field!r} of parameter {name!r} is not finite; it is damaged")
+
+
+def _check_arriving(arriving: object, fragments: Mapping[int, Fragment], every: int) -> None:
+    """Raises unless these are means of fragments that were under way."""
+    if not isinstance(arriving, (list, tuple)):
+        raise _refused("'arriving' is a list; the file is damaged")
+    seen = set()
+    for one in arriving:
+        if not isinstance(one, Mapping) or any(key not in one for key in ("fragment", "mean")):
+            raise _refused("'arriving' holds fragments and means; the file is damaged")
+        number = one["fragment"]
+        if not whole_number(number, 0, MAX_STEP) or number in seen:
+            raise _refused("'arriving' holds each fragment once; the file is damaged")
+        if number not in fragments:
+            raise _refused("saved with more fragments; make it with as many")
+        seen.add(number)
+        if not whole_number(one.get("left"), 0, every):
+            raise _refused("'arriving' has steps left, no more than every; the file is damaged")
+        # Not checked to be finite: a rank may have diverged, and all know what to do then.
+        numel = sum(value.numel() for value in fragments[number].outer)
+        _check_tensor(f"the mean arriving of fragment {number}", one["mean"], torch.Size([numel]))
 
 
 def _check_tensor(what: str, value: object, shape: torch.Size) -> None:

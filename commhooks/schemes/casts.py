@@ -49,7 +49,7 @@ class TwoPhaseCast(PackedCodec):
         narrow = payload.view(self.dtype)[: c.numel()]
         if self.stochastic and self.dtype != torch.float32:
             # Divided before the cast: a float16 share of a large gradient would overflow.
-            scaled_cast(c.to(torch.float32), 1.0 / ranks, narrow, stream=random.noise)
+            scaled_cast(c.to(torch.float32), 1.0 / ranks, narrow, random=random.noise)
         else:
             scaled_cast(c, 1.0 / ranks, narrow)
         if piece.unsent is not None:

@@ -126,7 +126,7 @@ class DGC(Scheme):
         payload = v.new_empty(2, k, dtype=torch.int32)
         indices, values = payload[0], payload[1].view(torch.float32)
         unsent = torch.empty_like(v)
-        (top_k_sampled if self.sampled else top_k)(v, k, indices, values, left=unsent)
+        (top_k_sampled if self.sampled else top_k)(v, k, indices, values, unsent=unsent)
         taken = (unsent == 0) & (v != 0)
         bucket.write(_UNSENT, unsent)
         bucket.write(_MOMENTUM, u.masked_fill_(taken, 0.0))

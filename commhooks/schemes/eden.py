@@ -86,7 +86,7 @@ class Eden(PackedCodec):
         scales, codes = self._split(payload, n)
         rest = None if unsent is None else rotated
         levels = _levels(self.bits, c.device)
-        quantize_levels(rotated, levels, scales, codes, self.block, left=rest)
+        quantize_levels(rotated, levels, scales, codes, self.block, unsent=rest)
         payload[scales.nbytes + codes.nbytes :].zero_()
         if unsent is not None:
             hadamard(rotated, rotated, self.block, random.per_phase, inverse=True)

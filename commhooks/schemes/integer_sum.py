@@ -77,8 +77,8 @@ class GlobalQSGD(Scheme):
         largest = yield AllReduce(largest, "max")
         codes = x.new_empty(n, dtype=torch.int8)
         noise = bucket.random("noise", shared=False) if self.stochastic else None
-        parts = {"residual": residual, "left": inside.unsent}
-        quantize_shared(x, largest, codes, block, levels, **parts, stream=noise)
+        parts = {"residual": residual, "unsent": inside.unsent}
+        quantize_shared(x, largest, codes, block, levels, **parts, random=noise)
         codes = yield AllReduce(codes, "sum")
         factor = 1.0 / bucket.world_size
         dequantize_shared(codes, largest, inside.output, block, levels, factor=factor)
@@ -136,8 +136,8 @@ class IntSGD(Scheme):
         magnitude = (level * levels).float().view(1).view(torch.int32)
         codes = inside.raw.new_empty(n + 1, dtype=torch.int8)
         noise = bucket.random("noise", shared=False) if self.stochastic else None
-        parts = {"residual": inside.residual, "left": inside.unsent}
-        quantize_shared(inside.raw, magnitude, codes[:n], _WHOLE, levels, **parts, stream=noise)
+        parts = {"residual": inside.residual, "unsent": inside.unsent}
+        quantize_shared(inside.raw, magnitude, codes[:n], _WHOLE, levels, **parts, random=noise)
         codes[n] = ~_all_finite(inside)
         codes = yield AllReduce(codes, "sum")
         mean, factor = inside.output, 1.0 / bucket.world_size

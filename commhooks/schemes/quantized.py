@@ -97,7 +97,7 @@ class Blockwise(PackedCodec):
         x, residual, unsent = piece
         if not self.rotate:
             form = (self.format, self.block)
-            quantize(x, payload, *form, residual=residual, left=unsent, stream=noise)
+            quantize(x, payload, *form, residual=residual, unsent=unsent, random=noise)
             return
         n, missing = x.numel(), -x.numel() % self.block
         into = unsent
@@ -106,7 +106,7 @@ class Blockwise(PackedCodec):
             residual = None if residual is None else pad(residual, (0, missing))
             into = None if unsent is None else torch.empty_like(x, dtype=torch.float32)
         settings = (self.format, self.block, random.shared)
-        quantize_rotated(x, payload, *settings, residual=residual, left=into, stream=noise)
+        quantize_rotated(x, payload, *settings, residual=residual, unsent=into, random=noise)
         if missing and unsent is not None and into is not None:
             unsent.copy_(into[:n])
 
@@ -135,7 +135,7 @@ class Blockwise(PackedCodec):
         into = unsent
         if self.rotate and unsent is not None:
             into = unsent.new_empty(self._padded(n))
-        requantize(payloads, payload, *form, factor=factor, left=into, stream=noise)
+        requantize(payloads, payload, *form, factor=factor, unsent=into, random=noise)
         if self.rotate and unsent is not None and into is not None:
             hadamard(into, into, self.block, random.shared, inverse=True)
             unsent.copy_(into[:n])

@@ -16,7 +16,7 @@ from commhooks.core.registry import register_scheme
 from commhooks.core.scheme import Scheme
 from commhooks.core.traits import Biased, ErrorKind, Traits
 from commhooks.kernels import (
-    Stream,
+    RandomBits,
     all_finite,
     gather_random,
     random_places,
@@ -95,7 +95,7 @@ class TopK(PackedCodec):
         select = top_k_sampled if self.sampled else top_k
         if residual is not None and unsent is None:
             x, residual = x + residual, None
-        select(x, len(places), places, values, residual=residual, left=unsent)
+        select(x, len(places), places, values, residual=residual, unsent=unsent)
         payload[8 * len(places) :].zero_()
 
     def unpack(self, payloads: Tensor, out: Tensor, random: Randomness, factor: float) -> None:
@@ -186,16 +186,16 @@ class RandomK(_Agreed):
         return bucket.random("random_k", shared=True), bucket.step
         yield
 
-    def take(self, bucket: Bucket, places: tuple[Stream, int]) -> Tensor:
+    def take(self, bucket: Bucket, places: tuple[RandomBits, int]) -> Tensor:
         x, unsent = bucket.raw, bucket.unsent
         k = _kept(self.ratio, x.numel())
         if x.dtype == torch.float64:
             return _take_at(_places(x.numel(), k, *places, x.device), bucket.gradient, unsent)
         values = x.new_empty(k, dtype=torch.float32)
-        gather_random(x, values, places[0], residual=bucket.residual, left=unsent)
+        gather_random(x, values, places[0], residual=bucket.residual, unsent=unsent)
         return values
 
-    def put(self, values: Tensor, out: Tensor, places: tuple[Stream, int]) -> None:
+    def put(self, values: Tensor, out: Tensor, places: tuple[RandomBits, int]) -> None:
         if out.dtype == torch.float64:
             at = _places(out.numel(), values.numel(), *places, out.device)
             out.zero_().index_copy_(0, at, values)
@@ -203,7 +203,7 @@ class RandomK(_Agreed):
             scatter_random(values, out, places[0])
 
 
-def _places(n: int, k: int, stream: Stream, step: int, device: torch.device) -> Tensor:
+def _places(n: int, k: int, stream: RandomBits, step: int, device: torch.device) -> Tensor:
     return random_places(n, k, step, stream.seed, stream.number, device=device)
 
 

@@ -65,16 +65,16 @@ Extent measure(const T* x, const float* residual, int count, int end, int block,
     return {most[0], MEAN ? sum[0] * ((float)block / (float)count) : 0.0f};
 }
 
-// Codes of the entries from 0 to `end`; what was not sent goes to `left`, if LEFT.
+// Codes of the entries from 0 to `end`; what was not sent goes to `unsent`, if LEFT.
 template <class F, bool NOISE, bool LEFT>
-void encode(const float* c, int end, Scale scale, const u32* noise, i64 row, u8* codes, float* left) {
+void encode(const float* c, int end, Scale scale, const u32* noise, i64 row, u8* codes, float* unsent) {
     for (int i = 0; i < end; i += kUnit<F>, c += kUnit<F>, codes += kUnitBytes<F>) {
         if constexpr (F::is_sign) {
             Floats entries[kVectors];
             for (int v = 0; v < kVectors; ++v) entries[v] = load(c + v * kWidth);
             store_as(codes, negative(entries));
             for (int v = 0; v < kVectors && LEFT; ++v)
-                store_as(left + i + v * kWidth, entries[v] - F::value(entries[v]) * scale.value);
+                store_as(unsent + i + v * kWidth, entries[v] - F::value(entries[v]) * scale.value);
         } else {
             Words bytes[kVectors] = {};
             for (int v = 0; v < kVectors; ++v)
@@ -84,7 +84,7 @@ void encode(const float* c, int end, Scale scale, const u32* noise, i64 row, u8*
                     Words code = NOISE ? F::encode(y, random_bits(noise, row + i / kRow + plane, v), value)
                                        : F::encode(y, value);
                     bytes[v] |= code << (F::bits * plane);
-                    if (LEFT) store_as(left + i + j, entries - value * scale.value);
+                    if (LEFT) store_as(unsent + i + j, entries - value * scale.value);
                 }
             narrow(bytes, codes);
         }
@@ -94,7 +94,7 @@ void encode(const float* c, int end, Scale scale, const u32* noise, i64 row, u8*
 // Payload of `n` entries of `from`, block by block, or with a `rotation` of what it makes of them.
 template <class F, class T>
 void encode_all(const Source<T>& from, i64 n, int block, const Random* random, u8* scales, u8* codes,
-                float* left, Rotation* rotation = nullptr) {
+                float* unsent, Rotation* rotation = nullptr) {
     float copy[kLongest], tail[kLongest];
     u32 noise[kLongest / 2];
     for (i64 at = 0; at < n; at += block) {
@@ -119,7 +119,7 @@ void encode_all(const Source<T>& from, i64 n, int block, const Random* random, u
             extent = measure<F::is_sign, false, false>(copy, residual, count, end, block, copy);
         }
         const float* c = in_place ? (const float*)x : copy;
-        float* rest = whole && left ? left + at : tail;
+        float* rest = whole && unsent ? unsent + at : tail;
         const Scale scale = scale_of<F>(extent.largest, extent.mean);
         u8* scale_out = scales + at / block * kScaleBytes<F>;
         u8* code = codes + at / kUnit<F> * kUnitBytes<F>;
@@ -134,17 +134,17 @@ void encode_all(const Source<T>& from, i64 n, int block, const Random* random, u
             }
         if (scale.inverse == 0.0f) {
             for (int i = 0; i < end * F::bits / 8; ++i) code[i] = 0;
-            for (int i = 0; i < count && left; ++i) rest[i] = c[i] - scale.value;
+            for (int i = 0; i < count && unsent; ++i) rest[i] = c[i] - scale.value;
         } else if (random) {
-            left ? encode<F, true, true>(c, end, scale, noise, row, code, rest)
+            unsent ? encode<F, true, true>(c, end, scale, noise, row, code, rest)
                  : encode<F, true, false>(c, end, scale, noise, row, code, rest);
         } else {
-            left ? encode<F, false, true>(c, end, scale, noise, row, code, rest)
+            unsent ? encode<F, false, true>(c, end, scale, noise, row, code, rest)
                  : encode<F, false, false>(c, end, scale, noise, row, code, rest);
         }
-        if (left && rotation) rotation->turn_back(at, block, left + at);
-        if (left && !whole)
-            for (int i = 0; i < count; ++i) left[at + i] = tail[i];
+        if (unsent && rotation) rotation->turn_back(at, block, unsent + at);
+        if (unsent && !whole)
+            for (int i = 0; i < count; ++i) unsent[at + i] = tail[i];
     }
 }
 

@@ -56,7 +56,7 @@ INLINE void sum_payloads(const Payloads& from, i64 at, int count, int log, float
 // Encodes spans of entries: read(at, count, c) gives this lane's, zeros where none are. With a
 // `rotation`, what it makes of them.
 template <class F, int BLOCK, bool ROTATED = false, class Read>
-INLINE void encode(i64 n, const float* residual, float* left, const i64* step, i64 seed, i64 stream,
+INLINE void encode(i64 n, const float* residual, float* unsent, const i64* step, i64 seed, i64 stream,
                    i64 first, u8* payload, i64 codes_at, i64 bytes, Read read,
                    const Rotation& rotation = {}) {
     if (warp() == 0) {
@@ -112,9 +112,9 @@ INLINE void encode(i64 n, const float* residual, float* left, const i64* step, i
             }
             c[k] -= value * scale.value;
         }
-        if (!left) continue;
+        if (!unsent) continue;
         if constexpr (ROTATED) turn_back<BLOCK>(rotation, at, c);
-        float* rest = left + at + lane();
+        float* rest = unsent + at + lane();
 #pragma unroll
         for (int k = 0; k < kRows; ++k)
             if (has(k, count)) rest[k * kLanes] = c[k];

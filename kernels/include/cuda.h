@@ -79,17 +79,17 @@ INLINE void store_span(T* out, i64 at, int count, float factor, bool accumulate,
         }
 }
 
-// A span of x + residual, which goes to `left` if there is one; how many entries of it are there.
+// A span of x + residual, which goes to `unsent` if there is one; how many entries of it are there.
 template <int ROWS, class T>
-INLINE int correct_span(const T* x, const float* residual, float* left, i64 at, i64 n, float (&c)[ROWS]) {
+INLINE int correct_span(const T* x, const float* residual, float* unsent, i64 at, i64 n, float (&c)[ROWS]) {
     const int count = entries_in<ROWS * kLanes>(at, n);
     load_span(x, residual, at, count, c);
-    if (left) store_span(left, at, count, c);
+    if (unsent) store_span(unsent, at, count, c);
     return count;
 }
 
-// left = x + residual.
-template <class T> INLINE void correct(const T* x, const float* residual, float* left, i64 n) {
+// unsent = x + residual.
+template <class T> INLINE void correct(const T* x, const float* residual, float* unsent, i64 n) {
     float c[8];
-    for (i64 at = warp() * 256; at < n; at += warps() * 256) correct_span(x, residual, left, at, n, c);
+    for (i64 at = warp() * 256; at < n; at += warps() * 256) correct_span(x, residual, unsent, at, n, c);
 }

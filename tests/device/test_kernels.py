@@ -28,7 +28,7 @@ def kernels_only():
 
 def quantized(x: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
     payload = torch.empty(payload_bytes(x.numel(), "int4", 256), dtype=torch.uint8, device=x.device)
-    quantize(x, payload, "int4", 256, stream=philox.Stream(1, step))
+    quantize(x, payload, "int4", 256, random=philox.RandomBits(1, step))
     return payload
 
 

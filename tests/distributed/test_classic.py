@@ -549,7 +549,7 @@ def regrouped(rank: int, world_size: int) -> Any:
     before = state.state_dict()[f"rank{rank}"]["memory"]["residual"]
     state.process_group = halves[rank // 2]
     result = flat(backward(model, rank, 3))
-    hook = next(iter(state._inners.values())).hook
+    hook = next(iter(state._on_models.inners.values())).hook
     first = {name: bool(value.any()) for name, value in before.items()}
     return result, (hook.world_size, hook.step, any(first.values()))
 

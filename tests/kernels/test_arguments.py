@@ -13,7 +13,7 @@ import torch
 
 from commhooks.kernels import (
     Matrices,
-    Stream,
+    RandomBits,
     multiply_left,
     payload_bytes,
     quantize,
@@ -91,27 +91,27 @@ def test_whole_numbers_of_numpy_do_and_others_do_not():
 
 def test_a_seed_is_a_whole_number_of_64_bits():
     for seed, expected in ((3, 3), (numpy.int64(3), 3), (numpy.uint64(2**64 - 1), -1), (-1, -1)):
-        assert as_seed(seed) == Stream(seed, STEP).seed == expected
-        assert type(Stream(seed, STEP).seed) is int
+        assert as_seed(seed) == RandomBits(seed, STEP).seed == expected
+        assert type(RandomBits(seed, STEP).seed) is int
     for seed in (1.5, None, True, "3", numpy.float64(3), torch.tensor(3.0), torch.tensor(True)):
         with pytest.raises(TypeError, match=r"register\(seed\): a whole number, got"):
             as_seed(seed, "register")
     for seed in (2**64, -(2**63) - 1):
-        with pytest.raises(ValueError, match=r"Stream\(seed\): -2\^63 to 2\^64 - 1, got"):
-            Stream(seed, STEP)
+        with pytest.raises(ValueError, match=r"RandomBits\(seed\): -2\^63 to 2\^64 - 1, got"):
+            RandomBits(seed, STEP)
     for wrong in ({"number": -1}, {"number": 2**32}, {"first": -256}):
-        with pytest.raises(ValueError, match=r"Stream\((number|first)\): 0 to"):
-            Stream(1, STEP, **wrong)
+        with pytest.raises(ValueError, match=r"RandomBits\((number|first)\): 0 to"):
+            RandomBits(1, STEP, **wrong)
 
 
 def test_what_is_written_shares_no_memory_but_where_it_may():
     x, indices, values = torch.randn(100), torch.empty(5, dtype=torch.int32), torch.empty(5)
-    top_k(x, 5, indices, values, residual=(r := torch.randn(100)), left=r)
+    top_k(x, 5, indices, values, residual=(r := torch.randn(100)), unsent=r)
     long = torch.randn(101)
     with pytest.raises(ValueError, match=r"top_k\(residual, left\): have to be the same or share"):
-        top_k(x, 5, indices, values, residual=long[:100], left=long[1:])
-    with pytest.raises(ValueError, match=r"top_k\(x, left\): have to share no memory"):
-        top_k(x, 5, indices, values, left=x)
+        top_k(x, 5, indices, values, residual=long[:100], unsent=long[1:])
+    with pytest.raises(ValueError, match=r"top_k\(x, unsent\): have to share no memory"):
+        top_k(x, 5, indices, values, unsent=x)
     with pytest.raises(ValueError, match=r"scaled_cast\(x, out\): have to be the same"):
         scaled_cast(x[:50], 1.0, x.view(torch.bfloat16)[:50])
 

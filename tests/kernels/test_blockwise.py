@@ -102,9 +102,9 @@ def test_kernels_equal_the_definition_on_large_buckets(format):
         agree(machines(orders=(0,)), tricky(n), format, 256, residual=True, noise=True)
 
 
-def decoded(x: Tensor, format: str, block: int, stream: philox.Stream | None = None) -> Tensor:
+def decoded(x: Tensor, format: str, block: int, stream: philox.RandomBits | None = None) -> Tensor:
     payload = torch.empty(payload_bytes(x.numel(), format, block), dtype=torch.uint8)
-    quantize(x, payload, format, block, stream=stream)
+    quantize(x, payload, format, block, random=stream)
     out = torch.empty_like(x, dtype=torch.float32)
     dequantize(payload[None], out, format, block)
     return out
@@ -150,12 +150,12 @@ def test_what_is_left_completes_what_was_sent(format):
     x, residual = plain(3000), plain(3000, seed=1)
     left = torch.empty_like(x)
     payload = torch.empty(payload_bytes(3000, format, 256), dtype=torch.uint8)
-    quantize(x, payload, format, 256, residual=residual, left=left)
+    quantize(x, payload, format, 256, residual=residual, unsent=left)
     out = torch.empty_like(x)
     dequantize(payload[None], out, format, 256)
     assert torch.equal(left, (x + residual) - out)  # not only almost: one rounding
     in_place = residual.clone()
-    quantize(x, payload, format, 256, residual=in_place, left=in_place)
+    quantize(x, payload, format, 256, residual=in_place, unsent=in_place)
     assert torch.equal(in_place, left)
 
 
@@ -181,7 +181,7 @@ def test_stochastic_rounding_is_unbiased(format):
     draws = 2000
     total = torch.zeros_like(x)
     for step in range(draws):
-        total += decoded(x, format, 256, philox.Stream(7, torch.tensor(step)))
+        total += decoded(x, format, 256, philox.RandomBits(7, torch.tensor(step)))
     # Its neighbours among the values, and how often the upper one should come.
     values = nearest_values(format)
     scale = x.view(2, 256).abs().amax(1).repeat_interleave(256) / FORMATS[format].top
@@ -199,17 +199,17 @@ def test_stochastic_rounding_is_unbiased(format):
 
 def test_random_bits_belong_to_places():
     x, step = plain(2048), torch.tensor(1)
-    whole = decoded(x, "int4", 64, philox.Stream(5, step))
+    whole = decoded(x, "int4", 64, philox.RandomBits(5, step))
     parts = [
-        decoded(part, "int4", 64, philox.Stream(5, step, first=begin))
+        decoded(part, "int4", 64, philox.RandomBits(5, step, first=begin))
         for begin, part in ((0, x[:768]), (768, x[768:]))
     ]
     assert torch.equal(whole, torch.cat(parts))
     for other in (
-        philox.Stream(6, step),
-        philox.Stream(5, torch.tensor(2)),
-        philox.Stream(5, step, number=1),
-        philox.Stream(5, step, first=256),
+        philox.RandomBits(6, step),
+        philox.RandomBits(5, torch.tensor(2)),
+        philox.RandomBits(5, step, number=1),
+        philox.RandomBits(5, step, first=256),
     ):
         assert not torch.equal(whole, decoded(x, "int4", 64, other))
 
@@ -240,9 +240,9 @@ def test_requantize_is_dequantize_then_quantize(format):
     total = torch.empty(n)
     dequantize(payloads, total, format, 256, factor=1 / 3)
     expected, got = torch.empty_like(payloads[0]), torch.empty_like(payloads[0])
-    stream = philox.Stream(1, torch.tensor(4))
-    quantize(total, expected, format, 256, stream=stream)
-    requantize(payloads, got, n, format, 256, factor=1 / 3, stream=stream)
+    stream = philox.RandomBits(1, torch.tensor(4))
+    quantize(total, expected, format, 256, random=stream)
+    requantize(payloads, got, n, format, 256, factor=1 / 3, random=stream)
     assert torch.equal(expected, got)
 
 
@@ -263,10 +263,14 @@ OUT = torch.empty(payload_bytes(100, "int8", 32), dtype=torch.uint8)
         (lambda: quantize(X, OUT, "int8", 32, residual=X[1:]), ValueError, r"residual\): 100 ent"),
         (lambda: quantize(X, OUT.int(), "int8", 32), TypeError, r"quantize\(payload\)"),
         (lambda: dequantize(OUT, X, "int8", 32), ValueError, r"shape \(1 or more, bytes\)"),
-        (lambda: philox.Stream(1, torch.tensor(1), first=3), ValueError, "multiple of 256"),
-        (lambda: philox.Stream(1, torch.tensor(1).int()), TypeError, "int64 tensor of one number"),
+        (lambda: philox.RandomBits(1, torch.tensor(1), first=3), ValueError, "multiple of 256"),
         (
-            lambda: quantize(X, OUT, "int8", 32, stream=philox.Stream(1, STEP.to("meta"))),
+            lambda: philox.RandomBits(1, torch.tensor(1).int()),
+            TypeError,
+            "int64 tensor of one number",
+        ),
+        (
+            lambda: quantize(X, OUT, "int8", 32, random=philox.RandomBits(1, STEP.to("meta"))),
             ValueError,
             r"device of the data, cpu, got meta",
         ),

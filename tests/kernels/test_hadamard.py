@@ -41,7 +41,7 @@ def matrix(block: int) -> torch.Tensor:
 @pytest.mark.parametrize("block", [32, 512])
 def test_it_is_the_product_with_a_hadamard_matrix(block):
     x, out = plain(4 * block), torch.empty(4 * block)
-    stream = philox.Stream(1, torch.tensor(2))
+    stream = philox.RandomBits(1, torch.tensor(2))
     hadamard(x, out, block, stream)
     signs = philox.signs(4 * block, 2, 1, 0)
     expected = ((x * signs).view(4, block).double() @ matrix(block).double()).flatten()
@@ -51,7 +51,7 @@ def test_it_is_the_product_with_a_hadamard_matrix(block):
 @pytest.mark.parametrize("block", BLOCKS)
 def test_the_inverse_undoes_it(block):
     x, out = plain(4096), torch.empty(4096)
-    stream = philox.Stream(1, torch.tensor(2))
+    stream = philox.RandomBits(1, torch.tensor(2))
     hadamard(x, out, block, stream)
     torch.testing.assert_close(out.norm(), x.norm())
     hadamard(out, out, block, stream, inverse=True)
@@ -71,7 +71,7 @@ def test_signs_are_even_and_belong_to_places():
         ({"block": 48}, r"\(block\): one of 32"),
         ({"x": torch.ones(100)}, r"\(x\): a multiple of 64"),
         ({"out": torch.ones(64)}, r"\(out\): 128 entries"),
-        ({"stream": philox.Stream(1, torch.tensor(1), first=256)}, "multiple of 4096"),
+        ({"random": philox.RandomBits(1, torch.tensor(1), first=256)}, "multiple of 4096"),
     ],
 )
 def test_wrong_arguments_are_named(changes: Any, words: str) -> None:
@@ -79,7 +79,7 @@ def test_wrong_arguments_are_named(changes: Any, words: str) -> None:
         "x": torch.ones(128),
         "out": torch.ones(128),
         "block": 64,
-        "stream": philox.Stream(1, torch.tensor(1)),
+        "random": philox.RandomBits(1, torch.tensor(1)),
     }
     with pytest.raises(ValueError, match=words):
         hadamard(**(arguments | changes))

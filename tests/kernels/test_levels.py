@@ -43,10 +43,10 @@ def test_kernels_equal_the_definition(bits):
         for blocks, make in ((0, plain), (1, tricky), (5, tricky), (4, plain)):
             x = make(blocks * block, torch.float32)
             for left in (False, True):
-                expected = outputs(define, x, bits, block, left=left)
+                expected = outputs(define, x, bits, block, unsent=left)
                 for machine in machines():
                     with on(machine, KERNELS) as run:
-                        got = outputs(run, x, bits, block, left=left)
+                        got = outputs(run, x, bits, block, unsent=left)
                     assert all(map(same, expected, got)), (machine, block, blocks, left)
 
 
@@ -55,7 +55,7 @@ def test_the_nearest_level_is_taken_and_the_projection_is_right(size):
     x, found = plain(4096) * size, some_levels(3)
     scales, codes, out = torch.empty(4), torch.empty(4096 * 3 // 8).byte(), torch.empty(4096)
     left = torch.empty(4096)
-    quantize_levels(x, found, scales, codes, 1024, left=left)
+    quantize_levels(x, found, scales, codes, 1024, unsent=left)
     dequantize_levels(scales, codes, found, out, 1024, accumulate=False)
     rows, got = (x / size).view(4, 1024).double(), (out / size).view(4, 1024).double()
     units = rows / rows.square().mean(1, keepdim=True).sqrt()
@@ -69,7 +69,7 @@ def test_what_is_not_finite_spoils_its_own_block():
     x = plain(5 * 128)
     x[130], x[300] = float("nan"), float("-inf")
     scales, codes, out = torch.empty(5), torch.empty(5 * 16).byte(), torch.empty(5 * 128)
-    quantize_levels(x, some_levels(1), scales, codes, 128, left=None)
+    quantize_levels(x, some_levels(1), scales, codes, 128, unsent=None)
     dequantize_levels(scales, codes, some_levels(1), out, 128, accumulate=False)
     assert out.view(5, 128)[1:3].isnan().all()
     assert out.view(5, 128)[[0, 3, 4]].isfinite().all()
@@ -78,9 +78,9 @@ def test_what_is_not_finite_spoils_its_own_block():
 def test_wrong_arguments_are_named():
     x, codes = torch.ones(256), torch.empty(32).byte()
     with pytest.raises(ValueError, match=r"quantize_levels\(block\): one of"):
-        quantize_levels(x, some_levels(1), torch.empty(4), codes, 64, left=None)
+        quantize_levels(x, some_levels(1), torch.empty(4), codes, 64, unsent=None)
     with pytest.raises(ValueError, match=r"quantize_levels\(levels\): 2, 4, 8 or 16, got 3"):
-        quantize_levels(x, torch.ones(3), torch.empty(2), codes, 128, left=None)
+        quantize_levels(x, torch.ones(3), torch.empty(2), codes, 128, unsent=None)
     with pytest.raises(ValueError, match=r"dequantize_levels\(codes\): 64 entries, got 32"):
         dequantize_levels(torch.empty(2), codes, some_levels(2), x, 128, accumulate=False)
 

@@ -70,9 +70,9 @@ def test_every_place_is_as_likely():
 
 def test_gather_and_scatter_complete_each_other():
     x, residual = plain(5000), plain(5000, seed=1)
-    stream = philox.Stream(1, torch.tensor(2))
+    stream = philox.RandomBits(1, torch.tensor(2))
     values, kept, out = torch.empty(100), residual.clone(), torch.empty(5000)
-    gather_random(x, values, stream, residual=kept, left=kept)
+    gather_random(x, values, stream, residual=kept, unsent=kept)
     scatter_random(values, out, stream)
     assert torch.equal(out + kept, x + residual)
     assert (out != 0).sum() == 100
@@ -89,7 +89,7 @@ def test_gather_and_scatter_complete_each_other():
         (lambda s: scatter_random(torch.ones(5), torch.empty(4), s), r"\(values\): at most 4"),
         (
             lambda s: gather_random(
-                torch.ones(3), torch.empty(1), philox.Stream(1, s.step, first=256)
+                torch.ones(3), torch.empty(1), philox.RandomBits(1, s.step, first=256)
             ),
             r"\(stream\): first is 0",
         ),
@@ -97,7 +97,7 @@ def test_gather_and_scatter_complete_each_other():
 )
 def test_wrong_arguments_are_named(call: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        call(philox.Stream(1, torch.tensor(2)))
+        call(philox.RandomBits(1, torch.tensor(2)))
 
 
 def fuzz(run: Any, rng: random.Random) -> None:

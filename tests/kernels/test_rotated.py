@@ -76,7 +76,7 @@ def test_kernels_equal_the_definition(format):
 @pytest.mark.parametrize("format", FORMATS)
 def test_it_is_the_transform_and_then_the_format(format):
     x, step = plain(4096), torch.tensor(1)
-    rotation = philox.Stream(1, step)
+    rotation = philox.RandomBits(1, step)
     turned, payloads = torch.empty(4096), torch.empty(2, payload_bytes(4096, format, 512)).byte()
     hadamard(x, turned, 512, rotation)
     quantize(turned, payloads[0], format, 512)
@@ -95,9 +95,9 @@ def test_an_outlier_does_not_cost_its_block():
     payload, out = torch.empty(payload_bytes(4096, "int4", 512)).byte(), torch.empty(2, 4096)
     quantize(x, payload, "int4", 512)
     dequantize(payload[None], out[0], "int4", 512)
-    rotation = philox.Stream(1, torch.tensor(1))
+    rotation = philox.RandomBits(1, torch.tensor(1))
     left = torch.empty(4096)
-    quantize_rotated(x, payload, "int4", 512, rotation, left=left)
+    quantize_rotated(x, payload, "int4", 512, rotation, unsent=left)
     dequantize_rotated(payload[None], out[1], "int4", 512, rotation)
     plainly, turned = ((x - one).norm() / x.norm() for one in out)
     assert turned < plainly
@@ -110,7 +110,7 @@ def test_an_outlier_does_not_cost_its_block():
         ({"format": "e4m3"}, r"\(format\): one of int8, int4, int2, sign, got 'e4m3'"),
         ({"block": 2048}, r"\(block\): 1024 at most"),
         ({"x": torch.ones(100)}, "a multiple of 256 entries, got 100"),
-        ({"rotation": philox.Stream(1, torch.tensor(1), first=256)}, "multiple of 4096"),
+        ({"rotation": philox.RandomBits(1, torch.tensor(1), first=256)}, "multiple of 4096"),
         ({"payload": torch.ones(3).byte()}, "see payload_bytes"),
     ],
 )
@@ -120,7 +120,7 @@ def test_wrong_arguments_are_named(changes: Any, words: str) -> None:
         "payload": torch.empty(payload_bytes(512, "int8", 256)).byte(),
         "format": "int8",
         "block": 256,
-        "rotation": philox.Stream(1, torch.tensor(1)),
+        "rotation": philox.RandomBits(1, torch.tensor(1)),
     }
     with pytest.raises(ValueError, match=words):
         quantize_rotated(**(arguments | changes))

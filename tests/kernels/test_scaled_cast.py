@@ -39,7 +39,7 @@ def test_stochastic_rounding_is_unbiased(narrow):
     draws = 2000
     seen = torch.empty(draws, 512, dtype=narrow)
     for i in range(draws):
-        scaled_cast(x, 1.0, seen[i], stream=philox.Stream(1, torch.tensor(i)))
+        scaled_cast(x, 1.0, seen[i], random=philox.RandomBits(1, torch.tensor(i)))
     # The neighbours: the nearest number, and the next one in magnitude on the other side.
     near = x.to(narrow)
     step = (x.abs() > near.float().abs()).to(torch.int16) * 2 - 1
@@ -83,7 +83,7 @@ def test_takes_any_shape() -> None:
         (lambda: scaled_cast(torch.ones(3).int(), 1.0, torch.ones(3)), TypeError, r"\(x\): dtype"),
         (
             lambda: scaled_cast(
-                torch.ones(3), 1.0, torch.ones(3), stream=philox.Stream(1, torch.tensor(1))
+                torch.ones(3), 1.0, torch.ones(3), random=philox.RandomBits(1, torch.tensor(1))
             ),
             TypeError,
             r"\(out\): dtype is one of torch.float16",

@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from commhooks.kernels import Stream, dequantize_shared, largest_magnitudes, philox, quantize_shared
+from commhooks.kernels import (
+    RandomBits,
+    dequantize_shared,
+    largest_magnitudes,
+    philox,
+    quantize_shared,
+)
 from commhooks.kernels.shared import dequantize_shared_op, magnitudes_op, quantize_shared_op
 from tests.kernels.inputs import CPP, DTYPES, LARGE, SIZES, plain, same, tricky, unaligned
 from tests.kernels.machines import machines, on
@@ -58,7 +64,7 @@ def test_sums_of_codes_decode_to_the_sum():
     sent = torch.zeros(n)
     for rank, grad in enumerate(grads):
         codes, left = torch.empty(n, dtype=torch.int8), torch.empty(n)
-        quantize_shared(grad, largest, codes, block, levels, left=left, stream=_stream(rank))
+        quantize_shared(grad, largest, codes, block, levels, unsent=left, random=_stream(rank))
         assert codes.abs().max() <= levels
         total += codes  # does not wrap: ranks * levels <= 127
         sent += grad - left
@@ -67,8 +73,8 @@ def test_sums_of_codes_decode_to_the_sum():
     torch.testing.assert_close(out, sent, rtol=0, atol=1e-3)
 
 
-def _stream(number: int, step: int = 1) -> Stream:
-    return Stream(1, torch.tensor(step), number)
+def _stream(number: int, step: int = 1) -> RandomBits:
+    return RandomBits(1, torch.tensor(step), number)
 
 
 def test_stochastic_rounding_is_unbiased():
@@ -77,7 +83,7 @@ def test_stochastic_rounding_is_unbiased():
     largest_magnitudes(x, largest, block)
     mean, draws = torch.zeros(256), 2000
     for draw in range(draws):
-        quantize_shared(x, largest, codes, block, 5, stream=_stream(0, draw))
+        quantize_shared(x, largest, codes, block, 5, random=_stream(0, draw))
         dequantize_shared(codes, largest, out, block, 5)
         mean += out / draws
     level = float(x.abs().max()) / 5

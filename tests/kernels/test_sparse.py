@@ -94,7 +94,7 @@ def test_what_is_left_completes_what_was_taken():
     x, residual = plain(5000), plain(5000, seed=1)
     indices, values = torch.empty(50, dtype=torch.int32), torch.empty(50)
     kept = residual.clone()
-    top_k(x, 50, indices, values, residual=kept, left=kept)
+    top_k(x, 50, indices, values, residual=kept, unsent=kept)
     scatter_add(indices[None], values[None], kept)
     assert torch.equal(kept, x + residual)
 
@@ -131,7 +131,7 @@ def test_a_sampled_threshold_takes_about_k():
     x, k = torch.randn(10**6, generator=torch.Generator().manual_seed(0)), 10**4
     indices, values = torch.empty(k, dtype=torch.int32), torch.empty(k)
     left = torch.empty_like(x)
-    top_k_sampled(x, k, indices, values, left=left)
+    top_k_sampled(x, k, indices, values, unsent=left)
     count = int((indices >= 0).sum())
     # 63 entries of the sample are above the threshold, 81 would be by the share: 0.78 k, off by an
     # eighth, three times at most.

@@ -281,8 +281,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "the next scratch is what is remembered",
-            "                self._spare[key, layout] = old\n",
-            "                self._spare[key, layout] = flat\n",
+            "                self._kept.spare[key, layout] = old\n",
+            "                self._kept.spare[key, layout] = flat\n",
             f"{MEMORY}::test_scratch_is_never_a_live_tensor",
         ),
         (
@@ -383,7 +383,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/local/diloco.py",
+        "commhooks/local/fragments.py",
         (
             "the local share of a mix is the outer one's",
             "torch.lerp(outer, parameter.data, mix)",

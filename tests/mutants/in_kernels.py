@@ -123,7 +123,7 @@ MUTANTS: list[Mutant] = [
         "kernels/random_k.py",
         (
             "what was taken is left, too",
-            "        left.view(-1)[places] = 0.0\n",
+            "        unsent.view(-1)[places] = 0.0\n",
             "        pass\n",
             f"{KERNELS}/test_random_k.py::{EQUAL}",
         ),

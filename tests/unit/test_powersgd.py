@@ -558,7 +558,7 @@ def test_non_finite_on_one_rank_poisons_all(bad: float, where: int) -> None:
 
 
 def _q_layout(memory: Memory) -> Layout:
-    (layout,) = {place[0] for place in memory._where[KEY].values()}
+    (layout,) = {place[0] for place in memory._kept._where[KEY].values()}
     return layout
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from commhooks import ErrorFeedback, HookState, Simulation, make
-from commhooks.local.diloco import _Fragment
+from commhooks.local.fragments import Fragment
 from commhooks.optim import OneBitAdam
 from commhooks.schemes import RandomBlock, TopK
 from commhooks.wrappers import DelayedStart, Guard, PeriodicDense
@@ -211,7 +211,7 @@ def test_the_optimizer_is_adam_with_a_second_moment_that_stays() -> None:
 def test_outer_steps(nesterov: bool, mix: float) -> None:
     lr, momentum = 0.7, 0.9
     p = nn.Parameter(normal(30, 1).view(5, 6))
-    fragment = _Fragment(0, ["p"], [p], place=0, is_last=True)
+    fragment = Fragment(0, ["p"], [p], place=0, is_last=True)
     outer = p.detach().double().clone()
     velocity = torch.zeros_like(outer)
     for step in range(4):

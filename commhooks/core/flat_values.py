@@ -1,0 +1,111 @@
+"""Tensors by key and parameter name, kept flat for the layouts in use."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+
+from torch import Tensor
+
+from commhooks.core.layout import Layout
+
+__all__ = ["FlatValues", "Place"]
+
+Place = tuple[str, Layout]
+
+
+class FlatValues:
+    """Where the values of parameters lie: in one flat tensor per key and layout, or loose.
+
+    A value lies in the newest layout that its parameter was put with. What other parameters of an
+    older layout held becomes loose, a tensor of its own, as are values that were loaded.
+
+    Args:
+        loose: by key, then parameter name.
+
+    Attributes:
+        flat: the tensors in use; values are read from them, and replaced by :meth:`put`.
+        spare: tensors of earlier steps that nobody reads any more, free to be filled.
+    """
+
+    def __init__(self, loose: Mapping[str, Mapping[str, Tensor]] | None = None) -> None:
+        self.flat: dict[Place, Tensor] = {}
+        self.spare: dict[Place, Tensor] = {}
+        self._where: dict[str, dict[str, tuple[Layout, int]]] = {}
+        self._loose = {key: dict(names) for key, names in (loose or {}).items()}
+
+    def has(self, key: str) -> bool:
+        """Whether any parameter has a value of ``key``."""
+        return bool(self._where.get(key)) or bool(self._loose.get(key))
+
+    def get(self, key: str, name: str) -> Tensor | None:
+        """The value of one parameter."""
+        place = self._where.get(key, {}).get(name)
+        if place is None:
+            return self._loose.get(key, {}).get(name)
+        layout, index = place
+        begin = layout.offsets[index]
+        flat = self.flat[key, layout]
+        return flat[begin : begin + layout.sizes[index]].view(layout.shapes[index])
+
+    def items(self) -> Iterator[tuple[str, str, Tensor]]:
+        """All values as (key, parameter name, tensor), in order."""
+        for key in sorted({*self._where, *self._loose}):
+            names = {**self._loose.get(key, {}), **self._where.get(key, {})}
+            for name in sorted(names):
+                value = self.get(key, name)
+                assert value is not None
+                yield key, name, value
+
+    def put(self, key: str, layout: Layout, flat: Tensor) -> None:
+        """Replaces the values of a layout's parameters."""
+        if (key, layout) in self.flat:
+            self.flat[key, layout] = flat
+            return
+        where = self._where.setdefault(key, {})
+        # Older layouts that share a parameter lose it; what else they hold becomes loose.
+        old_layouts = {where[name][0] for name in layout.names if name in where}
+        loose = self._loose.setdefault(key, {})
+        for old in old_layouts:
+            for name in old.names:
+                value = self.get(key, name)
+                if value is not None and name not in layout.names:
+                    loose[name] = value.clone()
+                where.pop(name, None)
+            self._free(key, old)
+        for index, name in enumerate(layout.names):
+            where[name] = (layout, index)
+            loose.pop(name, None)
+        self.flat[key, layout] = flat
+
+    def forget(self, key: str, layout: Layout, names: Collection[str]) -> None:
+        """Takes the values of some of a layout's parameters away; the others become loose."""
+        for name in layout.names:
+            value = self.get(key, name)
+            if value is not None and name not in names:
+                self._loose[key][name] = value.clone()
+            self._where[key].pop(name)
+        self._free(key, layout)
+
+    def remove(self, key: str, layout: Layout) -> None:
+        """Takes the values of all of a layout's parameters away."""
+        self._free(key, layout)
+        for name in layout.names:
+            self._where.get(key, {}).pop(name, None)
+            self._loose.get(key, {}).pop(name, None)
+
+    def drop(self, key: str) -> None:
+        """Takes every value of ``key`` away."""
+        for _, layout in [place for place in (*self.flat, *self.spare) if place[0] == key]:
+            self._free(key, layout)
+        self._where.pop(key, None)
+        self._loose.pop(key, None)
+
+    def nbytes(self) -> int:
+        """Bytes held, spare tensors included."""
+        loose = [value for values in self._loose.values() for value in values.values()]
+        tensors = [*self.flat.values(), *self.spare.values(), *loose]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def _free(self, key: str, layout: Layout) -> None:
+        self.flat.pop((key, layout), None)
+        self.spare.pop((key, layout), None)

@@ -1,0 +1,211 @@
+"""The laws of many steps: what draws average to, what residuals keep, where training ends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from commhooks.core.layout import Layout
+from commhooks.core.scheme import walk
+from commhooks.research.laws import (
+    NUMEL,
+    Laws,
+    MakeScheme,
+    exact_mean,
+    gradients,
+    need,
+    normal,
+    ranks_of,
+)
+from commhooks.schemes.casts import TwoPhaseCast
+from commhooks.wrappers.cast import Cast
+from commhooks.wrappers.feedback import keeps_residual, without_feedback
+
+__all__ = ["OF_A_RUN"]
+
+OF_A_RUN = Laws()
+
+
+@OF_A_RUN.add("biased or not, as declared", of_averages=True)
+def _bias(make: MakeScheme) -> None:
+    scheme = without_feedback(make())
+    if scheme.traits.biased:
+        grads = gradients(2, 0)
+        exact = exact_mean(grads)
+        lost = float((ranks_of(scheme, 2).step(grads)[0] - exact).norm() / exact.norm())
+        need(lost <= 1.0 + 1e-6, f"loses {lost:.3f} of |x|: not a contraction, feedback diverges")
+        return
+    # Along a direction draws average out far sooner than entry by entry: 1/4096 of the gradient
+    # shows, which is above what rounding to 16 bits adds up to over this many entries.
+    grads = gradients(2, 0, 2**16)
+    exact, draws = exact_mean(grads), 64
+    ranks = ranks_of(scheme, 2, 2**16)
+    total = square = torch.zeros_like(exact)
+    along: dict[str, list[float]] = {}
+    for _ in range(draws):
+        error = ranks.step(grads)[0].double() - exact
+        total, square = total + error, square + error.square()
+        for name, direction in _directions(exact):
+            along.setdefault(name, []).append(float(error @ direction))
+    for name, direction in _directions(exact):
+        found = torch.tensor(along[name], dtype=torch.float64)
+        off, spread = float(found.mean().abs()), float(found.std()) / math.sqrt(draws)
+        size = float(exact.abs() @ direction.abs())
+        text = f"{name}: the mean of {draws} draws is off by {off / size:.3g}, relative"
+        need(off <= 5 * spread + 2.0**-12 * size, f"{text}; its error is {spread / size:.3g}")
+    left = float(total.norm()) / draws
+    # Where every draw is the same, rounding leaves a sum that may be a little below zero.
+    spread_of_all = float(square.sum() - total.square().sum() / draws) / (draws - 1)
+    noise = math.sqrt(max(0.0, spread_of_all) / draws)
+    text = f"the mean of {draws} draws is off by {left:.3g}, its standard error is {noise:.3g}"
+    need(left <= 1.25 * noise + float(exact.norm()) * 2.0**-8, text)
+
+
+def _directions(x: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """What a bias of every entry, of large or small ones, or of one sign adds up along."""
+    small = x.abs() < 0.5 * x.square().mean().sqrt()
+    yield "in size", x
+    yield "small entries", x.sign() * small
+    yield "large entries", x.sign() * ~small
+    yield "in sign", torch.ones_like(x)
+
+
+@OF_A_RUN.add("the variance is what was declared, or less", of_averages=True)
+def _variance(make: MakeScheme) -> None:
+    scheme = without_feedback(make())
+    if scheme.traits.biased:
+        return
+    allowed = scheme.traits.error.variance
+    for name, x in _shapes_of_entries(4096):
+        ranks = ranks_of(scheme, 1, 4096)
+        errors = [(ranks.step([x])[0] - x).square().sum() / x.square().sum() for _ in range(16)]
+        found = float(torch.stack(errors).mean())
+        bound = ((1 + allowed) ** scheme.traits.rounds - 1) * 1.1 + 2.0**-14
+        need(found <= bound, f"{found:.3g} |x|^2 on {name}, variance = {allowed:.3g}")
+
+
+def _shapes_of_entries(numel: int) -> Iterator[tuple[str, Tensor]]:
+    """Gradients that schemes find hard: heavy tails, exact zeros, few different values."""
+    yield "N(0, 1)", normal(numel, 7)
+    yield "N(0, 1)^5", normal(numel, 8) ** 5
+    yield "1 % that is not 0", normal(numel, 9) * (normal(numel, 10).abs() > 2.576)
+    for equal in (2, 4):
+        x = torch.zeros(numel)
+        for first in range(equal):
+            x[first::512] = 1.0
+        yield f"{equal} equal entries of 512, all others 0", x
+    yield "equal entries", torch.full((numel,), 0.7)
+    yield "two values", torch.where(normal(numel, 11) < 0, 1.0, -0.3)
+
+
+@OF_A_RUN.add("applied and residual sum to the gradients", of_averages=True)
+def _conservation(make: MakeScheme) -> None:
+    scheme = make()
+    if not keeps_residual(scheme):
+        return
+    narrow = any(isinstance(one, (Cast, TwoPhaseCast)) for one in walk(scheme))
+    for world_size in range(1, 9):
+        ranks = ranks_of(scheme, world_size)
+        applied = total = torch.zeros(NUMEL, dtype=torch.float64)
+        for step in range(5 if world_size == 3 else 2):
+            grads = gradients(world_size, step)
+            applied = applied + ranks.step(grads)[0]
+            total = total + exact_mean(grads)
+        residual = exact_mean([ranks.memory(rank) for rank in range(world_size)])
+        error = float((applied + residual - total).abs().max() / total.abs().max())
+        text = f"{world_size} ranks: off by {error:.3g} of the largest sum after {step + 1} steps"
+        need(error < (2.0**-7 if narrow else 2.0**-12), text)
+
+
+@OF_A_RUN.add("an average is over all ranks, 1 to 8 of them", of_averages=True)
+def _all_ranks(make: MakeScheme) -> None:
+    scheme = make()
+    if without_feedback(scheme).traits.biased:  # what is applied and kept tells that
+        return
+    for world_size in range(1, 9):
+        grads = gradients(world_size, 3, 4096)
+        exact, ranks = exact_mean(grads), ranks_of(scheme, world_size, 4096)
+        means = torch.stack([ranks.step(grads)[0].double() for _ in range(16)])
+        size = float(means.mean(0) @ exact / (exact @ exact))
+        # Of 16 draws it is within 0.04 even at a variance of 11; one rank too few is 1 / 8.
+        need(abs(size - 1) < 0.1, f"{world_size} ranks: {size:.3g} times the average arrives")
+
+
+@OF_A_RUN.add("the last entry arrives, whatever the size", of_averages=True)
+def _last_entry(make: MakeScheme) -> None:
+    scheme, steps = make(), 16
+    keeps = keeps_residual(scheme)
+    if not keeps and without_feedback(scheme).traits.biased:
+        return
+    for numel in (33, 257, 513, 769, 1025, 2049, 4097):
+        ranks = ranks_of(make(), 3, numel)
+        grad = torch.full((numel,), 0.2)
+        grad[-1] = 1.0
+        arrived = sum(float(ranks.step([grad] * 3)[0][-1]) for _ in range(steps))
+        held = float(exact_mean([ranks.memory(rank) for rank in range(3)])[-1]) if keeps else 0.0
+        found = (arrived + held) / steps
+        need(abs(found - 1) < 0.3, f"of {numel} entries {found:.3g} of the last one arrives")
+
+
+@OF_A_RUN.add("residuals stay bounded", of_averages=True)
+def _bounded(make: MakeScheme) -> None:
+    scheme = make()
+    if not keeps_residual(scheme):
+        return
+    ranks, sizes = ranks_of(scheme, 2), []
+    for step in range(800):
+        ranks.step(gradients(2, step))
+        sizes.append(float(ranks.memory(0).norm()))
+    early, late = max(sizes[75:100]), max(sizes[750:])
+    need(late <= 1.5 * early + 1e-6, f"|e| is {early:.3g} after 100 steps, {late:.3g} after 800")
+
+
+@OF_A_RUN.add("save, load, continue equals not stopping, whatever the first buckets are")
+def _round_trip(make: MakeScheme) -> None:
+    ranks, resumed = ranks_of(make(), 3), ranks_of(make(), 3)
+    layout = ranks.layout
+    shuffled = layout.pick([3, 0, 4, 2, 1])
+    split = [shuffled.pick([0, 1]), shuffled.pick([2, 3, 4])]
+    for step in range(3):
+        ranks.step(gradients(3, step))
+    resumed.resume(ranks)
+    for step in range(3, 6):
+        grads = gradients(3, step)
+        expected = ranks.step(grads)[0]
+        if step == 3:  # a run that starts lays its buckets out otherwise
+            moved = resumed.step([_moved(g, layout, shuffled) for g in grads], buckets=split)[0]
+            found = _moved(moved, shuffled, layout)
+        else:
+            found = resumed.step(grads)[0]
+        need(torch.equal(expected, found), f"differs in step {step}, {step - 2} after loading")
+
+
+def _moved(flat: Tensor, old: Layout, new: Layout) -> Tensor:
+    """A flat tensor with its parameters in another order."""
+    parts = dict(zip(old.names, flat.split(old.sizes), strict=True))
+    return torch.cat([parts[name] for name in new.names])
+
+
+@OF_A_RUN.add("three nodes that disagree find their common optimum", of_averages=True)
+def _convergence(make: MakeScheme) -> None:
+    # f_i = <a_i, x>^2 + |x|^2 / 4. A biased scheme without feedback climbs here, or stands still.
+    # Many copies side by side, so that blocks and matrices have something to share.
+    scheme, copies = make(), 300
+    x = normal(3 * copies, 1)
+    lost = ranks_of(without_feedback(scheme), 1, len(x)).step([x])[0] - x
+    kept = 1 - float(lost.square().sum()) / len(x)
+    # A residual is late by 1 / kept steps: where that is long, a milder problem and smaller steps.
+    mild = kept < 0.1 and not scheme.traits.error.variance
+    scale, rate, steps = (1 / 9, 0.001, 7000) if mild else (1.0, 0.01, 1000)
+    nodes = torch.tensor([[-3.0, 2, 2], [2, -3, 2], [2, 2, -3]], dtype=torch.float64)
+    ranks = ranks_of(scheme, 3, 3 * copies)
+    x = torch.ones(copies, 3, dtype=torch.float64) * torch.linspace(0.5, 1.5, copies)[:, None]
+    begin = x.norm()
+    for _ in range(steps):
+        grads = [2 * scale * (x @ a)[:, None] * a + x / 2 for a in nodes]
+        x = x - rate * ranks.step([grad.flatten() for grad in grads])[0].view(copies, 3)
+    left = float(x.norm() / begin)
+    need(left < 0.1, f"|x| is {left:.3g} of what it was after {steps} steps of {rate}")

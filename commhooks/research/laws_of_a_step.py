@@ -1,0 +1,141 @@
+"""The laws of one step: what arrives, on which ranks, in which dtype."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from commhooks.core.layout import Layout
+from commhooks.research.laws import (
+    NUMEL,
+    Laws,
+    MakeScheme,
+    exact_mean,
+    gradients,
+    need,
+    ranks_of,
+)
+from commhooks.research.simulation import Simulation
+from commhooks.wrappers.feedback import without_feedback
+
+__all__ = ["OF_A_STEP"]
+
+OF_A_STEP = Laws()
+
+
+@OF_A_STEP.add("any size and shape travels")
+def _sizes(make: MakeScheme) -> None:
+    for numel in (0, 1, 2, 31, 33, 257, 4099):
+        for shape in ((numel,), (numel, 1), (1, numel)):
+            layout = Layout(["p"], [shape])
+            ranks = Simulation(make(), {"p": shape}, world_size=3)
+            for step in range(2):
+                for mean in ranks.step(gradients(3, step, numel), buckets=[layout]):
+                    need(mean.shape == (numel,), f"shape {shape} gives a mean of {mean.shape}")
+                    need(mean.isfinite().all(), f"shape {shape}: the mean is not finite")
+
+
+@OF_A_STEP.add("all ranks get equal bits, for 1 to 8 ranks", of_agreement=True)
+def _agreement(make: MakeScheme) -> None:
+    for world_size in (1, 2, 3, 4, 5, 8):
+        ranks = ranks_of(make(), world_size)
+        for step in range(3):
+            means = ranks.step(gradients(world_size, step))
+            equal = all(torch.equal(mean, means[0]) for mean in means)
+            need(equal, f"{world_size} ranks differ in step {step}")
+
+
+@OF_A_STEP.add("payload sizes do not depend on values, and rounds are as declared")
+def _payload_sizes(make: MakeScheme) -> None:
+    scheme, found = make(), []
+    for factor in (0.0, 1.0, 1e20):
+        ranks = ranks_of(scheme, 3)
+        ranks.step([grad * factor for grad in gradients(3, 0)])
+        found.append(ranks.requests)
+    need(
+        found[0] == found[1] == found[2], f"sizes differ for zeros, N(0, 1), 1e20 N(0, 1): {found}"
+    )
+    rounds = len(found[0])
+    need(rounds <= scheme.traits.rounds, f"{rounds} collectives, rounds = {scheme.traits.rounds}")
+
+
+@OF_A_STEP.add("two runs are equal bit for bit")
+def _determinism(make: MakeScheme) -> None:
+    first, second = ranks_of(make(), 3), ranks_of(make(), 3)
+    for step in range(3):
+        a, b = (ranks.step(gradients(3, step))[0] for ranks in (first, second))
+        need(torch.equal(a, b), f"step {step} differs between two runs")
+
+
+@OF_A_STEP.add("zero arrives as zero", of_averages=True)
+def _zero(make: MakeScheme) -> None:
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+        ranks = ranks_of(make(), 3)
+        for _ in range(2):
+            mean = ranks.step([torch.zeros(NUMEL, dtype=dtype)] * 3)[0]
+            need(not mean.any(), f"zeros of {dtype} arrive as {mean.abs().max().item()}")
+
+
+@OF_A_STEP.add("signs and sizes make no difference", of_averages=True)
+def _homogeneity(make: MakeScheme) -> None:
+    grads = [grad.abs() + 0.1 for grad in gradients(3, 1)]
+    errors = {}
+    for factor in (1.0, -1.0, 1e-3, 1e3, 1e20):
+        scaled = [grad * factor for grad in grads]
+        exact = exact_mean(scaled)
+        mean = ranks_of(without_feedback(make()), 3).step(scaled)[0].double()
+        if mean.isfinite().all():  # an overflow may arrive as one
+            errors[factor] = float((mean - exact).norm() / exact.norm())
+    worst, best = max(errors.values()), min(errors.values())
+    text = ", ".join(f"{factor:g}: {error:.3g}" for factor, error in errors.items())
+    need(worst <= 1.5 * best + 1e-2, f"relative errors for positive entries times {text}")
+
+
+@OF_A_STEP.add("gradients keep their dtype")
+def _dtypes(make: MakeScheme) -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        ranks = ranks_of(make(), 2)
+        for step in range(2):
+            mean = ranks.step([grad.to(dtype) for grad in gradients(2, step)])[0]
+            need(mean.dtype == dtype, f"{dtype} arrives as {mean.dtype}")
+            need(mean.isfinite().all(), f"{dtype}: the mean is not finite")
+
+
+@OF_A_STEP.add("sums over entries and ranks do not overflow 16 bits")
+def _overflow(make: MakeScheme) -> None:
+    ranks = ranks_of(make(), 4, 36)
+    for mean in ranks.step([torch.full((36,), 20000.0, dtype=torch.float16)] * 4):
+        need((mean.abs() <= 50000.0).all(), "four ranks' 20000 in float16 are too large a sum")
+
+
+def _memory(ranks: Simulation) -> list[dict[tuple[str, str], Tensor]]:
+    return [
+        {(key, name): value.clone() for key, name, value in engine.memory.items()}
+        for engine in ranks.engines
+    ]
+
+
+def _same_memory(a: Simulation, b: Simulation) -> bool:
+    return all(
+        mine.keys() == theirs.keys() and all(torch.equal(v, theirs[k]) for k, v in mine.items())
+        for mine, theirs in zip(_memory(a), _memory(b), strict=True)
+    )
+
+
+@OF_A_STEP.add(
+    "what is not finite arrives so on every rank, and memory stays as it was", of_agreement=True
+)
+def _not_finite(make: MakeScheme) -> None:
+    for place in (0, 77, NUMEL - 1):
+        for bad in (math.inf, math.nan):
+            ranks, clean = ranks_of(make(), 3), ranks_of(make(), 3)
+            for step in range(2):
+                ranks.step(gradients(3, step))
+                clean.step(gradients(3, step))
+            grads = gradients(3, 50)
+            grads[1][place] = bad
+            for rank, mean in enumerate(ranks.step(grads)):
+                need(not mean[place].isfinite(), f"{bad} at {place} is finite on rank {rank}")
+            need(_same_memory(ranks, clean), f"{bad} at {place} of one rank changes memory")
