@@ -56,8 +56,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "saved buckets win over a layout that was asked for after loading",
-            "if saved is None or self._anew or not self._holds(saved):",
-            "if saved is None or not self._holds(saved):",
+            "if saved is None or self._anew or not saved.holds(",
+            "if saved is None or not saved.holds(",
             f"{RESUME}::test_our_class_lays_out_by_the_saved_order_of_gradients",
         ),
         (
@@ -68,8 +68,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "a rank that compiles nothing is not asked for buckets",
-            "return self.settled and self._splits_open and self._steps > 0",
-            "return bool(self._splits) and self._splits_open and self._steps > 0",
+            "return self.settled and self._splits.open and self._steps > 0",
+            "return bool(self._splits.buckets) and self._splits.open and self._steps > 0",
             f"{DISTRIBUTED}/test_ddp_compile.py::test_a_rank_without_inputs_joins_a_compiled_model",
         ),
         (
