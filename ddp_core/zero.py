@@ -19,7 +19,7 @@ from torch.distributed.optim.zero_redundancy_optimizer import _OverlapStatus
 
 from ddp_core.ddp.ddp import DistributedDataParallel
 from ddp_core.exchange.lane_groups import LaneGroup, borrow
-from ddp_core.reducer.flat import FlatBucket
+from ddp_core.reducer.held import HeldBucket
 from ddp_core.reducer.launch import CommHook, Launcher
 from ddp_core.reducer.layout import arrange
 from ddp_core.reducer.reducer import Reducer
@@ -123,16 +123,17 @@ class _ZeroSteps:
 
     def attach(self, reducer: Reducer, number: int) -> None:
         """Bucket ``number`` is launched; the reducer will say when it is averaged."""
-        if reducer.optimizer is not self:
-            if reducer.optimizer is not None and not isinstance(reducer.optimizer, _ZeroSteps):
+        before = reducer.in_flight.optimizer
+        if before is not self:
+            if before is not None and not isinstance(before, _ZeroSteps):
                 raise RuntimeError(
                     "hook_with_zero_step: parameters of this model have optimizers in backward "
                     "already (_apply_optimizer_in_backward); use one of both"
                 )
-            reducer.optimizer, self._reducer = self, weakref.ref(reducer)
+            reducer.in_flight.optimizer, self._reducer = self, weakref.ref(reducer)
         self._launched.add(number)
 
-    def bucket_averaged(self, bucket: FlatBucket) -> None:
+    def bucket_averaged(self, bucket: HeldBucket) -> None:
         if bucket.number not in self._launched:  # by another hook
             return
         self._launched.discard(bucket.number)

@@ -12,19 +12,18 @@ import functools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-if TYPE_CHECKING:
-    from ddp_core.reducer.reducer import Reducer
+from ddp_core.reducer.plan import BucketPlan
 
 __all__ = ["splitting_at_buckets"]
 
 
 @contextmanager
-def splitting_at_buckets(module: Any, reducer: Reducer) -> Iterator[None]:
-    """What is compiled inside is split for ``module``; its reducer is told where.
+def splitting_at_buckets(module: Any, plan: BucketPlan) -> Iterator[None]:
+    """What is compiled inside is split for ``module``; its bucket plan is told where.
 
     Args:
         module: has the attribute ``bucket_bytes_cap``, which the compiler reads.
@@ -35,7 +34,7 @@ def splitting_at_buckets(module: Any, reducer: Reducer) -> Iterator[None]:
     compiler, splitter = _compiler()
     before, original = TorchDDP._active_ddp_module, compiler.DDPOptimizer
     TorchDDP._active_ddp_module = module
-    compiler.DDPOptimizer = functools.partial(splitter, reducer)
+    compiler.DDPOptimizer = functools.partial(splitter, plan)
     try:
         yield
     finally:
@@ -52,13 +51,13 @@ def _compiler() -> tuple[Any, Any]:
         """The compiler's own, with our first capacity, which reports the buckets it chose."""
 
         def __init__(
-            self, reducer: Reducer, bucket_bytes_cap: int, backend_compile_fn: Any
+            self, plan: BucketPlan, bucket_bytes_cap: int, backend_compile_fn: Any
         ) -> None:
-            limits = reducer.plan.caps.limits
+            limits = plan.caps.limits
             super().__init__(
                 bucket_bytes_cap, backend_compile_fn, first_bucket_cap=min(limits[0], limits[-1])
             )
-            self._reducer = reducer
+            self._plan = plan
 
         def compile_fn(self, gm: Any, example_inputs: Any, **options: Any) -> Any:
             compiled = super().compile_fn(gm, example_inputs, **options)
@@ -72,7 +71,7 @@ def _compiler() -> tuple[Any, Any]:
                 [inputs[name] for name in bucket.params if name in inputs]
                 for bucket in reversed(self.buckets)
             ]
-            self._reducer.plan.take_splits(chosen)
+            self._plan.take_splits(chosen)
             return compiled
 
     return distributed, Splitter

@@ -221,7 +221,7 @@ class DistributedDataParallel(TorchNames, TorchDDP):
             return output
         inputs, kwargs, mode = self._before_forward(inputs, kwargs)
         try:
-            with named_range("forward"), splitting_at_buckets(self, self.reducer):
+            with named_range("forward"), splitting_at_buckets(self, self.reducer.plan):
                 output = self.module(*inputs, **kwargs)
         except BaseException:
             if mode.low is not None:
@@ -286,7 +286,7 @@ class DistributedDataParallel(TorchNames, TorchDDP):
         if sync:
             reducer.prepare_for_backward()
         if sync and reducer.usage.needs_sink:
-            output = through_sink(output, weakref.ref(reducer), clone=self._ddp_sink_clone)
+            output = through_sink(output, weakref.ref(reducer.backward), clone=self._ddp_sink_clone)
         if self._delayed is not None and torch.is_grad_enabled():
             self._delayed.prepare(synchronises=sync)
         return output
@@ -476,7 +476,7 @@ class DistributedDataParallel(TorchNames, TorchDDP):
         self._in_backward = has_optimizer_in_backward(parameters)
         if self._in_backward:
             take_over(parameters)
-            self.reducer.optimizer = OptimizersInBackward()
+            self.reducer.in_flight.optimizer = OptimizersInBackward()
 
     # ---- what users look at
 

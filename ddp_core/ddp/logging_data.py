@@ -49,7 +49,7 @@ def logging_data(ddp: DistributedDataParallel) -> dict[str, Any]:
     sizes = _listed(bucket.nbytes for bucket in reducer.buckets)
     members = _listed(" ".join(map(str, bucket.members)) for bucket in reducer.buckets)
     launcher = reducer.launcher
-    unused = [parameters[index].nbytes for index in reducer.unused_parameters or ()]
+    unused = [parameters[index].nbytes for index in reducer.history.unused or ()]
     data: dict[str, Any] = {
         "module_name": type(ddp.module).__name__,
         "backend_name": dist.get_backend(ddp.process_group),
@@ -63,11 +63,11 @@ def logging_data(ddp: DistributedDataParallel) -> dict[str, Any]:
         "total_parameter_size_bytes": sum(parameter.nbytes for parameter in parameters),
         "broadcast_buffers": int(ddp.forward_sync_buffers),
         "bucket_cap_bytes": ddp.bucket_bytes_cap,
-        "bucket_sizes": _listed(reducer.initial_sizes),
+        "bucket_sizes": _listed(reducer.history.first_sizes),
         "find_unused_parameters": int(ddp.find_unused_parameters),
         "gradient_as_bucket_view": int(ddp.gradient_as_bucket_view),
         "static_graph": int(ddp.static_graph),
-        "can_set_static_graph": int(reducer.graph_was_static),
+        "can_set_static_graph": int(reducer.history.same_unused),
         "join_uneven_inputs": int(ddp.has_joined),
         "has_error": int(bool(launcher.error)),
         "error": launcher.error,
@@ -77,7 +77,7 @@ def logging_data(ddp: DistributedDataParallel) -> dict[str, Any]:
         "rebuilt_per_bucket_param_indices": members if reducer.plan.rebuilt else "",
         "prev_iteration_grad_ready_order_indices": _listed(reducer.plan.arrival),
         "iteration": launcher.step,
-        "num_buckets_reduced": reducer.sent,
+        "num_buckets_reduced": reducer.history.sent,
         "unused_parameter_size": sum(unused),
         "gloo_num_threads": torch.get_num_threads(),
     }
@@ -113,7 +113,7 @@ def log_recorded_steps(ddp: DistributedDataParallel) -> None:
         if ddp is not None:
             _log("DistributedDataParallel runtime statistics", logging_data(ddp))
 
-    ddp.reducer.on_recorded = log
+    ddp.reducer.history.on_recorded = log
 
 
 def _log(title: str, data: dict[str, Any]) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-if TYPE_CHECKING:
-    from ddp_core.reducer.reducer import Reducer
+from ddp_core.reducer.backward import Backward
 
 __all__ = ["through_sink"]
 
@@ -20,10 +19,10 @@ class _Sink(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, reducer: weakref.ref[Reducer], clone: bool, probe: Tensor, *outputs: Tensor
+        ctx: Any, step: weakref.ref[Backward], clone: bool, probe: Tensor, *outputs: Tensor
     ) -> Any:
         ctx.set_materialize_grads(False)  # an output that the loss does not use has no gradient
-        ctx.reducer = reducer
+        ctx.step = step
         with torch.enable_grad():
             ctx.probe = probe.view_as(probe).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         # Without a clone the outputs would be views, which may not be changed in place.
@@ -31,16 +30,21 @@ class _Sink(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        reducer = ctx.reducer()
+        step = ctx.step()
         # A pass that was asked for certain gradients only (torch.autograd.grad, `inputs=`) leaves
         # the probe out. It may come to no parameter at all, and then it is not a step's.
-        if reducer is not None and torch._C._will_engine_execute_node(ctx.probe):
-            reducer.begin_backward()
+        if step is not None and torch._C._will_engine_execute_node(ctx.probe):
+            step.begins()
         return (None, None, None, *grads)
 
 
-def through_sink(output: Any, reducer: weakref.ref[Reducer], *, clone: bool) -> Any:
-    """``output``, whose tensors with a graph behind them pass through the sink."""
+def through_sink(output: Any, step: weakref.ref[Backward], *, clone: bool) -> Any:
+    """``output``, whose tensors with a graph behind them pass through the sink.
+
+    Args:
+        step: is told when backward begins. A graph may outlive it.
+        clone: whether the outputs are copies.
+    """
     leaves, spec = tree_flatten(output)
     places = [
         place
@@ -50,7 +54,7 @@ def through_sink(output: Any, reducer: weakref.ref[Reducer], *, clone: bool) -> 
     if not places:
         return output
     probe = torch.empty(0, device=leaves[places[0]].device, requires_grad=True)
-    passed = _Sink.apply(reducer, clone, probe, *(leaves[place] for place in places))  # type: ignore[no-untyped-call]
+    passed = _Sink.apply(step, clone, probe, *(leaves[place] for place in places))  # type: ignore[no-untyped-call]
     for place, tensor in zip(places, passed, strict=True):
         leaves[place] = tensor
     return tree_unflatten(leaves, spec)

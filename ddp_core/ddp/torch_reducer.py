@@ -63,10 +63,10 @@ class TorchReducer(Reducer):
 
     def _set_static_graph(self) -> None:
         self.settings.static_graph = self.plan.static_graph = self.plan.follows_arrival = True
-        self._step.calls = self.usage.calls()  # its forward may be over already
+        self.in_flight.step.calls = self.usage.calls()  # its forward may be over already
 
     def _ddp_graph_static(self) -> bool:
-        return self.graph_was_static
+        return self.history.same_unused
 
     def _check_reducer_finalized(self) -> None:
         self.check_finished()
@@ -89,7 +89,7 @@ class TorchReducer(Reducer):
         self.accumulators.unwatch()
 
     def _autograd_hook(self, index: int) -> None:
-        self.arrived(index)
+        self.backward.arrived(index)
 
 
 _REFUSED = {

@@ -4,14 +4,65 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import NoReturn
+
+from ddp_core.reducer.launch import Launcher
+from ddp_core.reducer.parameters import Trained
 
 __all__ = [
+    "GraphErrors",
     "changed_error",
     "full_precision_error",
     "late_error",
     "twice_error",
     "unused_error",
 ]
+
+
+class GraphErrors:
+    """Raises on this rank, after it has told the others, which would wait for it.
+
+    Args:
+        parameters: of the model, which messages name.
+        launcher: tells the other ranks.
+    """
+
+    def __init__(self, parameters: Sequence[Trained], launcher: Launcher) -> None:
+        self._parameters, self._launcher = parameters, launcher
+        self._rank = launcher.group.rank()
+
+    def changed(self, indices: Sequence[int], *, came: bool) -> NoReturn:
+        """A static graph is not one; see :func:`changed_error`."""
+        self._raise(changed_error(self._names(indices), self._rank, came=came))
+
+    def twice(self, index: int) -> NoReturn:
+        """A gradient came twice."""
+        self._raise(twice_error(self._parameters[index].name, index))
+
+    def full_precision(self, index: int) -> NoReturn:
+        """A gradient came for a parameter as it was with full precision."""
+        self._raise(full_precision_error(self._parameters[index].name))
+
+    def loaded(self) -> NoReturn:
+        """Another run's buckets are to be taken up, and backward would use the ones before."""
+        self._raise(
+            f"a state was loaded between the forward pass and backward of step "
+            f"{self._launcher.step}: this step would be exchanged in other buckets than those "
+            f"of the state. Load it before the forward pass"
+        )
+
+    def unused(self, missing: Sequence[int], *, finds: bool) -> NoReturn:
+        """Parameters got no gradient. The others are not told: their backward pass is over."""
+        text = unused_error(missing, self._names(missing), self._rank, finds=finds)
+        self._launcher.error = text
+        raise RuntimeError(text)
+
+    def _raise(self, message: str) -> NoReturn:
+        self._launcher.report(message)
+        raise RuntimeError(message)
+
+    def _names(self, indices: Sequence[int]) -> list[str]:
+        return [self._parameters[index].name for index in indices]
 
 
 def unused_error(missing: Sequence[int], names: Sequence[str], rank: int, *, finds: bool) -> str:

@@ -21,7 +21,7 @@ from ddp_core.reducer.failures import (
     wait_for_future,
     wait_for_work,
 )
-from ddp_core.reducer.flat import FlatBucket
+from ddp_core.reducer.held import HeldBucket
 from ddp_core.reducer.ranges import named_range
 from ddp_core.reducer.timeline import BucketTimes
 
@@ -78,7 +78,7 @@ class Launcher:
         """Whether this hook's state hears of the end of each step."""
         return self.hook is not None and self.hook[1] is state
 
-    def launch(self, bucket: FlatBucket, *, is_last: bool, times: BucketTimes | None) -> Outcome:
+    def launch(self, bucket: HeldBucket, *, is_last: bool, times: BucketTimes | None) -> Outcome:
         """Starts the exchange of a full bucket."""
         if times is not None:
             times.launched = clock()
@@ -91,7 +91,7 @@ class Launcher:
             self._report(bucket, error)
             raise
 
-    def _all_reduce(self, bucket: FlatBucket, times: BucketTimes | None) -> Outcome:
+    def _all_reduce(self, bucket: HeldBucket, times: BucketTimes | None) -> Outcome:
         try:
             work: Any = dist.all_reduce(bucket.buffer, group=self.group, async_op=True)
         except RuntimeError as error:
@@ -105,7 +105,7 @@ class Launcher:
             work.get_future().add_done_callback(_stamp(times, record))
         return Outcome(work=work)
 
-    def _run_hook(self, bucket: FlatBucket, is_last: bool, times: BucketTimes | None) -> Outcome:
+    def _run_hook(self, bucket: HeldBucket, is_last: bool, times: BucketTimes | None) -> Outcome:
         assert self.hook is not None
         hook, state = self.hook
         handed = bucket.as_grad_bucket(is_last=is_last)
@@ -121,7 +121,7 @@ class Launcher:
             future.add_done_callback(_stamp(times, None))
         return Outcome(future=future)
 
-    def finish(self, bucket: FlatBucket, outcome: Outcome, times: BucketTimes | None) -> Tensor:
+    def finish(self, bucket: HeldBucket, outcome: Outcome, times: BucketTimes | None) -> Tensor:
         """Waits for a bucket's exchange and returns its flat averaged gradient.
 
         Raises:
@@ -153,7 +153,7 @@ class Launcher:
         for future in futures:
             wait_for_future(future, self._board, self.attempt, of_tensor=False)
 
-    def settle(self, bucket: FlatBucket, outcome: Outcome) -> None:
+    def settle(self, bucket: HeldBucket, outcome: Outcome) -> None:
         """Waits until the exchange of an abandoned step does not write any more.
 
         Raises:
@@ -184,7 +184,7 @@ class Launcher:
         except Exception:  # the step has raised already
             return
 
-    def _report(self, bucket: FlatBucket, error: Exception) -> None:
+    def _report(self, bucket: HeldBucket, error: Exception) -> None:
         """Tells the other ranks, which would wait for this one; hearsay is not passed on."""
         if not isinstance(error, PeerError):
             self.report(f"bucket {bucket.number}: {type(error).__name__}: {error}")

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from ddp_core.reducer.flat import FlatBucket
+from ddp_core.reducer.held import HeldBucket
 
 __all__ = [
     "OptimizersInBackward",
@@ -28,7 +28,7 @@ class StepsInBackward(Protocol):
 
     early: bool
 
-    def bucket_averaged(self, bucket: FlatBucket) -> None:
+    def bucket_averaged(self, bucket: HeldBucket) -> None:
         """The gradients of the next bucket, in order, are in ``.grad``."""
 
     def all_averaged(self) -> None:
@@ -54,7 +54,7 @@ class OptimizersInBackward:
 
     early = True
 
-    def bucket_averaged(self, bucket: FlatBucket) -> None:
+    def bucket_averaged(self, bucket: HeldBucket) -> None:
         with torch.no_grad():
             for parameter in bucket.parameters:
                 optimizers = getattr(parameter, "_in_backward_optimizers", ())

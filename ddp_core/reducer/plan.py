@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ddp_core.reducer.layout import BucketCaps, BucketGroup, agree_on, arrange, kinds_of
 from ddp_core.reducer.parameters import Trained
+from ddp_core.reducer.splits import CompilerSplits
 
 __all__ = ["BucketPlan", "SavedBuckets", "Stage"]
 
@@ -56,6 +57,14 @@ class SavedBuckets:
             return Stage.FINAL
         return Stage.FIRST if self.members or self.limits else Stage.NEW
 
+    def holds(self, parameters: Sequence[Trained], group_of: BucketGroup | None) -> bool:
+        """Whether these buckets hold a model's parameters, and none of different kinds."""
+        dense = [index for index, one in enumerate(parameters) if not one.sparse]
+        if sorted(index for one in self.members for index in one) != dense:
+            return False
+        kinds = kinds_of(parameters, group_of)
+        return all(len({kinds[index] for index in one}) == 1 for one in self.members)
+
 
 class Saving(NamedTuple):
     """What a checkpoint says of buckets; :class:`SavedBuckets` has the meaning of each field."""
@@ -97,10 +106,7 @@ class BucketPlan:
         self.group_of: BucketGroup | None = None
         self._order: list[int] = []  # by which the buckets were laid out; none: by registration
         self._steps = 0  # that have ended here
-        # The compiler's buckets come in the first step's forward pass, on the ranks that have
-        # inputs. All ranks therefore agree once, in the second step, whether there are any.
-        self._splits: list[list[int]] = []
-        self._splits_open = True
+        self._splits = CompilerSplits(parameters)
         # Changes that are pending until the next step begins:
         self._anew = False  # lay out anew, for other sizes or groups
         self._saved: SavedBuckets | None = None  # take up another run's, unless laid out anew
@@ -162,7 +168,8 @@ class BucketPlan:
             return Saving((), self.caps.limits, self.arrival)
         if self._saved is not None:
             return Saving(self._saved.members, self._saved.limits, self.arrival)
-        if self._splits_open and self.settled and self._splits:  # they come with the next step
+        if self._splits.open and self.settled and self._splits.buckets:
+            # The compiler's buckets come with the next step.
             return Saving((), self.caps.limits, self._order or self.arrival)
         return Saving(present, self.caps.limits if self.settled else (), self.arrival)
 
@@ -189,19 +196,8 @@ class BucketPlan:
         Args:
             chosen: ids of the parameters of each split, in the order of backward.
         """
-        if self._steps:
-            return
-        index_of = {id(one.parameter): index for index, one in enumerate(self._parameters)}
-        new = [[index_of[i] for i in split if i in index_of] for split in chosen]
-        # Graphs are compiled in the order of forward, so a later one is earlier in backward. A
-        # shared parameter is ready at its last use in backward.
-        splits = [*new, *self._splits]
-        owner = {index: number for number, split in enumerate(splits) for index in split}
-        own = [
-            [index for index in dict.fromkeys(split) if owner[index] == number]
-            for number, split in enumerate(splits)
-        ]
-        self._splits = [split for split in own if split]
+        if not self._steps:
+            self._splits.take(chosen)
 
     def compare_loaded(self) -> None:
         """Raises unless all ranks go on from the same state, if this rank does from any."""
@@ -230,7 +226,7 @@ class BucketPlan:
             self.stage = Stage.FINAL if final else Stage.FIRST
         self._anew, self._saved, self._order = False, None, order
         split = saved is not None and final  # by the compiler of the run that was saved
-        self._splits_open = self._steps == 0 and not split
+        self._splits.open = self._steps == 0 and not split
         return agreed
 
     @property
@@ -246,32 +242,26 @@ class BucketPlan:
     @property
     def _for_splits(self) -> bool:
         """It is the second step here, in which ranks agree on the compiler's buckets."""
-        return self.settled and self._splits_open and self._steps > 0
+        return self.settled and self._splits.open and self._steps > 0
 
     def _laid_out(self, present: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]]]:
         """New buckets, and the order of gradients by which they are laid out."""
         if self._asked or self._by_arrival:
             return self.arrival, self._arranged(self.arrival)
         order = self._order or self.arrival  # the splits are all that is new
-        return order, self._arranged(order) if self._splits else [list(one) for one in present]
+        if not self._splits.buckets:
+            return order, [list(one) for one in present]
+        return order, self._arranged(order)
 
     def _to_take_up(self) -> SavedBuckets | None:
         """The saved buckets, where they suit."""
         saved = self._saved
-        if saved is None or self._anew or not self._holds(saved):
+        if saved is None or self._anew or not saved.holds(self._parameters, self.group_of):
             return None
         if saved.limits == self.caps.limits:
             return saved
         until_arrival = saved.stage is Stage.FIRST and self.follows_arrival and not self.arrival
         return saved if until_arrival else None
-
-    def _holds(self, saved: SavedBuckets) -> bool:
-        """Whether its buckets hold this model's parameters, and none of different kinds."""
-        dense = [index for index, one in enumerate(self._parameters) if not one.sparse]
-        if sorted(index for one in saved.members for index in one) != dense:
-            return False
-        kinds = kinds_of(self._parameters, self.group_of)
-        return all(len({kinds[index] for index in one}) == 1 for one in saved.members)
 
     def _with_sparse(self, saved: SavedBuckets) -> list[list[int]]:
         sparse = [[index] for index, one in enumerate(self._parameters) if one.sparse]
@@ -281,7 +271,7 @@ class BucketPlan:
         limits = self.caps.limits
         if not order:
             limits = self.caps.initial(rebuilds=self.follows_arrival)
-        splits = [] if self.group_of is not None else self._splits
+        splits = [] if self.group_of is not None else self._splits.buckets
         return arrange(
             self._parameters, limits, order=order or None, group_of=self.group_of, splits=splits
         )

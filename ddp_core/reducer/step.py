@@ -32,6 +32,8 @@ class Step:
     """The accounting of one synchronised step; the next one has a new one."""
 
     expecting: bool = False  # gradients are to be reduced
+    is_open: bool = False  # a backward pass is under way, or has raised
+    is_plain: bool = False  # an arrival is nothing but an arrival
     prepared_in: int = NO_BACKWARD  # the pass in which its forward ran (activation checkpointing)
     recomputed_in: int = NO_BACKWARD  # the pass in which its forward ran once more
     complete: bool = True  # they have been

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-if TYPE_CHECKING:
-    from ddp_core.reducer.flat import FlatBucket
-    from ddp_core.reducer.step import ReducerSettings
+from ddp_core.reducer.held import HeldBucket
+from ddp_core.reducer.step import ReducerSettings
 
 __all__ = ["Usage", "UsedMap"]
 
@@ -118,6 +116,7 @@ class Usage:
             the first step is over.
         never: of a static graph, the parameters whose hook is not called.
         shadowed: the others learned theirs while this rank had no inputs.
+        has_old_marks: a step was abandoned after it had marked what it uses.
     """
 
     def __init__(
@@ -133,6 +132,12 @@ class Usage:
         self.counts: list[int] | None = None
         self.never: list[int] = []
         self.shadowed = False
+        self.has_old_marks = False
+
+    @property
+    def is_static(self) -> bool:
+        """Whether every step uses the same parameters in the same way."""
+        return self._settings.static_graph
 
     @property
     def finds(self) -> bool:
@@ -154,6 +159,11 @@ class Usage:
         """Whether outputs pass through the sink, see :mod:`ddp_core.ddp.sink`."""
         # Without any gradient of its own, a rank would not hear of backward otherwise.
         return self.tracks or (self._settings.static_graph and len(self.never) == self._numel)
+
+    def forget_old_marks(self, without_gradient: Sequence[int]) -> None:
+        """What an abandoned step has used counts only where its gradients were kept."""
+        self.has_old_marks = False
+        self.used.unmark(without_gradient)
 
     def calls(self) -> list[int]:
         """What the hooks' calls of a step count down from; the first one counts up from zero."""
@@ -187,7 +197,7 @@ class Usage:
         return None
 
     def agree_on_needed(
-        self, buckets: Sequence[FlatBucket], unused: Sequence[int]
+        self, buckets: Sequence[HeldBucket], unused: Sequence[int]
     ) -> list[bool] | None:
         """By bucket, whether any rank has a gradient for it; None: all are sent.
 

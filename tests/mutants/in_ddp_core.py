@@ -56,8 +56,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "saved buckets win over a layout that was asked for after loading",
-            "if saved is None or self._anew or not self._holds(saved):",
-            "if saved is None or not self._holds(saved):",
+            "if saved is None or self._anew or not saved.holds(",
+            "if saved is None or not saved.holds(",
             f"{RESUME}::test_our_class_lays_out_by_the_saved_order_of_gradients",
         ),
         (
@@ -68,8 +68,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "a rank that compiles nothing is not asked for buckets",
-            "return self.settled and self._splits_open and self._steps > 0",
-            "return bool(self._splits) and self._splits_open and self._steps > 0",
+            "return self.settled and self._splits.open and self._steps > 0",
+            "return bool(self._splits.buckets) and self._splits.open and self._steps > 0",
             f"{DISTRIBUTED}/test_ddp_compile.py::test_a_rank_without_inputs_joins_a_compiled_model",
         ),
         (
@@ -86,7 +86,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/reducer/reducer.py",
+        "ddp_core/reducer/backward.py",
         (
             "a static graph's gradients count as complete when their first part comes",
             "by_last_call = list(dict.fromkeys(reversed(step.called)))[::-1]",
@@ -95,12 +95,11 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/reducer/in_flight.py",
+        "ddp_core/reducer/shadow.py",
         (
             "a shadowed first step of a static graph counts as one of the others'",
-            "            usage.learn_of_others()\n",
-            "            usage.learn_of_others()\n"
-            "            self.plan.stage = type(self.plan.stage).NEW\n",
+            "        usage.learn_of_others()\n",
+            "        usage.learn_of_others()\n        plan.stage = type(plan.stage).NEW\n",
             f"{DISTRIBUTED}/test_ddp_pairs.py"
             "::test_a_rank_that_is_idle_at_first_rebuilds_with_the_others",
         ),
@@ -205,7 +204,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/reducer/in_flight.py",
+        "ddp_core/reducer/left_alone.py",
         (
             "a parameter that no rank uses is said to have been written",
             "if unused[slot] and not (used.in_views",

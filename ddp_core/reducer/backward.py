@@ -1,0 +1,224 @@
+"""A step's backward pass, as autograd hands it over: gradients that come or will not, and the end.
+
+arrived(i) ... bucket full -> launched in index order -> (hook or all-reduce) -> future
+end of backward -> wait for each bucket in order -> param.grad
+"""
+
+from __future__ import annotations
+
+from ddp_core.exchange.task import clock
+from ddp_core.reducer.accumulators import (
+    NO_BACKWARD,
+    Accumulators,
+    backward_number,
+    call_after_backward,
+    is_nested,
+)
+from ddp_core.reducer.graph_errors import GraphErrors
+from ddp_core.reducer.history import History
+from ddp_core.reducer.in_flight import InFlight
+from ddp_core.reducer.installed import InstalledBuckets
+from ddp_core.reducer.late import LateGradients
+from ddp_core.reducer.plan import BucketPlan
+from ddp_core.reducer.precision import Precision
+from ddp_core.reducer.step import Step
+
+__all__ = ["Backward"]
+
+
+class Backward:
+    """Launches buckets as their gradients come, and ends the step when all have.
+
+    Args:
+        flight: the step under way.
+        installed: where gradients go.
+        plan: is told the order in which they came.
+        history: is told of the step.
+        errors: raises where gradients do not come as agreed.
+        precision: exchanges parameters for low-precision ones, if given.
+    """
+
+    def __init__(
+        self,
+        flight: InFlight,
+        installed: InstalledBuckets,
+        *,
+        plan: BucketPlan,
+        history: History,
+        errors: GraphErrors,
+        precision: Precision | None,
+    ) -> None:
+        self._flight, self._place = flight, installed.place
+        self._parameters, self._usage = flight.parameters, flight.usage
+        self._plan, self._history, self._errors = plan, history, errors
+        self._precision = precision
+        self._opened_in = NO_BACKWARD  # number of the pass that is open
+        self.late = LateGradients(flight.parameters, flight.usage, errors)
+        self.accumulators = Accumulators([one.parameter for one in flight.parameters], self)
+
+    @property
+    def has_raised(self) -> bool:
+        """Whether the step's backward pass began and will not end: it is not the one of now."""
+        return self._flight.step.is_open and self._opened_in != backward_number()
+
+    # ---- gradients
+
+    def arrived(self, index: int) -> None:
+        """The gradient of parameter ``index`` has been accumulated (or turned out undefined)."""
+        step = self._flight.step
+        if step.is_plain:
+            self._mark_ready(step, index)
+            return
+        usage = self._usage
+        if usage.tracks and self._parameters[index].parameter.grad is not None:
+            usage.used.mark(index)
+        if not step.is_open and (step.expecting or self._precision is not None):
+            self._open(step)
+        if not step.expecting:  # no_sync, or a second backward pass without a forward
+            self.late.came(index)
+            return
+        if usage.is_static and not self._is_last_call(step, index):
+            return
+        if not step.unused_marked:
+            self._mark_unused(step)
+        times = self._flight.times_of(self._place[index][0])
+        if times is not None:
+            times.gradient_came(clock())
+        self._mark_ready(step, index)
+
+    def came_elsewhere(self, index: int) -> None:
+        """A gradient for the parameter as it was with full precision: too late for its bucket."""
+        if self._flight.step.expecting and self._flight.is_low:
+            self._errors.full_precision(index)
+
+    def begins(self) -> None:
+        """Called at the start of backward where outputs pass through the sink."""
+        step = self._flight.step
+        if step.expecting and not step.is_open:
+            self._open(step)
+        if step.expecting and not self._usage.learns and not step.unused_marked:
+            self._mark_unused(step)
+
+    def _open(self, step: Step) -> None:
+        """The first gradient of a backward pass, or of a reentrant one within it."""
+        step.is_open = True  # still open at the next forward: it has raised
+        self._opened_in = backward_number()
+        call_after_backward(self._ended)
+        if step.prepared_in == self._opened_in != NO_BACKWARD:
+            # The forward pass ran once more in this backward pass, for activations only: the graph
+            # is that of a forward pass under no_sync.
+            step.expecting, step.complete = False, True
+            self.late.forward_was_recomputed()
+        if not step.expecting:
+            return
+        if self._plan.loaded:
+            self._errors.loaded()
+        self._flight.settle_scale()
+        # Most steps ask nothing of an arrival. That is looked up once here, not per parameter.
+        step.is_plain = step.times is None and not self._usage.tracks and not self._usage.is_static
+
+    def _is_last_call(self, step: Step, index: int) -> bool:
+        """Of a static graph: whether the parameter's hook will not be called again in this step."""
+        if self._usage.counts is None:
+            step.calls[index] += 1
+            step.called.append(index)
+            return False
+        left = step.calls[index] = step.calls[index] - 1
+        if left < 0:
+            self._errors.changed([index], came=True)
+        return left == 0
+
+    def _mark_unused(self, step: Step) -> None:
+        """Parameters that this backward pass will not come to count as arrived."""
+        usage = self._usage
+        step.unused_marked = True
+        if usage.finds:
+            step.unused = self.accumulators.out_of_reach()
+            if usage.has_old_marks:
+                every = enumerate(self._parameters)
+                usage.forget_old_marks([i for i, one in every if one.parameter.grad is None])
+        step.needed = usage.agree_on_needed(self._flight.buckets, step.unused)
+        for index in step.unused:
+            self._mark_ready(step, index)
+
+    def _mark_ready(self, step: Step, index: int) -> None:
+        step.marked.append(index)
+        bucket, copies = self._place[index]
+        if copies is not None:
+            copies.take_large(index, step.scale)
+        bucket.pending -= 1
+        if bucket.pending <= 0:
+            self._flight.launch_ready()
+
+    # ---- the end
+
+    def _ended(self) -> None:
+        step, flight = self._flight.step, self._flight
+        step.is_open = step.is_plain = False
+        if not step.expecting:
+            if self._precision is not None:
+                self._precision.restore()
+            return
+        try:
+            if self._usage.is_static and not self._end_static(step):
+                return
+            if step.launched == len(flight.buckets):
+                self._finish(step)
+        except BaseException:
+            flight.step.is_open = True  # it raises
+            flight.tell_abandoned()
+            raise
+
+    def _end_static(self, step: Step) -> bool:
+        """Whether the pass was the step's whole one, not a reentrant one within it."""
+        launched_all = step.launched == len(self._flight.buckets)
+        if is_nested() and step.prepared_in == NO_BACKWARD and not launched_all:
+            return False
+        if self._usage.learns:
+            self._learn_static_graph(step)
+        elif not launched_all:
+            self._errors.changed(self.missing(), came=False)
+        return True
+
+    def _learn_static_graph(self, step: Step) -> None:
+        """The first step of a static graph: everything is launched now, and counted for later."""
+        usage = self._usage
+        contradictions = usage.learn(step.calls)
+        if contradictions:
+            self._errors.changed(contradictions, came=True)
+        step.unused, step.unused_marked = list(usage.never), True
+        step.needed = usage.agree_on_needed(self._flight.buckets, step.unused)
+        # A parameter that is used several times is ready when its hook is called the last time.
+        by_last_call = list(dict.fromkeys(reversed(step.called)))[::-1]
+        for index in by_last_call + step.unused:
+            self._mark_ready(step, index)
+
+    def _finish(self, step: Step) -> None:
+        """Waits for all buckets in order and writes the averaged gradients."""
+        flight = self._flight
+        step.expecting = False
+        if step.times is not None:
+            step.times.backward_ended = clock()
+        flight.launcher.events.no_more_buckets()
+        if self._precision is not None:
+            self._precision.restore()
+        flight.finish_all()
+        flight.wait_for_futures()
+        if self._usage.finds:
+            step.used = self._usage.used.finish_step()
+        self._land(step)
+
+    def _land(self, step: Step) -> None:
+        unused = set(step.unused)
+        arrived = [index for index in step.marked if index not in unused]
+        self._plan.step_ended(arrived + step.unused)
+        self._history.step_landed(step)
+        step.outcomes = []  # their tensors are not needed any more, the step is kept
+        self._flight.launcher.step += 1
+        self._flight.begin(Step())
+        self.late.step_landed(step)
+        self._flight.launcher.events.step_landed(step.left_alone)
+
+    def missing(self) -> list[int]:
+        """Parameters whose gradients have not come in this step."""
+        return sorted(set(range(len(self._parameters))) - set(self._flight.step.marked))

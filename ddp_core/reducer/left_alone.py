@@ -1,0 +1,65 @@
+"""Parameters that no rank uses in a step, and whose gradients nobody writes to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from ddp_core.reducer.held import HeldBucket
+from ddp_core.reducer.launch import Launcher
+from ddp_core.reducer.step import ReducerSettings
+from ddp_core.reducer.unused import Usage
+
+__all__ = ["LeftAlone"]
+
+
+class LeftAlone:
+    """Finds them for the hook's state, which keeps what it has sent for them.
+
+    A gradient that is its bucket's view has the result, used or not, and is not left alone.
+
+    Args:
+        buckets: of the model, as they are now.
+        launcher: has the hook, whose state may not ask.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[HeldBucket],
+        settings: ReducerSettings,
+        usage: Usage,
+        launcher: Launcher,
+    ) -> None:
+        self._buckets, self._settings = buckets, settings
+        self._usage, self._launcher = usage, launcher
+
+    def in_views(self) -> list[int]:
+        """Parameters whose gradient gets the bucket's result though this rank does not use them.
+
+        The ranks tell each other, for one without inputs (join) cannot see it.
+        """
+        if not (self._settings.as_view and self._launcher.events.wants_left_alone):
+            return []
+        used = self._usage.used
+        return [
+            index
+            for bucket in self._buckets
+            for slot, index in enumerate(bucket.members)
+            if not used.is_used(index) and bucket.is_in_view(slot)
+        ]
+
+    def within(self, bucket: HeldBucket, unused: Sequence[bool] | None) -> list[nn.Parameter]:
+        """Those of one bucket.
+
+        Args:
+            unused: by slot, whether no rank uses the parameter; None: all are in use.
+        """
+        if unused is None or not self._launcher.events.wants_left_alone:
+            return []
+        finds, used = self._usage.finds, self._usage.used
+        return [
+            bucket.parameters[slot]
+            for slot, index in enumerate(bucket.members)
+            if unused[slot] and not (used.in_views(index) if finds else bucket.is_in_view(slot))
+        ]
