@@ -133,7 +133,7 @@ MUTANTS: list[Mutant] = [
         "commhooks/schemes/powersgd.py",
         (
             "PowerSGD keeps the difference to the mean, not to its own share",
-            "sent = (left, own if second.sent is None else second.sent)",
+            "sent = (left, own_q if second.sent is None else second.sent)",
             "sent = (left, q)",
             f"{LOW_RANK}::test_powersgd",
         ),
