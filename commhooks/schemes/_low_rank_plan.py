@@ -137,19 +137,19 @@ class Plan:
 @lru_cache(maxsize=1024)
 def plan_bucket(layout: Layout, rank: int, min_compression_rate: float) -> Plan:
     """Returns the plan of a bucket, computed once per layout and settings."""
-    entries: list[tuple[int, int, int, int]] = []
+    compressed: list[tuple[int, int, int, int]] = []
     names: list[str] = []
     dense: list[tuple[int, int]] = []
     for name, shape, begin in zip(layout.names, layout.shapes, layout.offsets, strict=False):
         used = compressed_rank(shape, rank, min_compression_rate)
         if used:
-            entries.append((begin, *as_matrix(shape), used))
+            compressed.append((begin, *as_matrix(shape), used))
             names.append(name)
         elif shape.numel():
             dense.append((begin, begin + shape.numel()))
-    factors = Layout(names, [(used, columns) for _, _, columns, used in entries])
+    factors = Layout(names, [(used, columns) for _, _, columns, used in compressed])
     tails, tail_numel = _tails(dense)
-    return Plan(Matrices(entries), tails, factors, tail_numel)
+    return Plan(Matrices(compressed), tails, factors, tail_numel)
 
 
 def _pieces(views: list[Tensor], flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -213,7 +213,7 @@ MUTANTS: list[Mutant] = [
         "commhooks/schemes/hierarchical.py",
         (
             "what a node loses is one rank's share",
-            "            lost.mul_(float(local))\n",
+            "            error.mul_(float(local))\n",
             "            pass\n",
             f"{FEEDBACK}::test_sdp4bit",
         ),
