@@ -1,15 +1,16 @@
 """Gradient communication hooks with compression for PyTorch data-parallel training.
 
-Names for every day are here. Further schemes are in :mod:`commhooks.schemes`, what goes around them
-in :mod:`commhooks.wrappers`, tools of research in :mod:`commhooks.research`, parts for authors of
+The names of daily use are here. Further schemes are in :mod:`commhooks.schemes`, wrappers in
+:mod:`commhooks.wrappers`, research tools in :mod:`commhooks.research`, base classes for authors of
 packed codecs in :mod:`commhooks.core`, exceptions in :mod:`commhooks.errors`. The names of
-PyTorch's own hooks are in :mod:`commhooks.classic`, and importable from here.
+PyTorch's own hooks are in :mod:`commhooks.classic`, and can be imported from here.
 """
 
 from commhooks import ddp_comm_hooks, errors, optim, schemes, wrappers
 from commhooks._version import __version__
 
-# PyTorch's names, as torch.distributed.algorithms.ddp_comm_hooks has them.
+# PyTorch's names, as torch.distributed.algorithms.ddp_comm_hooks has them: a script that imports
+# them from there runs after a change of the import. They are not in __all__, which is the API here.
 from commhooks.classic import (
     PostLocalSGDState as PostLocalSGDState,
 )

@@ -1,4 +1,4 @@
-"""Errors users meet; every message names the call, the rule, what came and what to do."""
+"""Exceptions of ``commhooks``; messages name the call, the rule, what came and what to do."""
 
 from ddp_core import (
     CollectiveError,
@@ -29,28 +29,28 @@ __all__ = [
 
 
 class RegistrationError(Error, RuntimeError):
-    """A hook cannot be registered here, or not again."""
+    """Raised when a hook cannot be registered here, or not a second time."""
 
 
 class HookNotAttachedError(Error, RuntimeError):
-    """A hook that the model lists does not run."""
+    """Raised when a hook that is registered does not take part in the backward pass."""
 
 
 class UnknownSchemeError(Error, ValueError):
-    """No scheme of that name is registered."""
+    """Raised when no scheme of the given name is registered."""
 
 
 class OptionError(Error, TypeError, ValueError):
-    """A scheme does not take that option, or not that value of it."""
+    """Raised when a scheme does not take an option, or not the value that was given."""
 
 
 class SchemeError(Error, RuntimeError):
-    """A scheme broke its contract (wrong shape, dtype or type of result)."""
+    """Raised when a scheme breaks its contract: a wrong shape, dtype or type of result."""
 
 
 class PayloadError(Error, ValueError):
-    """Received bytes do not decode."""
+    """Raised when received bytes cannot be decoded."""
 
 
 class CheckpointError(Error, RuntimeError):
-    """A saved state cannot be loaded here; nothing was changed."""
+    """Raised when a saved state cannot be loaded here; the hook stays as it was."""

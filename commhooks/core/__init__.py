@@ -1,4 +1,4 @@
-"""What schemes are made of: buckets, slots, traits, memory, the registry."""
+"""Parts of schemes: buckets, slots, traits, memory, the registry."""
 
 from commhooks.core.bucket import Bucket, Result, SchemeExchange
 from commhooks.core.layout import Layout

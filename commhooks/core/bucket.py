@@ -1,4 +1,4 @@
-"""``Bucket``: what a scheme is given, and ``Result``: what it returns."""
+"""Defines ``Bucket``, the argument of a scheme's exchange, and ``Result``, its return value."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ __all__ = ["Bucket", "Result", "SchemeExchange", "nan_unless"]
 
 
 class Result(NamedTuple):
-    """What one exchange of a bucket gave.
+    """Holds the result of one exchange of a bucket on one rank.
 
     Attributes:
-        mean: flat averaged gradient, the same bits on every rank.
-        sent: what this rank's share decoded to, flat; the mean of it over ranks is ``mean``.
-            None: everything was sent.
-        unsent: ``gradient - sent``, where the scheme computed it cheaper than by subtracting.
-        finite: one bool, the same on every rank; None where the scheme did not look.
+        mean: flat averaged gradient; the same bits on every rank unless ``traits.agrees`` is False.
+        sent: flat tensor that this rank's contribution decodes to; the mean of ``sent`` over ranks
+            is ``mean``. None: ``gradient - unsent``, or the whole gradient where that is None, too.
+        unsent: flat, ``gradient - sent``; None where the scheme leaves the subtraction to
+            :meth:`Bucket.completed`.
+        finite: one bool, whether the bucket is finite on all ranks; the same on every rank. None:
+            the scheme did not check.
     """
 
     mean: Tensor
@@ -45,25 +47,23 @@ _ATTRIBUTES |= {"rank", "world_size"}
 
 
 class Bucket(StepInfo):
-    """One bucket of one step on one rank: gradient, residual, memory, ranks, random bits.
+    """Holds one bucket in one step on one rank: gradient, residual, memory, ranks, random bits.
 
-    A scheme that reads ``gradient`` needs nothing else: error feedback has been added to it. A
-    scheme whose kernels add the residual in the pass that encodes reads ``raw`` and ``residual``,
-    writes ``unsent``, and returns it in its result.
+    Most schemes read ``gradient``, which includes the residual of error feedback. A scheme whose
+    kernels add the residual in the pass that encodes reads ``raw`` and ``residual`` instead, writes
+    ``unsent``, and returns it in its result.
 
     Attributes:
-        raw: flat gradient of this rank alone. May be overwritten where ``unsent`` is None, or where
-            it is ``output``.
+        raw: flat gradient of this rank, without the residual. A scheme may overwrite ``raw`` where
+            ``unsent`` is None, or where ``raw`` is ``output``.
         output: flat tensor in the gradient's dtype that may take the mean; may be ``raw`` itself.
-        residual: float32, or float64 if the gradient is, flat: what earlier steps have not sent.
-            None: nothing.
-        unsent: like ``residual``: the place for what this step does not send. None: there is no
-            feedback around the scheme, so its result may leave out ``sent`` and ``unsent``.
+        residual: flat, float32 (float64 if the gradient is), kept from earlier steps; or None.
+        unsent: flat, like ``residual``; takes what this step does not send. None: no feedback is
+            around the scheme, so its result may leave out ``sent`` and ``unsent``.
         memory, step, rank, world_size, seed: see :class:`commhooks.core.StepInfo`.
 
     Args:
-        layout: parameter names and shapes in the flat gradient; a function is called when they are
-            first asked for.
+        layout: parameter names and shapes; or a function for them, called at the first use.
         output: ``raw`` by default.
 
     Example:
@@ -90,7 +90,9 @@ class Bucket(StepInfo):
         self.raw, self.residual, self.unsent = raw, residual, unsent
         self.output = raw if output is None else output
         self._layout = layout
-        self._sum: list[Tensor] = []  # gradient and residual together, once they were asked for
+        # Gradient plus residual, once computed. A list, since copies by ``replace`` share it: the
+        # sum is computed once, whichever of the copies reads it first.
+        self._sum: list[Tensor] = []
         self._check()
 
     def _check(self) -> None:
@@ -98,10 +100,9 @@ class Bucket(StepInfo):
             raise ValueError("Bucket(residual=...) needs unsent=..., a place for the new residual")
 
     def replace(self, **changes: Any) -> Bucket:
-        """The same bucket with other attributes.
+        """Returns a copy of the bucket with some attributes replaced; tensors are shared.
 
-        A wrapper that gives its scheme another ``raw``, ``residual`` or ``unsent`` says itself what
-        was not sent, see :meth:`completed`.
+        A wrapper that replaces ``raw``, ``residual`` or ``unsent`` returns its own ``unsent``.
         """
         unknown = changes.keys() - _ATTRIBUTES
         if unknown:
@@ -111,7 +112,7 @@ class Bucket(StepInfo):
             )
         other = copy.copy(self)
         if changes.keys() & {"raw", "residual", "unsent"}:
-            other._sum = []
+            other._sum = []  # another sum: no longer shared
         if "layout" in changes:
             other._layout = changes.pop("layout")
         for name, value in changes.items():
@@ -119,14 +120,14 @@ class Bucket(StepInfo):
         other._check()
         return other
 
-    # ---- what is to be averaged
+    # ---- the gradient, and the tensors that are kept
 
     @property
     def gradient(self) -> Tensor:
-        """Flat gradient, the residual included.
+        """Returns the flat gradient, the residual included.
 
-        Where there is a residual, reading this writes the sum into ``unsent``: it is valid until
-        something else is written there.
+        Where there is a residual, the first reading writes the sum into ``unsent``; the sum is
+        valid until something else is written there.
         """
         if self.residual is None:
             return self.raw
@@ -136,13 +137,14 @@ class Bucket(StepInfo):
 
     @property
     def layout(self) -> Layout:
-        """Parameter names and shapes in the flat gradient."""
+        """Returns the parameter names and shapes in the flat gradient."""
+        # Looked up at the first use: many schemes never ask which parameters a bucket holds.
         if not isinstance(self._layout, Layout):
             self._layout = self._layout()
         return self._layout
 
     def read(self, slot: Slot) -> Tensor:
-        """The committed values of ``slot``, flat, one after another; do not write into the tensor.
+        """Returns the committed values of ``slot`` of all parameters, flat; do not modify in place.
 
         A parameter without a value begins with the slot's initial one.
         """
@@ -153,61 +155,66 @@ class Bucket(StepInfo):
             dtype=dtype,
             initial=lambda name, shape: slot.initial(name, shape, self),
         )
-        return flat.to(dtype)
+        return flat.to(dtype)  # memory keeps the dtype in which values were written
 
     def write(self, slot: Slot, values: Tensor) -> None:
-        """Stages new values of ``slot``; they count from the next step on, if this one is good."""
+        """Stages new values of ``slot``: committed after the step, if all buckets are finite."""
         if values.device.type != "cpu":
-            self.read(slot)  # a bad step, which only the device knows of, goes back to these
+            # Only the GPU knows whether the step is finite: its commit chooses between old and new
+            # values, so old ones have to exist, in the first step, too.
+            self.read(slot)
         self.memory.write(slot.key, slot.layout(self.layout), values.view(-1))
 
     def scratch(self, slot: Slot, like: Tensor) -> Tensor:
-        """A flat tensor for new values of ``slot``; its contents are undefined."""
+        """Returns a flat tensor for new values of ``slot``; its contents are undefined."""
         return self.memory.scratch(slot.key, slot.layout(self.layout), like)
 
     @property
     def wide_dtype(self) -> torch.dtype:
-        """The dtype of sums of gradients: float32, or float64 if the gradient is."""
+        """Returns the dtype of sums of gradients: float32, or float64 if the gradient is."""
         return torch.promote_types(self.raw.dtype, torch.float32)
 
     # ---- random bits
 
     def with_draws(self, purpose: str) -> Bucket:
-        """The same bucket with random bits of its own."""
-        return self.replace(seed=number_of(f"{self.seed}/{purpose}") >> 1)
+        """Returns a copy of the bucket whose random bits are keyed by ``purpose``, too."""
+        return self.replace(seed=number_of(f"{self.seed}/{purpose}") >> 1)  # 63 bits: fit int64
 
     def random(self, purpose: str, *, shared: bool) -> RandomBits:
-        """Random bits for kernels, on the gradient's device: of this bucket, step and purpose.
+        """Returns random bits for kernels, keyed by bucket, step, ``purpose`` and rank.
 
         Args:
-            purpose: tells apart streams of one bucket.
-            shared: the same on every rank.
+            purpose: tells apart the streams of one bucket in one step.
+            shared: leaves out the rank: the same bits on every rank.
         """
+        # The first parameter names the bucket: bucket numbers change when DDP rebuilds buckets.
         text = f"{self.layout.names[0]}/{purpose}/{'shared' if shared else self.rank}"
         step = torch.full((), self.step, dtype=torch.int64, device=self.raw.device)
         return RandomBits(self.seed, step, number=number_of(text) >> 33)
 
-    # ---- what several schemes do
+    # ---- parts of an exchange that schemes share
 
     def all_reduce(self) -> SchemeExchange:
         """Averages the bucket by one all-reduce, in the dtype of ``raw``."""
         gradient, dtype = self.gradient, self.raw.dtype
+        # The collective works in place, and feedback subtracts from the gradient afterwards.
         payload = gradient.to(dtype, copy=self.unsent is not None)
-        # What is kept is float32: feedback gets what rounding the sum to 16 bits has lost.
+        # With a residual the sum is float32: feedback keeps the error of rounding it to 16 bits.
         sent = None if gradient.dtype == dtype else payload.clone()
         request = AllReduce(payload)
         mean = yield request
         if mean.dtype != self.output.dtype:
             mean = self.output.copy_(mean)
+        # A cast around the scheme rounds what travels, and notes the rounded share in the request.
         result = Result(mean, sent=sent if request.sent is None else request.sent)
         return result if self.unsent is None else self.completed(result)
 
     def completed(self, result: Result) -> Result:
-        """Completes a result: ``unsent`` is computed from ``sent`` where the scheme left it out."""
+        """Completes a result: computes ``unsent`` from ``sent`` where the scheme left it out."""
         mean, sent, unsent, finite = result
         assert self.unsent is not None, "nobody asks for what is not sent"
-        if mean.data_ptr() == self.unsent.data_ptr():  # averaged where the gradient was
-            mean = mean.clone()
+        if mean.data_ptr() == self.unsent.data_ptr():
+            mean = mean.clone()  # averaged in place of the gradient, in ``unsent``, written below
         if unsent is None:
             if self.residual is not None and not self._sum:
                 raise SchemeError(
@@ -225,20 +232,25 @@ class Bucket(StepInfo):
         """Returns the bucket that kernels take: a float64 gradient is rounded to float32."""
         if self.raw.dtype != torch.float64:
             return self
-        raw = self.gradient.float()
+        raw = self.gradient.float()  # the residual is added in float64, before rounding
         unsent = None if self.unsent is None else torch.empty_like(raw)
         return self.replace(raw=raw, residual=None, unsent=unsent, output=torch.empty_like(raw))
 
     def result_of(self, inside: Bucket) -> Result:
-        """The result, once ``inside`` (:meth:`in_float32`) has its output and what is not sent."""
+        """Returns the result, given ``inside`` of :meth:`in_float32` with output and unsent."""
         if inside is not self:
             if self.unsent is not None and inside.unsent is not None:
-                # Feedback gets what rounding to float32 has lost, too.
+                # Feedback keeps the error of rounding to float32, too.
                 torch.sub(self.gradient, inside.raw, out=self.unsent).add_(inside.unsent)
             self.output.copy_(inside.output)
         return Result(self.output, unsent=self.unsent)
 
 
 def nan_unless(finite: Tensor) -> Tensor:
-    """0 if finite, else NaN: added to a factor, it makes every entry of the product NaN."""
+    """Returns 0 if ``finite``, else NaN: added to a factor, makes every entry of the product NaN.
+
+    Args:
+        finite: one bool.
+    """
+    # A value to add, not a branch: reading the flag on the host would wait for a GPU.
     return torch.where(finite, 0.0, float("nan"))

@@ -1,4 +1,8 @@
-"""``Dense``: the exchange that every wrapper falls back on."""
+"""Defines ``Dense``, the plain all-reduce.
+
+It is here and not in ``commhooks.schemes`` because schedules run it by default, and wrappers import
+no schemes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``Layout``: which parameters a flat tensor holds."""
+"""Defines ``Layout``, the names and shapes of the parameters in a flat tensor."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["Layout"]
 
 
 class Layout:
-    """Which parameters a flat tensor holds, in order.
+    """Describes which parameters a flat tensor holds, in order.
 
     Args:
         names: parameter names.
-        shapes: the shape each occupies in the flat tensor.
+        shapes: the shape of each parameter in the flat tensor.
     """
 
     __slots__ = ("_hash", "_scalars", "names", "numel", "offsets", "shapes", "sizes")
@@ -27,12 +27,14 @@ class Layout:
         self.sizes = tuple(shape.numel() for shape in self.shapes)
         self.offsets = (0, *accumulate(self.sizes))
         self.numel = self.offsets[-1]
+        # Layouts are keys of memory and of cached plans, looked up several times per bucket and
+        # step: names and shapes are hashed once, and derived layouts are kept.
         self._hash = hash((self.names, self.shapes))
         self._scalars: Layout | None = None
 
     @property
     def scalars(self) -> Layout:
-        """The layout of one number per parameter."""
+        """Returns the layout of one number per parameter."""
         if self._scalars is None:
             self._scalars = Layout(self.names, [()] * len(self))
         return self._scalars
@@ -53,10 +55,10 @@ class Layout:
         return f"Layout({len(self)} parameters, {self.numel} entries)"
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Views into ``flat``, one per parameter, in its shape."""
+        """Returns views into ``flat``, one per parameter, in the shape of the parameter."""
         parts = flat.split(self.sizes)
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def pick(self, positions: Sequence[int]) -> Layout:
-        """The layout of some of the parameters, in the order given."""
+        """Returns the layout of the parameters at ``positions``, in the order given."""
         return Layout([self.names[i] for i in positions], [self.shapes[i] for i in positions])

@@ -1,10 +1,12 @@
-"""Packed codecs: payloads of a fixed number of bytes, and the two ways to exchange them.
+"""Defines packed codecs: payloads of a fixed number of bytes, and two patterns to exchange them.
 
-- **all-gather**: every rank gets every payload; one rounding, ``n - 1`` payloads received.
-- **two-phase**: rank r gets everyone's payload of shard r, sums it in float32, packs the mean again
-  and sends it to all; two roundings, two payloads received, however many ranks there are.
+- **all-gather**: every rank receives the payloads of all n ranks; one rounding, ``n - 1`` payloads
+  received.
+- **two-phase**: rank r receives all payloads of shard r, sums them in float32, packs the mean and
+  sends it to all ranks; two roundings, ``2 (n - 1) / n`` payloads received.
 
-Never is a partial sum rounded again on a ring: the error would grow with the number of ranks.
+No pattern rounds partial sums along a ring: the error would grow with the number of ranks. Figures
+are in ``docs/design/schemes.md``.
 """
 
 from __future__ import annotations
@@ -36,50 +38,59 @@ Rounds = Generator[Collective, Tensor, None]
 
 
 class Randomness:
-    """Random streams of one payload, made when they are asked for.
+    """Provides the random streams of one payload; each is made at its first use.
 
     Attributes:
-        noise: for stochastic rounding; of this rank and phase alone.
+        noise: for stochastic rounding; differs between ranks and phases.
         shared: the same on every rank and in both phases.
-        per_phase: the same on every rank, and another in each phase.
-        bucket: for other draws, from ``bucket.generator``; of this phase.
+        per_phase: the same on every rank, different in each phase.
+        bucket: for other draws, by ``bucket.generator``; different in each phase.
+
+    Args:
+        bucket: keys the streams, together with its step and rank.
+        shard: index of the shard that the payload is of.
+        phase: "worker" for payloads of ranks, "server" for those of means.
+        purpose: tells apart the exchanges of one bucket, as inside and between nodes.
     """
 
     def __init__(self, bucket: Bucket, shard: int, phase: str, purpose: str = "") -> None:
-        self._whole, self._place, self._again = bucket, (shard, purpose), phase != "worker"
-        self._shard, self._phase = f"{purpose}{shard}", f"{purpose}{phase}/{shard}"
+        self._bucket, self._shard, self._purpose = bucket, shard, purpose
+        self._in_second_phase = phase != "worker"
+        self._shard_key, self._phase_key = f"{purpose}{shard}", f"{purpose}{phase}/{shard}"
 
     @property
     def first(self) -> Randomness:
-        """What the payloads that arrive in the first phase were packed with."""
-        shard, purpose = self._place
-        return Randomness(self._whole, shard, "worker", purpose)
+        """Returns the streams by which payloads of the first phase were packed."""
+        return Randomness(self._bucket, self._shard, "worker", self._purpose)
 
     @cached_property
     def noise(self) -> RandomBits:
-        return self._whole.random(self._phase, shared=False)
+        # Not shared: rounding errors of different ranks have to be independent to average out.
+        return self._bucket.random(self._phase_key, shared=False)
 
     @cached_property
     def shared(self) -> RandomBits:
-        return self._whole.random(self._shard, shared=True)
+        return self._bucket.random(self._shard_key, shared=True)
 
     @cached_property
     def per_phase(self) -> RandomBits:
-        return self._whole.random(self._phase, shared=True) if self._again else self.shared
+        key = self._phase_key if self._in_second_phase else self._shard_key
+        return self._bucket.random(key, shared=True)
 
     @cached_property
     def bucket(self) -> Bucket:
-        # What feedback keeps is not a codec's: it is given what to encode.
-        return self._whole.with_draws(self._phase).replace(residual=None, unsent=None)
+        # A codec encodes what its ``Piece`` holds: a residual in the bucket would count twice.
+        return self._bucket.with_draws(self._phase_key).replace(residual=None, unsent=None)
 
 
 class Piece(NamedTuple):
-    """A stretch of a bucket that becomes one payload.
+    """Holds a contiguous part of a bucket that becomes one payload.
 
     Attributes:
-        x: float32, float16 or bfloat16, flat.
-        residual: float32, as many entries: to be added to ``x``.
-        unsent: float32, as many entries: takes ``x + residual`` less what the payload stands for.
+        x: flat, float32, float16 or bfloat16.
+        residual: float32, as many entries as ``x``; to be added to ``x``. None: nothing.
+        unsent: float32, as many entries as ``x``; takes ``x + residual`` minus the decoded payload.
+            None: nobody keeps it.
     """
 
     x: Tensor
@@ -88,21 +99,22 @@ class Piece(NamedTuple):
 
     @classmethod
     def of(cls, bucket: Bucket) -> Piece:
-        """The whole bucket."""
+        """Returns the whole bucket as one piece."""
         return cls(bucket.raw, bucket.residual, bucket.unsent)
 
     @property
     def corrected(self) -> Tensor:
-        """``x + residual`` in float32; may be ``x`` itself."""
+        """Returns ``x + residual`` in float32; may be ``x`` itself."""
         return self.x.to(torch.float32) if self.residual is None else self.x + self.residual
 
     def part(self, begin: int, end: int) -> Piece:
-        """Some of the entries."""
-        return Piece(*(None if one is None else one[begin:end] for one in self))  # type: ignore[arg-type]
+        """Returns the entries from ``begin`` to ``end``; views."""
+        parts = [None if tensor is None else tensor[begin:end] for tensor in self]
+        return Piece(*parts)  # type: ignore[arg-type]
 
 
 class Shard(NamedTuple):
-    """The part of a bucket that one rank sums, and the bytes of its payload."""
+    """Describes the part of a bucket that one rank sums: first and last entry, payload bytes."""
 
     begin: int
     end: int
@@ -112,8 +124,9 @@ class Shard(NamedTuple):
 class PackedCodec(Scheme):
     """A codec whose payload of n entries is a fixed number of bytes, a multiple of 16.
 
-    Subclasses implement ``payload_bytes``, ``pack`` and ``unpack``; ``repack`` where one pass does
-    better. Entries are float32 (float64 gradients are rounded; feedback gets the difference).
+    Subclasses implement ``payload_bytes``, ``pack`` and ``unpack``, and ``repack`` where a single
+    pass is faster. Sums are float32; a float64 gradient is rounded to float32 before it is packed,
+    and feedback keeps the rounding error.
 
     Attributes:
         pattern: "two_phase" or "all_gather".
@@ -123,12 +136,12 @@ class PackedCodec(Scheme):
 
     @property
     def granularity(self) -> int:
-        """Entries that cannot be divided; shards are multiples of it."""
+        """Returns the entries that are encoded together: shards are multiples of them."""
         return 1
 
     @property
     def error(self) -> ErrorKind:
-        """The error of the mean, see :class:`commhooks.Traits`."""
+        """Returns the error of the mean, see :class:`commhooks.Traits`."""
         return Exact()
 
     @property
@@ -136,21 +149,21 @@ class PackedCodec(Scheme):
         return Traits(rounds=2 if self.pattern == "two_phase" else 1, error=self.error)
 
     def payload_bytes(self, n: int) -> int:
-        """Bytes of the payload of ``n`` entries."""
+        """Returns the number of bytes of the payload of ``n`` entries."""
         raise NotImplementedError
 
     def pack(self, piece: Piece, payload: Tensor, random: Randomness) -> None:
-        """Writes the payload of a piece of the bucket, and to ``piece.unsent`` what it leaves out.
+        """Writes the payload of a piece of the bucket, and its error to ``piece.unsent``.
 
         Args:
-            piece: entries, and their residual.
-            payload: uint8, ``payload_bytes(piece.x.numel())`` of them.
-            random: random bits of this payload.
+            piece: entries and their residual.
+            payload: uint8, ``payload_bytes(piece.x.numel())`` entries; written.
+            random: random streams of this payload.
         """
         raise NotImplementedError
 
     def unpack(self, payloads: Tensor, out: Tensor, random: Randomness, factor: float) -> None:
-        """Writes the sum of what the rows of ``payloads`` stand for, times ``factor``."""
+        """Writes the sum of the decoded rows of ``payloads``, times ``factor``, to ``out``."""
         raise NotImplementedError
 
     def repack(
@@ -162,13 +175,13 @@ class PackedCodec(Scheme):
         factor: float,
         unsent: Tensor | None = None,
     ) -> None:
-        """``unpack``, then ``pack``: the middle of the two-phase exchange."""
+        """Unpacks the sum of ``payloads`` and packs it: the middle of the two-phase exchange."""
         total = torch.empty(n, dtype=torch.float32, device=payload.device)
         self.unpack(payloads, total, random.first, factor)
         self.pack(Piece(total, None, unsent), payload, random)
 
     def is_worthwhile(self, n: int, dense_bytes: int, world_size: int) -> bool:
-        """Whether sending the payload of ``n`` entries, which is smaller, beats an all-reduce."""
+        """Whether sending payloads beats an all-reduce; asked only where payloads are smaller."""
         return True
 
     # ---- how payloads travel
@@ -177,6 +190,7 @@ class PackedCodec(Scheme):
         n, world_size = bucket.raw.numel(), bucket.world_size
         shards = self.shards(n, world_size if self.pattern == "two_phase" else 1)
         dense_bytes = bucket.raw.nbytes
+        # Short and empty shards count as full ones: all rows of a message have the same length.
         small = len(shards) * shards[0].nbytes < dense_bytes
         if not (small and self.is_worthwhile(n, dense_bytes, world_size)):
             return (yield from bucket.all_reduce())
@@ -188,11 +202,14 @@ class PackedCodec(Scheme):
         return bucket.result_of(inside)
 
     def shards(self, n: int, count: int) -> list[Shard]:
-        """``n`` entries in ``count`` shards, equal multiples of the unit; the last may be short."""
+        """Cuts ``n`` entries into ``count`` shards, equal multiples of the granularity.
+
+        The last shards may be short or empty.
+        """
         return self.to_shards(spans(n, count, self.granularity))
 
     def to_shards(self, parts: Sequence[tuple[int, int]]) -> list[Shard]:
-        """Shards of these begins and ends."""
+        """Returns the shards with these begins and ends."""
         return [Shard(begin, end, self.payload_bytes(end - begin)) for begin, end in parts]
 
     def _all_gather(self, bucket: Bucket) -> Rounds:
@@ -204,13 +221,16 @@ class PackedCodec(Scheme):
         self.unpack(gathered, bucket.output, draw, 1.0 / bucket.world_size)
 
     def _two_phase(self, bucket: Bucket, shards: list[Shard]) -> Rounds:
+        # Phase 1: rank r receives shard r of every rank.
         draws = [Randomness(bucket, r, "worker") for r in range(len(shards))]
         rows = self.pack_shards(Piece.of(bucket), shards, draws)
         received = yield AllToAll(rows)
-        again = self.repack_shard(
+        # Phase 2: every rank receives the packed mean of every shard. All ranks decode the same
+        # bytes, also the rank that packed them: the mean has the same bits on every rank.
+        packed = self.repack_shard(
             received, shards, bucket.rank, bucket, bucket.unsent, bucket.world_size
         )
-        gathered = yield AllGather(again)
+        gathered = yield AllGather(packed)
         draws = [Randomness(bucket, r, "server") for r in range(len(shards))]
         self.unpack_shards(gathered, bucket.output, shards, draws)
 
@@ -220,7 +240,8 @@ class PackedCodec(Scheme):
         shards: list[Shard],
         draws: list[Randomness],
     ) -> Tensor:
-        """A row of bytes for each shard of a piece, all of one length."""
+        """Packs each shard of a piece into a row of bytes; all rows have the same length."""
+        # Zeros: the end of a short shard's row travels, too, and is to be the same in every run.
         rows = piece.x.new_zeros(len(shards), shards[0].nbytes, dtype=torch.uint8)
         for (begin, end, nbytes), row, draw in zip(shards, rows, draws, strict=True):
             if begin < end:
@@ -231,38 +252,48 @@ class PackedCodec(Scheme):
         self,
         received: Tensor,
         shards: list[Shard],
-        own: int,
+        index: int,
         bucket: Bucket,
         unsent: Tensor | None,
         weight: int,
         purpose: str = "",
     ) -> Tensor:
-        """The bytes of the mean of what came of shard ``own``.
+        """Packs the mean of the payloads of one shard, received from several ranks.
 
-        What that mean lost is this rank's to send, as ``weight`` times as much of its own share,
-        and is added to ``unsent``.
+        Args:
+            received: uint8, a row per rank.
+            shards: all shards.
+            index: the shard that was received.
+            bucket: keys the random streams.
+            unsent: takes ``weight`` times the error of packing the mean.
+            weight: the number of ranks that the mean is of. No other rank knows the error, so this
+                one sends it later; in the mean its gradient counts one ``weight``-th.
+            purpose: see :class:`Randomness`.
         """
-        begin, end, nbytes = shards[own]
-        again = received.new_zeros(shards[0].nbytes)
+        begin, end, nbytes = shards[index]
+        packed = received.new_zeros(shards[0].nbytes)
         if begin < end:
-            lost = None if unsent is None else torch.empty_like(unsent[begin:end])
-            draw = Randomness(bucket, own, "server", purpose)
+            error = None if unsent is None else torch.empty_like(unsent[begin:end])
+            draw = Randomness(bucket, index, "server", purpose)
             rows = received[:, :nbytes].contiguous()
-            self.repack(rows, again[:nbytes], end - begin, draw, 1.0 / len(rows), lost)
-            if unsent is not None and lost is not None:
-                unsent[begin:end].add_(lost, alpha=float(weight))
-        return again
+            self.repack(rows, packed[:nbytes], end - begin, draw, 1.0 / len(rows), error)
+            if unsent is not None and error is not None:
+                unsent[begin:end].add_(error, alpha=float(weight))
+        return packed
 
     def unpack_shards(
         self, rows: Tensor, out: Tensor, shards: list[Shard], draws: list[Randomness]
     ) -> None:
-        """Writes what the rows of the second phase stand for, shard after shard."""
+        """Decodes the rows of the second phase into ``out``, shard after shard."""
         for (begin, end, nbytes), row, draw in zip(shards, rows, draws, strict=True):
             if begin < end:
                 self.unpack(row[None, :nbytes], out[begin:end], draw, 1.0)
 
 
 def spans(n: int, count: int, unit: int) -> list[tuple[int, int]]:
-    """Where ``count`` equal multiples of ``unit`` cut ``n`` entries; the last may be short."""
-    each = -(-n // (count * unit)) * unit
-    return [(min(i * each, n), min((i + 1) * each, n)) for i in range(count)]
+    """Returns begin and end of ``count`` spans of ``n`` entries, equal multiples of ``unit``.
+
+    The last spans may be short or empty.
+    """
+    length = -(-n // (count * unit)) * unit
+    return [(min(i * length, n), min((i + 1) * length, n)) for i in range(count)]

@@ -1,4 +1,4 @@
-"""Schemes by name."""
+"""Registers schemes by name, and builds them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ F = TypeVar("F", bound=Factory)
 
 _factories: dict[str, Factory] = {}
 
-# What options are called elsewhere, in torch's hooks above all, and what there is instead.
+# Names of options in other libraries, torch's hooks above all, and what replaces each here.
 _ELSEWHERE = {
     "matrix_approximation_rank": "it is called rank here",
     "start_powerSGD_iter": "it is called start_step here",
@@ -38,13 +38,13 @@ _ELSEWHERE = {
 
 
 def register_scheme(*scheme_names: str) -> Callable[[F], F]:
-    """Makes a scheme class (or a function that returns a scheme) available by name.
+    """Makes a scheme class, or a function that returns a scheme, available by name.
 
-    A function's arguments are checked by their annotations from then on.
+    From then on, the arguments of a function are checked against their annotations.
 
     Raises:
-        ValueError: no name, or one that is taken.
-        TypeError: a name that is no string, or something that makes no scheme.
+        ValueError: no name was given, or a name is taken.
+        TypeError: a name is no string, or the decorated object makes no scheme.
 
     Example:
         >>> @register_scheme("first_bit")
@@ -74,25 +74,26 @@ def register_scheme(*scheme_names: str) -> Callable[[F], F]:
                 raise ValueError(
                     f"register_scheme({name!r}): the name is taken by {_factories[name]}"
                 )
-        made: Any = factory if is_class else checked(factory)
+        # The fields of a class are checked by ``Scheme`` itself.
+        registered: Any = factory if is_class else checked(factory)
         for name in scheme_names:
-            _factories[name] = made
-        found: F = made
-        return found
+            _factories[name] = registered
+        decorated: F = registered
+        return decorated
 
     return decorate
 
 
 def scheme_names() -> list[str]:
-    """The names of all registered schemes, sorted."""
+    """Returns the names of all registered schemes, sorted."""
     return sorted(_factories)
 
 
 def factory_of(name: str) -> Factory:
-    """The class or the function that makes the scheme of that name.
+    """Returns the class or the function that makes the scheme of that name.
 
     Raises:
-        UnknownSchemeError: no such name; suggests the nearest.
+        UnknownSchemeError: no scheme has that name; the message suggests the nearest.
     """
     factory = _factories.get(name)
     if factory is None:
@@ -104,37 +105,46 @@ def factory_of(name: str) -> Factory:
 
 
 def options_of(factory: Factory) -> dict[str, Any] | None:
-    """Defaults of a factory's options, ``inspect.Parameter.empty`` where there is none.
+    """Returns the defaults of a factory's options by name; None if it takes any option.
 
-    None: it takes any.
+    An option without a default has ``inspect.Parameter.empty``.
     """
     if isinstance(factory, type):
         need_dataclass(factory)
-        found = {}
+        defaults = {}
         for setting in fields(factory):
             if setting.init:
                 lazy = setting.default_factory
-                found[setting.name] = (
+                defaults[setting.name] = (
                     setting.default
                     if setting.default is not MISSING
                     else inspect.Parameter.empty
                     if lazy is MISSING
                     else lazy()
                 )
-        return found
+        return defaults
     parameters = inspect.signature(factory).parameters.values()
-    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
-    return {one.name: one.default for one in parameters if one.kind is not one.POSITIONAL_ONLY}
+    return {
+        parameter.name: parameter.default
+        for parameter in parameters
+        if parameter.kind is not parameter.POSITIONAL_ONLY  # options are given by name
+    }
 
 
 def build(name: str, options: Mapping[str, Any], *, wrapper_options: Sequence[str] = ()) -> Scheme:
-    """The scheme of that name with ``options``; messages list ``wrapper_options`` too.
+    """Builds the scheme of that name with ``options``.
+
+    Args:
+        name: a registered name.
+        options: by name.
+        wrapper_options: names of further options, which error messages list, too.
 
     Raises:
-        UnknownSchemeError: no such name; suggests the nearest.
-        OptionError: no such option, or not that value of it.
-        SchemeError: what is registered made no scheme.
+        UnknownSchemeError: no scheme has that name; the message suggests the nearest.
+        OptionError: the scheme has no such option, or does not take its value.
+        SchemeError: the registered function returned no scheme.
     """
     factory = factory_of(name)
     known = options_of(factory)
@@ -155,9 +165,10 @@ def build(name: str, options: Mapping[str, Any], *, wrapper_options: Sequence[st
     else:
         try:
             built = factory(**options)
-        except UnknownSchemeError:
+        except UnknownSchemeError:  # of a scheme inside, by its own name; is a ValueError, too
             raise
-        except (TypeError, ValueError) as error:  # its message is of what the function made
+        except (TypeError, ValueError) as error:
+            # The message names the class that the function made: add the name that was asked for.
             raise OptionError(f"scheme {name!r}: {error}") from error
     if not isinstance(built, Scheme):
         raise SchemeError(f"scheme {name!r}: its function returns a Scheme, got {shown(built)}")
@@ -165,12 +176,13 @@ def build(name: str, options: Mapping[str, Any], *, wrapper_options: Sequence[st
 
 
 def _hint(option: str, every: Sequence[str]) -> str:
-    """What to give instead of an option, to stand between two sentences."""
+    """Returns what to give instead of an unknown option, as the end of a sentence."""
     if option in _ELSEWHERE:
         return f"; {_ELSEWHERE[option]}."
     return _nearest(option, every)
 
 
 def _nearest(word: str, every: Sequence[str]) -> str:
+    # A cutoff below difflib's 0.6: a suggestion that is wrong costs a reader little.
     near = difflib.get_close_matches(word, every, n=1, cutoff=0.5)
     return f"; did you mean {near[0]!r}?" if near else "."

@@ -1,7 +1,9 @@
-"""What a scheme is: straight-line code that turns a local gradient into the averaged one.
+"""Defines the base classes of schemes, and functions that inspect them.
 
-A scheme yields collectives and is sent their results. Its settings are frozen fields, what it
-remembers lives in ``bucket.memory``, and it neither knows nor cares which driver runs it.
+A scheme is straight-line code that turns a local gradient into the averaged one: it yields
+collectives and is sent their results. Its settings are frozen fields, the tensors that it keeps
+between steps are in slots, and it does not depend on the driver that runs it (lanes, CUDA streams,
+simulated ranks).
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ __all__ = [
 
 
 def _after_check(post_init: Callable[..., None]) -> Callable[..., None]:
-    """A ``__post_init__`` that can rely on the types of its settings."""
+    """Wraps a ``__post_init__`` so that the types of settings are checked before it runs."""
 
     @wraps(post_init)
     def run(self: Any, *only_for_init: Any) -> None:
@@ -51,7 +53,10 @@ def _after_check(post_init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _generating(exchange: Callable[..., Any]) -> Callable[..., Any]:
-    """An ``exchange`` without a ``yield`` of its own, which has to hand on another's generator."""
+    """Wraps an ``exchange`` without ``yield``, which has to return another scheme's generator.
+
+    A forgotten ``yield`` would otherwise fail in the driver, far from the scheme.
+    """
 
     @wraps(exchange)
     def run(self: Any, bucket: Bucket) -> Any:
@@ -67,26 +72,30 @@ def _generating(exchange: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Scheme:
-    """Base of all schemes. Subclasses are frozen dataclasses and implement ``exchange``.
+    """Base class of all schemes; subclasses are frozen dataclasses that implement ``exchange``.
 
     Attributes:
-        traits: what the scheme declares: number of rounds, error, what it returns.
-        keeps: the tensors that the scheme itself keeps per parameter. Those of schemes inside a
-            wrapper are theirs to declare; :func:`slots_of` has all.
+        traits: declares number of rounds, error, and what the scheme returns.
+        keeps: declares the tensors that the scheme itself keeps per parameter. Schemes inside a
+            wrapper declare their own; :func:`slots_of` returns all.
     """
+
+    # Properties with defaults: a subclass writes ``traits = Traits(...)``, or a property where the
+    # answer depends on its settings.
 
     @property
     def traits(self) -> Traits:
-        """What the scheme declares about itself."""
+        """Declares number of rounds, error, and what the scheme returns."""
         return Traits()
 
     @property
     def keeps(self) -> tuple[Slot, ...]:
-        """The tensors that the scheme itself keeps per parameter."""
+        """Declares the tensors that the scheme itself keeps per parameter."""
         return ()
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        # Wrapped, so that settings are checked in subclasses that do not call super(), too.
         if "__post_init__" in vars(cls):
             setattr(cls, "__post_init__", _after_check(vars(cls)["__post_init__"]))  # noqa: B010
         if "exchange" in vars(cls) and not inspect.isgeneratorfunction(vars(cls)["exchange"]):
@@ -96,22 +105,26 @@ class Scheme:
         check_settings(self)
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
-        """Yields collectives, is sent their results, returns the averaged gradient."""
+        """Yields collectives, is sent their results, and returns a :class:`commhooks.Result`."""
         raise NotImplementedError
-        yield
+        yield  # makes this a generator function, as every exchange is
 
     def bucket_group(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Hashable:
-        """Parameters that it treats alike have equal answers; see ``register(layout="scheme")``."""
+        """Returns a key; parameters of different keys get buckets of their own.
+
+        Used by ``register(layout="scheme")``: equal keys for parameters that are exchanged in the
+        same way.
+        """
         return None
 
     def environment(self, world_size: int) -> Sequence[str]:
-        """Facts besides the settings that must be the same on all ranks, in words."""
+        """Returns facts besides the settings that must be the same on all ranks, in words."""
         return ()
 
     def begins_with(
         self, name: str, shape: torch.Size, dtype: torch.dtype, step: int
     ) -> tuple[Slot, ...]:
-        """The slots that a parameter has from this step on, those of schemes inside included."""
+        """Returns the slots that a parameter has from ``step`` on, with those of schemes inside."""
         inside = (child.begins_with(name, shape, dtype, step) for child in children(self))
         return (*self.keeps, *chain.from_iterable(inside))
 
@@ -119,17 +132,18 @@ class Scheme:
 class Codec(Scheme):
     """A scheme of one all-gather, given by ``encode`` and ``decode``.
 
-    Every rank decodes the payloads of all ranks, in rank order, so all get equal bits. Where that
-    many payloads are more bytes than an all-reduce sends, the bucket travels dense;
-    ``commhooks.wrappers.TwoPhase`` around a codec sends as many on any number of ranks.
+    Every rank decodes the payloads of all ranks in rank order, so the mean has the same bits on
+    every rank. A bucket is averaged by a plain all-reduce where that sends fewer bytes than the
+    payloads. ``commhooks.wrappers.TwoPhase`` around a codec sends two payloads on any number of
+    ranks.
     """
 
     def encode(self, gradient: Tensor, bucket: Bucket) -> dict[str, Tensor]:
-        """The payload: named tensors; shapes and dtypes depend on the bucket, not on values."""
+        """Returns the payload: named tensors, whose shapes and dtypes do not depend on values."""
         raise NotImplementedError
 
     def decode(self, payload: dict[str, Tensor], like: Tensor, bucket: Bucket) -> Tensor:
-        """A tensor like ``like`` from a payload."""
+        """Decodes a payload to a tensor of the shape of ``like``."""
         raise NotImplementedError
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
@@ -140,10 +154,11 @@ class Codec(Scheme):
         if gather.wire_nbytes(world_size) > AllReduce(gradient).wire_nbytes(world_size):
             return (yield from bucket.all_reduce())
         gathered = yield gather
-        # Divided before the sum, and summed in 32 bits at least: neither the sum of ranks nor one
-        # rounding per rank is then a matter of the gradient's own dtype.
+        # Each share is divided before it is added, in 32 bits at least: in float16 a sum of ranks
+        # could overflow, and every addition would round.
         mean = torch.zeros_like(gradient, dtype=bucket.wide_dtype)
         sent = None
+        # This rank's payload is decoded like all others: ``sent`` has the bits that others add.
         for rank in range(world_size):
             decoded = self.decode(unpack_payload(gathered[rank], payload), gradient, bucket)
             check_decoded(self, decoded, gradient)
@@ -154,15 +169,15 @@ class Codec(Scheme):
 
 
 def checked_payload(codec: Codec, payload: Any) -> dict[str, Tensor]:
-    """What ``encode`` returned, if it is what it has to be.
+    """Returns the payload that ``encode`` returned, checked.
 
     Raises:
-        SchemeError: anything but named tensors, one at least.
+        SchemeError: the payload is no dict of named tensors, or an empty one.
     """
     named = isinstance(payload, dict) and bool(payload)
     if named and all(isinstance(value, Tensor) for value in payload.values()):
-        found: dict[str, Tensor] = payload
-        return found
+        tensors: dict[str, Tensor] = payload
+        return tensors
     raise SchemeError(
         f"{type(codec).__name__}.encode returns a dict of named tensors, one at least, "
         f"got {shown(payload)}"
@@ -180,15 +195,21 @@ def check_decoded(codec: Codec, decoded: Any, like: Tensor) -> None:
 
 
 def pack_payload(payload: dict[str, Tensor]) -> Tensor:
-    """All tensors of a payload as flat uint8, widest element first so that views align."""
+    """Packs all tensors of a payload into flat uint8, widest elements first so that views align."""
     parts = sorted(payload.items(), key=lambda item: -item[1].element_size())
     return torch.cat([as_bytes(value) for _, value in parts])
 
 
 def unpack_payload(packed: Tensor, like: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The payload that ``pack_payload`` packed; names, shapes and dtypes are those of ``like``."""
+    """Returns the payload that ``pack_payload`` packed.
+
+    Args:
+        packed: flat uint8.
+        like: tensors with the names, shapes and dtypes of the payload's.
+    """
     parts = sorted(like.items(), key=lambda item: -item[1].element_size())
     sizes = [value.numel() * value.element_size() for _, value in parts]
+    # Copies: a row of gathered bytes may begin at an address that no wider dtype can be viewed at.
     return {
         name: piece.clone().view(value.dtype).view(value.shape)
         for (name, value), piece in zip(parts, packed.split(sizes), strict=True)
@@ -196,12 +217,12 @@ def unpack_payload(packed: Tensor, like: dict[str, Tensor]) -> dict[str, Tensor]
 
 
 def children(scheme: Scheme) -> list[Scheme]:
-    """The schemes a wrapper wraps, found in its fields."""
-    found: list[Scheme] = []
+    """Returns the schemes directly inside a scheme, found in its fields."""
+    schemes: list[Scheme] = []
 
     def look(value: object) -> None:
         if isinstance(value, Scheme):
-            found.append(value)
+            schemes.append(value)
         elif isinstance(value, (tuple, list)):
             for item in value:
                 look(item)
@@ -210,34 +231,41 @@ def children(scheme: Scheme) -> list[Scheme]:
                 look(getattr(value, setting.name))
 
     if is_dataclass(scheme):  # `make` refuses all others
-        for own in fields(scheme):
-            look(getattr(scheme, own.name))
-    return found
+        for setting in fields(scheme):
+            look(getattr(scheme, setting.name))
+    return schemes
 
 
 def walk(scheme: Scheme) -> Iterator[Scheme]:
-    """``scheme`` and all it wraps, outermost first."""
+    """Yields ``scheme`` and all schemes inside, outermost first."""
     yield scheme
     for child in children(scheme):
         yield from walk(child)
 
 
 def slots_of(scheme: Scheme) -> tuple[Slot, ...]:
-    """All slots of a scheme and of those inside."""
+    """Returns all slots of a scheme and of the schemes inside, each once."""
     return tuple(dict.fromkeys(slot for inside in walk(scheme) for slot in inside.keeps))
 
 
 def slot_error(scheme: Scheme, key: str, value: Tensor, parameter: torch.Size) -> str | None:
-    """Why ``value`` cannot be what a scheme keeps under ``key`` of such a parameter.
+    """Returns why a loaded value cannot belong to a scheme's slot, or None if it can.
 
-    None if it can; "unknown" if the scheme keeps nothing under this key.
+    "unknown" if no slot of the scheme has this key.
+
+    Args:
+        scheme: its slots, and those of schemes inside, are searched.
+        key: of the slot.
+        value: the loaded tensor of one parameter.
+        parameter: shape of that parameter.
     """
+    # Slots of one key may differ (PowerSGD of two ranks in a PerParameter): one has to accept.
     errors = [slot.check(value, parameter) for slot in slots_of(scheme) if slot.key == key]
     return None if None in errors else (errors[0] if errors else "unknown")
 
 
 def check_declarations(scheme: Scheme) -> None:
-    """Raises ``SchemeError`` unless a scheme declares its traits and slots as such."""
+    """Raises ``SchemeError`` unless ``traits`` and ``keeps`` of a scheme are of the right types."""
     name = type(scheme).__name__
     settings: set[str] = (
         {setting.name for setting in fields(scheme)} if is_dataclass(scheme) else set()
@@ -251,5 +279,5 @@ def check_declarations(scheme: Scheme) -> None:
     if not isinstance(scheme.traits, Traits):
         raise SchemeError(f"{name}.traits is a Traits(...), got {shown(scheme.traits)}")
     keeps: object = scheme.keeps
-    if not isinstance(keeps, tuple) or not all(isinstance(one, Slot) for one in keeps):
+    if not isinstance(keeps, tuple) or not all(isinstance(slot, Slot) for slot in keeps):
         raise SchemeError(f"{name}.keeps is a tuple of Slot(...), got {shown(keeps)}")

@@ -1,4 +1,4 @@
-"""Settings and options are checked in one place: against the types that they are declared with."""
+"""Checks settings of schemes and options of functions against their declared types."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 _ENDLESS = "infinity is no bound"
-Bound: TypeAlias = Annotated[float, _ENDLESS]  # a limit, which may be infinite
+Bound: TypeAlias = Annotated[float, _ENDLESS]  # a limit; the only float that may be infinite
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -48,11 +48,11 @@ _SEEDS = range(-(2**63), 2**63)
 
 
 class _Unfit(Exception):
-    """A value is not of its declared type."""
+    """Raised inside this file for a value that is not of its declared type."""
 
 
 def check_settings(owner: Any) -> None:
-    """Checks the fields of a dataclass by their types; numbers of numpy become Python's own.
+    """Checks the fields of a dataclass by their types, and makes NumPy's numbers Python's own.
 
     Raises:
         OptionError: names class, field, the rule and what came.
@@ -62,11 +62,13 @@ def check_settings(owner: Any) -> None:
         value = getattr(owner, name)
         fit = fitting(kind.__name__, name, value, annotation)
         if fit is not value:
+            # Frozen, but not used yet. Ranks and checkpoints compare schemes by their text, in
+            # which np.int64(4) and 4 are not equal.
             object.__setattr__(owner, name, fit)
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """``function``, whose arguments are checked by their annotations before each call."""
+    """Wraps ``function`` so that arguments are checked by their annotations before each call."""
     kinds = declared(function)
 
     @functools.wraps(function)
@@ -75,18 +77,22 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
         for name, value in given.items():
             if name in kinds:
                 given[name] = fitting(function.__name__, name, value, kinds[name])
-        rest = {name: given[name] for name in options}
-        first = [given[name] for name, _ in zip(kinds, args, strict=False)]
-        return function(*first, *args[len(first) :], **rest)  # type: ignore[arg-type]
+        by_name = {name: given[name] for name in options}
+        by_position = [given[name] for name, _ in zip(kinds, args, strict=False)]
+        surplus = args[len(by_position) :]  # handed on, so that Python's own TypeError names them
+        return function(*by_position, *surplus, **by_name)  # type: ignore[arg-type]
 
     return call
 
 
 def fitting(call: str, name: str, value: Any, annotation: Any) -> Any:
-    """``value``, as its annotation says: a whole number of numpy as an int, and so on.
+    """Returns ``value`` in its declared type: a whole number of NumPy as an int, and so on.
 
     Args:
-        call: what the value is an argument of, for the message.
+        call: the function or class that takes the value, for the message.
+        name: of the argument, for the message.
+        value: to check.
+        annotation: the declared type.
 
     Raises:
         OptionError: the value is of another type, or a number that is not finite.
@@ -104,7 +110,7 @@ def fitting(call: str, name: str, value: Any, annotation: Any) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def need_dataclass(kind: Any) -> None:
-    """Raises unless the settings of a scheme class are known, fixed, and part of its text.
+    """Raises unless a scheme class is a frozen dataclass, whose settings are part of its repr.
 
     Ranks and checkpoints compare schemes by that text.
 
@@ -133,10 +139,10 @@ def need_dataclass(kind: Any) -> None:
 
 
 def check_seed(seed: Any) -> int:
-    """The base of all random streams, as a whole number of 64 bits.
+    """Returns the seed of all random streams, a whole number of 64 bits with a sign.
 
     Raises:
-        OptionError: anything else, such as None, a float or a tensor.
+        OptionError: the seed is something else, such as None, a float or a tensor.
     """
     fit: int = fitting("HookState", "seed", seed, int)
     if fit not in _SEEDS:
@@ -145,10 +151,10 @@ def check_seed(seed: Any) -> int:
 
 
 def shown(value: Any) -> str:
-    """What came, for a message; long values are cut."""
+    """Returns a value as text for a message, on one line; long text is cut."""
     try:
         text = " ".join(repr(value).split())
-    except Exception:  # of somebody else's class
+    except Exception:  # a class of the user's: the message at hand is worth more than its error
         text = f"a {type(value).__name__}"
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
@@ -157,7 +163,7 @@ def shown(value: Any) -> str:
 
 
 def declared(function: Callable[..., Any]) -> Mapping[str, Any]:
-    """The annotations of a function's named parameters, resolved; ``Any`` where there is none."""
+    """Returns the types of a function's named parameters; ``Any`` where none is declared."""
     module = getattr(function, "__module__", "")
     return {
         name: _resolved(parameter.annotation, module)
@@ -168,20 +174,22 @@ def declared(function: Callable[..., Any]) -> Mapping[str, Any]:
 
 @functools.lru_cache(maxsize=1024)
 def _fields_of(owner: type) -> tuple[tuple[str, Any], ...]:
-    """Name and type of each setting of a dataclass."""
-    found = {}
-    for one in reversed(owner.__mro__):  # a subclass may say more
-        for name, annotation in inspect.get_annotations(one).items():
-            found[name] = _resolved(annotation, one.__module__)
-    return tuple((one.name, found.get(one.name, Any)) for one in fields(owner) if one.init)
+    """Returns name and type of each setting of a dataclass."""
+    kinds = {}
+    for base in reversed(owner.__mro__):  # subclasses last: they may redeclare a type
+        for name, annotation in inspect.get_annotations(base).items():
+            kinds[name] = _resolved(annotation, base.__module__)
+    settings = (setting.name for setting in fields(owner) if setting.init)
+    return tuple((name, kinds.get(name, Any)) for name in settings)
 
 
 def _resolved(annotation: Any, module: str) -> Any:
-    """The type that an annotation stands for; ``Any`` where that cannot be found out."""
+    """Returns the type that an annotation stands for; ``Any`` where that is not known."""
     if annotation is inspect.Parameter.empty:
         return Any
     if not isinstance(annotation, str):
         return annotation
+    # One by one: typing.get_type_hints gives up all annotations where one cannot be resolved.
     try:
         return eval(annotation, dict(vars(sys.modules[module])) if module in sys.modules else {})
     except Exception:  # imported for type checkers only, or local to a function
@@ -192,7 +200,7 @@ def _resolved(annotation: Any, module: str) -> Any:
 
 
 def _fit(value: Any, kind: Any) -> Any:
-    """``value``, or the Python number that it stands for; raises ``_Unfit``."""
+    """Returns ``value``, or the Python number that it stands for; raises ``_Unfit``."""
     if kind is bool:
         return _flag(value)
     if kind is int:
@@ -213,12 +221,13 @@ def _fit_generic(value: Any, kind: Any) -> Any:
             return _number(value, endless=True)
         return _fit(value, arguments[0])
     if origin is Literal:
-        same = [one for one in arguments if type(one) is type(value) and one == value]
+        # By type, too: True == 1, and 1.0 == 1.
+        same = [choice for choice in arguments if type(choice) is type(value) and choice == value]
         return _need(value, bool(same))
     if origin in (Union, types.UnionType):
-        for one in arguments:
+        for argument in arguments:
             try:
-                return _fit(value, one)
+                return _fit(value, argument)
             except _Unfit:
                 continue
         raise _Unfit
@@ -234,13 +243,15 @@ def _need(value: Any, holds: bool) -> Any:
 
 
 def _flag(value: Any) -> bool:
-    kind = type(value)  # numpy's registers with no abstract class
+    # NumPy's bool registers with no abstract class of ``numbers``: its name decides.
+    kind = type(value)
     of_numpy = kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_")
     _need(value, isinstance(value, bool) or of_numpy)
     return bool(value)
 
 
 def _whole(value: Any) -> int:
+    # bool is an Integral in Python; ``rank=True`` is a mistake.
     _need(value, isinstance(value, numbers.Integral) and not isinstance(value, bool))
     return operator.index(value)
 
@@ -256,7 +267,7 @@ def _number(value: Any, *, endless: bool) -> float:
 
 
 def _rule(kind: Any) -> str:
-    """What a type asks for, in words."""
+    """Returns what a type asks for, in words."""
     plain = {
         bool: "True or False",
         int: "a whole number",

@@ -1,4 +1,4 @@
-"""``Slot``: the declaration of a tensor that a scheme keeps per parameter."""
+"""Defines ``Slot``, the declaration of a tensor that a scheme keeps per parameter."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Slot:
 
     Args:
         key: name of the tensors in a checkpoint; unique among all schemes.
-        resize: how a checkpoint is taken to another number of ranks. "same": the value is equal on
-            all ranks. "sum": each value moves to one rank, where values are added up, scaled so
-            that the mean over ranks stays. "mean": every rank gets the mean. "drop": the value is
-            forgotten.
-        dtype: None: float32, or float64 if the gradient is.
+        resize: how a checkpoint is carried over to another number of ranks. "same": the value has
+            the same bits on all ranks. "sum": the value of each old rank is added to that of one
+            new rank, scaled so that the mean over ranks is preserved. "mean": every rank gets the
+            mean over the old ranks. "drop": the value is forgotten.
+        dtype: of the tensor. None: float32, or float64 if the gradient is.
 
     Example:
         >>> momentum = Slot("my_scheme.momentum", resize="mean")
@@ -41,23 +41,28 @@ class Slot:
     dtype: torch.dtype | None = None
 
     def shape(self, parameter: torch.Size) -> Sequence[int] | None:
-        """The shape that is kept of a parameter; None if nothing is kept of it."""
+        """Returns the shape of the tensor kept for a parameter; None if none is kept."""
         return parameter
 
     def initial(self, name: str, shape: torch.Size, now: StepInfo) -> Tensor | None:
-        """The value before the first step; None if there is none until a step writes one.
+        """Returns the value before the first step; None if a step has to write one first.
 
         Args:
             name: of the parameter.
-            shape: that is kept, not the parameter's.
-            now: random bits, dtypes and ranks at this moment.
+            shape: of the kept tensor, not of the parameter.
+            now: rank, step, random bits and dtype. No bucket: a value may not depend on how
+                parameters are laid out in buckets.
         """
         return torch.zeros(shape, dtype=self.dtype or now.wide_dtype)
 
     def check(self, value: Tensor, parameter: torch.Size) -> str | None:
-        """Why a loaded value cannot be this slot's of such a parameter; None if it can.
+        """Returns why a loaded value cannot belong to this slot; None if it can.
 
-        Values of other settings (PowerSGD of another rank) pass here.
+        Values of other settings (PowerSGD of another rank) are accepted.
+
+        Args:
+            value: the loaded tensor of one parameter.
+            parameter: shape of that parameter.
         """
         if not value.is_floating_point():
             return f"is of {value.dtype}, not floating point"
@@ -66,11 +71,12 @@ class Slot:
         return None
 
     def layout(self, layout: Layout) -> Layout:
-        """The layout of the kept tensors of all parameters of a bucket."""
+        """Returns the layout of the kept tensors of all parameters of a bucket."""
+        # Tensors shaped as their parameters need no layout of their own: memory finds the bucket's.
         return layout if type(self).shape is Slot.shape else _layout_of(self, layout)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=1024)  # several times per bucket and step
 def _layout_of(slot: Slot, layout: Layout) -> Layout:
     shapes = zip(layout.names, map(slot.shape, layout.shapes), strict=True)
     kept = [(name, shape) for name, shape in shapes if shape is not None]
@@ -80,6 +86,8 @@ def _layout_of(slot: Slot, layout: Layout) -> Layout:
 @dataclass(frozen=True)
 class Number(Slot):
     """Declares one number per parameter, 0 or more, in float64."""
+
+    # float64: a squared norm of float32 entries can leave the range of float32.
 
     dtype: torch.dtype | None = torch.float64
 

@@ -1,4 +1,4 @@
-"""``StepInfo``: what a rank knows in a step before it has looked at any gradient."""
+"""Defines ``StepInfo``, the facts of a step that do not depend on gradients or buckets."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ __all__ = ["StepInfo", "number_of"]
 
 
 class StepInfo:
-    """One rank in one step: what the initial value of a :class:`commhooks.Slot` may depend on.
+    """Holds the facts of one step on one rank that initial values of slots may depend on.
+
+    A :class:`commhooks.Bucket` has them, too, and adds gradient, residual and layout.
 
     Attributes:
         memory: tensors that survive the step, see :class:`commhooks.core.Memory`.
-        step: counts synchronised backward passes from 0.
+        step: number of the synchronised backward pass, from 0.
         rank, world_size: within the process group.
-        seed: base of all random bits; the same on every rank.
+        seed: keys all random bits, together with names, step and rank; the same on every rank.
     """
 
     def __init__(
@@ -37,21 +39,28 @@ class StepInfo:
 
     @property
     def wide_dtype(self) -> torch.dtype:
-        """The dtype of sums of gradients: float32, or float64 if the gradient is."""
+        """Returns the dtype of sums of gradients: float32, or float64 if the gradient is."""
         return torch.promote_types(self._dtype, torch.float32)
 
     def generator(
         self, name: str, *, shared: bool = True, step: int | None = None
     ) -> torch.Generator:
-        """A CPU random generator keyed by parameter name and step, and by rank unless ``shared``.
+        """Returns a random generator on the CPU, keyed by ``name`` and step.
 
         Keyed draws need no state in a checkpoint, and do not depend on the bucket layout.
+
+        Args:
+            name: of the parameter, or anything else that tells draws apart.
+            shared: the same bits on every rank; False: keyed by the rank, too.
+            step: this step by default.
         """
+        # On the CPU: a generator on a GPU draws other bits, and ranks may have different devices.
         step = self.step if step is None else step
         text = f"{self.seed}/{name}/{step}/{'shared' if shared else self.rank}"
         return torch.Generator().manual_seed(number_of(text) >> 1)
 
 
 def number_of(text: str) -> int:
-    """64 bits that stand for a text."""
+    """Hashes a text to 64 bits."""
+    # Not hash(): Python salts it per process, and ranks have to agree.
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

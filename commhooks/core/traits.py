@@ -1,4 +1,4 @@
-"""``Traits``: what a scheme declares about itself, and what laws, wrappers and reports ask for."""
+"""Defines ``Traits``, by which a scheme declares its behaviour to laws, wrappers and reports."""
 
 from __future__ import annotations
 
@@ -14,25 +14,28 @@ Returns = Literal["mean", "update", "local"]
 
 @dataclass(frozen=True)
 class Exact:
-    """The mean is exact, up to the rounding of the dtype in which it travels."""
+    """Declares that the mean is exact, up to the rounding of the dtype in which it travels."""
 
     variance: ClassVar[float] = 0.0
 
 
 @dataclass(frozen=True)
 class Biased:
-    """The expected result is not the mean: the scheme converges only with error feedback."""
+    """Declares that the expected result is not the mean.
 
-    variance: ClassVar[float] = 0.0
+    Such a scheme converges only with error feedback.
+    """
+
+    variance: ClassVar[float] = 0.0  # no bound is declared; feedback limits unbiased schemes only
 
 
 @dataclass(frozen=True)
 class Unbiased:
-    """The expected result is the mean.
+    """Declares that the expected result is the mean.
 
     Args:
-        variance: upper bound of ``E|C(x) - x|^2 / |x|^2``. Error feedback around a scheme whose
-            variance is above 1 needs :class:`commhooks.wrappers.Scaled`.
+        variance: upper bound of ``E|C(x) - x|^2 / |x|^2`` for one rank's gradient x. Error feedback
+            around a scheme whose variance is above 1 needs :class:`commhooks.wrappers.Scaled`.
     """
 
     variance: float
@@ -47,10 +50,10 @@ class Traits(NamedTuple):
     Attributes:
         rounds: largest number of collectives per bucket.
         error: ``Exact()``, ``Biased()`` or ``Unbiased(variance)``.
-        returns: "mean": the average of the gradients over ranks. "update": something else that the
-            optimizer uses in its place (momentum, signs), around which error feedback has no
-            meaning. "local": no average (the no-op scheme).
-        agrees: every rank gets the same bits. False: gossip, which averages over some ranks.
+        returns: "mean": the average of the gradients over ranks. "update": another tensor that the
+            optimizer uses in place of a gradient (momentum, signs), around which error feedback has
+            no meaning. "local": the gradient of this rank (the no-op scheme).
+        agrees: every rank gets the same bits. False: averages over some ranks only (gossip).
         coalesce: all buckets of a step travel in one exchange.
         starts_dense: name of the setting that counts the dense steps at the start; "" for none.
 
@@ -73,28 +76,34 @@ class Traits(NamedTuple):
 
     @property
     def averages(self) -> bool:
-        """Whether ranks exchange anything at all: not "local"."""
+        """Whether ranks exchange anything at all: ``returns`` is not "local"."""
         return self.returns != "local"
 
 
 def worst(traits: Iterable[Traits]) -> Traits:
-    """The traits of a scheme that runs any one of several schemes."""
-    every = list(traits)
+    """Returns the traits of a scheme that runs any one of several schemes.
+
+    Args:
+        traits: of these schemes, one at least.
+    """
+    choices = list(traits)
+    # The last of these that occurs holds for the whole: only "mean" allows feedback around it.
     order: list[Returns] = ["mean", "local", "update"]
-    errors: list[ErrorKind] = [one.error for one in every]
+    errors: list[ErrorKind] = [choice.error for choice in choices]
     biased = any(isinstance(error, Biased) for error in errors)
     return Traits(
-        rounds=max(one.rounds for one in every),
+        rounds=max(choice.rounds for choice in choices),
         error=Biased() if biased else max(errors, key=lambda error: error.variance),
-        returns=max((one.returns for one in every), key=order.index),
-        agrees=all(one.agrees for one in every),
-        coalesce=any(one.coalesce for one in every),
+        returns=max((choice.returns for choice in choices), key=order.index),
+        agrees=all(choice.agrees for choice in choices),
+        coalesce=any(choice.coalesce for choice in choices),
     )
 
 
 def composed(*errors: ErrorKind) -> ErrorKind:
-    """The error of roundings that follow one another."""
+    """Returns the error of several roundings, one after the other."""
     if any(isinstance(error, Biased) for error in errors):
         return Biased()
+    # E|C(x)|^2 <= (1 + variance) |x|^2 for an unbiased C; such factors multiply.
     variance = math.prod(1.0 + error.variance for error in errors) - 1.0
     return Unbiased(variance) if variance else Exact()

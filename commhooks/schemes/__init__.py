@@ -1,4 +1,4 @@
-"""The schemes. Importing this package imports, and so registers, every file that lies in it."""
+"""Schemes. Importing this package imports, and so registers, every file in its folder."""
 
 import importlib
 import pkgutil
@@ -13,6 +13,7 @@ def __getattr__(name: str) -> Any:  # for type checkers, which cannot follow the
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+# Public names of all files become names of the package; files that begin with "_" only help.
 for _file in pkgutil.iter_modules(__path__, f"{__name__}."):
     _module = importlib.import_module(_file.name)
     if not _file.name.rpartition(".")[2].startswith("_"):

@@ -1,4 +1,4 @@
-"""What the low-rank schemes share: settings, right factors to start from, finiteness."""
+"""Parts that low-rank schemes share: checks of settings, random factors, finiteness."""
 
 from __future__ import annotations
 
@@ -31,12 +31,14 @@ __all__ = [
 
 
 def check_rank(scheme: Scheme, rank: int) -> None:
+    """Raises ``ValueError`` unless a rank is 1 or more."""
     if rank < 1:
         name = type(scheme).__name__
         raise ValueError(f"{name}(rank=...) is a whole number, 1 or more, got {rank!r}")
 
 
 def check_rate(scheme: Scheme, rate: float) -> None:
+    """Raises ``ValueError`` unless a smallest compression rate is 0 or more."""
     if rate < 0:
         raise ValueError(
             f"{type(scheme).__name__}(min_compression_rate=...) is a finite number, 0 or more "
@@ -45,24 +47,25 @@ def check_rate(scheme: Scheme, rate: float) -> None:
 
 
 def work_buffer(bucket: Bucket) -> Tensor:
-    """Where the gradient with its residual goes.
+    """Returns the tensor that takes the sum of gradient and residual.
 
-    That is ``raw`` where that may be written over: the less memory, the faster.
+    The sum overwrites ``raw`` where a scheme may do that: the less memory is touched, the faster.
     """
     if bucket.unsent is None:
         return bucket.raw
-    alone = bucket.output.data_ptr() != bucket.raw.data_ptr()
-    return bucket.unsent if alone or bucket.raw.dtype != bucket.wide_dtype else bucket.raw
+    keeps_raw = bucket.output.data_ptr() != bucket.raw.data_ptr()
+    # 16 bits cannot hold the sum.
+    return bucket.unsent if keeps_raw or bucket.raw.dtype != bucket.wide_dtype else bucket.raw
 
 
 @dataclass(frozen=True)
 class Factor(Slot):
-    """One factor per matrix that is compressed, random at first.
+    """Declares one factor per compressed matrix, random until a step writes it.
 
     Args:
         rank: rows of the factor; clipped to the sides of the matrix.
-        rate: the smallest compression rate.
-        side: 0: as long as the matrix has rows; 1: as it has columns.
+        rate: the smallest compression rate, see ``min_compression_rate`` of the schemes.
+        side: 0: one column per row of the matrix (left factor); 1: one per column (right factor).
     """
 
     rank: int = 1
@@ -80,19 +83,20 @@ class Factor(Slot):
         if len(parameter) < 2:
             return f"belongs to a matrix, the parameter has shape {tuple(parameter)}"
         length = as_matrix(parameter)[self.side]
+        # The rank is not checked: a state may come from another setting, see PowerSGD.
         if value.dim() != 2 or value.shape[1] != length:
             return f"has shape {tuple(value.shape)}, the parameter needs (rank, {length})"
         return None
 
 
 def draw(name: str, shape: Sequence[int], now: StepInfo, step: int) -> Tensor:
-    """N(0, 1), the same on every rank and in every bucket layout."""
+    """Draws from N(0, 1) by parameter name: the same on every rank and in every bucket layout."""
     generator = now.generator(f"{name}/q", shared=True, step=step)
     return torch.randn(tuple(shape), generator=generator)
 
 
 def random_factors(factors: Layout, bucket: Bucket, step: int, like: Tensor) -> Tensor:
-    """Random factors of all parameters, flat, with rows of about norm 1."""
+    """Draws the factors of all parameters, flat, with rows of norm 1 on average."""
     drawn = [
         draw(name, shape, bucket, step).div_(math.sqrt(shape[1])).view(-1)
         for name, shape in zip(factors.names, factors.shapes, strict=True)
@@ -102,11 +106,13 @@ def random_factors(factors: Layout, bucket: Bucket, step: int, like: Tensor) -> 
 
 @lru_cache(maxsize=256)
 def fresh_factors(factors: Layout, seed: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """What dead rows are replaced by: random, the same on every rank, the same every time."""
+    """Returns random factors that replace vanished rows, with the same bits on every rank."""
+    # By seed alone, not by step: drawing them again in each step would cost more than the scheme.
     like = torch.empty(0, device=device, dtype=dtype)
     return random_factors(factors, Bucket(like, factors, seed=seed), 0, like)
 
 
 def fits(output: Tensor) -> Tensor | bool:
-    """Whether a finite mean stayed finite in the gradient's own dtype."""
+    """Whether a finite mean stayed finite in the dtype of ``output``."""
+    # Factors are float32. bfloat16 has the range of float32; only float16 can overflow.
     return all_finite(output) if output.dtype == torch.float16 else True

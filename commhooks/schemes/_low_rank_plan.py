@@ -1,4 +1,4 @@
-"""How PowerSGD lays out a bucket: which parameters are compressed, and where they lie."""
+"""Plans how low-rank schemes split a bucket: compressed matrices, and the dense tail."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ __all__ = ["Plan", "as_matrix", "compressed_rank", "payload_numel", "plan_bucket
 def payload_numel(
     shapes: Sequence[Sequence[int]], rank: int, min_compression_rate: float = 2.0
 ) -> int:
-    """Entries that both rounds of :class:`PowerSGD` send together, for parameters of ``shapes``.
+    """Returns the number of entries that both rounds of :class:`PowerSGD` send together.
 
     Args:
+        shapes: of all parameters.
+        rank: of the factors.
         min_compression_rate: 0 gives the numbers of the paper, 2 those of torch's hook.
 
     Example:
@@ -37,12 +39,12 @@ def payload_numel(
 
 
 def as_matrix(shape: torch.Size) -> tuple[int, int]:
-    """Rows and columns of a parameter with at least two dimensions."""
+    """Returns rows and columns of a parameter with at least two dimensions."""
     return shape[0], shape[1:].numel()
 
 
 def compressed_rank(shape: torch.Size, rank: int, min_compression_rate: float) -> int:
-    """The rank at which a parameter is compressed; 0 if it travels as it is."""
+    """Returns the rank at which a parameter is compressed; 0 if it is not compressed."""
     if len(shape) < 2:
         return 0
     rows, columns = as_matrix(shape)
@@ -51,36 +53,45 @@ def compressed_rank(shape: torch.Size, rank: int, min_compression_rate: float) -
 
 
 class _Run(NamedTuple):
-    """Equal pieces at a constant distance in the bucket: one strided view shows them all."""
+    """Describes pieces of equal length at a constant distance in the bucket: one strided view."""
 
     pieces: int
     offset: int
     stride: int
 
     def view(self, flat: Tensor, length: int) -> Tensor:
-        """All pieces of the run, shape ``(pieces, length)``; no copy."""
+        """Returns all pieces of the run as a view of shape ``(pieces, length)``."""
         begin = flat.storage_offset() + self.offset
         return flat.as_strided((self.pieces, length), (self.stride, 1), begin)
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """How a bucket is compressed: its matrices, and the dense tail, everything else.
+    """Describes how a bucket is compressed: its matrices, and the tail, which is all other entries.
 
-    The first payload is all left factors and then the tail, the second all right factors.
+    The first payload of PowerSGD is all left factors and then the tail, the second all right
+    factors.
+
+    Attributes:
+        matrices: begin, rows, columns and rank of each compressed matrix, for kernels.
+        tails: the entries of the tail, as pairs of length and run of pieces.
+        factors: layout of the right factors, in the second payload and in memory.
+        tail_numel: number of entries of the tail.
     """
 
     matrices: Matrices
-    tails: tuple[tuple[int, _Run], ...]  # length of the pieces, and where they are
-    factors: Layout  # of the second payload; also how the warm start is remembered
+    # As runs: in a model of equal layers, biases are at equal distances, and a few strided views
+    # replace one call per parameter.
+    tails: tuple[tuple[int, _Run], ...]
+    factors: Layout
     tail_numel: int
 
     def tail_views(self, flat: Tensor) -> list[Tensor]:
-        """The pieces of the tail in a bucket."""
+        """Returns views of the pieces of the tail in a bucket."""
         return [run.view(flat, length) for length, run in self.tails]
 
     def take_tail(self, grad: Tensor, residual: Tensor | None, total: Tensor, tail: Tensor) -> None:
-        """Writes the tail of ``grad + residual`` to ``tail``, and to its places in ``total``."""
+        """Writes the tail of ``grad + residual`` to ``tail``, and to the bucket ``total``."""
         if not self.tails:
             return
         torch.cat([view.reshape(-1) for view in self.tail_views(grad)], out=tail)
@@ -90,31 +101,34 @@ class Plan:
             self.write_tail(tail, total)
 
     def write_tail(self, tail: Tensor, flat: Tensor) -> None:
-        """Writes a tail to its places in a bucket."""
+        """Writes a tail to the bucket ``flat``."""
         for view, piece in _pieces(self.tail_views(flat), tail):
             view.copy_(piece)
 
     def keep_tail(self, total: Tensor, sent: Tensor | None, unsent: Tensor) -> None:
-        """Writes what was not sent of the tail of ``total``, nothing by default, to ``unsent``."""
-        rest = self.tail_views(unsent)
+        """Writes the tail of ``total`` minus ``sent`` to ``unsent``; None: all of it was sent."""
+        views = self.tail_views(unsent)
         if sent is None:
-            for view in rest:
+            for view in views:
                 view.zero_()
         else:
-            whole = self.tail_views(total)
-            for view, (tail, piece) in zip(rest, _pieces(whole, sent), strict=True):
+            totals = self.tail_views(total)
+            for view, (tail, piece) in zip(views, _pieces(totals, sent), strict=True):
                 torch.sub(tail, piece, out=view)
 
     @cached_property
     def left_factors(self) -> Layout:
-        """Of all left factors; the right ones are ``factors``."""
+        """Returns the layout of all left factors; that of the right ones is ``factors``."""
         rows = self.matrices.table[:-1, 1].tolist()
         shapes = [(shape[0], n) for shape, n in zip(self.factors.shapes, rows, strict=True)]
         return Layout(self.factors.names, shapes)
 
     @cached_property
     def right_as_left(self) -> Matrices:
-        """Matrices whose left factors are the right ones of these: to work on them alike."""
+        """Returns matrices whose left factors are the right factors of these.
+
+        Kernels for left factors then work on right factors, too.
+        """
         begins = accumulate((columns for _, columns in self.factors.shapes), initial=0)
         shapes = zip(begins, self.factors.shapes, strict=False)
         return Matrices([(begin, columns, 1, rank) for begin, (rank, columns) in shapes])
@@ -122,30 +136,31 @@ class Plan:
 
 @lru_cache(maxsize=1024)
 def plan_bucket(layout: Layout, rank: int, min_compression_rate: float) -> Plan:
-    places: list[tuple[int, int, int, int]] = []
+    """Returns the plan of a bucket, computed once per layout and settings."""
+    compressed: list[tuple[int, int, int, int]] = []
     names: list[str] = []
     dense: list[tuple[int, int]] = []
     for name, shape, begin in zip(layout.names, layout.shapes, layout.offsets, strict=False):
         used = compressed_rank(shape, rank, min_compression_rate)
         if used:
-            places.append((begin, *as_matrix(shape), used))
+            compressed.append((begin, *as_matrix(shape), used))
             names.append(name)
         elif shape.numel():
             dense.append((begin, begin + shape.numel()))
-    factors = Layout(names, [(used, columns) for _, _, columns, used in places])
+    factors = Layout(names, [(used, columns) for _, _, columns, used in compressed])
     tails, tail_numel = _tails(dense)
-    return Plan(Matrices(places), tails, factors, tail_numel)
+    return Plan(Matrices(compressed), tails, factors, tail_numel)
 
 
 def _pieces(views: list[Tensor], flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each view with its part of a flat tensor."""
+    """Yields each view with its part of a flat tensor."""
     parts = flat.split([view.numel() for view in views]) if views else ()
     for view, part in zip(views, parts, strict=True):
         yield view, part.view(view.shape)
 
 
 def _tails(spans: list[tuple[int, int]]) -> tuple[tuple[tuple[int, _Run], ...], int]:
-    """The spans of the tail, neighbours joined, as runs; and their entries."""
+    """Returns the spans of the tail as runs, adjacent ones joined, and their number of entries."""
     joined: list[tuple[int, int]] = []
     for begin, end in spans:
         if joined and joined[-1][1] == begin:

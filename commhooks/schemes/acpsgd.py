@@ -1,4 +1,4 @@
-"""ACP-SGD: low-rank gradients in one collective a step, left and right factors in turn."""
+"""Defines ACP-SGD: low-rank gradients in one collective per step, left and right factor in turn."""
 
 from __future__ import annotations
 
@@ -39,25 +39,26 @@ LEFT, RIGHT = "acpsgd.p", "acpsgd.q"  # names in checkpoints
 @register_scheme("acpsgd")
 @dataclass(frozen=True)
 class ACPSGD(Scheme):
-    """Sends one thin factor of each gradient matrix a step: half of PowerSGD's bytes and rounds.
+    """Sends one thin factor of each gradient matrix per step: half of PowerSGD's bytes and rounds.
 
     In even steps ``P = mean(M Q^T)`` with the orthonormal Q of the step before, in odd ones
-    ``Q = mean(P^T M)`` with that step's P; the mean gradient is the product. One all-reduce, in
-    which parameters that do not pay to compress ride along.
+    ``Q = mean(P^T M)`` with the orthonormal P of the step before; the mean gradient is the product.
+    One all-reduce, which also carries the parameters that are not worth compressing.
 
     Biased: use with ``ErrorFeedback``. Gradients of rank r that keep their row space arrive exactly
     from the second step on. If any value of any rank is not finite, every matrix entry of the
     bucket arrives as NaN.
 
     Args:
-        rank: of the factors; clipped to ``min(n, m)`` per matrix.
-        min_compression_rate: a matrix is compressed if both factors, times this, are smaller.
+        rank: rank of the factors; clipped to ``min(n, m)`` per matrix.
+        min_compression_rate: a matrix is compressed if both factors together, times this, have
+            fewer entries than the matrix.
 
     Example:
         >>> hook = register(ddp_model, "acpsgd", rank=4)
 
     Reference: Zhang et al., Evaluation and Optimization of Gradient Compression for Distributed
-    Deep Learning, 2023. Factors are drawn alike on all ranks here.
+    Deep Learning, 2023. Here all ranks draw the same initial factors.
     """
 
     rank: int = 4
@@ -87,23 +88,24 @@ class ACPSGD(Scheme):
         fixed = self._fixed(plan, bucket, even)
         numel = matrices.left_numel if even else matrices.right_numel
         payload = fixed.new_empty(numel + plan.tail_numel)
-        own, tail = payload.split((numel, plan.tail_numel))
+        factor, tail = payload.split((numel, plan.tail_numel))
         raw, residual, total = bucket.raw, bucket.residual, work_buffer(bucket)
         if even:
-            multiply_right(matrices, raw, fixed, own, residual=residual, total=total)
+            multiply_right(matrices, raw, fixed, factor, residual=residual, total=total)
             plan.take_tail(raw, residual, total, tail)
-        else:
+        else:  # the kernel of this product does not add a residual
             if residual is not None:
                 torch.add(raw, residual, out=total)
             elif total is not raw:
                 total.copy_(raw)
-            multiply_left(matrices, total, fixed, own)
+            multiply_left(matrices, total, fixed, factor)
             plan.take_tail(total, None, total, tail)
-        sent = own if bucket.unsent is None else own.clone()
+        # The all-reduce works in place, and the residual needs this rank's own factor.
+        sent = factor if bucket.unsent is None else factor.clone()
         request = AllReduce(payload)
         payload = yield request
         new, tail = payload.split((numel, plan.tail_numel))
-        finite = all_finite(payload)
+        finite = all_finite(payload)  # of the mean: the same on every rank
         new.add_(nan_unless(finite))
         bucket.write(self.keeps[0 if even else 1], new.clone())
 
@@ -119,8 +121,9 @@ class ACPSGD(Scheme):
         return Result(output, unsent=bucket.unsent, finite=finite & fits(output))
 
     def _fixed(self, plan: Plan, bucket: Bucket, even: bool) -> Tensor:
-        """The orthonormal factor that the step before sent; a random one in the first step."""
+        """Returns the factor of the step before, made orthonormal; random in the first step."""
         left, right = self.keeps
+        # A copy: committed values may not change, as a step that is not finite goes back to them.
         fixed = bucket.read(right if even else left).clone()
         orthonormalize(plan.right_as_left if even else plan.matrices, fixed)
         return fixed

@@ -1,4 +1,4 @@
-"""Batched PowerSGD: one power iteration a step on the whole bucket as a square matrix."""
+"""Defines batched PowerSGD: one power iteration per step on a bucket as one square matrix."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ KEY = "batched_powersgd.q"
 
 @dataclass(frozen=True)
 class _Factor(Slot):
-    """One factor per bucket, kept under the name of the bucket's first parameter."""
+    """Declares one factor per bucket, kept under the name of the bucket's first parameter."""
 
     rank: int = 1
 
     def shape(self, parameter: torch.Size) -> None:
-        return None  # no parameter has one of its own
+        return None  # kept per bucket, see ``layout``
 
     def layout(self, layout: Layout) -> Layout:
         side = _side(layout.numel)
@@ -58,19 +58,19 @@ class _Factor(Slot):
 @register_scheme("batched_powersgd")
 @dataclass(frozen=True)
 class BatchedPowerSGD(Scheme):
-    """PowerSGD on the whole bucket as one square matrix: fewer bytes and calls, less accurate.
+    """Sends a bucket, as one square matrix, as two thin factors: fewer bytes, less accurate.
 
-    The bucket, padded by zeros to a square of side ``ceil(sqrt(numel))``, is never copied or
-    resized: the padding takes part in the formulas only.
+    PowerSGD on the whole bucket, padded by zeros to a square of side ``ceil(sqrt(numel))``. The
+    bucket is not copied or resized: the padding takes part in the formulas only.
 
     Biased: use with ``ErrorFeedback``. Payload: ``2 * rank * side`` entries per bucket; a bucket
-    that is no larger than this travels as it is. If any value of any rank is not finite, the whole
-    bucket arrives as NaN. The warm start belongs to the bucket: it begins anew when DDP or a
-    resumed job forms others.
+    that is no larger is averaged densely. If any value of any rank is not finite, the whole bucket
+    arrives as NaN. The warm start is kept per bucket, and lost when DDP or a resumed job forms
+    other buckets.
 
     Args:
-        rank: 1 or 2, usually.
-        warm_start: starts from the last step's Q.
+        rank: rows of both factors; usually 1 or 2.
+        warm_start: starts from the last step's Q; else from a new random Q each step.
 
     Example:
         >>> hook = register(ddp_model, ErrorFeedback(BatchedPowerSGD(rank=2)))
@@ -100,6 +100,7 @@ class BatchedPowerSGD(Scheme):
         factors = _Factor(KEY, rank=rank).layout(bucket.layout)
         right, q = self._right_factor(factors, bucket)
 
+        # P = M Q^T, over the rows that hold entries; those of the padding give zeros.
         parts = _square(gradient, side)
         p = right.new_zeros(rank, side)
         for rows, part in parts:
@@ -108,10 +109,11 @@ class BatchedPowerSGD(Scheme):
         finite = all_finite(p)
         orthonormalize(_factors(side, rank), p)
 
+        # Q = P^T M. Feedback needs this rank's own Q, and the all-reduce works in place.
         q.zero_()
         for rows, part in parts:
             q[:, : part.shape[1]].addmm_(p[:, rows], part)
-        own = q if bucket.unsent is None else q.clone()
+        own_q = q if bucket.unsent is None else q.clone()
         second = AllReduce(q)
         q = yield second
         finite = finite & all_finite(q)
@@ -120,17 +122,17 @@ class BatchedPowerSGD(Scheme):
             bucket.write(self.keeps[0], q)
 
         if bucket.unsent is not None:
-            if bucket.unsent.data_ptr() != gradient.data_ptr():
+            if bucket.unsent.data_ptr() != gradient.data_ptr():  # else the sum is already there
                 bucket.unsent.copy_(gradient)
-            own = own if second.sent is None else second.sent
+            own_q = own_q if second.sent is None else second.sent
             for rows, part in _square(bucket.unsent, side):
-                part.addmm_(p[:, rows].mT, own[:, : part.shape[1]], alpha=-1)
+                part.addmm_(p[:, rows].mT, own_q[:, : part.shape[1]], alpha=-1)
         for rows, part in _square(bucket.output, side):
             part.copy_(p[:, rows].mT @ q[:, : part.shape[1]])
         return Result(bucket.output, unsent=bucket.unsent, finite=finite & fits(bucket.output))
 
     def _right_factor(self, factors: Layout, bucket: Bucket) -> tuple[Tensor, Tensor]:
-        """The right factor (r, side) to start from, and a tensor for the new one."""
+        """Returns the right factor (rank, side) to start from, and a tensor for the new one."""
         shape = factors.shapes[0]
         device, dtype = bucket.raw.device, bucket.wide_dtype
         if not self.warm_start:
@@ -139,27 +141,27 @@ class BatchedPowerSGD(Scheme):
             return flat.view(shape), torch.empty_like(flat).view(shape)
         (slot,) = self.keeps
         old = bucket.read(slot)
-        right = old.clone().view(shape)
+        right = old.clone().view(shape)  # committed values may not change
         fresh = fresh_factors(factors, bucket.seed, device, dtype)
         unit_rows(_factors(shape[1], shape[0]), right, fresh)
         return right, bucket.scratch(slot, like=old).view(shape)
 
 
 def _side(n: int) -> int:
-    """The side of the smallest square that holds a bucket."""
+    """Returns the side of the smallest square that holds ``n`` entries."""
     return math.isqrt(max(n - 1, 0)) + 1
 
 
 @lru_cache(maxsize=1024)
 def _factors(side: int, rank: int) -> Matrices:
-    """Of one square, whose factors are worked on alone."""
+    """Returns the table of one square, for kernels that work on its factors alone."""
     return Matrices([(0, side, side, rank)])
 
 
 def _square(flat: Tensor, side: int) -> list[tuple[slice, Tensor]]:
-    """The rows of the square that hold entries, and views of them: full ones, and a short last."""
-    rows, rest = divmod(flat.numel(), side)
+    """Returns the rows of the square that hold entries, with views: full rows, and a short last."""
+    rows, short = divmod(flat.numel(), side)
     parts = [(slice(0, rows), flat[: rows * side].view(rows, side))]
-    if rest:
-        parts.append((slice(rows, rows + 1), flat[rows * side :].view(1, rest)))
+    if short:
+        parts.append((slice(rows, rows + 1), flat[rows * side :].view(1, short)))
     return parts

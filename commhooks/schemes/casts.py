@@ -1,4 +1,4 @@
-"""The 16-bit schemes: fp16 and bf16, summed in 16 bits or in 32."""
+"""Defines the 16-bit schemes fp16 and bf16, with sums in 16 bits or in 32."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ __all__ = ["TwoPhaseCast", "bf16", "fp16"]
 
 @dataclass(frozen=True)
 class TwoPhaseCast(PackedCodec):
-    """Averages with 16 bits on the wire and 32 in the sum.
+    """Averages with 16 bits per entry on the wire and 32 in the sum.
 
-    Each rank sums one share of the bucket: all-to-all of the cast gradient, sum in float32,
-    all-gather of the cast mean. The error is two roundings, however many ranks there are; a
-    16-bit ring sum rounds once a rank. What travels is divided by the number of ranks.
+    Each rank sums one shard of the bucket: all-to-all of the cast gradient, sum in float32,
+    all-gather of the cast mean. The error is two roundings on any number of ranks; a 16-bit ring
+    sum rounds once per rank. Payloads are divided by the number of ranks.
 
     Args:
-        dtype: what travels: ``torch.float16`` or ``torch.bfloat16``; ``torch.float32`` is for the
+        dtype: of payloads: ``torch.float16`` or ``torch.bfloat16``; ``torch.float32`` is for the
             ranks of a node in :class:`Hierarchical`.
-        stochastic: rounds up or down at random, right on average.
+        stochastic: rounds up or down at random, unbiased.
     """
 
     dtype: torch.dtype = torch.bfloat16
@@ -44,6 +44,7 @@ class TwoPhaseCast(PackedCodec):
         return -(-n * self.dtype.itemsize // 16) * 16
 
     def pack(self, piece: Piece, payload: Tensor, random: Randomness) -> None:
+        # A share, as in ``Cast``: sums of shares stay within the range of the gradients.
         ranks = random.bucket.world_size
         c = piece.x if piece.residual is None else piece.corrected
         narrow = payload.view(self.dtype)[: c.numel()]
@@ -72,8 +73,8 @@ def fp16(*, fp32_sum: bool = False, stochastic: bool = False) -> Scheme:
     """Averages in float16: half the bytes; divides before the cast.
 
     Args:
-        fp32_sum: sum in float32 (all-to-all, sum, all-gather) instead of in float16 along a ring.
-        stochastic: round up or down at random, right on average; sums in float32.
+        fp32_sum: sums in float32 (all-to-all, sum, all-gather) instead of in float16 along a ring.
+        stochastic: rounds up or down at random, unbiased; sums in float32.
     """
     return _sixteen_bits(torch.float16, fp32_sum, stochastic)
 

@@ -1,4 +1,4 @@
-"""DGC, which keeps the momentum itself, and what dense parameters need beside it."""
+"""Defines DGC, which keeps the momentum itself, and ``DenseMomentum`` for dense parameters."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def _check_momentum(owner: object, momentum: float) -> None:
 
 @dataclass(frozen=True)
 class DenseMomentum(Scheme):
-    """Averages densely and returns the momentum of the average, for an optimizer without its own.
+    """Averages densely and returns the momentum of the average, for optimizers without momentum.
 
     Args:
-        momentum: 0 <= momentum < 1.
-        nesterov: as in ``torch.optim.SGD``.
+        momentum: momentum, 0 <= momentum < 1.
+        nesterov: Nesterov's momentum, as in ``torch.optim.SGD``.
     """
 
     momentum: float = 0.9
@@ -57,20 +57,20 @@ class DenseMomentum(Scheme):
 
 @dataclass(frozen=True)
 class DGC(Scheme):
-    """Sends the largest entries of accumulated momentum; what is sent leaves momentum and sum.
+    """Sends the largest entries of accumulated momentum, and removes them from the momentum.
 
-    On each rank ``u = momentum u + g; v = v + u``; the largest entries of v travel, and are zeroed
-    in v and u (factor masking), so that stale momentum does not carry on. What arrives is the mean
-    of what was sent: use an optimizer without momentum. At the start more is sent: 25 %, then less
-    in geometric steps, to ``ratio`` after ``warmup_steps``.
+    On each rank ``u = momentum u + g; v = v + u``; the largest entries of v are sent, and set to
+    zero in v and u (factor masking), so that stale momentum is not applied later. The result is the
+    mean of the sent entries: use an optimizer without momentum. The share of sent entries starts at
+    25 % and falls in geometric steps to ``ratio`` after ``warmup_steps``.
 
     Args:
         ratio: share of the entries that is sent.
-        momentum: of the optimizer that this replaces.
-        nesterov: ``u = momentum (u + g); v = v + u + g``.
-        clip: largest norm of a parameter's averaged gradient; each of n ranks clips to
-            ``clip / sqrt(n)``. None: no clipping.
-        warmup_steps: steps until ``ratio`` is reached.
+        momentum: momentum of the optimizer that the scheme replaces.
+        nesterov: Nesterov's momentum: ``u = momentum (u + g); v = v + u + g``.
+        clip: threshold of gradient clipping per parameter: each of n ranks clips its gradient to
+            the norm ``clip / sqrt(n)``. None: no clipping.
+        warmup_steps: number of steps until ``ratio`` is reached.
         sampled: finds the threshold from a sample of the bucket.
 
     Example:
@@ -101,7 +101,7 @@ class DGC(Scheme):
             )
 
     def ratio_at(self, step: int) -> float:
-        """Share of the entries that is sent in a step: five levels during the warm-up."""
+        """Returns the share of entries that is sent in a step: five levels during the warm-up."""
         if step >= self.warmup_steps:
             return self.ratio
         stage = _STAGES * step // self.warmup_steps
@@ -118,7 +118,8 @@ class DGC(Scheme):
         else:
             v = old_v + u
         k = min(n, max(1, math.ceil(self.ratio_at(bucket.step) * n)))
-        if 2 * k * bucket.world_size >= n:  # indices, too: all-reduced, it is as much
+        # An index and a value per entry from every rank: an all-reduce of all entries is no more.
+        if 2 * k * bucket.world_size >= n:
             mean = yield AllReduce(v.clone())
             bucket.write(_MOMENTUM, torch.zeros_like(u))
             bucket.write(_UNSENT, torch.zeros_like(v))
@@ -127,11 +128,12 @@ class DGC(Scheme):
         indices, values = payload[0], payload[1].view(torch.float32)
         unsent = torch.empty_like(v)
         (top_k_sampled if self.sampled else top_k)(v, k, indices, values, unsent=unsent)
+        # By value, not by index: a sampled threshold sends fewer than k, and pads its indices.
         taken = (unsent == 0) & (v != 0)
         bucket.write(_UNSENT, unsent)
         bucket.write(_MOMENTUM, u.masked_fill_(taken, 0.0))
         gathered = yield AllGather(payload)
-        indices, values = gathered.transpose(0, 1).contiguous()
+        indices, values = gathered.transpose(0, 1).contiguous()  # from (rank, 2, k)
         mean = torch.zeros_like(v)
         scatter_add(indices, values.view(torch.float32), mean, factor=1.0 / bucket.world_size)
         return Result(bucket.output.copy_(mean))
@@ -139,6 +141,7 @@ class DGC(Scheme):
     def _clipped(self, g: Tensor, bucket: Bucket) -> Tensor:
         if self.clip is None:
             return g
+        # As in the paper: the sum of n independent gradients is sqrt(n) times as long as each.
         most = self.clip / math.sqrt(bucket.world_size)
         parts = g.split(bucket.layout.sizes)
         factors = [(most / (part.norm() + 1e-12)).clamp(max=1.0) for part in parts]
@@ -158,9 +161,9 @@ def dgc(
     warmup_steps: int = 0,
     sampled: bool = True,
 ) -> Scheme:
-    """Deep Gradient Compression: the largest entries of accumulated momentum, biases dense.
+    """Sends the largest entries of accumulated momentum, and averages vectors densely.
 
-    The momentum is the hook's: use an optimizer without.
+    Deep Gradient Compression. The hook keeps the momentum: use an optimizer without.
 
     Args:
         ratio, momentum, nesterov, clip, warmup_steps, sampled: see :class:`commhooks.schemes.DGC`.

@@ -1,4 +1,4 @@
-"""Gossip: each step a rank averages with one other, and all hear of all in time."""
+"""Defines gossip: in each step a rank averages with one other rank."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ _SUM = Slot("gossip.sum", resize="mean")
 
 
 def partner_of(rank: int, step: int, world_size: int) -> int:
-    """Whom a rank averages with in a step; itself where it has a rest.
+    """Returns the rank that a rank averages with in a step; itself if it has no partner.
 
-    On 2^k ranks the one whose number differs in bit ``step % k``. On others ``i + j = 2^step - 1``
-    modulo the ranks: what two steps did is handed on twice as far by the next two. Of an even
-    number, two that would meet themselves meet; of an odd one, one rests.
+    On 2^k ranks, the partner's number differs in bit ``step % k``. On other numbers of ranks,
+    partners i and j have ``i + j = 2^step - 1`` modulo the number of ranks: two steps in a row move
+    a gradient by ``2^step`` ranks, so that distances double with each step. On an even number of
+    ranks, two ranks that would meet themselves meet each other; on an odd one, one has no partner.
 
     Example:
         >>> [partner_of(rank, 1, 4) for rank in range(4)]
         [2, 3, 0, 1]
     """
+    # An involution for every step: the partner's partner is the rank itself.
     bits = world_size.bit_length() - 1
     if world_size == 1 << bits:
         return rank ^ (1 << step % bits) if bits else rank
@@ -41,17 +43,17 @@ def partner_of(rank: int, step: int, world_size: int) -> int:
 @register_scheme("gossip")
 @dataclass(frozen=True)
 class Gossip(Scheme):
-    """Averages with one other rank a step, in turn, instead of with all: one message each.
+    """Averages with one other rank per step, each in turn, instead of with all: one message each.
 
-    Every rank keeps the sum s of what it was given. In a step it and its partner come to the same
-    ``t = (s + g) / 2 + (s' + g') / 2``, bit for bit, and are given ``t - s`` each. So an optimizer
-    that is linear in gradients (SGD, momentum) averages the parameters of the two, too. Ranks end
-    a step with different parameters; over all ranks, what is given sums to the gradients, and
-    what differs halves in a step or so: of 2^k ranks all have the same share of a gradient k steps
-    after.
+    Every rank keeps the sum s of the gradients that it returned. In a step, a rank and its partner
+    both compute ``t = (s + g) / 2 + (s' + g') / 2``, with the same bits, and return ``t - s``, each
+    with its own s. So an optimizer that is linear in gradients (SGD, momentum) averages the
+    parameters of the two ranks, too. Ranks have different parameters after a step; the returned
+    gradients of all ranks sum to the gradients of all ranks, and differences halve about once per
+    step: on 2^k ranks, all ranks have the same share of a gradient after k steps.
 
-    Keeps a tensor of the gradient's size. Sums measure the way that parameters went only while the
-    learning rate and the loss scale stay what they are: see the scheme's page.
+    Keeps a tensor of the gradient's size. The sums describe the ranks' parameters only while
+    learning rate and loss scale do not change: see the scheme's page.
 
     Example:
         >>> hook = register(ddp_model, "gossip")
@@ -68,10 +70,11 @@ class Gossip(Scheme):
         half = (given + gradient).mul_(0.5)
         partner = partner_of(bucket.rank, bucket.step, bucket.world_size)
         pair = sorted((bucket.rank, partner))
-        # As bytes, which no cast rounds: a sum is far larger than what it grows by.
+        # As bytes, which no cast around the scheme rounds: the sum is far larger than a gradient,
+        # and its rounding error would be, too.
         gathered = yield AllGather(half.view(torch.uint8), pair)
         first, second = gathered.view(-1).view(half.dtype).view(2, half.numel())
-        total = first + second
+        total = first + second  # in the order of ranks on both, hence the same bits
         bucket.write(_SUM, total)
-        # One that rests is given its gradient, without the rounding of a difference of sums.
+        # A rank without a partner returns its gradient, without the rounding error of t - s.
         return Result(bucket.output.copy_(gradient if partner == bucket.rank else total - given))

@@ -1,4 +1,4 @@
-"""``Hierarchical``: one codec between the ranks of a node, another between nodes."""
+"""Defines ``Hierarchical``: one codec between the ranks of a node, another between nodes."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ __all__ = ["Hierarchical", "sdp4bit"]
 class Hierarchical(Scheme):
     """Averages inside each node by one codec, then the nodes' means by another.
 
-    Each rank of a node sums one part of the bucket (all-to-all inside the node). That part's node
-    means are averaged in two phases among the ranks of the same place in all nodes, and the
-    payloads that come back are handed on inside the node as they are. So a rank sends between nodes
-    2 (nodes - 1) / nodes of 1 / local_size of the bucket, and nothing is rounded more than three
-    times. What a rounding loses goes to the residual of the rank that rounded.
+    Each rank of a node sums one part of the bucket (all-to-all inside the node). The node means of
+    that part are averaged in two phases among the ranks with the same local rank in all nodes, and
+    the payloads of the result are passed on inside the node without decoding. So a rank sends
+    between nodes 2 (nodes - 1) / nodes of 1 / local_size of the bucket, and no entry is rounded
+    more than three times. Each rounding error is added to the residual of the rank that rounded.
 
     Args:
-        inside: between ranks of a node.
-        between: between nodes.
-        local_size: ranks of a node, which are consecutive; by default what torchrun says
-            (``LOCAL_WORLD_SIZE``), and 1 where it says nothing. Where nodes differ in size, or
-            the process group has only some of the ranks: consecutive ones of the greatest common
-            divisor with the world size are taken as a node.
+        inside: codec between the ranks of a node.
+        between: codec between nodes.
+        local_size: number of ranks of a node, which are consecutive; by default
+            ``LOCAL_WORLD_SIZE``, which torchrun sets, or 1 if that is not set. The greatest common
+            divisor with the world size is used, in case nodes differ in size or the process group
+            has only some of the ranks.
 
     Example:
         >>> hook = register(ddp_model, ErrorFeedback(Hierarchical(
@@ -68,7 +68,7 @@ class Hierarchical(Scheme):
         return Traits(rounds=4, error=composed(inside, between, between))
 
     def node_size(self, world_size: int) -> int:
-        """Ranks that are taken as a node."""
+        """Returns the number of consecutive ranks that are taken as a node."""
         local = self.local_size or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         return math.gcd(local, world_size)
 
@@ -80,56 +80,60 @@ class Hierarchical(Scheme):
         local = self.node_size(world_size)
         nodes = world_size // local
         if local == 1 or nodes == 1:
-            codec = self.between if local == 1 else self.inside
+            codec = self.between if local == 1 else self.inside  # one level alone
             return (yield from codec.exchange(bucket))
-        node, place = divmod(bucket.rank, local)
+        node, local_rank = divmod(bucket.rank, local)
         mates = range(node * local, (node + 1) * local)
-        partners = range(place, world_size, local)
+        partners = range(local_rank, world_size, local)
 
+        # Parts are cut at multiples of both units, as both codecs pack them.
         unit = math.lcm(self.inside.granularity, self.between.granularity)
         parts = self.inside.to_shards(spans(n, local, unit))
-        cuts = [self.between.shards(one.end - one.begin, nodes) for one in parts]
+        cuts = [self.between.shards(part.end - part.begin, nodes) for part in parts]
         width = cuts[0][0].nbytes
         if world_size * width >= bucket.raw.nbytes:
             return (yield from bucket.all_reduce())
         inner = bucket.in_float32()
 
-        # Inside: this rank gets its part of the bucket from all ranks of the node.
-        draws = [Randomness(inner, at, "worker", "inside/") for at in range(local)]
+        # Inside: this rank receives its part of the bucket from all ranks of the node.
+        draws = [Randomness(inner, index, "worker", "inside/") for index in range(local)]
         rows = self.inside.pack_shards(Piece.of(inner), parts, draws)
         received = yield AllToAll(rows, mates)
-        begin, end, nbytes = parts[place]
+        begin, end, nbytes = parts[local_rank]
         mean = torch.empty(end - begin, dtype=torch.float32, device=inner.raw.device)
         if begin < end:
             rows = received[:, :nbytes].contiguous()
-            self.inside.unpack(rows, mean, draws[place], 1.0 / local)
+            self.inside.unpack(rows, mean, draws[local_rank], 1.0 / local)
 
-        # Between: that part's node means, in two phases.
-        draws = [Randomness(inner, at, "worker", f"between/{place}/") for at in range(nodes)]
-        lost = None if inner.unsent is None else torch.zeros_like(mean)
-        rows = self.between.pack_shards(Piece(mean, None, lost), cuts[place], draws)
+        # Between: the node means of that part, in two phases.
+        purpose = f"between/{local_rank}/"
+        draws = [Randomness(inner, index, "worker", purpose) for index in range(nodes)]
+        error = None if inner.unsent is None else torch.zeros_like(mean)
+        rows = self.between.pack_shards(Piece(mean, None, error), cuts[local_rank], draws)
         received = yield AllToAll(_padded(rows, width), partners)
-        if lost is not None:
-            lost.mul_(float(local))
-        again = self.between.repack_shard(
-            *(received, cuts[place], node, inner, lost, world_size, f"between/{place}/")
+        # A node mean is of ``local`` ranks: an entry of one rank's residual weighs 1 / local in it.
+        if error is not None:
+            error.mul_(float(local))
+        packed = self.between.repack_shard(
+            *(received, cuts[local_rank], node, inner, error, world_size, purpose)
         )
-        gathered = yield AllGather(_padded(again, width), partners)
-        if inner.unsent is not None and lost is not None:
-            inner.unsent[begin:end] += lost
+        gathered = yield AllGather(_padded(packed, width), partners)
+        if inner.unsent is not None and error is not None:
+            inner.unsent[begin:end] += error
 
-        # Inside: what came back, byte by byte.
+        # Inside: the packed means of all parts, as they came. All ranks decode the same bytes.
         everything = yield AllGather(gathered, mates)
-        for at, (part, cut, payloads) in enumerate(zip(parts, cuts, everything, strict=True)):
-            draws = [Randomness(inner, i, "server", f"between/{at}/") for i in range(nodes)]
+        for index, (part, cut, payloads) in enumerate(zip(parts, cuts, everything, strict=True)):
+            purpose = f"between/{index}/"
+            draws = [Randomness(inner, shard, "server", purpose) for shard in range(nodes)]
             self.between.unpack_shards(payloads, inner.output[part.begin : part.end], cut, draws)
         return bucket.result_of(inner)
 
 
 def _padded(rows: Tensor, width: int) -> Tensor:
-    """Rows of ``width`` bytes: a short last part's are as long as all others' then."""
-    missing = width - rows.shape[-1]
-    return rows if not missing else torch.nn.functional.pad(rows, (0, missing))
+    """Pads rows to ``width`` bytes, as the last part of a bucket may have shorter ones."""
+    padding = width - rows.shape[-1]
+    return rows if not padding else torch.nn.functional.pad(rows, (0, padding))
 
 
 @register_scheme("sdp4bit")
@@ -141,13 +145,13 @@ def sdp4bit(
     stochastic: bool = False,
     memory: bool = True,
 ) -> Scheme:
-    """8-bit integers inside a node, 4-bit ones of rotated blocks between nodes.
+    """Sends 8-bit integers inside a node, and 4-bit integers of rotated blocks between nodes.
 
     Args:
-        local_size: ranks of a node; by default what torchrun says, see :class:`Hierarchical`.
-        inside_block, between_block: entries per scale; the latter also of the rotation.
-        stochastic: unbiased instead of near.
-        memory: keeps an average of what was lost, in 8 bits (:class:`AveragedFeedback`).
+        local_size: number of ranks of a node, see :class:`Hierarchical`.
+        inside_block, between_block: entries per scale; between nodes also entries per rotation.
+        stochastic: rounds up or down at random, unbiased; False: rounds to nearest.
+        memory: keeps an average of rounding errors, in 8 bits (:class:`AveragedFeedback`).
 
     References: Jia et al., SDP4Bit, 2024; Xie et al., LoCo, 2024 (the memory).
     """

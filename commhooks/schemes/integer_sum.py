@@ -1,4 +1,4 @@
-"""8-bit integers of a scale that all ranks share, summed by one all-reduce of bytes."""
+"""Defines schemes that sum 8-bit integers of a shared scale by one all-reduce of bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WHOLE = 2**31  # a block that holds any bucket
 
 @dataclass(frozen=True)
 class _Squares(Number):
-    """The moving average of a parameter's squared norm; in float64 no square underflows."""
+    """Declares the moving average of a parameter's squared norm, in float64: no underflow."""
 
     def initial(self, name: str, shape: torch.Size, now: StepInfo) -> None:
         return None  # the first step is dense
@@ -36,16 +36,17 @@ _NORM = _Squares("intsgd.norm")
 @register_scheme("global_qsgd")
 @dataclass(frozen=True)
 class GlobalQSGD(Scheme):
-    """Sends 8-bit integers of a scale per block that the ranks agree on first, and sums those.
+    """Sums 8-bit integers whose scale, one per block, the ranks agree on first.
 
-    The largest magnitude of each block over all ranks stands for ``127 // n`` levels on n ranks, so
-    that the sum of n codes cannot wrap. One all-reduce of 4 / block bytes an entry, then one of a
-    byte. Levels become few where ranks are many: 63 for 2, 15 for 8, 3 for 32; above 127 ranks the
-    bucket travels dense. Unbiased.
+    The largest magnitude of each block over all n ranks is level ``127 // n``, so that the sum of n
+    codes does not overflow. One all-reduce of 4 / block bytes per entry, then one of a byte per
+    entry. There are fewer levels on more ranks: 63 on 2, 15 on 8, 3 on 32; above 127 ranks the
+    bucket is averaged densely. Unbiased.
 
     Args:
         block: entries per scale, a multiple of 256.
-        stochastic: False rounds to nearest: half the error, but with a bias.
+        stochastic: rounds up or down at random, unbiased; False: rounds to nearest, which halves
+            the error but is biased.
 
     Example:
         >>> hook = register(ddp_model, "global_qsgd")
@@ -62,6 +63,7 @@ class GlobalQSGD(Scheme):
 
     @property
     def traits(self) -> Traits:
+        # Of one rank alone: on n ranks, levels are n times as far apart.
         unbiased = Unbiased(self.block / (4.0 * _TOP**2))
         return Traits(rounds=2, error=unbiased if self.stochastic else Biased())
 
@@ -74,6 +76,8 @@ class GlobalQSGD(Scheme):
         x, residual = inside.raw, inside.residual
         largest = x.new_empty(blocks, dtype=torch.int32)
         largest_magnitudes(x, largest, block, residual=residual)
+        # Magnitudes as the bits of float32, which order like the values: a maximum of int32 is
+        # exact, and no cast around the scheme rounds it.
         largest = yield AllReduce(largest, "max")
         codes = x.new_empty(n, dtype=torch.int8)
         noise = bucket.random("noise", shared=False) if self.stochastic else None
@@ -88,17 +92,17 @@ class GlobalQSGD(Scheme):
 @register_scheme("intsgd")
 @dataclass(frozen=True)
 class IntSGD(Scheme):
-    """Sends 8-bit integers of a scale that follows from past steps, so that none need be agreed on.
+    """Sends 8-bit integers, with a scale that all ranks compute from past steps.
 
-    On n ranks a level is ``sqrt(2 n r / d) / precision``, r being a moving average of the averaged
-    gradient's square and d its number of entries. One all-reduce of a byte an entry. What exceeds
-    ``127 // n`` levels is clipped, as where a gradient is suddenly larger; unbiased otherwise. The
-    first step is dense, as are all above 127 ranks.
+    On n ranks the distance of two levels is ``sqrt(2 n r / d) / precision``, where r is a moving
+    average of the squared norm of the averaged gradient and d its number of entries. One all-reduce
+    of a byte per entry. Entries above ``127 // n`` levels are clipped, as when gradients suddenly
+    grow; unbiased otherwise. The first step is dense, and every step above 127 ranks.
 
     Args:
-        precision: levels per ``sqrt(2 n)`` root mean squares.
+        precision: levels per ``sqrt(2 n)`` root mean squares of the averaged gradient.
         decay: weight of the old average, 0 <= decay < 1.
-        stochastic: False rounds to nearest, with a bias.
+        stochastic: rounds up or down at random, unbiased; False: rounds to nearest, biased.
 
     Example:
         >>> hook = register(ddp_model, "intsgd")
@@ -120,6 +124,8 @@ class IntSGD(Scheme):
 
     @property
     def traits(self) -> Traits:
+        # Each of d entries has a variance of level^2 / 4 at most: n r / (2 precision^2) on a rank,
+        # and 1 / n of it in the mean of n ranks.
         unbiased = Unbiased(1 / (2 * self.precision**2))
         return Traits(error=unbiased if self.stochastic else Biased())
 
@@ -131,13 +137,14 @@ class IntSGD(Scheme):
             return result
         inside = bucket.in_float32()
         squares = bucket.read(_NORM).sum()
-        # A magnitude that never vanishes: from zero gradients there is a way back.
+        # Never zero: after steps of zero gradients, codes could not represent any other gradient.
         level = torch.sqrt(2.0 * bucket.world_size / n * squares).clamp(min=1e-20) / self.precision
         magnitude = (level * levels).float().view(1).view(torch.int32)
         codes = inside.raw.new_empty(n + 1, dtype=torch.int8)
         noise = bucket.random("noise", shared=False) if self.stochastic else None
         parts = {"residual": inside.residual, "unsent": inside.unsent}
         quantize_shared(inside.raw, magnitude, codes[:n], _WHOLE, levels, **parts, random=noise)
+        # One more code: how many ranks have a gradient that is not finite, which codes cannot say.
         codes[n] = ~_all_finite(inside)
         codes = yield AllReduce(codes, "sum")
         mean, factor = inside.output, 1.0 / bucket.world_size
@@ -147,11 +154,12 @@ class IntSGD(Scheme):
         return bucket.result_of(inside)
 
     def _known(self, bucket: Bucket) -> bool:
-        """Whether every parameter's norm is known, which all ranks answer with the same."""
-        names = bucket.layout.names
-        return bool(names) and all(bucket.memory.get(_NORM.key, one) is not None for one in names)
+        """Whether every parameter has a norm from an earlier step; the same on every rank."""
+        names, memory = bucket.layout.names, bucket.memory
+        return bool(names) and all(memory.get(_NORM.key, name) is not None for name in names)
 
     def _remember(self, mean: Tensor, bucket: Bucket) -> None:
+        """Updates the norms by the averaged gradient, which is the same on every rank."""
         layout = bucket.layout
         pieces = [piece.double() for piece in mean.split(layout.sizes)]
         if not pieces:

@@ -1,4 +1,4 @@
-"""Affine 8-bit quantisation between minimum and maximum, of the whole bucket or of blocks of it."""
+"""Defines affine 8-bit quantisation between minimum and maximum, of a bucket or of its blocks."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ __all__ = ["MinMax", "MinMaxPerChannel"]
 class MinMax(Codec):
     """Sends a bucket as 256 equally spaced levels between its minimum and its maximum.
 
-    Zero is always a level, so zero entries arrive as zero; others are off by at most half the
-    distance of two levels (a whole one where the zero point was rounded the other way). If any
-    entry is not finite, the distance is not either, and no entry arrives finite, on any rank.
+    Zero is always a level, so zero entries arrive as zero; the error of other entries is at most
+    half the distance of two levels (one distance where the zero point was rounded the other way).
+    If any entry is not finite, neither is the distance, and no entry of the bucket arrives finite,
+    on any rank.
 
     Biased: rounds to the nearest level, so use ``ErrorFeedback`` where it matters. Payload: one
     byte per entry, and five per bucket.
@@ -48,8 +49,8 @@ class MinMax(Codec):
 class MinMaxPerChannel(Codec):
     """Sends each block of a bucket as 256 levels between the block's minimum and maximum.
 
-    As :class:`MinMax`, but a large entry costs the precision of its own block only; what is not
-    finite spoils its own block only.
+    As :class:`MinMax`, but a large entry costs the precision of its own block only, and an entry
+    that is not finite affects its own block only.
 
     Biased: rounds to the nearest level. Payload: one byte per entry, and five per block.
 
@@ -81,21 +82,21 @@ class MinMaxPerChannel(Codec):
 
 
 def _quantize(grad: Tensor, block: int) -> dict[str, Tensor]:
-    """Levels, and per block their distance and the level of zero."""
+    """Returns the payload: levels, and per block their distance and the level of zero."""
     blocks = -(-grad.numel() // block)
     payload = {
         "levels": grad.new_empty(grad.numel(), dtype=torch.uint8),
         "scale": grad.new_empty(blocks, dtype=torch.float32),
         "zero": grad.new_empty(blocks, dtype=torch.uint8),
     }
-    # No more than 8 bits of an entry travel: float64 is rounded to float32 first.
+    # Kernels know no float64; rounding to float32 first is nothing next to 8 bits.
     grad = grad.to(torch.float32) if grad.dtype == torch.float64 else grad
     quantize_affine(grad.contiguous(), payload["levels"], payload["scale"], payload["zero"], block)
     return payload
 
 
 def _dequantize(payload: dict[str, Tensor], like: Tensor, block: int) -> Tensor:
-    """The gradient that the levels stand for."""
+    """Returns the gradient that the levels stand for."""
     out = torch.empty_like(like, dtype=torch.float32)
     dequantize_affine(payload["levels"], payload["scale"], payload["zero"], block, out)
     return out.to(like.dtype)

@@ -1,4 +1,4 @@
-"""``Noop``: no exchange at all."""
+"""Defines ``Noop``, which exchanges nothing."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["Noop"]
 @register_scheme("noop")
 @dataclass(frozen=True)
 class Noop(Scheme):
-    """Returns the local gradient without any exchange: the step time no scheme can beat.
+    """Returns the local gradient without any exchange: a lower bound of any scheme's step time.
 
-    For measuring headroom only; the ranks drift apart.
+    For measurements only: the ranks' parameters diverge.
     """
 
     traits = Traits(rounds=0, returns="local")
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
         return Result(bucket.gradient)
-        yield
+        yield  # makes this a generator function, as every exchange is

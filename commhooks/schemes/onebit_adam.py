@@ -1,4 +1,4 @@
-"""1-bit Adam's communication: dense gradients first, then momenta of one bit an entry."""
+"""Defines the scheme of 1-bit Adam: dense gradients first, then momenta of one bit per entry."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ _MOMENTUM = Slot("onebit_adam.momentum")
 class OneBitMomentum(Scheme):
     """Averages gradients until ``freeze_step``, and from then on momenta, in one bit with feedback.
 
-    A bit of a gradient that Adam divides by its second moment loses too much; of the momentum it
-    does not, once the second moment is frozen. ``commhooks.optim.OneBitAdam`` is the optimizer that
-    knows which of the two it is given.
+    Adam divides by its second moment, which signs of gradients do not preserve; signs of momenta
+    converge once the second moment is frozen. ``commhooks.optim.OneBitAdam`` is the optimizer that
+    knows in which steps it gets gradients and in which momenta.
 
     Args:
-        freeze_step: dense steps first, a tenth to a fifth of the training.
-        beta1: of the momentum, as Adam's.
+        freeze_step: number of dense steps first, a tenth to a fifth of the training.
+        beta1: decay of the momentum, as in Adam.
         block: entries per scale, a power of two, 32 to 2048.
-        compressed: what momenta travel by; by default signs of blocks, with error feedback.
+        compressed: the scheme that averages momenta; by default signs of blocks, with error
+            feedback.
 
     Example:
         >>> hook = register(ddp_model, "onebit_adam", freeze_step=1000)
@@ -84,8 +85,12 @@ class OneBitMomentum(Scheme):
             mean = yield AllReduce(bucket.gradient)
             bucket.write(_MOMENTUM, torch.lerp(mean.to(dtype), old, self.beta1))
             return Result(mean)
-        own = torch.lerp(bucket.gradient.to(dtype), old, self.beta1)
-        inside = bucket.replace(raw=own, residual=None, unsent=None, output=torch.empty_like(own))
+        momentum = torch.lerp(bucket.gradient.to(dtype), old, self.beta1)
+        # An output of its own: momenta are float32, also where gradients are not.
+        inside = bucket.replace(
+            raw=momentum, residual=None, unsent=None, output=torch.empty_like(momentum)
+        )
         result = yield from self._inner.exchange(inside)
+        # The average replaces this rank's momentum, as in the paper: all ranks keep the same one.
         bucket.write(_MOMENTUM, result.mean.clone())
         return Result(bucket.output.copy_(result.mean), finite=result.finite)

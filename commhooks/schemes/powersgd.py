@@ -1,4 +1,4 @@
-"""PowerSGD: gradients as products of two thin matrices, found by one power iteration a step."""
+"""Defines PowerSGD: gradients as products of two thin matrices, one power iteration per step."""
 
 from __future__ import annotations
 
@@ -48,12 +48,13 @@ KEY = "powersgd.q"
 
 
 class RightFactor(Factor):
-    """The Q that a step starts from; takes over what rows one of another rank has."""
+    """Declares the Q that a step starts from; a Q of another rank lends the rows that fit."""
 
     def initial(self, name: str, shape: torch.Size, now: StepInfo) -> Tensor:
         new, old = draw(name, shape, now, 0), now.memory.get(self.key, name)
         if old is not None and old.dim() == 2 and old.shape[1] == shape[1] and old.numel():
-            # New rows as long as the old ones, or these would vanish next to them, see unit_rows.
+            # New rows get the norm of the longest old one: unit_rows replaces rows that are far
+            # shorter than the longest, and would take the old rows for rounding errors.
             new *= torch.linalg.vector_norm(old, dim=1).max().to(new) / math.sqrt(shape[1])
             rows = min(len(old), len(new))
             new[:rows] = old[:rows]
@@ -66,9 +67,9 @@ class PowerSGD(Scheme):
     """Sends each gradient matrix M (n x m) as two thin factors of rank r.
 
     With Q from the last step: ``P = orthonormalise(mean(M Q^T))``, ``Q = mean(P^T M)``, and the
-    mean gradient is ``P Q``, its projection on the columns of P. Both means are all-reduces;
-    parameters that do not pay (vectors among them) ride along in the first. A parameter of more
-    than two dimensions is a matrix of ``shape[0]`` rows.
+    mean gradient is approximated by ``P Q``, its projection on the columns of P. Both means are
+    all-reduces; the first also carries the parameters that are not worth compressing, vectors among
+    them. A parameter of more than two dimensions is a matrix of ``shape[0]`` rows.
 
     Biased: use with ``ErrorFeedback``. Payload per matrix: ``r * (n + m)`` entries, in float32
     for 16-bit gradients; ``Cast`` around it halves that. Gradients of rank r arrive exactly.
@@ -76,7 +77,8 @@ class PowerSGD(Scheme):
 
     Args:
         rank: rows of Q; clipped to ``min(n, m)`` per matrix.
-        min_compression_rate: a matrix is compressed if its factors, times this, are smaller.
+        min_compression_rate: a matrix is compressed if both factors together, times this, have
+            fewer entries than the matrix.
         warm_start: starts from the last step's Q, which over steps finds the best rank-r
             approximation; else from a new random Q each step.
 
@@ -109,6 +111,7 @@ class PowerSGD(Scheme):
         matrices = plan.matrices
         if not len(matrices):
             return (yield from bucket.all_reduce())
+        # P = M Q^T. The kernel adds the residual in the same pass (docs/design/foundation.md).
         right, q = self._right_factors(plan, bucket)
         raw, residual, total = bucket.raw, bucket.residual, work_buffer(bucket)
         payload = right.new_empty(matrices.left_numel + plan.tail_numel)
@@ -121,16 +124,19 @@ class PowerSGD(Scheme):
         finite = all_finite(payload)
         orthonormalize(matrices, left)  # the same bits on every rank
 
+        # Q = P^T M. Feedback needs this rank's own Q, and the all-reduce works in place.
         multiply_left(matrices, total, left, q)
-        own = q if bucket.unsent is None else q.clone()
+        own_q = q if bucket.unsent is None else q.clone()
         second = AllReduce(q)
         q = yield second
         finite = finite & all_finite(q)
-        q.add_(nan_unless(finite))
+        q.add_(nan_unless(finite))  # what is not finite spoils only some entries of P
         if self.warm_start:
             bucket.write(self.keeps[0], q)
 
-        sent = (left, own if second.sent is None else second.sent)
+        # The residual is M - P Q_i with this rank's own Q_i. The distance to the mean would collect
+        # what other ranks sent, and only its sum over ranks would be bounded.
+        sent = (left, own_q if second.sent is None else second.sent)
         if bucket.unsent is not None:
             sent_tail = None if first.sent is None else first.sent[matrices.left_numel :]
             plan.keep_tail(total, sent_tail, bucket.unsent)
@@ -140,7 +146,7 @@ class PowerSGD(Scheme):
         return Result(output, unsent=bucket.unsent, finite=finite & fits(output))
 
     def _right_factors(self, plan: Plan, bucket: Bucket) -> tuple[Tensor, Tensor]:
-        """The right factors to start from, flat, and a tensor for the new ones."""
+        """Returns the right factors to start from, flat, and a tensor for the new ones."""
         factors, device, dtype = plan.factors, bucket.raw.device, bucket.wide_dtype
         if not self.warm_start:
             like = torch.empty(0, device=device, dtype=dtype)
@@ -148,6 +154,6 @@ class PowerSGD(Scheme):
             return flat, torch.empty_like(flat)
         (slot,) = self.keeps
         old = bucket.read(slot)
-        right = old.clone()
+        right = old.clone()  # committed values may not change: a bad step goes back to them
         unit_rows(plan.matrices, right, fresh_factors(factors, bucket.seed, device, dtype))
         return right, bucket.scratch(slot, like=old)

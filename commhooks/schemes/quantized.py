@@ -1,4 +1,4 @@
-"""Blockwise quantisation: 8, 4 and 1 bit an entry, one scale per block."""
+"""Defines blockwise quantisation to 8, 4, 2 or 1 bit per entry, with one scale per block."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ __all__ = ["Blockwise", "fp8", "int4", "int8", "mxfp8", "onebit"]
 class Blockwise(PackedCodec):
     """Sends each block of a bucket as codes of a few bits and one scale.
 
-    A block with an entry that is not finite arrives as NaN, on every rank; no other does.
+    A block with an entry that is not finite arrives as NaN on every rank; other blocks do not.
 
-    Rounding to nearest is biased: use ``ErrorFeedback``. Stochastic rounding is not, but for
-    formats with a scale of a power of two ("mx_...") and for "sign".
+    Rounding to nearest is biased: use ``ErrorFeedback``. Stochastic rounding is unbiased, except in
+    formats whose scale is a power of two ("mx_..."); "sign" does not take it.
 
     Args:
         format: a key of ``commhooks.kernels.FORMATS``: "int8", "int4", "int2", "e4m3", "e5m2",
             "mx_e4m3", "mx_e5m2", "sign".
         block: entries per scale, a power of two, 32 to 2048 (1024 if rotated).
-        stochastic: rounds up or down at random, right on average.
-        rotate: rotates each block by a random Hadamard matrix first, the same on all ranks, so that
-            no entry stands out; integer formats and "sign".
+        stochastic: rounds up or down at random, unbiased.
+        rotate: rotates each block by a random Hadamard matrix first, the same on all ranks, which
+            spreads large entries over the block; integer formats and "sign".
         pattern: "two_phase" or "all_gather".
 
     Example:
@@ -71,15 +71,18 @@ class Blockwise(PackedCodec):
 
     @property
     def error(self) -> ErrorKind:
+        # A scale that is a power of two may clip the largest entries, which is a bias.
         biased = not self.stochastic or self.format.startswith("mx_")
         return Biased() if biased else Unbiased(self._variance())
 
     def _variance(self) -> float:
+        # Stochastic rounding to a grid has a variance of a quarter of the squared spacing at most.
         form = FORMATS[self.format]
-        if form.float8 is not None:  # half a spacing at most, squared
+        if form.float8 is not None:  # spacing of 3 or 2 bits of mantissa, relative to the entry
             return 2.0**-8 if self.format == "e4m3" else 2.0**-6
-        if self.rotate:  # the largest of a block of normal entries
+        if self.rotate:  # max^2 / top^2 / 4, with max^2 = 2 log(2 block) for N(0, 1)
             return math.log(2 * self.block) / (2 * form.top**2)
+        # max^2 <= |x|^2; or |x_i| times the spacing per entry, and |x|_1 <= sqrt(block) |x|.
         return min(self.block / (4 * form.top**2), math.sqrt(self.block) / form.top)
 
     @property
@@ -87,6 +90,7 @@ class Blockwise(PackedCodec):
         return self.block
 
     def _padded(self, n: int) -> int:
+        """Returns ``n`` rounded up to full blocks where those are rotated."""
         return -(-n // self.block) * self.block if self.rotate else n
 
     def payload_bytes(self, n: int) -> int:
@@ -99,15 +103,15 @@ class Blockwise(PackedCodec):
             form = (self.format, self.block)
             quantize(x, payload, *form, residual=residual, unsent=unsent, random=noise)
             return
-        n, missing = x.numel(), -x.numel() % self.block
+        n, padding = x.numel(), -x.numel() % self.block
         into = unsent
-        if missing:
-            x = pad(x, (0, missing))
-            residual = None if residual is None else pad(residual, (0, missing))
+        if padding:  # a rotation takes full blocks
+            x = pad(x, (0, padding))
+            residual = None if residual is None else pad(residual, (0, padding))
             into = None if unsent is None else torch.empty_like(x, dtype=torch.float32)
         settings = (self.format, self.block, random.shared)
         quantize_rotated(x, payload, *settings, residual=residual, unsent=into, random=noise)
-        if missing and unsent is not None and into is not None:
+        if padding and unsent is not None and into is not None:
             unsent.copy_(into[:n])
 
     def unpack(self, payloads: Tensor, out: Tensor, random: Randomness, factor: float) -> None:
@@ -115,11 +119,11 @@ class Blockwise(PackedCodec):
             dequantize(payloads, out, self.format, self.block, factor=factor)
             return
         n = out.numel()
-        whole = out if n % self.block == 0 else out.new_empty(self._padded(n))
+        padded = out if n % self.block == 0 else out.new_empty(self._padded(n))
         form = (self.format, self.block, random.shared)
-        dequantize_rotated(payloads, whole, *form, factor=factor)
-        if whole is not out:
-            out.copy_(whole[:n])
+        dequantize_rotated(payloads, padded, *form, factor=factor)
+        if padded is not out:
+            out.copy_(padded[:n])
 
     def repack(
         self,
@@ -136,6 +140,8 @@ class Blockwise(PackedCodec):
         if self.rotate and unsent is not None:
             into = unsent.new_empty(self._padded(n))
         requantize(payloads, payload, *form, factor=factor, unsent=into, random=noise)
+        # Rotated payloads are summed and packed as they are: the same rotation holds for all, and a
+        # second rounding needs no other. Only the error is rotated back.
         if self.rotate and unsent is not None and into is not None:
             hadamard(into, into, self.block, random.shared, inverse=True)
             unsent.copy_(into[:n])
@@ -146,11 +152,12 @@ _ROTATED = ("int8", "int4", "int2", "sign")
 
 @register_scheme("int8")
 def int8(*, block: int = 256, stochastic: bool = True, pattern: Pattern = "two_phase") -> Scheme:
-    """8-bit integers in blocks of 256: 8.125 bits an entry, unbiased, without memory.
+    """Sends 8-bit integers in blocks of 256: 8.125 bits per entry, unbiased, without memory.
 
     Args:
         block: entries per scale, a power of two, 32 to 2048.
-        stochastic: False rounds to nearest: half the error, but with a bias.
+        stochastic: rounds up or down at random, unbiased; False: rounds to nearest, which halves
+            the error but is biased.
         pattern: "two_phase", or "all_gather".
     """
     return Blockwise("int8", block, stochastic, pattern=pattern)
@@ -164,7 +171,9 @@ def fp8(
     stochastic: bool = True,
     pattern: Pattern = "two_phase",
 ) -> Scheme:
-    """8-bit floats in blocks of 256. Ten times the error of int8, but small entries keep digits.
+    """Sends 8-bit floats in blocks of 256: small entries keep their digits.
+
+    The error is ten times that of int8 on gradients whose entries are of similar size.
 
     Args:
         format: "e4m3" (three bits of mantissa) or "e5m2" (two).
@@ -177,7 +186,7 @@ def fp8(
 
 @register_scheme("mxfp8")
 def mxfp8(*, format: str = "e4m3", pattern: Pattern = "two_phase") -> Scheme:
-    """8-bit floats with a power of two per 32 entries (OCP Microscaling): 8.25 bits an entry."""
+    """Sends 8-bit floats with a power of two per 32 entries (OCP MX): 8.25 bits per entry."""
     if format not in ("e4m3", "e5m2"):
         raise ValueError(f"mxfp8(format=...) is 'e4m3' or 'e5m2', got {format!r}")
     return Blockwise(f"mx_{format}", 32, pattern=pattern)
@@ -191,12 +200,12 @@ def int4(
     rotate: bool = True,
     pattern: Pattern = "two_phase",
 ) -> Scheme:
-    """4-bit integers of rotated blocks: 4.125 bits an entry.
+    """Sends 4-bit integers of rotated blocks: 4.125 bits per entry.
 
     Args:
-        block: entries per scale, and of the rotation; a power of two, 64 to 1024.
-        stochastic: unbiased instead of near.
-        rotate: False leaves entries where they are; heavy tails then cost precision.
+        block: entries per scale and rotation; a power of two, 64 to 1024.
+        stochastic: rounds up or down at random, unbiased; False: rounds to nearest.
+        rotate: rotates blocks first; False: a few large entries cost the others their precision.
         pattern: "two_phase", or "all_gather".
     """
     return Blockwise("int4", block, stochastic, rotate, pattern)
@@ -204,15 +213,15 @@ def int4(
 
 @register_scheme("onebit")
 def onebit(*, block: int = 2048, rotate: bool = False, pattern: Pattern = "two_phase") -> Scheme:
-    """Signs, and the mean magnitude of each block: 1.016 bits an entry.
+    """Sends signs and the mean magnitude of each block: 1.016 bits per entry.
 
-    Converges with error feedback only; with Adam see the scheme's page. Where most entries of a
-    gradient are exact zeros, a share p not, the residual grows to 1 / (2 p) gradients and large
-    learning rates diverge: rotate blocks there.
+    Converges with error feedback only; for Adam see the scheme's page. Where most entries of a
+    gradient are exactly zero and only a share p is not, the residual grows to 1 / (2 p) gradients,
+    and large learning rates diverge: rotate blocks in that case.
 
     Args:
         block: entries per scale, a power of two, 32 to 2048.
-        rotate: rotates blocks first (1024 at most); the residual is then 1 to 2 gradients at most.
+        rotate: rotates blocks first (1024 at most), which keeps the residual at 1 to 2 gradients.
         pattern: "two_phase", or "all_gather".
 
     References: Seide et al., 1-Bit Stochastic Gradient Descent, 2014; Karimireddy et al., Error

@@ -1,4 +1,4 @@
-"""QSGD and TernGrad, the classic references: random rounding to few levels of a block's norm."""
+"""Defines QSGD and TernGrad, for reference: random rounding to few levels of a block's norm."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ def _check_block(scheme: Scheme, block: int) -> None:
 
 
 def _blocks(x: Tensor, block: int) -> Tensor:
+    """Returns the entries in float32, a row per block; the last is padded with zeros."""
     return pad(x.to(torch.float32), (0, -x.numel() % block)).view(-1, block)
 
 
 def _uniform(shape: torch.Size, bucket: Bucket, name: str, like: Tensor) -> Tensor:
+    """Draws from [0, 1), differently on each rank: errors then average out over ranks."""
     generator = bucket.generator(f"{bucket.layout.names[0]}/{name}", shared=False)
     return torch.rand(shape, generator=generator).to(like.device)
 
@@ -38,12 +40,13 @@ def _uniform(shape: torch.Size, bucket: Bucket, name: str, like: Tensor) -> Tens
 class QSGD(Codec):
     """Sends levels of each block's Euclidean norm, rounded at random: unbiased, without memory.
 
-    A classic reference: the norm is far above most entries, so 8-bit integers of the block's
-    maximum (``int8``) have a fifth of its squared error for as many bytes. Variance: at most
+    For reference: the norm is far above most entries, so 8-bit integers of the block's maximum
+    (``int8``) have a fifth of the squared error for as many bytes. Variance: at most
     min(block / levels^2, sqrt(block) / levels). Payload: 8 bits per entry and 32 per block.
 
     Args:
-        levels: 1 to 127; few levels belong to variable-length codes, which are not made here.
+        levels: number of levels, 1 to 127. Fewer levels do not save bytes: codes are not of
+            variable length here.
         block: entries per norm.
 
     Reference: Alistarh et al., QSGD, 2017.
@@ -67,9 +70,10 @@ class QSGD(Codec):
         # In float64, as squares leave the range of float32 long before entries do.
         norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).to(torch.float32)
         safe = torch.where((norms > 0) & norms.isfinite(), norms, 1.0)
-        places = rows.abs() * (self.levels / safe)[:, None]
+        level = rows.abs() * (self.levels / safe)[:, None]
+        # Adding a uniform number and rounding down rounds up with the probability of the fraction.
         up = _uniform(rows.shape, bucket, "qsgd", rows)
-        codes = (places + up).floor().clamp(max=self.levels).nan_to_num(0.0)
+        codes = (level + up).floor().clamp(max=self.levels).nan_to_num(0.0)
         codes = (codes * rows.sign().nan_to_num(0.0)).to(torch.int8)
         return {"norms": norms, "codes": codes.view(-1)[: gradient.numel()]}
 
@@ -83,8 +87,8 @@ class QSGD(Codec):
 class TernGrad(Codec):
     """Sends -1, 0 or 1 times each block's largest magnitude, at random: unbiased, without memory.
 
-    A classic reference: an entry is sent with probability |x| / max, so most of what arrives is
-    noise, 1.6 times the gradient's own square on normal ones. Variance: exactly
+    For reference: an entry is sent with probability |x| / max, so most of the result is noise: 1.6
+    times the squared norm of a gradient of normal entries. Variance: exactly
     |x|_max |x|_1 / |x|^2 - 1, at most (sqrt(block) - 1) / 2. Payload: 2 bits per entry, 32 per
     block.
 
@@ -111,6 +115,7 @@ class TernGrad(Codec):
         safe = torch.where((scale > 0) & scale.isfinite(), scale, 1.0)
         sent = _uniform(rows.shape, bucket, "terngrad", rows) < rows.abs() / safe[:, None]
         codes = torch.where(sent, torch.where(rows < 0, 2, 1), 0).to(torch.uint8)
+        # Four codes of 2 bits per byte; bits do not overlap, so their sum is their union.
         packed = (codes.view(-1, 4) << _SHIFTS.to(codes.device)).sum(1)
         return {"scale": scale, "codes": packed.to(torch.uint8)}
 

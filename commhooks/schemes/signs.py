@@ -1,4 +1,4 @@
-"""Plain signSGD with a majority vote: the classic that one bit began with."""
+"""Defines signSGD with a majority vote."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ __all__ = ["SignSGD"]
 class SignSGD(PackedCodec):
     """Sends signs and returns the sign that most ranks sent, times ``scale``; a tie is positive.
 
-    A reference: it does not converge where the ranks' gradients differ much or few large ones
-    decide, needs a learning rate for signs, and there is no error to feed back. Prefer ``onebit``.
+    For reference: does not converge where the ranks' gradients differ much or are dominated by few
+    large entries, needs a learning rate for signs, and has no error to feed back. Prefer
+    ``onebit``.
 
     Args:
-        scale: what a sign is worth.
+        scale: magnitude of each entry of the result.
         pattern: "two_phase" or "all_gather".
 
     Example:
@@ -52,7 +53,7 @@ class SignSGD(PackedCodec):
     def pack(self, piece: Piece, payload: Tensor, random: Randomness) -> None:
         x = piece.x  # signs are an update, around which there is no feedback
         nbytes = -(-x.numel() // 8)
-        payload[nbytes:].zero_()
+        payload[nbytes:].zero_()  # padding travels, too: the same bytes in every run
         pack_bits(x >= 0, payload[:nbytes])
         payload[-1] = ~all_finite(x)
 
@@ -63,5 +64,6 @@ class SignSGD(PackedCodec):
         for row in payloads:
             unpack_bits(row[: -(-n // 8)].contiguous(), bits)
             votes += bits
+        # At least half of the ranks: a tie is positive everywhere.
         votes = torch.where(2 * votes >= len(payloads), self.scale, -self.scale)
         out.copy_(votes.masked_fill_((payloads[:, -1] != 0).any(), torch.nan))

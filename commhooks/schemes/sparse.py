@@ -1,4 +1,4 @@
-"""Sparse schemes: the largest entries of a bucket, or places that all ranks agree on."""
+"""Defines sparse schemes: the largest entries of a bucket, or indices that all ranks agree on."""
 
 from __future__ import annotations
 
@@ -39,25 +39,27 @@ def _check_ratio(scheme: Scheme, ratio: float) -> None:
 
 
 def _kept(ratio: float, n: int) -> int:
+    """Returns how many of ``n`` entries are sent: one at least."""
     return min(n, max(1, int(ratio * n)))
 
 
 @register_scheme("topk")
 @dataclass(frozen=True)
 class TopK(PackedCodec):
-    """Sends the entries of largest magnitude of a bucket, with their places; ranks add them up.
+    """Sends the entries of largest magnitude of a bucket with their indices; ranks add them up.
 
-    Payload: 8 bytes per entry sent, gathered from every rank, so it pays below a ratio of about
-    1 / ranks. NaN counts as largest: it is sent.
+    Payload: 8 bytes per sent entry, gathered from every rank, which is less than an all-reduce
+    below a ratio of about 1 / ranks. NaN counts as largest, and is sent.
 
-    Biased: use with ``ErrorFeedback``, which adds and keeps in the same pass.
+    Biased: use with ``ErrorFeedback``; the kernel adds and keeps the residual in the same pass.
 
     Args:
-        ratio: share of the entries that is sent; at least one is.
-        sampled: finds the threshold from a sample of the bucket: about as many entries, never more.
-        pattern: "all_gather", or "two_phase": each rank sums a shard and sends its largest entries
-            on, so that bytes do not grow with the ranks and the mean has no more entries than
-            ``ratio``.
+        ratio: share of the entries that is sent; at least one entry is.
+        sampled: finds the threshold from a sample of the bucket: sends at most as many entries,
+            usually somewhat fewer.
+        pattern: "all_gather", or "two_phase": each rank sums a shard and sends the largest entries
+            of the sum, so that bytes do not grow with the number of ranks and the mean has no more
+            entries than ``ratio``.
 
     Example:
         >>> hook = register(ddp_model, "topk", ratio=0.01)
@@ -77,6 +79,7 @@ class TopK(PackedCodec):
         _check_ratio(self, self.ratio)
 
     def is_worthwhile(self, n: int, dense_bytes: int, world_size: int) -> bool:
+        # Payloads received, against the two buckets that an all-reduce sends and receives.
         received = world_size if self.pattern == "all_gather" else 2
         return received * self.payload_bytes(n) < 2 * dense_bytes
 
@@ -84,37 +87,37 @@ class TopK(PackedCodec):
         return -(-8 * _kept(self.ratio, n) // 16) * 16
 
     def _parts(self, payloads: Tensor, n: int) -> tuple[Tensor, Tensor]:
-        """Places and values; views."""
+        """Returns indices and values of payloads; views."""
         k = _kept(self.ratio, n)
-        places, values = payloads[..., : 4 * k], payloads[..., 4 * k : 8 * k]
-        return places.view(torch.int32), values.view(torch.float32)
+        indices, values = payloads[..., : 4 * k], payloads[..., 4 * k : 8 * k]
+        return indices.view(torch.int32), values.view(torch.float32)
 
     def pack(self, piece: Piece, payload: Tensor, random: Randomness) -> None:
         x, residual, unsent = piece
-        places, values = self._parts(payload, x.numel())
+        indices, values = self._parts(payload, x.numel())
         select = top_k_sampled if self.sampled else top_k
+        # The kernel takes a residual only together with a tensor for what is not sent.
         if residual is not None and unsent is None:
             x, residual = x + residual, None
-        select(x, len(places), places, values, residual=residual, unsent=unsent)
-        payload[8 * len(places) :].zero_()
+        select(x, len(indices), indices, values, residual=residual, unsent=unsent)
+        payload[8 * len(indices) :].zero_()
 
     def unpack(self, payloads: Tensor, out: Tensor, random: Randomness, factor: float) -> None:
         total = out.zero_() if out.dtype == torch.float32 else torch.zeros_like(out).float()
-        places, values = self._parts(payloads, out.numel())
-        scatter_add(places.contiguous(), values.contiguous(), total, factor=factor)
+        indices, values = self._parts(payloads, out.numel())
+        scatter_add(indices.contiguous(), values.contiguous(), total, factor=factor)
         if total is not out:
             out.copy_(total)
 
 
-Places = Generator[Collective, Tensor, Any]
+IndexExchange = Generator[Collective, Tensor, Any]  # returns indices, see ``_Agreed.agree``
 
 
 @dataclass(frozen=True)
 class _Agreed(Scheme):
-    """Entries at places that every rank knows: nothing but values travels, in an all-reduce.
+    """Sends entries at indices that every rank knows: values only, in one all-reduce.
 
-    Only some entries are looked at, so a value that is not finite anywhere makes the whole bucket
-    arrive as NaN.
+    If any value of any rank is not finite, sent or not, the whole bucket arrives as NaN.
     """
 
     ratio: float = 0.01
@@ -124,43 +127,46 @@ class _Agreed(Scheme):
     def __post_init__(self) -> None:
         _check_ratio(self, self.ratio)
 
-    def agree(self, bucket: Bucket) -> Places:
-        """Finds places that all ranks know; ``take`` and ``put`` are given what it returns.
+    def agree(self, bucket: Bucket) -> IndexExchange:
+        """Returns indices that are the same on all ranks, by a collective or by shared random bits.
 
-        Without a message of its own it draws them.
+        Subclasses choose their form: ``take`` and ``put`` get what this method returns.
         """
         raise NotImplementedError
-        yield
+        yield  # makes this a generator function
 
-    def take(self, bucket: Bucket, places: Any) -> Tensor:
-        """Entries of the gradient at these places; the others go to ``bucket.unsent``."""
+    def take(self, bucket: Bucket, indices: Any) -> Tensor:
+        """Returns the gradient's entries at ``indices``; writes others to ``bucket.unsent``."""
         raise NotImplementedError
 
-    def put(self, values: Tensor, out: Tensor, places: Any) -> None:
-        """Writes them to their places, and zeros elsewhere."""
+    def put(self, values: Tensor, out: Tensor, indices: Any) -> None:
+        """Writes values to ``out`` at ``indices``, and zeros elsewhere."""
         raise NotImplementedError
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
         if not bucket.raw.numel():
             return (yield from bucket.all_reduce())
         unsent, output = bucket.unsent, bucket.output
-        places = yield from self.agree(bucket)
-        values = self.take(bucket, places)
+        indices = yield from self.agree(bucket)
+        values = self.take(bucket, indices)
+        # With feedback, entries are in ``values`` or in ``unsent``. NaN in all values tells other
+        # ranks of an entry that is not sent.
         finite = all_finite(bucket.raw if unsent is None else unsent) & all_finite(values)
         values.add_(nan_unless(finite))
-        own = values if unsent is None else values.clone()
+        own_values = values if unsent is None else values.clone()
         request = AllReduce(values)
         values = yield request
         if unsent is not None and request.sent is not None:  # rounded on the way
-            lost = torch.empty_like(unsent)
-            self.put(own - request.sent, lost, places)
-            unsent.add_(lost)
+            error = torch.empty_like(unsent)
+            self.put(own_values - request.sent, error, indices)
+            unsent.add_(error)
         finite = all_finite(values)
-        # Sums of float64 stay in float64: the mean of what is sent is what the mean sends.
+        # In the dtype of the values, and rounded to that of the output once, at the end.
         mean = output
         if mean.dtype != values.dtype:
             mean = torch.empty_like(mean, dtype=values.dtype)
-        self.put(values, mean, places)
+        self.put(values, mean, indices)
+        # Reading the flag is free on a CPU only; on a GPU it would wait for the device.
         if finite.device.type != "cpu" or not finite:
             mean.add_(nan_unless(finite))
         if mean.dtype != output.dtype:
@@ -171,57 +177,59 @@ class _Agreed(Scheme):
 @register_scheme("random_k")
 @dataclass(frozen=True)
 class RandomK(_Agreed):
-    """Sends random entries of a bucket; all ranks draw the same, so no place is sent.
+    """Sends random entries of a bucket; all ranks draw the same ones, so no indices are sent.
 
-    One entry of each of k equal stretches. Biased: use with ``ErrorFeedback``; what was not drawn
-    waits for its turn. Payload: 4 bytes per entry sent.
+    The bucket is cut into k equal stretches, and one entry of each is sent. Biased: use with
+    ``ErrorFeedback``, which sends the others in later steps. Payload: 4 bytes per sent entry.
 
     Args:
-        ratio: share of the entries that is sent; at least one is.
+        ratio: share of the entries that is sent; at least one entry is.
 
     Reference: Stich, Cordonnier and Jaggi, Sparsified SGD with Memory, 2018.
     """
 
-    def agree(self, bucket: Bucket) -> Places:
+    def agree(self, bucket: Bucket) -> IndexExchange:
         return bucket.random("random_k", shared=True), bucket.step
         yield
 
-    def take(self, bucket: Bucket, places: tuple[RandomBits, int]) -> Tensor:
+    def take(self, bucket: Bucket, indices: tuple[RandomBits, int]) -> Tensor:
         x, unsent = bucket.raw, bucket.unsent
         k = _kept(self.ratio, x.numel())
-        if x.dtype == torch.float64:
-            return _take_at(_places(x.numel(), k, *places, x.device), bucket.gradient, unsent)
+        if x.dtype == torch.float64:  # which the kernel does not know
+            return _take_at(
+                _random_indices(x.numel(), k, *indices, x.device), bucket.gradient, unsent
+            )
         values = x.new_empty(k, dtype=torch.float32)
-        gather_random(x, values, places[0], residual=bucket.residual, unsent=unsent)
+        gather_random(x, values, indices[0], residual=bucket.residual, unsent=unsent)
         return values
 
-    def put(self, values: Tensor, out: Tensor, places: tuple[RandomBits, int]) -> None:
+    def put(self, values: Tensor, out: Tensor, indices: tuple[RandomBits, int]) -> None:
         if out.dtype == torch.float64:
-            at = _places(out.numel(), values.numel(), *places, out.device)
+            at = _random_indices(out.numel(), values.numel(), *indices, out.device)
             out.zero_().index_copy_(0, at, values)
         else:
-            scatter_random(values, out, places[0])
+            scatter_random(values, out, indices[0])
 
 
-def _places(n: int, k: int, stream: RandomBits, step: int, device: torch.device) -> Tensor:
+def _random_indices(n: int, k: int, stream: RandomBits, step: int, device: torch.device) -> Tensor:
     return random_places(n, k, step, stream.seed, stream.number, device=device)
 
 
 @register_scheme("random_block")
 @dataclass(frozen=True)
 class RandomBlock(_Agreed):
-    """Sends one contiguous stretch of a bucket, at a random place that all ranks draw alike.
+    """Sends one contiguous stretch of a bucket; all ranks draw the same random begin.
 
-    The cheapest scheme there is: no selection, no places. Biased: use with ``ErrorFeedback``.
+    The cheapest scheme: no selection, no indices. Biased: use with ``ErrorFeedback``.
 
     Args:
-        ratio: share of the entries that is sent; at least one is.
+        ratio: share of the entries that is sent; at least one entry is.
 
     Reference: Xu et al., GRACE, 2021 (as a baseline).
     """
 
-    def agree(self, bucket: Bucket) -> Places:
-        """The stretch, in two parts where it goes over the end."""
+    def agree(self, bucket: Bucket) -> IndexExchange:
+        """Returns the stretch; it goes on at the bucket's begin where it passes the end."""
         n = bucket.raw.numel()
         k = _kept(self.ratio, n)
         generator = bucket.generator(f"{bucket.layout.names[0]}/random_block", shared=True)
@@ -230,38 +238,39 @@ class RandomBlock(_Agreed):
         return [slice(begin, begin + k - over), *([slice(0, over)] if over else [])]
         yield
 
-    def take(self, bucket: Bucket, places: list[slice]) -> Tensor:
+    def take(self, bucket: Bucket, indices: list[slice]) -> Tensor:
         source, unsent = bucket.raw, bucket.unsent
         if unsent is not None:
+            # The gradient is in ``unsent`` then, where the pieces that are sent are set to zero.
             source = bucket.gradient if bucket.residual is not None else unsent.copy_(source)
-        pieces = [source[part] for part in places]
+        pieces = [source[part] for part in indices]
         values = torch.cat(pieces).to(bucket.wide_dtype)
         if unsent is not None:
             for piece in pieces:
                 piece.zero_()
         return values
 
-    def put(self, values: Tensor, out: Tensor, places: list[slice]) -> None:
+    def put(self, values: Tensor, out: Tensor, indices: list[slice]) -> None:
         out.zero_()
-        sizes = [part.stop - part.start for part in places]
-        for part, piece in zip(places, values.split(sizes), strict=True):
+        sizes = [part.stop - part.start for part in indices]
+        for part, piece in zip(indices, values.split(sizes), strict=True):
             out[part] = piece
 
 
 @register_scheme("aligned_topk")
 @dataclass(frozen=True)
 class AlignedTopK(_Agreed):
-    """Sends the rows of entries that are largest on average over ranks; all ranks send the same.
+    """Sends the rows of entries that are largest in the mean over ranks; all ranks send the same.
 
     A bucket is cut into rows. Each rank projects its rows on a few random directions, the same on
-    all ranks; the sum of these sketches tells how large each row of the mean is. So no place
-    travels, and both the sketch and the values are all-reduces: bytes do not grow with the number
-    of ranks. Biased: use with ``ErrorFeedback``.
+    all ranks; the mean of these sketches estimates how large each row of the mean is. So no indices
+    are sent, and both the sketch and the values are all-reduces, whose bytes do not grow with the
+    number of ranks. Biased: use with ``ErrorFeedback``.
 
     Args:
-        ratio: share of the rows that is sent; at least one is.
-        row: entries of a row.
-        directions: of the sketch; ``4 * directions / row`` bytes an entry.
+        ratio: share of the rows that is sent; at least one row is.
+        row: number of entries of a row.
+        directions: number of directions of the sketch, ``4 * directions / row`` bytes per entry.
 
     Example:
         >>> hook = register(ddp_model, "aligned_topk", ratio=0.05)
@@ -284,38 +293,39 @@ class AlignedTopK(_Agreed):
                     f"AlignedTopK({name}=...) is a whole number, 1 or more, got {value!r}"
                 )
 
-    def agree(self, bucket: Bucket) -> Places:
+    def agree(self, bucket: Bucket) -> IndexExchange:
         rows = self._rows(bucket.gradient).to(bucket.wide_dtype)
         generator = bucket.generator(f"{bucket.layout.names[0]}/sketch", shared=True)
         signs = torch.randint(0, 2, (self.row, self.directions), generator=generator)
         sketch = yield AllReduce(rows @ (2.0 * signs - 1.0).to(rows))
+        # The squared norm of a projection on random signs is that of the row, on average.
         energy = torch.zeros_like(sketch[:, 0], dtype=torch.float32)
-        for column in sketch.unbind(1):  # in this order on every device
+        for column in sketch.unbind(1):  # in this order on every device: ranks pick the same rows
             energy += column.square()
         k = _kept(self.ratio, len(rows))
-        places = torch.empty(k, dtype=torch.int32, device=rows.device)
-        top_k(energy, k, places, torch.empty_like(energy[:k]))
-        return places.long()
+        indices = torch.empty(k, dtype=torch.int32, device=rows.device)
+        top_k(energy, k, indices, torch.empty_like(energy[:k]))
+        return indices.long()
 
-    def take(self, bucket: Bucket, places: Tensor) -> Tensor:
+    def take(self, bucket: Bucket, indices: Tensor) -> Tensor:
         rows = self._rows(bucket.gradient.to(bucket.wide_dtype))
-        values = rows[places].flatten()
+        values = rows[indices].flatten()
         if bucket.unsent is not None:
-            rest = rows.index_fill(0, places, 0.0).view(-1)
-            bucket.unsent.copy_(rest[: bucket.unsent.numel()])
+            others = rows.index_fill(0, indices, 0.0).view(-1)
+            bucket.unsent.copy_(others[: bucket.unsent.numel()])  # without the padding
         return values
 
-    def put(self, values: Tensor, out: Tensor, places: Tensor) -> None:
+    def put(self, values: Tensor, out: Tensor, indices: Tensor) -> None:
         rows = torch.zeros_like(self._rows(out))
-        rows[places] = values.view(-1, self.row).to(rows.dtype)
+        rows[indices] = values.view(-1, self.row).to(rows.dtype)
         out.copy_(rows.view(-1)[: out.numel()])
 
     def _rows(self, flat: Tensor) -> Tensor:
         return pad(flat, (0, -flat.numel() % self.row)).view(-1, self.row)
 
 
-def _take_at(places: Tensor, x: Tensor, unsent: Tensor | None) -> Tensor:
-    values = x[places]
+def _take_at(indices: Tensor, x: Tensor, unsent: Tensor | None) -> Tensor:
+    values = x[indices]
     if unsent is not None:
-        unsent.copy_(x).index_fill_(0, places, 0.0)
+        unsent.copy_(x).index_fill_(0, indices, 0.0)
     return values

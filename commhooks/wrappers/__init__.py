@@ -1,4 +1,4 @@
-"""Schemes around schemes: feedback, casts, schedules, rules, guards."""
+"""Wrappers, the schemes that run other schemes: feedback, casts, schedules, rules, guards."""
 
 from commhooks.wrappers.averaged_feedback import AveragedFeedback
 from commhooks.wrappers.base import Choice, Coalesced, Wrapper

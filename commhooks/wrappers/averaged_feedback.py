@@ -1,4 +1,4 @@
-"""``AveragedFeedback``: error feedback that keeps a moving average in 8 bits."""
+"""Defines ``AveragedFeedback``, error feedback that keeps a moving average in 8 bits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BLOCK = 256  # entries per scale of the averaged error
 
 @dataclass(frozen=True)
 class _Averaged(Slot):
-    """The averaged error of a parameter, as the payload of 8-bit integers."""
+    """Declares the averaged error of a parameter, kept as a payload of 8-bit integers."""
 
     def shape(self, parameter: torch.Size) -> tuple[int, ...]:
         return (payload_bytes(parameter.numel(), "int8", _BLOCK),)
@@ -31,6 +31,7 @@ class _Averaged(Slot):
         (nbytes,) = self.shape(parameter)
         if value.dtype != torch.uint8 or value.shape != (nbytes,):
             return f"is {value.dtype} of shape {tuple(value.shape)}, not {nbytes} bytes"
+        # Bytes of a damaged file may be scales that are infinite or NaN, which would never decay.
         entries = torch.zeros(parameter.numel(), device=value.device)
         if entries.numel():
             dequantize(value.contiguous()[None], entries, "int8", _BLOCK)
@@ -42,17 +43,17 @@ _AVERAGED = _Averaged("averaged_error", resize="drop", dtype=torch.uint8)
 
 @dataclass(frozen=True)
 class AveragedFeedback(Feedback):
-    """Adds to each gradient a moving average of what earlier steps lost, kept in 8 bits an entry.
+    """Adds to each gradient a moving average of earlier errors, kept in 8 bits per entry.
 
     ``c = g + e; e = decay e + (1 - decay) (c - sent(c))``: a quarter of the memory of
-    :class:`ErrorFeedback`. Unlike there, what is applied and what is kept do not sum to the
-    gradients; with ``decay=0`` they do, up to the rounding of the memory (1/254 of the largest
-    entry of 256).
+    :class:`ErrorFeedback`. Unlike the residual there, the average does not hold all that was not
+    sent; with ``decay=0`` it does, up to the rounding of the memory (1/254 of the largest of 256
+    entries).
 
     Args:
-        scheme: what to correct.
+        scheme: the scheme to correct.
         decay: weight of the old average, 0 <= decay < 1.
-        reset_every: forgets the average every so many steps; 0: never.
+        reset_every: number of steps after which the average is set to zero; 0: never.
 
     Example:
         >>> hook = register(ddp_model, AveragedFeedback(Blockwise("int4", 128)))
@@ -79,11 +80,13 @@ class AveragedFeedback(Feedback):
 
     @property
     def most_variance(self) -> float:
-        # |e|^2 becomes decay^2 |e|^2 + (1 - decay)^2 variance |g + e|^2 on average.
+        # On average |e|^2 becomes decay^2 |e|^2 + (1 - decay)^2 variance |g + e|^2, which stays
+        # bounded where (1 - decay)^2 variance < 1 - decay^2.
         return (1 + self.decay) / (1 - self.decay)
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
         layout, packed = bucket.layout, _AVERAGED.layout(bucket.layout)
+        # Packed parameter by parameter, not as a bucket: buckets change, and memory goes by name.
         error = torch.zeros_like(bucket.raw, dtype=torch.float32)
         old = bucket.read(_AVERAGED)
         for entries, payload in _pairs(error, old, layout, packed):
@@ -94,11 +97,12 @@ class AveragedFeedback(Feedback):
         )
         result = inside.completed((yield from self.scheme.exchange(inside)))
         assert result.unsent is not None
+        # What a wrapper around this one gets is the error with respect to g, not to g + e.
         unsent = None if bucket.unsent is None else result.unsent - residual
         error.mul_(self.decay).add_(result.unsent, alpha=1 - self.decay)
         if self.reset_every and (bucket.step + 1) % self.reset_every == 0:
             error.zero_()
-        new = torch.empty_like(old)
+        new = torch.empty_like(old)  # not in place: a step that is not finite goes back to ``old``
         for entries, payload in _pairs(error, new, layout, packed):
             quantize(entries, payload, "int8", _BLOCK)
         bucket.write(_AVERAGED, new)
@@ -108,7 +112,8 @@ class AveragedFeedback(Feedback):
 def _pairs(
     entries: Tensor, payload: Tensor, layout: Layout, packed: Layout
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The entries and the bytes of each parameter that has some."""
-    for part, own in zip(entries.split(layout.sizes), payload.split(packed.sizes), strict=True):
+    """Yields entries and payload of each parameter that has entries."""
+    payloads = payload.split(packed.sizes)
+    for part, its_payload in zip(entries.split(layout.sizes), payloads, strict=True):
         if part.numel():
-            yield part, own
+            yield part, its_payload

@@ -1,4 +1,4 @@
-"""The bases of schemes around one scheme, or around several."""
+"""Defines the base classes of schemes that run one other scheme, or one of several."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ __all__ = ["Choice", "Coalesced", "Wrapper", "need_own_keys", "need_scheme"]
 
 
 def need_scheme(owner: object, scheme: object) -> None:
+    """Raises unless ``scheme`` is a scheme; ``owner`` is the wrapper that is made."""
     if not isinstance(scheme, Scheme):
         name = type(owner).__name__
         raise TypeError(
@@ -24,14 +25,14 @@ def need_scheme(owner: object, scheme: object) -> None:
 
 
 def need_own_keys(owner: Scheme) -> None:
-    """Raises where a scheme inside keeps its memory under the same keys as ``owner``.
+    """Raises if a scheme inside keeps its memory under the same keys as ``owner``.
 
-    Both run in the same step, and each would write over what the other remembers.
+    Both run in the same step, and each would overwrite the values of the other.
     """
-    own = {slot.key for slot in owner.keeps}
-    for child in children(owner) if own else ():
+    keys = {slot.key for slot in owner.keeps}
+    for child in children(owner) if keys else ():
         for inside in walk(child):
-            shared = own & {slot.key for slot in inside.keeps}
+            shared = keys & {slot.key for slot in inside.keeps}
             if shared:
                 raise ValueError(
                     f"{type(owner).__name__}({type(child).__name__}(...)): "
@@ -41,7 +42,7 @@ def need_own_keys(owner: Scheme) -> None:
 
 
 class Wrapper(Scheme):
-    """A scheme around one scheme, whose traits it has; it may replace some."""
+    """A scheme around one scheme; has the traits of that scheme unless a subclass replaces some."""
 
     scheme: Scheme
 
@@ -58,11 +59,11 @@ class Wrapper(Scheme):
 
 
 class Choice(Scheme):
-    """A scheme that runs one or another of ``schemes``."""
+    """A scheme that runs one of several schemes, by step or by parameter."""
 
     @property
     def schemes(self) -> list[Scheme]:
-        """All that it chooses from."""
+        """Returns the schemes to choose from."""
         raise NotImplementedError
 
     @property
@@ -72,17 +73,17 @@ class Choice(Scheme):
 
 @dataclass(frozen=True)
 class Coalesced(Wrapper):
-    """Exchanges all buckets of a step at once, when the last one is ready.
+    """Exchanges all buckets of a step together, when the last one is ready.
 
-    Fewer and larger collectives, no overlap with the backward pass: for slow links with a long
-    round trip, and for schemes whose payloads are tiny.
+    Collectives are fewer and larger, and do not overlap with the backward pass: for slow links with
+    a long round trip, and for schemes whose payloads are tiny.
     """
 
     scheme: Scheme
 
     @property
     def traits(self) -> Traits:
-        return self.scheme.traits._replace(coalesce=True)
+        return self.scheme.traits._replace(coalesce=True)  # the hook joins buckets by this trait
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
         return (yield from self.scheme.exchange(bucket))

@@ -1,4 +1,4 @@
-"""``Cast``: 16 bits on the wire of any scheme."""
+"""Defines ``Cast``, which sends the floating-point payloads of any scheme in 16 bits."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ __all__ = ["Cast"]
 
 @dataclass(frozen=True)
 class Cast(Wrapper):
-    """Sends the floating payloads of a scheme in 16 bits; the scheme itself computes as before.
+    """Sends the floating-point payloads of a scheme in 16 bits; its computations do not change.
 
-    The mean divides before the cast, so a sum over many ranks does not overflow. A value that
-    does overflow arrives as infinity on every rank, which a loss scaler relies on; the first time,
-    a warning says so.
+    Sums are divided before the cast, so that a sum over many ranks does not overflow. A value that
+    overflows all the same arrives as infinity on every rank, which a loss scaler relies on; on the
+    CPU every eighth step is checked, and the first overflow that is found warns.
 
     Args:
-        scheme: whose payloads to cast.
+        scheme: the scheme whose payloads are cast.
         dtype: ``torch.float16`` or ``torch.bfloat16``.
 
     Example:
@@ -44,6 +44,7 @@ class Cast(Wrapper):
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
         inner = self.scheme.exchange(bucket)
+        # Only feedback, around this wrapper or inside, asks what was sent; others save the pass.
         keep_sent = bucket.unsent is not None or has_feedback(self.scheme)
         try:
             request = as_request(next(inner))
@@ -57,14 +58,15 @@ class Cast(Wrapper):
                         request.sent = narrow.tensor.to(tensor.dtype).mul_(scale)
                 try:
                     arrived = yield narrow
-                except Exception as error:  # a collective failed: the scheme's to see
+                except Exception as error:  # a collective failed: the scheme may handle it
                     request = as_request(inner.throw(error))
                     continue
                 if passes:
                     request = as_request(inner.send(arrived))
                     continue
-                if keep_sent and narrow.sent is not None:  # rounded once more by a cast outside
+                if keep_sent and narrow.sent is not None:  # rounded again, by a cast around this
                     request.sent = narrow.sent.to(tensor.dtype).mul_(scale)
+                # A mean was summed in shares of 1 / ranks; a sum has to be multiplied back.
                 wide = _widen(arrived, tensor, 1.0 if _is_mean(request) else scale)
                 if self.dtype == torch.float16 and bucket.step % _LOOK_EVERY == 0:
                     _warn_of_overflow(arrived)
@@ -74,7 +76,7 @@ class Cast(Wrapper):
             return result
 
     def _narrow(self, request: Collective, world_size: int) -> tuple[Collective, float]:
-        """The cast request, and what one rank's share in it has to be multiplied by."""
+        """Returns the cast request, and the factor by which a rank's share in it is too small."""
         sums = isinstance(request, AllReduce) and request.op in ("mean", "sum")
         scale = float(world_size) if sums else 1.0
         small = torch.empty_like(request.tensor, dtype=self.dtype)
@@ -88,13 +90,14 @@ def _is_mean(request: Collective) -> bool:
 
 
 def _widen(arrived: Tensor, like: Tensor, scale: float) -> Tensor:
-    """The result in the scheme's own dtype; in the request's own memory where it has the shape."""
+    """Returns the result in the dtype of ``like``; in its memory where shapes are equal."""
     wide = like.copy_(arrived) if arrived.shape == like.shape else arrived.to(like.dtype)
     return wide if scale == 1.0 else wide.mul_(scale)
 
 
-# An overflow that no loss scaler skips makes the parameters infinite, and with them all gradients
-# to come, so some steps tell; to look at every payload takes 3 to 4 % of a step on the CPU.
+# An overflow that no loss scaler skips makes the parameters, and so all later gradients, infinite:
+# a check of some steps finds it. A check of every payload takes 3 to 4 % of a step on the CPU, see
+# docs/design/foundation.md.
 _LOOK_EVERY = 8
 _warned_of_overflow = False
 

@@ -1,4 +1,4 @@
-"""``EF21``: sends differences from what was sent before."""
+"""Defines ``EF21``, which sends differences from what was sent before."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from commhooks.wrappers.feedback import Feedback
 
 __all__ = ["EF21"]
 
-_OWN = Slot("ef21.own", resize="mean")
-_TOTAL = Slot("ef21.total")
+_OWN = Slot("ef21.own", resize="mean")  # G_i of the paper, different on each rank
+_TOTAL = Slot("ef21.total")  # the mean of G_i over ranks, the same on all
 _VELOCITY = Slot("ef21.velocity", resize="mean")
 
 
 @dataclass(frozen=True)
 class EF21(Feedback):
-    """Sends how far each gradient is from what was sent of it before; ranks sum up what they get.
+    """Sends the difference between a gradient and its estimate; all ranks sum up the differences.
 
-    ``G_i += C(g_i - G_i)``, and the mean over ranks of all G_i is what the optimizer gets. Needs a
-    contraction (a biased scheme). Unlike a residual, G does not grow where gradients do. Keeps two
-    tensors of the gradient's size; the mean lags behind the gradient by some steps.
+    ``G_i += C(g_i - G_i)`` is the estimate of rank i's gradient; the optimizer gets the mean of G_i
+    over ranks. Needs a contraction (a biased scheme). Unlike a residual, which grows with the
+    gradients, G_i is as large as a gradient. Keeps two tensors of the gradient's size; the mean
+    lags behind the gradient by some steps.
 
     Args:
-        scheme: what to send differences by.
-        momentum: above 0, differences are of ``v_i = momentum v_i + (1 - momentum) g_i``, which
-            stochastic gradients need; keeps a third tensor.
+        scheme: the scheme that sends differences.
+        momentum: above 0, differences are those of ``v_i = momentum v_i + (1 - momentum) g_i``,
+            which stochastic gradients need; keeps a third tensor.
 
     Example:
         >>> hook = register(ddp_model, EF21(TopK(0.01), momentum=0.9))
@@ -41,7 +42,7 @@ class EF21(Feedback):
     scheme: Scheme
     momentum: float = 0.0
 
-    corrects = False
+    corrects = False  # the scheme inside gets differences, not gradients
 
     @property
     def keeps(self) -> tuple[Slot, ...]:
@@ -59,6 +60,7 @@ class EF21(Feedback):
             bucket.write(_VELOCITY, target)
         own = bucket.read(_OWN)
         difference = target - own
+        # An output of its own: ``bucket.output`` is to take the total, not the mean difference.
         inside = bucket.replace(
             raw=difference.clone(),
             residual=None,
@@ -68,6 +70,7 @@ class EF21(Feedback):
         result = inside.completed((yield from self.scheme.exchange(inside)))
         assert result.unsent is not None
         sent = difference - result.unsent if result.sent is None else result.sent
+        # The decoded difference: the mean of G_i over ranks is what ``total`` sums up.
         bucket.write(_OWN, own + sent)
         total = bucket.read(_TOTAL) + result.mean
         bucket.write(_TOTAL, total)

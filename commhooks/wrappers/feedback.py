@@ -1,4 +1,4 @@
-"""Error feedback: what a step did not send is not lost."""
+"""Defines error feedback: the residual of a step is added to the next gradient."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ RESIDUAL_SLOT = Slot(RESIDUAL, resize="sum")
 
 
 def need_average(owner: Wrapper, scheme: Scheme) -> None:
-    """Raises unless what arrives is meant to be the average of what was given, and no more.
+    """Raises unless a scheme returns the average of gradients and keeps no residual itself.
 
-    Feedback inside sends what it has held back of earlier steps, too; what is around it would take
-    that for an error, and hold it back in turn: both grow without end.
+    Feedback inside adds its residual to what it sends; feedback around it would take that for an
+    error and keep it, too: both residuals grow without bound.
     """
     if scheme.traits.returns == "update":
         raise ValueError(
@@ -57,7 +57,10 @@ def need_average(owner: Wrapper, scheme: Scheme) -> None:
 
 
 def need_contraction(owner: Wrapper, scheme: Scheme, most: float) -> None:
-    """Raises where an unbiased scheme's noise makes what is kept grow without end."""
+    """Raises if the variance of an unbiased scheme makes the residual grow without bound.
+
+    A residual e of noise of relative variance w is w |g + e|^2 on average: it converges for w < 1.
+    """
     variance = scheme.traits.error.variance
     if variance > most:
         name = type(owner).__name__
@@ -69,12 +72,13 @@ def need_contraction(owner: Wrapper, scheme: Scheme, most: float) -> None:
 
 
 class Feedback(Wrapper):
-    """Base of what keeps the part of a gradient that a step did not send, for later ones.
+    """Base class of wrappers that keep, for later steps, what a step did not send.
 
     Attributes:
-        corrects: the scheme inside is given the gradient with what was kept; False: something
-            else, such as differences.
-        without: how to do without this one, besides ``error_feedback=False``.
+        corrects: the scheme inside gets the gradient plus what was kept; False: something else,
+            such as differences.
+        without: the end of an error message: how to leave this wrapper out, besides
+            ``error_feedback=False``.
     """
 
     corrects: ClassVar[bool] = True
@@ -82,6 +86,7 @@ class Feedback(Wrapper):
 
     @property
     def traits(self) -> Traits:
+        # Exact over steps: what one step does not send, later ones do.
         return self.scheme.traits._replace(error=Exact())
 
     def __post_init__(self) -> None:
@@ -91,7 +96,7 @@ class Feedback(Wrapper):
 
     @property
     def most_variance(self) -> float:
-        """The largest variance of an unbiased scheme with which what is kept stays bounded."""
+        """Returns the largest variance of an unbiased scheme for which the residual is bounded."""
         return 1.0
 
 
@@ -100,11 +105,11 @@ class ErrorFeedback(Feedback):
     """Adds to each gradient what earlier steps did not send: ``c = g + e; e = c - sent(c)``.
 
     The residual ``e`` is kept per rank and parameter in float32 (float64 for float64 gradients).
-    A step in which any gradient of any rank is not finite leaves it as it was.
-    On the CPU two gradient-sized buffers are kept, one of them the next step's scratch.
+    A step in which any gradient of any rank is not finite does not change it. On the CPU a second
+    buffer of the residual's size is kept, which the next step writes to.
 
     Args:
-        scheme: what to correct; any scheme, though only a biased one needs it.
+        scheme: the scheme to correct. Only a biased one needs feedback.
 
     Example:
         >>> hook = register(ddp_model, ErrorFeedback(PowerSGD(rank=4)))
@@ -118,6 +123,7 @@ class ErrorFeedback(Feedback):
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
         residual = bucket.read(RESIDUAL_SLOT)
+        # Not in place: if the step turns out not to be finite, the old residual stays.
         unsent = bucket.scratch(RESIDUAL_SLOT, like=residual)
         inside = bucket.replace(residual=residual, unsent=unsent)
         result = inside.completed((yield from self.scheme.exchange(inside)))
@@ -128,12 +134,12 @@ class ErrorFeedback(Feedback):
 
 @dataclass(frozen=True)
 class Scaled(Wrapper):
-    """Shrinks what an unbiased scheme of large variance w gives by 1 + w: a contraction.
+    """Divides the mean of an unbiased scheme of variance w by 1 + w, which makes it a contraction.
 
-    Error feedback on the scheme itself diverges if w is above 1; on this it converges.
+    Error feedback around the scheme alone diverges if w is above 1; around this it converges.
 
     Args:
-        scheme: unbiased, with a ``variance``.
+        scheme: an unbiased scheme, whose traits declare its variance.
 
     Example:
         >>> hook = register(ddp_model, ErrorFeedback(Scaled(TernGrad())))
@@ -145,17 +151,18 @@ class Scaled(Wrapper):
 
     @property
     def traits(self) -> Traits:
-        return self.scheme.traits._replace(error=Biased())
+        return self.scheme.traits._replace(error=Biased())  # the mean is too small by 1 + w
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
         factor = 1.0 / (1.0 + self.scheme.traits.error.variance)
         if bucket.unsent is None:
             result = yield from self.scheme.exchange(bucket)
             return result._replace(mean=result.mean.mul_(factor))
-        # The gradient is needed after the exchange: the mean must not lie in it.
+        # The gradient is read after the exchange, so the mean may not overwrite it.
         inside = bucket.replace(output=torch.empty_like(bucket.output))
         result = inside.completed((yield from self.scheme.exchange(inside)))
         assert result.unsent is not None
+        # c - factor sent(c) = factor (c - sent(c)) + (1 - factor) c
         unsent = result.unsent.mul_(factor).add_(bucket.raw, alpha=1.0 - factor)
         if bucket.residual is not None:
             unsent.add_(bucket.residual, alpha=1.0 - factor)
@@ -164,7 +171,7 @@ class Scaled(Wrapper):
 
 @dataclass(frozen=True)
 class _PendingResidual(Slot):
-    """The residual of an earlier scheme: there is none unless that scheme left one."""
+    """Declares the residual that an earlier scheme left; there is no initial value."""
 
     key: str = RESIDUAL
     resize: Literal["same", "sum", "mean", "drop"] = "sum"
@@ -175,9 +182,9 @@ class _PendingResidual(Slot):
 
 @dataclass(frozen=True)
 class FlushResidual(Wrapper):
-    """Adds the residual that an earlier scheme left to the next gradient, once, and forgets it.
+    """Adds the residual that an earlier scheme left to the next gradient, and removes it.
 
-    ``HookState.switch`` puts it around a scheme that keeps no residual of its own.
+    ``HookState.switch`` puts this wrapper around a scheme that keeps no residual.
     """
 
     scheme: Scheme
@@ -190,41 +197,42 @@ class FlushResidual(Wrapper):
             memory.get(RESIDUAL, name) is not None for name in layout.names
         ):
             bucket.raw.add_(bucket.read(RESIDUAL_SLOT).to(bucket.raw.dtype))
+            # Staged like all writes: if this step is not finite, the residual waits for the next.
             memory.write(RESIDUAL, layout, None)
         return (yield from self.scheme.exchange(bucket))
 
 
 def without_flush(scheme: Scheme) -> Scheme:
-    """The scheme that runs once a residual that it does not keep has been flushed."""
+    """Returns the scheme inside a ``FlushResidual``, or ``scheme`` itself."""
     return scheme.scheme if isinstance(scheme, FlushResidual) else scheme
 
 
 def keeps_residual(scheme: Scheme) -> bool:
-    """Whether the scheme has error feedback somewhere inside."""
+    """Whether the scheme is, or has inside, an ``ErrorFeedback``, which keeps a residual."""
     return any(isinstance(inside, ErrorFeedback) for inside in walk(scheme))
 
 
 def has_feedback(scheme: Scheme) -> bool:
-    """Whether anything inside has to know exactly what was sent."""
+    """Whether the scheme is, or has inside, feedback, which needs to know exactly what was sent."""
     return any(isinstance(inside, Feedback) for inside in walk(scheme))
 
 
 def without_feedback(scheme: Scheme) -> Scheme:
-    """The scheme inside error feedback; itself where there is none around it."""
+    """Returns the scheme inside error feedback, or ``scheme`` itself if there is none."""
     while isinstance(scheme, Scaled) or (isinstance(scheme, Feedback) and scheme.corrects):
         scheme = scheme.scheme
     return scheme
 
 
 def flushing(scheme: Scheme) -> Scheme:
-    """``scheme``, or around it what adds a residual that it would leave where it is."""
+    """Returns a scheme that uses up a residual: ``scheme``, or ``FlushResidual`` around it."""
     try:
         return _flushing(scheme)
     except TypeError:  # a setting that has no hash, such as a list
         return _flushing.__wrapped__(scheme)
 
 
-@lru_cache(maxsize=1024)  # asked for in every step
+@lru_cache(maxsize=1024)  # called in every step; making a wrapper checks all schemes inside
 def _flushing(scheme: Scheme) -> Scheme:
     return (
         FlushResidual(scheme) if scheme.traits.averages and not keeps_residual(scheme) else scheme
@@ -232,7 +240,7 @@ def _flushing(scheme: Scheme) -> Scheme:
 
 
 def take_residual(bucket: Bucket) -> None:
-    """Adds what error feedback has held back to the gradient, and leaves nothing behind."""
+    """Adds the residual of error feedback to the gradient, and sets it to zero."""
     residual = bucket.read(RESIDUAL_SLOT)
     bucket.raw.add_(residual.to(bucket.raw.dtype))
     bucket.write(RESIDUAL_SLOT, bucket.scratch(RESIDUAL_SLOT, like=residual).zero_())

@@ -1,4 +1,4 @@
-"""``Guard``: goes back to dense averages where compression no longer does well, and says so."""
+"""Defines ``Guard``, which averages densely for a while where compression errors grow."""
 
 from __future__ import annotations
 
@@ -20,29 +20,30 @@ from ddp_core import AllReduce
 
 __all__ = ["Guard"]
 
-_UNTIL, _ERROR, _HELD = map(Number, ("guard.dense_until", "guard.error", "guard.residual"))
-_FOREVER = 2**62
+_UNTIL, _ERROR, _RESIDUAL = map(Number, ("guard.dense_until", "guard.error", "guard.residual"))
+_FOREVER = 2**62  # a step that no run reaches, exact in float64
 
 
 @dataclass(frozen=True)
 class Guard(Wrapper):
-    """Watches a scheme and averages densely for a while where its error or residual grows.
+    """Watches a scheme, and averages densely for a while where its error or residual grows.
 
-    Every so many steps a bucket's ranks compare a stretch of what arrived with the exact average of
-    it (one more all-reduce, of ``sample`` entries), and average the residual's size. A bucket
-    where either is too large warns, sends what was held back, and stays dense for ``rest`` steps;
-    all ranks decide alike. A step that is not finite is not measured.
+    Every ``every`` steps the ranks compare some contiguous entries of each averaged bucket with
+    their exact average, and average the size of the residual (one more all-reduce, of ``sample``
+    entries and two). Where either is too large, the guard warns, sends the residual, and averages
+    the bucket densely for ``rest`` steps; all ranks come to the same decision. A step that is not
+    finite is not measured.
 
     Args:
-        scheme: what to watch.
-        every: steps between two looks.
-        max_error: largest relative error of the average; None: no bound. Sparse schemes with
-            feedback are at about 1 as a rule.
-        max_residual: largest residual in units of the gradient's norm.
-        growth: largest ratio of error or residual to its moving average, from the fourth look on;
-            both this and ``max_residual`` may be infinite.
-        rest: dense steps after a warning; None: all that follow.
-        sample: entries that are compared.
+        scheme: the scheme to watch.
+        every: steps between two measurements.
+        max_error: largest relative error of the average; None: no bound. The error of sparse
+            schemes with feedback is usually about 1.
+        max_residual: largest norm of the residual, in units of the gradient's norm.
+        growth: largest ratio of error or residual to its moving average, from the fourth
+            measurement on; both ``growth`` and ``max_residual`` may be infinite.
+        rest: number of dense steps after a warning; None: all further steps.
+        sample: number of entries that are compared.
 
     Example:
         >>> hook = register(ddp_model, Guard(make("onebit"), every=100))
@@ -56,7 +57,8 @@ class Guard(Wrapper):
     rest: int | None = 1000
     sample: int = 4096
 
-    keeps = (_UNTIL, _ERROR, _HELD)
+    # Kept per parameter, with one value for all of a bucket: buckets change, names do not.
+    keeps = (_UNTIL, _ERROR, _RESIDUAL)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -79,46 +81,53 @@ class Guard(Wrapper):
         return self.scheme.traits._replace(rounds=self.scheme.traits.rounds + 1)
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
-        if bucket.step < self._known(_UNTIL, bucket):
+        if bucket.step < self._largest(_UNTIL, bucket):
             if keeps_residual(self.scheme):
                 take_residual(bucket)
             return (yield from bucket.all_reduce())
         n = bucket.raw.numel()
         if (bucket.step + 1) % self.every or not n:
             return (yield from self.scheme.exchange(bucket))
+        # Other entries at each measurement, the same on all ranks.
         size = min(self.sample, n)
         generator = bucket.generator(f"{bucket.layout.names[0]}/guard")
         begin = int(torch.randint(n - size + 1, (), generator=generator))
         part = slice(begin, begin + size)
+        # Copied before the exchange, which may write the mean over the gradient; in float64, since
+        # squares of float32 entries can leave the range of float32.
         gradient = bucket.gradient
-        squares = torch.stack([gradient.double().square().sum(), self._held(bucket)])
+        squares = torch.stack([gradient.double().square().sum(), self._residual_square(bucket)])
         exact = torch.cat([gradient[part].double(), squares])
         result = yield from self.scheme.exchange(bucket)
         exact = yield AllReduce(exact)
-        off = float((result.mean.view(-1)[part].double() - exact[:size]).norm())
-        norm = float(exact[:size].norm())
-        size_of, residual = (math.sqrt(value) for value in exact[size:].tolist())
-        if all(map(math.isfinite, (off, norm, size_of, residual))) and norm and size_of:
-            self._judge(off / norm, residual / size_of, bucket)
+        error = float((result.mean.view(-1)[part].double() - exact[:size]).norm())
+        sample_norm = float(exact[:size].norm())
+        # The same numbers on every rank, and so the same decision without a further message.
+        norm, residual = (math.sqrt(value) for value in exact[size:].tolist())
+        if all(map(math.isfinite, (error, sample_norm, norm, residual))) and sample_norm and norm:
+            self._judge(error / sample_norm, residual / norm, bucket)
         return result
 
-    def _held(self, bucket: Bucket) -> Tensor:
+    def _residual_square(self, bucket: Bucket) -> Tensor:
+        """Returns the squared norm of the scheme's residual, in float64; 0 if it keeps none."""
         if not keeps_residual(self.scheme):
             return bucket.raw.new_zeros((), dtype=torch.float64)
         return bucket.read(RESIDUAL_SLOT).double().square().sum()
 
-    def _judge(self, error: float, held: float, bucket: Bucket) -> None:
-        """Notes the measures; where one is too large, settles until when to stay dense."""
+    def _judge(self, error: float, residual: float, bucket: Bucket) -> None:
+        """Notes both measures; where one is too large, decides until which step to stay dense."""
         reasons = []
         if self.max_error is not None and error > self.max_error:
             reasons.append(f"the error of the average is {error:.3g}, at most {self.max_error:.3g}")
-        if held > self.max_residual:
+        if residual > self.max_residual:
             reasons.append(
-                f"the residual is {held:.3g} times the gradient, at most {self.max_residual:.3g}"
+                f"the residual is {residual:.3g} times the gradient, "
+                f"at most {self.max_residual:.3g}"
             )
         looks = bucket.step // self.every
-        for slot, name, value in ((_ERROR, "error", error), (_HELD, "residual", held)):
-            before = self._known(slot, bucket)
+        for slot, name, value in ((_ERROR, "error", error), (_RESIDUAL, "residual", residual)):
+            before = self._largest(slot, bucket)
+            # The first three measurements only fill the average: residuals grow from zero.
             if looks >= 3 and before > 0 and value > self.growth * before:
                 reasons.append(
                     f"the {name} is {value:.3g}, {value / before:.1f} times what it used to be"
@@ -139,10 +148,11 @@ class Guard(Wrapper):
                 stacklevel=2,
             )
 
-    # On the host: what every rank knows alike, and decides by before anything is launched.
+    # Values are on the host: which exchange to run is decided before anything is launched, and a
+    # value on a GPU would be waited for in every step. They are the same on every rank.
 
-    def _known(self, slot: Slot, bucket: Bucket) -> float:
-        """The largest value of the bucket's parameters."""
+    def _largest(self, slot: Slot, bucket: Bucket) -> float:
+        """Returns the largest value of the bucket's parameters."""
         layout, host = slot.layout(bucket.layout), torch.device("cpu")
         values = bucket.memory.read(slot.key, layout, device=host, dtype=torch.float64)
         return float(values.max()) if len(layout) else 0.0

@@ -1,4 +1,4 @@
-"""``make``: a scheme by name, with the usual wrappers around it."""
+"""Defines ``make``, which builds a scheme by name with the usual wrappers around it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DTYPES: Mapping[str, torch.dtype] = {
     "bf16": torch.bfloat16,
     "bfloat16": torch.bfloat16,
 }
-# Options of every scheme, each a wrapper around it.
+# Options of every scheme and their types; each is a wrapper around it.
 WRAPPER_OPTIONS: Mapping[str, Any] = {
     "start_step": int,
     "error_feedback": bool,
@@ -34,10 +34,10 @@ WRAPPER_OPTIONS: Mapping[str, Any] = {
 
 
 def make(scheme: str | Scheme, **options: Any) -> Scheme:
-    """A scheme by name, with its options and those of the usual wrappers.
+    """Builds a scheme by name, with its options and those of the usual wrappers.
 
     Args:
-        scheme: a registered name, or a scheme, which is returned wrapped as the options say.
+        scheme: a registered name, or a scheme, which is wrapped as the options say.
         options: fields of the scheme's class, and for every scheme
             ``error_feedback`` (default: True for biased schemes; around ``Scaled`` where an
             unbiased scheme has a large variance),
@@ -46,8 +46,8 @@ def make(scheme: str | Scheme, **options: Any) -> Scheme:
             ``coalesce`` (all buckets of a step in one exchange).
 
     Raises:
-        UnknownSchemeError: no such name; suggests the nearest.
-        OptionError: no such option, or not that value of it; lists those there are.
+        UnknownSchemeError: no scheme has that name; the message suggests the nearest.
+        OptionError: the scheme has no such option, or does not take its value.
 
     Example:
         >>> make("powersgd", rank=2, start_step=100)
@@ -77,6 +77,8 @@ def make(scheme: str | Scheme, **options: Any) -> Scheme:
         kind: Any = type(inside)
         need_dataclass(kind)
         check_declarations(inside)
+    # From the inside out. The cast is inside feedback, which then keeps its rounding errors, too;
+    # feedback is inside the delayed start, which sends dense gradients that need none.
     if "wire_dtype" in wrapping:
         built = Cast(built, as_dtype(wrapping["wire_dtype"]))
     traits = built.traits
@@ -91,7 +93,7 @@ def make(scheme: str | Scheme, **options: Any) -> Scheme:
 
 
 def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """A torch dtype from "fp16", "bf16" or the dtype itself."""
+    """Returns the torch dtype of a name such as "fp16" or "bf16", or the dtype itself."""
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype not in _DTYPES:
@@ -106,5 +108,5 @@ def _what(scheme: object) -> str:
 
 
 def describe(scheme: Scheme) -> str:
-    """The scheme with all its settings, as text; equal text means equal behaviour."""
+    """Returns a scheme with all its settings as text; equal text means equal behaviour."""
     return repr(scheme)

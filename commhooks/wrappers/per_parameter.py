@@ -1,4 +1,4 @@
-"""``PerParameter``: a scheme for each parameter, by name, shape or dtype."""
+"""Defines ``PerParameter``, which chooses a scheme for each parameter by name, shape or dtype."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ ROLES = ("embedding", "head", "norm", "bias", "matrix", "vector")
 
 
 def role_of(name: str, shape: Sequence[int]) -> str:
-    """What a parameter is for, by the words in its name and by its shape.
+    """Returns the role of a parameter, by the words in its name and by its shape.
 
     "embedding": embed, embedding, wte, wpe or tok; "head": head, lm_head, classifier or unembed;
-    "norm" (one dimension): norm, ln or bn, with a number or not; "bias"; else "matrix" or "vector".
+    "norm" (one dimension): norm, ln or bn, also numbered; "bias"; otherwise "matrix" or "vector".
 
     Example:
         >>> role_of("layers.0.norm1.weight", (128,))
@@ -52,12 +52,12 @@ def role_of(name: str, shape: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class Rule:
-    """Which parameters a scheme is for; all conditions given must hold.
+    """Names the scheme of all parameters that meet some conditions; all of them must hold.
 
     Args:
-        scheme: what to do with them.
+        scheme: the scheme for these parameters.
         name: shell-style pattern of the parameter's name, e.g. ``"*.bias"`` or ``"embed*"``.
-        role: what it is for, see :func:`role_of`.
+        role: the parameter's role, see :func:`role_of`.
         min_dim, max_dim: bounds on the number of dimensions.
         min_numel, max_numel: bounds on the number of entries.
         dtype: the gradient's dtype.
@@ -84,7 +84,7 @@ class Rule:
                 )
 
     def matches(self, name: str, shape: torch.Size, dtype: torch.dtype) -> bool:
-        """Whether a parameter falls under this rule."""
+        """Whether a parameter meets all conditions of this rule."""
         return (
             fnmatch.fnmatchcase(name, self.name)
             and self.min_dim <= len(shape) <= self.max_dim
@@ -98,14 +98,15 @@ class Rule:
 class PerParameter(Choice):
     """Chooses a scheme for each parameter: the first rule that matches, else ``default``.
 
-    The chosen schemes run side by side; all-reduces of the same round and dtype share a message.
+    The chosen schemes run side by side; their all-reduces of equal operation and dtype are merged
+    into one message.
 
-    A rule that names parameters, roles or dtypes which the model does not have warns when the
-    scheme meets the model.
+    A rule that names parameters, roles or dtypes which the model does not have warns when a hook is
+    made for the model.
 
     Args:
-        rules: in order of precedence.
-        default: for parameters under no rule.
+        rules: rules in order of precedence.
+        default: the scheme for parameters that no rule matches.
 
     Example:
         >>> PerParameter([Rule(Dense(), name="*embed*"), Rule(Dense(), max_dim=1)],
@@ -125,11 +126,12 @@ class PerParameter(Choice):
 
     @property
     def schemes(self) -> list[Scheme]:
-        """All different schemes it chooses from, in order of precedence."""
+        """Returns all different schemes to choose from, in order of precedence."""
         return list(dict.fromkeys([*(rule.scheme for rule in self.rules), self.default]))
 
     @property
     def traits(self) -> Traits:
+        # The sum: collectives that cannot be merged run one after the other.
         rounds = sum(scheme.traits.rounds for scheme in self.schemes)
         return super().traits._replace(rounds=rounds)
 
@@ -144,7 +146,7 @@ class PerParameter(Choice):
         return chosen.begins_with(name, shape, dtype, step)
 
     def choose(self, name: str, shape: torch.Size, dtype: torch.dtype) -> int:
-        """Position in ``schemes`` of the scheme for a parameter."""
+        """Returns the index in ``schemes`` of the scheme for a parameter."""
         for rule in self.rules:
             if rule.matches(name, shape, dtype):
                 return self.schemes.index(rule.scheme)
@@ -157,9 +159,11 @@ class PerParameter(Choice):
             which = self.choose(name, shape, bucket.output.dtype)
             chosen.setdefault(which, []).append(position)
         schemes = self.schemes
-        if keeps_residual(self):  # a residual of another scheme must not stay behind
+        # A parameter may have the residual of another scheme, by a schedule or a loaded state: a
+        # scheme without feedback sends it.
+        if keeps_residual(self):
             schemes = [flushing(scheme) for scheme in schemes]
-        if len(chosen) == 1:
+        if len(chosen) == 1:  # the usual case with ``layout="scheme"``: nothing is copied
             (which,) = chosen
             return (yield from schemes[which].exchange(bucket))
         parts = [_Part(schemes[which], bucket, chosen[which]) for which in sorted(chosen)]
@@ -174,24 +178,29 @@ class PerParameter(Choice):
 def warn_of_idle_rules(
     scheme: Scheme, parameters: Iterable[tuple[str, torch.Size, torch.dtype, Any]]
 ) -> None:
-    """Warns of rules that no parameter of the model falls under, though they name some.
+    """Warns of rules with a name, role or dtype that no parameter of the model matches.
 
-    Rules by size or number of dimensions are for any model: nothing is said of them.
+    Rules by size or number of dimensions alone suit any model, and never warn.
+
+    Args:
+        scheme: the scheme whose rules are checked, and those of schemes inside.
+        parameters: name, shape and dtype of each parameter; further items are ignored.
     """
-    found = list(parameters)
-    for policy in walk(scheme) if found else ():
+    facts = [parameter[:3] for parameter in parameters]
+    for policy in walk(scheme) if facts else ():
         if not isinstance(policy, PerParameter):
             continue
-        open_to = [one[:3] for one in found]
+        unclaimed = facts
         for rule in policy.rules:
-            matched = [one for one in found if rule.matches(*one[:3])]
-            left = [one for one in open_to if not rule.matches(*one)]
-            if len(left) == len(open_to) and (rule.name != "*" or rule.role or rule.dtype):
-                warnings.warn(_idle(rule, [one[0] for one in found], bool(matched)), stacklevel=4)
-            open_to = left
+            after = [parameter for parameter in unclaimed if not rule.matches(*parameter)]
+            if len(after) == len(unclaimed) and (rule.name != "*" or rule.role or rule.dtype):
+                hidden = any(rule.matches(*parameter) for parameter in facts)
+                warnings.warn(_idle(rule, [name for name, _, _ in facts], hidden), stacklevel=4)
+            unclaimed = after
 
 
 def _idle(rule: Rule, names: Sequence[str], hidden: bool) -> str:
+    """Returns the warning for a rule that is never used; ``hidden``: because of earlier rules."""
     conditions = [
         f"{setting.name}={getattr(rule, setting.name)!r}"
         for setting in fields(rule)
@@ -206,12 +215,13 @@ def _idle(rule: Rule, names: Sequence[str], hidden: bool) -> str:
 
 
 class _Part:
-    """The parameters of a bucket that share a scheme, gathered into a flat tensor of their own."""
+    """Runs one scheme over some parameters of a bucket, gathered into a bucket of their own."""
 
     def __init__(self, scheme: Scheme, bucket: Bucket, positions: list[int]) -> None:
-        whole = bucket.layout
+        layout = bucket.layout
         self.scheme = scheme
-        self.spans = [(whole.offsets[i], whole.offsets[i + 1]) for i in positions]
+        self.spans = [(layout.offsets[i], layout.offsets[i + 1]) for i in positions]
+        # A copy: the parameters are not contiguous. The residual is in it; kernels do not add it.
         gradient = torch.cat([bucket.gradient[begin:end] for begin, end in self.spans])
         kept = bucket.unsent is not None
         self.bucket = bucket.replace(
@@ -219,7 +229,7 @@ class _Part:
             residual=None,
             unsent=torch.empty_like(gradient, dtype=bucket.wide_dtype) if kept else None,
             output=torch.empty_like(gradient, dtype=bucket.output.dtype),
-            layout=whole.pick(positions),
+            layout=layout.pick(positions),
         )
         self.exchange = scheme.exchange(self.bucket)
         self.request: Collective | None = None
@@ -234,7 +244,7 @@ class _Part:
             self.request, self.result = None, stop.value
 
     def put_back(self, bucket: Bucket) -> None:
-        """Writes the mean, and what is not sent, to where the parameters are in the bucket."""
+        """Copies the mean and what was not sent to the parameters' spans of the bucket."""
         if bucket.unsent is not None:
             self.result = self.bucket.completed(self.result)
             assert self.result.unsent is not None
@@ -248,12 +258,16 @@ class _Part:
 
 
 def _side_by_side(parts: list[_Part]) -> SchemeExchange:
-    """Runs the exchanges of all parts together; equal all-reduces travel in one message."""
+    """Runs the exchanges of all parts together, and merges all-reduces of one operation and dtype.
+
+    Every rank has the same parts in the same order, so all ranks merge the same requests.
+    """
     for part in parts:
         part.advance(None)
     while waiting := [part for part in parts if part.request is not None]:
         first = waiting[0].request
         assert first is not None
+        # Gathered payloads are not merged: theirs would be rows of different schemes.
         together = [part for part in waiting if _mergeable(first, part.request)] or waiting[:1]
         if len(together) == 1:
             together[0].advance((yield first))
@@ -262,6 +276,7 @@ def _side_by_side(parts: list[_Part]) -> SchemeExchange:
         merged = first.like(torch.cat([request.tensor.view(-1) for request in requests]))
         arrived = yield merged
         sizes = [request.tensor.numel() for request in requests]
+        # What a cast around this wrapper rounded, for the feedback inside each part.
         shares = merged.sent.split(sizes) if merged.sent is not None else [None] * len(sizes)
         for part, request, piece, share in zip(
             together, requests, arrived.split(sizes), shares, strict=True

@@ -1,4 +1,4 @@
-"""Schemes that change with the step."""
+"""Defines wrappers that choose the scheme by the step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["DelayedStart", "PeriodicDense", "Schedule"]
 
 
 def need_no_start(owner: Scheme, scheme: Scheme) -> None:
-    """Raises where a scheme counts its dense steps itself, and learns from them."""
+    """Raises if a scheme inside counts its dense first steps itself, since it learns from them."""
     for inside in walk(scheme):
         if setting := inside.traits.starts_dense:
             raise ValueError(
@@ -37,8 +37,8 @@ class DelayedStart(Wrapper):
 
     Args:
         scheme: runs from step ``start_step`` on (steps count from 0).
-        start_step: number of dense steps first.
-        before: what runs until then; the dense all-reduce.
+        start_step: number of steps in which ``before`` runs.
+        before: runs in the steps before; by default the dense all-reduce.
 
     Reference: Vogels et al., PowerSGD, 2019 (warm-up).
     """
@@ -68,6 +68,7 @@ class DelayedStart(Wrapper):
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
         scheme = self.before if bucket.step < self.start_step else self.scheme
+        # A residual that ``before`` has left is sent by the scheme after it.
         if scheme is self.scheme and keeps_residual(self.before):
             scheme = flushing(scheme)
         return (yield from scheme.exchange(bucket))
@@ -75,14 +76,14 @@ class DelayedStart(Wrapper):
 
 @dataclass(frozen=True)
 class PeriodicDense(Wrapper):
-    """Exchanges every so many steps densely, with all that error feedback has held back.
+    """Averages densely in every ``every``-th step, the residual of error feedback included.
 
-    Bounds how late anything arrives, and how long an approximation can mislead, for
+    Bounds how late an entry arrives, and for how long an approximation can mislead, for
     ``1 / every`` of the dense bytes.
 
     Args:
         scheme: runs in all other steps.
-        every: a dense step comes every so many; 2 or more.
+        every: number of steps from one dense step to the next; 2 or more.
 
     Example:
         >>> hook = register(ddp_model, PeriodicDense(make("onebit"), every=50))
@@ -106,6 +107,7 @@ class PeriodicDense(Wrapper):
 
     @property
     def traits(self) -> Traits:
+        # A scheme of no rounds has dense steps here, too.
         return self.scheme.traits._replace(rounds=max(1, self.scheme.traits.rounds))
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
@@ -118,14 +120,14 @@ class PeriodicDense(Wrapper):
 
 @dataclass(frozen=True)
 class Schedule(Choice):
-    """Runs one scheme after the other: each from its step on.
+    """Runs one scheme after the other, each from its step on.
 
-    What error feedback has held back goes on into the next scheme's feedback, or is sent with the
-    next gradient where that has none.
+    The residual of error feedback is taken over by the next scheme's feedback, or sent with the
+    next gradient if the next scheme has none.
 
     Args:
-        parts: pairs of the step (counted from 0) and the scheme that runs from it on; the first
-            is of step 0, and steps ascend.
+        parts: pairs of a step (counted from 0) and the scheme that runs from that step on; the
+            first step is 0, and steps ascend.
 
     Example:
         >>> Schedule([(0, make("none")), (500, make("powersgd", rank=8)),
@@ -136,7 +138,9 @@ class Schedule(Choice):
 
     def __post_init__(self) -> None:
         pairs = tuple(self.parts) if isinstance(self.parts, Iterable) else ()
-        if not pairs or not all(isinstance(one, (list, tuple)) and len(one) == 2 for one in pairs):
+        if not pairs or not all(
+            isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs
+        ):
             raise ValueError(
                 f"Schedule(parts=...) are pairs of step and scheme, [(0, ...), (500, ...)], "
                 f"got {shown(self.parts)}"
@@ -151,7 +155,7 @@ class Schedule(Choice):
             )
         for step, scheme in parts:
             need_scheme(self, scheme)
-            if step:
+            if step:  # the first part runs from step 0, and so gets its dense steps
                 need_no_start(self, scheme)
 
     @property
@@ -159,13 +163,13 @@ class Schedule(Choice):
         return [scheme for _, scheme in self.parts]
 
     def at(self, step: int) -> Scheme:
-        """The scheme that runs in a step."""
-        found: Scheme = [scheme for begin, scheme in self.parts if begin <= step][-1]
-        return found
+        """Returns the scheme that runs in a step."""
+        running: Scheme = [scheme for begin, scheme in self.parts if begin <= step][-1]
+        return running
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
         scheme = self.at(bucket.step)
-        if any(keeps_residual(one) for one in self.schemes):
+        if any(keeps_residual(part) for part in self.schemes):
             scheme = flushing(scheme)
         return (yield from scheme.exchange(bucket))
 

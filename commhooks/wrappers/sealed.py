@@ -1,4 +1,4 @@
-"""``Sealed``: payloads with a checksum, for machines whose memory or network is in doubt."""
+"""Defines ``Sealed``, which adds checksums to payloads."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ from ddp_core import AllGather, AllToAll, Collective
 __all__ = ["Sealed"]
 
 _VERSION = 1
-_SEAL = struct.Struct("<IHHQ")  # CRC-32, version, 0, length
+_SEAL = struct.Struct("<IHHQ")  # CRC-32, version, 0, length of the payload
 
 
 @dataclass(frozen=True)
 class Sealed(Wrapper):
-    """Adds a checksum to what a scheme sends by all-gather and all-to-all, and checks what comes.
+    """Adds a checksum to payloads of all-gather and all-to-all, and checks those that arrive.
 
     For machines whose memory or network is in doubt: a payload that was changed on the way raises
-    :class:`PayloadError`, which names the rank that it came from; training stops there. Sums (all
-    linear schemes) cannot be checked and travel as they are. On a GPU payloads go to the host and
-    back.
+    :class:`PayloadError`, which names the rank that sent it, and training stops. All-reduces are
+    not checked. On a GPU, payloads are copied to the host for their checksums.
 
     Args:
-        scheme: whose payloads to check.
+        scheme: the scheme whose payloads are checked.
 
     Example:
         >>> hook = register(ddp_model, Sealed(make("int8")))
@@ -52,10 +51,11 @@ class Sealed(Wrapper):
 
     def _sent(self, request: Collective, world_size: int) -> Generator[Collective, Tensor, Tensor]:
         if not isinstance(request, (AllGather, AllToAll)) or not request.tensor.numel():
-            return (yield request)
+            return (yield request)  # a sum of checksums is not the checksum of a sum
         tensor = request.tensor
         by_rank = isinstance(request, AllToAll)
         rows = as_bytes(tensor).view(len(tensor) if by_rank else 1, -1)
+        # One seal per receiver: each rank gets another row of an all-to-all.
         sealed = torch.stack([_seal(row) for row in rows])
         arrived = yield request.like(sealed if by_rank else sealed[0])
         ranks = request.ranks or range(world_size)

@@ -1,4 +1,4 @@
-"""``Traced``: records the gradients of a real run, for ``commhooks.research.trace``."""
+"""Defines ``Traced``, which records the gradients of a run for ``commhooks.research.trace``."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ FILE_NAME = re.compile(r"step(\d+)_rank(\d+)_\w+\.safetensors")
 
 @dataclass(frozen=True)
 class Traced(Wrapper):
-    """Records the local gradients of some steps, by parameter, and exchanges as ``scheme`` does.
+    """Records the local gradients of some steps, by parameter, and exchanges them by ``scheme``.
 
     Writes one safetensors file per step, rank and bucket; every rank writes to ``folder``.
 
     Args:
-        scheme: what training runs with.
-        folder: is made if it is not there.
-        every: records steps 0, ``every``, 2 ``every`` and so on, from the first that runs this.
-        steps: records until the folder has so many.
+        scheme: the scheme that training runs with.
+        folder: where files are written; made if it does not exist.
+        every: records the steps that are multiples of this number.
+        steps: number of steps in the folder at which recording ends.
 
     Example:
         >>> hook = register(ddp_model, Traced(make("bf16"), "trace", every=50))
@@ -41,7 +41,7 @@ class Traced(Wrapper):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        with needs("Traced(...)", "safetensors"):  # here, not in a backward pass
+        with needs("Traced(...)", "safetensors"):  # now, not in the first backward pass
             import safetensors  # noqa: F401
         for name in ("every", "steps"):
             value = getattr(self, name)
@@ -54,9 +54,10 @@ class Traced(Wrapper):
         return (yield from self.scheme.exchange(bucket))
 
     def _wanted(self, bucket: Bucket) -> bool:
-        """Whether there is room for this step; it has been given if another bucket was recorded."""
-        found = Path(self.folder).glob(f"step*_rank{bucket.rank}_*.safetensors")
-        recorded = {int(match[1]) for path in found if (match := FILE_NAME.fullmatch(path.name))}
+        """Whether fewer than ``steps`` steps are recorded, or another bucket of this one is."""
+        # By files, not by a counter: a resumed run goes on, and a finished record stays as it is.
+        files = Path(self.folder).glob(f"step*_rank{bucket.rank}_*.safetensors")
+        recorded = {int(match[1]) for path in files if (match := FILE_NAME.fullmatch(path.name))}
         return bucket.step in recorded or len(recorded) < self.steps
 
     def _save(self, bucket: Bucket) -> None:
@@ -64,6 +65,7 @@ class Traced(Wrapper):
 
         layout = bucket.layout
         views = zip(layout.names, layout.views(bucket.gradient.detach()), strict=True)
+        # A scheme knows no number of its bucket: the names of its parameters tell files apart.
         digest = hashlib.blake2b("\n".join(layout.names).encode(), digest_size=4).hexdigest()
         folder = Path(self.folder)
         folder.mkdir(parents=True, exist_ok=True)

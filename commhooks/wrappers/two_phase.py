@@ -1,4 +1,4 @@
-"""``TwoPhase``: the two-phase exchange for a codec given by ``encode`` and ``decode``."""
+"""Defines ``TwoPhase``, the two-phase exchange of codecs given by ``encode`` and ``decode``."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ __all__ = ["TwoPhase"]
 class TwoPhase(PackedCodec):
     """Exchanges a codec's payloads in two phases, not by one all-gather.
 
-    Every rank encodes the shards of the bucket apart, sums its own shard of all ranks in float32
-    and encodes the mean again. Received bytes then do not grow with the number of ranks; in return
-    the mean is rounded once more.
+    Every rank encodes each shard of the bucket separately, sums one shard of all ranks in float32,
+    and encodes its mean. Received bytes then do not grow with the number of ranks; in return the
+    mean is rounded once more.
 
     Args:
-        codec: its payload may depend on the number of entries, not on the bucket's layout.
+        codec: a codec whose payload depends on the number of entries, not on the bucket's layout.
 
     Example:
         >>> hook = register(ddp_model, ErrorFeedback(TwoPhase(MinMaxPerChannel(128))))
@@ -44,10 +44,10 @@ class TwoPhase(PackedCodec):
     @property
     def error(self) -> ErrorKind:
         error = self.codec.traits.error
-        return composed(error, error)  # of one rank, whose payload is rounded twice
+        return composed(error, error)  # on one rank, where the error is largest: rounded twice
 
     def payload_bytes(self, n: int) -> int:
-        return -(-sum(one.nbytes for one in _example(self.codec, n).values()) // 16) * 16
+        return -(-sum(value.nbytes for value in _example(self.codec, n).values()) // 16) * 16
 
     def pack(self, piece: Piece, payload: Tensor, random: Randomness) -> None:
         c, bucket = piece.corrected, random.bucket
@@ -68,7 +68,7 @@ class TwoPhase(PackedCodec):
         total = torch.zeros_like(out, dtype=torch.float32)
         like = _example(self.codec, out.numel())
         for row in payloads:
-            size = sum(one.nbytes for one in like.values())
+            size = sum(value.nbytes for value in like.values())
             decoded = self.codec.decode(unpack_payload(row[:size], like), total, random.bucket)
             check_decoded(self.codec, decoded, total)
             total += decoded
@@ -77,7 +77,8 @@ class TwoPhase(PackedCodec):
 
 @lru_cache(maxsize=1024)
 def _example(codec: Codec, n: int) -> dict[str, Tensor]:
-    """Like the payload of ``n`` zeros, without values: what is known before encoding."""
+    """Returns the payload of ``n`` zeros without its values: names, shapes and dtypes."""
+    # Payload sizes are needed before anything is encoded, and codecs do not declare them.
     zeros = torch.zeros(n)
     bucket = Bucket(zeros, Layout(["shard"], [(n,)]))
     payload = checked_payload(codec, codec.encode(zeros, bucket))

@@ -31,8 +31,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "QSGD rounds down",
-            "codes = (places + up).floor()",
-            "codes = places.floor()",
+            "codes = (level + up).floor()",
+            "codes = level.floor()",
             f"{LAWS}[qsgd]",
         ),
     ),
@@ -46,8 +46,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "1-bit Adam's momentum has its weights swapped",
-            "own = torch.lerp(bucket.gradient.to(dtype), old, self.beta1)",
-            "own = torch.lerp(old, bucket.gradient.to(dtype), self.beta1)",
+            "momentum = torch.lerp(bucket.gradient.to(dtype), old, self.beta1)",
+            "momentum = torch.lerp(old, bucket.gradient.to(dtype), self.beta1)",
             f"{POLICIES}::test_onebit_adam_sends_gradients_and_then_momenta",
         ),
     ),
@@ -61,8 +61,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "AlignedTopK keeps what it sends",
-            "rest = rows.index_fill(0, places, 0.0).view(-1)",
-            "rest = rows.view(-1)",
+            "others = rows.index_fill(0, indices, 0.0).view(-1)",
+            "others = rows.view(-1)",
             f"{POLICIES}::test_aligned_topk",
         ),
         (
@@ -133,7 +133,7 @@ MUTANTS: list[Mutant] = [
         "commhooks/schemes/powersgd.py",
         (
             "PowerSGD keeps the difference to the mean, not to its own share",
-            "sent = (left, own if second.sent is None else second.sent)",
+            "sent = (left, own_q if second.sent is None else second.sent)",
             "sent = (left, q)",
             f"{LOW_RANK}::test_powersgd",
         ),
@@ -223,7 +223,7 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "a residual is lost where blocks are padded",
-            "residual = None if residual is None else pad(residual, (0, missing))",
+            "residual = None if residual is None else pad(residual, (0, padding))",
             "residual = None if residual is None else torch.zeros_like(x)",
             f"{LAWS}[int4]",
         ),
