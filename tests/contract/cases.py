@@ -130,14 +130,15 @@ VARIANTS: dict[str, Callable[[str], Scheme]] = {
 # One scheme for each way in which wrappers meet schemes; the others have a way of one of these.
 REPRESENTATIVES = {
     "allreduce": "dense",
-    "fp16": "a wrapper itself",
+    "bf16": "a wrapper itself",
     "noop": "nothing is exchanged",
-    "qsgd": "a codec, unbiased",
+    "terngrad": "a codec, unbiased, scaled under feedback",
     "topk": "packed, gathered",
     "int4": "packed, two phases, draws, the residual fused",
     "random_k": "places that all ranks draw",
     "intsgd": "integers of a common scale, remembers",
     "powersgd": "two rounds, remembers",
+    "acpsgd": "one round, another in turn, remembers",
     "dgc": "rules inside, momentum",
     "onebit_adam": "starts dense",
     "gossip": "ranks differ",

@@ -164,6 +164,12 @@ MUTANTS: list[Mutant] = [
             "both = (new, fixed) if even else (fixed, new)",
             f"{LOW_RANK}::test_acpsgd",
         ),
+        (
+            "ACP-SGD without a residual compresses an old bucket",
+            "                total.copy_(raw)\n",
+            "                pass\n",
+            "tests/contract/test_laws.py::test_a_bad_step_arrives_everywhere_and_changes_no_memory",
+        ),
     ),
     *planted(
         "commhooks/schemes/batched_powersgd.py",
