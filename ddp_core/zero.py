@@ -78,9 +78,10 @@ def _overlapped(
             f"0 as all ranks are (ZeroRedundancyOptimizer assigns parameters by global rank); got "
             f"{ranks} and {dist.get_process_group_ranks(ddp.process_group)}"
         )
+    # A rank without inputs would have to send its parameters, too: `join` is refused.
     steps = _ZeroSteps(zero, shard_buckets, ddp.device, early=early)
-    ddp.overlaps_zero = True
-    model = weakref.ref(ddp)
+    ddp._parts.uneven.overlaps_zero = True
+    model = weakref.ref(ddp)  # which holds the hook
 
     def hook_with_zero(state: Any, bucket: Any) -> Any:
         ddp = model()
@@ -141,6 +142,7 @@ class _ZeroSteps:
             self._assign()
         with torch.no_grad():
             self._step(bucket.parameters)
+            # In one order on all ranks, whoever owns what.
             for owner in sorted({self._owner[one] for one in bucket.parameters}):
                 mine = [one for one in bucket.parameters if self._owner[one] == owner]
                 self._send([_real(one) for one in mine], owner)

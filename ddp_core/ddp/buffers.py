@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from ddp_core.reducer.parameters import broadcast_coalesced
+from ddp_core.ddp.replica import Replica
 
 __all__ = ["BufferHook", "Buffers"]
 
@@ -28,34 +27,38 @@ class BufferHook:
 
 
 class Buffers:
-    """The buffers of a module that ranks keep equal.
+    """The buffers of a model that ranks keep equal.
 
     Args:
-        ignored: names of those that they do not.
-        chunk_nbytes: size of a message, at most.
+        enabled: whether they do so in forward.
+
+    Attributes:
+        sync_next: whether the next forward pass does so if it is enabled: gradients were averaged
+            after the one before, so parameters are the same.
+        hook: does it instead of rank 0's broadcast.
+        named: by name.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        ignored: set[str],
-        group: dist.ProcessGroup,
-        *,
-        chunk_nbytes: int,
-    ) -> None:
-        self._module, self._ignored = module, ignored
-        self._group, self._chunk_nbytes = group, chunk_nbytes
+    def __init__(self, replica: Replica, *, enabled: bool) -> None:
+        self._replica, self.enabled = replica, enabled
+        self.sync_next = True
         self.hook: BufferHook | None = None
         self.named: dict[str, Tensor] = {}
         self.find()
 
     def find(self) -> None:
-        """Looks the buffers up anew: modules may have put others in their place."""
-        self.named = {
-            name: buffer
-            for name, buffer in self._module.named_buffers()
-            if name not in self._ignored
-        }
+        """Looks the buffers up again: modules may have put others in their place."""
+        self.named = self._replica.buffers()
+
+    @property
+    def are_due(self) -> bool:
+        """Whether the next forward makes them equal on all ranks."""
+        return self.sync_next and self.enabled and bool(self.named)
+
+    def are_due_when(self, *, after_forward: bool) -> bool:
+        """Whether it does so then: only a hook can ask for after forward."""
+        later = self.hook is not None and self.hook.after_forward
+        return self.are_due and after_forward == later
 
     def synchronise(self, source: int) -> list[Any]:
         """Makes them equal; returns futures to await, if the hook gave any.
@@ -70,5 +73,8 @@ class Buffers:
         with torch.no_grad(), preserved:
             if self.hook is not None:
                 return list(self.hook.hook(self.hook.state, self.named) or ())
-            broadcast_coalesced(values, self._group, source=source, chunk_nbytes=self._chunk_nbytes)
+            self._replica.broadcast(values, source)
         return []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "hook": None, "named": {}}  # a hook belongs to its process group

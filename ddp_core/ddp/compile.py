@@ -32,6 +32,7 @@ def splitting_at_buckets(module: Any, plan: BucketPlan) -> Iterator[None]:
         yield
         return
     compiler, splitter = _compiler()
+    # The compiler looks for the module in this class attribute, and splits by this class.
     before, original = TorchDDP._active_ddp_module, compiler.DDPOptimizer
     TorchDDP._active_ddp_module = module
     compiler.DDPOptimizer = functools.partial(splitter, plan)
@@ -45,6 +46,7 @@ def splitting_at_buckets(module: Any, plan: BucketPlan) -> Iterator[None]:
 @functools.cache
 def _compiler() -> tuple[Any, Any]:
     """The compiler's module, and the class that takes the place of its optimizer."""
+    # Here and not above: the import takes a second, which only who compiles has to wait for.
     from torch._dynamo.backends import distributed
 
     class Splitter(distributed.DDPOptimizer):
@@ -67,6 +69,7 @@ def _compiler() -> tuple[Any, Any]:
                 for node, value in zip(placeholders, example_inputs, strict=False)
             }
             inputs.update({name: id(value) for name, value in gm.named_parameters()})
+            # Parameters are inputs of the graph, by name; the plan knows the tensors themselves.
             chosen = [
                 [inputs[name] for name in bucket.params if name in inputs]
                 for bucket in reversed(self.buckets)

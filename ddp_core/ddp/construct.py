@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._utils import _get_device_index
 
+from ddp_core.ddp.replica import Placement, Replica
 from ddp_core.reducer.optimizer import has_optimizer_in_backward
 
 __all__ = [
-    "Placement",
     "check_hook",
     "check_parameters",
     "delayed",
-    "placement",
     "process_group",
+    "reduced_dtype",
     "refuse_sync_batch_norm",
+    "replica",
+    "warn_of_check_reduction",
+    "warn_that_static_finds_unused",
 ]
 
 
@@ -51,7 +55,7 @@ def process_group(
 
 def _root_mesh(device_mesh: Any) -> Any:
     """The mesh that ``device_mesh`` was sliced out of, or itself."""
-    if hasattr(device_mesh, "_get_root_mesh"):
+    if hasattr(device_mesh, "_get_root_mesh"):  # newer than torch 2.9
         return device_mesh._get_root_mesh()
     from torch.distributed.device_mesh import _mesh_resources  # torch 2.9
 
@@ -72,9 +76,10 @@ def delayed(
 
 def check_parameters(
     managed: Sequence[nn.Parameter], delayed: Sequence[tuple[str, nn.Parameter]]
-) -> bool:
-    """Raises if there is nothing to average; True if all of it is delayed."""
+) -> None:
+    """Raises if there is nothing to average, or if it cannot be averaged."""
     for parameter in managed:
+        # It has no shape yet, so there is nothing to lay out in buckets.
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise RuntimeError(
                 "Modules with uninitialized parameters can't be used with "
@@ -89,26 +94,30 @@ def check_parameters(
             f"delayed gradients are averaged; give these an optimizer of their own, or do not "
             f"delay them"
         )
-    if any(parameter.requires_grad for parameter in managed):
-        return False
-    if not delayed:
+    if not delayed and not any(parameter.requires_grad for parameter in managed):
         raise RuntimeError(
             "DistributedDataParallel is not needed when a module doesn't have any parameter that "
             "requires a gradient."
         )
-    return True
 
 
-class Placement(NamedTuple):
-    """Where the model is."""
+def replica(
+    module: nn.Module,
+    group: dist.ProcessGroup,
+    delayed: Sequence[tuple[str, nn.Parameter]],
+    device_ids: Sequence[Any] | None,
+    output_device: Any,
+) -> Replica:
+    """The model on this rank; what is delayed, or what its author has said, is left out."""
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    ignored |= {name for name, _ in delayed}
+    managed = [parameter for name, parameter in module.named_parameters() if name not in ignored]
+    check_parameters(managed, delayed)
+    present = managed or [parameter for _, parameter in delayed]
+    return Replica(module, ignored, _placement(present, device_ids, output_device), group)
 
-    device: torch.device
-    device_ids: list[int] | None
-    output_device: int | None
-    several: bool
 
-
-def placement(
+def _placement(
     parameters: Sequence[nn.Parameter], device_ids: Sequence[Any] | None, output_device: Any
 ) -> Placement:
     """The model's device, and where inputs and outputs go."""
@@ -122,6 +131,7 @@ def placement(
             f"input module parameters locate in {types}."
         )
     device = parameters[0].device
+    # Inputs are moved only where the whole model is on one accelerator.
     if not device_ids or device.type == "cpu" or len(devices) > 1:
         if device_ids or output_device:
             raise ValueError(
@@ -133,6 +143,14 @@ def placement(
     index = _get_device_index(device_ids[0], True)
     output = index if output_device is None else _get_device_index(output_device, True)
     return Placement(device, [index], output, False)
+
+
+def reduced_dtype(mixed_precision: Any) -> torch.dtype | None:
+    """Of gradients while they are averaged; None: their own."""
+    if mixed_precision is None:
+        return None
+    dtype: torch.dtype | None = mixed_precision.reduce_dtype or mixed_precision.param_dtype
+    return dtype
 
 
 def refuse_sync_batch_norm(module: nn.Module) -> None:
@@ -154,6 +172,28 @@ def check_hook(hook: Any) -> None:
         )
 
 
+def warn_of_check_reduction(*, stacklevel: int) -> None:
+    """An argument that does nothing any more."""
+    warnings.warn(
+        "The `check_reduction` argument in `DistributedDataParallel` module is deprecated. Please "
+        "avoid using it.",
+        FutureWarning,
+        stacklevel=stacklevel,
+    )
+
+
+def warn_that_static_finds_unused(*, stacklevel: int) -> None:
+    """Two options that are not needed together."""
+    warnings.warn(
+        "You passed find_unused_parameters=true to DistributedDataParallel, `_set_static_graph` "
+        "will detect unused parameters automatically, so you do not need to set "
+        "find_unused_parameters=true, just be sure these unused parameters will not change during "
+        "training loop while calling `_set_static_graph`.",
+        stacklevel=stacklevel,
+    )
+
+
 def _allowed(annotation: Any, expected: str) -> bool:
+    # By name: postponed annotations are text, and torch's objects have several names.
     name = annotation if isinstance(annotation, str) else repr(annotation)
     return annotation is None or expected in name or name.endswith("Any")

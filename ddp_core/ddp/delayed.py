@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp_core.ddp.replica import Replica
 from ddp_core.reducer.accumulators import (
     NO_BACKWARD,
     backward_number,
@@ -45,6 +46,20 @@ class DelayedAllReduce:
         broadcast_coalesced(parameters, group, source=0, chunk_nbytes=chunk_nbytes)
         self.attach(group)
 
+    @classmethod
+    def of(
+        cls,
+        named: Sequence[tuple[str, nn.Parameter]],
+        trigger: nn.Parameter | None,
+        replica: Replica,
+    ) -> DelayedAllReduce | None:
+        """For the arguments of DistributedDataParallel; None if nothing is delayed."""
+        if not named:
+            return None
+        assert trigger is not None  # checked with the names
+        parameters = [parameter for _, parameter in named]
+        return cls(parameters, trigger, replica.group, chunk_nbytes=replica.chunk_nbytes)
+
     def attach(self, group: dist.ProcessGroup) -> None:
         """Watches the parameters; also after unpickling, which keeps nothing but them."""
         self.group, self._synchronises = group, True
@@ -58,7 +73,7 @@ class DelayedAllReduce:
         self._triggered = False
         self._queued_in = NO_BACKWARD  # the pass at whose end `_pass_ended` is called
         self._work: dist.Work | None = None
-        me = weakref.ref(self)
+        me = weakref.ref(self)  # the parameters hold what is registered on them
 
         def arrived(place: int | None, _: Tensor) -> None:
             delayed = me()
@@ -128,4 +143,5 @@ class DelayedAllReduce:
         self._triggered, self._queued_in = False, NO_BACKWARD
 
     def __getstate__(self) -> dict[str, Any]:
+        # The buffer is laid out and the hooks are registered again by `attach`.
         return {"_parameters": self._parameters, "_trigger": self._trigger}

@@ -8,14 +8,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from ddp_core.ddp.buffers import BufferHook, Buffers
-from ddp_core.ddp.delayed import DelayedAllReduce
-from ddp_core.ddp.hooks import CommHooks
-from ddp_core.ddp.torch_reducer import TorchReducer
+from ddp_core.ddp.buffers import BufferHook
+from ddp_core.ddp.parts import Parts
 from ddp_core.reducer.launch import CommHook
 from ddp_core.reducer.layout import BucketGroup
 from ddp_core.reducer.plan import SavedBuckets
-from ddp_core.reducer.precision import Precision
 
 __all__ = ["HookMethods"]
 
@@ -23,14 +20,7 @@ __all__ = ["HookMethods"]
 class HookMethods:
     """Mixed into DistributedDataParallel."""
 
-    process_group: dist.ProcessGroup
-    reducer: TorchReducer
-    _hooks: CommHooks
-    _buffers_in_sync: Buffers
-    _precision: Precision | None
-    _delayed: DelayedAllReduce | None
-    _delay_all_reduce_all_params: bool
-    _start_anew: Callable[[], None]  # with buffers and a reducer of the process group
+    _parts: Parts
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """Averages gradients by ``hook(state, bucket) -> Future[Tensor]`` from the next step on.
@@ -57,31 +47,31 @@ class HookMethods:
         Raises:
             RuntimeError: there is a hook already; see ``replace_comm_hook``.
         """
-        if self._hooks.registered:
+        if self._parts.hooks.registered:
             raise RuntimeError(
                 "register_comm_hook or register_builtin_comm_hook can only be called once; "
                 "replace_comm_hook(state, hook) changes the hook, remove_comm_hook() removes it"
             )
-        self._hooks.set(hook, state, self)
+        self._parts.hooks.set(hook, state)
 
     def replace_comm_hook(self, state: Any, hook: CommHook) -> None:
         """Uses another hook from the next step on; all ranks call it alike, between two steps."""
-        self._hooks.set(hook, state, self)
+        self._parts.hooks.set(hook, state)
 
     def remove_comm_hook(self) -> None:
         """Averages by a plain all-reduce from the next step on; all ranks call it alike."""
-        self._hooks.set(None, None, self)
+        self._parts.hooks.set(None, None)
 
     def schedule_comm_hook(self, step: int, state: Any, hook: CommHook | None) -> None:
         """Uses a hook (None: the plain all-reduce) from synchronised step ``step`` on."""
-        self._hooks.schedule(step, hook, state, self.reducer)
+        self._parts.hooks.schedule(step, hook, state)
 
     def request_layout(self, group_of: BucketGroup | None) -> None:
         """Buckets hold parameters for which ``group_of(name, parameter)`` is the same.
 
         From the next step on, on top of dtype and device; all ranks call it alike. None: as usual.
         """
-        self.reducer.plan.request(group_of)
+        self._parts.reducer.plan.request(group_of)
 
     def saved_layout(self) -> tuple[list[list[nn.Parameter]], list[int], list[nn.Parameter]]:
         """What a run that goes on needs to have the same buckets.
@@ -92,7 +82,8 @@ class HookMethods:
             buckets are not final yet, as in the first step; all parameters in the order in which
             gradients came in the last step, none where that is not known.
         """
-        reducer = self.reducer
+        reducer = self._parts.reducer
+        # Sparse gradients are always a bucket each, which needs no saving.
         present = [one.members for one in reducer.buckets if not one.sparse]
         members, limits, order = reducer.plan.to_save(present)
         parameter_of = [one.parameter for one in reducer.parameters]
@@ -115,17 +106,19 @@ class HookMethods:
             buckets, limits, arrival: what :meth:`saved_layout` gave, in this model's parameters.
             agree: called on every rank before that step; raises if they go on from different runs.
         """
-        index_of = {id(one.parameter): index for index, one in enumerate(self.reducer.parameters)}
+        index_of = {
+            id(one.parameter): index for index, one in enumerate(self._parts.reducer.parameters)
+        }
         known = all(id(one) in index_of for bucket in [*buckets, arrival] for one in bucket)
         if not known:  # another model's, or of one that has trained other parameters
             buckets, arrival = (), ()
         members = tuple(tuple(index_of[id(one)] for one in bucket) for bucket in buckets)
         order = tuple(index_of[id(one)] for one in arrival)
-        self.reducer.plan.go_on_from(SavedBuckets(members, tuple(limits), order, agree))
+        self._parts.reducer.plan.go_on_from(SavedBuckets(members, tuple(limits), order, agree))
 
     def refresh_layout(self) -> None:
         """Asks the hook's state again what layout it wants: its answers have changed."""
-        self._hooks.refresh_layout(self.reducer)
+        self._parts.hooks.refresh_layout()
 
     def _register_buffer_comm_hook(
         self, state: Any, hook: Callable[..., Any], comm_hook_location: Any = None
@@ -133,32 +126,18 @@ class HookMethods:
         """``hook(state, {name: buffer})`` makes buffers equal instead of rank 0's broadcast."""
         if not callable(hook):
             raise TypeError("Buffer communication hook must be callable.")
+        # By name: torch's enumeration of locations is private.
         before = getattr(comm_hook_location, "name", "POST_FORWARD") == "PRE_FORWARD"
-        self._buffers_in_sync.hook = BufferHook(hook, state, after_forward=not before)
+        self._parts.buffers.hook = BufferHook(hook, state, after_forward=not before)
 
     # ---- other ranks
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
-        """Goes on with other ranks, from buckets that are agreed on anew.
+        """Goes on with other ranks, from buckets that are agreed on once more.
 
         A hook follows if its state has a method ``change_group(group)``.
 
         Raises:
             RuntimeError: a hook cannot follow; nothing was changed.
         """
-        if self._delay_all_reduce_all_params:
-            assert self._delayed is not None
-            self.process_group = self._delayed.group = new_process_group
-            return
-        buffer_hook = self._buffers_in_sync.hook
-        self._hooks.check_that_they_follow(self.reducer, buffer_hook)
-        if self._precision is not None:
-            self._precision.restore()
-        before = self.reducer
-        self.process_group = new_process_group
-        if self._delayed is not None:
-            self._delayed.group = new_process_group
-        self._start_anew()
-        self._buffers_in_sync.hook = buffer_hook
-        self.reducer.follow(before)
-        self._hooks.change_group(new_process_group, self.reducer, buffer_hook)
+        self._parts.change_group(new_process_group)

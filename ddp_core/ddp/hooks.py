@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 from ddp_core.ddp.buffers import BufferHook
 from ddp_core.ddp.construct import check_hook
@@ -22,36 +24,48 @@ class CommHooks:
     """What hook runs now, and what hooks run later.
 
     Args:
+        model: that averages by them; a hook's state is shown it.
         caps: sizes of buckets, which a hook may change if the user has not asked for any.
     """
 
-    def __init__(self, caps: BucketCaps) -> None:
-        self._caps = caps
+    _reducer: Reducer
+
+    def __init__(self, model: weakref.ref[nn.Module], caps: BucketCaps) -> None:
+        self._model, self._caps = model, caps
         self.registered: list[Registered] = []  # one, or none
         self._scheduled: dict[int, Registered | None] = {}
 
-    def set(self, hook: CommHook | None, state: Any, model: Any) -> None:
-        """The hook of all following steps of a model; None: the plain all-reduce."""
-        reducer: Reducer = model.reducer
+    def attach(self, reducer: Reducer) -> None:
+        """From now on this reducer averages the model's gradients."""
+        self._reducer = reducer
+
+    def set(self, hook: CommHook | None, state: Any) -> None:
+        """The hook of all following steps; None: the plain all-reduce."""
+        reducer = self._reducer
         if hook is not None:
             check_hook(hook)
+        # The step of a backward pass that raised is nobody's any more; without this it would
+        # count as under way until the next forward pass.
         reducer.drop_raised_step()
         if reducer.under_way:
             raise RuntimeError(
                 "the communication hook changes between two steps: after backward, before forward"
             )
         self.registered[:] = [] if hook is None else [(hook, state)]
-        reducer.launcher.set_hook(self.registered[0] if self.registered else None)
-        self._ask_for_layout(reducer, getattr(state, "bucket_group", None))
+        self._launch_by_it()
+        self._ask_for_layout(getattr(state, "bucket_group", None))
         attached = getattr(state, "attached_to_model", None)
         if callable(attached):
-            attached(model)
+            attached(self._model())
 
-    def schedule(self, step: int, hook: CommHook | None, state: Any, reducer: Reducer) -> None:
+    def _launch_by_it(self) -> None:
+        self._reducer.launcher.set_hook(self.registered[0] if self.registered else None)
+
+    def schedule(self, step: int, hook: CommHook | None, state: Any) -> None:
         """The hook from synchronised step ``step`` on."""
         if hook is not None:
             check_hook(hook)
-        now = reducer.launcher.step
+        now = self._reducer.launcher.step
         if step < now:
             raise ValueError(
                 f"schedule_comm_hook(step={step}): step {now} is next; steps count the "
@@ -59,23 +73,22 @@ class CommHooks:
             )
         self._scheduled[step] = None if hook is None else (hook, state)
 
-    def follow_schedule(self, model: Any) -> None:
-        """Sets the hook that was scheduled for a model's coming step, if any."""
-        reducer: Reducer = model.reducer
-        step = reducer.launcher.step
+    def follow_schedule(self) -> None:
+        """Sets the hook that was scheduled for the coming step, if any."""
+        step = self._reducer.launcher.step
         if step in self._scheduled:
             hook, state = self._scheduled.pop(step) or (None, None)
-            self.set(hook, state, model)
-            reducer.rebuild()
+            self.set(hook, state)
+            self._reducer.rebuild()  # the new one may want another layout, in this step
 
-    def refresh_layout(self, reducer: Reducer) -> None:
+    def refresh_layout(self) -> None:
         """Asks the hook's state again: its answers have changed."""
-        self._ask_for_layout(reducer, reducer.plan.group_of, refresh=True)
+        self._ask_for_layout(self._reducer.plan.group_of, refresh=True)
 
-    def check_that_they_follow(self, reducer: Reducer, buffer_hook: BufferHook | None) -> None:
+    def check_that_they_follow(self, buffer_hook: BufferHook | None) -> None:
         """Raises unless every hook can go on with other ranks, between two steps."""
-        reducer.drop_raised_step()
-        if reducer.under_way:
+        self._reducer.drop_raised_step()
+        if self._reducer.under_way:
             raise RuntimeError(
                 "_update_process_group: the ranks change between two steps: after backward, before "
                 "forward"
@@ -88,11 +101,10 @@ class CommHooks:
                     f"has no method change_group(group) by which it could follow. {remedy}"
                 )
 
-    def change_group(
-        self, group: dist.ProcessGroup, reducer: Reducer, buffer_hook: BufferHook | None
-    ) -> None:
-        """Tells the states of all hooks which ranks there are now."""
-        reducer.launcher.set_hook(self.registered[0] if self.registered else None)
+    def change_group(self, group: dist.ProcessGroup, buffer_hook: BufferHook | None) -> None:
+        """Tells the states of all hooks which ranks there are now; the reducer is another one."""
+        self._launch_by_it()
+        # A state may have several hooks, and is told once.
         states = {id(state): state for (_, state), _ in self._everything(buffer_hook)}
         for state in states.values():
             state.change_group(group)
@@ -113,10 +125,11 @@ class CommHooks:
         if buffer_hook is not None:
             yield (buffer_hook.hook, buffer_hook.state), "Give the buffer hook's state one"
 
-    def _ask_for_layout(self, reducer: Reducer, group_of: Any, *, refresh: bool = False) -> None:
+    def _ask_for_layout(self, group_of: Any, *, refresh: bool = False) -> None:
         state = self.registered[0][1] if self.registered else None
         caps = self._caps.for_hook(getattr(state, "bucket_cap_mb", None))
-        plan = reducer.plan
+        plan = self._reducer.plan
+        # The same function may answer otherwise now, which cannot be seen from here.
         again = refresh and group_of is not None
         if group_of is not plan.group_of or caps != plan.caps or again:
             plan.request(group_of, caps)

@@ -8,18 +8,16 @@ import time
 import weakref
 from collections.abc import Iterable
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import DebugLevel, get_debug_level
 
+from ddp_core.ddp.parts import Parts
 from ddp_core.exchange.task import clock
-
-if TYPE_CHECKING:
-    from ddp_core.ddp.ddp import DistributedDataParallel
-    from ddp_core.reducer.timeline import StepTimes
+from ddp_core.reducer.timeline import StepTimes
 
 __all__ = ["log_construction", "log_recorded_steps", "logging_data"]
 
@@ -32,6 +30,7 @@ _VARIABLES = (
     "GLOO_SOCKET_IFNAME",
     "GLOO_DEVICE_TRANSPORT",
 )
+# C++'s names, as torch's logger writes them.
 _C_NAMES = {
     torch.float32: "float",
     torch.float64: "double",
@@ -42,36 +41,37 @@ _C_NAMES = {
 }
 
 
-def logging_data(ddp: DistributedDataParallel) -> dict[str, Any]:
+def logging_data(parts: Parts) -> dict[str, Any]:
     """Settings, bucket sizes and times; times are nanoseconds of the latest recorded step."""
-    reducer = ddp.reducer
+    reducer, replica, settings = parts.reducer, parts.replica, parts.settings
+    placement = replica.placement
     parameters = [one.parameter for one in reducer.parameters]
     sizes = _listed(bucket.nbytes for bucket in reducer.buckets)
     members = _listed(" ".join(map(str, bucket.members)) for bucket in reducer.buckets)
     launcher = reducer.launcher
     unused = [parameters[index].nbytes for index in reducer.history.unused or ()]
     data: dict[str, Any] = {
-        "module_name": type(ddp.module).__name__,
-        "backend_name": dist.get_backend(ddp.process_group),
-        "world_size": ddp.process_group.size(),
-        "rank": ddp.process_group.rank(),
-        "device_ids": _listed(ddp.device_ids or ()),
-        "output_device": -1 if ddp.output_device is None else ddp.output_device,
-        "is_multi_device_module": int(ddp.is_multi_device_module),
+        "module_name": type(replica.module).__name__,
+        "backend_name": dist.get_backend(replica.group),
+        "world_size": replica.group.size(),
+        "rank": replica.group.rank(),
+        "device_ids": _listed(placement.device_ids or ()),
+        "output_device": -1 if placement.output_device is None else placement.output_device,
+        "is_multi_device_module": int(placement.several),
         "dtypes": ", ".join(sorted({_C_NAMES.get(p.dtype, str(p.dtype)) for p in parameters})),
         "num_parameter_tensors": len(parameters),
         "total_parameter_size_bytes": sum(parameter.nbytes for parameter in parameters),
-        "broadcast_buffers": int(ddp.forward_sync_buffers),
-        "bucket_cap_bytes": ddp.bucket_bytes_cap,
+        "broadcast_buffers": int(parts.buffers.enabled),
+        "bucket_cap_bytes": reducer.plan.caps.cap,
         "bucket_sizes": _listed(reducer.history.first_sizes),
-        "find_unused_parameters": int(ddp.find_unused_parameters),
-        "gradient_as_bucket_view": int(ddp.gradient_as_bucket_view),
-        "static_graph": int(ddp.static_graph),
+        "find_unused_parameters": int(settings.find_unused),
+        "gradient_as_bucket_view": int(settings.as_view),
+        "static_graph": int(settings.static_graph),
         "can_set_static_graph": int(reducer.history.same_unused),
-        "join_uneven_inputs": int(ddp.has_joined),
+        "join_uneven_inputs": int(parts.uneven.has_joined),
         "has_error": int(bool(launcher.error)),
         "error": launcher.error,
-        "has_sync_bn": int(any(isinstance(m, nn.SyncBatchNorm) for m in ddp.module.modules())),
+        "has_sync_bn": int(any(isinstance(m, nn.SyncBatchNorm) for m in replica.module.modules())),
         "has_rebuilt_buckets": int(reducer.plan.rebuilt),
         "rebuilt_bucket_sizes": sizes if reducer.plan.rebuilt else "",
         "rebuilt_per_bucket_param_indices": members if reducer.plan.rebuilt else "",
@@ -96,24 +96,24 @@ def logging_data(ddp: DistributedDataParallel) -> dict[str, Any]:
     return data
 
 
-def log_construction(ddp: DistributedDataParallel) -> None:
+def log_construction(parts: Parts) -> None:
     """With ``TORCH_DISTRIBUTED_DEBUG=INFO`` or ``DETAIL``: what was constructed."""
-    if get_debug_level() != DebugLevel.OFF:
-        _log("DistributedDataParallel initialized with", logging_data(ddp))
+    if get_debug_level() != DebugLevel.OFF and parts.reduces:
+        _log("DistributedDataParallel initialized with", logging_data(parts))
 
 
-def log_recorded_steps(ddp: DistributedDataParallel) -> None:
+def log_recorded_steps(parts: Parts) -> None:
     """With ``TORCH_DISTRIBUTED_DEBUG=DETAIL``: the figures of every step that is recorded."""
-    if get_debug_level() != DebugLevel.DETAIL:
+    if get_debug_level() != DebugLevel.DETAIL or not parts.reduces:
         return
-    me = weakref.ref(ddp)
+    me = weakref.ref(parts)  # which hold the reducer that holds the function
 
     def log() -> None:
-        ddp = me()
-        if ddp is not None:
-            _log("DistributedDataParallel runtime statistics", logging_data(ddp))
+        parts = me()
+        if parts is not None:
+            _log("DistributedDataParallel runtime statistics", logging_data(parts))
 
-    ddp.reducer.history.on_recorded = log
+    parts.reducer.history.on_recorded = log
 
 
 def _log(title: str, data: dict[str, Any]) -> None:
@@ -134,7 +134,7 @@ def _communication(times: StepTimes) -> tuple[float, float]:
 
 def _moments(times: StepTimes) -> dict[str, int]:
     """In nanoseconds since 1970."""
-    epoch = time.time() - clock()
+    epoch = time.time() - clock()  # the clock counts from a moment of its own
     comm_began, comm_ended = _communication(times)
     seconds = {
         "forward_compute_time_start": times.forward_began,
@@ -155,4 +155,5 @@ def _durations(times: StepTimes) -> dict[str, int]:
         "backward_comm_time": comm_ended - comm_began,
         "backward_compute_comm_overlap_time": overlap,
     }
+    # A bucket may go out only when backward has ended: no overlap then, not a negative one.
     return {name: max(int(value * 1e9), 0) for name, value in seconds.items()}

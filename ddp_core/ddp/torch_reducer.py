@@ -51,6 +51,7 @@ class TorchReducer(Reducer):
         ]
 
     def _run_comm_hook(self, bucket: Any) -> Any:
+        # As torch's: without a hook the plain average, not an error.
         if self.launcher.hook is None:
             return self._run_allreduce_hook(bucket)
         hook, state = self.launcher.hook

@@ -59,7 +59,7 @@ class Collective:
     @property
     def payload_nbytes(self) -> int:
         """Bytes this rank hands to the collective."""
-        if self.tensor.is_sparse:
+        if self.tensor.is_sparse:  # indices travel as well, and entries that are zero do not
             parts = (self.tensor._indices(), self.tensor._values())
             return sum(part.numel() * part.element_size() for part in parts)
         return self.tensor.numel() * self.tensor.element_size()
@@ -185,6 +185,7 @@ class AllGather(_Among):
     def issue(self, group: dist.ProcessGroup) -> dist.Work | Pairs:
         flat, size = self.tensor.contiguous().view(-1), self._size(group.size())
         self._result = flat.new_empty((size, *self.tensor.shape))
+        # Gloo's own sends and receives in turn, see `pairs`; a part of a group has no other way.
         if self.ranks is not None or on_gloo(group, flat):
             rows = self._result.view(size, flat.numel()).unbind()
             return exchange_pairs([flat] * size, rows, group, self.ranks)

@@ -31,7 +31,7 @@ class Drivers:
     def ensure(self, rounds: int) -> None:
         """From now on exchanges may have so many rounds; all ranks call it, between two steps."""
         self._rounds = max(rounds, self._rounds)
-        if self._lanes is not None:
+        if self._lanes is not None:  # else they are made with this number
             self._lanes.ensure(rounds)
 
     def check(self, devices: Set[str]) -> None:
@@ -55,6 +55,7 @@ class Drivers:
         """Starts an exchange of a bucket on ``device`` and returns the future of its result."""
         if device.type == "cpu":
             return self.open_lanes(group).run(task)
+        # One group for all rounds: an exchange is enqueued to its end before the next one.
         if self._streams is None:
             self._streams = Streams(group)
         return self._streams.run(task, device)

@@ -128,6 +128,7 @@ def borrow(parent: dist.ProcessGroup, count: int) -> list[LaneGroup]:
     everyone: list[Any] = [None] * parent.size()
     dist.all_gather_object(everyone, mine, group=parent)
 
+    # A group is of use where every rank has it free and has issued as many collectives on it.
     on_all = set.intersection(*(set(theirs["all"]) for theirs in everyone))
     alike = set.intersection(*(set(theirs["free"].items()) for theirs in everyone))
     free_on_all = set.intersection(*(set(theirs["free"]) for theirs in everyone))

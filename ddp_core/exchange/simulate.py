@@ -38,6 +38,7 @@ def simulate(ranks: Sequence[Generator[Collective, Tensor, T]]) -> list[T]:
         returned: list[T] = []
         for rank, answer in zip(ranks, answers, strict=True):
             try:
+                # A generator that has not begun takes no answer.
                 requests.append(as_request(next(rank) if answer is None else rank.send(answer)))
             except StopIteration as stop:
                 returned.append(stop.value)

@@ -138,6 +138,7 @@ class Backward:
                 every = enumerate(self._parameters)
                 usage.forget_old_marks([i for i, one in every if one.parameter.grad is None])
         step.needed = usage.agree_on_needed(self._flight.buckets, step.unused)
+        # A bucket of nothing else is full by this, and may be launched before any gradient.
         for index in step.unused:
             self._mark_ready(step, index)
 
@@ -215,6 +216,7 @@ class Backward:
         self._history.step_landed(step)
         step.outcomes = []  # their tensors are not needed any more, the step is kept
         self._flight.launcher.step += 1
+        # The state is told last, when the reducer is between two steps.
         self._flight.begin(Step())
         self.late.step_landed(step)
         self._flight.launcher.events.step_landed(step.left_alone)

@@ -18,6 +18,7 @@ class StepEvents:
     """
 
     def __init__(self, state: Any = None) -> None:
+        # Looked up once: every step asks for them, and most states have none.
         self._no_more_buckets: Callable[[], object] | None = _method(state, "no_more_buckets")
         self._step_landed: Callable[[Sequence[nn.Parameter]], object] | None
         self._step_landed = _method(state, "step_landed")

@@ -108,7 +108,7 @@ class FlatBucket(HeldBucket):
             views = self.views
             if len(fresh) < len(views):
                 views = [views[slot] for slot in fresh]
-            torch._foreach_copy_(views, values)
+            torch._foreach_copy_(views, values)  # one call for all: see docs/design/reducer.md
             if self.as_view:
                 for slot, view in zip(fresh, views, strict=True):
                     self.parameters[slot].grad = view

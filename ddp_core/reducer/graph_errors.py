@@ -67,6 +67,7 @@ class GraphErrors:
 
 def unused_error(missing: Sequence[int], names: Sequence[str], rank: int, *, finds: bool) -> str:
     """What users of DistributedDataParallel know, with the names."""
+    # torch's words: users search for them.
     text = (
         "Expected to have finished reduction in the prior iteration before starting a new one. "
         "This error indicates that your module has parameters that were not used in producing "
@@ -131,6 +132,7 @@ def twice_error(name: str, index: int) -> str:
 
 
 def _shown(names: Sequence[str]) -> str:
+    # A model may have thousands; torch names all of them on request only, too.
     everything = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
     return ", ".join(names if everything else names[:20]) + (
         ", ..." if len(names) > 20 and not everything else ""

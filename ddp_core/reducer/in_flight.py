@@ -17,7 +17,7 @@ from ddp_core.reducer.optimizer import StepsInBackward
 from ddp_core.reducer.parameters import Trained
 from ddp_core.reducer.precision import Precision
 from ddp_core.reducer.ranges import named_range
-from ddp_core.reducer.step import ReducerSettings, Step
+from ddp_core.reducer.step import Step
 from ddp_core.reducer.timeline import BucketTimes
 from ddp_core.reducer.unused import Usage
 
@@ -33,11 +33,11 @@ class InFlight:
         launcher: starts and ends the exchange of one bucket.
         usage: which parameters the ranks use.
         errors: raises where a bucket gets a gradient twice.
+        left_alone: finds the parameters whose gradients nobody writes to.
         precision: exchanges parameters for low-precision ones, if given.
 
     Attributes:
         step: the one under way, or an idle one.
-        left_alone: finds the parameters whose gradients nobody writes to.
         optimizer: steps each bucket that is averaged, if given.
     """
 
@@ -45,17 +45,17 @@ class InFlight:
         self,
         buckets: list[HeldBucket],
         parameters: Sequence[Trained],
-        settings: ReducerSettings,
         *,
         launcher: Launcher,
         usage: Usage,
         errors: GraphErrors,
+        left_alone: LeftAlone,
         precision: Precision | None,
     ) -> None:
         self.buckets, self.parameters = buckets, parameters
         self.launcher, self.usage, self._errors = launcher, usage, errors
         self._precision = precision
-        self.left_alone = LeftAlone(buckets, settings, usage, launcher)
+        self.left_alone = left_alone
         self.step = Step()
         self.optimizer: StepsInBackward | None = None
         self._world_size = launcher.group.size()
@@ -83,6 +83,7 @@ class InFlight:
         if self._effective is not None:
             self._effective.wait()
             step.divisor = int(self._effective.get_future().value()[0].item())
+        # A hook averages by itself.
         step.scale = None if self.launcher.hook is not None else 1.0 / step.divisor
 
     def await_futures(self, futures: Sequence[Any]) -> None:
@@ -107,6 +108,7 @@ class InFlight:
             self._precision.restore()
         if self.optimizer is not None:
             self._finish_abandoned()
+        # Fewer than there are buckets may have been launched.
         for bucket, outcome in zip(self.buckets, self.step.outcomes, strict=False):
             self.launcher.settle(bucket, outcome)
         self.launcher.settle_futures(self._futures)
@@ -124,6 +126,7 @@ class InFlight:
     def launch_ready(self) -> None:
         """Launches, in index order, all buckets whose turn has come."""
         step = self.step
+        # Once per bucket that is full: per gradient it would be a look-up in the hot path.
         if len(set(step.marked)) != len(step.marked):
             self._errors.twice(next(i for i in step.marked if step.marked.count(i) > 1))
         while step.launched < len(self.buckets) and not self.buckets[step.launched].pending:
@@ -145,6 +148,7 @@ class InFlight:
         try:
             return self.send(bucket)
         except Exception:
+            # The others will not come to what follows: no later bucket is launched.
             step.expecting = step.is_plain = False
             raise
 
@@ -154,6 +158,7 @@ class InFlight:
         if needed is not None:
             if not needed[bucket.number]:
                 return Outcome()
+            # The hook is told of the last one that it gets, not of the last one that there is.
             is_last = not any(needed[bucket.number + 1 :])
         return self.launcher.launch(bucket, is_last=is_last, times=self.times_of(bucket))
 

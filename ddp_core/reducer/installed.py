@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from ddp_core.reducer.flat import FlatBucket
 from ddp_core.reducer.held import HeldBucket
 from ddp_core.reducer.parameters import Trained
 from ddp_core.reducer.sparse import SparseBucket
-from ddp_core.reducer.step import ReducerSettings
 
 __all__ = ["InstalledBuckets"]
 
@@ -18,6 +19,8 @@ class InstalledBuckets:
 
     Args:
         parameters: of the model.
+        dtype: of the buckets; the parameters' own by default.
+        as_view: gradients become views of the buckets.
         copies_at_once: whether large gradients are copied as they come.
 
     Attributes:
@@ -27,9 +30,14 @@ class InstalledBuckets:
     """
 
     def __init__(
-        self, parameters: Sequence[Trained], settings: ReducerSettings, *, copies_at_once: bool
+        self,
+        parameters: Sequence[Trained],
+        *,
+        dtype: torch.dtype | None,
+        as_view: bool,
+        copies_at_once: bool,
     ) -> None:
-        self._parameters, self._settings = parameters, settings
+        self._parameters, self._dtype, self._as_view = parameters, dtype, as_view
         self._copies_at_once = copies_at_once
         self.list: list[HeldBucket] = []
         self.place: dict[int, tuple[HeldBucket, FlatBucket | None]] = {}
@@ -53,9 +61,8 @@ class InstalledBuckets:
     def _bucket(self, number: int, members: Sequence[int]) -> HeldBucket:
         if self._parameters[members[0]].sparse:
             return SparseBucket(members, self._parameters, number=number)
-        settings = self._settings
         return FlatBucket(
-            members, self._parameters, number=number, dtype=settings.dtype, as_view=settings.as_view
+            members, self._parameters, number=number, dtype=self._dtype, as_view=self._as_view
         )
 
     def _at_once(self, bucket: HeldBucket, index: int) -> FlatBucket | None:

@@ -112,6 +112,7 @@ class Launcher:
         if times is not None:
             handed.note = times.rounds.append
         future = hook(state, handed)
+        # The futures of collectives are of the C++ class, Python's is one of its subclasses.
         if not isinstance(future, torch._C.Future):
             raise TypeError(
                 f"the communication hook {name_of(hook)} returns a "

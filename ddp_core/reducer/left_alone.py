@@ -8,7 +8,6 @@ from torch import nn
 
 from ddp_core.reducer.held import HeldBucket
 from ddp_core.reducer.launch import Launcher
-from ddp_core.reducer.step import ReducerSettings
 from ddp_core.reducer.unused import Usage
 
 __all__ = ["LeftAlone"]
@@ -21,17 +20,14 @@ class LeftAlone:
 
     Args:
         buckets: of the model, as they are now.
+        as_view: gradients are views of the buckets.
         launcher: has the hook, whose state may not ask.
     """
 
     def __init__(
-        self,
-        buckets: Sequence[HeldBucket],
-        settings: ReducerSettings,
-        usage: Usage,
-        launcher: Launcher,
+        self, buckets: Sequence[HeldBucket], usage: Usage, launcher: Launcher, *, as_view: bool
     ) -> None:
-        self._buckets, self._settings = buckets, settings
+        self._buckets, self._as_view = buckets, as_view
         self._usage, self._launcher = usage, launcher
 
     def in_views(self) -> list[int]:
@@ -39,7 +35,7 @@ class LeftAlone:
 
         The ranks tell each other, for one without inputs (join) cannot see it.
         """
-        if not (self._settings.as_view and self._launcher.events.wants_left_alone):
+        if not (self._as_view and self._launcher.events.wants_left_alone):
             return []
         used = self._usage.used
         return [

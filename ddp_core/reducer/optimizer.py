@@ -45,6 +45,7 @@ def take_over(parameters: Sequence[nn.Parameter]) -> None:
     from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
 
     for parameter in parameters:
+        # They fire when the gradient comes, before it is averaged.
         for handle in param_to_optim_hook_handle_map.get(parameter, []):
             handle.remove()
 
@@ -61,7 +62,7 @@ class OptimizersInBackward:
                 if optimizers and parameter.grad is not None:
                     for optimizer in optimizers:
                         optimizer.step()
-                    parameter.grad = None
+                    parameter.grad = None  # as torch's hook does; the memory is free at once
 
     def all_averaged(self) -> None:
         """Nothing is left to do."""

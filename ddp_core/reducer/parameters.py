@@ -58,7 +58,7 @@ def trained_parameters(module: nn.Module, ignored: Collection[str] = ()) -> list
 def refuse_thawed(owner: Any, ignored: Collection[str]) -> None:
     """Parameters that are frozen now raise when a gradient comes: nobody would average it.
 
-    Until ``owner``, the DistributedDataParallel, is gone, or another one has the parameter. It
+    Until ``owner``, which has the ``module``, is gone, or another one has the parameter. It
     costs nothing where they stay frozen.
     """
     for name, parameter in owner.module.named_parameters():
@@ -106,6 +106,7 @@ def verify_across_ranks(parameters: Sequence[Trained], group: dist.ProcessGroup)
     digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
     device = parameters[0].parameter.device if parameters else torch.device("cpu")
     mine = torch.tensor([len(facts), digest], device=device)
+    # Two numbers first: names and shapes of a large model travel only where they differ.
     everyone = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(everyone, mine, group=group)
     if all(torch.equal(other, mine) for other in everyone):  # equal here on all ranks or on none

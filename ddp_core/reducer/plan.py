@@ -65,6 +65,11 @@ class SavedBuckets:
         kinds = kinds_of(parameters, group_of)
         return all(len({kinds[index] for index in one}) == 1 for one in self.members)
 
+    def with_sparse(self, parameters: Sequence[Trained]) -> list[list[int]]:
+        """These buckets, and those of a model's sparse gradients."""
+        sparse = [[index] for index, one in enumerate(parameters) if one.sparse]
+        return [*map(list, self.members), *sparse]
+
 
 class Saving(NamedTuple):
     """What a checkpoint says of buckets; :class:`SavedBuckets` has the meaning of each field."""
@@ -219,7 +224,7 @@ class BucketPlan:
             order, buckets = self._laid_out(present)
             final = bool(self.arrival) or not self.follows_arrival
         else:
-            order, buckets = self.arrival, self._with_sparse(saved)
+            order, buckets = self.arrival, saved.with_sparse(self._parameters)
             final = saved.stage is Stage.FINAL
         agreed, final = agree_on(buckets, final, self._group, self._device)
         if final or self.stage is not Stage.NEW:
@@ -262,10 +267,6 @@ class BucketPlan:
             return saved
         until_arrival = saved.stage is Stage.FIRST and self.follows_arrival and not self.arrival
         return saved if until_arrival else None
-
-    def _with_sparse(self, saved: SavedBuckets) -> list[list[int]]:
-        sparse = [[index] for index, one in enumerate(self._parameters) if one.sparse]
-        return [*map(list, saved.members), *sparse]
 
     def _arranged(self, order: list[int]) -> list[list[int]]:
         limits = self.caps.limits

@@ -16,6 +16,7 @@ from ddp_core.reducer.history import History
 from ddp_core.reducer.in_flight import InFlight
 from ddp_core.reducer.installed import InstalledBuckets
 from ddp_core.reducer.launch import Launcher
+from ddp_core.reducer.left_alone import LeftAlone
 from ddp_core.reducer.parameters import Trained
 from ddp_core.reducer.plan import BucketPlan
 from ddp_core.reducer.precision import Precision
@@ -57,18 +58,23 @@ class Reducer:
         self.plan.static_graph = settings.static_graph
         # As in torch: where parameters come and go, one step's order says nothing of the next.
         self.plan.follows_arrival = settings.static_graph or not settings.find_unused
+        # A low-precision gradient is not of the dtype that its parameter has between steps.
+        as_view = settings.as_view and precision is None
         self._installed = InstalledBuckets(
-            self.parameters, settings, copies_at_once=precision is None
+            self.parameters,
+            dtype=settings.dtype,
+            as_view=as_view,
+            copies_at_once=precision is None,
         )
         self._installed.install(self.plan.initial())
         self._errors = GraphErrors(self.parameters, self.launcher)
         self.in_flight = InFlight(
             self.buckets,
             self.parameters,
-            settings,
             launcher=self.launcher,
             usage=self.usage,
             errors=self._errors,
+            left_alone=LeftAlone(self.buckets, self.usage, self.launcher, as_view=as_view),
             precision=precision,
         )
         self.history = History(self.buckets)
@@ -109,6 +115,7 @@ class Reducer:
         Raises:
             RuntimeError: the step before did not reduce all its gradients.
         """
+        # Before the buckets change: the error names what did not come to the old ones.
         self.check_finished()
         if self.backward.has_raised:
             self.in_flight.abandon()
@@ -162,7 +169,7 @@ class Reducer:
     def rebuild(self) -> None:
         """Lays buckets out anew, once the order of gradients is known or a layout was asked for."""
         number = self.launcher.step
-        self.plan.compare_loaded()
+        self.plan.compare_loaded()  # outside of the try: its error says what to do
         try:
             members = self.plan.rebuild(self._installed.members)
         except RuntimeError as error:
@@ -204,4 +211,5 @@ class Reducer:
         self.history.timeline = before.timeline
         self.history.on_recorded = before.history.on_recorded
         self.in_flight.optimizer = before.in_flight.optimizer
+        # What the hook has asked for holds for these ranks, too; its buckets need not.
         self.plan.request(before.plan.group_of, before.plan.caps)

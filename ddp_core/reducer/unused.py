@@ -25,7 +25,7 @@ class UsedMap:
 
     def __init__(self, numel: int, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
-        self._mine = bytearray(numel)
+        self._mine = bytearray(numel)  # a tensor takes a microsecond per entry from Python
         self._counts: torch.Tensor | None = None
         self._work: dist.Work | None = None
         self._everywhere: list[int] | None = None
@@ -179,7 +179,7 @@ class Usage:
         """
         self.counts = list(calls)
         self.never = [index for index, count in enumerate(calls) if not count]
-        if self.shadowed:
+        if self.shadowed:  # the ranks have summed then, without this one's uses
             return self.used.contradictions()
         self.used.all_reduce()
         return []
@@ -214,6 +214,7 @@ class Usage:
         if not self.finds:
             return None
         absent = set(unused)
+        # Used before now, under no_sync, or to be used by this backward pass.
         mine = [
             self.used.any_used(bucket.members) or not absent.issuperset(bucket.members)
             for bucket in buckets

@@ -19,9 +19,9 @@ MUTANTS: list[Mutant] = [
         "ddp_core/reducer/plan.py",
         (
             "saved buckets are taken up by their order only",
-            "return [*map(list, saved.members), *sparse]",
-            "order = [index for one in saved.members for index in one]\n"
-            "        return [*arrange(self._parameters, self.caps.limits, order=order), *sparse]",
+            "order, buckets = self.arrival, saved.with_sparse(self._parameters)",
+            "order = [index for one in saved.with_sparse(self._parameters) for index in one]\n"
+            "            buckets = arrange(self._parameters, self.caps.limits, order=order)",
             f"{RESUME}::test_our_class_goes_on_with_buckets_by_registration",
         ),
         (
@@ -281,7 +281,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/ddp/join.py",
+        "ddp_core/ddp/uneven.py",
         (
             "everyone takes the model of the first that joined",
             "dist.all_reduce(choice, dist.ReduceOp.MAX, group=group)",

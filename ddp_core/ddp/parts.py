@@ -1,0 +1,161 @@
+"""What a DistributedDataParallel is made of, and how that is put together for a process group."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from ddp_core.ddp.buffers import Buffers
+from ddp_core.ddp.construct import refuse_sync_batch_norm
+from ddp_core.ddp.delayed import DelayedAllReduce
+from ddp_core.ddp.hooks import CommHooks
+from ddp_core.ddp.replica import Replica
+from ddp_core.ddp.torch_reducer import TorchReducer
+from ddp_core.ddp.uneven import UnevenInputs, common_rank
+from ddp_core.reducer.optimizer import OptimizersInBackward, has_optimizer_in_backward, take_over
+from ddp_core.reducer.parameters import refuse_thawed
+from ddp_core.reducer.precision import Precision
+from ddp_core.reducer.step import ReducerSettings
+
+__all__ = ["Parts"]
+
+_numbers = itertools.count()  # all ranks construct their modules in the same order
+
+
+class Parts:
+    """The parts of a DistributedDataParallel.
+
+    Args:
+        replica: the model, and its ranks.
+        settings: of the reducer; kept where there is another one.
+        buffers: those of the model.
+        mixed_precision: its settings, if it is asked for.
+        delayed: parameters that are averaged together, if any.
+        reduces: whether there are other parameters, which a reducer averages.
+
+    Attributes:
+        reducer: averages gradients; there is none if all of them are delayed.
+        hooks: how it averages them.
+        precision: of its parameters, if mixed precision is asked for.
+        uneven: how the module takes part in ``join``.
+    """
+
+    reducer: TorchReducer
+    hooks: CommHooks
+
+    def __init__(
+        self,
+        replica: Replica,
+        settings: ReducerSettings,
+        buffers: Buffers,
+        *,
+        mixed_precision: Any,
+        delayed: DelayedAllReduce | None,
+        reduces: bool,
+    ) -> None:
+        self.replica, self.settings, self.buffers = replica, settings, buffers
+        self._mixed_precision = mixed_precision
+        self.precision: Precision | None = None
+        self.delayed, self.reduces = delayed, reduces
+        self.uneven = UnevenInputs()
+        self._looked_for_optimizers = False
+
+    def put_together(self, model: nn.Module) -> None:
+        """Makes what belongs to a module that was constructed, or unpickled."""
+        # Held weakly, for the module holds its hooks: no cycle keeps a model alive.
+        self.hooks = CommHooks(weakref.ref(model), self.settings.caps)
+        if self.reduces:
+            self._make_reducer()
+
+    def _make_reducer(self) -> None:
+        replica, config = self.replica, self._mixed_precision
+        trained = replica.trained()
+        refuse_thawed(replica, replica.ignored)
+        self.precision = None
+        if config is not None:
+            self.precision = Precision(config, replica.module, trained, replica.ignored)
+        self.reducer = TorchReducer(
+            trained,
+            replica.group,
+            self.settings,
+            precision=self.precision,
+            name=str(next(_numbers)),
+        )
+        self.hooks.attach(self.reducer)
+        if self.precision is not None:
+            self.reducer.accumulators.refuse_other_nodes()
+        if replica.device.type == "cpu":
+            refuse_sync_batch_norm(replica.module)
+
+    def change_group(self, group: dist.ProcessGroup) -> None:
+        """Goes on with other ranks, from buckets that are agreed on once more.
+
+        Raises:
+            RuntimeError: a hook cannot follow; nothing was changed.
+        """
+        if self.reduces:
+            self.hooks.check_that_they_follow(self.buffers.hook)
+        if self.precision is not None:
+            # The next one takes the parameters' data as it finds them for full precision.
+            self.precision.restore()
+        self.replica.group = group
+        if self.delayed is not None:
+            self.delayed.group = group
+        if self.reduces:
+            self.buffers.find()
+            before = self.reducer
+            self._make_reducer()
+            self.reducer.follow(before)
+            self.hooks.change_group(group, self.buffers.hook)
+
+    # ---- what forward passes do
+
+    def find_optimizers(self) -> None:
+        """Takes over optimizers that step in backward; they are set up before the first forward."""
+        if self._looked_for_optimizers:
+            return
+        self._looked_for_optimizers = True
+        parameters = [one.parameter for one in self.reducer.parameters]
+        if has_optimizer_in_backward(parameters):
+            take_over(parameters)
+            self.reducer.in_flight.optimizer = OptimizersInBackward()
+
+    def synchronise_buffers(self, *, joins: bool, awaits: bool, candidate: bool = True) -> None:
+        """Makes buffers equal on all ranks.
+
+        Args:
+            joins: ranks may have run out of inputs, so rank 0 may have old buffers.
+            awaits: a backward pass follows; what a hook started is awaited at its end.
+            candidate: whether this rank's buffers may be those that all take.
+        """
+        source = common_rank(self.replica, candidate=candidate) if joins else 0
+        futures = self.buffers.synchronise(source)
+        if awaits:
+            self.reducer.await_futures(futures)
+        else:
+            self.reducer.launcher.await_futures(futures)
+
+    def take_model_of(self, *, candidate: bool) -> None:
+        """All ranks take the model of one that is a candidate."""
+        source = common_rank(self.replica, candidate=candidate)
+        self.replica.take_from(source, buffers=self.buffers.enabled)
+
+    # ---- pickling
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What belongs to a process group is made again; a hook is registered again.
+        state = {**vars(self), "precision": None, "_looked_for_optimizers": False}
+        for name in ("hooks", "reducer"):
+            state.pop(name, None)
+        return state
+
+    def revive(self) -> None:
+        """After unpickling: goes on with the default process group, where it is put together."""
+        self.replica.join_world()
+        if self.delayed is not None:
+            self.delayed.attach(self.replica.group)
+        self.buffers.find()
