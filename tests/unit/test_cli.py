@@ -85,7 +85,7 @@ def test_schemes_says_which_options_a_scheme_has() -> None:
     assert row(output, "warm_start").split("│")[2].strip() == "bool"
     assert re.search(r"│ compressed +│ Scheme \| None +│", output)
     assert "2.0" in row(output, "min_compression_rate")
-    assert "False leaves entries where they are; heavy tails then cost" in row(output, "rotate")
+    assert "rotates blocks first; False: a few large entries cost" in row(output, "rotate")
     assert output.count(" start_step ") == 3
     assert [line.split()[5] for line in output.splitlines() if " error_feedback " in line] == [
         *("True", "True", "False")
