@@ -279,12 +279,13 @@ def test_delayed_parameters_with_an_optimizer_in_backward_are_refused():
     assert "2.weight, 2.bias run in backward" in text
 
 
-DELAYED = ["", "compiled", "replaced", "evaluated", "zeroed", "create_graph", "recomputed"]
+DELAYED = ["", "compiled", "replaced", "evaluated", "zeroed", "create_graph", "recomputed", "all"]
 
 
 def _delayed_gradients(rank: int, world_size: int, how: str) -> None:
     module, local = mlp(), mlp()
-    delayed = [(name, p) for name, p in module.named_parameters() if name.startswith("2.")]
+    prefix = "" if how == "all" else "2."
+    delayed = [(name, p) for name, p in module.named_parameters() if name.startswith(prefix)]
     model = DistributedDataParallel(
         module,
         delay_all_reduce_named_params=delayed,
@@ -293,7 +294,7 @@ def _delayed_gradients(rank: int, world_size: int, how: str) -> None:
     if how == "recomputed":  # the trigger's gradient comes in an inner backward pass
         inner = module[2].forward
         module[2].forward = lambda x: checkpoint(inner, x, use_reentrant=True)
-    if how == "evaluated":
+    if how in ("evaluated", "all"):
         model = copy.deepcopy(model)
     call = torch.compile(model, backend="aot_eager") if how == "compiled" else model
     for step in range(3):
