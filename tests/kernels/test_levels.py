@@ -43,10 +43,10 @@ def test_kernels_equal_the_definition(bits):
         for blocks, make in ((0, plain), (1, tricky), (5, tricky), (4, plain)):
             x = make(blocks * block, torch.float32)
             for left in (False, True):
-                expected = outputs(define, x, bits, block, unsent=left)
+                expected = outputs(define, x, bits, block, left=left)
                 for machine in machines():
                     with on(machine, KERNELS) as run:
-                        got = outputs(run, x, bits, block, unsent=left)
+                        got = outputs(run, x, bits, block, left=left)
                     assert all(map(same, expected, got)), (machine, block, blocks, left)
 
 

@@ -84,14 +84,14 @@ def test_gather_and_scatter_complete_each_other():
         (lambda s: gather_random(torch.ones(3), torch.empty(4), s), r"\(values\): at most 3"),
         (
             lambda s: gather_random(torch.ones(3), torch.empty(1), s, residual=torch.ones(3)),
-            r"\(left\): needed",
+            r"\(unsent\): needed",
         ),
         (lambda s: scatter_random(torch.ones(5), torch.empty(4), s), r"\(values\): at most 4"),
         (
             lambda s: gather_random(
                 torch.ones(3), torch.empty(1), philox.RandomBits(1, s.step, first=256)
             ),
-            r"\(stream\): first is 0",
+            r"\(random\): first is 0",
         ),
     ],
 )

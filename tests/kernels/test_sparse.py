@@ -158,7 +158,7 @@ def call(**changes: Any) -> None:
         ({"k": 11}, ValueError, r"\(k\): 0 to 10, got 11"),
         ({"indices": torch.empty(2)}, TypeError, r"\(indices\): dtype"),
         ({"values": torch.empty(3)}, ValueError, r"\(values\): 2 entries"),
-        ({"residual": torch.ones(10)}, ValueError, r"\(left\): needed"),
+        ({"residual": torch.ones(10)}, ValueError, r"\(unsent\): needed"),
         ({"x": torch.ones(10).int()}, TypeError, r"\(x\): dtype"),
     ],
 )

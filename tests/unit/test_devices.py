@@ -54,7 +54,7 @@ def test_a_device_that_torch_does_not_know_is_refused():
 def test_a_device_with_streams_gets_a_side_stream_that_waits_for_the_callers(name, monkeypatch):
     current = _Stream()
     module = SimpleNamespace(
-        Stream=_Stream, current_stream=lambda device: current, random=lambda stream: stream
+        Stream=_Stream, current_stream=lambda device: current, stream=lambda stream: stream
     )
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     streams, device = Streams(None), torch.device(name, 0)
