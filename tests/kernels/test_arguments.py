@@ -108,9 +108,7 @@ def test_what_is_written_shares_no_memory_but_where_it_may():
     x, indices, values = torch.randn(100), torch.empty(5, dtype=torch.int32), torch.empty(5)
     top_k(x, 5, indices, values, residual=(r := torch.randn(100)), unsent=r)
     long = torch.randn(101)
-    with pytest.raises(
-        ValueError, match=r"top_k\(residual, unsent\): have to be the same"
-    ):
+    with pytest.raises(ValueError, match=r"top_k\(residual, unsent\): have to be the same"):
         top_k(x, 5, indices, values, residual=long[:100], unsent=long[1:])
     with pytest.raises(ValueError, match=r"top_k\(x, unsent\): have to share no memory"):
         top_k(x, 5, indices, values, unsent=x)
