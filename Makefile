@@ -1,5 +1,7 @@
 # Two commands set everything up on a fresh machine: `make bandwidth` (the main job) and `make test`.
 PYTHON ?= python3
+# Test processes: more than cores, because ranks wait for each other.
+WORKERS ?= 3
 VENV := .venv
 RUN := $(VENV)/bin/python
 # torch is pinned in constraints.txt: without a pin pip fetches gigabytes of CUDA packages.
@@ -14,12 +16,12 @@ test: $(VENV)/dev
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
-	$(RUN) -m pytest --numprocesses 2 --dist worksteal -m "not slow"
+	$(RUN) -m pytest --numprocesses $(WORKERS) --dist worksteal -m "not slow"
 
 # Before a release: also every scheme in every wrapper, and what sanitizers, other GPU architectures
 # and ten thousand steps show.
 test-all: test
-	$(RUN) -m pytest --numprocesses 2 --dist worksteal -m slow
+	$(RUN) -m pytest --numprocesses $(WORKERS) --dist worksteal -m slow
 
 # The site of docs/ with reference and search: python -m http.server --directory build/site
 docs: $(VENV)/dev
