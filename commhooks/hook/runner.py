@@ -1,10 +1,11 @@
-"""Runs the buckets of each step, and knows where a step begins and ends.
+"""Runs the buckets of each step, and finds out where a step begins and ends.
 
-A step is one synchronised backward pass, and the autograd engine says when that is over: with the
-first bucket of a pass a callback is queued, which runs when all gradients have been computed; it
-queues another one, which runs when DistributedDataParallel has written the averages. Neither runs
-if backward raises. ``ddp_core`` says the same by name: ``no_more_buckets``, ``step_landed``,
+A step is one synchronised backward pass, and the autograd engine reports its end: the first bucket
+of a pass queues a callback, which runs when all gradients have been computed; that callback queues
+a second one, which runs when DistributedDataParallel has written the averages. Neither runs if
+backward raises. ``ddp_core`` reports the same by name: ``no_more_buckets``, ``step_landed``,
 ``step_abandoned``. Without a backward pass (join, local steps) the last bucket ends the step.
+See ``docs/design/steps.md``.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Runner:
     """Launches the buckets of one hook.
 
     Args:
-        engine, drivers, ledger, binding: of the hook.
+        engine, drivers, ledger, binding: the hook's parts.
     """
 
     def __init__(self, engine: Engine, drivers: Drivers, ledger: Ledger, binding: Binding) -> None:
@@ -48,7 +49,7 @@ class Runner:
         self.regrouping = Regrouping()
         self._coalescer = Coalescer()
         self._step: Step | None = None
-        self._threads: set[int] = set()  # which run forward and backward passes
+        self._threads: set[int] = set()  # ids of those that run forward and backward passes
 
     # ---- what the hook calls
 
@@ -60,16 +61,18 @@ class Runner:
         finds_unused: bool = False,
         told: bool = False,
     ) -> Future[Tensor]:
-        """Starts the exchange of one bucket, or keeps it until the step's last one has come.
+        """Starts the exchange of one bucket, or holds it until the step's last bucket has come.
 
         Args:
-            finds_unused: some parameters may be used by no rank; their gradient is left alone.
-            told: ``step_landed`` or ``step_abandoned`` will be called for this step.
+            finds_unused: whether some parameters may be used by no rank, so that their gradient
+                is not written.
+            told: whether ``step_landed`` or ``step_abandoned`` will be called for this step.
         """
         buffer: Tensor = bucket.buffer()
         step = self._enter(bucket, buffer, group)
         step.told = told
         find_layout = partial(_layout_of, self._binding, bucket)
+        # Only memory depends on which gradients are written. Sparse buckets keep none.
         if finds_unused and self._engine.keeps_memory and not buffer.is_sparse:
             step.gradients += gradients_of(bucket.parameters(), buffer)
         is_last = bucket.is_last()
@@ -77,7 +80,8 @@ class Runner:
             step.layouts.append(find_layout)
         if step.holds:
             future = self._coalescer.hold(bucket.index(), buffer, find_layout)
-            # In the first step of a static graph torch calls no bucket the last one.
+            # In the first step of a static graph with two dtypes torch marks no bucket as the last
+            # one, and waits inside backward for buckets that would be held for ever.
             step.parameters += len(bucket.parameters())
             is_last = is_last or 0 < len(self._binding.parameters) <= step.parameters
         else:
@@ -97,20 +101,20 @@ class Runner:
         return future
 
     def no_more_buckets(self) -> None:
-        """All buckets of the step have come; what was held back travels now."""
+        """Starts the exchange of buckets that were held back; all buckets of the step have come."""
         step = self._step
         if step is None or step.complete:
             return
-        step.complete = True
+        step.complete = True  # a bucket that comes after this belongs to the next step
         if self._coalescer:
             self._exchange_held(step)
         self._ledger.launched_last(step.number, time.perf_counter())
 
     def step_landed(self, left_alone: Iterable[Tensor] = ()) -> None:
-        """The step is over: the averaged gradients are where they belong.
+        """Ends the step: the averaged gradients are in ``.grad``.
 
         Args:
-            left_alone: parameters whose gradient stayed as it was, since no rank has used them.
+            left_alone: parameters whose gradient was not written, since no rank has used them.
         """
         step = self._step
         if step is None:
@@ -118,28 +122,36 @@ class Runner:
         names = {
             name for one in left_alone if (name := self._binding.parameters.name(one)) is not None
         }
+        # On a GPU the commit reads what exchanges wrote on the driver's stream, so it runs after
+        # them on that stream; the host waits for neither.
         with self._drivers.stream() if self._engine.keeps_memory else nullcontext():
             self._engine.end(names)
         self._close(step)
 
     def step_abandoned(self) -> None:
-        """The step's gradients will not land: its backward pass has raised."""
+        """Drops the step, whose backward pass has raised."""
         self._step = None
         self._engine.abandon()
         self._coalescer.abandon(ABANDONED)
 
     def forward_begins(self) -> None:
-        """A forward pass with gradients, which belongs to the next step."""
+        """Ends or drops the open step; a forward pass with gradients belongs to the next step."""
         self._threads.add(threading.get_ident())
         self.settle()
 
     def settle(self) -> None:
         """Ends or abandons a step whose backward pass is known to be over."""
+        # The engine runs no callback after a pass that raised, so an open step outside of any pass
+        # was abandoned. Without passes (join, DiLoCo) nothing is known.
         step = self._step
         if step is None or not step.passes or torch._C._current_graph_task_id() >= 0:
             return
+        # The engine's current pass is a fact of one thread: a thread that saves checkpoints sees
+        # none while another thread is in the middle of backward.
         if threading.get_ident() not in self._threads:
             return
+        # After an inner pass (activation checkpointing) no callback is left for the outer one.
+        # ``ddp_core`` reports the end itself, so there the outer pass has raised.
         if step.paused and not step.told:
             self.step_landed(left_alone(step))
         else:
@@ -154,8 +166,10 @@ class Runner:
     # ---- where a step begins and ends
 
     def _enter(self, bucket: Any, buffer: Tensor, group: dist.ProcessGroup) -> Step:
-        """The step that the bucket belongs to."""
+        """Returns the step that the bucket belongs to, and watches its backward pass."""
         key, step = key_of(bucket, buffer), self._step
+        # By identity, not by index or ``is_last``: all buckets of a static graph's first step have
+        # index 0, and a skipped bucket may be the last one.
         if step is not None and (step.complete or key in step.buckets):
             self.step_abandoned()
             step = None
@@ -166,20 +180,24 @@ class Runner:
         step.paused = False
         self._threads.add(threading.get_ident())
         this_pass = torch._C._current_graph_task_id()
+        # Once per pass, not per step: a reentrant pass runs its own callbacks at its own end.
         if this_pass >= 0 and this_pass not in step.passes:
             step.passes.add(this_pass)
             call_after_backward(partial(self._pass_ended, step))
         return step
 
     def _pass_ended(self, step: Step) -> None:
-        """All gradients of a backward pass have been computed."""
-        if step is not self._step:  # ddp_core has said so, or it was abandoned
+        """Handles the end of a backward pass, when all its gradients have been computed."""
+        if step is not self._step:  # ddp_core has ended it, or it was abandoned
             return
+        # After a reentrant pass the current node is the outer pass's: more buckets may come.
         nested = torch._C._current_autograd_node() is not None
         if nested and not step.complete:
             step.paused = True
             return
         self.no_more_buckets()
+        # Callbacks run in the order in which they were queued: this one runs after the callback in
+        # which DistributedDataParallel waits for its buckets and writes ``.grad``.
         call_after_backward(partial(self._landed, step))
 
     def _landed(self, step: Step) -> None:
@@ -208,7 +226,7 @@ class Runner:
                 dense_bytes=group.nbytes,
                 device=group.device,
                 is_last=position == len(groups) - 1,
-            ).then(group.release)  # not add_done_callback, which does not wait for CUDA streams
+            ).then(group.release)  # add_done_callback would not wait for CUDA streams
 
     def _exchange(
         self,
@@ -221,8 +239,10 @@ class Runner:
         is_last: bool,
         note: Callable[[RoundRecord], None] | None = None,
     ) -> Future[Tensor]:
-        """Hands an exchange to the driver for its device; ``note`` is told of its rounds, too."""
-
+        """Hands an exchange to the driver for its device; ``note`` gets its ledger rows as well."""
+        # A new object, not the index: the step is known here, and the engine would take a second
+        # bucket of one index (static graphs) for the next step. With ``ends_later`` the engine
+        # commits in ``step_landed``, since backward may still raise after the last bucket.
         self._engine.begin_bucket(object(), is_last=is_last and not step.ends_later)
         task = Task(
             exchange,
