@@ -91,8 +91,8 @@ class Binding:
         raise RegistrationError(
             "the model now averages over another process group (_update_process_group), which "
             "the hook does not follow: its residuals and random draws belong to the ranks it "
-            "was registered with. Wrap the module anew, register a hook on it, and load this "
-            "one's state_dict"
+            "was registered with. Wrap the module again, register a hook on it, and load this "
+            "hook's state_dict"
         )
 
     def core_telling(self, state: object) -> CoreDDP | None:
@@ -118,4 +118,4 @@ class Binding:
 
     def names(self, parameters: Iterable[Tensor]) -> list[str]:
         """Returns the names of ``parameters``, without those that the model does not have."""
-        return [known for one in parameters if (known := self.parameters.name(one))]
+        return [known for value in parameters if (known := self.parameters.name(value))]

@@ -79,7 +79,7 @@ def register(
             + (
                 "call its remove_comm_hook() first"
                 if isinstance(ddp, CoreDDP)
-                else "wrap the module anew to change it"
+                else "wrap the module again to change it"
             )
         )
     core = None if layout is None else _core(ddp, "register(layout=...)")
@@ -100,7 +100,7 @@ def register(
             "register: this model was trained without a hook before, with "
             "skip_all_reduce_unused_params=True; torch's DistributedDataParallel fails at the next "
             "bucket that it skips, with any hook ('INTERNAL ASSERT FAILED'). Register before the "
-            "first step, wrap the module anew, or use ddp_core.DistributedDataParallel"
+            "first step, wrap the module again, or use ddp_core.DistributedDataParallel"
         )
     ddp.register_comm_hook(state, comm_hook)
     if core is not None:

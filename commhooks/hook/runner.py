@@ -119,9 +119,7 @@ class Runner:
         step = self._step
         if step is None:
             return
-        names = {
-            name for one in left_alone if (name := self._binding.parameters.name(one)) is not None
-        }
+        names = set(self._binding.names(left_alone))
         # On a GPU the commit reads what exchanges wrote on the driver's stream, so it runs after
         # them on that stream; the host waits for neither.
         with self._drivers.stream() if self._engine.keeps_memory else nullcontext():

@@ -45,9 +45,9 @@ def save(hook: Running, gather: bool, to: int | None) -> dict[str, Any]:
     if hook._binding.knows_model or dist.is_initialized():
         hook._bind()
     if gather and hook._engine.world_size > 1:
-        own = _own_state(hook) if fault is None else None
+        state = _own_state(hook) if fault is None else None
         return gather_states(
-            "HookState.state_dict(gather=True)", own, fault, hook._binding.group(), to
+            "HookState.state_dict(gather=True)", state, fault, hook._binding.group(), to
         )
     if fault is not None:
         raise RegistrationError(f"HookState.state_dict: {fault}")
@@ -229,8 +229,9 @@ def needed_fields(hook: Running, state: StateDict, keys: Collection[str]) -> set
     group = parts_of_group(saved.parts, _places(hook)[2])
     engine = hook._engine
     needed = needed_ranks(saved, engine.rank, engine.world_size, laws_of(hook.scheme))
-    found = [part for rank, part in group.items() if rank in needed]
-    return {f"rank{part.global_rank}" for part in found or [next(iter(group.values()))]}
+    parts_needed = [part for rank, part in group.items() if rank in needed]
+    # A scheme that keeps the same on all ranks needs none in particular, but one for what it keeps.
+    return {f"rank{part.global_rank}" for part in parts_needed or [next(iter(group.values()))]}
 
 
 def _in_memory_order(hook: Running, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
