@@ -41,7 +41,6 @@ def flatten_state(state: StateDict) -> tuple[dict[str, Tensor], dict[str, str]]:
                     # The name comes last, so it may have slashes. safetensors refuses gaps.
                     tensors[f"{field}/{_quoted(key)}/{name}"] = tensor.contiguous()
         return tensors, {"commhooks": json.dumps(plain)}
-    # What a wrong argument raises here depends on where it is wrong.
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             "flatten_state takes what hook.state_dict() returned, and nothing else in it"

@@ -38,7 +38,7 @@ class FlatValues:
         return bool(self._where.get(key)) or bool(self._loose.get(key))
 
     def get(self, key: str, name: str) -> Tensor | None:
-        """Returns the value of one parameter, or None; a view of a flat tensor if it is in one."""
+        """Returns the value of one parameter, or None; it may be a view of a flat tensor."""
         place = self._where.get(key, {}).get(name)
         if place is None:
             return self._loose.get(key, {}).get(name)
@@ -59,7 +59,6 @@ class FlatValues:
 
     def put(self, key: str, layout: Layout, flat: Tensor) -> None:
         """Replaces the values of a layout's parameters."""
-        # The usual step: nothing but the tensor changes.
         if (key, layout) in self.flat:
             self.flat[key, layout] = flat
             return

@@ -138,9 +138,9 @@ class Memory:
             }
         on_host = good.device.type == "cpu"
         if on_host and not good.item():
-            # What was written is free for the next step to fill.
+            # The next step may fill these tensors, unless a scheme wrote what it had read.
             for place, flat in staged.items():
-                if flat is not None:
+                if flat is not None and not _shared(flat, self._kept.flat.get(place)):
                     self._kept.spare[place] = flat
             return
         for (key, layout), values in notes.items():
@@ -157,7 +157,7 @@ class Memory:
                 continue
             self._kept.put(key, layout, flat)
             # On a GPU the caching allocator reuses what is freed.
-            if on_host and old is not None and old is not flat and old.shape == flat.shape:
+            if on_host and old is not None and old.shape == flat.shape and not _shared(flat, old):
                 self._kept.spare[key, layout] = old
             if new := absent.get((key, layout)):
                 self._kept.forget(key, layout, new)
@@ -202,3 +202,10 @@ class Memory:
                 old = self._kept.get(key, name)
                 view.zero_() if old is None else view.copy_(old)
         return flat
+
+
+def _shared(flat: Tensor, other: Tensor | None) -> bool:
+    """Whether two tensors share their storage; ``Bucket.write`` stages views."""
+    if other is None:
+        return False
+    return flat.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

@@ -32,8 +32,7 @@ class Attendance:
 
     def report_at_the_end_of(self, state: object, what: str) -> None:
         """Warns when ``state`` is dropped, or the interpreter ends, if it was never called."""
-        # A finalizer, not ``__del__``, which need not run at exit. It holds this object only: with
-        # the state it would keep the state alive.
+        # A finalizer also runs at exit. It must not hold the state, which would never be dropped.
         weakref.finalize(state, self._end, what)
 
     def watch(self, state: object, model: DistributedDataParallel) -> None:
@@ -41,8 +40,7 @@ class Attendance:
         self._knows_model = True
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         looks = partial(self._look, weakref.ref(state), weakref.ref(model))
-        # The first and the last parameter: a hook on each would be many calls in every step, and
-        # one parameter alone may be unused.
+        # The first and the last parameter: one alone may be unused, all would be many calls.
         for place, parameter in enumerate([*trained[:1], *trained[1:][-1:]]):
             self._handles.append(parameter.register_hook(partial(looks, place)))
 
@@ -54,7 +52,6 @@ class Attendance:
 
     def _look(self, state: Any, model: Any, place: int, _: Tensor) -> None:
         """Takes note of a gradient of a watched parameter."""
-        # Weak references: a parameter's hook lives as long as the parameter.
         ddp = model()
         others = [hook for hook in getattr(ddp, "_comm_hooks", ()) if hook[1] is not state()]
         # Two backward passes without a call are training. In the first one the hook's call may

@@ -67,11 +67,6 @@ class Group:
         """Returns the device of the gradients."""
         return self.held[0].buffer.device
 
-    @property
-    def is_sparse(self) -> bool:
-        """Whether the group is one sparse gradient."""
-        return self.held[0].buffer.is_sparse
-
     def find_layout(self) -> Layout:
         """Returns the names and shapes of the group's parameters."""
         parts = [held.find_layout() for held in self.held]
@@ -93,7 +88,10 @@ class Group:
         views: dict[str, Tensor] = {}
         for held in self.held:
             layout = held.find_layout()
-            views |= zip(layout.names, held.buffer.split(layout.sizes), strict=True)
+            # A layout counts a complex entry as two reals.
+            reals = 2 if held.buffer.is_complex() else 1
+            sizes = [size // reals for size in layout.sizes]
+            views |= zip(layout.names, held.buffer.split(sizes), strict=True)
         return [views[name] for name in self.names]
 
     def exchange(self, make: MakeExchange) -> Exchange:

@@ -59,8 +59,8 @@ class Continuation:
             core: the model, if it is ``ddp_core``'s.
             agree: compares what the ranks have loaded; called before the next step.
         """
-        # torch's class cannot be told its buckets: the runner exchanges in the saved ones until
-        # torch has rebuilt its own. ``ddp_core`` lays out the saved buckets at once.
+        # torch's class takes no buckets: the runner exchanges in the saved ones until torch has
+        # rebuilt its own. ``ddp_core`` lays out the saved buckets at once.
         self._runner.regrouping.restore(buckets.layout, regroups=core is None)
         self.loaded, self.handed_over = buckets, core is not None
         if core is None:

@@ -59,7 +59,6 @@ def load_dcp(
         >>> # later, on any number of ranks
         >>> commhooks.load_dcp(hook, folder)
     """
-    # Imported here: most runs do not need them.
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 

@@ -49,7 +49,6 @@ def find_ddp(model: object) -> DistributedDataParallel:
             f"register: {type(model).__name__} holds {len(inside)} DistributedDataParallel "
             f"modules; register a hook on each"
         )
-    # By name: importing FSDP or replicate only for a message would be slow.
     kinds = {type(module).__name__ for module in model.modules()}
     if any(
         base.__module__ == "torch.distributed._composable.replicate" for base in type(model).__mro__

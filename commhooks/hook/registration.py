@@ -158,8 +158,8 @@ def _has_skipped(ddp: DistributedDataParallel) -> bool:
 
 def _drop_stale(ddp: DistributedDataParallel) -> None:
     """Removes the hook that a pickled or copied DDP lists but its reducer does not have."""
-    # Copying keeps ``_comm_hooks`` and the forward pre-hooks, but makes a new reducer, whose hook
-    # nobody can ask for. The guard of another module shows that this was copied.
+    # A copy keeps ``_comm_hooks`` and the forward pre-hooks, but has a new reducer without a hook.
+    # torch has no way to ask the reducer; the guard of another module shows that this is a copy.
     guards = [
         (key, guard)
         for key, guard in ddp._forward_pre_hooks.items()

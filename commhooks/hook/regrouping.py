@@ -43,9 +43,9 @@ class Regrouping:
         self._age += 1
         # torch rebuilds the buckets of a static graph a step later.
         rebuilt = self._age >= (STATIC_REBUILT_IN if static_graph else REBUILT_IN)
-        # What is saved is the layout of the next step: while this run regroups, the loaded one.
+        # A state has the layout of the next step, which is the loaded one while this run regroups.
         regrouped = None if rebuilt else step.regrouped
-        # Layouts are looked up only where they may have changed, for it is work per parameter.
+        # Layouts are looked up only if they may have changed: a look-up is work per parameter.
         if step.holds or self._age <= REBUILT_IN or step.buckets != self._layout_of:
             present = [find_layout().names for find_layout in step.layouts]
             self.layout = present if regrouped is None else regrouped

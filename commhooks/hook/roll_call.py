@@ -53,8 +53,10 @@ def roll_call(call: str, group: dist.ProcessGroup, limit: timedelta | None = Non
         outcome = _wait(store, f"{key}/outcome", longest)
     if outcome is None:
         # Before the outcome is written: a rank that reads it may call again at once, and has to
-        # find the new generation.
-        store.add(_GENERATION, 1)
+        # find the new generation. Not ``add``: several ranks may give up, the last of them after
+        # the first has called again.
+        generation, _ = _calls[group]
+        store.compare_set(_GENERATION, str(generation), str(generation + 1))
         text = _who_came(store, key, group.size(), longest)
         outcome = store.compare_set(f"{key}/outcome", "", text).decode()
     if outcome != _EVERYONE:

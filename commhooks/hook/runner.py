@@ -51,8 +51,6 @@ class Runner:
         self._step: Step | None = None
         self._threads: set[int] = set()  # ids of those that run forward and backward passes
 
-    # ---- what the hook calls
-
     def start(
         self,
         bucket: Any,
@@ -64,15 +62,13 @@ class Runner:
         """Starts the exchange of one bucket, or holds it until the step's last bucket has come.
 
         Args:
-            finds_unused: whether some parameters may be used by no rank, so that their gradient
-                is not written.
+            finds_unused: whether gradients of parameters that no rank uses may stay unwritten.
             told: whether ``step_landed`` or ``step_abandoned`` will be called for this step.
         """
         buffer: Tensor = bucket.buffer()
         step = self._enter(bucket, buffer, group)
         step.told = told
         find_layout = partial(_layout_of, self._binding, bucket)
-        # Only memory depends on which gradients are written. Sparse buckets keep none.
         if finds_unused and self._engine.keeps_memory and not buffer.is_sparse:
             step.gradients += gradients_of(bucket.parameters(), buffer)
         is_last = bucket.is_last()
@@ -80,8 +76,8 @@ class Runner:
             step.layouts.append(find_layout)
         if step.holds:
             future = self._coalescer.hold(bucket.index(), buffer, find_layout)
-            # In the first step of a static graph with two dtypes torch marks no bucket as the last
-            # one, and waits inside backward for buckets that would be held for ever.
+            # In a static graph's first step torch may mark no bucket as the last one, and waits
+            # inside backward for all of them.
             step.parameters += len(bucket.parameters())
             is_last = is_last or 0 < len(self._binding.parameters) <= step.parameters
         else:
@@ -111,19 +107,14 @@ class Runner:
         self._ledger.launched_last(step.number, time.perf_counter())
 
     def step_landed(self, left_alone: Iterable[Tensor] = ()) -> None:
-        """Ends the step: the averaged gradients are in ``.grad``.
-
-        Args:
-            left_alone: parameters whose gradient was not written, since no rank has used them.
-        """
+        """Ends the step: averages are in ``.grad``, except for the parameters in ``left_alone``."""
         step = self._step
         if step is None:
             return
-        names = set(self._binding.names(left_alone))
         # On a GPU the commit reads what exchanges wrote on the driver's stream, so it runs after
         # them on that stream; the host waits for neither.
         with self._drivers.stream() if self._engine.keeps_memory else nullcontext():
-            self._engine.end(names)
+            self._engine.end(set(self._binding.names(left_alone)))
         self._close(step)
 
     def step_abandoned(self) -> None:
@@ -139,8 +130,7 @@ class Runner:
 
     def settle(self) -> None:
         """Ends or abandons a step whose backward pass is known to be over."""
-        # The engine runs no callback after a pass that raised, so an open step outside of any pass
-        # was abandoned. Without passes (join, DiLoCo) nothing is known.
+        # After a pass that raised autograd runs no callback: a step that is open now was abandoned.
         step = self._step
         if step is None or not step.passes or torch._C._current_graph_task_id() >= 0:
             return
@@ -160,8 +150,6 @@ class Runner:
         """Whether a step has begun and is not over."""
         self.settle()
         return self._step is not None or self._engine.under_way
-
-    # ---- where a step begins and ends
 
     def _enter(self, bucket: Any, buffer: Tensor, group: dist.ProcessGroup) -> Step:
         """Returns the step that the bucket belongs to, and watches its backward pass."""
@@ -194,8 +182,7 @@ class Runner:
             step.paused = True
             return
         self.no_more_buckets()
-        # Callbacks run in the order in which they were queued: this one runs after the callback in
-        # which DistributedDataParallel waits for its buckets and writes ``.grad``.
+        # Queued behind the callback in which DistributedDataParallel writes ``.grad``.
         call_after_backward(partial(self._landed, step))
 
     def _landed(self, step: Step) -> None:
@@ -206,14 +193,11 @@ class Runner:
         self._step = None
         self.regrouping.step_ended(step, static_graph=self._binding.static_graph)
 
-    # ---- exchanges
-
     def _exchange_held(self, step: Step) -> None:
-        groups, coalesces = None, self._engine.traits.coalesce
-        if self.regrouping.wanted:
-            groups = self._coalescer.groups_like(self.regrouping.wanted, merged=coalesces)
+        wanted, coalesces = self.regrouping.wanted, self._engine.traits.coalesce
+        groups = self._coalescer.groups_like(wanted, merged=coalesces) if wanted else None
         if groups is not None:
-            step.regrouped = self.regrouping.wanted
+            step.regrouped = wanted
         else:
             groups = self._coalescer.groups() if coalesces else self._coalescer.one_by_one()
         for position, group in enumerate(groups):
@@ -238,9 +222,8 @@ class Runner:
         note: Callable[[RoundRecord], None] | None = None,
     ) -> Future[Tensor]:
         """Hands an exchange to the driver for its device; ``note`` gets its ledger rows as well."""
-        # A new object, not the index: the step is known here, and the engine would take a second
-        # bucket of one index (static graphs) for the next step. With ``ends_later`` the engine
-        # commits in ``step_landed``, since backward may still raise after the last bucket.
+        # A new key, not the index, which two buckets of one step may share (static graphs). With
+        # ``ends_later`` ``step_landed`` commits: backward may raise after the last bucket.
         self._engine.begin_bucket(object(), is_last=is_last and not step.ends_later)
         task = Task(
             exchange,

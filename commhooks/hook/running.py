@@ -137,8 +137,8 @@ class Running:
         """
         binding, continuation = self._binding, self._continuation
         known = binding.model
-        # Until the ranks are settled no step was taken, so the memory is keyed by no model yet. The
-        # constructor is often given the module inside this one.
+        # Until the ranks are settled no step was taken, so no memory is keyed by the known model,
+        # which is often the module inside this one.
         if known is None or (known is not model and not self._bound):
             binding.forget_model()
             self._adopt(model)
@@ -169,7 +169,7 @@ class Running:
 
     def _bind(self) -> None:
         """Looks up the model and the ranks, until both are known."""
-        # Asked again while there is no model: a state may be asked for its rank before it has one.
+        # Repeated while there is no model: a state may be asked for its rank before it has one.
         if self._bound and len(self._parameters):
             return
         self._binding.group()  # raises before anything is looked up

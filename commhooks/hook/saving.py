@@ -190,7 +190,7 @@ def prepare(
     }
     if RESIDUAL in memory:
         memory[RESIDUAL] = _in_memory_order(hook, memory[RESIDUAL])
-        # On all ranks, also where this one has an empty residual: an exchange has to be the same.
+        # Also on a rank that has nothing to flush, so that all ranks run the same scheme.
         if not keeps_residual(scheme):
             scheme = FlushResidual(scheme)
     layout, limits = common["layout"], common.get("bucket_bytes", [])
@@ -230,7 +230,7 @@ def needed_fields(hook: Running, state: StateDict, keys: Collection[str]) -> set
     engine = hook._engine
     needed = needed_ranks(saved, engine.rank, engine.world_size, laws_of(hook.scheme))
     parts_needed = [part for rank, part in group.items() if rank in needed]
-    # A scheme that keeps the same on all ranks needs none in particular, but one for what it keeps.
+    # If no part in particular is needed, any part has the values that all ranks share.
     return {f"rank{part.global_rank}" for part in parts_needed or [next(iter(group.values()))]}
 
 

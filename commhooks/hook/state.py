@@ -119,9 +119,8 @@ class HookState(Running):
         if memory.has(RESIDUAL) and not keeps_residual(built) and built.traits.averages:
             built = FlushResidual(built)
         shapes = self._parameters.shapes
-        # No step would read or replace tensors of an unknown key again: they would cost bytes, and
-        # ``load_state_dict`` refuses a state that has them. Known keys stay, whatever their shape:
-        # a slot may use a value of another shape (rows of a PowerSGD factor).
+        # ``load_state_dict`` would refuse a state with tensors of an unknown key. Known keys stay,
+        # whatever their shape: a slot may use a value of another (rows of a PowerSGD factor).
         for key in {key for key, _, _ in memory.items()}:
             values = [(name, value) for stored, name, value in memory.items() if stored == key]
             if key != RESIDUAL and any(
@@ -155,7 +154,7 @@ class HookState(Running):
 
     @property
     def skipped_steps(self) -> int:
-        """Returns the number of steps in which non-finite gradients left memory as it was (CPU)."""
+        """Returns the number of steps dropped for non-finite gradients; counted on the CPU only."""
         return self._engine.skipped
 
     def residual(self, name: str) -> Tensor | None:
@@ -182,8 +181,6 @@ class HookState(Running):
         # A state that was made only to be looked at need not be registered: no warning at the end.
         self._attendance.excused = True
         return f"HookState({brief(self.scheme)}, step={self.step})"
-
-    # ---- checkpoint
 
     def state_dict(self, *, gather: bool = False, to: int | None = None) -> dict[str, Any]:
         """Returns copies of the tensors, numbers and strings that a later run continues from.
@@ -216,7 +213,6 @@ class HookState(Running):
             CheckpointError: the state is foreign, newer, incomplete, damaged or mismatching;
                 nothing was changed.
         """
-        # Two calls: everything is checked before anything is replaced.
         loaded = saving.prepare(self, state, strict, "HookState.load_state_dict")
         saving.take_up(self, loaded)
 

@@ -31,7 +31,7 @@ class Summary(str):
 
     def __new__(cls, text: str, facts: Sequence[tuple[str, str]] = ()) -> Summary:
         """Makes a summary of the sentences and of the table's rows, as names and values."""
-        made = super().__new__(cls, text)  # a str is immutable: no ``__init__``
+        made = super().__new__(cls, text)
         made.facts = tuple(facts)
         return made
 
