@@ -14,7 +14,7 @@ from commhooks.core.bytes import as_bytes
 
 __all__ = ["FIELDS", "checksum", "digest"]
 
-# The common fields of a checksum, in order. Older states lack the last ones, which are left out.
+# The common fields of a checksum. A field that a state lacks, as older ones may, is left out.
 FIELDS = (
     "format",
     "version",

@@ -34,11 +34,11 @@ def flatten_state(state: StateDict) -> tuple[dict[str, Tensor], dict[str, str]]:
                 continue
             memory = read_memory(value["memory"], field, "flatten_state")
             rest = {name: item for name, item in value.items() if name != "memory"}
-            # A key without tensors would otherwise be lost: that a residual is empty counts.
+            # The keys as well, since a key without tensors has no entry.
             plain[field] = {**rest, "keys": sorted(memory)}
             for key, values in memory.items():
                 for name, tensor in values.items():
-                    # The name comes last, so it may have slashes. safetensors refuses gaps.
+                    # The name is last, so it may have slashes. safetensors refuses strided tensors.
                     tensors[f"{field}/{_quoted(key)}/{name}"] = tensor.contiguous()
         return tensors, {"commhooks": json.dumps(plain)}
     except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -63,12 +63,12 @@ def check_memory(
 
 def _unlike(value: Tensor, first: Tensor, parameter: torch.Size, same_settings: bool) -> str | None:
     """Returns how a value differs from ``first``, the scheme's initial one; None if it fits."""
-    # Another floating-point dtype is converted: a run may go on with 16-bit parameters.
+    # Another floating-point dtype is converted when it is read: a run may change its precision.
     both_float = value.is_floating_point() and first.is_floating_point()
     if value.dtype != first.dtype and not both_float:
         return f"is of {value.dtype}, not {first.dtype}"
     # With other settings a value may have another shape (PowerSGD of another rank). The bounds
-    # refuse what a damaged file says, such as a factor of no rows or of 500.
+    # refuse the values of damaged files, such as a factor of no rows or of 500.
     most = max(first.numel(), parameter.numel())
     other = value.shape != first.shape
     if other and (same_settings or not 0 < value.numel() <= most):

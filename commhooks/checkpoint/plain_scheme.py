@@ -25,7 +25,7 @@ def to_plain(value: Any) -> Any:
     Objects without such a form, which a user's scheme may have, are left as they are.
     """
     if is_dataclass(value) and not isinstance(value, type):
-        # Fields that the constructor does not take are computed by it.
+        # The constructor computes the other fields.
         names = [field.name for field in fields(value) if field.init]
         settings = {name: to_plain(getattr(value, name)) for name in names}
         return {_CLASS: _name(type(value)), _SETTINGS: settings}
@@ -40,7 +40,7 @@ def from_plain(value: Any) -> Any:
     Raises:
         CheckpointError: the class is not imported, or refuses the settings.
     """
-    # Tuples: settings of a frozen dataclass have to be hashable.
+    # Tuples, since a scheme with a list in its settings has no hash.
     if isinstance(value, list):
         return tuple(from_plain(item) for item in value)
     if not isinstance(value, Mapping):

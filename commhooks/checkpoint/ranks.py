@@ -120,7 +120,7 @@ def needed_ranks(
     saved_size: int = saved.common["world_size"]
     if saved_size == world_size:
         return [rank] if laws else []
-    if "mean" in laws:  # every new rank gets the mean over all old ones
+    if "mean" in laws:  # every new rank gets the mean over all old ranks
         return range(saved_size)
     return range(rank, saved_size, world_size) if "sum" in laws else []
 

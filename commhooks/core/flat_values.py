@@ -49,7 +49,7 @@ class FlatValues:
 
     def items(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yields all values as (key, parameter name, tensor), sorted."""
-        # Sorted: checksums, messages and loops over memory are the same on every rank.
+        # Sorted: the order in which buckets came does not show in what is saved.
         for key in sorted({*self._where, *self._loose}):
             names = {**self._loose.get(key, {}), **self._where.get(key, {})}
             for name in sorted(names):

@@ -121,8 +121,8 @@ class Memory:
         staged, self._staged = self._staged, {}
         notes, self._notes = self._notes, {}
         absent: dict[Place, list[str]] = {}
-        # Parameters that had no value have none afterwards either. Zeros in their place would be
-        # taken for a value, from which ACP-SGD and ``intsgd`` never leave.
+        # Parameters that had no value have none afterwards. Zeros would count as a value, from
+        # which ACP-SGD and ``intsgd`` do not recover (docs/design/defects.md).
         if left_alone:
             absent = {
                 (key, layout): [
@@ -186,9 +186,9 @@ class Memory:
     def _without(
         self, key: str, layout: Layout, flat: Tensor | None, left_alone: Collection[str]
     ) -> Tensor | None:
-        """Returns staged values with the old ones in place of some parameters'.
+        """Returns staged values in which the parameters in ``left_alone`` have their old values.
 
-        Zeros if there were no old values: ``commit`` removes them.
+        Zeros stand for missing old values, which ``commit`` removes.
         """
         if not any(name in left_alone for name in layout.names):
             return flat

@@ -97,7 +97,7 @@ def load_dcp(
 
 def _paths(metadata: Any, key: str) -> dict[str, _Path]:
     """Returns the path, below ``key``, of each entry of the checkpoint that was saved there."""
-    # The planner keeps the paths, since keys may have dots. A custom one may not have any.
+    # The planner keeps the paths, since keys may have dots. A custom planner may keep none.
     planned = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
     paths = {}
     for name in metadata.state_dict_metadata:

@@ -91,7 +91,7 @@ def _send(
     to: int | None,
     group: dist.ProcessGroup,
 ) -> list[Tensor]:
-    """Returns the tensors of rank ``source``, on the CPU; an empty list on ranks without a share.
+    """Sends the tensors of rank ``source`` and returns them, on the CPU, where they are received.
 
     Args:
         specs: dtypes and shapes of the tensors.

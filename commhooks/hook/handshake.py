@@ -47,7 +47,7 @@ def handshake(
             f"between two steps: {error}"
         ) from error
     forget(group)  # after the gather, which no rank passes before all have read the keys
-    # ``call`` is the first field, so ranks in different calls hear of that and of nothing else.
+    # ``call`` is the first field: of ranks in different calls, nothing else is compared.
     for field in dict.fromkeys(field for theirs in everyone for field in theirs):
         values = [theirs.get(field) for theirs in everyone]
         odd = [rank for rank, value in enumerate(values) if value != values[0]]

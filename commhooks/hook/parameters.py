@@ -113,8 +113,8 @@ class Parameter(NamedTuple):
     Attributes:
         shape: sizes in memory order. Channels-last weights have their channels last; a complex
             parameter has pairs of reals.
-        order: for each dimension of ``shape``, that dimension of the parameter (``view_as_real`` of
-            a complex one).
+        order: the parameter's dimensions (of ``view_as_real``, if it is complex) in the order of
+            ``shape``.
     """
 
     name: str
