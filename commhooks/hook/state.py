@@ -215,6 +215,7 @@ class HookState(Running):
         """
         loaded = saving.prepare(self, state, strict, "HookState.load_state_dict")
         saving.take_up(self, loaded)
+        self._since = min(self._since, self.step)  # ``summary`` counts from here
 
     def __getstate__(self) -> dict[str, Any]:
         return pickling.to_pickle(self)
