@@ -147,7 +147,7 @@ class Coalescer:
 
     def abandon(self, reason: str) -> None:
         """Completes the held buckets with an error, since they will not be exchanged."""
-        # Someone may wait for their futures: without a result the next forward pass hangs.
+        # Their futures may be waited for: without a result the next forward pass would hang.
         buckets, self._held = self._held, []
         for held in buckets:
             held.error = RuntimeError(reason)
