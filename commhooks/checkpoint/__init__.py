@@ -1,4 +1,4 @@
-"""The saved form of a hook"s state, whatever hook it is of."""
+"""Defines the saved form of a hook's state, which is the same for all schemes."""
 
 from commhooks.checkpoint.flat import flatten_state, unflatten_state
 

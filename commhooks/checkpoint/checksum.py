@@ -1,4 +1,4 @@
-"""The checksum of one rank's saved state: a damaged file is found before anything is changed."""
+"""Computes the checksum of one rank's saved state, which shows that a file was damaged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from commhooks.core.bytes import as_bytes
 
 __all__ = ["FIELDS", "checksum", "digest"]
 
-# Those that a state may lack are left out where it does.
+# The common fields of a checksum. A field that a state lacks, as older ones may, is left out.
 FIELDS = (
     "format",
     "version",
@@ -28,29 +28,31 @@ FIELDS = (
     "layout",
     "bucket_bytes",
 )
-_CHUNK = 1 << 24  # bytes that are on the host at once
+_CHUNK = 1 << 24  # bytes of a GPU's tensor that are copied to the host at once
 
 
 def checksum(common: Mapping[str, Any], part: Mapping[str, Any]) -> str:
-    """SHA-256, in hexadecimal digits, of the common fields and of one rank's part.
+    """Returns the SHA-256 of the common fields and of one rank's part, in hexadecimal digits.
 
-    Keys without values do not count: not every format keeps them.
+    Keys of memory without values do not count, since not every file format keeps them.
     """
     fields = {field: common[field] for field in FIELDS if field in common}
+    # One checksum per rank, not of the whole: files of several ranks may be merged or split.
     places = [part["rank"], part["global_rank"], part["leader"]]
     arrival = [part["arrival"]] if "arrival" in part else []
     values: dict[tuple[str, ...], Tensor] = {
-        (key, name): one for key, names in part["memory"].items() for name, one in names.items()
+        (key, name): value for key, names in part["memory"].items() for name, value in names.items()
     }
     return digest([fields, places, *arrival], values)
 
 
 def digest(plain: object, tensors: Mapping[tuple[str, ...], Tensor]) -> str:
-    """SHA-256 of plain values, and of named tensors' dtypes, shapes and bytes."""
-    found = hashlib.sha256()
+    """Returns the SHA-256 of plain values and of named tensors' dtypes, shapes and bytes."""
+    sha256 = hashlib.sha256()
 
     def add(what: object) -> None:
-        found.update(json.dumps(what, sort_keys=True).encode() + b"\n")
+        # As JSON, in which tuples are lists and keys are sorted: a file may have changed both.
+        sha256.update(json.dumps(what, sort_keys=True).encode() + b"\n")
 
     add(plain)
     for path in sorted(tensors):
@@ -59,5 +61,6 @@ def digest(plain: object, tensors: Mapping[tuple[str, ...], Tensor]) -> str:
         flat = as_bytes(value)
         for begin in range(0, flat.numel(), _CHUNK):
             piece = flat[begin : begin + _CHUNK].cpu()
-            found.update((ctypes.c_char * piece.numel()).from_address(piece.data_ptr()))
-    return found.hexdigest()
+            # hashlib takes objects with the buffer protocol, which tensors do not have.
+            sha256.update((ctypes.c_char * piece.numel()).from_address(piece.data_ptr()))
+    return sha256.hexdigest()

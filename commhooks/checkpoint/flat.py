@@ -1,4 +1,4 @@
-"""A state as flat tensors and strings, the two things that safetensors stores."""
+"""Converts a state to flat tensors and strings, which is what safetensors stores, and back."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["flatten_state", "unflatten_state"]
 
 
 def flatten_state(state: StateDict) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """A state dict as flat tensors and string metadata, the two things safetensors stores.
+    """Converts a state dict to tensors by name and string metadata, as safetensors stores them.
 
     Raises:
-        CheckpointError: not what ``state_dict()`` returned.
+        CheckpointError: ``state`` is not what ``state_dict()`` returned.
 
     Example:
         >>> tensors, metadata = flatten_state(hook.state_dict())
@@ -33,10 +33,12 @@ def flatten_state(state: StateDict) -> tuple[dict[str, Tensor], dict[str, str]]:
                 plain[field] = value
                 continue
             memory = read_memory(value["memory"], field, "flatten_state")
-            rest = {one: value[one] for one in value if one != "memory"}
+            rest = {name: item for name, item in value.items() if name != "memory"}
+            # The keys as well, since a key without tensors has no entry.
             plain[field] = {**rest, "keys": sorted(memory)}
             for key, values in memory.items():
                 for name, tensor in values.items():
+                    # The name is last, so it may have slashes. safetensors refuses strided tensors.
                     tensors[f"{field}/{_quoted(key)}/{name}"] = tensor.contiguous()
         return tensors, {"commhooks": json.dumps(plain)}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -46,7 +48,7 @@ def flatten_state(state: StateDict) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def unflatten_state(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Any]:
-    """The state dict that ``flatten_state`` was given.
+    """Returns the state dict that ``flatten_state`` converted.
 
     Raises:
         CheckpointError: the metadata is missing or damaged.
@@ -59,6 +61,7 @@ def unflatten_state(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) 
                 keys = value.pop("keys")
                 value["memory"] = {key: {} for key in keys}
                 memories[field] = {_quoted(key): value["memory"][key] for key in keys}
+    # ``json.loads`` recurses: deeply nested brackets in a damaged file are a RecursionError.
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(
             "unflatten_state: no readable 'commhooks' metadata; was the file saved with "
@@ -76,5 +79,5 @@ def unflatten_state(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) 
 
 
 def _quoted(key: str) -> str:
-    """A key of memory without the slash that ends it."""
+    """Quotes a key of memory, in which a slash would end the key."""
     return quote(key, safe="")

@@ -1,7 +1,7 @@
-"""What a saved state has to look like, whatever scheme it is of: fields, ranks, tensors, checksum.
+"""Reads and checks the form of a saved state of any scheme: fields, ranks, tensors, checksum.
 
-All that is looked at here may come from a damaged or hostile file: nothing is added up, copied or
-allocated by what it says before that has been checked.
+All values here may come from a damaged or hostile file. None of them is used as a size, copied or
+added to another before it was checked.
 """
 
 from __future__ import annotations
@@ -44,34 +44,27 @@ StateDict = Mapping[str, Any]
 MemoryDict = dict[str, dict[str, Tensor]]
 
 _SECOND_VERSION = ("global_rank", "leader", "checksum")
-# Fields that are equal in all states of one checkpoint.
-_ALIKE = [one for one in FIELDS if one not in ("format", "commhooks", "torch", "scheme")]
+# Fields that are equal in all states of one checkpoint. Ranks may describe a scheme differently: an
+# earlier version named a pending flush as a part of it.
+_SHARED = [name for name in FIELDS if name not in ("format", "commhooks", "torch", "scheme")]
+# Without leading zeros, so that no two keys are of one rank; nine digits are more than any job has.
 _RANK_KEY = re.compile(r"rank(0|[1-9][0-9]{0,8})")
-MAX_STEP = 2**62  # a step more still fits the 64 bits in which kernels take it
+MAX_STEP = 2**62  # the next steps still fit the 64 bits in which kernels take a step
 _MOST_RANKS = 2**31 - 1
-_DTYPES = {
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.bool,
-}
+_FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+_INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+_DTYPES = _FLOATS | _INTEGERS | {torch.bool}  # complex parameters are pairs of reals
 
 
 class Part(NamedTuple):
-    """What one rank saved.
+    """Holds what one rank saved.
 
     Attributes:
-        rank: within the hook's process group.
-        global_rank: within the job; the part's key in a state.
-        leader: the smallest global rank of the group, by which groups are told apart.
+        rank: the rank within the hook's process group.
+        global_rank: the rank within the job; the part's key in a state.
+        leader: the smallest global rank of the group, which identifies the group.
         arrival: names of all parameters, in the order in which gradients came in the last step;
-            empty where that is not known, None where the model was not ``ddp_core``'s.
+            empty if that is not known, None if the model was not ``ddp_core``'s.
     """
 
     rank: int
@@ -83,11 +76,11 @@ class Part(NamedTuple):
 
 
 class SavedBuckets(NamedTuple):
-    """What a run that goes on needs to have the same buckets.
+    """Holds what a resumed run needs to have the same buckets.
 
     Attributes:
         layout: names of the parameters of each bucket.
-        bucket_bytes: sizes at which buckets were full; none: not known, or not final yet.
+        bucket_bytes: sizes at which buckets were full; empty if not known, or not final yet.
         arrival: see :class:`Part`.
     """
 
@@ -97,13 +90,13 @@ class SavedBuckets(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """One or several ranks' states, checked: what they have in common, and each rank's part."""
+    """Holds the checked states of one or several ranks: common fields and each rank's part."""
 
     common: dict[str, Any]
     parts: list[Part]
 
     def with_keys(self, keys: Collection[str]) -> Saved:
-        """The same with some of the memory only."""
+        """Returns the state with these keys of memory only."""
         parts = [
             part._replace(memory={key: part.memory[key] for key in keys if key in part.memory})
             for part in self.parts
@@ -111,7 +104,7 @@ class Saved(NamedTuple):
         return Saved(self.common, parts)
 
     def renamed(self, find: Callable[[str], str]) -> Saved:
-        """The same with the names of parameters that ``find`` gives."""
+        """Returns the state with parameters renamed by ``find``."""
         layout = [[find(name) for name in names] for names in self.common.get("layout", [])]
         parts = [
             part._replace(
@@ -126,33 +119,33 @@ class Saved(NamedTuple):
 def read(
     state: StateDict | Sequence[StateDict], call: str = "load_state_dict", *, verify: bool = True
 ) -> Saved:
-    """Reads saved states, of one checkpoint.
+    """Reads and checks saved states of one checkpoint.
 
     Args:
-        state: of one rank, of several merged, or a list of such.
-        call: what is called, for the messages.
-        verify: compute the checksums.
+        state: the state of one rank, a state of several ranks, or a list of states.
+        call: the name of the public call, for messages.
+        verify: compares the checksums.
 
     Raises:
-        CheckpointError: not a hook state, of a newer version, incomplete, or damaged.
+        CheckpointError: not a hook state, or one that is newer, incomplete or damaged.
     """
     states: list[Any] = list(state) if isinstance(state, (list, tuple)) else [state]
     if not states:
         raise CheckpointError(f"{call}: an empty list of states")
-    for one in states:
-        _check_common(one, call)
+    for each in states:
+        _check_common(each, call)
     common = {field: states[0][field] for field in (*COMMON, *FIELDS) if field in states[0]}
-    for one in states[1:]:
-        for field in _ALIKE:
-            if one.get(field) != common.get(field):
+    for each in states[1:]:
+        for field in _SHARED:
+            if each.get(field) != common.get(field):
                 raise CheckpointError(
                     f"{call}: the states given are not of one checkpoint: {field} is "
-                    f"{_short(common.get(field))} in the first and {_short(one.get(field))} in "
+                    f"{_short(common.get(field))} in the first and {_short(each.get(field))} in "
                     f"another"
                 )
     parts: dict[int, Part] = {}
-    for one in states:
-        for part in _parts(one, call, verify):
+    for each in states:
+        for part in _parts(each, call, verify):
             known = parts.get(part.global_rank)
             if known is not None and known.checksum != part.checksum:
                 raise CheckpointError(
@@ -164,7 +157,7 @@ def read(
 
 
 def whole_number(value: object, least: int, most: int) -> bool:
-    """Whether it is an int, and no bool, of a range."""
+    """Whether ``value`` is an int in a range; a bool, which is an int in Python, is not."""
     return type(value) is int and least <= value <= most
 
 
@@ -213,7 +206,8 @@ def _check_common(state: object, call: str) -> None:
 
 
 def check_layout(layout: object, call: str) -> None:
-    """Buckets as lists of parameter names; no name twice."""
+    """Raises unless ``layout`` is a list of lists of parameter names, no name twice."""
+    # ``type(...) is list``: a subclass, or a tensor, may answer questions in any way.
     buckets = layout if type(layout) is list else [None]
     names = [name for bucket in buckets for name in (bucket if type(bucket) is list else [None])]
     if not all(map(_is_text, names)) or len(set(names)) != len(names):
@@ -224,8 +218,8 @@ def check_layout(layout: object, call: str) -> None:
 
 
 def check_limits(limits: object, call: str) -> None:
-    """Sizes of buckets, in bytes."""
-    if type(limits) is not list or not all(whole_number(one, 0, 2**63 - 1) for one in limits):
+    """Raises unless ``limits`` is a list of sizes in bytes."""
+    if type(limits) is not list or not all(whole_number(size, 0, 2**63 - 1) for size in limits):
         raise CheckpointError(
             f"{call}: 'bucket_bytes' is a list of whole numbers, got {_short(limits)}; the file is "
             f"damaged"
@@ -233,25 +227,25 @@ def check_limits(limits: object, call: str) -> None:
 
 
 def rank_fields(state: StateDict) -> set[str]:
-    """The fields that hold a rank's part."""
-    return {one for one in state if isinstance(one, str) and _RANK_KEY.fullmatch(one)}
+    """Returns the names of the fields that hold a rank's part."""
+    return {field for field in state if isinstance(field, str) and _RANK_KEY.fullmatch(field)}
 
 
 def _parts(state: StateDict, call: str, verify: bool) -> list[Part]:
-    found = [_part(state, field, call, verify) for field in sorted(rank_fields(state))]
-    if not found:
+    parts = [_part(state, field, call, verify) for field in sorted(rank_fields(state))]
+    if not parts:
         raise CheckpointError(f"{call}: the state is incomplete, it has no rank's memory")
-    return found
+    return parts
 
 
 def _part(state: StateDict, field: str, call: str, verify: bool) -> Part:
     part = state[field]
     if not isinstance(part, Mapping):
         raise CheckpointError(f"{call}: {field!r} is {_short(part)}, not a rank's part")
-    # Of version 1, or read into a template of that form by torch.distributed.checkpoint.
-    first_version = state["version"] == 1 or not any(one in part for one in _SECOND_VERSION)
+    # Version 1, or read by torch.distributed.checkpoint into a template of that form.
+    first_version = state["version"] == 1 or not any(name in part for name in _SECOND_VERSION)
     wanted_fields = ("rank", "memory", *(() if first_version else _SECOND_VERSION))
-    missing = [one for one in wanted_fields if one not in part]
+    missing = [name for name in wanted_fields if name not in part]
     if missing or not isinstance(part["memory"], Mapping):
         raise CheckpointError(
             f"{call}: {field!r} is incomplete, it lacks {', '.join(missing or ['its memory'])}: "
@@ -279,10 +273,11 @@ def _part(state: StateDict, field: str, call: str, verify: bool) -> Part:
             f"{call}: 'arrival' of {field!r} is a list of parameter names, none twice, got "
             f"{_short(arrival)}; the file is damaged"
         )
-    wanted, found = None, part.get("checksum")
+    # After the tensors, which the checksum reads. A checksum in version 1 is a damaged version 2.
+    wanted, stored = None, part.get("checksum")
     if verify and not first_version:
         wanted = checksum(state, part)
-    if verify and (type(found) is not type(wanted) or found != wanted):
+    if verify and (type(stored) is not type(wanted) or stored != wanted):
         raise CheckpointError(
             f"{call}: the checksum of {field!r} is wrong: the state was changed after it was "
             f"saved, or the file is damaged. Load an older checkpoint"
@@ -291,7 +286,7 @@ def _part(state: StateDict, field: str, call: str, verify: bool) -> Part:
 
 
 def read_memory(stored: Any, field: str, call: str) -> MemoryDict:
-    """Tensors by key and parameter name, each of them dense and of plain numbers."""
+    """Returns tensors by key and parameter name; raises unless all are dense and of numbers."""
     if not isinstance(stored, Mapping):
         raise CheckpointError(f"{call}: {field} is no dict of tensors; the file is damaged")
     memory: MemoryDict = {}
@@ -313,7 +308,8 @@ def read_memory(stored: Any, field: str, call: str) -> MemoryDict:
 
 
 def tensor_error(value: object) -> str | None:
-    """Why something is not a dense tensor of plain numbers; None if it is one."""
+    """Returns why ``value`` is not a dense tensor of plain numbers, or None if it is."""
+    # No other subclasses: they may redefine what is asked of them below.
     if type(value) not in (Tensor, torch.nn.Parameter):
         return f"is a {type(value).__name__}"
     assert isinstance(value, Tensor)
@@ -323,7 +319,7 @@ def tensor_error(value: object) -> str | None:
         return "is on the meta device, without values"
     if value.dtype not in _DTYPES:
         return f"is of {value.dtype}"
-    # An expanded tensor claims any number of entries on a few bytes.
+    # An expanded tensor of a few bytes may have any number of entries, which a copy would allocate.
     if value.numel() * value.element_size() > value.untyped_storage().nbytes():
         return f"has {value.numel()} entries that share memory"
     return None
@@ -334,10 +330,10 @@ def _is_text(value: object) -> bool:
 
 
 def _short(value: object) -> str:
-    """A value for a message; of any size and kind."""
+    """Returns a short text for a value of any size and type, for messages."""
     if isinstance(value, (str, bytes, list, tuple, dict)) and len(value) > 60:
         return f"a {type(value).__name__} of length {len(value)}"
-    if type(value) is int and value.bit_length() > 256:
+    if type(value) is int and value.bit_length() > 256:  # Python refuses to print huge ones
         return f"a number of {value.bit_length()} bits"
     if isinstance(value, (str, bytes, int, float, type(None))):
         return repr(value)

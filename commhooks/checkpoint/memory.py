@@ -1,4 +1,4 @@
-"""What the memory in a saved state has to be for a scheme and a model."""
+"""Checks that the memory in a saved state fits a scheme and a model."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def check_memory(
     """Raises CheckpointError unless every value fits the scheme and a parameter of the model.
 
     Args:
-        shapes: of the model's parameters, by name.
-        declared: what the scheme starts with, by key and name.
-        same_settings: the memory was saved by a scheme of the same settings, so that its shapes
-            are those declared.
+        shapes: shapes of the model's parameters, by name.
+        declared: initial values of the scheme, by key and name.
+        same_settings: whether the memory was saved by a scheme of the same settings, so that its
+            shapes are those of the initial values.
     """
     for key, values in memory.items():
         unknown = sorted(set(values) - set(shapes))
@@ -53,6 +53,7 @@ def check_memory(
                     f"load_state_dict: {key!r} of parameter {name!r} {error}; is the checkpoint "
                     f"another model's?"
                 )
+            # In float32, in which kernels compute: a larger float64 value is infinite there.
             if value.is_floating_point() and not bool(torch.isfinite(value.float()).all()):
                 raise CheckpointError(
                     f"load_state_dict: {key!r} of parameter {name!r} is not finite in float32; "
@@ -61,10 +62,13 @@ def check_memory(
 
 
 def _unlike(value: Tensor, first: Tensor, parameter: torch.Size, same_settings: bool) -> str | None:
-    """How a value differs from what it should be alike: the one that a scheme starts with."""
-    alike = value.is_floating_point() and first.is_floating_point()
-    if value.dtype != first.dtype and not alike:
+    """Returns how a value differs from ``first``, the scheme's initial one; None if it fits."""
+    # Another floating-point dtype is converted when it is read: a run may change its precision.
+    both_float = value.is_floating_point() and first.is_floating_point()
+    if value.dtype != first.dtype and not both_float:
         return f"is of {value.dtype}, not {first.dtype}"
+    # With other settings a value may have another shape (PowerSGD of another rank). The bounds
+    # refuse the values of damaged files, such as a factor of no rows or of 500.
     most = max(first.numel(), parameter.numel())
     other = value.shape != first.shape
     if other and (same_settings or not 0 < value.numel() <= most):
@@ -80,12 +84,13 @@ def check_complete(
     *,
     same_settings: bool,
 ) -> None:
-    """Raises CheckpointError where a state lacks memory that its scheme had.
+    """Raises CheckpointError if a state lacks memory that its scheme had.
 
-    With other settings (another rank of PowerSGD, say) a scheme may have kept less; but what moves
-    between ranks, as residuals do, every parameter has.
+    With other settings (another rank of PowerSGD, say) a scheme may have kept less. But residuals,
+    which move between ranks, exist for every parameter.
     """
-    several = any(isinstance(one, Choice) for one in walk(scheme))
+    # Except where a scheme chooses by parameter: other rules may give some of them no feedback.
+    several = any(isinstance(inside, Choice) for inside in walk(scheme))
     for key, values in declared.items():
         if not same_settings and (several or per_rank.get(key) != "sum"):
             continue

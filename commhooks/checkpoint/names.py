@@ -1,4 +1,4 @@
-"""Parameter names as in the model itself, whatever it is wrapped in."""
+"""Finds parameters' names in the model itself, without what wrappers add."""
 
 from __future__ import annotations
 
@@ -10,31 +10,33 @@ __all__ = ["plain_name", "plain_names", "renamed"]
 
 T = TypeVar("T")
 
-# What torch.compile, activation checkpointing and FSDP put between a module and its parameters.
+# The parts of names that torch.compile, activation checkpointing and FSDP add.
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
 def plain_name(name: str) -> str:
-    """``name`` without the parts that wrappers add; "module" is one only in front.
+    """Returns ``name`` without the parts that wrappers add; "module" counts only in front.
 
     Example:
         >>> plain_name("module._orig_mod.layers.0._checkpoint_wrapped_module.weight")
         'layers.0.weight'
     """
     parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    # DistributedDataParallel adds it in front. Further inside it may be a module of the user's.
     while len(parts) > 1 and parts[0] == "module":
         del parts[0]
     return ".".join(parts) or name
 
 
 def plain_names(names: Iterable[str]) -> dict[str, str]:
-    """The plain name of each; its own where two parameters have the same plain one."""
+    """Returns the plain name of each name, or the name itself if two plain names are equal."""
+    # Memory is keyed by these names: two parameters of one name would share a residual.
     plain = {name: plain_name(name) for name in names}
     times = Counter(plain.values())
     return {name: short if times[short] == 1 else name for name, short in plain.items()}
 
 
 def renamed(values: Mapping[str, T], find: Callable[[str], str]) -> dict[str, T]:
-    """``values`` by the names that ``find`` gives; as they were if two would get the same."""
-    found = {find(name): value for name, value in values.items()}
-    return found if len(found) == len(values) else dict(values)
+    """Renames ``values`` by ``find``, or returns them as they are if two names would be equal."""
+    by_new_name = {find(name): value for name, value in values.items()}
+    return by_new_name if len(by_new_name) == len(values) else dict(values)

@@ -1,7 +1,7 @@
-"""Schemes as dicts of plain values, which ``torch.load`` takes with its default ``weights_only``.
+"""Converts schemes to dicts of plain values, which ``torch.load`` takes by default, and back.
 
-A scheme comes back through its class's constructor, which checks its settings, and only if the
-class is known already: nothing in a file is imported or called.
+A scheme is rebuilt by the constructor of its class, which checks the settings, and only if the
+class is imported already: a file cannot make this module import or call anything else.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 from commhooks.core.scheme import Scheme
 from commhooks.errors import CheckpointError
+from commhooks.wrappers.per_parameter import Rule
 
 __all__ = ["from_plain", "to_plain"]
 
@@ -19,31 +20,34 @@ _CLASS, _SETTINGS = "class", "settings"
 
 
 def to_plain(value: Any) -> Any:
-    """A scheme, rule or setting in dicts, lists, numbers and strings.
+    """Converts a scheme, rule or setting to dicts, lists, numbers and strings.
 
-    What has no such form (a scheme's own objects) is left as it is.
+    Objects without such a form, which a user's scheme may have, are left as they are.
     """
     if is_dataclass(value) and not isinstance(value, type):
-        names = [one.name for one in fields(value) if one.init]
+        # The constructor computes the other fields.
+        names = [field.name for field in fields(value) if field.init]
         settings = {name: to_plain(getattr(value, name)) for name in names}
         return {_CLASS: _name(type(value)), _SETTINGS: settings}
     if isinstance(value, (list, tuple)):
-        return [to_plain(one) for one in value]
+        return [to_plain(item) for item in value]
     return value
 
 
 def from_plain(value: Any) -> Any:
-    """What ``to_plain`` was given; sequences are tuples.
+    """Returns what ``to_plain`` converted, with tuples for lists.
 
     Raises:
-        CheckpointError: of a class that is not imported, or of settings that it refuses.
+        CheckpointError: the class is not imported, or refuses the settings.
     """
+    # Tuples, since a scheme with a list in its settings has no hash.
     if isinstance(value, list):
-        return tuple(from_plain(one) for one in value)
+        return tuple(from_plain(item) for item in value)
     if not isinstance(value, Mapping):
         return value
     name, settings = value.get(_CLASS), value.get(_SETTINGS)
-    known = {_name(one): one for one in _classes()}
+    # Not only registered schemes: wrappers and users' classes as well.
+    known = {_name(kind): kind for kind in _classes()}
     name = _without_module(name) if isinstance(name, str) else name
     if name not in known or not isinstance(settings, Mapping):
         raise CheckpointError(
@@ -51,7 +55,7 @@ def from_plain(value: Any) -> Any:
             f"before the state is loaded"
         )
     try:
-        return known[name](**{str(key): from_plain(one) for key, one in settings.items()})
+        return known[name](**{str(key): from_plain(item) for key, item in settings.items()})
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"a saved scheme has settings that it refuses: {error}") from error
 
@@ -61,16 +65,15 @@ def _name(kind: type) -> str:
 
 
 def _without_module(name: str) -> str:
-    """The name of a class of this package without its file, which may change with a version."""
+    """Returns a class's name without its file, which may change, if it is of this package."""
     package, _, rest = name.partition(".")
     return f"{package}.{rest.rpartition('.')[2]}" if package == "commhooks" else name
 
 
 def _classes() -> Iterator[type]:
-    from commhooks.wrappers.per_parameter import Rule
-
-    found: list[type] = [Rule, Scheme]
-    while found:
-        kind = found.pop()
+    """Yields all classes of rules and schemes that are imported."""
+    to_visit: list[type] = [Rule, Scheme]
+    while to_visit:
+        kind = to_visit.pop()
         yield kind
-        found += kind.__subclasses__()
+        to_visit += kind.__subclasses__()

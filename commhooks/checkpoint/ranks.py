@@ -1,15 +1,17 @@
-"""The saved form of a hook's state: tensors, numbers and strings, by rank and parameter name.
+"""Distributes a saved state over ranks: tensors, numbers and strings, by rank and parameter.
+
+The form of a state:
 
 ``{"format", "version", "scheme", "structure", "step", "seed", "world_size", "layout", ...,
 "rank3": {"rank": 1, "global_rank": 3, "leader": 1, "checksum": "...", "arrival": [...],
 "memory": {"residual": {"layer.weight": Tensor}}}}``
 
-What differs between ranks stands under the rank's own key, so that a checkpoint format that merges
-equal keys of several ranks (torch.distributed.checkpoint) keeps all of it. The key is of the rank
-within the job: two groups of ranks (shards of a model) have different ones. ``layout`` has the
-names of the parameters of each bucket, ``bucket_bytes`` the sizes at which buckets were full (none
-where that is not known, or the buckets were not final yet), ``arrival`` the names of all parameters
-in the order in which gradients came (none where that is not known).
+Values that differ between ranks are under a key of the rank, so that a checkpoint format that
+merges equal keys of several ranks (torch.distributed.checkpoint) keeps all of them. The key has the
+rank within the job: two groups of ranks (shards of a model) have the same ranks within the group.
+``layout`` has the names of the parameters of each bucket, ``bucket_bytes`` the sizes at which
+buckets were full (empty if they are not known, or not final yet), ``arrival`` the names of all
+parameters in the order in which gradients came (empty if that is not known).
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ __all__ = [
 
 
 def structure(scheme: Scheme) -> str:
-    """The nesting of a scheme without its settings; a pending flush does not count."""
+    """Returns the nesting of a scheme without settings and without a pending flush."""
     name = type(scheme).__name__
     inner = [structure(child) for child in children(scheme)]
     if name == "FlushResidual":
@@ -55,26 +57,33 @@ def memory_for_rank(
     alone: bool = False,
     check: Callable[[MemoryDict], None] = lambda memory: None,
 ) -> tuple[dict[str, Any], MemoryDict]:
-    """The common fields and one rank's memory, from the saved states of one or of all ranks.
+    """Returns the common fields and one rank's memory, from the states of one or of all ranks.
 
-    On as many ranks as saved every rank gets back its own, by its rank within the hook's group. On
-    n ranks saved and m now, what is summed (residuals) goes from old rank i to new rank i modulo m,
-    added up and times m / n: their mean over ranks, which is what training applies, stays.
+    On the saved number of ranks every rank gets back its own memory, by its rank within the hook's
+    group. With n ranks saved and m ranks now, values that are summed (residuals) go from old rank i
+    to new rank i modulo m, are added up and multiplied by m / n: their mean over ranks, which is
+    what training applies, is preserved.
 
     Args:
-        per_rank: by key, what becomes of values that differ between ranks; see ``Scheme.per_rank``.
+        state: one state, a list of states, or states that were read.
+        rank: the rank within the hook's group.
+        world_size: the group's number of ranks.
+        per_rank: by key, what becomes of values that differ between ranks; see :func:`laws_of`.
         leader: the smallest global rank of the hook's group, for a state of several groups.
-        alone: ranks whose parts are missing owe nothing, else they are an error.
+        alone: counts missing parts as empty; False: a missing part is an error.
         check: called with each old rank's memory before it is used.
 
     Raises:
-        CheckpointError: not a hook state, of a newer version, incomplete, or of another rank.
+        CheckpointError: the state is not a hook state, is newer or incomplete, or is of another
+            rank.
     """
     saved = state if isinstance(state, Saved) else read(state)
     common, parts = saved.common, parts_of_group(saved.parts, leader)
     saved_size: int = common["world_size"]
     needed = needed_ranks(saved, rank, world_size, per_rank)
-    used = [parts[one] for one in sorted(parts) if one in needed]
+    # In rank order: sums have the same bits in whatever order the parts were given. ``needed`` may
+    # be a range of as many ranks as a damaged file says, so it is never listed.
+    used = [parts[old] for old in sorted(parts) if old in needed]
     missing = 0 if alone else len(needed) - len(used)
     if missing and saved_size == world_size:
         raise CheckpointError(
@@ -84,39 +93,41 @@ def memory_for_rank(
             f"load its own file"
         )
     if missing:
-        first = list(islice((one for one in needed if one not in parts), 8))
+        first = list(islice((old for old in needed if old not in parts), 8))
         raise CheckpointError(
             f"load_state_dict: saved on {saved_size} ranks, loaded on {world_size}: give "
             f"state_dict(gather=True), the list of all {saved_size} states, or from "
             f"torch.distributed.checkpoint use commhooks.load_dcp, so that no residual is lost; "
             f"missing: ranks {first}{' ...' if missing > len(first) else ''}"
         )
-    own = bool(used) or not needed
-    used = used or [next(iter(parts.values()))]  # what is the same on all ranks is in any
+    has_own = bool(used) or not needed
+    used = used or [next(iter(parts.values()))]  # values that are the same on all ranks are in any
     for part in used:
         check(part.memory)
     if saved_size == world_size:
         memory = used[0].memory
-        return common, {key: memory[key] for key in memory if own or key not in per_rank}
+        return common, {key: memory[key] for key in memory if has_own or key not in per_rank}
     return common, _merge(used, rank, saved_size, world_size, per_rank)
 
 
 def needed_ranks(
     saved: Saved, rank: int, world_size: int, per_rank: Mapping[str, str]
 ) -> Sequence[int]:
-    """The old ranks, within their group, whose parts a rank needs; none if any part will do."""
+    """Returns the old ranks in the group whose parts a rank needs; none if any part will do."""
+    # Only keys with values count: a scheme that keeps nothing loads the state of any rank.
     keys = {key for part in saved.parts for key, values in part.memory.items() if values}
     laws = {per_rank[key] for key in keys if key in per_rank}
     saved_size: int = saved.common["world_size"]
     if saved_size == world_size:
         return [rank] if laws else []
-    if "mean" in laws:
+    if "mean" in laws:  # every new rank gets the mean over all old ranks
         return range(saved_size)
     return range(rank, saved_size, world_size) if "sum" in laws else []
 
 
 def parts_of_group(parts: Sequence[Part], leader: int | None) -> dict[int, Part]:
-    """The parts of the group that has this leader, or of the only one, by rank within it."""
+    """Returns the parts of the group of ``leader``, or of the only group, by rank within it."""
+    # The leader of a single group is not compared: another job may place it on other ranks.
     leaders = sorted({part.leader for part in parts})
     if len(leaders) > 1 and leader not in leaders:
         raise CheckpointError(
@@ -139,6 +150,7 @@ def _merge(
     world_size: int,
     per_rank: Mapping[str, str],
 ) -> MemoryDict:
+    """Returns a new rank's memory from the parts of ranks of another number."""
     everyone = [part.memory for part in used]
     own = [part.memory for part in used if part.rank % world_size == rank]
     merged: MemoryDict = {}
@@ -150,11 +162,12 @@ def _merge(
             merged[key] = _added(key, everyone, 1.0 / saved_size)
         elif law is None:
             merged[key] = dict(next(memory[key] for memory in everyone if key in memory))
+        # "drop": the values cannot be combined (packed bytes), so the scheme begins with new ones.
     return merged
 
 
 def _added(key: str, memories: Sequence[MemoryDict], factor: float) -> dict[str, Tensor]:
-    """The sums of some ranks' values times ``factor``, by parameter."""
+    """Returns the sums of some ranks' values times ``factor``, by parameter."""
     totals: dict[str, Tensor] = {}
     for memory in memories:
         for name, value in memory.get(key, {}).items():
@@ -164,14 +177,14 @@ def _added(key: str, memories: Sequence[MemoryDict], factor: float) -> dict[str,
                     f"{tuple(value.shape)} on one rank and {tuple(totals[name].shape)} on "
                     f"another; are these states of one model?"
                 )
-            # Scaled first: the sum of finite values stays finite on fewer ranks.
+            # Scaled before the sum, which on fewer ranks could otherwise overflow.
             scaled = value * factor
             totals[name] = totals[name].add_(scaled) if name in totals else scaled
     return totals
 
 
 def laws_of(scheme: Scheme) -> dict[str, str]:
-    """What becomes of memory that differs between ranks, by key."""
-    laws = {RESIDUAL: "sum"}  # whatever runs now: it may be flushed
+    """Returns what becomes of memory that differs between ranks, by key: "sum", "mean", "drop"."""
+    laws = {RESIDUAL: "sum"}  # for any scheme: a residual may be flushed
     laws |= {slot.key: slot.resize for slot in slots_of(scheme) if slot.resize != "same"}
     return laws

@@ -1,4 +1,4 @@
-"""Tensors by key and parameter name, kept flat for the layouts in use."""
+"""Stores tensors by key and parameter name, flat for the layouts in use."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ Place = tuple[str, Layout]
 
 
 class FlatValues:
-    """Where the values of parameters lie: in one flat tensor per key and layout, or loose.
+    """Stores the values of parameters in one flat tensor per key and layout, or one by one.
 
-    A value lies in the newest layout that its parameter was put with. What other parameters of an
-    older layout held becomes loose, a tensor of its own, as are values that were loaded.
+    A value is in the newest layout that its parameter was put with. Values of an older layout's
+    other parameters become *loose*, separate tensors, as are values that were loaded.
 
     Args:
-        loose: by key, then parameter name.
+        loose: values by key, then parameter name.
 
     Attributes:
-        flat: the tensors in use; values are read from them, and replaced by :meth:`put`.
-        spare: tensors of earlier steps that nobody reads any more, free to be filled.
+        flat: the tensors in use, by key and layout; :meth:`put` replaces them.
+        spare: tensors of earlier steps that are not read any more and may be overwritten.
     """
 
     def __init__(self, loose: Mapping[str, Mapping[str, Tensor]] | None = None) -> None:
@@ -38,7 +38,7 @@ class FlatValues:
         return bool(self._where.get(key)) or bool(self._loose.get(key))
 
     def get(self, key: str, name: str) -> Tensor | None:
-        """The value of one parameter."""
+        """Returns the value of one parameter, or None; it may be a view of a flat tensor."""
         place = self._where.get(key, {}).get(name)
         if place is None:
             return self._loose.get(key, {}).get(name)
@@ -48,7 +48,8 @@ class FlatValues:
         return flat[begin : begin + layout.sizes[index]].view(layout.shapes[index])
 
     def items(self) -> Iterator[tuple[str, str, Tensor]]:
-        """All values as (key, parameter name, tensor), in order."""
+        """Yields all values as (key, parameter name, tensor), sorted."""
+        # Sorted: the order in which buckets came does not show in what is saved.
         for key in sorted({*self._where, *self._loose}):
             names = {**self._loose.get(key, {}), **self._where.get(key, {})}
             for name in sorted(names):
@@ -62,7 +63,8 @@ class FlatValues:
             self.flat[key, layout] = flat
             return
         where = self._where.setdefault(key, {})
-        # Older layouts that share a parameter lose it; what else they hold becomes loose.
+        # Older layouts that share a parameter are dissolved. A clone of each other value, since a
+        # view would keep the whole old tensor alive.
         old_layouts = {where[name][0] for name in layout.names if name in where}
         loose = self._loose.setdefault(key, {})
         for old in old_layouts:
@@ -78,7 +80,8 @@ class FlatValues:
         self.flat[key, layout] = flat
 
     def forget(self, key: str, layout: Layout, names: Collection[str]) -> None:
-        """Takes the values of some of a layout's parameters away; the others become loose."""
+        """Removes the values of some of a layout's parameters; the others become loose."""
+        # A flat tensor has a value for every parameter of its layout, so it cannot stay.
         for name in layout.names:
             value = self.get(key, name)
             if value is not None and name not in names:
@@ -87,21 +90,21 @@ class FlatValues:
         self._free(key, layout)
 
     def remove(self, key: str, layout: Layout) -> None:
-        """Takes the values of all of a layout's parameters away."""
+        """Removes the values of all of a layout's parameters."""
         self._free(key, layout)
         for name in layout.names:
             self._where.get(key, {}).pop(name, None)
             self._loose.get(key, {}).pop(name, None)
 
     def drop(self, key: str) -> None:
-        """Takes every value of ``key`` away."""
+        """Removes every value of ``key``."""
         for _, layout in [place for place in (*self.flat, *self.spare) if place[0] == key]:
             self._free(key, layout)
         self._where.pop(key, None)
         self._loose.pop(key, None)
 
     def nbytes(self) -> int:
-        """Bytes held, spare tensors included."""
+        """Returns the number of bytes held, spare tensors included."""
         loose = [value for values in self._loose.values() for value in values.values()]
         tensors = [*self.flat.values(), *self.spare.values(), *loose]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

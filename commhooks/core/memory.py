@@ -1,11 +1,11 @@
-"""What a scheme remembers between steps: tensors by parameter name, kept if the step was good.
+"""Keeps a scheme's tensors between steps, by parameter name.
 
-A scheme works on flat tensors, one per bucket; buckets come and go (DDP rebuilds them, a resumed
-job starts with others). So values are kept flat for the layout in use and found by parameter name
+A scheme works on flat tensors, one per bucket, but buckets change (DDP rebuilds them, a resumed job
+starts with others). So values are kept flat for the layout in use, and are found by parameter name
 when the layout changes.
 
-Writes of a step are staged. They take effect when every bucket of the step arrived finite, and are
-dropped otherwise, so one overflow leaves residuals and factors as they were.
+Writes of a step are staged. They take effect if every bucket of the step arrived finite, and are
+dropped otherwise, so an overflow leaves residuals and factors as they were.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Initial = Callable[[str, torch.Size], Tensor | None]
 
 
 class Memory:
-    """Tensors by key ("residual", "powersgd.q") and parameter name."""
+    """Holds tensors by key ("residual", "powersgd.q") and parameter name."""
 
     def __init__(self) -> None:
         self._kept = FlatValues()
@@ -43,10 +43,14 @@ class Memory:
         dtype: torch.dtype = torch.float32,
         initial: Initial | None = None,
     ) -> Tensor:
-        """The committed values of ``key`` for ``layout``, flat; do not write into it.
+        """Returns the committed values of ``key`` for ``layout``, flat; not to be written to.
 
         Args:
-            initial: makes the value of a parameter that has none of this shape; zero without it.
+            key: key of the values.
+            layout: parameters and shapes, in order.
+            device: device of the result.
+            dtype: dtype of values that are made here.
+            initial: returns the value of a parameter that has none of this shape; None: zeros.
         """
         flat = self._kept.flat.get((key, layout))
         if flat is not None and flat.device == device:
@@ -54,10 +58,12 @@ class Memory:
         flat = torch.zeros(layout.numel, device=device, dtype=dtype)
         for name, view in zip(layout.names, layout.views(flat), strict=True):
             old = self._kept.get(key, name)
+            # A value of another shape is of other settings; ``initial`` may still use it.
             if old is not None and old.shape == view.shape:
                 view.copy_(old)
             elif initial is not None and (first := initial(name, view.shape)) is not None:
                 view.copy_(first)
+        # Kept, although this is no commit: the values are the same, in the layout in use.
         self._kept.put(key, layout, flat)
         return flat
 
@@ -66,14 +72,15 @@ class Memory:
         return self._kept.has(key)
 
     def get(self, key: str, name: str) -> Tensor | None:
-        """The committed value of one parameter."""
+        """Returns the committed value of one parameter, or None."""
         return self._kept.get(key, name)
 
     def scratch(self, key: str, layout: Layout, like: Tensor) -> Tensor:
-        """A flat tensor to fill and then ``write``; the one the last commit freed, where it fits.
+        """Returns a flat tensor to fill and then ``write``: the one that the last commit freed.
 
-        Fresh pages cost the CPU more than the addition that fills them.
+        A new one if that does not fit.
         """
+        # New pages cost the CPU more than the addition that fills them.
         spare = self._kept.spare.pop((key, layout), None)
         if spare is not None and spare.device == like.device and spare.dtype == like.dtype:
             return spare
@@ -84,34 +91,38 @@ class Memory:
         self._staged[key, layout] = flat
 
     def note(self, key: str, layout: Layout, values: Tensor) -> None:
-        """Stages numbers on the host, which can be read without waiting for a GPU.
+        """Stages numbers on the host, which are read without waiting for a GPU.
 
-        On a GPU they are taken whatever the step was, as nobody waits to know that.
+        On a GPU they are committed even if the step was bad, since the host does not wait for the
+        verdict.
         """
         self._notes[key, layout] = values
 
     # ---- used by the engine
 
     def for_step(self) -> Memory:
-        """The same memory, with writes of its own that are taken or dropped together.
+        """Returns a memory with the same values and a separate staging area.
 
-        What an abandoned step still writes is therefore never another step's.
+        An exchange of an abandoned step that is still running cannot write into the next step.
         """
-        step = copy.copy(self)
+        step = copy.copy(self)  # shallow: committed values are shared
         step._staged, step._notes = {}, {}
         return step
 
     def commit(self, good: Tensor, left_alone: Collection[str] = ()) -> None:
-        """Ends a step: takes the staged writes if ``good`` (one bool), else drops them.
+        """Ends a step: commits the staged writes if ``good`` (one bool), else drops them.
 
         On CUDA the choice is made on the device, without waiting for it.
 
         Args:
-            left_alone: parameters that did not take part in the step; they keep what they had.
+            good: the verdict, a tensor of one bool.
+            left_alone: parameters that did not take part in the step; their values stay.
         """
         staged, self._staged = self._staged, {}
         notes, self._notes = self._notes, {}
         absent: dict[Place, list[str]] = {}
+        # Parameters that had no value have none afterwards. Zeros would count as a value, from
+        # which ACP-SGD and ``intsgd`` do not recover (docs/design/defects.md).
         if left_alone:
             absent = {
                 (key, layout): [
@@ -127,14 +138,16 @@ class Memory:
             }
         on_host = good.device.type == "cpu"
         if on_host and not good.item():
+            # The next step may fill these tensors, unless a scheme wrote what it had read.
             for place, flat in staged.items():
-                if flat is not None:
+                if flat is not None and not _shared(flat, self._kept.flat.get(place)):
                     self._kept.spare[place] = flat
             return
         for (key, layout), values in notes.items():
             self._kept.put(key, layout, values)
         for (key, layout), flat in staged.items():
-            if not on_host and flat is not None:  # something to keep, should the step be bad
+            # The device chooses later, so the old values have to be in this layout now.
+            if not on_host and flat is not None:
                 self.read(key, layout, device=flat.device, dtype=flat.dtype)
             old = self._kept.flat.get((key, layout))
             if not on_host and old is not None:
@@ -143,7 +156,8 @@ class Memory:
                 self._kept.remove(key, layout)
                 continue
             self._kept.put(key, layout, flat)
-            if on_host and old is not None and old is not flat and old.shape == flat.shape:
+            # On a GPU the caching allocator reuses what is freed.
+            if on_host and old is not None and old.shape == flat.shape and not _shared(flat, old):
                 self._kept.spare[key, layout] = old
             if new := absent.get((key, layout)):
                 self._kept.forget(key, layout, new)
@@ -151,20 +165,20 @@ class Memory:
     # ---- saving and loading
 
     def items(self) -> Iterator[tuple[str, str, Tensor]]:
-        """All committed values as (key, parameter name, tensor)."""
+        """Yields all committed values as (key, parameter name, tensor)."""
         return self._kept.items()
 
     def load(self, values: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Replaces everything by ``values``: key, then parameter name."""
+        """Replaces all values by ``values``: key, then parameter name."""
         self._kept = FlatValues(values)
         self._staged, self._notes = {}, {}
 
     def drop(self, key: str) -> None:
-        """Forgets every value of ``key``."""
+        """Removes every value of ``key``."""
         self._kept.drop(key)
 
     def nbytes(self) -> int:
-        """Bytes held, spare buffers included."""
+        """Returns the number of bytes held, spare buffers included."""
         return self._kept.nbytes()
 
     # ---- inside
@@ -172,10 +186,13 @@ class Memory:
     def _without(
         self, key: str, layout: Layout, flat: Tensor | None, left_alone: Collection[str]
     ) -> Tensor | None:
-        """Staged values, but for some parameters those of before; anything if there were none."""
+        """Returns staged values in which the parameters in ``left_alone`` have their old values.
+
+        Zeros stand for missing old values, which ``commit`` removes.
+        """
         if not any(name in left_alone for name in layout.names):
             return flat
-        if flat is None:  # all are removed, hence none of these
+        if flat is None:  # a removal (of a flushed residual): the others become zeros
             before = self._kept.flat.get((key, layout))
             if before is None:
                 return None
@@ -185,3 +202,10 @@ class Memory:
                 old = self._kept.get(key, name)
                 view.zero_() if old is None else view.copy_(old)
         return flat
+
+
+def _shared(flat: Tensor, other: Tensor | None) -> bool:
+    """Whether two tensors share their storage; ``Bucket.write`` stages views."""
+    if other is None:
+        return False
+    return flat.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

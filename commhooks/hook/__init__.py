@@ -1,4 +1,4 @@
-"""A scheme on a model: registration, steps, state, ledger."""
+"""Runs a scheme on a model: registration, steps, state and ledger."""
 
 from commhooks.hook.dcp import load_dcp
 from commhooks.hook.hook_function import as_hook, comm_hook

@@ -1,4 +1,4 @@
-"""What all ranks of a hook have to have in common, as the handshake compares it."""
+"""Lists the facts that all ranks of a hook must have in common, for the handshake."""
 
 from __future__ import annotations
 
@@ -25,26 +25,31 @@ _OWN = "its own"
 def facts_of(
     scheme: Scheme, engine: Engine, binding: Binding, loaded: SavedBuckets
 ) -> dict[str, Any]:
-    """What must be the same on all ranks, by the words in which a difference is told.
+    """Returns the facts that must be the same on all ranks, by the name used in messages.
+
+    Each of them decides which collectives a rank issues, or which bytes it sends: a difference
+    would otherwise be a hang, or gradients that differ between ranks.
 
     Args:
-        loaded: buckets of a loaded state that are still to come.
+        loaded: the buckets of a loaded state in which no step was taken yet.
     """
-    # A rank that a checkpoint of fewer ranks has left nothing to flush sends the same.
-    inside = without_flush(scheme)
+    # A pending flush is no difference: a rank without a residual exchanges the same.
+    registered = without_flush(scheme)
     return {
-        "scheme and options": describe(inside),
+        "scheme and options": describe(registered),
         "commhooks version": __version__,
         "torch version": str(torch.__version__),
         "seed": engine.seed,
         "step": engine.step,
+        # As a digest: the list may be as long as the model. The order of arrival may differ between
+        # ranks (rank 0's decides), but not whether there is one (docs/design/steps.md).
         "order of the saved buckets": digest(
             [loaded.layout, loaded.bucket_bytes, bool(loaded.arrival)], {}
         ),
         "world size": engine.world_size,
         "memory": _origin(engine, binding),
         "environment": [
-            fact for one in walk(scheme) for fact in one.environment(engine.world_size)
+            fact for inside in walk(scheme) for fact in inside.environment(engine.world_size)
         ],
         "parameters": [
             f"{name} {tuple(shape)} {dtype}" for name, shape, dtype, _ in binding.parameters
@@ -53,7 +58,7 @@ def facts_of(
 
 
 def need_own_memory(engine: Engine, binding: Binding) -> None:
-    """Raises CheckpointError where a pickled state came to other ranks than it was pickled on."""
+    """Raises CheckpointError if a pickled state is on another rank than it was pickled on."""
     whose = _origin(engine, binding)
     if whose != _OWN:
         raise CheckpointError(
@@ -64,9 +69,10 @@ def need_own_memory(engine: Engine, binding: Binding) -> None:
 
 
 def _origin(engine: Engine, binding: Binding) -> str:
-    """Whose memory an unpickled state holds, in words that are equal where all is well."""
+    """Returns whose memory an unpickled state holds, in words that are equal if all is well."""
     here = (engine.rank, engine.world_size)
     keys = {key for key, _, _ in engine.memory.items()}
+    # Memory that is the same on every rank may come from any of them.
     if binding.pickled_on in (None, here) or not keys & set(laws_of(engine.scheme)):
         return _OWN
     rank, world_size = binding.pickled_on

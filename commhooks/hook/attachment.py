@@ -1,4 +1,4 @@
-"""``AttachmentGuard``: raises at a forward pass where the registered hook would not run."""
+"""Defines ``AttachmentGuard``, which raises in a forward pass if the hook would not run."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ _IS_TRAINED = attrgetter("requires_grad")
 
 
 class AttachmentGuard:
-    """Forward pre-hook that raises where the registered hook would silently not run."""
+    """Raises, as a forward pre-hook, if the registered hook would not run."""
 
     def __init__(self, state: Running, ddp: DistributedDataParallel) -> None:
         self._state = state
+        # Weak: the module holds its pre-hooks, and no cycle should keep a model alive.
         self._ddp: weakref.ref[nn.Module] | None = weakref.ref(ddp)
         self._had_grad = _has_gradients(ddp)
         self._accumulates = False
@@ -35,6 +36,7 @@ class AttachmentGuard:
         """Whether ``module`` is the one the hook was registered on, in this process."""
         return self._ddp is not None and self._ddp() is module
 
+    # Not traced by torch.compile: it acts on state that changes from step to step.
     @torch._disable_dynamo(recursive=True)  # type: ignore[attr-defined]
     def __call__(self, module: nn.Module, inputs: Any) -> None:
         if not self.attached_to(module):
@@ -47,6 +49,7 @@ class AttachmentGuard:
             self._refuse_guessing(module)
             self._state.forward_begins()
             self._look_for_unfrozen()
+        # A hook that was called once is attached. Gradients from before ``register`` prove nothing.
         if self._state.calls or self._had_grad:
             return
         if not getattr(module, "require_backward_grad_sync", True):
@@ -58,6 +61,7 @@ class AttachmentGuard:
             )
 
     def _refuse_guessing(self, module: Any) -> None:
+        """Raises if the hook could not know which gradients torch's class writes."""
         joins = module._join_config.enable and module.find_unused_parameters
         if joins and self._state._engine.keeps_memory and not isinstance(module, CoreDDP):
             raise RegistrationError(
@@ -69,21 +73,24 @@ class AttachmentGuard:
             )
 
     def _look_for_unfrozen(self) -> None:
-        """Warns, once, if a parameter is trained that DistributedDataParallel does not know."""
+        """Warns once if a parameter is trained that DistributedDataParallel does not average."""
+        # In every forward pass, so without a loop in Python.
         if not any(map(_IS_TRAINED, self._not_reduced.values())):
             return
-        found = [name for name, one in self._not_reduced.items() if one.requires_grad]
-        listed = ", ".join(found[:3]) + (f" and {len(found) - 3} more" * (len(found) > 3))
+        names = [name for name, value in self._not_reduced.items() if value.requires_grad]
+        listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" * (len(names) > 3))
         self._not_reduced = {}
         warnings.warn(
             f"{listed} did not require a gradient when DistributedDataParallel was made, and "
             f"now does: it is in no bucket, so it is averaged by nobody and drifts apart "
-            f"between ranks. Wrap the module anew after unfreezing, or freeze after wrapping "
+            f"between ranks. Wrap the module again after unfreezing, or freeze after wrapping "
             f"(with find_unused_parameters=True)",
             RuntimeWarning,
             stacklevel=3,
         )
 
+    # A copy or a pickle does not know its module: ``attached_to`` is then False, as it should be,
+    # since the copied DistributedDataParallel has a reducer without the hook.
     def __getstate__(self) -> dict[str, Any]:
         return {"state": self._state}
 
@@ -95,6 +102,7 @@ class AttachmentGuard:
 
 def _has_gradients(ddp: Any) -> bool:
     """Whether a parameter that the hook averages has a gradient."""
+    # Delayed parameters, which are ignored, have gradients after every forward pass.
     ignored = ddp.parameters_to_ignore
     return any(
         parameter.grad is not None

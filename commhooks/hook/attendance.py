@@ -1,4 +1,4 @@
-"""``Attendance``: says, when all is over, that a hook was made and never called."""
+"""Defines ``Attendance``, which warns at the end if a hook was made and never called."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["Attendance"]
 
 
 class Attendance:
-    """What became of a hook's state; outlives it, to say so if it was made and never called.
+    """Counts the calls of a hook, and warns after the hook's state is gone if there were none.
 
     Attributes:
-        calls: buckets that came to the hook.
-        excused: it was asked for something else than to run.
+        calls: number of buckets that came to the hook.
+        excused: whether the state was used for something else than to run (saved, say).
     """
 
     def __init__(self) -> None:
@@ -32,27 +32,30 @@ class Attendance:
 
     def report_at_the_end_of(self, state: object, what: str) -> None:
         """Warns when ``state`` is dropped, or the interpreter ends, if it was never called."""
+        # A finalizer also runs at exit. It must not hold the state, which would never be dropped.
         weakref.finalize(state, self._end, what)
 
     def watch(self, state: object, model: DistributedDataParallel) -> None:
-        """Looks, until the hook is called, whether the model trains without it."""
+        """Watches, until the hook is called, whether the model trains without it."""
         self._knows_model = True
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         looks = partial(self._look, weakref.ref(state), weakref.ref(model))
-        # Two will do: gradients of a whole model would be many calls.
+        # The first and the last parameter: one alone may be unused, all would be many calls.
         for place, parameter in enumerate([*trained[:1], *trained[1:][-1:]]):
             self._handles.append(parameter.register_hook(partial(looks, place)))
 
     def dismiss(self) -> None:
-        """Nobody is told: the state need not run in a backward pass."""
+        """Turns the warning off: the state need not run in a backward pass."""
         self._knows_model, self.excused = False, True
         for handle in self._handles:
             handle.remove()
 
     def _look(self, state: Any, model: Any, place: int, _: Tensor) -> None:
-        """A gradient has come; a parameter's second one is of another backward pass."""
+        """Takes note of a gradient of a watched parameter."""
         ddp = model()
         others = [hook for hook in getattr(ddp, "_comm_hooks", ()) if hook[1] is not state()]
+        # Two backward passes without a call are training. In the first one the hook's call may
+        # still come, since a bucket is launched after its gradients.
         if not self.calls and not others and getattr(ddp, "require_backward_grad_sync", False):
             self._trained |= place in self._seen
             self._seen.add(place)
@@ -61,6 +64,8 @@ class Attendance:
                 handle.remove()
 
     def _end(self, what: str) -> None:
+        # With a model, training decides. Without, a state that was neither called nor used for
+        # anything else is suspicious only where there are other ranks to average with.
         if self.calls or (not self._trained if self._knows_model else self.excused):
             return
         if not self._knows_model and not _is_one_of_several():
@@ -78,6 +83,7 @@ class Attendance:
 
 def _is_one_of_several() -> bool:
     """Whether this process takes, or took, part in distributed training."""
+    # At exit the process group may be destroyed already; torchrun's variable is still there.
     if dist.is_available() and dist.is_initialized():
         return True
     return os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1")

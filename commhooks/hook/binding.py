@@ -1,4 +1,4 @@
-"""``Binding``: the model that a hook serves, and the ranks that it averages over."""
+"""Defines ``Binding``: the model that a hook serves and the ranks that it averages over."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ __all__ = ["Binding"]
 
 
 class Binding:
-    """Model, parameters and process group of one hook; each is settled once.
+    """Holds the model, the parameters and the process group of one hook.
 
     Args:
-        process_group: ranks to average over; the model's, or the default group.
+        process_group: ranks to average over; by default the model's, or the default group.
 
     Attributes:
-        parameters: of the model, by name.
-        static_graph: the model's setting.
-        pickled_on: rank and world size of a state that was unpickled; None for any other.
+        parameters: the model's parameters, by name.
+        static_graph: whether the model was made with ``static_graph=True``.
+        pickled_on: rank and world size on which an unpickled state was pickled; None for others.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
@@ -34,21 +34,22 @@ class Binding:
         self.static_graph = False
         self.pickled_on: tuple[int, int] | None = None
         self._process_group = process_group
-        self._follows_model = False  # the group is the model's
+        self._follows_model = False  # the group was taken from the model
+        # Weak: DistributedDataParallel holds the state, and no cycle should keep a model alive.
         self._model: weakref.ref[nn.Module] | None = None
 
     @property
     def model(self) -> Any:
-        """The model; None where it is not known, or no longer there."""
+        """Returns the model, or None if it is not known or was deleted."""
         return None if self._model is None else self._model()
 
     @property
     def knows_model(self) -> bool:
-        """Whether a model was adopted, be it still there or not."""
+        """Whether a model was adopted, even if it was deleted since."""
         return self._model is not None
 
     def adopt(self, model: nn.Module) -> None:
-        """Takes the parameter names, and the process group, of ``model``."""
+        """Takes the parameter names and the process group from ``model``."""
         known = self.model
         if known is not None and known is not model:
             raise RegistrationError(
@@ -62,15 +63,15 @@ class Binding:
             self._process_group, self._follows_model = model.process_group, True
 
     def forget_model(self) -> None:
-        """Lets the hook adopt another model."""
+        """Allows the hook to adopt another model."""
         self._model = None
 
     def find_model(self, state: object) -> nn.Module | None:
-        """The model on which ``state`` was registered, where none is known yet."""
+        """Returns the model on which ``state`` was registered, if none is known yet."""
         return None if self.parameters else find_owner(state)
 
     def group(self) -> dist.ProcessGroup:
-        """The ranks to average over."""
+        """Returns the process group to average over."""
         if self._process_group is not None:
             return self._process_group
         if not dist.is_initialized():
@@ -83,37 +84,38 @@ class Binding:
         return world
 
     def check_group(self) -> None:
-        """Raises where the model now averages over other ranks than the hook."""
+        """Raises if the model averages over another process group than the hook."""
         model = self.model
         if not self._follows_model or model is None or model.process_group is self._process_group:
             return
         raise RegistrationError(
             "the model now averages over another process group (_update_process_group), which "
             "the hook does not follow: its residuals and random draws belong to the ranks it "
-            "was registered with. Wrap the module anew, register a hook on it, and load this "
-            "one's state_dict"
+            "was registered with. Wrap the module again, register a hook on it, and load this "
+            "hook's state_dict"
         )
 
     def core_telling(self, state: object) -> CoreDDP | None:
-        """The model, if it is ``ddp_core``'s and tells ``state`` of its steps."""
+        """Returns the model if it is ``ddp_core``'s and reports its steps to ``state``."""
         model = self.model
         told = isinstance(model, CoreDDP) and model.reducer.launcher.tells(state)
         return model if told else None
 
     def devices(self) -> set[str]:
-        """Types of the devices that the model's parameters are on."""
+        """Returns the types of the devices that the model's parameters are on."""
         model = self.model
         return {parameter.device.type for parameter in model.parameters()} if model else set()
 
     def may_leave_alone(self, bucket: Any) -> bool:
-        """Whether a parameter's ``.grad`` tells what became of the average of its gradient."""
+        """Whether the reducer may leave ``.grad`` of an unused parameter unwritten."""
         model = self.model
         if isinstance(model, DistributedDataParallel):
             return bool(model.find_unused_parameters or model.static_graph)
-        # A hook that was made for the inner module, or ``replicate``: a reducer calls it all the
-        # same. Other hosts' parameters may never get a gradient.
+        # A hook that was made for the inner module, or for ``replicate``, is called by a reducer
+        # whose settings are not known. Other hosts (DiLoCo) exchange values of parameters that may
+        # have no gradient, so a missing ``.grad`` says nothing there.
         return isinstance(bucket, dist.GradBucket)  # type: ignore[attr-defined]
 
     def names(self, parameters: Iterable[Tensor]) -> list[str]:
-        """Names of those parameters that the model has."""
-        return [known for one in parameters if (known := self.parameters.name(one))]
+        """Returns the names of ``parameters``, without those that the model does not have."""
+        return [known for value in parameters if (known := self.parameters.name(value))]

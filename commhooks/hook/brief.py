@@ -1,4 +1,4 @@
-"""A scheme in a few words: its registered name, or its class with what is not as by default."""
+"""Describes a scheme in a few words, for people."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ __all__ = ["brief"]
 
 
 def brief(scheme: Scheme) -> str:
-    """A short name for people; ``describe`` has everything.
+    """Returns a registered name, or the class with the settings that are not the default.
+
+    ``describe`` has all settings.
 
     Example:
         >>> brief(make("int8"))
@@ -24,7 +26,8 @@ def brief(scheme: Scheme) -> str:
         try:
             if make(name) == scheme:
                 return name
-        except Exception:  # a user's that needs an option, say: printing must not fail
+        # A user's scheme may need an option, or raise anything: printing must not fail.
+        except Exception:
             continue
     return _shown(scheme)
 

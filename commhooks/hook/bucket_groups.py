@@ -1,4 +1,4 @@
-"""Bucket layouts that schemes profit from; only ddp_core's DistributedDataParallel offers them."""
+"""Groups parameters that may share a bucket; ``ddp_core.DistributedDataParallel`` takes them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ BucketLayout = Literal["scheme", "shape"] | BucketGroup
 
 
 def group_function(layout: BucketLayout, state: Running) -> BucketGroup:
-    """Parameters for which it gives different answers never share a bucket.
+    """Returns a function of name and parameter; different values never share a bucket.
 
     Args:
-        layout: "scheme": what the scheme treats alike; "shape": matrices of one shape, all
-            vectors together; or a function of name and parameter.
+        layout: "scheme": parameters that the scheme treats in the same way share a bucket;
+            "shape": matrices of one shape, all vectors together; or such a function.
 
     Raises:
-        OptionError: none of these.
+        OptionError: ``layout`` is none of these.
     """
     if layout == "scheme":
+        # The state, not its scheme: ``switch`` makes the model ask again. And the names that the
+        # scheme sees, without what wrappers add, since rules choose by name.
         names = state._parameters
         return lambda name, parameter: state.scheme.bucket_group(
             names.name(parameter) or name, parameter.shape, parameter.dtype
@@ -41,6 +43,7 @@ def group_function(layout: BucketLayout, state: Running) -> BucketGroup:
             f"register(layout=...) is 'scheme', 'shape' or a function of name and parameter, "
             f"got {layout!r}"
         )
+    # Here, before the hook is registered: DistributedDataParallel calls it in the next step.
     try:
         inspect.signature(layout).bind("name", None)
     except TypeError as error:
@@ -54,14 +57,16 @@ def group_function(layout: BucketLayout, state: Running) -> BucketGroup:
 
 
 def layout_facts(layout: BucketLayout | None, group: BucketGroup | None, model: nn.Module) -> Facts:
-    """What all ranks have to agree on: how it was asked for, and which parameters go together.
+    """Returns the facts about a layout that all ranks must have in common.
 
     Raises:
-        OptionError: the layout's function fails, or gives what cannot be compared.
+        OptionError: the layout's function fails, or its values cannot be compared.
     """
     if group is None:
         return {"layout": "none"}
     kind = layout if isinstance(layout, str) else "a function"
+    # Numbers in order of appearance: the values may be any objects, which need not compare equal
+    # between processes, and only which parameters go together matters.
     numbers: dict[Hashable, int] = {}
     listed = []
     for name, parameter in model.named_parameters():

@@ -1,7 +1,7 @@
-"""Holds a step's buckets back and exchanges their parameters in other groups.
+"""Holds a step's buckets and exchanges their parameters in other groups.
 
-For schemes that ask for one exchange a step, and for the first steps of a resumed run, whose
-buckets are not yet those that the run had when it was saved.
+Used for schemes that coalesce, and in the first steps of a resumed run on torch's class, whose
+buckets differ from the saved run's (``docs/design/steps.md``).
 """
 
 from __future__ import annotations
@@ -25,15 +25,18 @@ Names = tuple[str, ...]
 
 @dataclass(eq=False)
 class _Held:
-    """A bucket that waits for its group."""
+    """Holds a bucket that waits for the groups of its parameters."""
 
     index: int
     buffer: Tensor
     find_layout: FindLayout
     gate: torch.futures.Future[Tensor]
-    waits_for: int = 0  # groups that have some of its parameters
+    waits_for: int = 0  # number of groups that have some of its parameters
     error: Exception | None = None
 
+    # The error is raised here, in ``then``, and not set by ``Future.set_exception``, which only
+    # Python sees: torch's reducer would take the exception for the result. The gate completes with
+    # the bucket, since a CUDA future records events for the tensors that it completes with.
     def outcome(self, done: torch.futures.Future[Tensor]) -> Tensor:
         if self.error is not None:
             raise self.error
@@ -42,35 +45,31 @@ class _Held:
 
 @dataclass(eq=False)
 class Group:
-    """Parts of held buckets, of one dtype and device, which travel as one."""
+    """Exchanges parts of held buckets, of one dtype and device, as one tensor."""
 
     held: list[_Held]
-    names: Names | None = None  # its parameters in order; None: all, as they lie in the buckets
-    layouts: dict[Any, Layout] = field(default_factory=dict)  # that groups had before
+    names: Names | None = None  # parameters in order; None: all, in the order of the buckets
+    # Shared by all steps: a new ``Layout`` hashes all names, and memory is looked up by it.
+    layouts: dict[Any, Layout] = field(default_factory=dict)
 
     @property
     def index(self) -> int:
-        """The first bucket's index stands for the group's."""
+        """Returns the first bucket's index, which stands for the group in the ledger."""
         return self.held[0].index
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the gradients of the group."""
+        """Returns the number of bytes of the group's gradients."""
         return sum(piece.numel() * piece.element_size() for piece in self._pieces())
 
     @property
     def device(self) -> torch.device:
-        """Where the gradients are."""
+        """Returns the device of the gradients."""
         return self.held[0].buffer.device
 
-    @property
-    def is_sparse(self) -> bool:
-        """Whether it is one sparse gradient."""
-        return self.held[0].buffer.is_sparse
-
     def find_layout(self) -> Layout:
-        """Its parameters' names and shapes."""
-        parts = [one.find_layout() for one in self.held]
+        """Returns the names and shapes of the group's parameters."""
+        parts = [held.find_layout() for held in self.held]
         key = (self.names, *parts)
         if key not in self.layouts:
             shapes = {
@@ -83,45 +82,49 @@ class Group:
         return self.layouts[key]
 
     def _pieces(self) -> list[Tensor]:
-        """Views of the buckets' memory, in the group's order."""
+        """Returns views of the buckets' memory, in the group's order."""
         if self.names is None:
-            return [one.buffer for one in self.held]
+            return [held.buffer for held in self.held]
         views: dict[str, Tensor] = {}
-        for one in self.held:
-            layout = one.find_layout()
-            views |= zip(layout.names, one.buffer.split(layout.sizes), strict=True)
+        for held in self.held:
+            layout = held.find_layout()
+            # A layout counts a complex entry as two reals.
+            reals = 2 if held.buffer.is_complex() else 1
+            sizes = [size // reals for size in layout.sizes]
+            views |= zip(layout.names, held.buffer.split(sizes), strict=True)
         return [views[name] for name in self.names]
 
     def exchange(self, make: MakeExchange) -> Exchange:
-        """The exchange of all parts together; the result is copied back to the buckets."""
+        """Exchanges all parts together and copies the result back to the buckets."""
+        # One whole bucket needs no copy; a sparse one could not be split.
         if len(self.held) == 1 and self.names is None:
-            one = self.held[0]
-            mean = yield from make(one.buffer, one.find_layout)
-            if mean is not one.buffer:
-                one.buffer.copy_(mean)
+            held = self.held[0]
+            mean = yield from make(held.buffer, held.find_layout)
+            if mean is not held.buffer:
+                held.buffer.copy_(mean)
             return mean
         pieces = self._pieces()
         mean = yield from make(torch.cat(pieces), self.find_layout)
-        for piece, part in zip(pieces, mean.split([len(one) for one in pieces]), strict=True):
+        for piece, part in zip(pieces, mean.split([len(piece) for piece in pieces]), strict=True):
             piece.copy_(part)
         return mean
 
     def release(self, future: torch.futures.Future[Tensor]) -> None:
-        """Completes the buckets whose last group this is, once its future has completed."""
+        """Completes the buckets for which this group is the last; called with its future."""
         error: Exception | None = None
         try:
             future.value()
         except Exception as raised:
             error = raised
-        for one in self.held:
-            one.error = one.error or error
-            one.waits_for -= 1
-            if one.waits_for == 0:
-                one.gate.set_result(one.buffer)
+        for held in self.held:
+            held.error = held.error or error
+            held.waits_for -= 1
+            if held.waits_for == 0:
+                held.gate.set_result(held.buffer)
 
 
 class Coalescer:
-    """The buckets of the current step that wait."""
+    """Holds the buckets of the current step, and divides them into groups."""
 
     def __init__(self) -> None:
         self._held: list[_Held] = []
@@ -133,46 +136,48 @@ class Coalescer:
     def hold(
         self, index: int, buffer: Tensor, find_layout: FindLayout
     ) -> torch.futures.Future[Tensor]:
-        """Keeps a bucket back; its future completes with its group, or groups."""
+        """Holds a bucket; the future completes after the last group that has parts of it."""
         on_host = buffer.device.type == "cpu"
         gate: torch.futures.Future[Tensor] = (
             torch.futures.Future() if on_host else torch.futures.Future(devices=[buffer.device])
         )
-        one = _Held(index, buffer, find_layout, gate)
-        self._held.append(one)
-        return gate.then(one.outcome)
+        held = _Held(index, buffer, find_layout, gate)
+        self._held.append(held)
+        return gate.then(held.outcome)
 
     def abandon(self, reason: str) -> None:
-        """Lets the held buckets go with an error: nobody exchanges them any more."""
-        held, self._held = self._held, []
-        for one in held:
-            one.error = RuntimeError(reason)
-            one.gate.set_result(one.buffer)
+        """Completes the held buckets with an error, since they will not be exchanged."""
+        # Their futures may be waited for: without a result the next forward pass would hang.
+        buckets, self._held = self._held, []
+        for held in buckets:
+            held.error = RuntimeError(reason)
+            held.gate.set_result(held.buffer)
 
     def groups(self) -> list[Group]:
-        """The held buckets, to be exchanged now; sparse ones each by themselves."""
+        """Releases the held buckets, one group per dtype and device; a sparse bucket is a group."""
         kinds: dict[Any, list[_Held]] = {}
-        for one in self._held:
-            buffer = one.buffer
-            key = (buffer.dtype, buffer.device, one.index if buffer.is_sparse else None)
-            kinds.setdefault(key, []).append(one)
-        return self._let_go([Group(held, None, self._layouts) for held in kinds.values()])
+        for held in self._held:
+            buffer = held.buffer
+            key = (buffer.dtype, buffer.device, held.index if buffer.is_sparse else None)
+            kinds.setdefault(key, []).append(held)
+        return self._let_go([Group(members, None, self._layouts) for members in kinds.values()])
 
     def one_by_one(self) -> list[Group]:
-        """The held buckets, each a group of its own."""
-        return self._let_go([Group([one]) for one in self._held])
+        """Releases the held buckets, one group per bucket."""
+        return self._let_go([Group([held]) for held in self._held])
 
     def groups_like(self, wanted: Sequence[Names], *, merged: bool) -> list[Group] | None:
-        """The held parameters as they lay in these buckets.
+        """Releases the held buckets, with their parameters in the groups of earlier buckets.
 
-        None, and all stay held, if they are others, or such a bucket has several dtypes now.
+        Returns None, and holds the buckets, if the parameters are not the same, or if parameters of
+        an earlier bucket have several dtypes now.
 
         Args:
-            wanted: by bucket, names in order.
-            merged: buckets of one dtype and device make one group.
+            wanted: the names of each earlier bucket, in order.
+            merged: one group for all buckets of one dtype and device.
         """
-        dense = [one for one in self._held if not one.buffer.is_sparse]
-        owner = {name: one for one in dense for name in one.find_layout().names}
+        dense = [held for held in self._held if not held.buffer.is_sparse]
+        owner = {name: held for held in dense for name in held.find_layout().names}
         if sorted(owner) != sorted(name for names in wanted for name in names):
             return None
         groups = []
@@ -184,15 +189,17 @@ class Coalescer:
             key = kinds.pop() if merged else number
             buckets[key] = buckets.get(key, ()) + names
         for names in buckets.values():
-            held = list({id(owner[name]): owner[name] for name in names}.values())
-            whole = len(held) == 1 and held[0].find_layout().names == names
-            groups.append(Group(held, None if whole else names, self._layouts))
-        groups += [Group([one]) for one in self._held if one.buffer.is_sparse]
+            members = list({id(owner[name]): owner[name] for name in names}.values())
+            whole = len(members) == 1 and members[0].find_layout().names == names
+            groups.append(Group(members, None if whole else names, self._layouts))
+        groups += [Group([held]) for held in self._held if held.buffer.is_sparse]
         return self._let_go(groups)
 
     def _let_go(self, groups: list[Group]) -> list[Group]:
+        # All counts before the first exchange: a group that ends at once would otherwise complete a
+        # bucket whose other parameters are still to come.
         self._held = []
         for group in groups:
-            for one in group.held:
-                one.waits_for += 1
+            for held in group.held:
+                held.waits_for += 1
         return groups

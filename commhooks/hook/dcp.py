@@ -1,8 +1,8 @@
 """Loads a hook's state from ``torch.distributed.checkpoint``, on any number of ranks.
 
-``dcp.load({"hook": hook}, ...)`` reads what ``hook.state_dict()`` asks for: this rank's own part.
-On another number of ranks a rank needs parts of several, and their number and sizes stand in the
-checkpoint's metadata only, which no ``state_dict`` gets to see.
+``dcp.load({"hook": hook}, ...)`` reads the entries that ``hook.state_dict()`` has: this rank's own
+part. On another number of ranks a rank needs the parts of several ranks. Their number and sizes are
+in the checkpoint's metadata only, which ``state_dict`` does not see.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ def load_dcp(
 ) -> None:
     """Loads what ``dcp.save({"hook": hook, ...})`` saved, on any number of ranks.
 
-    All ranks of ``process_group`` call it. A rank reads its own part, or on another number of
-    ranks those whose residuals it takes over.
+    All ranks of ``process_group`` call it. A rank reads its own part or, on another number of
+    ranks, the parts whose residuals it takes over.
 
     Args:
         hook: a HookState, PowerSGDState or DiLoCo, registered as when it was saved.
         checkpoint: the folder, or a storage reader.
-        key: under which it was saved.
-        process_group: as for ``dcp.load``; the default group.
+        key: the key under which the hook was saved.
+        process_group: as for ``dcp.load``; by default the default group.
 
     Raises:
-        CheckpointError: nothing is saved under that key, or what is does not fit; see
+        CheckpointError: nothing is saved under ``key``, or the saved state does not fit; see
             :meth:`commhooks.HookState.load_state_dict`. Nothing was changed.
 
     Example:
@@ -70,6 +70,7 @@ def load_dcp(
     if not paths:
         there = sorted({name.partition(".")[0] for name in stored.state_dict_metadata})
         raise CheckpointError(f"load_dcp: nothing was saved under {key!r}, but under {there[:8]}")
+    # Plain values first: they say whose parts this rank needs, which may be few of many.
     tensors = [name for name in paths if hasattr(stored.state_dict_metadata[name], "chunks")]
     flat: dict[str, Any] = {name: "" for name in paths if name not in tensors}
     load(flat, storage_reader=reader, process_group=process_group)
@@ -80,19 +81,23 @@ def load_dcp(
         unwanted = rank_fields(state)
         try:
             unwanted -= needed_fields(hook, state, keys)
-        except CheckpointError as raised:  # once all ranks have read: `load` is a collective
+        except CheckpointError as raised:  # raised after the second ``load``, a collective
             error = raised
         flat = {name: value for name, value in flat.items() if paths[name][0] not in unwanted}
         tensors = [name for name in tensors if paths[name][0] not in unwanted]
+    # ``load`` reads in place, into tensors of the stored dtypes and shapes.
     values: dict[str, Any] = {name: _empty(stored.state_dict_metadata[name]) for name in tensors}
     load(values, storage_reader=reader, process_group=process_group)
     if error is not None:
         raise error
-    hook.load_state_dict(_nested({paths[name]: one for name, one in {**flat, **values}.items()}))
+    hook.load_state_dict(
+        _nested({paths[name]: value for name, value in {**flat, **values}.items()})
+    )
 
 
 def _paths(metadata: Any, key: str) -> dict[str, _Path]:
-    """Where in what was saved under ``key`` each entry of the checkpoint belongs."""
+    """Returns the path, below ``key``, of each entry of the checkpoint that was saved there."""
+    # The planner keeps the paths, since keys may have dots. A custom planner may keep none.
     planned = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
     paths = {}
     for name in metadata.state_dict_metadata:
@@ -107,7 +112,7 @@ def _empty(stored: Any) -> Tensor:
 
 
 def _nested(values: Mapping[_Path, Any]) -> dict[str, Any]:
-    """A value for each path, in dicts; in lists where a path has numbers."""
+    """Builds nested dicts from values by path; lists where the paths have numbers."""
     root: dict[Any, Any] = {}
     for path, value in values.items():
         place = root
@@ -121,9 +126,9 @@ def _nested(values: Mapping[_Path, Any]) -> dict[str, Any]:
 def _with_lists(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
-    inside = {step: _with_lists(one) for step, one in value.items()}
+    inside = {step: _with_lists(item) for step, item in value.items()}
     if inside and all(isinstance(step, int) for step in inside):
         return [inside[step] for step in sorted(inside)]
-    if "rank" in inside:  # empty memory leaves no trace in a checkpoint
+    if "rank" in inside:  # a rank's part: an empty dict leaves no entry in a checkpoint
         inside.setdefault("memory", {})
     return inside

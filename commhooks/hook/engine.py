@@ -1,6 +1,6 @@
-"""Runs a scheme over the buckets of each step, for one rank: step count, transactions.
+"""Runs a scheme over the buckets of each step, for one rank, and commits memory per step.
 
-Knows no process group and no DDP, so that simulated ranks and real ones share it.
+Knows no process group and no DDP, so that simulated ranks and real ranks share it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["Engine"]
 
 @dataclass(eq=False)
 class _Step:
-    """What is known of a step under way."""
+    """Holds the facts of a step under way."""
 
     memory: Memory
     launched: set[Hashable] = field(default_factory=set)
@@ -39,11 +39,11 @@ class _Step:
 
 
 class Engine:
-    """One rank's scheme, memory and step counter.
+    """Runs one rank's scheme, and holds its memory and step counter.
 
     A step is one synchronised backward pass. It opens with its first bucket, is closed by ``end``
-    (or by a bucket that is said to be the last), and is over when the exchange of its last bucket
-    is. Memory is committed then, if every bucket arrived finite everywhere.
+    (or by a bucket with ``is_last``), and is over when the exchange of its last bucket is. Then
+    memory is committed if every bucket arrived finite on every rank.
     """
 
     def __init__(self, scheme: Scheme, *, rank: int, world_size: int, seed: int = 0) -> None:
@@ -51,18 +51,19 @@ class Engine:
         self.seed = check_seed(seed)
         self.memory = Memory()
         self.step = 0
-        self.skipped = 0  # steps whose memory was left as it was
+        self.skipped = 0  # number of steps whose writes were dropped
+        # Backward's thread begins and ends steps, the lanes' thread finishes exchanges.
         self._lock = threading.Lock()
         self._open: _Step | None = None
 
     @property
     def scheme(self) -> Scheme:
-        """The scheme that runs; to be replaced between steps only."""
+        """Returns the scheme that runs; it is replaced between steps only."""
         return self._scheme
 
     @scheme.setter
     def scheme(self, scheme: Scheme) -> None:
-        # Asked for in every bucket, and put together from all wrappers.
+        # Used for every bucket, and computed from all wrappers: kept.
         self._scheme, self.traits = scheme, scheme.traits
         self.keeps_memory = bool(slots_of(scheme))
 
@@ -72,24 +73,25 @@ class Engine:
         return self._open is not None
 
     def begin_bucket(self, bucket: Hashable, *, is_last: bool = False) -> None:
-        """Counts a bucket in, before its exchange starts.
+        """Counts a bucket, before its exchange starts.
 
-        A bucket that was launched in this step already, or comes after the last one, belongs to
-        the next step: the open one was abandoned.
+        A bucket that was launched in this step already, or that comes after the last bucket,
+        belongs to the next step: the open step was abandoned.
 
         Args:
-            bucket: its number, or anything else that is different for each bucket of a step.
+            bucket: the bucket's number, or another key that is different for each bucket of a step.
             is_last: closes the step.
         """
         with self._lock:
             step = self._open
             if step is None or step.closed or bucket in step.launched:
+                # A staging area per step: exchanges of an abandoned step may still run and write.
                 step = self._open = _Step(self.memory.for_step())
             step.launched.add(bucket)
             step.closed = is_last
 
     def end(self, left_alone: Collection[str] = ()) -> None:
-        """Closes the open step: no more buckets come, and the gradients are where they belong.
+        """Closes the open step: all buckets have come, and the averages are in ``.grad``.
 
         Args:
             left_alone: names of parameters whose gradient was not replaced by the average, since
@@ -103,12 +105,12 @@ class Engine:
             self._settle(step)
 
     def abandon(self) -> None:
-        """Drops the open step, whose backward pass raised, with all it has written."""
+        """Drops the open step, whose backward pass raised, and all its writes."""
         with self._lock:
             self._open = None
 
     def bucket(self, gradient: Tensor, layout: Layout | Callable[[], Layout]) -> Bucket:
-        """What a scheme is given for one bucket of the current step."""
+        """Returns the ``Bucket`` that a scheme gets in the current step."""
         return Bucket(
             gradient,
             layout,
@@ -120,7 +122,7 @@ class Engine:
         )
 
     def step_info(self, dtype: torch.dtype, step: int) -> StepInfo:
-        """The rank in a step, for initial values of parameters of ``dtype``."""
+        """Returns the facts of a step for initial values of parameters of ``dtype``."""
         return StepInfo(
             memory=self.memory,
             step=step,
@@ -131,7 +133,7 @@ class Engine:
         )
 
     def exchange(self, grad: Tensor, find_layout: Layout | Callable[[], Layout]) -> Exchange:
-        """The exchange of one launched bucket; returns the tensor that replaces ``grad``."""
+        """Exchanges one launched bucket and returns the tensor that replaces ``grad``."""
         step, finite = self._open, None
         assert step is not None, "an exchange is launched before it runs"
         try:
@@ -146,17 +148,17 @@ class Engine:
                 mean = values = self._checked(result, grad)
                 finite = result.finite
             if self.keeps_memory:
-                # The same bits on every rank, so the verdict needs no message.
+                # The mean has the same bits on every rank, so the verdict needs no message.
                 step.finite.append(all_finite(values) if finite is None else finite)
             return mean
-        except BaseException:
+        except BaseException:  # also GeneratorExit, with which a driver closes an exchange
             step.failed = True
             raise
         finally:
             self._finish(step)
 
     def _checked(self, result: Result, grad: Tensor) -> Tensor:
-        """The mean in the gradient's shape and dtype, or a clear error."""
+        """Returns the mean in the gradient's shape and dtype, or raises SchemeError."""
         if not isinstance(result, Result):
             raise SchemeError(
                 f"{type(self.scheme).__name__}.exchange returns Result(mean, ...), "
@@ -175,7 +177,7 @@ class Engine:
     def _finish(self, step: _Step) -> None:
         with self._lock:
             step.finished += 1
-            if step is self._open:  # else it was abandoned and counts for nothing
+            if step is self._open:  # an abandoned step commits nothing
                 self._settle(step)
 
     def _settle(self, step: _Step) -> None:
@@ -185,6 +187,7 @@ class Engine:
         if step.finite and not step.failed:
             good = torch.stack(step.finite).all()
             step.memory.commit(good, step.left_alone)
+            # On a GPU the count would make the host wait for the device in every step.
             if good.device.type == "cpu" and not good.item():
                 self.skipped += 1
         self.step += 1
@@ -192,7 +195,7 @@ class Engine:
 
 
 def _exchange_sparse(grad: Tensor, scheme: Scheme) -> Exchange:
-    """Sparse gradients travel as they are: indices and values, summed."""
+    """Averages a sparse gradient as indices and values, uncompressed."""
     if not scheme.traits.averages:
         return grad
     result = yield AllReduce(grad)
@@ -200,10 +203,10 @@ def _exchange_sparse(grad: Tensor, scheme: Scheme) -> Exchange:
 
 
 def _exchange_complex(grad: Tensor, scheme: Scheme) -> Exchange:
-    """Complex gradients are averaged as pairs of reals, uncompressed."""
+    """Averages a complex gradient as pairs of reals, uncompressed."""
     if not scheme.traits.averages:
         return grad
     if not grad.is_complex():
         raise SchemeError(f"gradients are floating point or complex, got {grad.dtype}")
-    yield AllReduce(torch.view_as_real(grad))
+    yield AllReduce(torch.view_as_real(grad))  # in place, through the view
     return grad

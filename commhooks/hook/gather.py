@@ -1,4 +1,4 @@
-"""One state of all ranks: each sends what it saved to every other, or to one."""
+"""Gathers the states of all ranks into one, on every rank or on one rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from commhooks.hook.handshake import handshake
 
 __all__ = ["gather"]
 
-_MESSAGE = 1 << 26  # bytes that travel at once
+# Bytes per message. A rank then needs one buffer of this size besides the states, and not a second
+# copy of the largest residual on the device.
+_MESSAGE = 1 << 26
 _Spec = tuple[str, str, torch.dtype, torch.Size]  # key, parameter name
 
 
@@ -27,24 +29,26 @@ def gather(
     group: dist.ProcessGroup,
     to: int | None,
 ) -> dict[str, Any]:
-    """The states of all ranks of ``group`` as one, with tensors on the CPU; all ranks call it.
+    """Returns the states of all ranks of ``group`` as one, on the CPU; all ranks call it.
 
-    Small tensors share a message, large ones are cut; nothing is padded.
+    Small tensors share a message, large tensors are cut; nothing is padded.
 
     Args:
-        call: what was called, for messages.
-        state: what this rank saves, with one part; None if it cannot.
-        fault: why it cannot.
-        to: the only rank that gets the whole; the others get an empty dict.
+        call: the name of the public call, for messages.
+        state: this rank's state, with one part; None if this rank cannot save.
+        fault: the reason why it cannot.
+        to: the only rank that gets the gathered state; the others get an empty dict.
 
     Raises:
         MismatchError: the ranks are not at the same step, or some of them cannot save.
-        RegistrationError: none of them can.
+        RegistrationError: no rank can save.
     """
     common = {} if state is None else {k: v for k, v in state.items() if not isinstance(v, dict)}
+    # A fault takes part in the handshake instead of raising before it: the other ranks would wait.
     handshake(call, {"what keeps it from saving": fault, "to": to, **common}, group)
     if state is None:
         raise RegistrationError(f"{call}: {fault}")
+    # After the handshake all ranks have the same ``to``, so all raise.
     if to is not None and not (type(to) is int and 0 <= to < group.size()):
         raise ValueError(
             f"{call}: to=... is a rank of the hook's {group.size()}, or None for all, got {to!r}"
@@ -59,16 +63,18 @@ def gather(
     specs: list[_Spec] = [(key, name, value.dtype, value.shape) for key, name, value in tensors]
     about = (
         field,
-        {one: part[one] for one in part if one != "memory"},
-        list(part["memory"]),
+        {key: value for key, value in part.items() if key != "memory"},
+        list(part["memory"]),  # keys without values, which ``specs`` does not show
         specs,
     )
+    # Shapes as objects, values as bytes: pickling the tensors would hold all ranks' memory several
+    # times on every rank, also where only one rank wants it.
     everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, about, group=group)
     whole = dict(common)
     for source, (theirs, rest, keys, what) in enumerate(everyone):
         mine = [value for _, _, value in tensors] if source == group.rank() else None
-        arrived = _send(what, mine, source, to, group)
+        arrived = _send(what, mine, source, to, group)  # on every rank, in the same order
         if to not in (None, group.rank()):
             continue
         memory: dict[str, dict[str, Tensor]] = {key: {} for key in keys}
@@ -80,35 +86,42 @@ def gather(
 
 def _send(
     specs: Sequence[_Spec],
-    own: Sequence[Tensor] | None,
+    mine: Sequence[Tensor] | None,
     source: int,
     to: int | None,
     group: dist.ProcessGroup,
 ) -> list[Tensor]:
-    """One rank's tensors, on the ranks that are to have them; on the CPU."""
+    """Sends the tensors of rank ``source`` and returns them, on the CPU, where they are received.
+
+    Args:
+        specs: dtypes and shapes of the tensors.
+        mine: the tensors, on rank ``source``; None on the others.
+    """
+    # NCCL sends tensors of a GPU only, so a message goes through the group's device.
     rank, device = group.rank(), _get_object_coll_device(group)
-    receives = own is None and to in (None, rank)
+    receives = mine is None and to in (None, rank)
     flat: list[Tensor] = []
-    if own is not None:
-        flat = [as_bytes(value.detach()) for value in own]
-        values = [value.detach().cpu() for value in own]
+    if mine is not None:
+        # As bytes: tensors of different dtypes share a message, and no backend sees the dtype.
+        flat = [as_bytes(value.detach()) for value in mine]
+        values = [value.detach().cpu() for value in mine]
     elif receives:
         values = [torch.empty(shape, dtype=dtype) for _, _, dtype, shape in specs]
         flat = [value.view(-1).view(torch.uint8) for value in values]
     else:
         values = []
-    if to == source or not (receives or own is not None):
+    if to == source or not (receives or mine is not None):
         return values
     sizes = [dtype.itemsize * shape.numel() for _, _, dtype, shape in specs]
     for spans in _messages(sizes):
         total = sum(end - begin for _, begin, end in spans)
-        if own is not None:
+        if mine is not None:
             buffer = torch.cat([flat[index][begin:end].to(device) for index, begin, end in spans])
         else:
             buffer = torch.empty(total, dtype=torch.uint8, device=device)
         if to is None:
             dist.broadcast(buffer, group=group, group_src=source)
-        elif own is not None:
+        elif mine is not None:
             dist.send(buffer, group=group, group_dst=to)
         else:
             dist.recv(buffer, group=group, group_src=source)
@@ -120,7 +133,7 @@ def _send(
 
 
 def _messages(sizes: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
-    """Which bytes of which tensors travel together: (tensor, begin, end), in order."""
+    """Yields the messages, each a list of (tensor, begin, end) in bytes, in order."""
     spans: list[tuple[int, int, int]] = []
     room = _MESSAGE
     for index, size in enumerate(sizes):

@@ -1,4 +1,4 @@
-"""Compares across ranks what they are about to do: a mismatch is an error, not a hang."""
+"""Compares facts across ranks before a collective call: a mismatch is an error, not a hang."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from ddp_core import MismatchError, MissingRankError
 
 __all__ = ["MEETING", "handshake"]
 
-# The longest wait where all ranks come from a collective: DistributedDataParallel's constructor,
-# or the step before. A first step or a constructor may be the first meeting of slow starters.
+# The longest wait in calls that all ranks reach at nearly the same time, since they come from a
+# collective: ``register`` after DistributedDataParallel's constructor, ``switch`` after a step. In
+# other calls ranks may meet for the first time, and the group's timeout holds.
 MEETING = timedelta(minutes=5)
 
 
@@ -27,24 +28,26 @@ def handshake(
     """Raises on every rank if the ranks' ``facts`` differ; all ranks of ``group`` call it.
 
     Args:
-        call: what is being agreed on, for the message.
-        facts: by field; compared for equality.
+        call: the name of the public call, for the message.
+        facts: values by field, compared for equality.
         limit: longest wait for the other ranks; the group's timeout if that is less, or if None.
 
     Raises:
-        MismatchError: names the first field that differs and the ranks and values.
-        MissingRankError: names the ranks that did not come.
+        MismatchError: facts differ; names the first field, the ranks and the values.
+        MissingRankError: some ranks did not come; names them.
     """
+    # Before the gather: it names the missing ranks, and leaves no collective in the group.
     roll_call(call, group, limit)
     everyone: list[Any] = [None] * group.size()
     try:
         dist.all_gather_object(everyone, {"call": call, **facts}, group=group)
     except RuntimeError as error:
         raise MissingRankError(
-            f"{call}: not every rank came, or one ended since; all ranks call {call} alike, "
+            f"{call}: not every rank came, or one ended since; all ranks call {call}, "
             f"between two steps: {error}"
         ) from error
-    forget(group)
+    forget(group)  # after the gather, which no rank passes before all have read the keys
+    # ``call`` is the first field: of ranks in different calls, nothing else is compared.
     for field in dict.fromkeys(field for theirs in everyone for field in theirs):
         values = [theirs.get(field) for theirs in everyone]
         odd = [rank for rank, value in enumerate(values) if value != values[0]]
@@ -57,12 +60,12 @@ def _difference(field: str, values: list[Any], odd: int) -> str:
     ranks = [rank for rank, value in enumerate(values) if value != mine]
     if isinstance(mine, list) and isinstance(theirs, list):
         for position in range(max(len(mine), len(theirs))):
-            left = mine[position] if position < len(mine) else "nothing"
-            right = theirs[position] if position < len(theirs) else "nothing"
-            if left != right:
+            item = mine[position] if position < len(mine) else "nothing"
+            other = theirs[position] if position < len(theirs) else "nothing"
+            if item != other:
                 return (
-                    f"{field} differ between ranks at position {position}: rank 0 has {left}, "
-                    f"rank {odd} has {right} (ranks that differ from rank 0: {ranks})"
+                    f"{field} differ between ranks at position {position}: rank 0 has {item}, "
+                    f"rank {odd} has {other} (ranks that differ from rank 0: {ranks})"
                 )
     return (
         f"{field} differs between ranks: rank 0 has {mine!r}, rank {odd} has {theirs!r} "

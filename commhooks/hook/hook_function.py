@@ -1,4 +1,4 @@
-"""The one hook function of all schemes, and ``as_hook`` for hooks of one's own.
+"""Defines the hook function of all schemes, and ``as_hook`` for user-defined hooks.
 
 No ``from __future__ import annotations`` here: DistributedDataParallel compares the annotations of
 a hook with the classes themselves and refuses strings.
@@ -22,8 +22,9 @@ def comm_hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tens
         >>> ddp_model.register_comm_hook(HookState("bf16", ddp_model), comm_hook)
 
     Raises:
-        TypeError: ``state`` is something else.
+        TypeError: ``state`` is no HookState.
     """
+    # Only the look-up is tried: an AttributeError of the exchange itself is another mistake.
     try:
         start = state.start
     except AttributeError:
@@ -34,19 +35,20 @@ def comm_hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tens
     return start(bucket)  # type: ignore[no-any-return]
 
 
-# A checkpoint may hold the hook beside its state: by this name, and torch.load takes it.
+# A checkpoint may hold the hook next to its state. Pickles name a function by its module, so this
+# name stays the same when the file moves, and ``torch.load(..., weights_only=True)`` takes it.
 comm_hook.__module__ = "commhooks"
 torch.serialization.add_safe_globals([comm_hook])
 
 
 def as_hook(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A plain function that DistributedDataParallel accepts as hook, from any callable.
+    """Wraps any callable in a plain function that DistributedDataParallel accepts as a hook.
 
     DDP refuses partials, objects with ``__call__``, a second parameter not named ``bucket``, and
     annotations that are strings.
 
     Args:
-        function: called as ``function(state, bucket)``; returns a ``Future[Tensor]``.
+        function: is called as ``function(state, bucket)`` and returns a ``Future[Tensor]``.
 
     Raises:
         TypeError: ``function`` cannot be called with two positional arguments.
@@ -71,7 +73,8 @@ def as_hook(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         future = function(state, bucket)
-        if not isinstance(future, torch._C.Future):  # what C++ hands out is only this
+        # The base class: futures that come from C++ are no ``torch.futures.Future``.
+        if not isinstance(future, torch._C.Future):
             raise TypeError(
                 f"the communication hook {name} returns a torch.futures.Future[Tensor], "
                 f"got {type(future).__name__}"

@@ -1,4 +1,4 @@
-"""Counts what every collective moved and how long it took, and says it in words."""
+"""Counts the bytes and times of collectives, and reports them as a table or in words."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ COLUMNS = (
 
 
 class Ledger:
-    """Rows of the latest collectives, and totals since the start.
+    """Holds rows of the latest collectives, and totals since the start.
 
     Args:
-        history: rows kept for ``report``; older ones remain in the totals only.
+        history: number of rows kept for ``report``; older rows remain in the totals only.
 
     Raises:
-        ValueError: ``history`` is no whole number, or below 1.
+        ValueError: ``history`` is not a whole number, or is below 1.
     """
 
     def __init__(self, history: int = 100_000) -> None:
@@ -53,11 +53,11 @@ class Ledger:
 
     @property
     def history(self) -> int:
-        """Rows kept for ``report``."""
+        """Returns the number of rows kept for ``report``."""
         return self._rows.maxlen or 0
 
     def add(self, row: RoundRecord) -> None:
-        """Takes in one finished collective."""
+        """Adds the row of one finished collective."""
         self._rows.append(row)
         self.dense_bytes += row.dense_bytes
         self.payload_bytes += row.payload_bytes
@@ -65,29 +65,30 @@ class Ledger:
         self.dense_wire_bytes += row.dense_wire_bytes
 
     def launched_last(self, step: int, now: float) -> None:
-        """Marks when a step's last bucket was handed over: from here on, waiting is exposed."""
+        """Notes when a step's last bucket was launched: from then on, waiting is exposed."""
         self._backward_end[step] = now
         self.steps += 1
+        # Steps come in order, so the first key is the oldest. Without rows its time is of no use.
         oldest = self._rows[0].step if self._rows else step
         while (kept := next(iter(self._backward_end))) < oldest:
             del self._backward_end[kept]
 
     def report(self) -> pd.DataFrame:
-        """A row per step, bucket and round; times in seconds.
+        """Returns a row per step, bucket and round; times in seconds.
 
-        ``dense_bytes`` stands on a bucket's first round only, so that sums are right.
+        ``dense_bytes`` is given in a bucket's first round only, so that sums are right.
         ``wire_bytes`` is what one rank sends, by the formula of the collective, and
-        ``dense_wire_bytes`` what it would send in an all-reduce of the dense bytes: the two to
-        compare. ``payload_bytes``, what is handed to collectives, is sent not at all or several
-        times.
-        ``encode_s`` is the work before the collective, ``decode_s`` the work after the last one.
-        ``exposed_s`` is the part of a row's waiting and decoding that came after the step's last
-        bucket was launched and that no other row accounts for: backward did not hide it.
+        ``dense_wire_bytes`` what one rank would send in an all-reduce of the dense bytes: compare
+        these two. ``payload_bytes`` is what a rank hands to collectives, which send it several
+        times or, on one rank, not at all.
+        ``encode_s`` is the work before the collective, ``decode_s`` the work after the last
+        collective. ``exposed_s`` is the part of a row's waiting and decoding that backward did not
+        hide: it came after the step's last bucket was launched, and no other row accounts for it.
         """
         with needs("hook.report()", "pandas"):
             import pandas as pd
 
-        rows = list(self._rows)
+        rows = list(self._rows)  # at once: a thread may add rows, which ends a deque's iteration
         exposed = self._exposed(rows)
         table = [
             (
@@ -107,13 +108,19 @@ class Ledger:
             for row in rows
         ]
         frame = pd.DataFrame(table, columns=list(COLUMNS))
+        # Rows come in the order in which exchanges end.
         ordered: pd.DataFrame = frame.sort_values(
             ["step", "bucket", "round"], kind="stable", ignore_index=True
         )
         return ordered
 
     def _exposed(self, rows: Iterable[RoundRecord]) -> dict[int, float]:
-        """Seconds each row keeps its step waiting; overlapping waits are counted once."""
+        """Returns the seconds that each row keeps its step waiting, by ``id`` of the row.
+
+        Overlapping waits are counted once.
+        """
+        # By ``id``, since rows have no hash. In the order of their ends: each row is charged with
+        # the time since the end before it.
         exposed: dict[int, float] = {}
         covered: dict[int, float] = {}  # by step: up to when waiting is accounted for
         for row in sorted(rows, key=lambda row: (row.step, row.finished)):
@@ -127,7 +134,7 @@ class Ledger:
         return exposed
 
     def last_step(self) -> dict[str, float]:
-        """Sums over the latest step, of the columns with bytes and seconds."""
+        """Returns the sums over the latest step of the columns with bytes and seconds."""
         rows = self._latest(1)
         if not rows:
             return {}
@@ -143,25 +150,26 @@ class Ledger:
         return sums
 
     def _latest(self, steps: int) -> list[RoundRecord]:
-        """The rows of the latest ``steps`` steps that are kept; does not look at older ones."""
-        rows = list(self._rows)  # at once, a thread may add some
-        found: set[int] = set()
+        """Returns the rows of the latest ``steps`` steps that are kept."""
+        rows = list(self._rows)  # at once, see ``report``
+        seen: set[int] = set()
+        # From the end: ``add_scalars`` asks for one step of a long history in every step.
         for begin in range(len(rows), 0, -1):
-            found.add(rows[begin - 1].step)
-            if len(found) > steps:
+            seen.add(rows[begin - 1].step)
+            if len(seen) > steps:
                 return rows[begin:]
         return rows
 
     def summary(self, name: str, world_size: int, steps: int = 100, *, since: int = 0) -> Summary:
-        """Says in words what the latest ``steps`` steps sent, and how long backward waited.
+        """Describes in words what the latest ``steps`` steps sent, and how long backward waited.
 
         Steps that exchanged nothing do not count. A notebook shows the same as a table.
 
         Args:
-            name: of the scheme.
+            name: name of the scheme.
             world_size: number of ranks.
-            steps: so many at most; fewer if fewer are kept.
-            since: leaves out the steps before that one.
+            steps: number of steps, at most; fewer if fewer are kept.
+            since: leaves out the steps before this step.
 
         Example:
             >>> print(hook.summary())

@@ -1,4 +1,4 @@
-"""Finds the DistributedDataParallel in what the user holds, and the names of its parameters."""
+"""Finds a model's DistributedDataParallel, and names and describes its parameters."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ __all__ = [
 
 
 def find_ddp(model: object) -> DistributedDataParallel:
-    """``model`` itself, or the one DistributedDataParallel inside it.
+    """Returns ``model`` itself, or the DistributedDataParallel inside it.
 
     Raises:
-        RegistrationError: there is none, or more than one.
+        RegistrationError: there is no DistributedDataParallel, or more than one.
     """
     if isinstance(model, DistributedDataParallel):
         return model
@@ -71,9 +71,10 @@ def find_ddp(model: object) -> DistributedDataParallel:
 
 
 def find_owner(state: object) -> DistributedDataParallel | None:
-    """The DistributedDataParallel on which ``state`` was registered by ``register_comm_hook``.
+    """Returns the DistributedDataParallel on which ``state`` was registered, or None.
 
-    torch tells a hook its parameters but not its model. Looked up once, at the first bucket.
+    torch tells a hook its parameters but not its model. The look-up is made once, at the first
+    bucket.
     """
     for candidate in ddp_models():
         if any(registered is state for _, registered in candidate._comm_hooks):
@@ -82,11 +83,13 @@ def find_owner(state: object) -> DistributedDataParallel | None:
 
 
 def ddp_models() -> Iterator[DistributedDataParallel]:
-    """All there are in this process. By type: ``isinstance`` would run properties of strangers."""
+    """Yields all DistributedDataParallel modules of this process."""
     for candidate in gc.get_objects():
+        # By type: ``isinstance`` reads ``__class__``, which may be a property of any user's object.
         if not issubclass(type(candidate), DistributedDataParallel):
             continue
-        if hasattr(candidate, "module") and hasattr(candidate, "_comm_hooks"):  # is complete
+        # A module whose constructor raised, or has not ended, lacks them.
+        if hasattr(candidate, "module") and hasattr(candidate, "_comm_hooks"):
             yield candidate
 
 
@@ -105,12 +108,13 @@ def check_group(group: object) -> None:
 
 
 class Parameter(NamedTuple):
-    """One trained parameter, as it lies in DDP's buckets.
+    """Describes one parameter as it lies in DDP's buckets.
 
     Attributes:
-        shape: in memory order: channels-last weights have their channels last; a complex
-            parameter is one of pairs of reals.
-        order: which dimension of the parameter (``view_as_real`` of it) each one of ``shape`` is.
+        shape: sizes in memory order. Channels-last weights have their channels last; a complex
+            parameter has pairs of reals.
+        order: the parameter's dimensions (of ``view_as_real``, if it is complex) in the order of
+            ``shape``.
     """
 
     name: str
@@ -120,10 +124,10 @@ class Parameter(NamedTuple):
 
 
 class Parameters:
-    """The parameters that a model's gradients are averaged for, by name and by identity.
+    """Holds the parameters whose gradients are averaged, by name and by identity.
 
-    Names are those of the model itself (:func:`plain_name`). In DistributedDataParallel, the
-    parameters are those that required a gradient when it was made; elsewhere, that do now.
+    Names are those of the model itself (:func:`plain_name`). The parameters are those that required
+    a gradient when DistributedDataParallel was made or, in another module, that require one now.
 
     Args:
         model: DistributedDataParallel, whose prefix is left out of the names, or any module;
@@ -135,12 +139,14 @@ class Parameters:
         self._aliases = {} if model is None else _aliases(model, self._names)
         ignored = set() if model is None else _ignored(model)
         self._ignored = ignored | {plain_name(name) for name in ignored}
+        # By ``id``, which is valid as long as the model holds its parameters.
         self._by_id: dict[int, Parameter] = {}
         self._by_name: dict[str, Parameter] = {}
         self._layouts: dict[tuple[int, ...], Layout] = {}
+        # Frozen parameters too: a state may have memory of a layer that was frozen since.
         for _, parameter in [] if model is None else _named(model):
-            one = self._describe(parameter)
-            self._by_name[one.name] = one
+            described = self._describe(parameter)
+            self._by_name[described.name] = described
         for parameter in [] if model is None else _reduced(model):
             self._add(parameter)
 
@@ -150,10 +156,12 @@ class Parameters:
                 f"the hook got a gradient of shape {tuple(parameter.shape)} that is not of the "
                 f"model it was made for: one HookState serves one model; make another"
             )
-        one = self._describe(parameter)
-        self._by_id[id(parameter)] = self._by_name[one.name] = one
+        described = self._describe(parameter)
+        self._by_id[id(parameter)] = self._by_name[described.name] = described
 
     def _describe(self, parameter: Tensor) -> Parameter:
+        # A bucket holds gradients in the memory order of their parameters, and so do residuals,
+        # which are added to them: otherwise every step would permute the bucket.
         real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
         order = _memory_order(real)
         name = self._names[id(parameter)]
@@ -168,10 +176,7 @@ class Parameters:
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """Shapes, in memory order, by name; those of parameters that are frozen, too.
-
-        A state may hold memory of a layer that was frozen after it was saved.
-        """
+        """Returns the shapes in memory order, by name, of trained and of frozen parameters."""
         return {name: parameter.shape for name, parameter in self._by_name.items()}
 
     def __contains__(self, name: str) -> bool:
@@ -179,44 +184,48 @@ class Parameters:
         return name in self._by_name or name in self._ignored
 
     def name(self, parameter: Tensor) -> str | None:
-        """Its name; None if it is not of this model."""
+        """Returns the name of a parameter, or None if the parameter is not averaged here."""
         known = self._by_id.get(id(parameter))
         return None if known is None else known.name
 
     def layout(self, parameters: Sequence[Tensor]) -> Layout:
-        """Names and shapes of a bucket's parameters.
+        """Returns the names and shapes of a bucket's parameters.
 
         Raises:
-            RegistrationError: one is not of this model.
+            RegistrationError: a parameter is not of this model.
         """
+        # Kept: the same buckets come in every step, and a new ``Layout`` hashes all names.
         key = tuple(map(id, parameters))
         layout = self._layouts.get(key)
         if layout is None:
+            # Buckets hold what required a gradient when DistributedDataParallel was made. Within
+            # backward torch cannot be asked for that (``_reduced``), so some may be new here.
             for parameter in parameters:
                 if id(parameter) not in self._by_id:
                     self._add(parameter)
-            found = [self._by_id[i] for i in key]
-            layout = Layout([one.name for one in found], [one.shape for one in found])
+            known = [self._by_id[i] for i in key]
+            layout = Layout([value.name for value in known], [value.shape for value in known])
             self._layouts[key] = layout
         return layout
 
     def find(self, name: str) -> str:
-        """What a name is here that the model may have had in another wrapper, or by another way."""
+        """Returns the name here of a parameter that a state may have saved under another name."""
         if name in self._by_name:
             return name
         plain = self._aliases.get(plain_name(name), plain_name(name))
         return plain if plain in self._by_name else name
 
     def in_order(self, name: str, value: Tensor) -> Tensor:
-        """A view of ``value``, which lies in memory order, with the parameter's own dimensions."""
+        """Returns a view of ``value``, which is in memory order, in the parameter's dimensions."""
         order = self._order(name, value)
         return value.permute([order.index(dimension) for dimension in range(len(order))])
 
     def in_memory_order(self, name: str, value: Tensor) -> Tensor:
-        """A view of ``value``, which has the parameter's own dimensions, as it lies in buckets."""
+        """Returns a view of ``value``, which has the parameter's dimensions, in memory order."""
         return value.permute(self._order(name, value))
 
     def _order(self, name: str, value: Tensor) -> tuple[int, ...]:
+        # A loaded value may have any number of dimensions here; it is checked later.
         known = self._by_name.get(name)
         if known is None or value.dim() != len(known.order):
             return tuple(range(value.dim()))
@@ -224,9 +233,10 @@ class Parameters:
 
 
 def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The parameters that DistributedDataParallel does not ignore."""
+    """Returns the parameters that DistributedDataParallel does not ignore, by name."""
     ignored = _ignored(model)
-    return [(name, one) for name, one in _inner(model).named_parameters() if name not in ignored]
+    named = _inner(model).named_parameters()
+    return [(name, value) for name, value in named if name not in ignored]
 
 
 def _ignored(model: nn.Module) -> set[str]:
@@ -241,48 +251,53 @@ def _inner(model: nn.Module) -> nn.Module:
 def _names_by_id(model: nn.Module) -> dict[int, str]:
     named = _named(model)
     plain = plain_names(name for name, _ in named)
-    return {id(one): plain[name] for name, one in named}
+    return {id(value): plain[name] for name, value in named}
 
 
 def _aliases(model: nn.Module, names: Mapping[int, str]) -> dict[str, str]:
-    """The names of shared parameters by their other names."""
+    """Returns the names of shared parameters by their other names."""
     every = _inner(model).named_parameters(remove_duplicate=False)
-    pairs = [(plain_name(name), names[id(one)]) for name, one in every if id(one) in names]
+    pairs = [(plain_name(name), names[id(value)]) for name, value in every if id(value) in names]
     return {other: first for other, first in pairs if other != first}
 
 
 def _reduced(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters in the model's buckets, in the order of their names."""
-    named = [one for _, one in _named(model)]
-    trained = [one for one in named if one.requires_grad]
+    """Returns the parameters in the model's buckets, in the order of their names."""
+    # Not simply those that require a gradient: a layer may have been frozen, or set free, since
+    # DistributedDataParallel was made, and stays in its bucket, or in none.
+    named = [value for _, value in _named(model)]
+    trained = [value for value in named if value.requires_grad]
     if not isinstance(model, DistributedDataParallel):
         return trained
     reducer: Any = getattr(model, "reducer", None)
     if isinstance(model, CoreDDP) and reducer is not None:
-        reduced = {id(one.parameter) for one in reducer.parameters}
-        return [one for one in named if id(one) in reduced]
-    if torch._C._current_graph_task_id() >= 0:  # the reducer holds its lock while it calls a hook
+        reduced = {id(trainable.parameter) for trainable in reducer.parameters}
+        return [value for value in named if id(value) in reduced]
+    # The reducer holds its lock while it calls a hook: asking it within backward would never end.
+    if torch._C._current_graph_task_id() >= 0:
         return trained
     with contextlib.suppress(Exception):  # torch's class does not tell in every version and state
         if model._get_ddp_logging_data()["num_parameter_tensors"] != len(trained):
-            # Makes all gradients once, empty: only where parameters were frozen or set free since.
+            # Only where the counts differ: this allocates the memory of all gradients once.
             buckets = reducer._get_zeros_like_grad_buckets()
-            reduced = {id(one) for bucket in buckets for one in bucket.parameters()}
-            return [one for one in named if id(one) in reduced]
+            reduced = {id(value) for bucket in buckets for value in bucket.parameters()}
+            return [value for value in named if id(value) in reduced]
     return trained
 
 
 def not_reduced(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that are in no bucket, by name; those that are ignored left out."""
-    reduced = {id(one) for one in _reduced(model)}
-    return {name: one for name, one in _named(model) if id(one) not in reduced}
+    """Returns the parameters that are in no bucket, by name, without those that are ignored."""
+    reduced = {id(value) for value in _reduced(model)}
+    return {name: value for name, value in _named(model) if id(value) not in reduced}
 
 
 def _memory_order(tensor: Tensor) -> tuple[int, ...]:
-    """Its dimensions, outermost in memory first; as they are if it has gaps or overlaps."""
+    """Returns a tensor's dimensions, outermost in memory first; as they are if it has gaps."""
     dimensions = tuple(range(tensor.dim()))
     if tensor.layout != torch.strided or tensor.is_contiguous():
         return dimensions
+    # The sort is stable: dimensions of size 1, which may have any stride, keep their places where
+    # strides are equal. With gaps or overlaps a bucket is in row-major order, as in torch.
     strides = tensor.stride()
     order = tuple(sorted(dimensions, key=strides.__getitem__, reverse=True))
     return order if tensor.permute(order).is_contiguous() else dimensions

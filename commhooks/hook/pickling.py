@@ -1,4 +1,4 @@
-"""How a ``HookState`` is pickled: as plain values, which ``torch.load`` takes by default."""
+"""Pickles a ``HookState`` as plain values, which ``torch.load`` takes by default."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ __all__ = ["buckets_of", "check_pickled", "to_pickle"]
 
 
 def to_pickle(hook: Running) -> dict[str, Any]:
-    """What is pickled: all but the model, the process group and the ledger."""
+    """Returns the pickled form: everything except model, process group and ledger."""
     engine, hook._attendance.excused = hook._engine, True
     here = (engine.rank, engine.world_size)
     memory: MemoryDict = {}
     buckets = hook._continuation.saved(hook._binding.core_telling(hook))
+    # Copies: values are views of flat buffers, and a saved view brings the whole buffer along.
     for key, name, value in engine.memory.items():
         memory.setdefault(key, {})[name] = value.detach().clone()
     return {
@@ -38,16 +39,18 @@ def to_pickle(hook: Running) -> dict[str, Any]:
         "layout": [list(names) for names in buckets.layout],
         "bucket_bytes": list(buckets.bucket_bytes),
         "arrival": None if buckets.arrival is None else list(buckets.arrival),
+        # A state that is pickled again before it ran still has the memory of where it came from.
         "ranks": here if engine.world_size else hook._binding.pickled_on,
     }
 
 
 def check_pickled(saved: Any) -> Scheme:
-    """The scheme of a pickled state.
+    """Checks a pickled state and returns its scheme.
 
     Raises:
-        CheckpointError: damaged, or of a scheme that is not imported.
+        CheckpointError: the state is damaged, or its scheme is not imported.
     """
+    # A pickle has no checksum, so types and ranges are all there is to check.
     if not isinstance(saved, dict):
         raise CheckpointError("the pickled HookState is damaged: it is no dict")
     numbers = {"seed": (-(2**63), 2**63 - 1), "step": (0, MAX_STEP), "history": (1, 2**62)}
@@ -56,7 +59,7 @@ def check_pickled(saved: Any) -> Scheme:
             raise CheckpointError(f"the pickled HookState is damaged: its {field!r} is no number")
     ranks = saved.get("ranks")
     if ranks is not None and not (
-        isinstance(ranks, tuple) and len(ranks) == 2 and all(type(one) is int for one in ranks)
+        isinstance(ranks, tuple) and len(ranks) == 2 and all(type(rank) is int for rank in ranks)
     ):
         raise CheckpointError("the pickled HookState is damaged: its 'ranks' are no numbers")
     read_memory(saved.get("memory"), "memory", "the pickled HookState")
@@ -64,6 +67,7 @@ def check_pickled(saved: Any) -> Scheme:
     check_layout(layout, "the pickled HookState")
     check_layout([[] if arrival is None else arrival], "the pickled HookState")
     check_limits(limits, "the pickled HookState")
+    # A scheme that is no dataclass has no plain form, and is pickled as it is.
     scheme = saved.get("scheme")
     if not isinstance(scheme, Scheme):
         scheme = from_plain(scheme)
@@ -73,6 +77,7 @@ def check_pickled(saved: Any) -> Scheme:
 
 
 def buckets_of(saved: dict[str, Any]) -> SavedBuckets:
-    """What a pickled state says of the model's buckets."""
+    """Returns the buckets in a pickled state."""
+    # Defaults: states of earlier versions lack these fields.
     layout, limits = saved.get("layout", []), saved.get("bucket_bytes", [])
     return SavedBuckets(layout, limits, saved.get("arrival"))

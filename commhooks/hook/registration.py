@@ -1,4 +1,4 @@
-"""``register``: a scheme on a model in one call, checked so that it cannot silently not run."""
+"""Defines ``register``, which sets a scheme on a model and checks that the hook will run."""
 
 from __future__ import annotations
 
@@ -32,25 +32,28 @@ def register(
     history: int = 100_000,
     **options: Any,
 ) -> HookState:
-    """Registers a scheme on a DistributedDataParallel model; all ranks call it alike.
+    """Registers a scheme on a DistributedDataParallel model; all ranks call it.
+
+    All ranks pass equal arguments.
 
     Args:
         model: torch's DistributedDataParallel, or a module that holds exactly one.
         scheme: a name (:func:`commhooks.scheme_names`) or a scheme.
-        process_group: ranks to average over; the model's own by default.
+        process_group: ranks to average over; by default the model's.
         layout: which parameters may share a bucket, on ``ddp_core.DistributedDataParallel``:
-            "scheme" (those that the scheme treats alike), "shape" (matrices of one shape, all
-            vectors together), or a function of name and parameter; None: as usual.
+            "scheme" (those that the scheme treats in the same way), "shape" (matrices of one
+            shape, all vectors together), or a function of name and parameter; None: any.
         seed: base of the scheme's random draws, the same on every rank.
-        history: rows kept for ``report``, one per bucket and round; totals count all.
-        options: of the scheme, see :func:`commhooks.make`.
+        history: rows kept for ``report``, one per bucket and round; totals count all rows.
+        options: options of the scheme, see :func:`commhooks.make`.
 
     Returns:
-        The hook's state: switch, save, load and report through it.
+        The hook's state, which switches schemes, saves, loads and reports.
 
     Raises:
-        RegistrationError: not a DDP model, no process group, or a hook is registered already.
-        UnknownSchemeError, OptionError: wrong name or option; suggests the nearest.
+        RegistrationError: the model is not a DDP model or has a hook already, or there is no
+            process group.
+        UnknownSchemeError, OptionError: a name or an option is wrong; suggests the nearest.
         MismatchError: the ranks differ in scheme, options, versions or parameters, or
             (MissingRankError) some did not come within 5 minutes or the group's timeout.
 
@@ -76,10 +79,10 @@ def register(
             + (
                 "call its remove_comm_hook() first"
                 if isinstance(ddp, CoreDDP)
-                else "wrap the module anew to change it"
+                else "wrap the module again to change it"
             )
         )
-    own = None if layout is None else _own(ddp, "register(layout=...)")
+    core = None if layout is None else _core(ddp, "register(layout=...)")
     state = HookState(
         scheme, ddp, process_group=process_group, seed=seed, history=history, **options
     )
@@ -89,52 +92,56 @@ def register(
     }
     facts |= layout_facts(layout, group, ddp.module)
     facts |= {"trained before, with buckets that torch skips": _has_skipped(ddp)}
+    # torch's class cannot remove a hook, so nothing is registered before all ranks have agreed.
     state.agree("commhooks.register", facts, MEETING)
+    # After the handshake, which compares this fact: all ranks raise, or none does.
     if _has_skipped(ddp):
         raise RegistrationError(
             "register: this model was trained without a hook before, with "
             "skip_all_reduce_unused_params=True; torch's DistributedDataParallel fails at the next "
             "bucket that it skips, with any hook ('INTERNAL ASSERT FAILED'). Register before the "
-            "first step, wrap the module anew, or use ddp_core.DistributedDataParallel"
+            "first step, wrap the module again, or use ddp_core.DistributedDataParallel"
         )
     ddp.register_comm_hook(state, comm_hook)
-    if own is not None:
-        own.request_layout(group)
+    if core is not None:
+        core.request_layout(group)
     ddp.register_forward_pre_hook(AttachmentGuard(state, ddp))
     return state
 
 
 def unregister(model: nn.Module) -> None:
-    """Averages by a plain all-reduce again; all ranks call it alike, between two steps.
+    """Returns a model to the plain all-reduce; all ranks call it, between two steps.
 
-    What error feedback has held back is added to the next gradient first, so nothing is lost.
+    A residual of error feedback is added to the next gradient first, so nothing is lost.
 
     Args:
-        model: ``ddp_core.DistributedDataParallel`` (torch's cannot let go of a hook), or a module
+        model: ``ddp_core.DistributedDataParallel`` (torch's cannot remove a hook), or a module
             that holds exactly one.
 
     Raises:
-        RegistrationError: torch's DistributedDataParallel, or no hook of ours.
+        RegistrationError: the model is torch's DistributedDataParallel, or has no hook of
+            commhooks.
 
     Example:
         >>> commhooks.unregister(ddp_model)
     """
     ddp = find_ddp(model)
-    own = _own(ddp, "unregister")
-    state = own._comm_hooks[0][1] if own._comm_hooks else None
+    core = _core(ddp, "unregister")
+    state = core._comm_hooks[0][1] if core._comm_hooks else None
     if not isinstance(state, HookState):
         raise RegistrationError("unregister: no hook was registered by commhooks on this model")
     for key, guard in list(ddp._forward_pre_hooks.items()):
         if isinstance(guard, AttachmentGuard):
             del ddp._forward_pre_hooks[key]
     if keeps_residual(state.scheme):
+        # The hook runs one step more, which flushes the residual into the gradient.
         state.switch("none")
-        own.schedule_comm_hook(own.reducer.launcher.step + 1, None, None)
+        core.schedule_comm_hook(core.reducer.launcher.step + 1, None, None)
     else:
-        own.remove_comm_hook()
+        core.remove_comm_hook()
 
 
-def _own(ddp: DistributedDataParallel, call: str) -> CoreDDP:
+def _core(ddp: DistributedDataParallel, call: str) -> CoreDDP:
     if isinstance(ddp, CoreDDP):
         return ddp
     raise RegistrationError(
@@ -144,13 +151,15 @@ def _own(ddp: DistributedDataParallel, call: str) -> CoreDDP:
 
 
 def _has_skipped(ddp: DistributedDataParallel) -> bool:
-    """Whether torch would take a plain all-reduce's result for a hook's in a skipped bucket."""
+    """Whether torch would take the plain all-reduce's result of a skipped bucket for a hook's."""
     skips = not isinstance(ddp, CoreDDP) and getattr(ddp, "skip_all_reduce_unused_params", False)
-    return bool(skips) and any(ddp.reducer.get_backward_stats())  # when gradients last came
+    return bool(skips) and any(ddp.reducer.get_backward_stats())  # times of gradients
 
 
 def _drop_stale(ddp: DistributedDataParallel) -> None:
-    """Removes what a pickled or copied DDP brings along: a hook that its reducer does not have."""
+    """Removes the hook that a pickled or copied DDP lists but its reducer does not have."""
+    # A copy keeps ``_comm_hooks`` and the forward pre-hooks, but has a new reducer without a hook.
+    # torch has no way to ask the reducer; the guard of another module shows that this is a copy.
     guards = [
         (key, guard)
         for key, guard in ddp._forward_pre_hooks.items()

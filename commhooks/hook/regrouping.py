@@ -1,4 +1,4 @@
-"""``Regrouping``: which buckets a run has, and which those of a loaded state were."""
+"""Defines ``Regrouping``, which knows this run's buckets and those of a loaded state."""
 
 from __future__ import annotations
 
@@ -10,43 +10,45 @@ from commhooks.hook.step import Step
 
 __all__ = ["Regrouping"]
 
-# From which step of a process on torch's DistributedDataParallel has rebuilt its buckets.
+# The step of a process from which on torch's DistributedDataParallel has rebuilt its buckets.
 REBUILT_IN, STATIC_REBUILT_IN = 2, 3
 
 
 class Regrouping:
-    """Exchanges in a loaded state's buckets until DistributedDataParallel has rebuilt its own.
+    """Decides in which buckets to exchange until DistributedDataParallel has rebuilt its own.
 
     Attributes:
-        layout: parameters of each bucket of the last step.
-        wanted: the layout that a loaded state asks for, while it does.
+        layout: names of the parameters of each bucket; what a state saves.
+        wanted: the layout of a loaded state while the run exchanges in it, else empty.
     """
 
     def __init__(self) -> None:
         self.layout: list[Names] = []
         self.wanted: list[Names] = []
-        self._layout_of: list[Any] = []  # the buckets that had it
-        self._age = 0  # steps since this began, or has loaded a state
+        self._layout_of: list[Any] = []  # keys of the buckets that ``layout`` describes
+        self._age = 0  # steps since the start, or since a state was loaded
 
     def restore(self, layout: Sequence[Sequence[str]], *, regroups: bool) -> None:
-        """Takes the layout with which a state was saved.
+        """Takes the layout of a loaded state.
 
         Args:
-            regroups: False where the model lays out the saved buckets itself.
+            regroups: False if the model lays out the saved buckets itself.
         """
         self.layout = [tuple(names) for names in layout]
         self.wanted = self.layout if regroups else []
         self._age = 0
 
     def step_ended(self, step: Step, *, static_graph: bool) -> None:
-        """Takes down how a step was laid out."""
+        """Notes the layout of a step that has ended."""
         self._age += 1
         # torch rebuilds the buckets of a static graph a step later.
         rebuilt = self._age >= (STATIC_REBUILT_IN if static_graph else REBUILT_IN)
-        regrouped = None if rebuilt else step.regrouped  # in the next step, too
+        # A state has the layout of the next step, which is the loaded one while this run regroups.
+        regrouped = None if rebuilt else step.regrouped
+        # Layouts are looked up only if they may have changed: a look-up is work per parameter.
         if step.holds or self._age <= REBUILT_IN or step.buckets != self._layout_of:
-            own = [find_layout().names for find_layout in step.layouts]
-            self.layout = own if regrouped is None else regrouped
+            present = [find_layout().names for find_layout in step.layouts]
+            self.layout = present if regrouped is None else regrouped
             self._layout_of = step.buckets if regrouped is None else []
         if rebuilt:
             self.wanted = []

@@ -1,10 +1,11 @@
-"""Runs the buckets of each step, and knows where a step begins and ends.
+"""Runs the buckets of each step, and finds out where a step begins and ends.
 
-A step is one synchronised backward pass, and the autograd engine says when that is over: with the
-first bucket of a pass a callback is queued, which runs when all gradients have been computed; it
-queues another one, which runs when DistributedDataParallel has written the averages. Neither runs
-if backward raises. ``ddp_core`` says the same by name: ``no_more_buckets``, ``step_landed``,
+A step is one synchronised backward pass, and the autograd engine reports its end: the first bucket
+of a pass queues a callback, which runs when all gradients have been computed; that callback queues
+a second one, which runs when DistributedDataParallel has written the averages. Neither runs if
+backward raises. ``ddp_core`` reports the same by name: ``no_more_buckets``, ``step_landed``,
 ``step_abandoned``. Without a backward pass (join, local steps) the last bucket ends the step.
+See ``docs/design/steps.md``.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Runner:
     """Launches the buckets of one hook.
 
     Args:
-        engine, drivers, ledger, binding: of the hook.
+        engine, drivers, ledger, binding: the hook's parts.
     """
 
     def __init__(self, engine: Engine, drivers: Drivers, ledger: Ledger, binding: Binding) -> None:
@@ -48,9 +49,7 @@ class Runner:
         self.regrouping = Regrouping()
         self._coalescer = Coalescer()
         self._step: Step | None = None
-        self._threads: set[int] = set()  # which run forward and backward passes
-
-    # ---- what the hook calls
+        self._threads: set[int] = set()  # ids of those that run forward and backward passes
 
     def start(
         self,
@@ -60,11 +59,11 @@ class Runner:
         finds_unused: bool = False,
         told: bool = False,
     ) -> Future[Tensor]:
-        """Starts the exchange of one bucket, or keeps it until the step's last one has come.
+        """Starts the exchange of one bucket, or holds it until the step's last bucket has come.
 
         Args:
-            finds_unused: some parameters may be used by no rank; their gradient is left alone.
-            told: ``step_landed`` or ``step_abandoned`` will be called for this step.
+            finds_unused: whether gradients of parameters that no rank uses may stay unwritten.
+            told: whether ``step_landed`` or ``step_abandoned`` will be called for this step.
         """
         buffer: Tensor = bucket.buffer()
         step = self._enter(bucket, buffer, group)
@@ -77,7 +76,8 @@ class Runner:
             step.layouts.append(find_layout)
         if step.holds:
             future = self._coalescer.hold(bucket.index(), buffer, find_layout)
-            # In the first step of a static graph torch calls no bucket the last one.
+            # In a static graph's first step torch may mark no bucket as the last one, and waits
+            # inside backward for all of them.
             step.parameters += len(bucket.parameters())
             is_last = is_last or 0 < len(self._binding.parameters) <= step.parameters
         else:
@@ -97,49 +97,49 @@ class Runner:
         return future
 
     def no_more_buckets(self) -> None:
-        """All buckets of the step have come; what was held back travels now."""
+        """Starts the exchange of buckets that were held back; all buckets of the step have come."""
         step = self._step
         if step is None or step.complete:
             return
-        step.complete = True
+        step.complete = True  # a bucket that comes after this belongs to the next step
         if self._coalescer:
             self._exchange_held(step)
         self._ledger.launched_last(step.number, time.perf_counter())
 
     def step_landed(self, left_alone: Iterable[Tensor] = ()) -> None:
-        """The step is over: the averaged gradients are where they belong.
-
-        Args:
-            left_alone: parameters whose gradient stayed as it was, since no rank has used them.
-        """
+        """Ends the step: averages are in ``.grad``, except for the parameters in ``left_alone``."""
         step = self._step
         if step is None:
             return
-        names = {
-            name for one in left_alone if (name := self._binding.parameters.name(one)) is not None
-        }
+        # On a GPU the commit reads what exchanges wrote on the driver's stream, so it runs after
+        # them on that stream; the host waits for neither.
         with self._drivers.stream() if self._engine.keeps_memory else nullcontext():
-            self._engine.end(names)
+            self._engine.end(set(self._binding.names(left_alone)))
         self._close(step)
 
     def step_abandoned(self) -> None:
-        """The step's gradients will not land: its backward pass has raised."""
+        """Drops the step, whose backward pass has raised."""
         self._step = None
         self._engine.abandon()
         self._coalescer.abandon(ABANDONED)
 
     def forward_begins(self) -> None:
-        """A forward pass with gradients, which belongs to the next step."""
+        """Ends or drops the open step; a forward pass with gradients belongs to the next step."""
         self._threads.add(threading.get_ident())
         self.settle()
 
     def settle(self) -> None:
         """Ends or abandons a step whose backward pass is known to be over."""
+        # After a pass that raised autograd runs no callback: a step that is open now was abandoned.
         step = self._step
         if step is None or not step.passes or torch._C._current_graph_task_id() >= 0:
             return
+        # The engine's current pass is a fact of one thread: a thread that saves checkpoints sees
+        # none while another thread is in the middle of backward.
         if threading.get_ident() not in self._threads:
             return
+        # After an inner pass (activation checkpointing) no callback is left for the outer one.
+        # ``ddp_core`` reports the end itself, so there the outer pass has raised.
         if step.paused and not step.told:
             self.step_landed(left_alone(step))
         else:
@@ -151,11 +151,11 @@ class Runner:
         self.settle()
         return self._step is not None or self._engine.under_way
 
-    # ---- where a step begins and ends
-
     def _enter(self, bucket: Any, buffer: Tensor, group: dist.ProcessGroup) -> Step:
-        """The step that the bucket belongs to."""
+        """Returns the step that the bucket belongs to, and watches its backward pass."""
         key, step = key_of(bucket, buffer), self._step
+        # By identity, not by index or ``is_last``: all buckets of a static graph's first step have
+        # index 0, and a skipped bucket may be the last one.
         if step is not None and (step.complete or key in step.buckets):
             self.step_abandoned()
             step = None
@@ -166,20 +166,23 @@ class Runner:
         step.paused = False
         self._threads.add(threading.get_ident())
         this_pass = torch._C._current_graph_task_id()
+        # Once per pass, not per step: a reentrant pass runs its own callbacks at its own end.
         if this_pass >= 0 and this_pass not in step.passes:
             step.passes.add(this_pass)
             call_after_backward(partial(self._pass_ended, step))
         return step
 
     def _pass_ended(self, step: Step) -> None:
-        """All gradients of a backward pass have been computed."""
-        if step is not self._step:  # ddp_core has said so, or it was abandoned
+        """Handles the end of a backward pass, when all its gradients have been computed."""
+        if step is not self._step:  # ddp_core has ended it, or it was abandoned
             return
+        # After a reentrant pass the current node is the outer pass's: more buckets may come.
         nested = torch._C._current_autograd_node() is not None
         if nested and not step.complete:
             step.paused = True
             return
         self.no_more_buckets()
+        # Queued behind the callback in which DistributedDataParallel writes ``.grad``.
         call_after_backward(partial(self._landed, step))
 
     def _landed(self, step: Step) -> None:
@@ -190,14 +193,11 @@ class Runner:
         self._step = None
         self.regrouping.step_ended(step, static_graph=self._binding.static_graph)
 
-    # ---- exchanges
-
     def _exchange_held(self, step: Step) -> None:
-        groups, coalesces = None, self._engine.traits.coalesce
-        if self.regrouping.wanted:
-            groups = self._coalescer.groups_like(self.regrouping.wanted, merged=coalesces)
+        wanted, coalesces = self.regrouping.wanted, self._engine.traits.coalesce
+        groups = self._coalescer.groups_like(wanted, merged=coalesces) if wanted else None
         if groups is not None:
-            step.regrouped = self.regrouping.wanted
+            step.regrouped = wanted
         else:
             groups = self._coalescer.groups() if coalesces else self._coalescer.one_by_one()
         for position, group in enumerate(groups):
@@ -208,7 +208,7 @@ class Runner:
                 dense_bytes=group.nbytes,
                 device=group.device,
                 is_last=position == len(groups) - 1,
-            ).then(group.release)  # not add_done_callback, which does not wait for CUDA streams
+            ).then(group.release)  # add_done_callback would not wait for CUDA streams
 
     def _exchange(
         self,
@@ -221,8 +221,9 @@ class Runner:
         is_last: bool,
         note: Callable[[RoundRecord], None] | None = None,
     ) -> Future[Tensor]:
-        """Hands an exchange to the driver for its device; ``note`` is told of its rounds, too."""
-
+        """Hands an exchange to the driver for its device; ``note`` gets its ledger rows as well."""
+        # A new key, not the index, which two buckets of one step may share (static graphs). With
+        # ``ends_later`` ``step_landed`` commits: backward may raise after the last bucket.
         self._engine.begin_bucket(object(), is_last=is_last and not step.ends_later)
         task = Task(
             exchange,

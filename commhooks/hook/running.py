@@ -1,4 +1,4 @@
-"""``Running``: what a hook does while its model trains, and what ``ddp_core`` tells it."""
+"""Defines ``Running``: what a hook does while its model trains, and what ``ddp_core`` tells it."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ Future = torch.futures.Future
 
 
 class Running:
-    """A scheme on a model, from bucket to bucket; the base of :class:`commhooks.HookState`.
+    """Runs a scheme on a model, bucket by bucket; the base of :class:`commhooks.HookState`.
 
     Attributes:
-        ledger: rows of what was sent, see :class:`commhooks.hook.Ledger`.
+        ledger: bytes and times of what was sent, see :class:`commhooks.hook.Ledger`.
     """
 
     def _init(
@@ -44,6 +44,8 @@ class Running:
         history: int,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
+        # Not ``__init__``: an unpickled state comes here without it. The ranks are settled by
+        # ``_bind``, since a state may be made before the process group; 0 ranks means "not yet".
         self._engine = Engine(scheme, rank=-1, world_size=0, seed=seed)
         self.ledger = Ledger(history)
         self._binding = Binding(process_group)
@@ -56,25 +58,28 @@ class Running:
 
     @property
     def scheme(self) -> Scheme:
-        """The scheme that runs, wrappers included."""
+        """Returns the scheme that runs, wrappers included."""
         return self._engine.scheme
 
     @property
     def step(self) -> int:
-        """Synchronised backward passes so far."""
+        """Returns the number of synchronised backward passes so far."""
         return self._engine.step
 
     @property
     def calls(self) -> int:
-        """Buckets that came to the hook in this process."""
+        """Returns the number of buckets that came to the hook in this process."""
         return self._attendance.calls
 
     @property
     def bucket_cap_mb(self) -> float | None:
-        """The bucket size that a scheme asks of ``ddp_core``: large buckets for several rounds.
+        """Returns the bucket size for ``ddp_core``, or None for its default.
 
-        A small payload is soon sent, but each of its rounds waits for an answer.
+        Larger for several rounds: a small payload is sent quickly, but each round waits for an
+        answer.
         """
+        # PowerSGD at 1 Gbit/s is 6 % slower with ddp_core's 8 MiB than with 25; a single round is
+        # faster with 8 (docs/design/reducer.md).
         return 25 if self.scheme.traits.rounds > 1 else None
 
     @property
@@ -96,6 +101,7 @@ class Running:
                 "the hook was closed (HookState.close), but the model still trains with it; "
                 "wrap the model in a new DistributedDataParallel, or close after training"
             )
+        # A collective. Every rank comes here with its first bucket, before it exchanges anything.
         self._agree_after_load()
         self._attendance.calls += 1
         self._binding.check_group()
@@ -109,29 +115,31 @@ class Running:
     # ---- what ddp_core calls
 
     def no_more_buckets(self) -> None:
-        """Backward has ended: what was held back travels now."""
+        """Starts the exchange of buckets that were held back; backward has ended."""
         self._runner.no_more_buckets()
 
     def step_landed(self, left_alone: Iterable[Tensor] = ()) -> None:
-        """The step is over: the averaged gradients are where they belong.
+        """Ends the step: the averaged gradients are in ``.grad``.
 
         Args:
-            left_alone: parameters that no rank has used, whose gradient stayed as it was.
+            left_alone: parameters that no rank has used, whose gradient was not written.
         """
         self._runner.step_landed(left_alone)
 
     def step_abandoned(self) -> None:
-        """The step's backward pass has raised."""
+        """Drops the step, whose backward pass has raised."""
         self._runner.step_abandoned()
 
     def attached_to_model(self, model: nn.Module) -> None:
-        """The hook runs on this model from the next step on.
+        """Adopts the model on which the hook runs from the next step on.
 
-        A state that was loaded before then hands the model the saved buckets.
+        Hands the model the saved buckets of a state that was loaded before.
         """
         binding, continuation = self._binding, self._continuation
         known = binding.model
-        if known is None or (known is not model and not self._bound):  # no step was taken with it
+        # Until the ranks are settled no step was taken, so no memory is keyed by the known model,
+        # which is often the module inside this one.
+        if known is None or (known is not model and not self._bound):
             binding.forget_model()
             self._adopt(model)
             nothing_loaded = continuation.loaded == SavedBuckets()
@@ -140,11 +148,11 @@ class Running:
             self._take_up(continuation.loaded)
 
     def forward_begins(self) -> None:
-        """The model's forward pass begins; the guard that ``register`` adds calls it."""
+        """Ends or drops an open step; the guard of ``register`` calls it before each forward."""
         self._runner.forward_begins()
 
     def _take_up(self, buckets: SavedBuckets) -> None:
-        """Goes on with the buckets of a saved state."""
+        """Continues with the buckets of a saved state."""
         core = self._binding.core_telling(self)
         self._continuation.take_up(buckets, core, self._agree_after_load)
 
@@ -155,12 +163,13 @@ class Running:
         return self._engine.world_size > 0
 
     def _adopt(self, model: nn.Module) -> None:
-        """Takes the parameter names, and the process group, of ``model``."""
+        """Takes the parameter names and the process group from ``model``."""
         self._binding.adopt(model)
         warn_of_idle_rules(self.scheme, self._parameters)
 
     def _bind(self) -> None:
-        """Settles model and ranks; once, the same on all ranks."""
+        """Looks up the model and the ranks, until both are known."""
+        # Repeated while there is no model: a state may be asked for its rank before it has one.
         if self._bound and len(self._parameters):
             return
         self._binding.group()  # raises before anything is looked up
@@ -171,7 +180,7 @@ class Running:
         self._engine.rank, self._engine.world_size = group.rank(), group.size()
 
     def _facts(self, scheme: Scheme) -> dict[str, Any]:
-        """What must be the same on all ranks."""
+        """Returns the facts that must be the same on all ranks."""
         to_come = self._continuation.to_come(self._agreed)
         return facts_of(scheme, self._engine, self._binding, to_come)
 
@@ -182,10 +191,10 @@ class Running:
     def agree(
         self, call: str, also: Mapping[str, Any] | None = None, limit: timedelta | None = None
     ) -> None:
-        """Handshake with the other ranks, and the driver's groups; a collective.
+        """Compares facts with the other ranks and opens the driver's groups; a collective.
 
         Args:
-            also: what else must be the same on all ranks, by name.
+            also: further facts that must be the same on all ranks, by name.
             limit: longest wait for the other ranks; at most, and by default, the group's timeout.
         """
         self._bind()
@@ -193,7 +202,10 @@ class Running:
         self._drivers.check(devices)
         facts = {**(also or {}), **self._facts(self.scheme)}
         handshake(call, facts, self._binding.group(), limit)
+        # After the handshake, which compares the memory's origin: a pickled state on a wrong rank
+        # is then an error on all ranks, and not on one rank while the others wait.
         need_own_memory(self._engine, self._binding)
         self._agreed = self._continuation.handed_over = True
+        # On a GPU one group serves all rounds (``ddp_core.Drivers``): there are no lanes.
         if devices <= {"cpu"}:
             self._drivers.open_lanes(self._binding.group())

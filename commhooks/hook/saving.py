@@ -1,4 +1,4 @@
-"""How a ``HookState`` saves itself, and how it takes up a saved state: wholly, or not at all."""
+"""Saves a ``HookState``, and loads a saved state completely or not at all."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["Loaded", "needed_fields", "prepare", "save", "take_up"]
 
 
 class Loaded(NamedTuple):
-    """A state that was checked and waits to be taken up."""
+    """Holds a saved state that was checked and not applied yet."""
 
     scheme: Scheme
     memory: MemoryDict
@@ -35,18 +35,19 @@ class Loaded(NamedTuple):
 
 
 def save(hook: Running, gather: bool, to: int | None) -> dict[str, Any]:
-    """What ``HookState.state_dict`` returns."""
+    """Returns what ``HookState.state_dict`` returns."""
     if to is not None and not gather:
         raise ValueError(f"HookState.state_dict(to={to!r}): it goes with gather=True")
+    # A fault is not raised at once: with ``gather`` it takes part in the handshake of all ranks.
     fault, hook._attendance.excused = None, True
     if hook._runner.under_way:
         fault = "a step is under way; call it after it"
     if hook._binding.knows_model or dist.is_initialized():
         hook._bind()
     if gather and hook._engine.world_size > 1:
-        own = _own_state(hook) if fault is None else None
+        state = _own_state(hook) if fault is None else None
         return gather_states(
-            "HookState.state_dict(gather=True)", own, fault, hook._binding.group(), to
+            "HookState.state_dict(gather=True)", state, fault, hook._binding.group(), to
         )
     if fault is not None:
         raise RegistrationError(f"HookState.state_dict: {fault}")
@@ -57,7 +58,9 @@ def _own_state(hook: Running) -> dict[str, Any]:
     rank, global_rank, leader = _places(hook)
     memory = _saved_memory(hook)
     buckets = hook._continuation.saved(hook._binding.core_telling(hook))
-    scheme = without_flush(hook.scheme)  # some ranks may have nothing to flush
+    # A pending flush shows in the memory. The saved scheme has to be equal on all ranks, and to
+    # the scheme that the next run registers.
+    scheme = without_flush(hook.scheme)
     common = {
         "format": _checkpoint.FORMAT,
         "version": _checkpoint.VERSION,
@@ -82,29 +85,32 @@ def _own_state(hook: Running) -> dict[str, Any]:
 
 
 def _places(hook: Running) -> tuple[int, int, int]:
-    """Rank within the group, rank within the job, and the smallest of the group's."""
+    """Returns the rank within the group, the rank within the job, and the group's smallest rank."""
     rank = max(hook._engine.rank, 0)
     if not dist.is_initialized():
         return rank, rank, 0
     try:
         ranks = dist.get_process_group_ranks(hook._binding.group())
-    except (KeyError, ValueError, RuntimeError):  # a group that torch did not make
+    except (KeyError, ValueError, RuntimeError):  # torch.distributed does not know the group
         return rank, rank, 0
     return rank, ranks[rank], min(ranks)
 
 
 def _saved_memory(hook: Running) -> MemoryDict:
-    """All values by key and name, copied; also those that no step has touched yet."""
+    """Returns copies of all values by key and name, with initial ones where no step has been."""
+    # Initial values too: ``dcp.load`` reads only the tensors that the template from ``state_dict``
+    # has, and ``check_complete`` can then tell a lost value from an unused one.
     values = _declared(hook, hook.scheme, hook.step)
     for key, name, tensor in hook._engine.memory.items():
         values.setdefault(key, {})[name] = tensor.detach().clone()
+    # In the parameter's own dimensions: a run with another memory format may load it.
     for name, value in values.get(RESIDUAL, {}).items():
         values[RESIDUAL][name] = hook._parameters.in_order(name, value).contiguous()
     return values
 
 
 def _declared(hook: Running, scheme: Scheme, step: int) -> MemoryDict:
-    """The memory that a scheme begins with, by key and name, as it lies in buckets."""
+    """Returns the initial memory of a scheme by key and name, in the memory order of buckets."""
     values: MemoryDict = {}
     for name, shape, dtype, _ in hook._parameters:
         now = hook._engine.step_info(dtype, step)
@@ -127,14 +133,15 @@ def prepare(
     *,
     alone: bool = False,
 ) -> Loaded:
-    """Checks a saved state, and makes of it what this rank will continue from; changes nothing.
+    """Checks a saved state and selects this rank's share of it; changes nothing.
 
     Args:
-        alone: the state of one rank serves all; what is missing of others is nothing.
+        alone: accepts the state of one rank on all ranks; missing parts count as empty.
 
     Raises:
-        CheckpointError: foreign, newer, incomplete, damaged or mismatching.
-        RegistrationError: called in the middle of a step, or before there are ranks.
+        CheckpointError: the state is foreign, newer, incomplete, damaged or mismatching.
+        RegistrationError: the call is in the middle of a step, or before
+            ``init_process_group``.
     """
     if hook._runner.under_way:
         raise RegistrationError(f"{call}: a step is under way; load after it")
@@ -146,7 +153,7 @@ def prepare(
     hook._bind()
     engine, scheme = hook._engine, without_flush(hook.scheme)
     hook._attendance.excused = True
-    # The model may have been wrapped otherwise.
+    # A compiled or wrapped model has other names than the plain one.
     saved = read(state, "load_state_dict").renamed(hook._parameters.find)
     common = saved.common
     fits = common["structure"] == _checkpoint.structure(scheme)
@@ -158,10 +165,13 @@ def prepare(
     if not fits:
         saved = saved.with_keys([RESIDUAL])
     laws = laws_of(scheme)
+    # With the flush as well: states of earlier versions name it as a part of the scheme.
     same_settings = fits and common["scheme"] in (describe(scheme), describe(hook.scheme))
+    # At the state's step, not the hook's: schedules keep other tensors at other steps.
     declared = _declared(hook, scheme, common["step"])
 
     def check(memory: MemoryDict) -> None:
+        # Shapes are compared in memory order, as parameters lie in buckets.
         if RESIDUAL in memory:
             memory = {**memory, RESIDUAL: _in_memory_order(hook, memory[RESIDUAL])}
         keeper = scheme if keeps_residual(scheme) else FlushResidual(scheme)
@@ -174,37 +184,41 @@ def prepare(
     _, memory = _checkpoint.memory_for_rank(
         saved, engine.rank, engine.world_size, laws, leader=leader, alone=alone, check=check
     )
+    # Copies: the caller may go on to use the tensors, or hand the same state to another hook.
     memory = {
         key: {n: v.detach().clone() for n, v in values.items()} for key, values in memory.items()
     }
     if RESIDUAL in memory:
         memory[RESIDUAL] = _in_memory_order(hook, memory[RESIDUAL])
-        if not keeps_residual(scheme):  # on all ranks, also where this one has nothing to flush
+        # Also on a rank that has nothing to flush, so that all ranks run the same scheme.
+        if not keeps_residual(scheme):
             scheme = FlushResidual(scheme)
     layout, limits = common["layout"], common.get("bucket_bytes", [])
     parts = parts_of_group(saved.parts, leader)
-    arrival = parts[min(parts)].arrival  # rank 0's decides
+    # The order may differ between ranks; rank 0's decides, as in a run without a stop.
+    arrival = parts[min(parts)].arrival
     return Loaded(scheme, memory, common, SavedBuckets(layout, limits, arrival))
 
 
 def take_up(hook: Running, loaded: Loaded) -> None:
-    """Continues from a state that was checked."""
+    """Applies a state that was checked."""
     engine = hook._engine
     engine.scheme = loaded.scheme
     engine.memory.load(loaded.memory)
     engine.step, engine.seed = loaded.common["step"], loaded.common["seed"]
     hook._take_up(loaded.buckets)
     hook._binding.pickled_on = None
-    hook._agreed = False  # the ranks compare at the next step what each has loaded
+    hook._agreed = False  # the next step compares what the ranks have loaded
 
 
 def needed_fields(hook: Running, state: StateDict, keys: Collection[str]) -> set[str]:
-    """The ranks' fields of a state that this rank has to read, as seen without their memory.
+    """Returns the rank fields of a state that this rank has to read, before memory was read.
 
     Args:
-        keys: of the memory of every rank.
+        keys: the keys of memory that any rank has.
     """
     hook._bind()
+    # Which ranks are needed follows from the keys alone, so scalars stand in for the tensors.
     pretended = {key: {"": torch.zeros(())} for key in keys}
     parts = {field: state[field] for field in rank_fields(state)}
     seen = {
@@ -215,8 +229,9 @@ def needed_fields(hook: Running, state: StateDict, keys: Collection[str]) -> set
     group = parts_of_group(saved.parts, _places(hook)[2])
     engine = hook._engine
     needed = needed_ranks(saved, engine.rank, engine.world_size, laws_of(hook.scheme))
-    found = [part for rank, part in group.items() if rank in needed]
-    return {f"rank{part.global_rank}" for part in found or [next(iter(group.values()))]}
+    parts_needed = [part for rank, part in group.items() if rank in needed]
+    # If no part in particular is needed, any part has the values that all ranks share.
+    return {f"rank{part.global_rank}" for part in parts_needed or [next(iter(group.values()))]}
 
 
 def _in_memory_order(hook: Running, values: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""``HookState``: what ``register`` returns, and what users do with a hook."""
+"""Defines ``HookState``, the object that ``register`` returns and that users call."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ __all__ = ["HookState"]
 
 
 class HookState(Running):
-    """The state of one hook on one model; what ``register`` returns.
+    """Holds the state of one hook on one model; ``register`` returns it.
 
     Args:
         scheme: a scheme or a registered name.
-        model: the model (DistributedDataParallel or what it wraps) whose parameter names key the
-            memory. Without it, the model is looked up at the first bucket.
-        process_group: ranks to average over; the model's, or the default group.
+        model: the model (DistributedDataParallel or the module that it wraps) whose parameter names
+            key the memory. Without it, the hook looks the model up at the first bucket.
+        process_group: ranks to average over; by default the model's, or the default group.
         seed: base of all random draws; the same on every rank.
-        history: ledger rows kept for ``report``.
-        options: of the scheme, see :func:`commhooks.make`.
+        history: number of ledger rows kept for ``report``.
+        options: options of the scheme, see :func:`commhooks.make`.
 
     Example:
         >>> state = HookState(ErrorFeedback(PowerSGD(rank=4)), ddp_model)
@@ -60,7 +60,7 @@ class HookState(Running):
         if model is not None and not isinstance(model, nn.Module):
             raise TypeError(f"HookState(scheme, model): a module, got {type(model).__name__}")
         history = fitting("HookState", "history", history, int)
-        self._since = 0  # the step from which on this scheme runs
+        self._since = 0  # the first step of the current scheme
         self._init(make(scheme, **options), seed, history, process_group)
         self._attendance.report_at_the_end_of(self, f"HookState({describe(self.scheme)})")
         if model is not None:
@@ -68,34 +68,36 @@ class HookState(Running):
             if isinstance(model, DistributedDataParallel):
                 self._attendance.watch(self, model)
             else:
+                # Gradients of another module show nothing: its host (DiLoCo, local steps) may call
+                # the hook in some steps only, and outside of backward.
                 self._attendance.dismiss()
 
     @property
     def rank(self) -> int:
-        """This process's rank within the hook's process group."""
+        """Returns this process's rank within the hook's process group."""
         self._bind()
         return self._engine.rank
 
     @property
     def world_size(self) -> int:
-        """Number of ranks averaged over."""
+        """Returns the number of ranks that gradients are averaged over."""
         self._bind()
         return self._engine.world_size
 
     def switch(self, scheme: str | Scheme, **options: Any) -> None:
         """Runs another scheme from the next step on; all ranks call it, between two steps.
 
-        A residual stays if the new scheme has error feedback. Otherwise it is added to the next
-        gradient and forgotten, so nothing that was held back is lost.
+        The residual stays if the new scheme has error feedback. Otherwise it is added to the next
+        gradient and then dropped, so no unsent value is lost.
 
         Args:
             scheme: a name, or a scheme; ``"none"`` pauses compression.
-            options: see :func:`commhooks.make`.
+            options: options of the scheme, see :func:`commhooks.make`.
 
         Raises:
-            RegistrationError: called in the middle of a step.
+            RegistrationError: the call is in the middle of a step.
             MismatchError: the ranks do not switch to the same scheme, or (MissingRankError) not
-                all of them have called it within 5 minutes or the group's timeout.
+                all ranks have called ``switch`` within 5 minutes or the group's timeout.
         """
         if self._closed:
             raise RegistrationError("HookState.switch: the hook was closed; register another")
@@ -105,15 +107,20 @@ class HookState(Running):
                 f"HookState.switch: step {self.step} is under way; switch between two steps, "
                 f"after loss.backward() returned"
             )
+        # Before the first step the ranks have not met: the handshake of that step compares schemes.
         if self._agreed:
             handshake("HookState.switch", self._facts(built), self._binding.group(), MEETING)
         self._replace(built)
 
     def _replace(self, built: Scheme) -> None:
+        """Installs a scheme that all ranks have agreed on, and fits the memory to it."""
         memory = self._engine.memory
+        # A scheme that does not average sends nothing that a residual could be added to.
         if memory.has(RESIDUAL) and not keeps_residual(built) and built.traits.averages:
             built = FlushResidual(built)
         shapes = self._parameters.shapes
+        # ``load_state_dict`` would refuse a state with tensors of an unknown key. Known keys stay,
+        # whatever their shape: a slot may use a value of another (rows of a PowerSGD factor).
         for key in {key for key, _, _ in memory.items()}:
             values = [(name, value) for stored, name, value in memory.items() if stored == key]
             if key != RESIDUAL and any(
@@ -124,21 +131,22 @@ class HookState(Running):
         self._engine.scheme, self._since = built, self.step
         warn_of_idle_rules(built, self._parameters)
         self._drivers.ensure(built.traits.rounds)
+        # The new scheme may want other buckets: ``bucket_cap_mb``, or a layout by the scheme.
         if isinstance(self._binding.model, CoreDDP):
             self._binding.model.refresh_layout()
 
     def report(self) -> pd.DataFrame:
-        """A row per step, bucket and round; see :meth:`commhooks.hook.Ledger.report`."""
+        """Returns a row per step, bucket and round; see :meth:`commhooks.hook.Ledger.report`."""
         return self.ledger.report()
 
     def summary(self, steps: int = 100) -> str:
-        """Says in words what this scheme's latest steps sent; see :meth:`Ledger.summary`."""
+        """Describes in words what this scheme's latest steps sent; see :meth:`Ledger.summary`."""
         name = brief(without_flush(self.scheme))
         world_size = max(self._engine.world_size, 1)
         return self.ledger.summary(name, world_size, steps, since=self._since)
 
     def add_scalars(self, writer: Any, prefix: str = "commhooks") -> None:
-        """Writes the latest step's sums to a TensorBoard ``SummaryWriter``; cheap enough a step."""
+        """Writes the latest step's sums to a TensorBoard ``SummaryWriter``."""
         for name, value in self.ledger.last_step().items():
             writer.add_scalar(f"{prefix}/{name}", value, self.step)
         writer.add_scalar(f"{prefix}/memory_bytes", self._engine.memory.nbytes(), self.step)
@@ -146,11 +154,11 @@ class HookState(Running):
 
     @property
     def skipped_steps(self) -> int:
-        """Steps whose non-finite gradient left the memory as it was (counted on the CPU)."""
+        """Returns the number of steps dropped for non-finite gradients; counted on the CPU only."""
         return self._engine.skipped
 
     def residual(self, name: str) -> Tensor | None:
-        """What this rank has not sent yet of one parameter; None if the scheme keeps none.
+        """Returns the residual of one parameter on this rank, or None if the scheme keeps none.
 
         Raises:
             ValueError: the model has no parameter of this name.
@@ -161,6 +169,7 @@ class HookState(Running):
         if len(self._parameters) and name not in self._parameters:
             raise ValueError(f"HookState.residual: the model has no parameter {name!r}")
         value = self._engine.memory.get(RESIDUAL, name)
+        # A copy: the tensor in memory is a view of the flat buffer that later steps overwrite.
         return None if value is None else self._parameters.in_order(name, value).clone()
 
     def close(self) -> None:
@@ -169,21 +178,21 @@ class HookState(Running):
         self._drivers.close()
 
     def __repr__(self) -> str:
+        # A state that was made only to be looked at need not be registered: no warning at the end.
         self._attendance.excused = True
         return f"HookState({brief(self.scheme)}, step={self.step})"
 
-    # ---- checkpoint
-
     def state_dict(self, *, gather: bool = False, to: int | None = None) -> dict[str, Any]:
-        """Copies of tensors, numbers and strings to continue from: this rank's, or all ranks'.
+        """Returns copies of the tensors, numbers and strings that a later run continues from.
 
         Args:
-            gather: one state of all ranks, on the CPU, the same on every rank; all of them call
-                it, after the same step. Without it every rank saves its own.
-            to: with ``gather``, the only rank of the hook's that gets it; others get an empty dict.
+            gather: returns one state of all ranks, on the CPU, the same on every rank; all ranks
+                call this method, after the same step. False: every rank saves its own state.
+            to: with ``gather``, the only rank of the hook's group that gets the state; the others
+                get an empty dict.
 
         Raises:
-            RegistrationError: called in the middle of a step.
+            RegistrationError: the call is in the middle of a step.
             MismatchError: with ``gather``, the ranks are not at the same step.
         """
         return saving.save(self, gather, to)
@@ -191,25 +200,28 @@ class HookState(Running):
     def load_state_dict(
         self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, strict: bool = True
     ) -> None:
-        """Continues from a saved state, as if there had been no stop.
+        """Continues from a saved state, as if the run had not stopped.
 
         Args:
-            state: a gathered one, on any number of ranks; this rank's own; or the list of all
-                ranks' states. Where a scheme keeps nothing that differs between ranks, any rank's.
-            strict: refuse a state of another scheme, or one that lacks memory. Otherwise keep what
-                fits: the residual always does, for it is flushed where the scheme keeps none.
+            state: a gathered state, on any number of ranks; this rank's own; or the list of all
+                ranks' states. If the scheme keeps nothing that differs between ranks, the state of
+                any rank.
+            strict: refuses a state of another scheme, or a state that lacks memory. False: keeps
+                what fits. The residual always fits: it is flushed if the scheme keeps none.
 
         Raises:
-            CheckpointError: foreign, newer, incomplete, damaged or mismatching; nothing was
-                changed.
+            CheckpointError: the state is foreign, newer, incomplete, damaged or mismatching;
+                nothing was changed.
         """
         loaded = saving.prepare(self, state, strict, "HookState.load_state_dict")
         saving.take_up(self, loaded)
+        self._since = min(self._since, self.step)  # ``summary`` counts from here
 
     def __getstate__(self) -> dict[str, Any]:
         return pickling.to_pickle(self)
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
+        # ``torch.load`` calls this with whatever a file says, so all of it is checked first.
         scheme = pickling.check_pickled(saved)
         self._since = 0
         self._init(scheme, saved["seed"], saved["history"])
@@ -219,7 +231,7 @@ class HookState(Running):
         self._continuation.hold(pickling.buckets_of(saved))
 
 
-# A pickle has the class by this name, which does not move, and
-# torch.load(..., weights_only=True) then takes a pickled state, which is plain values.
+# Pickles name the class by its module: this name stays the same when the file moves. A pickled
+# state holds plain values only, so ``torch.load(..., weights_only=True)`` may build it.
 HookState.__module__ = "commhooks"
 torch.serialization.add_safe_globals([HookState])

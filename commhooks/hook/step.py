@@ -1,4 +1,4 @@
-"""``Step``: one synchronised backward pass, as a hook sees it."""
+"""Defines ``Step``, one synchronised backward pass as a hook sees it."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ __all__ = ["Gradient", "Step", "gradients_of", "key_of", "left_alone"]
 
 @dataclass(eq=False)
 class Step:
-    """The step under way.
+    """Holds the facts of the step under way.
 
     Attributes:
-        holds: buckets wait for the last one.
-        buckets: what each one launched is known by; equal ones are of two steps.
-        passes: backward passes that tell when they are over.
-        told: ``ddp_core`` says when it is over, also without a backward pass (join).
-        complete: the last bucket has come.
-        layouts: of the dense buckets.
-        regrouped: the saved buckets, if the parameters travelled in them.
-        paused: an inner backward pass is over; the outer one may bring more buckets.
-        gradients: parameters that may be left alone, with what their gradient was at the launch.
+        holds: whether buckets wait for the last bucket.
+        buckets: keys of the launched buckets (:func:`key_of`); an equal key is of another step.
+        passes: numbers of the backward passes that call back at their end.
+        told: whether ``ddp_core`` reports the end, also without a backward pass (join).
+        complete: whether the last bucket has come.
+        paused: whether an inner backward pass is over; the outer pass may bring more buckets.
+        parameters: number of parameters in the buckets so far, if ``holds``.
+        layouts: functions that return the layouts of the dense buckets.
+        regrouped: the saved buckets, if the parameters were exchanged in them.
+        gradients: parameters whose ``.grad`` may not be written, as they were at the launch.
     """
 
     number: int
@@ -48,42 +49,49 @@ class Step:
 
     @property
     def ends_later(self) -> bool:
-        """Whether the step is over when its gradients have landed, not with its last bucket."""
+        """Whether the step ends when ``.grad`` is written, and not with its last bucket."""
         return self.told or bool(self.passes)
 
 
 @dataclass(slots=True)
 class Gradient:
-    """What a parameter's ``grad`` was when its bucket was launched."""
+    """Describes a parameter's ``.grad`` at the launch of its bucket."""
 
     parameter: Tensor
-    version: int | None  # None: there was no gradient
+    version: int | None  # of ``.grad``, which every write in place raises; None: no gradient
     bucket: int  # address of the bucket's memory
 
     def was_left_alone(self) -> bool:
-        """Whether DistributedDataParallel has not written the average, as no rank used it."""
+        """Whether DistributedDataParallel left ``.grad`` as it was, since no rank used it."""
+        # torch's class does not tell, so its writes are looked for (docs/design/steps.md). All
+        # ranks decide the same, since torch agrees on what was used, so no message is needed.
         grad = self.parameter.grad
         if grad is None:
-            return self.version is None  # else an optimizer in backward has used it
+            return self.version is None  # else an optimizer in backward has used and dropped it
         if self.version is None or grad.is_sparse:
             return False
+        # A gradient that is a view of its bucket has the average without another write.
         return grad._version == self.version and grad.untyped_storage().data_ptr() != self.bucket
 
 
 def key_of(bucket: Any, buffer: Tensor) -> Any:
-    """A bucket's identity: two equal ones are of different steps."""
-    # An address is used again when buckets are rebuilt; not while it is weakly held.
+    """Returns a bucket's identity; two buckets of one step have different ones."""
+    # Buckets that torch rebuilds may get the address of the old ones, and ranks that take them for
+    # those would add up different parameters. A weak reference keeps the storage's identity.
     place = None if buffer.is_sparse else StorageWeakRef(buffer.untyped_storage())
     names = tuple(bucket.names()) if isinstance(bucket, GradBucket) else None
     return bucket.index(), buffer.dtype, buffer.numel(), place, names
 
 
 def gradients_of(parameters: Sequence[Tensor], buffer: Tensor) -> list[Gradient]:
+    """Describes the gradients of a bucket's parameters, to be compared when the step ends."""
     bucket = buffer.untyped_storage().data_ptr()
     return [
-        Gradient(one, None if one.grad is None else one.grad._version, bucket) for one in parameters
+        Gradient(parameter, None if parameter.grad is None else parameter.grad._version, bucket)
+        for parameter in parameters
     ]
 
 
 def left_alone(step: Step) -> list[Tensor]:
-    return [one.parameter for one in step.gradients if one.was_left_alone()]
+    """Returns the parameters whose ``.grad`` was not written in the step."""
+    return [gradient.parameter for gradient in step.gradients if gradient.was_left_alone()]

@@ -1,4 +1,4 @@
-"""What a ledger's rows say in a sentence or two."""
+"""Summarises a ledger's rows in one or two sentences."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _WORDS = {
 
 
 class Summary(str):
-    """Says in sentences how some steps of a hook went; a notebook shows a table.
+    """Describes some steps of a hook in sentences; a notebook shows a table.
 
-    A string in every other respect, so that ``print(hook.summary())`` is the sentences.
+    A string in every other respect, so that ``print(hook.summary())`` prints the sentences.
     """
 
     facts: tuple[tuple[str, str], ...]
 
     def __new__(cls, text: str, facts: Sequence[tuple[str, str]] = ()) -> Summary:
-        """Makes one of the sentences, and of what the table's rows are called and hold."""
+        """Makes a summary of the sentences and of the table's rows, as names and values."""
         made = super().__new__(cls, text)
         made.facts = tuple(facts)
         return made
@@ -53,11 +53,13 @@ def summarise(
     name: str,
     world_size: int,
 ) -> Summary:
-    """Bytes on the wire next to those of a dense all-reduce, and the time backward waited.
+    """Compares the bytes on the wire with a dense all-reduce, and reports the exposed time.
 
     Args:
-        rows: of some steps.
-        exposed: seconds that each row keeps its step waiting, by ``id``.
+        rows: the rows of some steps.
+        exposed: returns the seconds that each row keeps its step waiting, by ``id``.
+        name: name of the scheme.
+        world_size: number of ranks.
     """
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     if not rows:
@@ -66,7 +68,7 @@ def summarise(
         )
     steps = sorted({row.step for row in rows})
     span = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-    if len(steps) < steps[-1] - steps[0] + 1:  # the others exchanged nothing
+    if len(steps) < steps[-1] - steps[0] + 1:  # the other steps exchanged nothing
         span = f"{len(steps)} of {span}"
     wire = sum(row.wire_bytes for row in rows) / len(steps)
     dense = sum(row.dense_wire_bytes for row in rows) / len(steps)
@@ -77,6 +79,7 @@ def summarise(
             f"{_bytes(wire)} on the wire per step and rank, where a dense all-reduce sends "
             f"{_bytes(dense)}: {_share(wire, dense)}"
         )
+    # Sums of ``wire_s`` would count buckets that travel at the same time twice.
     busy, waited = _busy(rows) / len(steps), sum(exposed(rows).values()) / len(steps)
     facts = [
         ("scheme", f"{name} on {ranks}"),
@@ -96,7 +99,7 @@ def summarise(
 
 def _bytes(value: float) -> str:
     for unit in ("B", "kB", "MB"):
-        if value < 999.5:
+        if value < 999.5:  # what three digits round to 1000 gets the next unit
             return f"{value:.3g} {unit}"
         value /= 1e3
     return f"{value:.3g} GB"
@@ -107,7 +110,7 @@ def _time(seconds: float) -> str:
 
 
 def _share(wire: float, dense: float) -> str:
-    """``wire`` as a part of ``dense``, in words where a word is right to 4 %."""
+    """Returns ``wire`` as a share of ``dense``, in words if a word is right to 4 %."""
     if not wire:
         return "nothing"
     ratio = dense / wire
@@ -121,7 +124,7 @@ def _share(wire: float, dense: float) -> str:
 
 
 def _busy(rows: Sequence[RoundRecord]) -> float:
-    """Seconds in which at least one exchange was under way."""
+    """Returns the seconds in which at least one exchange was under way."""
     total, until = 0.0, float("-inf")
     for row in sorted(rows, key=lambda row: row.resumed):
         total += max(row.finished - max(row.resumed, until), 0.0)

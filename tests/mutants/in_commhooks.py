@@ -320,7 +320,7 @@ MUTANTS: list[Mutant] = [
         "commhooks/hook/agreement.py",
         (
             "the handshake does not look at node sizes",
-            "for fact in one.environment(engine.world_size)",
+            "for fact in inside.environment(engine.world_size)",
             "for fact in ()",
             f"{DISTRIBUTED}/test_pairs.py::test_ranks_that_count_nodes_differently_are_told",
         ),

@@ -103,6 +103,16 @@ def test_scratch_is_never_a_live_tensor(good: Tensor) -> None:
         memory.commit(good)
 
 
+@pytest.mark.parametrize("good", [GOOD, BAD])
+def test_a_scratch_is_not_what_was_read_and_written_back(good: Tensor) -> None:
+    memory = memory_with(AB)
+    old = memory.read("r", AB, device=CPU)
+    memory.write("r", AB, old.view(-1))  # a view, as ``Bucket.write`` stages it
+    memory.commit(good)
+    memory.scratch("r", AB, like=old).fill_(torch.nan)
+    assert torch.equal(memory.read("r", AB, device=CPU), filled(AB))
+
+
 def test_two_scratches_of_one_step_are_two_tensors() -> None:
     memory = memory_with(AB)
     step(memory, AB, 2.0)

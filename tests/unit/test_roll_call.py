@@ -75,6 +75,23 @@ def test_who_came_is_told_the_same_words_and_all_may_call_again(groups):
     assert _call(groups, [0, 1, 2]) == [None] * 3
 
 
+def test_ranks_that_give_up_one_after_the_other_meet_again(groups, monkeypatch):
+    wait, keys = _roll_call._wait, []
+
+    def give_up_late(store, name, limit):
+        """Rank 1 gives up when rank 0 has given up and called again."""
+        monkeypatch.setattr(_roll_call, "_wait", wait)
+        with pytest.raises(MissingRankError):
+            roll_call("switch", groups[0], SHORT)
+        keys.append(_roll_call._next_key(groups[0], store))
+
+    monkeypatch.setattr(_roll_call, "_wait", give_up_late)
+    with pytest.raises(MissingRankError):
+        roll_call("switch", groups[1], SHORT)
+    store = _roll_call.group_store(None)
+    assert [_roll_call._next_key(groups[rank], store) for rank in (1, 2)] == keys * 2
+
+
 def test_a_rank_that_comes_to_an_ended_call_is_told(groups, monkeypatch):
     # It had asked for the number of the call before the others gave up.
     key = _roll_call._next_key(groups[1], _roll_call.group_store(None))
