@@ -115,7 +115,7 @@ def allocate(
     nbytes, lost = sum(choice.nbytes for choice in chosen), sum(choice.error for choice in chosen)
     if nbytes > room:
         raise ValueError(
-            f"allocate(bits={bits}): the candidates need {8 * nbytes / entries:.3g} bits an entry "
+            f"allocate(bits={bits}): the candidates need {8 * nbytes / entries:.3g} bits per entry "
             f"at least; add a cheaper candidate"
         )
     if error is not None and lost > goal:
