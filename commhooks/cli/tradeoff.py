@@ -40,7 +40,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "int4": [{}, {"rotate": False}],
 }
 HIDDEN = {"local_size", "memory"}  # settings that labels leave out
-# Not compared: "none" is exact with 32 bits, "noop" averages nothing, and "drive" is EDEN at 1 bit.
+# Not compared: "drive" is another name of "eden", "none" is exact, and "noop" averages nothing.
 SAME = {"drive", "none", "noop"}
 
 
