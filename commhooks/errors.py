@@ -1,4 +1,4 @@
-"""Defines the exceptions of ``commhooks``; a message has the call, the rule, the value and a remedy.
+"""Defines the exceptions of ``commhooks``; messages have call, rule, value and remedy.
 
 Each has a built-in base class besides ``Error``, so that ``except ValueError`` catches it.
 """

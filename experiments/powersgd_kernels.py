@@ -159,7 +159,7 @@ class _Step:
 
     def scheme(self) -> None:
         for bucket in self.buckets:
-            self.engine.launch(bucket.number, is_last=bucket is self.buckets[-1])
+            self.engine.begin_bucket(bucket.number, is_last=bucket is self.buckets[-1])
         for bucket in self.buckets:
             simulate([self.engine.exchange(bucket.grad, bucket.layout)])
 

@@ -25,7 +25,7 @@ DENSE, NOOP = Dense(), Noop()
 
 
 class PostLocalSGDState:
-    """Holds the settings of ``post_localSGD_hook``: global averages first, later averages in subgroups.
+    """Holds the settings of ``post_localSGD_hook``: first global averages, then in subgroups.
 
     Needs a model averager, such as torch's ``PeriodicModelAverager``, which averages the parameters
     over all ranks every few steps.
@@ -142,7 +142,7 @@ class PostLocalSGDState:
 
 
 def _same_host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Makes a process group of the ranks of ``group`` on this host; all ranks of ``group`` call it."""
+    """Makes a group of the ranks of ``group`` on this host; all ranks of ``group`` call this."""
     hosts: list[Any] = [None] * group.size()
     dist.all_gather_object(hosts, socket.gethostname(), group=group)
     ranks = dist.get_process_group_ranks(group)

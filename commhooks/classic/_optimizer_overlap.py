@@ -41,7 +41,7 @@ def _hook_then_optimizer(hook: HookFunction, optimizer_state: _OptimizerHookStat
 
     def hook_then_optimizer_wrapper(hook_state: Any, bucket: GradBucket) -> BucketFuture:
         def step(done: BucketFuture) -> Tensor:
-            with one_at_a_time, torch.no_grad():  # grad mode is on in threads that are not autograd's
+            with one_at_a_time, torch.no_grad():  # grad mode is on in threads of lanes
                 for parameter, gradient in _gradients(bucket):
                     if chosen is None or parameter in chosen:
                         optimizer.step_param(parameter, gradient)

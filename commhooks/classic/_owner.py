@@ -58,7 +58,7 @@ class Owner:
         return HookState(scheme, model, process_group=group, **options)
 
     def hook(self, scheme: Scheme, group: Group, bucket: GradBucket) -> HookState:
-        """Returns the state that runs ``scheme`` over ``group`` on this model, made at first use."""
+        """Returns the state of ``scheme`` over ``group`` on this model, made at its first use."""
         state = self._hooks.get((group, scheme))
         if state is None:
             state = self._hooks[group, scheme] = self.make(scheme, group, bucket.parameters())

@@ -1,4 +1,4 @@
-"""Defines the parts of a PowerSGDState, one per model, and the saved states that wait for models."""
+"""Defines the parts of a PowerSGDState: one per model, and saved states that wait for models."""
 
 from __future__ import annotations
 
@@ -132,8 +132,8 @@ class OnModels:
 
     def told_hook(self) -> HookState | None:
         """Returns the hook of the only model, to be told of events of its backward pass."""
-        # Events do not name a model. With several models none is told: each hook learns of its steps
-        # from autograd, as on torch's DistributedDataParallel, which has no such events.
+        # Events do not name a model. With several models none is told: each hook learns of its
+        # steps from autograd, as on torch's DistributedDataParallel, which has no such events.
         return next(iter(self.inners.values())).hook if len(self.inners) == 1 else None
 
     def ready(

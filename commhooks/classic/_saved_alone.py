@@ -22,7 +22,7 @@ Saved = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 
 def agree_on_parts(saved: Saved, group: dist.ProcessGroup) -> None:
-    """Checks that ranks which loaded another rank's state have loaded the same, and warns of losses.
+    """Checks that ranks without a part of their own have loaded the same state; warns of losses.
 
     All ranks of ``group`` call this.
 

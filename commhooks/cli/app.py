@@ -66,7 +66,7 @@ def main(
 
 @app.command()
 def doctor() -> None:
-    """Prints what this installation uses: versions, back ends, and which kernels run, or why not."""
+    """Prints what this installation uses: versions, back ends, which kernels run, or why not."""
     _commands.doctor()
 
 

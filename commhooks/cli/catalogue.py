@@ -99,7 +99,7 @@ def _bits(scheme: Scheme) -> str:
 
 @dataclass(frozen=True)
 class _Sent:
-    """Holds what a rank sends in a step after all warm-ups: names of collectives, bits per entry."""
+    """Holds what a rank sends in a step after all warm-ups: collectives, bits per entry."""
 
     collectives: list[str]
     bits: float

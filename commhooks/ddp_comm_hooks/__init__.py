@@ -32,7 +32,7 @@ __all__ = [
     "register_ddp_comm_hook",
 ]
 
-# From Python 3.13 on, a partial in the body of an Enum is a method, unless it is marked as a member.
+# A partial in the body of an Enum is a method in later Pythons (3.13 warns): it has to be marked.
 if sys.version_info >= (3, 11):
     from enum import member
 else:

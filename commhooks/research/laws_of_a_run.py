@@ -67,7 +67,7 @@ def _bias(make: MakeScheme) -> None:
 
 
 def _directions(x: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yields directions along which a bias of all, large, small or equally signed entries adds up."""
+    """Yields directions along which a bias of all, of small or of large entries adds up."""
     small = x.abs() < 0.5 * x.square().mean().sqrt()
     yield "in size", x
     yield "small entries", x.sign() * small

@@ -112,7 +112,7 @@ def replay(trace: Trace, scheme: str | Scheme, **options: Any) -> pd.DataFrame:
         ranks.wire_bytes.clear()
         mean = ranks.step(grads, buckets=[layout])[0].double()
         exact = torch.stack(grads).double().mean(0)
-        # A step of zeros, as of a skipped batch, has no relative error: 1.0 makes it an absolute one.
+        # A step of zeros, as of a skipped batch, has no relative error: the absolute one is shown.
         size = float(exact.square().sum()) or 1.0
         whole = sum(float(grad.square().sum()) for grad in grads) or 1.0
         residual = sum(_squared_residual(ranks, rank, layout) for rank in range(trace.world_size))
@@ -136,7 +136,7 @@ def _squared_residual(ranks: Simulation, rank: int, layout: Layout) -> float:
 
 
 def bits_per_entry(ranks: Simulation, numel: int) -> float:
-    """Returns the bits per entry with which an all-reduce would send as many bytes as ``ranks`` did.
+    """Returns the bits per entry of an all-reduce that sends as many bytes as ``ranks`` did.
 
     Args:
         ranks: simulated ranks, whose ``requests`` and ``wire_bytes`` are of one step.

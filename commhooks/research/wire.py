@@ -87,9 +87,9 @@ def encode(
         packed.pack(Piece(x.contiguous().view(-1)), payload, _draw(n, step, seed, x.device))
     body = payload.cpu()
     # The draws are keyed by step and seed, so a reader needs both to decode.
-    fields = (_MAGIC, VERSION, int(checksum), _name(packed), n, body.numel(), step, seed)
-    crc = crc32(body, zlib.crc32(_HEADER.pack(*fields, 0))) if checksum else 0
-    header = torch.frombuffer(bytearray(_HEADER.pack(*fields, crc)), dtype=torch.uint8)
+    values = (_MAGIC, VERSION, int(checksum), _name(packed), n, body.numel(), step, seed)
+    crc = crc32(body, zlib.crc32(_HEADER.pack(*values, 0))) if checksum else 0
+    header = torch.frombuffer(bytearray(_HEADER.pack(*values, crc)), dtype=torch.uint8)
     return torch.cat([header, body])
 
 
@@ -194,7 +194,8 @@ def _draw(n: int, step: int, seed: int, device: torch.device) -> Randomness:
 
 def _name(codec: PackedCodec) -> bytes:
     """Returns eight bytes that stand for the class and the settings of a codec."""
-    settings = {field.name: getattr(codec, field.name) for field in fields(codec)}  # type: ignore[arg-type]
+    names = [field.name for field in fields(codec)]  # type: ignore[arg-type]
+    settings = {name: getattr(codec, name) for name in names}
     settings.pop("pattern", None)  # how payloads travel between ranks does not change them
     text = f"{type(codec).__name__}{sorted(settings.items())}"
     return hashlib.blake2b(text.encode(), digest_size=8).digest()

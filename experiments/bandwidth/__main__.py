@@ -29,7 +29,7 @@ from experiments.bandwidth.schemes import ON_LINKS, SCHEMES
 from experiments.bandwidth.table import compared, computed_cases, environment, printed
 from experiments.bandwidth.training import Settings, train
 from experiments.bandwidth.words import HOW_TO_READ, verdict
-from experiments.hosts import access
+from experiments.namespaces import access
 from experiments.processes import run_ranks
 from experiments.tasks import TASKS
 

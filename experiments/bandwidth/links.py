@@ -12,7 +12,8 @@ from typing import Any
 import torch.distributed as dist
 
 from experiments.bandwidth.training import Settings, train
-from experiments.hosts import Access, joined, messages_from_hosts
+from experiments.hosts import joined, messages_from_hosts
+from experiments.namespaces import Access
 
 __all__ = [
     "Link",
@@ -67,7 +68,7 @@ def how_made(way: Access, *, wanted: bool = True) -> str:
     """A sentence about the limited links of this run.
 
     Args:
-        way: what :func:`experiments.hosts.access` found.
+        way: what :func:`experiments.namespaces.access` found.
         wanted: whether links may be made at all (not with ``--computed``).
     """
     if not wanted:
