@@ -1,4 +1,4 @@
-"""The calls of ops that ``cpu_kernels`` and ``gpu_kernels`` time."""
+"""Lists the calls of ops that ``cpu_kernels`` and ``gpu_kernels`` time."""
 
 from __future__ import annotations
 
@@ -31,17 +31,20 @@ __all__ = ["COPIED", "Case", "cases"]
 
 COPIED = 8.0  # bytes per entry that a copy of float32 moves
 Rivals = dict[str, Callable[[], object]]
-PAYLOADS = {"cpu": 4, "cuda": 8}  # summed by "decode + sum"
+PAYLOADS = {"cpu": 4, "cuda": 8}  # number of payloads that "decode + sum" sums
 
 
 @dataclass(frozen=True)
 class Case:
-    """One op on one set of arguments.
+    """Describes one op with one set of arguments.
 
     Attributes:
-        bytes: per entry, that it must move.
-        goal: share of a copy's bandwidth on a GPU.
-        rivals: other ways to do the same, or less, of packages that are installed, by name.
+        name: name in the table.
+        bytes: bytes per entry that the op has to move.
+        goal: share of the bandwidth of a copy that a GPU should reach.
+        op: the op.
+        args: its arguments.
+        rivals: by name, calls of installed packages that do the same, or less.
     """
 
     name: str
@@ -52,22 +55,23 @@ class Case:
     rivals: Rivals = field(default_factory=dict)
 
     def run(self) -> None:
-        """As it is dispatched."""
+        """Calls the op, which chooses its implementation."""
         self.op(*self.args)
 
     def define(self) -> None:
+        """Calls the definition of the op."""
         self.op.definition(*self.args)
 
 
 def cases(x: Tensor, block: int = 1024) -> list[Case]:
-    """All ops on a bucket ``x`` of float32, with buffers of their own."""
+    """Returns all ops on a bucket ``x`` of float32; allocates their other arguments."""
     out = torch.empty_like(x)
     residual = torch.randn_like(x) * 0.1
-    noise = (torch.tensor(1, device=x.device), 1, 0, 0)
+    noise = (torch.tensor(1, device=x.device), 1, 0, 0)  # a stream of random bits: stochastic
     found = [
-        one
+        case
         for format in ("int8", "int4", "e4m3", "sign")
-        for one in _blockwise(x, out, residual, format, block, noise)
+        for case in _blockwise(x, out, residual, format, block, noise)
     ]
     for narrow in (torch.bfloat16, torch.float16):
         small = torch.empty_like(x, dtype=narrow)
@@ -133,7 +137,8 @@ def cases(x: Tensor, block: int = 1024) -> list[Case]:
 
 
 def _power_sgd(x: Tensor, out: Tensor, residual: Tensor, rank: int = 4) -> list[Case]:
-    """On matrices that fill the bucket, against the layout of torch's hook."""
+    """Returns PowerSGD's ops on matrices that fill the bucket, and the products of torch's hook."""
+    # A matrix with an uneven ratio of its sides, as layers have; both are multiples of 32.
     rows, columns = 512, 2304
     count = max(1, x.numel() // (rows * columns))
     each = [(i * rows * columns, rows, columns, rank) for i in range(count)]
@@ -166,7 +171,7 @@ def _power_sgd(x: Tensor, out: Tensor, residual: Tensor, rank: int = 4) -> list[
 
 
 def _rivals(format: str, x: Tensor, block: int) -> tuple[Rivals, Rivals]:
-    """What bitsandbytes and torchao have for a format: ways to encode, and to decode."""
+    """Returns calls of bitsandbytes and torchao that encode, and that decode, a format."""
     encode: Rivals = {}
     decode: Rivals = {}
     rows = x[: x.numel() // block * block].view(-1, block)

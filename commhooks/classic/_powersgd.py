@@ -139,8 +139,7 @@ class PowerSGDState(CompressionStats, MemoryByBucket):
         See :meth:`commhooks.HookState.load_state_dict`.
 
         Raises:
-            CheckpointError: the saved state is foreign, of another rank, or does not fit; nothing
-                was changed.
+            CheckpointError: the state is foreign, another rank's, or does not fit; nothing changed.
         """
         hook = self._only_hook("load_state_dict")
         # Without a model there are no parameter names to check the state against: it waits.
@@ -173,8 +172,7 @@ class PowerSGDState(CompressionStats, MemoryByBucket):
         return self._pickled([inner.hook.state_dict() for inner in self._on_models.inners.values()])
 
     def _pickled(self, hooks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        # Plain values, which torch.load(..., weights_only=True) takes. A process group cannot be
-        # pickled, and models have their own checkpoints.
+        # Plain values only: a process group cannot be pickled, nor loaded with weights_only=True.
         return {
             "settings": {name: getattr(self, name) for name in SETTINGS},
             "iter": self.iter,

@@ -109,11 +109,8 @@ class DiLoCo:
     def step(self) -> bool:
         """Counts an inner step; sends and applies the fragments whose time has come.
 
-        If an averaged distance is not finite, all ranks go back to the parameters of that
-        fragment's last exchange.
-
-        Returns:
-            Whether a fragment was applied.
+        Returns whether one was applied. If an averaged distance is not finite, all ranks go back
+        to the parameters of that fragment's last exchange.
         """
         self.steps += 1
         for pending in self._pending:
@@ -181,19 +178,11 @@ class DiLoCo:
             "hook": hook,
             "steps": self.steps,
             "outer_steps": self.outer_steps,
-            "outer": self._tensors("outer"),
-            "momentum": self._tensors("momentum"),
+            "outer": _copies(self._all(), "outer"),
+            "momentum": _copies(self._all(), "momentum"),
             "arriving": arriving,
         }
         return sealed(state)
-
-    def _tensors(self, what: str) -> dict[str, Tensor]:
-        """Returns copies of the outer parameters or momenta, by parameter name."""
-        return {
-            name: value.clone()
-            for fragment in self._all()
-            for name, value in zip(fragment.names, getattr(fragment, what), strict=True)
-        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from a saved state, bit for bit as if training had not stopped.
@@ -232,6 +221,15 @@ class DiLoCo:
     def close(self) -> None:
         """Stops the hook's driver; see :meth:`HookState.close`."""
         self.hook.close()
+
+
+def _copies(fragments: list[Fragment], what: str) -> dict[str, Tensor]:
+    """Returns copies of the outer parameters ("outer") or of their momenta, by parameter name."""
+    return {
+        name: value.clone()
+        for fragment in fragments
+        for name, value in zip(fragment.names, getattr(fragment, what), strict=True)
+    }
 
 
 def _need_local(model: object) -> None:

@@ -27,7 +27,7 @@ def test_no_part_is_empty_whatever_the_sizes(sizes: list[int]) -> None:
     model = nn.ParameterList([torch.zeros(size) for size in sizes])
     parts = [[name for one in part for name in one.names] for part in fragments_of(model, 3)]
     assert all(parts)
-    assert sum(parts, []) == [str(index) for index in range(len(sizes))]
+    assert [name for part in parts for name in part] == [str(i) for i in range(len(sizes))]
 
 
 def _inner(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: int) -> None:

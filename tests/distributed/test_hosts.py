@@ -39,7 +39,9 @@ def way(request: pytest.FixtureRequest) -> namespaces.Access:
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_hosts_end_with_the_process_that_made_them(way: namespaces.Access, sent: signal.Signals) -> None:
+def test_hosts_end_with_the_process_that_made_them(
+    way: namespaces.Access, sent: signal.Signals
+) -> None:
     maker = subprocess.Popen(
         [sys.executable, "-c", HOLD.format(kind=way.kind)],
         cwd=ROOT, text=True,

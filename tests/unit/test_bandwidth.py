@@ -245,7 +245,9 @@ def test_the_picture_of_the_readme_has_both_links_and_both_ends() -> None:
     assert chosen.columns.tolist() == ["1 Gbit/s", "unlimited"]
 
 
-def choose(monkeypatch: pytest.MonkeyPatch, failing: set[str], *, is_root: bool) -> namespaces.Access:
+def choose(
+    monkeypatch: pytest.MonkeyPatch, failing: set[str], *, is_root: bool
+) -> namespaces.Access:
     monkeypatch.setattr(namespaces.sys, "platform", "linux")
     monkeypatch.setattr(namespaces.shutil, "which", lambda name, path: f"/sbin/{name}")
     return namespaces.choose(
