@@ -126,7 +126,7 @@ def _summary(table: pd.DataFrame) -> pd.DataFrame:
 
 def main(
     seeds: Annotated[int, typer.Option(help="Runs of each scheme.", min=1)] = 3,
-    steps: Annotated[int, typer.Option(help="Of training.", min=77)] = 330,
+    steps: Annotated[int, typer.Option(help="Training steps.", min=77)] = 330,
     world_size: Annotated[int, typer.Option(help="Gloo processes.", min=2)] = 2,
     tasks: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(TASKS),
     only: Annotated[str, typer.Option(help="Hooks, separated by semicolons; all by default.")] = "",

@@ -32,14 +32,14 @@ ENTRIES = 25 * 2**20 // 4
 BLOCK = 1024
 
 
-def _turns(found: list[Case], turns: int, compiled: bool, progress: Progress) -> pd.DataFrame:
+def _turns(listed: list[Case], turns: int, compiled: bool, progress: Progress) -> pd.DataFrame:
     x = torch.randn(ENTRIES)
     other = torch.empty_like(x)
     memcpy = ctypes.CDLL(None).memcpy
     memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
     rows = []
-    bar = progress.add_task("measuring", total=len(found))
-    for case in found:
+    bar = progress.add_task("measuring", total=len(listed))
+    for case in listed:
         progress.update(bar, description=case.name)
         ways = {"kernel": case.run, "definition": case.define}
         if compiled:

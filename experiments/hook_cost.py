@@ -98,6 +98,7 @@ def compare(
             _steps(ddp, x, 4)
         turns = []
         for turn in range(rounds):
+            # The order is reversed, so that no hook always runs behind the same one.
             order = list(runners.items())[:: 1 if turn % 2 == 0 else -1]
             seconds = {kind: _steps(ddp, x, block) for kind, (ddp, _) in order}
             turns.append(seconds)

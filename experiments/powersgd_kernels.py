@@ -178,7 +178,7 @@ def _seconds(call: Callable[[], None]) -> float:
 
 def main(
     turns: Annotated[int, typer.Option(help="Turns per model.", min=5)] = 9,
-    rank: Annotated[int, typer.Option(help="Of the approximation.", min=1)] = 4,
+    rank: Annotated[int, typer.Option(help="Rank of the approximation.", min=1)] = 4,
     out: Annotated[Path, typer.Option(help="The table is written there.")] = Path(
         "results/powersgd_kernels.csv"
     ),
@@ -186,6 +186,7 @@ def main(
     """Prints how many times faster the kernels are."""
     torch.set_num_threads(1)
     logging.getLogger(torch_powersgd.__name__).setLevel(logging.WARNING)
+    # A group of one rank, which torch's hook needs: its collectives take next to no time.
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     rows = []
     for model, shapes in MODELS.items():

@@ -33,6 +33,7 @@ def run_ranks(worker: Callable[..., None], world_size: int, *args: Any) -> Itera
     context = multiprocessing.get_context("spawn")
     messages: Any = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
+        # A file, not a port: several studies may run at once.
         store = f"file://{folder}/store"
         processes = [
             context.Process(target=_rank, args=(worker, rank, world_size, store, messages, args))

@@ -72,6 +72,7 @@ def _run_rank(model: str, cases: list[str], rounds: int, block: int) -> None:
             _steps(ddp, x, 4)  # buckets are rebuilt after the first step
         turns = []
         for turn in range(rounds):
+            # The order is reversed, so that no case always runs behind the same one.
             order = list(runners.items())[:: 1 if turn % 2 == 0 else -1]
             turns.append({case: _steps(ddp, x, block) for case, ddp in order})
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # KiB on Linux

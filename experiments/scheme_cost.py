@@ -42,7 +42,7 @@ SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
     "int4": ("int4", {}),
     "sdp4bit": ("sdp4bit", {}),
     "onebit": ("onebit", {}),
-    "onebit_adam": ("onebit_adam", {"freeze_step": 1}),
+    "onebit_adam": ("onebit_adam", {"freeze_step": 1}),  # dense in the warm-up only
     "eden, 2 bits": ("eden", {"bits": 2}),
     "powersgd, rank 4": ("powersgd", {"rank": 4}),
     "acpsgd, rank 4": ("acpsgd", {"rank": 4}),
@@ -120,7 +120,7 @@ def _draw(table: pd.DataFrame, path: Path) -> None:
 
 
 def main(
-    rates: Annotated[str, typer.Option(help="Of the cables, as tc writes them.")] = (
+    rates: Annotated[str, typer.Option(help="Rates of the cables, as tc writes them.")] = (
         "100mbit,1gbit,10gbit"
     ),
     turns: Annotated[int, typer.Option(help="Turns of all schemes.", min=5)] = 7,
@@ -135,8 +135,8 @@ def main(
     for rate in track(rates.split(","), "rates"):
         block = 1 if rate.endswith("00mbit") else 4  # a step on a slow line takes a second
         task = {"turns": turns, "block": block}
-        found = run_on_hosts("experiments.scheme_cost", task, hosts=2, rate=rate, timeout=900)
-        rows += [_row(rate, name, found) for name in SCHEMES]
+        times = run_on_hosts("experiments.scheme_cost", task, hosts=2, rate=rate, timeout=900)
+        rows += [_row(rate, name, times) for name in SCHEMES]
     table = pd.DataFrame(rows)
     for rate, part in table.groupby("rate", sort=False):
         typer.echo(f"\n{rate}")

@@ -106,7 +106,7 @@ class CharTransformer(nn.Module):
 
 def digits(world_size: int, *, batch_size: int = 16, seed: int = 0) -> Task:
     """Makes the task of scikit-learn's 1797 handwritten digits, of which a fifth is held out."""
-    from sklearn.datasets import load_digits
+    from sklearn.datasets import load_digits  # here: the other task does not need scikit-learn
 
     data = load_digits()
     order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(seed))
@@ -134,6 +134,7 @@ def digits(world_size: int, *, batch_size: int = 16, seed: int = 0) -> Task:
 
 def characters(world_size: int, *, batch_size: int = 4, length: int = 64, seed: int = 0) -> Task:
     """Makes the task of the next byte of the standard library's source; holds out a tenth."""
+    # The held-out part is contiguous: windows of training text may not overlap it.
     text = _library_source(limit=2_000_000)
     held_out, train = text[: len(text) // 10], text[len(text) // 10 :]
 
@@ -143,11 +144,13 @@ def characters(world_size: int, *, batch_size: int = 4, length: int = 64, seed: 
 
     def batch(rank: int, step: int) -> Batch:
         generator = torch.Generator().manual_seed((seed * 1_000_003 + step) * 64 + rank)
+        # Each rank draws from its own part of the text, as in ``digits``.
         share = (len(train) - length - 1) // world_size
         starts = rank * share + torch.randint(share, (batch_size,), generator=generator)
         return cut(train, starts)
 
     def evaluate(model: nn.Module) -> tuple[float, float]:
+        # The same 64 windows in every evaluation, so that losses can be compared.
         starts = torch.linspace(0, len(held_out) - length - 2, 64).long()
         x, target = cut(held_out, starts)
         model.eval()

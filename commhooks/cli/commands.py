@@ -206,7 +206,8 @@ def _recorded(folder: Path | None) -> Trace | None:
 
 def _comparable(every: Sequence[str], added: Sequence[str]) -> list[str]:
     """Returns the schemes that average, and those of a user's file."""
-    # Of these none is left out silently: the caller raises for one that does not average.
+    # A scheme of the user's file stays in, whatever it returns: the caller then raises an error
+    # with its name.
     others = [name for name in every if name not in added and name not in NOT_COMPARED]
     return sorted([*added, *(name for name in others if make(name).traits.returns != "update")])
 

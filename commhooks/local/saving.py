@@ -47,8 +47,8 @@ def check_state(state: object, fragments: Mapping[int, Fragment], every: int) ->
     version = state.get("version", 1)
     if not whole_number(version, 1, VERSION):
         raise _refused("saved in a newer version of the format: update commhooks")
-    found, wanted = state.get("checksum"), _checksum(state) if version > 1 else None
-    if type(found) is not type(wanted) or found != wanted:
+    given, wanted = state.get("checksum"), _checksum(state) if version > 1 else None
+    if type(given) is not type(wanted) or found != wanted:
         raise _refused(
             "the checksum is wrong: the state was changed after it was saved, or the file is "
             "damaged. Load an older checkpoint"

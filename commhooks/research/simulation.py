@@ -86,8 +86,8 @@ class Simulation:
         means = [grad.clone() for grad in grads]  # schemes overwrite the bucket
         ranks = []
         for mean in means:
-            # As a hook does it: the first step of a resumed run exchanges the buckets of the run
-            # that was saved, whatever its own buckets are.
+            # A hook does the same: the first step of a resumed run exchanges the buckets of the run
+            # that was saved, whatever buckets it has.
             coalescer, pieces = Coalescer(), mean.split([layout.numel for layout in layouts])
             for index, (piece, layout) in enumerate(zip(pieces, layouts, strict=True)):
                 coalescer.hold(index, piece, partial(_same, layout))

@@ -98,7 +98,7 @@ class _Study:
 def main(
     steps: Annotated[int, typer.Option(help="Training steps per scheme.", min=60)] = 80,
     world_size: Annotated[int, typer.Option(help="Processes.", min=2)] = 2,
-    seed: Annotated[int, typer.Option(help="Of models, batches and random draws.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of models, batches and draws.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for tables and plots.")] = Path(
         "results/bandwidth"
     ),

@@ -7,7 +7,7 @@ from typing import Any
 
 import matplotlib
 
-matplotlib.use("Agg")
+matplotlib.use("Agg")  # before pyplot, which would look for a display
 import matplotlib.pyplot as plt
 import pandas as pd
 
@@ -49,12 +49,13 @@ def when_it_pays(table: pd.DataFrame) -> pd.DataFrame:
 def _when_it_pays(chosen: pd.DataFrame) -> Any:
     figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
     width = 0.8 / len(chosen.columns)
+    # Bars of one scheme stand next to each other, centred at its position.
     for place, (link, colour) in enumerate(zip(chosen.columns, LINK_COLOURS, strict=False)):
-        left = [
+        positions = [
             position + (place - (len(chosen.columns) - 1) / 2) * width
             for position in range(len(chosen))
         ]
-        bars = axes.bar(left, chosen[link], width * 0.94, color=colour, label=_with_link(link))
+        bars = axes.bar(positions, chosen[link], width * 0.94, color=colour, label=_with_link(link))
         for bar, value in zip(bars, chosen[link], strict=True):
             middle = bar.get_x() + bar.get_width() / 2
             colour_of_text = "white" if place == 0 else INK

@@ -36,7 +36,7 @@ class Entry:
         return {**self.options, option: usual if dense_steps is None else dense_steps}
 
 
-# One of every registered scheme, those with the most bytes first.
+# Every registered scheme, those with the most bytes first.
 SCHEMES: dict[str, Entry] = {
     NO_HOOK: Entry(""),
     "none": Entry("none"),

@@ -18,6 +18,7 @@ from experiments.bandwidth.schemes import NO_HOOK
 
 __all__ = ["BASE", "FLOOR", "SHOWN", "compared", "computed_cases", "environment", "printed"]
 
+# What schemes are compared with: no compression, half of the bytes, and no exchange at all.
 BASE, HALF, FLOOR = "none", "fp16", "noop"
 
 

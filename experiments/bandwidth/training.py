@@ -120,8 +120,9 @@ class _Runner:
     """Trains with one scheme; has a model, an optimizer and a DistributedDataParallel for it."""
 
     def __init__(self, name: str, task: Task, settings: Settings) -> None:
-        torch.manual_seed(settings.seed)
+        torch.manual_seed(settings.seed)  # all schemes start from the same parameters
         self.name, self.task = name, task
+        # torch's class: the hooks are compared as users of torch run them.
         self.ddp = DistributedDataParallel(task.model(), bucket_cap_mb=settings.bucket_cap_mb)
         self.parameters = list(self.ddp.parameters())
         self.hook: commhooks.HookState | None = None
@@ -190,17 +191,20 @@ class _Runner:
             case.payload_bytes, case.wire_bytes = case.dense_bytes, case.dense_wire_bytes
             case.exposed_s = float("nan")
         else:
+            # Medians: a step in which the machine was busy does not count.
             columns = ["payload_bytes", "wire_bytes", "exposed_s"]
             steps = self.hook.report().groupby("step")[columns].sum()
             steps = steps[steps.index.isin(self.timed_steps)]
             for column in columns:
                 setattr(case, column, float(steps[column].median()) if len(steps) else 0.0)
         if self.outer is not None:
+            # Exchanges are some steps apart, so the bytes are those of all steps over their number.
             report = self.outer.hook.report()
             for column in ("payload_bytes", "wire_bytes"):
                 setattr(case, column, float(report[column].sum()) / self.step)
         case.loss, case.accuracy = self.task.evaluate(self.ddp.module)
         flat = torch.cat([parameter.detach().flatten() for parameter in self.parameters])
+        # Bit for bit: a difference of the last bit grows as training goes on.
         peers = [torch.empty_like(flat) for _ in range(world_size)]
         dist.all_gather(peers, flat)
         case.ranks_agree = all(torch.equal(peer, flat) for peer in peers)
