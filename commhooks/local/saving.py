@@ -48,7 +48,7 @@ def check_state(state: object, fragments: Mapping[int, Fragment], every: int) ->
     if not whole_number(version, 1, VERSION):
         raise _refused("saved in a newer version of the format: update commhooks")
     given, wanted = state.get("checksum"), _checksum(state) if version > 1 else None
-    if type(given) is not type(wanted) or found != wanted:
+    if type(given) is not type(wanted) or given != wanted:
         raise _refused(
             "the checksum is wrong: the state was changed after it was saved, or the file is "
             "damaged. Load an older checkpoint"
