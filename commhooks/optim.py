@@ -24,8 +24,8 @@ class OneBitAdam(torch.optim.Optimizer):
     """Runs Adam, and freezes its second moment when its hook begins to exchange momenta.
 
     Until the hook's ``freeze_step`` this is ``torch.optim.AdamW``. From then on ``p.grad`` is the
-    averaged momentum, and entries whose second moment is zero, which never had a gradient, do not
-    change.
+    averaged momentum, and entries whose second moment is zero, which never had a gradient, change
+    by weight decay only.
 
     Args:
         params: parameters, or groups of them.

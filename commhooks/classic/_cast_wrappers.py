@@ -44,7 +44,7 @@ def bf16_compress_wrapper(hook: HookFunction) -> HookFunction:
 
 def _wrap(hook: HookFunction, dtype: torch.dtype, name: str) -> HookFunction:
     # ``comm_hook`` would get a bucket that is rounded to 16 bits, an error that no residual keeps,
-    # and would send payloads of the same dtypes as before.
+    # and schemes that compute in float32 would send float32 all the same.
     if hook is comm_hook:
         raise TypeError(
             f"{name}: comm_hook casts by its scheme; use commhooks.register(model, ..., "

@@ -28,7 +28,8 @@ class Owner:
     """
 
     def __init__(self, model: DistributedDataParallel | None, parameters: Sequence[Tensor]) -> None:
-        # Weak: the hooks below are on this model, and would keep it and its gradients alive.
+        # Weak: ``_owners`` holds this object as long as the parameters live, which a model keeps
+        # alive.
         self._model = None if model is None else weakref.ref(model)
         self._ids = frozenset(map(id, parameters))
         self._seen: set[tuple[int, ...]] = set()

@@ -43,13 +43,13 @@ class PowerSGDState(CompressionStats, MemoryByBucket):
         min_compression_rate: a matrix is compressed if its factors, times this, are smaller.
         use_error_feedback: adds to each gradient what earlier steps did not send.
         warm_start: starts from the factors of the previous step.
-        orthogonalization_epsilon: accepted for compatibility; changes nothing, since zero and
-            rank-deficient matrices are orthogonalised without it.
+        orthogonalization_epsilon: accepted, and changes nothing: zero and rank-deficient matrices
+            are orthogonalised without it.
         random_seed: seed of the first factors, and without ``warm_start`` of those of every step;
             the same on every rank.
         compression_stats_logging_frequency: steps between two log lines of ``compression_stats``.
-        batch_tensors_with_same_shape: accepted for compatibility; changes nothing, since all
-            matrices of a bucket are always computed together.
+        batch_tensors_with_same_shape: accepted, and changes nothing: all matrices of a bucket are
+            always computed together.
 
     Example:
         >>> state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=100)

@@ -104,8 +104,8 @@ def allocate(
     layout, total = steps[0][0], 0.0
     for _, grads in steps:
         total += float(torch.stack(list(grads)).double().mean(0).square().sum())
-    # Each parameter alone: its error does not depend on the choice for another one, so the errors
-    # and bytes of parameters add up. Codecs run on whole parameters, not on pieces of a bucket.
+    # Each parameter alone, so that errors and bytes of parameters add up, whatever is chosen for
+    # the others. A run differs a little: parameters with one scheme share blocks in a bucket.
     hulls = [_hull(_tried(index, steps, candidates)) for index in range(len(layout))]
     entries = sum(layout.sizes)
     room = float("inf") if bits is None else bits * entries / 8
