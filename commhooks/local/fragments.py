@@ -23,7 +23,7 @@ class Fragment:
 
     Attributes:
         outer: the parameters after the last exchange, equal on all ranks.
-        momentum: the outer optimizer's.
+        momentum: momentum of the outer optimizer.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Fragment:
         self._delta = torch.empty(0)
 
     def measure(self) -> None:
-        """Computes how far the parameters moved since the last exchange; the buffer to exchange."""
+        """Computes how far the parameters moved since the last exchange, as the bucket's buffer."""
         # Old minus new, the sign of a gradient: an optimizer subtracts what it is given.
         pairs = zip(self.outer, self._parameters, strict=True)
         self._delta = torch.cat([(old - new.detach()).flatten() for old, new in pairs])

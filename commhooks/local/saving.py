@@ -20,7 +20,7 @@ _FIELDS = ("hook", "steps", "outer_steps", "outer", "momentum", "arriving")
 
 
 def sealed(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns a state with its version and its checksum, which the hook's part is not under."""
+    """Returns a state with its version and checksum; the hook's part has a checksum already."""
     return {**state, "version": VERSION, "checksum": _checksum(state)}
 
 

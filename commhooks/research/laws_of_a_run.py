@@ -209,8 +209,8 @@ def _convergence(make: MakeScheme) -> None:
     x = normal(3 * copies, 1)
     lost = ranks_of(without_feedback(scheme), 1, len(x)).step([x])[0] - x
     kept = 1 - float(lost.square().sum()) / len(x)
-    # A residual arrives 1 / kept steps late, during which x may move little: a scheme that keeps
-    # little gets a milder problem and smaller steps.
+    # A residual arrives 1 / kept steps late, and x has to move little in that time: a scheme that
+    # keeps little gets a milder problem and smaller steps.
     mild = kept < 0.1 and not scheme.traits.error.variance
     scale, rate, steps = (1 / 9, 0.001, 7000) if mild else (1.0, 0.01, 1000)
     nodes = torch.tensor([[-3.0, 2, 2], [2, -3, 2], [2, 2, -3]], dtype=torch.float64)

@@ -49,7 +49,7 @@ def _agreement(make: MakeScheme) -> None:
 
 @OF_A_STEP.add("payload sizes do not depend on values, and rounds are as declared")
 def _payload_sizes(make: MakeScheme) -> None:
-    # Ranks do not tell each other their sizes: each makes room for the others' payloads by its own.
+    # Ranks do not send sizes: each allocates the payloads of the others by the size of its payload.
     scheme, sent = make(), []
     for factor in (0.0, 1.0, 1e20):
         ranks = ranks_of(scheme, 3)

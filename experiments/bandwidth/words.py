@@ -15,7 +15,7 @@ FAITHFUL = 0.05  # update error up to which the averages of a scheme count as ex
 HOW_TO_READ = f"""\
 How to read the tables
   against none  step time over that of no compression, in the same turn: below 1
-                the scheme saves time. The next column: half of the turns
+                the scheme saves time. Half of the turns lie in the next range
   pays          yes (no): three quarters of the turns, or more, were faster
                 (slower) than without compression; even: neither
   MB sent       by a process in a step, and the share of dense bytes it saves
