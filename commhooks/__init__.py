@@ -1,16 +1,17 @@
 """Gradient communication hooks with compression for PyTorch data-parallel training.
 
-The names of daily use are here. Further schemes are in :mod:`commhooks.schemes`, wrappers in
+The names of daily use are here. Schemes are in :mod:`commhooks.schemes`, wrappers in
 :mod:`commhooks.wrappers`, research tools in :mod:`commhooks.research`, base classes for authors of
-packed codecs in :mod:`commhooks.core`, exceptions in :mod:`commhooks.errors`. The names of
-PyTorch's own hooks are in :mod:`commhooks.classic`, and can be imported from here.
+packed codecs in :mod:`commhooks.core`, exceptions in :mod:`commhooks.errors`. Hooks with the names
+of PyTorch's hooks are in :mod:`commhooks.classic`, and can be imported from here.
 """
 
 from commhooks import ddp_comm_hooks, errors, optim, schemes, wrappers
 from commhooks._version import __version__
 
-# PyTorch's names, as torch.distributed.algorithms.ddp_comm_hooks has them: a script that imports
-# them from there runs after a change of the import. They are not in __all__, which is the API here.
+# The names of torch.distributed.algorithms.ddp_comm_hooks: a script that imports them from there
+# runs after a change of the import. They are not in __all__: ``import *`` gives what is new here.
+# ``as`` the same name marks a re-export for type checkers, which __all__ does for the others.
 from commhooks.classic import (
     PostLocalSGDState as PostLocalSGDState,
 )

@@ -1,4 +1,7 @@
-"""Exceptions of ``commhooks``; messages name the call, the rule, what came and what to do."""
+"""Defines the exceptions of ``commhooks``; messages have call, rule, value and remedy.
+
+Each has a built-in base class besides ``Error``, so that ``except ValueError`` catches it.
+"""
 
 from ddp_core import (
     CollectiveError,
@@ -29,11 +32,11 @@ __all__ = [
 
 
 class RegistrationError(Error, RuntimeError):
-    """Raised when a hook cannot be registered here, or not a second time."""
+    """Raised when a hook cannot be registered, or cannot do in its present state what was asked."""
 
 
 class HookNotAttachedError(Error, RuntimeError):
-    """Raised when a hook that is registered does not take part in the backward pass."""
+    """Raised when a registered hook does not take part in the backward pass."""
 
 
 class UnknownSchemeError(Error, ValueError):
@@ -41,7 +44,7 @@ class UnknownSchemeError(Error, ValueError):
 
 
 class OptionError(Error, TypeError, ValueError):
-    """Raised when a scheme does not take an option, or not the value that was given."""
+    """Raised when a scheme does not take an option, or not the given value of it."""
 
 
 class SchemeError(Error, RuntimeError):

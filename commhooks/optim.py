@@ -1,4 +1,4 @@
-"""Optimizers that belong to a scheme."""
+"""Defines optimizers that belong to a scheme."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ __all__ = ["OneBitAdam"]
 
 
 class OneBitAdam(torch.optim.Optimizer):
-    """Adam whose second moment is frozen once its hook exchanges momenta of one bit.
+    """Runs Adam, and freezes its second moment when its hook begins to exchange momenta.
 
-    Until the hook's ``freeze_step`` it is ``torch.optim.AdamW``; then ``p.grad`` is the averaged
-    momentum, and entries whose second moment is zero (never had a gradient) stay where they are.
+    Until the hook's ``freeze_step`` this is ``torch.optim.AdamW``. From then on ``p.grad`` is the
+    averaged momentum, and entries whose second moment is zero, which never had a gradient, change
+    by weight decay only.
 
     Args:
         params: parameters, or groups of them.
-        hook: what ``commhooks.register(model, "onebit_adam", ...)`` returned.
+        hook: the result of ``commhooks.register(model, "onebit_adam", ...)``.
         lr: learning rate.
-        beta2: of the second moment; the first moment's is the scheme's ``beta1``.
+        beta2: decay of the second moment; that of the first moment is the scheme's ``beta1``.
         eps: added to the root of the second moment.
-        weight_decay: decoupled.
+        weight_decay: decoupled weight decay, as in AdamW.
 
     Raises:
         TypeError: the hook does not run ``onebit_adam``.
@@ -54,8 +55,10 @@ class OneBitAdam(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
+        # These wrappers change how payloads travel, but not what the optimizer is given. Any other
+        # wrapper may, so the scheme inside is not looked for.
         scheme: Scheme | None = hook.scheme if isinstance(hook, HookState) else None
-        while isinstance(scheme, (Cast, Coalesced, Sealed, Traced)):  # same results
+        while isinstance(scheme, (Cast, Coalesced, Sealed, Traced)):
             scheme = scheme.scheme
         if not isinstance(scheme, OneBitMomentum):
             raise TypeError(
@@ -70,11 +73,19 @@ class OneBitAdam(torch.optim.Optimizer):
     @property
     def frozen(self) -> bool:
         """Whether the gradients of the latest backward pass are momenta."""
+        # ``hook.step`` has counted that pass: the first pass of momenta has index freeze_step.
         return self._hook.step > self._scheme.freeze_step
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates all parameters that have a gradient."""
+        """Updates all parameters that have a gradient.
+
+        Args:
+            closure: computes the loss again, as for other optimizers.
+
+        Returns:
+            The result of ``closure``.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -88,6 +99,8 @@ class OneBitAdam(torch.optim.Optimizer):
     def _update(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
+            # ``second_steps`` stops at the freeze, since only it says how far the second moment is
+            # from its start at zero. Both moments are float32: (1 - beta2) g^2 is lost in 16 bits.
             state["step"], state["second_steps"] = 0, 0
             state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
@@ -95,7 +108,7 @@ class OneBitAdam(torch.optim.Optimizer):
         first, second = state["exp_avg"], state["exp_avg_sq"]
         state["step"] += 1
         if self.frozen:
-            first.copy_(grad)
+            first.copy_(grad)  # the scheme keeps the momentum, and has averaged it over ranks
         else:
             first.lerp_(grad.float(), 1 - beta1)
             second.mul_(beta2).addcmul_(grad.float(), grad.float(), value=1 - beta2)
@@ -103,5 +116,7 @@ class OneBitAdam(torch.optim.Optimizer):
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         correction = 1 - beta1 ** state["step"]
         root = second.div(1 - beta2 ** max(1, state["second_steps"])).sqrt_().add_(group["eps"])
+        # One bit per entry gives all entries of a block one magnitude: without the mask, an entry
+        # that never had a gradient would move by that magnitude over eps.
         update = first.div(root).masked_fill_(second == 0, 0.0)
         parameter.add_(update.to(parameter.dtype), alpha=-group["lr"] / correction)

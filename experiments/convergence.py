@@ -1,10 +1,11 @@
-"""``python -m experiments.convergence``: what each scheme costs in quality, against bf16.
+"""Compares the quality of training with each scheme to that with bf16.
 
-Trains the digits network and the character transformer of the bandwidth study with every scheme,
-from some seeds, on real Gloo processes. ``gap`` is the final loss over held-out data minus that of
-bf16 with the same seed, mean and largest of the seeds; ``steps`` how many steps, over those that
-bf16 takes, until the training loss (mean of the last ten) is at what bf16 ends with, plus 2 %;
-``ratio`` the bytes that a dense all-reduce sends over those that the scheme does.
+Run ``python -m experiments.convergence``. Trains the digits network and the character transformer
+of the bandwidth study with every scheme, from several seeds, on Gloo processes. ``gap`` is the
+final loss on held-out data minus that of bf16 with the same seed: mean and largest of the seeds.
+``steps`` is the number of steps until the training loss (mean of the last ten) reaches the loss at
+which bf16 ends, plus 2 %, over the number that bf16 takes. ``ratio`` is the bytes that a dense
+all-reduce sends over those of the scheme.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from experiments.tasks import TASKS
 
 BASE = "bf16"
 WINDOW, MARGIN = 10, 1.02
+# Without a hook a run has the losses of "none"; with "noop" ranks do not train one model.
 LEFT_OUT = (NO_HOOK, "noop")
 RATES = {"time at 100 Mbit/s": 1e8, "time at 1 Gbit/s": 1e9}
 
@@ -33,7 +35,7 @@ RATES = {"time at 100 Mbit/s": 1e8, "time at 1 Gbit/s": 1e9}
 def _train(
     tasks: list[str], hooks: list[str], seeds: int, steps: int, world_size: int
 ) -> Iterator[pd.DataFrame]:
-    """What all hooks gave, one task and seed at a time."""
+    """Yields the results of all hooks, for one task and seed at a time."""
     with Progress() as progress:
         for task in tasks:
             for seed in range(seeds):
@@ -57,7 +59,7 @@ def _names(tasks: str) -> list[str]:
 
 
 def _hooks(only: str) -> list[str]:
-    """Those asked for, and the one that all are compared with."""
+    """Returns the hooks that were asked for, and the one that all are compared with."""
     known = [name for name in (*SCHEMES, *VARIANTS) if name not in LEFT_OUT]
     names = [name.strip() for name in only.split(";") if name.strip()]
     for name in names:
@@ -67,13 +69,17 @@ def _hooks(only: str) -> list[str]:
 
 
 def _steps_to(losses: list[float], target: float) -> float:
+    """Returns the first step whose smoothed loss is at ``target`` or below; infinity for none."""
     smooth = pd.Series(losses).rolling(WINDOW).mean()
     reached = smooth.index[smooth <= target]
     return float(reached[0] + 1) if len(reached) else math.inf
 
 
-def _compared(found: pd.DataFrame) -> pd.DataFrame:
-    base = found[found.hook == BASE].iloc[0]
+def _compared(cases: pd.DataFrame) -> pd.DataFrame:
+    """Returns a row per hook of one task and seed, with its comparison to bf16."""
+    base = cases[cases.hook == BASE].iloc[0]
+    # bf16 reaches it before its end, by the margin: a target of its last loss would depend on the
+    # noise of one step.
     target = pd.Series(base.losses).rolling(WINDOW).mean().iloc[-1] * MARGIN
     needed = _steps_to(base.losses, target)
     return pd.DataFrame(
@@ -90,26 +96,29 @@ def _compared(found: pd.DataFrame) -> pd.DataFrame:
             "error": row.relative_error,
             "ranks agree": row.ranks_agree,
         }
-        for row in found.itertuples()
+        for row in cases.itertuples()
     )
 
 
 def _times(row: Any, base: Any, steps: float) -> dict[str, float]:
-    """Time to bf16's quality over bf16's, on lines of some rates: a step's time as measured here,
-    plus what it sends by the formulas, nothing hidden."""
+    """Returns the time until the quality of bf16 over the time of bf16, on lines of some rates.
+
+    A step takes its measured time on this machine plus the time of its bytes on the line; nothing
+    of the latter is hidden by the backward pass.
+    """
     times = {}
     for name, rate in RATES.items():
-        own, other = (
-            statistics.median(one.block_s) + 8 * one.wire_bytes / rate for one in (row, base)
+        step_s, base_s = (
+            statistics.median(case.block_s) + 8 * case.wire_bytes / rate for case in (row, base)
         )
-        times[name] = steps * own / other
+        times[name] = steps * step_s / base_s
     return times
 
 
 def _summary(table: pd.DataFrame) -> pd.DataFrame:
     groups = table.groupby(["task", "hook"], sort=False)
     summary = groups[["loss", "accuracy", "gap", "ratio", "error"]].mean()
-    for column in ("steps", *RATES):  # some runs do not get there
+    for column in ("steps", *RATES):  # a run that does not reach the target is infinite
         summary[column] = groups[column].median()
     summary.insert(3, "largest gap", groups.gap.max())
     return summary.reset_index()
@@ -117,7 +126,7 @@ def _summary(table: pd.DataFrame) -> pd.DataFrame:
 
 def main(
     seeds: Annotated[int, typer.Option(help="Runs of each scheme.", min=1)] = 3,
-    steps: Annotated[int, typer.Option(help="Of training.", min=77)] = 330,
+    steps: Annotated[int, typer.Option(help="Training steps.", min=77)] = 330,
     world_size: Annotated[int, typer.Option(help="Gloo processes.", min=2)] = 2,
     tasks: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(TASKS),
     only: Annotated[str, typer.Option(help="Hooks, separated by semicolons; all by default.")] = "",
@@ -126,8 +135,9 @@ def main(
     """Prints the table."""
     out.mkdir(parents=True, exist_ok=True)
     runs: list[pd.DataFrame] = []
-    for found in _train(_names(tasks), _hooks(only), seeds, steps, world_size):
-        runs.append(_compared(found))  # kept at once: the next may be interrupted
+    for cases in _train(_names(tasks), _hooks(only), seeds, steps, world_size):
+        runs.append(_compared(cases))
+        # Written after each seed: the study takes long, and may be interrupted.
         pd.concat(runs).to_csv(out / "runs.csv", index=False)
         _summary(pd.concat(runs)).to_csv(out / "summary.csv", index=False)
     summary = _summary(pd.concat(runs))

@@ -1,11 +1,12 @@
-"""``python -m experiments.cpu_kernels``: every CPU kernel against a copy of the bucket.
+"""Compares the time of every CPU kernel with that of a copy of the bucket.
 
-A bucket of 25 MiB of float32, one thread. A turn times a copy (memcpy) and then each way to run an
-op: the kernel, the definition in eager PyTorch and, with ``--compiled``, by torch.compile; where an
-installed package has the same op, that too. ``ratio`` is an op's time over the copy's in the same
-turn, the median of the turns with its quartiles. ``roofline`` is the share of the copy's speed that
-the kernel reaches, counting the bytes it must move; ``over definition`` how many times faster the
-kernel is. Instruction sets below the best of this processor run with ``--all-sets``.
+Run ``python -m experiments.cpu_kernels``: a bucket of 25 MiB of float32, one thread. A turn times a
+copy (memcpy) and then each way to run an op: the kernel, the definition in eager PyTorch and, with
+``--compiled``, by torch.compile; and the same op of other packages that are installed. ``ratio`` is
+the time of an op over that of the copy in the same turn: the median of the turns with its
+quartiles. ``roofline`` is the share of the copy's speed that an op reaches, counting the bytes that
+it has to move; ``kernel is faster by`` is the time of a way over that of the kernel. ``--all-sets``
+runs the instruction sets below the best of this processor, too.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ ENTRIES = 25 * 2**20 // 4
 BLOCK = 1024
 
 
-def _turns(found: list[Case], turns: int, compiled: bool, progress: Progress) -> pd.DataFrame:
+def _turns(listed: list[Case], turns: int, compiled: bool, progress: Progress) -> pd.DataFrame:
     x = torch.randn(ENTRIES)
     other = torch.empty_like(x)
     memcpy = ctypes.CDLL(None).memcpy
     memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
     rows = []
-    bar = progress.add_task("measuring", total=len(found))
-    for case in found:
+    bar = progress.add_task("measuring", total=len(listed))
+    for case in listed:
         progress.update(bar, description=case.name)
         ways = {"kernel": case.run, "definition": case.define}
         if compiled:
@@ -46,11 +47,12 @@ def _turns(found: list[Case], turns: int, compiled: bool, progress: Progress) ->
             ways["compiled"] = torch.compile(case.define)
         ways |= case.rivals
         for call in ways.values():
-            call()
+            call()  # compiles, and touches the memory
         for turn in range(turns):
             for way, call in ways.items():
+                # All ways but the kernel are slow, and less exact numbers do for them.
                 if way != "kernel" and turn >= max(5, turns // 3):
-                    continue  # slow ones get fewer turns
+                    continue
                 begin = time.perf_counter()
                 memcpy(other.data_ptr(), x.data_ptr(), x.nbytes)
                 middle = time.perf_counter()
@@ -113,6 +115,7 @@ def main(
         sys.exit(f"experiments.cpu_kernels: {reason}")
     best = cpu.instruction_set()
     if all_sets:
+        # In processes of their own: a process loads the kernels of one instruction set.
         for name in cpu.INSTRUCTION_SETS[1 : cpu.INSTRUCTION_SETS.index(best)]:
             command = [sys.executable, "-m", "experiments.cpu_kernels", "--turns", str(turns)]
             subprocess.run(

@@ -1,10 +1,11 @@
-"""``python -m experiments.gpu_kernels``: the CUDA kernels on a GPU, tested and timed.
+"""Tests and times the CUDA kernels on a GPU.
 
-One command: runs the tests that use a device, compute-sanitizer over random calls if it is
-installed, and times every op against a copy of the same bucket. ``share`` is the bandwidth that an
-op reaches, counting the bytes it must move, over that of the copy; ``goal`` is what it should be.
-Large buckets (256 MiB) rotate, so that nothing is found in the cache; a bucket of 25 MiB, which
-fits there, is timed under the replay of a CUDA graph and reported apart.
+``python -m experiments.gpu_kernels`` runs the tests that use a device, runs random calls under
+compute-sanitizer if it is installed, and compares the time of every op with that of a copy of the
+same bucket. ``share`` is the bandwidth of an op, counting the bytes that it has to move, over that
+of the copy; ``goal`` is what it should reach. Large buckets (256 MiB) take turns, so that nothing
+is found in the cache. A bucket of 25 MiB, which fits into it, is timed in the replay of a CUDA
+graph and reported separately.
 """
 
 from __future__ import annotations
@@ -29,19 +30,18 @@ from commhooks.kernels.runtime import cuda
 from experiments.kernel_cases import COPIED, Case, cases
 
 LARGE, SMALL = 256 * 2**20 // 4, 25 * 2**20 // 4  # entries
-ROTATING = 3  # buckets that take turns
+ROTATING = 3  # large buckets that take turns
 
 
 def _milliseconds(calls: list[Callable[[], Any]], repeats: int) -> float:
-    """Median time of a call, in turns of all of them, one behind the other.
-
-    A call before the clock starts keeps the device busy while the host prepares what is timed.
-    """
+    """Returns the median time of a call, over turns that make all calls one after the other."""
     for call in calls:
         call()
     times = []
     for _ in range(repeats):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        # Keeps the device busy while the host launches the calls that are timed: otherwise the
+        # time of the host's launches would be counted.
         calls[-1]()
         begin.record()
         for call in calls:
@@ -53,8 +53,8 @@ def _milliseconds(calls: list[Callable[[], Any]], repeats: int) -> float:
 
 
 def _replayed(call: Callable[[], Any], repeats: int) -> float:
-    """Median time of a call within a graph of ten."""
-    call()
+    """Returns the median time of a call in a CUDA graph of ten calls, which has no launch costs."""
+    call()  # compiles; a capture does not allow that
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -75,7 +75,7 @@ def _row(case: Case, size: str, entries: int, copy: float, took: float) -> dict[
 
 
 def _measure(repeats: int, compiled: bool, out: Path) -> pd.DataFrame:
-    """All rows; the table is written after each, as far as it is known."""
+    """Returns all rows; writes the table after each, since the study may be interrupted."""
     rows: list[dict[str, Any]] = []
 
     def add(row: dict[str, Any]) -> None:
@@ -83,27 +83,28 @@ def _measure(repeats: int, compiled: bool, out: Path) -> pd.DataFrame:
         pd.DataFrame(rows).to_csv(out, index=False)
 
     buckets = [torch.randn(LARGE, device="cuda") for _ in range(ROTATING)]
-    targets = [torch.empty_like(one) for one in buckets]
+    targets = [torch.empty_like(bucket) for bucket in buckets]
     pairs = zip(buckets, targets, strict=True)
     copy = _milliseconds([lambda x=x, y=y: y.copy_(x) for x, y in pairs], repeats)
     del targets
-    found = list(zip(*(cases(one) for one in buckets), strict=True))
+    # Each op on all buckets.
+    groups = list(zip(*(cases(bucket) for bucket in buckets), strict=True))
     with Progress() as progress:
-        bar = progress.add_task("256 MiB", total=len(found))
-        for same in found:
-            progress.update(bar, description=same[0].name)
-            took = _milliseconds([case.run for case in same], repeats)
-            row = _row(same[0], "256 MiB", LARGE, copy, took)
-            row["definition over kernel"] = _milliseconds([same[0].define], 5) / took
+        bar = progress.add_task("256 MiB", total=len(groups))
+        for group in groups:
+            progress.update(bar, description=group[0].name)
+            took = _milliseconds([case.run for case in group], repeats)
+            row = _row(group[0], "256 MiB", LARGE, copy, took)
+            row["definition over kernel"] = _milliseconds([group[0].define], 5) / took
             if compiled:
                 torch.compiler.reset()  # or the number of recompilations is exceeded
-                call = torch.compile(same[0].define)
+                call = torch.compile(group[0].define)
                 row["compiled over kernel"] = _milliseconds([call], 5) / took
-            for name, call in same[0].rivals.items():
+            for name, call in group[0].rivals.items():
                 row[f"{name} over kernel"] = _milliseconds([call], 5) / took
             add(row)
             progress.advance(bar)
-    del found, buckets
+    del groups, buckets
     torch.cuda.empty_cache()
     x = torch.randn(SMALL, device="cuda")
     y = torch.empty_like(x)
@@ -114,7 +115,7 @@ def _measure(repeats: int, compiled: bool, out: Path) -> pd.DataFrame:
 
 
 def _checked(*command: str) -> str:
-    """The last line that a program prints; its end is part of the result, not of the study."""
+    """Runs a program and returns its exit status and last line; a failure is a result, too."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     typer.echo(done.stdout[-3000:] + done.stderr[-3000:])
     lines = (done.stdout.strip() or done.stderr.strip() or "nothing printed").splitlines()

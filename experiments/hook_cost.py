@@ -1,13 +1,15 @@
-"""``python -m experiments.hook_cost``: step time of our hooks over torch's, in alternating runs.
+"""Compares the step time of the hooks of this package with torch's, in alternating runs.
 
-Three models with a batch of one and gradients that are views of the buckets, so that hooks are as
-large a part of a step as can be: a ResNet-18 for 32x32 images (11 M parameters), a transformer on
-96 tokens (13 M), 500 tiny layers (2 M). A turn is a block of steps with torch's hook, one with ours
-and one with no-op; the order turns around every time.
+Run ``python -m experiments.hook_cost``. Three models with a batch of one and gradients that are
+views of the buckets, so that hooks are as large a part of a step as possible: a ResNet-18 for 32x32
+images (11 M parameters), a transformer on 96 tokens (13 M), 500 tiny layers (2 M). A turn is a
+block of steps with torch's hook, one with ours and one with no-op; the order is reversed in every
+second turn.
 
-``step_ratio`` is ours over torch's within a turn, with its quartiles over the turns. ``torch`` and
-``ours`` are step times over the no-op hook's, and ``cost_ratio`` is what they add to it, ours over
-torch's. PowerSGD is compared in one bucket and from step 2 on, where torch's hook runs on Gloo.
+``step_ratio`` is the step time with our hook over that with torch's in the same turn, with its
+quartiles over the turns. ``torch`` and ``ours`` are step times over that of no-op; ``cost_ratio``
+is the time that our hook adds to no-op over the time that torch's adds. PowerSGD is compared in one
+bucket and from step 2 on, where torch's hook runs on Gloo.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ def _noop(ddp: DistributedDataParallel) -> commhooks.HookState:
     return commhooks.register(ddp, "noop")
 
 
-# Name, bucket size in MB, torch's, ours.
+# Name, bucket size in MB, registration of torch's hook, registration of ours. One bucket for
+# PowerSGD: torch's hook starts collectives in callbacks, whose order several buckets would make
+# different on different ranks.
 PAIRS: list[Pair] = [
     (
         "allreduce",
@@ -77,7 +81,7 @@ def compare(
     rounds: int,
     block: int,
 ) -> None:
-    """One process: blocks of steps with torch's and our hook in turn, for every pair."""
+    """Runs blocks of steps with torch's hook, ours and no-op in turn, for every pair, in a rank."""
     make_model, make_input, _ = MODELS[model]
     for name, cap, torchs, ours in PAIRS:
         runners: dict[str, tuple[DistributedDataParallel, Any]] = {}
@@ -89,10 +93,12 @@ def compare(
             runners[kind] = (ddp, attach(ddp))
         torch.manual_seed(rank)
         x = make_input(1)
+        # The first step rebuilds the buckets, the second is the last dense one of PowerSGD.
         for ddp, _ in runners.values():
             _steps(ddp, x, 4)
         turns = []
         for turn in range(rounds):
+            # The order is reversed, so that no hook always runs behind the same one.
             order = list(runners.items())[:: 1 if turn % 2 == 0 else -1]
             seconds = {kind: _steps(ddp, x, block) for kind, (ddp, _) in order}
             turns.append(seconds)
@@ -104,7 +110,7 @@ def compare(
 
 
 def _ratios(turns: list[dict[str, tuple[float, float]]]) -> dict[str, float]:
-    """Medians over the turns, and quartiles of the step ratio."""
+    """Returns medians over the turns, and quartiles of the step ratio."""
 
     def over(upper: str, lower: str, part: int) -> list[float]:
         return [turn[upper][part] / turn[lower][part] for turn in turns]
@@ -126,10 +132,7 @@ def _ratios(turns: list[dict[str, tuple[float, float]]]) -> dict[str, float]:
 
 
 def _steps(ddp: DistributedDataParallel, x: Tensor, count: int) -> tuple[float, float]:
-    """Seconds of ``count`` steps (forward, backward, update) and of their backward passes.
-
-    Of the slowest rank.
-    """
+    """Returns the seconds of ``count`` steps and of their backward passes, on the slowest rank."""
     parameters = list(ddp.parameters())
     dist.barrier()
     begin, backward = time.perf_counter(), 0.0
@@ -140,6 +143,7 @@ def _steps(ddp: DistributedDataParallel, x: Tensor, count: int) -> tuple[float, 
         middle = time.perf_counter()
         loss.backward()
         backward += time.perf_counter() - middle
+        # Not an optimizer: its time would be the same in all runs, and hide a part of the ratio.
         with torch.no_grad():
             torch._foreach_add_(parameters, [p.grad for p in parameters], alpha=-1e-4)
     seconds = torch.tensor([time.perf_counter() - begin, backward])
@@ -157,7 +161,7 @@ def main(
 ) -> None:
     """Prints the ratios; below 1 ours is faster."""
     console, rows = Console(), []
-    if console.width < TABLE_WIDTH:  # a pipe, or a narrow terminal: wrapped lines read better
+    if console.width < TABLE_WIDTH:  # rich wraps lines at 80 columns if the output is a pipe
         console = Console(width=TABLE_WIDTH)
     names = model or list(MODELS)
     for name in names:

@@ -1,4 +1,4 @@
-"""The calls of ops that ``cpu_kernels`` and ``gpu_kernels`` time."""
+"""Lists the calls of ops that ``cpu_kernels`` and ``gpu_kernels`` time."""
 
 from __future__ import annotations
 
@@ -29,19 +29,24 @@ from commhooks.kernels.runtime import op as _op
 
 __all__ = ["COPIED", "Case", "cases"]
 
-COPIED = 8.0  # bytes per entry that a copy of float32 moves
+# Bytes per entry of a case: 4 for each float32 tensor that is read or written, the size of the
+# codes, and 4 per block for scales (0.016 for a block of 256). A copy reads and writes 4.
+COPIED = 8.0
 Rivals = dict[str, Callable[[], object]]
-PAYLOADS = {"cpu": 4, "cuda": 8}  # summed by "decode + sum"
+PAYLOADS = {"cpu": 4, "cuda": 8}  # number of payloads that "decode + sum" sums
 
 
 @dataclass(frozen=True)
 class Case:
-    """One op on one set of arguments.
+    """Describes one op with one set of arguments.
 
     Attributes:
-        bytes: per entry, that it must move.
-        goal: share of a copy's bandwidth on a GPU.
-        rivals: other ways to do the same, or less, of packages that are installed, by name.
+        name: name in the table.
+        bytes: bytes per entry that the op has to move.
+        goal: share of the bandwidth of a copy that a GPU should reach.
+        op: the op.
+        args: its arguments.
+        rivals: by name, calls of installed packages that do the same, or less.
     """
 
     name: str
@@ -52,45 +57,46 @@ class Case:
     rivals: Rivals = field(default_factory=dict)
 
     def run(self) -> None:
-        """As it is dispatched."""
+        """Calls the op, which chooses its implementation."""
         self.op(*self.args)
 
     def define(self) -> None:
+        """Calls the definition of the op."""
         self.op.definition(*self.args)
 
 
 def cases(x: Tensor, block: int = 1024) -> list[Case]:
-    """All ops on a bucket ``x`` of float32, with buffers of their own."""
+    """Returns all ops on a bucket ``x`` of float32; allocates their other arguments."""
     out = torch.empty_like(x)
     residual = torch.randn_like(x) * 0.1
-    noise = (torch.tensor(1, device=x.device), 1, 0, 0)
-    found = [
-        one
+    noise = (torch.tensor(1, device=x.device), 1, 0, 0)  # a stream of random bits: stochastic
+    listed = [
+        case
         for format in ("int8", "int4", "e4m3", "sign")
-        for one in _blockwise(x, out, residual, format, block, noise)
+        for case in _blockwise(x, out, residual, format, block, noise)
     ]
     for narrow in (torch.bfloat16, torch.float16):
         small = torch.empty_like(x, dtype=narrow)
         name = str(narrow).removeprefix("torch.")
         nearest = (x, small, 1 / 3, *philox.NO_STREAM)
         copy = {"torch's copy, unscaled": lambda small=small: small.copy_(x)}
-        found += [
+        listed += [
             Case(f"cast * 1/3, {name}", 6, 0.9, cast.cast_op, nearest, copy),
             Case(f"cast, {name}, stochastic", 6, 0.75, cast.cast_op, (x, small, 1.0, *noise)),
         ]
     whole = x.numel() // 1024 * 1024
     spread = (x[:whole], out[:whole], 1024, False, *noise)
-    found.append(Case("Hadamard 1024", 8, 0.75, hadamard_op, spread))
+    listed.append(Case("Hadamard 1024", 8, 0.75, hadamard_op, spread))
     turned = torch.empty(payload_bytes(whole, "int4", 1024), dtype=torch.uint8, device=x.device)
     turn = (x[:whole], turned, "int4", 1024, *noise, None, None, *philox.NO_STREAM)
-    found.append(Case("Hadamard + int4 encode", 4.5, 0.75, rotated.quantize_rotated_op, turn))
+    listed.append(Case("Hadamard + int4 encode", 4.5, 0.75, rotated.quantize_rotated_op, turn))
     cosines = (x[:whole], torch.randn(64, 64, device=x.device), out[:whole])
-    found.append(Case("DCT 64", 8, 0.5, dct_op, cosines))
+    listed.append(Case("DCT 64", 8, 0.5, dct_op, cosines))
     sums = torch.empty(-(-x.numel() // 256), dtype=torch.int32, device=x.device)
-    shared.magnitudes_op(x, residual, sums, 256)
+    shared.magnitudes_op(x, residual, sums, 256)  # the quantization below needs valid scales
     codes = torch.empty_like(x, dtype=torch.int8)
     fits = (x, residual, sums, codes, residual, 256, 63)
-    found += [
+    listed += [
         Case("shared int8 scale", 8.02, 0.85, shared.magnitudes_op, (x, residual, sums, 256)),
         Case("shared int8, feedback", 13.02, 0.75, shared.quantize_shared_op, (*fits, *noise)),
         Case(
@@ -105,16 +111,16 @@ def cases(x: Tensor, block: int = 1024) -> list[Case]:
     spots = (torch.empty(whole // 1024, device=x.device), turned[: whole // 4])
     nearest4 = (x[:whole], several, *spots, None, 1024)
     back = (*spots, several, out[:whole], 1024, False)
-    found += [
+    listed += [
         Case("nearest of 4 levels", 4.25, 0.6, levels.quantize_levels_op, nearest4),
         Case("4 levels decode", 4.25, 0.6, levels.dequantize_levels_op, back),
     ]
     k = x.numel() // 100
     taken = (torch.empty(k, dtype=torch.int32, device=x.device), torch.empty(k, device=x.device))
     drawn = (taken[1], residual, residual, *noise[:3])
-    found.append(Case("random 1 %, feedback", 12.04, 0.6, random_k.gather_random_op, (x, *drawn)))
+    listed.append(Case("random 1 %, feedback", 12.04, 0.6, random_k.gather_random_op, (x, *drawn)))
     topk = {"torch.topk": lambda: x.abs().topk(k)}
-    found += [
+    listed += [
         Case("top-k 1 %", 4.08, 0.6, sparse.top_k_op, (x, k, *taken, None, None), topk),
         Case(
             "top-k 1 %, feedback",
@@ -128,12 +134,13 @@ def cases(x: Tensor, block: int = 1024) -> list[Case]:
     ]
     finite = torch.ones((), dtype=torch.bool, device=x.device)
     aminmax = {"torch.aminmax": lambda: torch.aminmax(x)}
-    found.append(Case("all finite", 4, 0.85, finite_op, (x, finite), aminmax))
-    return [*found, *_power_sgd(x, out, residual)]
+    listed.append(Case("all finite", 4, 0.85, finite_op, (x, finite), aminmax))
+    return [*listed, *_power_sgd(x, out, residual)]
 
 
 def _power_sgd(x: Tensor, out: Tensor, residual: Tensor, rank: int = 4) -> list[Case]:
-    """On matrices that fill the bucket, against the layout of torch's hook."""
+    """Returns PowerSGD's ops on matrices that fill the bucket, and the products of torch's hook."""
+    # A matrix with an uneven ratio of its sides, as layers have; both are multiples of 32.
     rows, columns = 512, 2304
     count = max(1, x.numel() // (rows * columns))
     each = [(i * rows * columns, rows, columns, rank) for i in range(count)]
@@ -166,7 +173,7 @@ def _power_sgd(x: Tensor, out: Tensor, residual: Tensor, rank: int = 4) -> list[
 
 
 def _rivals(format: str, x: Tensor, block: int) -> tuple[Rivals, Rivals]:
-    """What bitsandbytes and torchao have for a format: ways to encode, and to decode."""
+    """Returns calls of bitsandbytes and torchao that encode, and that decode, a format."""
     encode: Rivals = {}
     decode: Rivals = {}
     rows = x[: x.numel() // block * block].view(-1, block)
@@ -213,7 +220,7 @@ def _blockwise(
     code = size / x.numel()
     payload = torch.empty(size, dtype=torch.uint8, device=x.device)
     quantize = blockwise.quantize_op
-    quantize(x, payload, format, block, None, None, *philox.NO_STREAM)
+    quantize(x, payload, format, block, None, None, *philox.NO_STREAM)  # what "decode" decodes
     count = PAYLOADS[x.device.type]
     several = payload.repeat(count, 1)
     encode = (x, payload, format, block)
@@ -221,7 +228,7 @@ def _blockwise(
     feedback = (*encode, residual, residual, *philox.NO_STREAM)
     others = _rivals(format, x, block)
     plain = (*encode, None, None, None, 0, 0, 0)
-    found = [
+    listed = [
         Case(f"{format} encode", 4 + code, 0.85, quantize, plain, others[0]),
         Case(f"{format} encode, feedback", 12 + code, 0.85, quantize, feedback),
         Case(
@@ -242,5 +249,5 @@ def _blockwise(
     ]
     if format != "sign":
         args = (*encode, None, None, *noise)
-        found.append(Case(f"{format} encode, stochastic", 4 + code, 0.75, quantize, args))
-    return found
+        listed.append(Case(f"{format} encode, stochastic", 4 + code, 0.75, quantize, args))
+    return listed

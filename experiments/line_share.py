@@ -1,9 +1,9 @@
-"""``python -m experiments.line_share``: how much of a limited line each collective uses on Gloo.
+"""Measures how much of a limited line each collective uses on Gloo.
 
-Hosts (network namespaces) on one switch, each with a cable of set rate, run each collective over a
-payload of 25 MiB in turn. ``share`` is what a bandwidth-optimal algorithm would have sent, over the
-time it took, over the rate of the line: median of the turns with its quartiles. Needs root, ``ip``
-and ``tc`` (Debian: iproute2).
+Run ``python -m experiments.line_share``. Hosts (network namespaces) on one switch, each with a
+cable of given rate, run the collectives in turn on a payload of 25 MiB. ``share`` is the bytes that
+a bandwidth-optimal algorithm sends, divided by the time and by the rate of the line: median of the
+turns with its quartiles. Needs what ``experiments/namespaces.py`` needs.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ import typer
 from rich.progress import track
 
 from ddp_core import AllGather, AllReduce, AllToAll, Collective, ReduceScatter
-from experiments.hosts import joined, reason_not_to_run, run_on_hosts
+from experiments.hosts import joined, run_on_hosts
+from experiments.namespaces import reason_not_to_run
 
 BYTES, WARM_UP = 25 * 2**20, 1
 
 
 def _requests(world_size: int) -> dict[str, Collective]:
-    """By name; each sends parts of, or works on, 25 MiB in all."""
+    """Returns the collectives by name, each of 25 MiB."""
+    # Multiples of the number of ranks, so that the bandwidth-optimal bytes are exact.
     entries = BYTES // 4 // world_size * world_size
     part = BYTES // world_size // 16 * 16
     return {
@@ -40,7 +42,7 @@ def _requests(world_size: int) -> dict[str, Collective]:
 
 
 def _measure(turns: int, rate: float) -> None:
-    """In a rank's process; rank 0 prints a JSON object per collective and turn."""
+    """Times the collectives in the process of a rank; rank 0 prints an object for each and turn."""
     with joined() as rank:
         world_size = dist.get_world_size()
         group = dist.group.WORLD
@@ -52,7 +54,7 @@ def _measure(turns: int, rate: float) -> None:
                 begin = time.perf_counter()
                 request.issue(group).wait()
                 took = torch.tensor(time.perf_counter() - begin)
-                dist.all_reduce(took, op=dist.ReduceOp.MAX)
+                dist.all_reduce(took, op=dist.ReduceOp.MAX)  # a collective is over on the last rank
                 if rank == 0 and turn >= WARM_UP:
                     share = request.wire_nbytes(world_size) * 8 / float(took) / rate
                     print(json.dumps({"collective": name, "share": share}), flush=True)
@@ -70,14 +72,14 @@ def main(
     if reason := reason_not_to_run():
         sys.exit(f"experiments.line_share: {reason}")
     tables = []
-    for count in track([int(one) for one in hosts.split(",")], "hosts"):
+    for count in track([int(number) for number in hosts.split(",")], "hosts"):
         task = {"turns": turns, "rate": gbit * 1e9}
         rate = f"{gbit * 1000:.0f}mbit"
         rows = run_on_hosts("experiments.line_share", task, hosts=count, rate=rate, timeout=600)
         table = pd.DataFrame(rows).groupby("collective", sort=False).share
-        found = table.quantile([0.25, 0.5, 0.75]).unstack()
-        found.columns = pd.Index(["q1", "share", "q3"])
-        tables.append(found.assign(hosts=count).reset_index())
+        quartiles = table.quantile([0.25, 0.5, 0.75]).unstack()
+        quartiles.columns = pd.Index(["q1", "share", "q3"])
+        tables.append(quartiles.assign(hosts=count).reset_index())
     result = pd.concat(tables)[["hosts", "collective", "share", "q1", "q3"]]
     typer.echo(result.to_string(index=False, float_format="{:.2f}".format))
     out.parent.mkdir(parents=True, exist_ok=True)

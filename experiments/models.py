@@ -1,4 +1,4 @@
-"""Three models that load a reducer in different ways: convolutions, attention, many tiny layers."""
+"""Defines three models that load a reducer differently: convolutions, attention, tiny layers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,17 @@ __all__ = ["MODELS", "Model"]
 
 
 class Model(NamedTuple):
-    """How to build a model, and an input of ``batch`` rows for it."""
+    """Describes a model of a study.
+
+    Attributes:
+        build: makes the model.
+        make_input: makes an input with a number of rows.
+        batch: number of rows at which communication is a usual part of a step.
+    """
 
     build: Callable[[], nn.Module]
     make_input: Callable[[int], Tensor]
-    batch: int  # at which communication is a usual part of a step
+    batch: int
 
 
 class _Residual(nn.Module):
@@ -27,6 +33,7 @@ class _Residual(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(c_in, c_out, 3, stride, 1, bias=False)
         self.conv2 = nn.Conv2d(c_out, c_out, 3, 1, 1, bias=False)
+        # No running statistics: DDP would broadcast these buffers in every step.
         self.norm1 = nn.BatchNorm2d(c_out, track_running_stats=False)
         self.norm2 = nn.BatchNorm2d(c_out, track_running_stats=False)
         same = stride == 1 and c_in == c_out
@@ -38,7 +45,7 @@ class _Residual(nn.Module):
 
 
 def resnet() -> nn.Module:
-    """ResNet-18's layers for 32x32 images: 11 M parameters."""
+    """Returns the layers of ResNet-18 for 32x32 images: 11 M parameters."""
     layers: list[nn.Module] = [nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.ReLU()]
     width = 64
     for c_out, stride in ((64, 1), (64, 1), (128, 2), (128, 1), (256, 2), (256, 1), (512, 2)):
@@ -49,7 +56,7 @@ def resnet() -> nn.Module:
 
 
 class _Tiny(nn.Module):
-    """500 layers: 2 M parameters in 1000 tensors."""
+    """500 layers: 2 M parameters in 1000 tensors, for the cost per parameter."""
 
     def __init__(self) -> None:
         super().__init__()

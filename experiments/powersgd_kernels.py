@@ -1,12 +1,13 @@
-"""``python -m experiments.powersgd_kernels``: PowerSGD's arithmetic on the matrices of real models.
+"""Compares PowerSGD's arithmetic with that of torch's hook, on the matrices of real models.
 
-One step of one rank, rank 4, one thread, in DDP's buckets of 25 MiB and in one bucket; ``ratio`` is
-theirs over ours within a turn, median of the turns with its quartiles.
+Run ``python -m experiments.powersgd_kernels``: one step of one rank, rank 4, one thread, in DDP's
+buckets of 25 MiB and in one bucket. ``ratio`` is the time of the other way over ours in the same
+turn: the median of the turns with its quartiles.
 
-- ``layout``: our kernels against the same products on operands as torch's hook lays them out,
-  rank last, with a copy for the feedback, sums and differences apart; all buffers are there.
-  ``floor`` is what the ratio would be if both were bound by memory.
-- ``hook``: our scheme against torch's hook as it is, in a process group of one.
+- ``layout``: our kernels against the same products in the layout of torch's hook (rank last), with
+  sums, copies and differences for the feedback as separate passes; all buffers exist beforehand.
+  ``floor`` is the ratio if both are bound by memory.
+- ``hook``: our scheme against torch's hook, in a process group of one.
 """
 
 from __future__ import annotations
@@ -43,15 +44,15 @@ CAPS = {"25 MiB": 25 << 20, "one": 1 << 60}
 
 
 def _resnet50() -> Shapes:
-    """Of convolutions, rows are output channels."""
-    found, last = [(64, 147)], 64
+    """Returns the matrices of ResNet-50; the rows of a convolution are its output channels."""
+    shapes, last = [(64, 147)], 64
     for blocks, width in ((3, 64), (4, 128), (6, 256), (3, 512)):
         for block in range(blocks):
-            found += [(width, last), (width, 9 * width), (4 * width, width)]
+            shapes += [(width, last), (width, 9 * width), (4 * width, width)]
             if block == 0:
-                found.append((4 * width, last))
+                shapes.append((4 * width, last))
             last = 4 * width
-    return [*found, (1000, 2048)]
+    return [*shapes, (1000, 2048)]
 
 
 def _gpt2() -> Shapes:
@@ -60,14 +61,15 @@ def _gpt2() -> Shapes:
 
 
 MODELS = {"ResNet-50": _resnet50(), "GPT-2": _gpt2()}
-# Bytes an entry that each way must move; a line that is written is read first, but where the cache
-# is passed by. Plain: M Q, M^T P, P Q^T. With feedback: sum, copy, these, difference; fused: M Q
-# with the sum in it, M^T P, P Q^T with the difference in it.
+# Bytes per entry that each way has to move: torch's layout, our kernels. A cache line that is
+# written is read first, unless the write bypasses the cache. Plain: M Q, M^T P, P Q^T. With
+# feedback, torch's layout has separate passes for sum, copy and difference; our kernels add in the
+# pass of M Q and subtract in that of P Q^T.
 BYTES = {"plain": (4 + 4 + 8, 4 + 4 + 4), "feedback": (16 + 12 + 4 + 4 + 8 + 12, 12 + 4 + 12)}
 
 
 def _buckets(shapes: Shapes, cap: int) -> list[Shapes]:
-    """As DDP fills them: from the last matrix on, each up to ``cap`` bytes."""
+    """Fills buckets as DDP does: from the last matrix on, each up to ``cap`` bytes."""
     buckets: list[list[tuple[int, int]]] = [[]]
     for shape in reversed(shapes):
         size = sum(4 * rows * columns for rows, columns in [*buckets[-1], shape])
@@ -78,7 +80,7 @@ def _buckets(shapes: Shapes, cap: int) -> list[Shapes]:
 
 
 class _Bucket:
-    """A bucket as torch's hook asks for it, and its step in each of the four ways."""
+    """A bucket with the methods that torch's hook calls, and its step in two of the four ways."""
 
     def __init__(self, index: int, shapes: Shapes, rank: int, feedback: bool) -> None:
         sizes = [rows * columns for rows, columns in shapes]
@@ -99,7 +101,7 @@ class _Bucket:
         return self.number
 
     def is_last(self) -> bool:
-        return False  # torch's hook counts steps by it, and logs
+        return False  # torch's hook counts steps at the last bucket, and logs
 
     def buffer(self) -> Tensor:
         return self.grad
@@ -137,7 +139,7 @@ class _Bucket:
 
 
 class _Step:
-    """One step over all buckets of a model."""
+    """Runs one step over all buckets of a model, in each of the four ways."""
 
     def __init__(self, shapes: Shapes, cap: int, rank: int, feedback: bool) -> None:
         parts = _buckets(shapes, cap)
@@ -159,7 +161,7 @@ class _Step:
 
     def scheme(self) -> None:
         for bucket in self.buckets:
-            self.engine.launch(bucket.number, is_last=bucket is self.buckets[-1])
+            self.engine.begin_bucket(bucket.number, is_last=bucket is self.buckets[-1])
         for bucket in self.buckets:
             simulate([self.engine.exchange(bucket.grad, bucket.layout)])
 
@@ -176,7 +178,7 @@ def _seconds(call: Callable[[], None]) -> float:
 
 def main(
     turns: Annotated[int, typer.Option(help="Turns per model.", min=5)] = 9,
-    rank: Annotated[int, typer.Option(help="Of the approximation.", min=1)] = 4,
+    rank: Annotated[int, typer.Option(help="Rank of the approximation.", min=1)] = 4,
     out: Annotated[Path, typer.Option(help="The table is written there.")] = Path(
         "results/powersgd_kernels.csv"
     ),
@@ -184,6 +186,7 @@ def main(
     """Prints how many times faster the kernels are."""
     torch.set_num_threads(1)
     logging.getLogger(torch_powersgd.__name__).setLevel(logging.WARNING)
+    # A group of one rank, which torch's hook needs: its collectives take next to no time.
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     rows = []
     for model, shapes in MODELS.items():
@@ -196,12 +199,12 @@ def main(
                 }
                 ratios: dict[str, list[float]] = {against: [] for against in pairs}
                 for turn in track(range(turns + 1), f"{model}, {kind}, {buckets}"):
-                    for against, (other, own) in pairs.items():
-                        ratio = _seconds(other) / _seconds(own)
-                        if turn:  # the first touches the memory
+                    for against, (other, kernel) in pairs.items():
+                        ratio = _seconds(other) / _seconds(kernel)
+                        if turn:  # the first turn touches the memory
                             ratios[against].append(ratio)
-                for against, found in ratios.items():
-                    q1, middle, q3 = pd.Series(found).quantile([0.25, 0.5, 0.75])
+                for against, values in ratios.items():
+                    q1, middle, q3 = pd.Series(values).quantile([0.25, 0.5, 0.75])
                     floor = theirs / ours if against == "layout" else None
                     rows.append((model, kind, buckets, against, middle, q1, q3, floor))
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Starts the Gloo processes of a study on this machine, with messages back to the parent.
+"""Starts the Gloo processes of a study on this machine, which send messages to the parent.
 
 For studies only: training runs use torchrun.
 """
@@ -27,11 +27,13 @@ def run_ranks(worker: Callable[..., None], world_size: int, *args: Any) -> Itera
     """Runs ``worker(rank, world_size, send, *args)`` in each process; yields what they send.
 
     Raises:
-        RuntimeError: a process failed; with its traceback.
+        RuntimeError: a process failed; the message has its traceback.
     """
+    # Spawned: a fork of a process that has used torch's threads may hang in its first kernel.
     context = multiprocessing.get_context("spawn")
     messages: Any = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
+        # A file, not a port: several studies may run at once.
         store = f"file://{folder}/store"
         processes = [
             context.Process(target=_rank, args=(worker, rank, world_size, store, messages, args))
@@ -45,6 +47,7 @@ def run_ranks(worker: Callable[..., None], world_size: int, *args: Any) -> Itera
                 try:
                     kind, value = messages.get(timeout=1)
                 except queue.Empty:
+                    # A process that was killed sends nothing.
                     dead = [p.exitcode for p in processes if p.exitcode not in (None, 0)]
                     if dead:
                         raise RuntimeError(f"a process ended with exit code {dead[0]}") from None
@@ -67,8 +70,9 @@ def _rank(
     worker: Callable[..., None], rank: int, world_size: int, store: str, messages: Any, args: Any
 ) -> None:
     try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it, and ends its ranks
-        torch.set_num_threads(1)
+        # Ctrl-C reaches all processes of a terminal; the parent handles it, and ends its ranks.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        torch.set_num_threads(1)  # ranks share the cores
         dist.init_process_group(
             "gloo",
             init_method=store,

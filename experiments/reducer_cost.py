@@ -1,10 +1,11 @@
-"""``python -m experiments.reducer_cost``: our DistributedDataParallel over torch's, on real links.
+"""Compares step time and memory of ``ddp_core``'s DistributedDataParallel with torch's, on links.
 
-Two hosts (network namespaces) joined by a cable, unlimited and at 1 Gbit/s, train three models with
-torch's class, with ours, and with ours in torch's buckets, in alternating blocks of steps; the
-order turns around every time. ``ratio`` is a case's step time over torch's within a turn, with its
-quartiles over the turns. Memory is the peak of a process that trained one case alone, over torch's.
-Needs root and ``ip`` and ``tc`` (Debian: iproute2).
+Run ``python -m experiments.reducer_cost``. Two hosts (network namespaces) joined by a cable,
+unlimited and at 1 Gbit/s, train three models with torch's class, with ours, and with ours in
+torch's buckets, in alternating blocks of steps; the order is reversed in every second turn.
+``ratio`` is a step time over torch's in the same turn, with its quartiles over the turns. Memory is
+the peak of a process that trained one case alone, over torch's. Needs what
+``experiments/namespaces.py`` needs.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_core
-from experiments.hosts import joined, reason_not_to_run, run_on_hosts
+from experiments.hosts import joined, run_on_hosts
 from experiments.models import MODELS
+from experiments.namespaces import reason_not_to_run
 
 RATES: dict[str, str | None] = {"unlimited": None, "1 Gbit/s": "1gbit"}
 CASES: dict[str, tuple[type[DistributedDataParallel], dict[str, Any]]] = {
@@ -43,7 +45,7 @@ MODULE = "experiments.reducer_cost"
 
 
 def _steps(model: nn.Module, x: torch.Tensor, count: int) -> float:
-    """Seconds a step of the slower rank."""
+    """Returns the seconds per step of the slower rank."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     dist.barrier()
     begin = time.perf_counter()
@@ -57,7 +59,7 @@ def _steps(model: nn.Module, x: torch.Tensor, count: int) -> float:
 
 
 def _run_rank(model: str, cases: list[str], rounds: int, block: int) -> None:
-    """Blocks of steps of every case in turn; prints step times by turn, and the peak memory."""
+    """Trains blocks of steps of every case in turn; rank 0 prints step times and peak memory."""
     with joined() as rank:
         runners = {}
         for case in cases:
@@ -67,18 +69,19 @@ def _run_rank(model: str, cases: list[str], rounds: int, block: int) -> None:
         torch.manual_seed(rank)
         x = MODELS[model].make_input(MODELS[model].batch)
         for ddp in runners.values():
-            _steps(ddp, x, 4)
+            _steps(ddp, x, 4)  # buckets are rebuilt after the first step
         turns = []
         for turn in range(rounds):
+            # The order is reversed, so that no case always runs behind the same one.
             order = list(runners.items())[:: 1 if turn % 2 == 0 else -1]
             turns.append({case: _steps(ddp, x, block) for case, ddp in order})
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # KiB on Linux
         if rank == 0:
             print(json.dumps({"turns": turns, "peak_mib": peak}), flush=True)
 
 
 def _draw(pictures: str) -> None:
-    """Trains the transformer, eager and compiled, and draws one step of each."""
+    """Trains the transformer, eager and compiled, and draws a timeline of one step of each."""
     with joined() as rank:
         for name in ("eager", "compiled"):
             torch.manual_seed(0)
@@ -94,6 +97,7 @@ def _draw(pictures: str) -> None:
 def _ratios(turns: list[dict[str, float]]) -> list[dict[str, Any]]:
     rows = []
     for case in CASES:
+        # Views save a copy of the gradients in torch's class, too: like is compared with like.
         base = "torch, views" if case.endswith("views") else "torch"
         if case == base:
             continue
@@ -103,7 +107,8 @@ def _ratios(turns: list[dict[str, float]]) -> list[dict[str, Any]]:
 
 
 def _memory(model: str) -> dict[str, float]:
-    """Peak MiB of each case, alone in its process; medians of three."""
+    """Returns the peak MiB of each case; medians of three runs."""
+    # Each case in a process of its own: a peak never falls, and would be that of all cases before.
     return {
         case: statistics.median(
             run_on_hosts(MODULE, {"model": model, "cases": [case], "rounds": 1, "block": 4})[0][
@@ -123,7 +128,7 @@ def main(
     ),
 ) -> None:
     """Prints the ratios; below 1 ours is faster, or smaller."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that namespaces are removed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs what removes the namespaces
     reason = reason_not_to_run()
     if reason is not None:
         sys.exit(f"{MODULE}: {reason}")
@@ -152,7 +157,7 @@ def main(
     table = pd.DataFrame(rows)
     console.print(table.to_string(index=False, float_format="{:.3f}".format))
     table.to_csv(out, index=False)
-    console.print(f"wrote {out}, and a picture of one step beside it")
+    console.print(f"wrote {out}, and next to it two pictures of one step")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""``python -m experiments.scheme_cost``: step time with every scheme, on lines of set rates.
+"""Measures the step time of every scheme on lines of given rates.
 
-Two hosts (network namespaces) on one switch train a transformer of 3.3 M parameters (13 MB of
-gradients) in turns, a step or two per scheme; the order turns around every time. ``over no-op`` is
-a scheme's step time over that of the no-op hook in the same turn, which exchanges nothing: what is
-above 1 waits for the network or computes codes. ``over bf16`` likewise, so that below 1 a scheme
-saves time. Medians, with quartiles of the latter. Needs root, ``ip`` and ``tc`` (Debian: iproute2).
+Run ``python -m experiments.scheme_cost``. Two hosts (network namespaces) on one switch train a
+transformer of 3.3 M parameters (13 MB of gradients) in turns, one or four steps per scheme; the
+order is reversed in every second turn. ``over no-op`` is the step time over that of the no-op hook,
+which exchanges nothing, in the same turn: the part above 1 waits for the network or computes codes.
+``over bf16`` is the step time over that of bf16: below 1 a scheme saves time. Both are medians; the
+quartiles are those of ``over bf16``. Needs what ``experiments/namespaces.py`` needs.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from experiments.hosts import joined, reason_not_to_run, run_on_hosts
+from experiments.hosts import joined, run_on_hosts
+from experiments.namespaces import reason_not_to_run
 from experiments.tasks import CharTransformer
 
 NOOP, BASE = "no-op", "bf16"
@@ -40,7 +42,7 @@ SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
     "int4": ("int4", {}),
     "sdp4bit": ("sdp4bit", {}),
     "onebit": ("onebit", {}),
-    "onebit_adam": ("onebit_adam", {"freeze_step": 1}),
+    "onebit_adam": ("onebit_adam", {"freeze_step": 1}),  # dense in the warm-up only
     "eden, 2 bits": ("eden", {"bits": 2}),
     "powersgd, rank 4": ("powersgd", {"rank": 4}),
     "acpsgd, rank 4": ("acpsgd", {"rank": 4}),
@@ -54,8 +56,8 @@ LENGTH, WIDTH, WARM_UP = 64, 256, 3
 
 
 def _steps(model: nn.Module, x: torch.Tensor, count: int) -> float:
-    """Seconds a step of the slower rank."""
-    dist.barrier()
+    """Returns the seconds per step of the slower rank."""
+    dist.barrier()  # ranks begin together: a wait for the other one is no part of a step
     begin = time.perf_counter()
     for _ in range(count):
         model.zero_grad()
@@ -66,7 +68,8 @@ def _steps(model: nn.Module, x: torch.Tensor, count: int) -> float:
 
 
 def _measure(turns: int, block: int) -> None:
-    """In a rank's process; rank 0 prints the times of a turn as a JSON object."""
+    """Trains with all schemes in the process of a rank; rank 0 prints an object for each turn."""
+    # All schemes in one process, in turns: a machine that becomes slower does so for all of them.
     with joined() as rank:
         runners = {}
         for name, (scheme, options) in SCHEMES.items():
@@ -117,7 +120,7 @@ def _draw(table: pd.DataFrame, path: Path) -> None:
 
 
 def main(
-    rates: Annotated[str, typer.Option(help="Of the cables, as tc writes them.")] = (
+    rates: Annotated[str, typer.Option(help="Rates of the cables, as tc writes them.")] = (
         "100mbit,1gbit,10gbit"
     ),
     turns: Annotated[int, typer.Option(help="Turns of all schemes.", min=5)] = 7,
@@ -130,10 +133,10 @@ def main(
         sys.exit(f"experiments.scheme_cost: {reason}")
     rows = []
     for rate in track(rates.split(","), "rates"):
-        block = 1 if rate.endswith("00mbit") else 4
+        block = 1 if rate.endswith("00mbit") else 4  # a step on a slow line takes a second
         task = {"turns": turns, "block": block}
-        found = run_on_hosts("experiments.scheme_cost", task, hosts=2, rate=rate, timeout=900)
-        rows += [_row(rate, name, found) for name in SCHEMES]
+        times = run_on_hosts("experiments.scheme_cost", task, hosts=2, rate=rate, timeout=900)
+        rows += [_row(rate, name, times) for name in SCHEMES]
     table = pd.DataFrame(rows)
     for rate, part in table.groupby("rate", sort=False):
         typer.echo(f"\n{rate}")

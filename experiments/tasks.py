@@ -1,6 +1,7 @@
-"""The two tasks of the studies: digits by a small CNN, Python source by a character transformer.
+"""Defines the tasks of the studies: digits with a CNN, Python source with a transformer.
 
-Real data that every machine has: scikit-learn's digits, and the source of the standard library.
+The data are real and on every machine: scikit-learn's digits, and the source of the standard
+library.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Task:
-    """A model, its data, and how to judge it.
+    """Describes a model, its data and its evaluation.
 
     Attributes:
+        name: name of the task.
         model: makes the model; the caller seeds torch first.
-        batch: the training batch of a rank at a step.
-        evaluate: loss and accuracy on held-out data.
-        loss: training loss of model outputs and targets.
-        lr: learning rate (SGD with momentum 0.9 where ``adam`` is False).
+        batch: returns the training batch of a rank at a step.
+        evaluate: returns loss and accuracy on held-out data.
+        lr: learning rate.
+        adam: trains with AdamW; False: with SGD and momentum 0.9.
     """
 
     name: str
@@ -40,11 +42,11 @@ class Task:
     adam: bool = False
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """Mean cross entropy over all predictions."""
+        """Returns the mean cross entropy over all predictions."""
         return F.cross_entropy(output.flatten(0, -2), target.flatten())
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """The optimizer the task is trained with."""
+        """Returns the optimizer that the task is trained with."""
         if self.adam:
             return torch.optim.AdamW(model.parameters(), lr=self.lr)
         return torch.optim.SGD(model.parameters(), lr=self.lr, momentum=0.9)
@@ -103,8 +105,8 @@ class CharTransformer(nn.Module):
 
 
 def digits(world_size: int, *, batch_size: int = 16, seed: int = 0) -> Task:
-    """Scikit-learn's 1797 handwritten digits, a fifth of them held out."""
-    from sklearn.datasets import load_digits
+    """Makes the task of scikit-learn's 1797 handwritten digits, of which a fifth is held out."""
+    from sklearn.datasets import load_digits  # here: the other task does not need scikit-learn
 
     data = load_digits()
     order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(seed))
@@ -113,9 +115,11 @@ def digits(world_size: int, *, batch_size: int = 16, seed: int = 0) -> Task:
     held_out = len(labels) // 5
 
     def batch(rank: int, step: int) -> Batch:
-        own = torch.arange(held_out + rank, len(labels), world_size)
+        # Each rank draws from its own share of the data, by step: a batch depends on nothing that
+        # ran before, so that every scheme sees the same ones.
+        share = torch.arange(held_out + rank, len(labels), world_size)
         generator = torch.Generator().manual_seed((seed * 1_000_003 + step) * 64 + rank)
-        picked = own[torch.randint(len(own), (batch_size,), generator=generator)]
+        picked = share[torch.randint(len(share), (batch_size,), generator=generator)]
         return images[picked], labels[picked]
 
     def evaluate(model: nn.Module) -> tuple[float, float]:
@@ -129,7 +133,8 @@ def digits(world_size: int, *, batch_size: int = 16, seed: int = 0) -> Task:
 
 
 def characters(world_size: int, *, batch_size: int = 4, length: int = 64, seed: int = 0) -> Task:
-    """Next byte of the standard library's source; the first tenth is held out."""
+    """Makes the task of the next byte of the standard library's source; holds out a tenth."""
+    # The held-out part is contiguous: windows of training text may not overlap it.
     text = _library_source(limit=2_000_000)
     held_out, train = text[: len(text) // 10], text[len(text) // 10 :]
 
@@ -139,11 +144,13 @@ def characters(world_size: int, *, batch_size: int = 4, length: int = 64, seed: 
 
     def batch(rank: int, step: int) -> Batch:
         generator = torch.Generator().manual_seed((seed * 1_000_003 + step) * 64 + rank)
+        # Each rank draws from its own part of the text, as in ``digits``.
         share = (len(train) - length - 1) // world_size
         starts = rank * share + torch.randint(share, (batch_size,), generator=generator)
         return cut(train, starts)
 
     def evaluate(model: nn.Module) -> tuple[float, float]:
+        # The same 64 windows in every evaluation, so that losses can be compared.
         starts = torch.linspace(0, len(held_out) - length - 2, 64).long()
         x, target = cut(held_out, starts)
         model.eval()
@@ -162,7 +169,7 @@ def _judge(logits: Tensor, target: Tensor) -> tuple[float, float]:
 
 
 def _library_source(limit: int) -> Tensor:
-    """Bytes of the standard library's modules, in name order, without anything beyond ASCII."""
+    """Returns the ASCII bytes of the standard library's modules, in the order of their names."""
     pieces, total = [], 0
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         piece = bytes(byte for byte in path.read_bytes() if byte < 128)

@@ -1,6 +1,7 @@
-"""``python -m experiments.tradeoff``: error against bits, for every registered scheme.
+"""Measures the error and the bits of every registered scheme.
 
-The command ``commhooks tradeoff``, with the folder that the results of this repository come from.
+``python -m experiments.tradeoff`` is the command ``commhooks tradeoff``, which writes to the folder
+of this repository's results.
 """
 
 from __future__ import annotations

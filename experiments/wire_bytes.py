@@ -1,7 +1,8 @@
-"""``python -m experiments.wire_bytes``: the ledger's wire bytes against what an interface sent.
+"""Compares the wire bytes of the ledger with the bytes that a network interface sent.
 
-Two hosts (network namespaces) joined by one virtual cable train some steps; each rank reads its own
-interface's counter before and after. Needs root and ``ip`` (Debian: iproute2).
+Run ``python -m experiments.wire_bytes``. Two hosts (network namespaces) joined by a virtual cable
+train some steps; each rank reads the counter of its interface before and after. Needs what
+``experiments/namespaces.py`` needs.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from experiments.hosts import joined, reason_not_to_run, run_on_hosts, sent_nbytes
+from experiments.hosts import joined, run_on_hosts
+from experiments.namespaces import reason_not_to_run, sent_nbytes
 
 __all__ = ["CASES", "measure"]
 
-# Name in the table -> scheme and options.
+# By name in the table: scheme and options.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "allreduce": ("none", {}),
     "fp16": ("fp16", {}),
@@ -32,7 +34,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "PowerSGD 4": ("powersgd", {"rank": 4}),
     "PowerSGD 8": ("powersgd", {"rank": 8}),
 }
-WIDTH, DEPTH, WARM_UP = 1024, 6, 3  # 25 MB of gradients a step
+# 25 MB of gradients per step. In the warm-up DDP rebuilds its buckets, and connections are made.
+WIDTH, DEPTH, WARM_UP = 1024, 6, 3
 OUT = Path("results/wire_bytes.csv")
 
 
@@ -43,20 +46,22 @@ def measure(
     steps: int = 20,
     timeout: float = 240,
 ) -> pd.DataFrame:
-    """Trains ``steps`` steps with a hook on two hosts; a row per rank.
+    """Trains ``steps`` steps with a hook on two hosts.
 
     Args:
         scheme: as for :func:`commhooks.register`.
         options: of the scheme; numbers, strings, booleans.
+        steps: number of counted steps.
         timeout: seconds for the whole measurement.
 
     Returns:
-        Columns rank, reported_bytes (the ledger's wire bytes), interface_bytes (what the counter
-        grew by), baseline_bytes (of it, what a barrier alone sends), ratio ((interface - baseline)
-        over reported; TCP and IP headers and acknowledgements are a few percent).
+        One row per rank, with columns rank, reported_bytes (wire bytes of the ledger),
+        interface_bytes (by which the counter grew), baseline_bytes (the share of a barrier in
+        them), ratio (interface_bytes without baseline_bytes, over reported_bytes; headers of TCP
+        and IP, and acknowledgements, add a few percent).
 
     Raises:
-        RuntimeError: a rank failed; with its output.
+        RuntimeError: a rank failed; the message has its output.
 
     Example:
         >>> measure("powersgd", {"rank": 4})["ratio"].max() < 1.05
@@ -71,7 +76,7 @@ def measure(
 
 
 def _run_rank(scheme: str, options: Mapping[str, Any], steps: int) -> None:
-    """Trains on one host and prints what was counted and what the ledger says."""
+    """Trains on one host, and prints the bytes of the interface and of the ledger."""
     with joined() as rank:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)))
@@ -101,7 +106,8 @@ def _train(ddp: DistributedDataParallel, x: torch.Tensor, steps: int) -> None:
 
 
 def _counted(work: Any) -> int:
-    """Bytes this rank's interface sends during ``work`` and one barrier after it."""
+    """Returns the bytes that this rank's interface sends during ``work`` and a barrier after it."""
+    # The barrier lets the last bytes of this rank leave before the counter is read.
     dist.barrier()
     before = sent_nbytes()
     work()
@@ -110,11 +116,11 @@ def _counted(work: Any) -> int:
 
 
 def main() -> None:
-    """Prints a table of all cases; ``--as-rank`` is how it starts its own ranks."""
+    """Prints a table of all cases; with ``--as-rank``, runs one of its ranks."""
     if sys.argv[1:2] == ["--as-rank"]:
         _run_rank(**json.loads(sys.argv[2]))
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that namespaces are removed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs what removes the namespaces
     reason = reason_not_to_run()
     if reason is not None:
         sys.exit(f"experiments.wire_bytes: {reason}")

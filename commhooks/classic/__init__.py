@@ -1,8 +1,8 @@
-"""The hooks and states known from PyTorch, by their names, on top of ``HookState`` and the schemes.
+"""Provides PyTorch's hooks and states under their names, on top of ``HookState`` and the schemes.
 
-``ddp_model.register_comm_hook(state, hook)`` takes them as it takes torch's own. A hook finds the
-model behind a bucket by the bucket's parameters and keeps one :class:`commhooks.HookState` for it,
-so states are keyed by parameter name, models do not mix, and any number of buckets works on Gloo.
+``ddp_model.register_comm_hook(state, hook)`` takes them in place of torch's. A hook finds the model
+of a bucket by the bucket's parameters and keeps a :class:`commhooks.HookState` for each model, so
+states are keyed by parameter name, models do not mix, and any number of buckets works on Gloo.
 """
 
 import torch
@@ -35,8 +35,8 @@ __all__ = [
     "quantization_pertensor_hook",
 ]
 
-# torch's documented checkpoint holds the hook: it is pickled by this name, which does not move,
-# and torch.load takes it by default.
+# A checkpoint as torch's documentation makes it has the hook function, which pickle saves by module
+# and name. "commhooks" does not move when files do, and torch.load needs it among its safe globals.
 _HOOKS = (
     allreduce_hook,
     batched_powerSGD_hook,

@@ -1,4 +1,4 @@
-"""Hooks around hooks: 16 bits on the wire of any.
+"""Defines hooks around hooks, which send the payloads of any hook in 16 bits.
 
 No ``from __future__ import annotations`` here: DistributedDataParallel compares the annotations of
 a hook with the classes themselves and refuses strings.
@@ -17,10 +17,10 @@ __all__ = ["bf16_compress_wrapper", "fp16_compress_wrapper"]
 
 
 def fp16_compress_wrapper(hook: HookFunction) -> HookFunction:
-    """A hook that does what ``hook`` does with float16 on the wire; takes the state of ``hook``.
+    """Returns a hook that runs ``hook`` with float16 payloads; it takes the state of ``hook``.
 
-    Of a hook of this module the payloads are cast, and residuals stay in float32. Any other hook
-    is handed a bucket in float16, and its result is cast back.
+    Casts the payloads of a hook of this package, whose residuals stay in float32. Any other hook
+    gets the bucket in float16, and its result is cast back.
 
     Example:
         >>> state = PowerSGDState(None, start_powerSGD_iter=10)
@@ -30,19 +30,21 @@ def fp16_compress_wrapper(hook: HookFunction) -> HookFunction:
 
 
 def bf16_compress_wrapper(hook: HookFunction) -> HookFunction:
-    """A hook that does what ``hook`` does with bfloat16 on the wire; takes the state of ``hook``.
+    """Returns a hook that runs ``hook`` with bfloat16 payloads; it takes the state of ``hook``.
 
-    See :func:`fp16_compress_wrapper`; works on any backend.
+    See :func:`fp16_compress_wrapper`. Works on any backend.
 
     Example:
         >>> state = PowerSGDState(None, start_powerSGD_iter=10)
         >>> ddp_model.register_comm_hook(state, bf16_compress_wrapper(powerSGD_hook))
     """
-    # Not torch's name, which DDP refuses on anything but NCCL and XCCL.
+    # Not torch's name: DDP refuses it in a build of torch without NCCL or XCCL.
     return _wrap(hook, torch.bfloat16, "bf16_wrapper_hook")
 
 
 def _wrap(hook: HookFunction, dtype: torch.dtype, name: str) -> HookFunction:
+    # ``comm_hook`` would get a bucket that is rounded to 16 bits, an error that no residual keeps,
+    # and schemes that compute in float32 would send float32 all the same.
     if hook is comm_hook:
         raise TypeError(
             f"{name}: comm_hook casts by its scheme; use commhooks.register(model, ..., "
@@ -61,7 +63,7 @@ def _wrap_classic(inner: Classic, dtype: torch.dtype) -> HookFunction:
         return inner.launch(hook_state, bucket, wires)
 
     hook = classic_hook(inner.launch)(wrapped)
-    classics[hook] = Classic(inner.launch, wires)
+    classics[hook] = Classic(inner.launch, wires)  # for a further wrapper around this hook
     return hook
 
 
@@ -72,7 +74,9 @@ def _wrap_foreign(hook: HookFunction, dtype: torch.dtype) -> HookFunction:
 
         def restore(done: torch.futures.Future[Any]) -> Tensor:
             value = done.value()
+            # The future of a collective, which some hooks return as it is, has a list of tensors.
             result: Tensor = value[0] if isinstance(value, (list, tuple)) else value
+            # Into the bucket's memory: DDP's gradients may be views of it.
             return original.copy_(result)
 
         return hook(hook_state, bucket).then(restore)

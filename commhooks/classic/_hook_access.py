@@ -1,4 +1,7 @@
-"""What classic hooks need of a ``HookState`` beyond its public methods, all of it in one place."""
+"""Provides what classic hooks need of a ``HookState`` besides its public methods.
+
+All access of this package to private parts of a ``HookState`` is in this file.
+"""
 
 from __future__ import annotations
 
@@ -26,37 +29,38 @@ __all__ = [
 
 
 def group_of(hook: HookState) -> dist.ProcessGroup:
-    """The ranks it averages over."""
+    """Returns the process group that a hook averages over."""
     return hook._binding.group()
 
 
 def memory_of(hook: HookState) -> Memory:
-    """What its scheme remembers, by key and parameter name."""
+    """Returns the memory of a hook's scheme, by key and parameter name."""
     return hook._engine.memory
 
 
 def layout_of(hook: HookState, parameters: Sequence[Tensor]) -> Layout:
-    """The layout of a bucket of these parameters, with their names in the model."""
+    """Returns the layout of a bucket with these parameters, by their names in the model."""
     return hook._parameters.layout(parameters)
 
 
 def step_under_way(hook: HookState) -> bool:
-    """Whether buckets of a step that has not ended were launched."""
+    """Whether a step has begun and not ended."""
     return hook._runner.under_way
 
 
 def set_step(hook: HookState, step: int) -> None:
-    """Goes on as if so many steps were made."""
+    """Sets the number of steps that a hook has made."""
     hook._engine.step = step
 
 
 def set_seed(hook: HookState, seed: int) -> None:
-    """Draws by another seed from the next step on."""
+    """Sets the seed of random draws, from the next step on."""
     hook._engine.seed = seed
 
 
 def continue_from(hook: HookState, before: HookState) -> None:
-    """Takes over step count and memory of another state, which is closed."""
+    """Moves the step count and the memory of ``before`` to ``hook``, and closes ``before``."""
+    # Its pickled form holds copies, so that closing ``before`` takes nothing away from ``hook``.
     kept = before.__getstate__()
     memory_of(hook).load(kept["memory"])
     set_step(hook, kept["step"])
@@ -71,10 +75,16 @@ def load(
     alone: bool,
     call: str,
 ) -> None:
-    """Continues from a saved state, before the first step; ``alone``: it may be another rank's.
+    """Continues from a saved state, before the first step.
+
+    Args:
+        saved: one state, or those of all ranks.
+        strict: see :meth:`HookState.load_state_dict`.
+        alone: accepts the state of another rank; this rank then starts without a residual.
+        call: for error messages.
 
     Raises:
-        CheckpointError: it does not fit; nothing was changed.
+        CheckpointError: the state does not fit; nothing was changed.
     """
     loaded = _checkpoint_hook.prepare(hook, saved, strict, call, alone=alone)
     _checkpoint_hook.take_up(hook, loaded)

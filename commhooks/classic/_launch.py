@@ -1,4 +1,4 @@
-"""What makes a function a classic hook: how it launches a bucket, and what it refuses."""
+"""Defines classic hooks: how they start a bucket, and which callers they refuse."""
 
 import functools
 import weakref
@@ -29,34 +29,41 @@ __all__ = [
 
 P = ParamSpec("P")
 BucketFuture = torch.futures.Future[torch.Tensor]
-Wires = tuple[torch.dtype, ...]  # what payloads are cast to, innermost first
+Wires = tuple[torch.dtype, ...]  # the dtypes that payloads are cast to, innermost first
 HookFunction = Callable[[Any, GradBucket], BucketFuture]
 Launcher = Callable[[Any, GradBucket, Wires], BucketFuture]
 
 
 def cast_payloads(scheme: Scheme, wires: Wires) -> Scheme:
+    """Returns the scheme inside a ``Cast`` for each dtype."""
     for dtype in wires:
         scheme = Cast(scheme, dtype)
     return scheme
 
 
 class Classic(NamedTuple):
-    """How a classic hook launches a bucket; what the wrappers wrap."""
+    """Describes a classic hook, so that a wrapper can change it.
+
+    Attributes:
+        launch: starts a bucket with payloads of given dtypes.
+        wires: the dtypes that the hook calls ``launch`` with.
+    """
 
     launch: Launcher
     wires: Wires = ()
 
 
+# Weak: wrappers make new functions, which go with the model that they are registered on.
 classics: MutableMapping[Callable[..., Any], Classic] = weakref.WeakKeyDictionary()
 
 
 def classic_hook(
     launch: Launcher,
 ) -> Callable[[Callable[P, BucketFuture]], Callable[P, BucketFuture]]:
-    """Registers a hook with its launcher, and lets it refuse callers that are not DDP."""
+    """Returns a decorator that registers a hook and checks that its caller is DDP."""
 
     def decorate(function: Callable[P, BucketFuture]) -> Callable[P, BucketFuture]:
-        @functools.wraps(function)
+        @functools.wraps(function)  # keeps the annotations, which DDP compares with its own
         def hook(*args: P.args, **kwargs: P.kwargs) -> BucketFuture:
             _check_caller(hook.__name__, args)
             return function(*args, **kwargs)
@@ -68,7 +75,10 @@ def classic_hook(
 
 
 def _check_caller(name: str, args: tuple[object, ...]) -> None:
-    """FSDP calls with tensors, the Python reducer with a tuple; neither can be served."""
+    """Raises if a caller's second argument is no bucket.
+
+    FSDP passes tensors, and Dynamo's Python reducer passes tuples: neither uses a returned future.
+    """
     given = args[1] if len(args) > 1 else None
     if isinstance(given, Tensor):
         raise RegistrationError(
@@ -85,6 +95,7 @@ def _check_caller(name: str, args: tuple[object, ...]) -> None:
 
 
 def launch_on_group(scheme: Scheme, group: Group, bucket: GradBucket, wires: Wires) -> BucketFuture:
+    """Starts a bucket of a hook whose state is a process group, or None for the model's."""
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise TypeError(
             f"this hook takes a process group, or None for the model's own, as state; "

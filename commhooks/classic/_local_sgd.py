@@ -1,4 +1,4 @@
-"""``PostLocalSGDState`` and its hook.
+"""Defines ``PostLocalSGDState`` and its hook.
 
 No ``from __future__ import annotations`` here: DistributedDataParallel compares the annotations of
 a hook with the classes themselves and refuses strings.
@@ -25,20 +25,21 @@ DENSE, NOOP = Dense(), Noop()
 
 
 class PostLocalSGDState:
-    """Settings of ``post_localSGD_hook``: a global average first, later one in subgroups only.
+    """Holds the settings of ``post_localSGD_hook``: first global averages, then in subgroups.
 
-    Use it with a model averager, e.g. torch's ``PeriodicModelAverager``, which averages the
-    parameters globally every so many steps.
+    Needs a model averager, such as torch's ``PeriodicModelAverager``, which averages the parameters
+    over all ranks every few steps.
 
-    A pickled or copied state keeps its step count and leaves process groups behind. One that had a
+    A pickled or copied state keeps its step count, but no process groups. A state that was given a
     ``subgroup`` needs it again before its first local step.
 
     Args:
-        process_group: ranks of the first steps; None: those of the model.
-        subgroup: ranks of the later steps; None: those of ``process_group`` on the same host,
-            settled in the first local step.
-        start_localSGD_iter: number of global steps first.
-        post_local_gradient_allreduce: average in the subgroup afterwards; else not at all.
+        process_group: ranks of the first steps. None: the ranks of the model.
+        subgroup: ranks of the later steps. None: the ranks of ``process_group`` on the same host,
+            which are determined in the first local step.
+        start_localSGD_iter: number of global steps at the start.
+        post_local_gradient_allreduce: averages in the subgroup in later steps; False: gradients
+            stay local.
 
     Example:
         >>> state = PostLocalSGDState(None, subgroup, start_localSGD_iter=100)
@@ -47,7 +48,7 @@ class PostLocalSGDState:
     Reference: Lin et al., Don't Use Large Mini-Batches, Use Local SGD, 2020.
     """
 
-    # As torch's: a setting with a wrong name is an error.
+    # As in torch: assigning to a setting with a wrong name is an error.
     __slots__ = (
         "__weakref__",
         "_first_iter",
@@ -72,13 +73,14 @@ class PostLocalSGDState:
         self.start_localSGD_iter = start_localSGD_iter
         self.post_local_gradient_allreduce = post_local_gradient_allreduce
         self._first_iter = 0
-        self._settled: Group = None  # the subgroup, where none was given
-        self._lacks_subgroup = False  # the pickled state had one
+        self._settled: Group = None  # the subgroup that was made here, since none was given
+        self._lacks_subgroup = False  # whether the state that was pickled was given a subgroup
+        # By model: a state may be registered on several, each of which makes its own steps.
         self._iters: weakref.WeakKeyDictionary[Owner, int] = weakref.WeakKeyDictionary()
 
     @property
     def iter(self) -> int:
-        """Global steps so far; it stops counting at ``start_localSGD_iter``."""
+        """Number of global steps so far; local steps are not counted."""
         return max(self._iters.values(), default=self._first_iter)
 
     @iter.setter
@@ -87,6 +89,7 @@ class PostLocalSGDState:
         self._iters.clear()
 
     def __getstate__(self) -> dict[str, Any]:
+        # A group of the ranks on one host is made again; only the user can make any other.
         given = self.subgroup is not None and self.subgroup is not self._settled
         return {
             "start_localSGD_iter": self.start_localSGD_iter,
@@ -109,9 +112,9 @@ class PostLocalSGDState:
             )
 
     def maybe_increase_iter(self, bucket: GradBucket) -> None:
-        """Counts a step at its last bucket, for a hook of one's own that has this for a state.
+        """Counts a step at its last bucket, for user-written hooks that take this state.
 
-        The hooks of this package count by themselves, and this does nothing where they run.
+        The hooks of this package count steps themselves, and this method does nothing for them.
         """
         if bucket.is_last() and not self._iters:
             self._first_iter += 1
@@ -119,6 +122,7 @@ class PostLocalSGDState:
     def _launch(self, bucket: GradBucket, wires: Wires) -> BucketFuture:
         owner = owner_of(bucket.parameters())
         if owner not in self._iters:
+            # A model that was wrapped again with more trained parameters continues its count.
             smaller = [count for other, count in self._iters.items() if owner.extends(other)]
             self._iters[owner] = max(smaller, default=self._first_iter)
         step = self._iters[owner]
@@ -138,23 +142,25 @@ class PostLocalSGDState:
 
 
 def _same_host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The ranks of ``group`` on this host; all ranks of ``group`` call it together."""
+    """Makes a group of the ranks of ``group`` on this host; all ranks of ``group`` call this."""
     hosts: list[Any] = [None] * group.size()
     dist.all_gather_object(hosts, socket.gethostname(), group=group)
     ranks = dist.get_process_group_ranks(group)
-    # A group that only its own ranks make is named by a hash, which may differ between them.
+    # All ranks of the job have to call new_group for every group, in the same order. If some are
+    # not in ``group``, members make their own group only, by use_local_synchronization; its name
+    # then depends on how many groups a rank has, which may differ, so it is the second choice.
     alone = len(ranks) != dist.get_world_size()
     mine = hosts[group.rank()]
     made: dist.ProcessGroup | None = None
     for host in [mine] if alone else sorted(set(hosts)):
         on_host = [rank for rank, other in zip(ranks, hosts, strict=True) if other == host]
-        one: dist.ProcessGroup = dist.new_group(on_host, use_local_synchronization=alone)
-        made = one if host == mine else made
+        group_of_host: dist.ProcessGroup = dist.new_group(on_host, use_local_synchronization=alone)
+        made = group_of_host if host == mine else made
     assert made is not None
     return made
 
 
-# torch.load(..., weights_only=True) then takes a pickled state: numbers only.
+# torch.load(..., weights_only=True) then loads a pickled state, which has numbers only.
 torch.serialization.add_safe_globals([PostLocalSGDState])
 
 
@@ -169,7 +175,7 @@ def _launch_local_sgd(state: PostLocalSGDState, bucket: GradBucket, wires: Wires
 
 @classic_hook(_launch_local_sgd)
 def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> BucketFuture:
-    """Averages a bucket over all ranks in the first steps, over a subgroup or not at all later.
+    """Averages a bucket over all ranks in the first steps, later over a subgroup or not at all.
 
     Example:
         >>> state = PostLocalSGDState(None, subgroup, start_localSGD_iter=100)

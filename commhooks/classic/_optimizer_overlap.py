@@ -1,4 +1,4 @@
-"""Hooks that step an optimizer in the future of a bucket, while backward goes on.
+"""Defines hooks that step an optimizer as soon as a bucket is averaged, during backward.
 
 No ``from __future__ import annotations`` here: DistributedDataParallel compares the annotations of
 a hook with the classes themselves and refuses strings.
@@ -21,11 +21,11 @@ __all__ = ["_OptimizerHookState", "_hook_then_optimizer", "in_bucket"]
 
 
 def _hook_then_optimizer(hook: HookFunction, optimizer_state: _OptimizerHookState) -> HookFunction:
-    """A hook that does what ``hook`` does, and then steps the bucket's parameters.
+    """Returns a hook that runs ``hook`` and then steps the bucket's parameters.
 
     Args:
-        hook: any hook; the new one takes its state.
-        optimizer_state: the functional optimizer, and the parameters it steps (all by default).
+        hook: any hook, whose state the new hook takes.
+        optimizer_state: a functional optimizer, and the parameters that it steps (all by default).
 
     Example:
         >>> optimizer = _OptimizerHookState(_FunctionalSGD(list(ddp_model.parameters()), lr=0.1))
@@ -33,13 +33,15 @@ def _hook_then_optimizer(hook: HookFunction, optimizer_state: _OptimizerHookStat
     """
     optimizer = optimizer_state.functional_optimizer
     chosen = getattr(optimizer_state, "params_to_optimize", None)
-    one_at_a_time = threading.Lock()  # functional optimizers are not made for several threads
+    # Callbacks of futures run in the threads that complete them, possibly of two buckets at once;
+    # functional optimizers, whose state is one dictionary, are not made for that.
+    one_at_a_time = threading.Lock()
 
     averaged = in_bucket(hook)
 
     def hook_then_optimizer_wrapper(hook_state: Any, bucket: GradBucket) -> BucketFuture:
         def step(done: BucketFuture) -> Tensor:
-            with one_at_a_time, torch.no_grad():  # backward has no grad mode either
+            with one_at_a_time, torch.no_grad():  # grad mode is on in threads of lanes
                 for parameter, gradient in _gradients(bucket):
                     if chosen is None or parameter in chosen:
                         optimizer.step_param(parameter, gradient)
@@ -47,15 +49,17 @@ def _hook_then_optimizer(hook: HookFunction, optimizer_state: _OptimizerHookStat
 
         return averaged(hook_state, bucket).then(step)
 
-    # Not functools.wraps: the name, which DDP looks at, is torch's.
+    # Not functools.wraps, which would take over the name: DDP refuses some names, see
+    # ``_cast_wrappers``. ``__wrapped__`` lets a PowerSGDState find the hook it is registered with.
     hook_then_optimizer_wrapper.__wrapped__ = hook  # type: ignore[attr-defined]
     return hook_then_optimizer_wrapper
 
 
 def in_bucket(hook: HookFunction) -> HookFunction:
-    """The hook, with its result as the bucket's buffer, where optimizers look for gradients.
+    """Returns a hook that puts the result of ``hook`` into the bucket.
 
-    What a hook returns need not be the tensor it was given.
+    The optimizers of overlapping hooks read gradients from the bucket, while a hook may return
+    another tensor than the bucket's.
     """
 
     def averaged(hook_state: Any, bucket: GradBucket) -> BucketFuture:
@@ -71,10 +75,9 @@ def in_bucket(hook: HookFunction) -> HookFunction:
 
 
 def _gradients(bucket: GradBucket) -> Iterator[tuple[Tensor, Tensor]]:
-    """Every parameter of a bucket with its gradient, in the parameter's own memory order.
-
-    torch's bucket shows the gradient of a channels-last weight as if it were contiguous.
-    """
+    """Yields each parameter of a bucket with its gradient, in the memory order of the parameter."""
+    # DDP copies the gradient of a channels-last weight to the bucket in its memory order, but
+    # ``bucket.gradients()`` views it as if it were contiguous.
     for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
         strided = gradient.layout == torch.strided and gradient.stride() != parameter.stride()
         if strided and torch.ops.aten.is_non_overlapping_and_dense(parameter):

@@ -1,4 +1,4 @@
-"""Whose bucket it is: torch tells a hook the parameters of a bucket, but not their model."""
+"""Finds the model that a bucket belongs to, since torch tells a hook only the parameters."""
 
 import weakref
 from collections.abc import MutableMapping, Sequence
@@ -20,16 +20,24 @@ Group = dist.ProcessGroup | None
 
 
 class Owner:
-    """The model behind some parameters, and what stateless hooks keep for it."""
+    """Stands for a model, by its trained parameters, and keeps the states of stateless hooks on it.
+
+    Args:
+        model: the model; None if it is not known.
+        parameters: its trained parameters.
+    """
 
     def __init__(self, model: DistributedDataParallel | None, parameters: Sequence[Tensor]) -> None:
+        # Weak: ``_owners`` holds this object as long as the parameters live, which a model keeps
+        # alive.
         self._model = None if model is None else weakref.ref(model)
         self._ids = frozenset(map(id, parameters))
         self._seen: set[tuple[int, ...]] = set()
         self._hooks: dict[tuple[Group, Scheme], HookState] = {}
 
     def covers(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether all ``parameters`` are this model's."""
+        """Whether all ``parameters`` are trained parameters of this model."""
+        # Called for every bucket: the answer for a list of parameters is kept.
         key = tuple(map(id, parameters))
         if key not in self._seen:
             if not self._ids.issuperset(key):
@@ -38,31 +46,33 @@ class Owner:
         return True
 
     def extends(self, other: "Owner") -> bool:
-        """Whether this is ``other``'s model with more parameters, wrapped anew to train them."""
+        """Whether this has all parameters of ``other``: its model, wrapped again to train more."""
         return self is not other and self._ids.issuperset(other._ids)
 
     def make(
         self, scheme: Scheme, group: Group, parameters: Sequence[Tensor], **options: Any
     ) -> HookState:
-        """A new state on this model."""
+        """Makes a new state on this model."""
         model = self._model() if self._model is not None else None
-        if model is None:  # wrapped anew since
+        if model is None:  # the module may be in another DistributedDataParallel now
             model = find_model(parameters)
         return HookState(scheme, model, process_group=group, **options)
 
     def hook(self, scheme: Scheme, group: Group, bucket: GradBucket) -> HookState:
-        """The one state of ``scheme`` over ``group`` on this model."""
+        """Returns the state of ``scheme`` over ``group`` on this model, made at its first use."""
         state = self._hooks.get((group, scheme))
         if state is None:
             state = self._hooks[group, scheme] = self.make(scheme, group, bucket.parameters())
         return state
 
 
-# By parameter, newest owner first: models may share parameters, or be wrapped anew.
+# By parameter, newest owner first: models may share parameters, or be wrapped again. Keys are weak
+# and compared by identity, so that an owner goes with its parameters.
 _owners: MutableMapping[Tensor, list[Owner]] = WeakTensorKeyDictionary()
 
 
 def owner_of(parameters: Sequence[Tensor]) -> Owner:
+    """Returns the owner of a bucket with these parameters, made at first use."""
     for owner in _owners.get(parameters[0], ()):
         if owner.covers(parameters):
             return owner
@@ -77,15 +87,13 @@ def owner_of(parameters: Sequence[Tensor]) -> Owner:
 
 
 def find_model(parameters: Sequence[Tensor]) -> DistributedDataParallel | None:
-    """The model with these parameters, one with a hook rather than one without.
-
-    torch tells a hook its parameters but not its model. Looked up once per model.
-    """
+    """Returns the model with these parameters; a model with a hook comes before one without."""
+    # ``ddp_models`` walks all objects of the process, so this is called once per model.
     wanted = set(map(id, parameters))
-    found: DistributedDataParallel | None = None
+    candidate: DistributedDataParallel | None = None
     for model in ddp_models():
         if wanted.issubset(map(id, model.parameters())):
-            found = model
+            candidate = model
             if model._comm_hooks:
                 break
-    return found
+    return candidate

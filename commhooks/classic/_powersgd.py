@@ -1,4 +1,4 @@
-"""``PowerSGDState`` and its two hooks.
+"""Defines ``PowerSGDState`` and its two hooks.
 
 No ``from __future__ import annotations`` here: DistributedDataParallel compares the annotations of
 a hook with the classes themselves and refuses strings.
@@ -26,27 +26,27 @@ __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 
 
 class PowerSGDState(CompressionStats, MemoryByBucket):
-    """Settings and memory of ``powerSGD_hook`` and ``batched_powerSGD_hook``.
+    """Holds the settings and the memory of ``powerSGD_hook`` and ``batched_powerSGD_hook``.
 
-    One state serves any number of models, each with its own memory and step count. Settings may be
-    changed between two steps, on all ranks alike, and take effect in the next. A pickled or copied
-    state leaves the process group behind, and continues on the first model it is used on.
+    One state serves any number of models, with memory and a step count for each. Settings may be
+    changed between two steps, equally on all ranks, and take effect in the next step. A pickled or
+    copied state has no process group, and continues on the first model that it is used on.
 
-    Pickled on one rank it holds that rank's memory. Loaded on all, it continues on the rank that
-    saved it; the others take what all ranks share, and go on with a residual of zero, see
-    :meth:`gathered`.
+    A state that was pickled on one rank has the memory of that rank. Loaded on all ranks, it
+    continues on the rank that saved it; the others take what all ranks share, and start with a
+    residual of zero, see :meth:`gathered`.
 
     Args:
-        process_group: ranks to average over; None: those of the model.
+        process_group: ranks to average over. None: the ranks of the model.
         matrix_approximation_rank: rank of the approximation.
-        start_powerSGD_iter: number of dense steps first; 0 and 1 are allowed.
+        start_powerSGD_iter: number of dense steps at the start; 0 and 1 are allowed.
         min_compression_rate: a matrix is compressed if its factors, times this, are smaller.
         use_error_feedback: adds to each gradient what earlier steps did not send.
-        warm_start: starts from the factors of the step before.
-        orthogonalization_epsilon: accepted, and no value changes a bit: zero and rank-deficient
-            matrices are orthogonalised without it.
-        random_seed: of the first factors, and without ``warm_start`` of those of every step; the
-            same on every rank.
+        warm_start: starts from the factors of the previous step.
+        orthogonalization_epsilon: accepted, and changes nothing: zero and rank-deficient matrices
+            are orthogonalised without it.
+        random_seed: seed of the first factors, and without ``warm_start`` of those of every step;
+            the same on every rank.
         compression_stats_logging_frequency: steps between two log lines of ``compression_stats``.
         batch_tensors_with_same_shape: accepted, and changes nothing: all matrices of a bucket are
             always computed together.
@@ -56,7 +56,7 @@ class PowerSGDState(CompressionStats, MemoryByBucket):
         >>> ddp_model.register_comm_hook(state, powerSGD_hook)
     """
 
-    # As torch's: a setting with a wrong name is an error.
+    # As in torch: assigning to a setting with a wrong name is an error.
     __slots__ = (
         "process_group",
         *SETTINGS,
@@ -86,18 +86,19 @@ class PowerSGDState(CompressionStats, MemoryByBucket):
         self.warm_start = warm_start
         self.orthogonalization_epsilon = orthogonalization_epsilon
         self.random_seed = random_seed
+        # As in torch, which takes 0 for 1.
         self.compression_stats_logging_frequency = max(1, compression_stats_logging_frequency)
         self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
         self._start_counting()
         self._rng: Any = None
         self._on_models = OnModels()
-        scheme_of(self, LAYERWISE, ())  # refuses bad settings here and not in the first step
+        scheme_of(self, LAYERWISE, ())  # raises for a bad setting here, not in the first step
 
-    # ---- what users read and do
+    # ---- for users
 
     @property
     def iter(self) -> int:
-        """Steps so far; of the model that made most, if there are several."""
+        """Number of steps so far; of several models, the largest."""
         return self._on_models.step()
 
     @iter.setter
@@ -107,20 +108,20 @@ class PowerSGDState(CompressionStats, MemoryByBucket):
         self._on_models.set_step(value)
 
     def maybe_increase_iter(self, bucket: GradBucket) -> None:
-        """Counts a step at its last bucket, for a hook of one's own that has this for a state.
+        """Counts a step at its last bucket, for user-written hooks that take this state.
 
-        The hooks of this package count by themselves, and this does nothing where they run.
+        The hooks of this package count steps themselves, and this method does nothing for them.
         """
         if bucket.is_last() and not self._on_models.inners:
             self.iter += 1
 
     def state_dict(self, *, gather: bool = False, to: int | None = None) -> dict[str, Any]:
-        """This rank's state on the one model that has it, or with ``gather`` that of all ranks.
+        """Returns this rank's memory, step count and scheme, or with ``gather`` those of all ranks.
 
         See :meth:`commhooks.HookState.state_dict`.
 
         Raises:
-            RegistrationError: it is registered on no model, or on several.
+            RegistrationError: the state is registered on no model, or on several.
         """
         hook = self._only_hook("state_dict")
         if hook is None:
@@ -133,14 +134,15 @@ class PowerSGDState(CompressionStats, MemoryByBucket):
     def load_state_dict(
         self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, strict: bool = True
     ) -> None:
-        """Continues from a saved state: at once, or when the state is registered and first used.
+        """Continues from a saved state: now, or if it is not registered yet, at its first use.
 
         See :meth:`commhooks.HookState.load_state_dict`.
 
         Raises:
-            CheckpointError: foreign, of another rank, or mismatching; nothing was changed.
+            CheckpointError: the state is foreign, another rank's, or does not fit; nothing changed.
         """
         hook = self._only_hook("load_state_dict")
+        # Without a model there are no parameter names to check the state against: it waits.
         if hook is None:
             self._on_models.saved, self._on_models.was_pickled = [(state, strict)], False
         else:
@@ -149,17 +151,17 @@ class PowerSGDState(CompressionStats, MemoryByBucket):
     # ---- copies
 
     def gathered(self) -> "PowerSGDState":
-        """A copy with the memory of every rank, which one rank saves for all; all ranks call it.
+        """Returns a copy with the memory of all ranks, for one rank to save; all ranks call this.
 
-        It continues bit for bit on every rank, also on another number of ranks. As large as all
-        ranks' memory together.
+        The copy continues bit for bit on every rank, and on another number of ranks, too. It is as
+        large as the memory of all ranks together.
 
         Example:
             >>> state = powersgd_state.gathered()
             >>> if dist.get_rank() == 0:
             >>>     torch.save({"comm_hook": powerSGD_hook, "comm_hook_state": state}, path)
         """
-        if not self._on_models.inners:
+        if not self._on_models.inners:  # before the first step: what was loaded is gathered
             self._register_early()
         copied = PowerSGDState.__new__(PowerSGDState)
         hooks = [inner.hook.state_dict(gather=True) for inner in self._on_models.inners.values()]
@@ -170,6 +172,7 @@ class PowerSGDState(CompressionStats, MemoryByBucket):
         return self._pickled([inner.hook.state_dict() for inner in self._on_models.inners.values()])
 
     def _pickled(self, hooks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        # Plain values only: a process group cannot be pickled, nor loaded with weights_only=True.
         return {
             "settings": {name: getattr(self, name) for name in SETTINGS},
             "iter": self.iter,
@@ -188,24 +191,24 @@ class PowerSGDState(CompressionStats, MemoryByBucket):
         settings = ", ".join(f"{name}={getattr(self, name)!r}" for name in SETTINGS)
         return f"PowerSGDState({settings})"
 
-    # ---- what ddp_core calls, see HookState
+    # ---- called by ddp_core.DistributedDataParallel, which finds these methods on a hook's state
 
     def no_more_buckets(self) -> None:
-        """Backward has ended."""
+        """Forwards that the backward pass has ended."""
         if (hook := self._on_models.told_hook()) is not None:
             hook.no_more_buckets()
 
     def step_landed(self, left_alone: Sequence[Tensor] = ()) -> None:
-        """The averaged gradients are where they belong, but for those of some parameters."""
+        """Forwards that the averaged gradients were written, except those of ``left_alone``."""
         if (hook := self._on_models.told_hook()) is not None:
             hook.step_landed(left_alone)
 
     def step_abandoned(self) -> None:
-        """The step's backward pass has raised."""
+        """Forwards that the backward pass of the step has raised."""
         if (hook := self._on_models.told_hook()) is not None:
             hook.step_abandoned()
 
-    # ---- what the hooks call
+    # ---- for the hooks
 
     def _launch(self, kind: Kind, bucket: GradBucket, wires: Wires) -> BucketFuture:
         inner = self._on_models.ready(self, kind, bucket, wires)
@@ -214,17 +217,17 @@ class PowerSGDState(CompressionStats, MemoryByBucket):
         return inner.hook.start(bucket)
 
     def _only_hook(self, call: str) -> HookState | None:
-        """The state on the one model this is registered on; None if it is on none yet."""
+        """Returns the state on the only model this is registered on; None if there is no model."""
         inner = self._on_models.only(call)
         return self._register_early() if inner is None else inner.hook
 
     def _register_early(self) -> HookState | None:
-        """Does before the first step what it would do, on the model this is registered on."""
-        found = _registration_of(self)
-        return None if found is None else self._on_models.restored(self, *found).hook
+        """Makes the state on its model, and loads what waits for it, before the first step."""
+        registration = _registration_of(self)
+        return None if registration is None else self._on_models.restored(self, *registration).hook
 
 
-# torch.load(..., weights_only=True) then takes a pickled state, which holds tensors, numbers and
+# torch.load(..., weights_only=True) then loads a pickled state, which has tensors, numbers and
 # strings only.
 torch.serialization.add_safe_globals([PowerSGDState])
 
@@ -240,28 +243,35 @@ def _launch_powersgd(
     return state._launch(kind, bucket, wires)
 
 
+# Objects with an identity: a registered hook is recognised by its launcher, also inside wrappers.
 _launch_layerwise = functools.partial(_launch_powersgd, LAYERWISE)
 _launch_batched = functools.partial(_launch_powersgd, BATCHED)
 _kinds: dict[Launcher, Kind] = {_launch_layerwise: LAYERWISE, _launch_batched: BATCHED}
 
 
 def _registration_of(state: PowerSGDState) -> tuple[Sequence[Tensor], Kind, Wires] | None:
-    """The trained parameters of the model that ``state`` is registered on, and by which hook."""
+    """Finds the model that ``state`` is registered on.
+
+    Returns:
+        The model's trained parameters, and by which hook and with which dtypes on the wire the
+        state is registered; None if it is on no model.
+    """
+    # torch tells a state nothing when it is registered: the hook is first called with a bucket.
     for model in ddp_models():
-        for hook, one in model._comm_hooks:
+        for hook, registered in model._comm_hooks:
             while hook not in classics and hasattr(hook, "__wrapped__"):
                 hook = hook.__wrapped__
             classic = classics.get(hook)
-            if one is not state or classic is None or classic.launch not in _kinds:
+            if registered is not state or classic is None or classic.launch not in _kinds:
                 continue
-            parameters = [one for one in model.parameters() if one.requires_grad]
+            parameters = [p for p in model.parameters() if p.requires_grad]
             return parameters, _kinds[classic.launch], classic.wires
     return None
 
 
 @classic_hook(_launch_layerwise)
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> BucketFuture:
-    """Averages a bucket by PowerSGD, each matrix of it as two thin factors.
+    """Averages a bucket by PowerSGD, sending each of its matrices as two thin factors.
 
     Example:
         >>> state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=100)
@@ -274,7 +284,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> BucketFuture:
 
 @classic_hook(_launch_batched)
 def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> BucketFuture:
-    """Averages a bucket by PowerSGD on the whole of it as one square matrix.
+    """Averages a bucket by PowerSGD, taking the whole bucket for one square matrix.
 
     Example:
         >>> state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=100)

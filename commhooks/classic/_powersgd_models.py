@@ -1,4 +1,4 @@
-"""A PowerSGDState's parts, one on each model, and what waits for the models to come."""
+"""Defines the parts of a PowerSGDState: one per model, and saved states that wait for models."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["Counted", "Inner", "OnModels"]
 
 
 class Counted(NamedTuple):
-    """A bucket, and the entries it has before and after compression."""
+    """Holds the layout of a bucket, and its entries before and after compression."""
 
     layout: Layout
     before: int
@@ -41,20 +41,31 @@ class Counted(NamedTuple):
 
 @dataclass(eq=False)
 class Inner:
-    """A PowerSGDState's part on one model."""
+    """Holds the part of a PowerSGDState on one model.
+
+    Attributes:
+        hook: runs the scheme and keeps its memory.
+        group: the group of the PowerSGDState when the part was made. None: the model's.
+        runs: the settings that the hook's scheme was made from.
+        agreed: whether the ranks have compared what they loaded and how they count.
+        restored: the saved state that was loaded, until the ranks have agreed on it.
+        counted: known buckets, by settings and parameters.
+        buckets: buckets of the latest step, by index.
+    """
 
     hook: HookState
-    group: Group  # as the state had it; None: the model's
-    runs: tuple[Any, ...]  # what the hook's scheme was made from
+    group: Group
+    runs: tuple[Any, ...]
     agreed: bool = False
-    restored: Saved | None = None  # the saved state that was loaded, until agreed
+    restored: Saved | None = None
     counted: dict[Any, Counted] = field(default_factory=dict)
-    buckets: dict[int, Counted] = field(default_factory=dict)  # of the latest step, by index
+    buckets: dict[int, Counted] = field(default_factory=dict)
 
     def count(
         self, settings: PowerSGDSettings, kind: Kind, index: int, parameters: Sequence[Tensor]
     ) -> Counted:
-        """Takes down a bucket of this step, and says how many entries it has and sends."""
+        """Records a bucket of this step, and returns how many entries it has and sends."""
+        # Called for every bucket: shapes and names are looked up once per bucket and settings.
         key = (self.runs, *map(id, parameters))
         counted = self.counted.get(key)
         if counted is None:
@@ -62,22 +73,23 @@ class Inner:
             whole = sum(shape.numel() for shape in shapes)
             layout = layout_of(self.hook, parameters)
             counted = self.counted[key] = Counted(layout, whole, kind.numel(settings, shapes))
-        if index == 0:
+        if index == 0:  # the first bucket of a step
             self.buckets.clear()
         self.buckets[index] = counted
         return counted
 
 
 class OnModels:
-    """Where a PowerSGDState is in use, and the saved states that wait for its models.
+    """Holds the parts of a PowerSGDState, and the saved states that wait for further models.
 
-    It does not hold the state, which its methods take as ``settings``.
+    Holds no reference to the PowerSGDState, which its methods take as ``settings``: a circle of
+    references would keep the memory of a dropped state until the garbage collector runs.
 
     Attributes:
         inners: the parts, by model.
-        first_iter: the step count that new parts begin with, if it was set.
-        saved: states to be loaded by the models to come, with strictness.
-        was_pickled: whether these came by pickle.
+        first_iter: the step count that new parts start with; None: 0, or that of a saved state.
+        saved: saved states that further models load, each with its ``strict``.
+        was_pickled: whether these states were in a pickled PowerSGDState.
     """
 
     def __init__(self) -> None:
@@ -87,7 +99,7 @@ class OnModels:
         self.was_pickled = False
 
     def step(self) -> int:
-        """Steps so far; of the model that made most, if there are several."""
+        """Returns the number of steps so far; of several models, the largest."""
         if self.inners:
             return max(inner.hook.step for inner in self.inners.values())
         if self.first_iter is None and self.saved:
@@ -96,18 +108,20 @@ class OnModels:
         return self.first_iter or 0
 
     def set_step(self, value: int) -> None:
-        """Goes on with another step count on every model."""
+        """Sets the step count on every model."""
         self.first_iter = value
         for inner in self.inners.values():
             if inner.hook.step != value:
                 set_step(inner.hook, value)
-                inner.agreed = False  # ranks that count differently send different things
+                # The count decides whether a step is dense: ranks that count differently would
+                # send payloads of different sizes.
+                inner.agreed = False
 
     def only(self, call: str) -> Inner | None:
-        """The part on the one model; None if there is none yet.
+        """Returns the part on the only model; None if there is no model yet.
 
         Raises:
-            RegistrationError: there are several.
+            RegistrationError: there are several models.
         """
         if len(self.inners) > 1:
             raise RegistrationError(
@@ -117,18 +131,24 @@ class OnModels:
         return next(iter(self.inners.values()), None)
 
     def told_hook(self) -> HookState | None:
-        """The hook that is meant; of several models autograd tells each one's steps."""
+        """Returns the hook of the only model, to be told of events of its backward pass."""
+        # Events do not name a model. With several models none is told: each hook learns of its
+        # steps from autograd, as on torch's DistributedDataParallel, which has no such events.
         return next(iter(self.inners.values())).hook if len(self.inners) == 1 else None
 
     def ready(
         self, settings: PowerSGDSettings, kind: Kind, bucket: GradBucket, wires: Wires
     ) -> Inner:
-        """The part that a bucket belongs to, agreed on by all ranks, with the settings of now."""
+        """Returns the part that a bucket belongs to, with the present settings.
+
+        Ranks agree on a part before its first bucket.
+        """
         parameters = bucket.parameters()
         inner = self.part(settings, owner_of(parameters), parameters, kind, wires)
         if not inner.agreed:
             self._agree(inner)
-        # Between two steps, or not at all: an abandoned step is closed by its successor.
+        # All buckets of a step run one scheme, so settings change at the first. After an abandoned
+        # step, which is under way until the next one closes it, they change one step later.
         if bucket.index() == 0 and not step_under_way(inner.hook):
             runs = made_from(settings, kind, wires)
             if inner.runs != runs:
@@ -146,7 +166,7 @@ class OnModels:
         kind: Kind,
         wires: Wires,
     ) -> Inner:
-        """The part on one model; a new one where there is none over this group."""
+        """Returns the part on a model; makes a new part if there is none over the present group."""
         group = settings.process_group
         inner = self.inners.get(owner)
         if inner is not None and (inner.group is group or step_under_way(inner.hook)):
@@ -155,22 +175,23 @@ class OnModels:
         hook = owner.make(scheme, group, parameters, seed=settings.random_seed)
         if self.first_iter is not None:
             set_step(hook, self.first_iter)
-        # The same model with other parameters, or over another group.
-        for other in [one for one in self.inners if one is owner or owner.extends(one)]:
+        # The same model over another group, or wrapped again with more trained parameters: memory
+        # is keyed by parameter name, so it moves.
+        for other in [known for known in self.inners if known is owner or owner.extends(known)]:
             continue_from(hook, self.inners.pop(other).hook)
-        made = self.inners[owner] = Inner(hook, group, made_from(settings, kind, wires))
-        return made
+        new = self.inners[owner] = Inner(hook, group, made_from(settings, kind, wires))
+        return new
 
     def restored(
         self, settings: PowerSGDSettings, parameters: Sequence[Tensor], kind: Kind, wires: Wires
     ) -> Inner:
-        """The part on the model with these parameters before its first step, loaded already."""
+        """Returns the part on the model with these parameters, with its saved state loaded."""
         inner = self.part(settings, owner_of(parameters), parameters, kind, wires)
         self._restore(inner)
         return inner
 
     def _restore(self, inner: Inner) -> None:
-        """Loads what waits for the next model; a pickled state may be another rank's alone."""
+        """Loads the first saved state that waits; a pickled one may be of another rank."""
         if not self.saved:
             return
         state, strict = self.saved[0]
@@ -179,7 +200,8 @@ class OnModels:
         del self.saved[0]
 
     def _agree(self, inner: Inner) -> None:
-        """Loads what waits to be loaded; if that fails on any rank, it fails on all."""
+        """Loads a saved state that waits, and raises on every rank if loading fails on any rank."""
+        # No rank raises before the comparison: the others would wait for it.
         error: CheckpointError | None = None
         outcome = "nothing to restore"
         try:

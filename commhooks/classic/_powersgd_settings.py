@@ -1,4 +1,4 @@
-"""The settings of a PowerSGDState, and the schemes that they stand for."""
+"""Makes schemes from the settings of a PowerSGDState."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SETTINGS = (
 
 
 class PowerSGDSettings:
-    """A base of PowerSGDState: what its user sets, also between two steps."""
+    """Base class of PowerSGDState: the settings, which users may change between two steps."""
 
     __slots__ = ()
     process_group: Group
@@ -49,7 +49,12 @@ class PowerSGDSettings:
 
 
 class Kind(NamedTuple):
-    """The layer-wise or the batched variant: its scheme, and the entries it sends for a bucket."""
+    """Describes the layer-wise or the batched variant.
+
+    Attributes:
+        scheme: makes the scheme.
+        numel: returns how many entries a bucket of parameters of given shapes sends.
+    """
 
     scheme: Callable[[PowerSGDSettings], Scheme]
     numel: Callable[[PowerSGDSettings, Sequence[torch.Size]], int]
@@ -82,19 +87,21 @@ BATCHED = Kind(_batched, _batched_numel)
 
 
 def scheme_of(settings: PowerSGDSettings, kind: Kind, wires: Wires) -> Scheme:
-    """The scheme that the settings stand for now.
+    """Makes the scheme of the present settings.
 
     Raises:
-        TypeError, ValueError: a setting that it refuses.
+        TypeError, ValueError: a setting has a wrong type or value.
     """
     scheme = kind.scheme(settings)
     if fitting("PowerSGDState", "use_error_feedback", settings.use_error_feedback, bool):
         scheme = ErrorFeedback(scheme)
+    # The cast is outside: dense steps travel in 16 bits, too, as with torch's wrappers.
     return cast_payloads(DelayedStart(scheme, settings.start_powerSGD_iter), wires)
 
 
 def made_from(settings: PowerSGDSettings, kind: Kind, wires: Wires) -> tuple[Any, ...]:
-    """What a scheme is made from, to be compared; the seed comes last."""
+    """Returns what a scheme is made from, to see whether it has changed; the seed comes last."""
+    # Not the scheme itself: making one checks every setting, and this runs in each step.
     return (
         kind,
         wires,

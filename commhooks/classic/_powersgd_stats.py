@@ -1,4 +1,4 @@
-"""What a PowerSGDState says of the entries it did not have to send, under torch's names."""
+"""Counts the entries that a PowerSGDState sends, under torch's names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger("commhooks.classic")
 
 
 class CompressionStats(PowerSGDSettings):
-    """A base of PowerSGDState: its statistics, over all models."""
+    """Base class of PowerSGDState: its statistics, over all models."""
 
     __slots__ = (
         "next_stats_report",
@@ -29,12 +29,12 @@ class CompressionStats(PowerSGDSettings):
         self.next_stats_report = 0
 
     def compression_stats(self) -> tuple[float, int, int]:
-        """Rate, entries before and entries after compression, since compression started."""
+        """Returns the compression rate, and the entries before and after, over compressed steps."""
         before, after = self.total_numel_before_compression, self.total_numel_after_compression
         return (before / after if after else 0, before, after)
 
     def _count(self, inner: Inner, kind: Kind, bucket: GradBucket) -> None:
-        """Adds a compressed bucket to the statistics, and logs them when it is time."""
+        """Adds a compressed bucket to the statistics; logs them every few steps."""
         counted = inner.count(self, kind, bucket.index(), bucket.parameters())
         self.total_numel_before_compression += counted.before
         self.total_numel_after_compression += counted.after

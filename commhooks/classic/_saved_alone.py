@@ -1,7 +1,7 @@
-"""A state that one rank saved alone, as torch's documentation does it, on all ranks.
+"""Checks states that one rank saved and all ranks load, as torch's documentation recommends.
 
-What all ranks share is in it. The residuals of the other ranks are not, and the saver's must not
-be applied in their place: the sum over ranks would count it several times.
+Such a state has what all ranks share. It lacks the residuals of the other ranks, which cannot be
+replaced by the saved one: its sum over ranks would be sent several times.
 """
 
 from __future__ import annotations
@@ -22,22 +22,31 @@ Saved = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 
 def agree_on_parts(saved: Saved, group: dist.ProcessGroup) -> None:
-    """Makes sure that what stands in for missing ranks is one state, and says what is lost.
+    """Checks that ranks without a part of their own have loaded the same state; warns of losses.
 
-    All ranks of ``group`` call it, each with the state it has loaded.
+    All ranks of ``group`` call this.
+
+    Args:
+        saved: the state that this rank has loaded.
+        group: the ranks that continue.
 
     Raises:
-        CheckpointError: some ranks have loaded their own states and some another rank's.
+        CheckpointError: some ranks have loaded their own states, and some another rank's.
     """
     common, parts = read(saved, verify=False)
     held = sorted(part.rank for part in parts)
     everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, (held, common["world_size"]), group=group)
-    own = all(rank in present for rank, (present, _) in enumerate(everyone))
-    if own and all(size == group.size() for _, size in everyone):
+    # The usual case: each rank has its own part, of a run with as many ranks.
+    has_own_part = all(rank in present for rank, (present, _) in enumerate(everyone))
+    if has_own_part and all(size == group.size() for _, size in everyone):
         return
-    if any(one != everyone[0] for one in everyone):
-        loaded = ", ".join(f"rank {rank} that of {one[0]}" for rank, one in enumerate(everyone))
+    # Otherwise all ranks have to hold the same state: a mixture would lose the residuals of some
+    # ranks without a warning.
+    if any(entry != everyone[0] for entry in everyone):
+        loaded = ", ".join(
+            f"rank {rank} that of {present}" for rank, (present, _) in enumerate(everyone)
+        )
         raise CheckpointError(
             f"PowerSGDState: the ranks have loaded different states ({loaded}). Residuals differ "
             f"per rank: every rank loads its own file, or all the same one"

@@ -1,4 +1,4 @@
-"""Hooks without a state of their own; they take a process group, or None for the model's.
+"""Defines hooks whose state is a process group, or None for the group of the model.
 
 No ``from __future__ import annotations`` here: DistributedDataParallel compares the annotations of
 a hook with the classes themselves and refuses strings.
@@ -32,7 +32,7 @@ _FP16, _BF16 = Cast(Dense(), torch.float16), Cast(Dense(), torch.bfloat16)
 
 @classic_hook(functools.partial(launch_on_group, DENSE))
 def allreduce_hook(process_group: Group, bucket: GradBucket) -> BucketFuture:
-    """Averages a bucket by one all-reduce, bit-equal to a model without a hook.
+    """Averages a bucket by an all-reduce, with the bits of a model without a hook.
 
     Args:
         process_group: ranks to average over; None: those of the model.
@@ -45,7 +45,7 @@ def allreduce_hook(process_group: Group, bucket: GradBucket) -> BucketFuture:
 
 @classic_hook(functools.partial(launch_on_group, _FP16))
 def fp16_compress_hook(process_group: Group, bucket: GradBucket) -> BucketFuture:
-    """Averages a bucket in float16; divides before the cast, warns once when a sum overflows.
+    """Averages a bucket in float16; divides before the cast, and warns once if a sum overflows.
 
     Args:
         process_group: ranks to average over; None: those of the model.
@@ -69,7 +69,7 @@ def bf16_compress_hook(process_group: Group, bucket: GradBucket) -> BucketFuture
     return launch_on_group(_BF16, process_group, bucket, ())
 
 
-# DDP refuses a hook of torch's name on anything but NCCL and XCCL, though Gloo can do it.
+# DDP refuses torch's name in a build of torch without NCCL or XCCL, though Gloo sums bfloat16.
 bf16_compress_hook.__name__ = "bf16_hook"
 
 
@@ -79,7 +79,7 @@ def _launch_noop(_: Any, bucket: GradBucket, wires: Wires) -> BucketFuture:
 
 @classic_hook(_launch_noop)
 def noop_hook(_: Any, bucket: GradBucket) -> BucketFuture:
-    """Returns the local gradient: for measuring headroom only, the ranks drift apart.
+    """Returns the local gradient, so that ranks drift apart: for measuring what exchanges cost.
 
     Example:
         >>> ddp_model.register_comm_hook(None, noop_hook)
@@ -89,7 +89,7 @@ def noop_hook(_: Any, bucket: GradBucket) -> BucketFuture:
 
 @classic_hook(functools.partial(launch_on_group, _MINMAX))
 def quantization_pertensor_hook(process_group: Group, bucket: GradBucket) -> BucketFuture:
-    """Averages a bucket sent as 256 levels between its minimum and maximum, by one all-gather.
+    """Averages a bucket by an all-gather of 256 levels between its minimum and maximum.
 
     Args:
         process_group: ranks to average over; None: those of the model.
@@ -104,7 +104,7 @@ def quantization_pertensor_hook(process_group: Group, bucket: GradBucket) -> Buc
 def quantization_perchannel_hook(
     process_group: Group, bucket: GradBucket, bucket_size: int = 512
 ) -> BucketFuture:
-    """Averages a bucket sent as 256 levels per block of ``bucket_size`` entries.
+    """Averages a bucket by an all-gather of 256 levels per block of ``bucket_size`` entries.
 
     Args:
         process_group: ranks to average over; None: those of the model.

@@ -1,4 +1,4 @@
-"""What PowerSGDState shows of its memory under torch's names: by bucket index, to be read."""
+"""Shows the memory of a PowerSGDState under torch's names: by bucket index, read-only."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from commhooks.wrappers.feedback import RESIDUAL
 __all__ = ["MemoryByBucket"]
 
 _NO_P = (
-    "; left factors are computed anew from the right ones in every step, and are not kept: "
+    "; left factors are computed from the right ones in every step, and are not kept: "
     "see q_memory_dict"
 )
 
 
 class BucketView(Mapping[int, Tensor]):
-    """Tensors by bucket index, as they were when the view was made.
+    """Maps bucket indices to tensors, as they were when the view was made.
 
     Args:
-        name: of the attribute, for messages.
-        values: by bucket index.
+        name: name of the attribute, for messages.
+        values: the tensors, by bucket index.
     """
 
     def __init__(self, name: str, values: Mapping[int, Tensor]) -> None:
@@ -53,38 +53,40 @@ class BucketView(Mapping[int, Tensor]):
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise TypeError(
             f"PowerSGDState.{self._name} can be read only: memory is kept by parameter name, and "
-            f"this shows it by bucket. To begin anew, register a new PowerSGDState"
+            f"this shows it by bucket. To start without memory, register a new PowerSGDState"
         )
 
+    # A script for torch's state may write here; a write to a copy would be lost without a word.
     __setitem__ = __delitem__ = clear = pop = popitem = setdefault = update = _refuse
 
 
 def _errors(hook: HookState, buckets: Mapping[int, Layout]) -> dict[int, Tensor]:
-    """What this rank has not sent, flat like the bucket."""
+    """Returns the residual of each bucket, flat like the bucket."""
 
     def error(layout: Layout) -> Tensor | None:
         parts = [memory_of(hook).get(RESIDUAL, name) for name in layout.names]
-        found = next((part for part in parts if part is not None), None)
-        if found is None:
+        like = next((part for part in parts if part is not None), None)
+        if like is None:
             return None
+        # A parameter that joined later has no residual yet.
         sized = zip(parts, layout.sizes, strict=True)
         return torch.cat(
-            [found.new_zeros(size) if part is None else part.reshape(-1) for part, size in sized]
+            [like.new_zeros(size) if part is None else part.reshape(-1) for part, size in sized]
         )
 
     return _by_bucket(error, buckets)
 
 
 def _factors(hook: HookState, buckets: Mapping[int, Layout]) -> dict[int, Tensor]:
-    """The right factors, as torch lays them out: flat; of the batched hook a matrix."""
+    """Returns the right factors of each bucket as torch lays them out, transposed to those here."""
     memory = memory_of(hook)
 
     def factors(layout: Layout) -> Tensor | None:
-        whole = memory.get(BATCHED_Q, layout.names[0])
+        whole = memory.get(BATCHED_Q, layout.names[0])  # of the whole bucket, under its first name
         if whole is not None:
             return whole.mT.clone()
-        found = [memory.get(LAYERWISE_Q, name) for name in layout.names]
-        parts = [one.mT.reshape(-1) for one in found if one is not None]
+        kept = [memory.get(LAYERWISE_Q, name) for name in layout.names]
+        parts = [factor.mT.reshape(-1) for factor in kept if factor is not None]
         return torch.cat(parts) if parts else None
 
     return _by_bucket(factors, buckets)
@@ -94,11 +96,11 @@ def _by_bucket(
     value: Callable[[Layout], Tensor | None], buckets: Mapping[int, Layout]
 ) -> dict[int, Tensor]:
     values = {index: value(layout) for index, layout in buckets.items()}
-    return {index: one for index, one in values.items() if one is not None}
+    return {index: tensor for index, tensor in values.items() if tensor is not None}
 
 
 class MemoryByBucket:
-    """Mixed into PowerSGDState: torch's names for what it remembers."""
+    """Mixin of PowerSGDState: its memory under torch's names."""
 
     __slots__ = ()
     random_seed: int
@@ -107,9 +109,9 @@ class MemoryByBucket:
 
     @property
     def error_dict(self) -> Mapping[int, Tensor]:
-        """What this rank has not sent yet, by bucket index, flat like the bucket; a copy.
+        """Copies of what this rank has not sent yet, by bucket index, flat like the bucket.
 
-        Buckets are those of the latest step that compressed; before it, there are none.
+        Buckets are those of the latest compressed step; before the first one there are none.
 
         Raises:
             RegistrationError: the state is in use on several models.
@@ -118,7 +120,7 @@ class MemoryByBucket:
 
     @property
     def q_memory_dict(self) -> Mapping[int, Tensor]:
-        """The right factors that the next step starts from, by bucket index; a copy.
+        """Copies of the right factors that the next step starts from, by bucket index.
 
         Flat, one matrix after the other, for ``powerSGD_hook``; of shape (side, rank) for
         ``batched_powerSGD_hook``.
@@ -130,15 +132,15 @@ class MemoryByBucket:
 
     @property
     def p_memory_dict(self) -> Mapping[int, Tensor]:
-        """Always empty: left factors are computed anew in every step, and are not kept."""
+        """Always empty: left factors are computed in every step, and are not kept."""
         return BucketView("p_memory_dict", {})
 
     @property
     def rng(self) -> Any:
         """A NumPy generator seeded by ``random_seed``, as in torch.
 
-        No hook draws from it: random factors depend on the parameter's name, the step and
-        ``random_seed`` alone, so that a resumed run draws what it would have drawn.
+        No hook draws from it: random factors depend only on the parameter's name, the step and
+        ``random_seed``, so that a resumed run draws the same ones.
         """
         if self._rng is None:
             from numpy.random import RandomState

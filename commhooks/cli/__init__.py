@@ -1,1 +1,1 @@
-"""The command line."""
+"""The command line ``commhooks``; needs rich and typer, which the library does not."""

@@ -1,4 +1,4 @@
-"""The command line: ``commhooks doctor``, ``schemes``, ``tradeoff``, ``new`` and ``check``."""
+"""Declares the commands: ``commhooks doctor``, ``schemes``, ``tradeoff``, ``new`` and ``check``."""
 
 from __future__ import annotations
 
@@ -18,14 +18,18 @@ __all__ = ["app", "load_files"]
 
 
 class _Commands(TyperGroup):
-    """Says in one sentence what a user's argument, file or scheme did wrong."""
+    """Reports errors in the user's arguments, files and schemes as a sentence, without a traceback.
+
+    Errors that are no ``Error`` of this package show their traceback: they are bugs here.
+    """
 
     def invoke(self, ctx: Any) -> Any:
-        """Runs a command; errors that are about its arguments are usage errors."""
+        """Runs a command; turns errors in its arguments into usage errors."""
         try:
             return super().invoke(ctx)
-        except BrokenPipeError:  # whoever read the output has seen enough
+        except BrokenPipeError:  # an OSError, but no mistake: `commhooks schemes | head`
             raise
+        # Before Error, its base class: a missing package is not a wrong argument.
         except MissingPackageError as error:
             typer.echo(error, err=True)
             raise typer.Exit(1) from error
@@ -43,9 +47,9 @@ def _version(wanted: bool) -> None:
 
 
 def _complete(incomplete: str) -> list[str]:
-    """Names of schemes, and files of Python, that begin so; for the shell."""
+    """Returns the schemes and Python files whose names begin with ``incomplete``, for the shell."""
     files = sorted(str(path) for path in Path().glob("*.py"))
-    return [one for one in [*scheme_names(), *files] if one.startswith(incomplete)]
+    return [word for word in [*scheme_names(), *files] if word.startswith(incomplete)]
 
 
 @app.callback()
@@ -53,7 +57,7 @@ def main(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_version, is_eager=True, help="Says the release, and what runs."
+            "--version", callback=_version, is_eager=True, help="Prints the release and what runs."
         ),
     ] = False,
 ) -> None:
@@ -62,7 +66,7 @@ def main(
 
 @app.command()
 def doctor() -> None:
-    """Says what this installation uses: versions, back ends, and which kernels run, or why not."""
+    """Prints what this installation uses: versions, back ends, which kernels run, or why not."""
     _commands.doctor()
 
 
@@ -77,7 +81,7 @@ def schemes(
         ),
     ] = None,
 ) -> None:
-    """Lists the registered schemes, or says of some what they send and which options they have."""
+    """Lists the registered schemes, or describes some: what they send, which options they have."""
     _catalogue.schemes(which or [])
 
 
@@ -93,22 +97,22 @@ def tradeoff(
     ] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(help="Folder of gradients that commhooks.research.trace recorded."),
+        typer.Option(help="Folder of gradients that commhooks.wrappers.Traced recorded."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for the table, and a picture with matplotlib.")
     ] = None,
 ) -> None:
-    """Measures the error of schemes against their bits, on gradients that are drawn or recorded."""
+    """Compares the error of schemes with their bits, on random and on recorded gradients."""
     _commands.tradeoff(which or [], trace, out)
 
 
 @app.command()
 def new(
-    name: Annotated[str, typer.Argument(help="Of the scheme, such as half_topk.")],
+    name: Annotated[str, typer.Argument(help="Name of the scheme, such as half_topk.")],
     out: Annotated[Path | None, typer.Option(help="The file; NAME.py by default.")] = None,
 ) -> None:
-    """Writes a file with a scheme that obeys all laws as it stands, to begin with."""
+    """Writes a file with a scheme to start from, which obeys all laws."""
     _commands.new(name, out or Path(f"{name}.py"))
 
 
@@ -119,5 +123,5 @@ def check(
         typer.Argument(help="A file with schemes, or a registered name.", autocompletion=_complete),
     ],
 ) -> None:
-    """Runs the laws on a scheme, or on all that a file registers; fails if one is broken."""
+    """Runs the laws on a scheme, or on all schemes of a file; fails if a law is broken."""
     raise typer.Exit(_commands.check(target))

@@ -1,4 +1,4 @@
-"""Runs the commands of ``commhooks``; ``schemes`` has a module of its own."""
+"""Runs the commands of ``commhooks`` except ``schemes``, which is in ``catalogue``."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ __all__ = ["check", "doctor", "new", "tradeoff", "version"]
 
 
 def version() -> str:
-    """Says the release, that of torch, and which implementation of the ops runs."""
+    """Returns the releases of commhooks and torch, and which implementation of the ops runs."""
     try:
         cpu, cuda = _what_runs("cpu"), _what_runs("cuda")
-    except ValueError as error:  # of a variable of the environment
+    except ValueError as error:  # an environment variable has a wrong value
         raise typer.BadParameter(str(error)) from error
     return (
         f"commhooks {__version__}, torch {torch.__version__}, Python {platform.python_version()}\n"
@@ -53,6 +53,7 @@ def version() -> str:
 
 
 def _what_runs(device_type: str) -> str:
+    """Describes the implementation of ``quantize``, for which every back end has a kernel."""
     answer = kernels.implementations(device_type)["quantize"]
     if answer != "kernel":
         return f"PyTorch code ({answer.removeprefix('definition: ')})"
@@ -65,7 +66,7 @@ def doctor() -> None:
     try:
         console.print(_facts())
         console.print(_operations())
-    except ValueError as error:  # of a variable of the environment
+    except ValueError as error:  # an environment variable has a wrong value
         raise typer.BadParameter(str(error)) from error
 
 
@@ -90,7 +91,7 @@ def _facts() -> Table:
 
 
 def _operations() -> Table:
-    """Reasons that hold for the whole device are in the first table."""
+    """Lists which implementation of each op runs; the table of the installation has the reasons."""
     table = Table("op", "cpu", "cuda", title="what runs")
     cpu, cuda = kernels.implementations("cpu"), kernels.implementations("cuda")
     for name in cpu:
@@ -102,7 +103,12 @@ def _operations() -> Table:
 
 
 def new(name: str, path: Path) -> None:
-    """Writes a scheme to begin with."""
+    """Writes a file with a scheme to start from.
+
+    Raises:
+        typer.BadParameter: the name or the file is not usable; nothing was written.
+    """
+    # The name becomes the name of a class and, by default, of a file, besides that of the scheme.
     if not re.fullmatch(r"[a-z_]*[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
         raise typer.BadParameter(
             f"a name begins with a small letter or _, has small letters, digits and _, and is no "
@@ -114,6 +120,7 @@ def new(name: str, path: Path) -> None:
         raise typer.BadParameter(f"the file ends in .py, got {path}")
     if path.exists():
         raise typer.BadParameter(f"{path} exists; it is left as it is")
+    # A script is run with its folder first in the search path, so imports would find this file.
     if path.stem in sys.stdlib_module_names or path.stem in ("commhooks", "torch", "numpy"):
         raise typer.BadParameter(f"{path} would hide the module {path.stem}; choose another name")
     words = "".join(part.capitalize() for part in name.split("_"))
@@ -122,14 +129,21 @@ def new(name: str, path: Path) -> None:
 
 
 def check(target: str) -> int:
-    """Runs the laws, prints what came of each; 1 if one is broken."""
+    """Runs the laws on schemes, prints the outcomes, and returns the exit status.
+
+    Args:
+        target: a registered name, or a file that registers schemes.
+
+    Returns:
+        1 if a law is broken, else 0.
+    """
     named, added = split([target])
-    found = named or added
-    if not found:
+    names = named or added
+    if not names:
         raise typer.BadParameter(f"{target} registers no scheme: see commhooks.register_scheme")
     broken = 0
-    for name in found:
-        factory_of(name)
+    for name in names:
+        factory_of(name)  # raises for an unknown name, with a suggestion
         if not made(name).traits.averages:
             raise typer.BadParameter(f"{name} does not average over ranks: the laws are not for it")
         table = Table("law", "", "what broke it", title=name)
@@ -145,11 +159,17 @@ def check(target: str) -> int:
 
 
 def tradeoff(which: Sequence[str], trace: Path | None, out: Path | None) -> None:
-    """Prints error and bits of schemes, and writes both to a folder if one is named."""
+    """Prints the bits and the error of schemes, and writes both to a folder.
+
+    Args:
+        which: names, and files with more schemes; without names, all schemes are compared.
+        trace: folder of recorded gradients. None: random ones only.
+        out: folder to write to. None: nothing is written.
+    """
     named, added = split(which)
-    # A file's scheme may be named beside the file.
-    some = list(dict.fromkeys([*named, *added]))
+    some = list(dict.fromkeys([*named, *added]))  # a scheme of a file may be named, too
     compared = some if named else _comparable(scheme_names(), added)
+    # All names are checked before the first measurement, which takes seconds per scheme.
     for name in compared:
         factory_of(name)
         if made(name).traits.returns == "update":
@@ -163,7 +183,7 @@ def tradeoff(which: Sequence[str], trace: Path | None, out: Path | None) -> None
         for case in track(cases_of(compared), "schemes"):
             try:
                 points += measured(case, recorded)
-            except Exception as error:  # of a user's scheme
+            except Exception as error:  # raised by a user's scheme
                 raise typer.BadParameter(f"{case.label}: {sentence(error)}") from error
     points = with_front(points)
     for kind in dict.fromkeys(point.gradients for point in points):
@@ -175,7 +195,8 @@ def tradeoff(which: Sequence[str], trace: Path | None, out: Path | None) -> None
 def _recorded(folder: Path | None) -> Trace | None:
     if folder is None:
         return None
-    with needs("--trace", "pandas"):  # here, not after the other gradients
+    # ``replay`` needs pandas, but is called after all random gradients.
+    with needs("--trace", "pandas"):
         import pandas  # noqa: F401
     try:
         return Trace(folder)
@@ -184,7 +205,9 @@ def _recorded(folder: Path | None) -> Trace | None:
 
 
 def _comparable(every: Sequence[str], added: Sequence[str]) -> list[str]:
-    """Selects schemes that average; those of a user's file stay, so that an error names them."""
+    """Returns the schemes that average, and those of a user's file."""
+    # A scheme of the user's file stays in, whatever it returns: the caller then raises an error
+    # with its name.
     others = [name for name in every if name not in added and name not in NOT_COMPARED]
     return sorted([*added, *(name for name in others if make(name).traits.returns != "update")])
 

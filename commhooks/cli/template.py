@@ -1,16 +1,18 @@
-"""What ``commhooks new`` writes."""
+"""Holds the file that ``commhooks new`` writes."""
 
 from __future__ import annotations
 
 __all__ = ["TEMPLATE"]
 
+# No annotations: a file to start from is read before it is checked. It obeys every law as written,
+# so that a law that breaks later shows what a change has broken.
 TEMPLATE = '''"""A gradient compression scheme: NAME.
 
-    commhooks check NAME.py      the laws it has to obey
-    commhooks schemes NAME.py    its bits beside those of all others
-    commhooks tradeoff NAME.py   its error against its bits, beside those of all others
+    commhooks check NAME.py      runs the laws that every scheme obeys
+    commhooks schemes NAME.py    lists its bits next to those of all others
+    commhooks tradeoff NAME.py   compares its error and bits with those of all others
 
-In training: import this file, then commhooks.register(ddp_model, "NAME").
+In training, import this file, then call commhooks.register(ddp_model, "NAME").
 """
 
 from dataclasses import dataclass
@@ -31,7 +33,7 @@ class CLASS(Codec):
 
     scale: float = 1.0
 
-    # Rounds the same way every time: made by name, it gets error feedback.
+    # Biased: a scheme that is made by name then gets error feedback.
     traits = Traits(error=Biased())
 
     def __post_init__(self):
@@ -39,12 +41,12 @@ class CLASS(Codec):
             raise ValueError(f"CLASS(scale=...): 0 < scale <= 1, got {self.scale!r}")
 
     def encode(self, gradient, bucket):
-        """Named tensors, whose shapes and dtypes do not depend on values."""
+        """Returns named tensors; their shapes and dtypes may not depend on values."""
         wide = torch.promote_types(gradient.dtype, torch.float32)  # a sum in 16 bits may overflow
         size = self.scale * gradient.abs().sum(dtype=wide) / max(1, gradient.numel())
         return {"signs": gradient.sign().nan_to_num(0.0).to(torch.int8), "size": size.view(1)}
 
     def decode(self, payload, like, bucket):
-        """What one rank's payload stands for; the mean over ranks is taken of these."""
+        """Returns the gradient that one rank's payload stands for; ranks are averaged later."""
         return payload["signs"] * payload["size"]
 '''

@@ -1,10 +1,10 @@
-"""Measures error against bits of schemes, each on the same gradients.
+"""Measures the error and the bits of schemes on equal gradients.
 
-Each scheme averages gradients of 4 simulated ranks: entries of N(0, 1), of a Laplace and of a t(3)
-distribution, half of each in common to all ranks; recorded gradients too, if there are some.
-``error`` is |mean - exact|^2 / |exact|^2 without error feedback, the mean of some steps; ``bits``
-those of an entry in an all-reduce that moves as many bytes. A scheme is on the front if none has
-both fewer bits and less error.
+Each scheme averages gradients of 4 simulated ranks, with entries of N(0, 1), of a Laplace and of a
+t(3) distribution; half of the variance is common to all ranks. Recorded gradients are measured,
+too. ``error`` is the mean over steps of |mean - exact|^2 / |exact|^2, without error feedback;
+``bits`` are the bits per entry of an all-reduce that sends as many bytes. A scheme is on the front
+if no other has less error with as many bits or fewer.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "int8": [{}, {"stochastic": False}],
     "int4": [{}, {"rotate": False}],
 }
-HIDDEN = {"local_size", "memory"}  # not worth a word in a label
-SAME = {"drive", "none", "noop"}  # another name for what is there, or no average
+HIDDEN = {"local_size", "memory"}  # settings that labels leave out
+# Not compared: "drive" is another name of "eden", "none" is exact, and "noop" averages nothing.
+SAME = {"drive", "none", "noop"}
 
 
 @dataclass(frozen=True)
@@ -73,12 +74,12 @@ def cases_of(names: Iterable[str]) -> list[Case]:
 
 
 def measured(case: Case, trace: Trace | None = None) -> Iterator[Point]:
-    """Averages gradients of every kind by one scheme; those of ``trace``, too."""
+    """Yields a point for every kind of random gradients, and one for ``trace``."""
     for tail in TAILS:
         yield _synthetic(case, tail)
     if trace is not None:
-        found = replay(trace, case.name, error_feedback=False, **case.options)
-        means = float(found.bits.mean()), float(found.error.mean())
+        table = replay(trace, case.name, error_feedback=False, **case.options)
+        means = float(table.bits.mean()), float(table.error.mean())
         yield Point(case.label, "recorded", *means)
 
 
@@ -91,7 +92,7 @@ def _synthetic(case: Case, tail: str) -> Point:
         ranks.requests.clear()
         ranks.wire_bytes.clear()
         mean, exact = ranks.step(grads)[0].double(), torch.stack(grads).double().mean(0)
-        if step:  # some are dense in their first
+        if step:  # intsgd, for one, sends the first step dense
             errors.append(float((mean - exact).square().sum() / exact.square().sum()))
     bits = bits_per_entry(ranks, SHAPE[0] * SHAPE[1])
     return Point(case.label, tail, bits, sum(errors) / STEPS)
@@ -103,6 +104,8 @@ def _synthetic(case: Case, tail: str) -> Point:
 def _gradients(tail: str, step: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(step)
     n = SHAPE[0] * SHAPE[1]
+    # A common part, as gradients of one model have. Without it, the error of a mean of four ranks
+    # would be relative to a mean that is mostly noise.
     common = TAILS[tail](generator, n)
     return [(common + TAILS[tail](generator, n)) / 2**0.5 for _ in range(WORLD_SIZE)]
 
@@ -112,6 +115,8 @@ def _normal(generator: torch.Generator, n: int) -> Tensor:
 
 
 def _laplace(generator: torch.Generator, n: int) -> Tensor:
+    # The inverse of the distribution function. In float64: a float32 u has 2^24 values, which are
+    # too coarse where the logarithm is large.
     u = torch.rand(n, generator=generator, dtype=torch.float64) - 0.5
     return (-u.sign() * torch.log1p(-2 * u.abs())).float()
 
@@ -128,20 +133,20 @@ TAILS: dict[str, Callable[[torch.Generator, int], Tensor]] = {
 }
 
 
-# ---- what comes of it
+# ---- results
 
 
 def with_front(points: Sequence[Point]) -> list[Point]:
-    """Marks those that no other scheme beats in bits and error on the same gradients."""
+    """Marks the points that no other scheme beats in bits and error on the same gradients."""
 
-    def beaten(one: Point) -> bool:
+    def beaten(point: Point) -> bool:
         return any(
-            other.bits <= one.bits and other.error < one.error
+            other.bits <= point.bits and other.error < point.error
             for other in points
-            if other.gradients == one.gradients and other.scheme != one.scheme
+            if other.gradients == point.gradients and other.scheme != point.scheme
         )
 
-    return [replace(one, front=not beaten(one)) for one in points]
+    return [replace(point, front=not beaten(point)) for point in points]
 
 
 def write_csv(points: Sequence[Point], path: Path) -> None:
@@ -153,13 +158,13 @@ def write_csv(points: Sequence[Point], path: Path) -> None:
 
 
 def draw(points: Sequence[Point], path: Path) -> None:
-    """Draws a panel for each kind of gradients.
+    """Draws a panel for each kind of gradients, and writes a PNG file.
 
     Raises:
         MissingPackageError: matplotlib is not installed.
     """
     with needs("The picture", "matplotlib"):
-        from matplotlib.figure import Figure
+        from matplotlib.figure import Figure  # pyplot would look for a display
 
     kinds = list(dict.fromkeys(point.gradients for point in points))
     figure = Figure(figsize=(5.5 * len(kinds), 5.5), layout="constrained")
@@ -167,7 +172,7 @@ def draw(points: Sequence[Point], path: Path) -> None:
     for kind, panel in zip(kinds, axes, strict=True):
         shown = [point for point in points if point.gradients == kind and point.error > 1e-12]
         _draw_panel(panel, sorted(shown, key=lambda point: point.bits))
-        panel.set(xscale="log", yscale="log", title=kind, xlabel="bits an entry", ylim=(3e-8, 30))
+        panel.set(xscale="log", yscale="log", title=kind, xlabel="bits per entry", ylim=(3e-8, 30))
         panel.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("error of the mean")
     figure.savefig(path, dpi=110)
@@ -180,7 +185,9 @@ def _draw_panel(panel: Any, points: Sequence[Point]) -> None:
     for point in points:
         color = "#3b6ea5" if point.front else "#9aa1ad"
         panel.plot(point.bits, point.error, "o", color=color, markersize=4)
-        crowded = point.error > 0.3  # sparse and low-rank ones live on structure and feedback
+        # Sparse and low-rank schemes lose most of a random gradient, which has no structure: their
+        # points crowd near an error of 1, and only those on the front get a label.
+        crowded = point.error > 0.3
         if crowded and not point.front:
             continue
         panel.annotate(

@@ -1,4 +1,4 @@
-"""Loads schemes of a user's files; a mistake in one is a usage error that names it."""
+"""Loads schemes from a user's files; turns an error in a file into a usage error that names it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,13 @@ __all__ = ["load_files", "made", "sentence", "split"]
 
 
 def split(which: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Separates names from files, runs the files, and returns the names that they register, too."""
-    added = load_files([Path(one) for one in which if one.endswith(".py")])
-    return [one for one in which if not one.endswith(".py")], added
+    """Runs the files among ``which``.
+
+    Returns:
+        The names among ``which``, and the names of the schemes that the files register.
+    """
+    added = load_files([Path(word) for word in which if word.endswith(".py")])
+    return [word for word in which if not word.endswith(".py")], added
 
 
 def load_files(files: Sequence[Path]) -> list[str]:
@@ -28,22 +32,28 @@ def load_files(files: Sequence[Path]) -> list[str]:
         if not path.is_file():
             raise typer.BadParameter(f"no file {path}")
         try:
+            # Not imported: a file anywhere, whose name may be that of an installed module. Its
+            # ``if __name__ == "__main__"`` does not run.
             runpy.run_path(str(path), run_name=path.stem)
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit) as error:  # a file may call sys.exit
             raise typer.BadParameter(f"{path} does not run: {sentence(error, path)}") from error
     return [name for name in scheme_names() if name not in before]
 
 
 def made(name: str, **options: Any) -> Scheme:
-    """Makes a scheme; an error is a usage error that names it, since it may be a user's."""
+    """Makes a registered scheme.
+
+    Raises:
+        typer.BadParameter: the scheme raised an exception; the message has its name.
+    """
     try:
         return make(name, **options)
-    except Exception as error:
+    except Exception as error:  # a user's scheme may raise anything
         raise typer.BadParameter(f"{name} cannot be made: {sentence(error)}") from error
 
 
 def sentence(error: BaseException, path: Path | None = None) -> str:
-    """Says an error of a user's code in a sentence, with the line of ``path`` that raised it."""
+    """Returns an error of a user's code as a sentence, with the line of ``path`` that raised it."""
     lines = [
         frame.lineno
         for frame in traceback.extract_tb(error.__traceback__)

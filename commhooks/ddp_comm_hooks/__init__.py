@@ -1,4 +1,4 @@
-"""``torch.distributed.algorithms.ddp_comm_hooks`` with its modules: one prefix in imports changes.
+"""Mirrors ``torch.distributed.algorithms.ddp_comm_hooks``: scripts change the prefix of an import.
 
 Example:
     >>> from commhooks.ddp_comm_hooks import powerSGD_hook as powerSGD
@@ -32,8 +32,9 @@ __all__ = [
     "register_ddp_comm_hook",
 ]
 
+# A partial in the body of an Enum is a method in later Pythons (3.13 warns): it has to be marked.
 if sys.version_info >= (3, 11):
-    from enum import member  # a partial is taken for a method otherwise
+    from enum import member
 else:
 
     def member(value: Any) -> Any:
@@ -65,7 +66,7 @@ def _powersgd(comm_hook: Callable[..., Any], rank: int) -> Any:
 
 
 class DDPCommHookType(Enum):
-    """The hooks by the names torch gives them; a value registers its hook.
+    """Names torch's hooks; calling a value registers the hook.
 
     Example:
         >>> DDPCommHookType.ALLREDUCE.value(model=ddp_model, state=process_group)
@@ -90,15 +91,15 @@ class DDPCommHookType(Enum):
 def register_ddp_comm_hook(
     comm_hook_type: DDPCommHookType, model: nn.Module, state: Any = None
 ) -> None:
-    """Registers the hook of a type on a DistributedDataParallel model.
+    """Registers a hook by its type on a DistributedDataParallel model.
 
     Args:
-        comm_hook_type: which hook.
+        comm_hook_type: the type of the hook.
         model: torch's DistributedDataParallel or ``ddp_core.DistributedDataParallel``.
-        state: a process group; None: that of the model.
+        state: a process group. None: the group of the model.
 
     Raises:
-        TypeError: a type of torch's own enumeration, which would register torch's hook, or no type.
+        TypeError: the type is of torch's enumeration, and would register torch's hook, or is none.
 
     Example:
         >>> register_ddp_comm_hook(DDPCommHookType.FP16_COMPRESS, ddp_model)

@@ -1,7 +1,7 @@
-"""torch's ``ddp_zero_hook``: ZeroRedundancyOptimizer's step while backward goes on.
+"""Mirrors torch's ``ddp_zero_hook``: steps a ZeroRedundancyOptimizer during backward.
 
-On ``ddp_core.DistributedDataParallel`` our own, which run on Gloo, too. On torch's class torch's
-functions, which refuse Gloo; around a hook whose result is put where they look for it.
+Models in ``ddp_core.DistributedDataParallel`` get the hooks of ``ddp_core.zero``, which run on any
+backend. Models in torch's class get torch's hooks, which refuse Gloo.
 """
 
 from typing import Any
@@ -23,20 +23,22 @@ def hook_with_zero_step(
     zero: ZeroRedundancyOptimizer,
     shard_buckets: bool = False,
 ) -> HookFunction:
-    """A hook that does what ``hook`` does, and steps ``zero`` once the last bucket has come.
+    """Returns a hook that runs ``hook``, and steps ``zero`` when the last bucket is ready.
 
     Args:
-        hook: any hook; the new one takes its state.
+        hook: any hook, whose state the new hook takes.
         ddp, zero: the model and its optimizer, made with ``overlap_with_ddp=True``.
-        shard_buckets: spread every bucket over several ranks.
+        shard_buckets: spreads the parameters of each bucket over several ranks.
 
     Raises:
-        ValueError, RuntimeError: without ``overlap_with_ddp``; of torch's class also on Gloo.
+        ValueError, RuntimeError: ``zero`` was made without ``overlap_with_ddp``, or a model in
+            torch's class runs on Gloo.
     """
-    hook_of = hook if isinstance(ddp, CoreDDP) else in_bucket(hook)
-    made: Any = _zero.hook_with_zero_step(hook_of, ddp, zero, shard_buckets)
-    made.__wrapped__ = hook
-    return made  # type: ignore[no-any-return]
+    # torch's hooks read the gradients from the bucket, whatever ``hook`` returns.
+    inner = hook if isinstance(ddp, CoreDDP) else in_bucket(hook)
+    overlapping: Any = _zero.hook_with_zero_step(inner, ddp, zero, shard_buckets)
+    overlapping.__wrapped__ = hook  # by which a PowerSGDState finds its hook
+    return overlapping  # type: ignore[no-any-return]
 
 
 def hook_with_zero_step_interleaved(
@@ -45,15 +47,15 @@ def hook_with_zero_step_interleaved(
     zero: ZeroRedundancyOptimizer,
     shard_buckets: bool = False,
 ) -> HookFunction:
-    """As :func:`hook_with_zero_step`, with every bucket's step in the order of the buckets.
+    """Returns a hook as :func:`hook_with_zero_step`, which steps each bucket when it is averaged.
 
     Args:
         hook, ddp, zero, shard_buckets: see :func:`hook_with_zero_step`.
 
     Raises:
-        ValueError, RuntimeError: without ``overlap_with_ddp``; of torch's class also on Gloo.
+        ValueError, RuntimeError: see :func:`hook_with_zero_step`.
     """
-    hook_of = hook if isinstance(ddp, CoreDDP) else in_bucket(hook)
-    made: Any = _zero.hook_with_zero_step_interleaved(hook_of, ddp, zero, shard_buckets)
-    made.__wrapped__ = hook
-    return made  # type: ignore[no-any-return]
+    inner = hook if isinstance(ddp, CoreDDP) else in_bucket(hook)
+    overlapping: Any = _zero.hook_with_zero_step_interleaved(inner, ddp, zero, shard_buckets)
+    overlapping.__wrapped__ = hook
+    return overlapping  # type: ignore[no-any-return]

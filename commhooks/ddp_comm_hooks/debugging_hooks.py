@@ -1,4 +1,4 @@
-"""torch's ``debugging_hooks``: a hook that exchanges nothing."""
+"""Mirrors torch's ``debugging_hooks``: a hook that exchanges nothing."""
 
 from commhooks.classic import noop_hook
 

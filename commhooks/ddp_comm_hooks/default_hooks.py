@@ -1,4 +1,4 @@
-"""torch's ``default_hooks``: a plain average, 16 bits on the wire, and wrappers for 16 bits."""
+"""Mirrors torch's ``default_hooks``: averages in full precision and in 16 bits, and wrappers."""
 
 from commhooks.classic import (
     allreduce_hook,

@@ -1,4 +1,4 @@
-"""torch's ``post_localSGD_hook``, the module: the state, and the hook that takes it."""
+"""Mirrors torch's module ``post_localSGD_hook``: a state, and the hook that takes it."""
 
 from commhooks.classic import PostLocalSGDState, post_localSGD_hook
 

@@ -1,4 +1,4 @@
-"""torch's ``powerSGD_hook``, the module: the state, and the two hooks that take it."""
+"""Mirrors torch's module ``powerSGD_hook``: a state, and the two hooks that take it."""
 
 from commhooks.classic import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 

@@ -1,4 +1,4 @@
-"""Methods that exchange parameters, not gradients."""
+"""Methods that exchange parameters, and no gradients."""
 
 from commhooks.local.diloco import DiLoCo, local_sgd
 

@@ -1,4 +1,4 @@
-"""DiLoCo: many local steps, then one exchange of how far the parameters went."""
+"""Defines DiLoCo: many local steps, then one exchange of the distance of the parameters."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ __all__ = ["DiLoCo", "local_sgd"]
 
 
 class DiLoCo:
-    """Lets each rank train by itself for ``every`` steps, then averages how far all went.
+    """Trains each rank locally for ``every`` steps, then averages how far the parameters moved.
 
     The averaged distance is the gradient of an outer optimizer (SGD with Nesterov momentum), so
-    gradients travel once in ``every`` steps, compressed by any scheme. ``step`` is called after
-    each step of the inner optimizer. The model is not in DistributedDataParallel, or in one whose
-    hook is "noop". Buffers (batch norm) stay local.
+    ranks communicate once in ``every`` steps, compressed by any scheme. Call ``step`` after each
+    step of the inner optimizer. The model is not in DistributedDataParallel, or its hook is "noop".
+    Buffers (batch norm) stay local.
 
-    With ``fragments`` and ``delay`` it is streaming DiLoCo: the parts of the model are exchanged
+    With ``fragments`` and ``delay`` this is streaming DiLoCo: the parts of the model are exchanged
     one after the other, spread over ``every`` steps, and each is applied ``delay`` steps after it
-    was sent, while training goes on.
+    was sent, while training continues.
 
     Args:
-        model: the model that the inner optimizer trains, the same on all ranks at the start.
-        scheme: what distances travel by; with error feedback where it is biased.
+        model: the model that the inner optimizer trains, equal on all ranks at the start.
+        scheme: averages the distances; gets error feedback if it is biased.
         every: inner steps between two exchanges of a parameter.
-        lr, momentum, nesterov: of the outer optimizer.
-        fragments: parts of the model, of about equal size.
+        lr, momentum, nesterov: settings of the outer optimizer.
+        fragments: number of parts of the model, of about equal size.
         delay: steps between sending and applying, below ``every / fragments``.
-        mix: share of the local parameters that stays when a fragment is applied, 0 to 1; only
-            with a delay.
-        process_group: the ranks; the default group.
+        mix: share of the local parameters that is kept when a fragment is applied, 0 to 1; needs a
+            delay.
+        process_group: the ranks to average over. None: the default group.
         seed, options: see :func:`commhooks.register`.
 
     Raises:
-        ValueError: settings that do not fit together, a scheme that does not average, or a model
-            in DistributedDataParallel that does.
-        TypeError: settings of another type, or something else than a model.
+        ValueError: the settings do not fit together, the scheme does not average, or the model is
+            in a DistributedDataParallel that averages gradients.
+        TypeError: a setting has another type, or ``model`` is no module.
         MismatchError: the ranks differ in scheme, settings or parameters.
 
     Example:
@@ -99,15 +99,18 @@ class DiLoCo:
                 f"DiLoCo(scheme=...) averages distances, and {self.hook.scheme} gives something "
                 f"else; use 'none', or what compresses an average, such as 'int4'"
             )
-        self.hook._attendance.dismiss()  # no backward pass calls it
+        # A hook warns at the end if no backward pass has called it; none calls this one.
+        self.hook._attendance.dismiss()
+        # With other settings on some rank, ranks would exchange different fragments, or hang.
         self.hook.agree("DiLoCo", {"settings": settings._asdict()})
         self._fragments = fragments_of(model, settings.fragments)
         self._pending: list[Pending] = []
 
     def step(self) -> bool:
-        """Counts one inner step; sends and applies what is due. True if something was applied.
+        """Counts an inner step; sends and applies the fragments whose time has come.
 
-        Where an averaged distance is not finite, all ranks go back to the last exchange.
+        Returns whether one was applied. If an averaged distance is not finite, all ranks go back
+        to the parameters of that fragment's last exchange.
         """
         self.steps += 1
         for pending in self._pending:
@@ -116,6 +119,8 @@ class DiLoCo:
         apart = self.every // len(self._fragments)
         if self.steps % apart == 0:
             number = self.steps // apart % len(self._fragments)
+            # Fragments of several dtypes are buckets of one step of the hook: all start before the
+            # first is waited for (docs/design/defects.md).
             for fragment in self._fragments[number]:
                 fragment.measure()
                 self._pending.append(Pending(fragment, self.hook.start(fragment), self.delay))
@@ -124,7 +129,7 @@ class DiLoCo:
         return applied
 
     def _apply_due(self) -> bool:
-        """Applies what has waited for long enough; True if something has."""
+        """Applies the averages that have waited for ``delay`` steps; returns whether any has."""
         due = [pending for pending in self._pending if pending.steps_left <= 0]
         self._pending = [pending for pending in self._pending if pending.steps_left > 0]
         for pending in due:
@@ -133,6 +138,7 @@ class DiLoCo:
 
     def _apply(self, pending: Pending) -> None:
         mean = pending.future.wait()
+        # An average has the same bits on all ranks, so all of them go back without a message.
         if not torch.isfinite(mean).all():
             warnings.warn(
                 f"DiLoCo: an averaged distance is not finite in inner step {self.steps}; all ranks "
@@ -144,81 +150,90 @@ class DiLoCo:
             return
         s = self._settings
         pending.fragment.apply(mean, s.lr, s.momentum, s.nesterov, s.mix)
-        self.outer_steps += pending.fragment.is_last()
+        self.outer_steps += pending.fragment.is_last()  # not once for each dtype
 
     # ---- checkpoint
 
     def state_dict(self, *, gather: bool = False, to: int | None = None) -> dict[str, Any]:
-        """This rank's state; model and inner optimizer are saved beside it, by every rank.
+        """Returns this rank's state; every rank saves its model and inner optimizer besides.
 
         Args:
-            gather, to: one state of all ranks, see :meth:`HookState.state_dict`; model and inner
-                optimizer still are of each rank.
+            gather, to: return one state of all ranks, see :meth:`HookState.state_dict`. Models and
+                inner optimizers differ between ranks and are not part of it.
         """
+        # Averages that were sent and not yet applied are saved as tensors: they cannot be exchanged
+        # again, since the parameters they were measured from are gone.
         arriving = [
             {
-                "fragment": one.fragment.number,
-                "mean": one.future.wait().clone(),
-                "left": one.steps_left,
+                "fragment": pending.fragment.number,
+                "mean": pending.future.wait().clone(),
+                "left": pending.steps_left,
             }
-            for one in self._pending
+            for pending in self._pending
         ]
         hook = self.hook.state_dict(gather=gather, to=to)
-        if not hook:
+        if not hook:  # gathered on another rank
             return {}
-        own = {
+        state = {
             "hook": hook,
             "steps": self.steps,
             "outer_steps": self.outer_steps,
-            "outer": self._tensors("outer"),
-            "momentum": self._tensors("momentum"),
+            "outer": _copies(self._all(), "outer"),
+            "momentum": _copies(self._all(), "momentum"),
             "arriving": arriving,
         }
-        return sealed(own)
-
-    def _tensors(self, what: str) -> dict[str, Tensor]:
-        return {
-            name: value.clone()
-            for fragment in self._all()
-            for name, value in zip(fragment.names, getattr(fragment, what), strict=True)
-        }
+        return sealed(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from a saved state, as if there had been no stop.
+        """Continues from a saved state, bit for bit as if training had not stopped.
 
         Raises:
-            CheckpointError: incomplete, damaged, or of another model; nothing was changed.
+            CheckpointError: the state is incomplete, damaged, or of another model; nothing was
+                changed.
         """
         fragments = {fragment.number: fragment for fragment in self._all()}
         state = check_state(state, fragments, self.every)
-        for pending in self._pending:  # exchanges under way belong to what is given up
+        # An exchange under way writes to the memory that is about to be replaced, and the hook
+        # refuses to load before it is over. Its result, or error, is dropped.
+        for pending in self._pending:
             with suppress(RuntimeError):
                 pending.future.wait()
         call = "DiLoCo.load_state_dict"
+        # The hook's part is checked, too, before anything changes.
         loaded = _checkpoint_hook.prepare(self.hook, state["hook"], True, call)
         _checkpoint_hook.take_up(self.hook, loaded)
         self.steps, self.outer_steps = state["steps"], state["outer_steps"]
         for fragment in fragments.values():
             for what in ("outer", "momentum"):
                 for name, value in zip(fragment.names, getattr(fragment, what), strict=True):
+                    # detach: a saved nn.Parameter would put the copy into an autograd graph.
                     value.copy_(state[what][name].detach())
         self._pending = []
-        for one in state["arriving"]:
-            fragment = fragments[one["fragment"]]
+        for saved in state["arriving"]:
+            fragment = fragments[saved["fragment"]]
             future: torch.futures.Future[Tensor] = torch.futures.Future()
-            future.set_result(one["mean"].detach().to(fragment.outer[0], copy=True))
-            self._pending.append(Pending(fragment, future, one["left"]))
+            future.set_result(saved["mean"].detach().to(fragment.outer[0], copy=True))
+            self._pending.append(Pending(fragment, future, saved["left"]))
 
     def _all(self) -> list[Fragment]:
-        return [one for group in self._fragments for one in group]
+        return [fragment for group in self._fragments for fragment in group]
 
     def close(self) -> None:
         """Stops the hook's driver; see :meth:`HookState.close`."""
         self.hook.close()
 
 
+def _copies(fragments: list[Fragment], what: str) -> dict[str, Tensor]:
+    """Returns copies of the outer parameters ("outer") or of their momenta, by parameter name."""
+    return {
+        name: value.clone()
+        for fragment in fragments
+        for name, value in zip(fragment.names, getattr(fragment, what), strict=True)
+    }
+
+
 def _need_local(model: object) -> None:
-    """Raises unless the gradients of ``model`` stay on their rank, as far as can be seen."""
+    """Raises if ``model`` averages gradients; a hook of another library is not known."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"DiLoCo(model, ...) takes the model, whose inner optimizer steps before outer.step(); "
@@ -238,10 +253,10 @@ def _need_local(model: object) -> None:
 def local_sgd(
     model: nn.Module, scheme: str | Scheme = "none", *, every: int = 16, **options: Any
 ) -> DiLoCo:
-    """Local SGD: the parameters are averaged every so many steps, without an outer momentum.
+    """Returns local SGD: averages the parameters every ``every`` steps, without an outer momentum.
 
-    After some steps of ordinary data parallel training it is post-local SGD: train with a hook,
-    ``hook.switch("noop")``, and call this.
+    After some steps of ordinary data-parallel training this is post-local SGD: train with a hook,
+    call ``hook.switch("noop")``, then this function.
 
     Args:
         model, scheme, every, options: see :class:`DiLoCo`.
@@ -253,5 +268,6 @@ def local_sgd(
     References: Stich, Local SGD Converges Fast and Communicates Little, 2019; Lin et al., Don't Use
     Large Mini-Batches, Use Local SGD, 2020.
     """
+    # With these, an outer step sets the parameters to their average over ranks.
     settings = {"lr": 1.0, "momentum": 0.0, "nesterov": False, **options}
     return DiLoCo(model, scheme, every=every, **settings)

@@ -1,4 +1,4 @@
-"""The parts of a model that DiLoCo exchanges one after the other."""
+"""Defines the parts of a model that DiLoCo exchanges one after the other."""
 
 from __future__ import annotations
 
@@ -13,11 +13,17 @@ __all__ = ["Fragment", "Pending", "fragments_of"]
 
 
 class Fragment:
-    """Parameters that are exchanged together; to a hook it is a bucket of a step.
+    """Holds parameters that are exchanged together; a hook takes it for a bucket of a step.
 
     Args:
-        number: among all fragments.
-        place, is_last: among those that are exchanged in one step, one for each dtype and device.
+        number: index among all fragments.
+        names, parameters: what is exchanged, in this order; of one dtype and device.
+        place: index among the fragments that are exchanged in the same step.
+        is_last: whether ``place`` is the last one.
+
+    Attributes:
+        outer: the parameters after the last exchange, equal on all ranks.
+        momentum: momentum of the outer optimizer.
     """
 
     def __init__(
@@ -36,12 +42,19 @@ class Fragment:
         self._delta = torch.empty(0)
 
     def measure(self) -> None:
-        """Takes down how far the parameters went since the last exchange."""
+        """Computes how far the parameters moved since the last exchange, as the bucket's buffer."""
+        # Old minus new, the sign of a gradient: an optimizer subtracts what it is given.
         pairs = zip(self.outer, self._parameters, strict=True)
         self._delta = torch.cat([(old - new.detach()).flatten() for old, new in pairs])
 
     def apply(self, mean: Tensor, lr: float, momentum: float, nesterov: bool, mix: float) -> None:
-        """One outer step; ``mix`` is the share of the local parameters that stays."""
+        """Makes one step of the outer optimizer from an averaged distance.
+
+        Args:
+            mean: the average over ranks, flat.
+            lr, momentum, nesterov: as of ``torch.optim.SGD``.
+            mix: share of the local parameters that is kept.
+        """
         pieces = mean.split([parameter.numel() for parameter in self._parameters])
         parts = zip(self._parameters, self.outer, self.momentum, pieces, strict=True)
         for parameter, outer, velocity, piece in parts:
@@ -49,6 +62,9 @@ class Fragment:
             velocity.mul_(momentum).add_(delta)
             step = delta.add(velocity, alpha=momentum) if nesterov else velocity
             outer.sub_(step, alpha=lr)
+            # ``data``: an optimizer's change, which autograd does not record and which does not
+            # invalidate tensors saved for a backward pass. ``outer`` stays without the local share,
+            # so that it is equal on all ranks.
             parameter.data.copy_(torch.lerp(outer, parameter.data, mix) if mix else outer)
 
     def restore(self) -> None:
@@ -56,7 +72,7 @@ class Fragment:
         for parameter, outer in zip(self._parameters, self.outer, strict=True):
             parameter.data.copy_(outer)
 
-    # As a hook sees it.
+    # ---- the methods of a bucket that a hook calls
 
     def index(self) -> int:
         return self._place
@@ -73,7 +89,13 @@ class Fragment:
 
 @dataclass
 class Pending:
-    """An exchange under way, or arrived and not yet applied."""
+    """Holds an exchange whose average was not applied yet.
+
+    Attributes:
+        fragment: what was sent.
+        future: gives the average.
+        steps_left: inner steps until it is applied.
+    """
 
     fragment: Fragment
     future: torch.futures.Future[Tensor]
@@ -81,7 +103,11 @@ class Pending:
 
 
 def fragments_of(model: nn.Module, count: int) -> list[list[Fragment]]:
-    """``count`` parts of about equal size, in order; each one fragment per dtype and device."""
+    """Splits the trained parameters into ``count`` parts, in order and of about equal size.
+
+    Returns:
+        For each part its fragments, one for each dtype and device. No part is empty.
+    """
     module = model.module if isinstance(model, DistributedDataParallel) else model
     trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     if len(trained) < count:
@@ -92,15 +118,17 @@ def fragments_of(model: nn.Module, count: int) -> list[list[Fragment]]:
     parts: list[list[tuple[str, Tensor]]] = [[] for _ in range(count)]
     before = 0
     for index, (name, parameter) in enumerate(trained):
-        left = len(trained) - index
+        remaining = len(trained) - index
         place = min(count - 1, before * count // max(1, whole))
+        # No part stays empty: each later part needs one of the remaining parameters, and no part is
+        # skipped because of one large parameter.
         filled = sum(bool(part) for part in parts)
-        place = max(place, count - left) if filled <= place else place  # none stays empty
-        place = min(place, filled)
+        place = min(max(place, count - remaining), filled)
         parts[place].append((name, parameter))
         before += parameter.numel()
-    found, number = [], 0
+    groups, number = [], 0
     for part in parts:
+        # A bucket is one flat tensor, so it has one dtype and one device.
         kinds: dict[Any, list[tuple[str, Tensor]]] = {}
         for name, parameter in part:
             kinds.setdefault((parameter.dtype, parameter.device), []).append((name, parameter))
@@ -112,5 +140,5 @@ def fragments_of(model: nn.Module, count: int) -> list[list[Fragment]]:
                 Fragment(number, list(names), list(parameters), place=place, is_last=is_last)
             )
             number += 1
-        found.append(group)
-    return found
+        groups.append(group)
+    return groups

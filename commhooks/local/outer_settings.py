@@ -1,4 +1,4 @@
-"""The settings of DiLoCo's exchanges and of its outer optimizer, and their laws."""
+"""Checks the settings of DiLoCo's exchanges and of its outer optimizer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["OuterSettings", "checked"]
 
 
 class OuterSettings(NamedTuple):
-    """As :class:`commhooks.DiLoCo` takes them; the ranks agree on them."""
+    """Holds the settings of :class:`commhooks.DiLoCo` on which the ranks have to agree."""
 
     every: int
     fragments: int
@@ -31,10 +31,11 @@ def checked(
     momentum: float,
     nesterov: bool,
 ) -> OuterSettings:
-    """The settings, if they are of the right types and fit together.
+    """Returns the settings after checking them.
 
     Raises:
-        TypeError, ValueError: they are not, or do not.
+        TypeError: a setting has another type.
+        ValueError: a setting is out of range, or does not fit another one.
     """
     every, fragments, delay = (
         fitting("DiLoCo", name, value, int)
@@ -48,20 +49,24 @@ def checked(
     for name, value in (("every", every), ("fragments", fragments)):
         if value < 1:
             raise ValueError(f"DiLoCo({name}=...) is 1 or more, got {value!r}")
+    # A fragment is sent every ``every // fragments`` steps, so that each has its turn in ``every``.
     if every % fragments:
         raise ValueError(
             f"DiLoCo(every=..., fragments=...): every is a multiple of fragments, "
             f"got {every} and {fragments}"
         )
+    # Each fragment is applied before the next one is sent: one exchange at a time is under way.
     if not 0 <= delay < every // fragments:
         raise ValueError(
             f"DiLoCo(delay=...): 0 <= delay < every / fragments = {every // fragments}, "
             f"got {delay!r}"
         )
+    # Without a delay, local parameters have not moved since the exchange was measured: a share of
+    # them would only undo a part of the outer step.
     if not 0 <= mix <= 1 or (mix and not delay):
         raise ValueError(f"DiLoCo(mix=...): 0 <= mix <= 1, and 0 without a delay, got {mix!r}")
     if not 0 <= momentum < 1:
         raise ValueError(f"DiLoCo(momentum=...): 0 <= momentum < 1, got {momentum!r}")
-    if not lr > 0:
+    if not lr > 0:  # NaN is refused, too
         raise ValueError(f"DiLoCo(lr=...) is above 0, got {lr!r}")
     return OuterSettings(every, fragments, delay, mix, lr, momentum, nesterov)

@@ -1,4 +1,4 @@
-"""The saved form of DiLoCo's outer optimizer, and the laws of what is loaded into it."""
+"""Checks saved states of DiLoCo before anything is loaded from them."""
 
 from __future__ import annotations
 
@@ -15,21 +15,27 @@ from commhooks.local.fragments import Fragment
 
 __all__ = ["VERSION", "check_state", "sealed"]
 
-VERSION = 2  # 1 had no field of that name, and no checksum
+VERSION = 2  # version 1 had neither "version" nor "checksum"
 _FIELDS = ("hook", "steps", "outer_steps", "outer", "momentum", "arriving")
 
 
 def sealed(state: dict[str, Any]) -> dict[str, Any]:
-    """A state with its version and checksum; the hook's part has its own."""
+    """Returns a state with its version and checksum; the hook's part has a checksum already."""
     return {**state, "version": VERSION, "checksum": _checksum(state)}
 
 
 def check_state(state: object, fragments: Mapping[int, Fragment], every: int) -> Mapping[str, Any]:
-    """The state, if all but the hook's part of it can be loaded into these fragments, by number.
+    """Returns a state after checking all but the hook's part, which the hook checks.
+
+    Args:
+        state: anything that was loaded from a file.
+        fragments: those of the model, by number.
+        every: inner steps between two exchanges of a parameter.
 
     Raises:
-        CheckpointError: foreign, incomplete, damaged, or of another model.
+        CheckpointError: the state is foreign, incomplete, damaged, or of another model.
     """
+    # Types and shapes come before the checksum, whose computation relies on them.
     if not isinstance(state, Mapping) or any(field not in state for field in _FIELDS):
         raise _refused(f"takes what state_dict() returned, with {', '.join(_FIELDS)}")
     for field in ("steps", "outer_steps"):
@@ -41,8 +47,8 @@ def check_state(state: object, fragments: Mapping[int, Fragment], every: int) ->
     version = state.get("version", 1)
     if not whole_number(version, 1, VERSION):
         raise _refused("saved in a newer version of the format: update commhooks")
-    found, wanted = state.get("checksum"), _checksum(state) if version > 1 else None
-    if type(found) is not type(wanted) or found != wanted:
+    given, wanted = state.get("checksum"), _checksum(state) if version > 1 else None
+    if type(given) is not type(wanted) or given != wanted:
         raise _refused(
             "the checksum is wrong: the state was changed after it was saved, or the file is "
             "damaged. Load an older checkpoint"
@@ -51,42 +57,43 @@ def check_state(state: object, fragments: Mapping[int, Fragment], every: int) ->
 
 
 def _check_parameters(field: str, values: object, fragments: Mapping[int, Fragment]) -> None:
-    """Raises unless there is one finite tensor for each parameter."""
-    own = {
+    """Raises unless ``values`` has one finite tensor for each parameter."""
+    expected = {
         name: value
-        for one in fragments.values()
-        for name, value in zip(one.names, getattr(one, field), strict=True)
+        for fragment in fragments.values()
+        for name, value in zip(fragment.names, getattr(fragment, field), strict=True)
     }
-    if not isinstance(values, Mapping) or set(values) != set(own):
+    if not isinstance(values, Mapping) or set(values) != set(expected):
         raise _refused(
-            f"{field!r} is not of the {len(own)} parameters of this model; is the checkpoint "
+            f"{field!r} is not of the {len(expected)} parameters of this model; is the checkpoint "
             f"another model's?"
         )
-    for name, like in own.items():
+    for name, like in expected.items():
+        # Shapes are compared here: ``copy_`` would broadcast, and a vector of one entry fits all.
         _check_tensor(f"{field!r} of parameter {name!r}", values[name], like.shape)
         if not bool(torch.isfinite(values[name]).all()):
             raise _refused(f"{field!r} of parameter {name!r} is not finite; it is damaged")
 
 
 def _check_arriving(arriving: object, fragments: Mapping[int, Fragment], every: int) -> None:
-    """Raises unless these are means of fragments that were under way."""
+    """Raises unless ``arriving`` lists averages that fragments of this model may wait for."""
     if not isinstance(arriving, (list, tuple)):
         raise _refused("'arriving' is a list; the file is damaged")
     seen = set()
-    for one in arriving:
-        if not isinstance(one, Mapping) or any(key not in one for key in ("fragment", "mean")):
+    for saved in arriving:
+        if not isinstance(saved, Mapping) or any(key not in saved for key in ("fragment", "mean")):
             raise _refused("'arriving' holds fragments and means; the file is damaged")
-        number = one["fragment"]
+        number = saved["fragment"]
         if not whole_number(number, 0, MAX_STEP) or number in seen:
             raise _refused("'arriving' holds each fragment once; the file is damaged")
         if number not in fragments:
             raise _refused("saved with more fragments; make it with as many")
         seen.add(number)
-        if not whole_number(one.get("left"), 0, every):
+        if not whole_number(saved.get("left"), 0, every):
             raise _refused("'arriving' has steps left, no more than every; the file is damaged")
-        # Not checked to be finite: a rank may have diverged, and all know what to do then.
+        # A mean that is not finite is legal: ``DiLoCo`` goes back to the last exchange then.
         numel = sum(value.numel() for value in fragments[number].outer)
-        _check_tensor(f"the mean arriving of fragment {number}", one["mean"], torch.Size([numel]))
+        _check_tensor(f"the mean arriving of fragment {number}", saved["mean"], torch.Size([numel]))
 
 
 def _check_tensor(what: str, value: object, shape: torch.Size) -> None:
@@ -102,13 +109,14 @@ def _check_tensor(what: str, value: object, shape: torch.Size) -> None:
 
 
 def _checksum(state: Mapping[str, Any]) -> str:
+    """Returns the checksum of all but the hook's part, which has one."""
     tensors: dict[tuple[str, ...], Tensor] = {
-        (what, name): one for what in ("outer", "momentum") for name, one in state[what].items()
+        (what, name): value for what in ("outer", "momentum") for name, value in state[what].items()
     }
     arriving = []
-    for one in state["arriving"]:
-        arriving.append([one["fragment"], one["left"]])
-        tensors["arriving", str(one["fragment"])] = one["mean"]
+    for saved in state["arriving"]:
+        arriving.append([saved["fragment"], saved["left"]])
+        tensors["arriving", str(saved["fragment"])] = saved["mean"]
     return digest([state["steps"], state["outer_steps"], arriving], tensors)
 
 

@@ -1,4 +1,4 @@
-"""A scheme for each parameter, chosen for a budget of bits or of error from recorded gradients."""
+"""Chooses a scheme for each parameter from recorded gradients, within a budget of bits or error."""
 
 from __future__ import annotations
 
@@ -26,19 +26,21 @@ if TYPE_CHECKING:
 
 __all__ = ["Allocation", "allocate"]
 
-_WARM_UP = 2  # steps on the same gradients, after which factors are warm
+# Steps on the same gradients; the last one counts. The first factors of low-rank schemes are
+# random: each further step on the same matrix is one more power iteration.
+_WARM_UP = 2
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """What :func:`allocate` chose.
+    """Holds the choice that :func:`allocate` made.
 
     Attributes:
         scheme: a scheme for each parameter, to register.
-        table: a row per parameter: entries, scheme, bits an entry, relative error.
-        bits: bits an entry of all parameters together.
-        error: relative squared error of the average of all parameters together, of one step
-            without feedback.
+        table: one row per parameter: entries, scheme, payload bits per entry, relative error.
+        bits: payload bits per entry over all parameters.
+        error: relative squared error of the average over all parameters, of one step without
+            feedback.
     """
 
     scheme: PerParameter
@@ -49,6 +51,8 @@ class Allocation:
 
 @dataclass(frozen=True)
 class _Choice:
+    """Holds the cost and the error of one candidate on one parameter."""
+
     scheme: Scheme
     nbytes: float
     error: float  # squared
@@ -63,24 +67,25 @@ def allocate(
 ) -> Allocation:
     """Chooses one of the candidates for each parameter.
 
-    Each is tried on the recorded gradients of each parameter by itself. Along the lower hull of
-    error over bytes, what lowers the error most per byte is taken first, until the budget is met.
+    Runs each candidate on the recorded gradients of each parameter alone. Then starts from the
+    cheapest candidate everywhere and takes the change that lowers the error most per byte, along
+    the lower hull of error over bytes, until the budget is met.
 
     Args:
-        gradients: a trace, or per step the layout and the flat gradients of all ranks.
+        gradients: a trace, or for each step the layout and the flat gradients of all ranks.
         candidates: schemes, such as one scheme with several ranks or numbers of bits.
-        bits: at most so many bits an entry, with the least error.
-        error: at most this relative squared error of the average, with the fewest bits.
+        bits: minimizes the error with at most this many payload bits per entry.
+        error: minimizes the bits with at most this relative squared error of the average.
 
     Raises:
-        ValueError: not one budget, no candidates, or a budget that no choice meets.
+        ValueError: both budgets or none, no candidates, or a budget that no choice meets.
 
     Example:
-        >>> found = allocate(Trace("trace"), [make("powersgd", rank=r) for r in (1, 2, 4, 8)],
-        ...                  bits=1.0)
-        >>> hook = register(ddp_model, found.scheme)
+        >>> allocation = allocate(Trace("trace"), [make("powersgd", rank=r) for r in (1, 2, 4, 8)],
+        ...                       bits=1.0)
+        >>> hook = register(ddp_model, allocation.scheme)
 
-    Reference: Markov et al., L-GreCo, 2023 (the problem).
+    Reference: Markov et al., L-GreCo, 2023 (the problem; its solution is another).
     """
     if (bits is None) == (error is None):
         raise ValueError("allocate(bits=..., error=...): one of the two is given")
@@ -90,30 +95,33 @@ def allocate(
         raise ValueError(
             f"allocate(candidates): a list of schemes, one scheme at least, got {shown(candidates)}"
         )
-    for one in candidates:
-        fitting("allocate", "candidates", one, Scheme)
-    with needs("allocate(...)", "pandas"):  # the table comes last, after minutes perhaps
+    for candidate in candidates:
+        fitting("allocate", "candidates", candidate, Scheme)
+    # The table is made last: without this import a missing pandas shows after minutes of work.
+    with needs("allocate(...)", "pandas"):
         import pandas  # noqa: F401
     steps = _steps(gradients)
     layout, total = steps[0][0], 0.0
     for _, grads in steps:
         total += float(torch.stack(list(grads)).double().mean(0).square().sum())
+    # Each parameter alone, so that errors and bytes of parameters add up, whatever is chosen for
+    # the others. A run differs a little: parameters with one scheme share blocks in a bucket.
     hulls = [_hull(_tried(index, steps, candidates)) for index in range(len(layout))]
     entries = sum(layout.sizes)
     room = float("inf") if bits is None else bits * entries / 8
     goal = 0.0 if error is None else error * total
-    taken = _filled(hulls, room, goal)
-    chosen = [hull[level] for hull, level in zip(hulls, taken, strict=True)]
-    nbytes, lost = sum(one.nbytes for one in chosen), sum(one.error for one in chosen)
+    levels = _filled(hulls, room, goal)
+    chosen = [hull[level] for hull, level in zip(hulls, levels, strict=True)]
+    nbytes, lost = sum(choice.nbytes for choice in chosen), sum(choice.error for choice in chosen)
     if nbytes > room:
         raise ValueError(
-            f"allocate(bits={bits}): the candidates need {8 * nbytes / entries:.3g} bits an entry "
-            f"at least; give a cheaper one"
+            f"allocate(bits={bits}): the candidates need {8 * nbytes / entries:.3g} bits per entry "
+            f"at least; add a cheaper candidate"
         )
     if error is not None and lost > goal:
         raise ValueError(
-            f"allocate(error={error}): the candidates leave {lost / total:.3g} at least; give a "
-            f"better one"
+            f"allocate(error={error}): the candidates leave {lost / total:.3g} at least; add a "
+            f"more exact candidate"
         )
     return Allocation(
         _as_rules(layout, chosen), _table(layout, chosen, steps), 8 * nbytes / entries, lost / total
@@ -136,7 +144,7 @@ def _steps(
 def _tried(
     index: int, steps: Sequence[tuple[Layout, Sequence[Tensor]]], candidates: Sequence[Scheme]
 ) -> list[_Choice]:
-    """What each candidate does to one parameter: payload bytes a step, error of all steps."""
+    """Runs each candidate on one parameter: payload bytes per step, summed error of all steps."""
     layout = steps[0][0]
     name, shape = layout.names[index], layout.shapes[index]
     begin, end = layout.offsets[index], layout.offsets[index + 1]
@@ -144,12 +152,14 @@ def _tried(
     for scheme in candidates:
         lost = nbytes = 0.0
         for _, grads in steps:
-            own = [grad[begin:end].float() for grad in grads]
-            ranks = Simulation(without_feedback(scheme), {name: shape}, world_size=len(own))
+            parts = [grad[begin:end].float() for grad in grads]
+            # Without feedback, and new for each step: a residual would carry the error of one
+            # recorded step to the next, and between two recorded steps training went on.
+            ranks = Simulation(without_feedback(scheme), {name: shape}, world_size=len(parts))
             for _ in range(_WARM_UP):
                 ranks.requests.clear()
-                mean = ranks.step(own)[0]
-            exact = torch.stack(own).double().mean(0)
+                mean = ranks.step(parts)[0]
+            exact = torch.stack(parts).double().mean(0)
             lost += float((mean.double() - exact).square().sum())
             nbytes += sum(size for _, size in ranks.requests) / len(steps)
         choices.append(_Choice(scheme, nbytes, lost))
@@ -157,16 +167,16 @@ def _tried(
 
 
 def _hull(choices: Sequence[_Choice]) -> list[_Choice]:
-    """Those on the lower hull of error over bytes, cheapest first."""
+    """Returns the choices on the lower hull of error over bytes, cheapest first."""
     hull: list[_Choice] = []
-    for one in sorted(choices, key=lambda one: (one.nbytes, one.error)):
-        if hull and one.error >= hull[-1].error:
+    for choice in sorted(choices, key=lambda choice: (choice.nbytes, choice.error)):
+        # Among equal bytes the first has the least error, so no two points of the hull have equal
+        # bytes, and a slope never divides by zero.
+        if hull and choice.error >= hull[-1].error:
             continue
-        if hull and one.nbytes == hull[-1].nbytes:
+        while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-1], choice):
             hull.pop()
-        while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-1], one):
-            hull.pop()
-        hull.append(one)
+        hull.append(choice)
     return hull
 
 
@@ -175,19 +185,28 @@ def _slope(a: _Choice, b: _Choice) -> float:
 
 
 def _filled(hulls: Sequence[Sequence[_Choice]], room: float, goal: float) -> list[int]:
-    """Which of each hull's choices is taken: the steepest steps that fit, until the goal is met."""
+    """Returns an index into each hull: takes the steepest changes that fit, until ``goal`` is met.
+
+    Args:
+        hulls: the choices for each parameter.
+        room: payload bytes of all parameters together.
+        goal: squared error of all parameters together.
+    """
     taken = [0] * len(hulls)
     used = sum(hull[0].nbytes for hull in hulls)
     lost = sum(hull[0].error for hull in hulls)
-    steps = sorted(
+    # Slopes rise along a hull, so the changes of one parameter come in their order.
+    changes = sorted(
         (_slope(a, b), index, level)
         for index, hull in enumerate(hulls)
         for level, (a, b) in enumerate(pairwise(hull))
     )
-    for _, index, level in steps:
+    for _, index, level in changes:
         if lost <= goal:
             break
         old, new = hulls[index][level], hulls[index][level + 1]
+        # A change that does not fit ends its hull: later ones start from its result. Smaller
+        # changes of other parameters may still fit.
         if taken[index] == level and used + new.nbytes - old.nbytes <= room:
             taken[index] = level + 1
             used += new.nbytes - old.nbytes
@@ -196,11 +215,12 @@ def _filled(hulls: Sequence[Sequence[_Choice]], room: float, goal: float) -> lis
 
 
 def _as_rules(layout: Layout, chosen: Sequence[_Choice]) -> PerParameter:
-    """The most frequent choice is the default, the others stand by name."""
-    schemes = [one.scheme for one in chosen]
+    """Makes rules: the most frequent choice is the default, all others are listed by name."""
+    schemes = [choice.scheme for choice in chosen]
+    # dict.fromkeys keeps the order of the parameters, so that a tie is the same on every rank.
     default = max(dict.fromkeys(schemes), key=schemes.count)
     rules = [
-        Rule(scheme, name=glob.escape(name))
+        Rule(scheme, name=glob.escape(name))  # a rule's name is a pattern
         for name, scheme in zip(layout.names, schemes, strict=True)
         if scheme != default
     ]
@@ -221,10 +241,10 @@ def _table(
         {
             "parameter": name,
             "entries": size,
-            "scheme": str(one.scheme),
-            "bits": 8 * one.nbytes / max(1, size),
-            "error": one.error / norm if norm else 0.0,
+            "scheme": str(choice.scheme),
+            "bits": 8 * choice.nbytes / max(1, size),
+            "error": choice.error / norm if norm else 0.0,
         }
-        for name, size, one, norm in rows
+        for name, size, choice, norm in rows
     )
     return table

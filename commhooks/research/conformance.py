@@ -1,7 +1,7 @@
-"""The laws that a scheme obeys, as a suite to run on one's own: ``commhooks check my_scheme.py``.
+"""Runs the laws that every scheme obeys; ``commhooks check my_scheme.py`` runs them on a file.
 
-Each law takes a fresh scheme and raises :class:`LawBroken` with the input that broke it. The
-tests of this package run the same suite on every registered scheme.
+Each law makes a new scheme and raises :class:`LawBroken` with the input that broke it. The tests of
+this package run the same suite on every registered scheme.
 """
 
 from __future__ import annotations
@@ -21,27 +21,36 @@ LAWS: dict[str, Law] = {**OF_A_STEP, **OF_A_RUN}
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one law: ``error`` is empty if it holds."""
+    """Holds the outcome of one law.
+
+    Attributes:
+        law: key of ``LAWS``.
+        error: the input that broke the law, or what the scheme raised; empty if the law holds.
+    """
 
     law: str
     error: str
 
     @property
     def holds(self) -> bool:
+        """Whether the scheme obeys the law."""
         return not self.error
 
 
 def laws_of(scheme: Scheme) -> list[str]:
-    """Keys of ``LAWS`` but for what a scheme that ``optimizes``, or does not agree, need not do."""
+    """Returns the keys of ``LAWS`` that ``scheme`` has to obey, by its traits."""
     return [text for text, law in LAWS.items() if law.is_for(scheme)]
 
 
 def check_scheme(make: MakeScheme, laws: Iterable[str] | None = None) -> Iterator[Verdict]:
-    """Runs laws; what a scheme raises counts as a broken law.
+    """Runs laws on a scheme; an exception of the scheme counts as a broken law.
 
     Args:
-        make: makes the scheme as users get it, with error feedback if it needs some.
-        laws: keys of ``LAWS``; by default all that are for such a scheme.
+        make: returns a new scheme as users get it, with error feedback if it is biased.
+        laws: keys of ``LAWS``; by default those of :func:`laws_of`.
+
+    Raises:
+        ValueError: the scheme does not exchange anything.
 
     Example:
         >>> all(verdict.holds for verdict in check_scheme(lambda: make("powersgd")))

@@ -1,4 +1,4 @@
-"""What a law of schemes is, and the gradients and ranks that laws are tried on."""
+"""Defines what a law of schemes is, and the gradients and ranks on which laws are checked."""
 
 from __future__ import annotations
 
@@ -28,35 +28,43 @@ __all__ = [
 ]
 
 MakeScheme = Callable[[], Scheme]
+# 754 entries, no multiple of a block (32, 256): the end of a bucket is where kernels and codecs go
+# wrong. Low-rank schemes compress "weight" and "conv", and send all others as they are.
 SHAPES = {"weight": (24, 20), "bias": (24,), "conv": (6, 4, 3, 3), "row": (1, 33), "one": (1,)}
 NUMEL = sum(math.prod(shape) for shape in SHAPES.values())
 
 
 class LawBroken(Error, AssertionError):
-    """A law does not hold; the message has the input."""
+    """Raised when a scheme breaks a law; the message has the input."""
 
 
 class Law(NamedTuple):
-    """A check that raises ``LawBroken``, and which schemes need not pass it."""
+    """A check of schemes, and the kinds of schemes that are exempt.
+
+    Attributes:
+        check: raises ``LawBroken``.
+        of_averages: exempts schemes that return an update for the optimizer.
+        of_agreement: exempts schemes whose ranks may get different averages.
+    """
 
     check: Callable[[MakeScheme], None]
-    of_averages: bool  # those that make an update need not
-    of_agreement: bool  # those whose ranks may differ need not
+    of_averages: bool
+    of_agreement: bool
 
     def is_for(self, scheme: Scheme) -> bool:
-        """Whether ``scheme`` has to pass it."""
+        """Whether ``scheme`` has to obey this law."""
         if self.of_averages and scheme.traits.returns == "update":
             return False
         return scheme.traits.agrees or not self.of_agreement
 
 
 class Laws(dict[str, Law]):
-    """Laws by what they say, in the order in which they are checked."""
+    """Maps the text of each law to its check, in the order in which laws are checked."""
 
     def add(
         self, text: str, *, of_averages: bool = False, of_agreement: bool = False
     ) -> Callable[[Callable[[MakeScheme], None]], Callable[[MakeScheme], None]]:
-        """Decorates the check of a law."""
+        """Returns a decorator that registers the check of a law."""
 
         def decorate(check: Callable[[MakeScheme], None]) -> Callable[[MakeScheme], None]:
             self[text] = Law(check, of_averages, of_agreement)
@@ -66,13 +74,14 @@ class Laws(dict[str, Law]):
 
 
 def need(holds: bool | Tensor, message: str) -> None:
-    """Raises ``LawBroken`` unless it holds."""
+    """Raises ``LawBroken`` with ``message`` unless ``holds``."""
     if not holds:
         raise LawBroken(message)
 
 
 def normal(numel: int, *seed: int) -> Tensor:
-    """Draws N(0, 1), the same for the same numbers of ``seed``."""
+    """Draws from N(0, 1); equal numbers in ``seed`` give equal entries."""
+    # A generator of this call only: laws do not depend on their order, or on what a scheme draws.
     number = 1
     for part in seed:
         number = number * 1009 + part
@@ -80,16 +89,16 @@ def normal(numel: int, *seed: int) -> Tensor:
 
 
 def gradients(world_size: int, step: int, numel: int = NUMEL) -> list[Tensor]:
-    """Makes the gradient of each rank in a step."""
+    """Draws the gradient of each rank in a step."""
     return [normal(numel, step, rank) for rank in range(world_size)]
 
 
 def exact_mean(grads: Sequence[Tensor]) -> Tensor:
-    """Averages in float64."""
+    """Returns the mean over ranks, in float64."""
     return torch.stack([grad.double() for grad in grads]).mean(0)
 
 
 def ranks_of(scheme: Scheme, world_size: int, numel: int | None = None) -> Simulation:
-    """Simulates ranks on ``SHAPES``, or on one parameter of ``numel`` entries."""
+    """Returns simulated ranks with parameters of ``SHAPES``, or one of ``numel`` entries."""
     shapes = SHAPES if numel is None else {"p": (numel,)}
     return Simulation(scheme, shapes, world_size=world_size, seed=5)

@@ -1,4 +1,4 @@
-"""The laws of many steps: what draws average to, what residuals keep, where training ends."""
+"""Defines the laws of many steps: means of random draws, residuals, checkpoints, convergence."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def _bias(make: MakeScheme) -> None:
         lost = float((ranks_of(scheme, 2).step(grads)[0] - exact).norm() / exact.norm())
         need(lost <= 1.0 + 1e-6, f"loses {lost:.3f} of |x|: not a contraction, feedback diverges")
         return
-    # Along a direction draws average out far sooner than entry by entry: 1/4096 of the gradient
-    # shows, which is above what rounding to 16 bits adds up to over this many entries.
+    # The projection of the error on one direction has a far smaller standard error than its norm,
+    # so a bias of 1/4096 shows. Rounding to 16 bits adds up to less over this many entries.
     grads = gradients(2, 0, 2**16)
     exact, draws = exact_mean(grads), 64
     ranks = ranks_of(scheme, 2, 2**16)
@@ -51,21 +51,23 @@ def _bias(make: MakeScheme) -> None:
         for name, direction in _directions(exact):
             along.setdefault(name, []).append(float(error @ direction))
     for name, direction in _directions(exact):
-        found = torch.tensor(along[name], dtype=torch.float64)
-        off, spread = float(found.mean().abs()), float(found.std()) / math.sqrt(draws)
+        projections = torch.tensor(along[name], dtype=torch.float64)
+        off, spread = float(projections.mean().abs()), float(projections.std()) / math.sqrt(draws)
         size = float(exact.abs() @ direction.abs())
         text = f"{name}: the mean of {draws} draws is off by {off / size:.3g}, relative"
         need(off <= 5 * spread + 2.0**-12 * size, f"{text}; its error is {spread / size:.3g}")
-    left = float(total.norm()) / draws
-    # Where every draw is the same, rounding leaves a sum that may be a little below zero.
-    spread_of_all = float(square.sum() - total.square().sum() / draws) / (draws - 1)
-    noise = math.sqrt(max(0.0, spread_of_all) / draws)
-    text = f"the mean of {draws} draws is off by {left:.3g}, its standard error is {noise:.3g}"
-    need(left <= 1.25 * noise + float(exact.norm()) * 2.0**-8, text)
+    # A bias along any other direction shows in the norm: without one, its square is the squared
+    # standard error in expectation, and varies little over this many entries.
+    bias = float(total.norm()) / draws
+    # max: where all draws are equal, rounding may leave a variance a little below zero.
+    variance = float(square.sum() - total.square().sum() / draws) / (draws - 1)
+    noise = math.sqrt(max(0.0, variance) / draws)
+    text = f"the mean of {draws} draws is off by {bias:.3g}, its standard error is {noise:.3g}"
+    need(bias <= 1.25 * noise + float(exact.norm()) * 2.0**-8, text)
 
 
 def _directions(x: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """What a bias of every entry, of large or small ones, or of one sign adds up along."""
+    """Yields directions along which a bias of all, of small or of large entries adds up."""
     small = x.abs() < 0.5 * x.square().mean().sqrt()
     yield "in size", x
     yield "small entries", x.sign() * small
@@ -82,13 +84,15 @@ def _variance(make: MakeScheme) -> None:
     for name, x in _shapes_of_entries(4096):
         ranks = ranks_of(scheme, 1, 4096)
         errors = [(ranks.step([x])[0] - x).square().sum() / x.square().sum() for _ in range(16)]
-        found = float(torch.stack(errors).mean())
+        measured = float(torch.stack(errors).mean())
+        # Every round may round once more, and factors of 1 + variance multiply. A tenth more: the
+        # mean of 16 draws is a random number.
         bound = ((1 + allowed) ** scheme.traits.rounds - 1) * 1.1 + 2.0**-14
-        need(found <= bound, f"{found:.3g} |x|^2 on {name}, variance = {allowed:.3g}")
+        need(measured <= bound, f"{measured:.3g} |x|^2 on {name}, variance = {allowed:.3g}")
 
 
 def _shapes_of_entries(numel: int) -> Iterator[tuple[str, Tensor]]:
-    """Gradients that schemes find hard: heavy tails, exact zeros, few different values."""
+    """Yields gradients that are hard to compress: heavy tails, exact zeros, few distinct values."""
     yield "N(0, 1)", normal(numel, 7)
     yield "N(0, 1)^5", normal(numel, 8) ** 5
     yield "1 % that is not 0", normal(numel, 9) * (normal(numel, 10).abs() > 2.576)
@@ -106,10 +110,12 @@ def _conservation(make: MakeScheme) -> None:
     scheme = make()
     if not keeps_residual(scheme):
         return
-    narrow = any(isinstance(one, (Cast, TwoPhaseCast)) for one in walk(scheme))
+    # A sum or mean that is rounded to 16 bits on the way loses something that no residual holds.
+    narrow = any(isinstance(inside, (Cast, TwoPhaseCast)) for inside in walk(scheme))
     for world_size in range(1, 9):
         ranks = ranks_of(scheme, world_size)
         applied = total = torch.zeros(NUMEL, dtype=torch.float64)
+        # Two steps show a residual that is lost or counted twice; one size runs longer.
         for step in range(5 if world_size == 3 else 2):
             grads = gradients(world_size, step)
             applied = applied + ranks.step(grads)[0]
@@ -123,14 +129,15 @@ def _conservation(make: MakeScheme) -> None:
 @OF_A_RUN.add("an average is over all ranks, 1 to 8 of them", of_averages=True)
 def _all_ranks(make: MakeScheme) -> None:
     scheme = make()
-    if without_feedback(scheme).traits.biased:  # what is applied and kept tells that
+    if without_feedback(scheme).traits.biased:  # the sum of applied and residual shows it
         return
     for world_size in range(1, 9):
         grads = gradients(world_size, 3, 4096)
         exact, ranks = exact_mean(grads), ranks_of(scheme, world_size, 4096)
         means = torch.stack([ranks.step(grads)[0].double() for _ in range(16)])
         size = float(means.mean(0) @ exact / (exact @ exact))
-        # Of 16 draws it is within 0.04 even at a variance of 11; one rank too few is 1 / 8.
+        # The mean of 16 draws is off by 0.04 at most, even for a variance of 11. A rank that is
+        # left out makes a difference of 1 / 8 or more.
         need(abs(size - 1) < 0.1, f"{world_size} ranks: {size:.3g} times the average arrives")
 
 
@@ -140,14 +147,15 @@ def _last_entry(make: MakeScheme) -> None:
     keeps = keeps_residual(scheme)
     if not keeps and without_feedback(scheme).traits.biased:
         return
+    # One entry more than whole blocks: the last one is in a block or shard with no other entry.
     for numel in (33, 257, 513, 769, 1025, 2049, 4097):
         ranks = ranks_of(make(), 3, numel)
         grad = torch.full((numel,), 0.2)
         grad[-1] = 1.0
         arrived = sum(float(ranks.step([grad] * 3)[0][-1]) for _ in range(steps))
         held = float(exact_mean([ranks.memory(rank) for rank in range(3)])[-1]) if keeps else 0.0
-        found = (arrived + held) / steps
-        need(abs(found - 1) < 0.3, f"of {numel} entries {found:.3g} of the last one arrives")
+        share = (arrived + held) / steps
+        need(abs(share - 1) < 0.3, f"of {numel} entries {share:.3g} of the last one arrives")
 
 
 @OF_A_RUN.add("residuals stay bounded", of_averages=True)
@@ -159,6 +167,8 @@ def _bounded(make: MakeScheme) -> None:
     for step in range(800):
         ranks.step(gradients(2, step))
         sizes.append(float(ranks.memory(0).norm()))
+    # By step 100 a bounded residual has its size. One that grows with the square root of the steps,
+    # as a sum of random draws does, is 2.8 times as large at step 800.
     early, late = max(sizes[75:100]), max(sizes[750:])
     need(late <= 1.5 * early + 1e-6, f"|e| is {early:.3g} after 100 steps, {late:.3g} after 800")
 
@@ -167,6 +177,8 @@ def _bounded(make: MakeScheme) -> None:
 def _round_trip(make: MakeScheme) -> None:
     ranks, resumed = ranks_of(make(), 3), ranks_of(make(), 3)
     layout = ranks.layout
+    # DDP rebuilds its buckets after the first step, so the first step of a resumed run has other
+    # ones than the run had when it was saved.
     shuffled = layout.pick([3, 0, 4, 2, 1])
     split = [shuffled.pick([0, 1]), shuffled.pick([2, 3, 4])]
     for step in range(3):
@@ -175,16 +187,16 @@ def _round_trip(make: MakeScheme) -> None:
     for step in range(3, 6):
         grads = gradients(3, step)
         expected = ranks.step(grads)[0]
-        if step == 3:  # a run that starts lays its buckets out otherwise
+        if step == 3:
             moved = resumed.step([_moved(g, layout, shuffled) for g in grads], buckets=split)[0]
-            found = _moved(moved, shuffled, layout)
+            mean = _moved(moved, shuffled, layout)
         else:
-            found = resumed.step(grads)[0]
-        need(torch.equal(expected, found), f"differs in step {step}, {step - 2} after loading")
+            mean = resumed.step(grads)[0]
+        need(torch.equal(expected, mean), f"differs in step {step}, {step - 2} after loading")
 
 
 def _moved(flat: Tensor, old: Layout, new: Layout) -> Tensor:
-    """A flat tensor with its parameters in another order."""
+    """Returns a flat tensor with its parameters in the order of ``new``."""
     parts = dict(zip(old.names, flat.split(old.sizes), strict=True))
     return torch.cat([parts[name] for name in new.names])
 
@@ -192,12 +204,13 @@ def _moved(flat: Tensor, old: Layout, new: Layout) -> Tensor:
 @OF_A_RUN.add("three nodes that disagree find their common optimum", of_averages=True)
 def _convergence(make: MakeScheme) -> None:
     # f_i = <a_i, x>^2 + |x|^2 / 4. A biased scheme without feedback climbs here, or stands still.
-    # Many copies side by side, so that blocks and matrices have something to share.
+    # 300 copies of the problem, so that blocks and matrices have many entries.
     scheme, copies = make(), 300
     x = normal(3 * copies, 1)
     lost = ranks_of(without_feedback(scheme), 1, len(x)).step([x])[0] - x
     kept = 1 - float(lost.square().sum()) / len(x)
-    # A residual is late by 1 / kept steps: where that is long, a milder problem and smaller steps.
+    # A residual arrives 1 / kept steps late, and x has to move little in that time: a scheme that
+    # keeps little gets a milder problem and smaller steps.
     mild = kept < 0.1 and not scheme.traits.error.variance
     scale, rate, steps = (1 / 9, 0.001, 7000) if mild else (1.0, 0.01, 1000)
     nodes = torch.tensor([[-3.0, 2, 2], [2, -3, 2], [2, 2, -3]], dtype=torch.float64)
@@ -207,5 +220,5 @@ def _convergence(make: MakeScheme) -> None:
     for _ in range(steps):
         grads = [2 * scale * (x @ a)[:, None] * a + x / 2 for a in nodes]
         x = x - rate * ranks.step([grad.flatten() for grad in grads])[0].view(copies, 3)
-    left = float(x.norm() / begin)
-    need(left < 0.1, f"|x| is {left:.3g} of what it was after {steps} steps of {rate}")
+    share = float(x.norm() / begin)
+    need(share < 0.1, f"|x| is {share:.3g} of what it was after {steps} steps of {rate}")

@@ -1,4 +1,4 @@
-"""The laws of one step: what arrives, on which ranks, in which dtype."""
+"""Defines the laws of one step: sizes, ranks, dtypes, and values that are not finite."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _sizes(make: MakeScheme) -> None:
         for shape in ((numel,), (numel, 1), (1, numel)):
             layout = Layout(["p"], [shape])
             ranks = Simulation(make(), {"p": shape}, world_size=3)
-            for step in range(2):
+            for step in range(2):  # the second step reads what the first has written
                 for mean in ranks.step(gradients(3, step, numel), buckets=[layout]):
                     need(mean.shape == (numel,), f"shape {shape} gives a mean of {mean.shape}")
                     need(mean.isfinite().all(), f"shape {shape}: the mean is not finite")
@@ -49,15 +49,14 @@ def _agreement(make: MakeScheme) -> None:
 
 @OF_A_STEP.add("payload sizes do not depend on values, and rounds are as declared")
 def _payload_sizes(make: MakeScheme) -> None:
-    scheme, found = make(), []
+    # Ranks do not send sizes: each allocates the payloads of the others by the size of its payload.
+    scheme, sent = make(), []
     for factor in (0.0, 1.0, 1e20):
         ranks = ranks_of(scheme, 3)
         ranks.step([grad * factor for grad in gradients(3, 0)])
-        found.append(ranks.requests)
-    need(
-        found[0] == found[1] == found[2], f"sizes differ for zeros, N(0, 1), 1e20 N(0, 1): {found}"
-    )
-    rounds = len(found[0])
+        sent.append(ranks.requests)
+    need(sent[0] == sent[1] == sent[2], f"sizes differ for zeros, N(0, 1), 1e20 N(0, 1): {sent}")
+    rounds = len(sent[0])
     need(rounds <= scheme.traits.rounds, f"{rounds} collectives, rounds = {scheme.traits.rounds}")
 
 
@@ -80,13 +79,15 @@ def _zero(make: MakeScheme) -> None:
 
 @OF_A_STEP.add("signs and sizes make no difference", of_averages=True)
 def _homogeneity(make: MakeScheme) -> None:
+    # All of one sign, and none near zero: a scheme that takes negative entries for positive ones,
+    # or adds a constant to a scale, has another error at some factor.
     grads = [grad.abs() + 0.1 for grad in gradients(3, 1)]
     errors = {}
     for factor in (1.0, -1.0, 1e-3, 1e3, 1e20):
         scaled = [grad * factor for grad in grads]
         exact = exact_mean(scaled)
         mean = ranks_of(without_feedback(make()), 3).step(scaled)[0].double()
-        if mean.isfinite().all():  # an overflow may arrive as one
+        if mean.isfinite().all():  # 1e20 may overflow, and has to arrive as infinity or NaN then
             errors[factor] = float((mean - exact).norm() / exact.norm())
     worst, best = max(errors.values()), min(errors.values())
     text = ", ".join(f"{factor:g}: {error:.3g}" for factor, error in errors.items())
@@ -105,12 +106,15 @@ def _dtypes(make: MakeScheme) -> None:
 
 @OF_A_STEP.add("sums over entries and ranks do not overflow 16 bits")
 def _overflow(make: MakeScheme) -> None:
+    # The mean, 20000, fits into float16, whose largest value is 65504. The sum over four ranks does
+    # not, nor do sums of four entries within a rank.
     ranks = ranks_of(make(), 4, 36)
     for mean in ranks.step([torch.full((36,), 20000.0, dtype=torch.float16)] * 4):
         need((mean.abs() <= 50000.0).all(), "four ranks' 20000 in float16 are too large a sum")
 
 
 def _memory(ranks: Simulation) -> list[dict[tuple[str, str], Tensor]]:
+    """Returns copies of all that each rank keeps, by key and parameter."""
     return [
         {(key, name): value.clone() for key, name, value in engine.memory.items()}
         for engine in ranks.engines
@@ -128,10 +132,10 @@ def _same_memory(a: Simulation, b: Simulation) -> bool:
     "what is not finite arrives so on every rank, and memory stays as it was", of_agreement=True
 )
 def _not_finite(make: MakeScheme) -> None:
-    for place in (0, 77, NUMEL - 1):
+    for place in (0, 77, NUMEL - 1):  # in the first matrix, and in the last vector
         for bad in (math.inf, math.nan):
             ranks, clean = ranks_of(make(), 3), ranks_of(make(), 3)
-            for step in range(2):
+            for step in range(2):  # two steps fill the memory
                 ranks.step(gradients(3, step))
                 clean.step(gradients(3, step))
             grads = gradients(3, 50)

@@ -1,4 +1,4 @@
-"""n simulated ranks in one process: for tests, and for research without processes."""
+"""Simulates n ranks in one process, for tests and research."""
 
 from __future__ import annotations
 
@@ -30,6 +30,13 @@ class Simulation:
         seed: base of all random draws.
         options: of the scheme, see :func:`commhooks.make`.
 
+    Attributes:
+        layout: the parameters, in bucket order.
+        engines: one for each rank.
+        requests: collectives of rank 0 in all steps: name and payload bytes.
+        wire_bytes: bytes that rank 0 sends in each of these, by the formulas of ``ddp_core``.
+        buckets: names of the parameters of each exchange in the last step.
+
     Example:
         >>> ranks = Simulation("powersgd", {"weight": (64, 64)}, world_size=4, rank=2)
         >>> means = ranks.step([torch.randn(64 * 64) for _ in range(4)])
@@ -52,23 +59,22 @@ class Simulation:
         self.engines = [
             Engine(built, rank=rank, world_size=world_size, seed=seed) for rank in range(world_size)
         ]
-        # Of rank 0, all steps: collective and payload bytes, and bytes it sends by the formulas.
-        self.buckets: list[tuple[str, ...]] = []  # parameters of each exchange of the last step
-        self._restored: list[tuple[str, ...]] = []
+        self.buckets: list[tuple[str, ...]] = []
+        self._restored: list[tuple[str, ...]] = []  # the buckets of a resumed run's next step
         self.requests: list[tuple[str, int]] = []
         self.wire_bytes: list[float] = []
 
     def step(
         self, grads: Sequence[Tensor], *, buckets: Sequence[Layout] | None = None
     ) -> list[Tensor]:
-        """One step: each rank's flat gradient in, each rank's average out.
+        """Runs one step and returns the average that each rank gets.
 
         Args:
-            grads: per rank, flat, as long as all parameters together; not changed.
+            grads: flat gradient of each rank, as long as all parameters together; not changed.
             buckets: how the parameters are split; one bucket by default.
 
         Raises:
-            ValueError: the gradients are not as many, or not as long.
+            ValueError: another number of gradients than ranks, or of entries than in the layout.
         """
         layouts = list(buckets) if buckets is not None else [self.layout]
         numel = sum(layout.numel for layout in layouts)
@@ -77,9 +83,11 @@ class Simulation:
                 f"Simulation.step(grads): one flat gradient of {numel} entries for each of "
                 f"{len(self.engines)} ranks, got shapes {[tuple(grad.shape) for grad in grads]}"
             )
-        means = [grad.clone() for grad in grads]
+        means = [grad.clone() for grad in grads]  # schemes overwrite the bucket
         ranks = []
         for mean in means:
+            # A hook does the same: the first step of a resumed run exchanges the buckets of the run
+            # that was saved, whatever buckets it has.
             coalescer, pieces = Coalescer(), mean.split([layout.numel for layout in layouts])
             for index, (piece, layout) in enumerate(zip(pieces, layouts, strict=True)):
                 coalescer.hold(index, piece, partial(_same, layout))
@@ -96,11 +104,11 @@ class Simulation:
         return means
 
     def resume(self, other: Simulation) -> None:
-        """Continues where ``other`` is, with what a checkpoint holds: memory, step, layout."""
+        """Continues from ``other`` as from a checkpoint: memory, step, seed and buckets."""
         for old, new in zip(other.engines, self.engines, strict=True):
             saved: dict[str, dict[str, Tensor]] = {}
             for key, name, value in old.memory.items():
-                saved.setdefault(key, {})[name] = value.clone()
+                saved.setdefault(key, {})[name] = value.clone()  # both runs go on
             new.memory.load(saved)
             new.step, new.seed = old.step, old.seed
         self._restored = other.buckets
@@ -112,7 +120,7 @@ class Simulation:
         return self._watched(inner)
 
     def _watched(self, inner: Exchange) -> Exchange:
-        """Notes what rank 0 sends."""
+        """Runs an exchange and records what rank 0 sends in it."""
         try:
             request = as_request(next(inner))
             while True:
@@ -124,7 +132,7 @@ class Simulation:
             return result
 
     def memory(self, rank: int, key: str = "residual") -> Tensor:
-        """One rank's values of ``key``, flat in parameter order; zero where there are none."""
+        """Returns what a rank keeps under ``key``: flat, in parameter order, zero where nothing."""
         engine = self.engines[rank]
         pieces = []
         for name, size in zip(self.layout.names, self.layout.sizes, strict=True):

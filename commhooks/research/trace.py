@@ -1,4 +1,4 @@
-"""Recorded gradients: take some from a real run, and try any scheme on them offline."""
+"""Reads gradients that a training run recorded, and runs schemes on them offline."""
 
 from __future__ import annotations
 
@@ -23,16 +23,19 @@ __all__ = ["Trace", "bits_per_entry", "replay"]
 
 
 class Trace:
-    """Gradients that :class:`Traced` wrote.
+    """Reads the gradients that :class:`commhooks.wrappers.Traced` wrote.
+
+    Args:
+        folder: where the files of all ranks are.
 
     Attributes:
-        steps: that were recorded, ascending.
-        world_size: ranks that recorded.
+        steps: recorded steps, ascending.
+        world_size: number of ranks that recorded.
 
     Raises:
         MissingPackageError: safetensors is not installed.
-        FileNotFoundError: no recorded gradients there.
-        ValueError: a rank lacks a step, or parameters that another rank has.
+        FileNotFoundError: the folder has no recorded gradients.
+        ValueError: a rank lacks a step that another rank has.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -46,40 +49,49 @@ class Trace:
             raise FileNotFoundError(f"Trace({str(folder)!r}): no file of recorded gradients there")
         self.steps = sorted({step for step, _ in self._files})
         self.world_size = 1 + max(rank for _, rank in self._files)
+        # A file that was not copied shows here: without it, a mean would be over fewer ranks.
         for step in self.steps:
             for rank in range(self.world_size):
                 if (step, rank) not in self._files:
                     raise ValueError(f"Trace({str(folder)!r}): rank {rank} has no step {step}")
 
     def gradients(self, step: int) -> tuple[Layout, list[Tensor]]:
-        """What the parameters are, and per rank their gradients, flat float32."""
+        """Returns the layout of a step, and the gradients of each rank: flat, float32.
+
+        Raises:
+            ValueError: the ranks recorded different parameters.
+        """
         ranks = [self._read(step, rank) for rank in range(self.world_size)]
+        # By name: buckets change after the first step, parameters do not.
         names = sorted(ranks[0])
         layout = Layout(names, [ranks[0][name].shape for name in names])
-        for rank, found in enumerate(ranks):
-            if sorted(found) != names:
+        for rank, tensors in enumerate(ranks):
+            if sorted(tensors) != names:
                 raise ValueError(f"Trace: in step {step}, ranks 0 and {rank} have other parameters")
-        return layout, [torch.cat([one[n].reshape(-1).float() for n in names]) for one in ranks]
+        flat = [torch.cat([tensors[n].reshape(-1).float() for n in names]) for tensors in ranks]
+        return layout, flat
 
     def _read(self, step: int, rank: int) -> dict[str, Tensor]:
         from safetensors.torch import load_file
 
-        found: dict[str, Tensor] = {}
-        for path in self._files[step, rank]:
-            found |= load_file(path)
-        return found
+        tensors: dict[str, Tensor] = {}
+        for path in self._files[step, rank]:  # a file for each bucket
+            tensors |= load_file(path)
+        return tensors
 
 
 def replay(trace: Trace, scheme: str | Scheme, **options: Any) -> pd.DataFrame:
     """Runs a scheme over recorded gradients, on as many simulated ranks as recorded them.
 
     Args:
+        trace: the recorded gradients.
+        scheme: a scheme or a registered name.
         options: of the scheme, see :func:`commhooks.make`.
 
     Returns:
-        One row per recorded step: ``bits`` per entry (of an all-reduce of equal cost), ``error``
-        of the mean (its square over that of the exact mean), ``cosine`` with it, and ``residual``,
-        the norm of all residuals over that of all gradients.
+        One row per recorded step. ``bits``: per entry, see :func:`bits_per_entry`. ``error``:
+        relative squared error of the mean. ``cosine``: of the angle between the mean and the exact
+        mean. ``residual``: norm of all residuals over the norm of all gradients.
 
     Example:
         >>> replay(Trace("trace"), "int4")
@@ -100,33 +112,39 @@ def replay(trace: Trace, scheme: str | Scheme, **options: Any) -> pd.DataFrame:
         ranks.wire_bytes.clear()
         mean = ranks.step(grads, buckets=[layout])[0].double()
         exact = torch.stack(grads).double().mean(0)
+        # A step of zeros, as of a skipped batch, has no relative error: the absolute one is shown.
         size = float(exact.square().sum()) or 1.0
-        residual = sum(_norm(ranks, rank, layout) for rank in range(trace.world_size))
+        whole = sum(float(grad.square().sum()) for grad in grads) or 1.0
+        residual = sum(_squared_residual(ranks, rank, layout) for rank in range(trace.world_size))
         rows.append(
             {
                 "step": step,
                 "bits": bits_per_entry(ranks, layout.numel),
                 "error": float((mean - exact).square().sum()) / size,
                 "cosine": float(torch.cosine_similarity(mean, exact, dim=0)),
-                "residual": math.sqrt(residual / sum(float(g.square().sum()) for g in grads)),
+                "residual": math.sqrt(residual / whole),
             }
         )
     table: pd.DataFrame = pd.DataFrame(rows)
     return table
 
 
-def _norm(ranks: Simulation, rank: int, layout: Layout) -> float:
+def _squared_residual(ranks: Simulation, rank: int, layout: Layout) -> float:
     memory = ranks.engines[rank].memory
     values = [memory.get("residual", name) for name in layout.names]
-    return sum(float(one.square().sum()) for one in values if one is not None)
+    return sum(float(value.square().sum()) for value in values if value is not None)
 
 
 def bits_per_entry(ranks: Simulation, numel: int) -> float:
-    """Of an all-reduce that sends as many bytes as ``ranks`` did: the bits of an entry.
+    """Returns the bits per entry of an all-reduce that sends as many bytes as ``ranks`` did.
 
-    On one rank nothing is sent; payloads are counted then.
+    Args:
+        ranks: simulated ranks, whose ``requests`` and ``wire_bytes`` are of one step.
+        numel: entries of all parameters together.
     """
     world_size = len(ranks.engines)
-    if world_size == 1:
+    if world_size == 1:  # one rank sends nothing, so its payloads are counted
         return 8 * sum(size for _, size in ranks.requests) / max(1, numel)
+    # A ring all-reduce of b bytes sends 2 (n - 1) / n b bytes per rank. Payload bits would not do:
+    # an all-gather of the same payload sends n - 1 times its bytes.
     return 8 * sum(ranks.wire_bytes) * world_size / (2 * (world_size - 1)) / max(1, numel)

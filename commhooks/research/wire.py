@@ -1,7 +1,7 @@
-"""Payloads as messages that say what they are, and a decoder that survives any bytes.
+"""Encodes gradients as messages with a header, and decodes any bytes safely.
 
-Between ranks of one job payloads travel bare: all know scheme, sizes and step. Stored, or sent
-elsewhere, a payload has a header of 64 bytes, little endian::
+Payloads between the ranks of a job have no header: all ranks know scheme, sizes and step. A payload
+that is stored or sent elsewhere has a header of 64 bytes, little endian::
 
     0   4  "CHPK"
     4   2  version of the format, 1
@@ -10,12 +10,12 @@ elsewhere, a payload has a header of 64 bytes, little endian::
     8   8  codec: BLAKE2b of its settings
     16  8  entries
     24  8  bytes of the payload
-    32  8  step, of the codec's random draws
-    40  8  seed of them
+    32  8  step, which keys the codec's random draws
+    40  8  seed of the draws
     48  4  CRC-32 of the header (with 0 here) and the payload, or 0
     52 12  0
 
-``docs/design/wire.md`` has the payloads. All sizes are known before anything is encoded.
+``docs/design/wire.md`` describes the payloads. All sizes are known before anything is encoded.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ __all__ = ["HEADER_BYTES", "VERSION", "decode", "encode", "message_bytes"]
 VERSION = 1
 HEADER_BYTES = 64
 _MAGIC = b"CHPK"
-_MOST_PER_BYTE = 1 << 16  # entries; more are not believed, nor memory taken for them
+_MOST_PER_BYTE = 1 << 16  # entries per byte of payload; a header that claims more is refused
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 _HEADER = struct.Struct("<4sHBx8sQQQQI12x")
 
 
 def message_bytes(codec: PackedCodec | Codec, n: int) -> int:
-    """Bytes of the message of ``n`` entries.
+    """Returns the bytes of a message of ``n`` entries.
 
     Example:
         >>> message_bytes(Blockwise("int8", 256), 1_000_000)
@@ -60,17 +60,17 @@ def message_bytes(codec: PackedCodec | Codec, n: int) -> int:
 def encode(
     codec: PackedCodec | Codec, x: Tensor, *, step: int = 0, seed: int = 0, checksum: bool = True
 ) -> Tensor:
-    """The message of ``x``: uint8, ``message_bytes(codec, x.numel())`` of them, on the CPU.
+    """Encodes ``x`` as a message: a uint8 tensor on the CPU of ``message_bytes(codec, x.numel())``.
 
     Args:
         codec: a packed codec, or one given by ``encode`` and ``decode``.
         x: flat, float32, float16 or bfloat16.
-        step, seed: of random draws.
-        checksum: lets ``decode`` find changed bytes.
+        step, seed: key the random draws.
+        checksum: lets ``decode`` detect changed bytes.
 
     Raises:
-        TypeError: not a codec, or a step or seed that is no whole number.
-        ValueError: a step or seed of more than 63 bits.
+        TypeError: ``codec`` is not a codec, or ``step`` or ``seed`` is not a whole number.
+        ValueError: ``step`` or ``seed`` is negative, or has more than 63 bits.
 
     Example:
         >>> message = encode(Blockwise("int4", 256), grad)
@@ -86,26 +86,29 @@ def encode(
     if n:
         packed.pack(Piece(x.contiguous().view(-1)), payload, _draw(n, step, seed, x.device))
     body = payload.cpu()
-    fields = (_MAGIC, VERSION, int(checksum), _name(packed), n, body.numel(), step, seed)
-    crc = crc32(body, zlib.crc32(_HEADER.pack(*fields, 0))) if checksum else 0
-    header = torch.frombuffer(bytearray(_HEADER.pack(*fields, crc)), dtype=torch.uint8)
+    # The draws are keyed by step and seed, so a reader needs both to decode.
+    values = (_MAGIC, VERSION, int(checksum), _name(packed), n, body.numel(), step, seed)
+    crc = crc32(body, zlib.crc32(_HEADER.pack(*values, 0))) if checksum else 0
+    header = torch.frombuffer(bytearray(_HEADER.pack(*values, crc)), dtype=torch.uint8)
     return torch.cat([header, body])
 
 
 def decode(
     codec: PackedCodec | Codec, message: Tensor | bytes, *, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """What a message stands for, flat, float32.
+    """Decodes a message into a flat float32 tensor.
 
     Args:
-        codec: of the same settings as the one that encoded.
+        codec: a codec with the settings of the one that encoded.
         message: any bytes.
         device: where to decode.
 
     Raises:
-        PayloadError: not a message, too short or too long, of a newer version, of another codec,
-            or changed on the way.
+        PayloadError: the bytes are no message, too few or too many, of a newer version, of another
+            codec, or changed.
     """
+    # Fields are checked before they are used, in the order of their dependence: no memory is taken
+    # for a number of entries before the payload's length makes it plausible.
     packed, data = _packed(codec), _as_tensor(message)
     if data.numel() < HEADER_BYTES:
         raise PayloadError(f"decode: a header is {HEADER_BYTES} bytes, got {data.numel()} in all")
@@ -128,7 +131,7 @@ def decode(
         )
     if flags and crc32(body, zlib.crc32(header[:48] + bytes(16))) != crc:
         raise PayloadError("decode: the checksum is wrong; the message was changed on the way")
-    if step >= 2**63 or seed >= 2**63:
+    if step >= 2**63 or seed >= 2**63:  # without a checksum, any 64 bits come this far
         raise PayloadError("decode: step or seed is out of range; the message is damaged")
     try:
         out = torch.zeros(n, dtype=torch.float32, device=device)
@@ -137,15 +140,16 @@ def decode(
     if n:
         try:
             packed.unpack(body.to(device)[None], out, _draw(n, step, seed, out.device), 1.0)
+        # A codec that is given by encode and decode may raise any of these on damaged bytes.
         except (ValueError, IndexError, RuntimeError) as error:
             raise PayloadError(f"decode: the payload does not decode: {error}") from error
     return out
 
 
 def _as_tensor(message: object) -> Tensor:
-    """The bytes of a message, flat, on the CPU."""
+    """Returns the bytes of a message, flat, on the CPU."""
     if isinstance(message, (bytes, bytearray, memoryview)):
-        copied = bytearray(message)
+        copied = bytearray(message)  # torch warns of memory that is read-only, as that of bytes
         return torch.frombuffer(copied, dtype=torch.uint8) if copied else _NOTHING
     if not isinstance(message, Tensor) or message.dtype != torch.uint8:
         kind = message.dtype if isinstance(message, Tensor) else type(message).__name__
@@ -156,13 +160,11 @@ def _as_tensor(message: object) -> Tensor:
 
 
 def _takes(codec: PackedCodec, n: int, length: int) -> bool:
-    """Whether the payload of ``n`` entries has ``length`` bytes.
-
-    What is said of a message is not believed before: a ``TwoPhase`` finds a size by encoding as
-    many zeros, so it is asked for smaller numbers first. No payload shrinks as entries are added.
-    """
+    """Whether the payload of ``n`` entries has ``length`` bytes; ``n`` may be any number."""
     if n > _MOST_PER_BYTE * max(16, length):
         return False
+    # A TwoPhase finds the size by encoding n zeros, for which there may be no memory. No payload
+    # shrinks as entries are added, so one of fewer entries that is too long already decides.
     fewer = 1024
     while isinstance(codec, TwoPhase) and fewer < n:
         if codec.payload_bytes(fewer) > length:
@@ -172,6 +174,7 @@ def _takes(codec: PackedCodec, n: int, length: int) -> bool:
 
 
 def _packed(codec: PackedCodec | Codec) -> PackedCodec:
+    """Returns the codec as a packed one, which knows its number of bytes."""
     if isinstance(codec, Codec):
         return TwoPhase(codec)
     if not isinstance(codec, PackedCodec):
@@ -183,14 +186,16 @@ def _packed(codec: PackedCodec | Codec) -> PackedCodec:
 
 
 def _draw(n: int, step: int, seed: int, device: torch.device) -> Randomness:
-    empty = torch.empty(0, device=device)
+    """Returns the random streams of a message; they depend on step and seed alone."""
+    empty = torch.empty(0, device=device)  # gives the device; a codec reads its piece
     bucket = Bucket(empty, Layout(["payload"], [(n,)]), step=step, seed=seed)
     return Randomness(bucket, 0, "worker")
 
 
 def _name(codec: PackedCodec) -> bytes:
-    """Eight bytes for the settings, but for how payloads travel."""
-    settings = {one.name: getattr(codec, one.name) for one in fields(codec)}  # type: ignore[arg-type]
-    settings.pop("pattern", None)
+    """Returns eight bytes that stand for the class and the settings of a codec."""
+    names = [field.name for field in fields(codec)]  # type: ignore[arg-type]
+    settings = {name: getattr(codec, name) for name in names}
+    settings.pop("pattern", None)  # how payloads travel between ranks does not change them
     text = f"{type(codec).__name__}{sorted(settings.items())}"
     return hashlib.blake2b(text.encode(), digest_size=8).digest()

@@ -1,1 +1,1 @@
-"""What each hook saves and costs: two tasks, trained once per hook on Gloo processes."""
+"""Measures what each hook saves and costs: trains a task with every hook on Gloo processes."""

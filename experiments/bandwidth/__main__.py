@@ -1,4 +1,4 @@
-"""``python -m experiments.bandwidth``: what each scheme saves, and on which link it pays."""
+"""Runs the study: ``python -m experiments.bandwidth`` shows on which link which scheme pays."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from experiments.bandwidth.schemes import ON_LINKS, SCHEMES
 from experiments.bandwidth.table import compared, computed_cases, environment, printed
 from experiments.bandwidth.training import Settings, train
 from experiments.bandwidth.words import HOW_TO_READ, verdict
-from experiments.hosts import access
+from experiments.namespaces import access
 from experiments.processes import run_ranks
 from experiments.tasks import TASKS
 
@@ -39,12 +39,15 @@ Case = dict[str, Any]
 
 @dataclass(frozen=True)
 class _Study:
-    """What is run, and where it is shown.
+    """Runs the schemes on one link after the other.
 
     Attributes:
-        settings: of the run without a limit, which all tables take bytes, errors and losses from.
-        on_links: the schemes that are timed on limited links.
-        make_links: whether limited links are made, not computed.
+        settings: settings of the run without a limit, whose bytes, errors and losses are in all
+            tables.
+        on_links: schemes that are timed on limited links.
+        world_size: number of processes.
+        make_links: whether limited links are made; False: step times are computed.
+        progress: shows how far the processes are.
     """
 
     settings: Settings
@@ -54,12 +57,12 @@ class _Study:
     progress: Progress
 
     def unlimited(self) -> dict[str, Case]:
-        """What every scheme gave on this machine."""
+        """Trains every scheme on this machine and returns the results by name."""
         messages = run_ranks(train, self.world_size, self.settings)
         return self._collected("unlimited", self.settings, messages)
 
     def on(self, link: Link, unlimited: dict[str, Case]) -> pd.DataFrame:
-        """The table of one link; timed there, if it is limited and can be made."""
+        """Returns the table of a link, on which schemes are timed if it can be made."""
         names = list(unlimited)
         if link.rate is not None:
             names = [name for name in names if name in self.on_links]
@@ -71,6 +74,7 @@ class _Study:
             return compared(link, "computed", estimates, estimates)
         here = settings_on(link, self.settings, names, cases[0]["dense_bytes"])
         timed = self._collected(link.name, here, messages_on(link, here, self.world_size))
+        # Only times depend on the link. Bytes, errors and losses are those of the longer run.
         times = ("block_s", "exposed_s")
         cases = [unlimited[name] | {key: timed[name][key] for key in times} for name in names]
         return compared(link, "measured", cases, estimates)
@@ -78,7 +82,7 @@ class _Study:
     def _collected(
         self, name: str, settings: Settings, messages: Iterable[dict[str, Any]]
     ) -> dict[str, Case]:
-        """What each scheme gave; a bar shows how far the processes are."""
+        """Returns the results by name, and moves a progress bar."""
         cases: dict[str, Case] = {}
         bar = self.progress.add_task(name, total=settings.total_steps)
         for message in messages:
@@ -94,7 +98,7 @@ class _Study:
 def main(
     steps: Annotated[int, typer.Option(help="Training steps per scheme.", min=60)] = 80,
     world_size: Annotated[int, typer.Option(help="Processes.", min=2)] = 2,
-    seed: Annotated[int, typer.Option(help="Of models, batches and random draws.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of models, batches and draws.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for tables and plots.")] = Path(
         "results/bandwidth"
     ),
@@ -108,7 +112,7 @@ def main(
     ] = False,
 ) -> None:
     """Trains a model with every scheme, on each link, and compares time, bytes and error."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes are ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs what ends the processes
     begin = time.perf_counter()
     chosen = _names(schemes, SCHEMES, ";") if schemes else list(SCHEMES)
     all_links = _links(links)
@@ -129,7 +133,7 @@ def main(
         for link in all_links:
             tables[link] = study.on(link, unlimited)
             _say(console, printed(tables[link], link, world_size))
-    for link, rows in tables.items():
+    for link, rows in tables.items():  # at the end, where a reader looks first
         _say(console, verdict(link, rows))
     _say(console, HOW_TO_READ)
     facts = {

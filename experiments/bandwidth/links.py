@@ -1,4 +1,4 @@
-"""The links of the study: how they are made, and what they would cost where they are not."""
+"""Defines the links of the study: how they are made, and step times where they cannot be made."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 import torch.distributed as dist
 
 from experiments.bandwidth.training import Settings, train
-from experiments.hosts import Access, joined, messages_from_hosts
+from experiments.hosts import joined, messages_from_hosts
+from experiments.namespaces import Access
 
 __all__ = [
     "Link",
@@ -25,18 +26,18 @@ __all__ = [
     "settings_on",
 ]
 
-LINK_UNTIMED = 4
-SLOW = 0.1  # seconds a dense gradient takes on a link that gets fewer turns, of one step each
+LINK_UNTIMED = 4  # steps on a limited link before the clock starts: dense ones, rebuilt buckets
+SLOW = 0.1  # seconds for a dense gradient, from which on a link gets fewer turns of one step
 TIMEOUT = 900
 
 
 @dataclass(frozen=True)
 class Link:
-    """What joins the processes.
+    """Describes the connection between the processes.
 
     Attributes:
-        name: in words.
-        rate: bits per second in each direction; None: the loopback device of this machine.
+        name: its name in tables.
+        rate: bits per second in each direction. None: the loopback device of this machine.
     """
 
     name: str
@@ -44,31 +45,31 @@ class Link:
 
     @property
     def where(self) -> str:
-        """As a sentence begins."""
+        """Returns the beginning of a sentence about the link."""
         return "On this machine, without a limit," if self.rate is None else f"At {self.name}"
 
 
 def parse(text: str) -> Link:
-    """A link from "unlimited", "1gbit" or "100mbit".
+    """Reads a link from "unlimited", or a rate such as "1gbit" or "100mbit".
 
     Raises:
-        ValueError: something else.
+        ValueError: the text is neither.
     """
     if text == "unlimited":
         return Link("unlimited")
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(mbit|gbit)", text)
-    if found is None or not float(found[1]):
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(mbit|gbit)", text)
+    if match is None or not float(match[1]):
         raise ValueError(f"a link is 'unlimited', or a rate as '100mbit' or '1gbit', not {text!r}")
-    unit, factor = {"mbit": ("Mbit/s", 1e6), "gbit": ("Gbit/s", 1e9)}[found[2]]
-    return Link(f"{found[1]} {unit}", float(found[1]) * factor)
+    unit, factor = {"mbit": ("Mbit/s", 1e6), "gbit": ("Gbit/s", 1e9)}[match[2]]
+    return Link(f"{match[1]} {unit}", float(match[1]) * factor)
 
 
 def how_made(way: Access, *, wanted: bool = True) -> str:
-    """A sentence about the limited links of this run.
+    """Says in a sentence how the limited links of this run are made.
 
     Args:
-        way: what :func:`experiments.hosts.access` found.
-        wanted: whether links may be made at all (not with ``--computed``).
+        way: the result of :func:`experiments.namespaces.access`.
+        wanted: whether links may be made; False with ``--computed``.
     """
     if not wanted:
         return "Limited links are computed from bytes, as asked (--computed)."
@@ -78,15 +79,16 @@ def how_made(way: Access, *, wanted: bool = True) -> str:
 
 
 def settings_on(link: Link, settings: Settings, hooks: Sequence[str], nbytes: float) -> Settings:
-    """For the timing on a limited link: fewer steps, and none watched.
+    """Returns the settings for a limited link, where only times are measured: fewer steps.
 
     Args:
-        link: one with a rate.
-        settings: of the run without a limit.
-        hooks: the schemes to time.
-        nbytes: of a gradient, from which a step's time follows.
+        link: a link with a rate.
+        settings: settings of the run without a limit.
+        hooks: schemes to time.
+        nbytes: bytes of a dense gradient.
     """
     assert link.rate is not None
+    # A step on a slow link takes a tenth of a second or more, enough to time it alone.
     block, turns = (1, 9) if 8 * nbytes / link.rate > SLOW else (settings.block, 13)
     return replace(
         settings,
@@ -100,7 +102,7 @@ def settings_on(link: Link, settings: Settings, hooks: Sequence[str], nbytes: fl
 
 
 def messages_on(link: Link, settings: Settings, world_size: int) -> Iterator[dict[str, Any]]:
-    """Trains on hosts that are joined by the link; yields what rank 0 sends."""
+    """Trains on hosts that the link joins, and yields the messages of rank 0."""
     assert link.rate is not None
     rate = f"{link.rate / 1e6:g}mbit"
     messages = messages_from_hosts(
@@ -110,7 +112,7 @@ def messages_on(link: Link, settings: Settings, world_size: int) -> Iterator[dic
 
 
 def run_rank(settings: dict[str, Any]) -> None:
-    """In the process of a rank on a host: prints what it has to say as JSON, one object a line."""
+    """Trains in the process of a rank on a host; prints messages as JSON, one object per line."""
     with joined() as rank:
         train(
             rank,
@@ -128,18 +130,18 @@ def computed(
     window_s: float,
     buckets: int,
 ) -> list[float]:
-    """Step times on a link that cannot be made here, from those without a limit.
+    """Computes step times on a link that cannot be made, from those without a limit.
 
-    The bytes take ``t = 8 * wire_nbytes / rate``. They travel while backward computes from the
-    first full bucket on, and the last bucket only leaves when backward has ended, so that
+    The bytes of a step take ``t = 8 * wire_nbytes / rate``. They travel while backward computes,
+    from the first full bucket on, but the last bucket leaves when backward has ended, so that
     ``max(t - window_s, t / buckets)`` is added to a step.
 
     Args:
-        unlimited_s: seconds of a step in each turn.
-        wire_nbytes: a rank sends in a step.
-        rate: of the link, bits per second.
-        window_s: of a step, from the first full bucket to the last gradient.
-        buckets: of a step.
+        unlimited_s: seconds of a step without a limit, in each turn.
+        wire_nbytes: bytes that a rank sends in a step.
+        rate: bits per second of the link.
+        window_s: seconds from the first full bucket to the last gradient of a step.
+        buckets: number of buckets of a step.
     """
     on_link = 8 * wire_nbytes / rate
     exposed = max(on_link - window_s, on_link / max(buckets, 1))
@@ -147,5 +149,5 @@ def computed(
 
 
 def bucket_count(dense_nbytes: float, bucket_cap_mb: float) -> int:
-    """Buckets of a gradient."""
+    """Returns the number of buckets of a gradient."""
     return math.ceil(dense_nbytes / (bucket_cap_mb * 2**20))

@@ -1,4 +1,4 @@
-"""The pictures of the study."""
+"""Draws the pictures of the study."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import matplotlib
 
-matplotlib.use("Agg")
+matplotlib.use("Agg")  # before pyplot, which would look for a display
 import matplotlib.pyplot as plt
 import pandas as pd
 
@@ -18,13 +18,13 @@ __all__ = ["draw", "when_it_pays"]
 
 SAVES, COSTS, PLAIN, INK = "#2a6f97", "#c97b4a", "#9aa1ad", "#333333"
 LINK_COLOURS = ("#2a6f97", "#a9c6da")
-# Of the picture of the README.
+# The schemes and links of the README's picture.
 CHOSEN = (BASE, "fp16", "int8", "int4", "topk 1 %", "powersgd, rank 4", FLOOR)
 CHOSEN_LINKS = ("1 Gbit/s", "unlimited")
 
 
 def draw(table: pd.DataFrame, folder: Path) -> list[Path]:
-    """Writes the pictures, and the table behind the first; returns their paths."""
+    """Writes the pictures, and the table of the README's picture; returns their paths."""
     chosen = when_it_pays(table)
     pictures = {"step_time.png": _step_time(table), "bytes_and_error.png": _bytes_and_error(table)}
     paths = []
@@ -40,7 +40,7 @@ def draw(table: pd.DataFrame, folder: Path) -> list[Path]:
 
 
 def when_it_pays(table: pd.DataFrame) -> pd.DataFrame:
-    """Step time over that of no compression: a row per scheme, a column per link."""
+    """Returns step times over that of no compression: a row per scheme, a column per link."""
     wide = table.pivot(index="scheme", columns="link", values="over_none")
     wide = wide.reindex(columns=[link for link in CHOSEN_LINKS if link in wide.columns])
     return wide.reindex([name for name in CHOSEN if name in wide.index]).dropna(how="all")
@@ -49,12 +49,13 @@ def when_it_pays(table: pd.DataFrame) -> pd.DataFrame:
 def _when_it_pays(chosen: pd.DataFrame) -> Any:
     figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
     width = 0.8 / len(chosen.columns)
+    # Bars of one scheme stand next to each other, centred at its position.
     for place, (link, colour) in enumerate(zip(chosen.columns, LINK_COLOURS, strict=False)):
-        left = [
+        positions = [
             position + (place - (len(chosen.columns) - 1) / 2) * width
             for position in range(len(chosen))
         ]
-        bars = axes.bar(left, chosen[link], width * 0.94, color=colour, label=_with_link(link))
+        bars = axes.bar(positions, chosen[link], width * 0.94, color=colour, label=_with_link(link))
         for bar, value in zip(bars, chosen[link], strict=True):
             middle = bar.get_x() + bar.get_width() / 2
             colour_of_text = "white" if place == 0 else INK
@@ -74,7 +75,7 @@ def _with_link(link: str) -> str:
 
 
 def _step_time(table: pd.DataFrame) -> Any:
-    """Step time over that of no compression: median of turns, whiskers at the quartiles."""
+    """Draws step times over that of no compression: medians, with whiskers at the quartiles."""
     links = list(table["link"].unique())
     figure, panels = plt.subplots(
         1, len(links), figsize=(4.4 * len(links) + 1, 7), squeeze=False, layout="constrained"
@@ -101,13 +102,14 @@ def _step_time(table: pd.DataFrame) -> Any:
 
 
 def _bytes_and_error(table: pd.DataFrame) -> Any:
-    """Bytes that a process sends, and the error of what the optimizer got; both small is good."""
+    """Draws the bytes that a process sends, next to the error of the averages."""
+    # Neither depends on the link, so any will do.
     rows = table[(table["link"] == table["link"].iloc[0]) & (table["scheme"] != NO_HOOK)]
     rows = rows[rows["update_error"].notna()].sort_values("sent_mb", ascending=False)
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 6), sharey=True, layout="constrained")
     left.plot(rows["sent_mb"], rows["scheme"], "o", color=SAVES)
     left.set(xscale="log", xlabel="MB a process sends in a step")
-    # An exact average would not show on a logarithmic axis.
+    # An exact average has an error of 0, which a logarithmic axis does not show.
     right.plot(rows["update_error"].clip(lower=1e-5), rows["scheme"], "o", color=SAVES)
     right.axvline(1, color=INK, linewidth=0.8, linestyle="--")
     right.set(xscale="log", xlabel="error of what the optimizer got over the run")

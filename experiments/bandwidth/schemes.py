@@ -1,4 +1,4 @@
-"""The schemes of the studies, by the names that tables give them."""
+"""Lists the schemes of the studies, by their names in tables."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ NO_HOOK = "(no hook)"
 
 @dataclass(frozen=True)
 class Entry:
-    """What a row of a table is trained with.
+    """Describes the hook of a row of a table.
 
     Attributes:
         scheme: as for :func:`commhooks.register`; "" is DistributedDataParallel without a hook.
-        options: of the scheme.
-        dense_steps: the option that says how many steps go before compression, and its value.
-        outer: arguments of :class:`commhooks.DiLoCo` around it.
+        options: options of the scheme.
+        dense_steps: name and value of the option for the number of dense steps at the start.
+        outer: arguments of a :class:`commhooks.DiLoCo` on the same model.
     """
 
     scheme: str
@@ -29,14 +29,14 @@ class Entry:
     outer: dict[str, Any] | None = None
 
     def options_with(self, dense_steps: int | None) -> dict[str, Any]:
-        """The options; with another number of dense steps, where there are any."""
+        """Returns the options, with another number of dense steps if the scheme has any."""
         if self.dense_steps is None:
             return self.options
         option, usual = self.dense_steps
         return {**self.options, option: usual if dense_steps is None else dense_steps}
 
 
-# One of every registered scheme, those with the most bytes first.
+# Every registered scheme, those with the most bytes first.
 SCHEMES: dict[str, Entry] = {
     NO_HOOK: Entry(""),
     "none": Entry("none"),
@@ -71,12 +71,12 @@ SCHEMES: dict[str, Entry] = {
     "batched_powersgd": Entry("batched_powersgd", {"rank": 1}, ("start_step", 10)),
     "noop": Entry("noop"),
 }
-# Timed on limited links, unless others are asked for: those that somebody would choose there.
+# Timed on limited links by default: schemes that users would choose there.
 ON_LINKS = (
     "none", "fp16", "bf16", "int8", "intsgd", "int4", "sdp4bit", "eden, 2 bits", "onebit",
     "onebit_adam", "topk 1 %", "dgc 1 %", "powersgd, rank 4", "acpsgd, rank 4", "noop",
 )  # fmt: skip
-# Trained by the convergence study too.
+# Trained by the convergence study, besides those above.
 VARIANTS: dict[str, Entry] = {
     "powersgd, rank 2": Entry("powersgd", {"rank": 2}, ("start_step", 10)),
     "powersgd, rank 4, fp16": Entry(
@@ -91,7 +91,8 @@ VARIANTS: dict[str, Entry] = {
 def gives_mean(hook: commhooks.HookState) -> bool:
     """Whether the optimizer gets the same average of gradients on every rank.
 
-    Others give it an update (momentum, signs), what a rank has alone, or what some ranks have.
+    Other schemes give it an update (momentum, signs), a local gradient, or an average over some
+    ranks.
     """
     scheme = hook.scheme
     return scheme.traits.returns == "mean" and scheme.traits.agrees

@@ -1,4 +1,4 @@
-"""The tables of the study, one per link: ratios between schemes, and how they print."""
+"""Makes and prints the tables of the study, one per link, with ratios between schemes."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from experiments.bandwidth.schemes import NO_HOOK
 
 __all__ = ["BASE", "FLOOR", "SHOWN", "compared", "computed_cases", "environment", "printed"]
 
+# What schemes are compared with: no compression, half of the bytes, and no exchange at all.
 BASE, HALF, FLOOR = "none", "fp16", "noop"
 
 
@@ -25,7 +26,7 @@ def _ratio(value: float) -> str:
     return f"{value:.2f}" if value < 10 else f"{value:.1f}"
 
 
-# Column of the CSV -> title and cell.
+# By column of the CSV: the title, and the function that formats a cell.
 SHOWN: dict[str, tuple[str, Callable[[float], str]]] = {
     "step_ms": ("step,\nms", "{:.1f}".format),
     "over_none": ("against\nnone", _ratio),
@@ -47,10 +48,11 @@ COLUMNS = (
 def computed_cases(
     link: Link, cases: Iterable[dict[str, Any]], bucket_cap_mb: float
 ) -> list[dict[str, Any]]:
-    """The cases of the run without a limit, with the step times that the link would give them."""
+    """Returns the results of the run without a limit, with step times computed for a link."""
     rows = list(cases)
     if link.rate is None:
         return rows
+    # When gradients come does not depend on the scheme: the median has less noise than each.
     window = float(pd.Series([row["window_s"] for row in rows]).median())
     return [
         row
@@ -70,16 +72,16 @@ def computed_cases(
 def compared(
     link: Link, how: str, cases: Iterable[dict[str, Any]], estimates: Iterable[dict[str, Any]]
 ) -> pd.DataFrame:
-    """The rows of one link, with the columns that compare a scheme with others.
+    """Returns the table of a link, with columns that compare each scheme with others.
 
-    Times are compared turn by turn, a scheme's with the other's of the same turn, and the median
-    taken afterwards: a slow moment of the machine then hits both sides of a ratio.
+    Times are compared turn by turn, and the median of the ratios is taken: a slow moment of the
+    machine is then on both sides of a ratio.
 
     Args:
-        link: what they were measured on.
+        link: the link.
         how: "measured" or "computed".
-        cases: what each scheme gave there.
-        estimates: the same schemes, with computed times.
+        cases: the results of the schemes on the link.
+        estimates: the same results with computed times.
     """
     rows = list(cases)
     blocks = {row["hook"]: pd.Series(row["block_s"], dtype=float) for row in rows}
@@ -92,12 +94,12 @@ def compared(
 def _row(
     case: dict[str, Any], blocks: dict[str, pd.Series], expected: list[float]
 ) -> dict[str, Any]:
-    name, own = case["hook"], blocks[case["hook"]]
-    base, half, floor = (_over(own, blocks.get(other)) for other in (BASE, HALF, FLOOR))
+    name, times = case["hook"], blocks[case["hook"]]
+    base, half, floor = (_over(times, blocks.get(other)) for other in (BASE, HALF, FLOOR))
     low, middle, high = base.quantile([0.25, 0.5, 0.75])
     return case | {
         "scheme": name,
-        "step_ms": own.median() * 1e3,
+        "step_ms": times.median() * 1e3,
         "over_none": middle,
         "over_none_q1": low,
         "over_none_q3": high,
@@ -112,19 +114,19 @@ def _row(
     }
 
 
-def _over(own: pd.Series, other: pd.Series | None) -> pd.Series:
-    return own / (float("nan") if other is None else other)
+def _over(times: pd.Series, other: pd.Series | None) -> pd.Series:
+    return times / (float("nan") if other is None else other)
 
 
 def _pays(low: float, high: float) -> str:
-    """Whether a scheme is faster than no compression, if turns differ less than that."""
+    """Says whether a scheme is faster than no compression; "even" if the quartiles disagree."""
     if pd.isna(low):
         return ""
     return "yes" if high < 1 else "no" if low > 1 else "even"
 
 
 def printed(rows: pd.DataFrame, link: Link, world_size: int) -> Table:
-    """The rows of one link, to look at: at most 80 characters wide."""
+    """Returns the table of a link for the terminal, at most 80 characters wide."""
     where = "this machine, no limit" if link.rate is None else link.name
     how = "computed from bytes, not measured" if (rows["how"] == "computed").any() else "measured"
     shown = Table(
@@ -160,7 +162,7 @@ def _cell(value: Any, form: Callable[[Any], str]) -> str:
 
 
 def environment() -> dict[str, Any]:
-    """What a number depends on besides the settings."""
+    """Returns what the numbers depend on besides the settings: versions and the machine."""
     return {
         "commhooks": commhooks.__version__,
         "torch": str(torch.__version__),

@@ -1,4 +1,4 @@
-"""Trains one task with every scheme side by side, in alternating blocks, and measures each."""
+"""Trains one task with every scheme, in alternating blocks of steps, and measures each."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from experiments.tasks import TASKS, Task
 
 __all__ = ["Case", "Settings", "train"]
 
-# The best for signs of 3e-4, 1e-3, 2e-3, and for DGC of 0.03, 0.1, 0.3, on the characters.
+# On the characters, the best of 3e-4, 1e-3 and 2e-3 for signs, and of 0.03, 0.1 and 0.3 for DGC.
 SIGN_LR, SGD_LR = 1e-3, 0.03
 
 
 def _optimizer(
     entry: Entry, task: Task, model: nn.Module, hook: commhooks.HookState | None
 ) -> torch.optim.Optimizer:
-    """The task's, or what belongs to the scheme."""
+    """Returns the optimizer of the task, or the one that the scheme needs."""
     parameters = model.parameters()
     if entry.scheme == "onebit_adam" and hook is not None:
         return OneBitAdam(parameters, hook, lr=task.lr if task.adam else 1e-3)
@@ -42,15 +42,18 @@ def _optimizer(
 
 @dataclass(frozen=True)
 class Settings:
-    """How long, with what seed, and which schemes.
+    """Holds the settings of a run of several schemes.
 
     Attributes:
-        steps: of each scheme, at least.
-        untimed: of these, the first ones: buckets are rebuilt, compression starts, and the error
-            is watched.
-        block: timed steps of a turn; at least five turns are run.
+        task: name of the task.
+        hooks: names of the schemes.
+        steps: steps of each scheme, at least.
+        untimed: number of first steps that are not timed: buckets are rebuilt, compression starts,
+            and the error is measured.
+        block: timed steps per turn; at least five turns are run.
         watch: whether the untimed steps are compared with exact averages.
-        dense_steps: replaces what schemes have as their own number of steps before compression.
+        dense_steps: replaces the number of dense steps with which schemes start.
+        seed: of models, batches and random draws.
         bucket_cap_mb: small, so that these small models have several buckets.
     """
 
@@ -66,27 +69,33 @@ class Settings:
 
     @property
     def turns(self) -> int:
-        """Blocks that each scheme runs."""
+        """Returns the number of blocks of each scheme."""
         return max((self.steps - self.untimed) // self.block, 5)
 
     @property
     def total_steps(self) -> int:
-        """Steps of all schemes together."""
+        """Returns the number of steps of all schemes together."""
         return (self.untimed + self.turns * self.block) * len(self.hooks)
 
 
 @dataclass
 class Case:
-    """What one scheme gave; the fields are columns of the table.
+    """Holds the results of one scheme; the fields are columns of the table.
 
     Attributes:
-        dense_bytes: of the gradient.
-        dense_wire_bytes: a rank sends for a dense all-reduce of it.
-        payload_bytes: a step hands to collectives.
-        wire_bytes: a rank sends in a step.
-        exposed_s: of a step, what backward did not hide.
-        window_s: of a step, from the first full bucket to the last gradient.
-        relative_error: of what the optimizer got in the watched steps together.
+        task: name of the task.
+        hook: name of the scheme.
+        dense_bytes: bytes of the gradient.
+        dense_wire_bytes: bytes that a rank sends for a dense all-reduce of the gradient.
+        payload_bytes: bytes of the payloads of a step.
+        wire_bytes: bytes that a rank sends in a step.
+        exposed_s: seconds of communication in a step that backward did not hide.
+        window_s: seconds from the first full bucket to the last gradient of a step.
+        loss, accuracy: on held-out data, at the end.
+        relative_error: of the sum of averages in the watched steps, see :class:`Watch`.
+        ranks_agree: whether all ranks end with the same parameters.
+        gives_mean: whether the scheme returns an average of gradients.
+        losses: training loss of each step.
         block_s: seconds of a step in each turn.
     """
 
@@ -108,11 +117,12 @@ class Case:
 
 
 class _Runner:
-    """One scheme: its own model, optimizer and DistributedDataParallel."""
+    """Trains with one scheme; has a model, an optimizer and a DistributedDataParallel for it."""
 
     def __init__(self, name: str, task: Task, settings: Settings) -> None:
-        torch.manual_seed(settings.seed)
+        torch.manual_seed(settings.seed)  # all schemes start from the same parameters
         self.name, self.task = name, task
+        # torch's class: the hooks are compared as users of torch run them.
         self.ddp = DistributedDataParallel(task.model(), bucket_cap_mb=settings.bucket_cap_mb)
         self.parameters = list(self.ddp.parameters())
         self.hook: commhooks.HookState | None = None
@@ -131,11 +141,11 @@ class _Runner:
 
     @property
     def gives_mean(self) -> bool:
-        """Whether there is an average to compare with the exact one."""
+        """Whether the hook gives an average that can be compared with the exact one."""
         return self.outer is None and (self.hook is None or gives_mean(self.hook))
 
     def train_step(self, watch: Watch | None = None) -> None:
-        """One step of training."""
+        """Makes one step of training."""
         self.optimizer.zero_grad(set_to_none=True)
         x, target = self.task.batch(dist.get_rank(), self.step)
         loss = self.task.loss(self.ddp(x), target)
@@ -149,7 +159,7 @@ class _Runner:
         self.step += 1
 
     def run_untimed(self, steps: int, *, watch: bool) -> None:
-        """The first steps; compares what they gave with exact averages."""
+        """Makes the first steps, and compares their averages with exact ones."""
         watching = Watch(self.parameters, self.bucket_nbytes) if watch else None
         for _ in range(steps):
             self.train_step(watching)
@@ -159,8 +169,8 @@ class _Runner:
             self.error = error if self.gives_mean else float("nan")
 
     def run_block(self, steps: int) -> None:
-        """Timed steps; the slowest rank's time counts."""
-        dist.barrier()
+        """Makes timed steps; the time of the slowest rank counts."""
+        dist.barrier()  # ranks begin together: a wait for another one is no part of a step
         self.timed_steps.update(range(self.step, self.step + steps))
         begin = time.perf_counter()
         for _ in range(steps):
@@ -170,28 +180,31 @@ class _Runner:
         self.block_times.append(float(elapsed))
 
     def result(self) -> Case:
-        """What this scheme gave; bytes and times of timed steps only."""
+        """Returns the results of this scheme; bytes and times are those of timed steps."""
         case = Case(self.task.name, self.name, losses=self.losses, block_s=self.block_times)
         case.relative_error, case.gives_mean = self.error, self.gives_mean
         case.window_s = self.window
         case.dense_bytes = float(sum(p.numel() * p.element_size() for p in self.parameters))
         world_size = dist.get_world_size()
         case.dense_wire_bytes = case.dense_bytes * 2 * (world_size - 1) / world_size
-        if self.hook is None:  # no ledger: by the formula of an all-reduce
+        if self.hook is None:  # no ledger: the formula of a ring all-reduce
             case.payload_bytes, case.wire_bytes = case.dense_bytes, case.dense_wire_bytes
             case.exposed_s = float("nan")
         else:
+            # Medians: a step in which the machine was busy does not count.
             columns = ["payload_bytes", "wire_bytes", "exposed_s"]
             steps = self.hook.report().groupby("step")[columns].sum()
             steps = steps[steps.index.isin(self.timed_steps)]
             for column in columns:
                 setattr(case, column, float(steps[column].median()) if len(steps) else 0.0)
         if self.outer is not None:
+            # Exchanges are some steps apart, so the bytes are those of all steps over their number.
             report = self.outer.hook.report()
             for column in ("payload_bytes", "wire_bytes"):
                 setattr(case, column, float(report[column].sum()) / self.step)
         case.loss, case.accuracy = self.task.evaluate(self.ddp.module)
         flat = torch.cat([parameter.detach().flatten() for parameter in self.parameters])
+        # Bit for bit: a difference of the last bit grows as training goes on.
         peers = [torch.empty_like(flat) for _ in range(world_size)]
         dist.all_gather(peers, flat)
         case.ranks_agree = all(torch.equal(peer, flat) for peer in peers)
@@ -199,7 +212,7 @@ class _Runner:
 
 
 def train(rank: int, world_size: int, send: Callable[[Any], None], settings: Settings) -> None:
-    """One process: every scheme of ``settings`` on one task; rank 0 sends progress and results."""
+    """Trains every scheme of ``settings`` in a process; rank 0 sends progress and results."""
 
     def tell(runner: _Runner, steps: int) -> None:
         if rank == 0:
@@ -211,7 +224,8 @@ def train(rank: int, world_size: int, send: Callable[[Any], None], settings: Set
         runner.run_untimed(settings.untimed, watch=settings.watch)
         tell(runner, settings.untimed)
     for turn in range(settings.turns):
-        # The order turns around each time, so that slow drift of the machine hits all alike.
+        # The order is reversed in every second turn, so that a slow drift of the machine changes
+        # all schemes equally.
         for runner in runners if turn % 2 == 0 else reversed(runners):
             runner.run_block(settings.block)
             tell(runner, settings.block)

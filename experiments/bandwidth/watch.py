@@ -1,4 +1,4 @@
-"""Looks at the gradients of a run before and after they are averaged."""
+"""Compares the gradients of a run before and after they are averaged."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["Watch"]
 
 
 class Watch:
-    """Sums, step by step, the gradients of this rank and what the hook made of them.
+    """Sums over steps the gradients of this rank and the averages that the hook returned.
 
-    Says how far what the optimizer got over a run is from the sum of exact averages. With error
-    feedback a step's average is far from that step's mean, as it holds what earlier steps did not
-    send; the sums over a run are near each other. Without feedback they need not be.
+    Measures how far the averages of a run are from the exact ones, as sums over the run. With error
+    feedback, the average of a single step is far from the exact one, since it has what earlier
+    steps did not send, but the sums are close. Without feedback they need not be.
 
     Args:
-        parameters: of the model, whose gradients are replaced by averages in backward.
-        bucket_nbytes: of gradients that travel together.
+        parameters: parameters of a model whose gradients are replaced by averages in backward.
+        bucket_nbytes: size of a bucket.
 
     Example:
         >>> watch = Watch(ddp.parameters(), bucket_nbytes=2**20)
@@ -37,7 +37,7 @@ class Watch:
         self._parameters, self._bucket_nbytes = list(parameters), bucket_nbytes
         self._local = [torch.zeros_like(parameter) for parameter in self._parameters]
         self._received = [torch.zeros_like(parameter) for parameter in self._parameters]
-        self._arrivals: list[tuple[float, int]] = []  # of this step: when, and how many bytes
+        self._arrivals: list[tuple[float, int]] = []  # time and bytes of each gradient of this step
         self._windows: list[float] = []
         self._handles = [
             parameter.register_hook(self._taking(total))
@@ -45,7 +45,7 @@ class Watch:
         ]
 
     def _taking(self, total: Tensor) -> Callable[[Tensor], None]:
-        """A hook that autograd calls with the gradient of this rank, before it is averaged."""
+        """Returns a tensor hook, which autograd calls with the gradient before it is averaged."""
 
         def take(gradient: Tensor) -> None:
             total.add_(gradient)
@@ -54,7 +54,7 @@ class Watch:
         return take
 
     def step(self) -> None:
-        """After backward, before gradients are set to zero: takes in what the hook delivered."""
+        """Adds the averages of a step; called after backward, before gradients are set to zero."""
         self._windows.append(_window(self._arrivals, self._bucket_nbytes))
         self._arrivals.clear()
         for parameter, total in zip(self._parameters, self._received, strict=True):
@@ -62,12 +62,13 @@ class Watch:
             total += parameter.grad
 
     def close(self) -> None:
-        """Backward goes on unwatched."""
+        """Removes the tensor hooks."""
         for handle in self._handles:
             handle.remove()
 
     def error(self) -> float:
-        """``|sum of received - sum of exact| / |sum of exact|``; all ranks call it alike."""
+        """Returns ``|received - exact| / |exact|`` of sums over the run; all ranks call this."""
+        # Sums commute with the mean over ranks, so one all-reduce per run is enough.
         exact = torch.cat([total.flatten() for total in self._local]).double()
         dist.all_reduce(exact)
         exact /= dist.get_world_size()
@@ -75,15 +76,15 @@ class Watch:
         return float((received - exact).norm() / exact.norm())
 
     def window(self) -> float:
-        """Seconds of a step from its first full bucket to its last gradient, median of the steps.
+        """Returns the seconds from the first full bucket to the last gradient, median of the steps.
 
-        In this time buckets travel while backward still computes.
+        In this time buckets travel while backward computes.
         """
         return statistics.median(self._windows)
 
 
 def _window(arrivals: list[tuple[float, int]], bucket_nbytes: int) -> float:
-    """Seconds from the gradient that fills ``bucket_nbytes`` to the last one."""
+    """Returns the seconds from the gradient that fills ``bucket_nbytes`` to the last one."""
     total = 0
     for when, nbytes in arrivals:
         total += nbytes

@@ -1,4 +1,4 @@
-"""Says in words what the tables say."""
+"""Writes the sentences that explain the tables."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from experiments.bandwidth.table import BASE, FLOOR
 
 __all__ = ["HOW_TO_READ", "verdict"]
 
-FAITHFUL = 0.05  # an update error up to which a scheme stands for exact averages
+FAITHFUL = 0.05  # update error up to which the averages of a scheme count as exact
 
 HOW_TO_READ = f"""\
 How to read the tables
   against none  step time over that of no compression, in the same turn: below 1
-                the scheme saves time. Half of the turns lie in the range beside
+                the scheme saves time. Half of the turns lie in the next range
   pays          yes (no): three quarters of the turns, or more, were faster
                 (slower) than without compression; even: neither
-  MB sent       by one process in a step; what of the dense bytes that saves
-  update error  of what the optimizer got over the run, against exact averages:
-                0 % all has arrived, 100 % nothing. Empty where no average is
-                given (momentum, signs, nothing at all)
+  MB sent       by a process in a step, and the share of dense bytes it saves
+  update error  of the averages that the optimizer got over the run: 0 % if all
+                has arrived, 100 % if nothing has. Empty for schemes that return
+                no average (momentum, signs, local gradients)
   loss          on held-out data, of a short run with one seed: differences of a
                 few percent mean nothing
-  {NO_HOOK}     DistributedDataParallel alone; the row `{BASE}` is a hook of ours
-                that compresses nothing
-  {FLOOR}          sends nothing and trains nothing: no scheme can be faster"""
+  {NO_HOOK}     DistributedDataParallel alone; the row `{BASE}` is a hook that
+                compresses nothing
+  {FLOOR}          sends nothing, so ranks drift apart: no scheme can be faster"""
 
 
 def verdict(link: Link, rows: pd.DataFrame) -> str:
-    """What one link's table says: whether anything pays, what is fastest, and at what error."""
+    """Returns a summary of a link's table: whether anything pays, and what is fastest."""
     by_name, where = rows.set_index("scheme"), link.where
     if (rows["how"] == "computed").any():
         where += ", as computed from bytes,"

@@ -15,10 +15,19 @@ from torch import Tensor, nn
 import commhooks
 from commhooks import DiLoCo
 from commhooks.local import local_sgd
+from commhooks.local.fragments import fragments_of
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import batch, ddp, equal_bits, mlp, outcome, parameters
 
 LR = 0.1
+
+
+@pytest.mark.parametrize("sizes", [[1, 1, 100], [100, 1, 1], [1, 1, 1], [1] * 11 + [1000]])
+def test_no_part_is_empty_whatever_the_sizes(sizes: list[int]) -> None:
+    model = nn.ParameterList([torch.zeros(size) for size in sizes])
+    parts = [[name for one in part for name in one.names] for part in fragments_of(model, 3)]
+    assert all(parts)
+    assert [name for part in parts for name in part] == [str(i) for i in range(len(sizes))]
 
 
 def _inner(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: int) -> None:

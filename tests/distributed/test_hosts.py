@@ -12,34 +12,36 @@ from pathlib import Path
 
 import pytest
 
-from experiments import hosts
+from experiments import hosts, namespaces
 
 pytestmark = pytest.mark.netns
 ROOT = Path(__file__).parents[2]
 HOLD = """
 import sys
-from experiments import hosts
+from experiments import namespaces
 
-way = hosts.Access({kind!r}, "")
-with hosts._hosts("1gbit", way=way) as enter:
+way = namespaces.Access({kind!r}, "")
+with namespaces.made_hosts("1gbit", way=way) as enter:
     print(*(command[command.index("--target") + 1] for command in enter), flush=True)
     sys.stdin.read()
 """
-WAYS = [hosts.AS_ROOT, hosts.AS_USER]
+WAYS = [namespaces.AS_ROOT, namespaces.AS_USER]
 
 
 @pytest.fixture(params=WAYS, ids=[way.kind for way in WAYS])
-def way(request: pytest.FixtureRequest) -> hosts.Access:
-    chosen: hosts.Access = request.param
+def way(request: pytest.FixtureRequest) -> namespaces.Access:
+    chosen: namespaces.Access = request.param
     if chosen.kind == "root" and os.geteuid() != 0:
         pytest.skip("needs root")
-    if reason := hosts._attempt(chosen):
+    if reason := namespaces.attempt(chosen):
         pytest.skip(reason)
     return chosen
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_hosts_end_with_the_process_that_made_them(way: hosts.Access, sent: signal.Signals) -> None:
+def test_hosts_end_with_the_process_that_made_them(
+    way: namespaces.Access, sent: signal.Signals
+) -> None:
     maker = subprocess.Popen(
         [sys.executable, "-c", HOLD.format(kind=way.kind)],
         cwd=ROOT, text=True,
@@ -61,8 +63,8 @@ def _alive(pids: Sequence[int]) -> list[int]:
     return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
-def test_a_host_reaches_only_the_others(way: hosts.Access) -> None:
-    with hosts._hosts(None, way=way) as (first, _):
+def test_a_host_reaches_only_the_others(way: namespaces.Access) -> None:
+    with namespaces.made_hosts(None, way=way) as (first, _):
         done = subprocess.run(
             [*first, "cat", "/proc/self/net/dev"], capture_output=True, text=True, check=True
         )
@@ -71,7 +73,7 @@ def test_a_host_reaches_only_the_others(way: hosts.Access) -> None:
 
 
 def test_a_rank_that_fails_is_told_with_its_output() -> None:
-    if reason := hosts.reason_not_to_run():
+    if reason := namespaces.reason_not_to_run():
         pytest.skip(reason)
     with pytest.raises(RuntimeError, match=r"rank [01] ended with 1:(?s:.*)nonsense"):
         hosts.run_on_hosts("experiments.line_share", {"nonsense": 1})

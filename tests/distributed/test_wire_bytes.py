@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from experiments.hosts import reason_not_to_run
+from experiments.namespaces import reason_not_to_run
 from experiments.wire_bytes import measure
 
 pytestmark = pytest.mark.netns

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from experiments import hosts
+from experiments import namespaces
 from experiments.bandwidth.links import bucket_count, computed, how_made, parse, settings_on
 from experiments.bandwidth.plots import when_it_pays
 from experiments.bandwidth.schemes import NO_HOOK, ON_LINKS, SCHEMES, VARIANTS, gives_mean
@@ -245,10 +245,12 @@ def test_the_picture_of_the_readme_has_both_links_and_both_ends() -> None:
     assert chosen.columns.tolist() == ["1 Gbit/s", "unlimited"]
 
 
-def choose(monkeypatch: pytest.MonkeyPatch, failing: set[str], *, is_root: bool) -> hosts.Access:
-    monkeypatch.setattr(hosts.sys, "platform", "linux")
-    monkeypatch.setattr(hosts.shutil, "which", lambda name, path: f"/sbin/{name}")
-    return hosts.choose(
+def choose(
+    monkeypatch: pytest.MonkeyPatch, failing: set[str], *, is_root: bool
+) -> namespaces.Access:
+    monkeypatch.setattr(namespaces.sys, "platform", "linux")
+    monkeypatch.setattr(namespaces.shutil, "which", lambda name, path: f"/sbin/{name}")
+    return namespaces.choose(
         lambda way: "not permitted" if way.kind in failing else None, is_root=is_root
     )
 
@@ -273,38 +275,38 @@ def test_the_first_way_that_works_is_taken(
 
 
 def test_a_user_namespace_is_entered_only_where_there_is_one() -> None:
-    assert hosts.AS_ROOT.unshare == hosts.AS_ROOT.enter == []
-    assert "--user" in hosts.AS_USER.unshare
-    assert "--user" in hosts.AS_USER.enter
+    assert namespaces.AS_ROOT.unshare == namespaces.AS_ROOT.enter == []
+    assert "--user" in namespaces.AS_USER.unshare
+    assert "--user" in namespaces.AS_USER.enter
 
 
 def test_without_the_commands_links_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosts.sys, "platform", "linux")
-    monkeypatch.setattr(hosts.shutil, "which", lambda name, path: None)
-    way = hosts.choose(lambda way: None, is_root=True)
+    monkeypatch.setattr(namespaces.sys, "platform", "linux")
+    monkeypatch.setattr(namespaces.shutil, "which", lambda name, path: None)
+    way = namespaces.choose(lambda way: None, is_root=True)
     assert way.kind == "none"
     assert "iproute2" in how_made(way)
     assert "computed from bytes" in how_made(way)
 
 
 def test_on_other_systems_links_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosts.sys, "platform", "darwin")
-    assert "need Linux" in how_made(hosts.choose(lambda way: None, is_root=True))
+    monkeypatch.setattr(namespaces.sys, "platform", "darwin")
+    assert "need Linux" in how_made(namespaces.choose(lambda way: None, is_root=True))
 
 
 def test_how_links_are_made_is_said() -> None:
-    assert "without root" in how_made(hosts.AS_USER)
-    assert "as root" in how_made(hosts.AS_ROOT)
-    assert "as asked" in how_made(hosts.AS_ROOT, wanted=False)
+    assert "without root" in how_made(namespaces.AS_USER)
+    assert "as root" in how_made(namespaces.AS_ROOT)
+    assert "as asked" in how_made(namespaces.AS_ROOT, wanted=False)
 
 
 @pytest.mark.parametrize(
     ("rate", "burst"), [("1gbit", 125_000), ("10gbit", 1_250_000), ("100mbit", 32768)]
 )
 def test_a_line_lets_a_millisecond_pass_at_once(rate: str, burst: int) -> None:
-    assert hosts._burst(rate) == burst
+    assert namespaces.burst_nbytes(rate) == burst
 
 
 def test_a_rate_in_other_units_is_an_error() -> None:
     with pytest.raises(ValueError, match="100mbit"):
-        hosts._burst("1 Gbit/s")
+        namespaces.burst_nbytes("1 Gbit/s")

@@ -96,8 +96,10 @@ def test_schemes_says_what_a_scheme_sends() -> None:
     # A rank-1 scheme of 512 x 512 entries sends 2 x 512 of 32 bits: an eighth of a bit an entry.
     output = invoke("schemes", "powersgd", "int8", "noop").output
     powersgd, int8, noop = (line for line in output.splitlines() if line.startswith("sends: "))
-    assert powersgd.startswith("sends: 2 x all_reduce a step; 0.125 bits an entry, where float32")
-    assert int8.startswith("sends: 1 x all_to_all, 1 x all_gather a step; 8.12 bits an entry")
+    assert powersgd.startswith(
+        "sends: 2 x all_reduce per step; 0.125 bits per entry, where float32"
+    )
+    assert int8.startswith("sends: 1 x all_to_all, 1 x all_gather per step; 8.12 bits per entry")
     assert noop.strip() == "sends: nothing"
 
 

@@ -320,7 +320,7 @@ def test_ranks_differ_by_layer_and_the_result_trains() -> None:
 
 def test_budgets_that_cannot_be_met_are_refused() -> None:
     steps = recorded()
-    with pytest.raises(ValueError, match=r"need .* bits an entry at least"):
+    with pytest.raises(ValueError, match=r"need .* bits per entry at least"):
         allocate(steps, CANDIDATES, bits=0.5)
     with pytest.raises(ValueError, match=r"leave .* at least"):
         allocate(steps, CANDIDATES[2:3], error=0.001)

@@ -83,3 +83,10 @@ def test_recording_begins_where_it_is_switched_on(tmp_path: Path) -> None:
     for _ in range(15):
         ranks.step(grads)
     assert Trace(tmp_path).steps == [12, 16]
+
+
+def test_a_step_of_zeros_has_no_residual(tmp_path: Path) -> None:
+    ranks = Simulation(Traced(make("bf16"), str(tmp_path), every=1, steps=1), SHAPES, world_size=2)
+    ranks.step([torch.zeros(1240)] * 2, buckets=BUCKETS)
+    table = replay(Trace(tmp_path), "onebit", block=256)
+    assert table[["error", "residual"]].iloc[0].tolist() == [0.0, 0.0]
