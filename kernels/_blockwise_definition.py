@@ -1,7 +1,7 @@
 """Defines blockwise quantisation in PyTorch: the specification of the kernels.
 
-It is written to be read and to be exact, not to be fast: where it differs from the shortest code, the
-reason is that a kernel has to give the same bits.
+It is written to be read and to be exact, not to be fast: where it differs from the shortest code,
+the reason is that a kernel has to give the same bits.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def encode(c: Tensor, payload: Tensor, layout: Payload, noise: Tensor | None) ->
         scale = _mean_magnitude(rows, counts)
         inverse = torch.ones_like(scale)
     elif form.scale_bytes == 1:
-        # A power of two by exponent bits, as log2 may round up: the largest magnitude's exponent less
-        # that of the format's largest value. 254 - exponent is the exponent of the inverse.
+        # A power of two by exponent bits, as log2 may round up: the largest magnitude's exponent
+        # less that of the format's largest value. 254 - exponent is the exponent of the inverse.
         exponent = (safe.view(torch.int32) >> 23) - (math.frexp(form.top)[1] - 1)
         exponent = exponent.clamp(min=1)
         scale = (exponent << 23).view(torch.float32)
@@ -68,8 +68,8 @@ def encode(c: Tensor, payload: Tensor, layout: Payload, noise: Tensor | None) ->
 def _mean_magnitude(rows: Tensor, counts: Tensor) -> Tensor:
     """Returns the mean magnitudes: entry i goes to sum i % 32, then halves are added to halves."""
     block = rows.shape[1]
-    # Divided before the sum, which would overflow for large magnitudes. The factor is a power of two,
-    # so only denormal numbers are rounded by it.
+    # Divided before the sum, which would overflow for large magnitudes. The factor is a power of
+    # two, so only denormal numbers are rounded by it.
     shares = (rows.abs() * (1 / block)).view(len(rows), block // 32, 32)
     sums = torch.zeros_like(shares[:, 0])
     for part in shares.unbind(1):
@@ -98,7 +98,7 @@ def _codes(y: Tensor, form: Format, noise: Tensor | None) -> Tensor:
 
 
 def _float8_codes(y: Tensor, dtype: torch.dtype, noise: Tensor) -> Tensor:
-    """Rounds to 8-bit floats stochastically: adds random bits below the last place and truncates."""
+    """Rounds to 8-bit floats: adds random bits below the last place and truncates."""
     info = torch.finfo(dtype)
     mantissa = 3 if dtype == torch.float8_e4m3fn else 2
     dropped, bias = 23 - mantissa, 7 if dtype == torch.float8_e4m3fn else 15
@@ -110,7 +110,7 @@ def _float8_codes(y: Tensor, dtype: torch.dtype, noise: Tensor) -> Tensor:
     # added, so that the mean of what is added is exactly half of a place.
     below = (noise << (dropped - 16) | 1 << (dropped - 17)).to(torch.int32)
     normal = (magnitude + below >> dropped) - ((127 - bias) << mantissa)
-    # Below the smallest normal number places do not shrink further: round multiples of the last one.
+    # Below the smallest normal number, all numbers of the format are multiples of one place.
     places = y.abs() * 2.0 ** (bias - 1 + mantissa)
     denormal = (places + philox.centred(noise)).round().clamp(max=255).to(torch.int32)
     top = torch.tensor(info.max, dtype=dtype).view(torch.uint8).item()

@@ -43,7 +43,7 @@ class Format:
 
     @property
     def planes(self) -> int:
-        """Number of codes that share a byte, 32 entries apart; 1 for signs, which are consecutive."""
+        """Number of codes in a byte, of entries 32 apart; 1 for signs, which are consecutive."""
         return 1 if self.bits == 1 else 8 // self.bits
 
     @property

@@ -83,13 +83,14 @@ def orthonormalize_op(left: Tensor, table: Tensor) -> None:
         rows = run.left(left)
         done: list[Tensor] = []
         for k in range(run.rank):
-            # Sums in float64 and two projections give orthonormal rows whatever the condition number
-            # (docs/design/kernels.md).
+            # Sums in float64 and two projections give orthonormal rows whatever the condition
+            # number (docs/design/kernels.md).
             v = rows[:, k].double()
             before = v.square().sum(1, keepdim=True)
             # A row that almost depends on earlier ones is mostly rounding errors after the first
-            # projection, which are not orthogonal to these; the second one makes them so. Each result
-            # is rounded to the factor's dtype, as in the kernels, which keep the row in memory.
+            # projection, which are not orthogonal to these; the second one makes them so. Each
+            # result is rounded to the factor's dtype, as in the kernels, which keep the row in
+            # memory.
             for _ in range(2):
                 for q in done:
                     v = (v - (q * v).sum(1, keepdim=True) * q).to(left.dtype).double()

@@ -44,8 +44,9 @@ class Matrices:
         lefts = [0, *accumulate(rank * rows for _, rows, _, rank in places)]
         rights = [0, *accumulate(rank * columns for _, _, columns, rank in places)]
         self.left_numel, self.right_numel = lefts[-1], rights[-1]
-        # Tasks and partial sums of a GPU are counted here, once per table: a warp then finds its piece
-        # of a matrix by a binary search, and a launch knows its size without a copy to the host.
+        # Tasks and partial sums of a GPU are counted here, once per table: a warp then finds its
+        # piece of a matrix by a binary search, and a launch knows its size without a copy to the
+        # host.
         rows, task, sums = [], [0, 0], [0, 0]
         for place, left, right in zip(places, lefts, rights, strict=False):
             _, n, m, rank = place

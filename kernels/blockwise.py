@@ -70,8 +70,8 @@ def dequantize(
     Args:
         payloads: uint8, shape (n, bytes) with n >= 1; summed in their order, in float32.
         out: float32, float16 or bfloat16, contiguous.
-        accumulate: adds to ``out`` instead. With ``factor=-1`` and one payload, ``out`` becomes what
-            the payload leaves out of it.
+        accumulate: adds to ``out`` instead. With ``factor=-1`` and one payload, ``out`` becomes
+            what the payload leaves out of it.
 
     Raises:
         TypeError, ValueError: a tensor has the wrong dtype, size or device; the message names it.
@@ -279,7 +279,7 @@ def parts(payload: Tensor, layout: Payload) -> tuple[Tensor, int, int]:
 
 
 def aligned(payload: Tensor) -> Tensor:
-    """Returns the payload; raises ValueError unless its words are aligned, as CUDA kernels need it."""
+    """Returns the payload; raises ValueError unless it is aligned for CUDA kernels."""
     if payload.data_ptr() % ALIGNMENT:
         raise ValueError(f"a payload on CUDA starts at a multiple of {ALIGNMENT} bytes")
     return payload

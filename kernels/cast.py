@@ -21,7 +21,8 @@ def scaled_cast(
 ) -> Tensor:
     """Writes ``x * scale``, rounded to the dtype of ``x`` and then to that of ``out``, to ``out``.
 
-    Kernels equal the definition bit for bit. Each byte of ``x`` and ``out`` passes through memory once.
+    Kernels equal the definition bit for bit. Each byte of ``x`` and ``out`` passes through memory
+    once.
 
     Args:
         x: floating point, contiguous, any shape. For float64 the definition runs.
@@ -46,8 +47,8 @@ def scaled_cast(
     same=[("x", "out")],
 )
 def cast_op(x: Tensor, out: Tensor, scale: float, step: Tensor | None, *key: int) -> None:
-    # Rounded to the dtype of x first, as torch's product is: the kernels do the same, so that they may
-    # replace `x * scale` followed by a copy without changing a bit.
+    # Rounded to the dtype of x first, as torch's product is: the kernels do the same, so that they
+    # may replace `x * scale` followed by a copy without changing a bit.
     scaled = (x if scale == 1.0 else x * scale).view(out.shape)
     if step is not None:
         noise = philox.half_words(x.numel(), int(step), *key, device=x.device)

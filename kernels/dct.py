@@ -33,7 +33,7 @@ def dct(x: Tensor, out: Tensor, *, inverse: bool = False) -> None:
     Reference: Ahmed, Natarajan and Rao, Discrete cosine transform, 1974; as used by Peng et al.,
         DeMo, 2024.
     """
-    # The matrix is an argument of the op: kernels compute no cosines, which differ between libraries.
+    # An argument of the op: kernels compute no cosines, whose bits differ between libraries.
     device = as_tensor("dct", "x", x).device
     dct_op(x, _columns(device, as_flag("dct", "inverse", inverse)), out)
 

@@ -86,8 +86,8 @@ def quantize_levels_op(
 ) -> None:
     levels, bounds = _split(table)
     rows = x.view(-1, block)
-    # As integers, magnitudes order as their values do, with infinity and NaN last: one maximum tells
-    # whether a block is finite.
+    # As integers, magnitudes order as their values do, with infinity and NaN last: one maximum
+    # tells whether a block is finite.
     largest = (rows.view(torch.int32) & 0x7FFFFFFF).amax(1)
     good = (largest >= _TINY) & (largest < _INFINITY)
     unit = torch.where(good, largest.view(torch.float32), 1.0)
@@ -151,7 +151,8 @@ def _summed(rows: Tensor) -> Tensor:
 
 
 def _packed(numbers: Tensor, bits: int) -> Tensor:
-    # Eight codes of 3 bits are 3 whole bytes; int64, since eight of 4 bits fill 32 bits and the sign.
+    # Eight codes of 3 bits are 3 whole bytes; int64, since eight of 4 bits fill 32 bits and the
+    # sign.
     words = (numbers.view(-1, 8).long() << bits * torch.arange(8, device=numbers.device)).sum(1)
     places = 8 * torch.arange(bits, device=numbers.device)
     return (words[:, None] >> places & 255).to(torch.uint8).flatten()
@@ -183,8 +184,8 @@ def _check(
 ) -> None:
     if block not in _BLOCKS or x.numel() % block:
         raise ValueError(
-            f"{caller}(block): one of {_BLOCKS}, of which there are whole ones; got {block} and "
-            f"{x.numel()} entries"
+            f"{caller}(block): one of {_BLOCKS} that divides the number of entries, "
+            f"got {block} and {x.numel()} entries"
         )
     check(caller, "levels", table, like=x, dtypes=(torch.float32,))
     count = (table.numel() + 1) // 2

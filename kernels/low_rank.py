@@ -56,8 +56,8 @@ def multiply_right(
         right: float32 (float64 for an ``x`` of float64), ``matrices.right_numel`` entries.
         left: same dtype, ``matrices.left_numel`` entries.
         residual: same dtype, as many entries as ``x``; requires ``total``.
-        total: same dtype, as many entries as ``x``; receives ``x + residual`` where matrices lie. May
-            be ``x`` or ``residual``.
+        total: same dtype, as many entries as ``x``; receives ``x + residual`` where matrices lie.
+            May be ``x`` or ``residual``.
 
     Raises:
         TypeError, ValueError: a tensor has the wrong dtype, size or device; the message names it.
@@ -82,11 +82,11 @@ def decode_low_rank(
     total: Tensor | None = None,
     unsent: Tensor | None = None,
 ) -> None:
-    """Writes ``left^T @ right`` of each matrix to its place in ``out``; other entries stay unchanged.
+    """Writes ``left^T @ right`` of each matrix to ``out``; entries of no matrix stay unchanged.
 
     In the same pass, ``unsent`` receives what the sent factors leave out of ``total``:
-    ``total - sent[0]^T @ sent[1]``. Kernels sum in the order of the rows of the factors, so that all
-    machines get the same bits.
+    ``total - sent[0]^T @ sent[1]``. Kernels sum in the order of the rows of the factors, so that
+    all machines get the same bits.
 
     Args:
         left, right: float32 (float64 for an ``out`` of float64).
@@ -123,9 +123,9 @@ def orthonormalize(matrices: Matrices, left: Tensor) -> None:
 
 
 def unit_rows(matrices: Matrices, right: Tensor, fresh: Tensor) -> None:
-    """Divides each row of the right factors by its norm in place, or replaces it by that of ``fresh``.
+    """Divides each row of the right factors by its norm, in place; ``fresh`` replaces dead rows.
 
-    A row is replaced if its norm is at most 2^-19 of the largest of its matrix: it holds nothing but
+    A row is dead if its norm is at most 2^-19 of the largest of its matrix: it holds nothing but
     rounding errors, and a row of zeros would stay zero in every later power iteration.
 
     Args:
@@ -153,7 +153,7 @@ def _multiply_right_cpu(
     right: Tensor,
     left: Tensor,
 ) -> None:
-    # All matrices in one call: a model has dozens, and each call of an op costs 6 to 18 microseconds.
+    # All matrices in one call: a model has dozens, and a call of an op costs 6 to 18 microseconds.
     source = (cpu.DTYPES[x.dtype], table, len(table) - 1, x)
     cpu.call("multiply_right", *source, residual, total, right, left)
 
@@ -244,7 +244,7 @@ def _expand_cuda(
 
 @orthonormalize_op.kernel("cuda")
 def _orthonormalize_cuda(left: Tensor, table: Tensor) -> None:
-    # A block of 8 warps per matrix: rows depend on one another, and a dot product needs all threads.
+    # A block of 8 warps per matrix: each row depends on the rows before it.
     there = on_device(table, left.device)
     _launch(left, "orthonormalize", 8 * there.matrices, there.table, there.matrices, left)
 

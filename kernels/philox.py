@@ -1,6 +1,7 @@
 """Generates random bits from a counter and a key, the same on every device.
 
-Reference: Philox4x32 with 7 rounds; Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, 2011.
+Reference: Philox4x32 with 7 rounds; Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3,
+2011.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class RandomBits:
     first: int = 0
 
     def __post_init__(self) -> None:
-        # A scheme makes one per bucket and step, nearly always from plain integers.
+        # Schemes create these for every bucket and step, nearly always from plain integers.
         if not (type(self.seed) is type(self.number) is type(self.first) is int):
             object.__setattr__(self, "number", whole("RandomBits", "number", self.number))
             object.__setattr__(self, "first", whole("RandomBits", "first", self.first))

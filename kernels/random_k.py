@@ -1,4 +1,4 @@
-"""Selects random entries at places that every rank computes from a shared key, without sending them.
+"""Selects random entries at places that every rank computes from a shared key.
 
 The bucket is cut into k strata of nearly equal length, and one entry is drawn uniformly from each.
 Places ascend and are all different, and an entry of a stratum of length L is taken with probability
@@ -24,10 +24,10 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def random_places(
     n: int, k: int, step: int, seed: int, stream: int, *, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Returns the places of ``k`` of ``n`` entries, int64, ascending: the specification of the draw.
+    """Returns ascending places of ``k`` of ``n`` entries as int64: the specification of the draw.
 
-    Stratum j begins at floor(j n / k). The place within it is its length times word (j // 32) % 4 of
-    call j % 32 of each group of 128 strata, over 2^32.
+    Stratum j begins at floor(j n / k). The place within it is its length times word (j // 32) % 4
+    of call j % 32 of each group of 128 strata, over 2^32.
     """
     j = torch.arange(k, device=device)
     begin, end = j * n // max(k, 1), (j + 1) * n // max(k, 1)
@@ -51,8 +51,8 @@ def gather_random(
         values: float32, at most as many entries as ``x``.
         random: the same key on all ranks; ``first`` is 0.
         residual: float32, as many entries as ``x``; requires ``unsent``.
-        unsent: float32, as many entries as ``x``; receives the entries that were not taken, and zeros
-            in place of the others. May be ``residual``.
+        unsent: float32, as many entries as ``x``; receives the entries that were not taken, and
+            zeros in place of the others. May be ``residual``.
 
     Raises:
         TypeError, ValueError: a tensor has the wrong dtype, size or device; the message names it.

@@ -24,8 +24,8 @@ __all__ = ["dequantize_rotated", "quantize_rotated"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _LONGEST = 1024  # entries; a warp keeps a block in registers and rotates it twice
-# Rotation helps formats of few, even steps. The steps of 8-bit floats shrink with the magnitude of an
-# entry, so that an outlier costs the other entries little.
+# Rotation helps formats of few, even steps. The steps of 8-bit floats shrink with the magnitude of
+# an entry, so that an outlier costs the other entries little.
 _FORMATS = ("int8", "int4", "int2", "sign")
 
 
@@ -42,8 +42,8 @@ def quantize_rotated(
 ) -> None:
     """Writes the payload of the rotated blocks of ``x``, or of ``x + residual``.
 
-    Equals ``hadamard`` followed by ``quantize`` bit for bit, in one pass. What the payload leaves out
-    is rotated back into ``unsent``.
+    Equals ``hadamard`` followed by ``quantize`` bit for bit, in one pass. What the payload leaves
+    out is rotated back into ``unsent``.
 
     Args:
         x: float32, float16 or bfloat16, contiguous, a multiple of ``block`` entries.
@@ -196,8 +196,8 @@ def _check_blocks(caller: str, n: int, format: str, block: int) -> None:
 def _quantize_cpu(x: Tensor, payload: Tensor, format: str, block: int, *rest: Any) -> None:
     layout = Payload(FORMATS[format], block, x.numel())
     numbers = (layout.format.number, cpu.DTYPES[x.dtype], block)
-    # 1 / sqrt(block) is irrational for odd powers of two. It is an argument, so that every kernel uses
-    # the same float32.
+    # 1 / sqrt(block) is irrational for odd powers of two. It is an argument, so that every kernel
+    # uses the same float32.
     arguments = (x, layout.n, block**-0.5, *rest, *parts(payload, layout))
     cpu.call("quantize_rotated", *numbers, *arguments)
 

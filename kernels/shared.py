@@ -1,4 +1,4 @@
-"""Quantises to integers of a scale that all ranks share, so that an all-reduce can add the codes."""
+"""Quantises to integers of a scale that all ranks share; an all-reduce can add the codes."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def largest_magnitudes(
     """Writes the bits of the largest magnitude of each block of ``x``, or of ``x + residual``.
 
     As integers, these bits order as the numbers do, with infinity and NaN last. An all-reduce of
-    integers therefore finds the largest over ranks without dropping NaN, as a maximum of floats may.
-    Kernels equal the definition bit for bit.
+    integers therefore finds the largest over ranks without dropping NaN, as a maximum of floats
+    may. Kernels equal the definition bit for bit.
 
     Args:
         x: float32, float16 or bfloat16, contiguous.
@@ -54,9 +54,10 @@ def quantize_shared(
     unsent: Tensor | None = None,
     random: philox.RandomBits | None = None,
 ) -> None:
-    """Writes ``x``, or ``x + residual``, as integers in units of each block's magnitude over ``levels``.
+    """Writes ``x``, or ``x + residual``, as integers of a scale per block.
 
-    Larger entries are clipped. A block whose magnitude is not finite decodes to NaN.
+    The scale is the magnitude of the block over ``levels``. Larger entries are clipped. A block
+    whose magnitude is not finite decodes to NaN.
 
     Args:
         x: float32, float16 or bfloat16, contiguous.
@@ -122,8 +123,8 @@ def quantize_shared_op(
     n = c.numel()
     level, inverse = _scales(magnitudes, levels, n, block)
     units = c * inverse
-    # Not clamp(), which keeps NaN: its conversion to an integer differs between processors. Here NaN
-    # becomes the largest code; the magnitude says that the block is not finite.
+    # Not clamp(), which keeps NaN: its conversion to an integer differs between processors. Here
+    # NaN becomes the largest code; the magnitude says that the block is not finite.
     units = torch.where(units < levels, units, float(levels))
     units = torch.where(units > -levels, units, -float(levels))
     # Noise comes after the clipping and is below a half, so codes stay within the levels.

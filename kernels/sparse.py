@@ -40,8 +40,8 @@ def top_k(
         indices: int32, ``k`` entries; receives the places in ascending order.
         values: float32, ``k`` entries.
         residual: float32, as many entries as ``x``; requires ``unsent``.
-        unsent: float32, as many entries as ``x``; receives the entries that were not taken, and zeros
-            in place of the others. May be ``residual``.
+        unsent: float32, as many entries as ``x``; receives the entries that were not taken, and
+            zeros in place of the others. May be ``residual``.
 
     Raises:
         TypeError, ValueError: a tensor has the wrong dtype, size or device; the message names it.
@@ -159,11 +159,11 @@ def scatter_add(indices: Tensor, values: Tensor, out: Tensor, *, factor: float =
 @op("scatter_add(Tensor indices, Tensor values, Tensor(a!) out, float factor) -> ()")
 def scatter_add_op(indices: Tensor, values: Tensor, out: Tensor, factor: float) -> None:
     flat = out.view(-1)
-    # An index beyond the end may come from a damaged payload; -1 is legal, so PyTorch's own check of
-    # indices, which counts negative ones from the end, would not do.
+    # An index beyond the end may come from a damaged payload; -1 is legal, so PyTorch's own check
+    # of indices, which counts negative ones from the end, would not do.
     if indices.numel() and not -1 <= int(indices.min()) <= int(indices.max()) < len(flat):
         raise ValueError(f"scatter_add(indices): places below {len(flat)}, got others")
-    # Payload by payload: one index_add_ of all would add in any order on a GPU.
+    # Payload by payload: a single index_add_ would add in any order on a GPU.
     for places, entries in zip(indices.long(), values.view(indices.shape), strict=True):
         valid = places >= 0
         flat[places[valid]] += entries[valid] * factor
@@ -328,8 +328,8 @@ def _top_k_sampled_cuda(
 
 @scatter_add_op.kernel("cuda")
 def _scatter_add_cuda(indices: Tensor, values: Tensor, out: Tensor, factor: float) -> None:
-    # One launch per payload, so that sums are taken in their order. Places beyond the end are skipped
-    # without an error: to read a count of them back would make the host wait for the GPU.
+    # One launch per payload, so that sums are taken in their order. Places beyond the end are
+    # skipped without an error: to read a count of them back would make the host wait for the GPU.
     for places, entries in zip(indices, values.view(indices.shape), strict=True):
         arguments = (places, entries, places.numel(), factor, out, out.numel())
         warps = -(-places.numel() // 32)

@@ -1,4 +1,4 @@
-"""Checks and converts the arguments of ops: their types, their memory, and how kernels take them."""
+"""Checks and converts the arguments of ops."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 
 
 def as_ctypes(value: Tensor | float | None) -> Any:
-    """Converts an argument: pointer for a tensor or None, float for a float, int64 for int and bool."""
+    """Converts a tensor or None to a pointer, a float to a float, an int or bool to an int64."""
     if value is None:
         return ctypes.c_void_p(None)
     if isinstance(value, Tensor):
@@ -117,7 +117,7 @@ _KINDS: dict[str, Callable[[str, str, Any], Any]] = {
     "str": _text,
 }
 # Exact types that need no conversion. Other subclasses of Tensor are not among them: they may have
-# a dispatch of their own, and kernels would read their data pointers past it.
+# a dispatch of their own, which kernels would bypass.
 _PLAIN: dict[str, tuple[type, ...]] = {
     "Tensor": (Tensor, Parameter),
     "Optional[Tensor]": (Tensor, Parameter, type(None)),
@@ -148,7 +148,7 @@ def check(
     if tensor.dtype not in dtypes:
         allowed = ", ".join(str(dtype) for dtype in dtypes)
         raise TypeError(f"{caller}({name}): dtype is one of {allowed}, got {tensor.dtype}")
-    # `is_cpu` is a flag; `device` builds an object, which costs more in a call of a few microseconds.
+    # `is_cpu` is a flag, while `device` builds an object.
     if not (tensor.is_cpu and like.is_cpu) and tensor.device != like.device:
         raise ValueError(
             f"{caller}({name}): all on one device, got {tensor.device} and {like.device}"

@@ -127,7 +127,7 @@ def _as_cupy(value: Tensor | float | None) -> Any:
 def _function(source: str, name: str, device_index: int) -> Any:
     import cupy
 
-    # Machine code belongs to a context, so a module is loaded once per device, not once per process.
+    # Machine code belongs to a context, so it is loaded once per device and process.
     major, minor = torch.cuda.get_device_capability(device_index)
     cubin = _cached_cubin(source, name, f"{major}{minor}")
     with cupy.cuda.Device(device_index):
@@ -140,9 +140,9 @@ def _function(source: str, name: str, device_index: int) -> Any:
 
 
 def _cached_cubin(source: str, name: str, architecture: str) -> Cubin:
-    """Returns the cubin from ``COMMHOOKS_CACHE`` (~/.cache/commhooks), or compiles and stores it."""
+    """Returns the cubin from the folder ``COMMHOOKS_CACHE``, or compiles and stores it there."""
     folder = Path(os.environ.get("COMMHOOKS_CACHE") or Path.home() / ".cache" / "commhooks")
-    # The key covers all headers, not only the included ones: a stale cubin is worse than a compilation.
+    # The key covers all headers, whether included or not, so that no cubin is stale.
     parts = [source, name, architecture, *OPTIONS, str(_nvrtc_version())]
     key = hashlib.blake2b("\0".join([*parts, *_texts(source)]).encode(), digest_size=16).hexdigest()
     path = folder / f"{key}.cubin"
@@ -210,7 +210,7 @@ def compile_text(text: str, file: str, names: Sequence[str], architecture: str) 
         # A template is compiled only where something names it; NVRTC also tells the mangled names.
         for name in names:
             _check(library.nvrtcAddNameExpression(program, name.encode()))
-        # sm_ gives machine code; compute_ would give PTX, which the driver compiles in each process.
+        # sm_ gives machine code; compute_ would give PTX, which the driver has to compile.
         options = [f"-arch=sm_{architecture}", f"-I{_folder()}", *OPTIONS]
         array = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
         failed = library.nvrtcCompileProgram(program, len(options), array)

@@ -74,8 +74,8 @@ class Op:
         self._law: Callable[..., None] | None = None
         self._beyond: Callable[..., bool] | None = None
         _LIBRARY.define(schema)
-        # One implementation for all devices: `_run` chooses the kernel. "Explicit": autograd does not
-        # differentiate through the definition, as ops write to their arguments.
+        # One implementation for all devices: `_run` chooses the kernel. "Explicit": autograd does
+        # not differentiate through the definition, as ops write to their arguments.
         _LIBRARY.impl(self.name, self._run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"commhooks::{self.name}", self._pretend, lib=_LIBRARY)
         self._dispatched = getattr(torch.ops.commhooks, self.name)
@@ -108,8 +108,8 @@ class Op:
 
     def __call__(self, *args: Any) -> None:
         """Runs the op on the device of its first argument."""
-        # Torch's dispatcher costs as much as a small kernel, so it is called only where somebody else
-        # has to see the op: a compiler that traces, or a tensor with its own dispatch.
+        # Torch's dispatcher slows a call down, so it is used only where somebody else has to see
+        # the op: a compiler that traces, or a tensor with its own dispatch.
         if torch.compiler.is_compiling():
             self._dispatched(*args)
         elif self._arguments.are_plain(args):
@@ -130,7 +130,7 @@ class Op:
             run = self.definition
         else:
             run = self.implementation(device_type)
-        # An op without a check of its own (one that a user declares) gets the least that kernels need.
+        # An op that declares no check gets the checks that every kernel needs.
         if self._law is None and run is not self.definition:
             self._arguments.check_alike(args)
         # Tensors on other devices, such as "meta", have no memory to look at.
@@ -140,8 +140,8 @@ class Op:
 
     def _pretend(self, *args: Any) -> None:
         """Stands in for the op where a tensor has no data: there are no results to allocate."""
-        # Torch comes here as soon as one tensor is on "meta": with the others on a GPU, the op would
-        # silently do nothing.
+        # Torch comes here as soon as one tensor is on "meta": with the others on a GPU, the op
+        # would silently do nothing.
         self._arguments.check_all_or_none_meta(args)
 
     def implementation(self, device_type: str) -> Callable[..., None]:
