@@ -144,9 +144,10 @@ def _quantize_cpu(x: Tensor, levels: Tensor, scale: Tensor, zero: Tensor, block:
 @quantize_affine_op.kernel("cuda")
 def _quantize_cuda(x: Tensor, levels: Tensor, scale: Tensor, zero: Tensor, block: int) -> None:
     n, t, blocks = x.numel(), cuda.DTYPES[x.dtype], scale.numel()
+    block = max(1, min(block, n))  # kernels add `n` and `block`, which may overflow
     # A block may be the whole bucket, so its extent is found by several warps. Their results go
     # through memory: a kernel cannot wait for all of its blocks.
-    chunks = -(-min(block, n) // _CHUNK)
+    chunks = -(-block // _CHUNK)
     extents = torch.empty(3 * chunks * blocks, device=x.device)
     for name, warps, arguments in (
         (f"affine_extents<{t}>", chunks * blocks, (x, n, block, extents)),

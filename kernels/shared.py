@@ -224,7 +224,8 @@ def _magnitudes_cpu(x: Tensor, residual: Tensor | None, out: Tensor, block: int)
 @magnitudes_op.kernel("cuda")
 def _magnitudes_cuda(x: Tensor, residual: Tensor | None, out: Tensor, block: int) -> None:
     name, n = f"largest_magnitudes<{cuda.DTYPES[x.dtype]}>", x.numel()
-    cuda.launch("shared.cu", name, x.device, out.numel(), (x, residual, n, block, out))
+    arguments = (x, residual, n, _within(n, block), out)
+    cuda.launch("shared.cu", name, x.device, out.numel(), arguments)
 
 
 @quantize_shared_op.kernel("cpu")
@@ -254,7 +255,8 @@ def _quantize_cuda(
     *key: Any,
 ) -> None:
     name, n = f"quantize_shared<{cuda.DTYPES[x.dtype]}>", x.numel()
-    arguments = (x, residual, n, block, magnitudes, float(levels), *key, codes, unsent)
+    scale = (_within(n, block), magnitudes, float(levels))
+    arguments = (x, residual, n, *scale, *key, codes, unsent)
     cuda.launch("shared.cu", name, x.device, n // 256 + 1, arguments)
 
 
@@ -271,5 +273,11 @@ def _dequantize_cuda(
     codes: Tensor, magnitudes: Tensor, out: Tensor, block: int, levels: int, factor: float
 ) -> None:
     name, n = f"dequantize_shared<{cuda.DTYPES[out.dtype]}>", out.numel()
-    arguments = (codes, n, block, magnitudes, float(levels), factor, out)
+    arguments = (codes, n, _within(n, block), magnitudes, float(levels), factor, out)
     cuda.launch("shared.cu", name, out.device, n // 256 + 1, arguments)
+
+
+def _within(n: int, block: int) -> int:
+    """Returns ``block``, or the shortest block that holds all ``n`` entries if that is shorter."""
+    # Kernels divide by block / 256 as a 32-bit number, which is 0 for a block of 2^40 entries.
+    return min(block, max(1, -(-n // _GRAIN)) * _GRAIN)
