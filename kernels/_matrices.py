@@ -215,5 +215,5 @@ def on_device(table: Tensor, device: torch.device) -> OnDevice:
 
 @lru_cache(maxsize=4096)
 def _copied(table: Tensor, version: int, device: torch.device) -> OnDevice:
-    # Read from the host's table: reading the copy would wait for the GPU in every step.
+    # Read from the host's table: reading the copy would wait for the GPU.
     return OnDevice(table.to(device), len(table) - 1, *table[-1, 4:].tolist())

@@ -32,6 +32,7 @@ def unpack_bits(packed: Tensor, bits: Tensor) -> None:
 @op("pack_bits(Tensor bits, Tensor(a!) packed) -> ()")
 def pack_bits_op(bits: Tensor, packed: Tensor) -> None:
     rows = torch.nn.functional.pad(bits.flatten().to(torch.uint8), (0, -bits.numel() % 8))
+    # copy_ narrows the sum of a byte's bits, which is at most 255, from int64 to uint8.
     packed.copy_((rows.view(-1, 8) << _PLACES.to(bits.device)).sum(1).view(packed.shape))
 
 
@@ -55,7 +56,7 @@ def _check_unpack(packed: Tensor, bits: Tensor) -> None:
     check("unpack_bits", "packed", packed, like=packed, dtypes=(torch.uint8,), n=size)
 
 
-_PLACES = torch.arange(8, dtype=torch.uint8)  # shifts keep uint8; the sum of a byte's bits is int64
+_PLACES = torch.arange(8, dtype=torch.uint8)  # uint8, so that shifts stay uint8
 
 
 @pack_bits_op.kernel("cpu")

@@ -116,8 +116,8 @@ _KINDS: dict[str, Callable[[str, str, Any], Any]] = {
     "bool": as_flag,
     "str": _text,
 }
-# Exact types that need no conversion. Other subclasses of Tensor are not among them: they may have
-# a dispatch of their own, which kernels would bypass.
+# Exact types that need no conversion. Other subclasses of Tensor are not among them: kernels
+# would bypass a dispatch that the subclass defines.
 _PLAIN: dict[str, tuple[type, ...]] = {
     "Tensor": (Tensor, Parameter),
     "Optional[Tensor]": (Tensor, Parameter, type(None)),
