@@ -1,4 +1,4 @@
-"""Ops: numeric primitives of the schemes. The PyTorch definition of an op is its specification."""
+"""Numeric primitives of the schemes, called ops; the PyTorch definition of each specifies it."""
 
 from .affine import dequantize_affine, quantize_affine
 from .bitmap import pack_bits, unpack_bits

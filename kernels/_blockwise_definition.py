@@ -1,4 +1,8 @@
-"""What blockwise quantisation is, in PyTorch: the specification of the kernels."""
+"""Defines blockwise quantisation in PyTorch: the specification of the kernels.
+
+It is written to be read and to be exact, not to be fast: where it differs from the shortest code,
+the reason is that a kernel has to give the same bits.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +19,26 @@ __all__ = ["encode", "sum_payloads"]
 
 
 def encode(c: Tensor, payload: Tensor, layout: Payload, noise: Tensor | None) -> Tensor:
-    """Writes the payload of flat ``c``; what it leaves out."""
+    """Writes the payload of flat ``c``; returns what the payload leaves out."""
     form, n = layout.format, layout.n
+    # Zeros in the last block change no maximum; the mean magnitude divides by the true count.
     rows = pad(c, (0, -n % layout.block)).view(-1, layout.block)
     counts = torch.full((len(rows),), float(layout.block), device=c.device)
     if n % layout.block:
         counts[-1] = n % layout.block
-    largest = rows.abs().amax(1)  # keeps NaN
+    largest = rows.abs().amax(1)  # amax propagates NaN
     finite = largest.isfinite()
     dead = ~finite | (largest < form.tiny)
     safe = torch.where(dead, 1.0, largest)
+    # A tensor, since torch divides by multiplying with the reciprocal where one side is a number,
+    # which flips one code in a million (docs/design/kernels.md).
     top = torch.full_like(safe, form.top)
     if form.bits == 1:
         scale = _mean_magnitude(rows, counts)
         inverse = torch.ones_like(scale)
     elif form.scale_bytes == 1:
+        # A power of two by exponent bits, as log2 may round up: the largest magnitude's exponent
+        # less that of the format's largest value. 254 - exponent is the exponent of the inverse.
         exponent = (safe.view(torch.int32) >> 23) - (math.frexp(form.top)[1] - 1)
         exponent = exponent.clamp(min=1)
         scale = (exponent << 23).view(torch.float32)
@@ -37,13 +46,14 @@ def encode(c: Tensor, payload: Tensor, layout: Payload, noise: Tensor | None) ->
     else:
         scale, inverse = safe / top, top / safe
     scale = torch.where(finite, torch.where(dead, 0.0, scale), torch.nan)
+    # A dead block has codes of zero; its scale of 0 or NaN then decides what all entries decode to.
     y = torch.where(dead[:, None], 0.0, rows * inverse[:, None])
     if noise is not None:
         noise = pad(noise, (0, -n % layout.block)).view(rows.shape)
     codes = _codes(y, form, noise)
     values = _values(codes, form)
 
-    payload.zero_()
+    payload.zero_()  # the padding is sent, and equal gradients give equal bytes
     if form.scale_bytes == 1:
         stored = (scale.view(torch.int32) >> 23).masked_fill(~finite, 255).to(torch.uint8)
     else:
@@ -56,8 +66,10 @@ def encode(c: Tensor, payload: Tensor, layout: Payload, noise: Tensor | None) ->
 
 
 def _mean_magnitude(rows: Tensor, counts: Tensor) -> Tensor:
-    """Entry i goes to sum i % 32; then halves are added to halves."""
+    """Returns the mean magnitudes: entry i goes to sum i % 32, then halves are added to halves."""
     block = rows.shape[1]
+    # Divided before the sum, which would overflow for large magnitudes. The factor is a power of
+    # two, so only denormal numbers are rounded by it.
     shares = (rows.abs() * (1 / block)).view(len(rows), block // 32, 32)
     sums = torch.zeros_like(shares[:, 0])
     for part in shares.unbind(1):
@@ -69,28 +81,36 @@ def _mean_magnitude(rows: Tensor, counts: Tensor) -> Tensor:
 
 
 def _codes(y: Tensor, form: Format, noise: Tensor | None) -> Tensor:
-    """Codes of scaled entries, as int32."""
+    """Returns the codes of scaled entries as int32."""
     if form.bits == 1:
         return (y < 0).to(torch.int32)
     if form.float8 is None:
+        # Noise could carry an entry past the largest code. Rounding to nearest needs no clamp, as
+        # max * (L / max) is L up to rounding.
         if noise is not None:
             y = y.clamp(-form.top, form.top) + philox.centred(noise)
         return y.round().to(torch.int32) & (1 << form.bits) - 1
     if noise is None:
+        # torch's conversion to e4m3fn does not saturate: above 464 it gives NaN.
         codes = y.clamp(-form.top, form.top).to(form.float8).view(torch.uint8)
         return codes.to(torch.int32)
     return _float8_codes(y, form.float8, noise)
 
 
 def _float8_codes(y: Tensor, dtype: torch.dtype, noise: Tensor) -> Tensor:
-    """8-bit floats: random bits below the last place are added, and what is below it is cut off."""
+    """Rounds to 8-bit floats: adds random bits below the last place and truncates."""
     info = torch.finfo(dtype)
     mantissa = 3 if dtype == torch.float8_e4m3fn else 2
     dropped, bias = 23 - mantissa, 7 if dtype == torch.float8_e4m3fn else 15
-    bits = y.view(torch.int32)
+    bits = y.view(
+        torch.int32
+    )  # a carry from mantissa to exponent is the next float, as it should be
     magnitude = bits & 0x7FFFFFFF
+    # The 16 random bits are the highest below the last place, and a half of the lowest of them is
+    # added, so that the mean of what is added is exactly half of a place.
     below = (noise << (dropped - 16) | 1 << (dropped - 17)).to(torch.int32)
     normal = (magnitude + below >> dropped) - ((127 - bias) << mantissa)
+    # Below the smallest normal number, all numbers of the format are multiples of one place.
     places = y.abs() * 2.0 ** (bias - 1 + mantissa)
     denormal = (places + philox.centred(noise)).round().clamp(max=255).to(torch.int32)
     top = torch.tensor(info.max, dtype=dtype).view(torch.uint8).item()
@@ -99,21 +119,23 @@ def _float8_codes(y: Tensor, dtype: torch.dtype, noise: Tensor) -> Tensor:
 
 
 def _values(codes: Tensor, form: Format) -> Tensor:
-    """What codes stand for, before the scale."""
+    """Returns the values of codes before the scale."""
     if form.bits == 1:
         return 1.0 - 2.0 * codes
     if form.float8 is not None:
         return codes.to(torch.uint8).view(form.float8).to(torch.float32)
-    wide = 32 - form.bits
+    wide = 32 - form.bits  # shifting up and down again extends the sign
     return (codes << wide >> wide).to(torch.float32)
 
 
 def _pack(codes: Tensor, form: Format) -> Tensor:
-    """int32 codes as bytes."""
+    """Packs int32 codes into bytes."""
     per_byte = 8 // form.bits
-    if form.bits == 1:  # consecutive entries
+    # A ballot of a CUDA warp gives 32 consecutive signs; other codes are packed from registers of a
+    # lane, which hold entries 32 apart.
+    if form.bits == 1:
         parts = codes.view(-1, 8)
-    else:  # entries 32 apart
+    else:
         parts = codes.view(-1, per_byte, 32).transpose(1, 2).reshape(-1, per_byte)
     shifts = form.bits * torch.arange(per_byte, device=codes.device, dtype=torch.int32)
     return (parts << shifts).sum(1).to(torch.uint8)
@@ -129,7 +151,7 @@ def _unpack(packed: Tensor, form: Format) -> Tensor:
 
 
 def sum_payloads(payloads: Tensor, layout: Payload) -> Tensor:
-    """The sum of what the payloads decode to, added in order, as float32."""
+    """Returns the sum of the decoded payloads, added in their order, as float32."""
     parts = [_decode(payload, layout) for payload in payloads]
     total = parts[0]
     for part in parts[1:]:
@@ -144,6 +166,7 @@ def _decode(payload: Tensor, layout: Payload) -> Tensor:
         scale = (stored.to(torch.int32) << 23).view(torch.float32)
         scale = scale.masked_fill(stored == 255, torch.nan)
     else:
+        # A slice of bytes need not be aligned for float32.
         scale = stored.clone().view(torch.float32)
     packed = payload[layout.codes_at : layout.codes_at + layout.code_bytes]
     values = _values(_unpack(packed, form), form)[: layout.n]

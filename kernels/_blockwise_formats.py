@@ -1,4 +1,4 @@
-"""Blockwise formats: what a block's scale and an entry's code are, and where a payload has them."""
+"""Declares the blockwise formats and the layout of their payloads."""
 
 from __future__ import annotations
 
@@ -11,34 +11,44 @@ from .runtime.arguments import check_whole, whole
 
 __all__ = ["ALIGNMENT", "FORMATS", "Format", "Payload", "layout_of", "payload_bytes"]
 
-ALIGNMENT = 16
+ALIGNMENT = 16  # bytes; of every row of a matrix of payloads
+# Multiples of a warp's 32 lanes; 2048 entries are 64 registers of a lane.
 _BLOCKS = (32, 64, 128, 256, 512, 1024, 2048)
 
 
 @dataclass(frozen=True)
 class Format:
-    """Bits of a code, bytes of a scale; how kernels call it."""
+    """Describes a blockwise format.
+
+    Attributes:
+        number: its number in CPU kernels, see ``with_format`` of ``include/blockwise_cpu.h``.
+        cpp: its type in C++.
+        bits: bits per code.
+        scale_bytes: 4 for a float32 scale, 1 for a power of two.
+        tiny: blocks whose largest magnitude is below this decode to zero.
+        float8: dtype of the codes; None for integers and signs.
+    """
 
     number: int
-    cpp: str  # its name in C++
+    cpp: str
     bits: int
     scale_bytes: int = 4
-    tiny: float = 2.0**-120  # blocks whose largest magnitude is below it decode to zero
+    tiny: float = 2.0**-120  # 127 / max must not overflow
     float8: torch.dtype | None = None
 
     @property
     def top(self) -> float:
-        """The largest value of a code."""
+        """The largest value that a code stands for."""
         return torch.finfo(self.float8).max if self.float8 else 2.0 ** (self.bits - 1) - 1
 
     @property
     def planes(self) -> int:
-        """Codes that share a byte, 32 entries apart; signs are consecutive."""
+        """Number of codes in a byte, of entries 32 apart; 1 for signs, which are consecutive."""
         return 1 if self.bits == 1 else 8 // self.bits
 
     @property
     def unit(self) -> int:
-        """Entries whose codes are stored together; a block has a multiple of it."""
+        """Number of entries whose codes are stored together; divides every block."""
         return 32 * self.planes
 
 
@@ -57,7 +67,7 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Payload:
-    """Where the parts of a payload of ``n`` entries lie: ``scales`` bytes, then codes."""
+    """Locates the parts of a payload of ``n`` entries: scales, then codes."""
 
     format: Format
     block: int
@@ -69,7 +79,7 @@ class Payload:
 
     @property
     def codes_at(self) -> int:
-        """Byte of the first code."""
+        """Position of the first code, in bytes."""
         return -(-self.blocks * self.format.scale_bytes // ALIGNMENT) * ALIGNMENT
 
     @property
@@ -82,19 +92,19 @@ class Payload:
 
 
 def layout_of(caller: str, format: str, block: Any, n: int) -> Payload:
-    """The layout of a payload of ``n`` entries; ValueError if the format has no such block."""
-    found = FORMATS.get(format) if isinstance(format, str) else None
-    if found is None:
+    """Returns the layout of a payload; raises ValueError for an unknown format or block."""
+    known = FORMATS.get(format) if isinstance(format, str) else None
+    if known is None:
         raise ValueError(f"{caller}(format): one of {', '.join(FORMATS)}, got {format!r}")
     block = whole(caller, "block", block)
-    if block not in _BLOCKS or block < found.unit:
-        allowed = ", ".join(str(b) for b in _BLOCKS if b >= found.unit)
+    if block not in _BLOCKS or block < known.unit:
+        allowed = ", ".join(str(b) for b in _BLOCKS if b >= known.unit)
         raise ValueError(f"{caller}(block): {format} takes one of {allowed}, got {block!r}")
-    return Payload(found, block, n)
+    return Payload(known, block, n)
 
 
 def payload_bytes(n: int, format: str, block: int) -> int:
-    """Bytes of the payload of ``n`` entries."""
+    """Returns the number of bytes of the payload of ``n`` entries."""
     n = whole("payload_bytes", "n", n)
     check_whole("payload_bytes", "n", n, 0, 2**56)
     return layout_of("payload_bytes", format, block, n).bytes

@@ -1,4 +1,4 @@
-"""The ops of ``low_rank``: their definitions, and what their arguments have to be."""
+"""Declares the ops of ``low_rank``: their definitions and the checks of their arguments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ __all__ = [
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _WORK = (torch.float32, torch.float64)
 _BUCKETS = (*_DTYPES, torch.float64)
-_DEAD, _VANISHED = 2.0**-19, 2.0**-64  # of norms, of their squares; kDead is of squares too
+# Shares of a norm and of a squared norm; kDead of low_rank.h is a share of the squared norm.
+_DEAD, _VANISHED = 2.0**-19, 2.0**-64
 
 
 @op(
@@ -36,9 +37,10 @@ def multiply_right_op(
     left: Tensor,
 ) -> None:
     for run in runs_of(table):
-        source = run.bucket(x).to(left.dtype)
+        source = run.bucket(x).to(left.dtype)  # 16-bit entries are summed in float32
         if residual is not None:
             source = source + run.bucket(residual)
+        # Only after the sum is formed, since `total` may be `x` or `residual`.
         if total is not None:
             run.bucket(total).copy_(source)
         run.left(left).copy_(torch.bmm(run.right(right), source.mT))
@@ -68,6 +70,7 @@ def expand_op(
     out: Tensor,
 ) -> None:
     for run in runs_of(table):
+        # Before `out`, which may be `total`.
         if not (sent_left is None or sent_right is None or total is None or unsent is None):
             sent = torch.bmm(run.left(sent_left).mT, run.right(sent_right))
             torch.sub(run.bucket(total), sent, out=run.bucket(unsent))
@@ -80,12 +83,20 @@ def orthonormalize_op(left: Tensor, table: Tensor) -> None:
         rows = run.left(left)
         done: list[Tensor] = []
         for k in range(run.rank):
+            # Sums in float64 and two projections give orthonormal rows whatever the condition
+            # number (docs/design/kernels.md).
             v = rows[:, k].double()
             before = v.square().sum(1, keepdim=True)
+            # A row that almost depends on earlier ones is mostly rounding errors after the first
+            # projection, which are not orthogonal to these; the second one makes them so. Each
+            # result is rounded to the factor's dtype, as in the kernels, which keep the row in
+            # memory.
             for _ in range(2):
                 for q in done:
                     v = (v - (q * v).sum(1, keepdim=True) * q).to(left.dtype).double()
             norm = v.square().sum(1, keepdim=True)
+            # Less than 2^-32 of the length remains where the row cancels exactly. It becomes zero,
+            # where a division would give infinity. The comparison is false for NaN, which stays.
             unit = v * torch.where(norm <= before * _VANISHED, 0.0, norm.rsqrt())
             done.append(unit.to(left.dtype).double())
             rows[:, k] = unit
@@ -96,11 +107,12 @@ def unit_rows_op(right: Tensor, fresh: Tensor, table: Tensor) -> None:
     for run in runs_of(table):
         rows, new = run.right(right), run.right(fresh)
         norms = torch.linalg.vector_norm(rows, dim=2, keepdim=True, dtype=torch.float64)
+        # "<=", so that in a matrix of zeros all rows are dead.
         dead = norms <= norms.amax(dim=1, keepdim=True) * _DEAD
         rows.copy_(torch.where(dead, new, (rows / norms).to(rows.dtype)))
 
 
-# What arguments have to be ---------------------------------------------------------------------
+# Checks of arguments --------------------------------------------------------------------------
 
 
 @multiply_right_op.law
@@ -165,7 +177,7 @@ def _check_unit_rows(right: Tensor, fresh: Tensor, table: Tensor) -> None:
 def _check_bucket(
     caller: str, table: Tensor, name: str, flat: Tensor
 ) -> tuple[Matrices, torch.dtype]:
-    """The matrices, and the dtype that the bucket is worked on in."""
+    """Returns the matrices, and the dtype in which the bucket is worked on."""
     matrices = matrices_of(caller, table)
     check(caller, name, flat, like=flat, dtypes=_BUCKETS)
     if flat.numel() < matrices.end:
@@ -186,5 +198,6 @@ def _check_factors(
 @orthonormalize_op.beyond_kernels
 @unit_rows_op.beyond_kernels
 def _is_double(first: Tensor, *rest: Tensor | None) -> bool:
-    """Whether the factors, or what they are made of, are float64, which kernels do not know."""
+    """Returns whether the first argument is float64, for which there are no kernels."""
+    # Its dtype decides: the checks have compared the other tensors with it.
     return first.dtype == torch.float64

@@ -1,4 +1,4 @@
-"""The matrices of a bucket: where they lie, and which of them one strided view shows at once."""
+"""Describes the matrices of a bucket: their places, and views of many matrices at once."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from .runtime.arguments import whole
 
 __all__ = ["Matrices", "OnDevice", "matrices_of", "on_device", "runs_of"]
 
-_MOST = 2**62
+_MOST = 2**62  # places are int64
 _ROWS, _SEGMENT, _CHUNK, _TILE = 8, 512, 64, 128  # as in low_rank.h and low_rank.cu
 
 
 class Matrices:
-    """Where the matrices of a bucket lie, and their factors among all of them, in their order.
+    """Lists where the matrices of a bucket lie; their factors lie one after the other, in order.
 
     Args:
-        places: (offset in the bucket, rows, columns, rank) of each; they do not overlap.
+        places: (offset in the bucket, rows, columns, rank) per matrix, without overlaps.
 
     Attributes:
-        left_numel, right_numel: entries of all left factors, and of all right ones.
-        end: entries of the bucket up to where the last of them ends.
-        table: what kernels read; a row of int64 for each, and one for the end of everything.
+        left_numel, right_numel: number of entries of all left and of all right factors.
+        end: the end of the last matrix in the bucket.
+        table: int64, one row per matrix and a last one with the ends; kernels read it.
 
     Raises:
-        TypeError, ValueError: a place is not four whole numbers of 0 or more, or two overlap.
+        TypeError: a place has a number that is no integer.
+        ValueError: a place is not four numbers of 0 or more, or two matrices overlap.
 
     Example:
         >>> matrices = Matrices([(0, 512, 256, 4)])
@@ -43,6 +44,9 @@ class Matrices:
         lefts = [0, *accumulate(rank * rows for _, rows, _, rank in places)]
         rights = [0, *accumulate(rank * columns for _, _, columns, rank in places)]
         self.left_numel, self.right_numel = lefts[-1], rights[-1]
+        # Tasks and partial sums of a GPU are counted here, once per table: a warp then finds its
+        # piece of a matrix by a binary search, and a launch knows its size without a copy to the
+        # host.
         rows, task, sums = [], [0, 0], [0, 0]
         for place, left, right in zip(places, lefts, rights, strict=False):
             _, n, m, rank = place
@@ -50,8 +54,8 @@ class Matrices:
             rows.append((*place, left, right, task[0], sums[0], task[1], sums[1]))
             task = [task[0] + -(-n // _ROWS) * segments, task[1] + chunks * -(-m // _TILE)]
             sums = [sums[0] + segments * rank * n, sums[1] + chunks * rank * m]
-        # As struct Matrix in low_rank.h.
         self.end = max((offset + n * m for offset, n, m, _ in places), default=0)
+        # The columns of struct Matrix in low_rank.h. Launches take their sizes from the last row.
         rows.append((self.end, 0, 0, 0, lefts[-1], rights[-1], task[0], sums[0], task[1], sums[1]))
         self.table = torch.tensor(rows, dtype=torch.int64)
 
@@ -60,50 +64,57 @@ class Matrices:
 
 
 def _checked(places: Sequence[Sequence[int]]) -> list[tuple[int, int, int, int]]:
-    found = []
+    checked = []
     for place in places:
         if len(place) != 4:
             raise ValueError(f"Matrices(places): offset, rows, columns, rank; got {place!r}")
-        offset, rows, columns, rank = (whole("Matrices", "places", one) for one in place)
+        offset, rows, columns, rank = (whole("Matrices", "places", number) for number in place)
         if min(offset, rows, columns, rank) < 0 or offset + rows * columns > _MOST:
             raise ValueError(f"Matrices(places): numbers from 0 to 2^62, got {tuple(place)}")
         if rank * max(rows, columns) > _MOST:
             raise ValueError(f"Matrices(places): factors of less than 2^62, got {tuple(place)}")
-        found.append((offset, rows, columns, rank))
+        checked.append((offset, rows, columns, rank))
+    # Empty matrices may lie anywhere. The others are compared in the order of their offsets, while
+    # the result keeps the order that was given, which is the order of the factors.
     end = 0
-    for offset, rows, columns, _ in sorted(one for one in found if one[1] * one[2]):
+    for offset, rows, columns, _ in sorted(place for place in checked if place[1] * place[2]):
         if offset < end:
             raise ValueError(f"Matrices(places): they overlap at {offset}")
         end = offset + rows * columns
-    return found
+    return checked
 
 
 def _version_of(table: Tensor) -> int:
-    """Changes where the table is written to; what is known of it holds for one version."""
+    """Returns a number that changes when the table is written to, by torch's own count."""
     try:
         return table._version
-    except RuntimeError:  # an inference tensor counts none
+    except RuntimeError:  # an inference tensor has no counter
         return 0
 
 
-_KNOWN: dict[int, tuple[Tensor, int, Matrices]] = {}  # by the table's id, which it keeps
+# Reading a table back takes longer than a small kernel, so it is done once per table. The entry
+# holds the table, so its id is not used again for another tensor.
+_KNOWN: dict[int, tuple[Tensor, int, Matrices]] = {}
 
 
 def matrices_of(caller: str, table: Tensor) -> Matrices:
-    """The matrices of a table; ValueError if it is none that ``Matrices`` made."""
+    """Returns the matrices of a table; raises ValueError unless ``Matrices`` can make that table.
+
+    Kernels trust the table for every address, and an op may be called with any tensor.
+    """
     known, version = _KNOWN.get(id(table)), _version_of(table)
     if known is not None and known[0] is table and known[1] == version:
         return known[2]
-    found = _read(table)
-    if found is None:
+    matrices = _read(table)
+    if matrices is None:
         raise ValueError(
             f"{caller}(table): a table as Matrices makes it, on the CPU, "
             f"got {table.dtype} of shape {tuple(table.shape)} on {table.device}"
         )
     if len(_KNOWN) >= 4096:
-        _KNOWN.clear()
-    _KNOWN[id(table)] = table, version, found
-    return found
+        _KNOWN.clear()  # a bound on the tensors that it keeps alive
+    _KNOWN[id(table)] = table, version, matrices
+    return matrices
 
 
 def _read(table: Tensor) -> Matrices | None:
@@ -112,54 +123,59 @@ def _read(table: Tensor) -> Matrices | None:
         return None
     if table.dim() != 2 or not len(table) or table.shape[1] != width:
         return None
+    # The first four columns determine the others, which must be equal as well.
     try:
-        found = Matrices(table[:-1, :4].tolist())
+        matrices = Matrices(table[:-1, :4].tolist())
     except ValueError:
         return None
-    return found if torch.equal(found.table, table) else None
+    return matrices if torch.equal(matrices.table, table) else None
 
 
 class _Run(NamedTuple):
-    """Matrices of one shape at constant distances: strided views show all of them at once."""
+    """Views matrices of one shape at constant distances as one batch.
+
+    A batched product (``bmm``) over a view costs one call for all of them and copies nothing.
+    """
 
     matrices: int
     rows: int
     columns: int
     rank: int
-    first: tuple[int, int, int]  # places of the first in the bucket and among the factors
+    first: tuple[int, int, int]  # place of the first matrix, its left and its right factor
     distance: tuple[int, int, int]
 
     def bucket(self, flat: Tensor) -> Tensor:
-        """The matrices in a bucket, shape (matrices, rows, columns)."""
+        """Returns the matrices in a bucket, shape (matrices, rows, columns)."""
         return self._view(flat, 0, (self.rows, self.columns))
 
     def left(self, flat: Tensor) -> Tensor:
-        """Their left factors, shape (matrices, rank, rows)."""
+        """Returns the left factors, shape (matrices, rank, rows)."""
         return self._view(flat, 1, (self.rank, self.rows))
 
     def right(self, flat: Tensor) -> Tensor:
-        """Their right factors, shape (matrices, rank, columns)."""
+        """Returns the right factors, shape (matrices, rank, columns)."""
         return self._view(flat, 2, (self.rank, self.columns))
 
     def _view(self, flat: Tensor, which: int, shape: tuple[int, int]) -> Tensor:
         strides = (self.distance[which], shape[1], 1)
+        # as_strided counts from the storage, where a flat view of a larger tensor begins later.
         begin = flat.storage_offset() + self.first[which]
         return flat.as_strided((self.matrices, *shape), strides, begin)
 
 
 def runs_of(table: Tensor) -> tuple[_Run, ...]:
-    """All matrices of a table, as few runs."""
+    """Returns runs that cover all matrices of a table, as few as their order allows."""
     return _runs_of(table, _version_of(table))
 
 
 @lru_cache(maxsize=4096)
 def _runs_of(table: Tensor, version: int) -> tuple[_Run, ...]:
-    alike: dict[tuple[int, int, int], list[tuple[int, int, int]]] = {}
+    by_shape: dict[tuple[int, int, int], list[tuple[int, int, int]]] = {}
     for offset, rows, columns, rank, left, right in table[:-1, :6].tolist():
-        alike.setdefault((rows, columns, rank), []).append((offset, left, right))
+        by_shape.setdefault((rows, columns, rank), []).append((offset, left, right))
     return tuple(
         _Run(len(part), *shape, part[0], _step(part[0], part[1]) if len(part) > 1 else (0, 0, 0))
-        for shape, places in alike.items()
+        for shape, places in by_shape.items()
         for part in _stretches(places)
     )
 
@@ -169,7 +185,7 @@ def _step(a: tuple[int, int, int], b: tuple[int, int, int]) -> tuple[int, int, i
 
 
 def _stretches(places: list[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
-    """Splits places into stretches of constant distance, from the left."""
+    """Splits places into stretches of constant distance, each as long as possible."""
     part: list[tuple[int, int, int]] = []
     for place in places:
         if len(part) > 1 and _step(part[-1], place) != _step(part[0], part[1]):
@@ -180,7 +196,7 @@ def _stretches(places: list[tuple[int, int, int]]) -> Iterator[list[tuple[int, i
 
 
 class OnDevice(NamedTuple):
-    """A table on a GPU, and the sizes of launches that it asks for."""
+    """Holds a table on a GPU, and the sizes of the launches for it."""
 
     table: Tensor
     matrices: int
@@ -193,10 +209,11 @@ class OnDevice(NamedTuple):
 
 
 def on_device(table: Tensor, device: torch.device) -> OnDevice:
-    """The table there."""
+    """Returns the table on ``device``, copied once per table and device."""
     return _copied(table, _version_of(table), device)
 
 
 @lru_cache(maxsize=4096)
 def _copied(table: Tensor, version: int, device: torch.device) -> OnDevice:
+    # Read from the host's table: reading the copy would wait for the GPU.
     return OnDevice(table.to(device), len(table) - 1, *table[-1, 4:].tolist())

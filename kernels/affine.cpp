@@ -1,4 +1,4 @@
-// Affine levels on the CPU; the specification is in affine.py.
+// Quantises to affine levels on the CPU; the specification is in affine.py.
 #include "include/affine.h"
 
 #include "include/cpu.h"

@@ -1,5 +1,7 @@
-// Affine levels on a GPU; the specification is in affine.py. A block may be the whole bucket, so its
-// range is found in two steps: of chunks, then of all chunks of a block.
+// Quantises to affine levels on a GPU; the specification is in affine.py.
+//
+// A block may be the whole bucket, so its range is found in two launches: of chunks, then of all
+// chunks of a block.
 #include "include/affine.h"
 
 #include "include/cuda.h"

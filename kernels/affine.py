@@ -1,4 +1,4 @@
-"""Affine 8-bit levels between a block's minimum and maximum, for blocks of any size."""
+"""Quantises to affine 8-bit levels between a block's minimum and maximum."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ __all__ = ["dequantize_affine", "quantize_affine"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _TOP = 255  # the largest level
-_CHUNK = 2048  # as in affine.cu
+_CHUNK = 2048  # entries of a warp, as in affine.cu
 
 
 def quantize_affine(x: Tensor, levels: Tensor, scale: Tensor, zero: Tensor, block: int) -> None:
-    """Writes levels, and per block their distance and the level of zero.
+    """Writes the level of each entry, and per block the distance of levels and the level of zero.
 
-    The range of a block includes zero, which is a level. A block with an entry that is not finite
-    has a distance of NaN. Kernels equal the definition bit for bit.
+    The range of a block always includes zero, which is exactly a level. A block with an entry that
+    is not finite has a distance of NaN. Kernels equal the definition bit for bit.
 
     Args:
         x: float32, float16 or bfloat16, contiguous.
-        levels: uint8, as many entries.
-        scale, zero: float32 and uint8, one entry per block.
-        block: entries of a block; the last may be short.
+        levels: uint8, as many entries as ``x``.
+        scale, zero: float32 and uint8, one entry per block: the distance, and the level of zero.
+        block: entries per block, any number; the last block may be short.
 
     Raises:
-        TypeError, ValueError: a tensor of another dtype, size or device; names the argument.
+        TypeError, ValueError: a tensor has the wrong dtype, size or device; the message names it.
     """
     quantize_affine_op(x, levels, scale, zero, block)
 
@@ -44,11 +44,12 @@ def dequantize_affine(
     factor: float = 1.0,
     accumulate: bool = False,
 ) -> None:
-    """Writes what the levels stand for, times ``factor``, to ``out``, or adds it.
+    """Writes the values of the levels, times ``factor``, to ``out``.
 
     Args:
         levels, scale, zero, block: as :func:`quantize_affine` wrote them.
         out: float32, float16 or bfloat16, contiguous.
+        accumulate: adds to ``out`` instead.
     """
     dequantize_affine_op(levels, scale, zero, block, factor, accumulate, out)
 
@@ -59,17 +60,20 @@ def dequantize_affine(
 )
 def quantize_affine_op(x: Tensor, levels: Tensor, scale: Tensor, zero: Tensor, block: int) -> None:
     n = x.numel()
-    block = max(1, min(block, n))
+    block = max(1, min(block, n))  # padding to a block of 2^62 entries would need its memory
     rows = pad(x.flatten().to(torch.float32), (0, -n % block)).view(-1, block)
     finite = rows.isfinite().all(1)
     rows = torch.where(finite[:, None], rows, 0.0)
+    # Zero is in the range, so that gradients of zero stay zero and the padding changes nothing.
     low, high = rows.amin(1).clamp(max=0), rows.amax(1).clamp(min=0)
     top = torch.full_like(low, _TOP)
-    distance = high / top - low / top  # before the subtraction, which may overflow
+    distance = high / top - low / top  # high - low may overflow
+    # A block of zeros: any divisor gives level 0.
     divisor = torch.where(distance > 0, distance, 1.0)
     middle = torch.round(-low / divisor).clamp(0, _TOP)
-    found = (torch.round(rows / divisor[:, None]) + middle[:, None]).clamp(0, _TOP)
-    levels.copy_(found.flatten()[:n].view(levels.shape))
+    # Clamped after the sum: both terms are rounded, so the largest entry may come out as 256.
+    nearest = (torch.round(rows / divisor[:, None]) + middle[:, None]).clamp(0, _TOP)
+    levels.copy_(nearest.flatten()[:n].view(levels.shape))
     scale.copy_(torch.where(finite, distance, torch.nan))
     zero.copy_(middle)
 
@@ -95,7 +99,7 @@ def dequantize_affine_op(
     out.copy_(out.to(torch.float32) + entries if accumulate else entries)
 
 
-# What arguments have to be ---------------------------------------------------------------------
+# Checks of arguments --------------------------------------------------------------------------
 
 
 @quantize_affine_op.law
@@ -140,7 +144,10 @@ def _quantize_cpu(x: Tensor, levels: Tensor, scale: Tensor, zero: Tensor, block:
 @quantize_affine_op.kernel("cuda")
 def _quantize_cuda(x: Tensor, levels: Tensor, scale: Tensor, zero: Tensor, block: int) -> None:
     n, t, blocks = x.numel(), cuda.DTYPES[x.dtype], scale.numel()
-    chunks = -(-min(block, n) // _CHUNK)
+    block = max(1, min(block, n))  # kernels add `n` and `block`, which may overflow
+    # A block may be the whole bucket, so its extent is found by several warps. Their results go
+    # through memory: a kernel cannot wait for all of its blocks.
+    chunks = -(-block // _CHUNK)
     extents = torch.empty(3 * chunks * blocks, device=x.device)
     for name, warps, arguments in (
         (f"affine_extents<{t}>", chunks * blocks, (x, n, block, extents)),

@@ -1,4 +1,5 @@
-// Bitmaps on a GPU; the specification is in bitmap.py. A warp packs 32 bits by a ballot.
+// Packs bitmaps on a GPU; the specification is in bitmap.py. A warp packs
+// 32 bits by a ballot.
 #include "include/cuda.h"
 
 __global__ void pack_bits(const u8* bits, i64 n, u8* packed) {

@@ -1,4 +1,4 @@
-"""Bitmaps: which entries a sparse payload holds, at one bit an entry."""
+"""Packs and unpacks bitmaps, which say at one bit per entry what a sparse payload holds."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ def pack_bits(bits: Tensor, packed: Tensor) -> None:
 
     Args:
         bits: bool, contiguous.
-        packed: uint8, a byte per eight bits, rounded up; what is unsent of the last is zero.
+        packed: uint8, one byte per eight bits, rounded up; unused bits of the last byte are zero.
 
     Raises:
-        TypeError, ValueError: a tensor of another dtype, size or device; names the argument.
+        TypeError, ValueError: a tensor has the wrong dtype, size or device; the message names it.
     """
     pack_bits_op(bits, packed)
 
 
 def unpack_bits(packed: Tensor, bits: Tensor) -> None:
-    """The reverse of :func:`pack_bits`."""
+    """Writes to ``bits`` what :func:`pack_bits` packed."""
     unpack_bits_op(packed, bits)
 
 
 @op("pack_bits(Tensor bits, Tensor(a!) packed) -> ()")
 def pack_bits_op(bits: Tensor, packed: Tensor) -> None:
     rows = torch.nn.functional.pad(bits.flatten().to(torch.uint8), (0, -bits.numel() % 8))
+    # copy_ narrows the sum of a byte's bits, which is at most 255, from int64 to uint8.
     packed.copy_((rows.view(-1, 8) << _PLACES.to(bits.device)).sum(1).view(packed.shape))
 
 
@@ -55,7 +56,7 @@ def _check_unpack(packed: Tensor, bits: Tensor) -> None:
     check("unpack_bits", "packed", packed, like=packed, dtypes=(torch.uint8,), n=size)
 
 
-_PLACES = torch.arange(8, dtype=torch.uint8)
+_PLACES = torch.arange(8, dtype=torch.uint8)  # uint8, so that shifts stay uint8
 
 
 @pack_bits_op.kernel("cpu")

@@ -1,4 +1,4 @@
-// Blockwise quantisation on the CPU; the specification is in blockwise.py.
+// Quantises in blocks on the CPU; the specification is in _blockwise_definition.py.
 #include "include/blockwise_cpu.h"
 
 EXPORT(quantize)(i64 format, i64 dtype, i64 block, const void* x, i64 n, const float* residual,
@@ -30,7 +30,7 @@ EXPORT(dequantize)(i64 format, i64 dtype, const u8* payloads, i64 codes_at, i64 
     });
 }
 
-// The sum is taken some blocks at a time and stays in the cache.
+// Sums at most 2048 entries at a time, so that the sum stays in the nearest cache.
 EXPORT(requantize)(i64 format, i64 blocks_of, const u8* payloads, i64 stride, i64 payload_count,
                    float factor, i64 n, const float* residual, float* unsent, const i64* step, i64 seed,
                    i64 stream, i64 first, u8* payload, i64 codes_at, i64 bytes) {

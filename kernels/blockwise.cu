@@ -1,4 +1,4 @@
-// Blockwise quantisation on a GPU; the specification is in blockwise.py.
+// Quantises in blocks on a GPU; the specification is in _blockwise_definition.py.
 #include "include/blockwise_cuda.h"
 
 template <class F, class T, int BLOCK>
@@ -26,10 +26,10 @@ template <class F, class T>
 __global__ void dequantize(const u8* payloads, i64 codes_at, i64 stride, i64 payload_count, i64 n,
                            i64 block, float factor, i64 accumulate, T* out) {
     const Payloads from = {payloads, payloads + codes_at, stride, (int)payload_count};
-    const int log = 26 - __clz((int)block);  // 2^5 entries are a row
+    const int log = 26 - __clz((int)block);  // log2 of the rows of 32 entries in a block
     for (i64 at = warp() * kSpan<256>; at < n; at += warps() * kSpan<256>) {
         const int count = entries_in<kSpan<256>>(at, n);
-        Entries<256> sum;  // whose loads are under way together
+        Entries<256> sum;  // a copy per span, so that its loads are under way together
         sum_payloads<F, -1>(from, at, count, log, sum);
         store_span(out, at, count, factor, accumulate, sum);
     }

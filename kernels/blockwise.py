@@ -1,6 +1,6 @@
-"""Blockwise formats: one scale per block, one code of 1 to 8 bits per entry.
+"""Quantises in blocks: one scale per block, one code of 1 to 8 bits per entry.
 
-A payload is one uint8 tensor: scales, then codes, filled up with zeros to a multiple of 16 bytes.
+A payload is one uint8 tensor: scales, then codes, padded with zeros to a multiple of 16 bytes.
 ``docs/design/kernels.md`` has the table of formats. Kernels equal the definitions bit for bit.
 """
 
@@ -33,20 +33,20 @@ def quantize(
     unsent: Tensor | None = None,
     random: philox.RandomBits | None = None,
 ) -> None:
-    """Writes the payload of ``x``, or of ``x + residual``, and what it leaves out.
+    """Writes the payload of ``x``, or of ``x + residual``, and what the payload leaves out.
 
     Args:
         x: float32, float16 or bfloat16, contiguous; worked on as float32.
-        payload: uint8, ``payload_bytes(x.numel(), format, block)`` of them.
+        payload: uint8, ``payload_bytes(x.numel(), format, block)`` entries.
         format: a key of ``FORMATS``.
         block: entries per scale.
         residual: float32, as many entries as ``x``; added before quantising.
-        unsent: float32, as many; gets what was not sent. May be ``residual``.
-        random: rounds stochastically with its bits, which is unbiased but for formats with a scale
-            of a power of two ("mx_...") and "sign"; without it to nearest.
+        unsent: float32, as many entries as ``x``; receives what was not sent. May be ``residual``.
+        random: bits for stochastic rounding, which is unbiased except for "sign" and for formats
+            whose scale is a power of two ("mx_..."). None rounds to nearest.
 
     Raises:
-        TypeError, ValueError: a tensor of another dtype, size or device; names the argument.
+        TypeError, ValueError: a tensor has the wrong dtype, size or device; the message names it.
 
     Example:
         >>> payload = torch.empty(payload_bytes(grad.numel(), "int8", 256), dtype=torch.uint8)
@@ -65,15 +65,16 @@ def dequantize(
     factor: float = 1.0,
     accumulate: bool = False,
 ) -> None:
-    """Writes the sum of what the payloads decode to, times ``factor``, to ``out``, or adds it.
+    """Writes the sum of the decoded payloads, times ``factor``, to ``out``.
 
     Args:
-        payloads: uint8, shape (n, bytes), n of 1 or more; added in their order, in float32.
+        payloads: uint8, shape (n, bytes) with n >= 1; summed in their order, in float32.
         out: float32, float16 or bfloat16, contiguous.
-        accumulate: adds to ``out``; with a factor of -1 and one payload, what is unsent of it.
+        accumulate: adds to ``out`` instead. With ``factor=-1`` and one payload, ``out`` becomes
+            what the payload leaves out of it.
 
     Raises:
-        TypeError, ValueError: a tensor of another dtype, size or device; names the argument.
+        TypeError, ValueError: a tensor has the wrong dtype, size or device; the message names it.
     """
     dequantize_op(payloads, out, format, block, factor, accumulate)
 
@@ -90,16 +91,16 @@ def requantize(
     unsent: Tensor | None = None,
     random: philox.RandomBits | None = None,
 ) -> None:
-    """Dequantises, sums, multiplies and quantises again: the middle of a two-phase exchange.
+    """Quantises the sum of the decoded payloads, as in the middle of a two-phase exchange.
 
-    The sum does not pass through memory. Arguments as for ``dequantize`` and ``quantize``; ``n``
-    is the number of entries.
+    The sum does not pass through memory. Arguments are those of ``dequantize`` and ``quantize``;
+    ``n`` is the number of entries.
     """
     key = philox.key_of("requantize", random)
     requantize_op(payloads, payload, n, format, block, factor, residual, unsent, *key)
 
 
-# quantise -------------------------------------------------------------------------------------
+# Quantise -------------------------------------------------------------------------------------
 
 
 @op(
@@ -118,18 +119,18 @@ def quantize_op(
     *key: int,
 ) -> None:
     layout = Payload(FORMATS[format], block, x.numel())
-    c = x.to(torch.float32)
+    c = x.to(torch.float32)  # scales of 16-bit gradients are float32 as well
     if residual is not None:
         c = c + residual
     noise = None
     if step is not None:
         noise = philox.half_words(x.numel(), int(step), *key, device=x.device)
-    rest = definition.encode(c, payload, layout, noise)
+    left_out = definition.encode(c, payload, layout, noise)
     if unsent is not None:
-        unsent.copy_(rest)
+        unsent.copy_(left_out)
 
 
-# dequantise -----------------------------------------------------------------------------------
+# Dequantise -----------------------------------------------------------------------------------
 
 
 @op(
@@ -143,7 +144,7 @@ def dequantize_op(
     out.copy_(out.to(torch.float32) + total if accumulate else total)
 
 
-# dequantise, sum and quantise again -----------------------------------------------------------
+# Dequantise, sum and quantise again -----------------------------------------------------------
 
 
 @op(
@@ -160,11 +161,12 @@ def requantize_op(
     factor: float,
     *rest: Any,
 ) -> None:
+    # The definition rather than the op, since a definition runs no kernel in any mode.
     total = definition.sum_payloads(payloads, Payload(FORMATS[format], block, n)) * factor
     quantize_op.definition(total, payload, format, block, *rest)
 
 
-# What arguments have to be --------------------------------------------------------------------
+# Checks of arguments -------------------------------------------------------------------------
 
 
 @quantize_op.law
@@ -216,14 +218,14 @@ def _check_requantize(
 
 
 def check_payload(caller: str, payload: Tensor, layout: Payload, like: Tensor) -> None:
-    """Raises unless ``payload`` can be written."""
+    """Raises unless ``payload`` has the dtype and the size of the layout."""
     check(caller, "payload", payload, like=like, dtypes=(torch.uint8,))
     if payload.numel() != layout.bytes:
         _refuse_size(caller, "payload", layout, payload.numel())
 
 
 def check_payloads(caller: str, payloads: Tensor, layout: Payload) -> None:
-    """Raises unless ``payloads`` are the rows of a matrix."""
+    """Raises unless ``payloads`` is a matrix whose rows have the size of the layout."""
     check(caller, "payloads", payloads, like=payloads, dtypes=(torch.uint8,))
     if payloads.dim() != 2 or not len(payloads):
         raise ValueError(
@@ -243,10 +245,10 @@ def _refuse_size(caller: str, name: str, layout: Payload, got: int) -> None:
 def check_feedback(
     caller: str, like: Tensor, n: int, residual: Tensor | None, unsent: Tensor | None
 ) -> None:
-    """Raises unless these are float32 and have ``n`` entries."""
+    """Raises unless ``residual`` and ``unsent``, where given, are float32 of ``n`` entries."""
     if residual is not None:
         check(caller, "residual", residual, like=like, dtypes=(torch.float32,), n=n)
-    if unsent is not None and unsent is not residual:
+    if unsent is not None and unsent is not residual:  # feedback in place is the common case
         check(caller, "unsent", unsent, like=like, dtypes=(torch.float32,), n=n)
 
 
@@ -263,18 +265,21 @@ def _quantize_cpu(x: Tensor, payload: Tensor, format: str, block: int, *rest: An
 @quantize_op.kernel("cuda")
 def _quantize_cuda(x: Tensor, payload: Tensor, format: str, block: int, *rest: Any) -> None:
     layout = Payload(FORMATS[format], block, x.numel())
+    # The block is a template argument, so that a lane's entries stay in registers: an array is kept
+    # there only where every index is known to the compiler.
     name = f"quantize<{layout.format.cpp}, {cuda.DTYPES[x.dtype]}, {block}>"
     arguments = (x, layout.n, *rest, *parts(aligned(payload), layout))
+    # A warp takes whole blocks, and 256 entries at least: they share calls of Philox.
     cuda.launch("blockwise.cu", name, x.device, layout.n // max(block, 256) + 1, arguments)
 
 
 def parts(payload: Tensor, layout: Payload) -> tuple[Tensor, int, int]:
-    """A payload as kernels that write it take it."""
+    """Returns the arguments by which kernels take a payload that they write."""
     return payload, layout.codes_at, layout.bytes
 
 
 def aligned(payload: Tensor) -> Tensor:
-    """The payload, which CUDA kernels read by words."""
+    """Returns the payload; raises ValueError unless it is aligned for CUDA kernels."""
     if payload.data_ptr() % ALIGNMENT:
         raise ValueError(f"a payload on CUDA starts at a multiple of {ALIGNMENT} bytes")
     return payload
@@ -297,6 +302,7 @@ def _dequantize_cuda(
     payloads: Tensor, out: Tensor, format: str, block: int, factor: float, accumulate: bool
 ) -> None:
     layout = Payload(FORMATS[format], block, out.numel())
+    # Decoding needs no maximum, so the block is an argument and one kernel serves all blocks.
     name = f"dequantize<{layout.format.cpp}, {cuda.DTYPES[out.dtype]}>"
     arguments = _decoded(aligned(payloads), layout, factor, accumulate, out)
     cuda.launch("blockwise.cu", name, out.device, layout.n // 256 + 1, arguments)
@@ -305,7 +311,7 @@ def _dequantize_cuda(
 def _decoded(
     payloads: Tensor, layout: Payload, factor: float, accumulate: bool, out: Tensor
 ) -> tuple[Any, ...]:
-    """The arguments that both kernels share."""
+    """Returns the arguments that both kernels share."""
     source = (payloads, layout.codes_at, payloads.stride(0), len(payloads))
     return (*source, layout.n, layout.block, factor, accumulate, out)
 

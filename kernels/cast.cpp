@@ -1,4 +1,4 @@
-// Casts on the CPU; the specification is in cast.py.
+// Scales and casts on the CPU; the specification is in cast.py.
 #include "include/cpu.h"
 
 namespace {

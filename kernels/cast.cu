@@ -1,10 +1,10 @@
-// Casts on a GPU; the specification is in cast.py.
+// Scales and casts on a GPU; the specification is in cast.py.
 #include "include/cuda.h"
 
 template <class S, class T>
 __global__ void cast(const S* x, i64 n, float scale, const i64* step, i64 seed, i64 stream, i64 first,
                      T* out) {
-    // A warp has 256 entries: eight rows, whose loads are under way together.
+    // A warp takes 256 entries in eight rows, whose loads are under way together.
     for (i64 at = warp() * 256; at < n; at += warps() * 256) {
         const int count = entries_in<256>(at, n);
         float rows[8];

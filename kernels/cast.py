@@ -1,4 +1,4 @@
-"""Casts: scale and narrow in one pass over memory, to nearest or stochastically."""
+"""Scales and casts in one pass over memory, rounding to nearest or stochastically."""
 
 from __future__ import annotations
 
@@ -21,16 +21,20 @@ def scaled_cast(
 ) -> Tensor:
     """Writes ``x * scale``, rounded to the dtype of ``x`` and then to that of ``out``, to ``out``.
 
-    Kernels equal the definition bit for bit. Bytes: those of ``x`` and of ``out``, once each.
+    Kernels equal the definition bit for bit. Each byte of ``x`` and ``out`` passes through memory
+    once.
 
     Args:
-        x: contiguous, any shape, floating point. float64 goes by the definition.
-        out: as many entries, contiguous. May be ``x``.
-        random: rounds stochastically, which is unbiased, with its bits; ``x`` is float32 and
-            ``out`` float16 or bfloat16 then.
+        x: floating point, contiguous, any shape. For float64 the definition runs.
+        out: floating point, contiguous, as many entries as ``x``. May be ``x``.
+        random: bits for stochastic rounding, which is unbiased; requires ``x`` of float32 and
+            ``out`` of float16 or bfloat16. None rounds to nearest.
+
+    Returns:
+        ``out``.
 
     Raises:
-        TypeError, ValueError: tensors of other dtypes, sizes or devices; names the argument.
+        TypeError, ValueError: a tensor has the wrong dtype, size or device; the message names it.
     """
     cast_op(x, out, scale, *philox.key_of("scaled_cast", random))
     return out
@@ -43,6 +47,8 @@ def scaled_cast(
     same=[("x", "out")],
 )
 def cast_op(x: Tensor, out: Tensor, scale: float, step: Tensor | None, *key: int) -> None:
+    # Rounded to the dtype of x first, as torch's product is: the kernels do the same, so that they
+    # may replace `x * scale` followed by a copy without changing a bit.
     scaled = (x if scale == 1.0 else x * scale).view(out.shape)
     if step is not None:
         noise = philox.half_words(x.numel(), int(step), *key, device=x.device)
@@ -51,19 +57,22 @@ def cast_op(x: Tensor, out: Tensor, scale: float, step: Tensor | None, *key: int
 
 
 def _stochastic(x: Tensor, dtype: torch.dtype, noise: Tensor) -> Tensor:
-    """Random bits below the last place are added, and what is below it is cut off.
+    """Rounds to ``dtype`` stochastically: adds random bits below the last place and truncates.
 
-    Numbers that are not finite stay as they are; between the largest finite one and the next
-    power of two it is the largest or infinity.
+    The result is float32. Infinity and NaN stay as they are; numbers between the largest finite one
+    of ``dtype`` and the next power of two become one of the two, the latter as infinity.
     """
     bits = x.view(torch.int32)
     magnitude = bits & 0x7FFFFFFF
+    # A carry out of the mantissa is the next exponent, which is the next number of the format.
     if dtype == torch.bfloat16:
         cut = (magnitude + noise) & ~0xFFFF
     else:
         normal = (magnitude + (noise >> 3)) & ~0x1FFF
+        # Below 2^-14 the numbers of float16 are multiples of 2^-24.
         places = (x.abs() * 2.0**24 + philox.centred(noise)).round().abs() * 2.0**-24
         cut = torch.where(magnitude < 113 << 23, places.view(torch.int32), normal)
+    # Truncation may turn NaN into infinity, and noise may carry its bits into the sign.
     cut = torch.where(magnitude >= 0x7F800000, magnitude, cut)
     return (cut | bits & ~0x7FFFFFFF).view(torch.float32)
 

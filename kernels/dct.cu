@@ -1,7 +1,7 @@
-// The discrete cosine transform of chunks on a GPU; the specification is in dct.py.
+// Computes the discrete cosine transform of chunks on a GPU; the specification is in dct.py.
 //
-// A warp has a chunk of 64 entries: two per lane. Entries go round by shuffles, the table is in
-// shared memory.
+// A warp takes a chunk of 64 entries, two per lane. Shuffles pass entries between lanes, and the matrix
+// is in shared memory.
 #include "include/cuda.h"
 
 __global__ void dct(const float* x, i64 n, const float* columns, float* out) {

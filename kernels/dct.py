@@ -1,4 +1,4 @@
-"""The discrete cosine transform of chunks of 64 entries."""
+"""Computes the discrete cosine transform of chunks of 64 entries."""
 
 from __future__ import annotations
 
@@ -14,29 +14,34 @@ from .runtime.op import check, op
 
 __all__ = ["CHUNK", "dct"]
 
-CHUNK = 64
+CHUNK = 64  # as in DeMo
 
 
 def dct(x: Tensor, out: Tensor, *, inverse: bool = False) -> None:
     """Writes the orthonormal DCT-II of each chunk of 64 entries, or with ``inverse`` its inverse.
 
-    Kernels equal the definition bit for bit: products are added one after the other. Ahmed,
-    Natarajan and Rao, "Discrete cosine transform", 1974; as in DeMo (Peng et al., 2024).
+    Kernels equal the definition bit for bit: products are added one after the other.
 
     Args:
         x: float32, contiguous, a multiple of 64 entries.
-        out: float32, as many. May be ``x``.
+        out: float32, as many entries. May be ``x``.
+        inverse: applies the inverse transform.
 
     Raises:
-        TypeError, ValueError: a tensor of another dtype, size or device; names the argument.
+        TypeError, ValueError: a tensor has the wrong dtype, size or device; the message names it.
+
+    Reference: Ahmed, Natarajan and Rao, Discrete cosine transform, 1974; as used by Peng et al.,
+        DeMo, 2024.
     """
+    # An argument of the op: kernels compute no cosines, whose bits differ between libraries.
     device = as_tensor("dct", "x", x).device
     dct_op(x, _columns(device, as_flag("dct", "inverse", inverse)), out)
 
 
 @cache
 def _columns(device: torch.device, inverse: bool) -> Tensor:
-    """Row i: what entry i adds to each result, over the entry."""
+    """Returns the matrix of the transform: row i holds the factors of entry i in all results."""
+    # In float64, so that float32 entries are those nearest to the true cosines on every machine.
     i = torch.arange(CHUNK, dtype=torch.float64)
     angles = math.pi * (i[:, None] + 0.5) * i / CHUNK
     columns = torch.cos(angles) * math.sqrt(2 / CHUNK)
@@ -46,6 +51,7 @@ def _columns(device: torch.device, inverse: bool) -> Tensor:
 
 @op("dct(Tensor x, Tensor columns, Tensor(a!) out) -> ()", same=[("x", "out")])
 def dct_op(x: Tensor, columns: Tensor, out: Tensor) -> None:
+    # Not a matrix product: the order of its sums depends on the library and on the processor.
     chunks = x.reshape(-1, CHUNK)
     total = chunks[:, :1] * columns[0]
     for i in range(1, CHUNK):

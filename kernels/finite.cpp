@@ -1,4 +1,4 @@
-// Finite checks on the CPU; the specification is in finite.py.
+// Checks for finite entries on the CPU; the specification is in finite.py.
 #include "include/cpu.h"
 
 namespace {

@@ -1,8 +1,8 @@
-// Finite checks on a GPU; the specification is in finite.py.
+// Checks for finite entries on a GPU; the specification is in finite.py.
 #include "include/cuda.h"
 
 template <class T> __global__ void finite(const T* x, i64 n, u8* answer) {
-    constexpr int kRows = 8;  // whose loads are under way together
+    constexpr int kRows = 8;  // rows whose loads are under way together
     u32 largest = 0;
     for (i64 at = warp() * kRows * kLanes; at < n; at += warps() * kRows * kLanes)
 #pragma unroll

@@ -1,4 +1,4 @@
-// The randomised Hadamard transform on the CPU; the specification is in hadamard.py.
+// Computes the randomised Hadamard transform on the CPU; the specification is in hadamard.py.
 #include "include/hadamard_cpu.h"
 
 EXPORT(hadamard)(i64 block_size, const float* x, i64 n, float scale, i64 inverse, const i64* step,

@@ -1,4 +1,4 @@
-// The randomised Hadamard transform on a GPU; the specification is in hadamard.py.
+// Computes the randomised Hadamard transform on a GPU; the specification is in hadamard.py.
 #include "include/hadamard_cuda.h"
 
 template <int BLOCK>

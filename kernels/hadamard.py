@@ -1,4 +1,4 @@
-"""The randomised Hadamard transform, in blocks: spreads every entry over its block."""
+"""Computes the randomised Hadamard transform, which spreads every entry over its block."""
 
 from __future__ import annotations
 
@@ -19,21 +19,23 @@ BLOCKS = (32, 64, 128, 256, 512, 1024, 2048)
 def hadamard(
     x: Tensor, out: Tensor, block: int, random: philox.RandomBits, *, inverse: bool = False
 ) -> None:
-    """Writes ``H D x / sqrt(block)`` of each block, or with ``inverse`` what undoes it.
+    """Writes ``H D x / sqrt(block)`` of each block, or with ``inverse`` the inverse of it.
 
-    H is the Hadamard matrix, D has random signs on its diagonal. Orthonormal; in its result the
-    entries of a block are close to a normal distribution, whatever they were. Kernels equal the
-    definition bit for bit: sums are taken in one order. Ailon and Chazelle, "The fast
-    Johnson-Lindenstrauss transform", 2009.
+    H is the Hadamard matrix, and D has random signs on its diagonal. The transform is orthonormal,
+    and the entries of its result are close to a normal distribution for any x. Kernels equal the
+    definition bit for bit: sums are taken in one order.
 
     Args:
         x: float32, contiguous, a multiple of ``block`` entries.
-        out: float32, as many. May be ``x``.
-        block: a power of two, 32 to 2048.
-        random: the signs; ``first`` is a multiple of 4096.
+        out: float32, as many entries. May be ``x``.
+        block: entries per block, a power of two from 32 to 2048.
+        random: bits for the signs; ``first`` is a multiple of 4096.
+        inverse: applies the inverse transform.
 
     Raises:
-        TypeError, ValueError: a tensor of another dtype, size or device; names the argument.
+        TypeError, ValueError: a tensor has the wrong dtype, size or device; the message names it.
+
+    Reference: Ailon and Chazelle, The fast Johnson-Lindenstrauss transform, 2009.
     """
     hadamard_op(x, out, block, inverse, *philox.key_of("hadamard", random))
 
@@ -46,12 +48,14 @@ def hadamard(
 def hadamard_op(x: Tensor, out: Tensor, block: int, inverse: bool, step: Tensor, *key: int) -> None:
     signs = philox.signs(x.numel(), int(step), *key, device=x.device)
     rows = (x.flatten() if inverse else x.flatten() * signs).view(-1, block)
+    # log2(block) steps of sums and differences instead of a product with H, in the kernels' order.
     distance = 1
     while distance < block:
         pairs = rows.view(len(rows), block // (2 * distance), 2, distance)
         low, high = pairs[:, :, 0], pairs[:, :, 1]
         rows = torch.stack([low + high, low - high], 2).view(-1, block)
         distance *= 2
+    # Rounded to float32 before the product, as the kernels' argument is.
     rows = rows * torch.tensor(block**-0.5, dtype=torch.float32, device=x.device)
     out.view(-1).copy_(rows.view(-1) * signs if inverse else rows.view(-1))
 
@@ -69,6 +73,7 @@ def _check(x: Tensor, out: Tensor, block: int, inverse: bool, step: Tensor, *key
 
 def check_signs(caller: str, name: str, x: Tensor, step: Tensor, *key: int) -> None:
     """Raises unless the key is that of a stream of signs."""
+    # 4096 entries share the calls of Philox here, where other draws share them among 256.
     philox.check_key(x, step, *key)
     if key[-1] % philox.SIGNS:
         raise ValueError(f"{caller}({name}): first is a multiple of {philox.SIGNS}, got {key[-1]}")

@@ -1,11 +1,11 @@
-// Nearest levels on the CPU; the specification is in levels.py.
+// Quantises to the nearest levels on the CPU; the specification is in levels.py.
 #include "include/levels.h"
 
 #include "include/cpu.h"
 
 namespace {
 
-constexpr int kLongest = 2048;  // entries of a block, at most
+constexpr int kLongest = 2048;  // the longest block
 
 INLINE float square_root(float x) {
 #if defined(__SSE2__)
@@ -15,7 +15,7 @@ INLINE float square_root(float x) {
 #endif
 }
 
-// Sums per place of a row, halves added to halves.
+// Adds the 32 partial sums of a row, halves to halves.
 float summed(const Floats (&sums)[kVectors]) {
     float sum[kRow];
     store(sum, sums);
@@ -24,7 +24,7 @@ float summed(const Floats (&sums)[kVectors]) {
     return sum[0];
 }
 
-// Eight codes of one byte each, in BITS bytes, the first lowest.
+// Packs eight codes of one byte each into BITS bytes, the first code in the lowest bits.
 template <int BITS> INLINE u64 packed(u64 bytes) {
     constexpr u64 kLow = (1u << BITS) - 1;
 #if defined(__BMI2__)
@@ -109,7 +109,7 @@ void decode(const u8* codes, int block, float scale, const float* table, bool ac
     }
 }
 
-// Calls f(the number of bits, as a type).
+// Calls f with a type that stands for the number of bits.
 template <int BITS> struct Bits {
     static constexpr int value = BITS;
 };

@@ -1,4 +1,5 @@
-// Nearest levels on a GPU: a warp has a block; the specification is in levels.py.
+// Quantises to the nearest levels on a GPU; the specification is in levels.py. A
+// warp takes a block.
 #include "include/levels.h"
 
 #include "include/cuda.h"

@@ -1,4 +1,4 @@
-"""Blocks as the nearest of some levels, with scales that make the mean over rotations right."""
+"""Quantises to the nearest of given levels, with scales that are unbiased over rotations."""
 
 from __future__ import annotations
 
@@ -16,31 +16,32 @@ __all__ = ["dequantize_levels", "quantize_levels"]
 
 _BLOCKS = (128, 256, 512, 1024, 2048)
 _COUNTS = (2, 4, 8, 16)
-_ROW = 32
-_INFINITY = 0x7F800000  # bits
-_TINY = (127 - 120) << 23  # of 2^-120: blocks below it decode to zero
+_ROW = 32  # lanes of a warp; partial sums of a block
+_INFINITY = 0x7F800000  # bits of infinity
+_TINY = (127 - 120) << 23  # bits of 2^-120; blocks below it decode to zero
 
 
 def quantize_levels(
     x: Tensor, levels: Tensor, scales: Tensor, codes: Tensor, block: int, *, unsent: Tensor | None
 ) -> None:
-    """Writes for each entry the number of the level that is nearest to it, in units of the block.
+    """Writes the number of the nearest level of each entry, and the scale of each block.
 
-    An entry's unit is the block's root mean square. The scale is ``|x|^2 / <c, x>`` for entries x
-    and their levels c, so that the projection of what arrives on x is x: unbiased if x was rotated
-    at random. A block that is not finite has a scale of NaN. Kernels equal the definition bit for
-    bit: squares and products are added up per place in rows of 32, then halves to halves.
+    Entries are measured in units of their block's root mean square. The scale is
+    ``|x|^2 / <c, x>`` for a block x and its levels c, so that the projection of the decoded block
+    on x is x: unbiased if x was rotated at random. A block that is not finite has a scale of NaN.
+    Kernels equal the definition bit for bit: squares and products are added per place in rows of
+    32, then halves to halves.
 
     Args:
         x: float32, contiguous, a multiple of ``block`` entries.
-        levels: float32, 2, 4, 8 or 16 of them (k bits), ascending.
-        scales: float32, one per block.
-        codes: uint8; of 8 codes of k bits, k bytes, the first code lowest.
+        levels: float32, ascending; 2, 4, 8 or 16 entries for codes of k = 1, 2, 3 or 4 bits.
+        scales: float32, one entry per block.
+        codes: uint8; 8 codes of k bits are k bytes, the first code in the lowest bits.
         block: 128, 256, 512, 1024 or 2048.
-        unsent: float32, as many entries as ``x``; takes what is not sent. May be ``x``.
+        unsent: float32, as many entries as ``x``; receives what is not sent. May be ``x``.
 
     Raises:
-        TypeError, ValueError: a tensor of another dtype, size or device; names the argument.
+        TypeError, ValueError: a tensor has the wrong dtype, size or device; the message names it.
 
     Reference: Vargaftik et al., EDEN, 2022.
     """
@@ -51,11 +52,12 @@ def quantize_levels(
 def dequantize_levels(
     scales: Tensor, codes: Tensor, levels: Tensor, out: Tensor, block: int, *, accumulate: bool
 ) -> None:
-    """Writes each entry's level times its block's scale, or adds it.
+    """Writes the level of each entry, times the scale of its block, to ``out``.
 
     Args:
         scales, codes, levels, block: as for :func:`quantize_levels`.
         out: float32, contiguous, a multiple of ``block`` entries.
+        accumulate: adds to ``out`` instead.
     """
     _check_levels("dequantize_levels", levels)
     dequantize_levels_op(scales, codes, _table(levels), out, block, accumulate)
@@ -69,7 +71,8 @@ def _check_levels(caller: str, levels: Tensor) -> None:
 
 
 def _table(levels: Tensor) -> Tensor:
-    """The levels, and the bounds between them: halfway."""
+    """Returns the levels, followed by the bounds halfway between neighbours."""
+    # Computed once, so that the definition and the kernels compare with the same bounds.
     return torch.cat([levels, (levels[1:] + levels[:-1]) / 2])
 
 
@@ -83,22 +86,27 @@ def quantize_levels_op(
 ) -> None:
     levels, bounds = _split(table)
     rows = x.view(-1, block)
+    # As integers, magnitudes order as their values do, with infinity and NaN last: one maximum
+    # tells whether a block is finite.
     largest = (rows.view(torch.int32) & 0x7FFFFFFF).amax(1)
     good = (largest >= _TINY) & (largest < _INFINITY)
     unit = torch.where(good, largest.view(torch.float32), 1.0)
+    # Divided by the largest magnitude first: squares of float32 entries may overflow or vanish.
     y = torch.where(good[:, None], rows * (1.0 / unit)[:, None], 0.0)
     square = _summed(y * y)
     square = torch.where(good, square, 1.0)
+    # full_like: a number over a tensor is a product with the reciprocal in torch, with other bits.
     z = y * (torch.full_like(square, math.sqrt(block)) / square.sqrt())[:, None]
-    found = torch.zeros_like(z, dtype=torch.uint8)
+    # At most 15 comparisons with one bound each, as in the kernels; ties go to the lower level.
+    nearest = torch.zeros_like(z, dtype=torch.uint8)
     for bound in bounds:
-        found += z > bound
-    chosen = levels[found.long()]
+        nearest += z > bound
+    chosen = levels[nearest.long()]
     product = _summed(chosen * y)
     scale = torch.where(good, unit * (square / product), 0.0)
     scale = torch.where(largest >= _INFINITY, torch.nan, scale)
     scales.copy_(scale)
-    codes.copy_(_packed(found.flatten(), _bits(levels)))
+    codes.copy_(_packed(nearest.flatten(), _bits(levels)))
     if unsent is not None:
         unsent.view(-1, block).copy_(rows - chosen * scale[:, None])
 
@@ -114,8 +122,8 @@ def dequantize_levels_op(
     bits = _bits(levels)
     groups = codes.view(-1, bits).long()
     words = (groups << 8 * torch.arange(bits, device=codes.device)).sum(1)
-    found = words[:, None] >> bits * torch.arange(8, device=codes.device) & (1 << bits) - 1
-    entries = levels[found].view(-1, block) * scales[:, None]
+    numbers = words[:, None] >> bits * torch.arange(8, device=codes.device) & (1 << bits) - 1
+    entries = levels[numbers].view(-1, block) * scales[:, None]
     rows = out.view(-1, block)
     rows.copy_(rows + entries if accumulate else entries)
 
@@ -130,7 +138,7 @@ def _bits(levels: Tensor) -> int:
 
 
 def _summed(rows: Tensor) -> Tensor:
-    """Sums per block, in the order that kernels add."""
+    """Returns the sum of each block, added in the order of the kernels."""
     parts = rows.view(len(rows), rows.shape[1] // _ROW, _ROW)
     total = torch.zeros_like(parts[:, 0])
     for row in parts.unbind(1):
@@ -142,13 +150,15 @@ def _summed(rows: Tensor) -> Tensor:
     return total[:, 0]
 
 
-def _packed(found: Tensor, bits: int) -> Tensor:
-    words = (found.view(-1, 8).long() << bits * torch.arange(8, device=found.device)).sum(1)
-    places = 8 * torch.arange(bits, device=found.device)
+def _packed(numbers: Tensor, bits: int) -> Tensor:
+    # Eight codes of 3 bits are 3 whole bytes; int64, since eight of 4 bits fill 32 bits and the
+    # sign.
+    words = (numbers.view(-1, 8).long() << bits * torch.arange(8, device=numbers.device)).sum(1)
+    places = 8 * torch.arange(bits, device=numbers.device)
     return (words[:, None] >> places & 255).to(torch.uint8).flatten()
 
 
-# What arguments have to be --------------------------------------------------------------------
+# Checks of arguments -------------------------------------------------------------------------
 
 
 @quantize_levels_op.law
@@ -174,8 +184,8 @@ def _check(
 ) -> None:
     if block not in _BLOCKS or x.numel() % block:
         raise ValueError(
-            f"{caller}(block): one of {_BLOCKS}, of which there are whole ones; got {block} and "
-            f"{x.numel()} entries"
+            f"{caller}(block): one of {_BLOCKS} that divides the number of entries, "
+            f"got {block} and {x.numel()} entries"
         )
     check(caller, "levels", table, like=x, dtypes=(torch.float32,))
     count = (table.numel() + 1) // 2

@@ -1,20 +1,20 @@
-// Products of the matrices of a bucket with thin factors, on the CPU; the specification is in
+// Multiplies the matrices of a bucket with thin factors on the CPU; the specification is in
 // _low_rank_definition.py.
 #include "include/cpu.h"
 #include "include/low_rank.h"
 
 namespace {
 
-constexpr int kRows = 4;    // rows of a matrix that meet a right factor together
-constexpr int kRanks = kWidth / kRows;  // rows of a right factor that they meet together
-constexpr int kDeep = 8;    // rows that are added to sums, or come of two factors, at a time
-constexpr int kTile = 512;  // columns whose sums, or factors, stay in the nearest cache
-constexpr int kSlab = 8;    // rows of a left factor that are worked on together
-constexpr int kPartials = 256;  // of sums in double precision: entry i in sum i mod 256
+constexpr int kRows = 4;    // rows of a matrix that are multiplied with a right factor together
+constexpr int kRanks = kWidth / kRows;  // rows of a right factor in the same loop
+constexpr int kDeep = 8;    // rows added to sums, or computed from two factors, at a time
+constexpr int kTile = 512;  // columns whose sums, or factors, fit the nearest cache
+constexpr int kSlab = 8;    // rows of a left factor in the same loop
+constexpr int kPartials = 256;  // of a sum in double precision; entry i goes to i mod 256
 
 int least(i64 a, i64 b) { return (int)(a < b ? a : b); }
 
-// Entries as float32, plus a residual if there is one.
+// Converts entries to float32 and adds a residual, if there is one.
 template <class T> void gather(const T* x, const float* residual, int count, float* out) {
     int i = 0;
     for (; i + kWidth <= count; i += kWidth) {
@@ -31,24 +31,26 @@ template <class T> void gather(const T* x, const float* residual, int count, flo
         out[i + l] = residual ? entries[l] + residual[i + l] : entries[l];
 }
 
-// Entries as float32, where they lie or in `copy`.
+// Returns float32 entries in place, and others converted in `copy`.
 const float* floats(const float* x, int, float*) { return x; }
 template <class T> const float* floats(const T* x, int count, float* copy) {
     gather(x, nullptr, count, copy);
     return copy;
 }
 
-// The lower halves of sums of LANES lanes each, or with FROM = LANES / 2 the upper ones.
+// Picks the lower halves of sums of LANES lanes each, or with FROM = LANES / 2 the upper halves.
 template <int LANES, int FROM> struct HalfOf {
     static constexpr int entry(int l) { return l / (LANES / 2) * LANES + l % (LANES / 2) + FROM; }
 };
 
-// One vector of `a` and `b`, sums of LANES lanes each, in which halves were added to halves.
+// Adds halves to halves in all sums of LANES lanes of `a` and `b`, and packs them into one vector.
+// Adding up the partial sums of one product at a time took as long as computing them
+// (docs/design/kernels.md).
 template <int LANES> Floats fold(Floats a, Floats b) {
     return picked<HalfOf<LANES, 0>>(a, b) + picked<HalfOf<LANES, LANES / 2>>(a, b);
 }
 
-// Sums of N rows of 32 partial sums, N a power of two: halves are added to halves.
+// Adds N rows of partial sums, halves to halves; N is a power of two.
 template <int N, int LANES = kWidth> void sums_of(Floats* partials, float* sums) {
     if constexpr (LANES == 1) {
         __builtin_memcpy(sums, partials, 4 * N);
@@ -63,12 +65,12 @@ template <int N, int LANES = kWidth> void sums_of(Floats* partials, float* sums)
     }
 }
 
-// Products of ROWS rows with RANKS rows of `q`, which are `distance` apart: sums[rank][row].
+// Writes the products of ROWS rows with RANKS rows of `q`, `distance` apart, to sums[rank][row].
 template <int ROWS, int RANKS>
 void dots(const float* const* rows, const float* q, i64 distance, int count, float* sums) {
     constexpr int kSums = ROWS * RANKS;
     const int whole = count / kRow * kRow;
-    Floats rest[ROWS + RANKS][kVectors];  // what is no whole row of vectors, of rows and of `q`
+    Floats rest[ROWS + RANKS][kVectors];  // the ends that fill no row of vectors
     for (int n = 0; n < ROWS + RANKS && whole < count; ++n)
         load_row((n < ROWS ? rows[n] : q + (n - ROWS) * distance) + whole, count - whole, rest[n]);
     Floats partials[kVectors][kSums];
@@ -88,7 +90,7 @@ void dots(const float* const* rows, const float* q, i64 distance, int count, flo
     sums_of<kSums>(partials[0], sums);
 }
 
-// left = right @ (x + residual)^T; `sum` gets x + residual.
+// Computes left = right @ (x + residual)^T; `sum` receives x + residual.
 template <class T>
 void right_product(const Matrix& one, const T* x, const float* residual, float* sum,
                    const float* right, float* left) {
@@ -107,7 +109,7 @@ void right_product(const Matrix& one, const T* x, const float* residual, float* 
                     from[r] = floats(x + at, count, copy[r]);
                 }
             }
-            for (int r = 0; r < rows && !sum; ++r)  // the next rows come meanwhile
+            for (int r = 0; r < rows && !sum; ++r)  // while these rows are worked on
                 fetch(x + (i + kRows + r) * one.columns + j, count);
             for (i64 k = 0, ranks; k < one.rank; k += ranks) {
                 const float* q = right + k * one.columns + j;
@@ -126,7 +128,7 @@ void right_product(const Matrix& one, const T* x, const float* residual, float* 
     }
 }
 
-// Adds `rows` rows of a matrix, each times its entry of p, to `sums`, one after the other.
+// Adds ROWS rows of a matrix, each times its entry of `p`, to `sums`, in their order.
 template <int ROWS> void add_rows(const float* const* x, const float* p, int count, float* sums) {
     int c = 0;
     for (; c + kWidth <= count; c += kWidth) {
@@ -138,7 +140,7 @@ template <int ROWS> void add_rows(const float* const* x, const float* p, int cou
         for (int r = 0; r < ROWS; ++r) sums[c] += x[r][c] * p[r];
 }
 
-// right = left @ x.
+// Computes right = left @ x.
 template <class T> void left_product(const Matrix& one, const T* x, const float* left, float* right) {
     float sums[kSlab][kTile], copy[kDeep][kTile];
     for (i64 chunk = 0; chunk < one.rows; chunk += kChunk)
@@ -167,8 +169,8 @@ template <class T> void left_product(const Matrix& one, const T* x, const float*
             }
 }
 
-// left^T @ right in ROWS rows, whose entries of `left` begin at `p`, and `count` columns, from `q` on:
-// all of 32 if WHOLE.
+// Computes left^T @ right in ROWS rows, from entry `p` of `left` on, and `count` columns, from entry
+// `q` of `right` on; 32 columns if WHOLE.
 template <int ROWS, bool WHOLE>
 INLINE void product(const Matrix& one, const float* p, const float* q, i64 count,
                     Floats (&sums)[ROWS][kVectors]) {
@@ -190,12 +192,12 @@ INLINE void put(T* to, i64 count, const Floats (&row)[kVectors]) {
     for (i64 c = 0; c < count; ++c) to[c] = some[c];
 }
 
-// What a matrix decodes to, and what is kept of it.
+// Says where a decoded matrix goes, and what the sent factors leave out of it.
 template <class T> struct Expansion {
     const float *left, *right;
-    T* out;  // gets left^T @ right
+    T* out;  // receives left^T @ right
     const float *sent_left, *sent_right, *total;
-    float* unsent;  // gets total - sent_left^T @ sent_right; this or `out` may be `total`
+    float* unsent;  // receives total - sent_left^T @ sent_right; may be `total`, as may `out`
 };
 
 template <int ROWS, bool KEEP, bool STREAM, bool WHOLE, class T>
@@ -244,7 +246,7 @@ double dot(const float* a, const float* b, i64 n) {
     return partials[0];
 }
 
-// Gram-Schmidt on `rank` rows of `n` entries, each projected twice.
+// Makes `rank` rows of `n` entries orthonormal by Gram-Schmidt, projecting each row twice.
 void orthonormal_rows(float* rows, i64 rank, i64 n) {
     for (i64 j = 0; j < rank; ++j) {
         float* v = rows + j * n;
@@ -306,7 +308,7 @@ EXPORT(expand)(i64 dtype, const Matrix* table, i64 count, const float* left, con
         for (const Matrix* one = table; one < table + count; ++one) {
             using T = decltype(type);
             const i64 at = one->offset;
-            const bool even = one->columns % kRow == 0;  // every row of it begins at a vector
+            const bool even = one->columns % kRow == 0;  // every row is whole vectors, as stores past the cache need
             Expansion<T> to = {};
             to.left = left + one->left, to.right = right + one->right, to.out = (T*)out + at;
             if (unsent) {

@@ -1,19 +1,21 @@
-// Products of the matrices of a bucket with thin factors, on a GPU; the specification is in
+// Multiplies the matrices of a bucket with thin factors on a GPU; the specification is in
 // _low_rank_definition.py.
 //
 // A task is a piece of one matrix: 8 rows by 512 columns, or 64 rows by 128 columns. Its sums go to
-// memory; a second kernel adds those of one factor entry in their order. Places within a piece are
-// 32-bit numbers; entries of factors that are not there are zero and what comes of them is not kept.
+// memory, and a second kernel adds the sums of each factor entry in their order, which atomic
+// additions would not keep. Places within a piece are 32-bit numbers, whose arithmetic is cheaper.
+// Factor entries beyond the rank count as zero, and their results are dropped: loops of a fixed length
+// keep sums in registers.
 #include "include/cuda.h"
 #include "include/low_rank.h"
 
 constexpr int kRows = 8, kTile = 128;
-constexpr int kSlab = 4;        // rows of a factor that are worked on together
-constexpr int kThreads = 256;   // of a block, and partial sums in double precision
+constexpr int kSlab = 4;        // rows of a factor in the same loop
+constexpr int kThreads = 256;   // threads of a block, and partial sums of a sum in double precision
 
 INLINE i64 pieces(i64 length, i64 size) { return (length + size - 1) / size; }
 
-// The matrix whose `member` is the last that is `value` or less; there is one more than `count`.
+// Returns the last matrix whose `member` is `value` or less, by binary search in `count` matrices.
 INLINE const Matrix& find(const Matrix* table, i64 count, i64 Matrix::* member, i64 value) {
     i64 low = 0;
     while (count - low > 1) {
@@ -28,7 +30,7 @@ INLINE const Matrix& find(const Matrix* table, i64 count, i64 Matrix::* member, 
 struct Block {
     i64 row, column;     // of its first entry
     i64 at;              // where that lies in the bucket
-    int rows, columns;   // that are there
+    int rows, columns;   // of the piece that the matrix has
 };
 
 INLINE Block block_of(const Matrix& one, i64 task) {
@@ -52,14 +54,14 @@ __global__ void multiply_right(const Matrix* table, i64 count, i64 tasks, const 
             const int ranks = one.rank - slab < kSlab ? (int)(one.rank - slab) : kSlab;
             const float* factor = right + one.right + slab * one.columns + block.column + lane();
             const T* from = x + block.at + lane();
-            const float* rest = residual + block.at + lane();  // read only if there is a residual
+            const float* rest = residual + block.at + lane();  // not read without a residual
             float* to = total + block.at + lane();
             float sum[kRows][kSlab] = {};
             for (int j = lane(); j < block.columns; j += kLanes) {
                 float q[kSlab], entry[kRows];
 #pragma unroll
                 for (int k = 0; k < kSlab; ++k) q[k] = k < ranks ? factor[row[k]] : 0.0f;
-                // `total`, which may be `x` or `residual`, has the sums after the first slab.
+                // After the first slab, `total` has the sums; `x` or `residual` may be the same memory.
                 if (total && slab) {
 #pragma unroll
                     for (int r = 0; r < kRows; ++r) entry[r] = r < block.rows ? to[row[r]] : 0.0f;
@@ -100,7 +102,7 @@ __global__ void multiply_right(const Matrix* table, i64 count, i64 tasks, const 
 template <class T>
 __global__ void multiply_left(const Matrix* table, i64 count, i64 tasks, const T* x, const float* left,
                               float* sums) {
-    constexpr int kColumns = kTile / kLanes;  // of a lane
+    constexpr int kColumns = kTile / kLanes;  // columns of a lane
     for (i64 task = warp(); task < tasks; task += warps()) {
         const Matrix& one = find(table, count, &Matrix::chunk_task, task);
         const i64 tiles = pieces(one.columns, kTile), nth = task - one.chunk_task;
@@ -109,7 +111,7 @@ __global__ void multiply_left(const Matrix* table, i64 count, i64 tasks, const T
         const int columns = one.columns - column < kTile ? (int)(one.columns - column) : kTile;
         for (i64 slab = 0; slab < one.rank; slab += kSlab) {
             const int ranks = one.rank - slab < kSlab ? (int)(one.rank - slab) : kSlab;
-            const float* factors[kSlab];  // the last one again where there is none
+            const float* factors[kSlab];  // beyond the rank, the last row again
 #pragma unroll
             for (int k = 0; k < kSlab; ++k)
                 factors[k] = left + one.left + (slab + (k < ranks ? k : ranks - 1)) * one.rows + first;
@@ -139,7 +141,7 @@ __global__ void multiply_left(const Matrix* table, i64 count, i64 tasks, const T
     }
 }
 
-// Entry `i` of a factor of `numel` entries: `parts` sums, `numel` apart.
+// Adds the `parts` sums of entry `i` of a factor, which are `numel` apart.
 INLINE float added(const float* sums, i64 i, i64 numel, i64 parts) {
     float total = sums[i];
     for (i64 part = 1; part < parts; ++part) total += sums[part * numel + i];
@@ -162,7 +164,7 @@ __global__ void add_chunks(const Matrix* table, i64 count, i64 entries, const fl
     }
 }
 
-// left^T @ right of a block to `out`; or what is left of `total` without it.
+// Writes left^T @ right of a block to `out`, or with REST `total` minus that.
 template <bool REST, class T>
 INLINE void expand_block(const Matrix& one, const Block& block, const float* left, const float* right,
                          const float* total, T* out) {
@@ -173,7 +175,7 @@ INLINE void expand_block(const Matrix& one, const Block& block, const float* lef
     u32 row[kRows];  // where it begins
 #pragma unroll
     for (int r = 0; r < kRows; ++r) row[r] = (u32)r * (u32)one.columns;
-    float few[kRows][kSlab];  // of `p`; for most matrices all
+    float few[kRows][kSlab];  // the first ranks of `p`; for most matrices all
 #pragma unroll
     for (int k = 0; k < kSlab; ++k)
 #pragma unroll
@@ -215,13 +217,14 @@ __global__ void expand(const Matrix* table, i64 count, i64 tasks, const float* l
     for (i64 task = warp(); task < tasks; task += warps()) {
         const Matrix& one = find(table, count, &Matrix::block_task, task);
         const Block block = block_of(one, task);
-        // `out` may be `total`, which is read first.
+        // First `unsent`: `out` may be `total`.
         if (unsent) expand_block<true>(one, block, sent_left, sent_right, total, unsent);
         expand_block<false>(one, block, left, right, nullptr, out);
     }
 }
 
-// By all threads of a block: thread t sums entries t, t + 256 and so on, then halves are added.
+// Computes a dot product with all threads of a block: thread t sums entries t, t + 256 and so on, then
+// halves are added to halves, as on the CPU.
 INLINE double dot(const float* a, const float* b, i64 n, double* partials) {
     const int t = (int)threadIdx.x;
     double sum = 0.0;

@@ -1,8 +1,8 @@
-"""Products of all matrices of a bucket with thin factors: the arithmetic of PowerSGD.
+"""Multiplies all matrices of a bucket with thin factors: the arithmetic of PowerSGD.
 
 Factors are rank-major: the left factor of an n x m matrix has shape (r, n), the right one (r, m).
-A thin operand with rank as its last, fastest dimension costs MKL 3 to 26 times more. All matrices
-of a bucket are worked on in one call.
+A thin operand whose last, fastest dimension is the rank costs MKL 3 to 26 times more. One call
+handles all matrices of a bucket.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
     "unit_rows_op",
 ]
 
-# What users call -------------------------------------------------------------------------------
+# Public functions -------------------------------------------------------------------------------
 
 
 def multiply_right(
@@ -46,27 +46,29 @@ def multiply_right(
     residual: Tensor | None = None,
     total: Tensor | None = None,
 ) -> None:
-    """Writes the left factors ``right @ M^T``, for M in ``x`` or in ``x + residual``.
+    """Writes the left factors ``right @ M^T`` for each matrix M of ``x``, or of ``x + residual``.
 
-    Kernels equal one another bit for bit. They differ from the definition, whose sums have another
+    Kernels equal one another bit for bit. They differ from the definition, which sums in another
     order, by at most ``m * 2^-23`` times the sum of the magnitudes of the m products.
 
     Args:
-        x: float32, float16, bfloat16 or float64 (PyTorch code only), contiguous; the bucket.
-        right: the dtype that ``x`` is worked on in, ``matrices.right_numel`` entries.
+        x: the bucket, contiguous: float32, float16, bfloat16, or float64 (without kernels).
+        right: float32 (float64 for an ``x`` of float64), ``matrices.right_numel`` entries.
         left: same dtype, ``matrices.left_numel`` entries.
-        residual: same dtype, as many entries as ``x``; needs ``total``.
-        total: same dtype, as many; gets ``x + residual`` where matrices lie. May be either of them.
+        residual: same dtype, as many entries as ``x``; requires ``total``.
+        total: same dtype, as many entries as ``x``; receives ``x + residual`` where matrices lie.
+            May be ``x`` or ``residual``.
 
     Raises:
-        TypeError, ValueError: a tensor of another dtype, size or device; names the argument.
+        TypeError, ValueError: a tensor has the wrong dtype, size or device; the message names it.
     """
+    # There is nothing to write then; kernels would copy the bucket onto itself.
     total = None if total is x and residual is None else total
     multiply_right_op(x, residual, total, _table("multiply_right", matrices), right, left)
 
 
 def multiply_left(matrices: Matrices, x: Tensor, left: Tensor, right: Tensor) -> None:
-    """Writes the right factors ``left @ M``; otherwise as :func:`multiply_right`."""
+    """Writes the right factors ``left @ M`` of each matrix; otherwise as :func:`multiply_right`."""
     multiply_left_op(x, _table("multiply_left", matrices), left, right)
 
 
@@ -80,21 +82,21 @@ def decode_low_rank(
     total: Tensor | None = None,
     unsent: Tensor | None = None,
 ) -> None:
-    """Writes ``left^T @ right`` of each matrix to the bucket ``out``; the rest stays as it is.
+    """Writes ``left^T @ right`` of each matrix to ``out``; entries of no matrix stay unchanged.
 
-    In the same pass, ``unsent`` gets what is left of ``total`` without the factors that were sent:
-    ``total - sent[0]^T @ sent[1]``. Kernels sum in the order of ranks, so that all machines get the
-    same bits.
+    In the same pass, ``unsent`` receives what the sent factors leave out of ``total``:
+    ``total - sent[0]^T @ sent[1]``. Kernels sum in the order of the rows of the factors, so that
+    all machines get the same bits.
 
     Args:
         left, right: float32 (float64 for an ``out`` of float64).
         out: float32, float16, bfloat16 or float64, contiguous.
-        sent: a left and a right factor; these and ``total`` are needed for ``unsent``.
-        total, unsent: dtype of the factors, as many entries as ``out``. One of ``out`` and
-            ``unsent`` may be ``total``.
+        sent: the left and the right factors that this rank sent; required with ``unsent``.
+        total, unsent: dtype of the factors, as many entries as ``out``; ``unsent`` requires
+            ``total``. One of ``out`` and ``unsent`` may be ``total``.
 
     Raises:
-        TypeError, ValueError: a tensor of another dtype, size or device; names the argument.
+        TypeError, ValueError: a tensor has the wrong dtype, size or device; the message names it.
     """
     table = _table("decode_low_rank", matrices)
     if unsent is None:
@@ -107,12 +109,12 @@ def decode_low_rank(
 
 
 def orthonormalize(matrices: Matrices, left: Tensor) -> None:
-    """Makes the rows of each left factor orthonormal, in place: row k from the first k rows.
+    """Makes the rows of each left factor orthonormal in place, by Gram-Schmidt.
 
-    Gram-Schmidt with sums in float64, each row projected twice ("twice is enough", Giraud et al.,
-    2005): orthonormal to 2^-21 for any condition number. Rows that depend on earlier ones end as a
-    unit row of their rounding errors, or as zero, as do rows of zeros. NaN stays with its matrix.
-    Kernels equal one another bit for bit.
+    Sums are in float64 and each row is projected twice ("twice is enough", Giraud et al., 2005), so
+    that rows are orthonormal to 2^-21 for any condition number. A row that depends on earlier ones
+    becomes a unit row of its rounding errors, or zero; a row of zeros stays zero. NaN stays within
+    its matrix. Kernels equal one another bit for bit.
 
     Args:
         left: float32 or float64, ``matrices.left_numel`` entries.
@@ -121,10 +123,10 @@ def orthonormalize(matrices: Matrices, left: Tensor) -> None:
 
 
 def unit_rows(matrices: Matrices, right: Tensor, fresh: Tensor) -> None:
-    """Divides rows of the right factors by their norms, in place; ``fresh`` replaces dead ones.
+    """Divides each row of the right factors by its norm, in place; ``fresh`` replaces dead rows.
 
-    A row below 2^-19 of its matrix's largest holds rounding errors at best. A power iteration does
-    not mind the length of a row, but a zero row would stay zero for ever.
+    A row is dead if its norm is at most 2^-19 of the largest of its matrix: it holds nothing but
+    rounding errors, and a row of zeros would stay zero in every later power iteration.
 
     Args:
         right, fresh: float32 or float64, ``matrices.right_numel`` entries.
@@ -135,6 +137,7 @@ def unit_rows(matrices: Matrices, right: Tensor, fresh: Tensor) -> None:
 def _table(caller: str, matrices: Matrices) -> Tensor:
     if not isinstance(matrices, Matrices):
         raise TypeError(f"{caller}(matrices): Matrices, got {type(matrices).__name__}")
+    # Ops take the table: a schema of torch.library has no type for `Matrices`.
     return matrices.table
 
 
@@ -150,6 +153,7 @@ def _multiply_right_cpu(
     right: Tensor,
     left: Tensor,
 ) -> None:
+    # All matrices in one call: a model has dozens, and a call of an op costs 6 to 18 microseconds.
     source = (cpu.DTYPES[x.dtype], table, len(table) - 1, x)
     cpu.call("multiply_right", *source, residual, total, right, left)
 
@@ -201,38 +205,24 @@ def _multiply_right_cuda(
     right: Tensor,
     left: Tensor,
 ) -> None:
-    found = on_device(table, x.device)
-    sums = torch.empty(found.block_sums, device=x.device)
-    source = (found.table, found.matrices, found.block_tasks, x, residual, total, right, sums)
-    _launch(x, f"multiply_right<{cuda.DTYPES[x.dtype]}>", found.block_tasks, *source)
-    _launch(
-        x,
-        "add_segments",
-        found.lefts // 32 + 1,
-        found.table,
-        found.matrices,
-        found.lefts,
-        sums,
-        left,
-    )
+    # Partial sums go through memory, and a second launch adds them in their order. Atomic additions
+    # would save it, but their order, and so the bits, would change from run to run.
+    there = on_device(table, x.device)
+    sums = torch.empty(there.block_sums, device=x.device)
+    source = (there.table, there.matrices, there.block_tasks, x, residual, total, right, sums)
+    _launch(x, f"multiply_right<{cuda.DTYPES[x.dtype]}>", there.block_tasks, *source)
+    added = (there.table, there.matrices, there.lefts, sums, left)
+    _launch(x, "add_segments", there.lefts // 32 + 1, *added)
 
 
 @multiply_left_op.kernel("cuda")
 def _multiply_left_cuda(x: Tensor, table: Tensor, left: Tensor, right: Tensor) -> None:
-    found = on_device(table, x.device)
-    sums = torch.empty(found.chunk_sums, device=x.device)
-    source = (found.table, found.matrices, found.chunk_tasks, x, left, sums)
-    _launch(x, f"multiply_left<{cuda.DTYPES[x.dtype]}>", found.chunk_tasks, *source)
-    _launch(
-        x,
-        "add_chunks",
-        found.rights // 32 + 1,
-        found.table,
-        found.matrices,
-        found.rights,
-        sums,
-        right,
-    )
+    there = on_device(table, x.device)
+    sums = torch.empty(there.chunk_sums, device=x.device)
+    source = (there.table, there.matrices, there.chunk_tasks, x, left, sums)
+    _launch(x, f"multiply_left<{cuda.DTYPES[x.dtype]}>", there.chunk_tasks, *source)
+    added = (there.table, there.matrices, there.rights, sums, right)
+    _launch(x, "add_chunks", there.rights // 32 + 1, *added)
 
 
 @expand_op.kernel("cuda")
@@ -246,19 +236,20 @@ def _expand_cuda(
     unsent: Tensor | None,
     out: Tensor,
 ) -> None:
-    found = on_device(table, out.device)
-    source = (found.table, found.matrices, found.block_tasks, left, right, sent_left, sent_right)
+    there = on_device(table, out.device)
+    source = (there.table, there.matrices, there.block_tasks, left, right, sent_left, sent_right)
     kernel = f"expand<{cuda.DTYPES[out.dtype]}>"
-    _launch(out, kernel, found.block_tasks, *source, total, unsent, out)
+    _launch(out, kernel, there.block_tasks, *source, total, unsent, out)
 
 
 @orthonormalize_op.kernel("cuda")
 def _orthonormalize_cuda(left: Tensor, table: Tensor) -> None:
-    found = on_device(table, left.device)
-    _launch(left, "orthonormalize", 8 * found.matrices, found.table, found.matrices, left)
+    # A block of 8 warps per matrix: each row depends on the rows before it.
+    there = on_device(table, left.device)
+    _launch(left, "orthonormalize", 8 * there.matrices, there.table, there.matrices, left)
 
 
 @unit_rows_op.kernel("cuda")
 def _unit_rows_cuda(right: Tensor, fresh: Tensor, table: Tensor) -> None:
-    found = on_device(table, right.device)
-    _launch(right, "unit_rows", 8 * found.matrices, found.table, found.matrices, fresh, right)
+    there = on_device(table, right.device)
+    _launch(right, "unit_rows", 8 * there.matrices, there.table, there.matrices, fresh, right)

@@ -1,4 +1,8 @@
-"""Counter-based random bits (Philox4x32-7; Salmon et al., "Parallel Random Numbers", 2011)."""
+"""Generates random bits from a counter and a key, the same on every device.
+
+Reference: Philox4x32 with 7 rounds; Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3,
+2011.
+"""
 
 from __future__ import annotations
 
@@ -22,26 +26,26 @@ __all__ = [
     "words",
 ]
 
-SIGNS = 4096  # entries that share 32 calls if each takes one bit
+SIGNS = 4096  # entries that share 32 calls of 128 bits, at one bit per entry
 
 Device = torch.device | str
-_GROUP, _LANES = 256, 32  # entries that share calls, calls
+_GROUP, _LANES = 256, 32  # entries that share 32 calls at 16 bits per entry; the number of calls
 _MASK = 0xFFFFFFFF
-_ROUNDS = 7  # as few as pass all of BigCrush, by the paper; 10 is the usual margin
+_ROUNDS = 7  # the fewest that pass BigCrush, by the paper; 10 is the usual margin
 _SEEDS, _NUMBERS, _PLACES = 2**63, 2**32, 2**62
 
 
 def as_seed(value: Any, caller: str = "RandomBits", name: str = "seed") -> int:
-    """The seed that ``value`` is, as an integer of 64 bits with a sign.
+    """Converts a seed to a signed 64-bit integer.
 
     Args:
-        value: a whole number of Python or NumPy, from -2^63 to 2^64 - 1, as ``torch.manual_seed``
-            takes it. Those of 2^63 and more are the negative ones of the same 64 bits.
+        value: an integer of Python or NumPy from -2^63 to 2^64 - 1, as ``torch.manual_seed`` takes
+            it. Seeds of 2^63 and more become the negative numbers with the same bits.
         caller, name: the function and its argument, for messages.
 
     Raises:
-        TypeError: it is no whole number; floats, bools and None are none.
-        ValueError: it has more than 64 bits.
+        TypeError: ``value`` is no integer, such as a float, a bool or None.
+        ValueError: ``value`` has more than 64 bits.
 
     Example:
         >>> as_seed(2**64 - 1)
@@ -55,15 +59,15 @@ def as_seed(value: Any, caller: str = "RandomBits", name: str = "seed") -> int:
 
 @dataclass(frozen=True)
 class RandomBits:
-    """Random bits that depend on nothing but these numbers and an entry's place.
+    """Selects random bits, which depend only on these numbers and on the place of an entry.
 
     Args:
-        seed: the key; 64 bits, see :func:`as_seed`.
-        step: int64 tensor of one number, on the device of the data: a captured CUDA graph reads it
-            anew at every replay.
-        number: tells apart streams of one seed and step; 0 to 2^32 - 1.
-        first: global index of the first entry, a multiple of 256; slices of a bucket then get the
-            bits that the whole bucket would get.
+        seed: the key, 64 bits; see :func:`as_seed`.
+        step: int64 tensor of one entry on the device of the data. A tensor, so that every replay of
+            a captured CUDA graph reads the current step.
+        number: distinguishes streams of the same seed and step; 0 to 2^32 - 1.
+        first: global index of the first entry, a multiple of 256. A slice of a bucket gets the bits
+            that its entries have in the whole bucket.
     """
 
     seed: int
@@ -72,6 +76,7 @@ class RandomBits:
     first: int = 0
 
     def __post_init__(self) -> None:
+        # Schemes create these for every bucket and step, nearly always from plain integers.
         if not (type(self.seed) is type(self.number) is type(self.first) is int):
             object.__setattr__(self, "number", whole("RandomBits", "number", self.number))
             object.__setattr__(self, "first", whole("RandomBits", "first", self.first))
@@ -81,16 +86,16 @@ class RandomBits:
 
     @property
     def key(self) -> Key:
-        """As ops take it: step, seed, stream, first."""
+        """The arguments of ops: step, seed, stream, first."""
         return self.step, self.seed, self.number, self.first
 
 
 Key = tuple[Tensor | None, int, int, int]
-NO_STREAM: Key = (None, 0, 0, 0)  # rounding to nearest
+NO_STREAM: Key = (None, 0, 0, 0)  # for rounding to nearest
 
 
 def key_of(caller: str, random: RandomBits | None, name: str = "random") -> Key:
-    """Returns the key of random bits, or that of none."""
+    """Returns the key of ``random``, or the key that stands for None."""
     if random is None:
         return NO_STREAM
     if not isinstance(random, RandomBits):
@@ -99,7 +104,7 @@ def key_of(caller: str, random: RandomBits | None, name: str = "random") -> Key:
 
 
 def check_key(data: Tensor, step: Tensor | None, seed: int, number: int, first: int = 0) -> None:
-    """Raises unless these numbers are a stream's, on the device of ``data``, or no stream's."""
+    """Raises unless the numbers are a valid key on the device of ``data``, or ``step`` is None."""
     if step is None:
         return
     _check_step(step)
@@ -134,13 +139,14 @@ def _check_numbers(number: int, first: int) -> None:
 def half_words(
     n: int, step: int, seed: int, stream: int, first: int = 0, *, device: Device = "cpu"
 ) -> Tensor:
-    """16 random bits for each of ``n`` entries, from global index ``first`` on, as int64.
+    """Returns 16 random bits per entry, from global index ``first`` on, as int64.
 
-    Of every 256 entries, entry i takes half-word (i // 32) % 8 of call i % 32, so that lanes of a
-    CUDA warp and of a CPU vector find their bits where they compute them.
+    In each group of 256 entries, entry i takes half-word (i // 32) % 8 of call i % 32, so that the
+    lanes of a CUDA warp and of a CPU vector compute the bits that they need themselves.
     """
     groups = range(first // _GROUP, -(-(first + n) // _GROUP))
     calls = _calls(groups, device)
+    # int64, as torch has hardly any operations on unsigned 32-bit integers.
     words = _philox(calls, step, seed, stream)  # (4, groups * 32)
     halves = torch.stack([words & 0xFFFF, words >> 16], 1)  # (4, 2, groups * 32)
     flat = halves.view(8, len(groups), _LANES).permute(1, 0, 2).reshape(-1)
@@ -149,7 +155,10 @@ def half_words(
 
 
 def words(n: int, step: int, seed: int, stream: int, *, device: Device = "cpu") -> Tensor:
-    """32 random bits for each of ``n``, as int64: word (i // 32) % 4 of call i % 32 of 128."""
+    """Returns 32 random bits per entry as int64.
+
+    In each group of 128 entries, entry i takes word (i // 32) % 4 of call i % 32.
+    """
     calls = _calls(range(-(-n // 128)), device)
     return _philox(calls, step, seed, stream).view(4, -1, _LANES).permute(1, 0, 2).reshape(-1)[:n]
 
@@ -157,9 +166,9 @@ def words(n: int, step: int, seed: int, stream: int, *, device: Device = "cpu") 
 def signs(
     n: int, step: int, seed: int, stream: int, first: int = 0, *, device: Device = "cpu"
 ) -> Tensor:
-    """1 or -1 for each of ``n`` entries, from global index ``first`` on, as float32.
+    """Returns 1 or -1 per entry, from global index ``first`` on, as float32.
 
-    Of every 4096 entries, entry i takes bit i // 32 % 128 of call i % 32.
+    In each group of 4096 entries, entry i takes bit (i // 32) % 128 of call i % 32.
     """
     groups = range(first // SIGNS, -(-(first + n) // SIGNS))
     calls = _calls(groups, device)
@@ -171,9 +180,9 @@ def signs(
 
 
 def centred(half_words: Tensor) -> Tensor:
-    """16-bit numbers as float32 in (-0.5, 0.5), never an end of it.
+    """Converts 16-bit numbers to float32 in the open interval (-0.5, 0.5), symmetric around 0.
 
-    To add it and round to the nearest integer is to round stochastically.
+    Adding the result and rounding to the nearest integer rounds stochastically.
     """
     return (2 * half_words - 65535).to(torch.float32) * (1 / 131072)
 
@@ -187,7 +196,7 @@ def _philox(calls: Tensor, step: int, seed: int, stream: int) -> Tensor:
     c, d = torch.full_like(a, step & _MASK), torch.full_like(a, stream & _MASK)
     key0, key1 = seed & _MASK, seed >> 32 & _MASK
     for _ in range(_ROUNDS):
-        # int64 products wrap, but their 64 bits are those of the unsigned product.
+        # Signed products wrap around, with the same 64 bits as the unsigned product.
         p, q = a * 0xD2511F53, c * 0xCD9E8D57
         a, b = (q >> 32 & _MASK) ^ b ^ key0, q & _MASK
         c, d = (p >> 32 & _MASK) ^ d ^ key1, p & _MASK

@@ -1,9 +1,9 @@
-// Random entries on the CPU; the specification is in random_k.py.
+// Selects random entries on the CPU; the specification is in random_k.py.
 #include "include/cpu.h"
 
 namespace {
 
-// Calls f(stratum, place) for every stratum.
+// Calls f(stratum, place) for each stratum.
 template <class F> void for_places(i64 n, i64 k, const Random& random, F f) {
     u32 words[4 * kCalls];
     for (i64 at = 0; at < k; at += 4 * kCalls) {

@@ -1,4 +1,4 @@
-// Random entries on a GPU; the specification is in random_k.py.
+// Selects random entries on a GPU; the specification is in random_k.py.
 #include "include/cuda.h"
 
 template <class T>
@@ -6,7 +6,7 @@ __global__ void add(const T* x, i64 n, const float* residual, float* unsent) {
     correct(x, residual, unsent, n);
 }
 
-// Calls f(stratum, place) for every stratum; a lane has four of 128.
+// Calls f(stratum, place) for each stratum; a lane takes four of 128.
 template <class F>
 INLINE void for_places(i64 n, i64 k, const i64* step, i64 seed, i64 stream, F f) {
     for (i64 at = warp() * 128; at < k; at += warps() * 128) {

@@ -1,7 +1,8 @@
-"""Random entries by a shared counter: every rank finds the same places, and none is sent.
+"""Selects random entries at places that every rank computes from a shared key.
 
-Of k strata of the bucket, as equal as can be, each gives one entry, drawn uniformly. Places ascend
-and are all different, and every entry of a stratum of length L is taken with probability 1/L.
+The bucket is cut into k strata of nearly equal length, and one entry is drawn uniformly from each.
+Places ascend and are all different, and an entry of a stratum of length L is taken with probability
+1/L.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def random_places(
     n: int, k: int, step: int, seed: int, stream: int, *, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """The places of ``k`` entries of ``n``, int64, ascending: the specification of the draw.
+    """Returns ascending places of ``k`` of ``n`` entries as int64: the specification of the draw.
 
-    Stratum j begins at floor(j n / k). Word (j // 32) % 4 of call j % 32 of every 128 strata, times
-    the stratum's length over 2^32, is the place in it.
+    Stratum j begins at floor(j n / k). The place within it is its length times word (j // 32) % 4
+    of call j % 32 of each group of 128 strata, over 2^32.
     """
     j = torch.arange(k, device=device)
     begin, end = j * n // max(k, 1), (j + 1) * n // max(k, 1)
+    # A product and a shift instead of a remainder: no division, and a bias below length / 2^32.
     words = philox.words(k, step, seed, stream, device=device)
     return begin + (words * (end - begin) >> 32)
 
@@ -42,18 +44,18 @@ def gather_random(
     residual: Tensor | None = None,
     unsent: Tensor | None = None,
 ) -> None:
-    """Writes random entries of ``x``, or of ``x + residual``; as many as ``values`` has.
+    """Writes ``values.numel()`` random entries of ``x``, or of ``x + residual``.
 
     Args:
         x: float32, float16 or bfloat16, contiguous, fewer than 2^31 entries.
-        values: float32, ``k`` of them, at most as many as ``x``.
-        random: the same on all ranks; ``first`` is 0.
-        residual: float32, as many entries as ``x``; needs ``unsent``.
-        unsent: float32, as many; gets all entries that were not taken, and zeros where they were.
-            May be ``residual``.
+        values: float32, at most as many entries as ``x``.
+        random: the same key on all ranks; ``first`` is 0.
+        residual: float32, as many entries as ``x``; requires ``unsent``.
+        unsent: float32, as many entries as ``x``; receives the entries that were not taken, and
+            zeros in place of the others. May be ``residual``.
 
     Raises:
-        TypeError, ValueError: a tensor of another dtype, size or device; names the argument.
+        TypeError, ValueError: a tensor has the wrong dtype, size or device; the message names it.
     """
     gather_random_op(x, values, residual, unsent, *_key("gather_random", random))
 
@@ -61,14 +63,14 @@ def gather_random(
 def scatter_random(
     values: Tensor, out: Tensor, random: philox.RandomBits, *, factor: float = 1.0
 ) -> None:
-    """Writes ``values * factor`` to the places that ``gather_random`` took them from, and zeros.
+    """Writes ``values * factor`` to the places of ``gather_random``, and zeros to all others.
 
     Args:
         values: float32.
         out: float32, as many entries as ``x`` had.
-        random: as for ``gather_random``.
-        factor: ``out.numel() / values.numel()`` makes the result unbiased if the first is a
-            multiple of the second.
+        random: the key given to ``gather_random``.
+        factor: multiplies the values. ``out.numel() / values.numel()`` makes the result unbiased if
+            it is an integer, so that all strata are equally long.
     """
     scatter_random_op(values, out, factor, *_key("scatter_random", random))
 
@@ -76,6 +78,7 @@ def scatter_random(
 def _key(caller: str, random: philox.RandomBits) -> tuple[Tensor | None, int, int]:
     step, seed, number, first = philox.key_of(caller, random)
     if first:
+        # Strata depend on the size of the whole bucket, so there are no slices.
         raise ValueError(f"{caller}(random): first is 0, got {first}")
     return step, seed, number
 
@@ -113,7 +116,7 @@ def scatter_random_op(values: Tensor, out: Tensor, factor: float, step: Tensor, 
     out.view(-1)[places] = values.flatten() * factor
 
 
-# What arguments have to be --------------------------------------------------------------------
+# Checks of arguments -------------------------------------------------------------------------
 
 
 @gather_random_op.law
@@ -148,6 +151,7 @@ def _check_sizes(caller: str, n: int, k: int) -> None:
     if k > n:
         raise ValueError(f"{caller}(values): at most {n} entries, got {k}")
     if n >= 2**31:
+        # The product of a word of 32 bits and a length has to fit into a signed 64-bit integer.
         raise ValueError(f"{caller}: fewer than 2^31 entries, got {n}")
 
 
@@ -166,7 +170,8 @@ def _gather_random_cpu(
 def _gather_random_cuda(
     x: Tensor, values: Tensor, residual: Tensor | None, unsent: Tensor | None, *key: Any
 ) -> None:
-    """The sum goes to ``unsent`` first, if it is asked for; then the drawn places are read."""
+    # Two launches: the first writes the sum to `unsent`, from which the second one takes the drawn
+    # entries. In one, a warp could clear an entry before another warp has written the sum there.
     t, n, k = cuda.DTYPES[x.dtype], x.numel(), values.numel()
     if unsent is not None:
         cuda.launch("random_k.cu", f"add<{t}>", x.device, n // 256 + 1, (x, n, residual, unsent))
@@ -181,7 +186,7 @@ def _scatter_random_cpu(values: Tensor, out: Tensor, factor: float, *key: Any) -
 
 @scatter_random_op.kernel("cuda")
 def _scatter_random_cuda(values: Tensor, out: Tensor, factor: float, *key: Any) -> None:
-    out.zero_()
+    out.zero_()  # in the order of the stream, before the launch
     arguments = (values, values.numel(), factor, *key, out, out.numel())
     warps = values.numel() // 128 + 1
     cuda.launch("random_k.cu", "scatter_random", out.device, warps, arguments)

@@ -1,7 +1,7 @@
-// Blockwise quantisation of rotated entries on the CPU; the specification is in rotated.py.
+// Rotates and quantises in blocks on the CPU; the specification is in rotated.py.
 #include "include/blockwise_cpu.h"
 
-// Formats of few, even steps, which gain by a rotation; 8-bit floats do not.
+// Formats of few, even steps gain from a rotation; 8-bit floats gain little.
 template <class Call> static void with_even_format(i64 format, Call call) {
     if (format == 0) call(Int8{});
     else if (format == 1) call(Int4{});

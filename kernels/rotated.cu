@@ -1,4 +1,4 @@
-// Blockwise quantisation of rotated entries on a GPU; the specification is in rotated.py.
+// Rotates and quantises in blocks on a GPU; the specification is in rotated.py.
 #include "include/blockwise_cuda.h"
 
 template <class F, class T, int BLOCK>

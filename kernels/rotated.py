@@ -1,8 +1,8 @@
-"""Blockwise formats of rotated entries: the Hadamard transform and quantisation in one pass.
+"""Rotates blocks by the Hadamard transform and quantises them in one pass.
 
 A rotation spreads every entry over its block, so that none stands out: at 4 bits and fewer the
-error is then that of a normal distribution, whatever the gradient is. Rotations are linear, so sums
-of payloads with the same rotation are the rotated sum (``requantize`` needs none).
+error is then that of a normal distribution for any gradient. Rotations are linear, so the sum of
+payloads with the same rotation is the rotated sum, and ``requantize`` need not rotate.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from .runtime.op import check, op
 __all__ = ["dequantize_rotated", "quantize_rotated"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_LONGEST = 1024  # entries of a block that a warp can hold and rotate twice
-_FORMATS = ("int8", "int4", "int2", "sign")  # of few, even steps; 8-bit floats gain nothing
+_LONGEST = 1024  # entries; a warp keeps a block in registers and rotates it twice
+# Rotation helps formats of few, even steps. The steps of 8-bit floats shrink with the magnitude of
+# an entry, so that an outlier costs the other entries little.
+_FORMATS = ("int8", "int4", "int2", "sign")
 
 
 def quantize_rotated(
@@ -38,17 +40,20 @@ def quantize_rotated(
     unsent: Tensor | None = None,
     random: philox.RandomBits | None = None,
 ) -> None:
-    """Rotates ``x`` (plus ``residual``) by blocks and quantises; ``unsent`` is rotated back.
+    """Writes the payload of the rotated blocks of ``x``, or of ``x + residual``.
 
-    As ``hadamard`` and then ``quantize``, in one pass and with the same bits.
+    Equals ``hadamard`` followed by ``quantize`` bit for bit, in one pass. What the payload leaves
+    out is rotated back into ``unsent``.
 
     Args:
         x: float32, float16 or bfloat16, contiguous, a multiple of ``block`` entries.
-        payload, format, block, residual, unsent, random: as for ``quantize``.
-        rotation: random signs, the same on all ranks; ``first`` is a multiple of 4096.
+        payload, residual, unsent, random: as for ``quantize``.
+        format: "int8", "int4", "int2" or "sign".
+        block: entries per scale and per rotation, a power of two up to 1024.
+        rotation: bits for the signs, the same key on all ranks; ``first`` is a multiple of 4096.
 
     Raises:
-        TypeError, ValueError: a tensor of another dtype, size or device; names the argument.
+        TypeError, ValueError: a tensor has the wrong dtype, size or device; the message names it.
 
     Reference: Wang et al., SDP4Bit, 2024; Vargaftik et al., DRIVE, 2021.
     """
@@ -67,7 +72,7 @@ def dequantize_rotated(
     factor: float = 1.0,
     accumulate: bool = False,
 ) -> None:
-    """Sums what the payloads decode to and rotates the sum back; otherwise as ``dequantize``."""
+    """Writes the sum of the decoded payloads, rotated back; otherwise as ``dequantize``."""
     turn = philox.key_of("dequantize_rotated", rotation, "rotation")
     dequantize_rotated_op(payloads, out, format, block, factor, accumulate, *turn)
 
@@ -101,9 +106,11 @@ def quantize_rotated_op(
     noise = None
     if step is not None:
         noise = philox.half_words(x.numel(), int(step), *key, device=x.device)
-    rest = definition.encode(rotated, payload, Payload(FORMATS[format], block, x.numel()), noise)
+    layout = Payload(FORMATS[format], block, x.numel())
+    left_out = definition.encode(rotated, payload, layout, noise)
     if unsent is not None:
-        hadamard_op.definition(rest, unsent, block, True, *signs)
+        # Feedback adds it to the next gradient, before the next rotation, which has other signs.
+        hadamard_op.definition(left_out, unsent, block, True, *signs)
 
 
 @op(
@@ -119,14 +126,15 @@ def dequantize_rotated_op(
     accumulate: bool,
     *signs: Any,
 ) -> None:
+    # The sum is rotated back once, not each payload: fewer transforms, and fewer roundings.
     rotated = definition.sum_payloads(payloads, Payload(FORMATS[format], block, out.numel()))
     total = torch.empty_like(rotated)
     hadamard_op.definition(rotated, total, block, True, *signs)
-    total *= factor
+    total *= factor  # after the rotation, as in the kernels
     out.view(-1).copy_(out.view(-1).to(torch.float32) + total if accumulate else total)
 
 
-# What arguments have to be --------------------------------------------------------------------
+# Checks of arguments -------------------------------------------------------------------------
 
 
 @quantize_rotated_op.law
@@ -176,6 +184,7 @@ def _check_blocks(caller: str, n: int, format: str, block: int) -> None:
         raise ValueError(f"{caller}(format): one of {', '.join(_FORMATS)}, got {format!r}")
     if block > _LONGEST:
         raise ValueError(f"{caller}(block): {_LONGEST} at most, got {block}")
+    # A rotation spreads entries over the padding as well, which would then have to be sent.
     if n % block:
         raise ValueError(f"{caller}: a multiple of {block} entries, got {n}; pad with zeros")
 
@@ -187,6 +196,8 @@ def _check_blocks(caller: str, n: int, format: str, block: int) -> None:
 def _quantize_cpu(x: Tensor, payload: Tensor, format: str, block: int, *rest: Any) -> None:
     layout = Payload(FORMATS[format], block, x.numel())
     numbers = (layout.format.number, cpu.DTYPES[x.dtype], block)
+    # 1 / sqrt(block) is irrational for odd powers of two. It is an argument, so that every kernel
+    # uses the same float32.
     arguments = (x, layout.n, block**-0.5, *rest, *parts(payload, layout))
     cpu.call("quantize_rotated", *numbers, *arguments)
 
@@ -217,7 +228,7 @@ def _dequantize_cuda(payloads: Tensor, out: Tensor, format: str, block: int, *re
 def _source(
     payloads: Tensor, layout: Payload, factor: float, accumulate: bool, *signs: Any
 ) -> tuple[Any, ...]:
-    """The arguments that both kernels share."""
+    """Returns the arguments that both kernels share."""
     numbers = (factor, accumulate, layout.block**-0.5)
     return (
         payloads,

@@ -1,11 +1,11 @@
-// Integers of a shared scale on the CPU; the specification is in shared.py.
+// Quantises to integers of a shared scale on the CPU; the specification is in shared.py.
 #include "include/shared.h"
 
 #include "include/cpu.h"
 
 namespace {
 
-// A row of x + residual, of which `count` entries are there; the others are zero.
+// Loads a row of x + residual of `count` entries; entries beyond are zero.
 template <class T>
 INLINE void load_corrected(const T* x, const float* residual, i64 count, Floats (&row)[kVectors]) {
     load_row(x, count, row);
@@ -81,7 +81,7 @@ void decode(const i8* codes, i64 n, i64 block, const u32* magnitudes, float leve
         }
         Floats row[kVectors];
         for (int v = 0; v < kVectors; ++v) {
-            // The byte's sign bit flipped is the code plus 128.
+            // A code with its sign bit flipped is the code plus 128, a number without a sign.
             const Words above = widen(from + v * kWidth) ^ 0x80u;
             const Floats code = float_of(above + bits_of(kRound)) - (kRound + 128.0f);
             row[v] = code * level * factor;

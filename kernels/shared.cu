@@ -1,4 +1,4 @@
-// Integers of a shared scale on a GPU; the specification is in shared.py.
+// Quantises to integers of a shared scale on a GPU; the specification is in shared.py.
 #include "include/shared.h"
 
 #include "include/cuda.h"
@@ -15,14 +15,15 @@ __global__ void largest_magnitudes(const T* x, const float* residual, i64 n, i64
     }
 }
 
-// The block of the 256 entries from `at` on, all of which are in one; divides 32-bit numbers.
+// Returns the block of the 256 entries from `at` on. Blocks are multiples of 256, so that 32-bit
+// numbers do, whose division takes far fewer instructions than that of 64-bit numbers.
 INLINE u32 block_at(i64 at, i64 block) { return (u32)(at >> 8) / (u32)(block >> 8); }
 
 template <class T>
 __global__ void quantize_shared(const T* x, const float* residual, i64 n, i64 block,
                                 const u32* magnitudes, float levels, const i64* step, i64 seed,
                                 i64 stream, i64 first, i8* codes, float* unsent) {
-    // A warp has 256 entries of one block: eight rows, whose loads are under way together.
+    // A warp takes 256 entries of one block in eight rows, whose loads are under way together.
     for (i64 at = warp() * 256; at < n; at += warps() * 256) {
         const int count = entries_in<256>(at, n);
         float rows[8];

@@ -1,4 +1,4 @@
-"""Integers of a scale that all ranks share: their sums, by an all-reduce, are codes of the sum."""
+"""Quantises to integers of a scale that all ranks share; an all-reduce can add the codes."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ from .runtime.op import check, op
 __all__ = ["dequantize_shared", "largest_magnitudes", "quantize_shared"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_GRAIN = 256  # blocks are multiples of it
-_INFINITY, _NAN = 0x7F800000, 0x7FC00000  # bits
-_TINY = (127 - 120) << 23  # of 2^-120: blocks below it decode to zero
+_GRAIN = 256  # blocks are multiples of it, so that a warp's 256 entries have one scale
+_INFINITY, _NAN = 0x7F800000, 0x7FC00000  # bits of infinity and of NaN
+_TINY = (127 - 120) << 23  # bits of 2^-120; blocks below it decode to zero
 
 
 def largest_magnitudes(
     x: Tensor, out: Tensor, block: int, *, residual: Tensor | None = None
 ) -> None:
-    """Writes the bits of the largest magnitude in each block of ``x``, or of ``x + residual``.
+    """Writes the bits of the largest magnitude of each block of ``x``, or of ``x + residual``.
 
-    As integers they order as the numbers do, infinity and NaN last, so that the largest over ranks
-    is an integer all-reduce that loses no NaN. Kernels equal the definition bit for bit.
+    As integers, these bits order as the numbers do, with infinity and NaN last. An all-reduce of
+    integers therefore finds the largest over ranks without dropping NaN, as a maximum of floats
+    may. Kernels equal the definition bit for bit.
 
     Args:
         x: float32, float16 or bfloat16, contiguous.
-        out: int32, one per block.
-        block: entries of a block, a multiple of 256; the last may be short.
+        out: int32, one entry per block.
+        block: entries per block, a multiple of 256; the last block may be short.
         residual: float32, as many entries as ``x``.
 
     Raises:
-        TypeError, ValueError: a tensor of another dtype, size or device; names the argument.
+        TypeError, ValueError: a tensor has the wrong dtype, size or device; the message names it.
     """
     magnitudes_op(x, residual, out, block)
 
@@ -53,22 +54,25 @@ def quantize_shared(
     unsent: Tensor | None = None,
     random: philox.RandomBits | None = None,
 ) -> None:
-    """Writes ``x``, or ``x + residual``, in units of each block's magnitude over ``levels``.
+    """Writes ``x``, or ``x + residual``, as integers of a scale per block.
 
-    What lies outside is clipped. A block whose magnitude is not finite decodes to NaN.
+    The scale is the magnitude of the block over ``levels``. Larger entries are clipped. A block
+    whose magnitude is not finite decodes to NaN.
 
     Args:
         x: float32, float16 or bfloat16, contiguous.
-        magnitudes: int32, bits of one magnitude per block, as :func:`largest_magnitudes` writes.
+        magnitudes: int32, the bits of one magnitude per block, as :func:`largest_magnitudes` writes
+            them.
         codes: int8, as many entries as ``x``; from ``-levels`` to ``levels``.
-        block: entries of a block, a multiple of 256; the last may be short.
-        levels: 1 to 127.
-        residual: float32, as many entries.
-        unsent: float32, as many; gets what the codes leave out. May be ``residual``.
-        random: rounds stochastically, with its bits.
+        block: entries per block, a multiple of 256; the last block may be short.
+        levels: 1 to 127. With 127 // n, the sum over n ranks fits into int8.
+        residual: float32, as many entries as ``x``.
+        unsent: float32, as many entries as ``x``; receives what the codes leave out. May be
+            ``residual``.
+        random: bits for stochastic rounding. None rounds to nearest.
 
     Raises:
-        TypeError, ValueError: a tensor of another dtype, size or device; names the argument.
+        TypeError, ValueError: a tensor has the wrong dtype, size or device; the message names it.
 
     Reference: Mishchenko et al., IntSGD, 2022; Xin et al., Global-QSGD, 2023.
     """
@@ -79,11 +83,12 @@ def quantize_shared(
 def dequantize_shared(
     codes: Tensor, magnitudes: Tensor, out: Tensor, block: int, levels: int, *, factor: float = 1.0
 ) -> None:
-    """Writes what codes, or sums of codes, stand for, times ``factor``.
+    """Writes the values of codes, or of sums of codes, times ``factor``.
 
     Args:
         codes, magnitudes, block, levels: as for :func:`quantize_shared`.
         out: float32, float16 or bfloat16, contiguous.
+        factor: multiplies the result; 1 over the number of ranks gives the mean.
     """
     dequantize_shared_op(codes, magnitudes, out, block, levels, factor)
 
@@ -93,7 +98,7 @@ def magnitudes_op(x: Tensor, residual: Tensor | None, out: Tensor, block: int) -
     c = _corrected(x, residual)
     block = max(1, min(block, c.numel()))
     bits = pad(c, (0, -c.numel() % block)).view(torch.int32) & 0x7FFFFFFF
-    bits = torch.where(bits > _INFINITY, _NAN, bits)
+    bits = torch.where(bits > _INFINITY, _NAN, bits)  # one NaN, whichever rank it came from
     out.copy_(bits.view(-1, block).amax(1) if c.numel() else bits)
 
 
@@ -118,15 +123,19 @@ def quantize_shared_op(
     n = c.numel()
     level, inverse = _scales(magnitudes, levels, n, block)
     units = c * inverse
-    units = torch.where(units < levels, units, float(levels))  # NaN becomes the largest, too
+    # Not clamp(), which keeps NaN: its conversion to an integer differs between processors. Here
+    # NaN becomes the largest code; the magnitude says that the block is not finite.
+    units = torch.where(units < levels, units, float(levels))
     units = torch.where(units > -levels, units, -float(levels))
+    # Noise comes after the clipping and is below a half, so codes stay within the levels.
     if step is not None:
         noise = philox.half_words(n, int(step), *key, device=x.device)
         units = units + philox.centred(noise)
-    found = torch.round(units)
-    codes.view(-1).copy_(found.to(torch.int8))
+    rounded = torch.round(units)
+    codes.view(-1).copy_(rounded.to(torch.int8))
     if unsent is not None:
-        unsent.view(-1).copy_(c - (found + 0.0) * level)
+        # -0 + 0 is 0, as in the kernels, which round by adding and subtracting a large number.
+        unsent.view(-1).copy_(c - (rounded + 0.0) * level)
 
 
 @op(
@@ -147,8 +156,9 @@ def _corrected(x: Tensor, residual: Tensor | None) -> Tensor:
 
 
 def _scales(magnitudes: Tensor, levels: int, n: int, block: int) -> tuple[Tensor, Tensor]:
-    """What a level is worth, and its inverse, for each of ``n`` entries."""
+    """Returns the value of a level and its inverse, for each of ``n`` entries."""
     values, finite = magnitudes.view(torch.float32), magnitudes < _INFINITY
+    # A tensor: torch divides a number by a tensor with other bits (docs/design/kernels.md).
     top = torch.full_like(values, levels)
     level = torch.where(finite, values / top, torch.nan)
     inverse = torch.where(finite & (magnitudes >= _TINY), top / values, 0.0)
@@ -156,7 +166,7 @@ def _scales(magnitudes: Tensor, levels: int, n: int, block: int) -> tuple[Tensor
     return level.repeat_interleave(block)[:n], inverse.repeat_interleave(block)[:n]
 
 
-# What arguments have to be --------------------------------------------------------------------
+# Checks of arguments -------------------------------------------------------------------------
 
 
 @magnitudes_op.law
@@ -214,7 +224,8 @@ def _magnitudes_cpu(x: Tensor, residual: Tensor | None, out: Tensor, block: int)
 @magnitudes_op.kernel("cuda")
 def _magnitudes_cuda(x: Tensor, residual: Tensor | None, out: Tensor, block: int) -> None:
     name, n = f"largest_magnitudes<{cuda.DTYPES[x.dtype]}>", x.numel()
-    cuda.launch("shared.cu", name, x.device, out.numel(), (x, residual, n, block, out))
+    arguments = (x, residual, n, _within(n, block), out)
+    cuda.launch("shared.cu", name, x.device, out.numel(), arguments)
 
 
 @quantize_shared_op.kernel("cpu")
@@ -244,7 +255,8 @@ def _quantize_cuda(
     *key: Any,
 ) -> None:
     name, n = f"quantize_shared<{cuda.DTYPES[x.dtype]}>", x.numel()
-    arguments = (x, residual, n, block, magnitudes, float(levels), *key, codes, unsent)
+    scale = (_within(n, block), magnitudes, float(levels))
+    arguments = (x, residual, n, *scale, *key, codes, unsent)
     cuda.launch("shared.cu", name, x.device, n // 256 + 1, arguments)
 
 
@@ -261,5 +273,11 @@ def _dequantize_cuda(
     codes: Tensor, magnitudes: Tensor, out: Tensor, block: int, levels: int, factor: float
 ) -> None:
     name, n = f"dequantize_shared<{cuda.DTYPES[out.dtype]}>", out.numel()
-    arguments = (codes, n, block, magnitudes, float(levels), factor, out)
+    arguments = (codes, n, _within(n, block), magnitudes, float(levels), factor, out)
     cuda.launch("shared.cu", name, out.device, n // 256 + 1, arguments)
+
+
+def _within(n: int, block: int) -> int:
+    """Returns ``block``, or the shortest block that holds all ``n`` entries if that is shorter."""
+    # Kernels divide by block / 256 as a 32-bit number, which is 0 for a block of 2^40 entries.
+    return min(block, max(1, -(-n // _GRAIN)) * _GRAIN)

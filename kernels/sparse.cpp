@@ -1,8 +1,9 @@
-// Largest entries and scattered values on the CPU; the specification is in sparse.py.
+// Selects largest entries and adds values at indices on the CPU; the specification is in sparse.py.
 //
-// A threshold from a sample lets a little more than k entries through, one pass collects them, and
-// the k largest of these are taken. Where the sample misleads (constant, mostly zero or clustered
-// gradients) counting passes narrow the threshold down to one magnitude instead.
+// A bound from a sample lets a little more than k entries through; one pass collects them, and the k
+// largest of them are taken. Where the sample misleads (constant, mostly zero or clustered gradients),
+// counting passes narrow the threshold down to one magnitude instead: at most 11 passes for any data,
+// where histograms took 5 to 60 ms (docs/design/kernels.md).
 #include <algorithm>
 
 #include "include/cpu.h"
@@ -14,7 +15,8 @@ constexpr int kPivots = 7;
 
 typedef int Ints __attribute__((vector_size(4 * kWidth)));
 
-// Bits of a row: which magnitudes are at least `bound`. Both are below 2^31.
+// Returns a bit per entry: whether its magnitude is at least `bound`. Both are below 2^31, so that
+// vectors may compare them as signed integers; x86 has no unsigned comparison before AVX-512.
 u32 at_least(const Floats (&row)[kVectors], u32 bound) {
     u32 word = 0;
     for (int v = 0; v < kVectors; ++v) {
@@ -27,7 +29,7 @@ u32 at_least(const Floats (&row)[kVectors], u32 bound) {
 template <class T> struct Entries {
     const T* x;
     const float* residual;
-    float* unsent;  // gets the sum, which is read from there afterwards
+    float* unsent;  // receives the sum; later passes read it from here
     i64 n;
 
     float one(i64 i) const {
@@ -37,7 +39,7 @@ template <class T> struct Entries {
         return residual ? sums[0] + residual[i] : sums[0];
     }
 
-    // Calls f(begin, row, valid lanes) for rows of 32; sums are written to `unsent` the first time.
+    // Calls f(begin, row, valid lanes) for rows of 32 entries; the FIRST pass writes sums to `unsent`.
     template <bool FIRST, class F> __attribute__((always_inline)) void rows(F f) const {
         for (i64 i = 0; i < n; i += kRow) {
             Floats row[kVectors];
@@ -70,7 +72,7 @@ struct Candidates {
     i64 found;
 };
 
-// The entries of magnitude `bound` and more; if they are too many, their number only.
+// Collects the entries of magnitude `bound` and more; counts them where there is no room.
 template <bool FIRST, class T> void collect(const Entries<T>& from, u32 bound, Candidates& to) {
     i64 found = 0;
     from.template rows<FIRST>([&](i64 begin, const Floats(&row)[kVectors], u32 valid) {
@@ -92,7 +94,7 @@ template <bool FIRST, class T> void collect(const Entries<T>& from, u32 bound, C
     to.found = found;
 }
 
-// How many entries have at least each of the magnitudes.
+// Counts the entries that reach each of the bounds.
 template <class T> void count(const Entries<T>& from, const u32 (&bounds)[kPivots], i64 (&counts)[kPivots]) {
     for (i64& one : counts) one = 0;
     from.template rows<false>([&](i64, const Floats(&row)[kVectors], u32 valid) {
@@ -101,12 +103,12 @@ template <class T> void count(const Entries<T>& from, const u32 (&bounds)[kPivot
     });
 }
 
-// Where the taken entries go.
+// Writes the taken entries.
 struct Taken {
     int* indices;
     float* values;
     float* unsent;
-    i64 ties;  // how many of the threshold's own magnitude are taken
+    i64 ties;  // how many entries of exactly the threshold are taken
     i64 count;
 
     void offer(int index, float value, u32 threshold) {
@@ -129,7 +131,8 @@ void take_candidates(const Candidates& from, i64 k, Taken& to) {
     for (i64 i = 0; i < from.found; ++i) to.offer(from.indices[i], from.values[i], threshold);
 }
 
-// A bound that about k entries reach, and hardly ever fewer.
+// Returns a bound that a little more than k entries reach: four standard deviations beyond rank k of
+// the sample, so that it is rarely fewer.
 template <class T> u32 bound_from_sample(const Entries<T>& from, i64 k, u32* scratch, i64 room) {
     const i64 size = std::min<i64>({from.n, kSample, room});
     const i64 stride = from.n / size;
@@ -143,10 +146,10 @@ template <class T> u32 bound_from_sample(const Entries<T>& from, i64 k, u32* scr
 
 template <class T> void top_k(const Entries<T>& from, i64 k, Candidates some, Taken taken) {
     u32 low = k ? bound_from_sample(from, k, some.scratch, some.room) : 0x7fffffffu;
-    u32 high = 0x80000000u;  // fewer than k entries reach it
+    u32 high = 0x80000000u;  // reached by fewer than k entries
     collect<true>(from, low, some);
     if (k == 0) return;
-    i64 above = 0;           // that reach `high`
+    i64 above = 0;           // number of entries that reach `high`
     const bool collected = some.found >= k && some.found <= some.room;
     if (some.found < k) high = low, above = some.found, low = 0, some.found = from.n;
     while (some.found > some.room && high - low > 1) {
@@ -190,7 +193,7 @@ EXPORT(top_k)(i64 dtype, const void* x, i64 n, i64 k, int* indices, float* value
     });
 }
 
-// The first k entries that reach the `place`-th largest of a sample.
+// Takes the first k entries that reach the `place`-th largest of a sample.
 EXPORT(top_k_sampled)(i64 dtype, const void* x, i64 n, i64 k, i64 place, int* indices, float* values,
                       const float* residual, float* unsent, u32* scratch) {
     constexpr i64 kFew = 8192;

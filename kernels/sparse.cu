@@ -1,18 +1,12 @@
-// Largest entries and scattered values on a GPU; the specification is in sparse.py.
+// Selects largest entries and adds values at indices on a GPU; the specification is in sparse.py.
 //
-//   sample      one block: a bound that a little more than k entries reach
-//   collect     the one pass over the gradient: sums to `unsent`, entries that reach the bound to slots
-//   histogram   three times: digits of the k-th largest magnitude, from the top
-//   count       per tile: entries above it and of its own magnitude
-//   scan        one block: the same, in all tiles before
-//   emit        in order of indices
 //
 // If the bound let too few entries through, or too many in some tile, the kernels after `collect`
-// read the gradient instead of the slots. No count comes back to the host.
+// read the gradient instead of the slots, so that the host never waits for a count.
 #include "include/cuda.h"
 
-constexpr int kTile = 2048;  // entries of a warp
-constexpr int kSpan = 256;   // of them, whose loads are under way together
+constexpr int kTile = 2048;  // entries per warp
+constexpr int kSpan = 256;   // entries whose loads are under way together
 constexpr int kBins = 2048;
 constexpr int kSample = 8192;
 
@@ -21,7 +15,8 @@ struct Work {
     u32 histogram[3][kBins];
 };
 
-// Behind `Work`: for every tile its slots' number, entries above and equal, and the slots.
+// Locates what follows `Work` in memory: per tile the number of slots in use, the counts of entries
+// above and equal, and the slots.
 struct Tiles {
     Work* work;
     u32 *slots, *above, *equal;
@@ -54,7 +49,7 @@ template <class T> INLINE float read_again(const Entries<T>& from, i64 i) {
 
 INLINE bool slots_hold(const Work& work, i64 k) { return !work.overflow && work.found >= k; }
 
-// Calls f(index, value, valid) for rows of 32 entries of a tile, in order; a lane has one of them.
+// Calls f(index, value, valid) for rows of 32 entries of a tile, in order, one entry per lane.
 template <class T, class F>
 INLINE void rows_of(const Entries<T>& from, const Tiles& tiles, i64 tile, i64 k, F f) {
     if (slots_hold(*tiles.work, k)) {
@@ -141,7 +136,8 @@ __global__ void collect(const T* x, const float* residual, float* unsent, i64 n,
     }
 }
 
-// Digits of the threshold: bits 20 to 30, 9 to 19, 0 to 8.
+// Finds a digit of the threshold: bits 20 to 30, 9 to 19 or 0 to 8. Counts are integers, so that atomic
+// additions give the same sums in any order.
 template <class T, int PASS>
 __global__ void histogram(const T* x, float* unsent, i64 n, i64 k, u8* memory, i64 room) {
     constexpr int kShift = PASS == 0 ? 20 : PASS == 1 ? 9 : 0, kWidth = PASS == 2 ? 9 : 11;
@@ -204,7 +200,7 @@ __global__ void count(const T* x, float* unsent, i64 n, i64 k, u8* memory, i64 r
     }
 }
 
-// Of both counts, what is in all tiles before.
+// Replaces both counts of each tile by their sums over all tiles before it.
 __global__ void scan(i64 n, u8* memory, i64 room) {
     constexpr int kThreads = 256;
     __shared__ u32 above[kThreads], equal[kThreads];
@@ -254,7 +250,7 @@ __global__ void emit(const T* x, float* unsent, i64 n, i64 k, u8* memory, i64 ro
     }
 }
 
-// Of every tile, how many entries reach the bound of the sample; sums go to `unsent`.
+// Counts the entries of each tile that reach the bound of the sample; sums go to `unsent`.
 template <class T>
 __global__ void count_reached(const T* x, const float* residual, float* unsent, i64 n, u8* memory) {
     const Tiles tiles = tiles_of(memory, n, 0);
@@ -275,7 +271,7 @@ __global__ void count_reached(const T* x, const float* residual, float* unsent, 
     }
 }
 
-// The first k of them, in order; `above` has what is in all tiles before.
+// Writes the first k of these entries, in order; `above` has the count of all tiles before.
 template <class T>
 __global__ void take_reached(const T* x, const float* residual, float* unsent, i64 n, i64 k, u8* memory,
                              int* indices, float* values) {
@@ -311,7 +307,7 @@ __global__ void take_reached(const T* x, const float* residual, float* unsent, i
     }
 }
 
-// One payload; places in it are all different.
+// Adds one payload, whose places are all different, so that no addition needs to be atomic.
 __global__ void scatter_add(const int* indices, const float* values, i64 count, float factor,
                             float* out, i64 n) {
     for (i64 i = warp() * kLanes + lane(); i < count; i += warps() * kLanes)

@@ -1,4 +1,4 @@
-"""Sparse ops: the largest entries of a bucket, and values at indices."""
+"""Selects the largest entries of a bucket, and adds values at indices."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["scatter_add", "top_k", "top_k_sampled"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _FLOAT = (torch.float32,)
-_SAMPLE = 8192  # as in sparse.cu, and in top_k_sampled of sparse.cpp
-_MARGIN = 1 << 16  # candidates beyond twice k that a threshold from a sample may let through
+_SAMPLE = 8192  # entries, as in sparse.cu and in top_k_sampled of sparse.cpp
+_MARGIN = 1 << 16  # room for candidates beyond 2 k, which a bound from a sample may let through
 
 
 def top_k(
@@ -29,22 +29,22 @@ def top_k(
     residual: Tensor | None = None,
     unsent: Tensor | None = None,
 ) -> None:
-    """Writes the ``k`` entries of ``x``, or of ``x + residual``, of largest magnitude.
+    """Writes the ``k`` entries of largest magnitude of ``x``, or of ``x + residual``.
 
-    Exact and the same everywhere: NaN counts as largest, then infinity; of equal magnitudes the
-    first come first.
+    The selection is exact and the same on every device: NaN counts as largest, then infinity, and
+    among equal magnitudes the lower index wins.
 
     Args:
         x: float32, float16 or bfloat16, contiguous, fewer than 2^31 entries; worked on as float32.
         k: 0 to ``x.numel()``.
-        indices: int32, ``k`` of them; get ascending places.
-        values: float32, ``k`` of them.
-        residual: float32, as many entries as ``x``; needs ``unsent``.
-        unsent: float32, as many; gets all entries that were not taken, and zeros where they were.
-            May be ``residual``.
+        indices: int32, ``k`` entries; receives the places in ascending order.
+        values: float32, ``k`` entries.
+        residual: float32, as many entries as ``x``; requires ``unsent``.
+        unsent: float32, as many entries as ``x``; receives the entries that were not taken, and
+            zeros in place of the others. May be ``residual``.
 
     Raises:
-        TypeError, ValueError: a tensor of another dtype, size or device; names the argument.
+        TypeError, ValueError: a tensor has the wrong dtype, size or device; the message names it.
     """
     top_k_op(x, k, indices, values, residual, unsent)
 
@@ -66,7 +66,8 @@ def top_k_op(
     if residual is not None:
         c = c + residual.flatten()
     if k:
-        magnitude = c.view(torch.int32) & 0x7FFFFFFF  # orders as the values do, NaN last
+        magnitude = c.view(torch.int32) & 0x7FFFFFFF  # as integers, NaN is largest
+        # topk() may return any of equal magnitudes, so only its threshold is used.
         threshold = magnitude.topk(k).values[-1]
         above, equal = magnitude > threshold, magnitude == threshold
         first = equal.cumsum(0) <= k - above.sum()
@@ -89,10 +90,11 @@ def top_k_sampled(
 ) -> None:
     """Writes about ``k`` entries of large magnitude: those that reach a threshold from a sample.
 
-    The threshold is the r-th largest of n' = 8192 entries at equal distances, r two standard
-    deviations below k n'/n, so that hardly ever more than ``k`` reach it: the first ``k`` are taken
-    then, which leaves out what lies at the end. If fewer do, the rest of ``indices`` is -1 and of
-    ``values`` 0. The same everywhere. Arguments as for :func:`top_k`.
+    The threshold is the r-th largest of n' = 8192 entries at equal distances, with r two standard
+    deviations below k n'/n, so that more than ``k`` entries rarely reach it. If they do, the first
+    ``k`` are taken and entries at the end of the bucket are left out. If fewer do, the remaining
+    ``indices`` are -1 and ``values`` 0. The selection is the same on every device. Arguments are
+    those of :func:`top_k`.
 
     Reference: Lin et al., Deep Gradient Compression, 2018.
     """
@@ -115,10 +117,11 @@ def top_k_sampled_op(
     c = x.to(torch.float32).flatten()
     if residual is not None:
         c = c + residual.flatten()
-    taken = c.new_empty(0, dtype=torch.int64)
+    taken = c.new_empty(0, dtype=torch.int64)  # for k = 0
     if k:
         magnitude = c.view(torch.int32) & 0x7FFFFFFF
         size, place = _sample(len(c), k)
+        # Multiplied before the division, so that the sample reaches the end of the bucket.
         sampled = magnitude[torch.arange(size, device=c.device) * len(c) // size]
         bound = sampled.topk(place).values[-1] if place < size else magnitude.new_zeros(())
         taken = (magnitude >= bound).nonzero().flatten()[:k]
@@ -132,7 +135,7 @@ def top_k_sampled_op(
 
 
 def _sample(n: int, k: int) -> tuple[int, int]:
-    """How many of ``n`` entries are looked at, and which of them, by size, is the threshold."""
+    """Returns the size of the sample of ``n`` entries, and the rank of the threshold in it."""
     size = min(n, _SAMPLE)
     rank = k * size // n
     return size, size if k == n else max(1, rank - math.isqrt(4 * rank))
@@ -142,13 +145,13 @@ def scatter_add(indices: Tensor, values: Tensor, out: Tensor, *, factor: float =
     """Adds ``values * factor`` at ``indices`` to ``out``, one payload after the other.
 
     Args:
-        indices: int32, shape (payloads, k); within a payload all different and inside ``out``, or
-            -1 where there is nothing to add.
+        indices: int32, shape (payloads, k): places in ``out``, different within a payload, or -1
+            where there is nothing to add.
         values: float32, shape (payloads, k).
         out: float32, contiguous.
 
     Raises:
-        TypeError, ValueError: a tensor of another dtype, size or device; names the argument.
+        TypeError, ValueError: a tensor has the wrong dtype, size or device; the message names it.
     """
     scatter_add_op(indices, values, out, factor)
 
@@ -156,14 +159,17 @@ def scatter_add(indices: Tensor, values: Tensor, out: Tensor, *, factor: float =
 @op("scatter_add(Tensor indices, Tensor values, Tensor(a!) out, float factor) -> ()")
 def scatter_add_op(indices: Tensor, values: Tensor, out: Tensor, factor: float) -> None:
     flat = out.view(-1)
+    # An index beyond the end may come from a damaged payload; -1 is legal, so PyTorch's own check
+    # of indices, which counts negative ones from the end, would not do.
     if indices.numel() and not -1 <= int(indices.min()) <= int(indices.max()) < len(flat):
         raise ValueError(f"scatter_add(indices): places below {len(flat)}, got others")
+    # Payload by payload: a single index_add_ would add in any order on a GPU.
     for places, entries in zip(indices.long(), values.view(indices.shape), strict=True):
         valid = places >= 0
         flat[places[valid]] += entries[valid] * factor
 
 
-# What arguments have to be --------------------------------------------------------------------
+# Checks of arguments -------------------------------------------------------------------------
 
 
 @top_k_op.law
@@ -223,6 +229,7 @@ def _top_k_cpu(
 ) -> None:
     n = x.numel()
     room = min(n, 2 * k + _MARGIN)
+    # Indices, values and magnitudes of the candidates; kernels allocate no memory.
     scratch = torch.empty(3, room, dtype=torch.int32)
     results = (indices, values, residual, unsent)
     cpu.call("top_k", cpu.DTYPES[x.dtype], x, n, k, *results, scratch, room)
@@ -245,7 +252,7 @@ def _top_k_sampled_cpu(
 
 @scatter_add_op.kernel("cpu")
 def _scatter_add_cpu(indices: Tensor, values: Tensor, out: Tensor, factor: float) -> None:
-    outside = torch.zeros((), dtype=torch.int64)
+    outside = torch.zeros((), dtype=torch.int64)  # how many places the kernel has skipped
     source = (indices, values, indices.numel(), factor)
     cpu.call("scatter_add", *source, out, out.numel(), outside)
     if outside:
@@ -254,7 +261,7 @@ def _scatter_add_cpu(indices: Tensor, values: Tensor, out: Tensor, factor: float
 
 # CUDA kernels ---------------------------------------------------------------------------------
 
-_TILE, _WORK_BYTES = 2048, 4 * (8 + 3 * 2048)  # as kTile and struct Work in sparse.cu
+_TILE, _WORK_BYTES = 2048, 4 * (8 + 3 * 2048)  # kTile and the size of struct Work in sparse.cu
 
 
 @top_k_op.kernel("cuda")
@@ -270,6 +277,9 @@ def _top_k_cuda(
     if k == 0:
         top_k_op.definition(x, k, indices, values, residual, unsent)
         return
+    # The bound lies four standard deviations beyond the expected rank, so that at least k entries
+    # reach it almost always. Where they do not, or where a tile is full, the later kernels read the
+    # gradient again, so that the host never waits for a count (docs/design/kernels.md).
     size = min(n, _SAMPLE)
     rank = k * size / n
     place = int(rank + 4 * rank**0.5) + 8
@@ -318,7 +328,8 @@ def _top_k_sampled_cuda(
 
 @scatter_add_op.kernel("cuda")
 def _scatter_add_cuda(indices: Tensor, values: Tensor, out: Tensor, factor: float) -> None:
-    """One launch per payload: sums are taken in their order. Places outside are unsent out."""
+    # One launch per payload, so that sums are taken in their order. Places beyond the end are
+    # skipped without an error: to read a count of them back would make the host wait for the GPU.
     for places, entries in zip(indices, values.view(indices.shape), strict=True):
         arguments = (places, entries, places.numel(), factor, out, out.numel())
         warps = -(-places.numel() // 32)

@@ -1,8 +1,8 @@
-// Affine levels, for a number or a vector of them; the specification is in affine.py.
+// Affine levels, for a number or a vector of numbers; the specification is in affine.py.
 #pragma once
 #include "portable.h"
 
-// What is known of a block: its range, with zero in it, and bits of its largest magnitude.
+// The range of a block, which includes zero, and the bits of its largest magnitude.
 struct Range {
     float low, high;
     u32 largest;
@@ -10,7 +10,7 @@ struct Range {
 
 struct Levels {
     float scale;    // NaN if an entry is not finite
-    float divisor;  // 0 then
+    float divisor;  // 0 if an entry is not finite
     float zero;     // the level of zero
 };
 
@@ -22,7 +22,7 @@ INLINE Levels levels_of(const Range& range) {
     return {scale, divisor, zero > 255.0f ? 255.0f : zero};
 }
 
-// The level of an entry, in the low bits of a word.
+// Returns the level of an entry in the low bits of a word.
 template <class V> INLINE auto level_of(V x, const Levels& levels) {
     V rounded = (x / levels.divisor + kRound) - kRound;
     V inside = larger(smaller(rounded + levels.zero, 255.0f), 0.0f);

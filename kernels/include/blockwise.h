@@ -9,7 +9,7 @@ template <int BITS> struct Integer {
     static constexpr u32 tiny = kTiny;
     INLINE float top() { return (float)((1 << (BITS - 1)) - 1); }
 
-    // |y| is TOP at most, up to rounding.
+    // |y| is at most TOP, up to rounding, so nothing is clamped.
     template <class V> INLINE auto encode(V y, V& value) {
         auto shifted = y + kRound;
         value = shifted - kRound;
@@ -19,7 +19,7 @@ template <int BITS> struct Integer {
         auto inside = larger(smaller(y, top()), -top());
         return encode(inside + centred(random), value);
     }
-    // `code` is a byte; if a code is shorter, bits above it do not count.
+    // Bits of `code` above BITS are ignored: they are codes of other entries.
     template <class W> INLINE auto decode(W code) {
         if constexpr (BITS < 8) code &= (1u << BITS) - 1;
         constexpr u32 middle = 1u << (BITS - 1);  // flipping the sign bit adds it, modulo 2^BITS
@@ -68,13 +68,13 @@ struct Sign {
     }
 };
 
-// What codes are multiplied with, and what entries are. An inverse of 0 makes all codes 0.
+// Factors of codes (`value`) and of entries (`inverse`). An inverse of 0 makes all codes 0.
 struct Scale {
     float value;
     float inverse;
 };
 
-// From the bits of the largest magnitude and, for signs, the mean one.
+// Returns the scale for the bits of the largest magnitude; for signs, from the mean magnitude.
 template <class F> INLINE Scale scale_of(u32 largest, float mean) {
     if (largest >= kInfinity) return {float_of(kNaN), 0.0f};
     if (largest < F::tiny) return {0.0f, 0.0f};
@@ -94,7 +94,7 @@ INLINE u32 mx_byte(float scale) {
 }
 INLINE float mx_scale(u32 byte) { return float_of(byte == 255u ? kNaN : byte << 23); }
 
-// Where the parts of a payload of `n` entries lie; what is between and behind them is zero.
+// The layout of a payload of `n` entries; bytes between and behind its parts are zero.
 // Entries are coded in planes: the bytes of 32 * 8 / bits entries hold entries 0 to 31 in their
 // lowest bits, then 32 to 63, and so on. Signs are 32 consecutive bits.
 template <class F> constexpr int kPlanes = F::is_sign ? 1 : 8 / F::bits;
@@ -108,10 +108,10 @@ template <class F> INLINE i64 end_of_codes(i64 n, i64 codes_at) {
     return codes_at + (n + kUnit<F> - 1) / kUnit<F> * kUnitBytes<F>;
 }
 
-// Payloads of all ranks, one behind the other.
+// The payloads of all ranks, `stride` bytes apart.
 struct Payloads {
     const u8* scales;
     const u8* codes;
-    i64 stride;  // bytes from one to the next
+    i64 stride;  // bytes from a payload to the next
     int count;
 };

@@ -6,11 +6,11 @@
 
 namespace {
 
-constexpr int kLongest = 2048;  // entries of a block, at most
+constexpr int kLongest = 2048;  // the longest block
 
 int rounded_up(int count, int unit) { return (count + unit - 1) / unit * unit; }
 
-// What is read of the gradient: entries of type T, plus a residual if there is one.
+// The entries to encode: a gradient of type T, plus a residual if there is one.
 template <class T> struct Source {
     const T* x;
     const float* residual;
@@ -18,13 +18,13 @@ template <class T> struct Source {
     bool in_place() const { return sizeof(T) == 4 && !residual; }
 };
 
-// What is known of a block: bits of its largest magnitude and, for signs, its mean one.
+// The bits of the largest magnitude of a block and, for signs, its mean magnitude.
 struct Extent {
     u32 largest;
     float mean;
 };
 
-// Reads a block of `count` entries; if COPY, `c` gets them as float32 and zeros up to `end`.
+// Measures a block of `count` entries. With COPY, `c` receives them as float32, and zeros up to `end`.
 template <bool MEAN, bool COPY, bool RESIDUAL, class T>
 Extent measure(const T* x, const float* residual, int count, int end, int block, float* c) {
     Words largest[kVectors] = {};
@@ -41,7 +41,7 @@ Extent measure(const T* x, const float* residual, int count, int end, int block,
     };
     int i = 0;
     for (; i + kRow <= count; i += kRow) take(x + i, residual + i, c + i);
-    if (i < count) {  // a row that is partly there
+    if (i < count) {  // the last row, which is not whole
         T some[kRow] = {};
         float rest[kRow] = {};
         for (int l = 0; l < count - i; ++l) {
@@ -52,7 +52,7 @@ Extent measure(const T* x, const float* residual, int count, int end, int block,
         i += kRow;
     }
     for (; i < end; ++i) c[i] = 0.0f;
-    // Halves are added to halves.
+    // Halves are added to halves, as by the shuffles of a warp.
     float sum[kRow];
     u32 most[kRow];
     store_as(sum, sums);
@@ -65,7 +65,7 @@ Extent measure(const T* x, const float* residual, int count, int end, int block,
     return {most[0], MEAN ? sum[0] * ((float)block / (float)count) : 0.0f};
 }
 
-// Codes of the entries from 0 to `end`; what was not sent goes to `unsent`, if LEFT.
+// Writes the codes of `end` entries; with LEFT, `unsent` receives what they leave out.
 template <class F, bool NOISE, bool LEFT>
 void encode(const float* c, int end, Scale scale, const u32* noise, i64 row, u8* codes, float* unsent) {
     for (int i = 0; i < end; i += kUnit<F>, c += kUnit<F>, codes += kUnitBytes<F>) {
@@ -91,7 +91,7 @@ void encode(const float* c, int end, Scale scale, const u32* noise, i64 row, u8*
     }
 }
 
-// Payload of `n` entries of `from`, block by block, or with a `rotation` of what it makes of them.
+// Writes the payload of `n` entries of `from`, block by block, rotated first if there is a `rotation`.
 template <class F, class T>
 void encode_all(const Source<T>& from, i64 n, int block, const Random* random, u8* scales, u8* codes,
                 float* unsent, Rotation* rotation = nullptr) {
@@ -108,7 +108,8 @@ void encode_all(const Source<T>& from, i64 n, int block, const Random* random, u
             in_place   ? measure<F::is_sign, false, false>(x, residual, count, end, block, copy)
             : residual ? measure<F::is_sign, true, true>(x, residual, count, end, block, copy)
                        : measure<F::is_sign, true, false>(x, residual, count, end, block, copy);
-        // The next block comes while this one is worked on.
+        // The processor loads the next block while this one is worked on: 0.75 of the time without it.
+        // The lambda is inlined, as gcc drops calls of a function that only prefetches.
         auto fetch_next = [=](int i, int entries) __attribute__((always_inline)) {
             fetch(x + block + i, entries);
             if (residual) fetch(residual + block + i, entries);
@@ -148,7 +149,7 @@ void encode_all(const Source<T>& from, i64 n, int block, const Random* random, u
     }
 }
 
-// Sums what block `b` of the payloads decodes to, in their order: emit(i, row of 32 entries).
+// Sums block `b` of the decoded payloads in their order, and calls emit(i, row of 32 entries).
 template <class F, class Emit>
 INLINE void sum_block(const Payloads& from, i64 b, int block, int end, Emit emit) {
     const u8* codes = from.codes + b * (block / kUnit<F> * kUnitBytes<F>);
@@ -199,7 +200,7 @@ void decode_all(const Payloads& from, i64 n, int block, float factor, T* out) {
     if constexpr (STREAM) end_of_stream();
 }
 
-// Calls f(a format), by its number in Python.
+// Calls f with the format of a number; _blockwise_formats.py has the same numbers.
 template <class Call> void with_format(int format, Call call) {
     switch (format) {
         case 0: return call(Int8{});

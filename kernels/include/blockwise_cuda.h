@@ -1,7 +1,7 @@
 // Blockwise quantisation on a GPU, for blockwise.cu and rotated.cu.
 //
-// A warp has a span of 256 entries, or of one block if that is longer. Lane l has entries l, l + 32
-// and so on in registers: every load and store is whole lines, and a ballot is 32 consecutive signs.
+// A warp takes a span of 256 entries, or of one block if that is longer. Lane l has entries l, l + 32
+// and so on in registers: each load and store is a full line, and a ballot is 32 consecutive signs.
 #pragma once
 #include "blockwise.h"
 #include "hadamard_cuda.h"
@@ -11,21 +11,21 @@ template <class F> INLINE float scale_at(const u8* scales, i64 block) {
     else return ((const float*)scales)[block];
 }
 
-// What blocks of BLOCK entries ask for: entries of a span, this lane's of them, log2 of a block's rows.
+// For blocks of BLOCK entries: the entries of a span, this lane's share, and log2 of a block's rows.
 template <int BLOCK> constexpr int kSpan = BLOCK < 256 ? 256 : BLOCK;
 template <int BLOCK> using Entries = float[kSpan<BLOCK> / kLanes];
 template <int BLOCK> constexpr int kLogRows = 1 + kLogRows<BLOCK / 2>;
 template <> constexpr int kLogRows<32> = 0;
 
-// Adds what payload `r` decodes to in the ROWS rows from entry `at` on, of which `count` entries are
-// there. A block has 2^LOG rows, or 2^log where LOG is -1.
+// Adds the decoded payload `r` in the ROWS rows from entry `at` on, of which `count` entries exist. A
+// block has 2^LOG rows, or 2^log where LOG is -1.
 template <class F, int LOG, bool FIRST, int ROWS>
 INLINE void add_payload(const Payloads& from, int r, i64 at, int count, int log, float (&sum)[ROWS]) {
     const u8* codes = from.codes + r * from.stride + (at >> 3) * F::bits;
     const u8* scales = from.scales + r * from.stride;
     const i64 row = at >> 5;
     if (LOG >= 0) log = LOG;
-    const bool one = LOG < 0 && log >= 3;  // 8 rows are in one block
+    const bool one = LOG < 0 && log >= 3;  // the 8 rows share one scale
     float scale = one ? scale_at<F>(scales, row >> log) : 0.0f;
 #pragma unroll
     for (int k = 0; k < ROWS; ++k) {
@@ -42,7 +42,7 @@ INLINE void add_payload(const Payloads& from, int r, i64 at, int count, int log,
     }
 }
 
-// Sums of all payloads, in their order; rows that are not there are zero.
+// Sums all decoded payloads in their order; rows beyond `count` are zero.
 template <class F, int LOG, int ROWS>
 INLINE void sum_payloads(const Payloads& from, i64 at, int count, int log, float (&sum)[ROWS]) {
 #pragma unroll
@@ -53,8 +53,8 @@ INLINE void sum_payloads(const Payloads& from, i64 at, int count, int log, float
     for (int r = 1; r < from.count; ++r) add_payload<F, LOG, false>(from, r, at, count, log, sum);
 }
 
-// Encodes spans of entries: read(at, count, c) gives this lane's, zeros where none are. With a
-// `rotation`, what it makes of them.
+// Encodes spans of entries, rotated first if ROTATED: read(at, count, c) gives this lane's entries, and
+// zeros beyond `count`.
 template <class F, int BLOCK, bool ROTATED = false, class Read>
 INLINE void encode(i64 n, const float* residual, float* unsent, const i64* step, i64 seed, i64 stream,
                    i64 first, u8* payload, i64 codes_at, i64 bytes, Read read,
@@ -76,7 +76,7 @@ INLINE void encode(i64 n, const float* residual, float* unsent, const i64* step,
         u32 random[4] = {}, byte = 0;
 #pragma unroll
         for (int k = 0; k < kRows; ++k) {
-            const bool there = k * kLanes < count;  // an entry of the row at least
+            const bool there = k * kLanes < count;  // at least one entry of the row exists
             if (k % kPerBlock == 0) {
                 u32 largest = 0;
                 float sum = 0.0f;

@@ -1,4 +1,4 @@
-// For CPU kernels: every file is built once for each instruction set, which names its functions.
+// Helpers of CPU kernels. Each file is built once per instruction set, whose name ends its functions.
 #pragma once
 #include "philox.h"
 
@@ -6,14 +6,14 @@
 #define JOIN(a, b) JOIN_(a, b)
 #define EXPORT(name) extern "C" __attribute__((visibility("default"))) void JOIN(name, ISA)
 
-// Calls f(a number of the type), by the dtype as Python numbers it.
+// Calls f with a number of the dtype; `DTYPES` of runtime/cpu.py has the same numbers.
 template <class F> static void with_dtype(int dtype, F f) {
     if (dtype == 0) f(float{});
     else if (dtype == 1) f(Half{});
     else f(BFloat16{});
 }
 
-// Vectors of entries, whatever their type.
+// Load a vector of entries of any type as float32.
 INLINE Floats load(const float* x) { return load_as<Floats>(x); }
 INLINE Floats load(const Half* x) {
 #if defined(__AVX512F__)
@@ -26,7 +26,7 @@ INLINE Floats load(const Half* x) {
 }
 INLINE Floats load(const BFloat16* x) { return from_bfloat16(widen((const u16*)x)); }
 
-// A row of 32 entries, of which `count` are there; the others are zero.
+// Loads a row of `count` entries; entries beyond are zero.
 template <class T> INLINE void load_row(const T* x, i64 count, Floats (&row)[kVectors]) {
     T some[kRow] = {};
     if (count < kRow) {
@@ -36,7 +36,7 @@ template <class T> INLINE void load_row(const T* x, i64 count, Floats (&row)[kVe
     for (int v = 0; v < kVectors; ++v) row[v] = load(x + v * kWidth);
 }
 
-// Asks for what is read next, before work on what is there; it may lie past the end.
+// Prefetches what is read next. A prefetch past the end of memory does nothing.
 template <class T> INLINE void fetch(const T* x, int count) {
     for (int i = 0; i < count; i += 64 / (int)sizeof(T)) __builtin_prefetch(x + i);
 }
@@ -45,7 +45,8 @@ INLINE void store(float* out, const Floats (&row)[kVectors]) {
     for (int v = 0; v < kVectors; ++v) store_as(out + v * kWidth, row[v]);
 }
 
-// Past the cache, which need not read the line before: for results of more than a cache's size.
+// Stores past the cache, which then need not read the line first. Pays for results larger than a cache
+// that nobody reads soon (docs/design/kernels.md).
 INLINE void stream(float* out, const Floats (&row)[kVectors]) {
     for (int v = 0; v < kVectors; ++v) {
 #if defined(__AVX512F__)
@@ -101,19 +102,19 @@ INLINE void store(BFloat16* out, const Floats (&row)[kVectors], const Words (&ra
     narrow(bits, (u16*)out);
 }
 
-// Rounds to the nearest number of a type.
+// Round to the nearest number of a type.
 INLINE Floats rounded_to(float, Floats x) { return x; }
 INLINE Floats rounded_to(Half, Floats x) { return from_half(to_half(x)); }
 INLINE Floats rounded_to(BFloat16, Floats x) { return from_bfloat16(to_bfloat16(x)); }
 
-// A stream of random bits, and the keys of the rounds.
+// A stream of random bits, with the keys of all rounds.
 struct Random {
     u64 keys[kRounds][2];
     u32 step, stream;  // the third and the fourth word of the counter
     i64 first;         // global index of the first entry, a multiple of 256
 };
 
-// As kernels get it; without a step there is no randomness.
+// Converts the arguments of a kernel; without a step, nothing is random.
 INLINE Random random_of(const i64* step, i64 seed, i64 stream, i64 first) {
     Random random = {{}, step ? (u32)*step : 0, (u32)stream, first};
     for (u32 round = 0; round < kRounds; ++round) {
@@ -126,19 +127,19 @@ INLINE Random random_of(const i64* step, i64 seed, i64 stream, i64 first) {
 constexpr i64 kGroup = 256;  // entries that share 32 calls of Philox
 constexpr int kCalls = 32;
 
-// The four words of each of the 32 calls of group `group`, as words[word][call]: half-words for the
-// 256 entries of a group, or single bits for 4096. Calls go through 64-bit lanes, whose upper halves
-// fill up with what nobody reads. They differ in their first word only, so half of the first two
-// rounds is the same for all.
+// Writes the four words of each of the 32 calls of a group as words[word][call]: half-words for 256
+// entries, or single bits for 4096. Calls are computed in 64-bit lanes whose upper halves are ignored:
+// with 32-bit lanes, products would need even and odd lanes shuffled apart. Counters of calls differ in
+// their first word only, so half of the first two rounds is computed once.
 [[maybe_unused]] static void fill_words(const Random& random, i64 group, u32* words) {
     const u64 call = (u64)group * kCalls, q = (u64)kFactors[1] * random.step;
     const u32 first = (u32)(q >> 32) ^ (u32)(call >> 32) ^ (u32)random.keys[0][0];
     const u64 p = (u64)kFactors[0] * first;
     const Lanes zero = {};
-    Lanes calls;  // of every four, the first two; the others are in the next vector
+    Lanes calls;  // the first two of each four calls; the next vector has the others
     for (u64 l = 0; l < kWidth / 2; ++l) calls[l] = l / 2 * 4 + l % 2;
     calls += call;
-    constexpr int kOnce = 4;  // vectors, each of half as many calls as it has words
+    constexpr int kOnce = 4;  // vectors at a time, each of kWidth / 2 calls
     for (int at = 0; at < kCalls; at += kWidth / 2 * kOnce, calls += kWidth / 2 * kOnce) {
         Lanes a[kOnce], b[kOnce], c[kOnce], d[kOnce];
         for (int v = 0; v < kOnce; ++v) {
@@ -168,7 +169,7 @@ constexpr int kCalls = 32;
     }
 }
 
-// 16 random bits for each entry of vector `v` of row `row`, of the words of its group and those after.
+// Returns 16 random bits for each entry of vector `v` of row `row` of the words of a group.
 INLINE Words random_bits(const u32* words, i64 row, int v) {
     const Words both = load_as<Words>(words + (row >> 1) * kCalls + v * kWidth);
     const u32 shift = (u32)(row & 1) * 16;

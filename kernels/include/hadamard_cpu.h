@@ -1,4 +1,4 @@
-// The randomised Hadamard transform of blocks on the CPU.
+// Computes the randomised Hadamard transform of blocks on the CPU.
 #pragma once
 #include "cpu.h"
 
@@ -8,7 +8,7 @@ template <int DISTANCE> struct Partner {
     static constexpr int entry(int l) { return l ^ DISTANCE; }
 };
 
-// Sums and differences of entries `distance` apart within a vector.
+// Returns sums and differences of entries DISTANCE apart within a vector.
 template <int DISTANCE> INLINE Floats within(Floats x) {
     Words flip;
     for (int l = 0; l < kWidth; ++l) flip[l] = l & DISTANCE ? 0x80000000u : 0u;
@@ -25,7 +25,7 @@ void transform(float* c, int block) {
         store_as(c + i, x);
     }
     int distance = kWidth;
-    for (; 2 * distance < block; distance *= 4)  // two steps at a time
+    for (; 2 * distance < block; distance *= 4)  // two steps at a time, which halves the passes over memory
         for (int begin = 0; begin < block; begin += 4 * distance)
             for (float* to = c + begin; to < c + begin + distance; to += kWidth) {
                 const Floats p = load(to), q = load(to + distance);
@@ -43,14 +43,14 @@ void transform(float* c, int block) {
     }
 }
 
-// Random signs of entries, and with them the transform; `scale` is 1 / sqrt(block).
+// The transform with random signs; `scale` is 1 / sqrt(block).
 struct Rotation {
     Random random;
     float scale;
-    i64 group = -1;  // whose signs `words` has
+    i64 group = -1;  // the group whose signs are in `words`
     u32 words[4 * kCalls] = {};
 
-    // The signs of vector v of the row at `place`, each in the top bit of its word.
+    // Returns the signs of vector `v` of the row at `place`, each in the top bit of its word.
     Words signs(i64 place, int v) {
         if (place / kSigns != group) {
             group = place / kSigns;
@@ -70,7 +70,7 @@ struct Rotation {
     void shrink(int block, float* c) {
         for (int i = 0; i < block; i += kWidth) store_as(c + i, load(c + i) * scale);
     }
-    // The block at `at`, in place.
+    // Rotates the block at `at` in place.
     void turn(i64 at, int block, float* c) {
         flip(at, block, c);
         transform(c, block);

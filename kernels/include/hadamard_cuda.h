@@ -1,7 +1,7 @@
-// The randomised Hadamard transform of registers of a warp.
+// Computes the randomised Hadamard transform of the registers of a warp.
 //
-// A warp has one block, or 256 entries of several. Entry l + 32 k lies in lane l, register k: the
-// first five steps are shuffles, the others are sums of registers.
+// A warp has one block, or 256 entries of several blocks. Entry l + 32 k lies in register k of lane l:
+// the first five steps are shuffles, and the others are sums of registers.
 #pragma once
 #include "cuda.h"
 
@@ -11,9 +11,9 @@ struct Rotation {
     float scale;  // 1 / sqrt(block)
 };
 
-// Random signs of the entries of a span.
+// The random signs of the entries of a span.
 template <int ROWS> struct Signs {
-    u32 words[(ROWS + 31) / 32];  // bit k: the sign of register k; a span is in one word or more
+    u32 words[(ROWS + 31) / 32];  // bit k is the sign of register k
 
     __device__ __forceinline__ Signs(const Rotation& from, i64 at) {
         u32 all[4];
@@ -37,7 +37,7 @@ template <int ROWS> struct Signs {
 template <int BLOCK, int ROWS> INLINE void transform(float (&c)[ROWS]) {
 #pragma unroll
     for (int distance = 1; distance < kLanes; distance *= 2) {
-        const float sign = lane() & distance ? -1.0f : 1.0f;  // the product is exact
+        const float sign = lane() & distance ? -1.0f : 1.0f;  // exact, so that the fused multiply-add rounds as a sum does
 #pragma unroll
         for (int k = 0; k < ROWS; ++k)
             c[k] = fmaf(c[k], sign, __shfl_xor_sync(kAllLanes, c[k], distance));
@@ -53,7 +53,7 @@ template <int BLOCK, int ROWS> INLINE void transform(float (&c)[ROWS]) {
             }
 }
 
-// The span at `at`, in place, or what undoes it.
+// Rotate the span at `at` in place, and back.
 template <int BLOCK, int ROWS> INLINE void turn(const Rotation& by, i64 at, float (&c)[ROWS]) {
     Signs<ROWS>(by, at).flip(c);
     transform<BLOCK>(c);

@@ -1,10 +1,11 @@
-// Levels and codes, for a number or a vector of them; the specification is in levels.py.
+// Levels and codes, for a number or a vector of numbers; the specification is in levels.py.
 #pragma once
 #include "portable.h"
 
 template <int BITS> constexpr int kLevels = 1 << BITS;
 
-// The nearest level and its number; bounds are halfway.
+// Returns the nearest level and its number by comparisons with the bounds: a search would need loads
+// from changing places, which vectors do slowly.
 template <int BITS, class V, class W> INLINE V nearest_level(V z, const float* table, W& code) {
     V value = V{} + table[0];
     code = W{};
@@ -28,7 +29,7 @@ template <int BITS, class V, class W> INLINE V level_of(W code, const float* tab
     return value;
 }
 
-// What a block is measured in, and whether it is worth coding.
+// Tells whether a block is coded: its entries are finite and not all tiny.
 INLINE bool good_block(u32 largest) { return largest >= kTiny && largest < kInfinity; }
 INLINE float scale_of_block(u32 largest, float square, float product) {
     if (largest >= kInfinity) return float_of(kNaN);

@@ -1,12 +1,12 @@
-// Philox4x32-7 (Salmon et al., 2011): random bits of a counter and a key, the same on every device.
+// Philox4x32-7 (Salmon et al., 2011): random bits from a counter and a key, the same on every device.
 #pragma once
 #include "portable.h"
 
-// 16 bits per entry: of every 256 entries, entry i takes half-word (i / 32) % 8 of call i % 32.
-// One bit per entry: of every 4096 entries, entry i takes bit i / 32 % 128 of call i % 32.
+// At 16 bits per entry, entry i of each 256 takes half-word (i / 32) % 8 of call i % 32.
+// At one bit per entry, entry i of each 4096 takes bit (i / 32) % 128 of call i % 32.
 constexpr i64 kSigns = 4096;
 
-constexpr int kRounds = 7;  // as few as pass all of BigCrush, by the paper; 10 is the usual margin
+constexpr int kRounds = 7;  // the fewest that pass BigCrush, by the paper; 10 is the usual margin
 constexpr u32 kKeySteps[2] = {0x9E3779B9u, 0xBB67AE85u}, kFactors[2] = {0xD2511F53u, 0xCD9E8D57u};
 
 INLINE void philox_round(u32& a, u32& b, u32& c, u32& d, u32 key0, u32 key1) {
@@ -18,7 +18,7 @@ INLINE void philox_round(u32& a, u32& b, u32& c, u32& d, u32 key0, u32 key1) {
     c = f;
 }
 
-// Four words of call `call`: words of entries with the same i % 32 among 256.
+// Writes the four words of a call, which entries of the same i % 32 share.
 INLINE void philox(u64 seed, u64 call, u32 step, i64 stream, u32& a, u32& b, u32& c, u32& d) {
     u32 key0 = (u32)seed, key1 = (u32)(seed >> 32);
     a = (u32)call, b = (u32)(call >> 32), c = step, d = (u32)stream;
@@ -29,7 +29,7 @@ INLINE void philox(u64 seed, u64 call, u32 step, i64 stream, u32& a, u32& b, u32
     }
 }
 
-// The place that is drawn in stratum `j` of the `k` strata of `n` entries.
+// Returns the place that is drawn in stratum `j` of the `k` strata of `n` entries.
 INLINE i64 random_place(i64 j, i64 n, i64 k, u32 word) {
     const i64 begin = j * n / k, end = (j + 1) * n / k;
     return begin + (i64)((u64)word * (u64)(end - begin) >> 32);

@@ -1,6 +1,6 @@
-// What CPU and CUDA kernels share: integer types, bits of floats, conversions of number formats.
-// Plain C++ without a header, so that NVRTC needs none. All arithmetic is IEEE: no fused multiply-add,
-// no flush to zero; a kernel and its definition then agree bit for bit.
+// Code of both CPU and CUDA kernels: integer types, bits of floats, conversions of number formats.
+// No headers are included, so that NVRTC needs none. All arithmetic is IEEE, without contraction to
+// fused multiply-adds or flushing to zero, so that a kernel and its definition agree bit for bit.
 #pragma once
 
 typedef unsigned char u8;
@@ -36,7 +36,7 @@ INLINE float float_of(u32 bits) {
 #endif
 }
 
-// 16-bit floats, as they lie in memory.
+// 16-bit floats as stored in memory.
 struct Half { u16 bits; };
 struct BFloat16 { u16 bits; };
 
@@ -44,8 +44,8 @@ struct BFloat16 { u16 bits; };
 #include "vector.h"
 #endif
 
-// Functions below take one number, or on the CPU a vector of them; conditions are then vectors, and
-// `?:` picks entry by entry.
+// The functions below take a number or, on the CPU, a vector of numbers. Conditions of vectors are
+// vectors, from which `?:` picks entry by entry; hence no `if`.
 
 // Magnitudes as integers order as their values do; infinity and NaN come last.
 template <class V> INLINE auto magnitude(V x) { return bits_of(x) & 0x7fffffffu; }
@@ -58,22 +58,22 @@ template <class V> INLINE V larger_of(V a, V b) { return a > b ? a : b; }
 template <class V, class W> INLINE V smaller(V a, W b) { return smaller_of(a, V{} + b); }
 template <class V, class W> INLINE V larger(V a, W b) { return larger_of(a, V{} + b); }
 
-// Nearest integer, ties to even, for |x| below 2^22: the sum's last place is 1, and its lowest bits
-// are those of the integer.
+// Rounds to the nearest integer, ties to even, for |x| below 2^22: the last place of the sum is 1, and
+// its lowest bits are those of the integer.
 constexpr float kRound = 12582912.0f;  // 1.5 * 2^23
 template <class V> INLINE V nearest(V x) { return (x + kRound) - kRound; }
-// 16 random bits as a number in (-0.5, 0.5), never an end of it. To add it and round to nearest is
-// to round stochastically.
+// Converts 16 random bits to a number in the open interval (-0.5, 0.5). Adding it and rounding to
+// nearest rounds stochastically.
 template <class W> INLINE auto centred(W random) { return float_of(0x3f800040u | random << 7) - 1.5f; }
 
-// 16-bit floats from and to their bits.
+// Convert between float32 and the bits of 16-bit floats.
 template <class W> INLINE auto from_bfloat16(W bits) { return float_of(bits << 16); }
 template <class V> INLINE auto to_bfloat16(V x) {
     auto bits = bits_of(x);
     auto rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
     return (bits & 0x7fffffffu) > kInfinity ? (bits & 0u) + 0x7fc0u : rounded;
 }
-// Stochastically: random bits are added below the last place, and what is below it is cut off.
+// Rounds stochastically: adds random bits below the last place and truncates.
 template <class V, class W> INLINE auto to_bfloat16(V x, W random) {
     auto a = magnitude(x), sign = bits_of(x) >> 16 & 0x8000u;
     auto beyond = a > kInfinity ? (a & 0u) + 0x7fc0u : (a & 0u) + 0x7f80u;
@@ -104,13 +104,13 @@ template <class V, class W> INLINE auto to_half(V x, W random) {
     return sign | (a > kInfinity ? (a & 0u) + 0x7e00u : finite);
 }
 
-// 8-bit floats, saturating: E exponent bits, M mantissa bits, the largest value's code.
+// Saturating 8-bit floats of E exponent bits and M mantissa bits; TOP is the code of the largest value.
 template <int E, int M, u32 TOP> struct Float8 {
     static constexpr u32 bias = (1u << (E - 1)) - 1;
     static constexpr u32 dropped = 23 - M;
     static constexpr u32 smallest_normal = (127u - bias + 1) << 23;
     static constexpr u32 rebias = (127u - bias) << M;
-    // Added to a number below the smallest normal one, it leaves multiples of the last place.
+    // Added to a number below the smallest normal number, rounds it to a multiple of the last place.
     static constexpr u32 align = (127u + dropped + 1 - bias) << 23;
 
     template <class V> INLINE auto encode(V x) {

@@ -1,4 +1,4 @@
-// Integers of a shared scale, for a number or a vector of them; the specification is in shared.py.
+// Integers of a shared scale, for a number or a vector of numbers; the specification is in shared.py.
 #pragma once
 #include "portable.h"
 
@@ -12,7 +12,7 @@ INLINE Scale scale_of(u32 magnitude, float levels) {
     return {value / levels, magnitude < kTiny ? 0.0f : levels / value};
 }
 
-// Entries in units of a level, inside the range; NaN becomes the largest.
+// Returns entries in units of a level, clipped to the range; NaN becomes the largest.
 template <class V> INLINE V units_of(V c, const Scale& scale, float levels) {
     return larger(smaller(V(c * scale.inverse), levels), -levels);
 }

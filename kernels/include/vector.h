@@ -1,4 +1,4 @@
-// Vectors of a CPU, in rows of 32 entries: the widest that the instruction set has.
+// Vectors of a CPU, of the width of its instruction set, in rows of 32 entries.
 #pragma once
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -30,8 +30,8 @@ template <class V> INLINE V load_as(const void* from) {
 }
 template <class V> INLINE void store_as(void* to, const V& what) { __builtin_memcpy(to, &what, sizeof(V)); }
 
-// Entry l is number AT::entry(l) of those of `a` and, after them, those of `b`. The compilers have
-// different words for it: gcc's is a vector of numbers, clang's are constants.
+// Picks entries: entry l is entry AT::entry(l) of `a` followed by `b`. The compilers' functions differ:
+// gcc's takes a vector of numbers, clang's takes constants.
 #if defined(__clang__)
 template <class AT, int... L> INLINE Floats picked(Floats a, Floats b, std::integer_sequence<int, L...>) {
     return __builtin_shufflevector(a, b, AT::entry(L)...);
@@ -47,7 +47,8 @@ template <class AT> INLINE Floats picked(Floats a, Floats b) {
 }
 #endif
 
-// `b` where one of them is NaN, as of single numbers; gcc would compare and blend.
+// Returns `b` where either is NaN, as for single numbers. Intrinsics, since gcc would compare and
+// blend.
 INLINE Floats smaller_of(Floats a, Floats b) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_min_ps((__m512)a, (__m512)b);
@@ -71,7 +72,7 @@ INLINE Floats larger_of(Floats a, Floats b) {
 #endif
 }
 
-// kWidth bytes or half-words as words.
+// Widens kWidth bytes or half-words to words.
 INLINE Words widen(const u8* from) {
 #if defined(__AVX512F__)
     return (Words)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
@@ -95,7 +96,7 @@ INLINE Words widen(const u16* from) {
 #endif
 }
 
-// A row of words, all below 256, as 32 bytes.
+// Narrows a row of words, all below 256, to 32 bytes.
 INLINE void narrow(const Words (&row)[kVectors], u8* to) {
 #if defined(__AVX512F__)
     _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)row[0]));
@@ -103,7 +104,7 @@ INLINE void narrow(const Words (&row)[kVectors], u8* to) {
 #elif defined(__AVX2__)
     __m256i low = _mm256_packus_epi32((__m256i)row[0], (__m256i)row[1]);
     __m256i high = _mm256_packus_epi32((__m256i)row[2], (__m256i)row[3]);
-    __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // packing works by halves
+    __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // packing works within 128-bit halves
     __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(low, high), order);
     _mm256_storeu_si256((__m256i*)to, bytes);
 #elif defined(__SSE4_1__)
@@ -116,7 +117,7 @@ INLINE void narrow(const Words (&row)[kVectors], u8* to) {
     for (int i = 0; i < kRow; ++i) to[i] = (u8)row[i / kWidth][i % kWidth];
 #endif
 }
-// A row of words, all below 65536, as 32 half-words.
+// Narrows a row of words, all below 65536, to 32 half-words.
 INLINE void narrow(const Words (&row)[kVectors], u16* to) {
 #if defined(__AVX512F__)
     _mm256_storeu_si256((__m256i*)to, _mm512_cvtepi32_epi16((__m512i)row[0]));
@@ -134,7 +135,7 @@ INLINE void narrow(const Words (&row)[kVectors], u16* to) {
 #endif
 }
 
-// Sign bits of a vector.
+// Returns the sign bits of a vector.
 INLINE u32 mask_of(Words x) {
 #if defined(__AVX512F__)
     return (u32)_mm512_movepi32_mask((__m512i)x);
@@ -146,26 +147,26 @@ INLINE u32 mask_of(Words x) {
     return x[0] >> 31 | x[1] >> 31 << 1 | x[2] >> 31 << 2 | x[3] >> 31 << 3;
 #endif
 }
-// Bit l: entry l of a row is negative; -0 and NaN are not.
+// Returns a word whose bit l is set where entry l of a row is negative; -0 and NaN are not.
 INLINE u32 negative(const Floats (&row)[kVectors]) {
     u32 word = 0;
     for (int v = 0; v < kVectors; ++v) word |= mask_of((Words)(row[v] < 0.0f)) << (v * kWidth);
     return word;
 }
-// The reverse: bits of the row's vector `v`, each in the sign bit of its word.
+// Reverses `negative`: puts the bits of vector `v` of the row into the sign bits of its words.
 INLINE Words signs(u32 word, int v) {
     Words shifts;
     for (int l = 0; l < kWidth; ++l) shifts[l] = (u32)(31 - v * kWidth - l);
 #if defined(__AVX2__)
     return (Words{} + word) << shifts;
 #else
-    Words places;  // no shifts by vectors: a product with 2^shift
+    Words places;  // before AVX2 there are no shifts by vectors: multiplies by 2^shift
     for (int l = 0; l < kWidth; ++l) places[l] = 1u << shifts[l];
     return (Words{} + word) * places;
 #endif
 }
 
-// The lower halves of 64-bit lanes: of every four, two of `a` and two of `b`.
+// Returns the lower halves of 64-bit lanes; each four are two of `a` and two of `b`.
 INLINE Words lower_halves(Lanes a, Lanes b) {
 #if defined(__AVX512F__)
     return (Words)_mm512_shuffle_ps((__m512)a, (__m512)b, 0x88);
@@ -177,7 +178,7 @@ INLINE Words lower_halves(Lanes a, Lanes b) {
     return Words{(u32)a[0], (u32)a[1], (u32)b[0], (u32)b[1]};
 #endif
 }
-// Products of the lower halves of 64-bit lanes.
+// Returns the products of the lower halves of 64-bit lanes.
 INLINE Lanes times(Lanes a, Lanes b) {
 #if defined(__AVX512F__)
     return (Lanes)_mm512_mul_epu32((__m512i)a, (__m512i)b);

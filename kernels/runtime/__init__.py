@@ -1,1 +1,1 @@
-"""How ops are declared, checked, compiled and launched."""
+"""Declares, checks, compiles and launches ops."""

@@ -1,4 +1,8 @@
-"""The library of CPU kernels: finds it, picks the instruction set, calls it by ctypes."""
+"""Loads the library of CPU kernels, picks the instruction set and calls its functions.
+
+ctypes rather than a torch extension: a call costs 1 microsecond, releases the GIL, and the library
+needs neither torch's headers nor its ABI (docs/design/kernels.md).
+"""
 
 from __future__ import annotations
 
@@ -16,9 +20,9 @@ from .signatures import argument_types
 __all__ = ["DTYPES", "call", "function_of", "instruction_set", "missing"]
 
 _NAME, _REASON = "libcommhooks_kernels.so", "not_built.txt"
-# As the C++ code numbers them.
+# The numbers that `with_dtype` of include/cpu.h expects.
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-INSTRUCTION_SETS = ("base", "v2", "v3", "v4")  # x86-64 levels, and plain C++ elsewhere
+INSTRUCTION_SETS = ("base", "v2", "v3", "v4")  # in the order of the library's own numbers
 
 
 @cache
@@ -28,14 +32,14 @@ def _library() -> ctypes.CDLL | None:
 
 
 def missing() -> str | None:
-    """Why CPU kernels cannot run; None if they can."""
+    """Returns why CPU kernels cannot run; None if they can."""
     return None if _library() is not None else _why_missing()
 
 
 @cache
 def _why_missing() -> str:
-    told = resources.files("commhooks.kernels").joinpath(_REASON)  # written by setup.py
-    first = told.read_text(encoding="utf-8").partition("\n")[0] if told.is_file() else ""
+    report = resources.files("commhooks.kernels").joinpath(_REASON)  # written by setup.py
+    first = report.read_text(encoding="utf-8").partition("\n")[0] if report.is_file() else ""
     because = f" ({first.rstrip(':')})" if first else ""
     return (
         f"the package was installed without its CPU kernels{because}; install g++ or clang++ and "
@@ -45,13 +49,14 @@ def _why_missing() -> str:
 
 @cache
 def instruction_set() -> str:
-    """What the kernels were compiled for that run here: "v4", "v3", "v2" (x86-64) or "base".
+    """Returns the instruction set that runs here: "v4", "v3", "v2" (x86-64) or "base" (others).
 
-    ``COMMHOOKS_CPU`` names a lesser one, for comparisons.
+    ``COMMHOOKS_CPU`` selects a smaller one, for comparisons and tests.
     """
     library = _library()
     if library is None:
         raise RuntimeError(f"commhooks.kernels: {missing()}")
+    # The library asks the processor for features, as its compiler may not know the names of levels.
     best = INSTRUCTION_SETS[library.instruction_set()]
     asked = os.environ.get("COMMHOOKS_CPU", best)
     usable = INSTRUCTION_SETS[1 : INSTRUCTION_SETS.index(best) + 1] or ("base",)
@@ -66,13 +71,18 @@ def _function(name: str) -> Any:
 
 
 def function_of(library: Any, name: str, instruction_set: str) -> Any:
-    """A function of a library of kernels, which refuses arguments of a wrong number or kind."""
-    found = getattr(library, f"{name}_{instruction_set}")
-    found.restype = None
-    found.argtypes = argument_types(name)
-    return found
+    """Returns a function of a library of kernels that refuses arguments of a wrong kind."""
+    function = getattr(library, f"{name}_{instruction_set}")
+    function.restype = None  # void; ctypes assumes int
+    # Without them ctypes passes 32-bit integers, and cuts off a pointer or a count above 2^31.
+    function.argtypes = argument_types(name)
+    return function
 
 
 def call(name: str, *arguments: Tensor | float | None) -> None:
-    """Calls the function of that name, for this processor; functions are re-entrant."""
+    """Calls the function ``name`` of this processor's instruction set, from any thread.
+
+    Functions keep no state and start no threads: backward passes, lanes and data loaders share the
+    processor, and OpenMP's threads wait for one another where cores are busy.
+    """
     _function(name)(*arguments)

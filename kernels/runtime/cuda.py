@@ -1,6 +1,6 @@
-"""CUDA kernels: NVRTC compiles, cubins are kept on disk, CuPy loads and launches.
+"""Compiles CUDA kernels with NVRTC, keeps cubins on disk, and launches them with CuPy.
 
-The only module that imports CuPy. A kernel is named by its file and a C++ name such as
+This is the only module that imports CuPy. A kernel is named by its file and a C++ name such as
 ``quantize<Int8, float, 256>``.
 """
 
@@ -25,20 +25,27 @@ from .arguments import as_ctypes
 
 __all__ = ["DTYPES", "Cubin", "CudaCompileError", "compile_cubin", "grid_for", "launch", "missing"]
 
-# No flushing of denormals, no contraction: kernels equal their definitions bit for bit.
+# Denormals are kept and multiply-adds are not contracted, so that kernels equal their definitions
+# bit for bit. ptxas reports spilled registers, which are a failure of the tests.
 OPTIONS = ("-std=c++17", "-fmad=false", "--ftz=false", "-Xptxas=-v")
 DTYPES = {torch.float32: "float", torch.float16: "Half", torch.bfloat16: "BFloat16"}
 _THREADS = 256
-_WARPS_PER_SM = 64
+_WARPS_PER_SM = 64  # resident on A100, H100 and B200; 48 on consumer GPUs
 
 
 class CudaCompileError(RuntimeError):
-    """NVRTC refused a kernel; the message has its log."""
+    """Raised where NVRTC refuses a kernel; the message contains its log."""
 
 
 @dataclass(frozen=True)
 class Cubin:
-    """Machine code of one architecture, the kernels' names in it, and the compiler's log."""
+    """Machine code for one architecture.
+
+    Attributes:
+        code: the cubin.
+        names: mangled names of the kernels by their C++ names.
+        log: the compiler's messages.
+    """
 
     code: bytes
     names: dict[str, str]
@@ -47,15 +54,15 @@ class Cubin:
 
 @cache
 def missing() -> str | None:
-    """Why CUDA kernels cannot run; None if they can."""
+    """Returns why CUDA kernels cannot run; None if they can."""
     if torch.version.cuda is None:
         return "this torch was built without CUDA"
     major = int(torch.version.cuda.split(".")[0])
-    # The packages themselves, not an extra of this one: that is on no index.
+    # Names the packages rather than an extra of commhooks, which is on no package index.
     nvrtc = f"'nvidia-cuda-nvrtc>={major},<{major + 1}'" if major > 12 else "nvidia-cuda-nvrtc-cu12"
     install = f"pip install cupy-cuda{major}x {nvrtc}"
     try:
-        import cupy  # noqa: F401
+        import cupy  # noqa: F401  # not at the top: CuPy is optional
     except ImportError as error:
         return f"CuPy cannot be imported ({error}): {install}"
     try:
@@ -72,35 +79,42 @@ def launch(
     work: int,
     arguments: Sequence[Tensor | float | None],
 ) -> None:
-    """Runs a kernel on torch's current stream: no copy, no synchronisation, no allocation.
+    """Launches a kernel on torch's current stream, without a copy, synchronisation or allocation.
 
     Args:
         source: name of the ``.cu`` file.
         name: the kernel, with its template arguments.
         device: a CUDA device.
-        work: warps that the kernel can use.
-        arguments: in the kernel's order: pointers are tensors, ``i64`` integers and
-            bools, ``float`` floats.
+        work: number of warps that the kernel can use.
+        arguments: in the kernel's order: tensors for pointers, integers and bools for ``i64``,
+            floats for ``float``.
     """
     import cupy
 
     function = _function(source, name, device.index or 0)
+    # CuPy has a current stream of its own. Torch's allocator reuses memory in the order of torch's
+    # stream, and a kernel on another one would race with it; capturing a graph would fail as well.
     stream = cupy.cuda.ExternalStream(torch.cuda.current_stream(device).cuda_stream)
     with cupy.cuda.Device(device.index or 0), stream:
         function((grid_for(work, device),), (_THREADS,), tuple(map(_as_cupy, arguments)))
 
 
 def grid_for(work: int, device: torch.device) -> int:
-    """Blocks of 256 threads for ``work`` warps: no more than the device holds at once, twice."""
+    """Returns the number of blocks of 256 threads for ``work`` warps.
+
+    At most twice as many as the device holds at once: kernels stride over the grid, and more blocks
+    would repeat what a warp does once, such as reading the step or a table of levels.
+    """
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     per_block = _THREADS // 32
     return max(1, min(-(-work // per_block), 2 * processors * _WARPS_PER_SM // per_block))
 
 
 def _as_cupy(value: Tensor | float | None) -> Any:
-    """CuPy takes numbers of numpy, and pointers as integers of 64 bits."""
+    """Converts an argument for CuPy, which takes NumPy scalars, and pointers as 64-bit integers."""
     import numpy
 
+    # CuPy passes a Python float as a double, of which a kernel's float would read the lower half.
     number = as_ctypes(value)
     if isinstance(number, ctypes.c_float):
         return numpy.float32(number.value)
@@ -113,6 +127,7 @@ def _as_cupy(value: Tensor | float | None) -> Any:
 def _function(source: str, name: str, device_index: int) -> Any:
     import cupy
 
+    # Machine code belongs to a context, so it is loaded once per device and process.
     major, minor = torch.cuda.get_device_capability(device_index)
     cubin = _cached_cubin(source, name, f"{major}{minor}")
     with cupy.cuda.Device(device_index):
@@ -121,12 +136,13 @@ def _function(source: str, name: str, device_index: int) -> Any:
         return module.get_function(cubin.names[name])
 
 
-# compilation ----------------------------------------------------------------------------------
+# Compilation ----------------------------------------------------------------------------------
 
 
 def _cached_cubin(source: str, name: str, architecture: str) -> Cubin:
-    """From the disk if it was compiled before; ``COMMHOOKS_CACHE`` names the folder."""
+    """Returns the cubin from the folder ``COMMHOOKS_CACHE``, or compiles and stores it there."""
     folder = Path(os.environ.get("COMMHOOKS_CACHE") or Path.home() / ".cache" / "commhooks")
+    # The key covers all headers, whether included or not, so that no cubin is stale.
     parts = [source, name, architecture, *OPTIONS, str(_nvrtc_version())]
     key = hashlib.blake2b("\0".join([*parts, *_texts(source)]).encode(), digest_size=16).hexdigest()
     path = folder / f"{key}.cubin"
@@ -138,9 +154,9 @@ def _cached_cubin(source: str, name: str, architecture: str) -> Cubin:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
             file.write(cubin.names[name].encode() + b"\0" + cubin.code)
-        os.replace(file.name, path)
+        os.replace(file.name, path)  # atomic: another process reads all of the file or none
     except OSError:
-        pass  # a read-only home costs a second per kernel and process
+        pass  # on a read-only home, every process compiles again, a second per kernel
     return cubin
 
 
@@ -153,11 +169,12 @@ def _texts(source: str) -> list[str]:
     return [source_text(source), *(path.read_text() for path in headers)]
 
 
-_INLINE: dict[str, str] = {}  # source text by the name it was given
+_INLINE: dict[str, str] = {}  # source text that lies in no file, by its name
 
 
 def add_source(name: str, text: str) -> str:
-    """Keeps source text that lies in no file; its name stands for a file's then."""
+    """Registers source text under a name, which then stands for a file's name."""
+    # #line: errors of the compiler count from the first line of the text as its author wrote it.
     _INLINE[name] = f'#include "include/cuda.h"\n#line 1 "{name}"\n{text}'
     return name
 
@@ -167,21 +184,21 @@ def source_text(source: str) -> str:
 
 
 def compile_cubin(source: str, names: Sequence[str], architecture: str) -> Cubin:
-    """Compiles kernels of a file; needs neither a GPU nor a driver.
+    """Compiles kernels of a file, without a GPU or a driver.
 
     Args:
         source: name of the ``.cu`` file.
-        names: kernels with their template arguments.
+        names: the kernels, with their template arguments.
         architecture: such as "90".
 
     Raises:
-        CudaCompileError: with NVRTC's log.
+        CudaCompileError: NVRTC refuses the source; the message contains its log.
     """
     return compile_text(source_text(source), source, names, architecture)
 
 
 def compile_text(text: str, file: str, names: Sequence[str], architecture: str) -> Cubin:
-    """As ``compile_cubin``, of source text."""
+    """Compiles kernels of a source text; otherwise as ``compile_cubin``."""
     library = _nvrtc()
     program = ctypes.c_void_p()
     _check(
@@ -190,8 +207,10 @@ def compile_text(text: str, file: str, names: Sequence[str], architecture: str) 
         )
     )
     try:
+        # A template is compiled only where something names it; NVRTC also tells the mangled names.
         for name in names:
             _check(library.nvrtcAddNameExpression(program, name.encode()))
+        # sm_ gives machine code; compute_ would give PTX, which the driver has to compile.
         options = [f"-arch=sm_{architecture}", f"-I{_folder()}", *OPTIONS]
         array = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
         failed = library.nvrtcCompileProgram(program, len(options), array)
@@ -200,9 +219,9 @@ def compile_text(text: str, file: str, names: Sequence[str], architecture: str) 
             raise CudaCompileError(f"{file} does not compile for sm_{architecture}:\n{log}")
         lowered = {}
         for name in names:
-            found = ctypes.c_char_p()
-            _check(library.nvrtcGetLoweredName(program, name.encode(), ctypes.byref(found)))
-            lowered[name] = (found.value or b"").decode()
+            mangled = ctypes.c_char_p()
+            _check(library.nvrtcGetLoweredName(program, name.encode(), ctypes.byref(mangled)))
+            lowered[name] = (mangled.value or b"").decode()
         code = _text(program, library.nvrtcGetCUBINSize, library.nvrtcGetCUBIN, zero_ended=False)
         return Cubin(code, lowered, log)
     finally:
@@ -226,11 +245,14 @@ def _check(status: int) -> None:
 
 @cache
 def _nvrtc() -> Any:
-    """NVRTC of the CUDA that torch was built with; without one, any that is installed."""
+    """Loads the NVRTC of torch's CUDA version; any installed one if torch has no CUDA.
+
+    A driver that is right for torch may refuse cubins of a later major version.
+    """
     major = torch.version.cuda.split(".")[0] if torch.version.cuda else "*"
     if major != "*":
         try:
-            return ctypes.CDLL(f"libnvrtc.so.{major}")  # torch has loaded it
+            return ctypes.CDLL(f"libnvrtc.so.{major}")  # already loaded by torch
         except OSError:
             pass
     for folder in map(Path, sys.path):

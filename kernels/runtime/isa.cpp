@@ -1,4 +1,4 @@
-// The instruction sets that this processor has.
+// Reports the best instruction set that this processor has.
 #if defined(__x86_64__)
 #include <cpuid.h>
 
@@ -11,7 +11,7 @@ bool has_f16c_movbe_lzcnt() {
     return __get_cpuid(0x80000001u, &a, &b, &c, &d) && c & 1u << 5;
 }
 
-// By features: clang and gcc before 12 know no names of levels.
+// Asks for features, since clang, and gcc before 12, do not know the names of the levels.
 bool is_v2() { return __builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("popcnt"); }
 bool is_v3() {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&

@@ -1,4 +1,4 @@
-"""What an op is: a definition in PyTorch, kernels by device type, and which of them runs."""
+"""Declares ops: a definition in PyTorch, kernels by device type, and the choice between them."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ __all__ = ["Op", "check", "implementations", "op", "use_kernels", "warn_if_missi
 
 Same = Iterable[tuple[str, str]]
 MODES = ("auto", "definition", "native")
+# Torch drops the registrations of a Library that is garbage collected.
 _LIBRARY = torch.library.Library("commhooks", "DEF")
 _OPS: dict[str, Op] = {}
 
@@ -35,16 +36,17 @@ _mode = _mode_from_environment()
 
 @contextmanager
 def use_kernels(mode: str) -> Iterator[None]:
-    """Within it, ops run as ``COMMHOOKS_KERNELS=mode`` says, in all threads.
+    """Runs ops as under ``COMMHOOKS_KERNELS=mode`` within the context, in all threads.
 
     Args:
-        mode: "definition": PyTorch code only; "native": kernels only, an error where there is
-            none; "auto": kernels where there are some.
+        mode: "definition" runs PyTorch code only; "native" runs kernels and raises where an op has
+            none; "auto" runs kernels where they exist.
 
     Example:
         >>> with use_kernels("definition"):
         ...     quantize(x, payload, "int8", 256)
     """
+    # Not a context variable: ops run on autograd's and the lanes' threads, which inherit none.
     global _mode
     if mode not in MODES:
         raise ValueError(f"use_kernels(mode): one of {', '.join(MODES)}, got {mode!r}")
@@ -56,11 +58,11 @@ def use_kernels(mode: str) -> Iterator[None]:
 
 
 class Op:
-    """One numeric primitive, which writes its results to tensors it is given.
+    """Runs one numeric primitive, which writes its results to tensors among its arguments.
 
     Attributes:
-        definition: PyTorch code, the specification.
-        kernels: functions of the same arguments, by device type.
+        definition: the op in PyTorch, which is its specification.
+        kernels: functions of the same arguments by device type.
     """
 
     def __init__(
@@ -72,6 +74,8 @@ class Op:
         self._law: Callable[..., None] | None = None
         self._beyond: Callable[..., bool] | None = None
         _LIBRARY.define(schema)
+        # One implementation for all devices: `_run` chooses the kernel. "Explicit": autograd does
+        # not differentiate through the definition, as ops write to their arguments.
         _LIBRARY.impl(self.name, self._run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"commhooks::{self.name}", self._pretend, lib=_LIBRARY)
         self._dispatched = getattr(torch.ops.commhooks, self.name)
@@ -80,7 +84,7 @@ class Op:
         _OPS[self.name] = self
 
     def kernel(self, device_type: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-        """Decorates the function that runs the op on such devices."""
+        """Decorates the kernel for a device type."""
 
         def add(function: Callable[..., None]) -> Callable[..., None]:
             self.kernels[device_type] = function
@@ -89,21 +93,23 @@ class Op:
         return add
 
     def law(self, function: Callable[..., None]) -> Callable[..., None]:
-        """Decorates what raises unless the arguments fit: dtypes, devices, sizes, ranges.
+        """Decorates the check of dtypes, devices, sizes and ranges.
 
-        Whoever calls the op, arguments of the schema's kinds come here before anything runs;
-        afterwards the op looks whether what is written to overlaps with anything.
+        It is called with arguments of the schema's types before anything runs, also for calls
+        through ``torch.ops.commhooks``. The op itself checks afterwards that no memory overlaps.
         """
         self._law = function
         return function
 
     def beyond_kernels(self, function: Callable[..., bool]) -> Callable[..., bool]:
-        """Decorates what tells arguments that are right, but that the definition has to take."""
+        """Decorates the test for valid arguments that only the definition handles, as float64."""
         self._beyond = function
         return function
 
     def __call__(self, *args: Any) -> None:
-        """Runs the op where its first argument lies."""
+        """Runs the op on the device of its first argument."""
+        # Torch's dispatcher slows a call down, so it is used only where somebody else has to see
+        # the op: a compiler that traces, or a tensor with its own dispatch.
         if torch.compiler.is_compiling():
             self._dispatched(*args)
         elif self._arguments.are_plain(args):
@@ -119,23 +125,27 @@ class Op:
     def _run_plain(self, args: tuple[Any, ...]) -> None:
         if self._law is not None:
             self._law(*args)
-        device_type = "cpu" if args[0].is_cpu else args[0].device.type  # a tenth of the time
+        device_type = "cpu" if args[0].is_cpu else args[0].device.type  # is_cpu costs a tenth of it
         if self._beyond is not None and self._beyond(*args):
             run = self.definition
         else:
             run = self.implementation(device_type)
+        # An op that declares no check gets the checks that every kernel needs.
         if self._law is None and run is not self.definition:
             self._arguments.check_alike(args)
+        # Tensors on other devices, such as "meta", have no memory to look at.
         if device_type in _MISSING and (self._law is not None or run is not self.definition):
             self._arguments.check_memory(args)
         run(*args)
 
     def _pretend(self, *args: Any) -> None:
-        """For tensors without data. PyTorch comes here as soon as one of them is of "meta"."""
+        """Stands in for the op where a tensor has no data: there are no results to allocate."""
+        # Torch comes here as soon as one tensor is on "meta": with the others on a GPU, the op
+        # would silently do nothing.
         self._arguments.check_all_or_none_meta(args)
 
     def implementation(self, device_type: str) -> Callable[..., None]:
-        """What runs on such devices now."""
+        """Returns the function that runs on a device type in the current mode."""
         if _mode == "definition":
             return self.definition
         reason = self.missing(device_type)
@@ -150,23 +160,23 @@ class Op:
         return self.definition
 
     def missing(self, device_type: str) -> str | None:
-        """Why no kernel can run on such devices; None if one can."""
+        """Returns why no kernel can run on a device type; None if one can."""
         if device_type not in self.kernels:
             return f"the op has no kernel for {device_type!r}"
         return _MISSING[device_type]()
 
 
 def _has_own_dispatch(value: Any) -> bool:
-    """Whether ``value`` is a tensor of a class that answers to the dispatcher itself."""
+    """Returns whether ``value`` is a tensor of a class with its own ``__torch_dispatch__``."""
     return isinstance(value, Tensor) and (
         type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__
     )
 
 
 def warn_if_missing(device_type: str = "cpu") -> None:
-    """Warns, once in a process, where PyTorch code runs though kernels could: it is far slower.
+    """Warns once per process that PyTorch code runs in place of kernels, many times slower.
 
-    Ops call it when they take their definition for want of the library of kernels. Silent where
+    Ops call this where a kernel exists but cannot run. There is no warning if
     ``COMMHOOKS_KERNELS`` asks for definitions.
 
     Args:
@@ -201,16 +211,16 @@ def op(
     """Decorates the definition of an op.
 
     Args:
-        schema: torch.library's, without the namespace: name, arguments, ``-> ()``. What is written
-            to is marked, as in ``Tensor(a!) out``.
-        cuda_source: CUDA C++ with a kernel of the op's name, as a template of one type, which is
-            that of the first tensor: ``float``, ``Half`` or ``BFloat16``. Its arguments are those
-            of the schema (pointers, ``float``, and ``i64`` for integers and bools), and the number
-            of entries of the first tensor. ``kernels/include/cuda.h`` is included; a warp should
-            have about 256 entries: ``for (i64 at = warp() * 256; at < n; at += warps() * 256)``.
-        caller: the function that users call, for messages; the op's name if there is no other.
-        same: pairs of arguments that may be one tensor, such as ``("x", "out")``. Kernels share no
-            other memory that is written to.
+        schema: a schema of ``torch.library`` without the namespace: name, arguments, ``-> ()``.
+            Tensors that the op writes to are marked, as in ``Tensor(a!) out``.
+        cuda_source: CUDA C++ with a kernel of the op's name, as a template of one type, the type of
+            the first tensor: ``float``, ``Half`` or ``BFloat16``. It takes the arguments of the
+            schema (pointers, ``float``, and ``i64`` for integers and bools), then the number of
+            entries of the first tensor. ``kernels/include/cuda.h`` is included. A warp should take
+            about 256 entries: ``for (i64 at = warp() * 256; at < n; at += warps() * 256)``.
+        caller: the public function, for messages; the op's name by default.
+        same: pairs of arguments that may be the same tensor, such as ``("x", "out")``. No other
+            memory that is written to may overlap with another argument.
 
     Example:
         >>> @op("twice(Tensor x, Tensor(a!) out) -> ()", cuda_source=SOURCE)
@@ -219,11 +229,11 @@ def op(
     """
 
     def define(definition: Callable[..., None]) -> Op:
-        made = Op(schema, definition, caller, same)
+        declared = Op(schema, definition, caller, same)
         if cuda_source is not None:
-            file = cuda.add_source(f"{made.name} (inline)", cuda_source)
-            made.kernels["cuda"] = _inline_kernel(made.name, file)
-        return made
+            file = cuda.add_source(f"{declared.name} (inline)", cuda_source)
+            declared.kernels["cuda"] = _inline_kernel(declared.name, file)
+        return declared
 
     return define
 
@@ -237,9 +247,9 @@ def _inline_kernel(name: str, file: str) -> Callable[..., None]:
 
 
 def implementations(device_type: str) -> dict[str, str]:
-    """By op, what runs on such devices: "kernel", or "definition" with the reason."""
+    """Returns by op what runs on a device type: "kernel", or "definition" with the reason."""
     answers = {}
-    for name, one in sorted(_OPS.items()):
-        reason = "asked for" if _mode == "definition" else one.missing(device_type)
+    for name, known in sorted(_OPS.items()):
+        reason = "asked for" if _mode == "definition" else known.missing(device_type)
         answers[name] = "kernel" if reason is None else f"definition: {reason}"
     return answers

@@ -1,4 +1,4 @@
-"""What the functions of the library of CPU kernels take, as their sources declare it."""
+"""Lists the argument types of the CPU kernels; a test compares them with the sources."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 __all__ = ["SIGNATURES", "argument_types"]
 
-# In the order of the arguments: i an i64, f a float, p a pointer, ? one that may be null.
+# One letter per argument: i for i64, f for float, p for a pointer, ? for a pointer or null.
 SIGNATURES = {
     "cast": "iipif?iiip",
     "dct": "pipp",
@@ -43,17 +43,18 @@ SIGNATURES = {
 
 
 class _Pointer:
-    """A tensor's memory."""
+    """Converts a tensor to the address of its memory."""
 
     @staticmethod
     def from_param(value: Any) -> ctypes.c_void_p:
         if isinstance(value, Tensor):
             return ctypes.c_void_p(value.data_ptr())
+        # ctypes would take an integer for an address; None is refused where a kernel would read it.
         raise TypeError(f"a tensor, got {type(value).__name__}")
 
 
 class _MaybePointer:
-    """A tensor's memory, or null."""
+    """Converts a tensor to the address of its memory, and None to null."""
 
     @staticmethod
     def from_param(value: Any) -> ctypes.c_void_p | None:
@@ -64,5 +65,5 @@ _TYPES = {"i": ctypes.c_int64, "f": ctypes.c_float, "p": _Pointer, "?": _MaybePo
 
 
 def argument_types(name: str) -> list[Any]:
-    """The types of the arguments of a kernel's function, for ctypes."""
+    """Returns the argument types of the kernel ``name`` for ctypes."""
     return [_TYPES[kind] for kind in SIGNATURES[name]]
