@@ -8,6 +8,8 @@ turn: the median of the turns with its quartiles.
   sums, copies and differences for the feedback as separate passes; all buffers exist beforehand.
   ``floor`` is the ratio if both are bound by memory.
 - ``hook``: our scheme against torch's hook, in a process group of one.
+- ``float16``: our scheme with ``wire_dtype="fp16"`` against the same without the cast. The cast lies
+  between feedback and PowerSGD, and must not cost a pass over the gradient.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from rich.progress import track
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 
-from commhooks import ErrorFeedback
+from commhooks import Cast, ErrorFeedback
 from commhooks.core.layout import Layout
 from commhooks.hook.engine import Engine
 from commhooks.kernels import (
@@ -80,7 +82,7 @@ def _buckets(shapes: Shapes, cap: int) -> list[Shapes]:
 
 
 class _Bucket:
-    """A bucket with the methods that torch's hook calls, and its step in two of the four ways."""
+    """A bucket with the methods that torch's hook calls, and its step in two of the ways."""
 
     def __init__(self, index: int, shapes: Shapes, rank: int, feedback: bool) -> None:
         sizes = [rows * columns for rows, columns in shapes]
@@ -139,13 +141,15 @@ class _Bucket:
 
 
 class _Step:
-    """Runs one step over all buckets of a model, in each of the four ways."""
+    """Runs one step over all buckets of a model, in each of the five ways."""
 
     def __init__(self, shapes: Shapes, cap: int, rank: int, feedback: bool) -> None:
         parts = _buckets(shapes, cap)
         self.buckets = [_Bucket(i, part, rank, feedback) for i, part in enumerate(parts)]
         scheme = ErrorFeedback(PowerSGD(rank)) if feedback else PowerSGD(rank)
         self.engine = Engine(scheme, rank=0, world_size=1, seed=0)
+        half = ErrorFeedback(Cast(PowerSGD(rank), torch.float16))
+        self.half_engine = Engine(half, rank=0, world_size=1, seed=0)
         self.state = torch_powersgd.PowerSGDState(
             None, rank, start_powerSGD_iter=2, use_error_feedback=feedback
         )
@@ -159,11 +163,15 @@ class _Step:
         for bucket in self.buckets:
             bucket.torch_layout()
 
-    def scheme(self) -> None:
+    def scheme(self, engine: Engine | None = None) -> None:
+        engine = engine or self.engine
         for bucket in self.buckets:
-            self.engine.begin_bucket(bucket.number, is_last=bucket is self.buckets[-1])
+            engine.begin_bucket(bucket.number, is_last=bucket is self.buckets[-1])
         for bucket in self.buckets:
-            simulate([self.engine.exchange(bucket.grad, bucket.layout)])
+            simulate([engine.exchange(bucket.grad, bucket.layout)])
+
+    def scheme_in_float16(self) -> None:
+        self.scheme(self.half_engine)
 
     def torch_hook(self) -> None:
         for bucket in self.buckets:
@@ -197,6 +205,8 @@ def main(
                     "layout": (step.torch_layout, step.kernels),
                     "hook": (step.torch_hook, step.scheme),
                 }
+                if kind == "feedback":
+                    pairs["float16"] = (step.scheme_in_float16, step.scheme)
                 ratios: dict[str, list[float]] = {against: [] for against in pairs}
                 for turn in track(range(turns + 1), f"{model}, {kind}, {buckets}"):
                     for against, (other, kernel) in pairs.items():
