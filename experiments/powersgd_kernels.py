@@ -28,7 +28,7 @@ from rich.progress import track
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 
-from commhooks import Cast, ErrorFeedback
+from commhooks import ErrorFeedback
 from commhooks.core.layout import Layout
 from commhooks.hook.engine import Engine
 from commhooks.kernels import (
@@ -39,6 +39,7 @@ from commhooks.kernels import (
     orthonormalize,
 )
 from commhooks.schemes import PowerSGD
+from commhooks.wrappers import Cast
 from ddp_core import simulate
 
 Shapes = Sequence[tuple[int, int]]
