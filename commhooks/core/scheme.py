@@ -151,7 +151,8 @@ class Codec(Scheme):
         payload = checked_payload(self, self.encode(gradient, bucket))
         packed = pack_payload(payload)
         gather = AllGather(packed)
-        if gather.wire_nbytes(world_size) > AllReduce(gradient).wire_nbytes(world_size):
+        # ``raw`` and not ``gradient``, which is float32 where a residual is added to 16 bits.
+        if gather.wire_nbytes(world_size) > AllReduce(bucket.raw).wire_nbytes(world_size):
             return (yield from bucket.all_reduce())
         gathered = yield gather
         # Each share is divided before it is added, in 32 bits at least: in float16 a sum of ranks

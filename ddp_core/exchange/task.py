@@ -84,7 +84,7 @@ class Task:
             self.error = RoundsError(
                 f"step {self.step}, bucket {self.bucket}: the scheme yielded collective number "
                 f"{len(self.rows) + 1} ({self.request.name}), but declares rounds="
-                f"{self.max_rounds}; raise `rounds` on the class"
+                f"{self.max_rounds}; raise `rounds` in its traits"
             )
             self.exchange.close()
             self._end()

@@ -36,7 +36,7 @@ class Step:
     is_plain: bool = False  # an arrival is nothing but an arrival
     prepared_in: int = NO_BACKWARD  # the pass in which its forward ran (activation checkpointing)
     recomputed_in: int = NO_BACKWARD  # the pass in which its forward ran once more
-    complete: bool = True  # they have been
+    complete: bool = True  # all gradients were reduced, or none is to be
     marked: list[int] = field(default_factory=list)  # parameters that count as arrived, in order
     unused: list[int] = field(default_factory=list)  # those that backward does not come to
     unused_marked: bool = False

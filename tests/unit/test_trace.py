@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from commhooks import Simulation, make
+from commhooks import ErrorFeedback, Simulation, make
 from commhooks.core import Layout
 from commhooks.research.trace import Trace, replay
 from commhooks.wrappers.traced import Traced
@@ -28,6 +28,16 @@ def record(folder: Path, steps: int = 7) -> list[list[torch.Tensor]]:
         ranks.step(grads, buckets=BUCKETS)
         found.append(grads)
     return found
+
+
+def test_a_record_inside_feedback_has_no_residual(tmp_path: Path) -> None:
+    traced = Traced(make("topk", error_feedback=False), str(tmp_path), every=1)
+    ranks = Simulation(ErrorFeedback(traced), {"p": (1000,)}, world_size=1)
+    for step in range(2):
+        grad = torch.randn(1000, generator=torch.Generator().manual_seed(step))
+        ranks.step([grad])
+        (path,) = tmp_path.glob(f"step{step:07}_*")
+        assert torch.equal(load_file(path)["p"], grad)
 
 
 def test_local_gradients_are_written_by_parameter(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from commhooks import (
 )
 from commhooks.core import Layout
 from commhooks.core.scheme import SchemeExchange, slot_error, slots_of
-from commhooks.schemes import BatchedPowerSGD, Dense, Noop, PowerSGD
+from commhooks.schemes import BatchedPowerSGD, Dense, Gossip, Noop, PowerSGD, TopK
 from commhooks.wrappers import (
     EF21,
     Cast,
@@ -259,6 +259,13 @@ def test_flags_of_a_delayed_start_cover_both_schemes() -> None:
     assert scheme.traits.rounds == 2
     assert slot_error(scheme, RESIDUAL, torch.zeros(2), torch.Size([2])) is None
     assert slot_error(scheme, "else", torch.zeros(2), torch.Size([2])) == "unknown"
+
+
+def test_a_delayed_start_declares_what_runs_before() -> None:
+    traits = DelayedStart(Dense(), 2, before=Gossip()).traits
+    assert (traits.returns, traits.agrees) == ("update", False)
+    assert DelayedStart(Dense(), 2, before=TopK()).traits.biased
+    assert DelayedStart(Dense(), 2, before=Coalesced(Dense())).traits.coalesce
 
 
 def test_flags_of_rules_cover_all_schemes() -> None:
