@@ -72,7 +72,7 @@ def _generating(exchange: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Scheme:
-    """Base class of all schemes; subclasses are frozen dataclasses that implement ``exchange``.
+    """Computes the average of a bucket; subclasses are frozen dataclasses with ``exchange``.
 
     Attributes:
         traits: declares number of rounds, error, and what the scheme returns.
@@ -130,7 +130,7 @@ class Scheme:
 
 
 class Codec(Scheme):
-    """A scheme of one all-gather, given by ``encode`` and ``decode``.
+    """Averages by one all-gather; subclasses implement ``encode`` and ``decode``.
 
     Every rank decodes the payloads of all ranks in rank order, so the mean has the same bits on
     every rank. A bucket is averaged by a plain all-reduce where that sends fewer bytes than the

@@ -20,7 +20,7 @@ clock = time.perf_counter
 
 @dataclass(slots=True)
 class RoundRecord:
-    """What one collective of one bucket moved, and when (seconds of ``time.perf_counter``)."""
+    """Records what one collective of one bucket moved, and when (``time.perf_counter``)."""
 
     step: int
     bucket: int
@@ -39,7 +39,7 @@ class RoundRecord:
 
 @dataclass(eq=False)
 class Task:
-    """A bucket's exchange and its place: ``ticket`` orders the buckets of a driver."""
+    """Runs a bucket's exchange; ``ticket`` orders the buckets of a driver."""
 
     exchange: Exchange
     step: int
@@ -130,7 +130,7 @@ class Task:
                 self.record(row)
 
     def outcome(self, _: object = None) -> Tensor:
-        """The result, or raises what went wrong, and says where."""
+        """Returns the result, or raises what went wrong, and says where."""
         if isinstance(self.error, (CollectiveError, RoundsError)):
             raise self.error
         if self.error is not None:

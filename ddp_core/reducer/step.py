@@ -17,7 +17,7 @@ __all__ = ["ReducerSettings", "Step"]
 
 @dataclass
 class ReducerSettings:
-    """How a reducer works; see the arguments of DistributedDataParallel."""
+    """Says how a reducer works; see the arguments of DistributedDataParallel."""
 
     caps: BucketCaps
     find_unused: bool = False
@@ -29,7 +29,7 @@ class ReducerSettings:
 
 @dataclass(slots=True)
 class Step:
-    """The accounting of one synchronised step; the next one has a new one."""
+    """Holds the facts of one synchronised step; the next one has a new one."""
 
     expecting: bool = False  # gradients are to be reduced
     is_open: bool = False  # a backward pass is under way, or has raised

@@ -41,7 +41,7 @@ class CudaCompileError(Error, RuntimeError):
 
 @dataclass(frozen=True)
 class Cubin:
-    """Machine code for one architecture.
+    """Holds machine code for one architecture.
 
     Attributes:
         code: the cubin.
