@@ -100,7 +100,10 @@ class IntSGD(Scheme):
     On n ranks the distance of two levels is ``sqrt(2 n r / d) / precision``, where r is a moving
     average of the squared norm of the averaged gradient and d its number of entries. One all-reduce
     of a byte per entry. Entries above ``127 // n`` levels are clipped, as when gradients suddenly
-    grow; unbiased otherwise. The first step is dense, and every step above 127 ranks.
+    grow; unbiased otherwise. Where the ranks' gradients have little in common, that is 2.5 times
+    the root mean square of a gradient on 16 ranks and 1.1 times on 32: many entries are clipped in
+    every step, and a residual of error feedback can grow without bound. The first step is dense,
+    and every step above 127 ranks.
 
     Args:
         precision: levels per ``sqrt(2 n)`` root mean squares of the averaged gradient.
