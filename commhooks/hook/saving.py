@@ -219,6 +219,7 @@ def take_up(hook: Running, loaded: Loaded) -> None:
     engine.scheme = loaded.scheme
     engine.memory.load(loaded.memory)
     engine.step, engine.seed = loaded.common["step"], loaded.common["seed"]
+    hook.ledger.rewind(engine.step)
     hook._take_up(loaded.buckets)
     hook._binding.pickled_on = None
     hook._agreed = False  # the next step compares what the ranks have loaded
