@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from commhooks import ErrorFeedback, Simulation, make
 from commhooks.core import Layout
+from commhooks.research.budget import allocate
 from commhooks.research.trace import Trace, replay
 from commhooks.wrappers.traced import Traced
 
@@ -100,3 +101,11 @@ def test_a_step_of_zeros_has_no_residual(tmp_path: Path) -> None:
     ranks.step([torch.zeros(1240)] * 2, buckets=BUCKETS)
     table = replay(Trace(tmp_path), "onebit", block=256)
     assert table[["error", "residual"]].iloc[0].tolist() == [0.0, 0.0]
+
+
+def test_a_budget_counts_a_scheme_after_its_dense_steps() -> None:
+    grads = [torch.randn(4096, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    steps = [(Layout(["w"], [(64, 64)]), grads)]
+    plain = allocate(steps, [make("powersgd", rank=1)], bits=64.0)
+    later = allocate(steps, [make("powersgd", rank=1, start_step=9, coalesce=True)], bits=64.0)
+    assert (later.bits, later.error) == (plain.bits, plain.error)
