@@ -30,7 +30,7 @@ __all__ = ["hook_with_zero_step", "hook_with_zero_step_interleaved"]
 def hook_with_zero_step(
     hook: CommHook, ddp: Any, zero: Any, shard_buckets: bool = False
 ) -> CommHook:
-    """``hook``, after which each rank steps its parameters and sends them to the others.
+    """Returns ``hook``, after which each rank steps its parameters and sends them to the others.
 
     Buckets are stepped at the end of backward, in order, while later ones still travel. All ranks
     call this alike. With torch's DistributedDataParallel it is torch's function.
@@ -57,7 +57,7 @@ def hook_with_zero_step(
 def hook_with_zero_step_interleaved(
     hook: CommHook, ddp: Any, zero: Any, shard_buckets: bool = False
 ) -> CommHook:
-    """As :func:`hook_with_zero_step`; buckets that are averaged are stepped during backward."""
+    """Returns ``hook`` as :func:`hook_with_zero_step` does, but steps buckets during backward."""
     if not isinstance(ddp, DistributedDataParallel):
         return torchs.hook_with_zero_step_interleaved(hook, ddp, zero, shard_buckets)
     return _overlapped(hook, ddp, zero, shard_buckets, early=True)

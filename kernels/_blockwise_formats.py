@@ -38,17 +38,17 @@ class Format:
 
     @property
     def top(self) -> float:
-        """The largest value that a code stands for."""
+        """Returns the largest value that a code stands for."""
         return torch.finfo(self.float8).max if self.float8 else 2.0 ** (self.bits - 1) - 1
 
     @property
     def planes(self) -> int:
-        """Number of codes in a byte, of entries 32 apart; 1 for signs, which are consecutive."""
+        """Returns how many codes of entries 32 apart share a byte; 1 for signs."""
         return 1 if self.bits == 1 else 8 // self.bits
 
     @property
     def unit(self) -> int:
-        """Number of entries whose codes are stored together; divides every block."""
+        """Returns the number of entries whose codes are stored together; divides every block."""
         return 32 * self.planes
 
 
@@ -79,7 +79,7 @@ class Payload:
 
     @property
     def codes_at(self) -> int:
-        """Position of the first code, in bytes."""
+        """Returns the position of the first code, in bytes."""
         return -(-self.blocks * self.format.scale_bytes // ALIGNMENT) * ALIGNMENT
 
     @property

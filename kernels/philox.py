@@ -86,7 +86,7 @@ class RandomBits:
 
     @property
     def key(self) -> Key:
-        """The arguments of ops: step, seed, stream, first."""
+        """Returns the arguments of ops: step, seed, stream, first."""
         return self.step, self.seed, self.number, self.first
 
 

@@ -22,14 +22,12 @@ from typing import Any
 
 from torch import Tensor
 
-from commhooks.checkpoint.form import FORMAT, VERSION, MemoryDict, Part, Saved, StateDict, read
+from commhooks.checkpoint.form import MemoryDict, Part, Saved, StateDict, read
 from commhooks.core.scheme import Scheme, children, slots_of
 from commhooks.errors import CheckpointError
 from commhooks.wrappers.feedback import RESIDUAL
 
 __all__ = [
-    "FORMAT",
-    "VERSION",
     "laws_of",
     "memory_for_rank",
     "needed_ranks",

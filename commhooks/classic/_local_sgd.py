@@ -80,7 +80,7 @@ class PostLocalSGDState:
 
     @property
     def iter(self) -> int:
-        """Number of global steps so far; local steps are not counted."""
+        """Returns the number of global steps so far; local steps are not counted."""
         return max(self._iters.values(), default=self._first_iter)
 
     @iter.setter

@@ -98,7 +98,7 @@ class PowerSGDState(CompressionStats, MemoryByBucket):
 
     @property
     def iter(self) -> int:
-        """Number of steps so far; of several models, the largest."""
+        """Returns the number of steps so far; of several models, the largest."""
         return self._on_models.step()
 
     @iter.setter

@@ -33,7 +33,7 @@ SETTINGS = (
 
 
 class PowerSGDSettings:
-    """Base class of PowerSGDState: the settings, which users may change between two steps."""
+    """Holds the settings of PowerSGDState, which users may change between two steps."""
 
     __slots__ = ()
     process_group: Group

@@ -15,7 +15,7 @@ logger = logging.getLogger("commhooks.classic")
 
 
 class CompressionStats(PowerSGDSettings):
-    """Base class of PowerSGDState: its statistics, over all models."""
+    """Holds the statistics of PowerSGDState, over all models."""
 
     __slots__ = (
         "next_stats_report",

@@ -100,7 +100,7 @@ def _by_bucket(
 
 
 class MemoryByBucket:
-    """Mixin of PowerSGDState: its memory under torch's names."""
+    """Gives PowerSGDState its memory under torch's names; a mixin."""
 
     __slots__ = ()
     random_seed: int
@@ -137,7 +137,7 @@ class MemoryByBucket:
 
     @property
     def rng(self) -> Any:
-        """A NumPy generator seeded by ``random_seed``, as in torch.
+        """Returns a NumPy generator seeded by ``random_seed``, as in torch.
 
         No hook draws from it: random factors depend only on the parameter's name, the step and
         ``random_seed``, so that a resumed run draws the same ones.

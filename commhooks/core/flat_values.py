@@ -25,11 +25,13 @@ class FlatValues:
     Attributes:
         flat: the tensors in use, by key and layout; :meth:`put` replaces them.
         spare: tensors of earlier steps that are not read any more and may be overwritten.
+        reused: keys that have spare tensors, since somebody asks for them.
     """
 
     def __init__(self, loose: Mapping[str, Mapping[str, Tensor]] | None = None) -> None:
         self.flat: dict[Place, Tensor] = {}
         self.spare: dict[Place, Tensor] = {}
+        self.reused: set[str] = set()
         self._where: dict[str, dict[str, tuple[Layout, int]]] = {}
         self._loose = {key: dict(names) for key, names in (loose or {}).items()}
 

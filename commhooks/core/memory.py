@@ -81,6 +81,7 @@ class Memory:
         A new one if that does not fit.
         """
         # New pages cost the CPU more than the addition that fills them.
+        self._kept.reused.add(key)
         spare = self._kept.spare.pop((key, layout), None)
         if spare is not None and spare.device == like.device and spare.dtype == like.dtype:
             return spare
@@ -140,7 +141,8 @@ class Memory:
         if on_host and not good.item():
             # The next step may fill these tensors, unless a scheme wrote what it had read.
             for place, flat in staged.items():
-                if flat is not None and not _shared(flat, self._kept.flat.get(place)):
+                kept = self._kept.flat.get(place)
+                if flat is not None and place[0] in self._kept.reused and not _shared(flat, kept):
                     self._kept.spare[place] = flat
             return
         for (key, layout), values in notes.items():
@@ -157,7 +159,8 @@ class Memory:
                 continue
             self._kept.put(key, layout, flat)
             # On a GPU the caching allocator reuses what is freed.
-            if on_host and old is not None and old.shape == flat.shape and not _shared(flat, old):
+            fits = old is not None and old.shape == flat.shape and not _shared(flat, old)
+            if on_host and key in self._kept.reused and old is not None and fits:
                 self._kept.spare[key, layout] = old
             if new := absent.get((key, layout)):
                 self._kept.forget(key, layout, new)

@@ -122,7 +122,7 @@ class Shard(NamedTuple):
 
 
 class PackedCodec(Scheme):
-    """A codec whose payload of n entries is a fixed number of bytes, a multiple of 16.
+    """Sends payloads of n entries in a fixed number of bytes, a multiple of 16.
 
     Subclasses implement ``payload_bytes``, ``pack`` and ``unpack``, and ``repack`` where a single
     pass is faster. Sums are float32; a float64 gradient is rounded to float32 before it is packed,

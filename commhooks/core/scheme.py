@@ -72,7 +72,7 @@ def _generating(exchange: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Scheme:
-    """Base class of all schemes; subclasses are frozen dataclasses that implement ``exchange``.
+    """Computes the average of a bucket; subclasses are frozen dataclasses with ``exchange``.
 
     Attributes:
         traits: declares number of rounds, error, and what the scheme returns.
@@ -130,7 +130,7 @@ class Scheme:
 
 
 class Codec(Scheme):
-    """A scheme of one all-gather, given by ``encode`` and ``decode``.
+    """Averages by one all-gather; subclasses implement ``encode`` and ``decode``.
 
     Every rank decodes the payloads of all ranks in rank order, so the mean has the same bits on
     every rank. A bucket is averaged by a plain all-reduce where that sends fewer bytes than the
@@ -151,7 +151,8 @@ class Codec(Scheme):
         payload = checked_payload(self, self.encode(gradient, bucket))
         packed = pack_payload(payload)
         gather = AllGather(packed)
-        if gather.wire_nbytes(world_size) > AllReduce(gradient).wire_nbytes(world_size):
+        # ``raw`` and not ``gradient``, which is float32 where a residual is added to 16 bits.
+        if gather.wire_nbytes(world_size) > AllReduce(bucket.raw).wire_nbytes(world_size):
             return (yield from bucket.all_reduce())
         gathered = yield gather
         # Each share is divided before it is added, in 32 bits at least: in float16 a sum of ranks

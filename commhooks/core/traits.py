@@ -34,8 +34,10 @@ class Unbiased:
     """Declares that the expected result is the mean.
 
     Args:
-        variance: upper bound of ``E|C(x) - x|^2 / |x|^2`` for one rank's gradient x. Error feedback
-            around a scheme whose variance is above 1 needs :class:`commhooks.wrappers.Scaled`.
+        variance: upper bound of ``E|C(x) - x|^2 / |x|^2`` for the gradient x of a single rank. With
+            a scale that several ranks share (``global_qsgd``, ``intsgd``) errors are larger. Error
+            feedback around a scheme whose variance is above 1 needs
+            :class:`commhooks.wrappers.Scaled`.
     """
 
     variance: float
@@ -76,7 +78,7 @@ class Traits(NamedTuple):
 
     @property
     def averages(self) -> bool:
-        """Whether ranks exchange anything at all: ``returns`` is not "local"."""
+        """Whether no step returns this rank's own gradient: ``returns`` is not "local"."""
         return self.returns != "local"
 
 

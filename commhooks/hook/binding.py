@@ -14,7 +14,21 @@ from commhooks.errors import RegistrationError
 from commhooks.hook.parameters import Parameters, find_owner
 from ddp_core import DistributedDataParallel as CoreDDP
 
-__all__ = ["Binding"]
+__all__ = ["Binding", "need_group"]
+
+
+def need_group(group: object) -> None:
+    """Raises if ``group`` is neither a process group that this rank is in, nor None."""
+    if group is None or (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+        return
+    if dist.is_available() and group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise RegistrationError(
+            "process_group=...: this rank is not in the group; only its ranks make a hook for it"
+        )
+    raise TypeError(
+        f"process_group=... is a torch.distributed.ProcessGroup, or None for the model's own, got "
+        f"{type(group).__name__}; torch.distributed.new_group(ranks) makes one of some ranks"
+    )
 
 
 class Binding:

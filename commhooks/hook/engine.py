@@ -196,7 +196,7 @@ class Engine:
 
 def _exchange_sparse(grad: Tensor, scheme: Scheme) -> Exchange:
     """Averages a sparse gradient as indices and values, uncompressed."""
-    if not scheme.traits.averages:
+    if not scheme.traits.rounds:  # not ``averages``: a schedule with local steps has others, too
         return grad
     result = yield AllReduce(grad)
     return result
@@ -204,7 +204,7 @@ def _exchange_sparse(grad: Tensor, scheme: Scheme) -> Exchange:
 
 def _exchange_complex(grad: Tensor, scheme: Scheme) -> Exchange:
     """Averages a complex gradient as pairs of reals, uncompressed."""
-    if not scheme.traits.averages:
+    if not scheme.traits.rounds:
         return grad
     if not grad.is_complex():
         raise SchemeError(f"gradients are floating point or complex, got {grad.dtype}")

@@ -73,6 +73,13 @@ class Ledger:
         while (kept := next(iter(self._backward_end))) < oldest:
             del self._backward_end[kept]
 
+    def rewind(self, step: int) -> None:
+        """Forgets the rows from ``step`` on: the run goes on from there. Totals stay."""
+        # Else one step would have the rows of two: twice the bytes, and waiting of the wrong run.
+        kept = [row for row in self._rows if row.step < step]
+        self._rows = deque(kept, maxlen=self.history)
+        self._backward_end = {at: end for at, end in self._backward_end.items() if at < step}
+
     def report(self) -> pd.DataFrame:
         """Returns a row per step, bucket and round; times in seconds.
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,7 +19,6 @@ from ddp_core import DistributedDataParallel as CoreDDP
 __all__ = [
     "Parameter",
     "Parameters",
-    "check_group",
     "ddp_models",
     "find_ddp",
     "find_owner",
@@ -91,20 +89,6 @@ def ddp_models() -> Iterator[DistributedDataParallel]:
         # A module whose constructor raised, or has not ended, lacks them.
         if hasattr(candidate, "module") and hasattr(candidate, "_comm_hooks"):
             yield candidate
-
-
-def check_group(group: object) -> None:
-    """Raises if ``group`` is neither a process group that this rank is in, nor None."""
-    if group is None or (dist.is_available() and isinstance(group, dist.ProcessGroup)):
-        return
-    if dist.is_available() and group == dist.GroupMember.NON_GROUP_MEMBER:
-        raise RegistrationError(
-            "process_group=...: this rank is not in the group; only its ranks make a hook for it"
-        )
-    raise TypeError(
-        f"process_group=... is a torch.distributed.ProcessGroup, or None for the model's own, got "
-        f"{type(group).__name__}; torch.distributed.new_group(ranks) makes one of some ranks"
-    )
 
 
 class Parameter(NamedTuple):

@@ -112,7 +112,8 @@ def register(
 def unregister(model: nn.Module) -> None:
     """Returns a model to the plain all-reduce; all ranks call it, between two steps.
 
-    A residual of error feedback is added to the next gradient first, so nothing is lost.
+    A residual of error feedback is added to the next gradient first. It is lost if that step is not
+    finite, or where no rank uses a parameter in it; ``hook.switch("none")`` waits for a later one.
 
     Args:
         model: ``ddp_core.DistributedDataParallel`` (torch's cannot remove a hook), or a module

@@ -10,11 +10,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commhooks._version import __version__
-from commhooks.checkpoint import ranks as _checkpoint
 from commhooks.checkpoint.checksum import checksum
-from commhooks.checkpoint.form import MemoryDict, SavedBuckets, StateDict, rank_fields, read
+from commhooks.checkpoint.form import (
+    FORMAT,
+    VERSION,
+    MemoryDict,
+    SavedBuckets,
+    StateDict,
+    rank_fields,
+    read,
+)
 from commhooks.checkpoint.memory import check_complete, check_memory
-from commhooks.checkpoint.ranks import laws_of, needed_ranks, parts_of_group
+from commhooks.checkpoint.ranks import (
+    laws_of,
+    memory_for_rank,
+    needed_ranks,
+    parts_of_group,
+    structure,
+)
 from commhooks.core.scheme import Scheme
 from commhooks.errors import CheckpointError, RegistrationError
 from commhooks.hook.gather import gather as gather_states
@@ -62,12 +75,12 @@ def _own_state(hook: Running) -> dict[str, Any]:
     # the scheme that the next run registers.
     scheme = without_flush(hook.scheme)
     common = {
-        "format": _checkpoint.FORMAT,
-        "version": _checkpoint.VERSION,
+        "format": FORMAT,
+        "version": VERSION,
         "commhooks": __version__,
         "torch": str(torch.__version__),
         "scheme": describe(scheme),
-        "structure": _checkpoint.structure(scheme),
+        "structure": structure(scheme),
         "step": hook.step,
         "seed": hook._engine.seed,
         "world_size": max(hook._engine.world_size, 1),
@@ -156,7 +169,7 @@ def prepare(
     # A compiled or wrapped model has other names than the plain one.
     saved = read(state, "load_state_dict").renamed(hook._parameters.find)
     common = saved.common
-    fits = common["structure"] == _checkpoint.structure(scheme)
+    fits = common["structure"] == structure(scheme)
     if not fits and strict:
         raise CheckpointError(
             f"load_state_dict: saved by {common['scheme']}, this hook runs {scheme}; register "
@@ -181,7 +194,7 @@ def prepare(
             check_complete(memory, scheme, laws, declared, same_settings=same_settings)
 
     _, _, leader = _places(hook)
-    _, memory = _checkpoint.memory_for_rank(
+    _, memory = memory_for_rank(
         saved, engine.rank, engine.world_size, laws, leader=leader, alone=alone, check=check
     )
     # Copies: the caller may go on to use the tensors, or hand the same state to another hook.
@@ -206,6 +219,7 @@ def take_up(hook: Running, loaded: Loaded) -> None:
     engine.scheme = loaded.scheme
     engine.memory.load(loaded.memory)
     engine.step, engine.seed = loaded.common["step"], loaded.common["seed"]
+    hook.ledger.rewind(engine.step)
     hook._take_up(loaded.buckets)
     hook._binding.pickled_on = None
     hook._agreed = False  # the next step compares what the ranks have loaded

@@ -14,9 +14,9 @@ from commhooks.core.scheme import Scheme, slot_error
 from commhooks.core.settings import fitting, shown
 from commhooks.errors import RegistrationError
 from commhooks.hook import pickling, saving
+from commhooks.hook.binding import need_group
 from commhooks.hook.brief import brief
 from commhooks.hook.handshake import MEETING, handshake
-from commhooks.hook.parameters import check_group
 from commhooks.hook.running import Running
 from commhooks.wrappers.feedback import RESIDUAL, FlushResidual, keeps_residual, without_flush
 from commhooks.wrappers.make import describe, make
@@ -56,7 +56,7 @@ class HookState(Running):
         history: int = 100_000,
         **options: Any,
     ) -> None:
-        check_group(process_group)
+        need_group(process_group)
         if model is not None and not isinstance(model, nn.Module):
             raise TypeError(f"HookState(scheme, model): a module, got {type(model).__name__}")
         history = fitting("HookState", "history", history, int)

@@ -17,8 +17,10 @@ from commhooks.core.scheme import Scheme
 from commhooks.core.settings import fitting, shown
 from commhooks.research.simulation import Simulation
 from commhooks.research.trace import Trace
+from commhooks.wrappers.base import Coalesced
 from commhooks.wrappers.feedback import without_feedback
 from commhooks.wrappers.per_parameter import PerParameter, Rule
+from commhooks.wrappers.schedules import DelayedStart
 from ddp_core import needs
 
 if TYPE_CHECKING:
@@ -155,7 +157,7 @@ def _tried(
             parts = [grad[begin:end].float() for grad in grads]
             # Without feedback, and new for each step: a residual would carry the error of one
             # recorded step to the next, and between two recorded steps training went on.
-            ranks = Simulation(without_feedback(scheme), {name: shape}, world_size=len(parts))
+            ranks = Simulation(_bare(scheme), {name: shape}, world_size=len(parts))
             for _ in range(_WARM_UP):
                 ranks.requests.clear()
                 mean = ranks.step(parts)[0]
@@ -164,6 +166,13 @@ def _tried(
             nbytes += sum(size for _, size in ranks.requests) / len(steps)
         choices.append(_Choice(scheme, nbytes, lost))
     return choices
+
+
+def _bare(scheme: Scheme) -> Scheme:
+    """Returns the scheme without feedback, and without the dense steps before it starts."""
+    while isinstance(scheme, (DelayedStart, Coalesced)):
+        scheme = scheme.scheme
+    return without_feedback(scheme)
 
 
 def _hull(choices: Sequence[_Choice]) -> list[_Choice]:

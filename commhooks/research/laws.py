@@ -39,7 +39,7 @@ class LawBroken(Error, AssertionError):
 
 
 class Law(NamedTuple):
-    """A check of schemes, and the kinds of schemes that are exempt.
+    """Holds a check of schemes, and which kinds of schemes are exempt.
 
     Attributes:
         check: raises ``LawBroken``.

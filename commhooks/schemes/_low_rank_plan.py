@@ -117,13 +117,6 @@ class Plan:
                 torch.sub(tail, piece, out=view)
 
     @cached_property
-    def left_factors(self) -> Layout:
-        """Returns the layout of all left factors; that of the right ones is ``factors``."""
-        rows = self.matrices.table[:-1, 1].tolist()
-        shapes = [(shape[0], n) for shape, n in zip(self.factors.shapes, rows, strict=True)]
-        return Layout(self.factors.names, shapes)
-
-    @cached_property
     def right_as_left(self) -> Matrices:
         """Returns matrices whose left factors are the right factors of these.
 

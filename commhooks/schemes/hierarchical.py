@@ -56,6 +56,11 @@ class Hierarchical(Scheme):
             codec = getattr(self, name)
             if codec.pattern != "two_phase":
                 raise ValueError(f"Hierarchical({name}=...): its pattern is 'two_phase'")
+            if codec.traits.returns != "mean":
+                raise ValueError(
+                    f"Hierarchical({name}={type(codec).__name__}(...)): it gives something else "
+                    f"than an average, of which no further average can be taken"
+                )
         if self.local_size is not None and self.local_size < 1:
             raise ValueError(
                 f"Hierarchical(local_size=...) is a number of ranks, 1 or more, "

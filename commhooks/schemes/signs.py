@@ -9,7 +9,7 @@ from torch import Tensor
 
 from commhooks.core.packed import PackedCodec, Pattern, Piece, Randomness
 from commhooks.core.registry import register_scheme
-from commhooks.core.traits import Biased, Traits
+from commhooks.core.traits import Biased, ErrorKind, Traits
 from commhooks.kernels import all_finite, pack_bits, unpack_bits
 
 __all__ = ["SignSGD"]
@@ -38,8 +38,12 @@ class SignSGD(PackedCodec):
     pattern: Pattern = "two_phase"
 
     @property
+    def error(self) -> ErrorKind:
+        return Biased()
+
+    @property
     def traits(self) -> Traits:
-        return super().traits._replace(error=Biased(), returns="update")
+        return super().traits._replace(returns="update")
 
     granularity = 8
 

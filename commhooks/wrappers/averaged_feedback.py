@@ -102,7 +102,8 @@ class AveragedFeedback(Feedback):
         error.mul_(self.decay).add_(result.unsent, alpha=1 - self.decay)
         if self.reset_every and (bucket.step + 1) % self.reset_every == 0:
             error.zero_()
-        new = torch.empty_like(old)  # not in place: a step that is not finite goes back to ``old``
+        # Not in place: a step that is not finite goes back to ``old``.
+        new = bucket.scratch(_AVERAGED, like=old)
         for entries, payload in _pairs(error, new, layout, packed):
             quantize(entries, payload, "int8", _BLOCK)
         bucket.write(_AVERAGED, new)

@@ -42,7 +42,7 @@ def need_own_keys(owner: Scheme) -> None:
 
 
 class Wrapper(Scheme):
-    """A scheme around one scheme; has the traits of that scheme unless a subclass replaces some."""
+    """Runs one scheme inside, and has its traits unless a subclass replaces some."""
 
     scheme: Scheme
 
@@ -59,7 +59,7 @@ class Wrapper(Scheme):
 
 
 class Choice(Scheme):
-    """A scheme that runs one of several schemes, by step or by parameter."""
+    """Runs one of several schemes, chosen by step or by parameter."""
 
     @property
     def schemes(self) -> list[Scheme]:

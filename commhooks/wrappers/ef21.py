@@ -56,13 +56,15 @@ class EF21(Feedback):
     def exchange(self, bucket: Bucket) -> SchemeExchange:
         target = bucket.gradient.to(bucket.wide_dtype)
         if self.momentum:
-            target = torch.lerp(target, bucket.read(_VELOCITY), self.momentum)
+            old = bucket.read(_VELOCITY)
+            new = bucket.scratch(_VELOCITY, like=old)
+            target = torch.lerp(target, old, self.momentum, out=new)
             bucket.write(_VELOCITY, target)
         own = bucket.read(_OWN)
         difference = target - own
         # An output of its own: ``bucket.output`` is to take the total, not the mean difference.
         inside = bucket.replace(
-            raw=difference.clone(),
+            raw=difference,  # not overwritten, since ``unsent`` and ``output`` are others
             residual=None,
             unsent=torch.empty_like(difference),
             output=torch.empty_like(difference),
@@ -71,7 +73,8 @@ class EF21(Feedback):
         assert result.unsent is not None
         sent = difference - result.unsent if result.sent is None else result.sent
         # The decoded difference: the mean of G_i over ranks is what ``total`` sums up.
-        bucket.write(_OWN, own + sent)
-        total = bucket.read(_TOTAL) + result.mean
+        bucket.write(_OWN, torch.add(own, sent, out=bucket.scratch(_OWN, like=own)))
+        old = bucket.read(_TOTAL)
+        total = torch.add(old, result.mean, out=bucket.scratch(_TOTAL, like=old))
         bucket.write(_TOTAL, total)
         return Result(bucket.output.copy_(total), finite=result.finite)

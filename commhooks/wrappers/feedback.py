@@ -72,7 +72,7 @@ def need_contraction(owner: Wrapper, scheme: Scheme, most: float) -> None:
 
 
 class Feedback(Wrapper):
-    """Base class of wrappers that keep, for later steps, what a step did not send.
+    """Keeps, for later steps, what a step did not send; base class of such wrappers.
 
     Attributes:
         corrects: the scheme inside gets the gradient plus what was kept; False: something else,

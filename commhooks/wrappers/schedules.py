@@ -12,7 +12,7 @@ from commhooks.core.dense import Dense
 from commhooks.core.scheme import Scheme, walk
 from commhooks.core.settings import fitting, shown
 from commhooks.core.slot import Slot
-from commhooks.core.traits import Traits
+from commhooks.core.traits import Traits, worst
 from commhooks.wrappers.base import Choice, Wrapper, need_scheme
 from commhooks.wrappers.feedback import flushing, keeps_residual, take_residual
 
@@ -58,8 +58,7 @@ class DelayedStart(Wrapper):
 
     @property
     def traits(self) -> Traits:
-        rounds = max(self.scheme.traits.rounds, self.before.traits.rounds)
-        return self.scheme.traits._replace(rounds=rounds)
+        return worst([self.before.traits, self.scheme.traits])
 
     def begins_with(
         self, name: str, shape: torch.Size, dtype: torch.dtype, step: int

@@ -44,7 +44,14 @@ class Sealed(Wrapper):
         try:
             request = next(inner)
             while True:
-                request = inner.send((yield from self._sent(request, bucket.world_size)))
+                try:
+                    arrived = yield from self._sent(request, bucket.world_size)
+                except PayloadError:
+                    raise
+                except Exception as error:  # a collective failed: the scheme may handle it
+                    request = inner.throw(error)
+                    continue
+                request = inner.send(arrived)
         except StopIteration as stop:
             result: Result = stop.value
             return result

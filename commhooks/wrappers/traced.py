@@ -64,7 +64,7 @@ class Traced(Wrapper):
         from safetensors.torch import save_file
 
         layout = bucket.layout
-        views = zip(layout.names, layout.views(bucket.gradient.detach()), strict=True)
+        views = zip(layout.names, layout.views(bucket.raw.detach()), strict=True)
         # A scheme knows no number of its bucket: the names of its parameters tell files apart.
         digest = hashlib.blake2b("\n".join(layout.names).encode(), digest_size=4).hexdigest()
         folder = Path(self.folder)

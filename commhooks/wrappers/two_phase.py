@@ -18,7 +18,7 @@ from commhooks.core.scheme import (
     pack_payload,
     unpack_payload,
 )
-from commhooks.core.traits import ErrorKind, composed
+from commhooks.core.traits import ErrorKind, Traits, composed
 from commhooks.errors import SchemeError
 
 __all__ = ["TwoPhase"]
@@ -45,6 +45,11 @@ class TwoPhase(PackedCodec):
     def error(self) -> ErrorKind:
         error = self.codec.traits.error
         return composed(error, error)  # on one rank, where the error is largest: rounded twice
+
+    @property
+    def traits(self) -> Traits:
+        inside = self.codec.traits
+        return super().traits._replace(returns=inside.returns, agrees=inside.agrees)
 
     def payload_bytes(self, n: int) -> int:
         return -(-sum(value.nbytes for value in _example(self.codec, n).values()) // 16) * 16

@@ -27,7 +27,7 @@ class BufferHook:
 
 
 class Buffers:
-    """The buffers of a model that ranks keep equal.
+    """Keeps the buffers of a model equal on all ranks.
 
     Args:
         enabled: whether they do so in forward.

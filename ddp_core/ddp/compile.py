@@ -23,7 +23,7 @@ __all__ = ["splitting_at_buckets"]
 
 @contextmanager
 def splitting_at_buckets(module: Any, plan: BucketPlan) -> Iterator[None]:
-    """What is compiled inside is split for ``module``; its bucket plan is told where.
+    """Splits what is compiled inside for ``module``, and tells its bucket plan where.
 
     Args:
         module: has the attribute ``bucket_bytes_cap``, which the compiler reads.

@@ -30,7 +30,7 @@ __all__ = [
 def process_group(
     module: nn.Module, group: dist.ProcessGroup | None, device_mesh: Any
 ) -> dist.ProcessGroup:
-    """The ranks to average over."""
+    """Returns the ranks to average over."""
     if group is not None and device_mesh is not None:
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
     if device_mesh is not None:
@@ -65,7 +65,7 @@ def _root_mesh(device_mesh: Any) -> Any:
 def delayed(
     named: Sequence[tuple[str, nn.Parameter]] | None, trigger: nn.Parameter | None
 ) -> list[tuple[str, nn.Parameter]]:
-    """The parameters whose all-reduce is delayed."""
+    """Returns the parameters whose all-reduce is delayed."""
     if (named is None) != (trigger is None):
         raise ValueError(
             "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the "
@@ -108,7 +108,7 @@ def replica(
     device_ids: Sequence[Any] | None,
     output_device: Any,
 ) -> Replica:
-    """The model on this rank; what is delayed, or what its author has said, is left out."""
+    """Returns the model on this rank, without what is delayed or what its author has left out."""
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     ignored |= {name for name, _ in delayed}
     managed = [parameter for name, parameter in module.named_parameters() if name not in ignored]
@@ -146,7 +146,7 @@ def _placement(
 
 
 def reduced_dtype(mixed_precision: Any) -> torch.dtype | None:
-    """Of gradients while they are averaged; None: their own."""
+    """Returns the dtype of gradients while they are averaged; None: their own."""
     if mixed_precision is None:
         return None
     dtype: torch.dtype | None = mixed_precision.reduce_dtype or mixed_precision.param_dtype
@@ -154,7 +154,7 @@ def reduced_dtype(mixed_precision: Any) -> torch.dtype | None:
 
 
 def refuse_sync_batch_norm(module: nn.Module) -> None:
-    """On the CPU it has no implementation."""
+    """Raises if a model on the CPU has SyncBatchNorm layers, which do not run there."""
     if any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()):
         raise ValueError("SyncBatchNorm layers only work with GPU modules")
 
@@ -173,7 +173,7 @@ def check_hook(hook: Any) -> None:
 
 
 def warn_of_check_reduction(*, stacklevel: int) -> None:
-    """An argument that does nothing any more."""
+    """Warns that ``check_reduction`` does nothing any more."""
     warnings.warn(
         "The `check_reduction` argument in `DistributedDataParallel` module is deprecated. Please "
         "avoid using it.",
@@ -183,7 +183,7 @@ def warn_of_check_reduction(*, stacklevel: int) -> None:
 
 
 def warn_that_static_finds_unused(*, stacklevel: int) -> None:
-    """Two options that are not needed together."""
+    """Warns that two options are not needed together."""
     warnings.warn(
         "You passed find_unused_parameters=true to DistributedDataParallel, `_set_static_graph` "
         "will detect unused parameters automatically, so you do not need to set "

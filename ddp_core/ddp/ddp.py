@@ -36,7 +36,7 @@ __all__ = ["DistributedDataParallel"]
 
 
 class DistributedDataParallel(TorchMethods, TorchDDP):
-    """torch's ``DistributedDataParallel`` in Python: same arguments, same semantics.
+    """Averages gradients as torch's class of this name, in Python: same arguments, same semantics.
 
     A subclass of torch's, so that ``isinstance`` checks (checkpoints, trainers, optimizers) hold;
     what it does is here and in :class:`ddp_core.Reducer`. Beyond torch's: hooks can be replaced and
@@ -153,7 +153,7 @@ class DistributedDataParallel(TorchMethods, TorchDDP):
 
     @not_traced(recursive=False)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's forward; a rank-0 broadcast of buffers before it, accounting after it."""
+        """Runs the module's forward: first takes rank 0's buffers, then prepares backward."""
         if not self._parts.reduces:
             return self._after_delayed(self.module(*inputs, **kwargs))
         inputs, kwargs, under_way = before_forward(self._parts, self, inputs, kwargs)
@@ -174,7 +174,7 @@ class DistributedDataParallel(TorchMethods, TorchDDP):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients of forward and backward passes inside stay on this rank and accumulate.
+        """Keeps gradients of the passes inside on this rank, where they accumulate.
 
         They are averaged, with its own, by the first backward pass whose forward is outside.
         """
@@ -193,7 +193,7 @@ class DistributedDataParallel(TorchMethods, TorchDDP):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Join:
-        """Context in which ranks may run out of inputs at different times.
+        """Returns a context in which ranks may run out of inputs at different times.
 
         Args:
             divide_by_initial_world_size: gradients are divided by the number of ranks; else by
@@ -222,7 +222,7 @@ class DistributedDataParallel(TorchMethods, TorchDDP):
 
     @property
     def timeline(self) -> Timeline:
-        """When each bucket's gradients came, travelled and were awaited."""
+        """Returns when each bucket's gradients came, travelled and were awaited."""
         return self.reducer.timeline
 
 

@@ -23,7 +23,7 @@ __all__ = ["DelayedAllReduce"]
 
 
 class DelayedAllReduce:
-    """One buffer whose views are the gradients of all delayed parameters.
+    """Averages all delayed parameters in one buffer, whose views are their gradients.
 
     The all-reduce starts as soon as the trigger and all parameters have their gradients, at the
     latest when backward is over (a compiled backward pass hands them over at its end, in any
@@ -53,7 +53,7 @@ class DelayedAllReduce:
         trigger: nn.Parameter | None,
         replica: Replica,
     ) -> DelayedAllReduce | None:
-        """For the arguments of DistributedDataParallel; None if nothing is delayed."""
+        """Makes one from the arguments of DistributedDataParallel; None if nothing is delayed."""
         if not named:
             return None
         assert trigger is not None  # checked with the names
@@ -85,7 +85,7 @@ class DelayedAllReduce:
         self._trigger.register_post_accumulate_grad_hook(partial(arrived, None))
 
     def prepare(self, *, synchronises: bool) -> None:
-        """After forward: gradients are views of the buffer, zeros where there were none."""
+        """Makes gradients views of the buffer, after forward; zeros where there were none."""
         self._synchronises = synchronises
         self._finish()  # of a backward pass that has raised
         for place, parameter in enumerate(self._parameters):

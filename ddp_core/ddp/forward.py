@@ -20,7 +20,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def not_traced(*, recursive: bool) -> Callable[[_Method], _Method]:
-    """The compiler leaves the method alone, and what it calls if ``recursive``."""
+    """Makes the compiler leave the method alone, and what it calls if ``recursive``."""
     decorator: Any = torch._disable_dynamo(recursive=recursive)  # type: ignore[attr-defined]
     return decorator  # type: ignore[no-any-return]
 
@@ -48,7 +48,7 @@ def before_forward(
 
 
 class ForwardPass:
-    """One forward pass of a DistributedDataParallel."""
+    """Does what comes before and after one forward pass of a DistributedDataParallel."""
 
     def __init__(self, parts: Parts, module: _Module) -> None:
         self._parts, self._module = parts, module
@@ -59,7 +59,7 @@ class ForwardPass:
     def begin(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Before the inner module computes; returns what that gets."""
+        """Does what comes before the inner module computes; returns what that gets."""
         precision = self._parts.precision
         if not self._is_recomputed:
             self._begin_step(Plans(torch.is_grad_enabled(), self._synchronises()))
@@ -93,13 +93,13 @@ class ForwardPass:
             self._synchronise_buffers(awaits=plans.sync)
 
     def broke_off(self) -> None:
-        """The inner module raised."""
+        """Ends the pass after the inner module has raised."""
         if self._low is not None:
             self._low.end()
 
     @not_traced(recursive=True)
     def end(self, output: Any) -> Any:
-        """After the inner module has computed; returns what the caller gets."""
+        """Does what comes after the inner module has computed; returns what the caller gets."""
         if not self._is_recomputed:
             output = self._end_step(output)
         if self._low is not None:

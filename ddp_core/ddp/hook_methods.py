@@ -18,7 +18,7 @@ __all__ = ["HookMethods"]
 
 
 class HookMethods:
-    """Mixed into DistributedDataParallel."""
+    """Gives DistributedDataParallel its methods for hooks, layouts and other ranks; a mixin."""
 
     _parts: Parts
 
@@ -67,14 +67,14 @@ class HookMethods:
         self._parts.hooks.schedule(step, hook, state)
 
     def request_layout(self, group_of: BucketGroup | None) -> None:
-        """Buckets hold parameters for which ``group_of(name, parameter)`` is the same.
+        """Gives buckets parameters for which ``group_of(name, parameter)`` is the same.
 
         From the next step on, on top of dtype and device; all ranks call it alike. None: as usual.
         """
         self._parts.reducer.plan.request(group_of)
 
     def saved_layout(self) -> tuple[list[list[nn.Parameter]], list[int], list[nn.Parameter]]:
-        """What a run that goes on needs to have the same buckets.
+        """Returns what a run that goes on needs to have the same buckets.
 
         Returns:
             The parameters of each bucket, without those of sparse gradients, none before the first

@@ -21,7 +21,7 @@ Registered = tuple[CommHook, Any]  # the hook and its state
 
 
 class CommHooks:
-    """What hook runs now, and what hooks run later.
+    """Holds the hook that runs now, and those that run later.
 
     Args:
         model: that averages by them; a hook's state is shown it.
@@ -36,11 +36,11 @@ class CommHooks:
         self._scheduled: dict[int, Registered | None] = {}
 
     def attach(self, reducer: Reducer) -> None:
-        """From now on this reducer averages the model's gradients."""
+        """Takes the reducer that averages the model's gradients from now on."""
         self._reducer = reducer
 
     def set(self, hook: CommHook | None, state: Any) -> None:
-        """The hook of all following steps; None: the plain all-reduce."""
+        """Sets the hook of all following steps; None: the plain all-reduce."""
         reducer = self._reducer
         if hook is not None:
             check_hook(hook)
@@ -62,7 +62,7 @@ class CommHooks:
         self._reducer.launcher.set_hook(self.registered[0] if self.registered else None)
 
     def schedule(self, step: int, hook: CommHook | None, state: Any) -> None:
-        """The hook from synchronised step ``step`` on."""
+        """Sets the hook from synchronised step ``step`` on."""
         if hook is not None:
             check_hook(hook)
         now = self._reducer.launcher.step

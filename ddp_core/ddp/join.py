@@ -40,7 +40,7 @@ class ShadowHook(JoinHook):
         super().__init__()
 
     def main_hook(self) -> None:
-        """One step of the others."""
+        """Takes part in one step of the others."""
         parts, buffers = self._parts, self._parts.buffers
         plans = hear_of_plans(parts.replica)
         if plans.grads:
@@ -56,5 +56,5 @@ class ShadowHook(JoinHook):
             parts.reducer.shadow()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """At the end all ranks take the model of one that trained last."""
+        """Takes, at the end, the model of a rank that trained last, as all ranks do."""
         self._parts.take_model_of(candidate=is_last_joiner)

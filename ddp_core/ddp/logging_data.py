@@ -42,7 +42,7 @@ _C_NAMES = {
 
 
 def logging_data(parts: Parts) -> dict[str, Any]:
-    """Settings, bucket sizes and times; times are nanoseconds of the latest recorded step."""
+    """Returns settings, bucket sizes, and times in nanoseconds of the latest recorded step."""
     reducer, replica, settings = parts.reducer, parts.replica, parts.settings
     placement = replica.placement
     parameters = [one.parameter for one in reducer.parameters]
@@ -97,13 +97,13 @@ def logging_data(parts: Parts) -> dict[str, Any]:
 
 
 def log_construction(parts: Parts) -> None:
-    """With ``TORCH_DISTRIBUTED_DEBUG=INFO`` or ``DETAIL``: what was constructed."""
+    """Logs what was constructed, with ``TORCH_DISTRIBUTED_DEBUG=INFO`` or ``DETAIL``."""
     if get_debug_level() != DebugLevel.OFF and parts.reduces:
         _log("DistributedDataParallel initialized with", logging_data(parts))
 
 
 def log_recorded_steps(parts: Parts) -> None:
-    """With ``TORCH_DISTRIBUTED_DEBUG=DETAIL``: the figures of every step that is recorded."""
+    """Logs every step that is recorded, with ``TORCH_DISTRIBUTED_DEBUG=DETAIL``."""
     if get_debug_level() != DebugLevel.DETAIL or not parts.reduces:
         return
     me = weakref.ref(parts)  # which hold the reducer that holds the function

@@ -27,7 +27,7 @@ _numbers = itertools.count()  # all ranks construct their modules in the same or
 
 
 class Parts:
-    """The parts of a DistributedDataParallel.
+    """Holds the parts of a DistributedDataParallel.
 
     Args:
         replica: the model, and its ranks.
@@ -140,7 +140,7 @@ class Parts:
             self.reducer.launcher.await_futures(futures)
 
     def take_model_of(self, *, candidate: bool) -> None:
-        """All ranks take the model of one that is a candidate."""
+        """Takes, as all ranks do, the model of a rank that is a candidate."""
         source = common_rank(self.replica, candidate=candidate)
         self.replica.take_from(source, buffers=self.buffers.enabled)
 
@@ -154,7 +154,7 @@ class Parts:
         return state
 
     def revive(self) -> None:
-        """After unpickling: goes on with the default process group, where it is put together."""
+        """Goes on with the default process group, after unpickling."""
         self.replica.join_world()
         if self.delayed is not None:
             self.delayed.attach(self.replica.group)

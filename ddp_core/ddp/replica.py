@@ -14,7 +14,7 @@ __all__ = ["Placement", "Replica"]
 
 
 class Placement(NamedTuple):
-    """Where the model is."""
+    """Says where the model is."""
 
     device: torch.device
     device_ids: list[int] | None
@@ -23,7 +23,7 @@ class Placement(NamedTuple):
 
 
 class Replica:
-    """A model that every rank of a group has, and how ranks come to have the same.
+    """Holds a model that every rank of a group has, and makes ranks have the same.
 
     Args:
         module: the model.
@@ -44,19 +44,19 @@ class Replica:
 
     @property
     def device(self) -> torch.device:
-        """Of the parameters, and of messages of the ranks about them."""
+        """Returns the device of the parameters, and of messages of the ranks about them."""
         return self.placement.device
 
     def trained(self) -> list[Trained]:
-        """The parameters that require a gradient, in registration order."""
+        """Returns the parameters that require a gradient, in registration order."""
         return trained_parameters(self.module, self.ignored)
 
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters that ranks share, also those that require no gradient."""
+        """Returns the parameters that ranks share, also those that require no gradient."""
         return [p for n, p in self.module.named_parameters() if n not in self.ignored]
 
     def buffers(self) -> dict[str, Tensor]:
-        """The buffers that ranks share, by name."""
+        """Returns the buffers that ranks share, by name."""
         return {n: b for n, b in self.module.named_buffers() if n not in self.ignored}
 
     def take_from(self, source: int, *, buffers: bool) -> None:
@@ -82,7 +82,7 @@ class Replica:
         return {name: value for name, value in vars(self).items() if name != "group"}
 
     def join_world(self) -> None:
-        """After unpickling: goes on with the default group.
+        """Goes on with the default group, after unpickling.
 
         Raises:
             RuntimeError: there is none.

@@ -39,7 +39,7 @@ class _Sink(torch.autograd.Function):
 
 
 def through_sink(output: Any, step: weakref.ref[Backward], *, clone: bool) -> Any:
-    """``output``, whose tensors with a graph behind them pass through the sink.
+    """Returns ``output``; tensors with a graph behind them have passed through the sink.
 
     Args:
         step: is told when backward begins. A graph may outlive it.

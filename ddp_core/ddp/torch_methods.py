@@ -20,7 +20,7 @@ __all__ = ["TorchMethods"]
 
 
 class TorchMethods(TorchNames):
-    """Mixed into DistributedDataParallel: what its parts do, under the names it has in torch."""
+    """Gives DistributedDataParallel torch's names for its methods; a mixin."""
 
     _join_config: Any  # torch's `Joinable` has it
 
@@ -36,7 +36,7 @@ class TorchMethods(TorchNames):
         self.reducer.launcher.hook_name = str(comm_hook_type)
 
     def join_hook(self, **kwargs: Any) -> ShadowHook:
-        """What :class:`torch.distributed.algorithms.join.Join` runs on a rank without inputs."""
+        """Returns what torch's ``Join`` runs on a rank without inputs."""
         static = kwargs.get("divide_by_initial_world_size", True)
         return ShadowHook(self._parts, static_world_size=static)
 

@@ -18,7 +18,7 @@ __all__ = ["TorchNames"]
 
 
 class TorchNames(HookMethods):
-    """Mixed into DistributedDataParallel: its parts, under the names they have in torch."""
+    """Gives the parts of DistributedDataParallel the names that torch has for them; a mixin."""
 
     # What torch's python_reducer keeps; ours has its reducer there as well.
     _use_python_reducer: ClassVar[bool] = False
@@ -26,22 +26,22 @@ class TorchNames(HookMethods):
 
     @property
     def reducer(self) -> TorchReducer:
-        """What averages gradients."""
+        """Returns what averages gradients."""
         return self._parts.reducer
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The ranks."""
+        """Returns the ranks."""
         return self._parts.replica.group
 
     @property
     def parameters_to_ignore(self) -> set[str]:
-        """Names of parameters and buffers that ranks do not share."""
+        """Returns names of parameters and buffers that ranks do not share."""
         return self._parts.replica.ignored
 
     @property
     def broadcast_bucket_size(self) -> int:
-        """Bytes of a message with parameters or buffers, at most."""
+        """Returns the bytes of a message with parameters or buffers, at most."""
         return self._parts.replica.chunk_nbytes
 
     @broadcast_bucket_size.setter
@@ -54,12 +54,12 @@ class TorchNames(HookMethods):
 
     @property
     def modules_buffers(self) -> list[Tensor]:
-        """The buffers that are kept equal."""
+        """Returns the buffers that are kept equal."""
         return list(self._parts.buffers.named.values())
 
     @property
     def named_module_buffers(self) -> dict[str, Tensor]:
-        """The buffers that are kept equal, by name."""
+        """Returns the buffers that are kept equal, by name."""
         return self._parts.buffers.named
 
     @property
@@ -72,7 +72,7 @@ class TorchNames(HookMethods):
 
     @property
     def bucket_bytes_cap(self) -> int:
-        """Bytes at which a bucket is full; the compiler splits graphs by it."""
+        """Returns the bytes at which a bucket is full; the compiler splits graphs by it."""
         return self.reducer.plan.caps.cap
 
     @property
@@ -82,18 +82,18 @@ class TorchNames(HookMethods):
 
     @property
     def bucket_bytes_cap_list(self) -> list[int]:
-        """Sizes bucket by bucket, if the user gave them so."""
+        """Returns sizes bucket by bucket, if the user gave them so."""
         caps = self._parts.settings.caps
         return list(caps.limits) if caps.explicit else []
 
     @property
     def use_side_stream_for_tensor_copies(self) -> bool:
-        """What ``to_kwargs`` asks; ``forward`` moves its inputs on the current stream."""
+        """Returns what ``to_kwargs`` asks; ``forward`` moves its inputs on the current stream."""
         return os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1") == "1"
 
     @property
     def buffer_hook(self) -> Any:
-        """The hook that makes buffers equal."""
+        """Returns the hook that makes buffers equal."""
         return self._parts.buffers.hook
 
     @property

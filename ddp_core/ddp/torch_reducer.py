@@ -16,7 +16,7 @@ __all__ = ["TorchReducer", "refusing"]
 
 
 def refusing(what: str, instead: str) -> Callable[..., Any]:
-    """A method that says what to call instead of ``what``."""
+    """Returns a method that says what to call instead of ``what``."""
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise NotImplementedError(
@@ -29,7 +29,7 @@ def refusing(what: str, instead: str) -> Callable[..., Any]:
 
 
 class TorchReducer(Reducer):
-    """The reducer, with torch's names for what it does."""
+    """Gives the reducer torch's names for what it does."""
 
     def _rebuild_buckets(self) -> bool:
         """As ``prepare_for_forward``; whether there are new buckets."""

@@ -16,7 +16,7 @@ __all__ = ["Plans", "UnevenInputs", "announce", "common_rank", "hear_of_plans"]
 
 @dataclass
 class UnevenInputs:
-    """How a module takes part in ``join``."""
+    """Says how a module takes part in ``join``."""
 
     has_joined: bool = False  # ranks may have run out of inputs
     static_world_size: bool = True  # gradients are divided by the number of all ranks
@@ -24,7 +24,7 @@ class UnevenInputs:
 
 
 class Plans(NamedTuple):
-    """What the ranks with inputs do in this forward pass, all alike."""
+    """Says what the ranks with inputs do in this forward pass, all alike."""
 
     grads: bool  # it records a graph
     sync: bool  # its backward pass averages gradients
@@ -47,14 +47,14 @@ def announce(joinable: Any, replica: Replica, plans: Plans) -> dist.Work | None:
 
 
 def hear_of_plans(replica: Replica) -> Plans:
-    """What the others plan; a rank without inputs calls it where they announce."""
+    """Returns what the others plan; a rank without inputs calls it where they announce."""
     flags = torch.zeros(len(Plans._fields), device=replica.device)
     dist.all_reduce(flags, group=replica.group)
     return Plans(*(bool(flag) for flag in flags.tolist()))
 
 
 def common_rank(replica: Replica, *, candidate: bool) -> int:
-    """The largest rank that is a candidate, the same answer on all ranks.
+    """Returns the largest rank that is a candidate, the same answer on all ranks.
 
     Raises:
         RuntimeError: there is no candidate.

@@ -40,7 +40,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class Collective:
-    """A request for one collective over ``tensor``, which every rank makes alike.
+    """Requests one collective over ``tensor``, as every rank does.
 
     ``sent`` is what this rank's contribution decodes to at the other end. None means the tensor
     itself, bit for bit; a wrapper that rounds what travels (a cast) writes the rounded value there.
@@ -58,14 +58,14 @@ class Collective:
 
     @property
     def payload_nbytes(self) -> int:
-        """Bytes this rank hands to the collective."""
+        """Returns the bytes that this rank hands to the collective."""
         if self.tensor.is_sparse:  # indices travel as well, and entries that are zero do not
             parts = (self.tensor._indices(), self.tensor._values())
             return sum(part.numel() * part.element_size() for part in parts)
         return self.tensor.numel() * self.tensor.element_size()
 
     def wire_nbytes(self, world_size: int) -> float:
-        """Bytes this rank sends for it, by the formula of a bandwidth-optimal algorithm."""
+        """Returns the bytes that this rank sends, by a bandwidth-optimal algorithm's formula."""
         raise NotImplementedError
 
     def issue(self, group: dist.ProcessGroup) -> dist.Work | Pairs:
@@ -73,25 +73,25 @@ class Collective:
         raise NotImplementedError
 
     def result(self) -> Tensor:
-        """What the scheme is sent back, once the work is done."""
+        """Returns what the scheme is sent back, once the work is done."""
         return self.tensor
 
     def like(self, tensor: Tensor) -> Collective:
-        """The same request over another tensor."""
+        """Returns the same request over another tensor."""
         return type(self)(tensor)
 
     @classmethod
     def combine(cls, requests: Sequence[Any]) -> list[Tensor]:
-        """The results of all ranks, given the requests of all ranks (for simulated ranks)."""
+        """Returns the results of all simulated ranks, given the requests of all."""
         raise NotImplementedError
 
     def signature(self) -> tuple[Any, ...]:
-        """What has to agree on all ranks."""
+        """Returns what has to agree on all ranks."""
         return (self.name, tuple(self.tensor.shape), self.tensor.dtype)
 
 
 def as_request(yielded: object) -> Collective:
-    """What an exchange yielded, if it is a collective.
+    """Returns what an exchange yielded, if it is a collective.
 
     Raises:
         TypeError: it is something else, such as the tensor alone.

@@ -17,7 +17,7 @@ __all__ = ["Drivers"]
 
 
 class Drivers:
-    """The drivers of one hook.
+    """Holds the drivers of one hook, which are made when they are needed.
 
     Args:
         rounds: collectives per bucket, at most; grows by ``ensure``.
@@ -29,7 +29,7 @@ class Drivers:
         self._streams: Streams | None = None
 
     def ensure(self, rounds: int) -> None:
-        """From now on exchanges may have so many rounds; all ranks call it, between two steps."""
+        """Allows so many rounds from now on; all ranks call it, between two steps."""
         self._rounds = max(rounds, self._rounds)
         if self._lanes is not None:  # else they are made with this number
             self._lanes.ensure(rounds)
@@ -61,7 +61,7 @@ class Drivers:
         return self._streams.run(task, device)
 
     def stream(self) -> AbstractContextManager[object]:
-        """What is enqueued inside comes after all exchanges so far."""
+        """Returns a context; what is enqueued inside comes after all exchanges so far."""
         return nullcontext() if self._streams is None else self._streams.following()
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ __all__ = [
 
 
 class Error(Exception):
-    """Base class of all exceptions of ``ddp_core`` and ``commhooks``.
+    """Catches all exceptions of ``ddp_core`` and ``commhooks``: their base class.
 
     Each of them has a built-in base class, too: ``except ValueError`` goes on working. A wrong
     argument of a function is Python's own ``TypeError`` or ``ValueError``.
@@ -26,7 +26,7 @@ class Error(Exception):
 
 
 class CollectiveError(Error, RuntimeError):
-    """A collective failed (dead peer, timeout, ...) in this ``step``, ``bucket`` and ``round``."""
+    """Raised when a collective failed (dead peer, timeout): ``step``, ``bucket`` and ``round``."""
 
     def __init__(self, message: str, *, step: int, bucket: int, round: int) -> None:
         super().__init__(message)
@@ -41,23 +41,23 @@ def _collective_error(message: str, step: int, bucket: int, round: int) -> Colle
 
 
 class PeerError(Error, RuntimeError):
-    """Another rank reported that it failed; the message has its words."""
+    """Raised when another rank reported that it failed; the message has its words."""
 
 
 class MismatchError(Error, RuntimeError):
-    """The ranks do not agree on what they are doing."""
+    """Raised when the ranks do not agree on what they are doing."""
 
 
 class MissingRankError(MismatchError):
-    """A rank did not come to a call that all ranks make alike."""
+    """Raised when a rank did not come to a call that all ranks make alike."""
 
 
 class RoundsError(Error, RuntimeError):
-    """A scheme yielded more collectives for a bucket than its ``rounds`` declares."""
+    """Raised when a scheme yields more collectives for a bucket than its traits declare."""
 
 
 class MissingPackageError(Error, ImportError):
-    """A call needs an optional package that is not installed."""
+    """Raised when a call needs an optional package that is not installed."""
 
 
 @contextmanager

@@ -24,7 +24,7 @@ _CPU = torch.device("cpu")
 
 
 def host_backend(group: dist.ProcessGroup) -> Any:
-    """What carries host tensors in ``group``, without the wrapper that checks collectives."""
+    """Returns what carries host tensors in ``group``, without a wrapper that checks collectives."""
     backend: Any = None
     with contextlib.suppress(Exception):  # a group of somebody else's making has none
         backend = group._get_backend(_CPU)
@@ -33,7 +33,7 @@ def host_backend(group: dist.ProcessGroup) -> Any:
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """The timeout ``group`` was made with; None where the backend does not tell."""
+    """Returns the timeout of ``group``; None if the backend does not tell."""
     for device in (_CPU, *getattr(group, "_device_types", ())):
         with contextlib.suppress(Exception):
             backend = group._get_backend(device)
@@ -43,7 +43,7 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
 
 
 def group_store(group: dist.ProcessGroup) -> Any:
-    """The store of ``group``, which all its ranks see; None if torch.distributed knows none."""
+    """Returns the store that all ranks of ``group`` see; None if torch.distributed knows none."""
     with contextlib.suppress(Exception):
         return dist.distributed_c10d._get_process_group_store(group)
     return None
@@ -51,7 +51,7 @@ def group_store(group: dist.ProcessGroup) -> Any:
 
 @dataclass(eq=False)
 class LaneGroup:
-    """A group for one lane.
+    """Holds a process group for one lane.
 
     Attributes:
         issued: collectives so far. Where ranks differ in it, the next ones would not match.
@@ -103,7 +103,7 @@ _pools: weakref.WeakKeyDictionary[dist.ProcessGroup, _Pool] = weakref.WeakKeyDic
 
 
 def borrow(parent: dist.ProcessGroup, count: int) -> list[LaneGroup]:
-    """``count`` groups of the ranks of ``parent``, the same on all of them; a collective.
+    """Returns ``count`` groups of the ranks of ``parent``, the same on all ranks; a collective.
 
     Raises:
         RuntimeError: torch.distributed does not know ``parent``.

@@ -109,7 +109,7 @@ class Lanes:
 
     @property
     def rounds(self) -> int:
-        """Number of lanes."""
+        """Returns the number of lanes."""
         return len(self._lanes)
 
     def ensure(self, rounds: int) -> None:

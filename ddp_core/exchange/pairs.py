@@ -31,7 +31,7 @@ def on_gloo(group: dist.ProcessGroup, tensor: Tensor) -> bool:
 
 
 class Pairs:
-    """Messages under way; what ``dist.Work`` is for one of them."""
+    """Holds messages under way, as ``dist.Work`` does one of them."""
 
     def __init__(self, works: Sequence[dist.Work], tensors: Sequence[Tensor]) -> None:
         self._works, self._tensors = works, tensors  # tensors live as long as they travel

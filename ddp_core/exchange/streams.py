@@ -23,7 +23,7 @@ __all__ = ["Streams", "stream_module"]
 
 
 def stream_module(device: str) -> Any:
-    """torch's module for a type of device (``torch.cuda``, ``torch.xpu``), which has its streams.
+    """Returns torch's module for a type of device (``torch.cuda``), which has its streams.
 
     Raises:
         RuntimeError: there is none, or it has no streams.

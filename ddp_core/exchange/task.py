@@ -20,7 +20,7 @@ clock = time.perf_counter
 
 @dataclass(slots=True)
 class RoundRecord:
-    """What one collective of one bucket moved, and when (seconds of ``time.perf_counter``)."""
+    """Records what one collective of one bucket moved, and when (``time.perf_counter``)."""
 
     step: int
     bucket: int
@@ -39,7 +39,7 @@ class RoundRecord:
 
 @dataclass(eq=False)
 class Task:
-    """A bucket's exchange and its place: ``ticket`` orders the buckets of a driver."""
+    """Runs a bucket's exchange; ``ticket`` orders the buckets of a driver."""
 
     exchange: Exchange
     step: int
@@ -84,7 +84,7 @@ class Task:
             self.error = RoundsError(
                 f"step {self.step}, bucket {self.bucket}: the scheme yielded collective number "
                 f"{len(self.rows) + 1} ({self.request.name}), but declares rounds="
-                f"{self.max_rounds}; raise `rounds` on the class"
+                f"{self.max_rounds}; raise `rounds` in its traits"
             )
             self.exchange.close()
             self._end()
@@ -130,7 +130,7 @@ class Task:
                 self.record(row)
 
     def outcome(self, _: object = None) -> Tensor:
-        """The result, or raises what went wrong, and says where."""
+        """Returns the result, or raises what went wrong, and says where."""
         if isinstance(self.error, (CollectiveError, RoundsError)):
             raise self.error
         if self.error is not None:

@@ -22,7 +22,7 @@ class _Listener(Protocol):
 
 
 class Accumulators:
-    """The nodes that write the parameters' gradients.
+    """Watches the nodes that write the parameters' gradients.
 
     Args:
         listener: its ``arrived(index)`` is called on autograd's thread when parameter ``index``
@@ -60,7 +60,7 @@ class Accumulators:
         self._handles, self._nodes = [], []
 
     def refuse_other_nodes(self) -> None:
-        """From now on the listener is told of gradients that another node has written.
+        """Tells the listener, from now on, of gradients that another node has written.
 
         A parameter whose data had another dtype when it was used has another node.
         """
@@ -76,7 +76,7 @@ class Accumulators:
             parameter.register_post_accumulate_grad_hook(partial(look, index))
 
     def out_of_reach(self) -> list[int]:
-        """Parameters that the backward pass under way will not come to."""
+        """Returns the parameters that the backward pass under way will not come to."""
         will_come = torch._C._will_engine_execute_node
         return [index for index, node in enumerate(self._nodes) if not will_come(node)]
 
@@ -91,13 +91,13 @@ def call_after_backward(function: Callable[[], None]) -> None:
 
 
 def backward_number() -> int:
-    """Of the backward pass that runs on this thread; a reentrant one within it has its own."""
+    """Returns the number of this thread's backward pass; a reentrant one inside has its own."""
     number: int = torch._C._current_graph_task_id()
     return number
 
 
 def is_nested() -> bool:
-    """In a function called after backward: whether that pass was a reentrant one within another."""
+    """Whether, after backward, the pass that ended was a reentrant one within another."""
     return torch._C._current_autograd_node() is not None
 
 

@@ -64,7 +64,7 @@ class Backward:
     # ---- gradients
 
     def arrived(self, index: int) -> None:
-        """The gradient of parameter ``index`` has been accumulated (or turned out undefined)."""
+        """Takes note that the gradient of a parameter has come, or turned out undefined."""
         step = self._flight.step
         if step.is_plain:
             self._mark_ready(step, index)
@@ -87,12 +87,12 @@ class Backward:
         self._mark_ready(step, index)
 
     def came_elsewhere(self, index: int) -> None:
-        """A gradient for the parameter as it was with full precision: too late for its bucket."""
+        """Raises if a gradient came for the parameter with full precision, too late to be sent."""
         if self._flight.step.expecting and self._flight.is_low:
             self._errors.full_precision(index)
 
     def begins(self) -> None:
-        """Called at the start of backward where outputs pass through the sink."""
+        """Opens the step at the start of backward, where outputs pass through the sink."""
         step = self._flight.step
         if step.expecting and not step.is_open:
             self._open(step)
@@ -222,5 +222,5 @@ class Backward:
         self._flight.launcher.events.step_landed(step.left_alone)
 
     def missing(self) -> list[int]:
-        """Parameters whose gradients have not come in this step."""
+        """Returns the parameters whose gradients have not come in this step."""
         return sorted(set(range(len(self._parameters))) - set(self._flight.step.marked))

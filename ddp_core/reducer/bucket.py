@@ -13,7 +13,7 @@ __all__ = ["GradBucket"]
 
 
 class GradBucket:
-    """torch's ``GradBucket`` (same six methods) that also knows its parameters' names.
+    """Holds one bucket, as torch's class of this name; knows its parameters' names, too.
 
     ``isinstance(bucket, torch.distributed.GradBucket)`` holds.
 
@@ -57,15 +57,15 @@ class GradBucket:
         return TorchGradBucket
 
     def index(self) -> int:
-        """Position in launch order; 0 holds the gradients that are ready first."""
+        """Returns the position in launch order; 0 holds the gradients that are ready first."""
         return self._index
 
     def buffer(self) -> Tensor:
-        """Flat gradient of all parameters of the bucket."""
+        """Returns the flat gradient of all parameters of the bucket."""
         return self._buffer
 
     def gradients(self) -> list[Tensor]:
-        """Views into the buffer, one per parameter, in its shape; a sparse buffer itself."""
+        """Returns views of the buffer, one per parameter, in its shape; a sparse buffer itself."""
         if self._buffer.is_sparse:
             return [self._buffer]
         if self._views_of is not None:
@@ -78,11 +78,11 @@ class GradBucket:
         ]
 
     def parameters(self) -> list[Tensor]:
-        """The parameters, in the order of their gradients in the buffer."""
+        """Returns the parameters, in the order of their gradients in the buffer."""
         return list(self._parameters)
 
     def names(self) -> list[str]:
-        """The parameters' names, in the same order."""
+        """Returns the parameters' names, in the same order."""
         return list(self._names)
 
     def is_last(self) -> bool:

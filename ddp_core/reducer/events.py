@@ -30,17 +30,17 @@ class StepEvents:
         return self._step_landed is not None
 
     def no_more_buckets(self) -> None:
-        """Backward has ended well: the step's last bucket was launched."""
+        """Tells that backward has ended well: the step's last bucket was launched."""
         if self._no_more_buckets is not None:
             self._no_more_buckets()
 
     def step_landed(self, left_alone: Sequence[nn.Parameter]) -> None:
-        """All gradients were written, but for those of ``left_alone``."""
+        """Tells that all gradients were written, but for those of ``left_alone``."""
         if self._step_landed is not None:
             self._step_landed(left_alone)
 
     def step_abandoned(self) -> None:
-        """The step's results will not be used."""
+        """Tells that the step's results will not be used."""
         if self._step_abandoned is not None:
             self._step_abandoned()
 

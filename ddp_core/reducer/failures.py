@@ -22,7 +22,7 @@ SLICE = timedelta(seconds=1)
 
 
 class FailureBoard:
-    """A place in the process group's store where a rank says that it has failed.
+    """Tells ranks, by the process group's store, which of them have failed.
 
     Args:
         group: ranks that share the board.
@@ -41,7 +41,7 @@ class FailureBoard:
                 self._store.compare_set(self._key(attempt), "", f"rank {self._rank}: {text}")
 
     def look(self, attempt: int) -> str | None:
-        """What another rank has reported in this attempt."""
+        """Returns what another rank has reported in this attempt."""
         text = None
         if self._store is not None:
             with contextlib.suppress(Exception):
@@ -86,7 +86,7 @@ def wait_for_work(work: dist.Work, device: torch.device, board: FailureBoard, at
 
 
 class FutureNotDone(Exception):
-    """A future was not complete in time."""
+    """Raised when a future was not complete in time."""
 
 
 def wait_for_future(
@@ -97,7 +97,7 @@ def wait_for_future(
     of_tensor: bool = True,
     limit: timedelta | None = None,
 ) -> Tensor:
-    """The tensor that a hook's future holds; looks at the board while it is not complete.
+    """Returns the tensor of a hook's future; looks at the board while it is not complete.
 
     Raises:
         FutureNotDone: it is not within ``limit``.

@@ -23,7 +23,7 @@ LARGE = 1 << 14
 
 
 class FlatBucket(HeldBucket):
-    """Gradients of several parameters in one flat tensor.
+    """Holds gradients of several parameters in one flat tensor.
 
     Args:
         members: indices of its parameters.

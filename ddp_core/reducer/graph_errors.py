@@ -32,19 +32,19 @@ class GraphErrors:
         self._rank = launcher.group.rank()
 
     def changed(self, indices: Sequence[int], *, came: bool) -> NoReturn:
-        """A static graph is not one; see :func:`changed_error`."""
+        """Raises since a static graph is not one; see :func:`changed_error`."""
         self._raise(changed_error(self._names(indices), self._rank, came=came))
 
     def twice(self, index: int) -> NoReturn:
-        """A gradient came twice."""
+        """Raises since a gradient came twice."""
         self._raise(twice_error(self._parameters[index].name, index))
 
     def full_precision(self, index: int) -> NoReturn:
-        """A gradient came for a parameter as it was with full precision."""
+        """Raises since a gradient came for a parameter as it was with full precision."""
         self._raise(full_precision_error(self._parameters[index].name))
 
     def loaded(self) -> NoReturn:
-        """Another run's buckets are to be taken up, and backward would use the ones before."""
+        """Raises since backward would use other buckets than those of the loaded state."""
         self._raise(
             f"a state was loaded between the forward pass and backward of step "
             f"{self._launcher.step}: this step would be exchanged in other buckets than those "
@@ -52,7 +52,7 @@ class GraphErrors:
         )
 
     def unused(self, missing: Sequence[int], *, finds: bool) -> NoReturn:
-        """Parameters got no gradient. The others are not told: their backward pass is over."""
+        """Raises since parameters got no gradient. Others are not told: their backward is over."""
         text = unused_error(missing, self._names(missing), self._rank, finds=finds)
         self._launcher.error = text
         raise RuntimeError(text)
@@ -66,7 +66,7 @@ class GraphErrors:
 
 
 def unused_error(missing: Sequence[int], names: Sequence[str], rank: int, *, finds: bool) -> str:
-    """What users of DistributedDataParallel know, with the names."""
+    """Returns what users of DistributedDataParallel know, with the names."""
     # torch's words: users search for them.
     text = (
         "Expected to have finished reduction in the prior iteration before starting a new one. "
@@ -91,7 +91,7 @@ def unused_error(missing: Sequence[int], names: Sequence[str], rank: int, *, fin
 
 
 def changed_error(names: Sequence[str], rank: int, *, came: bool) -> str:
-    """What users of a static graph know, with the names.
+    """Returns what users of a static graph know, with the names.
 
     Args:
         names: parameters that are not used as in the first step.
@@ -110,7 +110,7 @@ def changed_error(names: Sequence[str], rank: int, *, came: bool) -> str:
 
 
 def late_error(name: str) -> str:
-    """A parameter counted as unused, then its gradient came."""
+    """Returns the message for a parameter that counted as unused before its gradient came."""
     return (
         f"the gradient of {name} came in a backward pass after the one that averaged this step's "
         f"gradients, where it counted as unused, so it would stay this rank's own. With "
@@ -120,7 +120,7 @@ def late_error(name: str) -> str:
 
 
 def twice_error(name: str, index: int) -> str:
-    """A gradient came twice."""
+    """Returns the message for a gradient that came twice."""
     return (
         f"Expected to mark a variable ready only once. Parameter at index {index} with name {name} "
         f"has been marked as ready twice. This means that its gradient came twice in one backward "
@@ -140,7 +140,7 @@ def _shown(names: Sequence[str]) -> str:
 
 
 def full_precision_error(name: str) -> str:
-    """Of a parameter that the loss uses with full precision, beside the low-precision model."""
+    """Returns the message for a parameter that the loss uses with full precision."""
     return (
         f"the loss uses the parameter {name} as it was before the forward pass, with full "
         f"precision: with mixed_precision that gradient comes too late to be averaged. Compute "

@@ -15,7 +15,7 @@ __all__ = ["HeldBucket"]
 
 
 class HeldBucket(ABC):
-    """A bucket as a reducer holds it: what a hook gets of it is a :class:`ddp_core.GradBucket`.
+    """Holds a bucket of a reducer; a hook gets a :class:`ddp_core.GradBucket` of it.
 
     Args:
         members: indices of its parameters.
@@ -43,7 +43,7 @@ class HeldBucket(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffer."""
+        """Returns the bytes of the buffer."""
         return self.buffer.numel() * self.buffer.element_size()
 
     def reset(self) -> None:
@@ -52,7 +52,7 @@ class HeldBucket(ABC):
 
     @abstractmethod
     def clear(self) -> None:
-        """The gradients of a rank without inputs are zeros."""
+        """Sets the gradients to zero, as those of a rank without inputs."""
 
     @abstractmethod
     def fill(self, gradients: Sequence[Tensor | None], divisor: float | None) -> None:
@@ -81,7 +81,7 @@ class HeldBucket(ABC):
         return
 
     def as_grad_bucket(self, *, is_last: bool, buffer: Tensor | None = None) -> GradBucket:
-        """What a hook is given, with another buffer than its own on request."""
+        """Returns what a hook is given, with another buffer than its own on request."""
         return GradBucket(
             self.number,
             self.buffer if buffer is None else buffer,

@@ -13,7 +13,7 @@ __all__ = ["History"]
 
 
 class History:
-    """The recorded steps, and the facts of the last one.
+    """Holds the recorded steps, and the facts of the last one.
 
     Args:
         buckets: those of the first step.
@@ -42,14 +42,14 @@ class History:
         self._begun = self.timeline.begins(step)
 
     def backward_begins(self) -> StepTimes | None:
-        """The step's record, if there is one; forward is over."""
+        """Returns the step's record, if there is one; forward is over."""
         times, self._begun = self._begun, None
         if times is not None:
             times.backward_began = clock()
         return times
 
     def step_landed(self, step: Step) -> None:
-        """All of the step's gradients were averaged."""
+        """Takes note of a step whose gradients were averaged."""
         if self.unused is not None and self.unused != step.unused:
             self.same_unused = False
         self.unused = step.unused

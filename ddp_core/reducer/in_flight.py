@@ -25,7 +25,7 @@ __all__ = ["InFlight"]
 
 
 class InFlight:
-    """What happens to a model's buckets in the step under way.
+    """Launches a model's buckets in the step under way, and waits for them.
 
     Args:
         buckets: in the order in which they are launched; others may take their place.
@@ -73,11 +73,11 @@ class InFlight:
             bucket.reset()
 
     def set_effective_ranks(self, work: dist.Work, *, static_world_size: bool) -> None:
-        """``work`` counts the ranks that have input; gradients are divided by it, unless static."""
+        """Divides gradients by the ranks with input, which ``work`` counts, unless static."""
         self._effective = None if static_world_size else work
 
     def settle_scale(self) -> None:
-        """Sums are divided by the number of ranks, or of those that still have input."""
+        """Sets by what sums are divided: the number of ranks, or of those that still have input."""
         step = self.step
         step.divisor = self._world_size
         if self._effective is not None:
@@ -87,7 +87,7 @@ class InFlight:
         step.scale = None if self.launcher.hook is not None else 1.0 / step.divisor
 
     def await_futures(self, futures: Sequence[Any]) -> None:
-        """Futures that are waited for at the end of backward (buffer hook)."""
+        """Takes futures that are waited for at the end of backward (buffer hook)."""
         self._futures.extend(futures)
 
     def wait_for_futures(self) -> None:
@@ -193,7 +193,7 @@ class InFlight:
         step.finished += 1
 
     def finish_all(self) -> None:
-        """All buckets that were launched."""
+        """Waits for all buckets that were launched, and writes their gradients."""
         while self.step.finished < len(self.step.outcomes):
             self._finish_next()
         if self.optimizer is not None:
@@ -205,7 +205,7 @@ class InFlight:
         return self._precision is not None and self._precision.is_low
 
     def times_of(self, bucket: HeldBucket) -> BucketTimes | None:
-        """A bucket's record, if the step is recorded."""
+        """Returns a bucket's record, if the step is recorded."""
         times = self.step.times
         if times is None:
             return None

@@ -15,7 +15,7 @@ __all__ = ["InstalledBuckets"]
 
 
 class InstalledBuckets:
-    """Buckets of a model's parameters, which are exchanged for others as the plan says.
+    """Holds a model's buckets, which are exchanged for others as the plan says.
 
     Args:
         parameters: of the model.
@@ -44,7 +44,7 @@ class InstalledBuckets:
 
     @property
     def members(self) -> list[list[int]]:
-        """Indices of the parameters of each bucket."""
+        """Returns the indices of the parameters of each bucket."""
         return [bucket.members for bucket in self.list]
 
     def install(self, members: Sequence[Sequence[int]]) -> None:

@@ -17,7 +17,7 @@ logger = logging.getLogger("ddp_core")
 
 
 class LateGradients:
-    """They stay this rank's own, as in torch, or are an error where ranks would drift apart.
+    """Leaves late gradients this rank's own, as in torch, or raises where ranks would drift apart.
 
     Args:
         parameters: of the model.
@@ -31,19 +31,19 @@ class LateGradients:
         self._warned = False
 
     def step_landed(self, step: Step) -> None:
-        """From now on a gradient that comes is late for this step."""
+        """Counts a gradient that comes from now on as late for this step."""
         self._landed = step
 
     def forward_begins(self) -> None:
-        """From now on a gradient that comes is the next step's."""
+        """Counts a gradient that comes from now on as the next step's."""
         self._landed_before, self._landed = self._landed, None
 
     def forward_was_recomputed(self) -> None:
-        """That forward pass has begun no step: it was the last step's, once more."""
+        """Takes back ``forward_begins``: that pass was the last step's, once more."""
         self._landed = self._landed_before
 
     def came(self, index: int) -> None:
-        """A gradient came while no step expects any.
+        """Takes note of a gradient that came while no step expects any.
 
         Raises:
             RuntimeError: it would stay this rank's own against what the ranks have agreed on.

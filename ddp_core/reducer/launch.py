@@ -31,7 +31,7 @@ CommHook = Callable[[Any, Any], Any]  # (state, bucket) -> Future[Tensor]
 
 
 class Outcome:
-    """What a launched bucket is waited for: a work handle, a hook's future, or nothing."""
+    """Holds what a launched bucket is waited for: a work handle, a hook's future, or nothing."""
 
     __slots__ = ("future", "work")
 
@@ -40,7 +40,7 @@ class Outcome:
 
     @property
     def is_skipped(self) -> bool:
-        """Nothing was sent."""
+        """Whether nothing was sent."""
         return self.work is None and self.future is None
 
     def is_done(self) -> bool:
@@ -69,7 +69,7 @@ class Launcher:
         self._board = FailureBoard(group, name)
 
     def set_hook(self, hook: tuple[CommHook, Any] | None) -> None:
-        """What exchanges buckets from now on; None: a plain all-reduce."""
+        """Sets what exchanges buckets from now on; None: a plain all-reduce."""
         self.hook = hook
         self.hook_name = None if hook is None else name_of(hook[0])
         self.events = StepEvents(None if hook is None else hook[1])
@@ -167,7 +167,7 @@ class Launcher:
             self.finish(bucket, outcome, None)
 
     def settle_futures(self, futures: list[Any]) -> None:
-        """The same for futures of the buffer hook."""
+        """Waits in the same way for futures of the buffer hook."""
         for future in futures:
             self._settle_future(future, "for buffers")
 
@@ -197,7 +197,7 @@ class Launcher:
 
 
 def name_of(hook: Any) -> str:
-    """What a hook is called."""
+    """Returns what a hook is called."""
     name: str = getattr(hook, "__qualname__", type(hook).__qualname__)
     return name
 

@@ -29,7 +29,7 @@ BucketGroup = Callable[[str, nn.Parameter], Hashable]
 
 @dataclass(frozen=True)
 class BucketCaps:
-    """Sizes, in bytes, at which buckets are full.
+    """Holds the sizes, in bytes, at which buckets are full.
 
     Attributes:
         limits: of the first, second, ... bucket; the last one holds for all that follow.
@@ -45,7 +45,7 @@ class BucketCaps:
     def of(
         cls, cap_mb: float | None, cap_mb_list: Sequence[float] | None, device_type: str
     ) -> BucketCaps:
-        """From the constructor arguments of DistributedDataParallel."""
+        """Makes sizes from the constructor arguments of DistributedDataParallel."""
         if cap_mb_list:
             return cls(tuple(map(_nbytes, cap_mb_list)), explicit=True)
         if cap_mb is not None:
@@ -54,18 +54,18 @@ class BucketCaps:
         return cls((FIRST_BUCKET_NBYTES, default * MiB), free=True)
 
     def for_hook(self, cap_mb: float | None) -> BucketCaps:
-        """With the capacity that a hook asks for (None: any), where the user has none."""
+        """Returns the sizes that a hook asks for (None: any), where the user has asked for none."""
         if not self.free or cap_mb is None:
             return self
         return replace(self, limits=(FIRST_BUCKET_NBYTES, _nbytes(cap_mb)))
 
     @property
     def cap(self) -> int:
-        """The largest."""
+        """Returns the largest size."""
         return max(self.limits)
 
     def initial(self, *, rebuilds: bool) -> tuple[int, ...]:
-        """Those that hold in the first step.
+        """Returns the sizes that hold in the first step.
 
         Where buckets are rebuilt after it, one bucket holds everything: the order in which
         parameters are used is not known yet, and a bucket that waits for a late parameter could
@@ -88,7 +88,7 @@ def assign_buckets(
     alone: Sequence[bool],
     order: Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """Indices of the parameters of each bucket; the same as torch's DistributedDataParallel.
+    """Returns the indices of the parameters of each bucket; the same as torch's class.
 
     A parameter goes to the open bucket of its kind; a bucket that reaches its limit is closed.
 
@@ -129,7 +129,7 @@ def arrange(
     group_of: BucketGroup | None = None,
     splits: Sequence[Sequence[int]] = (),
 ) -> list[list[int]]:
-    """Buckets in launch order.
+    """Returns buckets in launch order.
 
     Args:
         order: in which gradients arrived; None (not known yet): reverse registration order.
@@ -158,7 +158,7 @@ def arrange(
 
 
 def kinds_of(parameters: Sequence[Trained], group_of: BucketGroup | None) -> list[Hashable]:
-    """By parameter; those of different kinds never share a bucket."""
+    """Returns the kind of each parameter; those of different kinds never share a bucket."""
     kinds: list[Any] = [(one.parameter.dtype, one.parameter.device) for one in parameters]
     if group_of is None:
         return kinds
@@ -169,7 +169,7 @@ def kinds_of(parameters: Sequence[Trained], group_of: BucketGroup | None) -> lis
 def agree_on(
     buckets: Sequence[Sequence[int]], final: bool, group: dist.ProcessGroup, device: torch.device
 ) -> tuple[list[list[int]], bool]:
-    """Rank 0's answers, on every rank; the ranks may have seen gradients arrive differently.
+    """Returns rank 0's answers, on every rank; ranks may have seen gradients come differently.
 
     Args:
         final: whether these buckets stay.

@@ -31,7 +31,7 @@ class LeftAlone:
         self._usage, self._launcher = usage, launcher
 
     def in_views(self) -> list[int]:
-        """Parameters whose gradient gets the bucket's result though this rank does not use them.
+        """Returns unused parameters whose gradient gets the bucket's result all the same.
 
         The ranks tell each other, for one without inputs (join) cannot see it.
         """
@@ -46,7 +46,7 @@ class LeftAlone:
         ]
 
     def within(self, bucket: HeldBucket, unused: Sequence[bool] | None) -> list[nn.Parameter]:
-        """Those of one bucket.
+        """Returns those of one bucket.
 
         Args:
             unused: by slot, whether no rank uses the parameter; None: all are in use.

@@ -19,7 +19,7 @@ __all__ = [
 
 
 class StepsInBackward(Protocol):
-    """What a reducer tells of averaged buckets.
+    """Hears of averaged buckets from a reducer.
 
     Attributes:
         early: whether a bucket that is averaged is wanted while backward still goes on. When that
@@ -29,10 +29,10 @@ class StepsInBackward(Protocol):
     early: bool
 
     def bucket_averaged(self, bucket: HeldBucket) -> None:
-        """The gradients of the next bucket, in order, are in ``.grad``."""
+        """Hears that the gradients of the next bucket, in order, are in ``.grad``."""
 
     def all_averaged(self) -> None:
-        """Those of all buckets are; the step is over when this returns."""
+        """Hears that those of all buckets are; the step is over when this returns."""
 
 
 def has_optimizer_in_backward(parameters: Sequence[nn.Parameter]) -> bool:
@@ -65,4 +65,4 @@ class OptimizersInBackward:
                     parameter.grad = None  # as torch's hook does; the memory is free at once
 
     def all_averaged(self) -> None:
-        """Nothing is left to do."""
+        """Does nothing: all optimizers have stepped."""

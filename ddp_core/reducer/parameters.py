@@ -28,7 +28,7 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """One parameter that requires a gradient.
+    """Describes one parameter that requires a gradient.
 
     Attributes:
         name: its (first) name in the module.
@@ -41,7 +41,7 @@ class Trained:
 
 
 def trained_parameters(module: nn.Module, ignored: Collection[str] = ()) -> list[Trained]:
-    """Those that require a gradient and are not ignored, each once, in registration order."""
+    """Returns those that require a gradient, without ``ignored``, each once, as registered."""
     sparse = {
         id(parameter)
         for inner in module.modules()
@@ -56,7 +56,7 @@ def trained_parameters(module: nn.Module, ignored: Collection[str] = ()) -> list
 
 
 def refuse_thawed(owner: Any, ignored: Collection[str]) -> None:
-    """Parameters that are frozen now raise when a gradient comes: nobody would average it.
+    """Makes parameters that are frozen now raise when a gradient comes, which nobody averages.
 
     Until ``owner``, which has the ``module``, is gone, or another one has the parameter. It
     costs nothing where they stay frozen.

@@ -18,7 +18,7 @@ __all__ = ["BucketPlan", "SavedBuckets", "Stage"]
 
 
 class Stage(enum.Enum):
-    """How far the buckets of a model have come."""
+    """Says how far the buckets of a model have come."""
 
     NEW = enum.auto()  # there was no step yet
     FIRST = enum.auto()  # by registration, until the order of gradients is known
@@ -27,7 +27,7 @@ class Stage(enum.Enum):
 
 @dataclass(frozen=True)
 class SavedBuckets:
-    """The buckets of another run of the model, with which this one resumes.
+    """Holds the buckets of another run of the model, with which this one resumes.
 
     ====================  ====================================================
     members, limits       buckets laid out by arrival, or that stay as they are
@@ -52,7 +52,7 @@ class SavedBuckets:
 
     @property
     def stage(self) -> Stage:
-        """Of the run that was saved; FIRST also where its buckets were to be laid out anew."""
+        """Returns the saved run's stage; FIRST also if its buckets were to be laid out anew."""
         if self.members and self.limits:
             return Stage.FINAL
         return Stage.FIRST if self.members or self.limits else Stage.NEW
@@ -66,13 +66,13 @@ class SavedBuckets:
         return all(len({kinds[index] for index in one}) == 1 for one in self.members)
 
     def with_sparse(self, parameters: Sequence[Trained]) -> list[list[int]]:
-        """These buckets, and those of a model's sparse gradients."""
+        """Returns these buckets, and those of a model's sparse gradients."""
         sparse = [[index] for index, one in enumerate(parameters) if one.sparse]
         return [*map(list, self.members), *sparse]
 
 
 class Saving(NamedTuple):
-    """What a checkpoint says of buckets; :class:`SavedBuckets` has the meaning of each field."""
+    """Holds what a checkpoint says of buckets; :class:`SavedBuckets` explains each field."""
 
     members: Sequence[Sequence[int]]
     limits: tuple[int, ...]
@@ -123,21 +123,21 @@ class BucketPlan:
 
     @property
     def settled(self) -> bool:
-        """No order of gradients changes the buckets any more."""
+        """Whether no order of gradients changes the buckets any more."""
         return self.stage is Stage.FINAL or not self.follows_arrival
 
     @property
     def rebuilt(self) -> bool:
-        """Laid out by arrival, here or in the run that this one goes on from."""
+        """Whether buckets were laid out by arrival, here or in the run that was saved."""
         return self.stage is Stage.FINAL and self.follows_arrival
 
     def initial(self) -> list[list[int]]:
-        """Buckets of the first step."""
+        """Returns the buckets of the first step."""
         limits = self.caps.initial(rebuilds=self.follows_arrival)
         return arrange(self._parameters, limits)
 
     def request(self, group_of: BucketGroup | None, caps: BucketCaps | None = None) -> None:
-        """Buckets hold parameters of one group each from the next step on; None: as usual.
+        """Gives each bucket parameters of one group from the next step on; None: as usual.
 
         Args:
             caps: other sizes of buckets, if given.
@@ -162,7 +162,7 @@ class BucketPlan:
         self.arrival = list(saved.arrival) if complete else []
 
     def to_save(self, present: Sequence[Sequence[int]]) -> Saving:
-        """What another run is to go on from.
+        """Returns what another run is to go on from.
 
         Args:
             present: indices of the parameters of each dense bucket that there is now.
@@ -194,7 +194,7 @@ class BucketPlan:
         self._steps += 1
 
     def take_splits(self, chosen: Sequence[Sequence[int]]) -> None:
-        """The compiler split a graph: its splits are the buckets when they are rebuilt.
+        """Takes the compiler's splits of a graph, which are the buckets when they are rebuilt.
 
         Only in the first step: one rank's later recompilation must not move buckets.
 
@@ -210,7 +210,7 @@ class BucketPlan:
             self._saved.agree()
 
     def rebuild(self, present: Sequence[Sequence[int]]) -> list[list[int]] | None:
-        """New buckets, if it is time; all ranks come here in the same forward pass.
+        """Returns new buckets, if it is time; all ranks come here in the same forward pass.
 
         They take rank 0's, for the ranks may have seen gradients arrive differently.
 

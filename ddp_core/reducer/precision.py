@@ -28,7 +28,7 @@ _PLAIN = (Tensor, bool, int, float, str, type(None))  # what holds no graph but 
 
 @dataclasses.dataclass
 class MixedPrecision:
-    """Settings, with the fields of torch's; None leaves a dtype as it is.
+    """Holds settings, with the fields of torch's; None leaves a dtype as it is.
 
     Attributes:
         param_dtype: of parameters and inputs, and so of forward and backward.
@@ -139,7 +139,7 @@ class Precision:
     # ---- backward
 
     def restore(self) -> None:
-        """After backward, or a forward pass that no backward pass follows: full precision."""
+        """Restores full precision, after backward or a forward pass without one."""
         self._users.clear()
         self._kept.clear()
         full, self._full = self._full, []
@@ -157,7 +157,7 @@ class Precision:
                 parameter.grad = grad.to(parameter.dtype)
 
     def cast_inputs(self, value: Any) -> Any:
-        """Floating-point tensors anywhere in ``value``, in ``param_dtype``."""
+        """Returns ``value`` with floating-point tensors anywhere in it in ``param_dtype``."""
         dtype = self.param_dtype
         if dtype is None:
             return value
@@ -167,7 +167,7 @@ class Precision:
 
 
 class Use:
-    """Somebody who needs low-precision parameters, until the last reference to it is dropped."""
+    """Keeps parameters low-precision until the last reference to it is dropped."""
 
     def __init__(self, precision: Precision, number: int) -> None:
         self._precision, self._number = weakref.ref(precision), number

@@ -12,7 +12,7 @@ _NOTHING = nullcontext()
 
 
 def named_range(name: str, bucket: int | None = None) -> AbstractContextManager[object]:
-    """A range of the profiler, if one runs.
+    """Returns a range of the profiler, if one runs.
 
     Args:
         bucket: whose range it is, if it is one's.

@@ -89,17 +89,17 @@ class Reducer:
 
     @property
     def buckets(self) -> list[HeldBucket]:
-        """In the order in which they are launched."""
+        """Returns the buckets in the order in which they are launched."""
         return self._installed.list
 
     @property
     def accumulators(self) -> Accumulators:
-        """Autograd's nodes that write the gradients."""
+        """Returns autograd's nodes that write the gradients."""
         return self.backward.accumulators
 
     @property
     def timeline(self) -> Timeline:
-        """The recorded steps."""
+        """Returns the recorded steps."""
         return self.history.timeline
 
     @property
@@ -110,7 +110,7 @@ class Reducer:
     # ---- around forward
 
     def prepare_for_forward(self) -> None:
-        """Before a forward pass with gradients: no earlier step is left over, buckets are right.
+        """Drops what is left of an earlier step, and rebuilds buckets, before a forward pass.
 
         Raises:
             RuntimeError: the step before did not reduce all its gradients.
@@ -138,11 +138,11 @@ class Reducer:
         self.history.forward_begins(self.launcher.step)
 
     def set_effective_ranks(self, work: dist.Work, *, static_world_size: bool) -> None:
-        """``work`` counts the ranks that have input; gradients are divided by it, unless static."""
+        """Divides gradients by the ranks with input, which ``work`` counts, unless static."""
         self.in_flight.set_effective_ranks(work, static_world_size=static_world_size)
 
     def prepare_for_backward(self, outputs: Sequence[Any] = ()) -> None:
-        """After a forward pass whose backward pass averages gradients.
+        """Begins a step, after a forward pass whose backward pass averages gradients.
 
         Args:
             outputs: not looked at; trainers that drive a reducer themselves pass them to torch's.
@@ -161,7 +161,7 @@ class Reducer:
         )
 
     def await_futures(self, futures: Sequence[Any]) -> None:
-        """Futures that are waited for at the end of backward (buffer hook)."""
+        """Takes futures that are waited for at the end of backward (buffer hook)."""
         self.in_flight.await_futures(futures)
 
     # ---- between steps
@@ -197,7 +197,7 @@ class Reducer:
             self.in_flight.abandon()
 
     def drop_raised_step(self) -> None:
-        """Outside of backward: forgets a step whose backward pass has raised."""
+        """Forgets, outside of backward, a step whose backward pass has raised."""
         if self.in_flight.step.is_open and backward_number() == NO_BACKWARD:
             self.in_flight.abandon()
 

@@ -22,7 +22,7 @@ def shadow(flight: InFlight, plan: BucketPlan) -> None:
 
 
 def _exchange_zeros(flight: InFlight, plan: BucketPlan) -> None:
-    """The collectives of the others' step, in their order: see `Backward.ended`."""
+    """The collectives of the others' step, in their order: see `Backward._finish`."""
     step, usage, launcher = flight.step, flight.usage, flight.launcher
     if usage.finds:
         usage.used.forget_step()

@@ -14,7 +14,7 @@ __all__ = ["SparseBucket"]
 
 
 class SparseBucket(HeldBucket):
-    """The gradient of an embedding: nothing is copied, the buffer is the gradient itself.
+    """Holds the gradient of an embedding: nothing is copied, the buffer is the gradient itself.
 
     Args:
         members: the index of its parameter.

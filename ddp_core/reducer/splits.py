@@ -10,7 +10,7 @@ __all__ = ["CompilerSplits"]
 
 
 class CompilerSplits:
-    """The splits of all graphs that were compiled in the first step's forward pass.
+    """Holds the splits of all graphs that were compiled in the first step's forward pass.
 
     That is on the ranks that have inputs, so all ranks agree once, in the second step, whether
     there are any.

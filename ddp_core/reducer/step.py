@@ -17,7 +17,7 @@ __all__ = ["ReducerSettings", "Step"]
 
 @dataclass
 class ReducerSettings:
-    """How a reducer works; see the arguments of DistributedDataParallel."""
+    """Says how a reducer works; see the arguments of DistributedDataParallel."""
 
     caps: BucketCaps
     find_unused: bool = False
@@ -29,14 +29,14 @@ class ReducerSettings:
 
 @dataclass(slots=True)
 class Step:
-    """The accounting of one synchronised step; the next one has a new one."""
+    """Holds the facts of one synchronised step; the next one has a new one."""
 
     expecting: bool = False  # gradients are to be reduced
     is_open: bool = False  # a backward pass is under way, or has raised
     is_plain: bool = False  # an arrival is nothing but an arrival
     prepared_in: int = NO_BACKWARD  # the pass in which its forward ran (activation checkpointing)
     recomputed_in: int = NO_BACKWARD  # the pass in which its forward ran once more
-    complete: bool = True  # they have been
+    complete: bool = True  # all gradients were reduced, or none is to be
     marked: list[int] = field(default_factory=list)  # parameters that count as arrived, in order
     unused: list[int] = field(default_factory=list)  # those that backward does not come to
     unused_marked: bool = False

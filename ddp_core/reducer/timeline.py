@@ -21,7 +21,7 @@ __all__ = ["BucketTimes", "StepTimes", "Timeline"]
 
 @dataclass(slots=True)
 class BucketTimes:
-    """Events of one bucket in one step, in seconds of ``time.perf_counter``; 0 where unknown."""
+    """Holds the times of one bucket in one step (``time.perf_counter``); 0 where unknown."""
 
     bucket: int
     nbytes: int
@@ -34,19 +34,19 @@ class BucketTimes:
     wait_ended: float = 0.0
 
     def gradient_came(self, now: float) -> None:
-        """One of its gradients has arrived."""
+        """Takes note that one of its gradients has arrived."""
         self.first_ready = self.first_ready or now
         self.last_ready = now
 
     @property
     def exposed(self) -> float:
-        """Seconds that backward waited for it."""
+        """Returns the seconds that backward waited for it."""
         return self.wait_ended - self.wait_began
 
 
 @dataclass(slots=True)
 class StepTimes:
-    """Events of one synchronised step."""
+    """Holds the times of one synchronised step."""
 
     step: int
     forward_began: float = 0.0
@@ -74,7 +74,7 @@ COLUMNS = (
 
 
 class Timeline:
-    """The latest recorded steps.
+    """Holds the latest recorded steps.
 
     Args:
         first: that many steps are recorded from the beginning.
@@ -92,7 +92,7 @@ class Timeline:
         self.steps: deque[StepTimes] = deque(maxlen=keep)
 
     def begins(self, step: int) -> StepTimes | None:
-        """A record for this step, or None if it is not recorded."""
+        """Returns a record for this step, or None if it is not recorded."""
         if step >= self.first and step % self.every:
             return None
         return StepTimes(step, forward_began=clock())
@@ -106,7 +106,7 @@ class Timeline:
         self.steps.clear()
 
     def frame(self) -> pd.DataFrame:
-        """A row per step, bucket and round; times in milliseconds since the step's forward began.
+        """Returns a row per step, bucket and round; times in milliseconds since forward began.
 
         Columns: step, bucket, round, collective, nbytes (of the bucket), payload_bytes (of the
         round), first_ready, last_ready, launched, round_began, round_ended, decoded, and exposed:

@@ -17,7 +17,7 @@ _IN_VIEW = 1 << 16  # beside the number of ranks that use a parameter, in one su
 
 
 class UsedMap:
-    """One flag per parameter; all ranks' flags are summed only where a rank needs to know.
+    """Holds one flag per parameter; all ranks' flags are summed only where a rank needs to know.
 
     A parameter that no rank has used keeps its gradient as it is, so that an optimizer with
     momentum or weight decay does not move it.
@@ -31,16 +31,16 @@ class UsedMap:
         self._everywhere: list[int] | None = None
 
     def mark(self, index: int) -> None:
-        """This rank has used the parameter in this step (also within ``no_sync``)."""
+        """Takes note that this rank has used the parameter in this step (or within ``no_sync``)."""
         self._mine[index] = 1
 
     def unmark(self, indices: Sequence[int]) -> None:
-        """This rank has not used these parameters after all."""
+        """Takes note that this rank has not used these parameters after all."""
         for index in indices:
             self._mine[index] = 0
 
     def local(self) -> torch.Tensor:
-        """A copy of this rank's flags."""
+        """Returns a copy of this rank's flags."""
         flags = torch.frombuffer(self._mine, dtype=torch.uint8)
         return flags.to(self._device, torch.int32, copy=True)
 
@@ -69,7 +69,7 @@ class UsedMap:
         self._work = dist.all_reduce(self._counts, group=self._group, async_op=True)
 
     def globally_unused(self, members: Sequence[int]) -> list[bool] | None:
-        """By parameter, whether no rank has used it; None if all are in use."""
+        """Returns, by parameter, whether no rank has used it; None if all are in use."""
         if self.all_used(members):  # used here: no need to ask others
             return None
         sums = self._sums()
@@ -87,7 +87,7 @@ class UsedMap:
         return self._everywhere
 
     def contradictions(self) -> list[int]:
-        """Parameters that this rank uses though the sum says that no rank does."""
+        """Returns parameters that this rank uses though the sum says that no rank does."""
         unused = self.globally_unused(range(len(self._mine)))
         return [index for index, gone in enumerate(unused or ()) if gone and self._mine[index]]
 
@@ -98,18 +98,18 @@ class UsedMap:
             self._work = None
 
     def finish_step(self) -> bytearray:
-        """The step is over; the next one starts with no parameter used. Returns this one's."""
+        """Ends the step; the next one starts with no parameter used. Returns this one's flags."""
         self.wait()
         return self.forget_step()
 
     def forget_step(self) -> bytearray:
-        """No parameter was used. Returns which ones were."""
+        """Starts anew, with no parameter used. Returns the flags until now."""
         mine, self._mine = self._mine, bytearray(len(self._mine))
         return mine
 
 
 class Usage:
-    """What ``find_unused_parameters``, ``static_graph`` and skipped buckets need to know.
+    """Knows what ``find_unused_parameters``, ``static_graph`` and skipped buckets need.
 
     Attributes:
         counts: of a static graph, how often each parameter's hook is called in a step; None until
@@ -161,18 +161,18 @@ class Usage:
         return self.tracks or (self._settings.static_graph and len(self.never) == self._numel)
 
     def forget_old_marks(self, without_gradient: Sequence[int]) -> None:
-        """What an abandoned step has used counts only where its gradients were kept."""
+        """Counts what an abandoned step has used only where its gradients were kept."""
         self.has_old_marks = False
         self.used.unmark(without_gradient)
 
     def calls(self) -> list[int]:
-        """What the hooks' calls of a step count down from; the first one counts up from zero."""
+        """Returns what the hooks' calls of a step count down from; zeros in the first step."""
         if not self._settings.static_graph:
             return []
         return [0] * self._numel if self.counts is None else list(self.counts)
 
     def learn(self, calls: list[int]) -> list[int]:
-        """The first step's calls are those of all that follow.
+        """Takes the first step's calls for those of all that follow.
 
         Returns:
             Parameters that this rank uses, though the ranks that learned before do not.
@@ -185,13 +185,13 @@ class Usage:
         return []
 
     def learn_of_others(self) -> None:
-        """The same on a rank without inputs; it counts in a first step of its own, later."""
+        """Learns on a rank without inputs, which counts in a first step of its own, later."""
         if not self.shadowed:
             self.shadowed = True
             self.used.all_reduce()
 
     def globally_unused(self, members: Sequence[int]) -> list[bool] | None:
-        """By parameter, whether no rank has used it; None if all are in use, or count as such."""
+        """Returns, by parameter, whether no rank has used it; None if all count as in use."""
         if self.finds or self.counts is not None or self.shadowed:
             return self.used.globally_unused(members)
         return None
@@ -199,7 +199,7 @@ class Usage:
     def agree_on_needed(
         self, buckets: Sequence[HeldBucket], unused: Sequence[int]
     ) -> list[bool] | None:
-        """By bucket, whether any rank has a gradient for it; None: all are sent.
+        """Returns, by bucket, whether any rank has a gradient for it; None: all are sent.
 
         All ranks call it once a step, before the first bucket.
 

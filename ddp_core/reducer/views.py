@@ -11,7 +11,7 @@ __all__ = ["flat_buffer", "same_memory", "views_of"]
 
 
 def flat_buffer(parameters: Sequence[Tensor], dtype: torch.dtype | None) -> Tensor:
-    """An uninitialised flat tensor for the gradients of parameters of one kind.
+    """Returns an uninitialised flat tensor for the gradients of parameters of one kind.
 
     Args:
         dtype: of the tensor, where parameters are real; their own by default.
@@ -29,7 +29,7 @@ def flat_buffer(parameters: Sequence[Tensor], dtype: torch.dtype | None) -> Tens
 
 
 def views_of(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """A view per parameter, with its shape and, where it has no gaps, its strides."""
+    """Returns a view per parameter, with its shape and, where it has no gaps, its strides."""
     views = []
     offset = 0
     for parameter in parameters:

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddp_core.exchange.errors import Error
+
 from .arguments import as_ctypes
 
 __all__ = ["DTYPES", "Cubin", "CudaCompileError", "compile_cubin", "grid_for", "launch", "missing"]
@@ -33,13 +35,13 @@ _THREADS = 256
 _WARPS_PER_SM = 64  # resident on A100, H100 and B200; 48 on consumer GPUs
 
 
-class CudaCompileError(RuntimeError):
+class CudaCompileError(Error, RuntimeError):
     """Raised where NVRTC refuses a kernel; the message contains its log."""
 
 
 @dataclass(frozen=True)
 class Cubin:
-    """Machine code for one architecture.
+    """Holds machine code for one architecture.
 
     Attributes:
         code: the cubin.

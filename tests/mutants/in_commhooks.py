@@ -101,14 +101,14 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "EF21 books 2 % less than it sent",
-            "bucket.write(_OWN, own + sent)",
-            "bucket.write(_OWN, own + 0.98 * sent)",
+            "torch.add(own, sent, out=",
+            "torch.add(own, sent, alpha=0.98, out=",
             f"{FEEDBACK}::test_ef21_of_topk",
         ),
         (
             "EF21's momentum has its weights swapped",
-            "torch.lerp(target, bucket.read(_VELOCITY), self.momentum)",
-            "torch.lerp(bucket.read(_VELOCITY), target, self.momentum)",
+            "torch.lerp(target, old, self.momentum, out=new)",
+            "torch.lerp(old, target, self.momentum, out=new)",
             f"{FEEDBACK}::test_ef21_of_topk",
         ),
     ),

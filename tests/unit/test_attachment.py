@@ -124,6 +124,7 @@ def test_a_summary_goes_on_where_an_earlier_state_was_loaded():
     hook.load_state_dict(state)
     step(model)
     assert "nothing has been exchanged yet" not in hook.summary()
+    assert set(hook.report().step) == {0}
 
 
 def test_a_state_saved_by_full_names_loads(monkeypatch):

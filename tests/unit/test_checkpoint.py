@@ -21,16 +21,9 @@ from commhooks import (
 )
 from commhooks.checkpoint import flatten_state, unflatten_state
 from commhooks.checkpoint.checksum import FIELDS, checksum
-from commhooks.checkpoint.form import read
+from commhooks.checkpoint.form import FORMAT, VERSION, read
 from commhooks.checkpoint.memory import check_complete, check_memory
-from commhooks.checkpoint.ranks import (
-    FORMAT,
-    VERSION,
-    laws_of,
-    memory_for_rank,
-    needed_ranks,
-    structure,
-)
+from commhooks.checkpoint.ranks import laws_of, memory_for_rank, needed_ranks, structure
 from commhooks.core.scheme import slots_of
 from commhooks.core.step_info import StepInfo
 from commhooks.errors import CheckpointError

@@ -109,3 +109,15 @@ def test_wrong_settings_are_named() -> None:
         IntSGD(precision=0)
     with pytest.raises(ValueError, match=r"IntSGD\(decay=...\): 0 <= decay < 1"):
         IntSGD(decay=1)
+
+
+@pytest.mark.parametrize("world_size", [63, 64])
+def test_a_residual_stays_below_the_gradient_on_any_number_of_ranks(world_size: int) -> None:
+    ranks = Simulation(ErrorFeedback(GlobalQSGD()), {"a": (256,)}, world_size=world_size)
+    grads = [
+        torch.randn(256, generator=torch.Generator().manual_seed(i)) for i in range(world_size)
+    ]
+    largest = max(float(grad.abs().max()) for grad in grads)
+    for _ in range(12):
+        ranks.step(grads)
+    assert max(float(ranks.memory(rank).abs().max()) for rank in range(world_size)) < largest

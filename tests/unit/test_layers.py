@@ -16,7 +16,7 @@ STANDARD = frozenset(sys.stdlib_module_names)
 # What each layer may import when it is imported itself, beyond the standard library and itself.
 ALLOWED = {
     "ddp_core": {"torch"},
-    "kernels": {"torch"},
+    "kernels": {"torch", "ddp_core"},
     "commhooks": {"torch", "ddp_core"},
 }
 # What it may import later, inside a function; "*" stands for all of its modules.
@@ -104,6 +104,13 @@ def test_a_module_imports_only_what_lies_below_its_layer(layer: str, path: Path)
         if not found.at_import:
             allowed |= LATER.get((layer, path.name), set())
         assert top in allowed or top in STANDARD, f"{path.name} imports {found.module}"
+
+
+def test_kernels_know_of_ddp_core_the_errors_only() -> None:
+    named = {name for path in modules("kernels") for name in _imported(path)}
+    assert {name for name in named if name.startswith("ddp_core")} == {
+        "ddp_core.exchange.errors.Error"
+    }
 
 
 def test_the_picture_sees_all_three_layers() -> None:

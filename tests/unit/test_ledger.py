@@ -40,6 +40,18 @@ def test_history_bounds_the_rows_and_not_the_totals() -> None:
     assert min(ledger._backward_end) >= 6
 
 
+def test_steps_that_are_taken_back_leave_no_rows() -> None:
+    ledger = Ledger()
+    for step in (0, 1, 2, 1, 2):
+        if ledger.steps == 3:
+            ledger.rewind(1)
+        ledger.add(row(step))
+        ledger.launched_last(step, 0.0)
+    assert list(ledger.report()["step"]) == [0, 1, 2]
+    assert ledger.dense_bytes == 500
+    assert list(ledger._backward_end) == [0, 1, 2]
+
+
 def test_a_report_without_rows_has_all_columns() -> None:
     assert list(Ledger().report().columns) == list(COLUMNS)
     assert Ledger().last_step() == {}

@@ -207,3 +207,11 @@ def test_layouts_are_equal_by_names_and_shapes() -> None:
     views = BC.views(filled(BC))
     assert [tuple(view.shape) for view in views] == [(3,), (2, 2)]
     assert BC.pick([1]).names == ("c",)
+
+
+def test_nothing_is_spared_for_a_key_that_nobody_asks_a_scratch_of() -> None:
+    memory = Memory()
+    for value in (1.0, 2.0, 3.0):
+        memory.write("q", AB, filled(AB, value))
+        memory.commit(GOOD if value != 2.0 else BAD)
+    assert memory.nbytes() == 4 * AB.numel

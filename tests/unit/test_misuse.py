@@ -265,6 +265,7 @@ NESTED: list[tuple[Call, str]] = [
     (lambda: ErrorFeedback(make("powersgd")), r"two of them diverge"),
     (lambda: AveragedFeedback(FED), r"AveragedFeedback\(ErrorFeedback"),
     (lambda: EF21(FED), r"EF21\(ErrorFeedback"),
+    (lambda: Hierarchical(Blockwise(), SignSGD()), r"between=SignSGD.*else than an average"),
     (lambda: ErrorFeedback(EF21(TopK())), r"EF21 inside"),
     (lambda: ErrorFeedback(make("sdp4bit")), r"AveragedFeedback inside.*memory=False"),
     (lambda: make("sdp4bit", error_feedback=True), r"memory=False"),

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 import commhooks
-from commhooks import ErrorFeedback, Scheme, Simulation
+from commhooks import Bucket, ErrorFeedback, Scheme, Simulation
+from commhooks.core import Layout
 from commhooks.core.scheme import slots_of
 from commhooks.schemes import (
     QSGD,
@@ -197,3 +198,11 @@ def test_codecs_are_gathered_only_where_that_is_less(world_size: int, collective
     assert sum(ranks.wire_bytes) <= dense
     exact = torch.stack(grads[:world_size]).mean(0)
     assert (mean - exact).norm() < QSGD().traits.error.variance ** 0.5 * exact.norm()
+
+
+def test_codecs_are_not_gathered_where_16_bits_sent_densely_are_less() -> None:
+    # The residual is added in float32, but an all-reduce would send 16 bits.
+    layout = Layout(["p"], [(4096,)])
+    for scheme in (QSGD(), ErrorFeedback(QSGD())):
+        bucket = Bucket(torch.randn(4096).half(), layout, world_size=5)
+        assert next(scheme.exchange(bucket)).name == "all_reduce"

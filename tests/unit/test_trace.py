@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from commhooks import Simulation, make
+from commhooks import ErrorFeedback, Simulation, make
 from commhooks.core import Layout
+from commhooks.research.budget import allocate
 from commhooks.research.trace import Trace, replay
 from commhooks.wrappers.traced import Traced
 
@@ -28,6 +29,16 @@ def record(folder: Path, steps: int = 7) -> list[list[torch.Tensor]]:
         ranks.step(grads, buckets=BUCKETS)
         found.append(grads)
     return found
+
+
+def test_a_record_inside_feedback_has_no_residual(tmp_path: Path) -> None:
+    traced = Traced(make("topk", error_feedback=False), str(tmp_path), every=1)
+    ranks = Simulation(ErrorFeedback(traced), {"p": (1000,)}, world_size=1)
+    for step in range(2):
+        grad = torch.randn(1000, generator=torch.Generator().manual_seed(step))
+        ranks.step([grad])
+        (path,) = tmp_path.glob(f"step{step:07}_*")
+        assert torch.equal(load_file(path)["p"], grad)
 
 
 def test_local_gradients_are_written_by_parameter(tmp_path: Path) -> None:
@@ -90,3 +101,11 @@ def test_a_step_of_zeros_has_no_residual(tmp_path: Path) -> None:
     ranks.step([torch.zeros(1240)] * 2, buckets=BUCKETS)
     table = replay(Trace(tmp_path), "onebit", block=256)
     assert table[["error", "residual"]].iloc[0].tolist() == [0.0, 0.0]
+
+
+def test_a_budget_counts_a_scheme_after_its_dense_steps() -> None:
+    grads = [torch.randn(4096, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    steps = [(Layout(["w"], [(64, 64)]), grads)]
+    plain = allocate(steps, [make("powersgd", rank=1)], bits=64.0)
+    later = allocate(steps, [make("powersgd", rank=1, start_step=9, coalesce=True)], bits=64.0)
+    assert (later.bits, later.error) == (plain.bits, plain.error)

@@ -24,13 +24,15 @@ from commhooks import (
 )
 from commhooks.core import Layout
 from commhooks.core.scheme import SchemeExchange, slot_error, slots_of
-from commhooks.schemes import BatchedPowerSGD, Dense, Noop, PowerSGD
+from commhooks.schemes import BatchedPowerSGD, Dense, Gossip, Noop, PowerSGD, TopK
 from commhooks.wrappers import (
     EF21,
     Cast,
     Coalesced,
     DelayedStart,
     FlushResidual,
+    Sealed,
+    TwoPhase,
 )
 from commhooks.wrappers import cast as _cast
 from commhooks.wrappers.feedback import RESIDUAL, keeps_residual
@@ -261,6 +263,13 @@ def test_flags_of_a_delayed_start_cover_both_schemes() -> None:
     assert slot_error(scheme, "else", torch.zeros(2), torch.Size([2])) == "unknown"
 
 
+def test_a_delayed_start_declares_what_runs_before() -> None:
+    traits = DelayedStart(Dense(), 2, before=Gossip()).traits
+    assert (traits.returns, traits.agrees) == ("update", False)
+    assert DelayedStart(Dense(), 2, before=TopK()).traits.biased
+    assert DelayedStart(Dense(), 2, before=Coalesced(Dense())).traits.coalesce
+
+
 def test_flags_of_rules_cover_all_schemes() -> None:
     scheme = PerParameter([Rule(PowerSGD(), name="head"), Rule(Coalesced(Half()))], Dense())
     assert slots_of(scheme)
@@ -316,6 +325,18 @@ def test_a_failed_collective_is_thrown_into_the_scheme_under_a_cast(
     with pytest.raises(StopIteration) as stop:
         exchange.throw(OSError("gone"))
     assert stop.value.value.mean is grad
+    exchange = Sealed(Fallback()).exchange(Bucket(grad, Layout(["p"], [(3,)])))
+    next(exchange)
+    with pytest.raises(StopIteration):
+        exchange.throw(OSError("gone"))
+
+
+def test_two_phases_return_what_the_codec_returns() -> None:
+    class Update(Half):
+        traits = Traits(returns="update")
+
+    assert TwoPhase(Update()).traits.returns == "update"
+    assert TwoPhase(Half()).traits.returns == "mean"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
