@@ -8,7 +8,7 @@ turn: the median of the turns with its quartiles.
   sums, copies and differences for the feedback as separate passes; all buffers exist beforehand.
   ``floor`` is the ratio if both are bound by memory.
 - ``hook``: our scheme against torch's hook, in a process group of one.
-- ``float16``: our scheme with ``wire_dtype="fp16"`` against the same without the cast. The cast lies
+- ``float16``: our scheme with ``wire_dtype="fp16"`` against the same without it. The cast lies
   between feedback and PowerSGD, and must not cost a pass over the gradient.
 """
 

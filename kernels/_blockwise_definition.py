@@ -23,7 +23,7 @@ def encode(c: Tensor, payload: Tensor, layout: Payload, noise: Tensor | None) ->
     form, n = layout.format, layout.n
     # Zeros in the last block change no maximum; the mean magnitude divides by the true count.
     rows = pad(c, (0, -n % layout.block)).view(-1, layout.block)
-    counts = torch.full((len(rows),), float(layout.block), device=c.device)
+    counts = torch.full((len(rows),), float(layout.block), dtype=torch.float32, device=c.device)
     if n % layout.block:
         counts[-1] = n % layout.block
     largest = rows.abs().amax(1)  # amax propagates NaN
@@ -113,7 +113,7 @@ def _float8_codes(y: Tensor, dtype: torch.dtype, noise: Tensor) -> Tensor:
     # Below the smallest normal number, all numbers of the format are multiples of one place.
     places = y.abs() * 2.0 ** (bias - 1 + mantissa)
     denormal = (places + philox.centred(noise)).round().clamp(max=255).to(torch.int32)
-    top = torch.tensor(info.max, dtype=dtype).view(torch.uint8).item()
+    top = torch.tensor(info.max, dtype=dtype, device="cpu").view(torch.uint8).item()
     codes = torch.where(y.abs() < info.smallest_normal, denormal, normal).clamp(max=int(top))
     return codes | bits >> 24 & 0x80
 

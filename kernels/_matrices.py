@@ -57,7 +57,7 @@ class Matrices:
         self.end = max((offset + n * m for offset, n, m, _ in places), default=0)
         # The columns of struct Matrix in low_rank.h. Launches take their sizes from the last row.
         rows.append((self.end, 0, 0, 0, lefts[-1], rights[-1], task[0], sums[0], task[1], sums[1]))
-        self.table = torch.tensor(rows, dtype=torch.int64)
+        self.table = torch.tensor(rows, dtype=torch.int64, device="cpu")
 
     def __len__(self) -> int:
         return len(self.table) - 1

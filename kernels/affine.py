@@ -148,7 +148,7 @@ def _quantize_cuda(x: Tensor, levels: Tensor, scale: Tensor, zero: Tensor, block
     # A block may be the whole bucket, so its extent is found by several warps. Their results go
     # through memory: a kernel cannot wait for all of its blocks.
     chunks = -(-block // _CHUNK)
-    extents = torch.empty(3 * chunks * blocks, device=x.device)
+    extents = torch.empty(3 * chunks * blocks, dtype=torch.float32, device=x.device)
     for name, warps, arguments in (
         (f"affine_extents<{t}>", chunks * blocks, (x, n, block, extents)),
         ("affine_scales", blocks, (extents, chunks, blocks, scale, zero)),

@@ -56,7 +56,7 @@ def _check_unpack(packed: Tensor, bits: Tensor) -> None:
     check("unpack_bits", "packed", packed, like=packed, dtypes=(torch.uint8,), n=size)
 
 
-_PLACES = torch.arange(8, dtype=torch.uint8)  # uint8, so that shifts stay uint8
+_PLACES = torch.arange(8, dtype=torch.uint8, device="cpu")  # uint8, so that shifts stay uint8
 
 
 @pack_bits_op.kernel("cpu")

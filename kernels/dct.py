@@ -42,7 +42,7 @@ def dct(x: Tensor, out: Tensor, *, inverse: bool = False) -> None:
 def _columns(device: torch.device, inverse: bool) -> Tensor:
     """Returns the matrix of the transform: row i holds the factors of entry i in all results."""
     # In float64, so that float32 entries are those nearest to the true cosines on every machine.
-    i = torch.arange(CHUNK, dtype=torch.float64)
+    i = torch.arange(CHUNK, dtype=torch.float64, device="cpu")
     angles = math.pi * (i[:, None] + 0.5) * i / CHUNK
     columns = torch.cos(angles) * math.sqrt(2 / CHUNK)
     columns[:, 0] /= math.sqrt(2)

@@ -208,7 +208,7 @@ def _multiply_right_cuda(
     # Partial sums go through memory, and a second launch adds them in their order. Atomic additions
     # would save it, but their order, and so the bits, would change from run to run.
     there = on_device(table, x.device)
-    sums = torch.empty(there.block_sums, device=x.device)
+    sums = torch.empty(there.block_sums, dtype=torch.float32, device=x.device)
     source = (there.table, there.matrices, there.block_tasks, x, residual, total, right, sums)
     _launch(x, f"multiply_right<{cuda.DTYPES[x.dtype]}>", there.block_tasks, *source)
     added = (there.table, there.matrices, there.lefts, sums, left)
@@ -218,7 +218,7 @@ def _multiply_right_cuda(
 @multiply_left_op.kernel("cuda")
 def _multiply_left_cuda(x: Tensor, table: Tensor, left: Tensor, right: Tensor) -> None:
     there = on_device(table, x.device)
-    sums = torch.empty(there.chunk_sums, device=x.device)
+    sums = torch.empty(there.chunk_sums, dtype=torch.float32, device=x.device)
     source = (there.table, there.matrices, there.chunk_tasks, x, left, sums)
     _launch(x, f"multiply_left<{cuda.DTYPES[x.dtype]}>", there.chunk_tasks, *source)
     added = (there.table, there.matrices, there.rights, sums, right)

@@ -230,7 +230,7 @@ def _top_k_cpu(
     n = x.numel()
     room = min(n, 2 * k + _MARGIN)
     # Indices, values and magnitudes of the candidates; kernels allocate no memory.
-    scratch = torch.empty(3, room, dtype=torch.int32)
+    scratch = torch.empty(3, room, dtype=torch.int32, device="cpu")
     results = (indices, values, residual, unsent)
     cpu.call("top_k", cpu.DTYPES[x.dtype], x, n, k, *results, scratch, room)
 
@@ -246,13 +246,14 @@ def _top_k_sampled_cpu(
 ) -> None:
     n, place = x.numel(), _sample(x.numel(), k)[1] if k else 0
     results = (indices, values, residual, unsent)
-    scratch = torch.empty(_SAMPLE, dtype=torch.int32)
+    scratch = torch.empty(_SAMPLE, dtype=torch.int32, device="cpu")
     cpu.call("top_k_sampled", cpu.DTYPES[x.dtype], x, n, k, place, *results, scratch)
 
 
 @scatter_add_op.kernel("cpu")
 def _scatter_add_cpu(indices: Tensor, values: Tensor, out: Tensor, factor: float) -> None:
-    outside = torch.zeros((), dtype=torch.int64)  # how many places the kernel has skipped
+    # How many places the kernel has skipped.
+    outside = torch.zeros((), dtype=torch.int64, device="cpu")
     source = (indices, values, indices.numel(), factor)
     cpu.call("scatter_add", *source, out, out.numel(), outside)
     if outside:

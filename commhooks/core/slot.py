@@ -53,7 +53,7 @@ class Slot:
             now: rank, step, random bits and dtype. No bucket: a value may not depend on how
                 parameters are laid out in buckets.
         """
-        return torch.zeros(shape, dtype=self.dtype or now.wide_dtype)
+        return torch.zeros(shape, dtype=self.dtype or now.wide_dtype, device="cpu")
 
     def check(self, value: Tensor, parameter: torch.Size) -> str | None:
         """Returns why a loaded value cannot belong to this slot; None if it can.

@@ -108,7 +108,7 @@ def _paths(metadata: Any, key: str) -> dict[str, _Path]:
 
 
 def _empty(stored: Any) -> Tensor:
-    return torch.empty(stored.size, dtype=stored.properties.dtype)
+    return torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
 
 
 def _nested(values: Mapping[_Path, Any]) -> dict[str, Any]:

@@ -106,7 +106,7 @@ def _send(
         flat = [as_bytes(value.detach()) for value in mine]
         values = [value.detach().cpu() for value in mine]
     elif receives:
-        values = [torch.empty(shape, dtype=dtype) for _, _, dtype, shape in specs]
+        values = [torch.empty(shape, dtype=dtype, device="cpu") for _, _, dtype, shape in specs]
         flat = [value.view(-1).view(torch.uint8) for value in values]
     else:
         values = []

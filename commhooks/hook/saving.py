@@ -233,7 +233,7 @@ def needed_fields(hook: Running, state: StateDict, keys: Collection[str]) -> set
     """
     hook._bind()
     # Which ranks are needed follows from the keys alone, so scalars stand in for the tensors.
-    pretended = {key: {"": torch.zeros(())} for key in keys}
+    pretended = {key: {"": torch.zeros((), dtype=torch.float32, device="cpu")} for key in keys}
     parts = {field: state[field] for field in rank_fields(state)}
     seen = {
         field: {**part, "memory": pretended} if isinstance(part, Mapping) else part

@@ -85,7 +85,8 @@ def normal(numel: int, *seed: int) -> Tensor:
     number = 1
     for part in seed:
         number = number * 1009 + part
-    return torch.randn(numel, generator=torch.Generator().manual_seed(number))
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(numel, generator=generator, dtype=torch.float32, device="cpu")
 
 
 def gradients(world_size: int, step: int, numel: int = NUMEL) -> list[Tensor]:

@@ -104,6 +104,22 @@ def _dtypes(make: MakeScheme) -> None:
             need(mean.isfinite().all(), f"{dtype}: the mean is not finite")
 
 
+@OF_A_STEP.add("the results do not depend on torch's default dtype")
+def _default_dtype(make: MakeScheme) -> None:
+    # Scripts that train in bfloat16 set it. A buffer or a draw that is made without a dtype then
+    # has another type, and another size than a kernel expects.
+    usual, results = torch.get_default_dtype(), []
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        torch.set_default_dtype(dtype)
+        try:
+            ranks = ranks_of(make(), 2)
+            results.append([ranks.step(gradients(2, step))[0] for step in range(2)])
+        finally:
+            torch.set_default_dtype(usual)
+        for step, (expected, mean) in enumerate(zip(results[0], results[-1], strict=True)):
+            need(torch.equal(expected, mean), f"{dtype} changes the average of step {step}")
+
+
 @OF_A_STEP.add("sums over entries and ranks do not overflow 16 bits")
 def _overflow(make: MakeScheme) -> None:
     # The mean, 20000, fits into float16, whose largest value is 65504. The sum over four ranks does

@@ -137,8 +137,9 @@ class Simulation:
         pieces = []
         for name, size in zip(self.layout.names, self.layout.sizes, strict=True):
             value = engine.memory.get(key, name)
-            pieces.append(torch.zeros(size) if value is None else value.reshape(-1))
-        return torch.cat(pieces) if pieces else torch.zeros(0)
+            zeros = torch.zeros(size, dtype=torch.float32, device="cpu")
+            pieces.append(zeros if value is None else value.reshape(-1))
+        return torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.float32, device="cpu")
 
 
 def _same(layout: Layout) -> Layout:

@@ -92,7 +92,7 @@ class Factor(Slot):
 def draw(name: str, shape: Sequence[int], now: StepInfo, step: int) -> Tensor:
     """Draws from N(0, 1) by parameter name: the same on every rank and in every bucket layout."""
     generator = now.generator(f"{name}/q", shared=True, step=step)
-    return torch.randn(tuple(shape), generator=generator)
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device="cpu")
 
 
 def random_factors(factors: Layout, bucket: Bucket, step: int, like: Tensor) -> Tensor:

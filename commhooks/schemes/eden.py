@@ -95,7 +95,8 @@ class Eden(PackedCodec):
 
     def unpack(self, payloads: Tensor, out: Tensor, random: Randomness, factor: float) -> None:
         n = out.numel()
-        total = torch.zeros(-(-n // self.block) * self.block, device=out.device)
+        room = -(-n // self.block) * self.block
+        total = torch.zeros(room, dtype=torch.float32, device=out.device)
         levels = _levels(self.bits, out.device)
         # Rotation is linear: the sum is rotated back, once, and not each rank's payload.
         for index, payload in enumerate(payloads):
@@ -112,9 +113,9 @@ def _levels(bits: int, device: torch.device) -> Tensor:
     Lloyd's iteration on the density: each level becomes the mean of the values nearest to it.
     """
     count = 2**bits
-    normal = torch.distributions.Normal(torch.tensor(0.0).double(), 1.0)
-    levels = normal.icdf((torch.arange(count).double() + 0.5) / count)
-    ends = torch.tensor([-math.inf, math.inf], dtype=torch.float64)
+    normal = torch.distributions.Normal(torch.zeros((), dtype=torch.float64, device="cpu"), 1.0)
+    levels = normal.icdf((torch.arange(count, dtype=torch.float64, device="cpu") + 0.5) / count)
+    ends = torch.tensor([-math.inf, math.inf], dtype=torch.float64, device="cpu")
     for _ in range(2000):  # converged in float32, also for 16 levels
         bounds = (levels[1:] + levels[:-1]) / 2
         edges = torch.cat([ends[:1], bounds, ends[1:]])

@@ -32,7 +32,7 @@ def _blocks(x: Tensor, block: int) -> Tensor:
 def _uniform(shape: torch.Size, bucket: Bucket, name: str, like: Tensor) -> Tensor:
     """Draws from [0, 1), differently on each rank: errors then average out over ranks."""
     generator = bucket.generator(f"{bucket.layout.names[0]}/{name}", shared=False)
-    return torch.rand(shape, generator=generator).to(like.device)
+    return torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu").to(like.device)
 
 
 @register_scheme("qsgd")
@@ -126,4 +126,4 @@ class TernGrad(Codec):
         return rows.view(-1)[: like.numel()].to(like.dtype)
 
 
-_SHIFTS = 2 * torch.arange(4, dtype=torch.uint8)
+_SHIFTS = 2 * torch.arange(4, dtype=torch.uint8, device="cpu")

@@ -233,7 +233,7 @@ class RandomBlock(_Agreed):
         n = bucket.raw.numel()
         k = _kept(self.ratio, n)
         generator = bucket.generator(f"{bucket.layout.names[0]}/random_block", shared=True)
-        begin = int(torch.randint(n, (), generator=generator))
+        begin = int(torch.randint(n, (), generator=generator, device="cpu"))
         over = max(0, begin + k - n)
         return [slice(begin, begin + k - over), *([slice(0, over)] if over else [])]
         yield
@@ -296,7 +296,7 @@ class AlignedTopK(_Agreed):
     def agree(self, bucket: Bucket) -> IndexExchange:
         rows = self._rows(bucket.gradient).to(bucket.wide_dtype)
         generator = bucket.generator(f"{bucket.layout.names[0]}/sketch", shared=True)
-        signs = torch.randint(0, 2, (self.row, self.directions), generator=generator)
+        signs = torch.randint(0, 2, (self.row, self.directions), generator=generator, device="cpu")
         sketch = yield AllReduce(rows @ (2.0 * signs - 1.0).to(rows))
         # The squared norm of a projection on random signs is that of the row, on average.
         energy = torch.zeros_like(sketch[:, 0], dtype=torch.float32)

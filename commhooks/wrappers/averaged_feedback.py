@@ -32,7 +32,7 @@ class _Averaged(Slot):
         if value.dtype != torch.uint8 or value.shape != (nbytes,):
             return f"is {value.dtype} of shape {tuple(value.shape)}, not {nbytes} bytes"
         # Bytes of a damaged file may be scales that are infinite or NaN, which would never decay.
-        entries = torch.zeros(parameter.numel(), device=value.device)
+        entries = torch.zeros(parameter.numel(), dtype=torch.float32, device=value.device)
         if entries.numel():
             dequantize(value.contiguous()[None], entries, "int8", _BLOCK)
         return None if bool(torch.isfinite(entries).all()) else "is not finite"

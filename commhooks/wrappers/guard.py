@@ -91,7 +91,7 @@ class Guard(Wrapper):
         # Other entries at each measurement, the same on all ranks.
         size = min(self.sample, n)
         generator = bucket.generator(f"{bucket.layout.names[0]}/guard")
-        begin = int(torch.randint(n - size + 1, (), generator=generator))
+        begin = int(torch.randint(n - size + 1, (), generator=generator, device="cpu"))
         part = slice(begin, begin + size)
         # Copied before the exchange, which may write the mean over the gradient; in float64, since
         # squares of float32 entries can leave the range of float32.
@@ -159,5 +159,5 @@ class Guard(Wrapper):
 
     def _write(self, slot: Slot, value: float, bucket: Bucket) -> None:
         layout = slot.layout(bucket.layout)
-        values = torch.full((len(layout),), float(value), dtype=torch.float64)
+        values = torch.full((len(layout),), float(value), dtype=torch.float64, device="cpu")
         bucket.memory.note(slot.key, layout, values)

@@ -84,7 +84,7 @@ class TwoPhase(PackedCodec):
 def _example(codec: Codec, n: int) -> dict[str, Tensor]:
     """Returns the payload of ``n`` zeros without its values: names, shapes and dtypes."""
     # Payload sizes are needed before anything is encoded, and codecs do not declare them.
-    zeros = torch.zeros(n)
+    zeros = torch.zeros(n, dtype=torch.float32, device="cpu")
     bucket = Bucket(zeros, Layout(["shard"], [(n,)]))
     payload = checked_payload(codec, codec.encode(zeros, bucket))
     return {name: torch.empty_like(value, device="meta") for name, value in payload.items()}

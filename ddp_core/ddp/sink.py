@@ -53,7 +53,7 @@ def through_sink(output: Any, step: weakref.ref[Backward], *, clone: bool) -> An
     ]
     if not places:
         return output
-    probe = torch.empty(0, device=leaves[places[0]].device, requires_grad=True)
+    probe = torch.empty(0, dtype=torch.float32, device=leaves[places[0]].device, requires_grad=True)
     passed = _Sink.apply(step, clone, probe, *(leaves[place] for place in places))  # type: ignore[no-untyped-call]
     for place, tensor in zip(places, passed, strict=True):
         leaves[place] = tensor

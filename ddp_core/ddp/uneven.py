@@ -48,7 +48,7 @@ def announce(joinable: Any, replica: Replica, plans: Plans) -> dist.Work | None:
 
 def hear_of_plans(replica: Replica) -> Plans:
     """Returns what the others plan; a rank without inputs calls it where they announce."""
-    flags = torch.zeros(len(Plans._fields), device=replica.device)
+    flags = torch.zeros(len(Plans._fields), dtype=torch.float32, device=replica.device)
     dist.all_reduce(flags, group=replica.group)
     return Plans(*(bool(flag) for flag in flags.tolist()))
 

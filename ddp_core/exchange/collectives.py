@@ -189,7 +189,8 @@ class AllGather(_Among):
         if self.ranks is not None or on_gloo(group, flat):
             rows = self._result.view(size, flat.numel()).unbind()
             return exchange_pairs([flat] * size, rows, group, self.ranks)
-        work: dist.Work = _all_gather(self._result.view(-1), flat, group=group, async_op=True)
+        into, sent = _as_bytes(self._result), _as_bytes(flat)
+        work: dist.Work = _all_gather(into, sent, group=group, async_op=True)
         return work
 
     def result(self) -> Tensor:
@@ -231,9 +232,8 @@ class AllToAll(_Among):
         self._result = torch.empty_like(source)
         if self.ranks is not None or on_gloo(group, source):
             return exchange_pairs(source.unbind(), self._result.unbind(), group, self.ranks)
-        work: dist.Work = dist.all_to_all_single(
-            self._result.view(-1), source.view(-1), group=group, async_op=True
-        )
+        into, sent = _as_bytes(self._result), _as_bytes(source)
+        work: dist.Work = dist.all_to_all_single(into, sent, group=group, async_op=True)
         return work
 
     def result(self) -> Tensor:
@@ -248,6 +248,11 @@ class AllToAll(_Among):
             place = ranks.index(rank)
             results.append(torch.stack([requests[source].tensor[place] for source in ranks]))
         return results
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Returns the memory of a contiguous tensor as bytes: NCCL has no int16 (DeMo's indices)."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 class ReduceScatter(Collective):

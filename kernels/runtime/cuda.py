@@ -12,11 +12,12 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ __all__ = ["DTYPES", "Cubin", "CudaCompileError", "compile_cubin", "grid_for", "
 OPTIONS = ("-std=c++17", "-fmad=false", "--ftz=false", "-Xptxas=-v")
 DTYPES = {torch.float32: "float", torch.float16: "Half", torch.bfloat16: "BFloat16"}
 _THREADS = 256
+_CAPABILITY = (8, 0)  # reductions over a warp in one instruction
 _WARPS_PER_SM = 64  # resident on A100, H100 and B200; 48 on consumer GPUs
 
 
@@ -71,7 +73,26 @@ def missing() -> str | None:
         _nvrtc()
     except OSError as error:
         return f"{error}: {install}"
+    for index in range(torch.cuda.device_count()):
+        capability = torch.cuda.get_device_capability(index)
+        if capability < _CAPABILITY:
+            model = torch.cuda.get_device_name(index)
+            at_least = "{}.{}".format(*_CAPABILITY)
+            return (
+                f"cuda:{index} ({model}) has compute capability {capability[0]}.{capability[1]}; "
+                f"the kernels need {at_least}"
+            )
     return None
+
+
+class _Stream(NamedTuple):
+    """Stands for a stream of CuPy, of which a launch reads the pointer alone.
+
+    ``cupy.cuda.ExternalStream`` is deprecated since CuPy 14 and warns at every launch, and as a
+    context it costs more host time than the launch.
+    """
+
+    ptr: int
 
 
 def launch(
@@ -91,38 +112,40 @@ def launch(
         arguments: in the kernel's order: tensors for pointers, integers and bools for ``i64``,
             floats for ``float``.
     """
-    import cupy
-
-    function = _function(source, name, device.index or 0)
+    index = device.index or 0
+    if index != torch.cuda.current_device():
+        with torch.cuda.device(index):
+            return launch(source, name, device, work, arguments)
     # CuPy has a current stream of its own. Torch's allocator reuses memory in the order of torch's
     # stream, and a kernel on another one would race with it; capturing a graph would fail as well.
-    stream = cupy.cuda.ExternalStream(torch.cuda.current_stream(device).cuda_stream)
-    with cupy.cuda.Device(device.index or 0), stream:
-        function((grid_for(work, device),), (_THREADS,), tuple(map(_as_cupy, arguments)))
+    stream = _Stream(torch.cuda.current_stream(index).cuda_stream)
+    values = tuple(map(_as_cupy, arguments))
+    _function(source, name, index)((grid_for(work, index),), (_THREADS,), values, stream=stream)
 
 
-def grid_for(work: int, device: torch.device) -> int:
+def grid_for(work: int, device_index: int) -> int:
     """Returns the number of blocks of 256 threads for ``work`` warps.
 
     At most twice as many as the device holds at once: kernels stride over the grid, and more blocks
     would repeat what a warp does once, such as reading the step or a table of levels.
     """
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    processors = _processors(device_index)
     per_block = _THREADS // 32
     return max(1, min(-(-work // per_block), 2 * processors * _WARPS_PER_SM // per_block))
 
 
+@cache
+def _processors(device_index: int) -> int:
+    return torch.cuda.get_device_properties(device_index).multi_processor_count
+
+
 def _as_cupy(value: Tensor | float | None) -> Any:
-    """Converts an argument for CuPy, which takes NumPy scalars, and pointers as 64-bit integers."""
+    """Converts an argument for CuPy, which passes Python integers in 64 bits, pointers included."""
     import numpy
 
-    # CuPy passes a Python float as a double, of which a kernel's float would read the lower half.
     number = as_ctypes(value)
-    if isinstance(number, ctypes.c_float):
-        return numpy.float32(number.value)
-    if isinstance(number, ctypes.c_void_p):
-        return numpy.uint64(number.value or 0)
-    return numpy.int64(number.value)
+    # CuPy passes a Python float as a double, of which a kernel's float would read the lower half.
+    return numpy.float32(number.value) if isinstance(number, ctypes.c_float) else number.value or 0
 
 
 @cache
@@ -130,8 +153,9 @@ def _function(source: str, name: str, device_index: int) -> Any:
     import cupy
 
     # Machine code belongs to a context, so it is loaded once per device and process.
-    major, minor = torch.cuda.get_device_capability(device_index)
-    cubin = _cached_cubin(source, name, f"{major}{minor}")
+    cubin = _cached_cubin(
+        source, name, architecture_of(torch.cuda.get_device_capability(device_index))
+    )
     with cupy.cuda.Device(device_index):
         module = cupy.cuda.function.Module()
         module.load(cubin.code)
@@ -143,23 +167,28 @@ def _function(source: str, name: str, device_index: int) -> Any:
 
 def _cached_cubin(source: str, name: str, architecture: str) -> Cubin:
     """Returns the cubin from the folder ``COMMHOOKS_CACHE``, or compiles and stores it there."""
-    folder = Path(os.environ.get("COMMHOOKS_CACHE") or Path.home() / ".cache" / "commhooks")
     # The key covers all headers, whether included or not, so that no cubin is stale.
     parts = [source, name, architecture, *OPTIONS, str(_nvrtc_version())]
     key = hashlib.blake2b("\0".join([*parts, *_texts(source)]).encode(), digest_size=16).hexdigest()
-    path = folder / f"{key}.cubin"
-    if path.is_file():
-        lowered, _, code = path.read_bytes().partition(b"\0")
+    # Without a home, or with one that cannot be read or written, every process compiles again, a
+    # second per kernel.
+    with suppress(OSError, RuntimeError):
+        lowered, _, code = (_cache_folder() / f"{key}.cubin").read_bytes().partition(b"\0")
         return Cubin(code, {name: lowered.decode()}, "")
     cubin = compile_cubin(source, [name], architecture)
-    try:
+    with suppress(OSError, RuntimeError):
+        folder = _cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
             file.write(cubin.names[name].encode() + b"\0" + cubin.code)
-        os.replace(file.name, path)  # atomic: another process reads all of the file or none
-    except OSError:
-        pass  # on a read-only home, every process compiles again, a second per kernel
+        # Atomic: another process reads all of the file or none.
+        os.replace(file.name, folder / f"{key}.cubin")
     return cubin
+
+
+def _cache_folder() -> Path:
+    """Returns the folder of compiled kernels; raises RuntimeError where no home is known."""
+    return Path(os.environ.get("COMMHOOKS_CACHE") or Path.home() / ".cache" / "commhooks")
 
 
 def _folder() -> Path:
@@ -191,7 +220,7 @@ def compile_cubin(source: str, names: Sequence[str], architecture: str) -> Cubin
     Args:
         source: name of the ``.cu`` file.
         names: the kernels, with their template arguments.
-        architecture: such as "90".
+        architecture: such as "90" for machine code, "compute_90" for PTX.
 
     Raises:
         CudaCompileError: NVRTC refuses the source; the message contains its log.
@@ -212,19 +241,25 @@ def compile_text(text: str, file: str, names: Sequence[str], architecture: str) 
         # A template is compiled only where something names it; NVRTC also tells the mangled names.
         for name in names:
             _check(library.nvrtcAddNameExpression(program, name.encode()))
-        # sm_ gives machine code; compute_ would give PTX, which the driver has to compile.
-        options = [f"-arch=sm_{architecture}", f"-I{_folder()}", *OPTIONS]
+        # sm_ gives machine code; compute_ gives PTX, which the driver has to compile.
+        as_ptx = architecture.startswith("compute_")
+        target = architecture if as_ptx else f"sm_{architecture}"
+        options = [f"-arch={target}", f"-I{_folder()}", *OPTIONS]
         array = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
         failed = library.nvrtcCompileProgram(program, len(options), array)
         log = _text(program, library.nvrtcGetProgramLogSize, library.nvrtcGetProgramLog).decode()
         if failed:
-            raise CudaCompileError(f"{file} does not compile for sm_{architecture}:\n{log}")
+            raise CudaCompileError(f"{file} does not compile for {target}:\n{log}")
         lowered = {}
         for name in names:
             mangled = ctypes.c_char_p()
             _check(library.nvrtcGetLoweredName(program, name.encode(), ctypes.byref(mangled)))
             lowered[name] = (mangled.value or b"").decode()
-        code = _text(program, library.nvrtcGetCUBINSize, library.nvrtcGetCUBIN, zero_ended=False)
+        if as_ptx:  # a text, of which the driver finds the end by its zero
+            code = _text(program, library.nvrtcGetPTXSize, library.nvrtcGetPTX) + b"\0"
+        else:
+            of_code = library.nvrtcGetCUBINSize, library.nvrtcGetCUBIN
+            code = _text(program, *of_code, zero_ended=False)
         return Cubin(code, lowered, log)
     finally:
         library.nvrtcDestroyProgram(ctypes.byref(program))
@@ -259,8 +294,31 @@ def _nvrtc() -> Any:
             pass
     for folder in map(Path, sys.path):
         for path in sorted(folder.glob(f"nvidia/*/lib/libnvrtc.so.{major}")):
+            # NVRTC opens this library by its name alone, and the wheel of CUDA 13 does not say
+            # where it lies.
+            for builtins in path.parent.glob("libnvrtc-builtins.so.*"):
+                ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
             return ctypes.CDLL(str(path))
     raise OSError(f"NVRTC of CUDA {major} is not installed")
+
+
+def architecture_of(capability: tuple[int, int]) -> str:
+    """Returns the target of this NVRTC for a device's compute capability.
+
+    That is machine code where NVRTC knows the device. For a newer one the driver compiles PTX;
+    machine code of an earlier device would run on some of them only (not across Tegra).
+    """
+    device, known = 10 * capability[0] + capability[1], _known_architectures()
+    return str(device) if device in known else f"compute_{max(n for n in known if n <= device)}"
+
+
+@cache
+def _known_architectures() -> list[int]:
+    count = ctypes.c_int()
+    _check(_nvrtc().nvrtcGetNumSupportedArchs(ctypes.byref(count)))
+    numbers = (ctypes.c_int * count.value)()
+    _check(_nvrtc().nvrtcGetSupportedArchs(numbers))
+    return list(numbers)
 
 
 @cache

@@ -115,6 +115,12 @@ class OwnFirst(Levels):
 
 
 @dataclass(frozen=True)
+class NoiseInTheDefaultDtype(Levels):
+    def round(self, x: Tensor, bucket: Bucket) -> Tensor:
+        noise = torch.rand(x.shape, generator=bucket.generator("noise"))
+        return (x + noise.to(x.dtype)).floor()
+
+
 class Threshold(Codec):
     """As many entries as are large: sizes depend on values."""
 
@@ -213,6 +219,7 @@ PLANTED: tuple[tuple[type[Scheme], str], ...] = (
     (HidesNan, "not finite"),
     (DividesByZero, "zero arrives"),
     (GlobalNoise, "two runs"),
+    (NoiseInTheDefaultDtype, "default dtype"),
     (OwnFirst, "equal bits"),
     (Threshold, "do not depend on values"),
     (EvenOnly, "any size"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 import commhooks
 from ddp_core import AllGather, AllToAll
+from ddp_core.exchange import collectives
 from ddp_core.exchange.pairs import Pairs, on_gloo
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import batch, ddp, equal_bits, mlp, outcome, parameters
@@ -45,6 +47,44 @@ def _exchange(rank: int, world_size: int) -> list[bool]:
 def test_rows_arrive_where_they_belong(world_size: int) -> None:
     for right in run_ranks(_exchange, world_size):
         assert all(right)
+
+
+def _as_on_nccl(rank: int, world_size: int) -> tuple[list[bool], set[torch.dtype]]:
+    """Moves rows by the collectives that NCCL runs; also the types that it is given."""
+    right, types = [], set()
+    all_gather, all_to_all = collectives._all_gather, dist.all_to_all_single
+
+    def noting(collective: Any) -> Any:
+        def call(into: torch.Tensor, sent: torch.Tensor, **options: Any) -> Any:
+            types.update((into.dtype, sent.dtype))
+            return collective(into, sent, **options)
+
+        return call
+
+    with (
+        mock.patch.object(collectives, "on_gloo", return_value=False),
+        mock.patch.object(collectives, "_all_gather", noting(all_gather)),
+        mock.patch.object(dist, "all_to_all_single", noting(all_to_all)),
+    ):
+        for dtype in (torch.int16, torch.uint8, torch.bool, torch.complex64, torch.bfloat16):
+            rows = torch.tensor([[10 * rank + i, 1] for i in range(world_size)]).to(dtype)
+            for request in (AllGather(rows), AllToAll(rows)):
+                request.issue(dist.group.WORLD).wait()
+                everyone = [
+                    torch.tensor([[10 * other + i, 1] for i in range(world_size)]).to(dtype)
+                    for other in range(world_size)
+                ]
+                expected = torch.stack(everyone)
+                if isinstance(request, AllToAll):
+                    expected = expected[:, rank]
+                right.append(torch.equal(request.result(), expected))
+    return right, types
+
+
+def test_what_is_only_moved_travels_as_bytes() -> None:
+    for right, types in run_ranks(_as_on_nccl, 2):
+        assert all(right)
+        assert types == {torch.uint8}
 
 
 def _parts(rank: int, world_size: int) -> list[list[int]]:

@@ -114,7 +114,7 @@ MUTANTS: list[Mutant] = [
         "kernels/bitmap.py",
         (
             "bits are the other way round",
-            "_PLACES = torch.arange(8, dtype=torch.uint8)",
+            '_PLACES = torch.arange(8, dtype=torch.uint8, device="cpu")',
             "_PLACES = torch.arange(7, -1, -1).to(torch.uint8)",
             f"{KERNELS}/test_bitmap.py::{EQUAL}_and_undo_one_another",
         ),
