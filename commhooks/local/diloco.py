@@ -94,11 +94,7 @@ class DiLoCo:
         self.steps = self.outer_steps = 0
         self._settings = settings
         self.hook = HookState(scheme, model, process_group=process_group, seed=seed, **options)
-        if self.hook.scheme.traits.returns != "mean":
-            raise ValueError(
-                f"DiLoCo(scheme=...) averages distances, and {self.hook.scheme} gives something "
-                f"else; use 'none', or what compresses an average, such as 'int4'"
-            )
+        _need_average(self.hook.scheme)
         # A hook warns at the end if no backward pass has called it; none calls this one.
         self.hook._attendance.dismiss()
         # With other settings on some rank, ranks would exchange different fragments, or hang.
@@ -121,6 +117,7 @@ class DiLoCo:
             number = self.steps // apart % len(self._fragments)
             # Fragments of several dtypes are buckets of one step of the hook: all start before the
             # first is waited for (docs/design/defects.md).
+            _need_average(self.hook.scheme)  # again: ``hook.switch`` takes any scheme
             for fragment in self._fragments[number]:
                 fragment.measure()
                 self._pending.append(Pending(fragment, self.hook.start(fragment), self.delay))
@@ -230,6 +227,17 @@ def _copies(fragments: list[Fragment], what: str) -> dict[str, Tensor]:
         for fragment in fragments
         for name, value in zip(fragment.names, getattr(fragment, what), strict=True)
     }
+
+
+def _need_average(scheme: Scheme) -> None:
+    """Raises unless a scheme gives every rank the same average: outer parameters stay equal."""
+    if scheme.traits.returns == "mean" and scheme.traits.agrees:
+        return
+    gives = "something else" if scheme.traits.agrees else "every rank another result"
+    raise ValueError(
+        f"DiLoCo(scheme=...) averages distances, and {scheme} gives {gives}; use 'none', or what "
+        f"compresses an average, such as 'int4'"
+    )
 
 
 def _need_local(model: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -80,7 +81,8 @@ def allocate(
         error: minimizes the bits with at most this relative squared error of the average.
 
     Raises:
-        ValueError: both budgets or none, no candidates, or a budget that no choice meets.
+        ValueError: both budgets or none, no candidates, a parameter whose average is not finite
+            with any candidate, or a budget that no choice meets.
 
     Example:
         >>> allocation = allocate(Trace("trace"), [make("powersgd", rank=r) for r in (1, 2, 4, 8)],
@@ -121,12 +123,14 @@ def allocate(
             f"at least; add a cheaper candidate"
         )
     if error is not None and lost > goal:
+        least = lost / total if total else math.inf
         raise ValueError(
-            f"allocate(error={error}): the candidates leave {lost / total:.3g} at least; add a "
+            f"allocate(error={error}): the candidates leave {least:.3g} at least; add a "
             f"more exact candidate"
         )
+    relative = lost / total if total else 0.0
     return Allocation(
-        _as_rules(layout, chosen), _table(layout, chosen, steps), 8 * nbytes / entries, lost / total
+        _as_rules(layout, chosen), _table(layout, chosen, steps), 8 * nbytes / entries, relative
     )
 
 
@@ -146,7 +150,10 @@ def _steps(
 def _tried(
     index: int, steps: Sequence[tuple[Layout, Sequence[Tensor]]], candidates: Sequence[Scheme]
 ) -> list[_Choice]:
-    """Runs each candidate on one parameter: payload bytes per step, summed error of all steps."""
+    """Runs each candidate on one parameter: payload bytes per step, summed error of all steps.
+
+    Leaves out a candidate whose average is not finite in some step.
+    """
     layout = steps[0][0]
     name, shape = layout.names[index], layout.shapes[index]
     begin, end = layout.offsets[index], layout.offsets[index + 1]
@@ -164,7 +171,15 @@ def _tried(
             exact = torch.stack(parts).double().mean(0)
             lost += float((mean.double() - exact).square().sum())
             nbytes += sum(size for _, size in ranks.requests) / len(steps)
-        choices.append(_Choice(scheme, nbytes, lost))
+        # An infinite error would stay in every sum: the budget of error could never be met.
+        if math.isfinite(lost):
+            choices.append(_Choice(scheme, nbytes, lost))
+    if not choices:
+        raise ValueError(
+            f"allocate(candidates): no candidate gives a finite average of parameter {name!r}: its "
+            f"recorded gradients are not finite, or overflow in all of {shown(list(candidates))}; "
+            f"leave such steps out, or add a candidate of a wider range"
+        )
     return choices
 
 

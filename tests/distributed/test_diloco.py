@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import commhooks
-from commhooks import DiLoCo
+from commhooks import Bucket, DiLoCo, Result, Scheme, Traits
+from commhooks.core import SchemeExchange
 from commhooks.local import local_sgd
 from commhooks.local.fragments import fragments_of
 from tests.distributed.harness import run_ranks
@@ -260,6 +262,29 @@ def test_wrong_settings_are_named() -> None:
             "MismatchError",
             "CheckpointError",
         ]
+
+
+@dataclass(frozen=True)
+class _Uneven(Scheme):
+    traits = Traits(agrees=False)
+
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        result = yield from bucket.all_reduce()
+        return Result(result.mean.mul_(1 + bucket.rank))
+
+
+def _switched(rank: int, world_size: int) -> list[tuple[str, str]]:
+    found = [outcome(DiLoCo, mlp(), scheme) for scheme in ("gossip", _Uneven())]
+    outer = DiLoCo(mlp(), every=1)
+    outer.hook.switch("gossip")
+    return [*found, outcome(outer.step)]
+
+
+def test_every_rank_gets_the_same_average() -> None:
+    for found in run_ranks(_switched, 2):
+        for kind, message in found:
+            assert kind == "ValueError"
+            assert "gives every rank another result" in message
 
 
 def _smaller(rank: int, world_size: int, states: list[Any]) -> Any:

@@ -22,6 +22,12 @@ MUTANTS: list[Mutant] = [
             "torch.sub(self.gradient, sent, out=self.unsent).mul_(0.5)",
             f"{WRAPPERS}::test_the_residual_is_what_was_not_sent",
         ),
+        (
+            "another place for the rest shares the sum",
+            'if changes.keys() & {"raw", "residual", "unsent"}:',
+            'if changes.keys() & {"raw", "residual"}:',
+            f"{UNIT}/test_scheme_bucket.py::test_another_place_for_the_rest_makes_another_gradient",
+        ),
     ),
     *planted(
         "commhooks/hook/runner.py",
@@ -236,6 +242,12 @@ MUTANTS: list[Mutant] = [
             f"{WRAPPERS}::test_a_cast_divides_before_it_narrows",
         ),
         (
+            "a sum arrives as a mean after a cast",
+            "1.0 if _is_mean(request) else scale",
+            "1.0",
+            f"{UNIT}/test_scheme_bucket.py::test_a_cast_multiplies_a_sum_back",
+        ),
+        (
             "feedback is told a rank's share, not its whole",
             "request.sent = narrow.tensor.to(tensor.dtype).mul_(scale)",
             "request.sent = narrow.tensor.to(tensor.dtype)",
@@ -347,6 +359,12 @@ MUTANTS: list[Mutant] = [
             "merged[key] = _added(key, everyone, 1.0 / saved_size)",
             "merged[key] = _added(key, everyone, 1.0)",
             f"{CHECKPOINT}::test_memory_on_another_number_of_ranks",
+        ),
+        (
+            "a group takes the part of another group",
+            "return {part.rank: part for part in parts if part.leader == wanted}",
+            "return {part.rank: part for part in parts}",
+            f"{CHECKPOINT}::test_groups_of_ranks_have_keys_of_their_own",
         ),
         (
             "a rank takes another's part",

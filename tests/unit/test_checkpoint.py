@@ -354,6 +354,11 @@ def test_ranks_that_have_not_saved_may_owe_nothing() -> None:
 
 def test_groups_of_ranks_have_keys_of_their_own() -> None:
     groups = [[saved(rank, 2, first, 2) for rank in range(2)] for first in range(2)]
+    for state in groups[1]:  # another shard of the model: other numbers under the same names
+        for field in ("rank1", "rank3"):
+            if field in state:
+                state[field]["memory"]["residual"]["bias"].neg_()
+        sealed(state)
     whole = merged(*groups[0], *groups[1])
     for field, value in (("rank2", 1), ("rank3", 1), ("rank1", 0)):
         assert whole[field]["rank"] == value
@@ -388,6 +393,11 @@ def test_ranks_of_unlike_models_are_not_added_up() -> None:
         ({"residual": {"bias": torch.ones(6, dtype=torch.int64)}}, "floating point"),
         ({"residual": {"bias": torch.full((6,), torch.nan)}}, "not finite"),
         ({"residual": {"bias": torch.full((6,), torch.inf)}}, "not finite"),
+        (
+            {"residual": {"bias": torch.full((6,), 1e300, dtype=torch.float64)}},
+            "not finite in float32",
+        ),
+        ({"residual": {"bias": torch.ones(2, 3)}}, r"\(2, 3\).*\(6,\)"),
         ({"unheard.of": {"bias": torch.ones(6)}}, "does not keep"),
         ({"powersgd.q": {"weight": torch.ones(1, 9)}}, "powersgd.q"),
         ({"powersgd.q": {"bias": torch.ones(1, 6)}}, "matrix"),

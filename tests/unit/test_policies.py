@@ -283,6 +283,33 @@ def test_a_budget_of_error_is_met_with_fewer_bits() -> None:
     assert found.bits <= uniform.bits
 
 
+@pytest.mark.filterwarnings("ignore:a float16 payload is not finite")
+def test_a_candidate_that_overflows_is_left_out() -> None:
+    layout = Layout(["large", "small"], [(4096,), (4096,)])
+    scale = torch.tensor([1e6, 1.0]).repeat_interleave(4096)
+    steps = [
+        (
+            layout,
+            [
+                torch.randn(8192, generator=torch.Generator().manual_seed(r)) * scale
+                for r in range(2)
+            ],
+        )
+    ]
+    narrow, cheap, wide = make("none", wire_dtype="fp16"), make("bf16"), make("none")
+    # bf16 is good enough; with an infinite error in the sums everything would be dense.
+    found = allocate(steps, [narrow, cheap, wide], error=1e-4)
+    assert found.bits == 16.0
+    assert 0 < found.error <= 1e-4
+    with pytest.raises(ValueError, match=r"no candidate gives a finite average of .*'large'"):
+        allocate(steps, [narrow], bits=64.0)
+
+
+def test_gradients_of_zero_have_no_error() -> None:
+    steps = [(Layout(["w"], [(8,)]), [torch.zeros(8)] * 2)]
+    assert allocate(steps, [make("int8")], bits=64.0).error == 0.0
+
+
 def test_the_greedy_choice_is_near_the_best_of_all() -> None:
     steps = recorded()
     singles = {

@@ -18,8 +18,9 @@ from commhooks import (
     Scheme,
     Simulation,
 )
-from commhooks.core import Layout
+from commhooks.core import Layout, Slot
 from commhooks.core.bucket import SchemeExchange
+from commhooks.core.step_info import StepInfo
 from commhooks.errors import SchemeError
 from commhooks.schemes import Blockwise, Dense, PowerSGD, TopK
 from commhooks.wrappers import Cast, Guard, TwoPhase
@@ -56,6 +57,41 @@ def test_another_residual_makes_another_gradient():
     one = bucket(**kept())
     assert torch.equal(one.gradient, one.raw + 0.5)
     assert torch.equal(one.replace(residual=None).gradient, one.raw)
+
+
+def test_another_place_for_the_rest_makes_another_gradient():
+    one = bucket(**kept())
+    assert torch.equal(one.gradient, one.raw + 0.5)
+    other = one.replace(unsent=torch.empty(6))
+    assert other.gradient.data_ptr() == other.unsent.data_ptr() != one.gradient.data_ptr()
+
+
+def test_a_slot_is_read_in_its_dtype_whatever_was_written():
+    one, slot = bucket(), Slot("test.kept")
+    one.write(slot, torch.ones(6, dtype=torch.float64))
+    one.memory.commit(torch.tensor(True))
+    assert torch.equal(one.read(slot), torch.ones(6))
+    assert one.read(slot).dtype == torch.float32
+
+
+def test_a_generator_of_step_0_is_not_that_of_this_step():
+    def drawn(now: int, step: int | None = None) -> Tensor:
+        return torch.rand(4, generator=StepInfo(step=now).generator("w", step=step))
+
+    assert torch.equal(drawn(5, 0), drawn(0))
+    assert not torch.equal(drawn(5, 0), drawn(5))
+
+
+@dataclass(frozen=True)
+class _Sums(Scheme):
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        total = yield AllReduce(bucket.gradient.clone(), "sum")
+        return Result(total / bucket.world_size)
+
+
+def test_a_cast_multiplies_a_sum_back():
+    ranks = Simulation(Cast(_Sums()), {"p": (6,)}, world_size=2)
+    assert torch.equal(ranks.step([torch.ones(6), torch.full((6,), 3.0)])[0], torch.full((6,), 2.0))
 
 
 def test_a_layout_is_asked_for_when_it_is_read():
