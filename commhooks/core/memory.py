@@ -19,7 +19,7 @@ from torch import Tensor
 from commhooks.core.flat_values import FlatValues, Place
 from commhooks.core.layout import Layout
 
-__all__ = ["Memory"]
+__all__ = ["Memory", "shared"]
 
 Initial = Callable[[str, torch.Size], Tensor | None]
 
@@ -31,6 +31,8 @@ class Memory:
         self._kept = FlatValues()
         self._staged: dict[Place, Tensor | None] = {}
         self._notes: dict[Place, Tensor] = {}
+        # Keys of the slots of the scheme that runs, which ``Bucket.write`` accepts. None: any key.
+        self.declared: frozenset[str] | None = None
 
     # ---- used by schemes
 
@@ -140,7 +142,7 @@ class Memory:
         if on_host and not good.item():
             # The next step may fill these tensors, unless a scheme wrote what it had read.
             for place, flat in staged.items():
-                if flat is not None and not _shared(flat, self._kept.flat.get(place)):
+                if flat is not None and not shared(flat, self._kept.flat.get(place)):
                     self._kept.spare[place] = flat
             return
         for (key, layout), values in notes.items():
@@ -157,7 +159,7 @@ class Memory:
                 continue
             self._kept.put(key, layout, flat)
             # On a GPU the caching allocator reuses what is freed.
-            if on_host and old is not None and old.shape == flat.shape and not _shared(flat, old):
+            if on_host and old is not None and old.shape == flat.shape and not shared(flat, old):
                 self._kept.spare[key, layout] = old
             if new := absent.get((key, layout)):
                 self._kept.forget(key, layout, new)
@@ -204,7 +206,7 @@ class Memory:
         return flat
 
 
-def _shared(flat: Tensor, other: Tensor | None) -> bool:
+def shared(flat: Tensor, other: Tensor | None) -> bool:
     """Whether two tensors share their storage; ``Bucket.write`` stages views."""
     if other is None:
         return False
