@@ -166,7 +166,7 @@ def _sending(name: str, needed: Sequence[str]) -> str:
     kinds = dict.fromkeys(sent.collectives)
     counts = [f"{sent.collectives.count(kind)} x {kind}" for kind in kinds]
     return (
-        f"{', '.join(counts)} per step; {sent.bits:.3g} bits per entry, where float32 has 32 "
+        f"{', '.join(counts)} per bucket; {sent.bits:.3g} bits per entry, where float32 has 32 "
         f"(a matrix of {_SIDE} x {_SIDE} on {_RANKS} ranks, default options, after all warm-ups)"
     )
 

@@ -57,7 +57,9 @@ def _what_runs(device_type: str) -> str:
     answer = kernels.implementations(device_type)["quantize"]
     if answer != "kernel":
         return f"PyTorch code ({answer.removeprefix('definition: ')})"
-    return f"kernels, {cpu.instruction_set()}" if device_type == "cpu" else "kernels"
+    return (
+        f"kernels, instruction set {cpu.instruction_set()}" if device_type == "cpu" else "kernels"
+    )
 
 
 def doctor() -> None:
@@ -92,7 +94,8 @@ def _facts() -> Table:
 
 def _operations() -> Table:
     """Lists which implementation of each op runs; the table of the installation has the reasons."""
-    table = Table("op", "cpu", "cuda", title="what runs")
+    caption = "definition: PyTorch code that computes the same, more slowly"
+    table = Table("op", "cpu", "cuda", title="what runs", caption=caption)
     cpu, cuda = kernels.implementations("cpu"), kernels.implementations("cuda")
     for name in cpu:
         table.add_row(name, cpu[name].partition(":")[0], cuda[name].partition(":")[0])
@@ -178,6 +181,8 @@ def tradeoff(which: Sequence[str], trace: Path | None, out: Path | None) -> None
                 f"no error to measure"
             )
     recorded = _recorded(trace)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)  # now: a wrong path costs no measurement
     points: list[Point] = []
     with one_thread():
         for case in track(cases_of(compared), "schemes"):
@@ -205,11 +210,11 @@ def _recorded(folder: Path | None) -> Trace | None:
 
 
 def _comparable(every: Sequence[str], added: Sequence[str]) -> list[str]:
-    """Returns the schemes that average, and those of a user's file."""
-    # A scheme of the user's file stays in, whatever it returns: the caller then raises an error
-    # with its name.
-    others = [name for name in every if name not in added and name not in NOT_COMPARED]
-    return sorted([*added, *(name for name in others if make(name).traits.returns != "update")])
+    """Returns the schemes that have an error to measure."""
+    names = [name for name in every if name in added or name not in NOT_COMPARED]
+    compared = [name for name in names if made(name).traits.returns != "update"]
+    # If no scheme of the user's file has an error, the caller raises with the name of the first.
+    return sorted(compared if not added or set(added) & set(compared) else [*added, *compared])
 
 
 def _errors(points: Sequence[Point], kind: str) -> Table:
@@ -224,7 +229,6 @@ def _errors(points: Sequence[Point], kind: str) -> Table:
 
 
 def _write(points: Sequence[Point], folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     write_csv(points, folder / "tradeoff.csv")
     try:
         draw(points, folder / "tradeoff.png")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from commhooks.core.layout import Layout
-from commhooks.core.memory import Memory
+from commhooks.core.memory import Memory, share_storage
 from commhooks.core.slot import Slot
 from commhooks.core.step_info import StepInfo, number_of
 from commhooks.errors import SchemeError
@@ -159,11 +159,13 @@ class Bucket(StepInfo):
 
     def write(self, slot: Slot, values: Tensor) -> None:
         """Stages new values of ``slot``: committed after the step, if all buckets are finite."""
+        layout = slot.layout(self.layout)
+        flat = _to_keep(self, slot, layout, values)
         if values.device.type != "cpu":
             # Only the GPU knows whether the step is finite: its commit chooses between old and new
             # values, so old ones have to exist, in the first step, too.
             self.read(slot)
-        self.memory.write(slot.key, slot.layout(self.layout), values.view(-1))
+        self.memory.write(slot.key, layout, flat)
 
     def scratch(self, slot: Slot, like: Tensor) -> Tensor:
         """Returns a flat tensor for new values of ``slot``; its contents are undefined."""
@@ -254,3 +256,28 @@ def nan_unless(finite: Tensor) -> Tensor:
     """
     # A value to add, not a branch: reading the flag on the host would wait for a GPU.
     return torch.where(finite, 0.0, float("nan"))
+
+
+def _to_keep(bucket: Bucket, slot: Slot, layout: Layout, values: Tensor) -> Tensor:
+    """Returns new values of ``slot``, flat and not in the memory of the bucket's own tensors.
+
+    Raises:
+        SchemeError: the scheme does not declare the slot, or the size is wrong.
+    """
+    declared = bucket.memory.declared
+    # An undeclared slot would lose its values without a word: the engine commits nothing for a
+    # scheme without slots, and no ``resize`` says how to carry the values to other ranks.
+    if declared is not None and slot.key not in declared:
+        raise SchemeError(
+            f"bucket.write(Slot({slot.key!r}), ...): the scheme does not declare this slot, so its "
+            f"values would be lost; list the slot in the scheme's `keeps`"
+        )
+    if values.numel() != layout.numel:
+        raise SchemeError(
+            f"bucket.write(Slot({slot.key!r}), ...): the slot has {layout.numel} entries in this "
+            f"bucket, got {values.numel()}"
+        )
+    # DistributedDataParallel uses the bucket's tensors again, in this step for the mean.
+    if share_storage(values, bucket.raw) or share_storage(values, bucket.output):
+        values = values.clone()
+    return values.reshape(-1)

@@ -19,7 +19,7 @@ from torch import Tensor
 from commhooks.core.flat_values import FlatValues, Place
 from commhooks.core.layout import Layout
 
-__all__ = ["Memory"]
+__all__ = ["Memory", "share_storage"]
 
 Initial = Callable[[str, torch.Size], Tensor | None]
 
@@ -31,6 +31,8 @@ class Memory:
         self._kept = FlatValues()
         self._staged: dict[Place, Tensor | None] = {}
         self._notes: dict[Place, Tensor] = {}
+        # Keys of the slots of the scheme that runs, which ``Bucket.write`` accepts. None: any key.
+        self.declared: frozenset[str] | None = None
 
     # ---- used by schemes
 
@@ -142,7 +144,11 @@ class Memory:
             # The next step may fill these tensors, unless a scheme wrote what it had read.
             for place, flat in staged.items():
                 kept = self._kept.flat.get(place)
-                if flat is not None and place[0] in self._kept.reused and not _shared(flat, kept):
+                if (
+                    flat is not None
+                    and place[0] in self._kept.reused
+                    and not share_storage(flat, kept)
+                ):
                     self._kept.spare[place] = flat
             return
         for (key, layout), values in notes.items():
@@ -159,7 +165,7 @@ class Memory:
                 continue
             self._kept.put(key, layout, flat)
             # On a GPU the caching allocator reuses what is freed.
-            fits = old is not None and old.shape == flat.shape and not _shared(flat, old)
+            fits = old is not None and old.shape == flat.shape and not share_storage(flat, old)
             if on_host and key in self._kept.reused and old is not None and fits:
                 self._kept.spare[key, layout] = old
             if new := absent.get((key, layout)):
@@ -207,7 +213,7 @@ class Memory:
         return flat
 
 
-def _shared(flat: Tensor, other: Tensor | None) -> bool:
+def share_storage(flat: Tensor, other: Tensor | None) -> bool:
     """Whether two tensors share their storage; ``Bucket.write`` stages views."""
     if other is None:
         return False

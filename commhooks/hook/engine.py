@@ -47,9 +47,9 @@ class Engine:
     """
 
     def __init__(self, scheme: Scheme, *, rank: int, world_size: int, seed: int = 0) -> None:
+        self.memory = Memory()  # before the scheme, which says what may be kept in it
         self.scheme, self.rank, self.world_size = scheme, rank, world_size
         self.seed = check_seed(seed)
-        self.memory = Memory()
         self.step = 0
         self.skipped = 0  # number of steps whose writes were dropped
         # Backward's thread begins and ends steps, the lanes' thread finishes exchanges.
@@ -65,7 +65,9 @@ class Engine:
     def scheme(self, scheme: Scheme) -> None:
         # Used for every bucket, and computed from all wrappers: kept.
         self._scheme, self.traits = scheme, scheme.traits
-        self.keeps_memory = bool(slots_of(scheme))
+        slots = slots_of(scheme)
+        self.keeps_memory = bool(slots)
+        self.memory.declared = frozenset(slot.key for slot in slots)
 
     @property
     def under_way(self) -> bool:

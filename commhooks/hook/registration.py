@@ -146,8 +146,9 @@ def _core(ddp: DistributedDataParallel, call: str) -> CoreDDP:
     if isinstance(ddp, CoreDDP):
         return ddp
     raise RegistrationError(
-        f"{call}: torch's DistributedDataParallel lays out its buckets and keeps its hook as it "
-        f"likes; wrap the model in ddp_core.DistributedDataParallel"
+        f"{call}: torch's DistributedDataParallel cannot remove a hook or take a bucket layout; "
+        f"wrap the module in ddp_core.DistributedDataParallel (hook.switch('none') turns "
+        f"compression off with either class)"
     )
 
 

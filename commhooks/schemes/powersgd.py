@@ -76,7 +76,7 @@ class PowerSGD(Scheme):
     If any value of any rank is not finite, every matrix entry of the bucket arrives as NaN.
 
     Args:
-        rank: rows of Q; clipped to ``min(n, m)`` per matrix.
+        rank: r, the columns of P and rows of Q; clipped to ``min(n, m)`` per matrix.
         min_compression_rate: a matrix is compressed if both factors together, times this, have
             fewer entries than the matrix.
         warm_start: starts from the last step's Q, which over steps finds the best rank-r

@@ -64,8 +64,8 @@ def make(scheme: str | Scheme, **options: Any) -> Scheme:
     elif isinstance(scheme, Scheme):
         if options:
             raise OptionError(
-                f"make({type(scheme).__name__}(...), {', '.join(options)}=...): settings of a "
-                f"scheme that is already built are given to its class"
+                f"make({type(scheme).__name__}(...), {', '.join(options)}=...): pass the settings "
+                f"of a scheme that is given as an object to its class"
             )
         built = scheme
     else:

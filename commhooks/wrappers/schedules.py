@@ -141,7 +141,7 @@ class Schedule(Choice):
             isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs
         ):
             raise ValueError(
-                f"Schedule(parts=...) are pairs of step and scheme, [(0, ...), (500, ...)], "
+                f"Schedule(parts=...) takes pairs of a step and a scheme, [(0, ...), (500, ...)], "
                 f"got {shown(self.parts)}"
             )
         parts = tuple((fitting("Schedule", "step", step, int), scheme) for step, scheme in pairs)
@@ -149,8 +149,8 @@ class Schedule(Choice):
         steps = [step for step, _ in parts]
         if steps[0] != 0 or sorted(set(steps)) != steps:
             raise ValueError(
-                f"Schedule(parts=...) are pairs of step and scheme, from step 0 on and ascending, "
-                f"got steps {steps}"
+                f"Schedule(parts=...) takes pairs of a step and a scheme, the first of step 0, in "
+                f"ascending order, got steps {steps}"
             )
         for step, scheme in parts:
             need_scheme(self, scheme)

@@ -137,6 +137,13 @@ class AllReduce(Collective):
         super().__init__(tensor)
         if op not in _REDUCE_OPS:
             raise ValueError(f"AllReduce(op=...) is one of {sorted(_REDUCE_OPS)}, got {op!r}")
+        # Raised here on every rank, also in a simulation, where the product would be rounded;
+        # torch refuses it later, within the collective.
+        if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
+            raise TypeError(
+                f"AllReduce(tensor) is a mean, which a tensor of {tensor.dtype} cannot hold: use "
+                f'AllReduce(tensor, "sum"), or AllGather(tensor)'
+            )
         self.op: ReduceOp = op
 
     def wire_nbytes(self, world_size: int) -> float:

@@ -102,7 +102,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 # What a class says no to whatever else there is, by (class, feature), and how.
-_LAYOUT = "lays out its buckets and keeps its hook as it likes"
+_LAYOUT = "cannot remove a hook or take a bucket layout"
 _RAISED = "Expected to have finished reduction"
 _GROUP = "_update_process_group"
 ALONE = {

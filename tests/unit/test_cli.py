@@ -97,9 +97,9 @@ def test_schemes_says_what_a_scheme_sends() -> None:
     output = invoke("schemes", "powersgd", "int8", "noop").output
     powersgd, int8, noop = (line for line in output.splitlines() if line.startswith("sends: "))
     assert powersgd.startswith(
-        "sends: 2 x all_reduce per step; 0.125 bits per entry, where float32"
+        "sends: 2 x all_reduce per bucket; 0.125 bits per entry, where float32"
     )
-    assert int8.startswith("sends: 1 x all_to_all, 1 x all_gather per step; 8.12 bits per entry")
+    assert int8.startswith("sends: 1 x all_to_all, 1 x all_gather per bucket; 8.12 bits per entry")
     assert noop.strip() == "sends: nothing"
 
 
@@ -116,7 +116,7 @@ def test_the_example_of_a_scheme_makes_it(name: str) -> None:
 def test_the_release_says_what_runs_and_why() -> None:
     lines = invoke("--version").output.splitlines()
     assert lines[0].startswith(f"commhooks {commhooks.__version__}, torch {torch.__version__}, ")
-    assert lines[1] == f"on the CPU: kernels, {cpu.instruction_set()}"
+    assert lines[1] == f"on the CPU: kernels, instruction set {cpu.instruction_set()}"
     assert lines[2] in ("on CUDA: kernels", f"on CUDA: PyTorch code ({cuda.missing()})")
     with use_kernels("definition"):
         assert "on the CPU: PyTorch code (asked for)" in invoke("--version").output
@@ -183,6 +183,53 @@ def test_a_file_is_compared_with_all_others_or_with_some(
     del _registry._factories["compared"]
     assert invoke("tradeoff", str(path), "int8", "compared").exit_code == 0
     assert compared == ["int8", "compared"]
+
+
+MIXED = """
+from dataclasses import dataclass
+from commhooks import AllReduce, Result, Scheme, Traits, register_scheme
+
+class Base(Scheme):
+    def exchange(self, bucket):
+        mean = yield AllReduce(bucket.gradient.clone())
+        return Result(mean)
+
+@register_scheme("of_updates")
+@dataclass(frozen=True)
+class Updates(Base):
+    traits = Traits(returns="update")
+
+@register_scheme("of_means")
+@dataclass(frozen=True)
+class Means(Base):
+    pass
+"""
+
+
+@pytest.mark.usefixtures("forget_new_schemes")
+def test_a_scheme_of_updates_does_not_stop_the_others_of_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "mixed.py"
+    path.write_text(MIXED)
+    compared: list[str] = []
+    monkeypatch.setattr(_commands, "cases_of", lambda of: compared.extend(of) or [])
+    assert invoke("tradeoff", str(path)).exit_code == 0
+    assert "of_means" in compared
+    assert "of_updates" not in compared
+    done = invoke("tradeoff", "of_updates")
+    assert done.exit_code == 2
+    assert "something else than an average" in done.output
+
+
+def test_a_folder_that_cannot_be_made_is_named_before_the_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(_commands, "measured", mock.Mock(side_effect=AssertionError))
+    done = invoke("tradeoff", "int8", "--out", str(tmp_path / "file" / "folder"))
+    assert done.exit_code == 2
+    assert "Not a directory" in done.output
 
 
 def test_a_tradeoff_on_recorded_gradients(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_bytes_follow_the_bandwidth_optimal_algorithm(world_size: int, dtype: to
     payload = torch.zeros(world_size, 24, dtype=dtype)
     nbytes, share = payload.numel() * dtype.itemsize, (world_size - 1) / world_size
     # Ring: reduce-scatter and all-gather, n - 1 messages of 1/n each.
-    assert AllReduce(payload).wire_nbytes(world_size) == nbytes * 2 * share
+    assert AllReduce(payload, "sum").wire_nbytes(world_size) == nbytes * 2 * share
     # Every rank's whole payload passes n - 1 links.
     assert AllGather(payload).wire_nbytes(world_size) == nbytes * (world_size - 1)
     for request in (AllToAll(payload), ReduceScatter(payload), Broadcast(payload)):

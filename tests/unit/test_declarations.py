@@ -54,6 +54,46 @@ def test_a_slot_is_read_as_it_was_written_a_step_before() -> None:
     assert ranks.memory(0, "test.calls").tolist() == [3.0] * 10
 
 
+@dataclass(frozen=True)
+class Writes(Scheme):
+    """Returns the gradient of the step before, and keeps this one's."""
+
+    entries: int | None = None
+
+    traits = Traits(returns="update")
+    keeps = (CALLS,)
+
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        before = bucket.read(CALLS).clone()
+        bucket.write(CALLS, bucket.gradient[: self.entries])
+        yield AllReduce(bucket.gradient)
+        return Result(bucket.output.copy_(before))
+
+
+@dataclass(frozen=True)
+class Undeclared(Writes):
+    """The same, without a declaration of the slot."""
+
+    keeps = ()
+
+
+def test_a_bucket_may_be_kept_although_its_tensor_is_used_again() -> None:
+    ranks = Simulation(Writes(), {"a": (3,)}, world_size=2)
+    for step in range(3):
+        means = ranks.step([torch.full((3,), float(step)), torch.full((3,), float(step))])
+        assert means[0].tolist() == [max(0.0, step - 1.0)] * 3
+
+
+@pytest.mark.parametrize(
+    ("scheme", "words"),
+    [(Undeclared(), "list the slot in the scheme's `keeps`"), (Writes(2), "3 entries .* got 2")],
+)
+def test_a_write_that_would_be_lost_is_refused(scheme: Scheme, words: str) -> None:
+    ranks = Simulation(scheme, {"a": (3,)}, world_size=2)
+    with pytest.raises(SchemeError, match=words):
+        ranks.step([torch.ones(3), torch.ones(3)])
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 def test_a_slot_is_as_wide_as_the_gradient_and_32_bits_at_least(dtype: torch.dtype) -> None:
     bucket = Bucket(torch.zeros(3, dtype=dtype), Layout(["p"], [(3,)]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import inspect
 import io
@@ -9,11 +10,12 @@ import os
 import pkgutil
 import re
 import tempfile
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -22,7 +24,9 @@ from typer.testing import CliRunner
 
 import commhooks
 import ddp_core
+from commhooks import make
 from commhooks.cli.app import app
+from commhooks.research.conformance import check_scheme
 from tests.distributed.harness import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -97,6 +101,31 @@ def test_examples_run(page: Path, tmp_path: Path) -> None:
     )
     run_ranks(_run_page, 1, code, str(tmp_path), ignore_warnings=(".*",), timeout=100)
     assert _results() <= before
+
+
+def _schemes_of_the_guide() -> dict[str, type[commhooks.Scheme]]:
+    """Returns the classes that the guide defines, without registering them."""
+    page = ROOT / "docs" / "guides" / "new-scheme.md"
+    body: list[ast.stmt] = []
+    for node in ast.parse("\n".join(BLOCK.findall(page.read_text()))).body:
+        if isinstance(node, ast.ClassDef):
+            node.decorator_list = [
+                each for each in node.decorator_list if "register_scheme" not in ast.unparse(each)
+            ]
+        slot = isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("Slot(")
+        if slot or isinstance(node, (ast.Import, ast.ImportFrom, ast.ClassDef)):
+            body.append(node)
+    defined: dict[str, Any] = {"__name__": __name__}
+    exec(compile(ast.Module(body, []), "new-scheme.md", "exec"), defined)
+    return {node.name: defined[node.name] for node in body if isinstance(node, ast.ClassDef)}
+
+
+@pytest.mark.parametrize("name", ["TopK", "SharedScale", "SignOfMomentum"])
+def test_schemes_of_the_guide_obey_the_laws(name: str) -> None:
+    scheme = _schemes_of_the_guide()[name]
+    made = partial(make, scheme(), error_feedback=scheme.traits.biased)  # as by name
+    broken = [verdict for verdict in check_scheme(made) if not verdict.holds]
+    assert not broken
 
 
 def anchors(page: Path) -> set[str]:

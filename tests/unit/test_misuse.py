@@ -145,8 +145,8 @@ SETTINGS: list[tuple[Call, str]] = [
     (lambda: DelayedStart(Dense(), 1, before="none"), r"before=...\) is a Scheme, got 'none'"),
     (lambda: Schedule([(0, Dense()), (2.5, make("int8"))]), r"Schedule\(step=...\) is a whole"),
     (lambda: Schedule([(0, Dense()), (True, make("int8"))]), r"Schedule\(step=...\) is a whole"),
-    (lambda: Schedule([make("int8")]), r"Schedule\(parts=...\) are pairs of step and scheme"),
-    (lambda: Schedule(make("int8")), r"Schedule\(parts=...\) are pairs of step and scheme"),
+    (lambda: Schedule([make("int8")]), r"Schedule\(parts=...\) takes pairs of a step and a scheme"),
+    (lambda: Schedule(make("int8")), r"Schedule\(parts=...\) takes pairs of a step and a scheme"),
     (lambda: Schedule([(0, "none")]), r"wraps a Scheme, got 'none'"),
     (lambda: Rule(Dense(), min_numel="1k"), r"Rule\(min_numel=...\) is a whole number, got '1k'"),
     (lambda: Rule("none"), r"Rule\(scheme=...\) is a Scheme, got 'none'"),
@@ -435,6 +435,12 @@ def test_a_scheme_is_a_frozen_dataclass() -> None:
 def test_a_collective_is_of_a_tensor() -> None:
     with pytest.raises(TypeError, match=r"AllReduce\(tensor\) takes a tensor, got float"):
         AllReduce(3.0)  # type: ignore[arg-type]
+
+
+def test_integers_have_no_mean() -> None:
+    with pytest.raises(TypeError, match=r'torch.int8 cannot hold: use AllReduce\(tensor, "sum"\)'):
+        AllReduce(torch.zeros(3, dtype=torch.int8))
+    assert AllReduce(torch.zeros(3, dtype=torch.int8), "sum").op == "sum"
 
 
 # ---- a model that does not have what a rule or a layout asks for

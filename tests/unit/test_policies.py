@@ -122,7 +122,9 @@ def test_a_schedule_loses_nothing_where_parts_meet(last: str) -> None:
 
 @pytest.mark.parametrize("steps", [[], [1], [0, 5, 5], [0, 5, 3]])
 def test_steps_of_a_schedule_ascend_from_zero(steps: list[int]) -> None:
-    with pytest.raises(ValueError, match=r"Schedule\(parts=...\) are pairs of step and scheme"):
+    with pytest.raises(
+        ValueError, match=r"Schedule\(parts=...\) takes pairs of a step and a scheme"
+    ):
         Schedule([(step, Dense()) for step in steps])
 
 
