@@ -21,9 +21,10 @@ from commhooks import (
 from commhooks.core import Layout, Slot
 from commhooks.core.bucket import SchemeExchange
 from commhooks.core.step_info import StepInfo
+from commhooks.core.traits import Traits, Unbiased, composed, worst
 from commhooks.errors import SchemeError
 from commhooks.schemes import Blockwise, Dense, PowerSGD, TopK
-from commhooks.wrappers import Cast, Guard, TwoPhase
+from commhooks.wrappers import EF21, Cast, Guard, TwoPhase
 from commhooks.wrappers.base import Wrapper
 from commhooks.wrappers.sealed import Sealed
 from commhooks.wrappers.traced import Traced
@@ -255,3 +256,21 @@ def test_a_wrapper_between_feedback_and_scheme_adds_no_pass_over_the_gradient(in
     alone = passes(ErrorFeedback(inside))
     for around in (Cast(inside), Sealed(inside), Guard(inside), Traced(inside, tmp_path, steps=1)):
         assert passes(ErrorFeedback(around)) == alone, around
+
+
+def test_ranks_measure_the_same_entries_under_a_guard():
+    guard = Guard(Dense(), every=1, max_error=1e-6, sample=4)
+    ranks = Simulation(guard, {"p": (4096,)}, world_size=2)
+    for _ in range(4):
+        ranks.step([torch.arange(4096.0), torch.arange(4096.0)])  # warns if entries differ
+
+
+def test_differences_of_float64_gradients_are_float64():
+    raw = torch.tensor([1.0 + 1e-12, 2.0], dtype=torch.float64)
+    ranks = Simulation(EF21(Dense()), {"p": (2,)}, world_size=2)
+    assert torch.equal(ranks.step([raw.clone(), raw.clone()])[0], raw)
+
+
+def test_traits_of_several_schemes():
+    assert worst([Traits(coalesce=True), Traits()]).coalesce
+    assert composed(Unbiased(1.0), Unbiased(1.0)) == Unbiased(3.0)
