@@ -167,7 +167,8 @@ class AllReduce(Collective):
             tensors = [tensor * (1.0 / len(tensors)) for tensor in tensors]
         total = tensors[0].clone()
         for tensor in tensors[1:]:
-            total = torch.maximum(total, tensor) if op == "max" else total + tensor
+            # fmax: as on Gloo, the largest of numbers, whatever is not a number beside them.
+            total = torch.fmax(total, tensor) if op == "max" else total + tensor
         for request in requests:  # in place, as the real collective is
             request.tensor.copy_(total)
         return [request.tensor for request in requests]
