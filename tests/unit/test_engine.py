@@ -1,12 +1,12 @@
-"""Gradients that schemes do not see: sparse and complex ones."""
+"""Gradients that schemes do not see, and steps that are not committed."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from commhooks import Schedule, Scheme
-from commhooks.core import Layout
+from commhooks import PerParameter, Rule, Schedule, Scheme
+from commhooks.core import Bucket, Layout, SchemeExchange, Slot
 from commhooks.hook.engine import Engine
 from commhooks.schemes import Dense, Noop
 from commhooks.wrappers import PeriodicDense
@@ -40,3 +40,50 @@ def test_they_stay_local_only_under_a_scheme_without_exchanges(
         exchanges.append(engine.exchange(grad, LAYOUT))
     means = [float((mean.to_dense() if sparse else mean.real)[0]) for mean in simulate(exchanges)]
     assert means == ([0.5, 0.5] if averaged else [0.0, 1.0])
+
+
+class Knows(Dense):
+    """A scheme that says whether its result is finite."""
+
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        result = yield from super().exchange(bucket)
+        return result._replace(finite=result.mean.isfinite().all())
+
+
+class Counts(Dense):
+    """A scheme that keeps the number of its steps."""
+
+    keeps = (Slot("count"),)
+
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        bucket.write(self.keeps[0], bucket.read(self.keeps[0]) + 1)
+        return (yield from super().exchange(bucket))
+
+
+def counted(engine: Engine) -> list[float]:
+    return [float(value.max()) for _, _, value in engine.memory.items()]
+
+
+def test_a_part_that_does_not_say_whether_it_is_finite_is_looked_at() -> None:
+    both = Layout(["a", "b"], [(2,), (2,)])
+    engine = Engine(PerParameter([Rule(Counts(), name="b")], Knows()), rank=0, world_size=1)
+    for value, count in ((1.0, 1.0), (torch.nan, 1.0), (1.0, 2.0)):
+        engine.begin_bucket(0, is_last=True)
+        simulate([engine.exchange(torch.tensor([1.0, 1.0, 1.0, value]), both)])
+        assert counted(engine) == [count]
+
+
+def test_a_step_with_a_bucket_that_failed_commits_nothing() -> None:
+    class Breaks(Exception):
+        pass
+
+    engine = Engine(Counts(), rank=0, world_size=1)
+    for failing in (False, True, False):
+        engine.begin_bucket(0)
+        engine.begin_bucket(1, is_last=True)
+        simulate([engine.exchange(torch.ones(4), LAYOUT)])
+        other = engine.exchange(torch.ones(4), Layout(["b"], [(4, 1)]))
+        next(other)
+        with pytest.raises(Breaks if failing else StopIteration):
+            other.throw(Breaks()) if failing else other.send(torch.ones(4))
+        assert counted(engine) == ([2.0, 2.0] if engine.step == 3 else [1.0, 1.0])
