@@ -39,8 +39,8 @@ def make(scheme: str | Scheme, **options: Any) -> Scheme:
     Args:
         scheme: a registered name, or a scheme, which is wrapped as the options say.
         options: fields of the scheme's class, and for every scheme
-            ``error_feedback`` (default: True for biased schemes; around ``Scaled`` where an
-            unbiased scheme has a large variance),
+            ``error_feedback`` (default: True for a biased scheme that is given by name, False for
+            an object; around ``Scaled`` where an unbiased scheme has a large variance),
             ``start_step`` (dense before that step),
             ``wire_dtype`` ("fp16", "bf16": floating payloads travel in that type),
             ``coalesce`` (all buckets of a step in one exchange).

@@ -53,7 +53,7 @@ def test_a_wrong_value_says_the_rule() -> None:
 
 
 def test_options_of_a_built_scheme_belong_to_its_class() -> None:
-    with pytest.raises(OptionError, match="already built"):
+    with pytest.raises(OptionError, match="given as an object to its class"):
         commhooks.make(PowerSGD(), rank=2)
     with pytest.raises(TypeError, match="by name or as a Scheme"):
         commhooks.make(3)
