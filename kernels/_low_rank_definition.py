@@ -115,7 +115,7 @@ def unit_rows_op(right: Tensor, fresh: Tensor, table: Tensor) -> None:
 # Checks of arguments --------------------------------------------------------------------------
 
 
-@multiply_right_op.law
+@multiply_right_op.check
 def _check_right(
     x: Tensor,
     residual: Tensor | None,
@@ -133,13 +133,13 @@ def _check_right(
             check("multiply_right", name, tensor, like=x, dtypes=(work,), n=x.numel())
 
 
-@multiply_left_op.law
+@multiply_left_op.check
 def _check_left(x: Tensor, table: Tensor, left: Tensor, right: Tensor) -> None:
     matrices, work = _check_bucket("multiply_left", table, "x", x)
     _check_factors("multiply_left", matrices, left, right, x, work)
 
 
-@expand_op.law
+@expand_op.check
 def _check_expand(
     left: Tensor,
     right: Tensor,
@@ -161,13 +161,13 @@ def _check_expand(
         check("decode_low_rank", name, tensor, like=out, dtypes=(work,), n=out.numel())
 
 
-@orthonormalize_op.law
+@orthonormalize_op.check
 def _check_orthonormalize(left: Tensor, table: Tensor) -> None:
     n = matrices_of("orthonormalize", table).left_numel
     check("orthonormalize", "left", left, like=left, dtypes=_WORK, n=n)
 
 
-@unit_rows_op.law
+@unit_rows_op.check
 def _check_unit_rows(right: Tensor, fresh: Tensor, table: Tensor) -> None:
     n = matrices_of("unit_rows", table).right_numel
     check("unit_rows", "right", right, like=right, dtypes=_WORK, n=n)

@@ -102,12 +102,12 @@ def dequantize_affine_op(
 # Checks of arguments --------------------------------------------------------------------------
 
 
-@quantize_affine_op.law
+@quantize_affine_op.check
 def _check_quantize(x: Tensor, levels: Tensor, scale: Tensor, zero: Tensor, block: int) -> None:
     _check("quantize_affine", "x", x, levels, scale, zero, block)
 
 
-@dequantize_affine_op.law
+@dequantize_affine_op.check
 def _check_dequantize(
     levels: Tensor,
     scale: Tensor,

@@ -42,14 +42,14 @@ def unpack_bits_op(packed: Tensor, bits: Tensor) -> None:
     bits.copy_(rows.flatten()[: bits.numel()].view(bits.shape))
 
 
-@pack_bits_op.law
+@pack_bits_op.check
 def _check_pack(bits: Tensor, packed: Tensor) -> None:
     check("pack_bits", "bits", bits, like=bits, dtypes=(torch.bool,))
     size = -(-bits.numel() // 8)
     check("pack_bits", "packed", packed, like=bits, dtypes=(torch.uint8,), n=size)
 
 
-@unpack_bits_op.law
+@unpack_bits_op.check
 def _check_unpack(packed: Tensor, bits: Tensor) -> None:
     check("unpack_bits", "bits", bits, like=packed, dtypes=(torch.bool,))
     size = -(-bits.numel() // 8)

@@ -169,7 +169,7 @@ def requantize_op(
 # Checks of arguments -------------------------------------------------------------------------
 
 
-@quantize_op.law
+@quantize_op.check
 def _check_quantize(
     x: Tensor,
     payload: Tensor,
@@ -187,7 +187,7 @@ def _check_quantize(
     philox.check_key(x, step, *key)
 
 
-@dequantize_op.law
+@dequantize_op.check
 def _check_dequantize(
     payloads: Tensor, out: Tensor, format: str, block: int, factor: float, accumulate: bool
 ) -> None:
@@ -196,7 +196,7 @@ def _check_dequantize(
     check_payloads("dequantize", payloads, layout)
 
 
-@requantize_op.law
+@requantize_op.check
 def _check_requantize(
     payloads: Tensor,
     payload: Tensor,

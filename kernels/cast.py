@@ -77,7 +77,7 @@ def _stochastic(x: Tensor, dtype: torch.dtype, noise: Tensor) -> Tensor:
     return (cut | bits & ~0x7FFFFFFF).view(torch.float32)
 
 
-@cast_op.law
+@cast_op.check
 def _check(x: Tensor, out: Tensor, scale: float, step: Tensor | None, *key: int) -> None:
     nearest = step is None
     check("scaled_cast", "x", x, like=x, dtypes=_ALL if nearest else (torch.float32,))

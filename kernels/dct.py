@@ -59,7 +59,7 @@ def dct_op(x: Tensor, columns: Tensor, out: Tensor) -> None:
     out.view(-1, CHUNK).copy_(total)
 
 
-@dct_op.law
+@dct_op.check
 def _check(x: Tensor, columns: Tensor, out: Tensor) -> None:
     check("dct", "x", x, like=x, dtypes=(torch.float32,))
     if x.numel() % CHUNK:

@@ -34,7 +34,7 @@ def finite_op(x: Tensor, answer: Tensor) -> None:
         answer.copy_(torch.isfinite(low) & torch.isfinite(high))
 
 
-@finite_op.law
+@finite_op.check
 def _check_finite(x: Tensor, answer: Tensor) -> None:
     check("all_finite", "answer", answer, like=x, dtypes=(torch.bool,), n=1)
 

@@ -60,7 +60,7 @@ def hadamard_op(x: Tensor, out: Tensor, block: int, inverse: bool, step: Tensor,
     out.view(-1).copy_(rows.view(-1) * signs if inverse else rows.view(-1))
 
 
-@hadamard_op.law
+@hadamard_op.check
 def _check(x: Tensor, out: Tensor, block: int, inverse: bool, step: Tensor, *key: int) -> None:
     if block not in BLOCKS:
         raise ValueError(f"hadamard(block): one of {', '.join(map(str, BLOCKS))}, got {block!r}")

@@ -161,7 +161,7 @@ def _packed(numbers: Tensor, bits: int) -> Tensor:
 # Checks of arguments -------------------------------------------------------------------------
 
 
-@quantize_levels_op.law
+@quantize_levels_op.check
 def _check_quantize(
     x: Tensor, table: Tensor, scales: Tensor, codes: Tensor, unsent: Tensor | None, block: int
 ) -> None:
@@ -171,7 +171,7 @@ def _check_quantize(
         check("quantize_levels", "unsent", unsent, like=x, dtypes=(torch.float32,), n=x.numel())
 
 
-@dequantize_levels_op.law
+@dequantize_levels_op.check
 def _check_dequantize(
     scales: Tensor, codes: Tensor, table: Tensor, out: Tensor, block: int, accumulate: bool
 ) -> None:

@@ -119,7 +119,7 @@ def scatter_random_op(values: Tensor, out: Tensor, factor: float, step: Tensor, 
 # Checks of arguments -------------------------------------------------------------------------
 
 
-@gather_random_op.law
+@gather_random_op.check
 def _check_gather(
     x: Tensor,
     values: Tensor,
@@ -139,7 +139,7 @@ def _check_gather(
     philox.check_key(x, step, *key)
 
 
-@scatter_random_op.law
+@scatter_random_op.check
 def _check_scatter(values: Tensor, out: Tensor, factor: float, step: Tensor, *key: int) -> None:
     check("scatter_random", "values", values, like=out, dtypes=(torch.float32,))
     check("scatter_random", "out", out, like=out, dtypes=(torch.float32,))

@@ -137,7 +137,7 @@ def dequantize_rotated_op(
 # Checks of arguments -------------------------------------------------------------------------
 
 
-@quantize_rotated_op.law
+@quantize_rotated_op.check
 def _check_quantize(
     x: Tensor,
     payload: Tensor,
@@ -161,7 +161,7 @@ def _check_quantize(
     philox.check_key(x, step, *key)
 
 
-@dequantize_rotated_op.law
+@dequantize_rotated_op.check
 def _check_dequantize(
     payloads: Tensor,
     out: Tensor,

@@ -169,14 +169,14 @@ def _scales(magnitudes: Tensor, levels: int, n: int, block: int) -> tuple[Tensor
 # Checks of arguments -------------------------------------------------------------------------
 
 
-@magnitudes_op.law
+@magnitudes_op.check
 def _check_magnitudes(x: Tensor, residual: Tensor | None, out: Tensor, block: int) -> None:
     check("largest_magnitudes", "x", x, like=x, dtypes=_DTYPES)
     _check("largest_magnitudes", x, block, out)
     check_feedback("largest_magnitudes", x, x.numel(), residual, None)
 
 
-@quantize_shared_op.law
+@quantize_shared_op.check
 def _check_quantize(
     x: Tensor,
     residual: Tensor | None,
@@ -195,7 +195,7 @@ def _check_quantize(
     philox.check_key(x, step, *key)
 
 
-@dequantize_shared_op.law
+@dequantize_shared_op.check
 def _check_dequantize(
     codes: Tensor, magnitudes: Tensor, out: Tensor, block: int, levels: int, factor: float
 ) -> None:

@@ -172,12 +172,12 @@ def scatter_add_op(indices: Tensor, values: Tensor, out: Tensor, factor: float) 
 # Checks of arguments -------------------------------------------------------------------------
 
 
-@top_k_op.law
+@top_k_op.check
 def _check_top_k(x: Tensor, k: int, indices: Tensor, *rest: Tensor | None) -> None:
     _check_selection("top_k", x, k, indices, *rest)
 
 
-@top_k_sampled_op.law
+@top_k_sampled_op.check
 def _check_top_k_sampled(x: Tensor, k: int, indices: Tensor, *rest: Tensor | None) -> None:
     _check_selection("top_k_sampled", x, k, indices, *rest)
 
@@ -204,7 +204,7 @@ def _check_selection(
     check_feedback(caller, x, n, residual, unsent)
 
 
-@scatter_add_op.law
+@scatter_add_op.check
 def _check_scatter_add(indices: Tensor, values: Tensor, out: Tensor, factor: float) -> None:
     check("scatter_add", "indices", indices, like=out, dtypes=(torch.int32,))
     check("scatter_add", "values", values, like=out, dtypes=_FLOAT, n=indices.numel())

@@ -28,10 +28,10 @@ from commhooks.errors import CheckpointError
 from commhooks.wrappers.feedback import RESIDUAL
 
 __all__ = [
-    "laws_of",
     "memory_for_rank",
     "needed_ranks",
     "parts_of_group",
+    "resizes_of",
     "structure",
 ]
 
@@ -66,7 +66,7 @@ def memory_for_rank(
         state: one state, a list of states, or states that were read.
         rank: the rank within the hook's group.
         world_size: the group's number of ranks.
-        per_rank: by key, what becomes of values that differ between ranks; see :func:`laws_of`.
+        per_rank: by key, what becomes of values that differ between ranks; see :func:`resizes_of`.
         leader: the smallest global rank of the hook's group, for a state of several groups.
         alone: counts missing parts as empty; False: a missing part is an error.
         check: called with each old rank's memory before it is used.
@@ -114,13 +114,13 @@ def needed_ranks(
     """Returns the old ranks in the group whose parts a rank needs; none if any part will do."""
     # Only keys with values count: a scheme that keeps nothing loads the state of any rank.
     keys = {key for part in saved.parts for key, values in part.memory.items() if values}
-    laws = {per_rank[key] for key in keys if key in per_rank}
+    resizes = {per_rank[key] for key in keys if key in per_rank}
     saved_size: int = saved.common["world_size"]
     if saved_size == world_size:
-        return [rank] if laws else []
-    if "mean" in laws:  # every new rank gets the mean over all old ranks
+        return [rank] if resizes else []
+    if "mean" in resizes:  # every new rank gets the mean over all old ranks
         return range(saved_size)
-    return range(rank, saved_size, world_size) if "sum" in laws else []
+    return range(rank, saved_size, world_size) if "sum" in resizes else []
 
 
 def parts_of_group(parts: Sequence[Part], leader: int | None) -> dict[int, Part]:
@@ -153,12 +153,12 @@ def _merge(
     own = [part.memory for part in used if part.rank % world_size == rank]
     merged: MemoryDict = {}
     for key in sorted({key for memory in everyone for key in memory}):
-        law = per_rank.get(key)
-        if law == "sum":
+        resize = per_rank.get(key)
+        if resize == "sum":
             merged[key] = _added(key, own, world_size / saved_size)
-        elif law == "mean":
+        elif resize == "mean":
             merged[key] = _added(key, everyone, 1.0 / saved_size)
-        elif law is None:
+        elif resize is None:
             merged[key] = dict(next(memory[key] for memory in everyone if key in memory))
         # "drop": the values cannot be combined (packed bytes), so the scheme begins with new ones.
     return merged
@@ -181,8 +181,8 @@ def _added(key: str, memories: Sequence[MemoryDict], factor: float) -> dict[str,
     return totals
 
 
-def laws_of(scheme: Scheme) -> dict[str, str]:
+def resizes_of(scheme: Scheme) -> dict[str, str]:
     """Returns what becomes of memory that differs between ranks, by key: "sum", "mean", "drop"."""
-    laws = {RESIDUAL: "sum"}  # for any scheme: a residual may be flushed
-    laws |= {slot.key: slot.resize for slot in slots_of(scheme) if slot.resize != "same"}
-    return laws
+    resizes = {RESIDUAL: "sum"}  # for any scheme: a residual may be flushed
+    resizes |= {slot.key: slot.resize for slot in slots_of(scheme) if slot.resize != "same"}
+    return resizes

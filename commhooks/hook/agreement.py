@@ -9,7 +9,7 @@ import torch
 from commhooks._version import __version__
 from commhooks.checkpoint.checksum import digest
 from commhooks.checkpoint.form import SavedBuckets
-from commhooks.checkpoint.ranks import laws_of
+from commhooks.checkpoint.ranks import resizes_of
 from commhooks.core.scheme import Scheme, walk
 from commhooks.errors import CheckpointError
 from commhooks.hook.binding import Binding
@@ -73,7 +73,7 @@ def _origin(engine: Engine, binding: Binding) -> str:
     here = (engine.rank, engine.world_size)
     keys = {key for key, _, _ in engine.memory.items()}
     # Memory that is the same on every rank may come from any of them.
-    if binding.pickled_on in (None, here) or not keys & set(laws_of(engine.scheme)):
+    if binding.pickled_on in (None, here) or not keys & set(resizes_of(engine.scheme)):
         return _OWN
     rank, world_size = binding.pickled_on
     return f"of rank {rank} of {world_size}"

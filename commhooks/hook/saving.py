@@ -22,10 +22,10 @@ from commhooks.checkpoint.form import (
 )
 from commhooks.checkpoint.memory import check_complete, check_memory
 from commhooks.checkpoint.ranks import (
-    laws_of,
     memory_for_rank,
     needed_ranks,
     parts_of_group,
+    resizes_of,
     structure,
 )
 from commhooks.core.scheme import Scheme
@@ -177,7 +177,7 @@ def prepare(
         )
     if not fits:
         saved = saved.with_keys([RESIDUAL])
-    laws = laws_of(scheme)
+    resizes = resizes_of(scheme)
     # With the flush as well: states of earlier versions name it as a part of the scheme.
     same_settings = fits and common["scheme"] in (describe(scheme), describe(hook.scheme))
     # At the state's step, not the hook's: schedules keep other tensors at other steps.
@@ -191,11 +191,11 @@ def prepare(
         shapes = hook._parameters.shapes
         check_memory(memory, keeper, shapes, declared, same_settings=same_settings)
         if strict:
-            check_complete(memory, scheme, laws, declared, same_settings=same_settings)
+            check_complete(memory, scheme, resizes, declared, same_settings=same_settings)
 
     _, _, leader = _places(hook)
     _, memory = memory_for_rank(
-        saved, engine.rank, engine.world_size, laws, leader=leader, alone=alone, check=check
+        saved, engine.rank, engine.world_size, resizes, leader=leader, alone=alone, check=check
     )
     # Copies: the caller may go on to use the tensors, or hand the same state to another hook.
     memory = {
@@ -242,7 +242,7 @@ def needed_fields(hook: Running, state: StateDict, keys: Collection[str]) -> set
     saved = read({**state, **seen}, verify=False)
     group = parts_of_group(saved.parts, _places(hook)[2])
     engine = hook._engine
-    needed = needed_ranks(saved, engine.rank, engine.world_size, laws_of(hook.scheme))
+    needed = needed_ranks(saved, engine.rank, engine.world_size, resizes_of(hook.scheme))
     parts_needed = [part for rank, part in group.items() if rank in needed]
     # If no part in particular is needed, any part has the values that all ranks share.
     return {f"rank{part.global_rank}" for part in parts_needed or [next(iter(group.values()))]}

@@ -71,7 +71,7 @@ class Op:
         self.name = schema.partition("(")[0]
         self.definition = definition
         self.kernels: dict[str, Callable[..., None]] = {}
-        self._law: Callable[..., None] | None = None
+        self._check: Callable[..., None] | None = None
         self._beyond: Callable[..., bool] | None = None
         _LIBRARY.define(schema)
         # One implementation for all devices: `_run` chooses the kernel. "Explicit": autograd does
@@ -92,13 +92,13 @@ class Op:
 
         return add
 
-    def law(self, function: Callable[..., None]) -> Callable[..., None]:
+    def check(self, function: Callable[..., None]) -> Callable[..., None]:
         """Decorates the check of dtypes, devices, sizes and ranges.
 
         It is called with arguments of the schema's types before anything runs, also for calls
         through ``torch.ops.commhooks``. The op itself checks afterwards that no memory overlaps.
         """
-        self._law = function
+        self._check = function
         return function
 
     def beyond_kernels(self, function: Callable[..., bool]) -> Callable[..., bool]:
@@ -123,18 +123,18 @@ class Op:
         self._run_plain(self._arguments.converted(args))
 
     def _run_plain(self, args: tuple[Any, ...]) -> None:
-        if self._law is not None:
-            self._law(*args)
+        if self._check is not None:
+            self._check(*args)
         device_type = "cpu" if args[0].is_cpu else args[0].device.type  # is_cpu costs a tenth of it
         if self._beyond is not None and self._beyond(*args):
             run = self.definition
         else:
             run = self.implementation(device_type)
         # An op that declares no check gets the checks that every kernel needs.
-        if self._law is None and run is not self.definition:
+        if self._check is None and run is not self.definition:
             self._arguments.check_alike(args)
         # Tensors on other devices, such as "meta", have no memory to look at.
-        if device_type in _MISSING and (self._law is not None or run is not self.definition):
+        if device_type in _MISSING and (self._check is not None or run is not self.definition):
             self._arguments.check_memory(args)
         run(*args)
 

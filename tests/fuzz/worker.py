@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import commhooks
-from commhooks.checkpoint.ranks import laws_of
+from commhooks.checkpoint.ranks import resizes_of
 from tests.fuzz import faults
 from tests.fuzz.case import Case
 from tests.fuzz.model import Boom, batch, used
@@ -348,7 +348,7 @@ class _Player:
         state = run.hook.state_dict()
         report.bits["step"] = str(state["step"])
         mine = state[f"rank{run.hook.rank}"]["memory"]
-        per_rank = laws_of(run.hook.scheme).keys()
+        per_rank = resizes_of(run.hook.scheme).keys()
         for key, values in mine.items():
             for name, value in values.items():
                 if value.is_floating_point() and not value.isfinite().all():

@@ -23,7 +23,7 @@ from commhooks.checkpoint import flatten_state, unflatten_state
 from commhooks.checkpoint.checksum import FIELDS, checksum
 from commhooks.checkpoint.form import FORMAT, VERSION, read
 from commhooks.checkpoint.memory import check_complete, check_memory
-from commhooks.checkpoint.ranks import laws_of, memory_for_rank, needed_ranks, structure
+from commhooks.checkpoint.ranks import memory_for_rank, needed_ranks, resizes_of, structure
 from commhooks.core.scheme import slots_of
 from commhooks.core.step_info import StepInfo
 from commhooks.errors import CheckpointError
@@ -48,7 +48,7 @@ from commhooks.wrappers import (
 
 SHAPES = {"weight": torch.Size([6, 5]), "bias": torch.Size([6])}
 SCHEME = ErrorFeedback(PowerSGD(rank=1, min_compression_rate=0))
-PER_RANK = laws_of(SCHEME)
+PER_RANK = resizes_of(SCHEME)
 NOW = StepInfo()
 DECLARED: dict[str, dict[str, Tensor]] = {}
 for _name, _shape in SHAPES.items():
@@ -612,7 +612,7 @@ def test_safetensors_and_weights_only_loading_take_it(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize(("old", "new"), [(4, 2), (2, 3), (3, 1), (1, 4)])
 @pytest.mark.parametrize(
-    ("scheme", "key", "law"),
+    ("scheme", "key", "resize"),
     [
         (ErrorFeedback(TopK(0.1)), "residual", "moved"),
         (make("onebit_adam", freeze_step=1), "residual", "moved"),
@@ -627,14 +627,14 @@ def test_safetensors_and_weights_only_loading_take_it(tmp_path: Any) -> None:
     ],
 )
 def test_memory_on_another_number_of_ranks(
-    scheme: Scheme, key: str, law: str, old: int, new: int
+    scheme: Scheme, key: str, resize: str, old: int, new: int
 ) -> None:
     shape = (300,)
     ranks = Simulation(scheme, {"p": shape}, world_size=old)
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
         ranks.step([torch.randn(shape, generator=generator) for _ in range(old)])
-    per_rank = laws_of(scheme)
+    per_rank = resizes_of(scheme)
     states = []
     for rank, engine in enumerate(ranks.engines):
         memory: dict[str, dict[str, Tensor]] = {}
@@ -644,18 +644,18 @@ def test_memory_on_another_number_of_ranks(
         states.append(sealed(saved(rank, old) | {f"rank{rank}": part}))
     before = [state[f"rank{rank}"]["memory"][key]["p"] for rank, state in enumerate(states)]
     after = [memory_for_rank(states, rank, new, per_rank)[1] for rank in range(new)]
-    if law == "drop":
+    if resize == "drop":
         assert all(key not in memory for memory in after)
         return
     values = [memory[key].get("p", torch.zeros(shape)) for memory in after]
-    if law != "same":  # whatever moves where: their mean is what training applies
+    if resize != "same":  # whatever moves where: their mean is what training applies
         torch.testing.assert_close(torch.stack(values).mean(0), torch.stack(before).mean(0))
-    if law == "moved":
+    if resize == "moved":
         for rank, value in enumerate(values):
             own = [before[i] for i in range(rank, old, new)]
             expected = sum(own, torch.zeros(shape)) * (new / old)
             torch.testing.assert_close(value, expected)
-    elif law == "mean":
+    elif resize == "mean":
         for value in values:
             torch.testing.assert_close(value, torch.stack(before).mean(0))
     else:
