@@ -368,8 +368,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "a rank takes another's part",
-            "return [rank] if laws else []",
-            "return [0] if laws else []",
+            "return [rank] if resizes else []",
+            "return [0] if resizes else []",
             f"{CHECKPOINT}::test_the_same_ranks_get_their_own_back",
         ),
     ),
