@@ -1,0 +1,183 @@
+"""Pretends a GPU: runs the host code of the CUDA path on tensors without data, and counts.
+
+Tensors on PyTorch's "meta" device have shapes and dtypes, but no memory, so that they need no GPU.
+They take the paths of a GPU, since they are not on the CPU; reading a value on the host, or copying
+from the host to the device, for both of which a host waits for its GPU, raises.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from commhooks.core import Layout, Scheme
+from commhooks.hook.engine import Engine
+from commhooks.kernels.runtime import cuda
+from commhooks.kernels.runtime.op import Op
+from ddp_core import AllGather, AllReduce, AllToAll, Collective
+
+__all__ = ["Counts", "counts_of", "fake_gpu", "run_bucket"]
+
+# Operations that launch nothing: they allocate, or only describe memory.
+_FREE = {"prim::device", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+_FREE |= {"detach", "alias", "_unsafe_view"}
+
+
+@dataclass
+class Counts:
+    """Counts what the host has asked of the pretended GPU.
+
+    Attributes:
+        kernels: launches of the project's own kernels, by name.
+        operations: PyTorch operations that are not views, by name; one launch each, at least.
+        allocations: tensors that were created on the device.
+        collectives: requests of the scheme.
+        may_copy: lets tensors be copied between host and device, as in a first step.
+    """
+
+    kernels: Counter[str] = field(default_factory=Counter)
+    operations: Counter[str] = field(default_factory=Counter)
+    allocations: int = 0
+    collectives: int = 0
+    may_copy: bool = False
+
+    @property
+    def launches(self) -> int:
+        """Returns the number of launches: own kernels and PyTorch's operations."""
+        return self.kernels.total() + self.operations.total()
+
+    def clear(self) -> None:
+        """Starts to count from zero."""
+        self.kernels.clear()
+        self.operations.clear()
+        self.allocations = self.collectives = 0
+
+
+class _Counting(TorchDispatchMode):
+    def __init__(self, counts: Counts) -> None:
+        super().__init__()
+        self._counts = counts
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name.removeprefix("aten::")
+        outputs = [one for one in _flat(result) if isinstance(one, Tensor)]
+        inputs = [one for one in _flat(args) if isinstance(one, Tensor)]
+        if not any(one.is_meta for one in [*outputs, *inputs]):
+            return result
+        # A number may lie on the host: it travels with the launch.
+        between = any(one.is_cpu and one.dim() for one in [*outputs, *inputs])
+        if between and not self._counts.may_copy:
+            raise RuntimeError(
+                f"{name}: copies between host and device, which waits for the device"
+            )
+        # A view shares memory with an argument that it does not write to.
+        aliases = [returned.alias_info for returned in func._schema.returns]
+        is_view = bool(aliases) and all(one is not None and not one.is_write for one in aliases)
+        if not is_view and any(one.numel() for one in [*outputs, *inputs]):
+            if any(one is None for one in aliases):
+                self._counts.allocations += len(outputs)
+            if name not in _FREE:
+                self._counts.operations[name] += 1
+        return result
+
+
+def _flat(values: Any) -> Iterator[Any]:
+    for value in values if isinstance(values, list | tuple) else [values]:
+        if isinstance(value, list | tuple):
+            yield from _flat(value)
+        else:
+            yield value
+
+
+@contextmanager
+def fake_gpu(*, launch: Callable[..., None] | None = None) -> Iterator[Counts]:
+    """Runs ops on "meta" tensors by the host code of their CUDA kernels.
+
+    Args:
+        launch: takes the place of ``cuda.launch``; counts launches by default.
+
+    Example:
+        >>> with fake_gpu() as counts:
+        ...     quantize(torch.empty(512, device="meta"), payload, "int8", 256)
+        >>> counts.launches
+        1
+    """
+    counts = Counts()
+
+    def note(source: str, name: str, *rest: Any) -> None:
+        counts.kernels[name.partition("<")[0]] += 1
+
+    def run(op: Op, *args: Any) -> None:
+        if args[0].is_meta:
+            if op._check is not None:
+                op._check(*args)
+            op.kernels["cuda"](*args)
+        else:
+            op.definition(*args)
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(cuda, "launch", launch or note))
+        stack.enter_context(mock.patch.object(Op, "__call__", run))
+        # Without memory all addresses would be zero, and all tensors seem to share it.
+        stack.enter_context(mock.patch.object(Tensor, "data_ptr", _address))
+        stack.enter_context(mock.patch.object(torch.UntypedStorage, "data_ptr", _storage_address))
+        stack.enter_context(_Counting(counts))
+        yield counts
+
+
+def _storage_address(storage: torch.UntypedStorage) -> int:
+    return int(storage._cdata) << 20
+
+
+def _address(tensor: Tensor) -> int:
+    offset = int(tensor.storage_offset()) * tensor.element_size()
+    return _storage_address(tensor.untyped_storage()) + offset
+
+
+def run_bucket(engine: Engine, gradient: Tensor, layout: Layout) -> Tensor:
+    """Runs one step of one bucket; collectives return tensors of the right shape."""
+    engine.begin_bucket(0, is_last=True)
+    exchange = engine.exchange(gradient, layout)
+    try:
+        request = next(exchange)
+        while True:
+            request = exchange.send(_answer(request, engine.world_size))
+    except StopIteration as stop:
+        mean: Tensor = stop.value
+        return mean
+
+
+def _answer(request: Collective, world_size: int) -> Tensor:
+    tensor = request.tensor
+    if isinstance(request, AllReduce) and request.op == "mean":
+        tensor.mul_(1.0 / world_size)  # as ``AllReduce.issue`` does
+    if isinstance(request, AllGather | AllToAll):
+        size = world_size if request.ranks is None else len(request.ranks)
+        shape = (size, *tensor.shape) if isinstance(request, AllGather) else tensor.shape
+        return tensor.new_empty(shape)
+    return tensor
+
+
+def counts_of(
+    scheme: Scheme, shapes: Sequence[tuple[int, ...]], *, world_size: int, rank: int = 0
+) -> Counts:
+    """Returns the counts of one bucket in the third step, when tables and buffers are there."""
+    layout = Layout([f"p{i}" for i in range(len(shapes))], list(shapes))
+    with fake_gpu() as counts:
+        engine = Engine(scheme, rank=rank, world_size=world_size)
+        for step in range(3):
+            counts.clear()
+            counts.may_copy = step < 2
+            run_bucket(engine, torch.empty(layout.numel, device="meta"), layout)
+    return counts
