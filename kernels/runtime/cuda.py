@@ -11,7 +11,7 @@ import hashlib
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -19,8 +19,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ddp_core.exchange.errors import Error
 
@@ -33,6 +35,7 @@ __all__ = ["DTYPES", "Cubin", "CudaCompileError", "compile_cubin", "grid_for", "
 OPTIONS = ("-std=c++17", "-fmad=false", "--ftz=false", "-Xptxas=-v")
 DTYPES = {torch.float32: "float", torch.float16: "Half", torch.bfloat16: "BFloat16"}
 _THREADS = 256
+_WARPS_PER_BLOCK = _THREADS // 32
 _CAPABILITY = (8, 0)  # reductions over a warp in one instruction
 _WARPS_PER_SM = 64  # resident on A100, H100 and B200; 48 on consumer GPUs
 
@@ -95,6 +98,18 @@ class _Stream(NamedTuple):
     ptr: int
 
 
+# Torch's public functions build an object or look at its initialisation first, which costs more
+# than the launch; the two below are what its compiler calls. A torch without CUDA has neither.
+_current_device: Callable[[], int] = getattr(
+    torch._C, "_cuda_getDevice", torch.cuda.current_device
+)
+_current_stream: Callable[[int], int] = getattr(
+    torch._C,
+    "_cuda_getCurrentRawStream",
+    lambda index: torch.cuda.current_stream(index).cuda_stream,
+)
+
+
 def launch(
     source: str,
     name: str,
@@ -113,13 +128,13 @@ def launch(
             floats for ``float``.
     """
     index = device.index or 0
-    if index != torch.cuda.current_device():
+    if index != _current_device():
         with torch.cuda.device(index):
             return launch(source, name, device, work, arguments)
     # CuPy has a current stream of its own. Torch's allocator reuses memory in the order of torch's
     # stream, and a kernel on another one would race with it; capturing a graph would fail as well.
-    stream = _Stream(torch.cuda.current_stream(index).cuda_stream)
-    values = tuple(map(_as_cupy, arguments))
+    stream = _Stream(_current_stream(index))
+    values = tuple([_CONVERSIONS.get(type(value), _as_cupy)(value) for value in arguments])
     _function(source, name, index)((grid_for(work, index),), (_THREADS,), values, stream=stream)
 
 
@@ -129,9 +144,12 @@ def grid_for(work: int, device_index: int) -> int:
     At most twice as many as the device holds at once: kernels stride over the grid, and more blocks
     would repeat what a warp does once, such as reading the step or a table of levels.
     """
-    processors = _processors(device_index)
-    per_block = _THREADS // 32
-    return max(1, min(-(-work // per_block), 2 * processors * _WARPS_PER_SM // per_block))
+    return min(-(-work // _WARPS_PER_BLOCK) or 1, _most_blocks(device_index))
+
+
+@cache
+def _most_blocks(device_index: int) -> int:
+    return 2 * _processors(device_index) * _WARPS_PER_SM // _WARPS_PER_BLOCK
 
 
 @cache
@@ -139,13 +157,22 @@ def _processors(device_index: int) -> int:
     return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
-def _as_cupy(value: Tensor | float | None) -> Any:
-    """Converts an argument for CuPy, which passes Python integers in 64 bits, pointers included."""
-    import numpy
-
+def _as_cupy(value: Any) -> Any:
+    """Converts an argument whose type is not in the table below, or raises TypeError."""
     number = as_ctypes(value)
-    # CuPy passes a Python float as a double, of which a kernel's float would read the lower half.
-    return numpy.float32(number.value) if isinstance(number, ctypes.c_float) else number.value or 0
+    return numpy.float32(number.value) if type(number) is ctypes.c_float else number.value or 0
+
+
+# CuPy passes Python integers in 64 bits, also for pointers, but a Python float as a double, of
+# which a kernel's float would read the lower half.
+_CONVERSIONS: dict[type, Callable[[Any], Any]] = {
+    int: int,
+    bool: int,
+    float: numpy.float32,
+    type(None): lambda _: 0,
+    Tensor: Tensor.data_ptr,
+    Parameter: Tensor.data_ptr,
+}
 
 
 @cache

@@ -25,10 +25,10 @@ class Machine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.current, self.launches = 0, []
         monkeypatch.setattr(cuda, "_function", lambda *which: self.function(which))
-        monkeypatch.setattr(cuda, "_processors", lambda index: 132)
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: self.current)
+        monkeypatch.setattr(cuda, "_most_blocks", lambda index: 2 * 132 * 64 // 8)
+        monkeypatch.setattr(cuda, "_current_device", lambda: self.current)
         monkeypatch.setattr(torch.cuda, "device", self.device)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda index: _Stream(1000 + index))
+        monkeypatch.setattr(cuda, "_current_stream", lambda index: 1000 + index)
         # Any use of CuPy itself is an error: its stream classes warn or cost more than a launch.
         monkeypatch.setitem(sys.modules, "cupy", None)
 
@@ -43,11 +43,6 @@ class Machine:
         before, self.current = self.current, index
         yield
         self.current = before
-
-
-class _Stream:
-    def __init__(self, pointer: int) -> None:
-        self.cuda_stream = pointer
 
 
 @pytest.mark.parametrize(("device", "index"), [("cuda", 0), ("cuda:0", 0), ("cuda:1", 1)])
