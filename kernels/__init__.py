@@ -21,7 +21,7 @@ from .random_k import gather_random, random_places, scatter_random
 from .rotated import dequantize_rotated, quantize_rotated
 from .runtime.op import implementations, op, use_kernels, warn_if_missing
 from .shared import dequantize_shared, largest_magnitudes, quantize_shared
-from .sparse import scatter_add, top_k, top_k_sampled
+from .sparse import scatter_sum, top_k, top_k_sampled
 
 __all__ = [
     "FORMATS",
@@ -53,7 +53,7 @@ __all__ = [
     "random_places",
     "requantize",
     "scaled_cast",
-    "scatter_add",
+    "scatter_sum",
     "scatter_random",
     "top_k",
     "top_k_sampled",

@@ -20,8 +20,8 @@ from commhooks.kernels import (
     all_finite,
     gather_random,
     random_places,
-    scatter_add,
     scatter_random,
+    scatter_sum,
     top_k,
     top_k_sampled,
 )
@@ -86,28 +86,22 @@ class TopK(PackedCodec):
     def payload_bytes(self, n: int) -> int:
         return -(-8 * _kept(self.ratio, n) // 16) * 16
 
-    def _parts(self, payloads: Tensor, n: int) -> tuple[Tensor, Tensor]:
-        """Returns indices and values of payloads; views."""
-        k = _kept(self.ratio, n)
-        indices, values = payloads[..., : 4 * k], payloads[..., 4 * k : 8 * k]
-        return indices.view(torch.int32), values.view(torch.float32)
-
     def pack(self, piece: Piece, payload: Tensor, random: Randomness) -> None:
         x, residual, unsent = piece
-        indices, values = self._parts(payload, x.numel())
+        k = _kept(self.ratio, x.numel())
+        # The values include the padding of the payload, which the kernel sets to zero.
+        indices, values = payload[: 4 * k].view(torch.int32), payload[4 * k :].view(torch.float32)
         select = top_k_sampled if self.sampled else top_k
         # The kernel takes a residual only together with a tensor for what is not sent.
         if residual is not None and unsent is None:
             x, residual = x + residual, None
-        select(x, len(indices), indices, values, residual=residual, unsent=unsent)
-        payload[8 * len(indices) :].zero_()
+        select(x, k, indices, values, residual=residual, unsent=unsent)
 
     def unpack(self, payloads: Tensor, out: Tensor, random: Randomness, factor: float) -> None:
-        total = out.zero_() if out.dtype == torch.float32 else torch.zeros_like(out).float()
-        indices, values = self._parts(payloads, out.numel())
-        scatter_add(indices.contiguous(), values.contiguous(), total, factor=factor)
-        if total is not out:
-            out.copy_(total)
+        k = _kept(self.ratio, out.numel())
+        indices = payloads[:, : 4 * k].view(torch.int32)
+        values = payloads[:, 4 * k : 8 * k].view(torch.float32)
+        scatter_sum(indices, values, out, factor=factor)
 
 
 IndexExchange = Generator[Collective, Tensor, Any]  # returns indices, see ``_Agreed.agree``

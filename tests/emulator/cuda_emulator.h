@@ -265,7 +265,12 @@ template <class... A> int launch(void (*kernel)(A...), void** arguments, dim3 gr
 #define __reduce_max_sync(mask, value)            \
     emulator::over_lanes(mask, value, __LINE__, \
                          [](uint32_t most, uint32_t one, int) { return one > most ? one : most; })
+#define __reduce_add_sync(mask, value)            \
+    emulator::over_lanes(mask, value, __LINE__, \
+                         [](uint32_t sum, uint32_t one, int) { return sum + one; })
 inline void __threadfence() {}
+// Blocks run one after the other: what a block waits for has to come from one before.
+#define __nanosleep(time) emulator::fail("a block waits for one that has not run", __LINE__)
 template <class T, class U> T atomicAdd(T* p, U v) { T old = *p; *p = old + (T)v; return old; }
 template <class T, class U> T atomicMax(T* p, U v) { T old = *p; if ((T)v > old) *p = (T)v; return old; }
 template <class T, class U> T atomicOr(T* p, U v) { T old = *p; *p = old | (T)v; return old; }

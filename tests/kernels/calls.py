@@ -93,7 +93,7 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "finite": lambda: (torch.randn(600), torch.ones((), dtype=torch.bool)),
     "pack_bits": lambda: (torch.randn(60) > 0, torch.zeros(8, dtype=torch.uint8)),
     "unpack_bits": lambda: (torch.zeros(8, dtype=torch.uint8), torch.ones(60, dtype=torch.bool)),
-    "scatter_add": lambda: (
+    "scatter_sum": lambda: (
         *(torch.arange(6, dtype=torch.int32)[None], torch.randn(1, 6), torch.zeros(600), 0.5),
     ),
     "hadamard": lambda: (torch.randn(256), torch.zeros(256), 64, False, STEP, 1, 0, 0),

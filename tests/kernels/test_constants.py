@@ -23,8 +23,10 @@ SHARED = [
     ("include/philox.h", "kRounds", philox._ROUNDS),
     ("include/philox.h", "kSigns", philox.SIGNS),
     ("sparse.cpp", "kFew", sparse._SAMPLE),
-    ("sparse.cu", "kSample", sparse._SAMPLE),
     ("sparse.cu", "kTile", sparse._TILE),
+    ("sparse.cu", "kTake", sparse._TAKE),
+    ("sparse.cu", "kRange", sparse._RANGE),
+    ("include/tickets.h", "kWarps", sparse._WARPS),
 ]
 
 

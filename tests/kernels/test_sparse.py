@@ -10,23 +10,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks.kernels import scatter_add, sparse, top_k, top_k_sampled, use_kernels
+from commhooks.kernels import scatter_sum, sparse, top_k, top_k_sampled, use_kernels
 from tests.kernels.inputs import CPP, DTYPES, LARGE, SIZES, plain, same, tricky, unaligned
 from tests.kernels.machines import machines, on
 
-NAMES = ("sample", "collect", "count", "emit", "count_reached", "take_reached")
 KERNELS = {
     "sparse.cu": [
-        *(f"{name}<{t}>" for name in NAMES for t in CPP.values()),
-        *(f"histogram<{t}, {digit}>" for t in CPP.values() for digit in range(3)),
-        *("scan", "scatter_add"),
+        *(f"{name}<{t}>" for name in ("select", "take", "scatter_sum") for t in CPP.values()),
+        *(f"sample<{t}, {size}>" for t in CPP.values() for size in ("2048, true", "8192, false")),
     ]
 }
 
 
 def outputs(run: Any, x: Tensor, k: int, *, residual: bool, left: bool) -> dict[str, Tensor]:
     n = x.numel()
-    found = {"indices": torch.full((k,), -7, dtype=torch.int32), "values": torch.full((k,), 7.0)}
+    padded = k + k % 3  # with some padding
+    found = {
+        "indices": torch.full((k,), -7, dtype=torch.int32),
+        "values": torch.full((padded,), 7.0),
+    }
     kept = plain(n, seed=1) if residual else None
     rest = torch.full((n,), 5.0) if left else None
     run(sparse.top_k_op, x, k, found["indices"], found["values"], kept, rest)
@@ -95,36 +97,70 @@ def test_what_is_left_completes_what_was_taken():
     indices, values = torch.empty(50, dtype=torch.int32), torch.empty(50)
     kept = residual.clone()
     top_k(x, 50, indices, values, residual=kept, unsent=kept)
-    scatter_add(indices[None], values[None], kept)
-    assert torch.equal(kept, x + residual)
+    taken = torch.empty(5000)
+    scatter_sum(indices[None], values[None], taken)
+    assert torch.equal(kept + taken, x + residual)
 
 
-def test_scatter_adds_in_order():
-    for machine in machines():
-        indices = torch.stack([torch.randperm(1000)[:100] for _ in range(4)]).int()
-        values, expected = torch.randn(4, 100), torch.randn(1000)
-        got = expected.clone()
-        sparse.scatter_add_op.definition(indices, values, expected, 1 / 3)
-        with on(machine, KERNELS) as run:
-            run(sparse.scatter_add_op, indices, values, got, 1 / 3)
-        assert same(expected, got)
+def payloads(count: int, n: int, k: int) -> tuple[Tensor, Tensor]:
+    """Rows of ascending places, some with -1 behind them, and values; rows lie apart."""
+    rows = torch.full((count, 2 * k + 3), -1, dtype=torch.int32)
+    for p, row in enumerate(rows):
+        some = k if p % 3 else k * p // (count + 1)
+        row[:some] = torch.randperm(n)[:some].sort().values
+    rows[:, k : 2 * k].view(torch.float32).copy_(torch.randn(count, k))
+    return rows[:, :k], rows[:, k : 2 * k].view(torch.float32)
+
+
+def test_payloads_are_added_in_order():
+    # More payloads than a block looks up at once, more entries than a block has threads, two ranges.
+    sizes = ((0, 0, 0), (0, 9, 0), (3, 1, 1), (4, 1000, 100), (130, 9000, 700), (9, 8192, 8192))
+    for (count, n, k), dtype in itertools.product(sizes, DTYPES):
+        indices, values = payloads(count, n, k)
+        expected, got = torch.full((2, n), 7.0, dtype=dtype)
+        sparse.scatter_sum_op.definition(indices, values, expected, 1 / 3)
+        for machine in machines():
+            with on(machine, KERNELS) as run:
+                run(sparse.scatter_sum_op, indices, values, got.fill_(7.0), 1 / 3)
+            assert same(expected, got), (machine, count, n, k, dtype)
+
+
+def test_sums_of_payloads_are_rounded_once():
+    indices = torch.zeros(3, 1, dtype=torch.int32)
+    values = torch.tensor([[1.0], [2.0**-11], [2.0**-11]])
+    out = torch.empty(1, dtype=torch.float16)
+    scatter_sum(indices, values, out)
+    assert out.item() == 1 + 2.0**-10
 
 
 @pytest.mark.parametrize("mode", ["native", "definition"])
-@pytest.mark.parametrize("place", [-2, 10])
-def test_a_place_outside_is_an_error(place, mode):
-    indices = torch.tensor([[1, place]], dtype=torch.int32)
+@pytest.mark.parametrize("places", [[1, -2], [1, 10], [-1, 0], [2, 1], [1, 1], [9000, 1]])
+def test_a_wrong_place_is_an_error(places, mode):
+    indices = torch.tensor([places], dtype=torch.int32)
     with use_kernels(mode), pytest.raises(ValueError, match="places below 10"):
-        scatter_add(indices, torch.ones(1, 2), torch.zeros(10))
+        scatter_sum(indices, torch.ones(1, 2), torch.zeros(10))
+
+
+def test_wrong_places_write_nothing_outside_on_a_gpu():
+    for machine in machines():
+        if machine.startswith("v"):
+            continue
+        indices = torch.randint(-(2**31), 2**31 - 1, (5, 600), dtype=torch.int32)
+        indices[1:] %= 9000
+        around = torch.full((9000 + 200,), 7.0)
+        with on(machine, KERNELS) as run:
+            run(sparse.scatter_sum_op, indices, torch.ones(5, 600), around[100:-100], 1.0)
+        assert (around[:100] == 7).all()
+        assert (around[-100:] == 7).all()
 
 
 @pytest.mark.parametrize("mode", ["native", "definition"])
 def test_minus_one_adds_nothing(mode):
-    out = torch.zeros(3)
-    indices = torch.tensor([[2, -1], [-1, 0]], dtype=torch.int32)
+    out = torch.ones(3)
+    indices = torch.tensor([[2, -1], [0, -1]], dtype=torch.int32)
     with use_kernels(mode):
-        scatter_add(indices, torch.tensor([[1.0, 2.0], [3.0, 4.0]]), out)
-    assert out.tolist() == [4.0, 0.0, 1.0]
+        scatter_sum(indices, torch.tensor([[1.0, 2.0], [3.0, 4.0]]), out)
+    assert out.tolist() == [3.0, 0.0, 1.0]
 
 
 def test_a_sampled_threshold_takes_about_k():
@@ -138,8 +174,9 @@ def test_a_sampled_threshold_takes_about_k():
     assert 0.5 * k < count <= k
     exact = x.abs().topk(k).values
     assert values[:count].abs().min() > 0.9 * exact[-1]
-    scatter_add(indices[None], values[None], left)
-    assert torch.equal(left, x)
+    taken = torch.empty_like(x)
+    scatter_sum(indices[None], values[None], taken)
+    assert torch.equal(left + taken, x)
 
 
 def call(**changes: Any) -> None:
@@ -157,7 +194,7 @@ def call(**changes: Any) -> None:
     [
         ({"k": 11}, ValueError, r"\(k\): 0 to 10, got 11"),
         ({"indices": torch.empty(2)}, TypeError, r"\(indices\): dtype"),
-        ({"values": torch.empty(3)}, ValueError, r"\(values\): 2 entries"),
+        ({"values": torch.empty(1)}, ValueError, r"\(values\): 2 entries, and fewer than 256 of padding, got 1"),
         ({"residual": torch.ones(10)}, ValueError, r"\(unsent\): needed"),
         ({"x": torch.ones(10).int()}, TypeError, r"\(x\): dtype"),
     ],
@@ -178,5 +215,5 @@ def fuzz(run: Any, rng: random.Random) -> None:
     kept = torch.randn(n) if left is not None and rng.random() < 0.5 else None
     indices, values = torch.empty(k, dtype=torch.int32), torch.empty(k)
     run(sparse.top_k_op, x, k, indices, values, kept, left)
-    run(sparse.scatter_add_op, indices[None], values[None], torch.zeros(n), 0.5)
+    run(sparse.scatter_sum_op, *payloads(rng.randrange(5), n, k), torch.empty(n, dtype=dtype), 0.5)
     run(sparse.top_k_sampled_op, x, k, indices, values, kept, left)
