@@ -130,23 +130,23 @@ class _Agreed(Scheme):
         yield  # makes this a generator function
 
     def take(self, bucket: Bucket, indices: Any) -> Tensor:
-        """Returns the gradient's entries at ``indices``; writes others to ``bucket.unsent``."""
+        """Returns the gradient's entries at ``indices``; writes others to ``bucket.unsent``.
+
+        At least one of the values is NaN unless all entries are finite, also those that are not
+        sent: so the sum of the values tells the other ranks.
+        """
         raise NotImplementedError
 
-    def put(self, values: Tensor, out: Tensor, indices: Any) -> None:
-        """Writes values to ``out`` at ``indices``, and zeros elsewhere."""
+    def put(self, values: Tensor, out: Tensor, indices: Any, finite: Tensor | None = None) -> None:
+        """Writes values to ``out`` at ``indices``, and zeros elsewhere; NaN unless ``finite``."""
         raise NotImplementedError
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
         if not bucket.raw.numel():
             return (yield from bucket.all_reduce())
-        unsent, output = bucket.unsent, bucket.output
+        unsent = bucket.unsent
         indices = yield from self.agree(bucket)
         values = self.take(bucket, indices)
-        # With feedback, entries are in ``values`` or in ``unsent``. NaN in all values tells other
-        # ranks of an entry that is not sent.
-        finite = all_finite(bucket.raw if unsent is None else unsent) & all_finite(values)
-        values.add_(nan_unless(finite))
         own_values = values if unsent is None else values.clone()
         request = AllReduce(values)
         values = yield request
@@ -155,17 +155,21 @@ class _Agreed(Scheme):
             self.put(own_values - request.sent, error, indices)
             unsent.add_(error)
         finite = all_finite(values)
-        # In the dtype of the values, and rounded to that of the output once, at the end.
-        mean = output
-        if mean.dtype != values.dtype:
-            mean = torch.empty_like(mean, dtype=values.dtype)
-        self.put(values, mean, indices)
-        # Reading the flag is free on a CPU only; on a GPU it would wait for the device.
-        if finite.device.type != "cpu" or not finite:
-            mean.add_(nan_unless(finite))
-        if mean.dtype != output.dtype:
-            mean = output.copy_(mean)
-        return Result(mean, unsent=unsent, finite=finite)
+        self.put(values, bucket.output, indices, finite)
+        return Result(bucket.output, unsent=unsent, finite=finite)
+
+
+def _with_flag(values: Tensor, bucket: Bucket) -> Tensor:
+    """Makes values NaN unless all entries are finite; with feedback others are in ``unsent``."""
+    others = bucket.raw if bucket.unsent is None else bucket.unsent
+    return values.add_(nan_unless(all_finite(others) & all_finite(values)))
+
+
+def _spoil_unless(finite: Tensor | None, out: Tensor) -> None:
+    """Makes all entries NaN unless ``finite``."""
+    # Reading the flag is free on a CPU only; on a GPU it would wait for the device.
+    if finite is not None and (finite.device.type != "cpu" or not finite):
+        out.add_(nan_unless(finite))
 
 
 @register_scheme("random_k")
@@ -190,19 +194,25 @@ class RandomK(_Agreed):
         x, unsent = bucket.raw, bucket.unsent
         k = _kept(self.ratio, x.numel())
         if x.dtype == torch.float64:  # which the kernel does not know
-            return _take_at(
-                _random_indices(x.numel(), k, *indices, x.device), bucket.gradient, unsent
-            )
+            at = _random_indices(x.numel(), k, *indices, x.device)
+            return _with_flag(_take_at(at, bucket.gradient, unsent), bucket)
         values = x.new_empty(k, dtype=torch.float32)
         gather_random(x, values, indices[0], residual=bucket.residual, unsent=unsent)
         return values
 
-    def put(self, values: Tensor, out: Tensor, indices: tuple[RandomBits, int]) -> None:
+    def put(
+        self,
+        values: Tensor,
+        out: Tensor,
+        indices: tuple[RandomBits, int],
+        finite: Tensor | None = None,
+    ) -> None:
         if out.dtype == torch.float64:
             at = _random_indices(out.numel(), values.numel(), *indices, out.device)
             out.zero_().index_copy_(0, at, values)
+            _spoil_unless(finite, out)
         else:
-            scatter_random(values, out, indices[0])
+            scatter_random(values, out, indices[0], finite=finite)
 
 
 def _random_indices(n: int, k: int, stream: RandomBits, step: int, device: torch.device) -> Tensor:
@@ -242,13 +252,16 @@ class RandomBlock(_Agreed):
         if unsent is not None:
             for piece in pieces:
                 piece.zero_()
-        return values
+        return _with_flag(values, bucket)
 
-    def put(self, values: Tensor, out: Tensor, indices: list[slice]) -> None:
+    def put(
+        self, values: Tensor, out: Tensor, indices: list[slice], finite: Tensor | None = None
+    ) -> None:
         out.zero_()
         sizes = [part.stop - part.start for part in indices]
         for part, piece in zip(indices, values.split(sizes), strict=True):
             out[part] = piece
+        _spoil_unless(finite, out)
 
 
 @register_scheme("aligned_topk")
@@ -307,12 +320,15 @@ class AlignedTopK(_Agreed):
         if bucket.unsent is not None:
             others = rows.index_fill(0, indices, 0.0).view(-1)
             bucket.unsent.copy_(others[: bucket.unsent.numel()])  # without the padding
-        return values
+        return _with_flag(values, bucket)
 
-    def put(self, values: Tensor, out: Tensor, indices: Tensor) -> None:
+    def put(
+        self, values: Tensor, out: Tensor, indices: Tensor, finite: Tensor | None = None
+    ) -> None:
         rows = torch.zeros_like(self._rows(out))
         rows[indices] = values.view(-1, self.row).to(rows.dtype)
         out.copy_(rows.view(-1)[: out.numel()])
+        _spoil_unless(finite, out)
 
     def _rows(self, flat: Tensor) -> Tensor:
         return pad(flat, (0, -flat.numel() % self.row)).view(-1, self.row)

@@ -33,7 +33,7 @@ SIGNATURES = {
     "quantize_rotated": "iiipifpiii???iiipii",
     "quantize_shared": "ip?iipf?iiip?",
     "requantize": "iipiifi???iiipii",
-    "scatter_random": "pifpiipi",
+    "scatter_random": "pif?piiipi",
     "scatter_sum": "pipiiifipip",
     "top_k": "ipiipp??pi",
     "top_k_sampled": "ipiiipp??p",

@@ -100,7 +100,9 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "gather_random": lambda: (
         *(torch.randn(600), torch.zeros(6), torch.randn(600), torch.zeros(600), STEP, 1, 0),
     ),
-    "scatter_random": lambda: (torch.randn(6), torch.zeros(600), 0.5, STEP, 1, 0),
+    "scatter_random": lambda: (
+        *(torch.randn(6), torch.zeros(600), 0.5, torch.tensor(True), STEP, 1, 0),
+    ),
     "dct": lambda: (torch.randn(128), torch.randn(64, 64), torch.zeros(128)),
     "cast": lambda: (torch.randn(600), torch.zeros(600).half(), 0.5, STEP, 1, 0, 0),
     "requantize": lambda: (
