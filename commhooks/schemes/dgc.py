@@ -128,10 +128,9 @@ class DGC(Scheme):
         indices, values = payload[0], payload[1].view(torch.float32)
         unsent = torch.empty_like(v)
         (top_k_sampled if self.sampled else top_k)(v, k, indices, values, unsent=unsent)
-        # By value, not by index: a sampled threshold sends fewer than k, and pads its indices.
-        taken = (unsent == 0) & (v != 0)
         bucket.write(_UNSENT, unsent)
-        bucket.write(_MOMENTUM, u.masked_fill_(taken, 0.0))
+        # By value, not by index: a sampled threshold sends fewer than k, and pads its indices.
+        bucket.write(_MOMENTUM, u.masked_fill_(unsent != v, 0.0))
         gathered = yield AllGather(payload)
         mean = bucket.output
         if mean.dtype == torch.float64:  # which the kernel does not know

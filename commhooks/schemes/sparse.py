@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -302,9 +303,7 @@ class AlignedTopK(_Agreed):
 
     def agree(self, bucket: Bucket) -> IndexExchange:
         rows = self._rows(bucket.gradient).to(bucket.wide_dtype)
-        generator = bucket.generator(f"{bucket.layout.names[0]}/sketch", shared=True)
-        signs = torch.randint(0, 2, (self.row, self.directions), generator=generator, device="cpu")
-        sketch = yield AllReduce(rows @ (2.0 * signs - 1.0).to(rows))
+        sketch = yield AllReduce(rows @ self._directions(bucket, rows))
         # The squared norm of a projection on random signs is that of the row, on average.
         energy = torch.zeros_like(sketch[:, 0], dtype=torch.float32)
         for column in sketch.unbind(1):  # in this order on every device: ranks pick the same rows
@@ -330,8 +329,28 @@ class AlignedTopK(_Agreed):
         out.copy_(rows.view(-1)[: out.numel()])
         _spoil_unless(finite, out)
 
+    def _directions(self, bucket: Bucket, rows: Tensor) -> Tensor:
+        """Returns the random directions of this step as columns."""
+        generator = bucket.generator(f"{bucket.layout.names[0]}/sketch", shared=True)
+        begin = int(torch.randint(_BEGINS, (), generator=generator, device="cpu"))
+        count = self.row * self.directions
+        table = _signs(count + _BEGINS, rows.dtype, rows.device)
+        return table[begin : begin + count].view(self.row, self.directions)
+
     def _rows(self, flat: Tensor) -> Tensor:
         return pad(flat, (0, -flat.numel() % self.row)).view(-1, self.row)
+
+
+_BEGINS = 1 << 16
+
+
+@lru_cache(maxsize=64)
+def _signs(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns random signs, the same in every process."""
+    # Kept on the device: a host that copied signs there in every step would wait for its GPU.
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randint(0, 2, (count,), generator=generator, device="cpu")
+    return (2.0 * signs - 1.0).to(device, dtype)
 
 
 def _take_at(indices: Tensor, x: Tensor, unsent: Tensor | None) -> Tensor:

@@ -22,6 +22,8 @@ HERE = Path(__file__).parent
 KERNELS = HERE.parents[1] / "kernels"
 # Fewer blocks than work, so that every loop over the grid takes more than one turn.
 MOST_BLOCKS = 3
+# Several blocks at once, in turns that a seed decides.
+RESIDENT = ("-DRESIDENT=4", "-pthread")
 SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 
 
@@ -65,6 +67,7 @@ extern "C" int emulator_launch(const char* name, const dim3* grid, const dim3* b
 }}
 extern "C" const char* emulator_error() {{ return emulator::error.c_str(); }}
 extern "C" void emulator_order(unsigned order) {{ emulator::lane_order = order & 31; }}
+extern "C" void emulator_seed(unsigned seed) {{ emulator::seed = seed; }}
 """
 
     def compile_to(library: Path) -> None:
@@ -72,7 +75,8 @@ extern "C" void emulator_order(unsigned order) {{ emulator::lane_order = order &
         file.write_text(text)
         command = [
             *("g++", "-std=c++17", "-O1", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-w"),
-            *("-shared", f"-I{KERNELS}", *flags, str(file), "-o", str(library)),
+            # Two libraries in one process may have shared memory of the same name.
+            *("-fno-gnu-unique", "-shared", f"-I{KERNELS}", *flags, str(file), "-o", str(library)),
         ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -85,35 +89,53 @@ extern "C" void emulator_order(unsigned order) {{ emulator::lane_order = order &
 
 
 def launch_on(
-    library: ctypes.CDLL, name: str, blocks: int, threads: int, arguments: Sequence[Any]
+    library: ctypes.CDLL,
+    name: str,
+    blocks: tuple[int, int],
+    threads: int,
+    arguments: Sequence[Any],
 ) -> None:
     """Raises EmulatedError if the kernel did not end well."""
     pointers = (ctypes.c_void_p * len(arguments))(
         *(ctypes.cast(ctypes.byref(one), ctypes.c_void_p) for one in arguments)
     )
-    grid, block = (ctypes.c_uint * 3)(blocks, 1, 1), (ctypes.c_uint * 3)(threads, 1, 1)
+    grid, block = (ctypes.c_uint * 3)(*blocks, 1), (ctypes.c_uint * 3)(threads, 1, 1)
     if library.emulator_launch(name.encode(), grid, block, pointers):
         raise EmulatedError(f"{name}: {library.emulator_error().decode()}")
 
 
 @contextmanager
 def emulated(
-    names: dict[str, Sequence[str]], order: int = 0, flags: Sequence[str] = ()
+    names: dict[str, Sequence[str]],
+    order: int = 0,
+    flags: Sequence[str] = (),
+    *,
+    blocks: int = MOST_BLOCKS,
+    seed: int = 0,
 ) -> Iterator[None]:
     """Within it, ``cuda.launch`` runs kernels on tensors of the CPU, lanes in that order.
 
     Args:
         names: the kernels that may be launched, by file; they are compiled together.
         flags: of g++.
+        blocks: of a grid, at most.
+        seed: of the turns of blocks, where several are resident; see ``RESIDENT``.
     """
 
     def launch(
-        source: str, name: str, device: torch.device, work: int, arguments: Sequence[Any]
+        source: str,
+        name: str,
+        device: torch.device,
+        work: int,
+        arguments: Sequence[Any],
+        rows: int = 1,
     ) -> None:
         library = build(file_of(source), names[source], flags)
         library.emulator_order(order)
+        library.emulator_seed(seed)
         values = [as_ctypes(one) for one in arguments]
-        launch_on(library, name, min(-(-work // 8), MOST_BLOCKS), 256, values)
+        grid = (min(-(-work // 8), blocks), rows)
+        launch_on(library, name, grid, 256, values)
 
     with mock.patch.object(cuda, "launch", launch):
         yield

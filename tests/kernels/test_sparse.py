@@ -85,6 +85,18 @@ def test_data_on_which_a_sample_misleads(data):
             agree(cpu if n > 100_000 else machines(orders=(0,)), x, k, residual=False, left=True)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sample_of_nothing_but_the_largest(dtype):
+    # The entries of which the CUDA kernel takes its sample: fewer than k reach its bound.
+    n, size = 100_000, 2048
+    i = torch.arange(size)
+    places = i * n // size + ((i * 2654435769 & 0xFFFFFFFF) * (n // size) >> 32)
+    x = plain(n).clamp(-4, 4)
+    x[places] = 5 + plain(size).abs().clamp(max=4)
+    for k in (n // 3, n // 30):
+        agree(machines(), x.to(dtype), k, residual=False, left=True)
+
+
 def test_ties_are_taken_from_the_front():
     indices, values = torch.empty(3, dtype=torch.int32), torch.empty(3)
     top_k(torch.tensor([1.0, -2.0, 0.5, 1.0, -1.0, 1.0]), 3, indices, values)
