@@ -18,6 +18,7 @@ from torch import Tensor
 
 from commhooks.core.flat_values import FlatValues, Place
 from commhooks.core.layout import Layout
+from commhooks.kernels import restore
 
 __all__ = ["Memory", "share_storage"]
 
@@ -115,7 +116,7 @@ class Memory:
     def commit(self, good: Tensor, left_alone: Collection[str] = ()) -> None:
         """Ends a step: commits the staged writes if ``good`` (one bool), else drops them.
 
-        On CUDA the choice is made on the device, without waiting for it.
+        On a GPU the choice is made on the device, without waiting for it.
 
         Args:
             good: the verdict, a tensor of one bool.
@@ -154,22 +155,39 @@ class Memory:
         for (key, layout), values in notes.items():
             self._kept.put(key, layout, values)
         for (key, layout), flat in staged.items():
-            # The device chooses later, so the old values have to be in this layout now.
-            if not on_host and flat is not None:
-                self.read(key, layout, device=flat.device, dtype=flat.dtype)
             old = self._kept.flat.get((key, layout))
-            if not on_host and old is not None:
-                flat = torch.where(good, torch.zeros_like(old) if flat is None else flat, old)
+            if not on_host:
+                flat, old = self._chosen_on_device(key, layout, flat, old, good)
             if flat is None:
                 self._kept.remove(key, layout)
                 continue
             self._kept.put(key, layout, flat)
-            # On a GPU the caching allocator reuses what is freed.
             fits = old is not None and old.shape == flat.shape and not share_storage(flat, old)
+            # On a GPU the caching allocator reuses what is freed.
             if on_host and key in self._kept.reused and old is not None and fits:
                 self._kept.spare[key, layout] = old
             if new := absent.get((key, layout)):
                 self._kept.forget(key, layout, new)
+
+    def _chosen_on_device(
+        self, key: str, layout: Layout, flat: Tensor | None, old: Tensor | None, good: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Returns new values that are the old ones after a bad step, and the old values.
+
+        The new tensor is taken, and a kernel writes the old values back if the step was bad: in a
+        good one, which nearly all are, nothing passes through memory (docs/design/kernels.md).
+        """
+        if flat is not None:  # the old values have to be in this layout
+            old = self.read(key, layout, device=flat.device, dtype=flat.dtype)
+        if old is None:
+            return flat, old
+        if flat is None:  # a removal: zeros, unless the step was bad
+            flat = torch.zeros_like(old)
+        elif share_storage(flat, old):  # a scheme wrote what it had read: nothing to go back to
+            return flat, old
+        # The dtypes differ after values of another dtype were loaded.
+        restore(flat, old.to(flat.dtype), good)
+        return flat, old
 
     # ---- saving and loading
 

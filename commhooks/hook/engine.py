@@ -17,7 +17,7 @@ from commhooks.core.layout import Layout
 from commhooks.core.memory import Memory
 from commhooks.core.scheme import Scheme, slots_of
 from commhooks.core.settings import check_seed
-from commhooks.core.step_info import StepInfo
+from commhooks.core.step_info import Counters, StepInfo
 from commhooks.errors import SchemeError
 from commhooks.kernels import all_finite
 from ddp_core import AllReduce, Exchange
@@ -35,6 +35,7 @@ class _Step:
     closed: bool = False
     failed: bool = False
     finite: list[Tensor] = field(default_factory=list)
+    counters: Counters = field(default_factory=dict)
     left_alone: Collection[str] = ()
 
 
@@ -121,6 +122,7 @@ class Engine:
             rank=self.rank,
             world_size=self.world_size,
             seed=self.seed,
+            counters=None if self._open is None else self._open.counters,
         )
 
     def step_info(self, dtype: torch.dtype, step: int) -> StepInfo:
