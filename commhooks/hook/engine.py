@@ -189,7 +189,8 @@ class Engine:
         if not step.closed or step.finished < len(step.launched):
             return
         if step.finite and not step.failed:
-            good = torch.stack(step.finite).all()
+            flags = step.finite
+            good = flags[0] if len(flags) == 1 else torch.stack(flags).all()
             step.memory.commit(good, step.left_alone)
             # On a GPU the count would make the host wait for the device in every step.
             if good.device.type == "cpu" and not good.item():
