@@ -12,7 +12,7 @@ from torch import Tensor
 from commhooks.core.layout import Layout
 from commhooks.core.memory import Memory, share_storage
 from commhooks.core.slot import Slot
-from commhooks.core.step_info import Counters, StepInfo, number_of
+from commhooks.core.step_info import StepInfo, number_of
 from commhooks.errors import SchemeError
 from commhooks.kernels import RandomBits
 from ddp_core import AllReduce, Collective
@@ -60,7 +60,7 @@ class Bucket(StepInfo):
         residual: flat, float32 (float64 if the gradient is), kept from earlier steps; or None.
         unsent: flat, like ``residual``; takes what this step does not send. None: no feedback is
             around the scheme, so its result may leave out ``sent`` and ``unsent``.
-        memory, step, rank, world_size, seed, counters: see :class:`commhooks.core.StepInfo`.
+        memory, step, rank, world_size, seed: see :class:`commhooks.core.StepInfo`.
 
     Args:
         layout: parameter names and shapes; or a function for them, called at the first use.
@@ -85,16 +85,8 @@ class Bucket(StepInfo):
         rank: int = 0,
         world_size: int = 1,
         seed: int = 0,
-        counters: Counters | None = None,
     ) -> None:
-        super().__init__(
-            memory=memory,
-            step=step,
-            rank=rank,
-            world_size=world_size,
-            seed=seed,
-            counters=counters,
-        )
+        super().__init__(memory=memory, step=step, rank=rank, world_size=world_size, seed=seed)
         self.raw, self.residual, self.unsent = raw, residual, unsent
         self.output = raw if output is None else output
         self._layout = layout

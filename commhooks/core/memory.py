@@ -155,9 +155,12 @@ class Memory:
         for (key, layout), values in notes.items():
             self._kept.put(key, layout, values)
         for (key, layout), flat in staged.items():
+            # The device chooses later, so the old values have to be in this layout now.
+            if not on_host and flat is not None:
+                self.read(key, layout, device=flat.device, dtype=flat.dtype)
             old = self._kept.flat.get((key, layout))
-            if not on_host:
-                flat, old = self._chosen_on_device(key, layout, flat, old, good)
+            if not on_host and old is not None:
+                flat = _chosen_on_device(flat, old, good)
             if flat is None:
                 self._kept.remove(key, layout)
                 continue
@@ -168,26 +171,6 @@ class Memory:
                 self._kept.spare[key, layout] = old
             if new := absent.get((key, layout)):
                 self._kept.forget(key, layout, new)
-
-    def _chosen_on_device(
-        self, key: str, layout: Layout, flat: Tensor | None, old: Tensor | None, good: Tensor
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Returns new values that are the old ones after a bad step, and the old values.
-
-        The new tensor is taken, and a kernel writes the old values back if the step was bad: in a
-        good one, which nearly all are, nothing passes through memory (docs/design/kernels.md).
-        """
-        if flat is not None:  # the old values have to be in this layout
-            old = self.read(key, layout, device=flat.device, dtype=flat.dtype)
-        if old is None:
-            return flat, old
-        if flat is None:  # a removal: zeros, unless the step was bad
-            flat = torch.zeros_like(old)
-        elif share_storage(flat, old):  # a scheme wrote what it had read: nothing to go back to
-            return flat, old
-        # The dtypes differ after values of another dtype were loaded.
-        restore(flat, old.to(flat.dtype), good)
-        return flat, old
 
     # ---- saving and loading
 
@@ -236,3 +219,16 @@ def share_storage(flat: Tensor, other: Tensor | None) -> bool:
     if other is None:
         return False
     return flat.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def _chosen_on_device(flat: Tensor | None, old: Tensor, good: Tensor) -> Tensor:
+    """Returns a tensor that has the new values after a good step, else the old ones.
+
+    That is the new tensor, to which a kernel writes the old values if the step was bad: after a
+    good one, as nearly all are, nothing passes through memory (docs/design/kernels.md).
+    """
+    if flat is None:  # a removal
+        flat = torch.zeros_like(old)
+    if not share_storage(flat, old):  # else a scheme wrote what it had read
+        restore(flat, old.to(flat.dtype), good)
+    return flat

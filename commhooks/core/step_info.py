@@ -25,9 +25,6 @@ class StepInfo:
         step: number of the synchronised backward pass, from 0.
         rank, world_size: within the process group.
         seed: keys all random bits, together with names, step and rank; the same on every rank.
-
-    Args:
-        dtype: of the gradients.
         counters: the tensors of :meth:`step_on`, which the buckets of a step share.
     """
 
@@ -40,12 +37,11 @@ class StepInfo:
         world_size: int = 1,
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
-        counters: Counters | None = None,
     ) -> None:
         self.memory = Memory() if memory is None else memory
         self.step, self.rank, self.world_size, self.seed = step, rank, world_size, seed
         self._dtype = dtype
-        self._counters = {} if counters is None else counters
+        self.counters: Counters = {}
 
     @property
     def wide_dtype(self) -> torch.dtype:
@@ -59,10 +55,10 @@ class StepInfo:
         """
         # Per stream as well: an exchange on another stream would not wait for the fill.
         key = (self.step, device, _stream_of(device))
-        counter = self._counters.get(key)
+        counter = self.counters.get(key)
         if counter is None:
             counter = torch.full((), self.step, dtype=torch.int64, device=device)
-            self._counters[key] = counter
+            self.counters[key] = counter
         return counter
 
     def generator(

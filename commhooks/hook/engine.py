@@ -114,16 +114,19 @@ class Engine:
 
     def bucket(self, gradient: Tensor, layout: Layout | Callable[[], Layout]) -> Bucket:
         """Returns the ``Bucket`` that a scheme gets in the current step."""
-        return Bucket(
+        step = self._open
+        bucket = Bucket(
             gradient,
             layout,
-            memory=self.memory if self._open is None else self._open.memory,
+            memory=self.memory if step is None else step.memory,
             step=self.step,
             rank=self.rank,
             world_size=self.world_size,
             seed=self.seed,
-            counters=None if self._open is None else self._open.counters,
         )
+        if step is not None:
+            bucket.counters = step.counters
+        return bucket
 
     def step_info(self, dtype: torch.dtype, step: int) -> StepInfo:
         """Returns the facts of a step for initial values of parameters of ``dtype``."""

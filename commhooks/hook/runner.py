@@ -110,8 +110,7 @@ class Runner:
         step = self._step
         if step is None:
             return
-        # On a GPU the commit reads what exchanges wrote on the driver's streams. The host does not
-        # wait for them, and the caller's stream has done so already, for the averages.
+        # On a GPU the commit reads what exchanges wrote on the driver's streams.
         if self._engine.keeps_memory:
             self._drivers.join()
         self._engine.end(set(self._binding.names(left_alone)))
@@ -221,11 +220,11 @@ class Runner:
         is_last: bool,
         note: Callable[[RoundRecord], None] | None = None,
     ) -> Future[Tensor]:
-        """Hands an exchange to the driver for its device; ``note`` gets its ledger rows as well."""
+        """Hands an exchange to the driver for its device; ``note`` gets its ledger rows too."""
         # A new key, not the index, which two buckets of one step may share (static graphs). With
         # ``ends_later`` ``step_landed`` commits: backward may raise after the last bucket.
-        ends = is_last and not step.ends_later  # its end commits the step
-        self._engine.begin_bucket(object(), is_last=ends)
+        commits = is_last and not step.ends_later
+        self._engine.begin_bucket(object(), is_last=commits)
         task = Task(
             exchange,
             step=step.number,
@@ -234,7 +233,7 @@ class Runner:
             world_size=self._engine.world_size,
             max_rounds=self._engine.traits.rounds,
             record=partial(_record, self._ledger, note),
-            joins=ends and self._engine.keeps_memory,
+            joins=commits and self._engine.keeps_memory,
         )
         return self._drivers.run(task, device, step.group)
 
