@@ -160,12 +160,6 @@ class _Agreed(Scheme):
         return Result(bucket.output, unsent=unsent, finite=finite)
 
 
-def _with_flag(values: Tensor, bucket: Bucket) -> Tensor:
-    """Makes values NaN unless all entries are finite; with feedback others are in ``unsent``."""
-    others = bucket.raw if bucket.unsent is None else bucket.unsent
-    return values.add_(nan_unless(all_finite(others) & all_finite(values)))
-
-
 def _spoil_unless(finite: Tensor | None, out: Tensor) -> None:
     """Makes all entries NaN unless ``finite``."""
     # Reading the flag is free on a CPU only; on a GPU it would wait for the device.
@@ -196,7 +190,8 @@ class RandomK(_Agreed):
         k = _kept(self.ratio, x.numel())
         if x.dtype == torch.float64:  # which the kernel does not know
             at = _random_indices(x.numel(), k, *indices, x.device)
-            return _with_flag(_take_at(at, bucket.gradient, unsent), bucket)
+            finite = all_finite(bucket.gradient)
+            return _take_at(at, bucket.gradient, unsent).add_(nan_unless(finite))
         values = x.new_empty(k, dtype=torch.float32)
         gather_random(x, values, indices[0], residual=bucket.residual, unsent=unsent)
         return values
@@ -248,12 +243,13 @@ class RandomBlock(_Agreed):
         if unsent is not None:
             # The gradient is in ``unsent`` then, where the pieces that are sent are set to zero.
             source = bucket.gradient if bucket.residual is not None else unsent.copy_(source)
+        finite = all_finite(source)
         pieces = [source[part] for part in indices]
         values = torch.cat(pieces).to(bucket.wide_dtype)
         if unsent is not None:
             for piece in pieces:
                 piece.zero_()
-        return _with_flag(values, bucket)
+        return values.add_(nan_unless(finite))
 
     def put(
         self, values: Tensor, out: Tensor, indices: list[slice], finite: Tensor | None = None
@@ -314,12 +310,13 @@ class AlignedTopK(_Agreed):
         return indices.long()
 
     def take(self, bucket: Bucket, indices: Tensor) -> Tensor:
+        finite = all_finite(bucket.gradient)
         rows = self._rows(bucket.gradient.to(bucket.wide_dtype))
         values = rows[indices].flatten()
         if bucket.unsent is not None:
             others = rows.index_fill(0, indices, 0.0).view(-1)
             bucket.unsent.copy_(others[: bucket.unsent.numel()])  # without the padding
-        return _with_flag(values, bucket)
+        return values.add_(nan_unless(finite))
 
     def put(
         self, values: Tensor, out: Tensor, indices: Tensor, finite: Tensor | None = None

@@ -33,6 +33,7 @@ SIGNATURES = {
     "quantize_rotated": "iiipiiifpiii???iiipii",
     "quantize_shared": "ip?iipf?iiip?",
     "requantize": "iipiifi?fi?iiipii",
+    "restore": "ppip",
     "scatter_random": "pif?piiipi",
     "scatter_sum": "pipiiifipip",
     "top_k": "ipiipp??pi",
