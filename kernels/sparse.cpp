@@ -228,11 +228,13 @@ EXPORT(top_k_sampled)(i64 dtype, const void* x, i64 n, i64 k, i64 place, int* in
 // Adds up payloads for a range of places in the cache, payload after payload, and writes the range.
 // `state` begins as zeros: where the next entry of each payload is, and the number of wrong places.
 EXPORT(scatter_sum)(const int* indices, i64 indices_stride, const float* values, i64 values_stride,
-                    i64 payloads, i64 k, float factor, i64 dtype, void* out, i64 n, i64* state) {
+                    i64 payloads, i64 k, float factor, i64 dtype, void* out, i64 n, u8* finite, i64* state) {
     constexpr i64 kRange = 4096;
+    u32 most = 0;  // magnitude in the result
     with_dtype((int)dtype, [&](auto number) {
         auto* to = (decltype(number)*)out;
         float sums[kRange];
+        Words largest[kVectors] = {};
         for (i64 begin = 0; begin < n; begin += kRange) {
             const i64 end = std::min(begin + kRange, n);
             for (float& one : sums) one = 0.0f;
@@ -250,17 +252,27 @@ EXPORT(scatter_sum)(const int* indices, i64 indices_stride, const float* values,
             i64 i = begin;
             for (; i + kRow <= end; i += kRow) {
                 Floats row[kVectors];
-                for (int v = 0; v < kVectors; ++v) row[v] = load(sums + (i - begin) + v * kWidth);
+                for (int v = 0; v < kVectors; ++v) {
+                    row[v] = load(sums + (i - begin) + v * kWidth);
+                    largest[v] = larger(largest[v], magnitude(rounded_to(number, row[v])));
+                }
                 store(to + i, row);
             }
             if (i == end) continue;
             decltype(number) some[kRow];
-            Floats row[kVectors];
-            for (int v = 0; v < kVectors; ++v) row[v] = load(sums + (i - begin) + v * kWidth);
+            Floats row[kVectors];  // zeros beyond the end
+            for (int v = 0; v < kVectors; ++v) {
+                row[v] = load(sums + (i - begin) + v * kWidth);
+                largest[v] = larger(largest[v], magnitude(rounded_to(number, row[v])));
+            }
             store(some, row);
             for (int l = 0; l < end - i; ++l) to[i + l] = some[l];
         }
+        u32 each[kRow];
+        store_as(each, largest);
+        for (u32 one : each) most = larger(most, one);
     });
+    if (finite) *finite = most < kInfinity;
     // Only -1 is left over.
     for (i64 p = 0; p < payloads; ++p)
         for (i64 i = state[p]; i < k; ++i) state[payloads] += indices[p * indices_stride + i] != -1;

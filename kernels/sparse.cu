@@ -313,11 +313,12 @@ INLINE i64 first_from(const int* indices, i64 k, u64 least) {
 // Adds up payloads for a range of places in shared memory, payload after payload, and writes the range.
 template <class T>
 __global__ void scatter_sum(const int* indices, i64 indices_stride, const float* values, i64 values_stride,
-                            i64 payloads, i64 k, float factor, T* out, i64 n) {
+                            i64 payloads, i64 k, float factor, T* out, i64 n, u8* finite) {
     constexpr int kTogether = kThreads / 2, kAhead = 8;
     __shared__ float sums[kRange];
     __shared__ i64 bounds[kThreads];  // of the range in each of some payloads: begin and end
     const int thread = (int)threadIdx.x;
+    u32 largest = 0;
     for (i64 begin = (i64)blockIdx.x * kRange; begin < n; begin += (i64)gridDim.x * kRange) {
         const u32 count = n - begin < kRange ? (u32)(n - begin) : (u32)kRange;
         for (int i = thread; i < kRange; i += kThreads) sums[i] = 0.0f;
@@ -354,7 +355,11 @@ __global__ void scatter_sum(const int* indices, i64 indices_stride, const float*
             }
         }
         __syncthreads();
-        for (u32 i = (u32)thread; i < count; i += kThreads) store(out + begin + i, sums[i]);
+        for (u32 i = (u32)thread; i < count; i += kThreads) {
+            store(out + begin + i, sums[i]);
+            largest = larger(largest, magnitude(rounded_to(T{}, sums[i])));
+        }
         __syncthreads();
     }
+    if (largest_of_warp(largest) >= kInfinity && finite && lane() == 0) *finite = 0;
 }

@@ -98,11 +98,13 @@ class TopK(PackedCodec):
             x, residual = x + residual, None
         select(x, k, indices, values, residual=residual, unsent=unsent)
 
-    def unpack(self, payloads: Tensor, out: Tensor, random: Randomness, factor: float) -> None:
+    def unpack(self, payloads: Tensor, out: Tensor, random: Randomness, factor: float) -> Tensor:
         k = _kept(self.ratio, out.numel())
         indices = payloads[:, : 4 * k].view(torch.int32)
         values = payloads[:, 4 * k : 8 * k].view(torch.float32)
-        scatter_sum(indices, values, out, factor=factor)
+        finite = torch.empty((), dtype=torch.bool, device=out.device)
+        scatter_sum(indices, values, out, factor=factor, finite=finite)
+        return finite
 
 
 IndexExchange = Generator[Collective, Tensor, Any]  # returns indices, see ``_Agreed.agree``

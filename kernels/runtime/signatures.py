@@ -35,7 +35,7 @@ SIGNATURES = {
     "requantize": "iipiifi?fi?iiipii",
     "restore": "ppip",
     "scatter_random": "pif?piiipi",
-    "scatter_sum": "pipiiifipip",
+    "scatter_sum": "pipiiifipi?p",
     "top_k": "ipiipp??pi",
     "top_k_sampled": "ipiiipp??p",
     "unit_rows": "pipp",

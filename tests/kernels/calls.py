@@ -96,6 +96,7 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "unpack_bits": lambda: (torch.zeros(8, dtype=torch.uint8), torch.ones(60, dtype=torch.bool)),
     "scatter_sum": lambda: (
         *(torch.arange(6, dtype=torch.int32)[None], torch.randn(1, 6), torch.zeros(600), 0.5),
+        torch.tensor(True),
     ),
     "hadamard": lambda: (torch.randn(256), torch.zeros(256), 64, False, STEP, 1, 0, 0),
     "gather_random": lambda: (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from typing import Any
 
@@ -130,11 +131,28 @@ def test_payloads_are_added_in_order():
     for (count, n, k), dtype in itertools.product(sizes, DTYPES):
         indices, values = payloads(count, n, k)
         expected, got = torch.full((2, n), 7.0, dtype=dtype)
-        sparse.scatter_sum_op.definition(indices, values, expected, 1 / 3)
+        if n > 1000:
+            values[-1, -1] = math.inf
+        sparse.scatter_sum_op.definition(indices, values, expected, 1 / 3, None)
         for machine in machines():
             with on(machine, KERNELS) as run:
-                run(sparse.scatter_sum_op, indices, values, got.fill_(7.0), 1 / 3)
+                run(sparse.scatter_sum_op, indices, values, got.fill_(7.0), 1 / 3, None)
+                assert same(expected, got), (machine, count, n, k, dtype)
+                finite = torch.tensor(not expected.isfinite().all())
+                run(sparse.scatter_sum_op, indices, values, got.fill_(7.0), 1 / 3, finite)
             assert same(expected, got), (machine, count, n, k, dtype)
+            assert finite == expected.isfinite().all(), (machine, count, n, k, dtype)
+
+
+@pytest.mark.parametrize("mode", ["native", "definition"])
+def test_a_sum_that_overflows_is_not_finite(mode):
+    indices, values = torch.zeros(2, 1, dtype=torch.int32), torch.full((2, 1), 40000.0)
+    finite = torch.ones((), dtype=torch.bool)
+    with use_kernels(mode):
+        scatter_sum(indices, values, torch.empty(40), finite=finite)
+        assert finite
+        scatter_sum(indices, values, torch.empty(40, dtype=torch.float16), finite=finite)
+        assert not finite
 
 
 def test_sums_of_payloads_are_rounded_once():
@@ -161,7 +179,7 @@ def test_wrong_places_write_nothing_outside_on_a_gpu():
         indices[1:] %= 9000
         around = torch.full((9000 + 200,), 7.0)
         with on(machine, KERNELS) as run:
-            run(sparse.scatter_sum_op, indices, torch.ones(5, 600), around[100:-100], 1.0)
+            run(sparse.scatter_sum_op, indices, torch.ones(5, 600), around[100:-100], 1.0, None)
         assert (around[:100] == 7).all()
         assert (around[-100:] == 7).all()
 
@@ -206,7 +224,11 @@ def call(**changes: Any) -> None:
     [
         ({"k": 11}, ValueError, r"\(k\): 0 to 10, got 11"),
         ({"indices": torch.empty(2)}, TypeError, r"\(indices\): dtype"),
-        ({"values": torch.empty(1)}, ValueError, r"\(values\): 2 entries, and fewer than 256 of padding, got 1"),
+        (
+            {"values": torch.empty(1)},
+            ValueError,
+            r"\(values\): 2 entries, and fewer than 256 of padding, got 1",
+        ),
         ({"residual": torch.ones(10)}, ValueError, r"\(unsent\): needed"),
         ({"x": torch.ones(10).int()}, TypeError, r"\(x\): dtype"),
     ],
@@ -227,5 +249,11 @@ def fuzz(run: Any, rng: random.Random) -> None:
     kept = torch.randn(n) if left is not None and rng.random() < 0.5 else None
     indices, values = torch.empty(k, dtype=torch.int32), torch.empty(k)
     run(sparse.top_k_op, x, k, indices, values, kept, left)
-    run(sparse.scatter_sum_op, *payloads(rng.randrange(5), n, k), torch.empty(n, dtype=dtype), 0.5)
+    run(
+        sparse.scatter_sum_op,
+        *payloads(rng.randrange(5), n, k),
+        torch.empty(n, dtype=dtype),
+        0.5,
+        None,
+    )
     run(sparse.top_k_sampled_op, x, k, indices, values, kept, left)

@@ -12,7 +12,7 @@ SHAPES = [(512, 256), (256,)]
 
 @pytest.mark.parametrize("world_size", [8, 64])
 @pytest.mark.parametrize(
-    ("name", "most"), [("topk", 8), ("random_k", 10), ("random_block", 18), ("dgc", 24)]
+    ("name", "most"), [("topk", 5), ("random_k", 8), ("random_block", 16), ("dgc", 22)]
 )
 def test_launches_do_not_depend_on_the_number_of_ranks(name: str, most: int, world_size: int):
     assert counts_of(make(name), SHAPES, world_size=world_size).launches <= most
