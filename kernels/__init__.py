@@ -22,8 +22,9 @@ from .requantize import requantize
 from .restore import restore
 from .rotated import dequantize_rotated, quantize_rotated
 from .runtime.op import implementations, op, use_kernels, warn_if_missing
+from .scatter import scatter_sum
 from .shared import dequantize_shared, largest_magnitudes, quantize_shared
-from .sparse import scatter_sum, top_k, top_k_sampled
+from .sparse import top_k, top_k_sampled
 
 __all__ = [
     "FORMATS",
@@ -56,8 +57,8 @@ __all__ = [
     "requantize",
     "restore",
     "scaled_cast",
-    "scatter_sum",
     "scatter_random",
+    "scatter_sum",
     "top_k",
     "top_k_sampled",
     "unit_rows",

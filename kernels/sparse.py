@@ -1,4 +1,4 @@
-"""Selects the largest entries of a bucket, and adds up payloads of such entries."""
+"""Selects the largest entries of a bucket."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .runtime import cpu, cuda
 from .runtime.arguments import as_tensor
 from .runtime.op import check, op
 
-__all__ = ["scatter_sum", "top_k", "top_k_sampled"]
+__all__ = ["top_k", "top_k_sampled"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _FLOAT = (torch.float32,)
@@ -144,58 +144,6 @@ def _sample(n: int, k: int) -> tuple[int, int]:
     return size, size if k == n else max(1, rank - math.isqrt(4 * rank))
 
 
-def scatter_sum(
-    indices: Tensor,
-    values: Tensor,
-    out: Tensor,
-    *,
-    factor: float = 1.0,
-    finite: Tensor | None = None,
-) -> None:
-    """Writes the sum of sparse payloads times ``factor`` to ``out``, and zeros elsewhere.
-
-    Products and sums are float32, payload after payload, and rounded to the dtype of ``out`` once.
-
-    Args:
-        indices: int32, shape (payloads, k): places in ``out``, ascending within a payload; behind
-            them -1 where there is nothing to add. Rows may lie apart, as in gathered payloads.
-        values: float32, shape (payloads, k). Rows may lie apart.
-        out: float32, float16 or bfloat16, contiguous, at most 2^31 entries.
-        factor: multiplies each value.
-        finite: one bool; receives whether all of ``out`` is finite.
-
-    Raises:
-        TypeError, ValueError: a tensor has the wrong dtype, size or device; the message names it.
-            On a GPU wrong places are not found, and nothing is written outside ``out``.
-    """
-    scatter_sum_op(indices, values, out, factor, finite)
-
-
-@op(
-    "scatter_sum(Tensor indices, Tensor values, Tensor(a!) out, float factor, Tensor(b!)? finite)"
-    " -> ()"
-)
-def scatter_sum_op(
-    indices: Tensor, values: Tensor, out: Tensor, factor: float, finite: Tensor | None
-) -> None:
-    total = torch.zeros(out.numel(), dtype=torch.float32, device=out.device)
-    # Payload by payload: a single index_add_ would add in any order on a GPU.
-    for places, entries in zip(indices.long(), values, strict=True):
-        count = int((places >= 0).sum())
-        places, rest = places[:count], places[count:]
-        in_range = not count or 0 <= places[0] <= places[-1] < len(total)
-        if not (in_range and (places.diff() > 0).all() and (rest == -1).all()):
-            raise ValueError(_wrong_places(len(total)))
-        total[places] += entries[:count] * factor
-    out.view(-1).copy_(total)
-    if finite is not None:
-        finite.copy_(out.isfinite().all())
-
-
-def _wrong_places(n: int) -> str:
-    return f"scatter_sum(indices): ascending places below {n}, and -1 behind them; got others"
-
-
 # Checks of arguments -------------------------------------------------------------------------
 
 
@@ -237,24 +185,6 @@ def _check_selection(
     check_feedback(caller, x, n, residual, unsent)
 
 
-@scatter_sum_op.check
-def _check_scatter_sum(
-    indices: Tensor, values: Tensor, out: Tensor, factor: float, finite: Tensor | None
-) -> None:
-    check("scatter_sum", "out", out, like=out, dtypes=_DTYPES)
-    if finite is not None:
-        check("scatter_sum", "finite", finite, like=out, dtypes=(torch.bool,), n=1)
-    if out.numel() > 2**31:
-        raise ValueError(f"scatter_sum(out): at most 2^31 entries, got {out.numel()}")
-    for name, tensor, dtype in (("indices", indices, torch.int32), ("values", values, _FLOAT[0])):
-        if tensor.dim() != 2 or tensor.shape != indices.shape:
-            raise ValueError(f"scatter_sum({name}): shape (payloads, k), got {tuple(tensor.shape)}")
-        # Rows are contiguous and may lie apart; none overlap, so that all of them have memory.
-        apart = tensor.stride(0) >= tensor.shape[1] and tensor.stride(1) == 1
-        rows = tensor[0] if len(tensor) and apart and tensor.numel() else tensor
-        check("scatter_sum", name, rows, like=out, dtypes=(dtype,))
-
-
 # CPU kernels ----------------------------------------------------------------------------------
 
 
@@ -292,23 +222,11 @@ def _top_k_sampled_cpu(
     cpu.call("top_k_sampled", cpu.DTYPES[x.dtype], x, n, k, place, *results, scratch)
 
 
-@scatter_sum_op.kernel("cpu")
-def _scatter_sum_cpu(
-    indices: Tensor, values: Tensor, out: Tensor, factor: float, finite: Tensor | None
-) -> None:
-    # Where the kernel stands in each payload, and then how many wrong places it has met.
-    state = torch.zeros(len(indices) + 1, dtype=torch.int64, device="cpu")
-    source = (indices, indices.stride(0), values, values.stride(0), *indices.shape, factor)
-    cpu.call("scatter_sum", *source, cpu.DTYPES[out.dtype], out, out.numel(), finite, state)
-    if state[-1]:
-        raise ValueError(_wrong_places(out.numel()))
-
-
 # CUDA kernels ---------------------------------------------------------------------------------
 
 # As in sparse.cu: entries of a warp in `select` and in `take`, warps of a block, the size of struct
-# Work, places of a block in `scatter_sum`.
-_TILE, _TAKE, _WARPS, _WORK_BYTES, _RANGE = 2048, 512, 8, 4 * (12 + 3 * 2048), 8192
+# Work.
+_TILE, _TAKE, _WARPS, _WORK_BYTES = 2048, 512, 8, 4 * (12 + 3 * 2048)
 _ROUGH = 2048  # entries of the sample of an exact selection, whose bound need not be exact
 
 
@@ -362,17 +280,3 @@ def _top_k_sampled_cuda(
     cuda.launch("sparse.cu", sample, x.device, 1, (x, residual, n, k, place, work, parts))
     arguments = (x, residual, unsent, n, k, work, indices, values, values.numel() - k)
     cuda.launch("sparse.cu", f"take<{t}>", x.device, parts * _WARPS, arguments)
-
-
-@scatter_sum_op.kernel("cuda")
-def _scatter_sum_cuda(
-    indices: Tensor, values: Tensor, out: Tensor, factor: float, finite: Tensor | None
-) -> None:
-    if finite is not None:
-        finite.fill_(True)  # warps only ever write False, so they need no order
-    # Wrong places are skipped without an error: to read a count of them back would make the host
-    # wait for the GPU.
-    source = (indices, indices.stride(0), values, values.stride(0), *indices.shape, factor)
-    warps = -(-out.numel() // _RANGE) * _WARPS
-    kernel = f"scatter_sum<{cuda.DTYPES[out.dtype]}>"
-    cuda.launch("sparse.cu", kernel, out.device, warps, (*source, out, out.numel(), finite))

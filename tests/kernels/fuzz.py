@@ -34,6 +34,7 @@ from tests.kernels import (
     test_restore,
     test_rotated,
     test_scaled_cast,
+    test_scatter,
     test_shared,
     test_sparse,
 )
@@ -53,6 +54,7 @@ FAMILIES: tuple[Any, ...] = (
     test_restore,
     test_rotated,
     test_scaled_cast,
+    test_scatter,
     test_shared,
     test_sparse,
 )

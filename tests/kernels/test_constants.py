@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from commhooks.kernels import _low_rank_definition, _matrices, affine, philox, sparse
+from commhooks.kernels import _low_rank_definition, _matrices, affine, philox, scatter, sparse
 
 SOURCES = Path(_matrices.__file__).parent
 # Where it is in a source, its name there, and its value in Python.
@@ -25,8 +25,9 @@ SHARED = [
     ("sparse.cpp", "kFew", sparse._SAMPLE),
     ("sparse.cu", "kTile", sparse._TILE),
     ("sparse.cu", "kTake", sparse._TAKE),
-    ("sparse.cu", "kRange", sparse._RANGE),
+    ("scatter.cu", "kRange", scatter._RANGE),
     ("include/tickets.h", "kWarps", sparse._WARPS),
+    ("scatter.cu", "kThreads", 32 * scatter._WARPS),
 ]
 
 

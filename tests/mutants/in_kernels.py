@@ -76,11 +76,14 @@ MUTANTS: list[Mutant] = [
             "first = equal.cumsum(0) > equal.sum() - (k - above.sum())",
             f"{KERNELS}/test_sparse.py::{EQUAL}",
         ),
+    ),
+    *planted(
+        "kernels/scatter.py",
         (
             "added entries are not weighted",
             "total[places] += entries[:count] * factor",
             "total[places] += entries[:count]",
-            f"{KERNELS}/test_sparse.py::test_payloads_are_added_in_order",
+            f"{KERNELS}/test_scatter.py::test_payloads_are_added_in_order",
         ),
     ),
     *planted(
@@ -115,25 +118,28 @@ MUTANTS: list[Mutant] = [
             "",
             f"{KERNELS}/test_sparse.py::{EQUAL}",
         ),
+    ),
+    *planted(
+        "kernels/scatter.cu",
         (
             "payloads are added in any order",
             """                    }
                     __syncthreads();
 """,
             "                    }\n",
-            f"{KERNELS}/test_sparse.py::test_payloads_are_added_in_order",
+            f"{KERNELS}/test_scatter.py::test_payloads_are_added_in_order",
         ),
         (
             "the last place of a range is left out",
             "(thread % 2 ? count : 0)",
             "(thread % 2 ? count - 1 : 0)",
-            f"{KERNELS}/test_sparse.py::test_payloads_are_added_in_order",
+            f"{KERNELS}/test_scatter.py::test_payloads_are_added_in_order",
         ),
         (
             "long payloads of a range are cut off",
             "thread + kThreads; i < bounds[2 * (p + a) + 1]",
             "thread + kThreads; i < bounds[2 * (p + a)]",
-            f"{KERNELS}/test_sparse.py::test_payloads_are_added_in_order",
+            f"{KERNELS}/test_scatter.py::test_payloads_are_added_in_order",
         ),
     ),
     *planted(
