@@ -2,9 +2,9 @@
 //
 // The exact selection takes two launches. `sample` finds a bound that a little more than k entries reach.
 // `select` goes through the gradient once and puts those entries into slots; three digits of their
-// magnitudes give the k-th largest, and the result is written in the order of indices. These rounds
+// magnitudes give the k-th largest, and the result is written in the order of indices. These stages
 // are tasks of one launch, ordered by tickets. If the bound let too few entries through, or too many in
-// some tile, later rounds read the gradient instead of the slots: the host never waits for a count.
+// some tile, later stages read the gradient instead of the slots: the host never waits for a count.
 #include "include/tickets.h"
 
 constexpr int kTile = 2048;  // entries of a warp in `select`; a part has kWarps tiles
@@ -143,7 +143,7 @@ INLINE void collect(const Entries<T>& from, const Tiles& tiles, i64 tile, u32* b
 }
 
 // Finds the digit of the `wanted`-th largest magnitude, counted from the top; notes it if there is
-// none, as too few entries reach the bound. The last block of a round calls it.
+// none, as too few entries reach the bound. The last block of a stage calls it.
 INLINE void find_digit(Work& work, int pass, u32 prefix, int shift) {
     constexpr int kEach = kBins / kThreads;
     __shared__ u32 totals[kWarps];
@@ -206,8 +206,8 @@ INLINE void emit(const Entries<T>& from, const Tiles& tiles, i64 part, i64 tile,
     });
 }
 
-// Round 0 collects; later ones count a digit each: bits 20 to 30 (again, if too few entries reach the
-// bound), 10 to 19 and 0 to 9. The last round emits. Counts are integers, so that atomic additions
+// Stage 0 collects; later ones count a digit each: bits 20 to 30 (again, if too few entries reach the
+// bound), 10 to 19 and 0 to 9. The last stage emits. Counts are integers, so that atomic additions
 // give the same sums in any order.
 template <class T>
 __global__ void select(const T* x, const float* residual, float* unsent, i64 n, i64 k, u8* memory, i64 room,
@@ -219,14 +219,14 @@ __global__ void select(const T* x, const float* residual, float* unsent, i64 n, 
     Work& work = *tiles.work;
     const u32 parts = (u32)tiles.parts;
     for (;;) {
-        const u32 ticket = next_ticket(&work.ticket), round = ticket / parts, part = ticket % parts;
+        const u32 ticket = next_ticket(&work.ticket), stage = ticket / parts, part = ticket % parts;
         const i64 tile = (i64)part * kWarps + threadIdx.x / kLanes;
         int pass = 0;
-        if (round) {
-            wait_until(&work.finished, 1);  // round 0 decides how many rounds there are
-            pass = (int)(round - seen(&work.recount));
+        if (stage) {
+            wait_until(&work.finished, 1);  // stage 0 decides how many stages there are
+            pass = (int)(stage - seen(&work.recount));
             if (pass > kEmit) return;
-            wait_until(&work.finished, round);
+            wait_until(&work.finished, stage);
         }
         if (pass == kEmit) {
             emit(from, tiles, part, tile, indices, values);
@@ -237,20 +237,20 @@ __global__ void select(const T* x, const float* residual, float* unsent, i64 n, 
         __syncthreads();
         const int shift = pass == 0 ? 20 : pass == 1 ? 10 : 0, width = pass ? 10 : 11;
         const u32 prefix = seen(&work.threshold), bound = work.bound;
-        if (tile < tiles.count && !round) collect(from, tiles, tile, bins);
-        if (tile < tiles.count && round)
+        if (tile < tiles.count && !stage) collect(from, tiles, tile, bins);
+        if (tile < tiles.count && stage)
             rows_of(from, tiles, tile, [&](int, float value, bool valid) {
                 const u32 key = magnitude(value);
-                // Round 0 has counted those that reach the bound.
+                // Stage 0 has counted those that reach the bound.
                 const bool counts = pass ? key >> (shift + width) == prefix >> (shift + width) : key < bound;
                 if (valid && counts) atomicAdd(&bins[key >> shift & ((1u << width) - 1)], 1u);
             });
         __syncthreads();
         for (int i = (int)threadIdx.x; i < kBins; i += kThreads)
             if (bins[i]) atomicAdd(&work.histogram[pass][i], bins[i]);
-        if (!is_last(&work.done[round], parts)) continue;
+        if (!is_last(&work.done[stage], parts)) continue;
         find_digit(work, pass, prefix, shift);
-        announce(&work.finished, round + 1);
+        announce(&work.finished, stage + 1);
     }
 }
 

@@ -244,7 +244,7 @@ def _top_k_cuda(
         top_k_op.definition(x, k, indices, values, residual, unsent)
         return
     # The bound lies four standard deviations beyond the expected rank, so that at least k entries
-    # reach it almost always. Where they do not, or where a tile is full, the later rounds read the
+    # reach it almost always. Where they do not, or where a tile is full, the later stages read the
     # gradient again, so that the host never waits for a count (docs/design/kernels.md).
     size = min(n, _ROUGH)
     rank = k * size / n

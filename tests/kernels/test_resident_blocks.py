@@ -10,7 +10,7 @@ from tests.kernels.inputs import same, tricky
 from tests.kernels.machines import ORDERS, Runner
 from tests.kernels.test_sparse import HOSTILE, KERNELS, define, outputs
 
-# "clustered" overflows slots, so that later rounds read the gradient.
+# "clustered" overflows slots, so that later stages read the gradient.
 CASES = [("heavy", 120_000, 1200), ("clustered", 50_000, 900), ("zeros", 50_000, 20_000)]
 
 

@@ -145,7 +145,7 @@ MUTANTS: list[Mutant] = [
     *planted(
         "kernels/include/tickets.h",
         (
-            "a round does not wait for the one before",
+            "a stage does not wait for the one before",
             "while (seen(number) < least) __nanosleep(32);",
             "",
             f"{KERNELS}/test_resident_blocks.py::test_the_order_of_blocks_changes_nothing",
@@ -175,7 +175,7 @@ MUTANTS: list[Mutant] = [
             f"{KERNELS}/test_resident_blocks.py::test_the_order_of_blocks_changes_nothing",
         ),
         (
-            "the first block to end a round passes for the last",
+            "the first block to end a stage passes for the last",
             "== count - 1;",
             "== 0;",
             f"{KERNELS}/test_resident_blocks.py::test_the_order_of_blocks_changes_nothing",
