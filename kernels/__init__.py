@@ -16,6 +16,7 @@ from .low_rank import (
     orthonormalize,
     unit_rows,
 )
+from .norms import quantize_norms
 from .philox import RandomBits
 from .random_k import gather_random, random_places, scatter_random
 from .rotated import dequantize_rotated, quantize_rotated
@@ -48,6 +49,7 @@ __all__ = [
     "quantize",
     "quantize_affine",
     "quantize_levels",
+    "quantize_norms",
     "quantize_rotated",
     "quantize_shared",
     "random_places",

@@ -100,9 +100,7 @@ class _Stream(NamedTuple):
 
 # Torch's public functions build an object or look at its initialisation first, which costs more
 # than the launch; the two below are what its compiler calls. A torch without CUDA has neither.
-_current_device: Callable[[], int] = getattr(
-    torch._C, "_cuda_getDevice", torch.cuda.current_device
-)
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 _current_stream: Callable[[int], int] = getattr(
     torch._C,
     "_cuda_getCurrentRawStream",

@@ -30,6 +30,7 @@ SIGNATURES = {
     "quantize": "iiipi???iiipii",
     "quantize_affine": "ipiippp",
     "quantize_levels": "ipiifppp?",
+    "quantize_norms": "ipiifpiiipii",
     "quantize_rotated": "iiipifpiii???iiipii",
     "quantize_shared": "ip?iipf?iiip?",
     "requantize": "iipiifi???iiipii",

@@ -44,6 +44,10 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
         *(torch.randn(600), torch.zeros(payload_bytes(600, "int8", 256), dtype=torch.uint8)),
         *("int8", 256, torch.randn(600), torch.zeros(600), STEP, 1, 0, 0),
     ),
+    "quantize_norms": lambda: (
+        *(torch.randn(600), torch.zeros(payload_bytes(600, "int8", 256), dtype=torch.uint8)),
+        *(256, 127, STEP, 1, 0, 0),
+    ),
     "dequantize": lambda: (
         *(quantized(torch.randn(600))[None], torch.zeros(600), "int8", 256, 0.5, True),
     ),

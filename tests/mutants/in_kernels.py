@@ -93,6 +93,30 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
+        "kernels/norms.py",
+        (
+            "a code is of the square of the norm",
+            "places = (y * (top / root)[:, None])",
+            "places = (y * (top / (root * root))[:, None])",
+            f"{KERNELS}/test_norms.py::{EQUAL}",
+        ),
+    ),
+    *planted(
+        "kernels/norms.cu",
+        (
+            "rows of a long block share random bits",
+            "(((u64)(first + at) >> 8) + k / 8) * kLanes",
+            "((u64)(first + at) >> 8) * kLanes",
+            f"{KERNELS}/test_norms.py::{EQUAL}",
+        ),
+        (
+            "a norm is of the span, not of the block",
+            "if (k % kPerBlock == 0) {",
+            "if (k == 0) {",
+            f"{KERNELS}/test_norms.py::{EQUAL}",
+        ),
+    ),
+    *planted(
         "kernels/shared.py",
         (
             "shared integers are clipped a level early",
