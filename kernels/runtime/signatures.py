@@ -12,7 +12,7 @@ __all__ = ["SIGNATURES", "argument_types"]
 # One letter per argument: i for i64, f for float, p for a pointer, ? for a pointer or null.
 SIGNATURES = {
     "cast": "iipif?iiip",
-    "dct": "pipp",
+    "dct": "piip",
     "dequantize": "iipiiiiifip",
     "dequantize_affine": "ipiippfip",
     "dequantize_levels": "ipppiiip",

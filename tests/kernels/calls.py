@@ -105,7 +105,7 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
         *(torch.randn(600), torch.zeros(6), torch.randn(600), torch.zeros(600), STEP, 1, 0),
     ),
     "scatter_random": lambda: (torch.randn(6), torch.zeros(600), 0.5, STEP, 1, 0),
-    "dct": lambda: (torch.randn(128), torch.randn(64, 64), torch.zeros(128)),
+    "dct": lambda: (torch.randn(128), torch.zeros(128), False),
     "cast": lambda: (torch.randn(600), torch.zeros(600).half(), 0.5, STEP, 1, 0, 0),
     "requantize": lambda: (
         *(quantized(torch.randn(600))[None], quantized(torch.randn(600)), 600, "int8", 256),

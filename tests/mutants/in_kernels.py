@@ -62,10 +62,10 @@ MUTANTS: list[Mutant] = [
     *planted(
         "kernels/dct.py",
         (
-            "the first cosine is too long",
-            "    columns[:, 0] /= math.sqrt(2)\n",
-            "",
-            f"{KERNELS}/test_dct.py::test_it_is_the_cosine_transform",
+            "the first cosine of a half is too long",
+            "return torch.cat([a[:, :1] * root,",
+            "return torch.cat([a[:, :1] * 2.0,",
+            f"{KERNELS}/test_dct.py::{EQUAL}",
         ),
     ),
     *planted(
@@ -90,6 +90,21 @@ MUTANTS: list[Mutant] = [
             "unit * (square / product)",
             "unit * (product / square)",
             f"{KERNELS}/test_levels.py::{EQUAL}",
+        ),
+    ),
+    *planted(
+        "kernels/dct.cu",
+        (
+            "half of a chunk is read before all lanes have written it",
+            "= from[k * kCosines]; });\n            __syncwarp();\n",
+            "= from[k * kCosines]; });\n",
+            f"{KERNELS}/test_dct.py::{EQUAL}",
+        ),
+        (
+            "the second half of a chunk overwrites the first before it is read",
+            "            __syncwarp();  // what was here before has been read\n",
+            "",
+            f"{KERNELS}/test_dct.py::{EQUAL}",
         ),
     ),
     *planted(
