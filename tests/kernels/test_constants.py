@@ -52,7 +52,6 @@ def test_the_cosines_are_the_nearest_to_the_true_ones() -> None:
     table = text.partition("kTable[65] = {")[2].partition("}")[0]
     found = [float(number) for number in re.findall(r"([\d.e-]+)f", table)]
     expected = torch.tensor([_cosine(k) for k in range(64)] + [0.0], dtype=torch.float64)
-    assert found == pytest.approx(expected.tolist(), rel=1e-8, abs=0)
     assert torch.equal(torch.tensor(found, dtype=torch.float32), expected.float())
 
 
