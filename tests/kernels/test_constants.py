@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from commhooks.kernels import _low_rank_definition, _matrices, affine, philox, sparse
+from commhooks.kernels import _low_rank_definition, _matrices, philox, sparse
 from commhooks.kernels.dct import _cosine
 
 SOURCES = Path(_matrices.__file__).parent
 # Where it is in a source, its name there, and its value in Python.
 SHARED = [
-    ("affine.cu", "kChunk", affine._CHUNK),
     ("include/low_rank.h", "kSegment", _matrices._SEGMENT),
     ("include/low_rank.h", "kChunk", _matrices._CHUNK),
     ("include/low_rank.h", "kVanished", _low_rank_definition._VANISHED),

@@ -93,6 +93,27 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
+        "kernels/affine.cu",
+        (
+            "ranges of chunks are read before they are written",
+            "parts[part] = found;\n            __syncthreads();\n",
+            "parts[part] = found;\n",
+            f"{KERNELS}/test_affine.py::test_the_range_of_a_long_block_is_found_by_many_warps",
+        ),
+        (
+            "the chunks of a block are read by one warp of eight",
+            "widen(found, parts[other]);",
+            "widen(found, parts[0]);",
+            f"{KERNELS}/test_affine.py::test_the_range_of_a_long_block_is_found_by_many_warps",
+        ),
+        (
+            "a span has the level of zero of its first block",
+            "distance = scale[next], middle = (float)zero[next];",
+            "distance = scale[next];",
+            f"{KERNELS}/test_affine.py::{EQUAL}",
+        ),
+    ),
+    *planted(
         "kernels/dct.cu",
         (
             "half of a chunk is read before all lanes have written it",
