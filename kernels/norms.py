@@ -72,7 +72,7 @@ def quantize_norms_op(
     noise = philox.half_words(rows.numel(), int(step), *key, device=x.device)
     codes = (places + philox.centred(noise).view_as(places)).round().to(torch.int8).flatten()
     payload.zero_()
-    payload[: layout.blocks * 4] = scale.view(torch.uint8)
+    payload[: 4 * len(scale)] = scale.view(torch.uint8)
     payload[layout.codes_at : layout.codes_at + n] = codes[:n].view(torch.uint8)
 
 
