@@ -137,13 +137,13 @@ def _bits(levels: Tensor) -> int:
     return levels.numel().bit_length() - 1
 
 
-def summed(rows: Tensor) -> Tensor:
-    """Returns the sum of each row, added in the order of the kernels."""
-    parts = rows.view(len(rows), rows.shape[1] // _ROW, _ROW)
+def summed(rows: Tensor, width: int = _ROW) -> Tensor:
+    """Returns the sum of each row: per place in ``width`` entries, then halves are added."""
+    parts = rows.view(len(rows), rows.shape[1] // width, width)
     total = torch.zeros_like(parts[:, 0])
     for row in parts.unbind(1):
         total = total + row
-    half = _ROW // 2
+    half = width // 2
     while half:
         total = total[:, :half] + total[:, half : 2 * half]
         half //= 2

@@ -36,6 +36,7 @@ SIGNATURES = {
     "requantize": "iipiifi?fi?iiipii",
     "scatter_add": "ppifpip",
     "scatter_random": "pifpiipi",
+    "squared_norms": "ippip",
     "top_k": "ipiipp??pi",
     "top_k_sampled": "ipiiipp??p",
     "unit_rows": "pipp",

@@ -129,6 +129,36 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
+        "kernels/parts.py",
+        (
+            "a norm is of the largest chunk",
+            "out[index] = summed(chunks[None], _THREADS)[0]",
+            "out[index] = chunks.max()",
+            f"{KERNELS}/test_parts.py::{EQUAL}",
+        ),
+    ),
+    *planted(
+        "kernels/parts.cu",
+        (
+            "a part's blocks go on into the next part",
+            "entries_in<kBlock>(at, next.begin)",
+            "entries_in<kBlock>(at, parts[count].begin)",
+            f"{KERNELS}/test_parts.py::{EQUAL}",
+        ),
+        (
+            "sums of chunks are added before all are there",
+            "        columns[thread] = sum;\n        __syncthreads();\n",
+            "        columns[thread] = sum;\n",
+            f"{KERNELS}/test_parts.py::{EQUAL}",
+        ),
+        (
+            "bytes between the scales and codes of a part are left as they were",
+            "payloads[end + lane()] = 0;",
+            ";",
+            f"{KERNELS}/test_parts.py::{EQUAL}",
+        ),
+    ),
+    *planted(
         "kernels/norms.py",
         (
             "a code is of the square of the norm",
