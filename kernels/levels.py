@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ._matrices import _version_of
 from .runtime import cpu, cuda
 from .runtime.arguments import as_tensor
 from .runtime.op import check, op
@@ -72,7 +74,19 @@ def _check_levels(caller: str, levels: Tensor) -> None:
 
 def _table(levels: Tensor) -> Tensor:
     """Returns the levels, followed by the bounds halfway between neighbours."""
-    # Computed once, so that the definition and the kernels compare with the same bounds.
+    # Computed once, so that the definition and the kernels compare with the same bounds, and so
+    # that a call launches nothing else. A cache is not what torch.compile traces.
+    if torch.compiler.is_compiling():
+        return _with_bounds(levels)
+    return _known_table(levels, _version_of(levels))
+
+
+@lru_cache(maxsize=64)  # by the tensor and the number of writes to it
+def _known_table(levels: Tensor, version: int) -> Tensor:
+    return _with_bounds(levels)
+
+
+def _with_bounds(levels: Tensor) -> Tensor:
     return torch.cat([levels, (levels[1:] + levels[:-1]) / 2])
 
 

@@ -114,6 +114,42 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
+        "kernels/shared.cu",
+        (
+            "of a long block the last chunk is taken for the largest",
+            "else atomicMax(out + b, most);",
+            "else out[b] = most;",
+            f"{KERNELS}/test_shared.py::{EQUAL}",
+        ),
+    ),
+    *planted(
+        "kernels/shared.py",
+        (
+            "the largest magnitude of a long block begins with what was there",
+            "        out.zero_()  # several",
+            "        pass  # several",
+            f"{KERNELS}/test_shared.py::{EQUAL}",
+        ),
+    ),
+    *planted(
+        "kernels/levels.cu",
+        (
+            "the search for the nearest level goes wrong by one bound",
+            "own.bound, (int)(number + step - 1))",
+            "own.bound, (int)(number + step))",
+            f"{KERNELS}/test_levels.py::{EQUAL}",
+        ),
+    ),
+    *planted(
+        "kernels/bitmap.cu",
+        (
+            "bits after the last of a bitmap are read",
+            "if (count >= 8 && (u64)from % 8 == 0) return",
+            "if ((u64)from % 8 == 0) return",
+            f"{KERNELS}/test_bitmap.py::{EQUAL}_and_undo_one_another",
+        ),
+    ),
+    *planted(
         "kernels/dct.cu",
         (
             "half of a chunk is read before all lanes have written it",
