@@ -21,6 +21,7 @@ from .parts import dequantize_parts, quantize_parts, squared_norms
 from .philox import RandomBits
 from .random_k import gather_random, random_places, scatter_random
 from .requantize import requantize
+from .restore import restore
 from .rotated import dequantize_rotated, quantize_rotated
 from .runtime.op import implementations, op, use_kernels, warn_if_missing
 from .shared import dequantize_shared, largest_magnitudes, quantize_shared
@@ -58,6 +59,7 @@ __all__ = [
     "quantize_shared",
     "random_places",
     "requantize",
+    "restore",
     "scaled_cast",
     "scatter_add",
     "scatter_random",

@@ -34,6 +34,7 @@ SIGNATURES = {
     "quantize_rotated": "iiipiiifpiii???iiipii",
     "quantize_shared": "ip?iipf?iiip?",
     "requantize": "iipiifi?fi?iiipii",
+    "restore": "ppip",
     "scatter_add": "ppifpip",
     "scatter_random": "pifpiipi",
     "squared_norms": "ippip",
