@@ -1,0 +1,41 @@
+"""Compiles all kernels into the folder of cubins, without a GPU.
+
+Compiling takes minutes that a GPU would wait for. A cubin is found again only with the same sources,
+architecture and version of NVRTC, so compile with the NVRTC of the machine that it is for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from commhooks.kernels.runtime import cuda
+from experiments.gpu_kernels.table import Step
+from tests.kernels.fuzz import FAMILIES
+
+__all__ = ["COLUMNS", "kernels", "steps"]
+
+COLUMNS = ("file", "NVRTC", "bytes")
+
+
+def kernels() -> dict[str, list[str]]:
+    """Returns the kernels that tests launch, by file: all that there are."""
+    return {file: list(names) for one in FAMILIES for file, names in one.KERNELS.items()}
+
+
+def steps(architecture: str, which: Mapping[str, Sequence[str]] | None = None) -> Iterator[Step]:
+    """Yields a step per kernel.
+
+    Args:
+        architecture: such as "90".
+        which: kernels by file; all by default.
+    """
+    version = ".".join(map(str, cuda._nvrtc_version()))
+    for file, names in (kernels() if which is None else which).items():
+        for name in names:
+
+            def compile_one(file: str = file, name: str = name) -> dict[str, Any]:
+                size = len(cuda._cached_cubin(file, name, architecture).code)
+                return {"file": file, "NVRTC": version, "bytes": size}
+
+            yield Step(f"{name}, sm_{architecture}", compile_one)
