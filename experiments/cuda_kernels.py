@@ -8,11 +8,12 @@ with most accesses. ``instructions per access`` divides its instructions by its 
 whichever are more. It counts branches as if all were taken, so it is too large where a loop has
 several ways, as with and without random bits; it is for comparing two versions of one kernel.
 
-A simple model says what share of a copy's bandwidth to expect on an H200, where the bytes per entry
-are known. ``share at most``: the bytes in flight, 128 for each load of the loop and warp, over the
-26 KB per multiprocessor that 4.3 TB/s and 0.8 microseconds need. ``share at least``: this, or the
-instructions that are issued while a copy moves the bytes of an entry (6.9 per lane and byte) over
-those per access, if that is less.
+``share`` is what a simple model expects of a copy's bandwidth on an H200, for kernels whose main
+loop reads and writes every entry once. A turn of the loop takes a warp 0.8 microseconds for its
+loads, and then 2 cycles per instruction, or more where the warps of a multiprocessor, which issues
+4 instructions per cycle, take turns. The bytes of the turn of all its warps over that time, over
+the 33 bytes per nanosecond that a multiprocessor moves in a copy (4.3 TB/s), is the share. As
+branches count as taken, and the last round of a small grid does not, it can be wrong either way.
 """
 
 from __future__ import annotations
@@ -29,17 +30,21 @@ import torch
 import typer
 from rich.progress import Progress
 
-from commhooks.kernels._blockwise_formats import FORMATS
 from commhooks.kernels.runtime import cuda
 from experiments.cuda_sass import Loop, find_nvdisasm, loops_of, main_loop, sass
 from experiments.gpu_kernels.cubins import kernels
 
-__all__ = ["describe", "expected_shares", "resident_threads"]
+__all__ = ["describe", "expected_share", "resident_threads"]
 
 THREADS = 256  # of a block
 REGISTERS, MOST_WARPS, MOST_SHARED = 65536, 64, 227 * 1024  # of a multiprocessor, sm_90
-IN_FLIGHT = 26_000  # bytes per multiprocessor for a copy's speed: 4.3 TB/s, 0.8 us, 132 of them
-PER_BYTE = 6.9  # instructions of a lane that are issued while a copy moves a byte
+LATENCY, CLOCK, CYCLES = 0.8, 1755, 2  # microseconds; cycles of one; cycles per instruction
+COPY = 4.3e6 / 132  # bytes that a multiprocessor moves in a microsecond
+# Kernels whose main loop goes through entries; in others it goes through sums or factors.
+STREAMING = {"quantize", "requantize", "dequantize", "quantize_rotated", "dequantize_rotated"}
+STREAMING |= {"hadamard", "finite", "cast", "largest_magnitudes", "quantize_shared", "collect"}
+STREAMING |= {"dequantize_shared", "quantize_levels", "dequantize_levels", "affine_extents"}
+STREAMING |= {"affine_levels", "affine_entries", "pack_bits", "unpack_bits", "count_reached"}
 
 
 def resident_threads(registers: int, shared: int) -> int:
@@ -53,41 +58,11 @@ def resident_threads(registers: int, shared: int) -> int:
     return blocks * THREADS
 
 
-def bytes_per_entry(name: str) -> float | None:
-    """Returns what a kernel moves for an entry without a residual, where that is one number."""
-    base, _, rest = name.partition("<")
-    arguments = [part.strip() for part in rest.rstrip(">").split(",")]
-    width = next((4.0 if one == "float" else 2.0 for one in arguments if one in _TYPES), 4.0)
-    code = next((one.bits / 8 for one in FORMATS.values() if one.cpp == arguments[0]), None)
-    known = {
-        "hadamard": 8.0,
-        "dct": 8.0,
-        "finite": width,
-        "multiply_right": width,
-        "multiply_left": width,
-        "expand": width,
-        "largest_magnitudes": width,
-        "collect": width,
-        "pack_bits": 1.125,
-        "unpack_bits": 1.125,
-    }
-    if code is not None and base.startswith(("quantize", "dequantize")):
-        return width + code
-    return known.get(base)
-
-
-_TYPES = set(cuda.DTYPES.values())
-
-
-def expected_shares(
-    loop: Loop | None, threads: int, moved: float | None
-) -> tuple[float, float] | tuple[None, None]:
-    """Returns the model's least and largest share of a copy's bandwidth, where it applies."""
-    if loop is None or moved is None:
-        return None, None
-    in_flight = min(1.0, threads / 32 * max(loop.loads, 1) * 128 / IN_FLIGHT)
-    per_access = loop.instructions / max(loop.loads, loop.stores)
-    return min(in_flight, PER_BYTE * moved / per_access), in_flight
+def expected_share(loop: Loop, threads: int) -> float:
+    """Returns the model's share of a copy's bandwidth."""
+    warps = threads / 32
+    turn = LATENCY + loop.instructions * max(CYCLES, warps / 4) / CLOCK
+    return min(1.0, threads * (loop.loaded + loop.stored) / turn / COPY)
 
 
 def describe(file: str, name: str, architecture: str, nvdisasm: str | None) -> dict[str, Any]:
@@ -104,7 +79,7 @@ def describe(file: str, name: str, architecture: str, nvdisasm: str | None) -> d
     if nvdisasm is not None:
         loop = main_loop(loops_of(sass(nvdisasm, cubin.code), cubin.names[name]))
     accesses = max(loop.loads, loop.stores) if loop else None
-    least, most = expected_shares(loop, threads, bytes_per_entry(name))
+    streams = loop is not None and name.partition("<")[0] in STREAMING
     return {
         "file": file,
         "kernel": name,
@@ -117,9 +92,8 @@ def describe(file: str, name: str, architecture: str, nvdisasm: str | None) -> d
         "loop loads": loop.loads if loop else None,
         "loop stores": loop.stores if loop else None,
         "instructions per access": loop.instructions / accesses if loop and accesses else None,
-        "bytes per entry": bytes_per_entry(name),
-        "share at least": least,
-        "share at most": most,
+        "loop bytes": loop.loaded + loop.stored if loop else None,
+        "share": expected_share(loop, threads) if loop and streams else None,
     }
 
 

@@ -21,7 +21,11 @@ _IDLE = {"NOP"}
 class Loop(NamedTuple):
     """Describes a loop of machine code: its instructions, and accesses to global memory.
 
-    A wide access counts as several of four bytes.
+    Attributes:
+        begin, end: places of its first and last instruction.
+        instructions: their number.
+        loads, stores: numbers of accesses; a wide one counts as several of four bytes.
+        loaded, stored: bytes of one lane in them.
     """
 
     begin: int
@@ -29,6 +33,8 @@ class Loop(NamedTuple):
     instructions: int
     loads: int
     stores: int
+    loaded: int
+    stored: int
 
 
 def find_nvdisasm() -> str | None:
@@ -69,14 +75,18 @@ def loops_of(text: str, mangled: str) -> list[Loop]:
         if begin > place or begin == place:  # forward, or the loop behind the end
             continue
         inside = [one for one in instructions[begin : place + 1] if one[0] not in _IDLE]
+        loads = [code for code, _ in inside if _GLOBAL_LOAD.match(code)]
+        stores = [code for code, _ in inside if _GLOBAL_STORE.match(code)]
         called = [re.search(r"`\((\$?[\w$]+)\)", rest) for code, rest in inside if "CALL" in code]
         loops.append(
             Loop(
                 begin,
                 place,
                 len(inside) + sum(lengths.get(one[1], 0) for one in called if one),
-                sum(_words(code) for code, _ in inside if _GLOBAL_LOAD.match(code)),
-                sum(_words(code) for code, _ in inside if _GLOBAL_STORE.match(code)),
+                sum(max(1, _width(code) // 4) for code in loads),
+                sum(max(1, _width(code) // 4) for code in stores),
+                sum(map(_width, loads)),
+                sum(map(_width, stores)),
             )
         )
     return loops
@@ -117,5 +127,8 @@ def _until_return(instructions: list[tuple[str, str]]) -> int:
     return len(instructions)
 
 
-def _words(opcode: str) -> int:
-    return 4 if ".128" in opcode else 2 if ".64" in opcode else 1
+def _width(opcode: str) -> int:
+    """Returns the bytes that an access moves for a lane."""
+    parts = opcode.split(".")
+    widths = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
+    return next((widths[part] for part in parts if part in widths), 4)

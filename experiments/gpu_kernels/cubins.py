@@ -1,7 +1,7 @@
 """Compiles all kernels into the folder of cubins, without a GPU.
 
-Compiling takes minutes that a GPU would wait for. A cubin is found again only with the same sources,
-architecture and version of NVRTC, so compile with the NVRTC of the machine that it is for.
+Compiling takes minutes that a GPU would wait for. A cubin is found again only with the same
+sources, architecture and version of NVRTC: compile with the NVRTC of the machine that it is for.
 """
 
 from __future__ import annotations

@@ -55,6 +55,9 @@ SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
     "intsgd": ("intsgd", {}),
     "signsgd": ("signsgd", {}),
 }
+# Gloo's thread may hold a group for a moment longer; if it were the last to let it go, it would
+# wait for itself.
+_ENDED: list[Any] = []
 _BUSY = 40_000_000  # clock cycles, 20 ms: longer than any exchange takes the host
 
 
@@ -164,6 +167,7 @@ def _torch(name: str, setting: Setting) -> dict[str, Any]:
             return {"hook": name, "ranks": 1, **_times(exchange, setting)}
         finally:
             if made:
+                _ENDED.append(dist.group.WORLD)
                 dist.destroy_process_group()
 
 

@@ -32,6 +32,8 @@ NO_CACHING = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 def check_steps(setting: Setting) -> Iterator[Step]:
     """Yields a step per file of tests; together they launch every kernel."""
     files = sorted((ROOT / "tests" / "kernels").glob("test_*.py"))
+    # The others compile, or look at the host's side; test_machines tests the tests.
+    files = [path for path in files if "import machines" in path.read_text()]
     files += sorted((ROOT / "tests" / "device").glob("test_*.py"))
     for path in files:
         file = path.relative_to(ROOT).as_posix()

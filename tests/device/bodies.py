@@ -237,11 +237,6 @@ def diloco(device: str, group: Any = None) -> list[Tensor]:
     return [one.detach().cpu() for one in model.parameters()]
 
 
-def of_all_schemes(device: str, group: Any = None) -> dict[str, list[Tensor]]:
-    """What every scheme averages, by name."""
-    return {name: trained(device, name, group=group) for name in SCHEMES}
-
-
 BODIES: dict[str, Callable[..., Any]] = {
     "another default dtype": lambda *a: another_default_dtype(a[0], "powersgd", *a[1:]),
     "grad scaler": grad_scaler,

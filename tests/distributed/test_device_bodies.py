@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-import torch.distributed as dist
 
 import commhooks
-from tests.device.bodies import BODIES, SCHEMES, of_all_schemes, trained
+from tests.device.bodies import BODIES, SCHEMES, trained
 from tests.device.test_cuda import check_that_backward_gives_the_schemes_average
 from tests.device.two_ranks import of_ranks, simulated, tolerance
 from tests.distributed.harness import run_ranks

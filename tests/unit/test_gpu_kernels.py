@@ -108,7 +108,10 @@ def test_a_case_in_which_the_process_ended_is_not_begun_again(tmp_path: Path) ->
 def test_the_table_is_written_row_by_row(tmp_path: Path) -> None:
     path = tmp_path / "part.csv"
     seen: list[str] = []
-    steps = [Step("a", lambda: {"value": 1}), Step("b", lambda: seen.append(path.read_text()) or {})]
+    steps = [
+        Step("a", lambda: {"value": 1}),
+        Step("b", lambda: seen.append(path.read_text()) or {}),
+    ]
     run_steps(Table(path, ["value"]), steps, until=FOREVER)
     assert "a,1,," in seen[0]
 
@@ -194,7 +197,9 @@ def test_the_command_refuses_other_parts_and_machines_without_a_gpu(tmp_path: Pa
 
 def test_facts_have_a_row_each_also_without_a_gpu(tmp_path: Path) -> None:
     table = Table(tmp_path / "versions.csv", versions.COLUMNS)
-    run_steps(table, versions.steps(Setting(tmp_path, device="cpu", small=10, large=10)), until=1e12)
+    run_steps(
+        table, versions.steps(Setting(tmp_path, device="cpu", small=10, large=10)), until=1e12
+    )
     rows = {row["case"]: row for row in table.rows()}
     assert rows["torch"]["value"] == torch.__version__
     if not torch.cuda.is_available():
