@@ -2,7 +2,7 @@
 
 from .affine import dequantize_affine, quantize_affine
 from .bitmap import pack_bits, unpack_bits
-from .blockwise import FORMATS, dequantize, payload_bytes, quantize, requantize
+from .blockwise import FORMATS, dequantize, payload_bytes, quantize
 from .cast import scaled_cast
 from .dct import dct
 from .finite import all_finite
@@ -18,6 +18,8 @@ from .low_rank import (
 )
 from .philox import RandomBits
 from .random_k import gather_random, random_places, scatter_random
+from .requantize import requantize
+from .restore import restore
 from .rotated import dequantize_rotated, quantize_rotated
 from .runtime.op import implementations, op, use_kernels, warn_if_missing
 from .shared import dequantize_shared, largest_magnitudes, quantize_shared
@@ -52,6 +54,7 @@ __all__ = [
     "quantize_shared",
     "random_places",
     "requantize",
+    "restore",
     "scaled_cast",
     "scatter_add",
     "scatter_random",

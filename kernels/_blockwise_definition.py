@@ -15,12 +15,22 @@ from torch.nn.functional import pad
 from . import philox
 from ._blockwise_formats import Format, Payload
 
-__all__ = ["encode", "sum_payloads"]
+__all__ = ["encode", "rows_of", "sum_payloads"]
+
+Row = tuple[int, int, int]
+
+
+def rows_of(n: int, shard: int, rows: int) -> list[Row]:
+    """Returns, by row of a message, its number and the begin and end of its entries."""
+    return [(row, min(row * shard, n), min((row + 1) * shard, n)) for row in range(rows)]
 
 
 def encode(c: Tensor, payload: Tensor, layout: Payload, noise: Tensor | None) -> Tensor:
-    """Writes the payload of flat ``c``; returns what the payload leaves out."""
-    form, n = layout.format, layout.n
+    """Writes the payload of flat ``c``; returns what the payload leaves out.
+
+    ``c`` may be shorter than the ``n`` of the layout.
+    """
+    form, n = layout.format, c.numel()
     # Zeros in the last block change no maximum; the mean magnitude divides by the true count.
     rows = pad(c, (0, -n % layout.block)).view(-1, layout.block)
     counts = torch.full((len(rows),), float(layout.block), dtype=torch.float32, device=c.device)
@@ -150,25 +160,26 @@ def _unpack(packed: Tensor, form: Format) -> Tensor:
     return parts.view(-1, 32, per_byte).transpose(1, 2).reshape(-1)
 
 
-def sum_payloads(payloads: Tensor, layout: Payload) -> Tensor:
-    """Returns the sum of the decoded payloads, added in their order, as float32."""
-    parts = [_decode(payload, layout) for payload in payloads]
+def sum_payloads(payloads: Tensor, layout: Payload, n: int) -> Tensor:
+    """Returns the float32 sum of the decoded payloads of ``n`` entries, added in their order."""
+    parts = [_decode(payload, layout, n) for payload in payloads]
     total = parts[0]
     for part in parts[1:]:
         total = total + part
     return total
 
 
-def _decode(payload: Tensor, layout: Payload) -> Tensor:
-    form = layout.format
-    stored = payload[: layout.blocks * form.scale_bytes]
+def _decode(payload: Tensor, layout: Payload, n: int) -> Tensor:
+    form, blocks = layout.format, -(-n // layout.block)
+    stored = payload[: blocks * form.scale_bytes]
     if form.scale_bytes == 1:
         scale = (stored.to(torch.int32) << 23).view(torch.float32)
         scale = scale.masked_fill(stored == 255, torch.nan)
     else:
         # A slice of bytes need not be aligned for float32.
         scale = stored.clone().view(torch.float32)
-    packed = payload[layout.codes_at : layout.codes_at + layout.code_bytes]
-    values = _values(_unpack(packed, form), form)[: layout.n]
-    rows = pad(values, (0, -layout.n % layout.block)).view(-1, layout.block)
-    return (rows * scale[:, None]).view(-1)[: layout.n]
+    code_bytes = -(-n // form.unit) * form.unit * form.bits // 8
+    packed = payload[layout.codes_at : layout.codes_at + code_bytes]
+    values = _values(_unpack(packed, form), form)[:n]
+    rows = pad(values, (0, -n % layout.block)).view(-1, layout.block)
+    return (rows * scale[:, None]).view(-1)[:n]

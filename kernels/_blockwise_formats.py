@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -74,37 +75,43 @@ class Payload:
     n: int
 
     @property
-    def blocks(self) -> int:
-        return -(-self.n // self.block)
-
-    @property
     def codes_at(self) -> int:
         """Returns the position of the first code, in bytes."""
-        return -(-self.blocks * self.format.scale_bytes // ALIGNMENT) * ALIGNMENT
-
-    @property
-    def code_bytes(self) -> int:
-        return -(-self.n // self.format.unit) * self.format.unit * self.format.bits // 8
+        blocks = -(-self.n // self.block)
+        return -(-blocks * self.format.scale_bytes // ALIGNMENT) * ALIGNMENT
 
     @property
     def bytes(self) -> int:
-        return -(-(self.codes_at + self.code_bytes) // ALIGNMENT) * ALIGNMENT
+        """Returns the length, a multiple of 16."""
+        units = -(-self.n // self.format.unit)
+        code_bytes = units * self.format.unit * self.format.bits // 8
+        return -(-(self.codes_at + code_bytes) // ALIGNMENT) * ALIGNMENT
 
 
 def layout_of(caller: str, format: str, block: Any, n: int) -> Payload:
     """Returns the layout of a payload; raises ValueError for an unknown format or block."""
+    _check(caller, format, block)
+    return _layout(format, int(block), n)
+
+
+@lru_cache(maxsize=4096)  # a few per bucket, which ops ask for in every step
+def _layout(format: str, block: int, n: int) -> Payload:
+    return Payload(FORMATS[format], block, n)
+
+
+def _check(caller: str, format: str, block: Any) -> None:
     known = FORMATS.get(format) if isinstance(format, str) else None
     if known is None:
         raise ValueError(f"{caller}(format): one of {', '.join(FORMATS)}, got {format!r}")
-    block = whole(caller, "block", block)
-    if block not in _BLOCKS or block < known.unit:
+    if whole(caller, "block", block) not in _BLOCKS or block < known.unit:
         allowed = ", ".join(str(b) for b in _BLOCKS if b >= known.unit)
         raise ValueError(f"{caller}(block): {format} takes one of {allowed}, got {block!r}")
-    return Payload(known, block, n)
 
 
 def payload_bytes(n: int, format: str, block: int) -> int:
     """Returns the number of bytes of the payload of ``n`` entries."""
     n = whole("payload_bytes", "n", n)
     check_whole("payload_bytes", "n", n, 0, 2**56)
-    return layout_of("payload_bytes", format, block, n).bytes
+    _check("payload_bytes", format, block)
+    # Not through the cache, which torch.compile does not trace.
+    return Payload(FORMATS[format], block, n).bytes

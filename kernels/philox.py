@@ -6,7 +6,7 @@ Reference: Philox4x32 with 7 rounds; Salmon et al., Parallel Random Numbers: As 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from .runtime.arguments import check_whole, whole
 
 __all__ = [
+    "ROW",
     "SIGNS",
     "RandomBits",
     "as_seed",
@@ -26,6 +27,9 @@ __all__ = [
     "words",
 ]
 
+# Row r of a message of several payloads begins at index r times this, so that a row is packed by
+# itself with the bits that it has in the whole message.
+ROW = 2**40
 SIGNS = 4096  # entries that share 32 calls of 128 bits, at one bit per entry
 
 Device = torch.device | str
@@ -83,6 +87,10 @@ class RandomBits:
         object.__setattr__(self, "seed", as_seed(self.seed))
         _check_step(self.step)
         _check_numbers(self.number, self.first)
+
+    def row(self, number: int) -> RandomBits:
+        """Returns the bits of one row of a message of several payloads."""
+        return replace(self, first=self.first + number * ROW)
 
     @property
     def key(self) -> Key:

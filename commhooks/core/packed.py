@@ -12,7 +12,7 @@ are in ``docs/design/schemes.md``.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ __all__ = [
     "Randomness",
     "Shard",
     "spans",
+    "to_shards",
 ]
 
 Pattern = Literal["two_phase", "all_gather"]
@@ -38,7 +39,9 @@ Rounds = Generator[Collective, Tensor, None]
 
 
 class Randomness:
-    """Provides the random streams of one payload; each is made at its first use.
+    """Provides the random streams of the payloads of one phase; each is made at its first use.
+
+    Payloads of different shards have different bits: :meth:`row` selects those of one shard.
 
     Attributes:
         noise: for stochastic rounding; differs between ranks and phases.
@@ -48,39 +51,45 @@ class Randomness:
 
     Args:
         bucket: keys the streams, together with its step and rank.
-        shard: index of the shard that the payload is of.
         phase: "worker" for payloads of ranks, "server" for those of means.
         purpose: tells apart the exchanges of one bucket, as inside and between nodes.
+        index: the shard that the payload is of.
     """
 
-    def __init__(self, bucket: Bucket, shard: int, phase: str, purpose: str = "") -> None:
-        self._bucket, self._shard, self._purpose = bucket, shard, purpose
-        self._in_second_phase = phase != "worker"
-        self._shard_key, self._phase_key = f"{purpose}{shard}", f"{purpose}{phase}/{shard}"
+    def __init__(self, bucket: Bucket, phase: str, purpose: str = "", index: int = 0) -> None:
+        self._bucket, self._phase, self._purpose, self._index = bucket, phase, purpose, index
+
+    def row(self, index: int) -> Randomness:
+        """Returns the streams of one shard."""
+        return Randomness(self._bucket, self._phase, self._purpose, index)
 
     @property
     def first(self) -> Randomness:
         """Returns the streams by which payloads of the first phase were packed."""
-        return Randomness(self._bucket, self._shard, "worker", self._purpose)
+        return Randomness(self._bucket, "worker", self._purpose, self._index)
 
     @cached_property
     def noise(self) -> RandomBits:
         # Not shared: rounding errors of different ranks have to be independent to average out.
-        return self._bucket.random(self._phase_key, shared=False)
+        return self._bits(f"{self._phase}/0", shared=False)
 
     @cached_property
     def shared(self) -> RandomBits:
-        return self._bucket.random(self._shard_key, shared=True)
+        return self._bits("0", shared=True)
 
     @cached_property
     def per_phase(self) -> RandomBits:
-        key = self._phase_key if self._in_second_phase else self._shard_key
-        return self._bucket.random(key, shared=True)
+        return self.shared if self._phase == "worker" else self._bits("server/0", shared=True)
+
+    def _bits(self, key: str, *, shared: bool) -> RandomBits:
+        bits = self._bucket.random(self._purpose + key, shared=shared)
+        return bits.row(self._index) if self._index else bits
 
     @cached_property
     def bucket(self) -> Bucket:
         # A codec encodes what its ``Piece`` holds: a residual in the bucket would count twice.
-        return self._bucket.with_draws(self._phase_key).replace(residual=None, unsent=None)
+        key = f"{self._purpose}{self._phase}/{self._index}"
+        return self._bucket.with_draws(key).replace(residual=None, unsent=None)
 
 
 class Piece(NamedTuple):
@@ -201,62 +210,71 @@ class PackedCodec(Scheme):
             yield from self._all_gather(inside)
         return bucket.result_of(inside)
 
-    def shards(self, n: int, count: int) -> list[Shard]:
+    def shards(self, n: int, count: int) -> Sequence[Shard]:
         """Cuts ``n`` entries into ``count`` shards, equal multiples of the granularity.
 
         The last shards may be short or empty.
         """
-        return self.to_shards(spans(n, count, self.granularity))
-
-    def to_shards(self, parts: Sequence[tuple[int, int]]) -> list[Shard]:
-        """Returns the shards with these begins and ends."""
-        return [Shard(begin, end, self.payload_bytes(end - begin)) for begin, end in parts]
+        try:
+            return _shards(self, n, count, self.granularity)
+        except TypeError:  # a setting that has no hash, such as a list
+            return _shards.__wrapped__(self, n, count, self.granularity)
 
     def _all_gather(self, bucket: Bucket) -> Rounds:
         x = bucket.raw
         payload = x.new_empty(self.payload_bytes(x.numel()), dtype=torch.uint8)
-        draw = Randomness(bucket, 0, "worker")
-        self.pack(Piece.of(bucket), payload, draw)
+        random = Randomness(bucket, "worker")
+        self.pack(Piece.of(bucket), payload, random)
         gathered = yield AllGather(payload)
-        self.unpack(gathered, bucket.output, draw, 1.0 / bucket.world_size)
+        self.unpack(gathered, bucket.output, random, 1.0 / bucket.world_size)
 
-    def _two_phase(self, bucket: Bucket, shards: list[Shard]) -> Rounds:
+    def _two_phase(self, bucket: Bucket, shards: Sequence[Shard]) -> Rounds:
+        worker, server = Randomness(bucket, "worker"), Randomness(bucket, "server")
         # Phase 1: rank r receives shard r of every rank.
-        draws = [Randomness(bucket, r, "worker") for r in range(len(shards))]
-        rows = self.pack_shards(Piece.of(bucket), shards, draws)
-        received = yield AllToAll(rows)
+        received = yield AllToAll(self.pack_shards(Piece.of(bucket), shards, worker))
         # Phase 2: every rank receives the packed mean of every shard. All ranks decode the same
         # bytes, also the rank that packed them: the mean has the same bits on every rank.
         packed = self.repack_shard(
-            received, shards, bucket.rank, bucket, bucket.unsent, bucket.world_size
+            received, shards, bucket.rank, server, bucket.unsent, bucket.world_size
         )
         gathered = yield AllGather(packed)
-        draws = [Randomness(bucket, r, "server") for r in range(len(shards))]
-        self.unpack_shards(gathered, bucket.output, shards, draws)
+        self.unpack_shards(gathered, bucket.output, shards, server)
 
-    def pack_shards(
-        self,
-        piece: Piece,
-        shards: list[Shard],
-        draws: list[Randomness],
-    ) -> Tensor:
+    # The four methods below work shard by shard. A codec whose kernels take all shards at once
+    # overrides them: on a GPU a launch per shard costs more host time than the line is busy
+    # (docs/design/kernels.md).
+
+    def pack_shards(self, piece: Piece, shards: Sequence[Shard], random: Randomness) -> Tensor:
         """Packs each shard of a piece into a row of bytes; all rows have the same length."""
         # Zeros: the end of a short shard's row travels, too, and is to be the same in every run.
         rows = piece.x.new_zeros(len(shards), shards[0].nbytes, dtype=torch.uint8)
-        for (begin, end, nbytes), row, draw in zip(shards, rows, draws, strict=True):
+        for index, (begin, end, nbytes) in enumerate(shards):
             if begin < end:
-                self.pack(piece.part(begin, end), row[:nbytes], draw)
+                self.pack(piece.part(begin, end), rows[index, :nbytes], random.row(index))
         return rows
+
+    def unpack_shard(
+        self,
+        received: Tensor,
+        shards: Sequence[Shard],
+        index: int,
+        out: Tensor,
+        random: Randomness,
+        factor: float,
+    ) -> None:
+        """Writes the sum of the payloads of one shard, times ``factor``, to ``out``."""
+        begin, end, nbytes = shards[index]
+        if begin < end:
+            self.unpack(received[:, :nbytes].contiguous(), out, random.row(index), factor)
 
     def repack_shard(
         self,
         received: Tensor,
-        shards: list[Shard],
+        shards: Sequence[Shard],
         index: int,
-        bucket: Bucket,
+        random: Randomness,
         unsent: Tensor | None,
         weight: int,
-        purpose: str = "",
     ) -> Tensor:
         """Packs the mean of the payloads of one shard, received from several ranks.
 
@@ -264,30 +282,39 @@ class PackedCodec(Scheme):
             received: uint8, a row per rank.
             shards: all shards.
             index: the shard that was received.
-            bucket: keys the random streams.
+            random: the streams of the second phase.
             unsent: takes ``weight`` times the error of packing the mean.
             weight: the number of ranks that the mean is of. No other rank knows the error, so this
                 one sends it later; in the mean its gradient counts one ``weight``-th.
-            purpose: see :class:`Randomness`.
         """
         begin, end, nbytes = shards[index]
         packed = received.new_zeros(shards[0].nbytes)
         if begin < end:
             error = None if unsent is None else torch.empty_like(unsent[begin:end])
-            draw = Randomness(bucket, index, "server", purpose)
             rows = received[:, :nbytes].contiguous()
-            self.repack(rows, packed[:nbytes], end - begin, draw, 1.0 / len(rows), error)
+            factor = 1.0 / len(rows)
+            self.repack(rows, packed[:nbytes], end - begin, random.row(index), factor, error)
             if unsent is not None and error is not None:
                 unsent[begin:end].add_(error, alpha=float(weight))
         return packed
 
     def unpack_shards(
-        self, rows: Tensor, out: Tensor, shards: list[Shard], draws: list[Randomness]
+        self, rows: Tensor, out: Tensor, shards: Sequence[Shard], random: Randomness
     ) -> None:
         """Decodes the rows of the second phase into ``out``, shard after shard."""
-        for (begin, end, nbytes), row, draw in zip(shards, rows, draws, strict=True):
+        for index, (begin, end, nbytes) in enumerate(shards):
             if begin < end:
-                self.unpack(row[None, :nbytes], out[begin:end], draw, 1.0)
+                self.unpack(rows[index, None, :nbytes], out[begin:end], random.row(index), 1.0)
+
+
+@lru_cache(maxsize=4096)  # a few per bucket, in every step
+def _shards(codec: PackedCodec, n: int, count: int, unit: int) -> Sequence[Shard]:
+    return to_shards(codec, spans(n, count, unit))
+
+
+def to_shards(codec: PackedCodec, parts: Sequence[tuple[int, int]]) -> Sequence[Shard]:
+    """Returns the shards with these begins and ends."""
+    return tuple(Shard(begin, end, codec.payload_bytes(end - begin)) for begin, end in parts)
 
 
 def spans(n: int, count: int, unit: int) -> list[tuple[int, int]]:

@@ -189,7 +189,7 @@ def _draw(n: int, step: int, seed: int, device: torch.device) -> Randomness:
     """Returns the random streams of a message; they depend on step and seed alone."""
     empty = torch.empty(0, device=device)  # gives the device; a codec reads its piece
     bucket = Bucket(empty, Layout(["payload"], [(n,)]), step=step, seed=seed)
-    return Randomness(bucket, 0, "worker")
+    return Randomness(bucket, "worker")
 
 
 def _name(codec: PackedCodec) -> bytes:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from commhooks.core.dense import Dense
-from commhooks.core.packed import PackedCodec, Piece, Randomness
+from commhooks.core.packed import PackedCodec, Piece, Randomness, Shard
 from commhooks.core.registry import register_scheme
 from commhooks.core.scheme import Scheme
 from commhooks.kernels import scaled_cast
@@ -40,14 +41,28 @@ class TwoPhaseCast(PackedCodec):
                 f"TwoPhaseCast(dtype=...) is float16, bfloat16 or float32, got {self.dtype}"
             )
 
+    @property
+    def granularity(self) -> int:
+        return 8  # entries of 16 bytes, to a multiple of which rows are padded: none is
+
     def payload_bytes(self, n: int) -> int:
         return -(-n * self.dtype.itemsize // 16) * 16
 
     def pack(self, piece: Piece, payload: Tensor, random: Randomness) -> None:
+        narrow, n = payload.view(self.dtype), piece.x.numel()
+        narrow[n:].zero_()  # padding travels, too: the same bytes in every run
+        self._cast(piece, narrow[:n], random)
+
+    def pack_shards(self, piece: Piece, shards: Sequence[Shard], random: Randomness) -> Tensor:
+        # Rows are not padded, so that together they are the whole bucket.
+        rows = piece.x.new_empty(len(shards), shards[0].nbytes, dtype=torch.uint8)
+        self.pack(piece, rows.view(-1), random)
+        return rows
+
+    def _cast(self, piece: Piece, narrow: Tensor, random: Randomness) -> None:
         # A share, as in ``Cast``: sums of shares stay within the range of the gradients.
         ranks = random.bucket.world_size
         c = piece.x if piece.residual is None else piece.corrected
-        narrow = payload.view(self.dtype)[: c.numel()]
         if self.stochastic and self.dtype != torch.float32:
             # Divided before the cast: a float16 share of a large gradient would overflow.
             scaled_cast(c.to(torch.float32), 1.0 / ranks, narrow, random=random.noise)
@@ -57,9 +72,15 @@ class TwoPhaseCast(PackedCodec):
             torch.sub(c, narrow.to(torch.float32), alpha=float(ranks), out=piece.unsent)
 
     def unpack(self, payloads: Tensor, out: Tensor, random: Randomness, factor: float) -> None:
-        rows = payloads.contiguous().view(self.dtype)[:, : out.numel()]
-        total = rows.sum(0, dtype=torch.float32)
-        out.copy_(total.mul_(factor * random.bucket.world_size))
+        rows = payloads.view(self.dtype)[:, : out.numel()]
+        total = rows[0].to(torch.float32) if len(rows) == 1 else rows.sum(0, dtype=torch.float32)
+        factor *= random.bucket.world_size
+        out.copy_(total if factor == 1.0 else total.mul_(factor))
+
+    def unpack_shards(
+        self, rows: Tensor, out: Tensor, shards: Sequence[Shard], random: Randomness
+    ) -> None:
+        self.unpack(rows.view(1, -1), out, random, 1.0)
 
 
 def _sixteen_bits(dtype: torch.dtype, fp32_sum: bool, stochastic: bool) -> Scheme:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from commhooks.core.bucket import Bucket, SchemeExchange
-from commhooks.core.packed import PackedCodec, Piece, Randomness, spans
+from commhooks.core.packed import PackedCodec, Piece, Randomness, spans, to_shards
 from commhooks.core.registry import register_scheme
 from commhooks.core.scheme import Scheme
 from commhooks.core.traits import Traits, composed
@@ -93,7 +93,7 @@ class Hierarchical(Scheme):
 
         # Parts are cut at multiples of both units, as both codecs pack them.
         unit = math.lcm(self.inside.granularity, self.between.granularity)
-        parts = self.inside.to_shards(spans(n, local, unit))
+        parts = to_shards(self.inside, spans(n, local, unit))
         cuts = [self.between.shards(part.end - part.begin, nodes) for part in parts]
         width = cuts[0][0].nbytes
         if world_size * width >= bucket.raw.nbytes:
@@ -101,26 +101,24 @@ class Hierarchical(Scheme):
         inner = bucket.in_float32()
 
         # Inside: this rank receives its part of the bucket from all ranks of the node.
-        draws = [Randomness(inner, index, "worker", "inside/") for index in range(local)]
-        rows = self.inside.pack_shards(Piece.of(inner), parts, draws)
-        received = yield AllToAll(rows, mates)
-        begin, end, nbytes = parts[local_rank]
+        random = Randomness(inner, "worker", "inside/")
+        received = yield AllToAll(self.inside.pack_shards(Piece.of(inner), parts, random), mates)
+        begin, end, _ = parts[local_rank]
         mean = torch.empty(end - begin, dtype=torch.float32, device=inner.raw.device)
-        if begin < end:
-            rows = received[:, :nbytes].contiguous()
-            self.inside.unpack(rows, mean, draws[local_rank], 1.0 / local)
+        self.inside.unpack_shard(received, parts, local_rank, mean, random, 1.0 / local)
 
         # Between: the node means of that part, in two phases.
         purpose = f"between/{local_rank}/"
-        draws = [Randomness(inner, index, "worker", purpose) for index in range(nodes)]
+        worker, server = Randomness(inner, "worker", purpose), Randomness(inner, "server", purpose)
         error = None if inner.unsent is None else torch.zeros_like(mean)
-        rows = self.between.pack_shards(Piece(mean, None, error), cuts[local_rank], draws)
+        rows = self.between.pack_shards(Piece(mean, None, error), cuts[local_rank], worker)
         received = yield AllToAll(_padded(rows, width), partners)
         # A node mean is of ``local`` ranks: an entry of one rank's residual weighs 1 / local in it.
         if error is not None:
             error.mul_(float(local))
+        received = received[:, : cuts[local_rank][0].nbytes].contiguous()
         packed = self.between.repack_shard(
-            *(received, cuts[local_rank], node, inner, error, world_size, purpose)
+            received, cuts[local_rank], node, server, error, world_size
         )
         gathered = yield AllGather(_padded(packed, width), partners)
         if inner.unsent is not None and error is not None:
@@ -129,9 +127,9 @@ class Hierarchical(Scheme):
         # Inside: the packed means of all parts, as they came. All ranks decode the same bytes.
         everything = yield AllGather(gathered, mates)
         for index, (part, cut, payloads) in enumerate(zip(parts, cuts, everything, strict=True)):
-            purpose = f"between/{index}/"
-            draws = [Randomness(inner, shard, "server", purpose) for shard in range(nodes)]
-            self.between.unpack_shards(payloads, inner.output[part.begin : part.end], cut, draws)
+            random = Randomness(inner, "server", f"between/{index}/")
+            rows = payloads[:, : cut[0].nbytes].contiguous()
+            self.between.unpack_shards(rows, inner.output[part.begin : part.end], cut, random)
         return bucket.result_of(inner)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from commhooks.core.packed import PackedCodec, Pattern, Piece, Randomness
+from commhooks.core.packed import PackedCodec, Pattern, Piece, Randomness, Shard
 from commhooks.core.registry import register_scheme
 from commhooks.core.scheme import Scheme
 from commhooks.core.traits import Biased, ErrorKind, Unbiased
@@ -96,55 +96,96 @@ class Blockwise(PackedCodec):
     def payload_bytes(self, n: int) -> int:
         return payload_bytes(self._padded(n), self.format, self.block)
 
+    # One payload, or a row of a message per shard: the kernels take both.
+
     def pack(self, piece: Piece, payload: Tensor, random: Randomness) -> None:
-        noise = random.noise if self.stochastic else None
-        x, residual, unsent = piece
-        if not self.rotate:
-            form = (self.format, self.block)
-            quantize(x, payload, *form, residual=residual, unsent=unsent, random=noise)
-            return
-        n, padding = x.numel(), -x.numel() % self.block
-        into = unsent
-        if padding:  # a rotation takes full blocks
-            x = pad(x, (0, padding))
-            residual = None if residual is None else pad(residual, (0, padding))
-            into = None if unsent is None else torch.empty_like(x, dtype=torch.float32)
-        settings = (self.format, self.block, random.shared)
-        quantize_rotated(x, payload, *settings, residual=residual, unsent=into, random=noise)
-        if padding and unsent is not None and into is not None:
-            unsent.copy_(into[:n])
+        self._encode(piece, payload, self._padded(piece.x.numel()), random)
+
+    def pack_shards(self, piece: Piece, shards: Sequence[Shard], random: Randomness) -> Tensor:
+        rows = piece.x.new_empty(len(shards), shards[0].nbytes, dtype=torch.uint8)
+        self._encode(piece, rows, self._length(shards), random)
+        return rows
 
     def unpack(self, payloads: Tensor, out: Tensor, random: Randomness, factor: float) -> None:
-        if not self.rotate:
-            dequantize(payloads, out, self.format, self.block, factor=factor)
-            return
-        n = out.numel()
-        padded = out if n % self.block == 0 else out.new_empty(self._padded(n))
-        form = (self.format, self.block, random.shared)
-        dequantize_rotated(payloads, padded, *form, factor=factor)
-        if padded is not out:
-            out.copy_(padded[:n])
+        self._decode(payloads, out, self._padded(out.numel()), random, factor)
 
-    def repack(
+    def unpack_shard(
         self,
-        payloads: Tensor,
-        payload: Tensor,
-        n: int,
+        received: Tensor,
+        shards: Sequence[Shard],
+        index: int,
+        out: Tensor,
         random: Randomness,
         factor: float,
-        unsent: Tensor | None = None,
     ) -> None:
+        self._decode(received, out, self._length(shards), random.row(index), factor)
+
+    def unpack_shards(
+        self, rows: Tensor, out: Tensor, shards: Sequence[Shard], random: Randomness
+    ) -> None:
+        self._decode(rows[None], out, self._length(shards), random, 1.0)
+
+    def repack_shard(
+        self,
+        received: Tensor,
+        shards: Sequence[Shard],
+        index: int,
+        random: Randomness,
+        unsent: Tensor | None,
+        weight: int,
+    ) -> Tensor:
+        begin, end, _ = shards[index]
+        packed = received.new_empty(shards[0].nbytes)
+        n, random = self._padded(end - begin), random.row(index)
         noise = random.noise if self.stochastic else None
-        form = (self._padded(n), self.format, self.block)
-        into = unsent
-        if self.rotate and unsent is not None:
-            into = unsent.new_empty(self._padded(n))
-        requantize(payloads, payload, *form, factor=factor, unsent=into, random=noise)
+        error = None if unsent is None else unsent[begin:end]
+        into = error if error is None or not self.rotate else error.new_empty(n)
+        requantize(
+            *(received, packed, n, self.format, self.block),
+            shard=self._length(shards),
+            factor=1.0 / len(received),
+            unsent=into,
+            weight=float(weight),
+            accumulate=into is error,
+            random=noise,
+        )
         # Rotated payloads are summed and packed as they are: the same rotation holds for all, and a
         # second rounding needs no other. Only the error is rotated back.
-        if self.rotate and unsent is not None and into is not None:
+        if error is not None and into is not None and into is not error:
             hadamard(into, into, self.block, random.shared, inverse=True)
-            unsent.copy_(into[:n])
+            error.add_(into[: end - begin])
+        return packed
+
+    def _length(self, shards: Sequence[Shard]) -> int:
+        """Returns the number of entries of a full row."""
+        return self._padded(shards[0].end)
+
+    def _encode(self, piece: Piece, payload: Tensor, shard: int, random: Randomness) -> None:
+        x, residual, unsent = piece
+        noise = random.noise if self.stochastic else None
+        form = (self.format, self.block)
+        if self.rotate:
+            quantize_rotated(
+                *(x, payload, *form, random.shared),
+                shard=shard,
+                residual=residual,
+                unsent=unsent,
+                random=noise,
+            )
+        else:
+            quantize(
+                *(x, payload, *form), shard=shard, residual=residual, unsent=unsent, random=noise
+            )
+
+    def _decode(
+        self, payloads: Tensor, out: Tensor, shard: int, random: Randomness, factor: float
+    ) -> None:
+        form = (self.format, self.block)
+        if self.rotate:
+            turn = random.shared
+            dequantize_rotated(payloads, out, *form, turn, shard=shard, factor=factor)
+        else:
+            dequantize(payloads, out, *form, shard=shard, factor=factor)
 
 
 _ROTATED = ("int8", "int4", "int2", "sign")

@@ -115,3 +115,9 @@ struct Payloads {
     i64 stride;  // bytes from a payload to the next
     int count;
 };
+
+// Returns the number of entries of row `row` of a message of n entries, `shard` in a full row.
+INLINE i64 entries_of_row(i64 n, i64 shard, i64 row) {
+    const i64 rest = n - row * shard;
+    return rest > shard ? shard : rest > 0 ? rest : 0;
+}

@@ -99,7 +99,8 @@ void encode_all(const Source<T>& from, i64 n, int block, const Random* random, u
     u32 noise[kLongest / 2];
     for (i64 at = 0; at < n; at += block) {
         const int count = (int)(n - at < block ? n - at : block);
-        const int end = rounded_up(count, kUnit<F>);
+        // A rotation spreads entries over the whole block, so that a short block is sent as a full one.
+        const int coded = rotation ? block : count, end = rounded_up(coded, kUnit<F>);
         // The last block is padded, so it is never worked on in place.
         const bool whole = count == block, in_place = whole && from.in_place() && !rotation;
         const T* x = from.x + at;
@@ -117,7 +118,7 @@ void encode_all(const Source<T>& from, i64 n, int block, const Random* random, u
         if (!random) fetch_next(0, block);
         if (rotation) {
             rotation->turn(at, block, copy);
-            extent = measure<F::is_sign, false, false>(copy, residual, count, end, block, copy);
+            extent = measure<F::is_sign, false, false>(copy, residual, coded, end, block, copy);
         }
         const float* c = in_place ? (const float*)x : copy;
         float* rest = whole && unsent ? unsent + at : tail;
@@ -135,7 +136,7 @@ void encode_all(const Source<T>& from, i64 n, int block, const Random* random, u
             }
         if (scale.inverse == 0.0f) {
             for (int i = 0; i < end * F::bits / 8; ++i) code[i] = 0;
-            for (int i = 0; i < count && unsent; ++i) rest[i] = c[i] - scale.value;
+            for (int i = 0; i < coded && unsent; ++i) rest[i] = c[i] - scale.value;
         } else if (random) {
             unsent ? encode<F, true, true>(c, end, scale, noise, row, code, rest)
                  : encode<F, true, false>(c, end, scale, noise, row, code, rest);
@@ -143,7 +144,7 @@ void encode_all(const Source<T>& from, i64 n, int block, const Random* random, u
             unsent ? encode<F, false, true>(c, end, scale, noise, row, code, rest)
                  : encode<F, false, false>(c, end, scale, noise, row, code, rest);
         }
-        if (unsent && rotation) rotation->turn_back(at, block, unsent + at);
+        if (unsent && rotation) rotation->turn_back(at, block, rest);
         if (unsent && !whole)
             for (int i = 0; i < count; ++i) unsent[at + i] = tail[i];
     }

@@ -53,22 +53,43 @@ INLINE void sum_payloads(const Payloads& from, i64 at, int count, int log, float
     for (int r = 1; r < from.count; ++r) add_payload<F, LOG, false>(from, r, at, count, log, sum);
 }
 
-// Encodes spans of entries, rotated first if ROTATED: read(at, count, c) gives this lane's entries, and
-// zeros beyond `count`.
-template <class F, int BLOCK, bool ROTATED = false, class Read>
-INLINE void encode(i64 n, const float* residual, float* unsent, const i64* step, i64 seed, i64 stream,
-                   i64 first, u8* payload, i64 codes_at, i64 bytes, Read read,
+// A message is a payload per rank: payload r holds the entries from r * shard on, of n in all. All have
+// the layout of a full one, so that rows have one length; the last may be short or empty. Row r is
+// worked on by the blocks of the grid with blockIdx.y = r, so that no warp divides by `shard`.
+INLINE i64 row() { return blockIdx.y; }
+
+// What is not sent: the error, or `weight` times the error, which may be added to what is there.
+struct Unsent {
+    float* out;
+    float weight;
+    bool accumulate;
+};
+
+// A rotation spreads entries over the whole block, so that a short block is sent as a full one.
+template <int BLOCK> INLINE i64 whole_blocks(i64 n) { return (n + BLOCK - 1) / BLOCK * BLOCK; }
+// Returns the entries of a span of whole blocks, a number that the compiler knows where it is one block.
+template <int BLOCK> INLINE int entries_in_blocks(i64 at, i64 n) {
+    return BLOCK >= 256 ? BLOCK : entries_in<kSpan<BLOCK>>(at, n);
+}
+
+// Encodes `n` entries as one payload, rotated first if ROTATED: read(at, count, c) gives this lane's
+// entries, and zeros beyond `count`.
+template <class F, int BLOCK, bool ROTATED = false, bool WEIGHTED = false, class Read>
+INLINE void encode(i64 n, const float* residual, const Unsent& unsent, const i64* step, i64 seed,
+                   i64 stream, i64 first, u8* payload, i64 codes_at, i64 bytes, Read read,
                    const Rotation& rotation = {}) {
+    const i64 coded = ROTATED ? whole_blocks<BLOCK>(n) : n;
     if (warp() == 0) {
         for (i64 i = end_of_scales<F>(n, BLOCK) + lane(); i < codes_at; i += kLanes) payload[i] = 0;
-        for (i64 i = end_of_codes<F>(n, codes_at) + lane(); i < bytes; i += kLanes) payload[i] = 0;
+        for (i64 i = end_of_codes<F>(coded, codes_at) + lane(); i < bytes; i += kLanes) payload[i] = 0;
     }
     constexpr int kRows = kSpan<BLOCK> / kLanes, kPerBlock = BLOCK / kLanes;
     for (i64 at = warp() * kSpan<BLOCK>; at < n; at += warps() * kSpan<BLOCK>) {
-        const int count = entries_in<kSpan<BLOCK>>(at, n);
+        const int there = entries_in<kSpan<BLOCK>>(at, n);
+        const int count = ROTATED ? entries_in_blocks<BLOCK>(at, coded) : there;
         Entries<BLOCK> c;
-        read(at, count, c);
-        if (residual) add_span(residual, at, count, c);
+        read(at, there, c);
+        if (residual) add_span(residual, at, there, c);
         if constexpr (ROTATED) turn<BLOCK>(rotation, at, c);
         u8* codes = payload + codes_at + (at >> 3) * F::bits;
         u8* scales = payload + (at >> kLogRows<BLOCK> >> 5) * kScaleBytes<F>;
@@ -76,7 +97,7 @@ INLINE void encode(i64 n, const float* residual, float* unsent, const i64* step,
         u32 random[4] = {}, byte = 0;
 #pragma unroll
         for (int k = 0; k < kRows; ++k) {
-            const bool there = k * kLanes < count;  // at least one entry of the row exists
+            const bool exists = k * kLanes < count;  // at least one entry of the row of 32
             if (k % kPerBlock == 0) {
                 u32 largest = 0;
                 float sum = 0.0f;
@@ -88,7 +109,7 @@ INLINE void encode(i64 n, const float* residual, float* unsent, const i64* step,
                 const int rest = count - k * kLanes < BLOCK ? count - k * kLanes : BLOCK;
                 if (F::is_sign) sum = sum_of_warp(sum) * ((float)BLOCK / (float)rest);
                 scale = scale_of<F>(largest_of_warp(largest), sum);
-                if (lane() == 0 && there) {
+                if (lane() == 0 && exists) {
                     if constexpr (F::is_mx) scales[k / kPerBlock] = (u8)mx_byte(scale.value);
                     else ((float*)scales)[k / kPerBlock] = scale.value;
                 }
@@ -101,7 +122,7 @@ INLINE void encode(i64 n, const float* residual, float* unsent, const i64* step,
             if constexpr (F::is_sign) {
                 value = F::value(y);
                 const u32 word = __ballot_sync(kAllLanes, y < 0.0f);
-                if (lane() == 0 && there) ((u32*)codes)[k] = word;
+                if (lane() == 0 && exists) ((u32*)codes)[k] = word;
             } else {
                 const u32 bits = random[k % 8 / 2] >> (k % 2 * 16) & 0xffffu;
                 const u32 code = step ? F::encode(y, bits, value) : F::encode(y, value);
@@ -112,11 +133,18 @@ INLINE void encode(i64 n, const float* residual, float* unsent, const i64* step,
             }
             c[k] -= value * scale.value;
         }
-        if (!unsent) continue;
+        if (!unsent.out) continue;
         if constexpr (ROTATED) turn_back<BLOCK>(rotation, at, c);
-        float* rest = unsent + at + lane();
+        float* rest = unsent.out + at + lane();
 #pragma unroll
-        for (int k = 0; k < kRows; ++k)
-            if (has(k, count)) rest[k * kLanes] = c[k];
+        for (int k = 0; k < kRows; ++k) {
+            if (!has(k, there)) continue;
+            if constexpr (WEIGHTED) {
+                const float error = c[k] * unsent.weight;
+                rest[k * kLanes] = unsent.accumulate ? rest[k * kLanes] + error : error;
+            } else {
+                rest[k * kLanes] = c[k];
+            }
+        }
     }
 }

@@ -5,6 +5,9 @@
 // At 16 bits per entry, entry i of each 256 takes half-word (i / 32) % 8 of call i % 32.
 // At one bit per entry, entry i of each 4096 takes bit (i / 32) % 128 of call i % 32.
 constexpr i64 kSigns = 4096;
+// Row r of a message of several payloads begins at this place of the stream times r, so that a row is
+// packed by itself with the bits that it has in the whole message.
+constexpr i64 kRowKeys = (i64)1 << 40;
 
 constexpr int kRounds = 7;  // the fewest that pass BigCrush, by the paper; 10 is the usual margin
 constexpr u32 kKeySteps[2] = {0x9E3779B9u, 0xBB67AE85u}, kFactors[2] = {0xD2511F53u, 0xCD9E8D57u};

@@ -19,7 +19,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -100,9 +99,7 @@ class _Stream(NamedTuple):
 
 # Torch's public functions build an object or look at its initialisation first, which costs more
 # than the launch; the two below are what its compiler calls. A torch without CUDA has neither.
-_current_device: Callable[[], int] = getattr(
-    torch._C, "_cuda_getDevice", torch.cuda.current_device
-)
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 _current_stream: Callable[[int], int] = getattr(
     torch._C,
     "_cuda_getCurrentRawStream",
@@ -116,6 +113,7 @@ def launch(
     device: torch.device,
     work: int,
     arguments: Sequence[Tensor | float | None],
+    rows: int = 1,
 ) -> None:
     """Launches a kernel on torch's current stream, without a copy, synchronisation or allocation.
 
@@ -123,28 +121,31 @@ def launch(
         source: name of the ``.cu`` file.
         name: the kernel, with its template arguments.
         device: a CUDA device.
-        work: number of warps that the kernel can use.
+        work: number of warps that the kernel can use, per row.
         arguments: in the kernel's order: tensors for pointers, integers and bools for ``i64``,
             floats for ``float``.
+        rows: blocks of the grid in its second dimension: rows of a message.
     """
     index = device.index or 0
     if index != _current_device():
         with torch.cuda.device(index):
-            return launch(source, name, device, work, arguments)
+            return launch(source, name, device, work, arguments, rows)
     # CuPy has a current stream of its own. Torch's allocator reuses memory in the order of torch's
     # stream, and a kernel on another one would race with it; capturing a graph would fail as well.
     stream = _Stream(_current_stream(index))
     values = tuple([_CONVERSIONS.get(type(value), _as_cupy)(value) for value in arguments])
-    _function(source, name, index)((grid_for(work, index),), (_THREADS,), values, stream=stream)
+    grid = grid_for(work, index, rows)
+    _function(source, name, index)(grid, (_THREADS,), values, stream=stream)
 
 
-def grid_for(work: int, device_index: int) -> int:
-    """Returns the number of blocks of 256 threads for ``work`` warps.
+def grid_for(work: int, device_index: int, rows: int = 1) -> tuple[int, int]:
+    """Returns the grid of blocks of 256 threads for ``work`` warps in each of ``rows`` rows.
 
     At most twice as many as the device holds at once: kernels stride over the grid, and more blocks
     would repeat what a warp does once, such as reading the step or a table of levels.
     """
-    return min(-(-work // _WARPS_PER_BLOCK) or 1, _most_blocks(device_index))
+    most = -(-_most_blocks(device_index) // rows)
+    return min(-(-work // _WARPS_PER_BLOCK) or 1, most), rows
 
 
 @cache
@@ -160,15 +161,21 @@ def _processors(device_index: int) -> int:
 def _as_cupy(value: Any) -> Any:
     """Converts an argument whose type is not in the table below, or raises TypeError."""
     number = as_ctypes(value)
-    return numpy.float32(number.value) if type(number) is ctypes.c_float else number.value or 0
+    return _as_float(number.value) if type(number) is ctypes.c_float else number.value or 0
 
 
-# CuPy passes Python integers in 64 bits, also for pointers, but a Python float as a double, of
-# which a kernel's float would read the lower half.
+def _as_float(value: float) -> Any:
+    import numpy  # only where CuPy is, which depends on it
+
+    # CuPy passes a Python float as a double, of which a kernel's float would read the lower half.
+    return numpy.float32(value)
+
+
+# CuPy passes Python integers in 64 bits, also for pointers.
 _CONVERSIONS: dict[type, Callable[[Any], Any]] = {
     int: int,
     bool: int,
-    float: numpy.float32,
+    float: _as_float,
     type(None): lambda _: 0,
     Tensor: Tensor.data_ptr,
     Parameter: Tensor.data_ptr,

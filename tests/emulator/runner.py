@@ -85,13 +85,17 @@ extern "C" void emulator_order(unsigned order) {{ emulator::lane_order = order &
 
 
 def launch_on(
-    library: ctypes.CDLL, name: str, blocks: int, threads: int, arguments: Sequence[Any]
+    library: ctypes.CDLL,
+    name: str,
+    blocks: tuple[int, int],
+    threads: int,
+    arguments: Sequence[Any],
 ) -> None:
     """Raises EmulatedError if the kernel did not end well."""
     pointers = (ctypes.c_void_p * len(arguments))(
         *(ctypes.cast(ctypes.byref(one), ctypes.c_void_p) for one in arguments)
     )
-    grid, block = (ctypes.c_uint * 3)(blocks, 1, 1), (ctypes.c_uint * 3)(threads, 1, 1)
+    grid, block = (ctypes.c_uint * 3)(*blocks, 1), (ctypes.c_uint * 3)(threads, 1, 1)
     if library.emulator_launch(name.encode(), grid, block, pointers):
         raise EmulatedError(f"{name}: {library.emulator_error().decode()}")
 
@@ -108,12 +112,18 @@ def emulated(
     """
 
     def launch(
-        source: str, name: str, device: torch.device, work: int, arguments: Sequence[Any]
+        source: str,
+        name: str,
+        device: torch.device,
+        work: int,
+        arguments: Sequence[Any],
+        rows: int = 1,
     ) -> None:
         library = build(file_of(source), names[source], flags)
         library.emulator_order(order)
         values = [as_ctypes(one) for one in arguments]
-        launch_on(library, name, min(-(-work // 8), MOST_BLOCKS), 256, values)
+        grid = (min(-(-work // 8), MOST_BLOCKS), rows)
+        launch_on(library, name, grid, 256, values)
 
     with mock.patch.object(cuda, "launch", launch):
         yield

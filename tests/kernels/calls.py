@@ -42,17 +42,17 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "unit_rows": lambda: (low_rank_factors()[1], low_rank_factors()[1], MATRICES.table),
     "quantize": lambda: (
         *(torch.randn(600), torch.zeros(payload_bytes(600, "int8", 256), dtype=torch.uint8)),
-        *("int8", 256, torch.randn(600), torch.zeros(600), STEP, 1, 0, 0),
+        *("int8", 256, 600, torch.randn(600), torch.zeros(600), STEP, 1, 0, 0),
     ),
     "dequantize": lambda: (
-        *(quantized(torch.randn(600))[None], torch.zeros(600), "int8", 256, 0.5, True),
+        *(quantized(torch.randn(600))[None], torch.zeros(600), "int8", 256, 600, 0.5, True),
     ),
     "quantize_rotated": lambda: (
         *(torch.randn(512), torch.zeros(payload_bytes(512, "int8", 256), dtype=torch.uint8)),
-        *("int8", 256, STEP, 1, 0, 0, torch.randn(512), torch.zeros(512), STEP, 1, 1, 0),
+        *("int8", 256, 512, STEP, 1, 0, 0, torch.randn(512), torch.zeros(512), STEP, 1, 1, 0),
     ),
     "dequantize_rotated": lambda: (
-        *(quantized(torch.randn(512))[None], torch.zeros(512), "int8", 256, 0.5, True),
+        *(quantized(torch.randn(512))[None], torch.zeros(512), "int8", 256, 512, 0.5, True),
         *(STEP, 1, 0, 0),
     ),
     "top_k": lambda: (
@@ -91,6 +91,7 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
         *(torch.randn(600), torch.zeros(600)),
     ),
     "finite": lambda: (torch.randn(600), torch.ones((), dtype=torch.bool)),
+    "restore": lambda: (torch.randn(600), torch.randn(600), torch.zeros((), dtype=torch.bool)),
     "pack_bits": lambda: (torch.randn(60) > 0, torch.zeros(8, dtype=torch.uint8)),
     "unpack_bits": lambda: (torch.zeros(8, dtype=torch.uint8), torch.ones(60, dtype=torch.bool)),
     "scatter_add": lambda: (
@@ -104,7 +105,7 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "dct": lambda: (torch.randn(128), torch.randn(64, 64), torch.zeros(128)),
     "cast": lambda: (torch.randn(600), torch.zeros(600).half(), 0.5, STEP, 1, 0, 0),
     "requantize": lambda: (
-        *(quantized(torch.randn(600))[None], quantized(torch.randn(600)), 600, "int8", 256),
-        *(0.5, None, None, None, 0, 0, 0),
+        *(quantized(torch.randn(600))[None], quantized(torch.randn(600)), 600, "int8", 256, 600),
+        *(0.5, torch.zeros(600), 2.0, True, None, 0, 0, 0),
     ),
 }

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from commhooks.kernels import blockwise, philox
 from commhooks.kernels._blockwise_formats import Payload
-from commhooks.kernels.blockwise import FORMATS, dequantize, payload_bytes, quantize, requantize
+from commhooks.kernels.blockwise import FORMATS, dequantize, payload_bytes, quantize
+from commhooks.kernels.requantize import requantize, requantize_op
 from tests.kernels.inputs import CPP, DTYPES, LARGE, SIZES, plain, same, tricky, unaligned
 from tests.kernels.machines import machines, on
 
@@ -47,7 +48,7 @@ def outputs(
     left = torch.full((n,), 5.0) if residual else None
     random = (torch.tensor(3), 2**40 + 17, 2, 512) if noise else philox.NO_STREAM
     payload = torch.full((payload_bytes(n, format, block),), 77, dtype=torch.uint8)
-    run(blockwise.quantize_op, x, payload, format, block, kept, left, *random)
+    run(blockwise.quantize_op, x, payload, format, block, n, kept, left, *random)
     found = {"payload": payload}
     if left is not None:
         found["left"] = left
@@ -57,20 +58,42 @@ def outputs(
     payloads[1] = payload
     for dtype in DTYPES:
         out = torch.full((n,), 7.0).to(dtype)
-        run(blockwise.dequantize_op, payloads, out, format, block, 1 / 3, False)
+        run(blockwise.dequantize_op, payloads, out, format, block, n, 1 / 3, False)
         found[f"sum, {dtype}"] = out
     out = torch.full((n,), 7.0).to(x.dtype)
-    run(blockwise.dequantize_op, payloads[:1], out, format, block, -1.0, True)
+    run(blockwise.dequantize_op, payloads[:1], out, format, block, n, -1.0, True)
     found["accumulated"] = out
     if block == 256:
         again = torch.full_like(payload, 77)
         rest = None if left is None else left.clone()
         run(
-            blockwise.requantize_op,
-            *(payloads[:2], again, n, format, block, 0.5, kept, rest, *random),
+            requantize_op,
+            *(payloads[:2], again, n, format, block, n, 0.5, rest, 3.0, noise, *random),
         )
         found["again"] = again
+        if rest is not None:
+            found["rest"] = rest
+        return found | in_rows(run, x, format, block, kept, random)
     return found
+
+
+def in_rows(
+    run: Any, x: Tensor, format: str, block: int, kept: Tensor | None, random: Any
+) -> dict[str, Tensor]:
+    """The same as a message of six rows, the last of which are short and empty."""
+    n = x.numel()
+    shard = -(-n // (4 * block)) * block
+    left = torch.full((n,), 5.0)
+    rows = torch.full((6, payload_bytes(shard, format, block)), 77, dtype=torch.uint8)
+    run(blockwise.quantize_op, x, rows, format, block, shard, kept, left, *random)
+    out = torch.full((n,), 7.0).to(x.dtype)
+    messages = torch.stack([rows, rows])
+    run(blockwise.dequantize_op, messages, out, format, block, shard, 0.5, False)
+    # A short payload, in the layout of a full one.
+    short, again = max(0, n - 3 * shard), torch.full_like(rows[0], 77)
+    arguments = (rows[3:4], again, short, format, block, shard, 0.5, None, 1.0, False)
+    run(requantize_op, *arguments, *random)
+    return {"rows": rows, "rows, left": left, "rows, sum": out, "rows, again": again}
 
 
 def define(op: Any, *args: Any) -> None:
@@ -214,6 +237,30 @@ def test_random_bits_belong_to_places():
         assert not torch.equal(whole, decoded(x, "int4", 64, other))
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_row_of_a_message_is_the_payload_of_its_entries(format):
+    x, step, block = plain(3000), torch.tensor(1), 256
+    random = philox.RandomBits(5, step, first=512)
+    rows = torch.empty(4, payload_bytes(1024, format, block), dtype=torch.uint8)
+    left, out = torch.empty(3000), torch.empty(3000)
+    quantize(x, rows, format, block, shard=1024, unsent=left, random=random)
+    dequantize(rows[None], out, format, block, shard=1024)
+    assert not rows[3].any()
+    for row, begin in enumerate((0, 1024)):
+        part, payload = slice(begin, begin + 1024), torch.empty_like(rows[0])
+        error, alone = torch.empty(1024), torch.empty(1024)
+        quantize(x[part], payload, format, block, unsent=error, random=random.row(row))
+        dequantize(payload[None], alone, format, block)
+        assert torch.equal(payload, rows[row])
+        assert torch.equal(error, left[part])
+        assert torch.equal(alone, out[part])
+
+
+def test_a_message_without_shard_is_one_payload():
+    with pytest.raises(ValueError, match="288 bytes for 256 entries, got 576"):
+        quantize(X, torch.empty(288 * 2).byte(), "int8", 32, shard=256)
+
+
 def test_philox_gives_the_known_answer():
     # Random123's, for a counter and a key of zeros and 7 rounds.
     words = philox._philox(torch.tensor([0]), step=0, seed=0, stream=0).flatten().tolist()
@@ -259,6 +306,21 @@ OUT = torch.empty(payload_bytes(100, "int8", 32), dtype=torch.uint8)
         (lambda: quantize(X, OUT, "int2", 32), ValueError, "int2 takes one of 128, 256"),
         (lambda: quantize(X, OUT, "int8", 48), ValueError, "takes one of 32, 64"),
         (lambda: quantize(X, OUT[:-1], "int8", 32), ValueError, "144 bytes .* got 143"),
+        (
+            lambda: quantize(X, OUT[None].repeat(0, 1), "int8", 32),
+            ValueError,
+            r"rows\): 1 to 65535, got 0",
+        ),
+        (
+            lambda: quantize(X, torch.empty(2, 48).byte(), "int8", 32, shard=32),
+            ValueError,
+            "2 rows of 32 entries, which are too few for 100",
+        ),
+        (
+            lambda: quantize(X, torch.empty(3, 80).byte(), "int8", 32, shard=48),
+            ValueError,
+            r"\(shard\): a multiple of the block, 32, got 48",
+        ),
         (lambda: quantize(X[::2], OUT, "int8", 32), ValueError, "contiguous"),
         (lambda: quantize(X, OUT, "int8", 32, residual=X[1:]), ValueError, r"residual\): 100 ent"),
         (lambda: quantize(X, OUT.int(), "int8", 32), TypeError, r"quantize\(payload\)"),
@@ -296,13 +358,15 @@ def fuzz(run: Any, rng: random.Random) -> None:
     step = torch.tensor(rng.randrange(2**40)) if rng.random() < 0.5 else None
     key = (step, rng.randrange(2**63), rng.randrange(2**31), 256 * rng.randrange(9))
     payload = torch.empty(payload_bytes(n, format, block), dtype=torch.uint8)
-    run(blockwise.quantize_op, x, payload, format, block, kept, left, *key)
+    run(blockwise.quantize_op, x, payload, format, block, n, kept, left, *key)
+    shard = block * rng.randrange(1, 9)
+    rows = torch.empty(-(-n // shard) + rng.randrange(1, 3), payload_bytes(shard, format, block))
+    run(blockwise.quantize_op, x, rows.byte(), format, block, shard, kept, left, *key)
+    run(blockwise.dequantize_op, rows.byte()[None], x, format, block, shard, 0.5, True)
     if n:
         payloads = payload.repeat(rng.randrange(1, 5), 1)
         payloads[-1] = torch.randint_like(payload, 256)  # any bytes
-        run(blockwise.dequantize_op, payloads, x, format, block, 0.5, rng.random() < 0.5)
+        run(blockwise.dequantize_op, payloads, x, format, block, n, 0.5, rng.random() < 0.5)
         if block == 256:
-            run(
-                blockwise.requantize_op,
-                *(payloads, payload, n, format, block, 0.5, kept, left, *key),
-            )
+            form, error = (n, format, block, n, 0.5), (left, 3.0, rng.random() < 0.5)
+            run(requantize_op, payloads, payload, *form, *error, *key)

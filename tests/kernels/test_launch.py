@@ -52,7 +52,7 @@ def test_a_launch_is_on_torchs_stream_of_the_tensors_device(monkeypatch, device,
     ((which, current, grid, block, arguments, stream),) = machine.launches
     assert which == ("file.cu", "kernel", index)
     assert (current, stream) == (index, 1000 + index)
-    assert (grid, block) == ((2,), (256,))  # 9 warps are two blocks of 8
+    assert (grid, block) == ((2, 1), (256,))  # 9 warps are two blocks of 8
     assert arguments == (x.data_ptr(), 0, 7, 1, -1, 0.5)
     # CuPy passes int in 64 bits, as the kernels take them, but a Python float as a double.
     assert [type(value) for value in arguments] == [int] * 5 + [numpy.float32]
@@ -61,7 +61,12 @@ def test_a_launch_is_on_torchs_stream_of_the_tensors_device(monkeypatch, device,
 
 def test_a_grid_is_at_most_twice_what_a_device_holds(monkeypatch):
     Machine(monkeypatch)
-    assert [cuda.grid_for(work, 0) for work in (0, 8, 9, 2**40)] == [1, 1, 2, 2 * 132 * 8]
+    most = 2 * 132 * 8
+    grids = [cuda.grid_for(work, 0) for work in (0, 8, 9, 2**40)]
+    assert grids == [(1, 1), (1, 1), (2, 1), (most, 1)]
+    # The rows of a message share the device.
+    assert cuda.grid_for(2**40, 0, 64) == (most // 64, 64)
+    assert cuda.grid_for(1, 0, 2**15) == (1, 2**15)
 
 
 def test_a_device_without_the_instructions_runs_pytorch_code(monkeypatch):

@@ -44,14 +44,20 @@ def outputs(run: Any, x: torch.Tensor, format: str, block: int, *, full: bool) -
     n = x.numel()
     kept, left = (plain(n, seed=1), torch.full((n,), 5.0)) if full else (None, None)
     noise = NOISE if full else philox.NO_STREAM
-    payload = torch.full((payload_bytes(n, format, block),), 77, dtype=torch.uint8)
-    run(rotated.quantize_rotated_op, x, payload, format, block, *TURN, kept, left, *noise)
-    results = [payload] if left is None else [payload, left]
-    if n:
-        out = torch.full((n,), 7.0).to(x.dtype)
-        payloads = payload.repeat(3, 1)
-        run(rotated.dequantize_rotated_op, payloads, out, format, block, 0.4, full, *TURN)
-        results.append(out)
+    results = []
+    whole = -(-n // block) * block
+    # In one payload; and, as for six ranks, in rows of which the last are short and empty.
+    for shard, rows in ((whole, 1), (-(-whole // (4 * block)) * block, 6)):
+        size = payload_bytes(shard, format, block)
+        payload = torch.full((rows, size) if rows > 1 else (size,), 77, dtype=torch.uint8)
+        settings = (format, block, shard)
+        run(rotated.quantize_rotated_op, x, payload, *settings, *TURN, kept, left, *noise)
+        results += [payload] if left is None else [payload, left.clone()]
+        if n:
+            out = torch.full((n,), 7.0).to(x.dtype)
+            payloads = torch.stack([payload] * 3)
+            run(rotated.dequantize_rotated_op, payloads, out, *settings, 0.4, full, *TURN)
+            results.append(out)
     return results
 
 
@@ -62,15 +68,15 @@ def define(op: Any, *args: Any) -> None:
 @pytest.mark.parametrize("format", FORMATS)
 def test_kernels_equal_the_definition(format):
     for dtype, block in TRIED:
-        for blocks in (0, 1, 3, 5000 // block):
+        for n in (0, 1, block, 3 * block - 5, 5000 // block * block, 4999):
             for full in (False, True):
-                x = tricky(blocks * block, dtype)
+                x = tricky(n, dtype)
                 expected = outputs(define, x, format, block, full=full)
                 for machine in machines():
                     with on(machine, KERNELS) as run:
                         got = outputs(run, x, format, block, full=full)
                     for one, other in zip(expected, got, strict=True):
-                        assert same(one, other), (machine, dtype, block, blocks, full)
+                        assert same(one, other), (machine, dtype, block, n, full)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -109,7 +115,7 @@ def test_an_outlier_does_not_cost_its_block():
     [
         ({"format": "e4m3"}, r"\(format\): one of int8, int4, int2, sign, got 'e4m3'"),
         ({"block": 2048}, r"\(block\): 1024 at most"),
-        ({"x": torch.ones(100)}, "a multiple of 256 entries, got 100"),
+        ({"shard": 100}, r"\(shard\): a multiple of the block, 256, got 100"),
         ({"rotation": philox.RandomBits(1, torch.tensor(1), first=256)}, "multiple of 4096"),
         ({"payload": torch.ones(3).byte()}, "see payload_bytes"),
     ],
@@ -128,12 +134,14 @@ def test_wrong_arguments_are_named(changes: Any, words: str) -> None:
 
 def fuzz(run: Any, rng: random.Random) -> None:
     (dtype, block), format = rng.choice(TRIED), rng.choice(list(FORMATS))
-    n = block * rng.randrange(5)
+    n = rng.choice([block * rng.randrange(5), rng.randrange(3000)])
+    shard = block * rng.randrange(1, 5)
     x = (torch.randn(n) * 10.0 ** rng.randrange(-44, 38)).to(dtype)
     kept, left = (torch.randn(n) if rng.random() < 0.5 else None for _ in range(2))
     turn = (torch.tensor(rng.randrange(2**40)), rng.randrange(2**63), 1, 4096 * rng.randrange(5))
     noise = NOISE if rng.random() < 0.5 else philox.NO_STREAM
-    payload = torch.empty(payload_bytes(n, format, block), dtype=torch.uint8)
-    run(rotated.quantize_rotated_op, x, payload, format, block, *turn, kept, left, *noise)
-    payloads = torch.randint_like(payload.repeat(3, 1), 256)
-    run(rotated.dequantize_rotated_op, payloads, x, format, block, 0.5, rng.random() < 0.5, *turn)
+    rows, form = -(-n // shard) + rng.randrange(1, 3), (format, block, shard)
+    payload = torch.empty(rows, payload_bytes(shard, format, block), dtype=torch.uint8)
+    run(rotated.quantize_rotated_op, x, payload, *form, *turn, kept, left, *noise)
+    payloads = torch.randint_like(payload.repeat(3, 1, 1), 256)
+    run(rotated.dequantize_rotated_op, payloads, x, *form, 0.5, rng.random() < 0.5, *turn)

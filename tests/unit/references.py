@@ -79,8 +79,8 @@ def rotated_levels(c: Tensor, top: int, block: int, flips: Tensor) -> Tensor:
 def flips_of(layout: Layout, shard: int, step: int, numel: int, purpose: str = "") -> Tensor:
     """The random signs of a shard's rotation, with seed 0; the same on all ranks."""
     bucket = Bucket(torch.zeros(0), layout, step=step)
-    stream = Randomness(bucket, shard, "worker", purpose).shared
-    return signs(-(-numel // 4096) * 4096, step, stream.seed, stream.number)
+    stream = Randomness(bucket, "worker", purpose).row(shard).shared
+    return signs(-(-numel // 4096) * 4096, step, stream.seed, stream.number, stream.first)
 
 
 # ---- how payloads travel: the mean, and what each rank has not sent
