@@ -88,7 +88,7 @@ def cases(x: Tensor, block: int = 1024) -> list[Case]:
     spread = (x[:whole], out[:whole], 1024, False, *noise)
     listed.append(Case("Hadamard 1024", 8, 0.75, hadamard_op, spread))
     turned = torch.empty(payload_bytes(whole, "int4", 1024), dtype=torch.uint8, device=x.device)
-    turn = (x[:whole], turned, "int4", 1024, *noise, None, None, *philox.NO_STREAM)
+    turn = (x[:whole], turned, "int4", 1024, whole, *noise, None, None, *philox.NO_STREAM)
     listed.append(Case("Hadamard + int4 encode", 4.5, 0.75, rotated.quantize_rotated_op, turn))
     cosines = (x[:whole], torch.randn(64, 64, device=x.device), out[:whole])
     listed.append(Case("DCT 64", 8, 0.5, dct_op, cosines))
@@ -227,11 +227,11 @@ def _blockwise(
     payload = torch.empty(size, dtype=torch.uint8, device=x.device)
     quantize = blockwise.quantize_op
     # What "decode" decodes.
-    _prepare(quantize, x, payload, format, block, None, None, *philox.NO_STREAM)
+    _prepare(quantize, x, payload, format, block, x.numel(), None, None, *philox.NO_STREAM)
     count = PAYLOADS[x.device.type]
     several = payload.repeat(count, 1)
-    encode = (x, payload, format, block)
-    decode = (format, block, 1.0, False)
+    encode = (x, payload, format, block, x.numel())
+    decode = (format, block, x.numel(), 1.0, False)
     feedback = (*encode, residual, residual, *philox.NO_STREAM)
     others = _rivals(format, x, block)
     plain = (*encode, None, None, None, 0, 0, 0)

@@ -31,7 +31,13 @@ class Launches:
         self.kernels: dict[str, set[str]] = {}
 
     def __call__(
-        self, source: str, name: str, device: Any, work: int, arguments: Sequence[Any]
+        self,
+        source: str,
+        name: str,
+        device: Any,
+        work: int,
+        arguments: Sequence[Any],
+        rows: int = 1,
     ) -> None:
         for argument in arguments:
             as_ctypes(argument)

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from commhooks.kernels.runtime.op import Op
 
-__all__ = ["LazyDevice", "Order", "lazy_device"]
+__all__ = ["LazyDevice", "Order", "Stream", "lazy_device"]
 
 Order = Literal["at once", "late", "early"]
 _READS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "unique", "_unique2"}

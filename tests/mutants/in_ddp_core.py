@@ -30,6 +30,13 @@ MUTANTS: list[Mutant] = [
             f"{UNIT}/test_lazy_streams.py::test_a_hook_gives_the_same_in_every_order",
         ),
         (
+            "a step is committed without waiting for the other side stream",
+            "        if task.joins:\n",
+            "        if not task:\n",
+            f"{UNIT}/test_lazy_streams.py"
+            "::test_a_step_that_is_not_finite_or_ends_later_is_the_same_in_every_order",
+        ),
+        (
             "a stream does not wait for the collective",
             "request.issue(self._group).wait()",
             "request.issue(self._group)",

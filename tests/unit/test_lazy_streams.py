@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from commhooks.hook.coalesce import Group, _Held
 from commhooks.hook.state import HookState
-from ddp_core import Streams
-from tests.device.lazy import LazyDevice, Order, lazy_device
+from tests.device.lazy import LazyDevice, Order, Stream, lazy_device
 from tests.device.loopback import loopback
 
 STEPS = 3
+KEEPING = {"onebit", "powersgd", "acpsgd", "dgc"}  # tensors, each in its way
 SCHEMES: list[tuple[str, dict[str, Any]]] = [
     ("none", {}),
     ("fp16", {}),
@@ -60,42 +60,61 @@ class Bucket:
         return self._all[3]
 
 
-def train(machine: LazyDevice, name: str, options: dict[str, Any]) -> list[Tensor]:
-    """What a reducer reads in its buckets after each step, and the memory in the end."""
+def train(
+    machine: LazyDevice,
+    name: str,
+    options: dict[str, Any],
+    *,
+    bad: bool = False,
+    told: bool = False,
+) -> list[Tensor]:
+    """What a reducer reads in its buckets after each step, and the memory in the end.
+
+    Args:
+        bad: one step has an infinity.
+        told: the reducer says when gradients are written, as ``ddp_core``'s does.
+    """
     model = nn.Sequential(*(nn.Linear(20, 16) for _ in range(2)), nn.Linear(16, 8))
     groups = [list(layer.parameters()) for layer in reversed(model)]
     found = []
     with loopback(machine):
         hook = HookState(name, model, **options)
+        if told:
+            hook._binding.core_telling = lambda hook: hook
         for step in range(STEPS):
             generator = torch.Generator().manual_seed(step)
             futures = []
             for index, parameters in enumerate(groups):
                 gradient = torch.randn(sum(p.numel() for p in parameters), generator=generator)
+                if bad and (step, index) == (1, 1):  # not the stream of the last bucket
+                    gradient[3] = torch.inf
                 # Copied behind what the caller's stream does: backward goes on while this runs.
                 buffer = torch.empty_like(gradient, device="meta").copy_(gradient)
                 last = index == len(groups) - 1
                 futures.append((hook.start(Bucket(index, parameters, buffer, last)), buffer))
-            for future, buffer in futures:
+            # In either order: what one side stream does may be done before the other's.
+            for future, buffer in reversed(futures) if bad else futures:
                 mean = future.wait()
                 if mean is not buffer:
                     buffer.copy_(mean)
+            if told:
+                hook.step_landed()
             found += [machine.read(buffer) for _, buffer in futures]
         found += [machine.read(value) for _, _, value in hook._engine.memory.items()]
         hook.close()
     return found
 
 
-def found_in(order: Order, name: str, options: dict[str, Any]) -> list[Tensor]:
+def found_in(order: Order, name: str, options: dict[str, Any], **case: bool) -> list[Tensor]:
     torch.manual_seed(0)
     with lazy_device(order) as machine:
-        return train(machine, name, options)
+        return train(machine, name, options, **case)
 
 
 def assert_same(left: list[Tensor], right: list[Tensor]) -> None:
     assert len(left) == len(right)
     for one, other in zip(left, right, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("order", ["late", "early"])
@@ -104,6 +123,16 @@ def test_a_hook_gives_the_same_in_every_order(
     name: str, options: dict[str, Any], order: Order
 ) -> None:
     assert_same(found_in(order, name, options), found_in("at once", name, options))
+
+
+@pytest.mark.parametrize("order", ["late", "early"])
+@pytest.mark.parametrize(("name", "options"), [one for one in SCHEMES if one[0] in KEEPING])
+def test_a_step_that_is_not_finite_or_ends_later_is_the_same_in_every_order(
+    name: str, options: dict[str, Any], order: Order
+) -> None:
+    for case in ({"bad": True}, {"told": True}, {"bad": True, "told": True}):
+        expected = found_in("at once", name, options, **case)
+        assert_same(found_in(order, name, options, **case), expected)
 
 
 # ---- it sees what it is for
@@ -134,11 +163,13 @@ def test_a_gate_that_completes_with_nothing_is_seen(monkeypatch: pytest.MonkeyPa
 def test_a_side_stream_that_does_not_wait_for_the_callers_is_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def side(streams: Streams, device: Any) -> Any:
-        module = torch.get_device_module(device.type)
-        return module.stream(streams._streams.setdefault(device, module.Stream()))
+    wait = Stream.wait_stream
 
-    monkeypatch.setattr(Streams, "_side_stream", side)
+    def not_for_the_caller(side: Stream, other: Stream) -> None:
+        if other is not side.machine.main:
+            wait(side, other)
+
+    monkeypatch.setattr(Stream, "wait_stream", not_for_the_caller)
     assert differs("int8", {"block": 32}, "early")
 
 
