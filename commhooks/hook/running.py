@@ -101,6 +101,12 @@ class Running:
                 "the hook was closed (HookState.close), but the model still trains with it; "
                 "wrap the model in a new DistributedDataParallel, or close after training"
             )
+        if bucket.buffer().is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RegistrationError(
+                "the hook was called while a CUDA graph is captured: every replay would repeat the "
+                "step's number, random bits and memory. Capture the forward and backward passes of "
+                "parts of the model (torch.cuda.make_graphed_callables), or train without a hook"
+            )
         # A collective. Every rank comes here with its first bucket, before it exchanges anything.
         self._agree_after_load()
         self._attendance.calls += 1
