@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ddp_core.exchange.lane_groups import backend_for, host_backend, is_gloo
 
-__all__ = ["Pairs", "carried_by_host", "exchange_pairs", "on_gloo"]
+__all__ = ["Pairs", "carried_by_host", "exchange_pairs", "future_after", "on_gloo"]
 
 _TAG = 0x9A125  # of these messages; the same peers' are matched in their order
 
@@ -61,23 +61,28 @@ class Pairs:
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Completes when all have arrived; an error is what its value raises."""
-        arrived: torch.futures.Future[Any] = torch.futures.Future()
-        failures: list[BaseException] = []
+        return future_after(self.wait, "commhooks-pairs")
 
-        def value(_: torch.futures.Future[Any]) -> None:
-            if failures:
-                raise failures[0]
 
-        # `then` turns an exception into the future's error; set_exception would hand C++ a value.
-        future = arrived.then(value)
-        threading.Thread(
-            target=_await, args=(self.wait, arrived, failures), name="commhooks-pairs", daemon=True
-        ).start()
-        return future
+def future_after(wait: Callable[[], object], thread: str) -> torch.futures.Future[Any]:
+    """Returns a future that completes when ``wait``, called on a thread of its own, returns."""
+    arrived: torch.futures.Future[Any] = torch.futures.Future()
+    failures: list[BaseException] = []
+
+    def value(_: torch.futures.Future[Any]) -> None:
+        if failures:
+            raise failures[0]
+
+    # `then` turns an exception into the future's error; set_exception would hand C++ a value.
+    future = arrived.then(value)
+    threading.Thread(
+        target=_await, args=(wait, arrived, failures), name=thread, daemon=True
+    ).start()
+    return future
 
 
 def _await(
-    wait: Callable[[], bool], arrived: torch.futures.Future[Any], failures: list[BaseException]
+    wait: Callable[[], object], arrived: torch.futures.Future[Any], failures: list[BaseException]
 ) -> None:
     try:
         wait()
