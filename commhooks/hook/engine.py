@@ -200,8 +200,7 @@ def _exchange_sparse(grad: Tensor, scheme: Scheme) -> Exchange:
     """Averages a sparse gradient as indices and values, uncompressed."""
     if not scheme.traits.rounds:  # not ``averages``: a schedule with local steps has others, too
         return grad
-    # A copy: the sum of two embeddings hands both the same tensor of values.
-    result = yield AllReduce(grad.clone())
+    result = yield AllReduce(grad)
     return result
 
 

@@ -201,7 +201,8 @@ class Running:
         devices = self._binding.devices()
         self._drivers.check(devices)
         facts = {**(also or {}), **self._facts(self.scheme)}
-        handshake(call, facts, self._binding.group(), limit)
+        with self._binding.on_device():
+            handshake(call, facts, self._binding.group(), limit)
         # After the handshake, which compares the memory's origin: a pickled state on a wrong rank
         # is then an error on all ranks, and not on one rank while the others wait.
         need_own_memory(self._engine, self._binding)
