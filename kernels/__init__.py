@@ -19,6 +19,7 @@ from .low_rank import (
 from .philox import RandomBits
 from .random_k import gather_random, random_places, scatter_random
 from .requantize import requantize
+from .restore import restore
 from .rotated import dequantize_rotated, quantize_rotated
 from .runtime.op import implementations, op, use_kernels, warn_if_missing
 from .shared import dequantize_shared, largest_magnitudes, quantize_shared
@@ -53,6 +54,7 @@ __all__ = [
     "quantize_shared",
     "random_places",
     "requantize",
+    "restore",
     "scaled_cast",
     "scatter_add",
     "scatter_random",

@@ -71,9 +71,10 @@ def _layout_of_rows(
     """Returns the layout of a full row, of which ``rows`` hold ``n`` entries."""
     layout = layout_of(caller, format, block, shard)
     check_whole(caller, "shard", shard, 0, philox.ROW if rows > 1 else 2**56)
+    check_whole(caller, f"{name}, rows", rows, 1, 2**16)  # a grid's second dimension
     if n > shard and shard % block:  # else the rows behind the first are empty
         raise ValueError(f"{caller}(shard): a multiple of the block, {block}, got {shard}")
-    if not rows or rows * shard < n:
+    if rows * shard < n:
         raise ValueError(
             f"{caller}({name}): {rows} rows of {shard} entries, which are too few for {n}"
         )

@@ -214,9 +214,15 @@ def _quantize_cuda(
     # The block is a template argument, so that a lane's entries stay in registers: an array is kept
     # there only where every index is known to the compiler.
     name = f"quantize<{layout.format.cpp}, {cuda.DTYPES[x.dtype]}, {block}>"
-    arguments = (x, x.numel(), shard, rows, *rest, *parts(aligned(payload), layout))
-    # A warp takes whole blocks, and 256 entries at least: they share calls of Philox.
-    cuda.launch("blockwise.cu", name, x.device, shard // max(block, 256) + 1, arguments, rows)
+    arguments = (x, x.numel(), shard, *rest, *parts(aligned(payload), layout))
+    cuda.launch("blockwise.cu", name, x.device, shard // warp_entries(block) + 1, arguments, rows)
+
+
+def warp_entries(block: int) -> int:
+    """Returns the entries that a warp encodes at a time."""
+    # 256 at least, which share calls of Philox. Of a longer block a warp takes 512, which are 16
+    # registers of a lane; the warps of a block meet in shared memory.
+    return min(max(block, 256), 512)
 
 
 def parts(payload: Tensor, layout: Payload) -> tuple[Tensor, int, int]:
@@ -238,7 +244,7 @@ def _dequantize_cpu(
     layout = layout_of("dequantize", format, block, shard)
     numbers = (layout.format.number, cpu.DTYPES[out.dtype])
     source = source_of(payloads, layout, out.numel())
-    cpu.call("dequantize", *numbers, *source, block, *rest, out)
+    cpu.call("dequantize", *numbers, *source, rows_in(payloads[0]), block, *rest, out)
 
 
 @dequantize_op.kernel("cuda")
@@ -249,14 +255,11 @@ def _dequantize_cuda(
     # Decoding needs no maximum, so the block is an argument and one kernel serves all blocks.
     name = f"dequantize<{layout.format.cpp}, {cuda.DTYPES[out.dtype]}>"
     source = source_of(aligned(payloads), layout, out.numel())
-    arguments = (*source, block, *rest, out)
-    cuda.launch("blockwise.cu", name, out.device, shard // 256 + 1, arguments, source[-1])
+    arguments, rows = (*source, block, *rest, out), rows_in(payloads[0])
+    cuda.launch("blockwise.cu", name, out.device, shard // 256 + 1, arguments, rows)
 
 
-def source_of(
-    payloads: Tensor, layout: Payload, n: int
-) -> tuple[Tensor, int, int, int, int, int, int, int]:
-    """Returns the arguments by which kernels take payloads to decode; the last is of their rows."""
-    rows = payloads.shape[1] if payloads.dim() == 3 else 1
+def source_of(payloads: Tensor, layout: Payload, n: int) -> tuple[Tensor | int, ...]:
+    """Returns the arguments by which kernels take payloads to decode."""
     strides = (layout.codes_at, layout.bytes, payloads.stride(0), len(payloads))
-    return (payloads, *strides, n, layout.n, rows)
+    return (payloads, *strides, n, layout.n)

@@ -240,7 +240,7 @@ def _quantize_cuda(
 ) -> None:
     layout, rows = layout_of("quantize_rotated", format, block, shard), rows_in(payload)
     name = f"quantize_rotated<{layout.format.cpp}, {cuda.DTYPES[x.dtype]}, {block}>"
-    source = (x, x.numel(), shard, rows, block**-0.5)
+    source = (x, x.numel(), shard, block**-0.5)
     arguments = (*source, *rest, *parts(aligned(payload), layout))
     cuda.launch("rotated.cu", name, x.device, shard // max(block, 256) + 1, arguments, rows)
 
@@ -251,7 +251,8 @@ def _dequantize_cpu(
 ) -> None:
     layout = layout_of("dequantize_rotated", format, block, shard)
     numbers = (layout.format.number, cpu.DTYPES[out.dtype], block)
-    cpu.call("dequantize_rotated", *numbers, *_source(payloads, layout, out, *rest), out)
+    source = (*source_of(payloads, layout, out.numel()), rows_in(payloads[0]))
+    cpu.call("dequantize_rotated", *numbers, *source, *_settings(layout, *rest), out)
 
 
 @dequantize_rotated_op.kernel("cuda")
@@ -260,14 +261,11 @@ def _dequantize_cuda(
 ) -> None:
     layout = layout_of("dequantize_rotated", format, block, shard)
     name = f"dequantize_rotated<{layout.format.cpp}, {cuda.DTYPES[out.dtype]}, {block}>"
-    arguments = (*_source(aligned(payloads), layout, out, *rest), out)
-    work, rows = shard // max(block, 256) + 1, rows_in(payloads) if payloads.dim() == 3 else 1
-    cuda.launch("rotated.cu", name, out.device, work, arguments, rows)
+    source = source_of(aligned(payloads), layout, out.numel())
+    arguments, rows = (*source, *_settings(layout, *rest), out), rows_in(payloads[0])
+    cuda.launch("rotated.cu", name, out.device, shard // max(block, 256) + 1, arguments, rows)
 
 
-def _source(
-    payloads: Tensor, layout: Payload, out: Tensor, factor: float, accumulate: bool, *signs: Any
-) -> tuple[Any, ...]:
+def _settings(layout: Payload, factor: float, accumulate: bool, *signs: Any) -> tuple[Any, ...]:
     """Returns the arguments that both kernels share."""
-    source = source_of(payloads, layout, out.numel())
-    return (*source, factor, accumulate, layout.block**-0.5, *signs)
+    return (factor, accumulate, layout.block**-0.5, *signs)

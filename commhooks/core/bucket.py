@@ -191,7 +191,7 @@ class Bucket(StepInfo):
         """
         # The first parameter names the bucket: bucket numbers change when DDP rebuilds buckets.
         text = f"{self.layout.names[0]}/{purpose}/{'shared' if shared else self.rank}"
-        step = torch.full((), self.step, dtype=torch.int64, device=self.raw.device)
+        step = self.step_on(self.raw.device)
         return RandomBits(self.seed, step, number=number_of(text) >> 33)
 
     # ---- parts of an exchange that schemes share

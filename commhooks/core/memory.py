@@ -18,6 +18,7 @@ from torch import Tensor
 
 from commhooks.core.flat_values import FlatValues, Place
 from commhooks.core.layout import Layout
+from commhooks.kernels import restore
 
 __all__ = ["Memory", "share_storage"]
 
@@ -115,7 +116,7 @@ class Memory:
     def commit(self, good: Tensor, left_alone: Collection[str] = ()) -> None:
         """Ends a step: commits the staged writes if ``good`` (one bool), else drops them.
 
-        On CUDA the choice is made on the device, without waiting for it.
+        On a GPU the choice is made on the device, without waiting for it.
 
         Args:
             good: the verdict, a tensor of one bool.
@@ -159,13 +160,13 @@ class Memory:
                 self.read(key, layout, device=flat.device, dtype=flat.dtype)
             old = self._kept.flat.get((key, layout))
             if not on_host and old is not None:
-                flat = torch.where(good, torch.zeros_like(old) if flat is None else flat, old)
+                flat = _chosen_on_device(flat, old, good)
             if flat is None:
                 self._kept.remove(key, layout)
                 continue
             self._kept.put(key, layout, flat)
-            # On a GPU the caching allocator reuses what is freed.
             fits = old is not None and old.shape == flat.shape and not share_storage(flat, old)
+            # On a GPU the caching allocator reuses what is freed.
             if on_host and key in self._kept.reused and old is not None and fits:
                 self._kept.spare[key, layout] = old
             if new := absent.get((key, layout)):
@@ -218,3 +219,16 @@ def share_storage(flat: Tensor, other: Tensor | None) -> bool:
     if other is None:
         return False
     return flat.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def _chosen_on_device(flat: Tensor | None, old: Tensor, good: Tensor) -> Tensor:
+    """Returns a tensor that has the new values after a good step, else the old ones.
+
+    That is the new tensor, to which a kernel writes the old values if the step was bad: after a
+    good one, as nearly all are, nothing passes through memory (docs/design/kernels.md).
+    """
+    if flat is None:  # a removal
+        flat = torch.zeros_like(old)
+    if not share_storage(flat, old):  # else a scheme wrote what it had read
+        restore(flat, old.to(flat.dtype), good)
+    return flat

@@ -5,10 +5,14 @@ from __future__ import annotations
 import hashlib
 
 import torch
+from torch import Tensor
 
 from commhooks.core.memory import Memory
 
-__all__ = ["StepInfo", "number_of"]
+__all__ = ["Counters", "StepInfo", "number_of"]
+
+
+Counters = dict[tuple[int, torch.device, object], Tensor]
 
 
 class StepInfo:
@@ -21,6 +25,7 @@ class StepInfo:
         step: number of the synchronised backward pass, from 0.
         rank, world_size: within the process group.
         seed: keys all random bits, together with names, step and rank; the same on every rank.
+        counters: the tensors of :meth:`step_on`, which the buckets of a step share.
     """
 
     def __init__(
@@ -36,11 +41,25 @@ class StepInfo:
         self.memory = Memory() if memory is None else memory
         self.step, self.rank, self.world_size, self.seed = step, rank, world_size, seed
         self._dtype = dtype
+        self.counters: Counters = {}
 
     @property
     def wide_dtype(self) -> torch.dtype:
         """Returns the dtype of sums of gradients: float32, or float64 if the gradient is."""
         return torch.promote_types(self._dtype, torch.float32)
+
+    def step_on(self, device: torch.device) -> Tensor:
+        """Returns the step's number as an int64 tensor on a device, for kernels.
+
+        One tensor serves all buckets of a step, so that it is filled once and not for every draw.
+        """
+        # Per stream as well: an exchange on another stream would not wait for the fill.
+        key = (self.step, device, _stream_of(device))
+        counter = self.counters.get(key)
+        if counter is None:
+            counter = torch.full((), self.step, dtype=torch.int64, device=device)
+            self.counters[key] = counter
+        return counter
 
     def generator(
         self, name: str, *, shared: bool = True, step: int | None = None
@@ -58,6 +77,13 @@ class StepInfo:
         step = self.step if step is None else step
         text = f"{self.seed}/{name}/{step}/{'shared' if shared else self.rank}"
         return torch.Generator().manual_seed(number_of(text) >> 1)
+
+
+def _stream_of(device: torch.device) -> object:
+    """Returns the current stream of a device; None for one without streams."""
+    if device.type in ("cpu", "meta"):
+        return None
+    return torch.get_device_module(device).current_stream(device)
 
 
 def number_of(text: str) -> int:

@@ -17,7 +17,7 @@ from commhooks.core.layout import Layout
 from commhooks.core.memory import Memory
 from commhooks.core.scheme import Scheme, slots_of
 from commhooks.core.settings import check_seed
-from commhooks.core.step_info import StepInfo
+from commhooks.core.step_info import Counters, StepInfo
 from commhooks.errors import SchemeError
 from commhooks.kernels import all_finite
 from ddp_core import AllReduce, Exchange
@@ -35,6 +35,7 @@ class _Step:
     closed: bool = False
     failed: bool = False
     finite: list[Tensor] = field(default_factory=list)
+    counters: Counters = field(default_factory=dict)
     left_alone: Collection[str] = ()
 
 
@@ -113,15 +114,19 @@ class Engine:
 
     def bucket(self, gradient: Tensor, layout: Layout | Callable[[], Layout]) -> Bucket:
         """Returns the ``Bucket`` that a scheme gets in the current step."""
-        return Bucket(
+        step = self._open
+        bucket = Bucket(
             gradient,
             layout,
-            memory=self.memory if self._open is None else self._open.memory,
+            memory=self.memory if step is None else step.memory,
             step=self.step,
             rank=self.rank,
             world_size=self.world_size,
             seed=self.seed,
         )
+        if step is not None:
+            bucket.counters = step.counters
+        return bucket
 
     def step_info(self, dtype: torch.dtype, step: int) -> StepInfo:
         """Returns the facts of a step for initial values of parameters of ``dtype``."""
@@ -187,7 +192,8 @@ class Engine:
         if not step.closed or step.finished < len(step.launched):
             return
         if step.finite and not step.failed:
-            good = torch.stack(step.finite).all()
+            flags = step.finite
+            good = flags[0] if len(flags) == 1 else torch.stack(flags).all()
             step.memory.commit(good, step.left_alone)
             # On a GPU the count would make the host wait for the device in every step.
             if good.device.type == "cpu" and not good.item():

@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -111,10 +110,10 @@ class Runner:
         step = self._step
         if step is None:
             return
-        # On a GPU the commit reads what exchanges wrote on the driver's stream, so it runs after
-        # them on that stream; the host waits for neither.
-        with self._drivers.stream() if self._engine.keeps_memory else nullcontext():
-            self._engine.end(set(self._binding.names(left_alone)))
+        # On a GPU the commit reads what exchanges wrote on the driver's streams.
+        if self._engine.keeps_memory:
+            self._drivers.join()
+        self._engine.end(set(self._binding.names(left_alone)))
         self._close(step)
 
     def step_abandoned(self) -> None:
@@ -221,10 +220,11 @@ class Runner:
         is_last: bool,
         note: Callable[[RoundRecord], None] | None = None,
     ) -> Future[Tensor]:
-        """Hands an exchange to the driver for its device; ``note`` gets its ledger rows as well."""
+        """Hands an exchange to the driver for its device; ``note`` gets its ledger rows too."""
         # A new key, not the index, which two buckets of one step may share (static graphs). With
         # ``ends_later`` ``step_landed`` commits: backward may raise after the last bucket.
-        self._engine.begin_bucket(object(), is_last=is_last and not step.ends_later)
+        commits = is_last and not step.ends_later
+        self._engine.begin_bucket(object(), is_last=commits)
         task = Task(
             exchange,
             step=step.number,
@@ -233,6 +233,7 @@ class Runner:
             world_size=self._engine.world_size,
             max_rounds=self._engine.traits.rounds,
             record=partial(_record, self._ledger, note),
+            joins=commits and self._engine.keeps_memory,
         )
         return self._drivers.run(task, device, step.group)
 

@@ -138,19 +138,22 @@ class Blockwise(PackedCodec):
         packed = received.new_empty(shards[0].nbytes)
         n, random = self._padded(end - begin), random.row(index)
         noise = random.noise if self.stochastic else None
-        form = (n, self.format, self.block)
-        settings = {"shard": self._length(shards), "factor": 1.0 / len(received), "random": noise}
-        if unsent is None or not self.rotate:
-            error = None if unsent is None else unsent[begin:end]
-            into = {"unsent": error, "weight": float(weight), "accumulate": True}
-            requantize(received, packed, *form, **settings, **into)
-            return packed
+        error = None if unsent is None else unsent[begin:end]
+        into = error if error is None or not self.rotate else error.new_empty(n)
+        requantize(
+            *(received, packed, n, self.format, self.block),
+            shard=self._length(shards),
+            factor=1.0 / len(received),
+            unsent=into,
+            weight=float(weight),
+            accumulate=into is error,
+            random=noise,
+        )
         # Rotated payloads are summed and packed as they are: the same rotation holds for all, and a
         # second rounding needs no other. Only the error is rotated back.
-        error = unsent.new_empty(n)
-        requantize(received, packed, *form, **settings, unsent=error, weight=float(weight))
-        hadamard(error, error, self.block, random.shared, inverse=True)
-        unsent[begin:end].add_(error[: end - begin])
+        if error is not None and into is not None and into is not error:
+            hadamard(into, into, self.block, random.shared, inverse=True)
+            error.add_(into[: end - begin])
         return packed
 
     def _length(self, shards: Sequence[Shard]) -> int:
@@ -159,22 +162,30 @@ class Blockwise(PackedCodec):
 
     def _encode(self, piece: Piece, payload: Tensor, shard: int, random: Randomness) -> None:
         x, residual, unsent = piece
-        settings = {"shard": shard, "residual": residual, "unsent": unsent}
-        settings["random"] = random.noise if self.stochastic else None
+        noise = random.noise if self.stochastic else None
+        form = (self.format, self.block)
         if self.rotate:
-            turn = random.shared
-            quantize_rotated(x, payload, self.format, self.block, turn, **settings)
+            quantize_rotated(
+                *(x, payload, *form, random.shared),
+                shard=shard,
+                residual=residual,
+                unsent=unsent,
+                random=noise,
+            )
         else:
-            quantize(x, payload, self.format, self.block, **settings)
+            quantize(
+                *(x, payload, *form), shard=shard, residual=residual, unsent=unsent, random=noise
+            )
 
     def _decode(
         self, payloads: Tensor, out: Tensor, shard: int, random: Randomness, factor: float
     ) -> None:
-        form, settings = (self.format, self.block), {"shard": shard, "factor": factor}
+        form = (self.format, self.block)
         if self.rotate:
-            dequantize_rotated(payloads, out, *form, random.shared, **settings)
+            turn = random.shared
+            dequantize_rotated(payloads, out, *form, turn, shard=shard, factor=factor)
         else:
-            dequantize(payloads, out, *form, **settings)
+            dequantize(payloads, out, *form, shard=shard, factor=factor)
 
 
 _ROTATED = ("int8", "int4", "int2", "sign")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Set
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -60,9 +59,10 @@ class Drivers:
             self._streams = Streams(group)
         return self._streams.run(task, device)
 
-    def stream(self) -> AbstractContextManager[object]:
-        """Returns a context; what is enqueued inside comes after all exchanges so far."""
-        return nullcontext() if self._streams is None else self._streams.following()
+    def join(self) -> None:
+        """Makes the caller's streams wait for all exchanges so far; the host does not wait."""
+        if self._streams is not None:
+            self._streams.join()
 
     def close(self) -> None:
         """Stops the lanes' thread and gives back the extra groups. Safe to call twice."""

@@ -2,15 +2,19 @@
 
 On CUDA with NCCL, and on any device whose work is queued on streams (XPU, NPU), an exchange runs to
 its end inside the hook call: encoding, waiting and decoding are only enqueued, on a side stream, so
-the backward pass goes on meanwhile. All ranks launch
-buckets in the same order, and a bucket's collectives follow each other, so the order of collectives
-is the same everywhere. With a backend that blocks (Gloo on CUDA tensors) the same code is correct
-and slow.
+the backward pass goes on meanwhile. Two side streams take turns: while one bucket is on the line or
+is decoded, the next one is encoded.
+
+All ranks launch buckets in the same order, and a bucket's collectives follow each other, so the
+order of collectives is the same everywhere. With a backend that blocks (Gloo on CUDA tensors) the
+same code is correct and slow.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+import itertools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -41,8 +45,14 @@ def stream_module(device: str) -> Any:
     return module
 
 
+# One to encode on while the other waits for the line; a third would find nothing to do. A whole
+# exchange on one stream, rather than encoding on one and decoding on the other: an allocator hands
+# out memory per stream, so that memory freed by one exchange cannot be overwritten too early.
+_SIDE_STREAMS = 2
+
+
 class Streams:
-    """Drives exchanges on one side stream per device.
+    """Drives exchanges on side streams of high priority, by turns.
 
     Args:
         group: ranks and backend of all collectives.
@@ -50,12 +60,13 @@ class Streams:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._streams: dict[torch.device, Any] = {}
+        self._streams: dict[torch.device, list[Any]] = {}
+        self._turns: dict[torch.device, Iterator[Any]] = {}
 
     def run(self, task: Task, device: torch.device) -> torch.futures.Future[Tensor]:
         """Enqueues the whole exchange and returns the future of its result."""
         on_host = device.type == "cpu"
-        on_side_stream = nullcontext() if on_host else self._side_stream(device)
+        on_side_stream = nullcontext() if on_host else self._side_stream(device, task)
         future: torch.futures.Future[Tensor | None]
         future = torch.futures.Future(devices=None if on_host else [device])
         chained = future.then(task.outcome)
@@ -66,26 +77,33 @@ class Streams:
             future.set_result(task.result)
         return chained
 
-    def following(self) -> AbstractContextManager[object]:
-        """Makes the side streams current, behind what the caller's streams have to do so far."""
-        streams = ExitStack()
-        for device in list(self._streams):
-            streams.enter_context(self._side_stream(device))
-        return streams
+    def join(self) -> None:
+        """Makes the caller's streams wait for all exchanges so far."""
+        for device, sides in self._streams.items():
+            current = stream_module(device.type).current_stream(device)
+            for side in sides:
+                current.wait_stream(side)
 
-    def _side_stream(self, device: torch.device) -> AbstractContextManager[None]:
-        """Makes the side stream current, after all that the caller's stream has to do so far."""
+    def _side_stream(self, device: torch.device, task: Task) -> AbstractContextManager[None]:
+        """Makes a side stream current, after all that the caller's stream has to do so far."""
         module = stream_module(device.type)
-        side = self._streams.get(device)
-        if side is None:
-            side = self._streams[device] = module.Stream(device=device)
+        if device not in self._streams:
+            # High priority: small kernels would otherwise queue behind those of backward.
+            sides = [module.Stream(device=device, priority=-1) for _ in range(_SIDE_STREAMS)]
+            self._streams[device], self._turns[device] = sides, itertools.cycle(sides)
+        side = next(self._turns[device])
         side.wait_stream(module.current_stream(device))
+        if task.joins:
+            for other in self._streams[device]:
+                if other is not side:
+                    side.wait_stream(other)
         stream: AbstractContextManager[None] = module.stream(side)
         return stream
 
     def close(self) -> None:
         """Forgets the streams."""
         self._streams.clear()
+        self._turns.clear()
 
     def _exhaust(self, task: Task) -> None:
         request = task.advance()

@@ -39,7 +39,10 @@ class RoundRecord:
 
 @dataclass(eq=False)
 class Task:
-    """Runs a bucket's exchange; ``ticket`` orders the buckets of a driver."""
+    """Runs a bucket's exchange; ``ticket`` orders the buckets of a driver.
+
+    ``joins``: what follows the last collective reads what the exchanges before have written.
+    """
 
     exchange: Exchange
     step: int
@@ -48,6 +51,7 @@ class Task:
     world_size: int
     max_rounds: int
     record: Callable[[RoundRecord], None] | None = None
+    joins: bool = False
     ticket: int = 0
     round: int = 0
     request: Collective | None = None

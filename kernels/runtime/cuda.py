@@ -35,7 +35,6 @@ OPTIONS = ("-std=c++17", "-fmad=false", "--ftz=false", "-Xptxas=-v")
 DTYPES = {torch.float32: "float", torch.float16: "Half", torch.bfloat16: "BFloat16"}
 _THREADS = 256
 _WARPS_PER_BLOCK = _THREADS // 32
-_MOST_ROWS = 2**16 - 1  # of a grid's second dimension
 _CAPABILITY = (8, 0)  # reductions over a warp in one instruction
 _WARPS_PER_SM = 64  # resident on A100, H100 and B200; 48 on consumer GPUs
 
@@ -145,7 +144,6 @@ def grid_for(work: int, device_index: int, rows: int = 1) -> tuple[int, int]:
     At most twice as many as the device holds at once: kernels stride over the grid, and more blocks
     would repeat what a warp does once, such as reading the step or a table of levels.
     """
-    rows = min(rows, _MOST_ROWS)
     most = -(-_most_blocks(device_index) // rows)
     return min(-(-work // _WARPS_PER_BLOCK) or 1, most), rows
 

@@ -33,6 +33,7 @@ SIGNATURES = {
     "quantize_rotated": "iiipiiifpiii???iiipii",
     "quantize_shared": "ip?iipf?iiip?",
     "requantize": "iipiifi?fi?iiipii",
+    "restore": "ppip",
     "scatter_add": "ppifpip",
     "scatter_random": "pifpiipi",
     "top_k": "ipiipp??pi",

@@ -1,4 +1,4 @@
-"""States that an earlier release saved load, and training goes on bit for bit."""
+"""States that an earlier release saved load, and training goes on: bit for bit, if it still can."""
 
 from __future__ import annotations
 
@@ -8,9 +8,16 @@ import torch
 from tests.distributed.harness import run_ranks
 from tests.distributed.old_states import FILE, SCHEMES, go_on
 
+# Random bits are keyed in another way since then (docs/design/kernels.md): a share of the average
+# by which another draw may change it.
+REDRAWN = {"int8": 0.01, "sdp4bit": 0.2}
+
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_state_of_format_2_goes_on_bit_for_bit(scheme: str) -> None:
+def test_a_state_of_format_2_goes_on(scheme: str) -> None:
     expected = torch.load(FILE)[scheme]["averages"]
     for average, old in zip(run_ranks(go_on, 2, scheme), expected, strict=True):
-        assert torch.equal(average, old)
+        if scheme in REDRAWN:
+            assert (average - old).norm() < REDRAWN[scheme] * old.norm()
+        else:
+            assert torch.equal(average, old)

@@ -91,6 +91,7 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
         *(torch.randn(600), torch.zeros(600)),
     ),
     "finite": lambda: (torch.randn(600), torch.ones((), dtype=torch.bool)),
+    "restore": lambda: (torch.randn(600), torch.randn(600), torch.zeros((), dtype=torch.bool)),
     "pack_bits": lambda: (torch.randn(60) > 0, torch.zeros(8, dtype=torch.uint8)),
     "unpack_bits": lambda: (torch.zeros(8, dtype=torch.uint8), torch.ones(60, dtype=torch.bool)),
     "scatter_add": lambda: (

@@ -306,7 +306,11 @@ OUT = torch.empty(payload_bytes(100, "int8", 32), dtype=torch.uint8)
         (lambda: quantize(X, OUT, "int2", 32), ValueError, "int2 takes one of 128, 256"),
         (lambda: quantize(X, OUT, "int8", 48), ValueError, "takes one of 32, 64"),
         (lambda: quantize(X, OUT[:-1], "int8", 32), ValueError, "144 bytes .* got 143"),
-        (lambda: quantize(X, OUT[None].repeat(0, 1), "int8", 32), ValueError, "0 rows of 100"),
+        (
+            lambda: quantize(X, OUT[None].repeat(0, 1), "int8", 32),
+            ValueError,
+            r"rows\): 1 to 65535, got 0",
+        ),
         (
             lambda: quantize(X, torch.empty(2, 48).byte(), "int8", 32, shard=32),
             ValueError,
@@ -362,9 +366,7 @@ def fuzz(run: Any, rng: random.Random) -> None:
     if n:
         payloads = payload.repeat(rng.randrange(1, 5), 1)
         payloads[-1] = torch.randint_like(payload, 256)  # any bytes
-        run(blockwise.dequantize_op, payloads, x, format, block, 0.5, rng.random() < 0.5)
+        run(blockwise.dequantize_op, payloads, x, format, block, n, 0.5, rng.random() < 0.5)
         if block == 256:
-            run(
-                blockwise.requantize_op,
-                *(payloads, payload, n, format, block, 0.5, kept, left, *key),
-            )
+            form, error = (n, format, block, n, 0.5), (left, 3.0, rng.random() < 0.5)
+            run(requantize_op, payloads, payload, *form, *error, *key)

@@ -12,8 +12,8 @@ from ddp_core.exchange.streams import stream_module
 class _Stream:
     """Notes what is asked of it."""
 
-    def __init__(self, device=None):
-        self.device, self.waited = device, []
+    def __init__(self, device=None, priority=0):
+        self.device, self.priority, self.waited = device, priority, []
 
     def wait_stream(self, other):
         self.waited.append(other)
@@ -25,12 +25,12 @@ class _Stream:
         return None
 
 
-def _task():
+def _task(*, joins=False):
     def nothing():
         return torch.zeros(1)
         yield
 
-    return Task(nothing(), 0, 0, 4, 1, 1)
+    return Task(nothing(), 0, 0, 4, 1, 1, joins=joins)
 
 
 @pytest.mark.parametrize("name", ["mps", "meta", "hpu", "privateuseone"])
@@ -51,19 +51,26 @@ def test_a_device_that_torch_does_not_know_is_refused():
 
 
 @pytest.mark.parametrize("name", ["cuda", "xpu", "privateuseone"])
-def test_a_device_with_streams_gets_a_side_stream_that_waits_for_the_callers(name, monkeypatch):
+def test_buckets_take_turns_on_two_side_streams_that_wait_for_the_callers(name, monkeypatch):
     current = _Stream()
     module = SimpleNamespace(
         Stream=_Stream, current_stream=lambda device: current, stream=lambda stream: stream
     )
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     streams, device = Streams(None), torch.device(name, 0)
-    with streams._side_stream(device) as first:
-        assert first.device == device
-        assert first.waited == [current]
-    with streams._side_stream(device) as second:
-        assert second is first
-        assert second.waited == [current, current]
+    with (
+        streams._side_stream(device, _task()) as first,
+        streams._side_stream(device, _task()) as other,
+    ):
+        assert (first.device, first.priority) == (device, -1)
+        # The second bucket is encoded while the first is on the line.
+        assert other is not first
+        assert first.waited == other.waited == [current]
+    with streams._side_stream(device, _task(joins=True)) as third:
+        assert third is first
+        assert third.waited == [current, current, other]
+    streams.join()
+    assert current.waited == [first, other]
 
 
 def test_only_the_cpu_goes_to_lanes(monkeypatch):
