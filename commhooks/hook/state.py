@@ -109,7 +109,8 @@ class HookState(Running):
             )
         # Before the first step the ranks have not met: the handshake of that step compares schemes.
         if self._agreed:
-            handshake("HookState.switch", self._facts(built), self._binding.group(), MEETING)
+            with self._binding.on_device():
+                handshake("HookState.switch", self._facts(built), self._binding.group(), MEETING)
         self._replace(built)
 
     def _replace(self, built: Scheme) -> None:
