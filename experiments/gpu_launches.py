@@ -34,9 +34,9 @@ from commhooks.core import Layout
 from commhooks.hook.engine import Engine
 from commhooks.kernels.runtime import cuda
 from commhooks.kernels.runtime.op import Op
-from experiments.fake_gpu import Counts, fake_gpu, run_bucket
+from experiments.fake_gpu import counts_of, run_bucket
 
-__all__ = ["SCHEMES", "counts_of", "measure"]
+__all__ = ["SCHEMES", "measure"]
 
 
 def _block(d: int) -> Layout:
@@ -62,17 +62,6 @@ SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 WORLD_SIZES = (8, 64)
 WARM_UP = 3  # the step after them finds tables and buffers
-
-
-def counts_of(scheme: str, options: dict[str, Any], world_size: int) -> Counts:
-    """Returns the counts of one bucket; raises if the host would wait for the GPU."""
-    with fake_gpu() as counts:
-        engine = Engine(commhooks.make(scheme, **options), rank=0, world_size=world_size)
-        for step in range(WARM_UP + 1):
-            counts.clear()
-            counts.may_copy = step < WARM_UP
-            run_bucket(engine, torch.empty(COUNTED.numel, device="meta"), COUNTED)
-    return counts
 
 
 def host_times(scheme: str, options: dict[str, Any], world_size: int, turns: int) -> list[float]:
@@ -142,7 +131,9 @@ def measure(*, turns: int = 7) -> pd.DataFrame:
         for world_size in WORLD_SIZES:
             rows.append({"hook": name, "ranks": world_size})
             try:
-                counts = counts_of(scheme, options, world_size)
+                counts = counts_of(
+                    commhooks.make(scheme, **options), COUNTED.shapes, world_size=world_size
+                )
             except (RuntimeError, NotImplementedError) as error:
                 rows[-1]["note"] = f"waits for the GPU: {error}".splitlines()[0]
                 continue

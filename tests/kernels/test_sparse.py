@@ -63,7 +63,7 @@ def test_kernels_equal_the_definition():
 
 
 def large_where_sampled(n: int) -> Tensor:
-    """The CUDA kernel's sample has the 2048 largest entries, so that fewer than k reach its bound."""
+    """The CUDA kernel samples the 2048 largest entries: fewer than k reach its bound."""
     i = torch.arange(2048)
     places = i * n // 2048 + ((i * 2654435769 & 0xFFFFFFFF) * (n // 2048) >> 32)
     x = plain(n).clamp(-4, 4)
