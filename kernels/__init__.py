@@ -26,12 +26,14 @@ from .rotated import dequantize_rotated, quantize_rotated
 from .runtime.op import implementations, op, use_kernels, warn_if_missing
 from .shared import dequantize_shared, largest_magnitudes, quantize_shared
 from .sparse import scatter_add, top_k, top_k_sampled
+from .votes import count_votes, pack_votes, vote_bytes
 
 __all__ = [
     "FORMATS",
     "Matrices",
     "RandomBits",
     "all_finite",
+    "count_votes",
     "dct",
     "decode_low_rank",
     "dequantize",
@@ -49,6 +51,7 @@ __all__ = [
     "op",
     "orthonormalize",
     "pack_bits",
+    "pack_votes",
     "payload_bytes",
     "quantize",
     "quantize_affine",
@@ -69,5 +72,6 @@ __all__ = [
     "unit_rows",
     "unpack_bits",
     "use_kernels",
+    "vote_bytes",
     "warn_if_missing",
 ]

@@ -12,6 +12,7 @@ __all__ = ["SIGNATURES", "argument_types"]
 # One letter per argument: i for i64, f for float, p for a pointer, ? for a pointer or null.
 SIGNATURES = {
     "cast": "iipif?iiip",
+    "count_votes": "ipiiiiiifp",
     "dct": "piip",
     "dequantize": "iipiiiiiiiifip",
     "dequantize_affine": "ipiippfip",
@@ -27,6 +28,7 @@ SIGNATURES = {
     "multiply_right": "ipip??pp",
     "orthonormalize": "pip",
     "pack_bits": "pip",
+    "pack_votes": "ipiiiip",
     "quantize": "iiipiii???iiipii",
     "quantize_affine": "ipiippp",
     "quantize_levels": "ipiifppp?",

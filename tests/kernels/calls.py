@@ -49,6 +49,8 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "quantize_parts": lambda: (torch.randn(620), torch.zeros(1360).byte(), PARTS.table),
     "dequantize_parts": lambda: (torch.zeros(1360).byte(), torch.zeros(620), PARTS.table),
     "squared_norms": lambda: (torch.randn(620), torch.zeros(2, dtype=torch.float64), PARTS.table),
+    "pack_votes": lambda: (torch.randn(60), torch.zeros(4, 16).byte(), 16),
+    "count_votes": lambda: (torch.zeros(3, 4, 16).byte(), torch.zeros(60), 1.0, 16),
     "quantize_norms": lambda: (
         *(torch.randn(600), torch.zeros(payload_bytes(600, "int8", 256), dtype=torch.uint8)),
         *(256, 127, STEP, 1, 0, 0),

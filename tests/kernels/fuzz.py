@@ -38,6 +38,7 @@ from tests.kernels import (
     test_scaled_cast,
     test_shared,
     test_sparse,
+    test_votes,
 )
 from tests.kernels.machines import GpuRunner, Runner, functions_of
 
@@ -59,6 +60,7 @@ FAMILIES: tuple[Any, ...] = (
     test_scaled_cast,
     test_shared,
     test_sparse,
+    test_votes,
 )
 # Random calls for each family.
 SEED, ROUNDS = 0, {"cpu": 40, "emulator": 12, "gpu": 40}

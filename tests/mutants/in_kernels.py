@@ -195,6 +195,30 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
+        "kernels/votes.py",
+        (
+            "a tie of votes is negative",
+            ">= len(messages)",
+            "> len(messages)",
+            f"{KERNELS}/test_votes.py::{EQUAL}",
+        ),
+    ),
+    *planted(
+        "kernels/votes.cu",
+        (
+            "every row says whether the first row's entries are finite",
+            "payload += blockIdx.y * bytes;",
+            "",
+            f"{KERNELS}/test_votes.py::{EQUAL}",
+        ),
+        (
+            "half of an odd number of votes is enough",
+            "2 * (i64)votes[k] >= count",
+            "2 * (i64)votes[k] >= count - 1",
+            f"{KERNELS}/test_votes.py::{EQUAL}",
+        ),
+    ),
+    *planted(
         "kernels/norms.py",
         (
             "a code is of the square of the norm",
