@@ -7,7 +7,7 @@ from .cast import scaled_cast
 from .dct import dct
 from .finite import all_finite
 from .hadamard import hadamard
-from .levels import dequantize_levels, quantize_levels
+from .levels import dequantize_levels, level_bytes, quantize_levels
 from .low_rank import (
     Matrices,
     decode_low_rank,
@@ -46,6 +46,7 @@ __all__ = [
     "hadamard",
     "implementations",
     "largest_magnitudes",
+    "level_bytes",
     "multiply_left",
     "multiply_right",
     "op",

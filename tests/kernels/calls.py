@@ -90,12 +90,12 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
         *(torch.zeros(600), 256, 42, 0.5),
     ),
     "quantize_levels": lambda: (
-        *(torch.randn(256), torch.tensor([-1.0, 1.0, 0.0]), torch.zeros(2)),
-        *(torch.zeros(32, dtype=torch.uint8), torch.zeros(256), 128),
+        *(torch.randn(256), torch.tensor([-1.0, 1.0, 0.0]), torch.zeros(2, 32).byte()),
+        *(torch.zeros(256), 128, 128),
     ),
     "dequantize_levels": lambda: (
-        *(torch.ones(2), torch.zeros(32, dtype=torch.uint8), torch.tensor([-1.0, 1.0, 0.0])),
-        *(torch.zeros(256), 128, True),
+        *(torch.zeros(3, 2, 32).byte(), torch.tensor([-1.0, 1.0, 0.0])),
+        *(torch.zeros(256), 128, 128),
     ),
     "top_k_sampled": lambda: (
         *(torch.randn(600), 6, torch.zeros(6, dtype=torch.int32), torch.zeros(6)),
@@ -108,7 +108,7 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "scatter_add": lambda: (
         *(torch.arange(6, dtype=torch.int32)[None], torch.randn(1, 6), torch.zeros(600), 0.5),
     ),
-    "hadamard": lambda: (torch.randn(256), torch.zeros(256), 64, False, STEP, 1, 0, 0),
+    "hadamard": lambda: (torch.randn(256), torch.zeros(256), 64, False, STEP, 1, 0, 0, 128),
     "gather_random": lambda: (
         *(torch.randn(600), torch.zeros(6), torch.randn(600), torch.zeros(600), STEP, 1, 0),
     ),

@@ -139,6 +139,21 @@ MUTANTS: list[Mutant] = [
             "own.bound, (int)(number + step))",
             f"{KERNELS}/test_levels.py::{EQUAL}",
         ),
+        (
+            "all rows of levels are written to the first",
+            "u8* row = payload + b / per_row * bytes;",
+            "u8* row = payload;",
+            f"{KERNELS}/test_levels.py::{EQUAL}",
+        ),
+    ),
+    *planted(
+        "kernels/hadamard.cu",
+        (
+            "all rows are rotated alike",
+            "    first += blockIdx.y * kRowKeys;\n",
+            "",
+            f"{KERNELS}/test_hadamard.py::{EQUAL}",
+        ),
     ),
     *planted(
         "kernels/bitmap.cu",

@@ -34,3 +34,9 @@ def test_votes_of_all_shards_are_packed_and_counted_together() -> None:
     for world_size in (2, 16):
         counts = counts_of(commhooks.make("signsgd"), SHAPES, world_size=world_size)
         assert counts.kernels["pack_votes"] == counts.kernels["count_votes"] == 2
+
+
+def test_eden_rotates_and_packs_all_shards_together() -> None:
+    few, many = (counts_of(commhooks.make("eden"), SHAPES, world_size=n) for n in (2, 16))
+    assert few.kernels == many.kernels
+    assert few.operations == many.operations
