@@ -16,6 +16,7 @@ from commhooks.errors import HookNotAttachedError, RegistrationError
 from commhooks.hook.agreement import facts_of, need_own_memory
 from commhooks.hook.attendance import Attendance
 from commhooks.hook.binding import Binding
+from commhooks.hook.capture import need_no_capture
 from commhooks.hook.continuation import Continuation
 from commhooks.hook.engine import Engine
 from commhooks.hook.handshake import handshake
@@ -101,6 +102,7 @@ class Running:
                 "the hook was closed (HookState.close), but the model still trains with it; "
                 "wrap the model in a new DistributedDataParallel, or close after training"
             )
+        need_no_capture(bucket.buffer().device, self.scheme, agreed=self._agreed)
         # A collective. Every rank comes here with its first bucket, before it exchanges anything.
         self._agree_after_load()
         self._attendance.calls += 1
@@ -201,7 +203,8 @@ class Running:
         devices = self._binding.devices()
         self._drivers.check(devices)
         facts = {**(also or {}), **self._facts(self.scheme)}
-        handshake(call, facts, self._binding.group(), limit)
+        with self._binding.on_device():
+            handshake(call, facts, self._binding.group(), limit)
         # After the handshake, which compares the memory's origin: a pickled state on a wrong rank
         # is then an error on all ranks, and not on one rank while the others wait.
         need_own_memory(self._engine, self._binding)

@@ -8,6 +8,7 @@ kernels on a GPU, for compute-sanitizer. Names of families may follow; all are t
 from __future__ import annotations
 
 import ctypes
+import os
 import random
 import subprocess
 import sys
@@ -64,6 +65,7 @@ FAMILIES: tuple[Any, ...] = (
 )
 # Random calls for each family.
 SEED, ROUNDS = 0, {"cpu": 40, "emulator": 12, "gpu": 40}
+LESS = "COMMHOOKS_FUZZ_ROUNDS"  # another number: sanitizers of a GPU are slow
 FLAGS = {
     "base": [],
     "v2": ["-march=x86-64-v2"],
@@ -101,7 +103,7 @@ def fuzz(on: Runner, families: Sequence[Any], rounds: int) -> None:
 def main(machine: str, *names: str) -> None:
     torch.manual_seed(SEED)
     families = [one for one in FAMILIES if not names or family_name(one) in names]
-    rounds = ROUNDS[machine]
+    rounds = int(os.environ.get(LESS, ROUNDS[machine]))
     if machine == "cpu":
         best = cpu.instruction_set()
         with (
