@@ -1,7 +1,6 @@
 """Numeric primitives of the schemes, called ops; the PyTorch definition of each specifies it."""
 
 from .affine import dequantize_affine, quantize_affine
-from .bitmap import pack_bits, unpack_bits
 from .blockwise import FORMATS, dequantize, payload_bytes, quantize
 from .cast import scaled_cast
 from .dct import dct
@@ -51,7 +50,6 @@ __all__ = [
     "multiply_right",
     "op",
     "orthonormalize",
-    "pack_bits",
     "pack_votes",
     "payload_bytes",
     "quantize",
@@ -71,7 +69,6 @@ __all__ = [
     "top_k",
     "top_k_sampled",
     "unit_rows",
-    "unpack_bits",
     "use_kernels",
     "vote_bytes",
     "warn_if_missing",

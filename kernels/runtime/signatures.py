@@ -27,7 +27,6 @@ SIGNATURES = {
     "multiply_left": "ipippp",
     "multiply_right": "ipip??pp",
     "orthonormalize": "pip",
-    "pack_bits": "pip",
     "pack_votes": "ipiiiip",
     "quantize": "iiipiii???iiipii",
     "quantize_affine": "ipiippp",
@@ -43,7 +42,6 @@ SIGNATURES = {
     "top_k": "ipiipp??pi",
     "top_k_sampled": "ipiiipp??p",
     "unit_rows": "pipp",
-    "unpack_bits": "pip",
 }
 
 

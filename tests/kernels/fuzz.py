@@ -24,7 +24,6 @@ from tests.emulator import runner
 from tests.kernels import (
     hostile,
     test_affine,
-    test_bitmap,
     test_blockwise,
     test_dct,
     test_finite,
@@ -46,7 +45,6 @@ from tests.kernels.machines import GpuRunner, Runner, functions_of
 # Each has `fuzz`, one random call of every op, and `KERNELS`, the CUDA kernels it may launch.
 FAMILIES: tuple[Any, ...] = (
     test_affine,
-    test_bitmap,
     test_blockwise,
     test_dct,
     test_finite,

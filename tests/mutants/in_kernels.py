@@ -156,15 +156,6 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "kernels/bitmap.cu",
-        (
-            "bits after the last of a bitmap are read",
-            "if (count >= 8 && (u64)from % 8 == 0) return",
-            "if ((u64)from % 8 == 0) return",
-            f"{KERNELS}/test_bitmap.py::{EQUAL}_and_undo_one_another",
-        ),
-    ),
-    *planted(
         "kernels/dct.cu",
         (
             "half of a chunk is read before all lanes have written it",
@@ -273,15 +264,6 @@ MUTANTS: list[Mutant] = [
             "entries = (rows - zero.to(torch.float32)[:, None]) * scale[:, None]",
             "entries = rows * scale[:, None]",
             f"{KERNELS}/test_affine.py::{EQUAL}",
-        ),
-    ),
-    *planted(
-        "kernels/bitmap.py",
-        (
-            "bits are the other way round",
-            '_PLACES = torch.arange(8, dtype=torch.uint8, device="cpu")',
-            "_PLACES = torch.arange(7, -1, -1).to(torch.uint8)",
-            f"{KERNELS}/test_bitmap.py::{EQUAL}_and_undo_one_another",
         ),
     ),
     *planted(
