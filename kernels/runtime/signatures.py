@@ -12,24 +12,25 @@ __all__ = ["SIGNATURES", "argument_types"]
 # One letter per argument: i for i64, f for float, p for a pointer, ? for a pointer or null.
 SIGNATURES = {
     "cast": "iipif?iiip",
+    "count_votes": "ipiiiiiifp",
     "dct": "piip",
     "dequantize": "iipiiiiiiiifip",
     "dequantize_affine": "ipiippfip",
-    "dequantize_levels": "ipppiiip",
+    "dequantize_levels": "ipiiiipiip",
     "dequantize_rotated": "iiipiiiiiiififpiiip",
     "dequantize_shared": "ipiipffp",
     "expand": "ipipp????p",
     "finite": "ipip",
     "gather_random": "ipi??piipi",
-    "hadamard": "ipifipiiip",
+    "hadamard": "ipifipiiiip",
     "largest_magnitudes": "ip?iip",
     "multiply_left": "ipippp",
     "multiply_right": "ipip??pp",
     "orthonormalize": "pip",
-    "pack_bits": "pip",
+    "pack_votes": "ipiiiip",
     "quantize": "iiipiii???iiipii",
     "quantize_affine": "ipiippp",
-    "quantize_levels": "ipiifppp?",
+    "quantize_levels": "ipiiifppi?",
     "quantize_norms": "ipiifpiiipii",
     "quantize_rotated": "iiipiiifpiii???iiipii",
     "quantize_shared": "ip?iipf?iiip?",
@@ -41,7 +42,6 @@ SIGNATURES = {
     "top_k": "ipiipp??pi",
     "top_k_sampled": "ipiiipp??p",
     "unit_rows": "pipp",
-    "unpack_bits": "pip",
 }
 
 

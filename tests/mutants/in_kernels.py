@@ -237,14 +237,20 @@ MUTANTS: list[Mutant] = [
             "own.bound, (int)(number + step))",
             f"{KERNELS}/test_levels.py::{EQUAL}",
         ),
+        (
+            "all rows of levels are written to the first",
+            "u8* row = payload + b / per_row * bytes;",
+            "u8* row = payload;",
+            f"{KERNELS}/test_levels.py::{EQUAL}",
+        ),
     ),
     *planted(
-        "kernels/bitmap.cu",
+        "kernels/hadamard.cu",
         (
-            "bits after the last of a bitmap are read",
-            "if (count >= 8 && (u64)from % 8 == 0) return",
-            "if ((u64)from % 8 == 0) return",
-            f"{KERNELS}/test_bitmap.py::{EQUAL}_and_undo_one_another",
+            "all rows are rotated alike",
+            "    first += blockIdx.y * kRowKeys;\n",
+            "",
+            f"{KERNELS}/test_hadamard.py::{EQUAL}",
         ),
     ),
     *planted(
@@ -293,6 +299,30 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
+        "kernels/votes.py",
+        (
+            "a tie of votes is negative",
+            ">= len(messages)",
+            "> len(messages)",
+            f"{KERNELS}/test_votes.py::{EQUAL}",
+        ),
+    ),
+    *planted(
+        "kernels/votes.cu",
+        (
+            "every row says whether the first row's entries are finite",
+            "payload += blockIdx.y * bytes;",
+            "",
+            f"{KERNELS}/test_votes.py::{EQUAL}",
+        ),
+        (
+            "half of an odd number of votes is enough",
+            "2 * (i64)votes[k] >= count",
+            "2 * (i64)votes[k] >= count - 1",
+            f"{KERNELS}/test_votes.py::{EQUAL}",
+        ),
+    ),
+    *planted(
         "kernels/norms.py",
         (
             "a code is of the square of the norm",
@@ -332,15 +362,6 @@ MUTANTS: list[Mutant] = [
             "entries = (rows - zero.to(torch.float32)[:, None]) * scale[:, None]",
             "entries = rows * scale[:, None]",
             f"{KERNELS}/test_affine.py::{EQUAL}",
-        ),
-    ),
-    *planted(
-        "kernels/bitmap.py",
-        (
-            "bits are the other way round",
-            '_PLACES = torch.arange(8, dtype=torch.uint8, device="cpu")',
-            "_PLACES = torch.arange(7, -1, -1).to(torch.uint8)",
-            f"{KERNELS}/test_bitmap.py::{EQUAL}_and_undo_one_another",
         ),
     ),
     *planted(

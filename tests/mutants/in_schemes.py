@@ -201,9 +201,9 @@ MUTANTS: list[Mutant] = [
     *planted(
         "commhooks/schemes/signs.py",
         (
-            "a tie is negative",
-            "torch.where(2 * votes >= len(payloads)",
-            "torch.where(2 * votes > len(payloads)",
+            "votes are counted with the wrong sign in the middle",
+            "count_votes(received, total, self.scale, shard=length)",
+            "count_votes(received, total, -self.scale, shard=length)",
             f"{MOMENTUM}::test_signs_of_a_tie_are_positive_everywhere",
         ),
     ),
