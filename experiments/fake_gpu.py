@@ -8,7 +8,7 @@ from the host to the device, for both of which a host waits for its GPU, raises.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from commhooks.core import Layout, Scheme
+from commhooks.core import Layout
 from commhooks.hook.engine import Engine
 from commhooks.kernels.runtime import cuda
 from commhooks.kernels.runtime.op import Op
 from ddp_core import AllGather, AllReduce, AllToAll, Collective
 
-__all__ = ["Counts", "counts_of", "fake_gpu", "run_bucket"]
+__all__ = ["Counts", "fake_gpu", "run_bucket"]
 
 # Operations that launch nothing: they allocate, or only describe memory.
 _FREE = {"prim::device", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
@@ -101,11 +101,8 @@ def _flat(values: Any) -> Iterator[Any]:
 
 
 @contextmanager
-def fake_gpu(*, launch: Callable[..., None] | None = None) -> Iterator[Counts]:
+def fake_gpu() -> Iterator[Counts]:
     """Runs ops on "meta" tensors by the host code of their CUDA kernels.
-
-    Args:
-        launch: takes the place of ``cuda.launch``; counts launches by default.
 
     Example:
         >>> with fake_gpu() as counts:
@@ -127,7 +124,7 @@ def fake_gpu(*, launch: Callable[..., None] | None = None) -> Iterator[Counts]:
             op.definition(*args)
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(cuda, "launch", launch or note))
+        stack.enter_context(mock.patch.object(cuda, "launch", note))
         stack.enter_context(mock.patch.object(Op, "__call__", run))
         # Without memory all addresses would be zero, and all tensors seem to share it.
         stack.enter_context(mock.patch.object(Tensor, "data_ptr", _address))
@@ -167,17 +164,3 @@ def _answer(request: Collective, world_size: int) -> Tensor:
         shape = (size, *tensor.shape) if isinstance(request, AllGather) else tensor.shape
         return tensor.new_empty(shape)
     return tensor
-
-
-def counts_of(
-    scheme: Scheme, shapes: Sequence[tuple[int, ...]], *, world_size: int, rank: int = 0
-) -> Counts:
-    """Returns the counts of one bucket in the third step, when tables and buffers are there."""
-    layout = Layout([f"p{i}" for i in range(len(shapes))], list(shapes))
-    with fake_gpu() as counts:
-        engine = Engine(scheme, rank=rank, world_size=world_size)
-        for step in range(3):
-            counts.clear()
-            counts.may_copy = step < 2
-            run_bucket(engine, torch.empty(layout.numel, device="meta"), layout)
-    return counts

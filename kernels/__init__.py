@@ -16,6 +16,8 @@ from .low_rank import (
     orthonormalize,
     unit_rows,
 )
+from .norms import quantize_norms
+from .parts import dequantize_parts, quantize_parts, squared_norms
 from .philox import RandomBits
 from .random_k import gather_random, random_places, scatter_random
 from .requantize import requantize
@@ -35,6 +37,7 @@ __all__ = [
     "dequantize",
     "dequantize_affine",
     "dequantize_levels",
+    "dequantize_parts",
     "dequantize_rotated",
     "dequantize_shared",
     "gather_random",
@@ -50,6 +53,8 @@ __all__ = [
     "quantize",
     "quantize_affine",
     "quantize_levels",
+    "quantize_norms",
+    "quantize_parts",
     "quantize_rotated",
     "quantize_shared",
     "random_places",
@@ -58,6 +63,7 @@ __all__ = [
     "scaled_cast",
     "scatter_add",
     "scatter_random",
+    "squared_norms",
     "top_k",
     "top_k_sampled",
     "unit_rows",

@@ -76,18 +76,30 @@ def encode(c: Tensor, payload: Tensor, layout: Payload, noise: Tensor | None) ->
 
 
 def _mean_magnitude(rows: Tensor, counts: Tensor) -> Tensor:
-    """Returns the mean magnitudes: entry i goes to sum i % 32, then halves are added to halves."""
+    """Returns the mean magnitudes, summed in the order of the kernels.
+
+    Within 512 entries, entry i goes to sum i % 32, and then halves are added to halves; the sums of
+    512 entries are added one after the other, so that several warps can share a block.
+    """
     block = rows.shape[1]
     # Divided before the sum, which would overflow for large magnitudes. The factor is a power of
     # two, so only denormal numbers are rounded by it.
-    shares = (rows.abs() * (1 / block)).view(len(rows), block // 32, 32)
-    sums = torch.zeros_like(shares[:, 0])
-    for part in shares.unbind(1):
+    shares = rows.abs() * (1 / block)
+    parts = [_sum_by_halves(part) for part in shares.split(512, 1)]
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total * (torch.full_like(counts, block) / counts)
+
+
+def _sum_by_halves(rows: Tensor) -> Tensor:
+    sums = torch.zeros_like(rows[:, :32])
+    for part in rows.split(32, 1):
         sums = sums + part
     while sums.shape[1] > 1:
         half = sums.shape[1] // 2
         sums = sums[:, :half] + sums[:, half:]
-    return sums[:, 0] * (torch.full_like(counts, block) / counts)
+    return sums[:, 0]
 
 
 def _codes(y: Tensor, form: Format, noise: Tensor | None) -> Tensor:

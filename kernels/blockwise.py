@@ -215,8 +215,14 @@ def _quantize_cuda(
     # there only where every index is known to the compiler.
     name = f"quantize<{layout.format.cpp}, {cuda.DTYPES[x.dtype]}, {block}>"
     arguments = (x, x.numel(), shard, *rest, *parts(aligned(payload), layout))
-    # A warp takes whole blocks, and 256 entries at least: they share calls of Philox.
-    cuda.launch("blockwise.cu", name, x.device, shard // max(block, 256) + 1, arguments, rows)
+    cuda.launch("blockwise.cu", name, x.device, shard // warp_entries(block) + 1, arguments, rows)
+
+
+def warp_entries(block: int) -> int:
+    """Returns the entries that a warp encodes at a time."""
+    # 256 at least, which share calls of Philox. Of a longer block a warp takes 512, which are 16
+    # registers of a lane; the warps of a block meet in shared memory.
+    return min(max(block, 256), 512)
 
 
 def parts(payload: Tensor, layout: Payload) -> tuple[Tensor, int, int]:

@@ -7,23 +7,6 @@ namespace {
 
 constexpr int kLongest = 2048;  // the longest block
 
-INLINE float square_root(float x) {
-#if defined(__SSE2__)
-    return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(x)));
-#else
-    return __builtin_sqrtf(x);
-#endif
-}
-
-// Adds the 32 partial sums of a row, halves to halves.
-float summed(const Floats (&sums)[kVectors]) {
-    float sum[kRow];
-    store(sum, sums);
-    for (int half = kRow / 2; half; half /= 2)
-        for (int l = 0; l < half; ++l) sum[l] += sum[l + half];
-    return sum[0];
-}
-
 // Packs eight codes of one byte each into BITS bytes, the first code in the lowest bits.
 template <int BITS> INLINE u64 packed(u64 bytes) {
     constexpr u64 kLow = (1u << BITS) - 1;

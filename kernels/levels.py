@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ._matrices import _version_of
 from .runtime import cpu, cuda
 from .runtime.arguments import as_tensor
 from .runtime.op import check, op
@@ -72,7 +74,19 @@ def _check_levels(caller: str, levels: Tensor) -> None:
 
 def _table(levels: Tensor) -> Tensor:
     """Returns the levels, followed by the bounds halfway between neighbours."""
-    # Computed once, so that the definition and the kernels compare with the same bounds.
+    # Computed once, so that the definition and the kernels compare with the same bounds, and so
+    # that a call launches nothing else. A cache is not what torch.compile traces.
+    if torch.compiler.is_compiling():
+        return _with_bounds(levels)
+    return _known_table(levels, _version_of(levels))
+
+
+@lru_cache(maxsize=64)  # by the tensor and the number of writes to it
+def _known_table(levels: Tensor, version: int) -> Tensor:
+    return _with_bounds(levels)
+
+
+def _with_bounds(levels: Tensor) -> Tensor:
     return torch.cat([levels, (levels[1:] + levels[:-1]) / 2])
 
 
@@ -93,16 +107,16 @@ def quantize_levels_op(
     unit = torch.where(good, largest.view(torch.float32), 1.0)
     # Divided by the largest magnitude first: squares of float32 entries may overflow or vanish.
     y = torch.where(good[:, None], rows * (1.0 / unit)[:, None], 0.0)
-    square = _summed(y * y)
+    square = summed(y * y)
     square = torch.where(good, square, 1.0)
     # full_like: a number over a tensor is a product with the reciprocal in torch, with other bits.
-    z = y * (torch.full_like(square, math.sqrt(block)) / square.sqrt())[:, None]
+    z = y * (torch.full_like(square, math.sqrt(block)) / root_of(square))[:, None]
     # At most 15 comparisons with one bound each, as in the kernels; ties go to the lower level.
     nearest = torch.zeros_like(z, dtype=torch.uint8)
     for bound in bounds:
         nearest += z > bound
     chosen = levels[nearest.long()]
-    product = _summed(chosen * y)
+    product = summed(chosen * y)
     scale = torch.where(good, unit * (square / product), 0.0)
     scale = torch.where(largest >= _INFINITY, torch.nan, scale)
     scales.copy_(scale)
@@ -137,17 +151,23 @@ def _bits(levels: Tensor) -> int:
     return levels.numel().bit_length() - 1
 
 
-def _summed(rows: Tensor) -> Tensor:
-    """Returns the sum of each block, added in the order of the kernels."""
-    parts = rows.view(len(rows), rows.shape[1] // _ROW, _ROW)
+def summed(rows: Tensor, width: int = _ROW) -> Tensor:
+    """Returns the sum of each row: per place in ``width`` entries, then halves are added."""
+    parts = rows.view(len(rows), rows.shape[1] // width, width)
     total = torch.zeros_like(parts[:, 0])
     for row in parts.unbind(1):
         total = total + row
-    half = _ROW // 2
+    half = width // 2
     while half:
         total = total[:, :half] + total[:, half : 2 * half]
         half //= 2
     return total[:, 0]
+
+
+def root_of(square: Tensor) -> Tensor:
+    """Returns the square root, rounded to the nearest float32."""
+    # torch's root of float32 may be the next number: its library rounds so on some processors.
+    return square.double().sqrt().float()
 
 
 def _packed(numbers: Tensor, bits: int) -> Tensor:

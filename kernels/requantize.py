@@ -11,7 +11,7 @@ from . import _blockwise_definition as definition
 from . import philox
 from ._blockwise_checks import check_feedback, check_message, check_messages
 from ._blockwise_formats import FORMATS, Payload, layout_of
-from .blockwise import aligned, parts, quantize_op
+from .blockwise import aligned, parts, quantize_op, warp_entries
 from .runtime import cpu, cuda
 from .runtime.arguments import check_whole
 from .runtime.op import op
@@ -131,4 +131,4 @@ def _requantize_cuda(
     name = f"requantize<{layout.format.cpp}, {block}>"
     source = (aligned(payloads), payloads.stride(0), len(payloads), factor, n)
     arguments = (*source, *rest, *parts(aligned(payload), layout))
-    cuda.launch("blockwise.cu", name, payloads.device, n // max(block, 256) + 1, arguments)
+    cuda.launch("blockwise.cu", name, payloads.device, n // warp_entries(block) + 1, arguments)

@@ -12,7 +12,7 @@ __global__ void quantize_rotated(const T* x, i64 n, i64 shard, float scale, cons
     if (unsent) unsent += begin;
     encode<F, BLOCK, true>(entries_of_row(n, shard, row()), residual, {unsent}, step, seed, stream,
                            first + key, payload + row() * bytes, codes_at, bytes,
-                           [=](i64 at, int count, Entries<BLOCK>& c) { load_span(x, at, count, c); },
+                           [=](i64 at, int count, Entries<BLOCK, true>& c) { load_span(x, at, count, c); },
                            Rotation{turn, turn_seed, turn_stream, turn_first + key, scale});
 }
 
@@ -27,10 +27,10 @@ __global__ void dequantize_rotated(const u8* payloads, i64 codes_at, i64 bytes, 
     const Payloads from = {payloads, payloads + codes_at, stride, (int)count};
     const Rotation rotation = {turn, turn_seed, turn_stream, turn_first + row() * kRowKeys, scale};
     const i64 coded = whole_blocks<BLOCK>(n);
-    for (i64 at = warp() * kSpan<BLOCK>; at < n; at += warps() * kSpan<BLOCK>) {
-        Entries<BLOCK> c;
+    for (i64 at = warp() * kSpan<BLOCK, true>; at < n; at += warps() * kSpan<BLOCK, true>) {
+        Entries<BLOCK, true> c;
         sum_payloads<F, kLogRows<BLOCK>>(from, at, entries_in_blocks<BLOCK>(at, coded), 0, c);
         turn_back<BLOCK>(rotation, at, c);
-        store_span(out, at, entries_in<kSpan<BLOCK>>(at, n), factor, accumulate, c);
+        store_span(out, at, entries_in<kSpan<BLOCK, true>>(at, n), factor, accumulate, c);
     }
 }

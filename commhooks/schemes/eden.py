@@ -80,7 +80,9 @@ class Eden(PackedCodec):
 
     def pack(self, piece: Piece, payload: Tensor, random: Randomness) -> None:
         n, unsent = piece.x.numel(), piece.unsent
-        c = pad(piece.corrected, (0, -n % self.block))
+        c, padding = piece.corrected, -n % self.block
+        if padding:
+            c = pad(c, (0, padding))
         rotated = torch.empty_like(c)
         hadamard(c, rotated, self.block, random.per_phase)
         scales, codes = self._split(payload, n)
@@ -88,7 +90,8 @@ class Eden(PackedCodec):
         error = None if unsent is None else rotated
         levels = _levels(self.bits, c.device)
         quantize_levels(rotated, levels, scales, codes, self.block, unsent=error)
-        payload[scales.nbytes + codes.nbytes :].zero_()
+        if scales.nbytes + codes.nbytes < payload.numel():
+            payload[scales.nbytes + codes.nbytes :].zero_()
         if unsent is not None:
             hadamard(rotated, rotated, self.block, random.per_phase, inverse=True)
             unsent.copy_(rotated[:n])
@@ -96,7 +99,7 @@ class Eden(PackedCodec):
     def unpack(self, payloads: Tensor, out: Tensor, random: Randomness, factor: float) -> None:
         n = out.numel()
         room = -(-n // self.block) * self.block
-        total = torch.zeros(room, dtype=torch.float32, device=out.device)
+        total = torch.empty(room, dtype=torch.float32, device=out.device)
         levels = _levels(self.bits, out.device)
         # Rotation is linear: the sum is rotated back, once, and not each rank's payload.
         for index, payload in enumerate(payloads):

@@ -55,6 +55,10 @@ using E5M2Scaled = Scaled8<E5M2, 15, 0x47600000u, false>;
 using E4M3MX = Scaled8<E4M3, 8, 0x43e00000u, true>;
 using E5M2MX = Scaled8<E5M2, 15, 0x47600000u, true>;
 
+// The mean magnitude of a longer block is summed in parts, one after the other, so that several warps
+// can share it.
+constexpr int kMeanOf = 512;
+
 // One bit, set for negative numbers; the scale is the mean magnitude.
 struct Sign {
     static constexpr int bits = 1;

@@ -24,11 +24,23 @@ struct Extent {
     float mean;
 };
 
+// Returns the sum of a row of 32 numbers, and clears the row. Halves are added to halves, as by the
+// shuffles of a warp.
+inline float take_sum(Floats (&row)[kVectors]) {
+    float sum[kRow];
+    store_as(sum, row);
+    for (Floats& part : row) part = Floats{};
+    for (int half = kRow / 2; half; half /= 2)
+        for (int l = 0; l < half; ++l) sum[l] += sum[l + half];
+    return sum[0];
+}
+
 // Measures a block of `count` entries. With COPY, `c` receives them as float32, and zeros up to `end`.
 template <bool MEAN, bool COPY, bool RESIDUAL, class T>
 Extent measure(const T* x, const float* residual, int count, int end, int block, float* c) {
     Words largest[kVectors] = {};
     Floats sums[kVectors] = {};
+    float total = 0.0f;
     const float share = 1.0f / (float)block;
     auto take = [&](const T* from, const float* rest, float* to) {
         for (int v = 0; v < kVectors; ++v) {
@@ -40,8 +52,12 @@ Extent measure(const T* x, const float* residual, int count, int end, int block,
         }
     };
     int i = 0;
-    for (; i + kRow <= count; i += kRow) take(x + i, residual + i, c + i);
+    for (; i + kRow <= count; i += kRow) {
+        if (MEAN && i % kMeanOf == 0) total += take_sum(sums);
+        take(x + i, residual + i, c + i);
+    }
     if (i < count) {  // the last row, which is not whole
+        if (MEAN && i % kMeanOf == 0) total += take_sum(sums);
         T some[kRow] = {};
         float rest[kRow] = {};
         for (int l = 0; l < count - i; ++l) {
@@ -52,17 +68,12 @@ Extent measure(const T* x, const float* residual, int count, int end, int block,
         i += kRow;
     }
     for (; i < end; ++i) c[i] = 0.0f;
-    // Halves are added to halves, as by the shuffles of a warp.
-    float sum[kRow];
     u32 most[kRow];
-    store_as(sum, sums);
     store_as(most, largest);
     for (int half = kRow / 2; half; half /= 2)
-        for (int l = 0; l < half; ++l) {
-            if (MEAN) sum[l] += sum[l + half];
-            most[l] = larger(most[l], most[l + half]);
-        }
-    return {most[0], MEAN ? sum[0] * ((float)block / (float)count) : 0.0f};
+        for (int l = 0; l < half; ++l) most[l] = larger(most[l], most[l + half]);
+    if (MEAN) total = (total + take_sum(sums)) * ((float)block / (float)count);
+    return {most[0], total};
 }
 
 // Writes the codes of `end` entries; with LEFT, `unsent` receives what they leave out.

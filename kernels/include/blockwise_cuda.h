@@ -1,7 +1,8 @@
 // Blockwise quantisation on a GPU, for blockwise.cu and rotated.cu.
 //
-// A warp takes a span of 256 entries, or of one block if that is longer. Lane l has entries l, l + 32
-// and so on in registers: each load and store is a full line, and a ballot is 32 consecutive signs.
+// A warp takes a span of 256 to 512 entries: several blocks, one, or its share of a longer one, whose
+// warps meet in shared memory. Lane l has entries l, l + 32 and so on in registers: each load and store
+// is a full line, and a ballot is 32 consecutive signs.
 #pragma once
 #include "blockwise.h"
 #include "hadamard_cuda.h"
@@ -12,8 +13,10 @@ template <class F> INLINE float scale_at(const u8* scales, i64 block) {
 }
 
 // For blocks of BLOCK entries: the entries of a span, this lane's share, and log2 of a block's rows.
-template <int BLOCK> constexpr int kSpan = BLOCK < 256 ? 256 : BLOCK;
-template <int BLOCK> using Entries = float[kSpan<BLOCK> / kLanes];
+// WHOLE: a span is no less than a block, which a warp rotates. Otherwise 2048 entries would take 168
+// registers, with which 8 warps fit a multiprocessor instead of 40.
+template <int BLOCK, bool WHOLE = false> constexpr int kSpan = BLOCK < 256 ? 256 : BLOCK > kMeanOf && !WHOLE ? kMeanOf : BLOCK;
+template <int BLOCK, bool WHOLE = false> using Entries = float[kSpan<BLOCK, WHOLE> / kLanes];
 template <int BLOCK> constexpr int kLogRows = 1 + kLogRows<BLOCK / 2>;
 template <> constexpr int kLogRows<32> = 0;
 
@@ -72,6 +75,30 @@ template <int BLOCK> INLINE int entries_in_blocks(i64 at, i64 n) {
     return BLOCK >= 256 ? BLOCK : entries_in<kSpan<BLOCK>>(at, n);
 }
 
+// The bits of the largest magnitude of a block, and for signs the sum of a share of the magnitudes.
+struct Extent {
+    u32 largest;
+    float sum;
+};
+
+// Combines the extents of the TEAM warps of a block, in their order; all threads of the grid's block
+// call it. `turn` is 0 and 1 alternately: a warp that is ahead writes where nobody reads any more.
+template <int TEAM> INLINE Extent combined(Extent mine, int turn) {
+    constexpr int kWarps = 8;
+    __shared__ u32 largest[2][kWarps];
+    __shared__ float sums[2][kWarps];
+    const int here = (int)threadIdx.x / kLanes, first = here / TEAM * TEAM;
+    if (lane() == 0) largest[turn][here] = mine.largest, sums[turn][here] = mine.sum;
+    __syncthreads();
+    Extent all = {largest[turn][first], sums[turn][first]};
+#pragma unroll
+    for (int i = 1; i < TEAM; ++i) {
+        all.largest = larger(all.largest, largest[turn][first + i]);
+        all.sum += sums[turn][first + i];
+    }
+    return all;
+}
+
 // Encodes `n` entries as one payload, rotated first if ROTATED: read(at, count, c) gives this lane's
 // entries, and zeros beyond `count`.
 template <class F, int BLOCK, bool ROTATED = false, bool WEIGHTED = false, class Read>
@@ -83,11 +110,16 @@ INLINE void encode(i64 n, const float* residual, const Unsent& unsent, const i64
         for (i64 i = end_of_scales<F>(n, BLOCK) + lane(); i < codes_at; i += kLanes) payload[i] = 0;
         for (i64 i = end_of_codes<F>(coded, codes_at) + lane(); i < bytes; i += kLanes) payload[i] = 0;
     }
-    constexpr int kRows = kSpan<BLOCK> / kLanes, kPerBlock = BLOCK / kLanes;
-    for (i64 at = warp() * kSpan<BLOCK>; at < n; at += warps() * kSpan<BLOCK>) {
-        const int there = entries_in<kSpan<BLOCK>>(at, n);
+    constexpr int SPAN = kSpan<BLOCK, ROTATED>, TEAM = BLOCK > SPAN ? BLOCK / SPAN : 1;
+    constexpr int kRows = SPAN / kLanes, kPerBlock = BLOCK / TEAM / kLanes;
+    // Warps of a team meet at a barrier, so that all warps of a grid's block take the same turns.
+    const i64 ahead = TEAM > 1 ? (i64)(threadIdx.x / kLanes) * SPAN : 0;
+    int turn_of_team = 0;
+    for (i64 begin = warp() * SPAN - ahead; begin < n; begin += warps() * SPAN, turn_of_team ^= 1) {
+        const i64 at = begin + ahead;
+        const int there = TEAM > 1 && at >= n ? 0 : entries_in<SPAN>(at, n);
         const int count = ROTATED ? entries_in_blocks<BLOCK>(at, coded) : there;
-        Entries<BLOCK> c;
+        Entries<BLOCK, ROTATED> c;
         read(at, there, c);
         if (residual) add_span(residual, at, there, c);
         if constexpr (ROTATED) turn<BLOCK>(rotation, at, c);
@@ -99,17 +131,26 @@ INLINE void encode(i64 n, const float* residual, const Unsent& unsent, const i64
         for (int k = 0; k < kRows; ++k) {
             const bool exists = k * kLanes < count;  // at least one entry of the row of 32
             if (k % kPerBlock == 0) {
-                u32 largest = 0;
-                float sum = 0.0f;
+                Extent extent = {0, 0.0f};
+                float sum = 0.0f;  // of at most kMeanOf entries
 #pragma unroll
                 for (int j = k; j < k + kPerBlock; ++j) {
-                    largest = larger(largest, magnitude(c[j]));
-                    if (F::is_sign) sum += float_of(magnitude(c[j])) * (1.0f / BLOCK);
+                    extent.largest = larger(extent.largest, magnitude(c[j]));
+                    if constexpr (F::is_sign) {
+                        sum += float_of(magnitude(c[j])) * (1.0f / BLOCK);
+                        if ((j + 1 - k) % (kMeanOf / kLanes) == 0 || j + 1 == k + kPerBlock) {
+                            extent.sum += sum_of_warp(sum);
+                            sum = 0.0f;
+                        }
+                    }
                 }
-                const int rest = count - k * kLanes < BLOCK ? count - k * kLanes : BLOCK;
-                if (F::is_sign) sum = sum_of_warp(sum) * ((float)BLOCK / (float)rest);
-                scale = scale_of<F>(largest_of_warp(largest), sum);
-                if (lane() == 0 && exists) {
+                extent.largest = largest_of_warp(extent.largest);
+                const i64 in_block = at % BLOCK;  // not 0 in a team's later warps alone
+                if constexpr (TEAM > 1) extent = combined<TEAM>(extent, turn_of_team);
+                const i64 rest = TEAM > 1 ? n - (at - in_block) : count - k * kLanes;
+                if (F::is_sign) extent.sum *= (float)BLOCK / (float)(rest < BLOCK ? rest : BLOCK);
+                scale = scale_of<F>(extent.largest, extent.sum);
+                if (lane() == 0 && exists && (TEAM == 1 || !in_block)) {
                     if constexpr (F::is_mx) scales[k / kPerBlock] = (u8)mx_byte(scale.value);
                     else ((float*)scales)[k / kPerBlock] = scale.value;
                 }

@@ -12,7 +12,7 @@ __all__ = ["SIGNATURES", "argument_types"]
 # One letter per argument: i for i64, f for float, p for a pointer, ? for a pointer or null.
 SIGNATURES = {
     "cast": "iipif?iiip",
-    "dct": "pipp",
+    "dct": "piip",
     "dequantize": "iipiiiiiiiifip",
     "dequantize_affine": "ipiippfip",
     "dequantize_levels": "ipppiiip",
@@ -30,12 +30,14 @@ SIGNATURES = {
     "quantize": "iiipiii???iiipii",
     "quantize_affine": "ipiippp",
     "quantize_levels": "ipiifppp?",
+    "quantize_norms": "ipiifpiiipii",
     "quantize_rotated": "iiipiiifpiii???iiipii",
     "quantize_shared": "ip?iipf?iiip?",
     "requantize": "iipiifi?fi?iiipii",
     "restore": "ppip",
     "scatter_add": "ppifpip",
     "scatter_random": "pifpiipi",
+    "squared_norms": "ippip",
     "top_k": "ipiipp??pi",
     "top_k_sampled": "ipiiipp??p",
     "unit_rows": "pipp",

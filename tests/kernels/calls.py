@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from commhooks.kernels import Matrices
+from commhooks.kernels._parts import Parts
 from commhooks.kernels.blockwise import payload_bytes, quantize
 
 __all__ = ["CALLS", "quantized"]
@@ -21,6 +22,7 @@ def quantized(x: torch.Tensor) -> torch.Tensor:
 
 STEP = torch.tensor(3)
 MATRICES = Matrices([(0, 20, 30, 2), (600, 7, 9, 2)])
+PARTS = Parts([600, 20])
 BUCKET = MATRICES.table[-1, 0]
 
 
@@ -43,6 +45,13 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "quantize": lambda: (
         *(torch.randn(600), torch.zeros(payload_bytes(600, "int8", 256), dtype=torch.uint8)),
         *("int8", 256, 600, torch.randn(600), torch.zeros(600), STEP, 1, 0, 0),
+    ),
+    "quantize_parts": lambda: (torch.randn(620), torch.zeros(1360).byte(), PARTS.table),
+    "dequantize_parts": lambda: (torch.zeros(1360).byte(), torch.zeros(620), PARTS.table),
+    "squared_norms": lambda: (torch.randn(620), torch.zeros(2, dtype=torch.float64), PARTS.table),
+    "quantize_norms": lambda: (
+        *(torch.randn(600), torch.zeros(payload_bytes(600, "int8", 256), dtype=torch.uint8)),
+        *(256, 127, STEP, 1, 0, 0),
     ),
     "dequantize": lambda: (
         *(quantized(torch.randn(600))[None], torch.zeros(600), "int8", 256, 600, 0.5, True),
@@ -102,7 +111,7 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
         *(torch.randn(600), torch.zeros(6), torch.randn(600), torch.zeros(600), STEP, 1, 0),
     ),
     "scatter_random": lambda: (torch.randn(6), torch.zeros(600), 0.5, STEP, 1, 0),
-    "dct": lambda: (torch.randn(128), torch.randn(64, 64), torch.zeros(128)),
+    "dct": lambda: (torch.randn(128), torch.zeros(128), False),
     "cast": lambda: (torch.randn(600), torch.zeros(600).half(), 0.5, STEP, 1, 0, 0),
     "requantize": lambda: (
         *(quantized(torch.randn(600))[None], quantized(torch.randn(600)), 600, "int8", 256, 600),

@@ -62,10 +62,10 @@ MUTANTS: list[Mutant] = [
     *planted(
         "kernels/dct.py",
         (
-            "the first cosine is too long",
-            "    columns[:, 0] /= math.sqrt(2)\n",
-            "",
-            f"{KERNELS}/test_dct.py::test_it_is_the_cosine_transform",
+            "the first cosine of a half is too long",
+            "return torch.cat([a[:, :1] * root,",
+            "return torch.cat([a[:, :1] * 2.0,",
+            f"{KERNELS}/test_dct.py::{EQUAL}",
         ),
     ),
     *planted(
@@ -90,6 +90,132 @@ MUTANTS: list[Mutant] = [
             "unit * (square / product)",
             "unit * (product / square)",
             f"{KERNELS}/test_levels.py::{EQUAL}",
+        ),
+    ),
+    *planted(
+        "kernels/affine.cu",
+        (
+            "ranges of chunks are read before they are written",
+            "parts[part] = found;\n            __syncthreads();\n",
+            "parts[part] = found;\n",
+            f"{KERNELS}/test_affine.py::test_the_range_of_a_long_block_is_found_by_many_warps",
+        ),
+        (
+            "the chunks of a block are read by one warp of eight",
+            "widen(found, parts[other]);",
+            "widen(found, parts[0]);",
+            f"{KERNELS}/test_affine.py::test_the_range_of_a_long_block_is_found_by_many_warps",
+        ),
+        (
+            "a span has the level of zero of its first block",
+            "distance = scale[next], middle = (float)zero[next];",
+            "distance = scale[next];",
+            f"{KERNELS}/test_affine.py::{EQUAL}",
+        ),
+    ),
+    *planted(
+        "kernels/shared.cu",
+        (
+            "of a long block the last chunk is taken for the largest",
+            "else atomicMax(out + b, most);",
+            "else out[b] = most;",
+            f"{KERNELS}/test_shared.py::{EQUAL}",
+        ),
+    ),
+    *planted(
+        "kernels/shared.py",
+        (
+            "the largest magnitude of a long block begins with what was there",
+            "        out.zero_()  # several",
+            "        pass  # several",
+            f"{KERNELS}/test_shared.py::{EQUAL}",
+        ),
+    ),
+    *planted(
+        "kernels/levels.cu",
+        (
+            "the search for the nearest level goes wrong by one bound",
+            "own.bound, (int)(number + step - 1))",
+            "own.bound, (int)(number + step))",
+            f"{KERNELS}/test_levels.py::{EQUAL}",
+        ),
+    ),
+    *planted(
+        "kernels/bitmap.cu",
+        (
+            "bits after the last of a bitmap are read",
+            "if (count >= 8 && (u64)from % 8 == 0) return",
+            "if ((u64)from % 8 == 0) return",
+            f"{KERNELS}/test_bitmap.py::{EQUAL}_and_undo_one_another",
+        ),
+    ),
+    *planted(
+        "kernels/dct.cu",
+        (
+            "half of a chunk is read before all lanes have written it",
+            "= from[k * kCosines]; });\n            __syncwarp();\n",
+            "= from[k * kCosines]; });\n",
+            f"{KERNELS}/test_dct.py::{EQUAL}",
+        ),
+        (
+            "the second half of a chunk overwrites the first before it is read",
+            "            __syncwarp();  // what was here before has been read\n",
+            "",
+            f"{KERNELS}/test_dct.py::{EQUAL}",
+        ),
+    ),
+    *planted(
+        "kernels/parts.py",
+        (
+            "a norm is of the largest chunk",
+            "out[index] = summed(chunks[None], _THREADS)[0]",
+            "out[index] = chunks.max()",
+            f"{KERNELS}/test_parts.py::{EQUAL}",
+        ),
+    ),
+    *planted(
+        "kernels/parts.cu",
+        (
+            "a part's blocks go on into the next part",
+            "entries_in<kBlock>(at, next.begin)",
+            "entries_in<kBlock>(at, parts[count].begin)",
+            f"{KERNELS}/test_parts.py::{EQUAL}",
+        ),
+        (
+            "sums of chunks are added before all are there",
+            "        columns[thread] = sum;\n        __syncthreads();\n",
+            "        columns[thread] = sum;\n",
+            f"{KERNELS}/test_parts.py::{EQUAL}",
+        ),
+        (
+            "bytes between the scales and codes of a part are left as they were",
+            "payloads[end + lane()] = 0;",
+            ";",
+            f"{KERNELS}/test_parts.py::{EQUAL}",
+        ),
+    ),
+    *planted(
+        "kernels/norms.py",
+        (
+            "a code is of the square of the norm",
+            "places = (y * (top / root)[:, None])",
+            "places = (y * (top / (root * root))[:, None])",
+            f"{KERNELS}/test_norms.py::{EQUAL}",
+        ),
+    ),
+    *planted(
+        "kernels/norms.cu",
+        (
+            "rows of a long block share random bits",
+            "(((u64)(first + at) >> 8) + k / 8) * kLanes",
+            "((u64)(first + at) >> 8) * kLanes",
+            f"{KERNELS}/test_norms.py::{EQUAL}",
+        ),
+        (
+            "a norm is of the span, not of the block",
+            "if (k % kPerBlock == 0) {",
+            "if (k == 0) {",
+            f"{KERNELS}/test_norms.py::{EQUAL}",
         ),
     ),
     *planted(

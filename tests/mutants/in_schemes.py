@@ -18,22 +18,22 @@ MUTANTS: list[Mutant] = [
     *planted(
         "commhooks/schemes/random_levels.py",
         (
-            "QSGD is a 256th too large",
-            '(payload["norms"] / self.levels)[:, None]',
-            '(payload["norms"] / self.levels * 1.00390625)[:, None]',
+            "random levels arrive a 256th too large",
+            "dequantize(payload[None], out, format, block)",
+            "dequantize(payload[None], out, format, block, factor=1.00390625)",
             f"{LAWS}[qsgd]",
         ),
         (
-            "TernGrad is a 256th too large",
-            'signs.view(-1, self.block) * payload["scale"][:, None]',
-            'signs.view(-1, self.block) * payload["scale"][:, None] * 1.00390625',
+            "TernGrad rounds to nearest",
+            'quantize(_in_float32(gradient), payload, "int2", self.block, random=random)',
+            'quantize(_in_float32(gradient), payload, "int2", self.block)',
             f"{LAWS}[terngrad]",
         ),
         (
-            "QSGD rounds down",
-            "codes = (level + up).floor()",
-            "codes = level.floor()",
-            f"{LAWS}[qsgd]",
+            "ranks round to levels alike",
+            'random = bucket.random("qsgd", shared=False)',
+            'random = bucket.random("qsgd", shared=True)',
+            f"{UNIT}/test_quantized.py::test_ranks_round_to_random_levels_independently",
         ),
     ),
     *planted(

@@ -21,7 +21,8 @@ def test_there_are_enough_and_each_has_a_name_of_its_own() -> None:
 def test_a_mutant_fits_the_source_and_is_python(mutant: Mutant) -> None:
     source = (ROOT / mutant.file).read_text()
     planted = mutant.planted_in(source)
-    assert ast.dump(ast.parse(planted)) != ast.dump(ast.parse(source))
+    if mutant.file.endswith(".py"):
+        assert ast.dump(ast.parse(planted)) != ast.dump(ast.parse(source))
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda one: one.name)
