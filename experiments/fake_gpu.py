@@ -8,7 +8,7 @@ from the host to the device, for both of which a host waits for its GPU, raises.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,13 +18,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from commhooks.core import Layout
+from commhooks.core import Layout, Scheme
 from commhooks.hook.engine import Engine
 from commhooks.kernels.runtime import cuda
 from commhooks.kernels.runtime.op import Op
 from ddp_core import AllGather, AllReduce, AllToAll, Collective
 
-__all__ = ["Counts", "fake_gpu", "run_bucket"]
+__all__ = ["WARM_UP", "Counts", "counts_of", "fake_gpu", "run_bucket"]
+
+WARM_UP = 3  # steps; the one after them finds tables and buffers
 
 # Operations that launch nothing: they allocate, or only describe memory.
 _FREE = {"prim::device", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
@@ -164,3 +166,15 @@ def _answer(request: Collective, world_size: int) -> Tensor:
         shape = (size, *tensor.shape) if isinstance(request, AllGather) else tensor.shape
         return tensor.new_empty(shape)
     return tensor
+
+
+def counts_of(scheme: Scheme, shapes: Sequence[tuple[int, ...]], *, world_size: int) -> Counts:
+    """Returns the counts of one bucket after a few steps; raises if the host would wait."""
+    layout = Layout([f"p{i}" for i in range(len(shapes))], list(shapes))
+    with fake_gpu() as counts:
+        engine = Engine(scheme, rank=0, world_size=world_size)
+        for step in range(WARM_UP + 1):
+            counts.clear()
+            counts.may_copy = step < WARM_UP
+            run_bucket(engine, torch.empty(layout.numel, device="meta"), layout)
+    return counts

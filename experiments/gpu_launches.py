@@ -34,7 +34,8 @@ from commhooks.core import Layout
 from commhooks.hook.engine import Engine
 from commhooks.kernels.runtime import cuda
 from commhooks.kernels.runtime.op import Op
-from experiments.fake_gpu import Counts, fake_gpu, run_bucket
+from experiments import fake_gpu
+from experiments.fake_gpu import WARM_UP, Counts, run_bucket
 
 __all__ = ["SCHEMES", "counts_of", "measure"]
 
@@ -61,18 +62,12 @@ SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in ("eden", "demo", "signsgd", "sdp4bit")},
 }
 WORLD_SIZES = (8, 64)
-WARM_UP = 3  # the step after them finds tables and buffers
 
 
 def counts_of(scheme: str, options: dict[str, Any], world_size: int) -> Counts:
     """Returns the counts of one bucket; raises if the host would wait for the GPU."""
-    with fake_gpu() as counts:
-        engine = Engine(commhooks.make(scheme, **options), rank=0, world_size=world_size)
-        for step in range(WARM_UP + 1):
-            counts.clear()
-            counts.may_copy = step < WARM_UP
-            run_bucket(engine, torch.empty(COUNTED.numel, device="meta"), COUNTED)
-    return counts
+    made = commhooks.make(scheme, **options)
+    return fake_gpu.counts_of(made, COUNTED.shapes, world_size=world_size)
 
 
 def host_times(scheme: str, options: dict[str, Any], world_size: int, turns: int) -> list[float]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Literal
 from unittest import mock
 
@@ -53,8 +54,9 @@ class Stream:
 
     def take_memory(self) -> None:
         """Overwrites what was given back, as a new tensor in its place would."""
-        while self.free:
-            self.enqueue(lambda real=self.free.pop(): _spoil(real))
+        taken, self.free = self.free, []
+        for real in taken:
+            self.enqueue(partial(_spoil, real))
 
     def enqueue(self, work: Callable[[], None]) -> None:
         self.queue.append(work)
