@@ -13,6 +13,7 @@ from ddp_core.exchange.collectives import (
     ReduceScatter,
     as_request,
 )
+from ddp_core.exchange.devices import on_device_of
 from ddp_core.exchange.drivers import Drivers
 from ddp_core.exchange.errors import (
     CollectiveError,
@@ -65,5 +66,6 @@ __all__ = [
     "group_store",
     "group_timeout",
     "needs",
+    "on_device_of",
     "simulate",
 ]

@@ -24,12 +24,11 @@ from commhooks.kernels.runtime import cuda
 from commhooks.kernels.runtime.op import Op
 from ddp_core import AllGather, AllReduce, AllToAll, Collective
 
-__all__ = ["WARM_UP", "Counts", "counts_of", "fake_gpu", "run_bucket"]
-
-WARM_UP = 3  # steps; the one after them finds tables and buffers
+__all__ = ["Counts", "counts_of", "fake_gpu", "run_bucket"]
 
 # Operations that launch nothing: they allocate, or only describe memory.
 _FREE = {"prim::device", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+_WARM_UP = 3
 _FREE |= {"detach", "alias", "_unsafe_view"}
 
 
@@ -168,13 +167,19 @@ def _answer(request: Collective, world_size: int) -> Tensor:
     return tensor
 
 
-def counts_of(scheme: Scheme, shapes: Sequence[tuple[int, ...]], *, world_size: int) -> Counts:
-    """Returns the counts of one bucket after a few steps; raises if the host would wait."""
+def counts_of(
+    scheme: Scheme, shapes: Sequence[tuple[int, ...]], *, world_size: int, rank: int = 0
+) -> Counts:
+    """Returns the counts of one bucket in the fourth step, when tables and buffers are there.
+
+    Raises:
+        RuntimeError: the host would wait for the GPU in that step.
+    """
     layout = Layout([f"p{i}" for i in range(len(shapes))], list(shapes))
     with fake_gpu() as counts:
-        engine = Engine(scheme, rank=0, world_size=world_size)
-        for step in range(WARM_UP + 1):
+        engine = Engine(scheme, rank=rank, world_size=world_size)
+        for step in range(_WARM_UP + 1):
             counts.clear()
-            counts.may_copy = step < WARM_UP
+            counts.may_copy = step < _WARM_UP
             run_bucket(engine, torch.empty(layout.numel, device="meta"), layout)
     return counts

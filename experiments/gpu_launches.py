@@ -34,10 +34,9 @@ from commhooks.core import Layout
 from commhooks.hook.engine import Engine
 from commhooks.kernels.runtime import cuda
 from commhooks.kernels.runtime.op import Op
-from experiments import fake_gpu
-from experiments.fake_gpu import WARM_UP, Counts, run_bucket
+from experiments.fake_gpu import counts_of, run_bucket
 
-__all__ = ["SCHEMES", "counts_of", "measure"]
+__all__ = ["SCHEMES", "measure"]
 
 
 def _block(d: int) -> Layout:
@@ -62,12 +61,7 @@ SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in ("eden", "demo", "signsgd", "sdp4bit")},
 }
 WORLD_SIZES = (8, 64)
-
-
-def counts_of(scheme: str, options: dict[str, Any], world_size: int) -> Counts:
-    """Returns the counts of one bucket; raises if the host would wait for the GPU."""
-    made = commhooks.make(scheme, **options)
-    return fake_gpu.counts_of(made, COUNTED.shapes, world_size=world_size)
+WARM_UP = 3  # the step after them finds tables and buffers
 
 
 def host_times(scheme: str, options: dict[str, Any], world_size: int, turns: int) -> list[float]:
@@ -137,7 +131,9 @@ def measure(*, turns: int = 7) -> pd.DataFrame:
         for world_size in WORLD_SIZES:
             rows.append({"hook": name, "ranks": world_size})
             try:
-                counts = counts_of(scheme, options, world_size)
+                counts = counts_of(
+                    commhooks.make(scheme, **options), COUNTED.shapes, world_size=world_size
+                )
             except (RuntimeError, NotImplementedError) as error:
                 rows[-1]["note"] = f"waits for the GPU: {error}".splitlines()[0]
                 continue

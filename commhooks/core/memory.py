@@ -113,6 +113,16 @@ class Memory:
         step._staged, step._notes = {}, {}
         return step
 
+    def writes_on(self, device: torch.device) -> Memory:
+        """Returns a memory with the same values and, of the staged writes, those on ``device``."""
+        part = self.for_step()
+        part._notes = self._notes
+        for place, flat in self._staged.items():
+            held = self._kept.flat.get(place) if flat is None else flat
+            if held is None or held.device == device:
+                part._staged[place] = flat
+        return part
+
     def commit(self, good: Tensor, left_alone: Collection[str] = ()) -> None:
         """Ends a step: commits the staged writes if ``good`` (one bool), else drops them.
 

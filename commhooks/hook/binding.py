@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from commhooks.errors import RegistrationError
 from commhooks.hook.parameters import Parameters, find_owner
 from ddp_core import DistributedDataParallel as CoreDDP
+from ddp_core import on_device_of
 
 __all__ = ["Binding", "need_group"]
 
@@ -119,6 +121,11 @@ class Binding:
         """Returns the types of the devices that the model's parameters are on."""
         model = self.model
         return {parameter.device.type for parameter in model.parameters()} if model else set()
+
+    def on_device(self) -> AbstractContextManager[object]:
+        """Makes the device of the model's parameters the current one."""
+        model = self.model
+        return on_device_of(model.parameters() if model else ())
 
     def may_leave_alone(self, bucket: Any) -> bool:
         """Whether the reducer may leave ``.grad`` of an unused parameter unwritten."""

@@ -192,14 +192,31 @@ class Engine:
         if not step.closed or step.finished < len(step.launched):
             return
         if step.finite and not step.failed:
-            flags = step.finite
-            good = flags[0] if len(flags) == 1 else torch.stack(flags).all()
-            step.memory.commit(good, step.left_alone)
+            goods = _verdicts(step.finite)
+            for good in goods:
+                part = step.memory if len(goods) == 1 else step.memory.writes_on(good.device)
+                part.commit(good, step.left_alone)
             # On a GPU the count would make the host wait for the device in every step.
-            if good.device.type == "cpu" and not good.item():
+            if goods[0].device.type == "cpu" and not goods[0].item():
                 self.skipped += 1
         self.step += 1
         self._open = None
+
+
+def _verdicts(flags: list[Tensor]) -> list[Tensor]:
+    """Returns the verdict of a step on every device that has a flag, the CPU's first."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for flag in flags:
+        by_device.setdefault(flag.device, []).append(flag)
+    own = [one[0] if len(one) == 1 else torch.stack(one).all() for one in by_device.values()]
+    if len(own) == 1:
+        return own
+    # A module on several devices. A copy to the CPU is waited for, since the host decides there.
+    devices = sorted(by_device, key=lambda device: (device.type != "cpu", str(device)))
+    return [
+        torch.stack([good.to(to, non_blocking=to.type != "cpu") for good in own]).all()
+        for to in devices
+    ]
 
 
 def _exchange_sparse(grad: Tensor, scheme: Scheme) -> Exchange:

@@ -16,6 +16,7 @@ from commhooks.errors import HookNotAttachedError, RegistrationError
 from commhooks.hook.agreement import facts_of, need_own_memory
 from commhooks.hook.attendance import Attendance
 from commhooks.hook.binding import Binding
+from commhooks.hook.capture import need_no_capture
 from commhooks.hook.continuation import Continuation
 from commhooks.hook.engine import Engine
 from commhooks.hook.handshake import handshake
@@ -101,12 +102,7 @@ class Running:
                 "the hook was closed (HookState.close), but the model still trains with it; "
                 "wrap the model in a new DistributedDataParallel, or close after training"
             )
-        if bucket.buffer().is_cuda and torch.cuda.is_current_stream_capturing():
-            raise RegistrationError(
-                "the hook was called while a CUDA graph is captured: every replay would repeat the "
-                "step's number, random bits and memory. Capture the forward and backward passes of "
-                "parts of the model (torch.cuda.make_graphed_callables), or train without a hook"
-            )
+        need_no_capture(bucket.buffer().device, self.scheme, agreed=self._agreed)
         # A collective. Every rank comes here with its first bucket, before it exchanges anything.
         self._agree_after_load()
         self._attendance.calls += 1
@@ -207,7 +203,8 @@ class Running:
         devices = self._binding.devices()
         self._drivers.check(devices)
         facts = {**(also or {}), **self._facts(self.scheme)}
-        handshake(call, facts, self._binding.group(), limit)
+        with self._binding.on_device():
+            handshake(call, facts, self._binding.group(), limit)
         # After the handshake, which compares the memory's origin: a pickled state on a wrong rank
         # is then an error on all ranks, and not on one rank while the others wait.
         need_own_memory(self._engine, self._binding)

@@ -59,9 +59,10 @@ def save(hook: Running, gather: bool, to: int | None) -> dict[str, Any]:
         hook._bind()
     if gather and hook._engine.world_size > 1:
         state = _own_state(hook) if fault is None else None
-        return gather_states(
-            "HookState.state_dict(gather=True)", state, fault, hook._binding.group(), to
-        )
+        with hook._binding.on_device():
+            return gather_states(
+                "HookState.state_dict(gather=True)", state, fault, hook._binding.group(), to
+            )
     if fault is not None:
         raise RegistrationError(f"HookState.state_dict: {fault}")
     return _own_state(hook)

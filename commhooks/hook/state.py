@@ -107,9 +107,9 @@ class HookState(Running):
                 f"HookState.switch: step {self.step} is under way; switch between two steps, "
                 f"after loss.backward() returned"
             )
-        # Before the first step the ranks have not met: the handshake of that step compares schemes.
-        if self._agreed:
-            handshake("HookState.switch", self._facts(built), self._binding.group(), MEETING)
+        if self._agreed:  # otherwise the handshake of the first step compares schemes
+            with self._binding.on_device():
+                handshake("HookState.switch", self._facts(built), self._binding.group(), MEETING)
         self._replace(built)
 
     def _replace(self, built: Scheme) -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_core.exchange.pairs import Pairs, exchange_pairs, on_gloo
+from ddp_core.exchange.sparse_sum import SparseSum, sums_sparse
 
 __all__ = [
     "AllGather",
@@ -68,7 +69,7 @@ class Collective:
         """Returns the bytes that this rank sends, by a bandwidth-optimal algorithm's formula."""
         raise NotImplementedError
 
-    def issue(self, group: dist.ProcessGroup) -> dist.Work | Pairs:
+    def issue(self, group: dist.ProcessGroup) -> dist.Work | Pairs | SparseSum:
         """Starts the collective on ``group`` and returns its work handle."""
         raise NotImplementedError
 
@@ -149,10 +150,14 @@ class AllReduce(Collective):
     def wire_nbytes(self, world_size: int) -> float:
         return self.payload_nbytes * 2 * (world_size - 1) / world_size
 
-    def issue(self, group: dist.ProcessGroup) -> dist.Work:
+    def issue(self, group: dist.ProcessGroup) -> dist.Work | SparseSum:
         if self.op == "mean":
             self.tensor.mul_(1.0 / group.size())
         op = _REDUCE_OPS[self.op]
+        if self.tensor.is_sparse and not sums_sparse(group, self.tensor.device):
+            if op != dist.ReduceOp.SUM:
+                raise ValueError(f"AllReduce(tensor, {self.op!r}): a sparse tensor can be summed")
+            return SparseSum(self.tensor, group)
         work: dist.Work = dist.all_reduce(self.tensor, op, group=group, async_op=True)
         return work
 

@@ -18,18 +18,36 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["LaneGroup", "borrow", "group_store", "group_timeout", "host_backend"]
+__all__ = [
+    "LaneGroup",
+    "backend_for",
+    "borrow",
+    "group_store",
+    "group_timeout",
+    "host_backend",
+    "is_gloo",
+]
 
 _CPU = torch.device("cpu")
 
 
-def host_backend(group: dist.ProcessGroup) -> Any:
-    """Returns what carries host tensors in ``group``, without a wrapper that checks collectives."""
+def backend_for(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Returns what carries tensors of ``device``, without a wrapper that checks collectives."""
     backend: Any = None
     with contextlib.suppress(Exception):  # a group of somebody else's making has none
-        backend = group._get_backend(_CPU)
+        backend = group._get_backend(device)
         backend = getattr(backend, "wrapped_pg", backend)
     return backend
+
+
+def host_backend(group: dist.ProcessGroup) -> Any:
+    """Returns what carries host tensors in ``group``."""
+    return backend_for(group, _CPU)
+
+
+def is_gloo(backend: object) -> bool:
+    """Whether it is Gloo's."""
+    return dist.is_gloo_available() and isinstance(backend, dist.ProcessGroupGloo)
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
@@ -150,7 +168,7 @@ def _make(parent: dist.ProcessGroup, name: str, store: Any) -> Any:
     """A group of the same ranks whose collectives return at once."""
     timeout = group_timeout(parent)
     backend = host_backend(parent)
-    if dist.is_gloo_available() and isinstance(backend, dist.ProcessGroupGloo):
+    if is_gloo(backend):
         store = dist.distributed_c10d.PrefixStore(name, store)
         times = {} if timeout is None else {"timeout": timeout}
         gloo = dist.ProcessGroupGloo(store, parent.rank(), parent.size(), **times)

@@ -16,51 +16,73 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_core.exchange.lane_groups import host_backend
+from ddp_core.exchange.lane_groups import backend_for, host_backend, is_gloo
 
-__all__ = ["Pairs", "exchange_pairs", "on_gloo"]
+__all__ = ["Pairs", "carried_by_host", "exchange_pairs", "future_after", "on_gloo"]
 
 _TAG = 0x9A125  # of these messages; the same peers' are matched in their order
 
 
 def on_gloo(group: dist.ProcessGroup, tensor: Tensor) -> bool:
-    """Whether collectives of ``group`` over such a tensor are Gloo's."""
-    if tensor.device.type != "cpu" or not dist.is_gloo_available():
-        return False
-    return isinstance(host_backend(group), dist.ProcessGroupGloo)
+    """Whether collectives of ``group`` over such a tensor are Gloo's, and it is on the host."""
+    return tensor.device.type == "cpu" and is_gloo(host_backend(group))
+
+
+def carried_by_host(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether tensors of ``device``, which is not the host, travel by Gloo in ``group``."""
+    return device.type != "cpu" and is_gloo(backend_for(group, device))
 
 
 class Pairs:
-    """Holds messages under way, as ``dist.Work`` does one of them."""
+    """Holds messages under way, as ``dist.Work`` does one of them.
 
-    def __init__(self, works: Sequence[dist.Work], tensors: Sequence[Tensor]) -> None:
-        self._works, self._tensors = works, tensors  # tensors live as long as they travel
+    Args:
+        works: one per message.
+        tensors: those that are sent and received.
+        copies: pairs (to, from) of tensors, copied when all messages have arrived.
+    """
+
+    def __init__(
+        self,
+        works: Sequence[dist.Work | Pairs],
+        tensors: Sequence[Tensor],
+        copies: Sequence[tuple[Tensor, Tensor]] = (),
+    ) -> None:
+        self._works, self._copies = works, copies
+        self._tensors = tensors  # they live as long as they travel
 
     def wait(self) -> bool:
         """Returns when all have arrived; raises if one does not."""
         for work in self._works:
             work.wait()
+        for into, arrived in self._copies:
+            into.copy_(arrived)
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Completes when all have arrived; an error is what its value raises."""
-        arrived: torch.futures.Future[Any] = torch.futures.Future()
-        failures: list[BaseException] = []
+        return future_after(self.wait, "commhooks-pairs")
 
-        def value(_: torch.futures.Future[Any]) -> None:
-            if failures:
-                raise failures[0]
 
-        # `then` turns an exception into the future's error; set_exception would hand C++ a value.
-        future = arrived.then(value)
-        threading.Thread(
-            target=_await, args=(self.wait, arrived, failures), name="commhooks-pairs", daemon=True
-        ).start()
-        return future
+def future_after(wait: Callable[[], object], thread: str) -> torch.futures.Future[Any]:
+    """Returns a future that completes when ``wait``, called on a thread of its own, returns."""
+    arrived: torch.futures.Future[Any] = torch.futures.Future()
+    failures: list[BaseException] = []
+
+    def value(_: torch.futures.Future[Any]) -> None:
+        if failures:
+            raise failures[0]
+
+    # `then` turns an exception into the future's error; set_exception would hand C++ a value.
+    future = arrived.then(value)
+    threading.Thread(
+        target=_await, args=(wait, arrived, failures), name=thread, daemon=True
+    ).start()
+    return future
 
 
 def _await(
-    wait: Callable[[], bool], arrived: torch.futures.Future[Any], failures: list[BaseException]
+    wait: Callable[[], object], arrived: torch.futures.Future[Any], failures: list[BaseException]
 ) -> None:
     try:
         wait()
@@ -84,6 +106,11 @@ def exchange_pairs(
     if ranks is None:
         ranks = range(group.size())
     own, size = ranks.index(group.rank()), len(ranks)
+    if carried_by_host(group, send[own].device):
+        # Gloo reduces tensors of a GPU, but its messages are read from addresses of the host.
+        arrived = [torch.empty_like(tensor, device="cpu") for tensor in receive]
+        under_way = exchange_pairs([tensor.cpu() for tensor in send], arrived, group, ranks)
+        return Pairs([under_way], send, list(zip(receive, arrived, strict=True)))
     for place in range(size):
         if ranks[place] == ranks[own]:
             receive[place].copy_(send[place])

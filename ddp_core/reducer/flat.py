@@ -17,8 +17,9 @@ __all__ = ["FlatBucket"]
 
 logger = logging.getLogger("ddp_core")
 
-# From this many entries on, a gradient is copied as it arrives, while it is in cache. Smaller ones
-# wait for the bucket to be full: one call for all of them is several times cheaper than one each.
+# From this many entries on, a gradient is copied as it arrives, while it is in the CPU's cache.
+# Smaller ones wait for the bucket to be full: one call for all of them is several times cheaper
+# than one each. On a GPU, which has the same bandwidth then, this holds for gradients of any size.
 LARGE = 1 << 14
 
 
@@ -66,7 +67,8 @@ class FlatBucket(HeldBucket):
 
     def is_large(self, index: int) -> bool:
         """Whether the gradient of this member is copied as it arrives, see ``take_large``."""
-        return self.parameters[self._slot_of[index]].numel() >= LARGE
+        on_host = self.buffer.device.type == "cpu"
+        return on_host and self.parameters[self._slot_of[index]].numel() >= LARGE
 
     def take_large(self, index: int, scale: float | None) -> None:
         """Copies one large gradient at once, scaled; ``scale`` None leaves it as it is."""
@@ -89,13 +91,14 @@ class FlatBucket(HeldBucket):
     @torch.no_grad()
     def fill(self, gradients: Sequence[Tensor | None], divisor: float | None) -> None:
         fresh: list[int] = []
+        absent: list[Tensor] = []
         in_place: list[int] = []  # the gradient is the view already
         values: list[Tensor] = []
         for slot, grad in enumerate(gradients):
             if slot in self._copied:
                 continue
             if grad is None:
-                self.views[slot].zero_()
+                absent.append(self.views[slot])
             elif grad.is_sparse:
                 fresh.append(slot)
                 values.append(grad.to_dense())
@@ -104,6 +107,8 @@ class FlatBucket(HeldBucket):
             else:
                 fresh.append(slot)
                 values.append(grad)
+        if absent:
+            torch._foreach_zero_(absent)
         if fresh:
             views = self.views
             if len(fresh) < len(views):

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_core.exchange.collectives import AllReduce
 from ddp_core.exchange.errors import CollectiveError, PeerError
 from ddp_core.exchange.lane_groups import group_timeout
 from ddp_core.exchange.task import RoundRecord, clock
@@ -93,7 +94,7 @@ class Launcher:
 
     def _all_reduce(self, bucket: HeldBucket, times: BucketTimes | None) -> Outcome:
         try:
-            work: Any = dist.all_reduce(bucket.buffer, group=self.group, async_op=True)
+            work: Any = AllReduce(bucket.buffer, "sum").issue(self.group)
         except RuntimeError as error:
             raise failed(error, "all_reduce", self.step, bucket.number) from error
         if times is not None:

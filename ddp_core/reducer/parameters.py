@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ddp_core.exchange.devices import on_device_of
 from ddp_core.exchange.errors import MismatchError
 
 __all__ = [
@@ -112,7 +113,8 @@ def verify_across_ranks(parameters: Sequence[Trained], group: dist.ProcessGroup)
     if all(torch.equal(other, mine) for other in everyone):  # equal here on all ranks or on none
         return
     details: list[Any] = [None] * group.size()
-    dist.all_gather_object(details, facts, group=group)
+    with on_device_of(one.parameter for one in parameters):
+        dist.all_gather_object(details, facts, group=group)
     for rank, theirs in enumerate(details):
         if len(theirs) != len(details[0]):
             raise MismatchError(

@@ -14,7 +14,7 @@ __all__ = ["SparseBucket"]
 
 
 class SparseBucket(HeldBucket):
-    """Holds the gradient of an embedding: nothing is copied, the buffer is the gradient itself.
+    """Holds the gradient of an embedding; the buffer becomes the gradient.
 
     Args:
         members: the index of its parameter.
@@ -40,9 +40,10 @@ class SparseBucket(HeldBucket):
         (grad,) = gradients
         if grad is None:
             grad = self._parameter.grad = _no_entries(self._parameter)
-        self.buffer = grad.detach()
-        if divisor is not None:
-            self.buffer.div_(divisor)
+        # A copy: the sum of two embeddings hands both the same tensor of values, and collectives
+        # work in place.
+        values = grad.detach()
+        self.buffer = values.clone() if divisor is None else values / divisor
 
     @torch.no_grad()
     def scatter(self, result: Tensor, unused: Sequence[bool] | None = None) -> None:

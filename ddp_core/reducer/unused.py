@@ -16,6 +16,15 @@ __all__ = ["Usage", "UsedMap"]
 _IN_VIEW = 1 << 16  # beside the number of ranks that use a parameter, in one sum
 
 
+def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Returns host values on ``device``, without waiting for what a GPU has to do before."""
+    if device.type == "cpu":
+        return values
+    # A copy from pageable memory would wait for the whole backward pass. torch keeps pinned memory
+    # for the next step, and does not hand it out before the copy is over.
+    return values.pin_memory().to(device, non_blocking=True)
+
+
 class UsedMap:
     """Holds one flag per parameter; all ranks' flags are summed only where a rank needs to know.
 
@@ -39,10 +48,16 @@ class UsedMap:
         for index in indices:
             self._mine[index] = 0
 
-    def local(self) -> torch.Tensor:
-        """Returns a copy of this rank's flags."""
-        flags = torch.frombuffer(self._mine, dtype=torch.uint8)
-        return flags.to(self._device, torch.int32, copy=True)
+    def local(self, in_views: Sequence[int] = ()) -> torch.Tensor:
+        """Returns a copy of this rank's flags.
+
+        Args:
+            in_views: flags that are marked, see ``all_reduce``.
+        """
+        flags = torch.frombuffer(self._mine, dtype=torch.uint8).to(torch.int32)
+        if in_views:
+            flags[list(in_views)] += _IN_VIEW
+        return to_device(flags, self._device)
 
     def is_used(self, index: int) -> bool:
         """Whether this rank has used this parameter."""
@@ -62,9 +77,7 @@ class UsedMap:
         Args:
             in_views: unused parameters whose gradient here is a view of the bucket all the same.
         """
-        self._counts = self.local()
-        if in_views:
-            self._counts[list(in_views)] += _IN_VIEW
+        self._counts = self.local(in_views)
         self._everywhere = None
         self._work = dist.all_reduce(self._counts, group=self._group, async_op=True)
 
@@ -219,6 +232,6 @@ class Usage:
             self.used.any_used(bucket.members) or not absent.issuperset(bucket.members)
             for bucket in buckets
         ]
-        votes = torch.tensor(mine, dtype=torch.int32, device=self._device)
+        votes = to_device(torch.tensor(mine, dtype=torch.int32), self._device)
         dist.all_reduce(votes, group=self._group)
         return [bool(count) for count in votes.tolist()]

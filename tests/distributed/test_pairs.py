@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import commhooks
 from ddp_core import AllGather, AllToAll
-from ddp_core.exchange import collectives
+from ddp_core.exchange import collectives, pairs
 from ddp_core.exchange.pairs import Pairs, on_gloo
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import batch, ddp, equal_bits, mlp, outcome, parameters
@@ -174,3 +174,34 @@ def test_a_peer_that_is_gone_is_an_error_not_a_hang() -> None:
     left, gone = run_ranks(_orphan, 2)
     assert gone == "gone"
     assert left == "RuntimeError"
+
+
+def _through_the_host(rank: int, world_size: int) -> bool:
+    """Sends what Gloo could not read itself, as tensors of a GPU."""
+    group = dist.group.WORLD
+    assert pairs.carried_by_host(group, torch.device("cuda"))
+    assert not pairs.carried_by_host(group, torch.device("cpu"))
+    partner = [rank, rank ^ 1] if rank < rank ^ 1 else [rank ^ 1, rank]
+    rows = torch.tensor([[10.0 * rank, peer] for peer in partner])
+    request = AllToAll(rows, partner)
+    sent: list[int] = []
+    messages = pairs._real
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        sent.append(tensor.untyped_storage().data_ptr())
+        return messages(tensor)
+
+    with (
+        # Of the GPU's tensors first, then of their copies.
+        mock.patch.object(pairs, "carried_by_host", side_effect=[True, False]),
+        mock.patch.object(pairs, "_real", note),
+    ):
+        work = request.issue(group)
+        work.wait()
+    own = request.result().untyped_storage().data_ptr()
+    expected = torch.tensor([[10.0 * peer, rank] for peer in partner])
+    return torch.equal(request.result(), expected) and bool(sent) and own not in sent
+
+
+def test_gloo_sends_a_gpus_tensors_through_the_host() -> None:
+    assert run_ranks(_through_the_host, 4) == [True] * 4
