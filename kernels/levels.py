@@ -36,7 +36,8 @@ def quantize_levels(
 
     Args:
         x: float32, contiguous, a multiple of ``block`` entries.
-        levels: float32, ascending; 2, 4, 8 or 16 entries for codes of k = 1, 2, 3 or 4 bits.
+        levels: float32, ascending; 2, 4, 8 or 16 entries for codes of k = 1, 2, 3 or 4 bits. On the
+            host, or where ``x`` is; from the host they are copied once.
         scales: float32, one entry per block.
         codes: uint8; 8 codes of k bits are k bytes, the first code in the lowest bits.
         block: 128, 256, 512, 1024 or 2048.
@@ -48,7 +49,7 @@ def quantize_levels(
     Reference: Vargaftik et al., EDEN, 2022.
     """
     _check_levels("quantize_levels", levels)
-    quantize_levels_op(x, _table(levels), scales, codes, unsent, block)
+    quantize_levels_op(x, _table(levels, x.device), scales, codes, unsent, block)
 
 
 def dequantize_levels(
@@ -62,7 +63,7 @@ def dequantize_levels(
         accumulate: adds to ``out`` instead.
     """
     _check_levels("dequantize_levels", levels)
-    dequantize_levels_op(scales, codes, _table(levels), out, block, accumulate)
+    dequantize_levels_op(scales, codes, _table(levels, out.device), out, block, accumulate)
 
 
 def _check_levels(caller: str, levels: Tensor) -> None:
@@ -72,18 +73,21 @@ def _check_levels(caller: str, levels: Tensor) -> None:
         raise ValueError(f"{caller}(levels): 2, 4, 8 or 16, got {levels.numel()}")
 
 
-def _table(levels: Tensor) -> Tensor:
-    """Returns the levels, followed by the bounds halfway between neighbours."""
+def _table(levels: Tensor, device: torch.device | None = None) -> Tensor:
+    """Returns the levels, followed by the bounds halfway between neighbours, on a device."""
     # Computed once, so that the definition and the kernels compare with the same bounds, and so
     # that a call launches nothing else. A cache is not what torch.compile traces.
+    device = levels.device if device is None else device
     if torch.compiler.is_compiling():
-        return _with_bounds(levels)
-    return _known_table(levels, _version_of(levels))
+        return _with_bounds(levels).to(device)
+    return _known_table(levels, _version_of(levels), device)
 
 
 @lru_cache(maxsize=64)  # by the tensor and the number of writes to it
-def _known_table(levels: Tensor, version: int) -> Tensor:
-    return _with_bounds(levels)
+def _known_table(levels: Tensor, version: int, device: torch.device) -> Tensor:
+    # A copy from the host is over when it returns. What is computed on a device is not: another
+    # stream that takes it out of the cache would not wait for it.
+    return _with_bounds(levels).to(device)
 
 
 def _with_bounds(levels: Tensor) -> Tensor:

@@ -88,7 +88,7 @@ class Eden(PackedCodec):
         scales, codes = self._split(payload, n)
         # The error takes the place of the rotated entries, and is rotated back in place.
         error = None if unsent is None else rotated
-        levels = _levels(self.bits, c.device)
+        levels = _levels(self.bits)
         quantize_levels(rotated, levels, scales, codes, self.block, unsent=error)
         if scales.nbytes + codes.nbytes < payload.numel():
             payload[scales.nbytes + codes.nbytes :].zero_()
@@ -100,7 +100,7 @@ class Eden(PackedCodec):
         n = out.numel()
         room = -(-n // self.block) * self.block
         total = torch.empty(room, dtype=torch.float32, device=out.device)
-        levels = _levels(self.bits, out.device)
+        levels = _levels(self.bits)
         # Rotation is linear: the sum is rotated back, once, and not each rank's payload.
         for index, payload in enumerate(payloads):
             parts = self._split(payload, n)
@@ -110,8 +110,8 @@ class Eden(PackedCodec):
 
 
 @lru_cache(maxsize=32)
-def _levels(bits: int, device: torch.device) -> Tensor:
-    """Computes the 2^bits levels of N(0, 1) with the least mean square error.
+def _levels(bits: int) -> Tensor:
+    """Computes the 2^bits levels of N(0, 1) with the least mean square error, on the host.
 
     Lloyd's iteration on the density: each level becomes the mean of the values nearest to it.
     """
@@ -125,5 +125,5 @@ def _levels(bits: int, device: torch.device) -> Tensor:
         density = torch.exp(-edges.square() / 2) / math.sqrt(2 * math.pi)
         mass = torch.special.ndtr(edges)
         levels = (density[:-1] - density[1:]) / (mass[1:] - mass[:-1])
-    rounded: Tensor = levels.float().to(device)
+    rounded: Tensor = levels.float()
     return rounded

@@ -136,6 +136,7 @@ def test_memory_is_two_gradients_and_a_few_buckets_more() -> None:
     assert peak("int8") - plain <= 2.2 * gradient_bytes + 4 * bucket_bytes
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 @pytest.mark.usefixtures("gloo")
 def test_a_hook_is_not_captured_in_a_graph() -> None:
     model = network("ours", "cuda")
