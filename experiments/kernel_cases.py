@@ -18,6 +18,7 @@ from commhooks.kernels import (
     philox,
     random_k,
     rotated,
+    scatter,
     shared,
     sparse,
 )
@@ -85,7 +86,7 @@ def cases(x: Tensor, block: int = 1024) -> list[Case]:
             Case(f"cast, {name}, stochastic", 6, 0.75, cast.cast_op, (x, small, 1.0, *noise)),
         ]
     whole = x.numel() // 1024 * 1024
-    spread = (x[:whole], out[:whole], 1024, False, *noise)
+    spread = (x[:whole], out[:whole], 1024, False, *noise, whole)
     listed.append(Case("Hadamard 1024", 8, 0.75, hadamard_op, spread))
     turned = torch.empty(payload_bytes(whole, "int4", 1024), dtype=torch.uint8, device=x.device)
     turn = (x[:whole], turned, "int4", 1024, whole, *noise, None, None, *philox.NO_STREAM)
@@ -108,9 +109,10 @@ def cases(x: Tensor, block: int = 1024) -> list[Case]:
         ),
     ]
     several = levels._table(torch.linspace(-2.0, 2.0, 4, device=x.device))
-    spots = (torch.empty(whole // 1024, device=x.device), turned[: whole // 4])
-    nearest4 = (x[:whole], several, *spots, None, 1024)
-    back = (*spots, several, out[:whole], 1024, False)
+    size = levels.level_bytes(whole, 2, 1024)
+    spots = torch.empty(size, dtype=torch.uint8, device=x.device)
+    nearest4 = (x[:whole], several, spots, None, 1024, whole)
+    back = (spots[None], several, out[:whole], 1024, whole)
     listed += [
         Case("nearest of 4 levels", 4.25, 0.6, levels.quantize_levels_op, nearest4),
         Case("4 levels decode", 4.25, 0.6, levels.dequantize_levels_op, back),
@@ -133,6 +135,10 @@ def cases(x: Tensor, block: int = 1024) -> list[Case]:
         Case("top-k 1 %, sampled", 8.04, 0.6, sparse.top_k_sampled_op, (x, k, *taken, None, None)),
     ]
     finite = torch.ones((), dtype=torch.bool, device=x.device)
+    places = torch.arange(k, dtype=torch.int32, device=x.device) * (x.numel() // max(k, 1))
+    payloads = (places.expand(8, k).contiguous(), torch.randn(8, k, device=x.device))
+    added = (*payloads, out, 0.125, finite)
+    listed.append(Case("sum of 8 top-k payloads", 4.64, 0.6, scatter.scatter_sum_op, added))
     aminmax = {"torch.aminmax": lambda: torch.aminmax(x)}
     listed.append(Case("all finite", 4, 0.85, finite_op, (x, finite), aminmax))
     return [*listed, *_power_sgd(x, out, residual)]

@@ -1,13 +1,12 @@
 """Numeric primitives of the schemes, called ops; the PyTorch definition of each specifies it."""
 
 from .affine import dequantize_affine, quantize_affine
-from .bitmap import pack_bits, unpack_bits
 from .blockwise import FORMATS, dequantize, payload_bytes, quantize
 from .cast import scaled_cast
 from .dct import dct
 from .finite import all_finite
 from .hadamard import hadamard
-from .levels import dequantize_levels, quantize_levels
+from .levels import dequantize_levels, level_bytes, quantize_levels
 from .low_rank import (
     Matrices,
     decode_low_rank,
@@ -24,14 +23,17 @@ from .requantize import requantize
 from .restore import restore
 from .rotated import dequantize_rotated, quantize_rotated
 from .runtime.op import implementations, op, use_kernels, warn_if_missing
+from .scatter import scatter_sum
 from .shared import dequantize_shared, largest_magnitudes, quantize_shared
-from .sparse import scatter_add, top_k, top_k_sampled
+from .sparse import top_k, top_k_sampled
+from .votes import count_votes, pack_votes, vote_bytes
 
 __all__ = [
     "FORMATS",
     "Matrices",
     "RandomBits",
     "all_finite",
+    "count_votes",
     "dct",
     "decode_low_rank",
     "dequantize",
@@ -44,11 +46,12 @@ __all__ = [
     "hadamard",
     "implementations",
     "largest_magnitudes",
+    "level_bytes",
     "multiply_left",
     "multiply_right",
     "op",
     "orthonormalize",
-    "pack_bits",
+    "pack_votes",
     "payload_bytes",
     "quantize",
     "quantize_affine",
@@ -61,13 +64,13 @@ __all__ = [
     "requantize",
     "restore",
     "scaled_cast",
-    "scatter_add",
     "scatter_random",
+    "scatter_sum",
     "squared_norms",
     "top_k",
     "top_k_sampled",
     "unit_rows",
-    "unpack_bits",
     "use_kernels",
+    "vote_bytes",
     "warn_if_missing",
 ]

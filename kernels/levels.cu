@@ -26,10 +26,13 @@ template <int BITS> INLINE u32 number_of(float z, const Own& own) {
 }
 
 template <int BITS>
-__global__ void quantize_levels(const float* x, i64 blocks, i64 block, float root, const float* table,
-                                float* scales, u8* codes, float* unsent) {
+__global__ void quantize_levels(const float* x, i64 blocks, i64 block, i64 per_row, float root,
+                                const float* table, u8* payload, i64 bytes, float* unsent) {
     const Own own = own_of<BITS>(table);
     for (i64 b = warp(); b < blocks; b += warps()) {
+        const i64 index = b % per_row;  // in its row of the message
+        u8* row = payload + b / per_row * bytes;
+        u8* codes = row + 4 * per_row + index * block / 8 * BITS;
         const float* from = x + b * block;
         float c[8];
         u32 largest = 0;
@@ -57,7 +60,7 @@ __global__ void quantize_levels(const float* x, i64 blocks, i64 block, float roo
         const float unit = root / sqrtf(square);
         for (i64 i = 0; i < block; i += 256) {
             const int count = entries_in<256>(i, block), place = lane() % 8;
-            u8* to = codes + (b * block + i) / 8 * BITS + lane() / 8 * BITS + place;
+            u8* to = codes + (i + lane()) / 8 * BITS + place;
             read(i, count);
 #pragma unroll
             for (int k = 0; k < 8; ++k) {
@@ -71,7 +74,7 @@ __global__ void quantize_levels(const float* x, i64 blocks, i64 block, float roo
             }
         }
         const float scale = scale_of_block(largest, square, sum_of_warp(product));
-        if (lane() == 0) scales[b] = scale;
+        if (lane() == 0) ((float*)row)[index] = scale;
         if (!unsent) continue;
         for (i64 i = 0; i < block; i += 256) {
             const int count = entries_in<256>(i, block);
@@ -89,26 +92,31 @@ __global__ void quantize_levels(const float* x, i64 blocks, i64 block, float roo
 }
 
 template <int BITS>
-__global__ void dequantize_levels(const float* scales, const u8* codes, const float* table, i64 blocks,
-                                  i64 block, i64 accumulate, float* out) {
+__global__ void dequantize_levels(const u8* payloads, i64 payload_count, i64 stride, i64 bytes,
+                                  i64 per_row, const float* table, i64 blocks, i64 block, float* out) {
     const Own own = own_of<BITS>(table);
     for (i64 b = warp(); b < blocks; b += warps()) {
-        const float scale = scales[b];
+        const i64 index = b % per_row;  // in its row of the message
+        const u8* rows = payloads + b / per_row * bytes;
         for (i64 i = 0; i < block; i += 256) {
             const int count = entries_in<256>(i, block);
-            const u8* from = codes + (b * block + i) / 8 * BITS + lane() / 8 * BITS;
-            u32 words[8] = {};
+            const u8* from = rows + 4 * per_row + (index * block + i + lane()) / 8 * BITS;
             float c[8];
+#pragma unroll 2
+            for (i64 r = 0; r < payload_count; ++r, from += stride) {
+                const float scale = ((const float*)(rows + r * stride))[index];
+                u32 words[8] = {};
 #pragma unroll
-            for (int k = 0; k < 8; ++k)
-                for (int byte = 0; byte < BITS && k * kLanes < count; ++byte)
-                    words[k] |= (u32)from[k * 4 * BITS + byte] << (8 * byte);
+                for (int k = 0; k < 8; ++k)
+                    for (int byte = 0; byte < BITS && k * kLanes < count; ++byte)
+                        words[k] |= (u32)from[k * 4 * BITS + byte] << (8 * byte);
 #pragma unroll
-            for (int k = 0; k < 8; ++k) {
-                const u32 number = words[k] >> (BITS * (lane() % 8)) & (kLevels<BITS> - 1);
-                c[k] = __shfl_sync(kAllLanes, own.level, (int)number) * scale;
+                for (int k = 0; k < 8; ++k) {
+                    const u32 number = words[k] >> (BITS * (lane() % 8)) & (kLevels<BITS> - 1);
+                    const float entry = __shfl_sync(kAllLanes, own.level, (int)number) * scale;
+                    c[k] = r ? c[k] + entry : entry;
+                }
             }
-            if (accumulate) add_span(out, b * block + i, count, c);
             store_span(out, b * block + i, count, c);
         }
     }

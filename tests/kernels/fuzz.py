@@ -24,7 +24,6 @@ from tests.emulator import runner
 from tests.kernels import (
     hostile,
     test_affine,
-    test_bitmap,
     test_blockwise,
     test_dct,
     test_finite,
@@ -37,15 +36,16 @@ from tests.kernels import (
     test_restore,
     test_rotated,
     test_scaled_cast,
+    test_scatter,
     test_shared,
     test_sparse,
+    test_votes,
 )
 from tests.kernels.machines import GpuRunner, Runner, functions_of
 
 # Each has `fuzz`, one random call of every op, and `KERNELS`, the CUDA kernels it may launch.
 FAMILIES: tuple[Any, ...] = (
     test_affine,
-    test_bitmap,
     test_blockwise,
     test_dct,
     test_finite,
@@ -58,8 +58,10 @@ FAMILIES: tuple[Any, ...] = (
     test_restore,
     test_rotated,
     test_scaled_cast,
+    test_scatter,
     test_shared,
     test_sparse,
+    test_votes,
 )
 # Random calls for each family.
 SEED, ROUNDS = 0, {"cpu": 40, "emulator": 12, "gpu": 40}

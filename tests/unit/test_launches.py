@@ -28,3 +28,15 @@ def test_averaged_errors_of_all_parameters_are_packed_together() -> None:
     few, many = (counts_of(scheme, SHAPES * n, world_size=4) for n in (1, 10))
     assert few.kernels == many.kernels
     assert few.kernels["quantize_parts"] == few.kernels["dequantize_parts"] == 1
+
+
+def test_votes_of_all_shards_are_packed_and_counted_together() -> None:
+    for world_size in (2, 16):
+        counts = counts_of(commhooks.make("signsgd"), SHAPES, world_size=world_size)
+        assert counts.kernels["pack_votes"] == counts.kernels["count_votes"] == 2
+
+
+def test_eden_rotates_and_packs_all_shards_together() -> None:
+    few, many = (counts_of(commhooks.make("eden"), SHAPES, world_size=n) for n in (2, 16))
+    assert few.kernels == many.kernels
+    assert few.operations == many.operations
