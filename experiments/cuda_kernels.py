@@ -31,7 +31,7 @@ import typer
 from rich.progress import Progress
 
 from commhooks.kernels.runtime import cuda
-from experiments.cuda_sass import Loop, find_nvdisasm, loops_of, main_loop, sass
+from experiments.cuda_sass import Loop, find_nvdisasm, loops_of, main_loop, sass, version_of
 from experiments.gpu_kernels.cubins import kernels
 
 __all__ = ["describe", "expected_share", "resident_threads"]
@@ -119,7 +119,7 @@ def main(
     typer.echo(table.to_string(index=False, float_format="{:.2f}".format))
     out.parent.mkdir(parents=True, exist_ok=True)
     version = ".".join(map(str, cuda._nvrtc_version()))
-    disassembler = "none" if program is None else Path(program).name
+    disassembler = "none" if program is None else version_of(program)
     with out.open("w") as file:
         file.write(
             f"# python -m experiments.cuda_kernels --architecture {architecture}; "

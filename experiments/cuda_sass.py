@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Loop", "find_nvdisasm", "loops_of", "main_loop", "sass"]
+__all__ = ["Loop", "find_nvdisasm", "loops_of", "main_loop", "sass", "version_of"]
 
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d\s+)?([A-Z][\w.]*)(.*)$")
 _LABEL = re.compile(r"^(\.L_x_\d+|\$?[\w$]+):$")
@@ -49,16 +49,20 @@ def find_nvdisasm() -> str | None:
     return None
 
 
+def version_of(program: str) -> str:
+    """Returns the release that the program prints."""
+    done = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
+    found = re.search(r"release ([\d.]+)", done.stdout)
+    return found[1] if found else "unknown"
+
+
 def sass(program: str, cubin: bytes) -> str:
     """Returns the machine code of a cubin as text."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [sys.executable, program] if program.endswith(".py") else [program]
-        done = subprocess.run(
-            [*command, "-c", file.name], capture_output=True, text=True, check=True
-        )
-        return done.stdout
+        command = [program, "-c", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def loops_of(text: str, mangled: str) -> list[Loop]:

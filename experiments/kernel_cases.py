@@ -18,6 +18,7 @@ from commhooks.kernels import (
     philox,
     random_k,
     rotated,
+    scatter,
     shared,
     sparse,
 )
@@ -134,6 +135,10 @@ def cases(x: Tensor, block: int = 1024) -> list[Case]:
         Case("top-k 1 %, sampled", 8.04, 0.6, sparse.top_k_sampled_op, (x, k, *taken, None, None)),
     ]
     finite = torch.ones((), dtype=torch.bool, device=x.device)
+    places = torch.arange(k, dtype=torch.int32, device=x.device) * (x.numel() // max(k, 1))
+    payloads = (places.expand(8, k).contiguous(), torch.randn(8, k, device=x.device))
+    added = (*payloads, out, 0.125, finite)
+    listed.append(Case("sum of 8 top-k payloads", 4.64, 0.6, scatter.scatter_sum_op, added))
     aminmax = {"torch.aminmax": lambda: torch.aminmax(x)}
     listed.append(Case("all finite", 4, 0.85, finite_op, (x, finite), aminmax))
     return [*listed, *_power_sgd(x, out, residual)]

@@ -23,8 +23,9 @@ from .requantize import requantize
 from .restore import restore
 from .rotated import dequantize_rotated, quantize_rotated
 from .runtime.op import implementations, op, use_kernels, warn_if_missing
+from .scatter import scatter_sum
 from .shared import dequantize_shared, largest_magnitudes, quantize_shared
-from .sparse import scatter_add, top_k, top_k_sampled
+from .sparse import top_k, top_k_sampled
 from .votes import count_votes, pack_votes, vote_bytes
 
 __all__ = [
@@ -63,8 +64,8 @@ __all__ = [
     "requantize",
     "restore",
     "scaled_cast",
-    "scatter_add",
     "scatter_random",
+    "scatter_sum",
     "squared_norms",
     "top_k",
     "top_k_sampled",

@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Literal
 from unittest import mock
 
@@ -49,6 +50,13 @@ class Stream:
     def __init__(self, machine: LazyDevice) -> None:
         self.machine, self.done = machine, 0
         self.queue: list[Callable[[], None]] = []
+        self.free: list[Tensor] = []
+
+    def take_memory(self) -> None:
+        """Overwrites what was given back, as a new tensor in its place would."""
+        taken, self.free = self.free, []
+        for real in taken:
+            self.enqueue(partial(_spoil, real))
 
     def enqueue(self, work: Callable[[], None]) -> None:
         self.queue.append(work)
@@ -72,21 +80,20 @@ class Stream:
 
 
 class Memory:
-    """Owns the memory of a tensor and its views; given back, it becomes garbage in stream order."""
+    """Owns the memory of a tensor and its views; given back, it is another tensor's."""
 
     def __init__(self, real: Tensor, stream: Stream) -> None:
         self._real, self._stream = real, stream
-        self._also: list[Stream] = []  # streams that have to be done with it
+        self._recorded = False
 
     def record(self, stream: Stream) -> None:
-        self._also.append(stream)
+        self._recorded |= stream is not self._stream
 
     def __del__(self) -> None:
-        if self._stream.machine.order == "at once":
-            return  # what is computed at once has no reader that is late
-        for stream in self._also:
-            self._stream.wait_stream(stream)
-        self._stream.enqueue(lambda real=self._real: _spoil(real))
+        if self._recorded or self._stream.machine.order == "at once":
+            # An allocator keeps it until the other streams are done; no stream waits for that.
+            return
+        self._stream.free.append(self._real)
 
 
 def _spoil(real: Tensor) -> None:
@@ -111,6 +118,13 @@ class LazyTensor(Tensor):
         )
         made.host, made.memory = real, memory
         return made
+
+    # A wrapper's own storage has no address; code asks whether tensors share theirs.
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.host.untyped_storage()
+
+    def data_ptr(self) -> int:
+        return self.host.data_ptr()
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -222,6 +236,7 @@ class LazyDevice:
         return tensor.host.clone()
 
     def made(self, real: Tensor) -> LazyTensor:
+        self.current.take_memory()
         return LazyTensor(real, Memory(real, self.current))
 
     # ---- operations

@@ -103,14 +103,17 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     ),
     "finite": lambda: (torch.randn(600), torch.ones((), dtype=torch.bool)),
     "restore": lambda: (torch.randn(600), torch.randn(600), torch.zeros((), dtype=torch.bool)),
-    "scatter_add": lambda: (
+    "scatter_sum": lambda: (
         *(torch.arange(6, dtype=torch.int32)[None], torch.randn(1, 6), torch.zeros(600), 0.5),
+        torch.tensor(True),
     ),
     "hadamard": lambda: (torch.randn(256), torch.zeros(256), 64, False, STEP, 1, 0, 0, 128),
     "gather_random": lambda: (
         *(torch.randn(600), torch.zeros(6), torch.randn(600), torch.zeros(600), STEP, 1, 0),
     ),
-    "scatter_random": lambda: (torch.randn(6), torch.zeros(600), 0.5, STEP, 1, 0),
+    "scatter_random": lambda: (
+        *(torch.randn(6), torch.zeros(600), 0.5, torch.tensor(True), STEP, 1, 0),
+    ),
     "dct": lambda: (torch.randn(128), torch.zeros(128), False),
     "cast": lambda: (torch.randn(600), torch.zeros(600).half(), 0.5, STEP, 1, 0, 0),
     "requantize": lambda: (

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from commhooks.kernels import _low_rank_definition, _matrices, philox, sparse
+from commhooks.kernels import _low_rank_definition, _matrices, philox, scatter, sparse
 from commhooks.kernels.dct import _cosine
 
 SOURCES = Path(_matrices.__file__).parent
@@ -24,8 +24,11 @@ SHARED = [
     ("include/philox.h", "kRounds", philox._ROUNDS),
     ("include/philox.h", "kSigns", philox.SIGNS),
     ("sparse.cpp", "kFew", sparse._SAMPLE),
-    ("sparse.cu", "kSample", sparse._SAMPLE),
     ("sparse.cu", "kTile", sparse._TILE),
+    ("sparse.cu", "kTake", sparse._TAKE),
+    ("scatter.cu", "kRange", scatter._RANGE),
+    ("include/tickets.h", "kWarps", sparse._WARPS),
+    ("scatter.cu", "kThreads", 32 * scatter._WARPS),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Bugs in the definitions of ops, which the kernels are compared with."""
+"""Bugs in the definitions of ops, which the kernels are compared with, and in CUDA kernels."""
 
 from __future__ import annotations
 
@@ -76,11 +76,109 @@ MUTANTS: list[Mutant] = [
             "first = equal.cumsum(0) > equal.sum() - (k - above.sum())",
             f"{KERNELS}/test_sparse.py::{EQUAL}",
         ),
+    ),
+    *planted(
+        "kernels/scatter.py",
         (
             "added entries are not weighted",
-            "flat[places[valid]] += entries[valid] * factor",
-            "flat[places[valid]] += entries[valid]",
-            f"{KERNELS}/test_sparse.py::test_scatter_adds_in_order",
+            "total[places] += entries[:count] * factor",
+            "total[places] += entries[:count]",
+            f"{KERNELS}/test_scatter.py::test_payloads_are_added_in_order",
+        ),
+    ),
+    *planted(
+        "kernels/sparse.cu",
+        (
+            "too few candidates are taken for enough",
+            "through < wanted) work.recount = 1;",
+            "through < wanted) work.recount = 0;",
+            f"{KERNELS}/test_sparse.py::test_a_sample_of_nothing_but_the_largest",
+        ),
+        (
+            "those that reach the bound count twice",
+            ": key < bound;",
+            ": true;",
+            f"{KERNELS}/test_sparse.py::test_a_sample_of_nothing_but_the_largest",
+        ),
+        (
+            "full slots are not noticed",
+            "if (lane() == 0 && count > tiles.room) tiles.work->overflow = 1;",
+            "",
+            f"{KERNELS}/test_sparse.py::test_data_on_which_a_sample_misleads",
+        ),
+        (
+            "parts are taken from the end",
+            "part = ticket % parts;",
+            "part = parts - 1 - ticket % parts;",
+            f"{KERNELS}/test_sparse.py::test_data_on_which_a_sample_misleads",
+        ),
+        (
+            "padding is not written",
+            "if (part == parts - 1 && threadIdx.x < padding) values[k + threadIdx.x] = 0.0f;",
+            "",
+            f"{KERNELS}/test_sparse.py::{EQUAL}",
+        ),
+    ),
+    *planted(
+        "kernels/scatter.cu",
+        (
+            "payloads are added in any order",
+            """                    }
+                    __syncthreads();
+""",
+            "                    }\n",
+            f"{KERNELS}/test_scatter.py::test_payloads_are_added_in_order",
+        ),
+        (
+            "the last place of a range is left out",
+            "(thread % 2 ? count : 0)",
+            "(thread % 2 ? count - 1 : 0)",
+            f"{KERNELS}/test_scatter.py::test_payloads_are_added_in_order",
+        ),
+        (
+            "long payloads of a range are cut off",
+            "thread + kThreads; i < bounds[2 * (p + a) + 1]",
+            "thread + kThreads; i < bounds[2 * (p + a)]",
+            f"{KERNELS}/test_scatter.py::test_payloads_are_added_in_order",
+        ),
+    ),
+    *planted(
+        "kernels/include/tickets.h",
+        (
+            "a stage does not wait for the one before",
+            "while (seen(number) < least) __nanosleep(32);",
+            "",
+            f"{KERNELS}/test_resident_blocks.py::test_the_order_of_blocks_changes_nothing",
+        ),
+        (
+            "a part that has not run counts as zero",
+            "while ((sum = seen(sums + at)) < kOwn) __nanosleep(32);",
+            "sum = seen(sums + at);",
+            f"{KERNELS}/test_resident_blocks.py::test_the_order_of_blocks_changes_nothing",
+        ),
+        (
+            "looking back goes beyond a complete sum",
+            "!through || lane() < __ffs(through) ? sum & kSum : 0",
+            "sum & kSum",
+            f"{KERNELS}/test_sparse.py::test_data_on_which_a_sample_misleads",
+        ),
+        (
+            "a complete sum lacks its own part",
+            "kThrough | (before + own);",
+            "kThrough | before;",
+            f"{KERNELS}/test_sparse.py::test_data_on_which_a_sample_misleads",
+        ),
+        (
+            "a part's own sum passes for the sum of all before",
+            "(part ? kOwn : kThrough) | own",
+            "kThrough | own",
+            f"{KERNELS}/test_resident_blocks.py::test_the_order_of_blocks_changes_nothing",
+        ),
+        (
+            "the first block to end a stage passes for the last",
+            "== count - 1;",
+            "== 0;",
+            f"{KERNELS}/test_resident_blocks.py::test_the_order_of_blocks_changes_nothing",
         ),
     ),
     *planted(
@@ -276,9 +374,30 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "what is put back is not weighted",
-            "= values.flatten() * factor",
-            "= values.flatten()",
+            "= (values.flatten() * factor).to",
+            "= values.flatten().to",
             f"{KERNELS}/test_random_k.py::{EQUAL}",
+        ),
+    ),
+    *planted(
+        "kernels/random_k.cu",
+        (
+            "zeros are written over entries",
+            "        __syncwarp();  // a lane writes an entry over another one's zero\n",
+            "",
+            f"{KERNELS}/test_random_k.py::{EQUAL}",
+        ),
+        (
+            "a stratum is told by the one before",
+            "begin_of(draw, at + s), begin_of(draw, at + s + 1)",
+            "begin_of(draw, at + s - 1), begin_of(draw, at + s)",
+            f"{KERNELS}/test_random_k.py::test_an_entry_that_is_not_finite_is_told_by_its_stratum",
+        ),
+        (
+            "entries that are not finite and not drawn are ignored",
+            "largest_of_warp(largest) < kInfinity;\n        __syncwarp();",
+            "true;\n        __syncwarp();",
+            f"{KERNELS}/test_random_k.py::test_an_entry_that_is_not_finite_is_told_by_its_stratum",
         ),
     ),
     *planted(

@@ -52,7 +52,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/schemes/sparse.py",
+        "commhooks/schemes/_ratio.py",
+        (
+            "top-k sends half of its entries",
+            "return min(n, max(1, int(ratio * n)))",
+            "return min(n, max(1, int(ratio * n) // 2))",
+            f"{FEEDBACK}::test_topk_with_feedback",
+        ),
+    ),
+    *planted(
+        "commhooks/schemes/agreed.py",
         (
             "AlignedTopK draws the same sketch each step",
             'bucket.generator(f"{bucket.layout.names[0]}/sketch", shared=True)',
@@ -64,12 +73,6 @@ MUTANTS: list[Mutant] = [
             "others = rows.index_fill(0, indices, 0.0).view(-1)",
             "others = rows.view(-1)",
             f"{POLICIES}::test_aligned_topk",
-        ),
-        (
-            "top-k sends half of its entries",
-            "return min(n, max(1, int(ratio * n)))",
-            "return min(n, max(1, int(ratio * n) // 2))",
-            f"{FEEDBACK}::test_topk_with_feedback",
         ),
         (
             "a random block keeps what it sends",
@@ -97,7 +100,7 @@ MUTANTS: list[Mutant] = [
         "commhooks/schemes/dgc.py",
         (
             "DGC keeps the momentum of what it sends",
-            "u.masked_fill_(taken, 0.0)",
+            "u.masked_fill_(unsent != v, 0.0)",
             "u",
             f"{MOMENTUM}::test_dgc_is_what_the_paper_says",
         ),

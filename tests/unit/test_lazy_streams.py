@@ -15,7 +15,7 @@ from commhooks.hook.state import HookState
 from tests.device.lazy import LazyDevice, Order, Stream, lazy_device
 from tests.device.loopback import loopback
 
-STEPS = 3
+STEPS, BUCKETS = 3, 3
 KEEPING = {"onebit", "powersgd", "acpsgd", "dgc"}  # tensors, each in its way
 SCHEMES: list[tuple[str, dict[str, Any]]] = [
     ("none", {}),
@@ -131,6 +131,7 @@ def test_a_step_that_is_not_finite_or_ends_later_is_the_same_in_every_order(
 ) -> None:
     for case in ({"bad": True}, {"told": True}, {"bad": True, "told": True}):
         expected = found_in("at once", name, options, **case)
+        assert all(one.isfinite().all() for one in expected[STEPS * BUCKETS :])  # the memory
         assert_same(found_in(order, name, options, **case), expected)
 
 
@@ -207,6 +208,9 @@ def test_work_is_done_when_somebody_waits_for_it_and_memory_is_given_back_in_ord
         del y
         assert memory.tolist() == [1.0, 1.0]  # a view is left
         del again
+        assert memory.tolist() == [1.0, 1.0]
+        with machine.stream(side):
+            torch.zeros(3, device="meta")  # in its place
         machine.current.wait_stream(side)
         machine.read(x)
         assert memory.isnan().all()
