@@ -106,38 +106,51 @@ def _codes(y: Tensor, form: Format, noise: Tensor | None) -> Tensor:
     """Returns the codes of scaled entries as int32."""
     if form.bits == 1:
         return (y < 0).to(torch.int32)
-    if form.float8 is None:
+    if not form.mantissa:
         # Noise could carry an entry past the largest code. Rounding to nearest needs no clamp, as
         # max * (L / max) is L up to rounding.
         if noise is not None:
             y = y.clamp(-form.top, form.top) + philox.centred(noise)
         return y.round().to(torch.int32) & (1 << form.bits) - 1
-    if noise is None:
+    if noise is None and form.float8 is not None:
         # torch's conversion to e4m3fn does not saturate: above 464 it gives NaN.
         codes = y.clamp(-form.top, form.top).to(form.float8).view(torch.uint8)
         return codes.to(torch.int32)
-    return _float8_codes(y, form.float8, noise)
+    return _float_codes(y, form, noise)
 
 
-def _float8_codes(y: Tensor, dtype: torch.dtype, noise: Tensor) -> Tensor:
-    """Rounds to 8-bit floats: adds random bits below the last place and truncates."""
-    info = torch.finfo(dtype)
-    mantissa = 3 if dtype == torch.float8_e4m3fn else 2
-    dropped, bias = 23 - mantissa, 7 if dtype == torch.float8_e4m3fn else 15
-    bits = y.view(
-        torch.int32
-    )  # a carry from mantissa to exponent is the next float, as it should be
-    magnitude = bits & 0x7FFFFFFF
-    # The 16 random bits are the highest below the last place, and a half of the lowest of them is
-    # added, so that the mean of what is added is exactly half of a place.
-    below = (noise << (dropped - 16) | 1 << (dropped - 17)).to(torch.int32)
+def _float_codes(y: Tensor, form: Format, noise: Tensor | None) -> Tensor:
+    """Rounds to floats of few bits: adds bits below the last place and truncates.
+
+    Random bits are uniform; without them, half a place and the last bit round ties to even.
+    """
+    mantissa, bias = form.mantissa, form.bias
+    dropped = 23 - mantissa
+    # A carry from mantissa to exponent is the next float, as it should be.
+    magnitude = y.view(torch.int32) & 0x7FFFFFFF
+    if noise is None:
+        below = (1 << (dropped - 1)) - 1 + (magnitude >> dropped & 1)
+    else:
+        # The 16 random bits are the highest below the last place, and a half of the lowest of them
+        # is added, so that the mean of what is added is exactly half of a place.
+        below = (noise << (dropped - 16) | 1 << (dropped - 17)).to(torch.int32)
     normal = (magnitude + below >> dropped) - ((127 - bias) << mantissa)
     # Below the smallest normal number, all numbers of the format are multiples of one place.
     places = y.abs() * 2.0 ** (bias - 1 + mantissa)
-    denormal = (places + philox.centred(noise)).round().clamp(max=255).to(torch.int32)
-    top = torch.tensor(info.max, dtype=dtype, device="cpu").view(torch.uint8).item()
-    codes = torch.where(y.abs() < info.smallest_normal, denormal, normal).clamp(max=int(top))
-    return codes | bits >> 24 & 0x80
+    if noise is not None:
+        places = places + philox.centred(noise)
+    denormal = places.round().clamp(max=255).to(torch.int32)
+    codes = torch.where(y.abs() < 2.0 ** (1 - bias), denormal, normal).clamp(max=_top_code(form))
+    sign = 1 << (form.bits - 1)
+    return codes | torch.where(y.view(torch.int32) < 0, sign, 0)
+
+
+def _top_code(form: Format) -> int:
+    """Returns the code of the largest value."""
+    if form.float8 is None:
+        return int(2 ** (form.bits - 1)) - 1
+    top = torch.tensor(form.top, dtype=form.float8, device="cpu")
+    return int(top.view(torch.uint8).item())
 
 
 def _values(codes: Tensor, form: Format) -> Tensor:
@@ -146,6 +159,12 @@ def _values(codes: Tensor, form: Format) -> Tensor:
         return 1.0 - 2.0 * codes
     if form.float8 is not None:
         return codes.to(torch.uint8).view(form.float8).to(torch.float32)
+    if form.mantissa:
+        values = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+        table = torch.tensor(
+            [*values, *(-value for value in values)], dtype=torch.float32, device=codes.device
+        )
+        return table[codes.long()]
     wide = 32 - form.bits  # shifting up and down again extends the sign
     return (codes << wide >> wide).to(torch.float32)
 

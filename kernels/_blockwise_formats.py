@@ -27,7 +27,8 @@ class Format:
         bits: bits per code.
         scale_bytes: 4 for a float32 scale, 1 for a power of two.
         tiny: blocks whose largest magnitude is below this decode to zero.
-        float8: dtype of the codes; None for integers and signs.
+        float8: dtype of the codes of 8-bit floats.
+        mantissa: bits of the mantissa of floats; 0 for integers and signs.
     """
 
     number: int
@@ -36,11 +37,20 @@ class Format:
     scale_bytes: int = 4
     tiny: float = 2.0**-120  # 127 / max must not overflow
     float8: torch.dtype | None = None
+    mantissa: int = 0
 
     @property
     def top(self) -> float:
         """Returns the largest value that a code stands for."""
-        return torch.finfo(self.float8).max if self.float8 else 2.0 ** (self.bits - 1) - 1
+        if self.float8 is not None:
+            return torch.finfo(self.float8).max
+        return _LARGEST_E2M1 if self.mantissa else 2.0 ** (self.bits - 1) - 1
+
+    @property
+    def bias(self) -> int:
+        """Returns the bias of the exponent of floats."""
+        exponent_bits = self.bits - 1 - self.mantissa
+        return int(2 ** (exponent_bits - 1)) - 1
 
     @property
     def planes(self) -> int:
@@ -53,16 +63,19 @@ class Format:
         return 32 * self.planes
 
 
+_LARGEST_E2M1 = 6.0  # of 0, 0.5, 1, 1.5, 2, 3, 4, 6, for which torch has no dtype to compute with
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = {
     "int8": Format(0, "Int8", 8),
     "int4": Format(1, "Int4", 4),
     "int2": Format(2, "Int2", 2),
-    "e4m3": Format(3, "E4M3Scaled", 8, tiny=2.0**-110, float8=_E4M3),  # 448 / 2^-120 would overflow
-    "e5m2": Format(4, "E5M2Scaled", 8, tiny=2.0**-110, float8=_E5M2),
-    "mx_e4m3": Format(5, "E4M3MX", 8, 1, float8=_E4M3),
-    "mx_e5m2": Format(6, "E5M2MX", 8, 1, float8=_E5M2),
+    # 448 / 2^-120 would overflow.
+    "e4m3": Format(3, "E4M3Scaled", 8, tiny=2.0**-110, float8=_E4M3, mantissa=3),
+    "e5m2": Format(4, "E5M2Scaled", 8, tiny=2.0**-110, float8=_E5M2, mantissa=2),
+    "mx_e4m3": Format(5, "E4M3MX", 8, 1, float8=_E4M3, mantissa=3),
+    "mx_e5m2": Format(6, "E5M2MX", 8, 1, float8=_E5M2, mantissa=2),
     "sign": Format(7, "Sign", 1),
+    "e2m1": Format(8, "E2M1Scaled", 4, mantissa=1),
 }
 
 

@@ -39,7 +39,7 @@ class Blockwise(PackedCodec):
 
     Args:
         format: a key of ``commhooks.kernels.FORMATS``: "int8", "int4", "int2", "e4m3", "e5m2",
-            "mx_e4m3", "mx_e5m2", "sign".
+            "e2m1", "mx_e4m3", "mx_e5m2", "sign".
         block: entries per scale, a power of two, 32 to 2048 (1024 if rotated).
         stochastic: rounds up or down at random, unbiased.
         rotate: rotates each block by a random Hadamard matrix first, the same on all ranks, which
@@ -78,6 +78,10 @@ class Blockwise(PackedCodec):
     def _variance(self) -> float:
         # Stochastic rounding to a grid has a variance of a quarter of the squared spacing at most.
         form = FORMATS[self.format]
+        if self.format == "e2m1":
+            # A spacing of half the entry or less; below the scale, of half the scale, which is at
+            # most a sixth of the norm.
+            return (1 + self.block / 36) / 16
         if form.float8 is not None:  # spacing of 3 or 2 bits of mantissa, relative to the entry
             return 2.0**-8 if self.format == "e4m3" else 2.0**-6
         if self.rotate:  # max^2 / top^2 / 4, with max^2 = 2 log(2 block) for N(0, 1)

@@ -47,6 +47,30 @@ template <class F, int LOG2_TOP, u32 TOP_BITS, bool MX> struct Scaled8 {
     }
     template <class W> INLINE auto decode(W code) { return F::decode(code); }
 };
+// 4-bit floats; the scale is the largest magnitude over 6.
+struct E2M1Scaled {
+    static constexpr int bits = 4;
+    static constexpr bool is_sign = false, is_mx = false;
+    static constexpr u32 tiny = kTiny;
+    INLINE float top() { return 6.0f; }
+
+    // E2M1 has the sign in bit 7, as 8-bit floats have it; here it is in bit 3.
+    template <class W> INLINE auto narrow(W code) { return (code & 7u) | (code >> 4 & 8u); }
+    template <class W> INLINE auto wide(W code) { return (code & 7u) | (code & 8u) << 4; }
+
+    template <class V> INLINE auto encode(V y, V& value) {
+        auto code = E2M1::encode(y);
+        value = E2M1::decode(code);
+        return narrow(code);
+    }
+    template <class V, class W> INLINE auto encode(V y, W random, V& value) {
+        auto code = E2M1::encode(y, random);
+        value = E2M1::decode(code);
+        return narrow(code);
+    }
+    // Bits of `code` above the lowest four are ignored: they are codes of other entries.
+    template <class W> INLINE auto decode(W code) { return E2M1::decode(wide(code)); }
+};
 using Int8 = Integer<8>;
 using Int4 = Integer<4>;
 using Int2 = Integer<2>;

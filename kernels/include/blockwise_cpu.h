@@ -222,6 +222,7 @@ template <class Call> void with_format(int format, Call call) {
         case 4: return call(E5M2Scaled{});
         case 5: return call(E4M3MX{});
         case 6: return call(E5M2MX{});
+        case 8: return call(E2M1Scaled{});
         default: return call(Sign{});
     }
 }

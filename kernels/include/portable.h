@@ -104,7 +104,7 @@ template <class V, class W> INLINE auto to_half(V x, W random) {
     return sign | (a > kInfinity ? (a & 0u) + 0x7e00u : finite);
 }
 
-// Saturating 8-bit floats of E exponent bits and M mantissa bits; TOP is the code of the largest value.
+// Saturating floats of up to 8 bits, of E exponent bits and M mantissa bits; TOP is the code of the largest value.
 template <int E, int M, u32 TOP> struct Float8 {
     static constexpr u32 bias = (1u << (E - 1)) - 1;
     static constexpr u32 dropped = 23 - M;
@@ -136,3 +136,4 @@ template <int E, int M, u32 TOP> struct Float8 {
 };
 using E4M3 = Float8<4, 3, 0x7e>;  // up to 448
 using E5M2 = Float8<5, 2, 0x7b>;  // up to 57344
+using E2M1 = Float8<2, 1, 0x07>;  // up to 6; the code's sign is in bit 7
