@@ -14,7 +14,7 @@ from commhooks.core.bucket import Bucket, Result, SchemeExchange, nan_unless
 from commhooks.core.packed import PackedCodec, Pattern, Piece, Randomness
 from commhooks.core.registry import register_scheme
 from commhooks.core.scheme import Scheme
-from commhooks.core.traits import Biased, ErrorKind, Traits
+from commhooks.core.traits import INT32_PLACES, Biased, ErrorKind, Traits
 from commhooks.kernels import (
     RandomBits,
     all_finite,
@@ -75,6 +75,10 @@ class TopK(PackedCodec):
     def error(self) -> ErrorKind:
         return Biased()
 
+    @property
+    def traits(self) -> Traits:
+        return super().traits._replace(most_entries=INT32_PLACES)
+
     def __post_init__(self) -> None:
         _check_ratio(self, self.ratio)
 
@@ -122,7 +126,7 @@ class _Agreed(Scheme):
 
     ratio: float = 0.01
 
-    traits = Traits(error=Biased())
+    traits = Traits(error=Biased(), most_entries=INT32_PLACES)
 
     def __post_init__(self) -> None:
         _check_ratio(self, self.ratio)
@@ -282,7 +286,7 @@ class AlignedTopK(_Agreed):
     row: int = 128
     directions: int = 4
 
-    traits = Traits(rounds=2, error=Biased())
+    traits = Traits(rounds=2, error=Biased(), most_entries=INT32_PLACES)
 
     def __post_init__(self) -> None:
         super().__post_init__()
