@@ -14,7 +14,7 @@ from commhooks.hook.coalesce import Coalescer, Group
 from commhooks.hook.engine import Engine
 from commhooks.hook.ledger import Ledger
 from commhooks.hook.step import Step
-from ddp_core import Drivers, Exchange, RoundRecord, Task
+from ddp_core import Drivers, Exchange, RoundRecord, Task, clock_of
 
 __all__ = ["Exchanges"]
 
@@ -55,6 +55,7 @@ class Exchanges:
             world_size=self._engine.world_size,
             max_rounds=self._engine.traits.rounds,
             record=partial(_record, self._ledger, note),
+            clock=clock_of(device, timed=step.timed),
             joins=commits and self._engine.keeps_memory,
         )
         return self._drivers.run(task, device, step.group)

@@ -11,7 +11,6 @@ See ``docs/design/steps.md``.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -28,7 +27,7 @@ from commhooks.hook.exchanges import Exchanges
 from commhooks.hook.ledger import Ledger
 from commhooks.hook.regrouping import Regrouping
 from commhooks.hook.step import Step, gradients_of, key_of, left_alone
-from ddp_core import Drivers, call_after_backward
+from ddp_core import Drivers, call_after_backward, clock_of
 
 __all__ = ["Runner"]
 
@@ -107,7 +106,7 @@ class Runner:
         step.complete = True  # a bucket that comes after this belongs to the next step
         if self._coalescer:
             self._exchange_held(step)
-        self._ledger.launched_last(step.number, time.perf_counter())
+        self._ledger.launched_last(step.number, step.clock.now())
 
     def step_landed(self, left_alone: Iterable[Tensor] = ()) -> None:
         """Ends the step: averages are in ``.grad``, except for the parameters in ``left_alone``."""
@@ -164,7 +163,10 @@ class Runner:
             step = None
         if step is None:
             holds = self._engine.traits.coalesce or bool(self.regrouping.wanted)
-            step = self._step = Step(self._engine.step, group, holds)
+            number = self._engine.step
+            timed = self._ledger.times(number) or getattr(bucket, "note", None) is not None
+            step = self._step = Step(number, group, holds, timed)
+            step.clock = clock_of(buffer.device, timed=timed)
         step.buckets.append(key)
         step.paused = False
         self._threads.add(threading.get_ident())
