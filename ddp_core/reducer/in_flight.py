@@ -100,6 +100,7 @@ class InFlight:
         step = self.step
         if not step.complete and not step.abandoned:
             step.abandoned = True
+            self.launcher.forget_step()
             self.launcher.events.step_abandoned()
 
     def abandon(self) -> None:
@@ -197,6 +198,7 @@ class InFlight:
         """Waits for all buckets that were launched, and writes their gradients."""
         while self.step.finished < len(self.step.outcomes):
             self._finish_next()
+        self.launcher.all_enqueued()
         if self.optimizer is not None:
             self.optimizer.all_averaged()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,7 @@ from ddp_core.reducer.failures import (
 from ddp_core.reducer.held import HeldBucket
 from ddp_core.reducer.ranges import named_range
 from ddp_core.reducer.timeline import BucketTimes
+from ddp_core.reducer.watch import Watch
 
 __all__ = ["CommHook", "Launcher", "Outcome", "name_of"]
 
@@ -70,9 +72,10 @@ class Launcher:
     Args:
         group: ranks to average over.
         name: of the reducer, the same on all ranks.
+        device: of the buckets.
     """
 
-    def __init__(self, group: dist.ProcessGroup, name: str) -> None:
+    def __init__(self, group: dist.ProcessGroup, name: str, device: torch.device) -> None:
         self.group = group
         self.hook: tuple[CommHook, Any] | None = None
         self.events = StepEvents()  # told to the hook's state
@@ -81,6 +84,9 @@ class Launcher:
         self.attempt = 0  # the same, counting those that raised
         self.error = ""  # the latest one's words
         self._board = FailureBoard(group, name)
+        # Where waiting does not keep the host, a thread looks at the board.
+        self._watch = None if device.type == "cpu" else Watch(group, device, self._board)
+        self._thread = 0  # that of the training loop
 
     def set_hook(self, hook: tuple[CommHook, Any] | None) -> None:
         """Sets what exchanges buckets from now on; None: a plain all-reduce."""
@@ -92,11 +98,30 @@ class Launcher:
         """Whether this hook's state hears of the end of each step."""
         return self.hook is not None and self.hook[1] is state
 
+    def step_begins(self) -> None:
+        """Hears, on the thread of the training loop, of a forward pass that is over."""
+        self.attempt += 1
+        self._thread = threading.get_ident()
+        if self._watch is not None:
+            self._watch.check()
+
+    def all_enqueued(self) -> None:
+        """Hears that all buckets were waited for: on a GPU, that its stream waits for them."""
+        if self._watch is not None:
+            self._watch.all_enqueued()
+
+    def forget_step(self) -> None:
+        """Hears that the step has raised here."""
+        if self._watch is not None:
+            self._watch.forget()
+
     def launch(self, bucket: HeldBucket, *, is_last: bool, times: BucketTimes | None) -> Outcome:
         """Starts the exchange of a full bucket."""
         if times is not None:
             times.mark("launched")
         try:
+            if self._watch is not None:
+                self._watch.launched(self.attempt, self._thread)
             with named_range("launch", bucket.number):
                 if self.hook is None:
                     return self._all_reduce(bucket, times)
@@ -146,6 +171,8 @@ class Launcher:
         if times is not None:
             times.mark("wait_began")
         try:
+            if self._watch is not None:
+                self._watch.check()
             result = bucket.buffer
             with named_range("wait", bucket.number):
                 if outcome.future is not None:
@@ -202,11 +229,13 @@ class Launcher:
 
     def _report(self, bucket: HeldBucket, error: Exception) -> None:
         """Tells the other ranks, which would wait for this one; hearsay is not passed on."""
+        self.forget_step()
         if not isinstance(error, PeerError):
             self.report(f"bucket {bucket.number}: {type(error).__name__}: {error}")
 
     def report(self, text: str) -> None:
         """Tells the other ranks that this one will not go on; the logging data have it, too."""
+        self.forget_step()
         self.error = text
         self._board.report(self.attempt, f"step {self.step}, {text}")
 
