@@ -21,7 +21,7 @@ _ORIGIN_SECONDS = 1.0
 
 
 class Moment:
-    """A point in the work of a device, whose time is known when the device has come there."""
+    """Holds a point in the work of a device; its time is known when the device has come there."""
 
     __slots__ = ("_event", "_origin", "_seconds")
 
