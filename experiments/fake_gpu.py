@@ -8,7 +8,7 @@ from the host to the device, for both of which a host waits for its GPU, raises.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +28,7 @@ __all__ = ["Counts", "counts_of", "fake_gpu", "run_bucket"]
 
 # Operations that launch nothing: they allocate, or only describe memory.
 _FREE = {"prim::device", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+_WARM_UP = 3
 _FREE |= {"detach", "alias", "_unsafe_view"}
 
 
@@ -101,11 +102,8 @@ def _flat(values: Any) -> Iterator[Any]:
 
 
 @contextmanager
-def fake_gpu(*, launch: Callable[..., None] | None = None) -> Iterator[Counts]:
+def fake_gpu() -> Iterator[Counts]:
     """Runs ops on "meta" tensors by the host code of their CUDA kernels.
-
-    Args:
-        launch: takes the place of ``cuda.launch``; counts launches by default.
 
     Example:
         >>> with fake_gpu() as counts:
@@ -127,7 +125,7 @@ def fake_gpu(*, launch: Callable[..., None] | None = None) -> Iterator[Counts]:
             op.definition(*args)
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(cuda, "launch", launch or note))
+        stack.enter_context(mock.patch.object(cuda, "launch", note))
         stack.enter_context(mock.patch.object(Op, "__call__", run))
         # Without memory all addresses would be zero, and all tensors seem to share it.
         stack.enter_context(mock.patch.object(Tensor, "data_ptr", _address))
@@ -172,12 +170,16 @@ def _answer(request: Collective, world_size: int) -> Tensor:
 def counts_of(
     scheme: Scheme, shapes: Sequence[tuple[int, ...]], *, world_size: int, rank: int = 0
 ) -> Counts:
-    """Returns the counts of one bucket in the third step, when tables and buffers are there."""
+    """Returns the counts of one bucket in the fourth step, when tables and buffers are there.
+
+    Raises:
+        RuntimeError: the host would wait for the GPU in that step.
+    """
     layout = Layout([f"p{i}" for i in range(len(shapes))], list(shapes))
     with fake_gpu() as counts:
         engine = Engine(scheme, rank=rank, world_size=world_size)
-        for step in range(3):
+        for step in range(_WARM_UP + 1):
             counts.clear()
-            counts.may_copy = step < 2
+            counts.may_copy = step < _WARM_UP
             run_bucket(engine, torch.empty(layout.numel, device="meta"), layout)
     return counts

@@ -13,7 +13,9 @@ __all__ = ["dequantize_affine", "quantize_affine"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _TOP = 255  # the largest level
-_CHUNK = 2048  # entries of a warp, as in affine.cu
+# Of CUDA kernels: rows of 32 entries that a warp keeps in registers; entries of a warp that finds a
+# part of a range, and the number of parts.
+_ROWS, _CHUNK, _MOST_CHUNKS = (8, 16, 32), 2048, 4096
 
 
 def quantize_affine(x: Tensor, levels: Tensor, scale: Tensor, zero: Tensor, block: int) -> None:
@@ -145,16 +147,24 @@ def _quantize_cpu(x: Tensor, levels: Tensor, scale: Tensor, zero: Tensor, block:
 def _quantize_cuda(x: Tensor, levels: Tensor, scale: Tensor, zero: Tensor, block: int) -> None:
     n, t, blocks = x.numel(), cuda.DTYPES[x.dtype], scale.numel()
     block = max(1, min(block, n))  # kernels add `n` and `block`, which may overflow
-    # A block may be the whole bucket, so its extent is found by several warps. Their results go
-    # through memory: a kernel cannot wait for all of its blocks.
-    chunks = -(-block // _CHUNK)
+    for rows in _ROWS:
+        if block <= 32 * rows:
+            name = f"affine_blocks<{t}, {rows}>"
+            arguments = (x, n, block, scale, zero, levels)
+            cuda.launch("affine.cu", name, x.device, blocks, arguments)
+            return
+    # The range of a long block is found by several warps. Their results go through memory: a kernel
+    # cannot wait for all of its blocks. Not more chunks than the next launch reads in no time.
+    chunk = _CHUNK * -(-block // (_CHUNK * _MOST_CHUNKS))
+    chunks = -(-block // chunk)
     extents = torch.empty(3 * chunks * blocks, dtype=torch.float32, device=x.device)
-    for name, warps, arguments in (
-        (f"affine_extents<{t}>", chunks * blocks, (x, n, block, extents)),
-        ("affine_scales", blocks, (extents, chunks, blocks, scale, zero)),
+    each = 8 if chunks > 64 else 1  # warps that read the chunks of a block
+    for name, warps, launched in (
+        (f"affine_extents<{t}>", chunks * blocks, (x, n, block, chunk, chunks, extents)),
+        (f"affine_scales<{each}>", each * blocks, (extents, chunks, blocks, scale, zero)),
         (f"affine_levels<{t}>", n // 256 + 1, (x, n, block, scale, zero, levels)),
     ):
-        cuda.launch("affine.cu", name, x.device, warps, arguments)
+        cuda.launch("affine.cu", name, x.device, warps, launched)
 
 
 @dequantize_affine_op.kernel("cpu")
@@ -182,5 +192,6 @@ def _dequantize_cuda(
     out: Tensor,
 ) -> None:
     n, name = out.numel(), f"affine_entries<{cuda.DTYPES[out.dtype]}>"
+    block = max(1, min(block, n))  # the kernel divides by it as a 32-bit number
     arguments = (levels, n, block, scale, zero, factor, accumulate, out)
     cuda.launch("affine.cu", name, out.device, n // 256 + 1, arguments)

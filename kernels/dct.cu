@@ -1,26 +1,50 @@
 // Computes the discrete cosine transform of chunks on a GPU; the specification is in dct.py.
 //
-// A warp takes a chunk of 64 entries, two per lane. Shuffles pass entries between lanes, and the matrix
-// is in shared memory.
+// A lane takes a chunk of 64 entries in registers. Entries pass through shared memory, so that a load
+// or a store of a warp is a full line. Every 33rd place there is empty, which puts rows and columns of
+// 32 into different banks.
+#include "include/dct.h"
+
 #include "include/cuda.h"
 
-__global__ void dct(const float* x, i64 n, const float* columns, float* out) {
-    constexpr int kChunk = 64;
-    __shared__ float table[kChunk * kChunk];
-    for (int i = (int)threadIdx.x; i < kChunk * kChunk; i += (int)blockDim.x) table[i] = columns[i];
-    __syncthreads();
-    for (i64 at = warp() * kChunk; at < n; at += warps() * kChunk) {
-        const float low = x[at + lane()], high = x[at + kLanes + lane()];
-        float a = 0.0f, b = 0.0f;
-#pragma unroll 8
-        for (int i = 0; i < kChunk; ++i) {
-            const float entry = __shfl_sync(kAllLanes, i < kLanes ? low : high, i % kLanes);
-            const float p = table[i * kChunk + lane()] * entry;
-            const float q = table[i * kChunk + kLanes + lane()] * entry;
-            a = i ? a + p : p;
-            b = i ? b + q : q;
+constexpr int kPitch = kLanes + 1;
+
+// Calls f for each of `count` chunks. All 32 are written out, so that their loads are under way together.
+template <class F> INLINE void for_chunks(int count, F f) {
+    if (count == kLanes) {
+#pragma unroll
+        for (int k = 0; k < kLanes; ++k) f(k);
+    } else {
+#pragma unroll 1
+        for (int k = 0; k < count; ++k) f(k);
+    }
+}
+
+template <bool INVERSE> __global__ void dct(const float* x, i64 n, float* out) {
+    constexpr int kSpan = kLanes * kCosines;
+    __shared__ float rooms[8][kLanes * kPitch];  // of each warp; half of its chunks
+    float* room = rooms[threadIdx.x / kLanes];
+    for (i64 at = warp() * kSpan; at < n; at += warps() * kSpan) {
+        const int count = entries_in<kSpan>(at, n) / kCosines;
+        float c[kCosines];
+#pragma unroll
+        for (int half = 0; half < kCosines; half += kLanes) {
+            const float* from = x + at + half + lane();
+            __syncwarp();  // what was here before has been read
+            for_chunks(count, [=](int k) { room[k * kPitch + lane()] = from[k * kCosines]; });
+            __syncwarp();
+#pragma unroll
+            for (int j = 0; j < kLanes; ++j) c[half + j] = room[lane() * kPitch + j] * kUnit;
         }
-        out[at + lane()] = a;
-        out[at + kLanes + lane()] = b;
+        cosines_of<INVERSE>(c);  // of what lies there, in lanes beyond the last chunk
+#pragma unroll
+        for (int half = 0; half < kCosines; half += kLanes) {
+            float* to = out + at + half + lane();
+            __syncwarp();
+#pragma unroll
+            for (int j = 0; j < kLanes; ++j) room[lane() * kPitch + j] = c[half + j];
+            __syncwarp();
+            for_chunks(count, [=](int k) { to[k * kCosines] = room[k * kPitch + lane()]; });
+        }
     }
 }

@@ -7,23 +7,6 @@ namespace {
 
 constexpr int kLongest = 2048;  // the longest block
 
-INLINE float square_root(float x) {
-#if defined(__SSE2__)
-    return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(x)));
-#else
-    return __builtin_sqrtf(x);
-#endif
-}
-
-// Adds the 32 partial sums of a row, halves to halves.
-float summed(const Floats (&sums)[kVectors]) {
-    float sum[kRow];
-    store(sum, sums);
-    for (int half = kRow / 2; half; half /= 2)
-        for (int l = 0; l < half; ++l) sum[l] += sum[l + half];
-    return sum[0];
-}
-
 // Packs eight codes of one byte each into BITS bytes, the first code in the lowest bits.
 template <int BITS> INLINE u64 packed(u64 bytes) {
     constexpr u64 kLow = (1u << BITS) - 1;
@@ -122,24 +105,32 @@ template <class Call> void with_bits(i64 levels, Call call) {
 
 }  // namespace
 
-EXPORT(quantize_levels)(i64 levels, const float* x, i64 n, i64 block, float root, const float* table,
-                        float* scales, u8* codes, float* unsent) {
+EXPORT(quantize_levels)(i64 levels, const float* x, i64 n, i64 block, i64 shard, float root,
+                        const float* table, u8* payload, i64 bytes, float* unsent) {
     with_bits(levels, [&](auto bits) {
         constexpr int kBits = decltype(bits)::value;
         for (i64 at = 0; at < n; at += block) {
             fetch(x + at + block, (int)block);
-            scales[at / block] = encode<kBits>(x + at, (int)block, root, table, codes + at / 8 * kBits,
-                                               unsent ? unsent + at : unsent);
+            const i64 place = at % shard;  // in its row of the message
+            u8* row = payload + at / shard * bytes;
+            const float scale = encode<kBits>(x + at, (int)block, root, table,
+                                              row + shard / block * 4 + place / 8 * kBits,
+                                              unsent ? unsent + at : unsent);
+            store_as(row + place / block * 4, scale);
         }
     });
 }
 
-EXPORT(dequantize_levels)(i64 levels, const float* scales, const u8* codes, const float* table, i64 n,
-                          i64 block, i64 accumulate, float* out) {
+EXPORT(dequantize_levels)(i64 levels, const u8* payloads, i64 count, i64 stride, i64 bytes, i64 shard,
+                          const float* table, i64 n, i64 block, float* out) {
     with_bits(levels, [&](auto bits) {
         constexpr int kBits = decltype(bits)::value;
-        for (i64 at = 0; at < n; at += block)
-            decode<kBits>(codes + at / 8 * kBits, (int)block, scales[at / block], table,
-                          (bool)accumulate, out + at);
+        for (i64 at = 0; at < n; at += block) {
+            const i64 place = at % shard;  // in its row of the message
+            const u8* row = payloads + at / shard * bytes;
+            for (i64 r = 0; r < count; ++r, row += stride)
+                decode<kBits>(row + shard / block * 4 + place / 8 * kBits, (int)block,
+                              load_as<float>(row + place / block * 4), table, r > 0, out + at);
+        }
     });
 }

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ._blockwise_definition import rows_of
+from ._matrices import _version_of
+from .blockwise import aligned, as_messages
 from .runtime import cpu, cuda
 from .runtime.arguments import as_tensor
 from .runtime.op import check, op
 
-__all__ = ["dequantize_levels", "quantize_levels"]
+__all__ = ["dequantize_levels", "level_bytes", "quantize_levels", "root_of", "summed"]
 
 _BLOCKS = (128, 256, 512, 1024, 2048)
 _COUNTS = (2, 4, 8, 16)
@@ -22,7 +26,13 @@ _TINY = (127 - 120) << 23  # bits of 2^-120; blocks below it decode to zero
 
 
 def quantize_levels(
-    x: Tensor, levels: Tensor, scales: Tensor, codes: Tensor, block: int, *, unsent: Tensor | None
+    x: Tensor,
+    levels: Tensor,
+    payload: Tensor,
+    block: int,
+    *,
+    shard: int | None = None,
+    unsent: Tensor | None,
 ) -> None:
     """Writes the number of the nearest level of each entry, and the scale of each block.
 
@@ -35,9 +45,12 @@ def quantize_levels(
     Args:
         x: float32, contiguous, a multiple of ``block`` entries.
         levels: float32, ascending; 2, 4, 8 or 16 entries for codes of k = 1, 2, 3 or 4 bits.
-        scales: float32, one entry per block.
-        codes: uint8; 8 codes of k bits are k bytes, the first code in the lowest bits.
+        payload: uint8, ``level_bytes(shard, k, block)`` bytes, or a matrix with a row per shard:
+            float32 scales, then codes, of which 8 of k bits are k bytes, the first code in the
+            lowest bits. Bytes behind them are not written.
         block: 128, 256, 512, 1024 or 2048.
+        shard: entries per row, a multiple of ``block``; the last rows may be short or empty. All
+            rows have the places of a full one. None: all entries.
         unsent: float32, as many entries as ``x``; receives what is not sent. May be ``x``.
 
     Raises:
@@ -46,21 +59,30 @@ def quantize_levels(
     Reference: Vargaftik et al., EDEN, 2022.
     """
     _check_levels("quantize_levels", levels)
-    quantize_levels_op(x, _table(levels), scales, codes, unsent, block)
+    shard = x.numel() if shard is None else shard
+    quantize_levels_op(x, _table(levels), payload, unsent, block, shard)
 
 
 def dequantize_levels(
-    scales: Tensor, codes: Tensor, levels: Tensor, out: Tensor, block: int, *, accumulate: bool
+    payloads: Tensor, levels: Tensor, out: Tensor, block: int, *, shard: int | None = None
 ) -> None:
-    """Writes the level of each entry, times the scale of its block, to ``out``.
+    """Writes the sum of the decoded payloads: levels times the scales of their blocks.
 
     Args:
-        scales, codes, levels, block: as for :func:`quantize_levels`.
+        payloads: uint8, shape (n, bytes), or (n, rows, bytes) with ``shard``; summed in their
+            order.
+        levels, block, shard: as for :func:`quantize_levels`.
         out: float32, contiguous, a multiple of ``block`` entries.
-        accumulate: adds to ``out`` instead.
     """
     _check_levels("dequantize_levels", levels)
-    dequantize_levels_op(scales, codes, _table(levels), out, block, accumulate)
+    shard = out.numel() if shard is None else shard
+    dequantize_levels_op(payloads, _table(levels), out, block, shard)
+
+
+def level_bytes(n: int, bits: int, block: int) -> int:
+    """Returns the number of bytes of the payload of ``n`` entries, a multiple of 16."""
+    blocks = -(-n // block)
+    return -(-blocks * (4 + block * bits // 8) // 16) * 16
 
 
 def _check_levels(caller: str, levels: Tensor) -> None:
@@ -72,17 +94,29 @@ def _check_levels(caller: str, levels: Tensor) -> None:
 
 def _table(levels: Tensor) -> Tensor:
     """Returns the levels, followed by the bounds halfway between neighbours."""
-    # Computed once, so that the definition and the kernels compare with the same bounds.
+    # Computed once, so that the definition and the kernels compare with the same bounds, and so
+    # that a call launches nothing else. A cache is not what torch.compile traces.
+    if torch.compiler.is_compiling():
+        return _with_bounds(levels)
+    return _known_table(levels, _version_of(levels))
+
+
+@lru_cache(maxsize=64)  # by the tensor and the number of writes to it
+def _known_table(levels: Tensor, version: int) -> Tensor:
+    return _with_bounds(levels)
+
+
+def _with_bounds(levels: Tensor) -> Tensor:
     return torch.cat([levels, (levels[1:] + levels[:-1]) / 2])
 
 
 @op(
-    "quantize_levels(Tensor x, Tensor table, Tensor(a!) scales, Tensor(b!) codes,"
-    " Tensor(c!)? unsent, int block) -> ()",
+    "quantize_levels(Tensor x, Tensor table, Tensor(a!) payload, Tensor(b!)? unsent, int block,"
+    " int shard) -> ()",
     same=[("x", "unsent")],
 )
 def quantize_levels_op(
-    x: Tensor, table: Tensor, scales: Tensor, codes: Tensor, unsent: Tensor | None, block: int
+    x: Tensor, table: Tensor, payload: Tensor, unsent: Tensor | None, block: int, shard: int
 ) -> None:
     levels, bounds = _split(table)
     rows = x.view(-1, block)
@@ -93,39 +127,54 @@ def quantize_levels_op(
     unit = torch.where(good, largest.view(torch.float32), 1.0)
     # Divided by the largest magnitude first: squares of float32 entries may overflow or vanish.
     y = torch.where(good[:, None], rows * (1.0 / unit)[:, None], 0.0)
-    square = _summed(y * y)
+    square = summed(y * y)
     square = torch.where(good, square, 1.0)
     # full_like: a number over a tensor is a product with the reciprocal in torch, with other bits.
-    z = y * (torch.full_like(square, math.sqrt(block)) / square.sqrt())[:, None]
+    z = y * (torch.full_like(square, math.sqrt(block)) / root_of(square))[:, None]
     # At most 15 comparisons with one bound each, as in the kernels; ties go to the lower level.
     nearest = torch.zeros_like(z, dtype=torch.uint8)
     for bound in bounds:
         nearest += z > bound
     chosen = levels[nearest.long()]
-    product = _summed(chosen * y)
+    product = summed(chosen * y)
     scale = torch.where(good, unit * (square / product), 0.0)
     scale = torch.where(largest >= _INFINITY, torch.nan, scale)
-    scales.copy_(scale)
-    codes.copy_(_packed(nearest.flatten(), _bits(levels)))
     if unsent is not None:
         unsent.view(-1, block).copy_(rows - chosen * scale[:, None])
+    messages = payload if payload.dim() == 2 else payload[None]
+    for row, begin, end in rows_of(x.numel(), shard, len(messages)):
+        scales, codes = _places(messages[row], _bits(levels), block, shard, end - begin)
+        scales.copy_(scale[begin // block : end // block].view(torch.uint8))
+        codes.copy_(_packed(nearest.flatten()[begin:end], _bits(levels)))
 
 
-@op(
-    "dequantize_levels(Tensor scales, Tensor codes, Tensor table, Tensor(a!) out, int block,"
-    " bool accumulate) -> ()"
-)
+@op("dequantize_levels(Tensor payloads, Tensor table, Tensor(a!) out, int block, int shard) -> ()")
 def dequantize_levels_op(
-    scales: Tensor, codes: Tensor, table: Tensor, out: Tensor, block: int, accumulate: bool
+    payloads: Tensor, table: Tensor, out: Tensor, block: int, shard: int
 ) -> None:
     levels, _ = _split(table)
     bits = _bits(levels)
-    groups = codes.view(-1, bits).long()
-    words = (groups << 8 * torch.arange(bits, device=codes.device)).sum(1)
-    numbers = words[:, None] >> bits * torch.arange(8, device=codes.device) & (1 << bits) - 1
-    entries = levels[numbers].view(-1, block) * scales[:, None]
-    rows = out.view(-1, block)
-    rows.copy_(rows + entries if accumulate else entries)
+    messages = as_messages(payloads)
+    for row, begin, end in rows_of(out.numel(), shard, messages.shape[1]):
+        total = None
+        for payload in messages[:, row]:
+            stored, codes = _places(payload, bits, block, shard, end - begin)
+            scales = stored.clone().view(torch.float32)  # bytes need not be aligned for float32
+            groups = codes.view(-1, bits).long()
+            words = (groups << 8 * torch.arange(bits, device=codes.device)).sum(1)
+            numbers = (
+                words[:, None] >> bits * torch.arange(8, device=codes.device) & (1 << bits) - 1
+            )
+            entries = levels[numbers].view(-1, block) * scales[:, None]
+            total = entries if total is None else total + entries
+        assert total is not None, "the check asks for a payload"
+        out.view(-1)[begin:end] = total.flatten()
+
+
+def _places(payload: Tensor, bits: int, block: int, shard: int, n: int) -> tuple[Tensor, Tensor]:
+    """Returns the bytes of the scales and of the codes of ``n`` entries of one row; views."""
+    codes_at = shard // block * 4
+    return payload[: n // block * 4], payload[codes_at : codes_at + n * bits // 8]
 
 
 def _split(table: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,17 +186,23 @@ def _bits(levels: Tensor) -> int:
     return levels.numel().bit_length() - 1
 
 
-def _summed(rows: Tensor) -> Tensor:
-    """Returns the sum of each block, added in the order of the kernels."""
-    parts = rows.view(len(rows), rows.shape[1] // _ROW, _ROW)
+def summed(rows: Tensor, width: int = _ROW) -> Tensor:
+    """Returns the sum of each row: per place in ``width`` entries, then halves are added."""
+    parts = rows.view(len(rows), rows.shape[1] // width, width)
     total = torch.zeros_like(parts[:, 0])
     for row in parts.unbind(1):
         total = total + row
-    half = _ROW // 2
+    half = width // 2
     while half:
         total = total[:, :half] + total[:, half : 2 * half]
         half //= 2
     return total[:, 0]
+
+
+def root_of(square: Tensor) -> Tensor:
+    """Returns the square root, rounded to the nearest float32."""
+    # torch's root of float32 may be the next number: its library rounds so on some processors.
+    return square.double().sqrt().float()
 
 
 def _packed(numbers: Tensor, bits: int) -> Tensor:
@@ -163,37 +218,55 @@ def _packed(numbers: Tensor, bits: int) -> Tensor:
 
 @quantize_levels_op.check
 def _check_quantize(
-    x: Tensor, table: Tensor, scales: Tensor, codes: Tensor, unsent: Tensor | None, block: int
+    x: Tensor, table: Tensor, payload: Tensor, unsent: Tensor | None, block: int, shard: int
 ) -> None:
     check("quantize_levels", "x", x, like=x, dtypes=(torch.float32,))
-    _check("quantize_levels", x, table, block, scales, codes)
+    _check("quantize_levels", "payload", x, table, payload, 1, block, shard)
     if unsent is not None:
         check("quantize_levels", "unsent", unsent, like=x, dtypes=(torch.float32,), n=x.numel())
 
 
 @dequantize_levels_op.check
-def _check_dequantize(
-    scales: Tensor, codes: Tensor, table: Tensor, out: Tensor, block: int, accumulate: bool
-) -> None:
-    check("dequantize_levels", "out", out, like=scales, dtypes=(torch.float32,))
-    _check("dequantize_levels", out, table, block, scales, codes)
+def _check_dequantize(payloads: Tensor, table: Tensor, out: Tensor, block: int, shard: int) -> None:
+    check("dequantize_levels", "out", out, like=payloads, dtypes=(torch.float32,))
+    _check("dequantize_levels", "payloads", out, table, payloads, 2, block, shard)
 
 
 def _check(
-    caller: str, x: Tensor, table: Tensor, block: int, scales: Tensor, codes: Tensor
+    caller: str,
+    name: str,
+    x: Tensor,
+    table: Tensor,
+    payload: Tensor,
+    least: int,
+    block: int,
+    shard: int,
 ) -> None:
-    if block not in _BLOCKS or x.numel() % block:
+    n = x.numel()
+    if block not in _BLOCKS or n % block:
         raise ValueError(
             f"{caller}(block): one of {_BLOCKS} that divides the number of entries, "
-            f"got {block} and {x.numel()} entries"
+            f"got {block} and {n} entries"
         )
     check(caller, "levels", table, like=x, dtypes=(torch.float32,))
     count = (table.numel() + 1) // 2
     if table.numel() % 2 == 0 or count not in _COUNTS:
         raise ValueError(f"{caller}(levels): 3, 7, 15 or 31 with bounds, got {table.numel()}")
-    check(caller, "scales", scales, like=x, dtypes=(torch.float32,), n=x.numel() // block)
-    size = x.numel() * (count.bit_length() - 1) // 8
-    check(caller, "codes", codes, like=x, dtypes=(torch.uint8,), n=size)
+    check(caller, name, payload, like=x, dtypes=(torch.uint8,))
+    if not least <= payload.dim() <= least + 1 or not payload.shape[0]:
+        raise ValueError(f"{caller}({name}): shape (..., bytes), got {tuple(payload.shape)}")
+    rows = payload.shape[-2] if payload.dim() > least else 1
+    if shard < 0 or shard % block or rows * shard < n:
+        raise ValueError(
+            f"{caller}(shard): a multiple of the block, {block}, whose {rows} rows hold {n} "
+            f"entries, got {shard}"
+        )
+    nbytes = level_bytes(shard, count.bit_length() - 1, block)
+    if payload.shape[-1] != nbytes:
+        raise ValueError(
+            f"{caller}({name}): {nbytes} bytes for {shard} entries, got {payload.shape[-1]}; "
+            "see level_bytes"
+        )
 
 
 # Kernels --------------------------------------------------------------------------------------
@@ -201,33 +274,34 @@ def _check(
 
 @quantize_levels_op.kernel("cpu")
 def _quantize_cpu(
-    x: Tensor, table: Tensor, scales: Tensor, codes: Tensor, unsent: Tensor | None, block: int
+    x: Tensor, table: Tensor, payload: Tensor, unsent: Tensor | None, block: int, shard: int
 ) -> None:
-    arguments = (x, x.numel(), block, math.sqrt(block), table, scales, codes, unsent)
-    cpu.call("quantize_levels", (table.numel() + 1) // 2, *arguments)
+    source = (x, x.numel(), block, max(shard, 1), math.sqrt(block), table)
+    cpu.call(
+        "quantize_levels", (table.numel() + 1) // 2, *source, payload, payload.shape[-1], unsent
+    )
 
 
 @quantize_levels_op.kernel("cuda")
 def _quantize_cuda(
-    x: Tensor, table: Tensor, scales: Tensor, codes: Tensor, unsent: Tensor | None, block: int
+    x: Tensor, table: Tensor, payload: Tensor, unsent: Tensor | None, block: int, shard: int
 ) -> None:
-    name, blocks = f"quantize_levels<{_bits(_split(table)[0])}>", scales.numel()
-    arguments = (x, blocks, block, math.sqrt(block), table, scales, codes, unsent)
+    name, blocks = f"quantize_levels<{_bits(_split(table)[0])}>", x.numel() // block
+    source = (x, blocks, block, max(shard // block, 1), math.sqrt(block), table)
+    arguments = (*source, aligned(payload), payload.shape[-1], unsent)
     cuda.launch("levels.cu", name, x.device, blocks, arguments)
 
 
 @dequantize_levels_op.kernel("cpu")
-def _dequantize_cpu(
-    scales: Tensor, codes: Tensor, table: Tensor, out: Tensor, block: int, accumulate: bool
-) -> None:
-    arguments = (scales, codes, table, out.numel(), block, accumulate, out)
+def _dequantize_cpu(payloads: Tensor, table: Tensor, out: Tensor, block: int, shard: int) -> None:
+    source = (payloads, len(payloads), payloads.stride(0), payloads.shape[-1])
+    arguments = (*source, max(shard, 1), table, out.numel(), block, out)
     cpu.call("dequantize_levels", (table.numel() + 1) // 2, *arguments)
 
 
 @dequantize_levels_op.kernel("cuda")
-def _dequantize_cuda(
-    scales: Tensor, codes: Tensor, table: Tensor, out: Tensor, block: int, accumulate: bool
-) -> None:
-    name, blocks = f"dequantize_levels<{_bits(_split(table)[0])}>", scales.numel()
-    arguments: tuple[Any, ...] = (scales, codes, table, blocks, block, accumulate, out)
+def _dequantize_cuda(payloads: Tensor, table: Tensor, out: Tensor, block: int, shard: int) -> None:
+    name, blocks = f"dequantize_levels<{_bits(_split(table)[0])}>", out.numel() // block
+    source = (aligned(payloads), len(payloads), payloads.stride(0), payloads.shape[-1])
+    arguments: tuple[Any, ...] = (*source, max(shard // block, 1), table, blocks, block, out)
     cuda.launch("levels.cu", name, out.device, blocks, arguments)

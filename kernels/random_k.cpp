@@ -19,6 +19,39 @@ template <class T> float one(const T* x) {
     return load(some)[0];
 }
 
+float as(float, float x) { return x; }
+Half as(Half, float x) { return {(u16)to_half(x)}; }
+BFloat16 as(BFloat16, float x) { return {(u16)to_bfloat16(x)}; }
+
+template <class T> bool finite(const T* x, i64 begin, i64 end) {
+    for (i64 i = begin; i < end; ++i)
+        if (magnitude(one(x + i)) >= kInfinity) return false;
+    return true;
+}
+
+// Writes x + residual to `unsent` if that is given; returns whether all of it is finite.
+template <class T> bool correct(const T* x, i64 n, const float* residual, float* unsent) {
+    Words largest[kVectors] = {};
+    i64 i = 0;
+    for (; i + kRow <= n; i += kRow)
+        for (int v = 0; v < kVectors; ++v) {
+            const i64 j = i + v * kWidth;
+            Floats sum = load(x + j);
+            if (residual) sum += load(residual + j);
+            if (unsent) store_as(unsent + j, sum);
+            largest[v] = larger(largest[v], magnitude(sum));
+        }
+    u32 each[kRow], most = 0;
+    store_as(each, largest);
+    for (u32 one : each) most = larger(most, one);
+    for (; i < n; ++i) {
+        const float sum = residual ? one(x + i) + residual[i] : one(x + i);
+        if (unsent) unsent[i] = sum;
+        most = larger(most, magnitude(sum));
+    }
+    return most < kInfinity;
+}
+
 }  // namespace
 
 EXPORT(gather_random)(i64 dtype, const void* x, i64 n, const float* residual, float* unsent,
@@ -26,25 +59,27 @@ EXPORT(gather_random)(i64 dtype, const void* x, i64 n, const float* residual, fl
     const Random random = random_of(step, seed, stream, 0);
     with_dtype((int)dtype, [&](auto number) {
         const auto* entries = (const decltype(number)*)x;
-        if (unsent) {
-            i64 i = 0;
-            for (; i + kWidth <= n; i += kWidth) {
-                Floats sum = load(entries + i);
-                if (residual) sum += load(residual + i);
-                store_as(unsent + i, sum);
-            }
-            for (; i < n; ++i) unsent[i] = residual ? one(entries + i) + residual[i] : one(entries + i);
-        }
+        const bool fits = correct(entries, n, residual, unsent);
         for_places(n, k, random, [&](i64 j, i64 place) {
-            values[j] = unsent ? unsent[place] : one(entries + place);
+            const i64 begin = j * n / k, end = (j + 1) * n / k;
+            const bool all = fits || (unsent ? finite(unsent, begin, end) : finite(entries, begin, end));
+            const float drawn = unsent ? unsent[place] : one(entries + place);
+            values[j] = all ? drawn : float_of(kNaN);
             if (unsent) unsent[place] = 0.0f;
         });
     });
 }
 
-EXPORT(scatter_random)(const float* values, i64 k, float factor, const i64* step, i64 seed, i64 stream,
-                       float* out, i64 n) {
+EXPORT(scatter_random)(const float* values, i64 k, float factor, const u8* finite, const i64* step,
+                       i64 seed, i64 stream, i64 dtype, void* out, i64 n) {
     const Random random = random_of(step, seed, stream, 0);
-    __builtin_memset(out, 0, (unsigned long)n * 4);
-    for_places(n, k, random, [&](i64 j, i64 place) { out[place] = values[j] * factor; });
+    with_dtype((int)dtype, [&](auto number) {
+        auto* to = (decltype(number)*)out;
+        if (finite && !*finite) {
+            for (i64 i = 0; i < n; ++i) to[i] = as(number, float_of(kNaN));
+            return;
+        }
+        __builtin_memset(out, 0, (unsigned long)n * sizeof(number));
+        for_places(n, k, random, [&](i64 j, i64 place) { to[place] = as(number, values[j] * factor); });
+    });
 }

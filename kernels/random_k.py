@@ -46,6 +46,9 @@ def gather_random(
 ) -> None:
     """Writes ``values.numel()`` random entries of ``x``, or of ``x + residual``.
 
+    NaN is written in place of an entry whose stratum has one that is not finite, drawn or not: so a
+    sum of the values of all ranks tells whether every entry of every rank is finite.
+
     Args:
         x: float32, float16 or bfloat16, contiguous, fewer than 2^31 entries.
         values: float32, at most as many entries as ``x``.
@@ -61,18 +64,24 @@ def gather_random(
 
 
 def scatter_random(
-    values: Tensor, out: Tensor, random: philox.RandomBits, *, factor: float = 1.0
+    values: Tensor,
+    out: Tensor,
+    random: philox.RandomBits,
+    *,
+    factor: float = 1.0,
+    finite: Tensor | None = None,
 ) -> None:
     """Writes ``values * factor`` to the places of ``gather_random``, and zeros to all others.
 
     Args:
         values: float32.
-        out: float32, as many entries as ``x`` had.
+        out: float32, float16 or bfloat16, as many entries as ``x`` had.
         random: the key given to ``gather_random``.
         factor: multiplies the values. ``out.numel() / values.numel()`` makes the result unbiased if
             it is an integer, so that all strata are equally long.
+        finite: one bool; if it is false, all of ``out`` becomes NaN.
     """
-    scatter_random_op(values, out, factor, *_key("scatter_random", random))
+    scatter_random_op(values, out, factor, finite, *_key("scatter_random", random))
 
 
 def _key(caller: str, random: philox.RandomBits) -> tuple[Tensor | None, int, int]:
@@ -101,19 +110,26 @@ def gather_random_op(
         c = c + residual.flatten()
     places = random_places(x.numel(), values.numel(), int(step), *key, device=x.device)
     values.view(-1).copy_(c[places])
+    begin = torch.arange(values.numel() + 1, device=x.device) * x.numel() // max(values.numel(), 1)
+    bad_before = torch.cat([begin.new_zeros(1), (~c.isfinite()).cumsum(0)])[begin]
+    values.view(-1)[bad_before.diff() > 0] = torch.nan
     if unsent is not None:
         unsent.view(-1).copy_(c)
         unsent.view(-1)[places] = 0.0
 
 
 @op(
-    "scatter_random(Tensor values, Tensor(a!) out, float factor, Tensor step, int seed, int stream)"
-    " -> ()"
+    "scatter_random(Tensor values, Tensor(a!) out, float factor, Tensor? finite, Tensor step,"
+    " int seed, int stream) -> ()"
 )
-def scatter_random_op(values: Tensor, out: Tensor, factor: float, step: Tensor, *key: int) -> None:
+def scatter_random_op(
+    values: Tensor, out: Tensor, factor: float, finite: Tensor | None, step: Tensor, *key: int
+) -> None:
     places = random_places(out.numel(), values.numel(), int(step), *key, device=out.device)
     out.zero_()
-    out.view(-1)[places] = values.flatten() * factor
+    out.view(-1)[places] = (values.flatten() * factor).to(out.dtype)
+    if finite is not None:
+        out.masked_fill_(~finite, torch.nan)
 
 
 # Checks of arguments -------------------------------------------------------------------------
@@ -140,9 +156,13 @@ def _check_gather(
 
 
 @scatter_random_op.check
-def _check_scatter(values: Tensor, out: Tensor, factor: float, step: Tensor, *key: int) -> None:
+def _check_scatter(
+    values: Tensor, out: Tensor, factor: float, finite: Tensor | None, step: Tensor, *key: int
+) -> None:
     check("scatter_random", "values", values, like=out, dtypes=(torch.float32,))
-    check("scatter_random", "out", out, like=out, dtypes=(torch.float32,))
+    check("scatter_random", "out", out, like=out, dtypes=_DTYPES)
+    if finite is not None:
+        check("scatter_random", "finite", finite, like=out, dtypes=(torch.bool,), n=1)
     _check_sizes("scatter_random", out.numel(), values.numel())
     philox.check_key(out, step, *key)
 
@@ -170,23 +190,36 @@ def _gather_random_cpu(
 def _gather_random_cuda(
     x: Tensor, values: Tensor, residual: Tensor | None, unsent: Tensor | None, *key: Any
 ) -> None:
-    # Two launches: the first writes the sum to `unsent`, from which the second one takes the drawn
-    # entries. In one, a warp could clear an entry before another warp has written the sum there.
-    t, n, k = cuda.DTYPES[x.dtype], x.numel(), values.numel()
-    if unsent is not None:
-        cuda.launch("random_k.cu", f"add<{t}>", x.device, n // 256 + 1, (x, n, residual, unsent))
-    arguments = (x, n, unsent, *key, values, k)
-    cuda.launch("random_k.cu", f"gather_random<{t}>", x.device, k // 128 + 1, arguments)
+    if not values.numel():
+        gather_random_op.definition(x, values, residual, unsent, *key)
+        return
+    each = _strata_of_warp(x.numel(), values.numel())
+    source, sizes = (x, x.numel(), residual, unsent), (values, values.numel(), each)
+    kernel, warps = f"gather_random<{cuda.DTYPES[x.dtype]}>", -(-values.numel() // each)
+    cuda.launch("random_k.cu", kernel, x.device, warps, (*source, *key, *sizes))
 
 
 @scatter_random_op.kernel("cpu")
-def _scatter_random_cpu(values: Tensor, out: Tensor, factor: float, *key: Any) -> None:
-    cpu.call("scatter_random", values, values.numel(), factor, *key, out, out.numel())
+def _scatter_random_cpu(
+    values: Tensor, out: Tensor, factor: float, finite: Tensor | None, *key: Any
+) -> None:
+    result = (cpu.DTYPES[out.dtype], out, out.numel())
+    cpu.call("scatter_random", values, values.numel(), factor, finite, *key, *result)
 
 
 @scatter_random_op.kernel("cuda")
-def _scatter_random_cuda(values: Tensor, out: Tensor, factor: float, *key: Any) -> None:
-    out.zero_()  # in the order of the stream, before the launch
-    arguments = (values, values.numel(), factor, *key, out, out.numel())
-    warps = values.numel() // 128 + 1
-    cuda.launch("random_k.cu", "scatter_random", out.device, warps, arguments)
+def _scatter_random_cuda(
+    values: Tensor, out: Tensor, factor: float, finite: Tensor | None, *key: Any
+) -> None:
+    if not values.numel():
+        scatter_random_op.definition(values, out, factor, finite, *key)
+        return
+    each = _strata_of_warp(out.numel(), values.numel())
+    arguments = (values, values.numel(), factor, finite, *key, out, out.numel(), each)
+    kernel, warps = f"scatter_random<{cuda.DTYPES[out.dtype]}>", -(-values.numel() // each)
+    cuda.launch("random_k.cu", kernel, out.device, warps, arguments)
+
+
+def _strata_of_warp(n: int, k: int) -> int:
+    """Returns how many strata a warp takes: about 2048 entries, one stratum at least."""
+    return max(1, 2048 * k // n)

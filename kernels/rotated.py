@@ -122,7 +122,7 @@ def quantize_rotated_op(
         offset = row * philox.ROW
         signs = (turn, turn_seed, turn_stream, turn_first + offset)
         rotated = pad(c[begin:end], (0, (begin - end) % block))
-        hadamard_op.definition(rotated, rotated, block, False, *signs)
+        hadamard_op.definition(rotated, rotated, block, False, *signs, rotated.numel())
         noise, key = None, (seed, stream, first + offset)
         if step is not None:
             noise = philox.half_words(rotated.numel(), int(step), *key, device=x.device)
@@ -130,7 +130,7 @@ def quantize_rotated_op(
         left_out = definition.encode(rotated, into, layout, noise)
         if unsent is not None:
             # Feedback adds it to the next gradient, before the next rotation, whose signs differ.
-            hadamard_op.definition(left_out, left_out, block, True, *signs)
+            hadamard_op.definition(left_out, left_out, block, True, *signs, left_out.numel())
             unsent.view(-1)[begin:end] = left_out[: end - begin]
 
 
@@ -157,7 +157,7 @@ def dequantize_rotated_op(
         # The sum is rotated back once, not each payload: fewer transforms, and fewer roundings.
         total = definition.sum_payloads(rows[:, row], layout, whole_blocks(end - begin, block))
         signs = (turn, turn_seed, turn_stream, turn_first + row * philox.ROW)
-        hadamard_op.definition(total, total, block, True, *signs)
+        hadamard_op.definition(total, total, block, True, *signs, total.numel())
         total = total[: end - begin] * factor  # after the rotation, as in the kernels
         here = out.view(-1)[begin:end]
         here.copy_(here.to(torch.float32) + total if accumulate else total)

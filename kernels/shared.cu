@@ -3,15 +3,27 @@
 
 #include "include/cuda.h"
 
+// A warp takes a block, or a chunk of a longer one, whose `out` begins as 0.
 template <class T>
-__global__ void largest_magnitudes(const T* x, const float* residual, i64 n, i64 block, u32* out) {
-    for (i64 b = warp(); b * block < n; b += warps()) {
-        const i64 end = (b + 1) * block < n ? (b + 1) * block : n;
+__global__ void largest_magnitudes(const T* x, const float* residual, i64 n, i64 block, i64 chunk,
+                                   u32* out) {
+    const i64 chunks = (block + chunk - 1) / chunk;
+    for (i64 task = warp(); task / chunks * block < n; task += warps()) {
+        const i64 b = task / chunks, block_end = (b + 1) * block < n ? (b + 1) * block : n;
+        i64 at = b * block + task % chunks * chunk;
+        const i64 end = at + chunk < block_end ? at + chunk : block_end;
         u32 most = 0;
-        for (i64 i = b * block + lane(); i < end; i += kLanes)
-            most = larger(most, magnitude(residual ? to_float(x[i]) + residual[i] : to_float(x[i])));
+        for (; at < end; at += 256) {
+            float c[8];
+            load_span(x, residual, at, entries_in<256>(at, end), c);
+#pragma unroll
+            for (int k = 0; k < 8; ++k) most = larger(most, magnitude(c[k]));
+        }
         most = largest_of_warp(most);
-        if (lane() == 0) out[b] = most > kInfinity ? kNaN : most;
+        if (lane()) continue;
+        most = most > kInfinity ? kNaN : most;
+        if (chunks == 1) out[b] = most;
+        else atomicMax(out + b, most);
     }
 }
 

@@ -18,6 +18,7 @@ __all__ = ["dequantize_shared", "largest_magnitudes", "quantize_shared"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _GRAIN = 256  # blocks are multiples of it, so that a warp's 256 entries have one scale
+_CHUNK = 2048  # most entries of a warp that finds a largest magnitude
 _INFINITY, _NAN = 0x7F800000, 0x7FC00000  # bits of infinity and of NaN
 _TINY = (127 - 120) << 23  # bits of 2^-120; blocks below it decode to zero
 
@@ -224,8 +225,12 @@ def _magnitudes_cpu(x: Tensor, residual: Tensor | None, out: Tensor, block: int)
 @magnitudes_op.kernel("cuda")
 def _magnitudes_cuda(x: Tensor, residual: Tensor | None, out: Tensor, block: int) -> None:
     name, n = f"largest_magnitudes<{cuda.DTYPES[x.dtype]}>", x.numel()
-    arguments = (x, residual, n, _within(n, block), out)
-    cuda.launch("shared.cu", name, x.device, out.numel(), arguments)
+    block = _within(n, block)
+    chunk = min(block, _CHUNK)
+    if chunk < block:
+        out.zero_()  # several warps find the largest of a block
+    arguments = (x, residual, n, block, chunk, out)
+    cuda.launch("shared.cu", name, x.device, -(-block // chunk) * out.numel(), arguments)
 
 
 @quantize_shared_op.kernel("cpu")

@@ -1,4 +1,4 @@
-// Selects largest entries and adds values at indices on the CPU; the specification is in sparse.py.
+// Selects largest entries on the CPU; the specification is in sparse.py.
 //
 // A bound from a sample lets a little more than k entries through; one pass collects them, and the k
 // largest of them are taken. Where the sample misleads (constant, mostly zero or clustered gradients),
@@ -223,13 +223,4 @@ EXPORT(top_k_sampled)(i64 dtype, const void* x, i64 n, i64 k, i64 place, int* in
         });
         for (; count < k; ++count) indices[count] = -1, values[count] = 0.0f;
     });
-}
-
-EXPORT(scatter_add)(const int* indices, const float* values, i64 count, float factor, float* out, i64 n,
-                    i64* outside) {
-    for (i64 i = 0; i < count; ++i) {
-        if (indices[i] == -1) continue;
-        if ((u32)indices[i] >= (u64)n) ++*outside;
-        else out[indices[i]] += values[i] * factor;
-    }
 }

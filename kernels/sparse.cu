@@ -1,37 +1,86 @@
-// Selects largest entries and adds values at indices on a GPU; the specification is in sparse.py.
+// Selects largest entries on a GPU; the specification is in sparse.py.
 //
-//
-// If the bound let too few entries through, or too many in some tile, the kernels after `collect`
-// read the gradient instead of the slots, so that the host never waits for a count.
-#include "include/cuda.h"
+// The exact selection takes two launches. `sample` finds a bound that a little more than k entries reach.
+// `select` goes through the gradient once and puts those entries into slots; three digits of their
+// magnitudes give the k-th largest, and the result is written in the order of indices. These stages
+// are tasks of one launch, ordered by tickets. If the bound let too few entries through, or too many in
+// some tile, later stages read the gradient instead of the slots: the host never waits for a count.
+#include "include/tickets.h"
 
-constexpr int kTile = 2048;  // entries per warp
+constexpr int kTile = 2048;  // entries of a warp in `select`; a part has kWarps tiles
+constexpr int kTake = 512;   // entries of a warp in `take`
 constexpr int kSpan = 256;   // entries whose loads are under way together
 constexpr int kBins = 2048;
-constexpr int kSample = 8192;
+constexpr int kThreads = kWarps * kLanes;
 
 struct Work {
-    u32 bound, found, overflow, threshold, wanted, done[3];
+    u32 bound, threshold, wanted, overflow, ticket, finished, recount, done[5];
     u32 histogram[3][kBins];
 };
+INLINE u64* sums_of(u8* memory) { return (u64*)(memory + sizeof(Work)); }
 
-// Locates what follows `Work` in memory: per tile the number of slots in use, the counts of entries
-// above and equal, and the slots.
+// Locates what follows `Work` and the sums of parts in memory: per tile the number of slots in use, and
+// the slots.
 struct Tiles {
     Work* work;
-    u32 *slots, *above, *equal;
+    u64* sums;
+    u32* slots;
     int* indices;
     float* values;
-    i64 count;
+    i64 count, parts;
     int room;  // slots of a tile
 };
 
-INLINE Tiles tiles_of(u8* memory, i64 n, i64 slots_each) {
-    const i64 count = (n + kTile - 1) / kTile;
-    const int room = (int)slots_each;
-    u32* slots = (u32*)(memory + sizeof(Work));
-    return {(Work*)memory, slots, slots + count, slots + 2 * count, (int*)(slots + 3 * count),
-            (float*)(slots + (3 + room) * count), count, room};
+INLINE Tiles tiles_of(u8* memory, i64 n, i64 room) {
+    const i64 count = (n + kTile - 1) / kTile, parts = (count + kWarps - 1) / kWarps;
+    u64* sums = sums_of(memory);
+    u32* slots = (u32*)(sums + parts);
+    int* indices = (int*)(slots + count);
+    return {(Work*)memory, sums, slots, indices, (float*)(indices + room * count), count, parts, (int)room};
+}
+
+INLINE int ones_before(u32 word) { return __popc(word & ((1u << lane()) - 1)); }
+
+// Finds the `place`-th largest magnitude of SIZE entries, and prepares the memory. ROUGH: of one entry
+// of each of SIZE stretches, at a place that differs between stretches, so that no period of the
+// gradient misleads; the lowest bits, which select few entries, are left out.
+template <class T, int SIZE, bool ROUGH>
+__global__ void sample(const T* x, const float* residual, i64 n, i64 k, i64 place, u8* memory, i64 parts) {
+    constexpr int kEach = SIZE / kThreads;
+    constexpr u32 kLowest = ROUGH ? 1u << 15 : 1u;
+    __shared__ u32 counts[2][kWarps];
+    Work& work = *(Work*)memory;
+    const i64 size = n < SIZE ? n : SIZE;
+    const u64 stretch = (u64)(n / size);
+    u32 keys[kEach];
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) {
+        const i64 i = (i64)j * kThreads + threadIdx.x;
+        const i64 shift = ROUGH ? (i64)((u64)((u32)i * 2654435769u) * stretch >> 32) : 0;
+        const i64 at = i * n / size + shift;
+        keys[j] = i < size ? magnitude(residual ? to_float(x[at]) + residual[at] : to_float(x[at])) : 0u;
+    }
+    for (i64 i = threadIdx.x; i < parts; i += kThreads) sums_of(memory)[i] = 0;
+    for (int i = (int)threadIdx.x; ROUGH && i < 3 * kBins; i += kThreads) work.histogram[i / kBins][i % kBins] = 0;
+    u32 bound = 0;
+    int turn = 0;
+    for (u32 bit = 1u << 30; bit >= kLowest && place < size; bit >>= 1, turn ^= 1) {
+        u32 reached = 0;
+#pragma unroll
+        for (int j = 0; j < kEach; ++j) reached += keys[j] >= (bound | bit);
+        reached = __reduce_add_sync(kAllLanes, reached);
+        if (lane() == 0) counts[turn][threadIdx.x / kLanes] = reached;
+        __syncthreads();  // once per turn: the next one writes to the other row
+        reached = 0;
+        for (int w = 0; w < kWarps; ++w) reached += counts[turn][w];
+        if (reached >= place) bound |= bit;
+    }
+    if (threadIdx.x == 0) {
+        work.bound = bound;
+        work.threshold = work.overflow = work.ticket = work.finished = work.recount = 0;
+        work.wanted = (u32)k;
+        for (u32& one : work.done) one = 0;
+    }
 }
 
 template <class T> struct Entries {
@@ -40,19 +89,12 @@ template <class T> struct Entries {
     float* unsent;
     i64 n;
 };
-template <class T> INLINE float first_read(const Entries<T>& from, i64 i) {
-    return from.residual ? to_float(from.x[i]) + from.residual[i] : to_float(from.x[i]);
-}
-template <class T> INLINE float read_again(const Entries<T>& from, i64 i) {
-    return from.unsent ? from.unsent[i] : to_float(from.x[i]);
-}
 
-INLINE bool slots_hold(const Work& work, i64 k) { return !work.overflow && work.found >= k; }
-
-// Calls f(index, value, valid) for rows of 32 entries of a tile, in order, one entry per lane.
+// Calls f(index, value, valid) for rows of 32 candidates of a tile, in order, one per lane: from the
+// slots, or from the sums or the gradient itself where the slots do not hold all that is needed.
 template <class T, class F>
-INLINE void rows_of(const Entries<T>& from, const Tiles& tiles, i64 tile, i64 k, F f) {
-    if (slots_hold(*tiles.work, k)) {
+INLINE void rows_of(const Entries<T>& from, const Tiles& tiles, i64 tile, F f) {
+    if (!seen(&tiles.work->overflow) && !seen(&tiles.work->recount)) {
         const int count = (int)tiles.slots[tile];
         for (int begin = 0; begin < count; begin += kLanes) {
             const int slot = begin + lane();
@@ -60,256 +102,197 @@ INLINE void rows_of(const Entries<T>& from, const Tiles& tiles, i64 tile, i64 k,
             const i64 at = tile * tiles.room + (valid ? slot : 0);
             f(tiles.indices[at], tiles.values[at], valid);
         }
-    } else {
-        for (int begin = 0; begin < kTile; begin += kLanes) {
-            const i64 i = tile * kTile + begin + lane();
-            f((int)i, i < from.n ? read_again(from, i) : 0.0f, i < from.n);
-        }
+        return;
+    }
+    for (i64 at = tile * kTile; at < (tile + 1) * kTile && at < from.n; at += kSpan) {
+        float c[kSpan / kLanes];
+        const int there = entries_in<kSpan>(at, from.n);
+        if (from.unsent) load_span(from.unsent, at, there, c);
+        else load_span(from.x, at, there, c);
+#pragma unroll
+        for (int row = 0; row < kSpan / kLanes; ++row)
+            f((int)at + row * kLanes + lane(), c[row], has(row, there));
     }
 }
 
-INLINE int ones_before(u32 word) { return __popc(word & ((1u << lane()) - 1)); }
-
+// Puts the entries of a tile that reach the bound into its slots, and counts their first digit.
 template <class T>
-__global__ void sample(const T* x, const float* residual, i64 n, i64 k, i64 place, u8* memory) {
-    constexpr int kThreads = 256, kEach = kSample / kThreads;
-    __shared__ u32 parts[kThreads / kLanes];
-    Work& work = *(Work*)memory;
-    const Entries<T> from = {x, residual, nullptr, n};
-    for (int i = (int)threadIdx.x; i < 3 * kBins; i += kThreads) (&work.histogram[0][0])[i] = 0;
-    const i64 size = n < kSample ? n : kSample;
-    u32 keys[kEach];
+INLINE void collect(const Entries<T>& from, const Tiles& tiles, i64 tile, u32* bins) {
+    const u32 bound = tiles.work->bound;
+    int count = 0;
+    for (i64 at = tile * kTile; at < (tile + 1) * kTile && at < from.n; at += kSpan) {
+        float c[kSpan / kLanes];
+        const int there = correct_span(from.x, from.residual, from.unsent, at, from.n, c);
+#pragma unroll
+        for (int row = 0; row < kSpan / kLanes; ++row) {
+            const u32 key = magnitude(c[row]);
+            const bool taken = has(row, there) && key >= bound;
+            const u32 word = __ballot_sync(kAllLanes, taken);
+            if (!word) continue;
+            const int slot = count + ones_before(word);
+            if (taken) atomicAdd(&bins[key >> 20], 1u);
+            if (taken && slot < tiles.room) {
+                tiles.indices[tile * tiles.room + slot] = (int)at + row * kLanes + lane();
+                tiles.values[tile * tiles.room + slot] = c[row];
+            }
+            count += __popc(word);
+        }
+    }
+    if (lane() == 0) tiles.slots[tile] = (u32)count;
+    if (lane() == 0 && count > tiles.room) tiles.work->overflow = 1;
+}
+
+// Finds the digit of the `wanted`-th largest magnitude, counted from the top; notes it if there is
+// none, as too few entries reach the bound. The last block of a stage calls it.
+INLINE void find_digit(Work& work, int pass, u32 prefix, int shift) {
+    constexpr int kEach = kBins / kThreads;
+    __shared__ u32 totals[kWarps];
+    const u32* bins = work.histogram[pass];
+    const int highest = kBins - 1 - (int)threadIdx.x * kEach, w = (int)threadIdx.x / kLanes;
+    u32 each[kEach], sum = 0;
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) sum += each[j] = seen(bins + highest - j);
+    u32 through = sum;  // of all bins from the top
+    for (int by = 1; by < kLanes; by *= 2) {
+        const u32 other = __shfl_up_sync(kAllLanes, through, by);
+        if (lane() >= by) through += other;
+    }
+    if (lane() == kLanes - 1) totals[w] = through;
+    const u32 wanted = work.wanted;
+    __syncthreads();
+    for (int i = 0; i < w; ++i) through += totals[i];
+    if (threadIdx.x == kThreads - 1 && through < wanted) work.recount = 1;
+    u32 before = through - sum;
+    if (before >= wanted || through < wanted) return;
 #pragma unroll
     for (int j = 0; j < kEach; ++j) {
-        const i64 i = (i64)j * kThreads + threadIdx.x;
-        keys[j] = i < size ? magnitude(first_read(from, i * n / size)) : 0u;
-    }
-    u32 bound = 0;
-    for (u32 bit = 1u << 30; bit && place < size; bit >>= 1) {
-        u32 reached = 0;
-#pragma unroll
-        for (int j = 0; j < kEach; ++j) reached += keys[j] >= (bound | bit);
-        for (int half = kLanes / 2; half; half /= 2)
-            reached += __shfl_xor_sync(kAllLanes, reached, half);
-        if (lane() == 0) parts[threadIdx.x / kLanes] = reached;
-        __syncthreads();
-        reached = 0;
-        for (int w = 0; w < kThreads / kLanes; ++w) reached += parts[w];
-        if (reached >= place) bound |= bit;
-        __syncthreads();
-    }
-    if (threadIdx.x == 0) {
-        work.bound = bound;
-        work.found = work.overflow = work.threshold = 0;
-        work.wanted = (u32)k;
-        for (int pass = 0; pass < 3; ++pass) work.done[pass] = 0;
+        if (before < wanted && before + each[j] >= wanted) {
+            work.threshold = prefix | (u32)(highest - j) << shift;
+            work.wanted = wanted - before;
+        }
+        before += each[j];
     }
 }
 
+// Writes the entries of a part above the threshold, and as many equal ones as are wanted.
 template <class T>
-__global__ void collect(const T* x, const float* residual, float* unsent, i64 n, u8* memory, i64 room) {
-    const Tiles tiles = tiles_of(memory, n, room);
-    const u32 bound = tiles.work->bound;
-    for (i64 tile = warp(); tile < tiles.count; tile += warps()) {
-        int count = 0;
-        for (int begin = 0; begin < kTile; begin += kSpan) {
-            const i64 at = tile * kTile + begin;
-            float c[kSpan / kLanes];
-            const int there = correct_span(x, residual, unsent, at, n, c);
-#pragma unroll
-            for (int row = 0; row < kSpan / kLanes; ++row) {
-                const bool taken = has(row, there) && magnitude(c[row]) >= bound;
-                const u32 word = __ballot_sync(kAllLanes, taken);
-                const int slot = count + ones_before(word);
-                if (taken && slot < room) {
-                    tiles.indices[tile * room + slot] = (int)at + row * kLanes + lane();
-                    tiles.values[tile * room + slot] = c[row];
-                }
-                count += __popc(word);
-            }
-        }
-        if (lane() == 0) {
-            tiles.slots[tile] = (u32)count;
-            atomicAdd(&tiles.work->found, (u32)count);
-            if (count > room) tiles.work->overflow = 1;
-        }
-    }
-}
-
-// Finds a digit of the threshold: bits 20 to 30, 9 to 19 or 0 to 8. Counts are integers, so that atomic
-// additions give the same sums in any order.
-template <class T, int PASS>
-__global__ void histogram(const T* x, float* unsent, i64 n, i64 k, u8* memory, i64 room) {
-    constexpr int kShift = PASS == 0 ? 20 : PASS == 1 ? 9 : 0, kWidth = PASS == 2 ? 9 : 11;
-    constexpr int kThreads = 256, kEach = kBins / kThreads;
-    __shared__ u32 bins[kBins];
-    __shared__ u32 parts[kThreads];
-    __shared__ u32 last;
-    const Entries<T> from = {x, nullptr, unsent, n};
-    const Tiles tiles = tiles_of(memory, n, room);
-    Work& work = *tiles.work;
-    for (int i = (int)threadIdx.x; i < kBins; i += kThreads) bins[i] = 0;
-    __syncthreads();
-    const u32 prefix = work.threshold;
-    for (i64 tile = warp(); tile < tiles.count; tile += warps())
-        rows_of(from, tiles, tile, k, [&](int, float value, bool valid) {
-            const u32 key = magnitude(value);
-            if (valid && (PASS == 0 || key >> (kShift + kWidth) == prefix >> (kShift + kWidth)))
-                atomicAdd(&bins[key >> kShift & ((1u << kWidth) - 1)], 1u);
-        });
-    __syncthreads();
-    for (int i = (int)threadIdx.x; i < kBins; i += kThreads)
-        if (bins[i]) atomicAdd(&work.histogram[PASS][i], bins[i]);
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) last = atomicAdd(&work.done[PASS], 1u) == gridDim.x - 1;
-    __syncthreads();
-    if (!last) return;
-    // The last block walks down from the top until enough entries are counted.
-    __threadfence();
-    u32 sum = 0;
-    for (int i = 0; i < kEach; ++i) sum += ((volatile u32*)work.histogram[PASS])[threadIdx.x * kEach + i];
-    parts[threadIdx.x] = sum;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        u32 wanted = work.wanted;
-        int part = kThreads - 1;
-        while (part > 0 && parts[part] < wanted) wanted -= parts[part--];
-        int bin = part * kEach + kEach - 1;
-        for (u32 count; bin > part * kEach; --bin, wanted -= count) {
-            count = ((volatile u32*)work.histogram[PASS])[bin];
-            if (count >= wanted) break;
-        }
-        work.threshold = prefix | (u32)bin << kShift;
-        work.wanted = wanted;
-    }
-}
-
-template <class T>
-__global__ void count(const T* x, float* unsent, i64 n, i64 k, u8* memory, i64 room) {
-    const Entries<T> from = {x, nullptr, unsent, n};
-    const Tiles tiles = tiles_of(memory, n, room);
-    const u32 threshold = tiles.work->threshold;
-    for (i64 tile = warp(); tile < tiles.count; tile += warps()) {
-        u32 above = 0, equal = 0;
-        rows_of(from, tiles, tile, k, [&](int, float value, bool valid) {
+INLINE void emit(const Entries<T>& from, const Tiles& tiles, i64 part, i64 tile, int* indices, float* values) {
+    const u32 threshold = seen(&tiles.work->threshold), wanted = seen(&tiles.work->wanted);
+    u32 above = 0, equal = 0;
+    if (tile < tiles.count)
+        rows_of(from, tiles, tile, [&](int, float value, bool valid) {
             above += __popc(__ballot_sync(kAllLanes, valid && magnitude(value) > threshold));
             equal += __popc(__ballot_sync(kAllLanes, valid && magnitude(value) == threshold));
         });
-        if (lane() == 0) tiles.above[tile] = above, tiles.equal[tile] = equal;
-    }
+    u64 end;  // both counts in one word: each is below 2^31
+    const u64 before = counts_before(tiles.sums, part, (u64)above << 31 | equal, end);
+    if (tile >= tiles.count) return;
+    equal = (u32)before & 0x7fffffffu;
+    u32 place = (u32)(before >> 31) + (equal < wanted ? equal : wanted);
+    rows_of(from, tiles, tile, [&](int index, float value, bool valid) {
+        const u32 key = magnitude(value);
+        const u32 ties = __ballot_sync(kAllLanes, valid && key == threshold);
+        const bool tie = key == threshold && equal + ones_before(ties) < wanted;
+        const bool taken = valid && (key > threshold || tie);
+        const u32 word = __ballot_sync(kAllLanes, taken);
+        if (taken) {
+            const u32 at = place + ones_before(word);
+            indices[at] = index;
+            values[at] = value;
+            if (from.unsent) from.unsent[index] = 0.0f;
+        }
+        equal += __popc(ties);
+        place += __popc(word);
+    });
 }
 
-// Replaces both counts of each tile by their sums over all tiles before it.
-__global__ void scan(i64 n, u8* memory, i64 room) {
-    constexpr int kThreads = 256;
-    __shared__ u32 above[kThreads], equal[kThreads];
-    const Tiles tiles = tiles_of(memory, n, room);
-    const i64 each = (tiles.count + kThreads - 1) / kThreads, begin = each * threadIdx.x;
-    const i64 end = begin + each < tiles.count ? begin + each : tiles.count;
-    u32 a = 0, e = 0;
-    for (i64 tile = begin; tile < end; ++tile) a += tiles.above[tile], e += tiles.equal[tile];
-    above[threadIdx.x] = a;
-    equal[threadIdx.x] = e;
-    __syncthreads();
-    a = e = 0;
-    for (int t = 0; t < (int)threadIdx.x; ++t) a += above[t], e += equal[t];
-    for (i64 tile = begin; tile < end; ++tile) {
-        const u32 own_a = tiles.above[tile], own_e = tiles.equal[tile];
-        tiles.above[tile] = a;
-        tiles.equal[tile] = e;
-        a += own_a;
-        e += own_e;
-    }
-}
-
+// Stage 0 collects; later ones count a digit each: bits 20 to 30 (again, if too few entries reach the
+// bound), 10 to 19 and 0 to 9. The last stage emits. Counts are integers, so that atomic additions
+// give the same sums in any order.
 template <class T>
-__global__ void emit(const T* x, float* unsent, i64 n, i64 k, u8* memory, i64 room, int* indices,
-                     float* values) {
-    const Entries<T> from = {x, nullptr, unsent, n};
+__global__ void select(const T* x, const float* residual, float* unsent, i64 n, i64 k, u8* memory, i64 room,
+                       int* indices, float* values, i64 padding) {
+    constexpr int kEmit = 3;
+    __shared__ u32 bins[kBins];
+    const Entries<T> from = {x, residual, unsent, n};
     const Tiles tiles = tiles_of(memory, n, room);
-    const u32 threshold = tiles.work->threshold, wanted = tiles.work->wanted;
-    for (i64 tile = warp(); tile < tiles.count; tile += warps()) {
-        u32 equal = tiles.equal[tile];
-        u32 taken_before = tiles.above[tile] + (equal < wanted ? equal : wanted);
-        rows_of(from, tiles, tile, k, [&](int index, float value, bool valid) {
-            const u32 key = magnitude(value);
-            const u32 ties = __ballot_sync(kAllLanes, valid && key == threshold);
-            const bool tie = key == threshold && equal + ones_before(ties) < wanted;
-            const bool taken = valid && (key > threshold || tie);
-            const u32 word = __ballot_sync(kAllLanes, taken);
+    Work& work = *tiles.work;
+    const u32 parts = (u32)tiles.parts;
+    for (;;) {
+        const u32 ticket = next_ticket(&work.ticket), stage = ticket / parts, part = ticket % parts;
+        const i64 tile = (i64)part * kWarps + threadIdx.x / kLanes;
+        int pass = 0;
+        if (stage) {
+            wait_until(&work.finished, 1);  // stage 0 decides how many stages there are
+            pass = (int)(stage - seen(&work.recount));
+            if (pass > kEmit) return;
+            wait_until(&work.finished, stage);
+        }
+        if (pass == kEmit) {
+            emit(from, tiles, part, tile, indices, values);
+            if (part == parts - 1 && threadIdx.x < padding) values[k + threadIdx.x] = 0.0f;
+            continue;
+        }
+        for (int i = (int)threadIdx.x; i < kBins; i += kThreads) bins[i] = 0;
+        __syncthreads();
+        const int shift = pass == 0 ? 20 : pass == 1 ? 10 : 0, width = pass ? 10 : 11;
+        const u32 prefix = seen(&work.threshold), bound = work.bound;
+        if (tile < tiles.count && !stage) collect(from, tiles, tile, bins);
+        if (tile < tiles.count && stage)
+            rows_of(from, tiles, tile, [&](int, float value, bool valid) {
+                const u32 key = magnitude(value);
+                // Stage 0 has counted those that reach the bound.
+                const bool counts = pass ? key >> (shift + width) == prefix >> (shift + width) : key < bound;
+                if (valid && counts) atomicAdd(&bins[key >> shift & ((1u << width) - 1)], 1u);
+            });
+        __syncthreads();
+        for (int i = (int)threadIdx.x; i < kBins; i += kThreads)
+            if (bins[i]) atomicAdd(&work.histogram[pass][i], bins[i]);
+        if (!is_last(&work.done[stage], parts)) continue;
+        find_digit(work, pass, prefix, shift);
+        announce(&work.finished, stage + 1);
+    }
+}
+
+// Writes the first k entries that reach the bound of the sample, in order, in one pass.
+template <class T>
+__global__ void take(const T* x, const float* residual, float* unsent, i64 n, i64 k, u8* memory, int* indices,
+                     float* values, i64 padding) {
+    constexpr int kRows = kTake / kLanes;
+    Work& work = *(Work*)memory;
+    const u32 bound = work.bound;
+    const i64 parts = (n + kTake * kWarps - 1) / (kTake * kWarps);
+    for (;;) {
+        const i64 part = next_ticket(&work.ticket);
+        if (part >= parts) return;
+        const i64 at = (part * kWarps + threadIdx.x / kLanes) * kTake;
+        const int there = entries_in<kTake>(at, n);  // negative beyond the end
+        float c[kRows];
+        load_span(x, residual, at, there, c);
+        u32 words[kRows], count = 0;
+#pragma unroll
+        for (int row = 0; row < kRows; ++row) {
+            words[row] = __ballot_sync(kAllLanes, has(row, there) && magnitude(c[row]) >= bound);
+            count += __popc(words[row]);
+        }
+        u64 end;
+        i64 before = (i64)counts_before(sums_of(memory), part, count, end);
+#pragma unroll
+        for (int row = 0; row < kRows; ++row) {
+            const i64 i = at + row * kLanes + lane(), place = before + ones_before(words[row]);
+            const bool taken = (words[row] >> lane() & 1u) && place < k;
             if (taken) {
-                const u32 place = taken_before + ones_before(word);
-                indices[place] = index;
-                values[place] = value;
-                if (unsent) unsent[index] = 0.0f;
+                indices[place] = (int)i;
+                values[place] = c[row];
             }
-            equal += __popc(ties);
-            taken_before += __popc(word);
-        });
-    }
-}
-
-// Counts the entries of each tile that reach the bound of the sample; sums go to `unsent`.
-template <class T>
-__global__ void count_reached(const T* x, const float* residual, float* unsent, i64 n, u8* memory) {
-    const Tiles tiles = tiles_of(memory, n, 0);
-    const u32 bound = tiles.work->bound;
-    for (i64 tile = warp(); tile < tiles.count; tile += warps()) {
-        u32 reached = 0;
-        for (int begin = 0; begin < kTile; begin += kSpan) {
-            const i64 at = tile * kTile + begin;
-            float c[kSpan / kLanes];
-            const int there = correct_span(x, residual, unsent, at, n, c);
-#pragma unroll
-            for (int row = 0; row < kSpan / kLanes; ++row) {
-                const bool taken = has(row, there) && magnitude(c[row]) >= bound;
-                reached += __popc(__ballot_sync(kAllLanes, taken));
-            }
+            if (unsent && has(row, there)) unsent[i] = taken ? 0.0f : c[row];
+            before += __popc(words[row]);
         }
-        if (lane() == 0) tiles.above[tile] = reached, tiles.equal[tile] = 0;
-    }
-}
-
-// Writes the first k of these entries, in order; `above` has the count of all tiles before.
-template <class T>
-__global__ void take_reached(const T* x, const float* residual, float* unsent, i64 n, i64 k, u8* memory,
-                             int* indices, float* values) {
-    const Tiles tiles = tiles_of(memory, n, 0);
-    const u32 bound = tiles.work->bound;
-    for (i64 tile = warp(); tile < tiles.count; tile += warps()) {
-        i64 before = tiles.above[tile];
-        for (int begin = 0; begin < kTile; begin += kSpan) {
-            const i64 at = tile * kTile + begin;
-            const int there = entries_in<kSpan>(at, n);
-            float c[kSpan / kLanes];
-            if (unsent) load_span(unsent, at, there, c);
-            else load_span(x, residual, at, there, c);
-#pragma unroll
-            for (int row = 0; row < kSpan / kLanes; ++row) {
-                const i64 i = at + row * kLanes + lane();
-                const bool reached = has(row, there) && magnitude(c[row]) >= bound;
-                const u32 word = __ballot_sync(kAllLanes, reached);
-                const i64 place = before + ones_before(word);
-                if (reached && place < k) {
-                    indices[place] = (int)i;
-                    values[place] = c[row];
-                    if (unsent) unsent[i] = 0.0f;
-                }
-                before += __popc(word);
-            }
+        if (part < parts - 1) continue;
+        for (i64 place = (i64)end + threadIdx.x; place < k; place += kThreads) {
+            indices[place] = -1;
+            values[place] = 0.0f;
         }
-        if (tile == tiles.count - 1)
-            for (i64 place = before + lane(); place < k; place += kLanes) {
-                indices[place] = -1;
-                values[place] = 0.0f;
-            }
+        if (threadIdx.x < padding) values[k + threadIdx.x] = 0.0f;
     }
-}
-
-// Adds one payload, whose places are all different, so that no addition needs to be atomic.
-__global__ void scatter_add(const int* indices, const float* values, i64 count, float factor,
-                            float* out, i64 n) {
-    for (i64 i = warp() * kLanes + lane(); i < count; i += warps() * kLanes)
-        if ((u32)indices[i] < (u64)n) out[indices[i]] += values[i] * factor;
 }

@@ -1,4 +1,4 @@
-"""Selects the largest entries of a bucket, and adds values at indices."""
+"""Selects the largest entries of a bucket."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from .runtime import cpu, cuda
 from .runtime.arguments import as_tensor
 from .runtime.op import check, op
 
-__all__ = ["scatter_add", "top_k", "top_k_sampled"]
+__all__ = ["top_k", "top_k_sampled"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _FLOAT = (torch.float32,)
 _SAMPLE = 8192  # entries, as in sparse.cu and in top_k_sampled of sparse.cpp
+_MOST_PADDING = 256  # threads of a CUDA block, of which each writes one
 _MARGIN = 1 << 16  # room for candidates beyond 2 k, which a bound from a sample may let through
 
 
@@ -38,7 +39,8 @@ def top_k(
         x: float32, float16 or bfloat16, contiguous, fewer than 2^31 entries; worked on as float32.
         k: 0 to ``x.numel()``.
         indices: int32, ``k`` entries; receives the places in ascending order.
-        values: float32, ``k`` entries.
+        values: float32, ``k`` entries; zeros are written to what it has beyond them, such as the
+            padding of a payload.
         residual: float32, as many entries as ``x``; requires ``unsent``.
         unsent: float32, as many entries as ``x``; receives the entries that were not taken, and
             zeros in place of the others. May be ``residual``.
@@ -73,7 +75,8 @@ def top_k_op(
         first = equal.cumsum(0) <= k - above.sum()
         taken = (above | equal & first).nonzero().flatten()
         indices.copy_(taken)
-        values.copy_(c[taken])
+        values[:k].copy_(c[taken])
+    values[k:].zero_()
     if unsent is not None:
         unsent.view(-1).copy_(c)
         unsent.view(-1)[indices.long()] = 0.0
@@ -141,34 +144,6 @@ def _sample(n: int, k: int) -> tuple[int, int]:
     return size, size if k == n else max(1, rank - math.isqrt(4 * rank))
 
 
-def scatter_add(indices: Tensor, values: Tensor, out: Tensor, *, factor: float = 1.0) -> None:
-    """Adds ``values * factor`` at ``indices`` to ``out``, one payload after the other.
-
-    Args:
-        indices: int32, shape (payloads, k): places in ``out``, different within a payload, or -1
-            where there is nothing to add.
-        values: float32, shape (payloads, k).
-        out: float32, contiguous.
-
-    Raises:
-        TypeError, ValueError: a tensor has the wrong dtype, size or device; the message names it.
-    """
-    scatter_add_op(indices, values, out, factor)
-
-
-@op("scatter_add(Tensor indices, Tensor values, Tensor(a!) out, float factor) -> ()")
-def scatter_add_op(indices: Tensor, values: Tensor, out: Tensor, factor: float) -> None:
-    flat = out.view(-1)
-    # An index beyond the end may come from a damaged payload; -1 is legal, so PyTorch's own check
-    # of indices, which counts negative ones from the end, would not do.
-    if indices.numel() and not -1 <= int(indices.min()) <= int(indices.max()) < len(flat):
-        raise ValueError(f"scatter_add(indices): places below {len(flat)}, got others")
-    # Payload by payload: a single index_add_ would add in any order on a GPU.
-    for places, entries in zip(indices.long(), values.view(indices.shape), strict=True):
-        valid = places >= 0
-        flat[places[valid]] += entries[valid] * factor
-
-
 # Checks of arguments -------------------------------------------------------------------------
 
 
@@ -200,19 +175,14 @@ def _check_selection(
     if residual is not None and unsent is None:
         raise ValueError(f"{caller}(unsent): needed with a residual")
     check(caller, "indices", indices, like=x, dtypes=(torch.int32,), n=k)
-    check(caller, "values", as_tensor(caller, "values", values), like=x, dtypes=_FLOAT, n=k)
+    values = as_tensor(caller, "values", values)
+    check(caller, "values", values, like=x, dtypes=_FLOAT)
+    if not k <= values.numel() < k + _MOST_PADDING:
+        raise ValueError(
+            f"{caller}(values): {k} entries, and fewer than {_MOST_PADDING} of padding, got "
+            f"{values.numel()}"
+        )
     check_feedback(caller, x, n, residual, unsent)
-
-
-@scatter_add_op.check
-def _check_scatter_add(indices: Tensor, values: Tensor, out: Tensor, factor: float) -> None:
-    check("scatter_add", "indices", indices, like=out, dtypes=(torch.int32,))
-    check("scatter_add", "values", values, like=out, dtypes=_FLOAT, n=indices.numel())
-    check("scatter_add", "out", out, like=out, dtypes=_FLOAT)
-    if indices.dim() != 2:
-        raise ValueError(f"scatter_add(indices): shape (payloads, k), got {tuple(indices.shape)}")
-    if out.numel() > 2**31:
-        raise ValueError(f"scatter_add(out): at most 2^31 entries, got {out.numel()}")
 
 
 # CPU kernels ----------------------------------------------------------------------------------
@@ -229,6 +199,7 @@ def _top_k_cpu(
 ) -> None:
     n = x.numel()
     room = min(n, 2 * k + _MARGIN)
+    values[k:].zero_()
     # Indices, values and magnitudes of the candidates; kernels allocate no memory.
     scratch = torch.empty(3, room, dtype=torch.int32, device="cpu")
     results = (indices, values, residual, unsent)
@@ -244,25 +215,19 @@ def _top_k_sampled_cpu(
     residual: Tensor | None,
     unsent: Tensor | None,
 ) -> None:
+    values[k:].zero_()
     n, place = x.numel(), _sample(x.numel(), k)[1] if k else 0
     results = (indices, values, residual, unsent)
     scratch = torch.empty(_SAMPLE, dtype=torch.int32, device="cpu")
     cpu.call("top_k_sampled", cpu.DTYPES[x.dtype], x, n, k, place, *results, scratch)
 
 
-@scatter_add_op.kernel("cpu")
-def _scatter_add_cpu(indices: Tensor, values: Tensor, out: Tensor, factor: float) -> None:
-    # How many places the kernel has skipped.
-    outside = torch.zeros((), dtype=torch.int64, device="cpu")
-    source = (indices, values, indices.numel(), factor)
-    cpu.call("scatter_add", *source, out, out.numel(), outside)
-    if outside:
-        raise ValueError(f"scatter_add(indices): places below {out.numel()}, got others")
-
-
 # CUDA kernels ---------------------------------------------------------------------------------
 
-_TILE, _WORK_BYTES = 2048, 4 * (8 + 3 * 2048)  # kTile and the size of struct Work in sparse.cu
+# As in sparse.cu: entries of a warp in `select` and in `take`, warps of a block, the size of struct
+# Work.
+_TILE, _TAKE, _WARPS, _WORK_BYTES = 2048, 512, 8, 4 * (12 + 3 * 2048)
+_ROUGH = 2048  # entries of the sample of an exact selection, whose bound need not be exact
 
 
 @top_k_op.kernel("cuda")
@@ -279,28 +244,21 @@ def _top_k_cuda(
         top_k_op.definition(x, k, indices, values, residual, unsent)
         return
     # The bound lies four standard deviations beyond the expected rank, so that at least k entries
-    # reach it almost always. Where they do not, or where a tile is full, the later kernels read the
+    # reach it almost always. Where they do not, or where a tile is full, the later stages read the
     # gradient again, so that the host never waits for a count (docs/design/kernels.md).
-    size = min(n, _SAMPLE)
+    size = min(n, _ROUGH)
     rank = k * size / n
     place = int(rank + 4 * rank**0.5) + 8
     room = min(_TILE, 4 * -(-place * _TILE // size) + 32)
     tiles = -(-n // _TILE)
-    work = torch.empty(_WORK_BYTES + 4 * (3 + 2 * room) * tiles, dtype=torch.uint8, device=x.device)
-    t = cuda.DTYPES[x.dtype]
-    again = (x, unsent, n, k, work, room)
-
-    def launch(name: str, warps: int, *arguments: Tensor | float | None) -> None:
-        cuda.launch("sparse.cu", name, x.device, warps, arguments)
-
-    one_block = 1
-    launch(f"sample<{t}>", one_block, x, residual, n, k, place, work)
-    launch(f"collect<{t}>", tiles, x, residual, unsent, n, work, room)
-    for digit in range(3):
-        launch(f"histogram<{t}, {digit}>", tiles, *again)
-    launch(f"count<{t}>", tiles, *again)
-    launch("scan", one_block, n, work, room)
-    launch(f"emit<{t}>", tiles, *again, indices, values)
+    parts = -(-tiles // _WARPS)
+    memory = _WORK_BYTES + 8 * parts + 4 * (1 + 2 * room) * tiles
+    work = torch.empty(memory, dtype=torch.uint8, device=x.device)
+    t, results = cuda.DTYPES[x.dtype], (indices, values, values.numel() - k)
+    sample = f"sample<{t}, {_ROUGH}, true>"
+    cuda.launch("sparse.cu", sample, x.device, 1, (x, residual, n, k, place, work, parts))
+    arguments = (x, residual, unsent, n, k, work, room, *results)
+    cuda.launch("sparse.cu", f"select<{t}>", x.device, tiles, arguments)
 
 
 @top_k_sampled_op.kernel("cuda")
@@ -316,22 +274,9 @@ def _top_k_sampled_cuda(
     if k == 0:
         top_k_sampled_op.definition(x, k, indices, values, residual, unsent)
         return
-    tiles, place, t = -(-n // _TILE), _sample(n, k)[1], cuda.DTYPES[x.dtype]
-    work = torch.empty(_WORK_BYTES + 4 * 3 * tiles, dtype=torch.uint8, device=x.device)
-    for name, warps, arguments in (
-        (f"sample<{t}>", 1, (x, residual, n, k, place, work)),
-        (f"count_reached<{t}>", tiles, (x, residual, unsent, n, work)),
-        ("scan", 1, (n, work, 0)),
-        (f"take_reached<{t}>", tiles, (x, residual, unsent, n, k, work, indices, values)),
-    ):
-        cuda.launch("sparse.cu", name, x.device, warps, arguments)
-
-
-@scatter_add_op.kernel("cuda")
-def _scatter_add_cuda(indices: Tensor, values: Tensor, out: Tensor, factor: float) -> None:
-    # One launch per payload, so that sums are taken in their order. Places beyond the end are
-    # skipped without an error: to read a count of them back would make the host wait for the GPU.
-    for places, entries in zip(indices, values.view(indices.shape), strict=True):
-        arguments = (places, entries, places.numel(), factor, out, out.numel())
-        warps = -(-places.numel() // 32)
-        cuda.launch("sparse.cu", "scatter_add", out.device, warps, arguments)
+    place, parts, t = _sample(n, k)[1], -(-n // (_TAKE * _WARPS)), cuda.DTYPES[x.dtype]
+    work = torch.empty(_WORK_BYTES + 8 * parts, dtype=torch.uint8, device=x.device)
+    sample = f"sample<{t}, {_SAMPLE}, false>"
+    cuda.launch("sparse.cu", sample, x.device, 1, (x, residual, n, k, place, work, parts))
+    arguments = (x, residual, unsent, n, k, work, indices, values, values.numel() - k)
+    cuda.launch("sparse.cu", f"take<{t}>", x.device, parts * _WARPS, arguments)

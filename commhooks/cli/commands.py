@@ -22,6 +22,7 @@ from rich.table import Table
 from commhooks import kernels, make, scheme_names
 from commhooks._version import __version__
 from commhooks.cli.catalogue import one_thread
+from commhooks.cli.launch import one_launch
 from commhooks.cli.template import TEMPLATE
 from commhooks.cli.tradeoff import SAME as NOT_COMPARED
 from commhooks.cli.tradeoff import Point, cases_of, draw, measured, with_front, write_csv
@@ -83,6 +84,8 @@ def _facts() -> Table:
     table.add_row("CPU kernels", reason or f"built; instruction set {cpu.instruction_set()}")
     reason = cuda.missing()
     table.add_row("CUDA kernels", reason or "CuPy and NVRTC found")
+    if reason is None and torch.cuda.is_available():
+        table.add_row("a launch", one_launch())
     for index in range(torch.cuda.device_count()):
         major, minor = torch.cuda.get_device_capability(index)
         table.add_row(f"device {index}", f"{torch.cuda.get_device_name(index)}, sm_{major}{minor}")

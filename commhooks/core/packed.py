@@ -171,8 +171,14 @@ class PackedCodec(Scheme):
         """
         raise NotImplementedError
 
-    def unpack(self, payloads: Tensor, out: Tensor, random: Randomness, factor: float) -> None:
-        """Writes the sum of the decoded rows of ``payloads``, times ``factor``, to ``out``."""
+    def unpack(
+        self, payloads: Tensor, out: Tensor, random: Randomness, factor: float
+    ) -> Tensor | None:
+        """Writes the sum of the decoded rows of ``payloads``, times ``factor``, to ``out``.
+
+        Returns:
+            Whether all of ``out`` is finite, one bool; None where nobody has looked.
+        """
         raise NotImplementedError
 
     def repack(
@@ -203,12 +209,12 @@ class PackedCodec(Scheme):
         small = len(shards) * shards[0].nbytes < dense_bytes
         if not (small and self.is_worthwhile(n, dense_bytes, world_size)):
             return (yield from bucket.all_reduce())
-        inside = bucket.in_float32()
+        inside, finite = bucket.in_float32(), None
         if self.pattern == "two_phase":
             yield from self._two_phase(inside, shards)
         else:
-            yield from self._all_gather(inside)
-        return bucket.result_of(inside)
+            finite = yield from self._all_gather(inside)
+        return bucket.result_of(inside)._replace(finite=finite)
 
     def shards(self, n: int, count: int) -> Sequence[Shard]:
         """Cuts ``n`` entries into ``count`` shards, equal multiples of the granularity.
@@ -220,13 +226,13 @@ class PackedCodec(Scheme):
         except TypeError:  # a setting that has no hash, such as a list
             return _shards.__wrapped__(self, n, count, self.granularity)
 
-    def _all_gather(self, bucket: Bucket) -> Rounds:
+    def _all_gather(self, bucket: Bucket) -> Generator[Collective, Tensor, Tensor | None]:
         x = bucket.raw
         payload = x.new_empty(self.payload_bytes(x.numel()), dtype=torch.uint8)
         random = Randomness(bucket, "worker")
         self.pack(Piece.of(bucket), payload, random)
         gathered = yield AllGather(payload)
-        self.unpack(gathered, bucket.output, random, 1.0 / bucket.world_size)
+        return self.unpack(gathered, bucket.output, random, 1.0 / bucket.world_size)
 
     def _two_phase(self, bucket: Bucket, shards: Sequence[Shard]) -> Rounds:
         worker, server = Randomness(bucket, "worker"), Randomness(bucket, "server")

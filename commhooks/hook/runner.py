@@ -113,9 +113,8 @@ class Runner:
         step = self._step
         if step is None:
             return
-        # On a GPU the commit reads what exchanges wrote on the driver's streams.
         if self._engine.keeps_memory:
-            self._drivers.join()
+            self._drivers.join()  # the commit reads what exchanges wrote on a GPU's streams
         self._engine.end(set(self._binding.names(left_alone)))
         self._close(step)
 

@@ -15,7 +15,7 @@ from commhooks.core.registry import register_scheme
 from commhooks.core.scheme import Scheme
 from commhooks.core.slot import Slot
 from commhooks.core.traits import INT32_PLACES, Traits
-from commhooks.kernels import dct, scatter_add
+from commhooks.kernels import dct, scatter_sum
 from ddp_core import AllGather
 
 __all__ = ["DeMo"]
@@ -70,7 +70,8 @@ class DeMo(Scheme):
         momentum = bucket.gradient.to(torch.float32) + self.decay * old
         tiles = _tiles_of(layout)
         rows = tiles.transformed(momentum)
-        largest = rows.abs().topk(k, dim=1, sorted=False).indices
+        # In ascending order, so that one pass adds up the payloads of all ranks.
+        largest = rows.abs().topk(k, dim=1, sorted=False).indices.sort(dim=1).values
         values = rows.gather(1, largest).bfloat16()
         payload = torch.stack([largest.to(torch.int16), values.view(torch.int16)])
         gathered = yield AllGather(payload)
@@ -81,10 +82,10 @@ class DeMo(Scheme):
         starts = torch.arange(len(rows), device=rows.device, dtype=torch.int32)[:, None] * _TILE
         indices = (gathered[:, 0].to(torch.int32) + starts).flatten(1)
         arrived = gathered[:, 1].view(torch.bfloat16).float().flatten(1)
-        total, count = rows.new_zeros(2, rows.numel())
+        total, count = rows.new_empty(2, rows.numel())
         # Rank after rank, on every device: the same bits on every rank.
-        scatter_add(indices, arrived, total)
-        scatter_add(indices, torch.ones_like(arrived), count)
+        scatter_sum(indices, arrived, total)
+        scatter_sum(indices, torch.ones_like(arrived), count)
         mean = tiles.back((total / count.clamp(min=1.0)).view_as(rows))
         if self.sign:
             mean = torch.where(mean.isfinite(), mean.sign(), torch.nan)  # the sign of NaN is 0

@@ -13,7 +13,7 @@ from commhooks.core.registry import register_scheme
 from commhooks.core.scheme import Scheme
 from commhooks.core.slot import Slot
 from commhooks.core.traits import INT32_PLACES, Traits
-from commhooks.kernels import scatter_add, top_k, top_k_sampled
+from commhooks.kernels import scatter_sum, top_k, top_k_sampled
 from commhooks.wrappers.per_parameter import PerParameter, Rule
 from ddp_core import AllGather, AllReduce
 
@@ -128,15 +128,16 @@ class DGC(Scheme):
         indices, values = payload[0], payload[1].view(torch.float32)
         unsent = torch.empty_like(v)
         (top_k_sampled if self.sampled else top_k)(v, k, indices, values, unsent=unsent)
-        # By value, not by index: a sampled threshold sends fewer than k, and pads its indices.
-        taken = (unsent == 0) & (v != 0)
         bucket.write(_UNSENT, unsent)
-        bucket.write(_MOMENTUM, u.masked_fill_(taken, 0.0))
+        # By value, not by index: a sampled threshold sends fewer than k, and pads its indices.
+        bucket.write(_MOMENTUM, u.masked_fill_(unsent != v, 0.0))
         gathered = yield AllGather(payload)
-        indices, values = gathered.transpose(0, 1).contiguous()  # from (rank, 2, k)
-        mean = torch.zeros_like(v)
-        scatter_add(indices, values.view(torch.float32), mean, factor=1.0 / bucket.world_size)
-        return Result(bucket.output.copy_(mean))
+        mean = bucket.output
+        if mean.dtype == torch.float64:  # which the kernel does not know
+            mean = torch.empty_like(v)
+        indices, values = gathered[:, 0], gathered[:, 1].view(torch.float32)
+        scatter_sum(indices, values, mean, factor=1.0 / bucket.world_size)
+        return Result(mean if mean is bucket.output else bucket.output.copy_(mean))
 
     def _clipped(self, g: Tensor, bucket: Bucket) -> Tensor:
         if self.clip is None:

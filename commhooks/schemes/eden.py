@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -10,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from commhooks.core.packed import PackedCodec, Pattern, Piece, Randomness
+from commhooks.core.packed import PackedCodec, Pattern, Piece, Randomness, Shard
 from commhooks.core.registry import register_scheme
 from commhooks.core.traits import ErrorKind, Unbiased
-from commhooks.kernels import dequantize_levels, hadamard, quantize_levels
+from commhooks.kernels import dequantize_levels, hadamard, level_bytes, quantize_levels
 
 __all__ = ["Eden"]
 
@@ -69,41 +70,86 @@ class Eden(PackedCodec):
         return self.block
 
     def payload_bytes(self, n: int) -> int:
-        blocks = -(-n // self.block)
-        return -(-blocks * (4 + self.block * self.bits // 8) // 16) * 16
+        return level_bytes(n, self.bits, self.block)
 
-    def _split(self, payload: Tensor, n: int) -> tuple[Tensor, Tensor]:
-        """Returns scales and codes of a payload of ``n`` entries; views."""
-        blocks = -(-n // self.block)
-        end = blocks * (4 + self.block * self.bits // 8)
-        return payload[: 4 * blocks].view(torch.float32), payload[4 * blocks : end]
+    # One payload, or a row of a message per shard: the kernels take both.
 
     def pack(self, piece: Piece, payload: Tensor, random: Randomness) -> None:
+        self._encode(piece, payload, self._padded(piece.x.numel()), random)
+
+    def pack_shards(self, piece: Piece, shards: Sequence[Shard], random: Randomness) -> Tensor:
+        rows = piece.x.new_empty(len(shards), shards[0].nbytes, dtype=torch.uint8)
+        self._encode(piece, rows, self._padded(shards[0].end), random)
+        return rows
+
+    def unpack(self, payloads: Tensor, out: Tensor, random: Randomness, factor: float) -> None:
+        self._decode(payloads, out, self._padded(out.numel()), random, factor)
+
+    def unpack_shards(
+        self, rows: Tensor, out: Tensor, shards: Sequence[Shard], random: Randomness
+    ) -> None:
+        self._decode(rows[None], out, self._padded(shards[0].end), random, 1.0)
+
+    def unpack_shard(
+        self,
+        received: Tensor,
+        shards: Sequence[Shard],
+        index: int,
+        out: Tensor,
+        random: Randomness,
+        factor: float,
+    ) -> None:
+        self._decode(received, out, self._padded(shards[0].end), random.row(index), factor)
+
+    def repack_shard(
+        self,
+        received: Tensor,
+        shards: Sequence[Shard],
+        index: int,
+        random: Randomness,
+        unsent: Tensor | None,
+        weight: int,
+    ) -> Tensor:
+        begin, end, _ = shards[index]
+        total = torch.empty(end - begin, dtype=torch.float32, device=received.device)
+        self.unpack_shard(received, shards, index, total, random.first, 1.0 / len(received))
+        error = None if unsent is None else torch.empty_like(unsent[begin:end])
+        packed = received.new_empty(shards[0].nbytes)
+        piece = Piece(total, None, error)
+        self._encode(piece, packed, self._padded(shards[0].end), random.row(index))
+        if unsent is not None and error is not None:
+            unsent[begin:end].add_(error, alpha=float(weight))
+        return packed
+
+    def _padded(self, n: int) -> int:
+        return -(-n // self.block) * self.block
+
+    def _encode(self, piece: Piece, payload: Tensor, shard: int, random: Randomness) -> None:
         n, unsent = piece.x.numel(), piece.unsent
-        c = pad(piece.corrected, (0, -n % self.block))
+        c, padding = piece.corrected, -n % self.block
+        if padding:
+            c = pad(c, (0, padding))
         rotated = torch.empty_like(c)
-        hadamard(c, rotated, self.block, random.per_phase)
-        scales, codes = self._split(payload, n)
+        payload.zero_()  # what no block fills travels, too: the same bytes in every run
+        hadamard(c, rotated, self.block, random.per_phase, shard=shard)
         # The error takes the place of the rotated entries, and is rotated back in place.
         error = None if unsent is None else rotated
         levels = _levels(self.bits, c.device)
-        quantize_levels(rotated, levels, scales, codes, self.block, unsent=error)
-        payload[scales.nbytes + codes.nbytes :].zero_()
+        quantize_levels(rotated, levels, payload, self.block, shard=shard, unsent=error)
         if unsent is not None:
-            hadamard(rotated, rotated, self.block, random.per_phase, inverse=True)
+            hadamard(rotated, rotated, self.block, random.per_phase, shard=shard, inverse=True)
             unsent.copy_(rotated[:n])
 
-    def unpack(self, payloads: Tensor, out: Tensor, random: Randomness, factor: float) -> None:
+    def _decode(
+        self, payloads: Tensor, out: Tensor, shard: int, random: Randomness, factor: float
+    ) -> None:
         n = out.numel()
-        room = -(-n // self.block) * self.block
-        total = torch.zeros(room, dtype=torch.float32, device=out.device)
-        levels = _levels(self.bits, out.device)
+        total = torch.empty(self._padded(n), dtype=torch.float32, device=out.device)
         # Rotation is linear: the sum is rotated back, once, and not each rank's payload.
-        for index, payload in enumerate(payloads):
-            parts = self._split(payload, n)
-            dequantize_levels(*parts, levels, total, self.block, accumulate=index > 0)
-        hadamard(total, total, self.block, random.per_phase, inverse=True)
-        out.copy_(total[:n].mul_(factor))
+        levels = _levels(self.bits, out.device)
+        dequantize_levels(payloads, levels, total, self.block, shard=shard)
+        hadamard(total, total, self.block, random.per_phase, shard=shard, inverse=True)
+        out.copy_(total[:n] if factor == 1.0 else total[:n].mul_(factor))
 
 
 @lru_cache(maxsize=32)

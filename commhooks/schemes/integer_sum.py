@@ -13,7 +13,13 @@ from commhooks.core.scheme import Scheme
 from commhooks.core.slot import Number
 from commhooks.core.step_info import StepInfo
 from commhooks.core.traits import Biased, Traits, Unbiased
-from commhooks.kernels import all_finite, dequantize_shared, largest_magnitudes, quantize_shared
+from commhooks.kernels import (
+    all_finite,
+    dequantize_shared,
+    largest_magnitudes,
+    quantize_shared,
+    squared_norms,
+)
 from ddp_core import AllReduce
 
 __all__ = ["GlobalQSGD", "IntSGD"]
@@ -166,11 +172,11 @@ class IntSGD(Scheme):
 
     def _remember(self, mean: Tensor, bucket: Bucket) -> None:
         """Updates the norms by the averaged gradient, which is the same on every rank."""
-        layout = bucket.layout
-        pieces = [piece.double() for piece in mean.split(layout.sizes)]
-        if not pieces:
+        sizes = bucket.layout.sizes
+        if not sizes:
             return
-        new = torch.stack([piece.square().sum() for piece in pieces])
+        new = mean.new_empty(len(sizes), dtype=torch.float64)
+        squared_norms(mean.contiguous(), new, sizes)  # a call for all parameters
         if self._known(bucket):
             new = torch.lerp(new, bucket.read(_NORM), self.decay)
         bucket.write(_NORM, new)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from commhooks.core.packed import PackedCodec, Pattern, Piece, Randomness
+from commhooks.core.packed import PackedCodec, Pattern, Piece, Randomness, Shard
 from commhooks.core.registry import register_scheme
 from commhooks.core.traits import Biased, ErrorKind, Traits
-from commhooks.kernels import all_finite, pack_bits, unpack_bits
+from commhooks.kernels import count_votes, pack_votes, vote_bytes
 
 __all__ = ["SignSGD"]
 
@@ -52,22 +53,39 @@ class SignSGD(PackedCodec):
             raise ValueError(f"SignSGD(scale=...) is above 0, got {self.scale!r}")
 
     def payload_bytes(self, n: int) -> int:
-        return -(-(-(-n // 8) + 1) // 16) * 16  # the last byte: whether all are finite
+        return vote_bytes(n)  # the last byte: whether all are finite
+
+    # One payload, or a row of a message per shard: the kernels take both. Signs are an update,
+    # around which there is no feedback.
 
     def pack(self, piece: Piece, payload: Tensor, random: Randomness) -> None:
-        x = piece.x  # signs are an update, around which there is no feedback
-        nbytes = -(-x.numel() // 8)
-        payload[nbytes:].zero_()  # padding travels, too: the same bytes in every run
-        pack_bits(x >= 0, payload[:nbytes])
-        payload[-1] = ~all_finite(x)
+        pack_votes(piece.x, payload)
+
+    def pack_shards(self, piece: Piece, shards: Sequence[Shard], random: Randomness) -> Tensor:
+        rows = piece.x.new_empty(len(shards), shards[0].nbytes, dtype=torch.uint8)
+        pack_votes(piece.x, rows, shard=shards[0].end)
+        return rows
 
     def unpack(self, payloads: Tensor, out: Tensor, random: Randomness, factor: float) -> None:
-        n = out.numel()
-        votes = torch.zeros(n, dtype=torch.float32, device=out.device)
-        bits = torch.empty(n, dtype=torch.bool, device=out.device)
-        for row in payloads:
-            unpack_bits(row[: -(-n // 8)].contiguous(), bits)
-            votes += bits
-        # At least half of the ranks: a tie is positive everywhere.
-        votes = torch.where(2 * votes >= len(payloads), self.scale, -self.scale)
-        out.copy_(votes.masked_fill_((payloads[:, -1] != 0).any(), torch.nan))
+        count_votes(payloads, out, self.scale)
+
+    def unpack_shards(
+        self, rows: Tensor, out: Tensor, shards: Sequence[Shard], random: Randomness
+    ) -> None:
+        count_votes(rows[None], out, self.scale, shard=shards[0].end)
+
+    def repack_shard(
+        self,
+        received: Tensor,
+        shards: Sequence[Shard],
+        index: int,
+        random: Randomness,
+        unsent: Tensor | None,
+        weight: int,
+    ) -> Tensor:
+        (begin, end, _), length = shards[index], shards[0].end
+        total = torch.empty(end - begin, dtype=torch.float32, device=received.device)
+        packed = received.new_empty(shards[0].nbytes)
+        count_votes(received, total, self.scale, shard=length)
+        pack_votes(total, packed, shard=length)
+        return packed

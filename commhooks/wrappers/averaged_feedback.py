@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from commhooks.core.bucket import Bucket, Result, SchemeExchange
-from commhooks.core.layout import Layout
 from commhooks.core.scheme import Scheme
 from commhooks.core.slot import Slot
-from commhooks.kernels import dequantize, payload_bytes, quantize
+from commhooks.kernels import dequantize, dequantize_parts, payload_bytes, quantize_parts
 from commhooks.wrappers.feedback import Feedback
 
 __all__ = ["AveragedFeedback"]
@@ -85,12 +83,10 @@ class AveragedFeedback(Feedback):
         return (1 + self.decay) / (1 - self.decay)
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
-        layout, packed = bucket.layout, _AVERAGED.layout(bucket.layout)
         # Packed parameter by parameter, not as a bucket: buckets change, and memory goes by name.
-        error = torch.zeros_like(bucket.raw, dtype=torch.float32)
-        old = bucket.read(_AVERAGED)
-        for entries, payload in _pairs(error, old, layout, packed):
-            dequantize(payload[None], entries, "int8", _BLOCK)
+        error = torch.empty_like(bucket.raw, dtype=torch.float32)
+        old, sizes = bucket.read(_AVERAGED), bucket.layout.sizes
+        dequantize_parts(old, error, sizes)
         residual = error.to(bucket.wide_dtype)
         inside = bucket.replace(
             raw=bucket.gradient, residual=residual, unsent=torch.empty_like(residual)
@@ -104,17 +100,6 @@ class AveragedFeedback(Feedback):
             error.zero_()
         # Not in place: a step that is not finite goes back to ``old``.
         new = bucket.scratch(_AVERAGED, like=old)
-        for entries, payload in _pairs(error, new, layout, packed):
-            quantize(entries, payload, "int8", _BLOCK)
+        quantize_parts(error, new, sizes)
         bucket.write(_AVERAGED, new)
         return Result(result.mean, unsent=unsent, finite=result.finite)
-
-
-def _pairs(
-    entries: Tensor, payload: Tensor, layout: Layout, packed: Layout
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields entries and payload of each parameter that has entries."""
-    payloads = payload.split(packed.sizes)
-    for part, its_payload in zip(entries.split(layout.sizes), payloads, strict=True):
-        if part.numel():
-            yield part, its_payload

@@ -105,8 +105,8 @@ class ErrorFeedback(Feedback):
     """Adds to each gradient what earlier steps did not send: ``c = g + e; e = c - sent(c)``.
 
     The residual ``e`` is kept per rank and parameter in float32 (float64 for float64 gradients).
-    A step in which any gradient of any rank is not finite does not change it. On the CPU a second
-    buffer of the residual's size is kept, which the next step writes to.
+    A step in which any gradient of any rank is not finite does not change it, so that a step
+    writes to a second buffer of the same size. On the CPU that buffer is kept for the next step.
 
     Args:
         scheme: the scheme to correct. Only a biased one needs feedback.

@@ -45,6 +45,23 @@ INLINE void store(float* out, const Floats (&row)[kVectors]) {
     for (int v = 0; v < kVectors; ++v) store_as(out + v * kWidth, row[v]);
 }
 
+INLINE float square_root(float x) {
+#if defined(__SSE2__)
+    return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(x)));
+#else
+    return __builtin_sqrtf(x);
+#endif
+}
+
+// Adds the 32 partial sums of a row, halves to halves.
+INLINE float summed(const Floats (&sums)[kVectors]) {
+    float sum[kRow];
+    store(sum, sums);
+    for (int half = kRow / 2; half; half /= 2)
+        for (int l = 0; l < half; ++l) sum[l] += sum[l + half];
+    return sum[0];
+}
+
 // Stores past the cache, which then need not read the line first. Pays for results larger than a cache
 // that nobody reads soon (docs/design/kernels.md).
 INLINE void stream(float* out, const Floats (&row)[kVectors]) {

@@ -9,9 +9,6 @@ template <int BITS> constexpr int kLevels = 1 << BITS;
 template <int BITS, class V, class W> INLINE V nearest_level(V z, const float* table, W& code) {
     V value = V{} + table[0];
     code = W{};
-#if defined(__CUDACC_RTC__)
-#pragma unroll
-#endif
     for (int j = 1; j < kLevels<BITS>; ++j) {
         const float bound = table[kLevels<BITS> + j - 1];
         value = z > bound ? V{} + table[j] : value;
@@ -22,9 +19,6 @@ template <int BITS, class V, class W> INLINE V nearest_level(V z, const float* t
 
 template <int BITS, class V, class W> INLINE V level_of(W code, const float* table) {
     V value = V{} + table[0];
-#if defined(__CUDACC_RTC__)
-#pragma unroll
-#endif
     for (int j = 1; j < kLevels<BITS>; ++j) value = code >= (u32)j ? V{} + table[j] : value;
     return value;
 }

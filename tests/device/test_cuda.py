@@ -69,10 +69,13 @@ def network() -> nn.Module:
     return nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))).cuda()
 
 
-def check_that_backward_gives_the_schemes_average(name: str, model: nn.Module) -> None:
+def check_that_backward_gives_the_schemes_average(
+    name: str, model: nn.Module, bucket_cap_mb: float = 1.0
+) -> None:
     """Gradients read right after backward are those of the scheme, bit for bit, in every step."""
-    device = next(model.parameters()).device
-    ddp = DistributedDataParallel(model, bucket_cap_mb=1, gradient_as_bucket_view=True)
+    first = next(model.parameters())
+    device, width = first.device, first.shape[1]
+    ddp = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=True)
     hook = commhooks.register(ddp, name)
     start, seen = hook.start, []
 
@@ -83,7 +86,7 @@ def check_that_backward_gives_the_schemes_average(name: str, model: nn.Module) -
 
     hook.start = record
     reference = Engine(hook.scheme, rank=0, world_size=1)
-    x = torch.randn(16, 512, device=device)
+    x = torch.randn(16, width, device=device)
     for step in range(5):
         ddp(x).square().mean().backward()
         for number, (layout, sent, is_last, gradients) in enumerate(seen):

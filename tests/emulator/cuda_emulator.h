@@ -3,6 +3,10 @@
 // Collectives of a warp (shuffles, ballots, __syncwarp) and __syncthreads are places where fibers
 // meet; divergence and deadlock are found there. Lanes run in an order that can be permuted, so that
 // a missing barrier shows in some order. Shared memory starts as garbage, as on a GPU.
+//
+// With RESIDENT=n, n blocks run in turns, each on an OS thread of its own: a block is interrupted where
+// it waits for another one, and at random in atomic operations and fences. Only one runs at a time, so
+// that a run can be repeated; orders of memory that only a GPU shows are not shown.
 #pragma once
 #define CUDA_EMU 1
 #include <cmath>
@@ -15,12 +19,24 @@
 #include <utility>
 #include <vector>
 #include <sys/mman.h>
+#if defined(RESIDENT)
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+#define PER_BLOCK static thread_local
+#else
+#define PER_BLOCK static
+#endif
 
 #define __global__
 #define __device__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#if defined(RESIDENT)
+#define __shared__ PER_BLOCK
+#else
 #define __shared__ static __attribute__((section("emulated_shared")))
+#endif
 
 struct uint3 { unsigned x, y, z; };
 struct dim3 { unsigned x, y, z; };
@@ -31,15 +47,17 @@ enum State : uint8_t { READY, AT_WARP, AT_BLOCK, DONE };
 struct Fiber { void* stack; uint3 thread; State state; uint32_t mask; int line; };
 struct Warp { uint64_t slot[2][32]; uint32_t arrived, live, generation; int line; };
 
-static Fiber fibers[1024];
-static Warp warps[32];
-static int threads, current, live, at_barrier;
-static void* main_stack;
-static char* stacks;
-static uint3 block_index;
+PER_BLOCK Fiber fibers[1024];
+PER_BLOCK Warp warps[32];
+PER_BLOCK int current, live, at_barrier;
+PER_BLOCK void* main_stack;
+PER_BLOCK char* stacks;
+PER_BLOCK uint3 block_index;
+static int threads;
 static dim3 block_size, grid_size;
 static std::string error;
 static uint32_t lane_order;  // lane i runs as i ^ lane_order
+static uint32_t seed;        // of the turns of blocks
 constexpr size_t kStack = 1 << 16;
 
 // Saves the callee's registers on the stack `*from` and goes on with those on the stack `to`.
@@ -200,38 +218,122 @@ extern char __start_emulated_shared[] __attribute__((weak));
 extern char __stop_emulated_shared[] __attribute__((weak));
 }
 
-static int run(dim3 grid, dim3 block, void (*function)(void*), void* argument) {
+static int run_block(uint3 index) {
     if (!stacks)
         stacks = (char*)mmap(nullptr, kStack * 1024, PROT_READ | PROT_WRITE,
                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    block_index = index;
+    live = threads;
+    at_barrier = 0;
+    for (int w = 0; w * 32 < threads; w++) {
+        const int lanes = threads - w * 32;
+        warps[w].arrived = warps[w].generation = 0;
+        warps[w].live = lanes >= 32 ? ~0u : (1u << lanes) - 1;
+    }
+    for (int i = 0; i < threads; i++) {
+        const unsigned t = (unsigned)i, x = block_size.x, y = block_size.y;
+        fibers[i] = {fresh_stack(stacks + kStack * (i + 1), run_thread), {t % x, t / x % y, t / (x * y)}, READY, 0, 0};
+    }
+    current = (int)lane_order < threads ? (int)lane_order : 0;
+    emulator_switch(&main_stack, fibers[current].stack);
+    return !error.empty();
+}
+
+static std::vector<uint3> indices_of(dim3 grid) {
+    std::vector<uint3> all;
+    for (unsigned z = 0; z < grid.z; z++)
+        for (unsigned y = 0; y < grid.y; y++)
+            for (unsigned x = 0; x < grid.x; x++) all.push_back({x, y, z});
+    return all;
+}
+
+#if defined(RESIDENT)
+static std::mutex mutex;
+static std::condition_variable changed;
+static std::vector<bool> running;  // of the OS threads
+static int turn;
+static int waited;  // how many blocks in a row found nothing to do
+PER_BLOCK int own;  // number of this OS thread
+
+static uint32_t random_number() { return seed = seed * 1664525u + 1013904223u, seed >> 8; }
+
+static void give_turn() {
+    int left = 0;
+    for (bool one : running) left += one;
+    int next = left ? (int)(random_number() % left) : -1;
+    turn = -1;
+    for (size_t i = 0; i < running.size(); i++)
+        if (running[i] && next-- == 0) turn = (int)i;
+    changed.notify_all();
+}
+static void wait_for_turn(std::unique_lock<std::mutex>& lock) {
+    changed.wait(lock, [] { return turn == own; });
+}
+
+static void interrupt(bool waits, int line) {
+    if (!waits && random_number() % 8) return;
+    waited = waits ? waited + 1 : 0;
+    if (waited > 100000) fail("deadlock: blocks wait for one another", line);
+    {
+        std::unique_lock<std::mutex> lock(mutex);
+        give_turn();
+        wait_for_turn(lock);
+    }
+    if (!error.empty()) fail("", line);
+}
+
+static int run_blocks(dim3 grid) {
+    std::vector<uint3> left = indices_of(grid);
+    running.assign(RESIDENT, true);
+    waited = 0;
+    std::vector<std::thread> all;
+    for (int i = 0; i < RESIDENT; i++)
+        all.emplace_back([i, &left] {
+            own = i;
+            std::unique_lock<std::mutex> lock(mutex);
+            wait_for_turn(lock);
+            while (!left.empty() && error.empty()) {  // blocks may start in any order
+                const size_t at = random_number() % left.size();
+                const uint3 index = left[at];
+                left.erase(left.begin() + (long)at);
+                lock.unlock();
+                run_block(index);
+                lock.lock();
+                give_turn();
+                wait_for_turn(lock);
+            }
+            if (stacks) munmap(stacks, kStack * 1024);
+            running[i] = false;
+            give_turn();
+        });
+    {
+        std::unique_lock<std::mutex> lock(mutex);
+        give_turn();
+    }
+    for (std::thread& one : all) one.join();
+    return !error.empty();
+}
+#else
+// Blocks run one after the other: what a block waits for has to come from one before.
+static void interrupt(bool waits, int line) {
+    if (waits) fail("a block waits for one that has not run", line);
+}
+
+static int run_blocks(dim3 grid) {
+    for (const uint3 index : indices_of(grid)) {
+        if (__start_emulated_shared)
+            memset(__start_emulated_shared, 0xA5, __stop_emulated_shared - __start_emulated_shared);
+        if (run_block(index)) return 1;
+    }
+    return 0;
+}
+#endif
+
+static int run(dim3 grid, dim3 block, void (*function)(void*), void* argument) {
     error.clear();
     block_size = block, grid_size = grid, body = function, body_argument = argument;
     threads = (int)(block.x * block.y * block.z);
-    for (unsigned z = 0; z < grid.z; z++)
-        for (unsigned y = 0; y < grid.y; y++)
-            for (unsigned x = 0; x < grid.x; x++) {
-                block_index = {x, y, z};
-                live = threads;
-                at_barrier = 0;
-                if (__start_emulated_shared)
-                    memset(__start_emulated_shared, 0xA5,
-                           __stop_emulated_shared - __start_emulated_shared);
-                for (int w = 0; w * 32 < threads; w++) {
-                    const int lanes = threads - w * 32;
-                    warps[w].arrived = warps[w].generation = 0;
-                    warps[w].live = lanes >= 32 ? ~0u : (1u << lanes) - 1;
-                }
-                for (int i = 0; i < threads; i++) {
-                    const unsigned t = (unsigned)i;
-                    fibers[i] = {fresh_stack(stacks + kStack * (i + 1), run_thread),
-                                 {t % block.x, t / block.x % block.y, t / (block.x * block.y)},
-                                 READY, 0, 0};
-                }
-                current = (int)lane_order < threads ? (int)lane_order : 0;
-                emulator_switch(&main_stack, fibers[current].stack);
-                if (!error.empty()) return 1;
-            }
-    return 0;
+    return run_blocks(grid);
 }
 
 template <class... A, size_t... I>
@@ -265,8 +367,17 @@ template <class... A> int launch(void (*kernel)(A...), void** arguments, dim3 gr
 #define __reduce_max_sync(mask, value)            \
     emulator::over_lanes(mask, value, __LINE__, \
                          [](uint32_t most, uint32_t one, int) { return one > most ? one : most; })
-inline void __threadfence() {}
-template <class T, class U> T atomicAdd(T* p, U v) { T old = *p; *p = old + (T)v; return old; }
+#define __reduce_add_sync(mask, value)            \
+    emulator::over_lanes(mask, value, __LINE__, \
+                         [](uint32_t sum, uint32_t one, int) { return sum + one; })
+#define __threadfence() emulator::interrupt(false, __LINE__)
+#define __nanosleep(time) emulator::interrupt(true, __LINE__)
+template <class T, class U> T atomicAdd(T* p, U v) {
+    emulator::interrupt(false, __LINE__);
+    T old = *p;
+    *p = old + (T)v;
+    return old;
+}
 template <class T, class U> T atomicMax(T* p, U v) { T old = *p; if ((T)v > old) *p = (T)v; return old; }
 template <class T, class U> T atomicOr(T* p, U v) { T old = *p; *p = old | (T)v; return old; }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }

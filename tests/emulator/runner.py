@@ -22,6 +22,8 @@ HERE = Path(__file__).parent
 KERNELS = HERE.parents[1] / "kernels"
 # Fewer blocks than work, so that every loop over the grid takes more than one turn.
 MOST_BLOCKS = 3
+# Several blocks at once, in turns that a seed decides.
+RESIDENT = ("-DRESIDENT=4", "-pthread")
 SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 
 
@@ -65,6 +67,7 @@ extern "C" int emulator_launch(const char* name, const dim3* grid, const dim3* b
 }}
 extern "C" const char* emulator_error() {{ return emulator::error.c_str(); }}
 extern "C" void emulator_order(unsigned order) {{ emulator::lane_order = order & 31; }}
+extern "C" void emulator_seed(unsigned seed) {{ emulator::seed = seed; }}
 """
 
     def compile_to(library: Path) -> None:
@@ -72,7 +75,8 @@ extern "C" void emulator_order(unsigned order) {{ emulator::lane_order = order &
         file.write_text(text)
         command = [
             *("g++", "-std=c++17", "-O1", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-w"),
-            *("-shared", f"-I{KERNELS}", *flags, str(file), "-o", str(library)),
+            # Two libraries in one process may have shared memory of the same name.
+            *("-fno-gnu-unique", "-shared", f"-I{KERNELS}", *flags, str(file), "-o", str(library)),
         ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -102,13 +106,20 @@ def launch_on(
 
 @contextmanager
 def emulated(
-    names: dict[str, Sequence[str]], order: int = 0, flags: Sequence[str] = ()
+    names: dict[str, Sequence[str]],
+    order: int = 0,
+    flags: Sequence[str] = (),
+    *,
+    blocks: int = MOST_BLOCKS,
+    seed: int = 0,
 ) -> Iterator[None]:
     """Within it, ``cuda.launch`` runs kernels on tensors of the CPU, lanes in that order.
 
     Args:
         names: the kernels that may be launched, by file; they are compiled together.
         flags: of g++.
+        blocks: of a grid, at most.
+        seed: of the turns of blocks, where several are resident; see ``RESIDENT``.
     """
 
     def launch(
@@ -121,8 +132,9 @@ def emulated(
     ) -> None:
         library = build(file_of(source), names[source], flags)
         library.emulator_order(order)
+        library.emulator_seed(seed)
         values = [as_ctypes(one) for one in arguments]
-        grid = (min(-(-work // 8), MOST_BLOCKS), rows)
+        grid = (min(-(-work // 8), blocks), rows)
         launch_on(library, name, grid, 256, values)
 
     with mock.patch.object(cuda, "launch", launch):

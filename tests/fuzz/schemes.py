@@ -56,7 +56,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "random_k": {"ratio": 0.1},
     "random_block": {"ratio": 0.1},
     "qsgd": {"block": 64},
-    "terngrad": {"block": 64},
+    "terngrad": {"block": 128},
     "signsgd": {},
     "quantization_pertensor": {},
     "quantization_perchannel": {"block_size": 64},

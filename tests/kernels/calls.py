@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from commhooks.kernels import Matrices
+from commhooks.kernels._parts import Parts
 from commhooks.kernels.blockwise import payload_bytes, quantize
 
 __all__ = ["CALLS", "quantized"]
@@ -21,6 +22,7 @@ def quantized(x: torch.Tensor) -> torch.Tensor:
 
 STEP = torch.tensor(3)
 MATRICES = Matrices([(0, 20, 30, 2), (600, 7, 9, 2)])
+PARTS = Parts([600, 20])
 BUCKET = MATRICES.table[-1, 0]
 
 
@@ -43,6 +45,15 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "quantize": lambda: (
         *(torch.randn(600), torch.zeros(payload_bytes(600, "int8", 256), dtype=torch.uint8)),
         *("int8", 256, 600, torch.randn(600), torch.zeros(600), STEP, 1, 0, 0),
+    ),
+    "quantize_parts": lambda: (torch.randn(620), torch.zeros(672).byte(), PARTS.table),
+    "dequantize_parts": lambda: (torch.zeros(672).byte(), torch.zeros(620), PARTS.table),
+    "squared_norms": lambda: (torch.randn(620), torch.zeros(2, dtype=torch.float64), PARTS.table),
+    "pack_votes": lambda: (torch.randn(60), torch.zeros(4, 16).byte(), 16),
+    "count_votes": lambda: (torch.zeros(3, 4, 16).byte(), torch.zeros(60), 1.0, 16),
+    "quantize_norms": lambda: (
+        *(torch.randn(600), torch.zeros(payload_bytes(600, "int8", 256), dtype=torch.uint8)),
+        *(256, 127, STEP, 1, 0, 0),
     ),
     "dequantize": lambda: (
         *(quantized(torch.randn(600))[None], torch.zeros(600), "int8", 256, 600, 0.5, True),
@@ -79,12 +90,12 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
         *(torch.zeros(600), 256, 42, 0.5),
     ),
     "quantize_levels": lambda: (
-        *(torch.randn(256), torch.tensor([-1.0, 1.0, 0.0]), torch.zeros(2)),
-        *(torch.zeros(32, dtype=torch.uint8), torch.zeros(256), 128),
+        *(torch.randn(256), torch.tensor([-1.0, 1.0, 0.0]), torch.zeros(2, 32).byte()),
+        *(torch.zeros(256), 128, 128),
     ),
     "dequantize_levels": lambda: (
-        *(torch.ones(2), torch.zeros(32, dtype=torch.uint8), torch.tensor([-1.0, 1.0, 0.0])),
-        *(torch.zeros(256), 128, True),
+        *(torch.zeros(3, 2, 32).byte(), torch.tensor([-1.0, 1.0, 0.0])),
+        *(torch.zeros(256), 128, 128),
     ),
     "top_k_sampled": lambda: (
         *(torch.randn(600), 6, torch.zeros(6, dtype=torch.int32), torch.zeros(6)),
@@ -92,17 +103,18 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     ),
     "finite": lambda: (torch.randn(600), torch.ones((), dtype=torch.bool)),
     "restore": lambda: (torch.randn(600), torch.randn(600), torch.zeros((), dtype=torch.bool)),
-    "pack_bits": lambda: (torch.randn(60) > 0, torch.zeros(8, dtype=torch.uint8)),
-    "unpack_bits": lambda: (torch.zeros(8, dtype=torch.uint8), torch.ones(60, dtype=torch.bool)),
-    "scatter_add": lambda: (
+    "scatter_sum": lambda: (
         *(torch.arange(6, dtype=torch.int32)[None], torch.randn(1, 6), torch.zeros(600), 0.5),
+        torch.tensor(True),
     ),
-    "hadamard": lambda: (torch.randn(256), torch.zeros(256), 64, False, STEP, 1, 0, 0),
+    "hadamard": lambda: (torch.randn(256), torch.zeros(256), 64, False, STEP, 1, 0, 0, 128),
     "gather_random": lambda: (
         *(torch.randn(600), torch.zeros(6), torch.randn(600), torch.zeros(600), STEP, 1, 0),
     ),
-    "scatter_random": lambda: (torch.randn(6), torch.zeros(600), 0.5, STEP, 1, 0),
-    "dct": lambda: (torch.randn(128), torch.randn(64, 64), torch.zeros(128)),
+    "scatter_random": lambda: (
+        *(torch.randn(6), torch.zeros(600), 0.5, torch.tensor(True), STEP, 1, 0),
+    ),
+    "dct": lambda: (torch.randn(128), torch.zeros(128), False),
     "cast": lambda: (torch.randn(600), torch.zeros(600).half(), 0.5, STEP, 1, 0, 0),
     "requantize": lambda: (
         *(quantized(torch.randn(600))[None], quantized(torch.randn(600)), 600, "int8", 256, 600),

@@ -8,6 +8,7 @@ kernels on a GPU, for compute-sanitizer. Names of families may follow; all are t
 from __future__ import annotations
 
 import ctypes
+import os
 import random
 import subprocess
 import sys
@@ -23,41 +24,48 @@ from tests.emulator import runner
 from tests.kernels import (
     hostile,
     test_affine,
-    test_bitmap,
     test_blockwise,
     test_dct,
     test_finite,
     test_hadamard,
     test_levels,
     test_low_rank,
+    test_norms,
+    test_parts,
     test_random_k,
     test_restore,
     test_rotated,
     test_scaled_cast,
+    test_scatter,
     test_shared,
     test_sparse,
+    test_votes,
 )
 from tests.kernels.machines import GpuRunner, Runner, functions_of
 
 # Each has `fuzz`, one random call of every op, and `KERNELS`, the CUDA kernels it may launch.
 FAMILIES: tuple[Any, ...] = (
     test_affine,
-    test_bitmap,
     test_blockwise,
     test_dct,
     test_finite,
     test_hadamard,
     test_levels,
     test_low_rank,
+    test_norms,
+    test_parts,
     test_random_k,
     test_restore,
     test_rotated,
     test_scaled_cast,
+    test_scatter,
     test_shared,
     test_sparse,
+    test_votes,
 )
 # Random calls for each family.
 SEED, ROUNDS = 0, {"cpu": 40, "emulator": 12, "gpu": 40}
+LESS = "COMMHOOKS_FUZZ_ROUNDS"  # another number: sanitizers of a GPU are slow
 FLAGS = {
     "base": [],
     "v2": ["-march=x86-64-v2"],
@@ -95,7 +103,7 @@ def fuzz(on: Runner, families: Sequence[Any], rounds: int) -> None:
 def main(machine: str, *names: str) -> None:
     torch.manual_seed(SEED)
     families = [one for one in FAMILIES if not names or family_name(one) in names]
-    rounds = ROUNDS[machine]
+    rounds = int(os.environ.get(LESS, ROUNDS[machine]))
     if machine == "cpu":
         best = cpu.instruction_set()
         with (

@@ -25,8 +25,9 @@ def instruction_sets() -> list[str]:
 
 def machines(*, orders: Sequence[int] = ORDERS) -> list[str]:
     # On a lent GPU neither the library for CPUs nor minutes for the emulator may be at hand.
-    if os.environ.get("COMMHOOKS_TEST_MACHINES") == "gpu":
-        return ["gpu"]
+    # "guarded" is a rehearsal: the way of a GPU with the CPU's kernels.
+    if (only := os.environ.get("COMMHOOKS_TEST_MACHINES")) in ("gpu", "guarded"):
+        return [only]
     gpu = ["gpu"] if torch.cuda.is_available() and cuda.missing() is None else []
     return [*instruction_sets(), *(f"emulator, order {order}" for order in orders), *gpu]
 
@@ -42,22 +43,71 @@ class Runner:
 
 
 class GpuRunner(Runner):
-    """Runs an op's kernel on copies on the GPU, and copies back what it wrote."""
+    """Runs an op's kernel on copies on the GPU, and copies back what it wrote.
+
+    Every copy lies between guard bytes, which have to stay as they are, as have arguments that the
+    op does not write to.
+
+    Args:
+        device_type: of the kernel.
+        device: where the copies are; "cpu" to test this class.
+    """
+
+    def __init__(self, device_type: str, device: str = "cuda") -> None:
+        super().__init__(device_type)
+        self._device = device
 
     def __call__(self, op: Op, *args: Any) -> None:
-        # One tensor that is given twice stays one.
-        copies = {id(one): _on_gpu(one) for one in args if isinstance(one, torch.Tensor)}
-        super().__call__(op, *(copies.get(id(one), one) for one in args))
-        for one in args:
-            if isinstance(one, torch.Tensor):
-                one.copy_(copies[id(one)])
+        arguments = getattr(torch.ops.commhooks, op.name).default._schema.arguments
+        named = list(zip(arguments, args, strict=True))
+        # One tensor that is given twice stays one. Tables of matrices are read by the host.
+        copies = {
+            id(one): _Guarded(one, self._device)
+            for argument, one in named
+            if isinstance(one, torch.Tensor) and argument.name != "table"
+        }
+        super().__call__(op, *(copies[id(one)].copy if id(one) in copies else one for one in args))
+        written = {id(one) for argument, one in named if _is_written(argument)}
+        for argument, one in named:
+            if id(one) in copies:
+                copies[id(one)].check(f"{op.name}({argument.name})")
+                if id(one) in written:
+                    one.copy_(copies[id(one)].copy)
+                else:
+                    there = copies[id(one)].copy.cpu()
+                    assert _bytes_equal(there, one), f"{op.name} writes to {argument.name}"
 
 
-def _on_gpu(tensor: torch.Tensor) -> torch.Tensor:
-    """Copies a tensor to an address with the same offset from a multiple of 64 bytes."""
-    offset = tensor.data_ptr() % 64 // tensor.element_size()
-    room = torch.empty(offset + tensor.numel(), dtype=tensor.dtype, device="cuda")
-    return room[offset:].view(tensor.shape).copy_(tensor)
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and bool(argument.alias_info.is_write)
+
+
+def _bytes_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return torch.equal(*(one.contiguous().view(-1).view(torch.uint8) for one in (left, right)))
+
+
+class _Guarded:
+    """Copies a tensor to an address with the same offset from a multiple of 64 bytes.
+
+    A tool that looks for accesses out of bounds sees allocations of the driver only, which torch
+    divides; guard bytes around each tensor show writes, at full speed.
+    """
+
+    BYTES, VALUE = 256, 0xA5  # before and behind
+
+    def __init__(self, tensor: torch.Tensor, device: str) -> None:
+        begin = self.BYTES + tensor.data_ptr() % 64
+        size = tensor.numel() * tensor.element_size()
+        room = torch.full(
+            (begin + size + self.BYTES,), self.VALUE, dtype=torch.uint8, device=device
+        )
+        self.copy = room[begin : begin + size].view(tensor.dtype).view(tensor.shape)
+        self.copy.copy_(tensor)
+        self._guards = room[:begin], room[begin + size :]
+
+    def check(self, name: str) -> None:
+        for guard, place in zip(self._guards, ("before", "behind"), strict=True):
+            assert bool((guard == self.VALUE).all()), f"a kernel writes {place} {name}"
 
 
 @contextmanager
@@ -70,6 +120,8 @@ def on(machine: str, cuda_kernels: dict[str, Sequence[str]]) -> Iterator[Runner]
     with ExitStack() as stack:
         if machine == "gpu":
             yield GpuRunner("cuda")
+        elif machine == "guarded":
+            yield GpuRunner("cpu", "cpu")
         elif machine.startswith("emulator"):
             stack.enter_context(emulated(cuda_kernels, int(machine.rpartition(" ")[2])))
             yield Runner("cuda")

@@ -9,14 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from commhooks.kernels import dequantize_affine, quantize_affine
+from commhooks.kernels import affine, dequantize_affine, quantize_affine
 from commhooks.kernels.affine import dequantize_affine_op, quantize_affine_op
 from tests.kernels.inputs import CPP, DTYPES, LARGE, SIZES, plain, same, tricky, unaligned
 from tests.kernels.machines import machines, on
 
 NAMES = ("affine_extents", "affine_levels", "affine_entries")
-KERNELS = {"affine.cu": [*(f"{n}<{t}>" for n in NAMES for t in CPP.values()), "affine_scales"]}
-BLOCKS = (1, 33, 512, 2**63 - 1)
+KERNELS = {
+    "affine.cu": [
+        *(f"{n}<{t}>" for n in NAMES for t in CPP.values()),
+        *(f"affine_blocks<{t}, {rows}>" for t in CPP.values() for rows in (8, 16, 32)),
+        *("affine_scales<1>", "affine_scales<8>"),
+    ]
+}
+BLOCKS = (1, 33, 250, 512, 1000, 1500, 2**32, 2**63 - 1)
 
 
 def outputs(run: Any, x: torch.Tensor, block: int) -> list[torch.Tensor]:
@@ -35,13 +41,24 @@ def test_kernels_equal_the_definition():
     for make, n, dtype in itertools.product((tricky, unaligned, plain), (*SIZES, *LARGE), DTYPES):
         if n > 10_000 and dtype != torch.float32:
             continue
-        for block in BLOCKS if n < 10_000 else BLOCKS[2:]:
+        for block in BLOCKS if n < 10_000 else BLOCKS[3:]:
             x = make(n, dtype)
             expected = outputs(lambda op, *args: op.definition(*args), x, block)
             for machine in machines(orders=(0, 5) if n < 10_000 else ()):
                 with on(machine, KERNELS) as run:
                     got = outputs(run, x, block)
                 assert all(map(same, expected, got)), (machine, make, n, dtype, block)
+
+
+def test_the_range_of_a_long_block_is_found_by_many_warps(monkeypatch):
+    monkeypatch.setattr(affine, "_CHUNK", 16)  # as many chunks as a large bucket has
+    for make, block in ((tricky, 2**40), (plain, 1500), (tricky, 1100)):
+        x = make(9000, torch.float32)
+        expected = outputs(lambda op, *args: op.definition(*args), x, block)
+        for machine in machines():
+            with on(machine, KERNELS) as run:
+                got = outputs(run, x, block)
+            assert all(map(same, expected, got)), (machine, make, block)
 
 
 def decoded(x: torch.Tensor, block: int) -> torch.Tensor:

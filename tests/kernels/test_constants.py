@@ -7,13 +7,14 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
-from commhooks.kernels import _low_rank_definition, _matrices, affine, philox, sparse
+from commhooks.kernels import _low_rank_definition, _matrices, philox, scatter, sparse
+from commhooks.kernels.dct import _cosine
 
 SOURCES = Path(_matrices.__file__).parent
 # Where it is in a source, its name there, and its value in Python.
 SHARED = [
-    ("affine.cu", "kChunk", affine._CHUNK),
     ("include/low_rank.h", "kSegment", _matrices._SEGMENT),
     ("include/low_rank.h", "kChunk", _matrices._CHUNK),
     ("include/low_rank.h", "kVanished", _low_rank_definition._VANISHED),
@@ -23,8 +24,11 @@ SHARED = [
     ("include/philox.h", "kRounds", philox._ROUNDS),
     ("include/philox.h", "kSigns", philox.SIGNS),
     ("sparse.cpp", "kFew", sparse._SAMPLE),
-    ("sparse.cu", "kSample", sparse._SAMPLE),
     ("sparse.cu", "kTile", sparse._TILE),
+    ("sparse.cu", "kTake", sparse._TAKE),
+    ("scatter.cu", "kRange", scatter._RANGE),
+    ("include/tickets.h", "kWarps", sparse._WARPS),
+    ("scatter.cu", "kThreads", 32 * scatter._WARPS),
 ]
 
 
@@ -43,6 +47,14 @@ def constants(file: str) -> dict[str, float]:
 @pytest.mark.parametrize(("file", "name", "value"), SHARED)
 def test_a_number_is_that_of_the_source(file: str, name: str, value: float) -> None:
     assert constants(file)[name] == value
+
+
+def test_the_cosines_are_the_nearest_to_the_true_ones() -> None:
+    text = (SOURCES / "include/dct.h").read_text()
+    table = text.partition("kTable[65] = {")[2].partition("}")[0]
+    found = [float(number) for number in re.findall(r"([\d.e-]+)f", table)]
+    expected = torch.tensor([_cosine(k) for k in range(64)] + [0.0], dtype=torch.float64)
+    assert torch.equal(torch.tensor(found, dtype=torch.float32), expected.float())
 
 
 def test_the_work_of_top_k_has_room_for_its_struct() -> None:

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from commhooks.kernels import payload_bytes, quantize
-from commhooks.schemes import Blockwise
-from experiments.fake_gpu import counts_of, fake_gpu
+from experiments.fake_gpu import fake_gpu
 
 
 def test_launches_operations_and_allocations_are_counted():
@@ -33,8 +32,3 @@ def test_launches_operations_and_allocations_are_counted():
 def test_what_waits_for_the_device_raises(wait):
     with fake_gpu(), pytest.raises((RuntimeError, NotImplementedError)):
         wait(torch.empty(3, device="meta"))
-
-
-def test_a_bucket_of_a_scheme_is_counted():
-    counts = counts_of(Blockwise("int8", 256), [(100, 100), (100,)], world_size=4)
-    assert counts.kernels["requantize"] == 1

@@ -21,12 +21,12 @@ def test_kernels_equal_the_definition():
     for machine in machines():
         with on(machine, KERNELS) as run:
             for block in BLOCKS:
-                for blocks in (0, 1, 3, 9000 // block):
+                for blocks, rows in ((0, 1), (1, 1), (3, 2), (9000 // block, 3)):
                     for inverse in (False, True):
-                        x = tricky(blocks * block)
+                        x, key = tricky(blocks * block), (*KEY, -(-blocks // rows) * block)
                         expected, got = torch.empty(2, blocks * block)
-                        hadamard_op.definition(x, expected, block, inverse, *KEY)
-                        run(hadamard_op, x, got, block, inverse, *KEY)
+                        hadamard_op.definition(x, expected, block, inverse, *key)
+                        run(hadamard_op, x, got, block, inverse, *key)
                         assert same(expected, got), (machine, block, blocks, inverse)
 
 
@@ -58,6 +58,15 @@ def test_the_inverse_undoes_it(block):
     torch.testing.assert_close(out, x, atol=1e-4, rtol=1e-5)
 
 
+def test_a_row_is_that_of_its_own_stream():
+    x, out, alone = plain(3 * 4096), torch.empty(3 * 4096), torch.empty(4096)
+    stream = philox.RandomBits(1, torch.tensor(2))
+    hadamard(x, out, 512, stream, shard=4096)
+    for row in range(3):
+        hadamard(x[row * 4096 : (row + 1) * 4096], alone, 512, stream.row(row))
+        assert torch.equal(out[row * 4096 : (row + 1) * 4096], alone)
+
+
 def test_signs_are_even_and_belong_to_places():
     signs = philox.signs(2**16, 1, 2, 3)
     assert set(signs.tolist()) == {-1.0, 1.0}
@@ -71,6 +80,7 @@ def test_signs_are_even_and_belong_to_places():
         ({"block": 48}, r"\(block\): one of 32"),
         ({"x": torch.ones(100)}, r"\(x\): a multiple of 64"),
         ({"out": torch.ones(64)}, r"\(out\): 128 entries"),
+        ({"shard": 96}, r"\(shard\): a multiple of the block, 64, got 96"),
         ({"random": philox.RandomBits(1, torch.tensor(1), first=256)}, "multiple of 4096"),
     ],
 )
@@ -89,4 +99,5 @@ def fuzz(run: Any, rng: random.Random) -> None:
     block = rng.choice(BLOCKS)
     x = torch.randn(block * rng.randrange(6))
     key = (torch.tensor(rng.randrange(2**40)), rng.randrange(2**63), 1, 4096 * rng.randrange(5))
-    run(hadamard_op, x, torch.empty_like(x), block, rng.random() < 0.5, *key)
+    rest = (*key, rng.choice([x.numel(), block * rng.randrange(1, 4)]))
+    run(hadamard_op, x, torch.empty_like(x), block, rng.random() < 0.5, *rest)

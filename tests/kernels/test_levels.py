@@ -23,14 +23,15 @@ def some_levels(bits: int) -> torch.Tensor:
 
 def outputs(run: Any, x: torch.Tensor, bits: int, block: int, *, left: bool) -> list[torch.Tensor]:
     n, table = x.numel(), levels._table(some_levels(bits))
-    scales = torch.full((n // block,), 7.0)
-    codes = torch.full((n * bits // 8,), 7, dtype=torch.uint8)
+    shard = -(-n // (2 * block)) * block if left else n  # two rows, or one
+    payloads = torch.zeros(3, 2, levels.level_bytes(shard, bits, block), dtype=torch.uint8)
     rest = torch.full((n,), 7.0) if left else None
-    run(levels.quantize_levels_op, x, table, scales, codes, rest, block)
-    written, added = torch.full((n,), 5.0), plain(n)
-    run(levels.dequantize_levels_op, scales, codes, table, written, block, False)
-    run(levels.dequantize_levels_op, scales, codes, table, added, block, True)
-    return [scales, codes, written, added, *([] if rest is None else [rest])]
+    for scale, payload in zip((1.0, -3.0, 0.3), payloads, strict=True):
+        run(levels.quantize_levels_op, x * scale, table, payload, rest, block, shard)
+    written, added = torch.full((2, n), 5.0)
+    run(levels.dequantize_levels_op, payloads[:1], table, written, block, shard)
+    run(levels.dequantize_levels_op, payloads, table, added, block, shard)
+    return [payloads, written, added, *([] if rest is None else [rest])]
 
 
 def define(op: Any, *args: Any) -> None:
@@ -53,10 +54,11 @@ def test_kernels_equal_the_definition(bits):
 @pytest.mark.parametrize("size", [1.0, 1e-30, 1e30])
 def test_the_nearest_level_is_taken_and_the_projection_is_right(size):
     x, found = plain(4096) * size, some_levels(3)
-    scales, codes, out = torch.empty(4), torch.empty(4096 * 3 // 8).byte(), torch.empty(4096)
+    payload, out = torch.zeros(1, levels.level_bytes(4096, 3, 1024)).byte(), torch.empty(4096)
     left = torch.empty(4096)
-    quantize_levels(x, found, scales, codes, 1024, unsent=left)
-    dequantize_levels(scales, codes, found, out, 1024, accumulate=False)
+    quantize_levels(x, found, payload[0], 1024, unsent=left)
+    dequantize_levels(payload, found, out, 1024)
+    scales = payload[0, :16].view(torch.float32)
     rows, got = (x / size).view(4, 1024).double(), (out / size).view(4, 1024).double()
     units = rows / rows.square().mean(1, keepdim=True).sqrt()
     nearest = found[(units[..., None] - found).abs().argmin(-1)]
@@ -68,21 +70,25 @@ def test_the_nearest_level_is_taken_and_the_projection_is_right(size):
 def test_what_is_not_finite_spoils_its_own_block():
     x = plain(5 * 128)
     x[130], x[300] = float("nan"), float("-inf")
-    scales, codes, out = torch.empty(5), torch.empty(5 * 16).byte(), torch.empty(5 * 128)
-    quantize_levels(x, some_levels(1), scales, codes, 128, unsent=None)
-    dequantize_levels(scales, codes, some_levels(1), out, 128, accumulate=False)
+    payload, out = torch.zeros(1, levels.level_bytes(640, 1, 128)).byte(), torch.empty(5 * 128)
+    quantize_levels(x, some_levels(1), payload[0], 128, unsent=None)
+    dequantize_levels(payload, some_levels(1), out, 128)
     assert out.view(5, 128)[1:3].isnan().all()
     assert out.view(5, 128)[[0, 3, 4]].isfinite().all()
 
 
 def test_wrong_arguments_are_named():
-    x, codes = torch.ones(256), torch.empty(32).byte()
+    x, payload = torch.ones(256), torch.empty(levels.level_bytes(256, 1, 128)).byte()
     with pytest.raises(ValueError, match=r"quantize_levels\(block\): one of"):
-        quantize_levels(x, some_levels(1), torch.empty(4), codes, 64, unsent=None)
+        quantize_levels(x, some_levels(1), payload, 64, unsent=None)
     with pytest.raises(ValueError, match=r"quantize_levels\(levels\): 2, 4, 8 or 16, got 3"):
-        quantize_levels(x, torch.ones(3), torch.empty(2), codes, 128, unsent=None)
-    with pytest.raises(ValueError, match=r"dequantize_levels\(codes\): 64 entries, got 32"):
-        dequantize_levels(torch.empty(2), codes, some_levels(2), x, 128, accumulate=False)
+        quantize_levels(x, torch.ones(3), payload, 128, unsent=None)
+    with pytest.raises(
+        ValueError, match=r"dequantize_levels\(payloads\): 80 bytes for 256 entries"
+    ):
+        dequantize_levels(payload[None], some_levels(2), x, 128)
+    with pytest.raises(ValueError, match=r"quantize_levels\(shard\): a multiple of the block, 128"):
+        quantize_levels(x, some_levels(1), payload, 128, shard=200, unsent=None)
 
 
 def fuzz(run: Any, rng: random.Random) -> None:

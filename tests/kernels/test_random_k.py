@@ -14,8 +14,7 @@ from tests.kernels.machines import machines, on
 
 KERNELS = {
     "random_k.cu": [
-        *(f"{name}<{t}>" for name in ("add", "gather_random") for t in CPP.values()),
-        "scatter_random",
+        *(f"{name}<{t}>" for name in ("gather_random", "scatter_random") for t in CPP.values()),
     ]
 }
 KEY = (torch.tensor(5), 2**45 + 3, 7)
@@ -43,10 +42,11 @@ def agree(run: Any, x: torch.Tensor, k: int, machine: str) -> None:
         assert same(expected, got), (machine, x.dtype, n, k)
         if rest:
             assert same(*lefts), (machine, x.dtype, n, k)
-    outs = torch.full((2, n), 7.0)
-    random_k.scatter_random_op.definition(expected, outs[0], 1 / 3, *KEY)
-    run(random_k.scatter_random_op, expected, outs[1], 1 / 3, *KEY)
-    assert same(*outs), (machine, n, k)
+    for finite in (None, torch.tensor(True), torch.tensor(False)):
+        outs = torch.full((2, n), 7.0, dtype=x.dtype)
+        random_k.scatter_random_op.definition(expected, outs[0], 1 / 3, finite, *KEY)
+        run(random_k.scatter_random_op, expected, outs[1], 1 / 3, finite, *KEY)
+        assert same(*outs), (machine, x.dtype, n, k, finite)
 
 
 @pytest.mark.parametrize(("n", "k"), [(1000, 10), (1000, 999), (1000, 1000), (17, 3), (2**20, 999)])
@@ -76,6 +76,23 @@ def test_gather_and_scatter_complete_each_other():
     scatter_random(values, out, stream)
     assert torch.equal(out + kept, x + residual)
     assert (out != 0).sum() == 100
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("feedback", [True, False])
+def test_an_entry_that_is_not_finite_is_told_by_its_stratum(feedback, bad):
+    # 97 strata of 5000 entries are 51 or 52 long; warps take 39 of them.
+    for place in (0, 51, 2048, 4999):
+        x, places = plain(5000), random_places(5000, 97, 5, *KEY[1:])
+        x[place] = bad
+        for machine in machines():
+            values, left = torch.empty(97), torch.empty(5000) if feedback else None
+            with on(machine, KERNELS) as run:
+                run(random_k.gather_random_op, x, values, None, left, *KEY)
+            (told,) = values.isnan().nonzero().flatten().tolist()
+            assert told * 5000 // 97 <= place < (told + 1) * 5000 // 97
+            kept = [j for j in range(97) if j != told]
+            assert torch.equal(values[kept], x[places[kept]]), machine
 
 
 @pytest.mark.parametrize(
@@ -108,4 +125,5 @@ def fuzz(run: Any, rng: random.Random) -> None:
     kept = torch.randn(n) if left is not None and rng.random() < 0.5 else None
     key = (torch.tensor(rng.randrange(2**40)), rng.randrange(2**63), 1)
     run(random_k.gather_random_op, x, values, kept, left, *key)
-    run(random_k.scatter_random_op, values, torch.empty(n), 0.5, *key)
+    finite = rng.choice([None, torch.tensor(True), torch.tensor(False)])
+    run(random_k.scatter_random_op, values, torch.empty(n, dtype=x.dtype), 0.5, finite, *key)

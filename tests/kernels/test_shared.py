@@ -28,7 +28,7 @@ KEYS = (philox.NO_STREAM, (torch.tensor(5), 2**50 + 3, 1, 512))
 def outputs(run: Any, x: torch.Tensor, block: int, levels: int, key: Any) -> list[torch.Tensor]:
     n = x.numel()
     residual = plain(n, seed=3) if levels != 127 else None
-    largest = torch.full((-(-n // block),), 7, dtype=torch.int32)
+    largest = torch.full((-(-n // block),), 2**31 - 1, dtype=torch.int32)
     codes, left = torch.full((n,), 7, dtype=torch.int8), torch.full((n,), 7.0)
     run(magnitudes_op, x, residual, largest, block)
     run(quantize_shared_op, x, residual, largest, codes, left, block, levels, *key)

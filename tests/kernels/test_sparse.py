@@ -10,23 +10,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks.kernels import scatter_add, sparse, top_k, top_k_sampled, use_kernels
+from commhooks.kernels import scatter_sum, sparse, top_k, top_k_sampled
 from tests.kernels.inputs import CPP, DTYPES, LARGE, SIZES, plain, same, tricky, unaligned
 from tests.kernels.machines import machines, on
 
-NAMES = ("sample", "collect", "count", "emit", "count_reached", "take_reached")
 KERNELS = {
     "sparse.cu": [
-        *(f"{name}<{t}>" for name in NAMES for t in CPP.values()),
-        *(f"histogram<{t}, {digit}>" for t in CPP.values() for digit in range(3)),
-        *("scan", "scatter_add"),
+        *(f"{name}<{t}>" for name in ("select", "take") for t in CPP.values()),
+        *(f"sample<{t}, {size}>" for t in CPP.values() for size in ("2048, true", "8192, false")),
     ]
 }
 
 
 def outputs(run: Any, x: Tensor, k: int, *, residual: bool, left: bool) -> dict[str, Tensor]:
     n = x.numel()
-    found = {"indices": torch.full((k,), -7, dtype=torch.int32), "values": torch.full((k,), 7.0)}
+    padded = k + k % 3  # with some padding
+    found = {
+        "indices": torch.full((k,), -7, dtype=torch.int32),
+        "values": torch.full((padded,), 7.0),
+    }
     kept = plain(n, seed=1) if residual else None
     rest = torch.full((n,), 5.0) if left else None
     run(sparse.top_k_op, x, k, found["indices"], found["values"], kept, rest)
@@ -60,6 +62,15 @@ def test_kernels_equal_the_definition():
             agree(machines(), (unaligned if n % 2 else tricky)(n, dtype), k, **case)
 
 
+def large_where_sampled(n: int) -> Tensor:
+    """The CUDA kernel samples the 2048 largest entries: fewer than k reach its bound."""
+    i = torch.arange(2048)
+    places = i * n // 2048 + ((i * 2654435769 & 0xFFFFFFFF) * (n // 2048) >> 32)
+    x = plain(n).clamp(-4, 4)
+    x[places] = 5 + plain(2048).abs().clamp(max=4)
+    return x
+
+
 HOSTILE = {
     "zeros": lambda n: torch.zeros(n),
     "constant": lambda n: torch.full((n,), -2.5),
@@ -83,6 +94,13 @@ def test_data_on_which_a_sample_misleads(data):
             agree(cpu if n > 100_000 else machines(orders=(0,)), x, k, residual=False, left=True)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sample_of_nothing_but_the_largest(dtype):
+    x = large_where_sampled(100_000).to(dtype)
+    for k in (30_000, 3000):
+        agree(machines(), x, k, residual=False, left=True)
+
+
 def test_ties_are_taken_from_the_front():
     indices, values = torch.empty(3, dtype=torch.int32), torch.empty(3)
     top_k(torch.tensor([1.0, -2.0, 0.5, 1.0, -1.0, 1.0]), 3, indices, values)
@@ -95,36 +113,9 @@ def test_what_is_left_completes_what_was_taken():
     indices, values = torch.empty(50, dtype=torch.int32), torch.empty(50)
     kept = residual.clone()
     top_k(x, 50, indices, values, residual=kept, unsent=kept)
-    scatter_add(indices[None], values[None], kept)
-    assert torch.equal(kept, x + residual)
-
-
-def test_scatter_adds_in_order():
-    for machine in machines():
-        indices = torch.stack([torch.randperm(1000)[:100] for _ in range(4)]).int()
-        values, expected = torch.randn(4, 100), torch.randn(1000)
-        got = expected.clone()
-        sparse.scatter_add_op.definition(indices, values, expected, 1 / 3)
-        with on(machine, KERNELS) as run:
-            run(sparse.scatter_add_op, indices, values, got, 1 / 3)
-        assert same(expected, got)
-
-
-@pytest.mark.parametrize("mode", ["native", "definition"])
-@pytest.mark.parametrize("place", [-2, 10])
-def test_a_place_outside_is_an_error(place, mode):
-    indices = torch.tensor([[1, place]], dtype=torch.int32)
-    with use_kernels(mode), pytest.raises(ValueError, match="places below 10"):
-        scatter_add(indices, torch.ones(1, 2), torch.zeros(10))
-
-
-@pytest.mark.parametrize("mode", ["native", "definition"])
-def test_minus_one_adds_nothing(mode):
-    out = torch.zeros(3)
-    indices = torch.tensor([[2, -1], [-1, 0]], dtype=torch.int32)
-    with use_kernels(mode):
-        scatter_add(indices, torch.tensor([[1.0, 2.0], [3.0, 4.0]]), out)
-    assert out.tolist() == [4.0, 0.0, 1.0]
+    taken = torch.empty(5000)
+    scatter_sum(indices[None], values[None], taken)
+    assert torch.equal(kept + taken, x + residual)
 
 
 def test_a_sampled_threshold_takes_about_k():
@@ -138,8 +129,9 @@ def test_a_sampled_threshold_takes_about_k():
     assert 0.5 * k < count <= k
     exact = x.abs().topk(k).values
     assert values[:count].abs().min() > 0.9 * exact[-1]
-    scatter_add(indices[None], values[None], left)
-    assert torch.equal(left, x)
+    taken = torch.empty_like(x)
+    scatter_sum(indices[None], values[None], taken)
+    assert torch.equal(left + taken, x)
 
 
 def call(**changes: Any) -> None:
@@ -157,7 +149,11 @@ def call(**changes: Any) -> None:
     [
         ({"k": 11}, ValueError, r"\(k\): 0 to 10, got 11"),
         ({"indices": torch.empty(2)}, TypeError, r"\(indices\): dtype"),
-        ({"values": torch.empty(3)}, ValueError, r"\(values\): 2 entries"),
+        (
+            {"values": torch.empty(1)},
+            ValueError,
+            r"\(values\): 2 entries, and fewer than 256 of padding, got 1",
+        ),
         ({"residual": torch.ones(10)}, ValueError, r"\(unsent\): needed"),
         ({"x": torch.ones(10).int()}, TypeError, r"\(x\): dtype"),
     ],
@@ -178,5 +174,4 @@ def fuzz(run: Any, rng: random.Random) -> None:
     kept = torch.randn(n) if left is not None and rng.random() < 0.5 else None
     indices, values = torch.empty(k, dtype=torch.int32), torch.empty(k)
     run(sparse.top_k_op, x, k, indices, values, kept, left)
-    run(sparse.scatter_add_op, indices[None], values[None], torch.zeros(n), 0.5)
     run(sparse.top_k_sampled_op, x, k, indices, values, kept, left)

@@ -32,6 +32,12 @@ MUTANTS: list[Mutant] = [
     *planted(
         "commhooks/hook/runner.py",
         (
+            "held buckets are released without waiting for streams",
+            ").then(group.release)  #",
+            ").add_done_callback(group.release)  #",
+            "tests/unit/test_lazy_streams.py::test_a_hook_gives_the_same_in_every_order",
+        ),
+        (
             "an inner backward pass ends the step",
             "if step.paused and not step.told:",
             "if step.paused:",

@@ -16,6 +16,34 @@ RESUME = f"{DISTRIBUTED}/test_resume.py"
 
 MUTANTS: list[Mutant] = [
     *planted(
+        "ddp_core/exchange/streams.py",
+        (
+            "a stream's future completes with nothing, which nobody waits for",
+            "future.set_result(task.result)",
+            "future.set_result(None)",
+            f"{UNIT}/test_lazy_streams.py::test_a_hook_gives_the_same_in_every_order",
+        ),
+        (
+            "a side stream does not wait for the caller's",
+            "side.wait_stream(module.current_stream(device))",
+            "module.current_stream(device)",
+            f"{UNIT}/test_lazy_streams.py::test_a_hook_gives_the_same_in_every_order",
+        ),
+        (
+            "a step is committed without waiting for the other side stream",
+            "        if task.joins:\n",
+            "        if not task:\n",
+            f"{UNIT}/test_lazy_streams.py"
+            "::test_a_step_that_is_not_finite_or_ends_later_is_the_same_in_every_order",
+        ),
+        (
+            "a stream does not wait for the collective",
+            "request.issue(self._group).wait()",
+            "request.issue(self._group)",
+            f"{UNIT}/test_lazy_streams.py::test_a_hook_gives_the_same_in_every_order",
+        ),
+    ),
+    *planted(
         "ddp_core/reducer/plan.py",
         (
             "saved buckets are taken up by their order only",

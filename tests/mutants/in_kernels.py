@@ -1,4 +1,4 @@
-"""Bugs in the definitions of ops, which the kernels are compared with."""
+"""Bugs in the definitions of ops, which the kernels are compared with, and in CUDA kernels."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ MUTANTS: list[Mutant] = [
     *planted(
         "kernels/dct.py",
         (
-            "the first cosine is too long",
-            "    columns[:, 0] /= math.sqrt(2)\n",
-            "",
-            f"{KERNELS}/test_dct.py::test_it_is_the_cosine_transform",
+            "the first cosine of a half is too long",
+            "return torch.cat([a[:, :1] * root,",
+            "return torch.cat([a[:, :1] * 2.0,",
+            f"{KERNELS}/test_dct.py::{EQUAL}",
         ),
     ),
     *planted(
@@ -76,11 +76,109 @@ MUTANTS: list[Mutant] = [
             "first = equal.cumsum(0) > equal.sum() - (k - above.sum())",
             f"{KERNELS}/test_sparse.py::{EQUAL}",
         ),
+    ),
+    *planted(
+        "kernels/scatter.py",
         (
             "added entries are not weighted",
-            "flat[places[valid]] += entries[valid] * factor",
-            "flat[places[valid]] += entries[valid]",
-            f"{KERNELS}/test_sparse.py::test_scatter_adds_in_order",
+            "total[places] += entries[:count] * factor",
+            "total[places] += entries[:count]",
+            f"{KERNELS}/test_scatter.py::test_payloads_are_added_in_order",
+        ),
+    ),
+    *planted(
+        "kernels/sparse.cu",
+        (
+            "too few candidates are taken for enough",
+            "through < wanted) work.recount = 1;",
+            "through < wanted) work.recount = 0;",
+            f"{KERNELS}/test_sparse.py::test_a_sample_of_nothing_but_the_largest",
+        ),
+        (
+            "those that reach the bound count twice",
+            ": key < bound;",
+            ": true;",
+            f"{KERNELS}/test_sparse.py::test_a_sample_of_nothing_but_the_largest",
+        ),
+        (
+            "full slots are not noticed",
+            "if (lane() == 0 && count > tiles.room) tiles.work->overflow = 1;",
+            "",
+            f"{KERNELS}/test_sparse.py::test_data_on_which_a_sample_misleads",
+        ),
+        (
+            "parts are taken from the end",
+            "part = ticket % parts;",
+            "part = parts - 1 - ticket % parts;",
+            f"{KERNELS}/test_sparse.py::test_data_on_which_a_sample_misleads",
+        ),
+        (
+            "padding is not written",
+            "if (part == parts - 1 && threadIdx.x < padding) values[k + threadIdx.x] = 0.0f;",
+            "",
+            f"{KERNELS}/test_sparse.py::{EQUAL}",
+        ),
+    ),
+    *planted(
+        "kernels/scatter.cu",
+        (
+            "payloads are added in any order",
+            """                    }
+                    __syncthreads();
+""",
+            "                    }\n",
+            f"{KERNELS}/test_scatter.py::test_payloads_are_added_in_order",
+        ),
+        (
+            "the last place of a range is left out",
+            "(thread % 2 ? count : 0)",
+            "(thread % 2 ? count - 1 : 0)",
+            f"{KERNELS}/test_scatter.py::test_payloads_are_added_in_order",
+        ),
+        (
+            "long payloads of a range are cut off",
+            "thread + kThreads; i < bounds[2 * (p + a) + 1]",
+            "thread + kThreads; i < bounds[2 * (p + a)]",
+            f"{KERNELS}/test_scatter.py::test_payloads_are_added_in_order",
+        ),
+    ),
+    *planted(
+        "kernels/include/tickets.h",
+        (
+            "a stage does not wait for the one before",
+            "while (seen(number) < least) __nanosleep(32);",
+            "",
+            f"{KERNELS}/test_resident_blocks.py::test_the_order_of_blocks_changes_nothing",
+        ),
+        (
+            "a part that has not run counts as zero",
+            "while ((sum = seen(sums + at)) < kOwn) __nanosleep(32);",
+            "sum = seen(sums + at);",
+            f"{KERNELS}/test_resident_blocks.py::test_the_order_of_blocks_changes_nothing",
+        ),
+        (
+            "looking back goes beyond a complete sum",
+            "!through || lane() < __ffs(through) ? sum & kSum : 0",
+            "sum & kSum",
+            f"{KERNELS}/test_sparse.py::test_data_on_which_a_sample_misleads",
+        ),
+        (
+            "a complete sum lacks its own part",
+            "kThrough | (before + own);",
+            "kThrough | before;",
+            f"{KERNELS}/test_sparse.py::test_data_on_which_a_sample_misleads",
+        ),
+        (
+            "a part's own sum passes for the sum of all before",
+            "(part ? kOwn : kThrough) | own",
+            "kThrough | own",
+            f"{KERNELS}/test_resident_blocks.py::test_the_order_of_blocks_changes_nothing",
+        ),
+        (
+            "the first block to end a stage passes for the last",
+            "== count - 1;",
+            "== 0;",
+            f"{KERNELS}/test_resident_blocks.py::test_the_order_of_blocks_changes_nothing",
         ),
     ),
     *planted(
@@ -90,6 +188,162 @@ MUTANTS: list[Mutant] = [
             "unit * (square / product)",
             "unit * (product / square)",
             f"{KERNELS}/test_levels.py::{EQUAL}",
+        ),
+    ),
+    *planted(
+        "kernels/affine.cu",
+        (
+            "ranges of chunks are read before they are written",
+            "parts[part] = found;\n            __syncthreads();\n",
+            "parts[part] = found;\n",
+            f"{KERNELS}/test_affine.py::test_the_range_of_a_long_block_is_found_by_many_warps",
+        ),
+        (
+            "the chunks of a block are read by one warp of eight",
+            "widen(found, parts[other]);",
+            "widen(found, parts[0]);",
+            f"{KERNELS}/test_affine.py::test_the_range_of_a_long_block_is_found_by_many_warps",
+        ),
+        (
+            "a span has the level of zero of its first block",
+            "distance = scale[next], middle = (float)zero[next];",
+            "distance = scale[next];",
+            f"{KERNELS}/test_affine.py::{EQUAL}",
+        ),
+    ),
+    *planted(
+        "kernels/shared.cu",
+        (
+            "of a long block the last chunk is taken for the largest",
+            "else atomicMax(out + b, most);",
+            "else out[b] = most;",
+            f"{KERNELS}/test_shared.py::{EQUAL}",
+        ),
+    ),
+    *planted(
+        "kernels/shared.py",
+        (
+            "the largest magnitude of a long block begins with what was there",
+            "        out.zero_()  # several",
+            "        pass  # several",
+            f"{KERNELS}/test_shared.py::{EQUAL}",
+        ),
+    ),
+    *planted(
+        "kernels/levels.cu",
+        (
+            "the search for the nearest level goes wrong by one bound",
+            "own.bound, (int)(number + step - 1))",
+            "own.bound, (int)(number + step))",
+            f"{KERNELS}/test_levels.py::{EQUAL}",
+        ),
+        (
+            "all rows of levels are written to the first",
+            "u8* row = payload + b / per_row * bytes;",
+            "u8* row = payload;",
+            f"{KERNELS}/test_levels.py::{EQUAL}",
+        ),
+    ),
+    *planted(
+        "kernels/hadamard.cu",
+        (
+            "all rows are rotated alike",
+            "    first += blockIdx.y * kRowKeys;\n",
+            "",
+            f"{KERNELS}/test_hadamard.py::{EQUAL}",
+        ),
+    ),
+    *planted(
+        "kernels/dct.cu",
+        (
+            "half of a chunk is read before all lanes have written it",
+            "= from[k * kCosines]; });\n            __syncwarp();\n",
+            "= from[k * kCosines]; });\n",
+            f"{KERNELS}/test_dct.py::{EQUAL}",
+        ),
+        (
+            "the second half of a chunk overwrites the first before it is read",
+            "            __syncwarp();  // what was here before has been read\n",
+            "",
+            f"{KERNELS}/test_dct.py::{EQUAL}",
+        ),
+    ),
+    *planted(
+        "kernels/parts.py",
+        (
+            "a norm is of the largest chunk",
+            "out[index] = summed(chunks[None], _THREADS)[0]",
+            "out[index] = chunks.max()",
+            f"{KERNELS}/test_parts.py::{EQUAL}",
+        ),
+    ),
+    *planted(
+        "kernels/parts.cu",
+        (
+            "a part's blocks go on into the next part",
+            "entries_in<kBlock>(at, next.begin)",
+            "entries_in<kBlock>(at, parts[count].begin)",
+            f"{KERNELS}/test_parts.py::{EQUAL}",
+        ),
+        (
+            "sums of chunks are added before all are there",
+            "        columns[thread] = sum;\n        __syncthreads();\n",
+            "        columns[thread] = sum;\n",
+            f"{KERNELS}/test_parts.py::{EQUAL}",
+        ),
+        (
+            "bytes between the scales and codes of a part are left as they were",
+            "payloads[end + lane()] = 0;",
+            ";",
+            f"{KERNELS}/test_parts.py::{EQUAL}",
+        ),
+    ),
+    *planted(
+        "kernels/votes.py",
+        (
+            "a tie of votes is negative",
+            ">= len(messages)",
+            "> len(messages)",
+            f"{KERNELS}/test_votes.py::{EQUAL}",
+        ),
+    ),
+    *planted(
+        "kernels/votes.cu",
+        (
+            "every row says whether the first row's entries are finite",
+            "payload += blockIdx.y * bytes;",
+            "",
+            f"{KERNELS}/test_votes.py::{EQUAL}",
+        ),
+        (
+            "half of an odd number of votes is enough",
+            "2 * (i64)votes[k] >= count",
+            "2 * (i64)votes[k] >= count - 1",
+            f"{KERNELS}/test_votes.py::{EQUAL}",
+        ),
+    ),
+    *planted(
+        "kernels/norms.py",
+        (
+            "a code is of the square of the norm",
+            "places = (y * (top / root)[:, None])",
+            "places = (y * (top / (root * root))[:, None])",
+            f"{KERNELS}/test_norms.py::{EQUAL}",
+        ),
+    ),
+    *planted(
+        "kernels/norms.cu",
+        (
+            "rows of a long block share random bits",
+            "(((u64)(first + at) >> 8) + k / 8) * kLanes",
+            "((u64)(first + at) >> 8) * kLanes",
+            f"{KERNELS}/test_norms.py::{EQUAL}",
+        ),
+        (
+            "a norm is of the span, not of the block",
+            "if (k % kPerBlock == 0) {",
+            "if (k == 0) {",
+            f"{KERNELS}/test_norms.py::{EQUAL}",
         ),
     ),
     *planted(
@@ -111,15 +365,6 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "kernels/bitmap.py",
-        (
-            "bits are the other way round",
-            '_PLACES = torch.arange(8, dtype=torch.uint8, device="cpu")',
-            "_PLACES = torch.arange(7, -1, -1).to(torch.uint8)",
-            f"{KERNELS}/test_bitmap.py::{EQUAL}_and_undo_one_another",
-        ),
-    ),
-    *planted(
         "kernels/random_k.py",
         (
             "what was taken is left, too",
@@ -129,9 +374,30 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "what is put back is not weighted",
-            "= values.flatten() * factor",
-            "= values.flatten()",
+            "= (values.flatten() * factor).to",
+            "= values.flatten().to",
             f"{KERNELS}/test_random_k.py::{EQUAL}",
+        ),
+    ),
+    *planted(
+        "kernels/random_k.cu",
+        (
+            "zeros are written over entries",
+            "        __syncwarp();  // a lane writes an entry over another one's zero\n",
+            "",
+            f"{KERNELS}/test_random_k.py::{EQUAL}",
+        ),
+        (
+            "a stratum is told by the one before",
+            "begin_of(draw, at + s), begin_of(draw, at + s + 1)",
+            "begin_of(draw, at + s - 1), begin_of(draw, at + s)",
+            f"{KERNELS}/test_random_k.py::test_an_entry_that_is_not_finite_is_told_by_its_stratum",
+        ),
+        (
+            "entries that are not finite and not drawn are ignored",
+            "largest_of_warp(largest) < kInfinity;\n        __syncwarp();",
+            "true;\n        __syncwarp();",
+            f"{KERNELS}/test_random_k.py::test_an_entry_that_is_not_finite_is_told_by_its_stratum",
         ),
     ),
     *planted(

@@ -18,22 +18,22 @@ MUTANTS: list[Mutant] = [
     *planted(
         "commhooks/schemes/random_levels.py",
         (
-            "QSGD is a 256th too large",
-            '(payload["norms"] / self.levels)[:, None]',
-            '(payload["norms"] / self.levels * 1.00390625)[:, None]',
+            "random levels arrive a 256th too large",
+            "dequantize(payload[None], out, format, block)",
+            "dequantize(payload[None], out, format, block, factor=1.00390625)",
             f"{LAWS}[qsgd]",
         ),
         (
-            "TernGrad is a 256th too large",
-            'signs.view(-1, self.block) * payload["scale"][:, None]',
-            'signs.view(-1, self.block) * payload["scale"][:, None] * 1.00390625',
+            "TernGrad rounds to nearest",
+            'quantize(_in_float32(gradient), payload, "int2", self.block, random=random)',
+            'quantize(_in_float32(gradient), payload, "int2", self.block)',
             f"{LAWS}[terngrad]",
         ),
         (
-            "QSGD rounds down",
-            "codes = (level + up).floor()",
-            "codes = level.floor()",
-            f"{LAWS}[qsgd]",
+            "ranks round to levels alike",
+            'random = bucket.random("qsgd", shared=False)',
+            'random = bucket.random("qsgd", shared=True)',
+            f"{UNIT}/test_quantized.py::test_ranks_round_to_random_levels_independently",
         ),
     ),
     *planted(
@@ -52,7 +52,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/schemes/sparse.py",
+        "commhooks/schemes/_ratio.py",
+        (
+            "top-k sends half of its entries",
+            "return min(n, max(1, int(ratio * n)))",
+            "return min(n, max(1, int(ratio * n) // 2))",
+            f"{FEEDBACK}::test_topk_with_feedback",
+        ),
+    ),
+    *planted(
+        "commhooks/schemes/agreed.py",
         (
             "AlignedTopK draws the same sketch each step",
             'bucket.generator(f"{bucket.layout.names[0]}/sketch", shared=True)',
@@ -64,12 +73,6 @@ MUTANTS: list[Mutant] = [
             "others = rows.index_fill(0, indices, 0.0).view(-1)",
             "others = rows.view(-1)",
             f"{POLICIES}::test_aligned_topk",
-        ),
-        (
-            "top-k sends half of its entries",
-            "return min(n, max(1, int(ratio * n)))",
-            "return min(n, max(1, int(ratio * n) // 2))",
-            f"{FEEDBACK}::test_topk_with_feedback",
         ),
         (
             "a random block keeps what it sends",
@@ -97,7 +100,7 @@ MUTANTS: list[Mutant] = [
         "commhooks/schemes/dgc.py",
         (
             "DGC keeps the momentum of what it sends",
-            "u.masked_fill_(taken, 0.0)",
+            "u.masked_fill_(unsent != v, 0.0)",
             "u",
             f"{MOMENTUM}::test_dgc_is_what_the_paper_says",
         ),
@@ -198,9 +201,9 @@ MUTANTS: list[Mutant] = [
     *planted(
         "commhooks/schemes/signs.py",
         (
-            "a tie is negative",
-            "torch.where(2 * votes >= len(payloads)",
-            "torch.where(2 * votes > len(payloads)",
+            "votes are counted with the wrong sign in the middle",
+            "count_votes(received, total, self.scale, shard=length)",
+            "count_votes(received, total, -self.scale, shard=length)",
             f"{MOMENTUM}::test_signs_of_a_tie_are_positive_everywhere",
         ),
     ),

@@ -18,9 +18,12 @@ def test_there_are_enough_and_each_has_a_name_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda one: one.name)
-def test_a_mutant_fits_the_source_and_is_python(mutant: Mutant) -> None:
+def test_a_mutant_fits_the_source_and_is_code(mutant: Mutant) -> None:
     source = (ROOT / mutant.file).read_text()
     planted = mutant.planted_in(source)
+    if not mutant.file.endswith(".py"):  # CUDA, which the emulator compiles
+        assert planted != source
+        return
     assert ast.dump(ast.parse(planted)) != ast.dump(ast.parse(source))
 
 

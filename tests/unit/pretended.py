@@ -76,7 +76,10 @@ class Event:
         return self.at <= self.device.done
 
     def elapsed_time(self, end):
-        assert self.timing and end.timing and self.query() and end.query()
+        assert self.timing
+        assert end.timing
+        assert self.query()
+        assert end.query()
         return end.at - self.at
 
 

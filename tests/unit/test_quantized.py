@@ -206,3 +206,15 @@ def test_codecs_are_not_gathered_where_16_bits_sent_densely_are_less() -> None:
     for scheme in (QSGD(), ErrorFeedback(QSGD())):
         bucket = Bucket(torch.randn(4096).half(), layout, world_size=5)
         assert next(scheme.exchange(bucket)).name == "all_reduce"
+
+
+@pytest.mark.parametrize("scheme", [QSGD(), TernGrad()], ids=["qsgd", "terngrad"])
+def test_ranks_round_to_random_levels_independently(scheme: Any) -> None:
+    x, layout = torch.randn(4096), Layout(["p"], [(4096,)])
+    payloads = [
+        scheme.encode(x, Bucket(x, layout, step=step, rank=rank, world_size=2))["payload"]
+        for step, rank in ((1, 0), (1, 0), (1, 1), (2, 0))
+    ]
+    assert torch.equal(payloads[0], payloads[1])
+    assert not torch.equal(payloads[0], payloads[2])
+    assert not torch.equal(payloads[0], payloads[3])

@@ -132,12 +132,14 @@ def test_aligned_topk() -> None:
 
 
 def sketch_signs(step: int, row: int, directions: int) -> Tensor:
-    """The draw of a step: keyed by name, purpose and step."""
+    """The draw of a step: its begin in a table of signs, keyed by name, purpose and step."""
     from commhooks import Bucket
     from commhooks.core import Layout
 
     generator = Bucket(torch.zeros(0), Layout([], []), step=step).generator("p/sketch", shared=True)
-    return 2.0 * torch.randint(0, 2, (row, directions), generator=generator).double() - 1.0
+    begin, count = int(torch.randint(2**16, (), generator=generator)), row * directions
+    table = torch.randint(0, 2, (2**16 + count,), generator=torch.Generator().manual_seed(0))
+    return 2.0 * table[begin : begin + count].view(row, directions).double() - 1.0
 
 
 def test_the_sketch_is_drawn_anew_each_step() -> None:

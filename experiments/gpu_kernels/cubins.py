@@ -1,0 +1,59 @@
+"""Compiles all kernels into the folder of cubins, without a GPU.
+
+Compiling takes minutes that a GPU would wait for. A cubin is found again only with the same
+sources, architecture and version of NVRTC: compile with the NVRTC of the machine that it is for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from commhooks.kernels.runtime import cuda
+from experiments.gpu_kernels import exchange, share
+from experiments.gpu_kernels.rehearsal import Launches, rehearsed
+from experiments.gpu_kernels.table import Step
+from tests.kernels.fuzz import FAMILIES
+
+__all__ = ["COLUMNS", "all_kernels", "kernels", "steps"]
+
+COLUMNS = ("file", "NVRTC", "bytes")
+
+
+def kernels() -> dict[str, list[str]]:
+    """Returns the kernels that tests launch, by file."""
+    return {file: list(names) for one in FAMILIES for file, names in one.KERNELS.items()}
+
+
+def all_kernels() -> dict[str, list[str]]:
+    """Returns these and what the cases of the study launch, by its rehearsal."""
+    launches = Launches()
+    with rehearsed(launches) as small:
+        setting = small(Path())
+        for step in (*share.steps(setting), *exchange.steps(setting)):
+            with suppress(Exception):  # a case that fails does so where it is timed
+                step.run()
+    found = kernels()
+    for file, names in launches.kernels.items():
+        found[file] = list(dict.fromkeys([*found.get(file, ()), *sorted(names)]))
+    return found
+
+
+def steps(architecture: str, which: Mapping[str, Sequence[str]] | None = None) -> Iterator[Step]:
+    """Yields a step per kernel.
+
+    Args:
+        architecture: such as "90".
+        which: kernels by file; all by default.
+    """
+    version = ".".join(map(str, cuda._nvrtc_version()))
+    for file, names in (all_kernels() if which is None else which).items():
+        for name in names:
+
+            def compile_one(file: str = file, name: str = name) -> dict[str, Any]:
+                size = len(cuda._cached_cubin(file, name, architecture).code)
+                return {"file": file, "NVRTC": version, "bytes": size}
+
+            yield Step(f"{name}, sm_{architecture}", compile_one)

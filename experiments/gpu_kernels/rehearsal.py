@@ -1,0 +1,76 @@
+"""Rehearses the study without a GPU: small buckets on the CPU, and nothing is launched.
+
+Every case builds its arguments, and the host code of its CUDA kernel runs up to the launch. Times
+mean nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from commhooks.kernels.runtime import cuda
+from commhooks.kernels.runtime.arguments import as_ctypes
+from commhooks.kernels.runtime.op import Op
+from experiments.gpu_kernels import timing
+from experiments.gpu_kernels.table import Setting
+
+__all__ = ["Launches", "rehearsed"]
+
+# 512 x 2304, the matrices of PowerSGD's cases.
+ENTRIES = 512 * 2304
+
+
+class Launches:
+    """Stands for ``cuda.launch``: converts the arguments, and notes which kernels there are."""
+
+    def __init__(self) -> None:
+        self.kernels: dict[str, set[str]] = {}
+
+    def __call__(
+        self,
+        source: str,
+        name: str,
+        device: Any,
+        work: int,
+        arguments: Sequence[Any],
+        rows: int = 1,
+    ) -> None:
+        for argument in arguments:
+            as_ctypes(argument)
+        self.kernels.setdefault(source, set()).add(name)
+
+
+@contextmanager
+def rehearsed(launches: Launches | None = None) -> Iterator[Callable[[Path], Setting]]:
+    """Yields what makes the setting of a rehearsal; within it, ops take the path of a GPU."""
+    launches = launches or Launches()
+
+    def run(op: Op, *args: Any) -> None:
+        if op._check is not None:
+            op._check(*args)
+        op.kernels["cuda"](*args)
+
+    def once(call: Callable[[], Any], *rest: Any) -> float:
+        call()
+        return 1.0
+
+    def each(calls: Sequence[Callable[[], Any]], repeats: int) -> float:
+        for call in calls:
+            call()
+        return 1.0
+
+    with ExitStack() as stack:
+        for target, name, value in (
+            (cuda, "launch", launches),
+            (Op, "__call__", run),
+            (timing, "milliseconds", each),
+            (timing, "replayed", once),
+            (timing, "host_microseconds", once),
+            (timing, "behind_a_sleep", once),
+        ):
+            stack.enter_context(mock.patch.object(target, name, value))
+        yield lambda out: Setting(out, device="cpu", repeats=1, large=ENTRIES, small=ENTRIES)

@@ -1,0 +1,166 @@
+"""Works on all parameters of a bucket at once: 8-bit payloads and squared norms of each."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from . import _blockwise_definition as definition
+from ._blockwise_formats import FORMATS, Payload, layout_of
+from ._parts import BLOCK, CHUNK, Parts, on_device, parts_of, parts_of_sizes
+from .blockwise import aligned, parts
+from .levels import summed
+from .philox import NO_STREAM
+from .runtime import cpu, cuda
+from .runtime.op import check, op
+
+__all__ = ["dequantize_parts", "quantize_parts", "squared_norms"]
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_THREADS = 256  # of a block, which adds the squares of a part's chunks
+
+
+def quantize_parts(x: Tensor, payloads: Tensor, sizes: tuple[int, ...]) -> None:
+    """Writes each part of ``x`` as ``quantize(part, payload, "int8", 256)`` does, without noise.
+
+    Args:
+        x: float32, contiguous.
+        payloads: uint8, one payload after the other.
+        sizes: entries of each part.
+
+    Raises:
+        TypeError, ValueError: a tensor has the wrong dtype, size or device; the message names it.
+    """
+    quantize_parts_op(x, payloads, parts_of_sizes(sizes).table)
+
+
+def dequantize_parts(payloads: Tensor, out: Tensor, sizes: tuple[int, ...]) -> None:
+    """Writes what :func:`quantize_parts` wrote to ``out``, float32."""
+    dequantize_parts_op(payloads, out, parts_of_sizes(sizes).table)
+
+
+def squared_norms(x: Tensor, out: Tensor, sizes: tuple[int, ...]) -> None:
+    """Writes the sum of squares of each part.
+
+    Kernels equal the definition bit for bit. Squares of 2048 entries are added per place in rows of
+    32, then halves to halves; sums of these per place in rows of 256, then halves to halves.
+
+    Args:
+        x: float32, float16, bfloat16 or float64, contiguous.
+        out: float64, an entry per part.
+        sizes: entries of each part.
+    """
+    squared_norms_op(x, out, parts_of_sizes(sizes).table)
+
+
+@op("quantize_parts(Tensor x, Tensor(a!) payloads, Tensor table) -> ()")
+def quantize_parts_op(x: Tensor, payloads: Tensor, table: Tensor) -> None:
+    for part, payload in _pairs(x, payloads, parts_of("quantize_parts", table)):
+        layout = Payload(FORMATS["int8"], BLOCK, part.numel())
+        definition.encode(part, payload, layout, None)
+
+
+@op("dequantize_parts(Tensor payloads, Tensor(a!) out, Tensor table) -> ()")
+def dequantize_parts_op(payloads: Tensor, out: Tensor, table: Tensor) -> None:
+    for part, payload in _pairs(out, payloads, parts_of("dequantize_parts", table)):
+        layout = Payload(FORMATS["int8"], BLOCK, part.numel())
+        part.copy_(definition.sum_payloads(payload[None], layout, part.numel()))
+
+
+@op("squared_norms(Tensor x, Tensor(a!) out, Tensor table) -> ()")
+def squared_norms_op(x: Tensor, out: Tensor, table: Tensor) -> None:
+    for index, part in enumerate(x.view(-1).split(parts_of("squared_norms", table).sizes)):
+        rows = pad(part.double(), (0, -part.numel() % CHUNK)).view(-1, CHUNK)
+        chunks = summed(rows.square())
+        chunks = pad(chunks, (0, -len(chunks) % _THREADS or (0 if len(chunks) else _THREADS)))
+        out[index] = summed(chunks[None], _THREADS)[0]
+
+
+def _pairs(x: Tensor, payloads: Tensor, parts: Parts) -> list[tuple[Tensor, Tensor]]:
+    """Returns entries and payload of each part that has entries; views."""
+    ends = parts.table[:, 3].tolist()
+    views = zip(x.view(-1).split(parts.sizes), ends[:-1], ends[1:], strict=True)
+    return [(part, payloads.view(-1)[begin:end]) for part, begin, end in views if part.numel()]
+
+
+# Checks of arguments -------------------------------------------------------------------------
+
+
+@quantize_parts_op.check
+def _check_quantize(x: Tensor, payloads: Tensor, table: Tensor) -> None:
+    _check("quantize_parts", "x", x, payloads, table)
+
+
+@dequantize_parts_op.check
+def _check_dequantize(payloads: Tensor, out: Tensor, table: Tensor) -> None:
+    _check("dequantize_parts", "out", out, payloads, table)
+
+
+def _check(caller: str, name: str, x: Tensor, payloads: Tensor, table: Tensor) -> None:
+    parts = parts_of(caller, table)
+    check(caller, name, x, like=x, dtypes=(torch.float32,), n=parts.numel)
+    nbytes = int(parts.table[-1, 3])
+    check(caller, "payloads", payloads, like=x, dtypes=(torch.uint8,), n=nbytes)
+
+
+@squared_norms_op.check
+def _check_norms(x: Tensor, out: Tensor, table: Tensor) -> None:
+    parts = parts_of("squared_norms", table)
+    check("squared_norms", "x", x, like=x, dtypes=(*_DTYPES, torch.float64), n=parts.numel)
+    check("squared_norms", "out", out, like=x, dtypes=(torch.float64,), n=len(parts.sizes))
+
+
+@squared_norms_op.beyond_kernels
+def _is_double(x: Tensor, out: Tensor, table: Tensor) -> bool:
+    return x.dtype == torch.float64
+
+
+# Kernels --------------------------------------------------------------------------------------
+
+
+@quantize_parts_op.kernel("cpu")
+def _quantize_cpu(x: Tensor, payloads: Tensor, table: Tensor) -> None:
+    number, dtype = FORMATS["int8"].number, cpu.DTYPES[torch.float32]
+    for part, payload in _pairs(x, payloads, parts_of("quantize_parts", table)):
+        n, layout = part.numel(), layout_of("quantize_parts", "int8", BLOCK, part.numel())
+        rest = (None, None, *NO_STREAM, *parts(payload, layout))
+        cpu.call("quantize", number, dtype, BLOCK, part, n, n, 1, *rest)
+
+
+@dequantize_parts_op.kernel("cpu")
+def _dequantize_cpu(payloads: Tensor, out: Tensor, table: Tensor) -> None:
+    number, dtype = FORMATS["int8"].number, cpu.DTYPES[torch.float32]
+    for part, payload in _pairs(out, payloads, parts_of("dequantize_parts", table)):
+        n, layout = part.numel(), layout_of("dequantize_parts", "int8", BLOCK, part.numel())
+        source = (payload, layout.codes_at, layout.bytes, layout.bytes, 1, n, n, 1)
+        cpu.call("dequantize", number, dtype, *source, BLOCK, 1.0, False, part)
+
+
+@squared_norms_op.kernel("cpu")
+def _norms_cpu(x: Tensor, out: Tensor, table: Tensor) -> None:
+    cpu.call("squared_norms", cpu.DTYPES[x.dtype], x, table, len(table) - 1, out)
+
+
+@quantize_parts_op.kernel("cuda")
+def _quantize_cuda(x: Tensor, payloads: Tensor, table: Tensor) -> None:
+    arguments = (x, on_device(table, x.device), len(table) - 1, aligned(payloads))
+    cuda.launch("parts.cu", "quantize_parts", x.device, int(table[-1, 1]), arguments)
+
+
+@dequantize_parts_op.kernel("cuda")
+def _dequantize_cuda(payloads: Tensor, out: Tensor, table: Tensor) -> None:
+    arguments = (aligned(payloads), on_device(table, out.device), len(table) - 1, out)
+    cuda.launch("parts.cu", "dequantize_parts", out.device, int(table[-1, 1]), arguments)
+
+
+@squared_norms_op.kernel("cuda")
+def _norms_cuda(x: Tensor, out: Tensor, table: Tensor) -> None:
+    t, count, chunks = cuda.DTYPES[x.dtype], len(table) - 1, int(table[-1, 2])
+    sums = torch.empty(chunks, dtype=torch.float64, device=x.device)
+    places = on_device(table, x.device)
+    for name, warps, arguments in (
+        (f"squares<{t}>", chunks, (x, places, count, sums)),
+        ("squared_norms", 8 * count, (sums, places, count, out)),
+    ):
+        cuda.launch("parts.cu", name, x.device, warps, arguments)

@@ -1,0 +1,247 @@
+"""What tests of devices do, on any device and any group: on the CPU with Gloo at every run.
+
+A body trains and returns numbers, or asserts by itself. Gradients are given, and not computed, so
+that they have the same bits on every device.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
+import ddp_core
+
+__all__ = ["BODIES", "CLASSES", "SCHEMES", "Given", "default_dtype", "given", "trained"]
+
+CLASSES: dict[str, Any] = {
+    "torch": DistributedDataParallel,
+    "ours": ddp_core.DistributedDataParallel,
+}
+# Matrices and vectors; odd sizes, so that parameters begin anywhere within their bucket.
+SHAPES = [(33, 7), (7,), (40, 24), (3,), (64, 48), (1,), (5, 9)]
+BUCKET_MB = 0.008
+# A scheme of each way of working, and its options.
+SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
+    "none": ("none", {}),
+    "fp16": ("fp16", {}),
+    "int8": ("int8", {"block": 64}),
+    "int4": ("int4", {"block": 64, "error_feedback": True}),
+    "onebit": ("onebit", {"block": 64}),
+    "powersgd": ("powersgd", {"rank": 2}),
+    "powersgd, one exchange": ("powersgd", {"rank": 2, "coalesce": True}),
+    "topk": ("topk", {"ratio": 0.1}),
+    "acpsgd": ("acpsgd", {"rank": 2}),
+    "intsgd": ("intsgd", {"error_feedback": True}),
+    "demo": ("demo", {}),
+}
+Gradients = Callable[[int, int], list[Tensor]]  # of a step and rank
+
+
+class Given(nn.Module):
+    """Has the gradients that it is given: its output is the sum of all products with them."""
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]] = SHAPES, unused: int = 0) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([torch.zeros(shape) for shape in shapes])
+        self.unused = unused  # parameters at the end that take no part
+
+    def forward(self, gradients: list[Tensor]) -> Tensor:
+        used = list(self.weights)[: len(self.weights) - self.unused]
+        pairs = zip(used, gradients, strict=False)
+        return sum((weight * gradient).sum() for weight, gradient in pairs)
+
+
+def given(step: int, rank: int) -> list[Tensor]:
+    """Random gradients that belong to this step and rank."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return [torch.randn(shape, generator=generator, dtype=torch.float32) for shape in SHAPES]
+
+
+def with_an_infinity(step: int, rank: int) -> list[Tensor]:
+    """The same, but for one entry of one rank in one step."""
+    gradients = given(step, rank)
+    if (step, rank) == (1, 0):
+        gradients[2][3, 4] = float("inf")
+    return gradients
+
+
+def network(cls: str, device: str, group: Any = None, *, unused: int = 0, **options: Any) -> Any:
+    """A model of given gradients in DistributedDataParallel, with several buckets."""
+    model = Given(unused=unused).to(device)
+    return CLASSES[cls](model, process_group=group, bucket_cap_mb=BUCKET_MB, **options)
+
+
+def backward(model: Any, device: str, gradients: list[Tensor]) -> None:
+    """A step without an optimizer; ``.grad`` has the average afterwards."""
+    model.zero_grad()
+    model([one.to(device) for one in gradients]).backward()
+
+
+def averages(model: Any) -> list[Tensor]:
+    """Gradients on the CPU; zeros where there is none."""
+    return [
+        (torch.zeros_like(one) if one.grad is None else one.grad).detach().cpu().clone()
+        for one in model.parameters()
+    ]
+
+
+def trained(
+    device: str,
+    name: str,
+    *,
+    cls: str = "torch",
+    group: Any = None,
+    steps: int = 4,
+    make: Gradients = given,
+    **options: Any,
+) -> list[Tensor]:
+    """The averages of every step, and the residuals in the end."""
+    scheme, settings = SCHEMES[name]
+    model = network(cls, device, group, **options)
+    hook = commhooks.register(model, scheme, process_group=group, **settings)
+    found = []
+    for step in range(steps):
+        backward(model, device, make(step, hook.rank))
+        found += averages(model)
+    residuals = [hook.residual(one) for one, _ in model.module.named_parameters()]
+    hook.close()
+    return found + [one.cpu() for one in residuals if one is not None]
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Within it, tensors are of another dtype unless they say theirs."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def another_default_dtype(device: str, name: str, group: Any = None) -> None:
+    """Scripts that train large models set it; a scheme's scratch memory is float32 all the same."""
+    plain = trained(device, name, group=group)
+    scheme, settings = SCHEMES[name]
+    model = network("torch", device, group)
+    with default_dtype(torch.bfloat16):
+        hook = commhooks.register(model, scheme, process_group=group, **settings)
+        found = []
+        for step in range(4):
+            backward(model, device, given(step, hook.rank))
+            found += averages(model)
+        hook.close()
+    for one, other in zip(found, plain, strict=False):
+        assert torch.equal(one, other)
+
+
+def grad_scaler(device: str, group: Any = None) -> list[Tensor]:
+    """Parameters after steps of which one is not finite, by torch's scaler."""
+    model = network("torch", device, group)
+    hook = commhooks.register(model, "int8", process_group=group, error_feedback=True, block=64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler(device, init_scale=8.0)
+    for step in range(4):
+        optimizer.zero_grad()
+        gradients = [one.to(device) for one in with_an_infinity(step, hook.rank)]
+        scaler.scale(model(gradients)).backward()
+        before = [one.detach().clone() for one in model.parameters()]
+        scaler.step(optimizer)
+        scaler.update()
+        same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        assert same == (step == 1), step
+    assert scaler.get_scale() == 4.0
+    residuals = [hook.residual(one) for one, _ in model.module.named_parameters()]
+    hook.close()
+    assert all(one is not None and one.isfinite().all() for one in residuals)
+    return [one.detach().cpu() for one in model.parameters()]
+
+
+def saved_and_switched(device: str, name: str, group: Any = None) -> None:
+    """A run that is saved, loaded and continued gives the bits of one that goes on."""
+    scheme, settings = SCHEMES[name]
+    model = network("torch", device, group)
+    hook = commhooks.register(model, scheme, process_group=group, **settings)
+    for step in range(2):
+        backward(model, device, given(step, hook.rank))
+    state = copy.deepcopy(hook.state_dict())
+    other = network("torch", device, group)
+    backward(other, device, given(0, hook.rank))  # torch settles its buckets in the first step
+    again = commhooks.register(other, scheme, process_group=group, **settings)
+    again.load_state_dict(state)
+    for step in range(2, 6):
+        if step == 4:
+            hook.switch("onebit", block=64)
+            again.switch("onebit", block=64)
+        found = []
+        for one in (model, other):
+            backward(one, device, given(step, hook.rank))
+            found.append(averages(one))
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), step
+    hook.close()
+    again.close()
+
+
+def optimizer_in_backward(device: str, group: Any = None) -> None:
+    """Stepping each bucket when it is averaged is stepping all of them at the end."""
+    ends = []
+    for early in (False, True):
+        model = Given().to(device)
+        if early:
+            _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+        ddp = CLASSES["ours"](model, process_group=group, bucket_cap_mb=BUCKET_MB)
+        hook = commhooks.register(ddp, "int8", process_group=group, block=64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            ddp([one.to(device) for one in given(step, hook.rank)]).backward()
+            if not early:
+                optimizer.step()
+        ends.append([one.detach().clone() for one in model.parameters()])
+        hook.close()
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+def unused_parameters(device: str, name: str, group: Any = None) -> None:
+    """Parameters without a gradient get none, and the others theirs, with a hook as well."""
+    for cls in CLASSES:
+        found = trained(device, name, cls=cls, group=group, unused=2, find_unused_parameters=True)
+        each = len(SHAPES)
+        for step in range(4):
+            for unused in found[step * each + each - 2 : (step + 1) * each]:
+                assert not unused.any()
+            assert all(one.any() for one in found[step * each : (step + 1) * each - 2])
+
+
+def diloco(device: str, group: Any = None) -> list[Tensor]:
+    """Parameters after two rounds of local steps."""
+    model = Given().to(device)
+    rank = dist.get_rank(group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    outer = commhooks.DiLoCo(model, "int8", every=2, process_group=group, block=64)
+    for step in range(4):
+        optimizer.zero_grad()
+        model([one.to(device) for one in given(step, rank)]).backward()
+        optimizer.step()
+        outer.step()
+    outer.close()
+    return [one.detach().cpu() for one in model.parameters()]
+
+
+BODIES: dict[str, Callable[..., Any]] = {
+    "another default dtype": lambda *a: another_default_dtype(a[0], "powersgd", *a[1:]),
+    "grad scaler": grad_scaler,
+    "saved and switched": lambda *a: saved_and_switched(a[0], "powersgd", *a[1:]),
+    "optimizer in backward": optimizer_in_backward,
+    "unused parameters": lambda *a: unused_parameters(a[0], "int8", *a[1:]),
+    "diloco": diloco,
+}

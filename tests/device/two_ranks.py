@@ -1,0 +1,97 @@
+"""What several ranks do that share one GPU, or none; started by ``run_ranks``."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import commhooks
+from commhooks.core.layout import Layout
+from commhooks.hook.engine import Engine
+from ddp_core import Streams, Task
+from tests.device.bodies import BODIES, SCHEMES, SHAPES, given
+
+__all__ = ["all_reduced", "bodies_of_ranks", "group_of", "of_ranks", "simulated", "tolerance"]
+
+STEPS = 3
+NAMES = [f"p{i}" for i in range(len(SHAPES))]
+
+
+def group_of(rank: int, backend: str) -> Any:
+    """A group of all ranks; NCCL takes ranks on one GPU for two hosts, which it does not refuse."""
+    if backend == "nccl":
+        # It compares host and device of the ranks, and would take a path through shared memory.
+        os.environ |= {
+            "NCCL_HOSTID": str(rank),
+            "NCCL_P2P_DISABLE": "1",
+            "NCCL_SHM_DISABLE": "1",
+            "NCCL_NET": "Socket",
+            "NCCL_SOCKET_IFNAME": "lo",
+        }
+        torch.cuda.set_device(0)
+    return dist.new_group(backend=backend)
+
+
+def all_reduced(rank: int, world_size: int, backend: str, device: str) -> list[float]:
+    group = group_of(rank, backend)
+    x = torch.full((1000,), float(rank + 1), device=device)
+    dist.all_reduce(x, group=group)
+    return x[:3].tolist()
+
+
+def of_ranks(rank: int, world_size: int, backend: str, device: str) -> dict[str, list[Tensor]]:
+    """Means of a bucket by every scheme, over real collectives."""
+    group = group_of(rank, backend)
+    streams, layout = Streams(group), Layout(NAMES, SHAPES)
+    found = {}
+    for name, (scheme, settings) in SCHEMES.items():
+        engine = Engine(commhooks.make(scheme, **settings), rank=rank, world_size=world_size)
+        found[name] = []
+        for step in range(STEPS):
+            gradient = torch.cat([one.flatten() for one in given(step, rank)]).to(device)
+            engine.begin_bucket(0, is_last=True)
+            task = Task(
+                engine.exchange(gradient, layout),
+                step=step,
+                bucket=0,
+                dense_bytes=gradient.nbytes,
+                world_size=world_size,
+                max_rounds=engine.traits.rounds,
+            )
+            found[name].append(streams.run(task, gradient.device).wait().cpu())
+    return found
+
+
+def simulated(world_size: int) -> dict[str, list[Tensor]]:
+    """The same on the CPU, in one process."""
+    found = {}
+    for name, (scheme, settings) in SCHEMES.items():
+        shapes = dict(zip(NAMES, SHAPES, strict=True))
+        ranks = commhooks.Simulation(scheme, shapes, world_size=world_size, **settings)
+        found[name] = [
+            ranks.step(
+                [
+                    torch.cat([one.flatten() for one in given(step, rank)])
+                    for rank in range(world_size)
+                ]
+            )[0].clone()
+            for step in range(STEPS)
+        ]
+    return found
+
+
+def tolerance(name: str) -> float:
+    """Returns how far means may be from the simulation's, whose sums have another order."""
+    return 3e-3 if "16" in name else 1e-5
+
+
+def bodies_of_ranks(rank: int, world_size: int, backend: str, device: str) -> list[str]:
+    """Every body of ``tests.device.bodies``, with that back end."""
+    group = group_of(rank, backend)
+    for body in BODIES.values():
+        body(device, group)
+    return list(BODIES)

@@ -1,0 +1,110 @@
+"""Ops on all parts of a bucket: each part as by itself, and kernels as the definition."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from commhooks.kernels import (
+    dequantize,
+    dequantize_parts,
+    payload_bytes,
+    quantize,
+    quantize_parts,
+    squared_norms,
+)
+from commhooks.kernels._parts import Parts
+from commhooks.kernels.parts import dequantize_parts_op, quantize_parts_op, squared_norms_op
+from tests.kernels.inputs import CPP, DTYPES, plain, same, tricky, unaligned
+from tests.kernels.machines import machines, on
+
+KERNELS = {
+    "parts.cu": [
+        *("quantize_parts", "dequantize_parts", "squared_norms"),
+        *(f"squares<{t}>" for t in CPP.values()),
+    ]
+}
+SIZES: tuple[tuple[int, ...], ...] = (
+    *((), (0,), (1,), (0, 5, 0), (255, 256, 257, 0, 0, 1000), (5000, 1, 2049, 31)),
+    tuple(range(40)),
+)
+
+
+def outputs(run: Any, x: torch.Tensor, sizes: tuple[int, ...]) -> list[torch.Tensor]:
+    table, wide = Parts(sizes).table, x.float()
+    payloads = torch.full((int(table[-1, 3]),), 77, dtype=torch.uint8)
+    norms, out = torch.full((len(sizes),), 7.0, dtype=torch.float64), torch.full_like(wide, 7.0)
+    run(squared_norms_op, x, norms, table)
+    run(quantize_parts_op, wide, payloads, table)
+    run(dequantize_parts_op, payloads, out, table)
+    return [payloads, out, norms]
+
+
+def test_kernels_equal_the_definition():
+    for sizes in SIZES:
+        for make, dtype in ((tricky, DTYPES[0]), (unaligned, DTYPES[1]), (plain, DTYPES[2])):
+            x = make(sum(sizes), dtype)
+            expected = outputs(lambda op, *args: op.definition(*args), x, sizes)
+            for machine in machines():
+                with on(machine, KERNELS) as run:
+                    got = outputs(run, x, sizes)
+                assert all(map(same, expected, got)), (machine, make, sizes)
+
+
+def test_many_chunks_are_added_in_the_same_order():
+    sizes = (2048 * 300 + 7, 2048 * 257, 3)  # more chunks than threads of a block
+    x = plain(sum(sizes))
+    expected = torch.empty(3, dtype=torch.float64)
+    squared_norms_op.definition(x, expected, Parts(sizes).table)
+    for machine in machines(orders=(5,)):
+        with on(machine, KERNELS) as run:
+            got = torch.empty_like(expected)
+            run(squared_norms_op, x, got, Parts(sizes).table)
+        assert same(expected, got), machine
+
+
+def test_each_part_is_quantized_as_by_itself():
+    sizes = (300, 0, 1, 5000)
+    x = plain(sum(sizes))
+    nbytes = [payload_bytes(n, "int8", 256) for n in sizes]
+    payloads, out = torch.empty(sum(nbytes)).byte(), torch.empty_like(x)
+    quantize_parts(x, payloads, sizes)
+    dequantize_parts(payloads, out, sizes)
+    found = zip(x.split(sizes), payloads.split(nbytes), out.split(sizes), strict=True)
+    for part, payload, decoded in found:
+        expected, entries = torch.empty_like(payload), torch.empty_like(part)
+        if part.numel():
+            quantize(part, expected, "int8", 256)
+            dequantize(expected[None], entries, "int8", 256)
+        assert torch.equal(payload, expected)
+        assert torch.equal(decoded, entries)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+def test_squared_norms_are_those_of_the_parts(dtype):
+    sizes = (300, 0, 1, 5000)
+    x, out = plain(sum(sizes)).to(dtype), torch.empty(4, dtype=torch.float64)
+    squared_norms(x, out, sizes)
+    expected = torch.stack([part.double().square().sum() for part in x.split(sizes)])
+    torch.testing.assert_close(out, expected, rtol=1e-14, atol=0)
+
+
+def test_wrong_arguments_are_named():
+    x, payloads = torch.ones(9), torch.empty(48).byte()
+    with pytest.raises(ValueError, match=r"quantize_parts\(x\): 8 entries, got 9"):
+        quantize_parts(x, payloads, (8,))
+    with pytest.raises(ValueError, match=r"dequantize_parts\(payloads\): 48 entries, got 47"):
+        dequantize_parts(payloads[:47], x, (9,))
+    table = Parts((9,)).table.clone()
+    table[1, 2] = 5
+    with pytest.raises(ValueError, match=r"squared_norms\(table\): a table as Parts makes it"):
+        squared_norms_op(x, torch.empty(1, dtype=torch.float64), table)
+
+
+def fuzz(run: Any, rng: random.Random) -> None:
+    sizes = tuple(rng.choice([0, 1, rng.randrange(300), rng.randrange(9000)]) for _ in range(4))
+    x = torch.randn(sum(sizes) + 1) * 10.0 ** rng.randrange(-44, 38)
+    outputs(run, x.to(rng.choice(DTYPES))[1:], sizes)

@@ -1,0 +1,217 @@
+"""The study of CUDA kernels on a GPU, as far as it goes without one."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from commhooks.cli import commands
+from commhooks.cli.launch import one_launch
+from commhooks.kernels.runtime import cuda
+from experiments.gpu_kernels import __main__ as study
+from experiments.gpu_kernels import cubins, exchange, predictions, programs, share, versions
+from experiments.gpu_kernels import table as tables
+from experiments.gpu_kernels.rehearsal import Launches, rehearsed
+from experiments.gpu_kernels.table import Setting, Step, Table, run_steps
+
+FOREVER = 1e12
+share_steps = share.steps
+
+
+@pytest.fixture(scope="module")
+def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> tuple[Launches, dict[str, list[Any]]]:
+    """Rows of every case of the parts that run in this process."""
+    launches, rows = Launches(), {}
+    out = tmp_path_factory.mktemp("out")
+    with rehearsed(launches) as small:
+        for name, columns, steps in (
+            ("share", share.COLUMNS, share.steps),
+            ("exchange", exchange.COLUMNS, exchange.steps),
+        ):
+            table = Table(out / f"{name}.csv", columns)
+            run_steps(table, steps(small(out)), until=FOREVER)
+            rows[name] = table.rows()
+    return launches, rows
+
+
+@pytest.mark.parametrize(("part", "least"), [("share", 80), ("exchange", 35)])
+def test_every_case_builds_its_arguments(rehearsal: Any, part: str, least: int) -> None:
+    rows = rehearsal[1][part]
+    assert len(rows) >= least
+    assert [row for row in rows if row["error"]] == []
+
+
+def test_what_cases_launch_is_compiled_beforehand(rehearsal: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(share, "steps", lambda setting: iter(list(share_steps(setting))[:2]))
+    monkeypatch.setattr(exchange, "SCHEMES", {"onebit": exchange.SCHEMES["onebit"]})
+    found = cubins.all_kernels()
+    assert {"quantize<Sign, float, 2048>", "requantize<Sign, 2048>"} <= set(found["blockwise.cu"])
+    for file, names in cubins.kernels().items():
+        assert set(names) <= set(found[file])
+    assert rehearsal[0].kernels.keys() <= found.keys()
+
+
+def test_a_prediction_is_of_a_case_that_there_is(rehearsal: Any) -> None:
+    ops = [row["op"].replace("sum of 4", "sum of 8") for row in rehearsal[1]["share"]]
+    for begin in predictions._EXPECTED:
+        assert any(op.startswith(begin) for op in ops), begin
+    assert predictions.predicted("int8 encode, feedback", "256 MiB") == 0.85
+    assert predictions.predicted("int8 encode, stochastic", "256 MiB") == 0.75
+    assert predictions.predicted("DCT 64", "25 MiB") is None
+
+
+def steps_of(log: list[str], names: str, failing: str = "") -> list[Step]:
+    def run(name: str) -> dict[str, Any]:
+        log.append(name)
+        if name in failing:
+            raise ValueError(f"{name} is wrong\nmore")
+        return {"value": 1 / 3}
+
+    return [Step(name, lambda name=name: run(name)) for name in names]
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_run_goes_on_where_the_last_one_stopped(tmp_path: Path, workers: int) -> None:
+    log: list[str] = []
+    path = tmp_path / "part.csv"
+    steps = steps_of(log, "abc", failing="b")
+    outcome = run_steps(Table(path, ["value"]), steps[:2], until=FOREVER, workers=workers)
+    assert (outcome.done, outcome.failed, outcome.left) == (2, 1, [])
+    run_steps(Table(path, ["value"]), steps, until=FOREVER, workers=workers)
+    assert sorted(log) == ["a", "b", "c"]
+    rows = {row["case"]: row for row in Table(path, ["value"]).rows()}
+    assert rows["a"]["value"] == "0.3333"
+    assert rows["b"]["error"] == "ValueError: b is wrong"
+
+
+def test_no_case_begins_after_the_minutes_are_over(tmp_path: Path) -> None:
+    log: list[str] = []
+    table = Table(tmp_path / "part.csv", ["value"])
+    outcome = run_steps(table, steps_of(log, "ab"), until=time.monotonic() - 1)
+    assert (log, outcome.left) == ([], ["a", "b"])
+
+
+def test_a_case_in_which_the_process_ended_is_not_begun_again(tmp_path: Path) -> None:
+    path, log = tmp_path / "part.csv", []
+    Table(path, ["value"]).begin("a")  # and then a crash, without any exception
+    run_steps(Table(path, ["value"]), steps_of(log, "ab"), until=FOREVER)
+    assert log == ["b"]
+    (row, _) = Table(path, ["value"]).rows()
+    assert row["error"] == "its process ended, or was ended, in it"
+
+
+def test_the_table_is_written_row_by_row(tmp_path: Path) -> None:
+    path = tmp_path / "part.csv"
+    seen: list[str] = []
+    steps = [
+        Step("a", lambda: {"value": 1}),
+        Step("b", lambda: seen.append(path.read_text()) or {}),
+    ]
+    run_steps(Table(path, ["value"]), steps, until=FOREVER)
+    assert "a,1,," in seen[0]
+
+
+def test_an_error_that_stays_ends_the_process_after_its_row(tmp_path: Path, monkeypatch) -> None:
+    def lost() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    table, log = Table(tmp_path / "part.csv", ["value"]), []
+    with pytest.raises(tables.LostDeviceError, match="since 'b': CUDA error"):
+        run_steps(table, steps_of(log, "abc", failing="b"), until=FOREVER)
+    assert (log, len(table.rows())) == (["a", "b"], 2)
+
+
+def test_a_new_process_goes_on_with_the_minutes_that_are_left(monkeypatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(study.os, "execv", lambda program, arguments: started.append(arguments))
+    monkeypatch.setattr(study.sys, "argv", ["x", "--part", "share", "--minutes", "8"])
+    monkeypatch.setenv(study._RESTARTS, "19")
+    study._again("lost", time.monotonic() + 90)
+    assert started[0][1:7] == ["-m", "experiments.gpu_kernels", "--part", "share", "--minutes", "8"]
+    assert started[0][7:] == ["--minutes", "1.50"]
+    with pytest.raises(SystemExit):  # not for ever
+        study._again("lost", time.monotonic() + 90)
+
+
+def test_programs_get_what_they_need_and_say_how_they_ended(tmp_path: Path, monkeypatch) -> None:
+    called: list[tuple[list[str], dict[str, str]]] = []
+
+    def run(command: list[str], *, stdout: Any, env: dict[str, str], **rest: Any) -> Any:
+        called.append((command, env))
+        stdout.write("...\n3 passed, 1 failed in 2 s\n")
+        return type("Done", (), {"returncode": 1})
+
+    monkeypatch.setattr(programs.subprocess, "run", run)
+    setting = Setting(tmp_path)
+    for name, steps in (
+        ("check", programs.check_steps),
+        ("nccl", programs.nccl_steps),
+        ("sanitize", programs.sanitize_steps),
+    ):
+        listed = list(steps(setting))
+        assert len({step.name for step in listed}) == len(listed) >= 3, name
+        rows = [step.run() for step in listed]
+        assert all(row["failed"] == 1 and "exit 1" in row["error"] for row in rows)
+    assert all(environment["COMMHOOKS_TEST_MACHINES"] == "gpu" for _, environment in called)
+    checked = [command for command, environment in called if "compute-sanitizer" in command[0]]
+    # Blocks of torch's allocator would hide what is out of bounds.
+    for command, environment in called:
+        blind = "PYTORCH_NO_CUDA_MEMORY_CACHING" not in environment
+        assert blind == (not {"memcheck", "initcheck"} & set(command))
+    assert {command[2] for command in checked} == {"memcheck", "initcheck", "racecheck"}
+    raced = {command[-1] for command in checked if "racecheck" in command}
+    assert {"sparse", "low_rank", "dct"} <= raced
+    assert "finite" not in raced
+
+
+def test_cubins_are_compiled_without_a_gpu(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("COMMHOOKS_CACHE", str(tmp_path / "cache"))
+    table = Table(tmp_path / "cubins.csv", cubins.COLUMNS)
+    which = {"finite.cu": ["finite<float>", "nonsense<float>"]}
+    run_steps(table, cubins.steps("90", which), until=FOREVER, workers=2)
+    right, wrong = sorted(table.rows(), key=lambda row: row["case"])
+    assert int(right["bytes"]) > 1000
+    assert "CudaCompileError" in wrong["error"]
+    assert len(list((tmp_path / "cache").glob("*.cubin"))) == 1
+    monkeypatch.setattr(cuda, "compile_cubin", None)  # found, not compiled again
+    assert len(cuda._cached_cubin("finite.cu", "finite<float>", "90").code) == int(right["bytes"])
+
+
+def test_the_command_refuses_other_parts_and_machines_without_a_gpu(tmp_path: Path) -> None:
+    app = study.typer.Typer()
+    app.command()(study.main)
+    done = CliRunner().invoke(app, ["--part", "nonsense"])
+    assert done.exit_code == 2
+    if not torch.cuda.is_available():
+        done = CliRunner().invoke(app, ["--part", "share", "--out", str(tmp_path)])
+        assert (done.exit_code, "no CUDA device" in done.output) == (1, True)
+    assert not study.PARTS["compiled"].unasked
+
+
+def test_facts_have_a_row_each_also_without_a_gpu(tmp_path: Path) -> None:
+    table = Table(tmp_path / "versions.csv", versions.COLUMNS)
+    run_steps(
+        table, versions.steps(Setting(tmp_path, device="cpu", small=10, large=10)), until=1e12
+    )
+    rows = {row["case"]: row for row in table.rows()}
+    assert rows["torch"]["value"] == torch.__version__
+    if not torch.cuda.is_available():
+        assert rows["one launch"]["value"].startswith("failed: ")
+
+
+def test_doctor_launches_a_kernel_where_it_can(monkeypatch) -> None:
+    assert one_launch("cpu").startswith("right ")
+    assert one_launch("meta").startswith("failed: ")
+    monkeypatch.setattr("commhooks.cli.launch.all_finite", lambda x: torch.tensor(True))
+    assert one_launch("cpu").startswith("wrong: ")
+    monkeypatch.setattr(commands.cuda, "missing", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    cells = commands._facts().columns[0]._cells
+    assert "a launch" in cells

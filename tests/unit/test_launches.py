@@ -1,0 +1,42 @@
+"""How many kernels schemes launch on a GPU for a bucket; nothing in them waits for it."""
+
+from __future__ import annotations
+
+import pytest
+
+import commhooks
+from commhooks.wrappers import AveragedFeedback
+from experiments.fake_gpu import counts_of
+
+SHAPES = [(1000, 1000), (1000,), (64, 3, 3, 3)]
+
+
+@pytest.mark.parametrize("name", ["qsgd", "terngrad"])
+def test_random_levels_are_drawn_on_the_device(name: str) -> None:
+    counts = counts_of(commhooks.make(name), SHAPES, world_size=2)
+    assert sum(counts.kernels.values()) == 3  # to encode, and to decode two payloads
+
+
+def test_norms_of_all_parameters_are_computed_together() -> None:
+    few, many = (counts_of(commhooks.make("intsgd"), SHAPES * n, world_size=4) for n in (1, 10))
+    assert few.kernels == many.kernels
+    assert sum(few.operations.values()) == sum(many.operations.values())
+
+
+def test_averaged_errors_of_all_parameters_are_packed_together() -> None:
+    scheme = AveragedFeedback(commhooks.make("int8"))
+    few, many = (counts_of(scheme, SHAPES * n, world_size=4) for n in (1, 10))
+    assert few.kernels == many.kernels
+    assert few.kernels["quantize_parts"] == few.kernels["dequantize_parts"] == 1
+
+
+def test_votes_of_all_shards_are_packed_and_counted_together() -> None:
+    for world_size in (2, 16):
+        counts = counts_of(commhooks.make("signsgd"), SHAPES, world_size=world_size)
+        assert counts.kernels["pack_votes"] == counts.kernels["count_votes"] == 2
+
+
+def test_eden_rotates_and_packs_all_shards_together() -> None:
+    few, many = (counts_of(commhooks.make("eden"), SHAPES, world_size=n) for n in (2, 16))
+    assert few.kernels == many.kernels
+    assert few.operations == many.operations

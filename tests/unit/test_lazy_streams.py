@@ -1,0 +1,216 @@
+"""Hooks on a device with streams: what is read after a wait has been written, in any order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from commhooks.hook.coalesce import Group, _Held
+from commhooks.hook.state import HookState
+from tests.device.lazy import LazyDevice, Order, Stream, lazy_device
+from tests.device.loopback import loopback
+
+STEPS, BUCKETS = 3, 3
+KEEPING = {"onebit", "powersgd", "acpsgd", "dgc"}  # tensors, each in its way
+SCHEMES: list[tuple[str, dict[str, Any]]] = [
+    ("none", {}),
+    ("fp16", {}),
+    ("int8", {"block": 32}),
+    ("onebit", {"block": 32}),
+    ("powersgd", {"rank": 2}),
+    ("powersgd", {"rank": 2, "coalesce": True}),
+    ("topk", {"ratio": 0.1}),
+    ("acpsgd", {"rank": 2}),
+    ("intsgd", {"error_feedback": True}),
+    ("eden", {}),
+    ("dgc", {"ratio": 0.1}),
+    ("sdp4bit", {"local_size": 1, "inside_block": 64, "between_block": 64}),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Bucket:
+    """A bucket as DDP hands it to hooks."""
+
+    def __init__(self, index: int, parameters: list[nn.Parameter], buffer: Any, last: bool):
+        self._all = index, parameters, buffer, last
+
+    def index(self) -> int:
+        return self._all[0]
+
+    def parameters(self) -> list[nn.Parameter]:
+        return self._all[1]
+
+    def buffer(self) -> Tensor:
+        return self._all[2]
+
+    def is_last(self) -> bool:
+        return self._all[3]
+
+
+def train(
+    machine: LazyDevice,
+    name: str,
+    options: dict[str, Any],
+    *,
+    bad: bool = False,
+    told: bool = False,
+) -> list[Tensor]:
+    """What a reducer reads in its buckets after each step, and the memory in the end.
+
+    Args:
+        bad: one step has an infinity.
+        told: the reducer says when gradients are written, as ``ddp_core``'s does.
+    """
+    model = nn.Sequential(*(nn.Linear(20, 16) for _ in range(2)), nn.Linear(16, 8))
+    groups = [list(layer.parameters()) for layer in reversed(model)]
+    found = []
+    with loopback(machine):
+        hook = HookState(name, model, **options)
+        if told:
+            hook._binding.core_telling = lambda hook: hook
+        for step in range(STEPS):
+            generator = torch.Generator().manual_seed(step)
+            futures = []
+            for index, parameters in enumerate(groups):
+                gradient = torch.randn(sum(p.numel() for p in parameters), generator=generator)
+                if bad and (step, index) == (1, 1):  # not the stream of the last bucket
+                    gradient[3] = torch.inf
+                # Copied behind what the caller's stream does: backward goes on while this runs.
+                buffer = torch.empty_like(gradient, device="meta").copy_(gradient)
+                last = index == len(groups) - 1
+                futures.append((hook.start(Bucket(index, parameters, buffer, last)), buffer))
+            # In either order: what one side stream does may be done before the other's.
+            for future, buffer in reversed(futures) if bad else futures:
+                mean = future.wait()
+                if mean is not buffer:
+                    buffer.copy_(mean)
+            if told:
+                hook.step_landed()
+            found += [machine.read(buffer) for _, buffer in futures]
+        found += [machine.read(value) for _, _, value in hook._engine.memory.items()]
+        hook.close()
+    return found
+
+
+def found_in(order: Order, name: str, options: dict[str, Any], **case: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    with lazy_device(order) as machine:
+        return train(machine, name, options, **case)
+
+
+def assert_same(left: list[Tensor], right: list[Tensor]) -> None:
+    assert len(left) == len(right)
+    for one, other in zip(left, right, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("order", ["late", "early"])
+@pytest.mark.parametrize(("name", "options"), SCHEMES)
+def test_a_hook_gives_the_same_in_every_order(
+    name: str, options: dict[str, Any], order: Order
+) -> None:
+    assert_same(found_in(order, name, options), found_in("at once", name, options))
+
+
+@pytest.mark.parametrize("order", ["late", "early"])
+@pytest.mark.parametrize(("name", "options"), [one for one in SCHEMES if one[0] in KEEPING])
+def test_a_step_that_is_not_finite_or_ends_later_is_the_same_in_every_order(
+    name: str, options: dict[str, Any], order: Order
+) -> None:
+    for case in ({"bad": True}, {"told": True}, {"bad": True, "told": True}):
+        expected = found_in("at once", name, options, **case)
+        assert all(one.isfinite().all() for one in expected[STEPS * BUCKETS :])  # the memory
+        assert_same(found_in(order, name, options, **case), expected)
+
+
+# ---- it sees what it is for
+
+
+def differs(name: str, options: dict[str, Any], order: Order) -> bool:
+    try:
+        assert_same(found_in(order, name, options), found_in("at once", name, options))
+    except AssertionError:
+        return True
+    return False
+
+
+def test_a_gate_that_completes_with_nothing_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A future of None waits for no stream: DDP read buckets before they were written."""
+
+    def release(group: Group, future: Any) -> None:
+        for held in group.held:
+            held.waits_for -= 1
+            if held.waits_for == 0:
+                held.gate.set_result(None)
+
+    monkeypatch.setattr(Group, "release", release)
+    monkeypatch.setattr(_Held, "outcome", lambda held, _: held.buffer)
+    assert differs("powersgd", {"rank": 2, "coalesce": True}, "late")
+
+
+def test_a_side_stream_that_does_not_wait_for_the_callers_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wait = Stream.wait_stream
+
+    def not_for_the_caller(side: Stream, other: Stream) -> None:
+        if other is not side.machine.main:
+            wait(side, other)
+
+    monkeypatch.setattr(Stream, "wait_stream", not_for_the_caller)
+    assert differs("int8", {"block": 32}, "early")
+
+
+def test_a_collective_that_nobody_waits_for_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.device.loopback._Work.wait", lambda work: True)
+    assert differs("int8", {"block": 32}, "late")
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda x: x.sum().item(), "_local_scalar_dense"),
+        (lambda x: x.cpu(), "_to_copy"),
+        (lambda x: torch.empty(3).copy_(x), "copy_"),
+    ],
+)
+def test_what_makes_the_host_wait_is_refused(call: Any, words: str) -> None:
+    with lazy_device("late"):
+        x = torch.empty(3, device="meta").fill_(1.0)
+        with pytest.raises(RuntimeError, match=f"{words}: the host would wait"):
+            call(x)
+
+
+def test_work_is_done_when_somebody_waits_for_it_and_memory_is_given_back_in_order() -> None:
+    with lazy_device("late") as machine:
+        x = torch.zeros(3, device="meta")
+        side = machine.Stream()
+        side.wait_stream(machine.current)
+        with machine.stream(side):
+            y = x + 1
+            again = y.view(3)[1:]
+        assert machine.read(y).isnan().all()  # this stream does not wait for the other one
+        machine.current.wait_stream(side)
+        assert machine.read(again).tolist() == [1.0, 1.0]
+        memory = again.host
+        del y
+        assert memory.tolist() == [1.0, 1.0]  # a view is left
+        del again
+        assert memory.tolist() == [1.0, 1.0]
+        with machine.stream(side):
+            torch.zeros(3, device="meta")  # in its place
+        machine.current.wait_stream(side)
+        machine.read(x)
+        assert memory.isnan().all()
