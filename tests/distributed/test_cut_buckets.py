@@ -147,3 +147,18 @@ def _timeline(rank: int, world_size: int) -> list[int]:
 
 def test_the_timeline_has_the_rounds_of_all_parts() -> None:
     assert run_ranks(_timeline, 1) == [[6]]
+
+
+def _outside_of_backward(rank: int, world_size: int) -> int:
+    """Hands a bucket to the hook itself, as hosts without a backward pass do."""
+    model = mlp()
+    hook = commhooks.HookState(Small(commhooks.make("topk", ratio=0.1)), model)
+    for _ in range(3):
+        values = list(model.parameters())
+        buffer = torch.cat([value.detach().reshape(-1) for value in values])
+        hook.start(ddp_core.GradBucket(0, buffer, values)).wait()
+    return hook.step
+
+
+def test_parts_outside_of_backward_are_one_step() -> None:
+    assert run_ranks(_outside_of_backward, 2) == [3, 3]
