@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from commhooks.core.layout import Layout
+from commhooks.core.memory import share_storage
 from ddp_core import Exchange
 
 __all__ = ["Coalescer", "Group"]
@@ -135,7 +136,14 @@ class Group:
                 held.buffer.copy_(mean)
             return mean
         pieces = self._pieces()
-        mean = yield from make(torch.cat(pieces), self.find_layout)
+        joined = _joined(pieces)
+        mean = yield from make(
+            joined if joined is not None else torch.cat(pieces), self.find_layout
+        )
+        if joined is not None:
+            if mean is not joined:
+                joined.copy_(mean)
+            return mean
         for piece, part in zip(pieces, mean.split([len(piece) for piece in pieces]), strict=True):
             piece.copy_(part)
         return mean
@@ -152,6 +160,17 @@ class Group:
             held.waits_for -= 1
             if held.waits_for == 0:
                 held.gate.set_result(held.buffer)
+
+
+def _joined(pieces: Sequence[Tensor]) -> Tensor | None:
+    """Returns flat tensors that follow each other in memory as one; None if they do not."""
+    first, end = pieces[0], pieces[0].storage_offset()
+    for piece in pieces:
+        if piece.storage_offset() != end or not share_storage(piece, first):
+            return None
+        end += piece.numel()
+    # A part of a bucket that is cut may be as large as half of the device's memory.
+    return first.as_strided((end - first.storage_offset(),), (1,))
 
 
 class Coalescer:

@@ -13,7 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 import commhooks
 import ddp_core
 from commhooks.core import Layout, Traits
+from commhooks.hook.coalesce import Coalescer
+from commhooks.hook.engine import Engine
 from commhooks.wrappers.base import Wrapper
+from ddp_core import simulate
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import batch, equal_bits, gradients, mlp, residuals
 
@@ -162,3 +165,27 @@ def _outside_of_backward(rank: int, world_size: int) -> int:
 
 def test_parts_outside_of_backward_are_one_step() -> None:
     assert run_ranks(_outside_of_backward, 2) == [3, 3]
+
+
+@dataclass(frozen=True)
+class Noting(Small):
+    """Notes where its buckets lie."""
+
+    places: Any = None
+
+    def exchange(self, bucket: Any) -> Any:
+        self.places.append(bucket.raw.data_ptr())
+        return (yield from super().exchange(bucket))
+
+
+def test_parts_are_not_copied() -> None:
+    layout = Layout(["a", "b", "c"], [(4,), (6,), (30,)])
+    buffer, places = torch.randn(40), []
+    parts = Coalescer(10)
+    parts.hold(0, buffer, lambda: layout)
+    engine = Engine(Noting(commhooks.make("none"), 10, places), rank=0, world_size=1)
+    for part in parts.one_by_one():
+        engine.begin_bucket(part)
+        simulate([part.exchange(engine.exchange)])
+    begin = buffer.data_ptr()
+    assert places == [begin, begin + 10 * 4]
