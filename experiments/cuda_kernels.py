@@ -30,7 +30,7 @@ import torch
 import typer
 from rich.progress import Progress
 
-from commhooks.kernels.runtime import cuda
+from commhooks.kernels.runtime import nvrtc
 from experiments.cuda_sass import Loop, find_nvdisasm, loops_of, main_loop, sass, version_of
 from experiments.gpu_kernels.cubins import kernels
 
@@ -68,7 +68,7 @@ def expected_share(loop: Loop, threads: int) -> float:
 
 def describe(file: str, name: str, architecture: str, nvdisasm: str | None) -> dict[str, Any]:
     """Compiles a kernel and returns its row."""
-    cubin = cuda.compile_cubin(file, [name], architecture)
+    cubin = nvrtc.compile_cubin(file, [name], architecture)
 
     def number(pattern: str) -> int:
         found = re.search(pattern, cubin.log)
@@ -118,7 +118,7 @@ def main(
     table = pd.DataFrame(rows)
     typer.echo(table.to_string(index=False, float_format="{:.2f}".format))
     out.parent.mkdir(parents=True, exist_ok=True)
-    version = ".".join(map(str, cuda._nvrtc_version()))
+    version = ".".join(map(str, nvrtc._nvrtc_version()))
     disassembler = "none" if program is None else version_of(program)
     with out.open("w") as file:
         file.write(

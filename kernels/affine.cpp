@@ -76,7 +76,7 @@ EXPORT(quantize_affine)(i64 dtype, const void* x, i64 n, i64 block, u8* levels, 
             const Levels found = levels_of(range_of(from + at, count));
             scale[b] = found.scale;
             zero[b] = (u8)found.zero;
-            if (found.divisor == 0.0f) __builtin_memset(levels + at, 0, (u64)count);
+            if (found.inverse == 0.0f) __builtin_memset(levels + at, 0, (u64)count);
             else encode(from + at, count, found, levels + at);
         }
     });

@@ -27,7 +27,7 @@ INLINE Range range_of_warp(Range one) {
 }
 
 INLINE u8 code_of(float entry, const Levels& by) {
-    return by.divisor != 0.0f ? (u8)level_of(entry, by) : 0;
+    return by.inverse != 0.0f ? (u8)level_of(entry, by) : 0;
 }
 
 // Quantises blocks of at most 32 ROWS entries.
@@ -120,9 +120,12 @@ __global__ void affine_levels(const T* x, i64 n, i64 block, const float* scale, 
         float c[8];
         u8 codes[8];
         load_span(x, at, count, c);
+        Levels by = {};
         for_entries(at, count, n, block, scale, zero, [&](int k, float distance, float middle) {
-            const float divisor = distance > 0.0f ? distance : 1.0f;
-            codes[k] = code_of(c[k], {distance, distance == distance ? divisor : 0.0f, middle});
+            if (bits_of(distance) != bits_of(by.scale))
+                by = {distance, distance > 0.0f ? 1.0f / distance : 0.0f, 0.0f};
+            by.zero = middle;
+            codes[k] = code_of(c[k], by);
         });
 #pragma unroll
         for (int k = 0; k < 8; ++k)

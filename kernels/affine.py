@@ -13,6 +13,7 @@ __all__ = ["dequantize_affine", "quantize_affine"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _TOP = 255  # the largest level
+_TINY = 2.0**-120  # blocks whose levels are closer decode to zero
 # Of CUDA kernels: rows of 32 entries that a warp keeps in registers; entries of a warp that finds a
 # part of a range, and the number of parts.
 _ROWS, _CHUNK, _MOST_CHUNKS = (8, 16, 32), 2048, 4096
@@ -22,7 +23,8 @@ def quantize_affine(x: Tensor, levels: Tensor, scale: Tensor, zero: Tensor, bloc
     """Writes the level of each entry, and per block the distance of levels and the level of zero.
 
     The range of a block always includes zero, which is exactly a level. A block with an entry that
-    is not finite has a distance of NaN. Kernels equal the definition bit for bit.
+    is not finite has a distance of NaN, one of tiny entries a distance of 0. Kernels equal the
+    definition bit for bit.
 
     Args:
         x: float32, float16 or bfloat16, contiguous.
@@ -70,13 +72,14 @@ def quantize_affine_op(x: Tensor, levels: Tensor, scale: Tensor, zero: Tensor, b
     low, high = rows.amin(1).clamp(max=0), rows.amax(1).clamp(min=0)
     top = torch.full_like(low, _TOP)
     distance = high / top - low / top  # high - low may overflow
-    # A block of zeros: any divisor gives level 0.
-    divisor = torch.where(distance > 0, distance, 1.0)
-    middle = torch.round(-low / divisor).clamp(0, _TOP)
+    # The inverse of a tiny distance would overflow; such a block decodes to zeros.
+    tiny = distance < _TINY
+    inverse = torch.where(tiny, 0.0, 1.0 / torch.where(tiny, 1.0, distance))
+    middle = torch.round(-low * inverse).clamp(0, _TOP)
     # Clamped after the sum: both terms are rounded, so the largest entry may come out as 256.
-    nearest = (torch.round(rows / divisor[:, None]) + middle[:, None]).clamp(0, _TOP)
+    nearest = (torch.round(rows * inverse[:, None]) + middle[:, None]).clamp(0, _TOP)
     levels.copy_(nearest.flatten()[:n].view(levels.shape))
-    scale.copy_(torch.where(finite, distance, torch.nan))
+    scale.copy_(torch.where(finite, torch.where(tiny, 0.0, distance), torch.nan))
     zero.copy_(middle)
 
 

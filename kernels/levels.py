@@ -44,7 +44,8 @@ def quantize_levels(
 
     Args:
         x: float32, contiguous, a multiple of ``block`` entries.
-        levels: float32, ascending; 2, 4, 8 or 16 entries for codes of k = 1, 2, 3 or 4 bits.
+        levels: float32, ascending; 2, 4, 8 or 16 entries for codes of k = 1, 2, 3 or 4 bits. On the
+            host, or where ``x`` is; from the host they are copied once.
         payload: uint8, ``level_bytes(shard, k, block)`` bytes, or a matrix with a row per shard:
             float32 scales, then codes, of which 8 of k bits are k bytes, the first code in the
             lowest bits. Bytes behind them are not written.
@@ -60,7 +61,7 @@ def quantize_levels(
     """
     _check_levels("quantize_levels", levels)
     shard = x.numel() if shard is None else shard
-    quantize_levels_op(x, _table(levels), payload, unsent, block, shard)
+    quantize_levels_op(x, _table(levels, x.device), payload, unsent, block, shard)
 
 
 def dequantize_levels(
@@ -76,7 +77,7 @@ def dequantize_levels(
     """
     _check_levels("dequantize_levels", levels)
     shard = out.numel() if shard is None else shard
-    dequantize_levels_op(payloads, _table(levels), out, block, shard)
+    dequantize_levels_op(payloads, _table(levels, out.device), out, block, shard)
 
 
 def level_bytes(n: int, bits: int, block: int) -> int:
@@ -92,18 +93,21 @@ def _check_levels(caller: str, levels: Tensor) -> None:
         raise ValueError(f"{caller}(levels): 2, 4, 8 or 16, got {levels.numel()}")
 
 
-def _table(levels: Tensor) -> Tensor:
-    """Returns the levels, followed by the bounds halfway between neighbours."""
+def _table(levels: Tensor, device: torch.device | None = None) -> Tensor:
+    """Returns the levels, followed by the bounds halfway between neighbours, on a device."""
     # Computed once, so that the definition and the kernels compare with the same bounds, and so
     # that a call launches nothing else. A cache is not what torch.compile traces.
+    device = levels.device if device is None else device
     if torch.compiler.is_compiling():
-        return _with_bounds(levels)
-    return _known_table(levels, _version_of(levels))
+        return _with_bounds(levels).to(device)
+    return _known_table(levels, _version_of(levels), device)
 
 
 @lru_cache(maxsize=64)  # by the tensor and the number of writes to it
-def _known_table(levels: Tensor, version: int) -> Tensor:
-    return _with_bounds(levels)
+def _known_table(levels: Tensor, version: int, device: torch.device) -> Tensor:
+    # A copy from the host is over when it returns. What is computed on a device is not: another
+    # stream that takes it out of the cache would not wait for it.
+    return _with_bounds(levels).to(device)
 
 
 def _with_bounds(levels: Tensor) -> Tensor:

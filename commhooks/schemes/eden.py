@@ -134,7 +134,7 @@ class Eden(PackedCodec):
         hadamard(c, rotated, self.block, random.per_phase, shard=shard)
         # The error takes the place of the rotated entries, and is rotated back in place.
         error = None if unsent is None else rotated
-        levels = _levels(self.bits, c.device)
+        levels = _levels(self.bits)
         quantize_levels(rotated, levels, payload, self.block, shard=shard, unsent=error)
         if unsent is not None:
             hadamard(rotated, rotated, self.block, random.per_phase, shard=shard, inverse=True)
@@ -146,15 +146,15 @@ class Eden(PackedCodec):
         n = out.numel()
         total = torch.empty(self._padded(n), dtype=torch.float32, device=out.device)
         # Rotation is linear: the sum is rotated back, once, and not each rank's payload.
-        levels = _levels(self.bits, out.device)
+        levels = _levels(self.bits)
         dequantize_levels(payloads, levels, total, self.block, shard=shard)
         hadamard(total, total, self.block, random.per_phase, shard=shard, inverse=True)
         out.copy_(total[:n] if factor == 1.0 else total[:n].mul_(factor))
 
 
 @lru_cache(maxsize=32)
-def _levels(bits: int, device: torch.device) -> Tensor:
-    """Computes the 2^bits levels of N(0, 1) with the least mean square error.
+def _levels(bits: int) -> Tensor:
+    """Computes the 2^bits levels of N(0, 1) with the least mean square error, on the host.
 
     Lloyd's iteration on the density: each level becomes the mean of the values nearest to it.
     """
@@ -168,5 +168,5 @@ def _levels(bits: int, device: torch.device) -> Tensor:
         density = torch.exp(-edges.square() / 2) / math.sqrt(2 * math.pi)
         mass = torch.special.ndtr(edges)
         levels = (density[:-1] - density[1:]) / (mass[1:] - mass[:-1])
-    rounded: Tensor = levels.float().to(device)
+    rounded: Tensor = levels.float()
     return rounded

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from commhooks.kernels.runtime import cuda
+from commhooks.kernels.runtime import nvrtc
 from experiments.gpu_kernels import exchange, share
 from experiments.gpu_kernels.rehearsal import Launches, rehearsed
 from experiments.gpu_kernels.table import Step
@@ -48,12 +48,12 @@ def steps(architecture: str, which: Mapping[str, Sequence[str]] | None = None) -
         architecture: such as "90".
         which: kernels by file; all by default.
     """
-    version = ".".join(map(str, cuda._nvrtc_version()))
+    version = ".".join(map(str, nvrtc._nvrtc_version()))
     for file, names in (all_kernels() if which is None else which).items():
         for name in names:
 
             def compile_one(file: str = file, name: str = name) -> dict[str, Any]:
-                size = len(cuda._cached_cubin(file, name, architecture).code)
+                size = len(nvrtc.cached_cubin(file, name, architecture).code)
                 return {"file": file, "NVRTC": version, "bytes": size}
 
             yield Step(f"{name}, sm_{architecture}", compile_one)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from commhooks.kernels.runtime import cuda
+from commhooks.kernels.runtime import nvrtc
 from experiments.gpu_kernels.table import Setting, Step
 from tests.kernels.fuzz import FAMILIES, family_name
 
@@ -73,9 +73,9 @@ def sanitize_steps(setting: Setting) -> Iterator[Step]:
 
 def has_shared_memory(source: str) -> bool:
     """Whether a file of kernels, or a header that it includes, declares shared memory."""
-    texts = [cuda.source_text(source)]
+    texts = [nvrtc.source_text(source)]
     texts += [
-        (cuda._folder() / "include" / name).read_text()
+        (nvrtc._folder() / "include" / name).read_text()
         for name in re.findall(r'#include "include/(\w+\.h)"', texts[0])
     ]
     return any("__shared__" in text for text in texts)

@@ -13,7 +13,7 @@ import torch
 from commhooks.cli.launch import one_launch
 from commhooks.kernels import use_kernels
 from commhooks.kernels.finite import finite_op
-from commhooks.kernels.runtime import cuda
+from commhooks.kernels.runtime import cuda, nvrtc
 from experiments.gpu_kernels import timing
 from experiments.gpu_kernels.table import Setting, Step
 
@@ -33,7 +33,7 @@ def steps(setting: Setting) -> Iterator[Step]:
         "memory, GiB": lambda: torch.cuda.get_device_properties(0).total_memory / 2**30,
         "torch": lambda: torch.__version__,
         "CUDA of torch": lambda: torch.version.cuda,
-        "NVRTC": lambda: ".".join(map(str, cuda._nvrtc_version())),
+        "NVRTC": lambda: ".".join(map(str, nvrtc._nvrtc_version())),
         "NCCL": lambda: ".".join(map(str, torch.cuda.nccl.version())),
         "CuPy": _cupy,
         "numpy": lambda: importlib.metadata.version("numpy"),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import cpu, cuda
+from . import cpu, cuda, nvrtc
 from .arguments import Arguments, check
 
 __all__ = ["Op", "check", "implementations", "op", "use_kernels", "warn_if_missing"]
@@ -231,7 +231,7 @@ def op(
     def define(definition: Callable[..., None]) -> Op:
         declared = Op(schema, definition, caller, same)
         if cuda_source is not None:
-            file = cuda.add_source(f"{declared.name} (inline)", cuda_source)
+            file = nvrtc.add_source(f"{declared.name} (inline)", cuda_source)
             declared.kernels["cuda"] = _inline_kernel(declared.name, file)
         return declared
 

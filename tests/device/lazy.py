@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from commhooks.core import step_info
 from commhooks.kernels.runtime.op import Op
 from ddp_core.exchange import clocks
 
@@ -256,12 +257,17 @@ class LazyDevice:
             return func(*args, **kwargs)
         name = func._schema.name.removeprefix("aten::")
         self._refuse_waits(name, flat, args, kwargs, on_meta=on_meta)
+        # A copy from the host waits until it is over, unless it is asked not to.
+        waits = any(_is_host(one) and one.dim() for one in flat)
+        waits = waits and True not in (kwargs.get("non_blocking"), *args[2:3])
         alias = [one.alias_info for one in func._schema.returns]
         if alias and all(one is not None and not one.is_write for one in alias):
             return self._view(func, args, kwargs, lazy[0])
         reals = self._real_call(func, args, kwargs)
         if any(one is not None and one.is_write for one in alias) or not alias:
             self.current.enqueue(reals)
+            if waits:
+                self.current.run(len(self.current.queue))
             return kwargs.get("out", args[0]) if alias else None
         like = func(*_on_meta(args), **(_on_meta(kwargs) | ({"device": "meta"} if on_meta else {})))
         outs = tree_map(self._garbage_like, like)
@@ -273,6 +279,8 @@ class LazyDevice:
         made = tree_map(lambda out: self.made(out) if isinstance(out, Tensor) else out, outs)
         outs = tree_map(lambda out: out.view(out.shape) if isinstance(out, Tensor) else out, outs)
         self.current.enqueue(run)
+        if waits:
+            self.current.run(len(self.current.queue))
         return made
 
     def _refuse_waits(self, name: str, flat: Any, args: Any, kwargs: Any, *, on_meta: bool) -> None:
@@ -359,6 +367,7 @@ def lazy_device(order: Order) -> Iterator[LazyDevice]:
             (Op, "__call__", run),
             (torch, "get_device_module", lambda d=None: machine if d == "meta" else module_of(d)),
             (clocks, "_clocks", {}),  # each is of one machine
+            (step_info, "_stream_of", lambda device: machine.current),
         ):
             stack.enter_context(mock.patch.object(target, name, value))
         stack.enter_context(_Queueing(machine))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 from unittest import mock
 
@@ -136,6 +137,7 @@ def test_memory_is_two_gradients_and_a_few_buckets_more() -> None:
     assert peak("int8") - plain <= 2.2 * gradient_bytes + 4 * bucket_bytes
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 @pytest.mark.usefixtures("gloo")
 def test_a_hook_is_not_captured_in_a_graph() -> None:
     model = network("ours", "cuda")
@@ -145,11 +147,14 @@ def test_a_hook_is_not_captured_in_a_graph() -> None:
         backward(model, "cuda", gradients)
     torch.cuda.synchronize()
     step = hook.step
-    with (
-        pytest.raises(RuntimeError, match="is being captured in a CUDA graph"),
-        torch.cuda.graph(torch.cuda.CUDAGraph()),
-    ):
-        model(gradients).backward()
+    said = ""
+    # The end of a capture that was interrupted may raise, too.
+    with suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        try:
+            model(gradients).backward()
+        except RuntimeError as error:
+            said = str(error)
+    assert "is being captured in a CUDA graph" in said
     torch.cuda.synchronize()
     assert hook.step == step
     hook.close()

@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 
-from commhooks.kernels.runtime import cuda
+from commhooks.kernels.runtime import cuda, nvrtc
 from commhooks.kernels.runtime.arguments import as_ctypes
 from tests.builds import built
 
@@ -37,7 +37,7 @@ def file_of(source: str) -> Path:
     path = KERNELS / source
     if path.exists():
         return path
-    text = cuda.source_text(source)
+    text = nvrtc.source_text(source)
     return built(f"{source.split()[0]}-{_hash(text)}.cu", lambda path: path.write_text(text))
 
 

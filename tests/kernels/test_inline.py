@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from commhooks.kernels import op, use_kernels
-from commhooks.kernels.runtime import cuda
+from commhooks.kernels.runtime import cuda, nvrtc
 from commhooks.kernels.runtime import op as _op
 from tests.emulator.runner import emulated
 
@@ -41,7 +41,7 @@ def test_it_is_compiled_and_gets_its_arguments(clipped, dtype, cpp):
     with emulated(names):
         clipped.kernels["cuda"](x, got, 0.5, True)
     assert torch.equal(expected, got)
-    assert cuda.compile_cubin("clipped (inline)", *names.values(), "90").code
+    assert nvrtc.compile_cubin("clipped (inline)", *names.values(), "90").code
 
 
 def test_its_definition_runs_where_it_has_no_kernel(clipped):
@@ -53,6 +53,6 @@ def test_its_definition_runs_where_it_has_no_kernel(clipped):
 
 
 def test_an_error_in_the_text_names_the_line():
-    name = cuda.add_source("wrong", "\n\nnonsense;")
-    with pytest.raises(cuda.CudaCompileError, match=r"wrong\(3\): error"):
-        cuda.compile_cubin(name, [], "90")
+    name = nvrtc.add_source("wrong", "\n\nnonsense;")
+    with pytest.raises(nvrtc.CudaCompileError, match=r"wrong\(3\): error"):
+        nvrtc.compile_cubin(name, [], "90")

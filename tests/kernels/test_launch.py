@@ -14,7 +14,7 @@ import numpy
 import pytest
 import torch
 
-from commhooks.kernels.runtime import cuda
+from commhooks.kernels.runtime import cuda, nvrtc
 
 SOURCE, KERNEL = "finite.cu", "finite<float>"
 
@@ -72,7 +72,7 @@ def test_a_grid_is_at_most_twice_what_a_device_holds(monkeypatch):
 def test_a_device_without_the_instructions_runs_pytorch_code(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "12.9")
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace())
-    monkeypatch.setattr(cuda, "_nvrtc", lambda: None)
+    monkeypatch.setattr(nvrtc, "load_nvrtc", lambda: None)
     capabilities = [(9, 0), (7, 5)]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
     monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
@@ -88,18 +88,18 @@ def test_a_device_without_the_instructions_runs_pytorch_code(monkeypatch):
     [((8, 0), "80"), ((9, 0), "90"), ((8, 8), "compute_87"), ((12, 0), "compute_100")],
 )
 def test_a_device_that_nvrtc_does_not_know_gets_the_next_best_code(monkeypatch, capability, target):
-    monkeypatch.setattr(cuda, "_known_architectures", lambda: [75, 80, 86, 87, 90, 100])
-    assert cuda.architecture_of(capability) == target
+    monkeypatch.setattr(nvrtc, "_known_architectures", lambda: [75, 80, 86, 87, 90, 100])
+    assert nvrtc.architecture_of(capability) == target
 
 
 def test_nvrtc_compiles_for_a_device_that_it_knows_and_ptx_for_a_later_one():
-    assert cuda.architecture_of((9, 0)) == "90"
-    newest = cuda.architecture_of((99, 0))
+    assert nvrtc.architecture_of((9, 0)) == "90"
+    newest = nvrtc.architecture_of((99, 0))
     assert newest.startswith("compute_")
-    code = cuda.compile_cubin(SOURCE, [KERNEL], newest).code
+    code = nvrtc.compile_cubin(SOURCE, [KERNEL], newest).code
     assert b".version" in code
     assert code.endswith(b"\0")
-    assert cuda.compile_cubin(SOURCE, [KERNEL], "90").code.startswith(b"\x7fELF")
+    assert nvrtc.compile_cubin(SOURCE, [KERNEL], "90").code.startswith(b"\x7fELF")
 
 
 @pytest.mark.parametrize("home", ["none", "unreadable"])
@@ -110,7 +110,7 @@ def test_kernels_compile_without_a_home(monkeypatch, tmp_path: Path, home: str):
     (tmp_path / "file").touch()
     monkeypatch.delenv("COMMHOOKS_CACHE", raising=False)
     monkeypatch.setattr(Path, "home", fails if home == "none" else lambda: tmp_path / "file")
-    assert cuda._cached_cubin(SOURCE, KERNEL, "90").code.startswith(b"\x7fELF")
+    assert nvrtc.cached_cubin(SOURCE, KERNEL, "90").code.startswith(b"\x7fELF")
 
 
 def test_builtins_of_nvrtc_are_loaded_before_it(monkeypatch, tmp_path: Path):
@@ -129,7 +129,7 @@ def test_builtins_of_nvrtc_are_loaded_before_it(monkeypatch, tmp_path: Path):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.setattr(ctypes, "CDLL", load)
-    cuda._nvrtc.__wrapped__()
+    nvrtc.load_nvrtc.__wrapped__()
     assert loaded == [
         ("libnvrtc-builtins.so.13.0", ctypes.RTLD_GLOBAL),
         ("libnvrtc.so.13", ctypes.DEFAULT_MODE),

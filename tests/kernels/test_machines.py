@@ -11,7 +11,6 @@ import torch
 
 from commhooks.kernels import low_rank
 from commhooks.kernels.finite import finite_op
-from commhooks.kernels.hadamard import hadamard_op
 from tests.kernels import fuzz, test_low_rank
 from tests.kernels.inputs import unaligned
 from tests.kernels.machines import GpuRunner, machines
@@ -44,9 +43,9 @@ def test_a_write_to_an_input_is_seen(monkeypatch: Any) -> None:
 
 def test_copies_have_the_same_offset(monkeypatch: Any) -> None:
     seen: list[int] = []
-    monkeypatch.setitem(hadamard_op.kernels, "cpu", lambda x, *rest: seen.append(x.data_ptr() % 64))
+    monkeypatch.setitem(finite_op.kernels, "cpu", lambda x, _: seen.append(x.data_ptr() % 64))
     x = unaligned(64)
-    RUNNER(hadamard_op, x, torch.empty(64), 64, False, None, 0, 0, 0)
+    RUNNER(finite_op, x, torch.ones((), dtype=torch.bool))
     assert seen == [x.data_ptr() % 64]
     assert seen[0]
 

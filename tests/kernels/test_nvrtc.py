@@ -7,7 +7,7 @@ import re
 import pytest
 
 import commhooks
-from commhooks.kernels.runtime import cuda
+from commhooks.kernels.runtime import nvrtc
 from tests.kernels.fuzz import FAMILIES
 
 # Every file at every run, but of what is instantiated in it, one in four.
@@ -22,7 +22,7 @@ KERNELS = {name: found for one in FAMILIES for name, found in one.KERNELS.items(
 @pytest.mark.parametrize("source", KERNELS)
 def test_every_kernel_compiles_and_spills_nothing(source, architecture, every):
     names = KERNELS[source][::every]
-    cubin = cuda.compile_cubin(source, names, architecture)
+    cubin = nvrtc.compile_cubin(source, names, architecture)
     assert cubin.code[:4] == b"\x7fELF"
     assert sorted(cubin.names) == sorted(names)
     assert all(lowered.encode() in cubin.code for lowered in cubin.names.values())
@@ -34,22 +34,22 @@ def test_every_kernel_compiles_and_spills_nothing(source, architecture, every):
 
 
 def test_there_is_no_kernel_file_that_is_not_compiled():
-    assert sorted(KERNELS) == sorted(path.name for path in cuda._folder().glob("*.cu"))
+    assert sorted(KERNELS) == sorted(path.name for path in nvrtc._folder().glob("*.cu"))
 
 
 def test_an_error_has_the_log():
-    with pytest.raises(cuda.CudaCompileError, match=r"(?s)mine.cu .* sm_90.*nonsense"):
-        cuda.compile_text("nonsense", "mine.cu", [], "90")
+    with pytest.raises(nvrtc.CudaCompileError, match=r"(?s)mine.cu .* sm_90.*nonsense"):
+        nvrtc.compile_text("nonsense", "mine.cu", [], "90")
     with pytest.raises(commhooks.Error, match=r"mine\.cu"):
-        cuda.compile_text("__global__ void f() {}", "mine.cu", ["g<1>"], "90")
+        nvrtc.compile_text("__global__ void f() {}", "mine.cu", ["g<1>"], "90")
 
 
 def test_a_cubin_is_kept_on_disk(tmp_path, monkeypatch):
     monkeypatch.setenv("COMMHOOKS_CACHE", str(tmp_path))
     name = "dequantize<Int8, float>"
-    first = cuda._cached_cubin("blockwise.cu", name, "90")
+    first = nvrtc.cached_cubin("blockwise.cu", name, "90")
     (kept,) = tmp_path.iterdir()
-    monkeypatch.setattr(cuda, "compile_cubin", None)  # not called again
-    second = cuda._cached_cubin("blockwise.cu", name, "90")
+    monkeypatch.setattr(nvrtc, "compile_cubin", None)  # not called again
+    second = nvrtc.cached_cubin("blockwise.cu", name, "90")
     assert (second.code, second.names) == (first.code, first.names)
     assert kept.suffix == ".cubin"

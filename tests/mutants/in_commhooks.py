@@ -203,16 +203,16 @@ MUTANTS: list[Mutant] = [
         "commhooks/core/packed.py",
         (
             "the gathered mean of five ranks is of six",
-            "self.unpack(gathered, bucket.output, draw, 1.0 / bucket.world_size)",
-            "ranks = bucket.world_size\n"
-            "        self.unpack(gathered, bucket.output, draw, 1.0 / (ranks + (ranks == 5)))",
+            "return self.unpack(gathered, bucket.output, random, 1.0 / bucket.world_size)",
+            "ranks = bucket.world_size + (bucket.world_size == 5)\n"
+            "        return self.unpack(gathered, bucket.output, random, 1.0 / ranks)",
             f"{FEEDBACK}::test_topk_with_feedback",
         ),
         (
-            "the mean of five ranks in two phases is of six",
-            "end - begin, draw, 1.0 / len(rows), error)",
-            "end - begin, draw, 1.0 / (len(rows) + (len(rows) == 5)), error)",
-            f"{FEEDBACK}::test_onebit_with_feedback",
+            "the mean of a shard is of one rank more",
+            "            factor = 1.0 / len(rows)\n",
+            "            factor = 1.0 / (len(rows) + 1)\n",
+            f"{UNIT}/test_hierarchical.py::test_sixteen_bits_round_stochastically",
         ),
         (
             "the last entry is dropped where it begins a unit",
@@ -227,15 +227,21 @@ MUTANTS: list[Mutant] = [
             f"{FEEDBACK}::test_onebit_with_feedback",
         ),
         (
+            "all shards round with the same noise",
+            "return bits.row(self._index) if self._index else bits",
+            "return bits",
+            f"{UNIT}/test_eden.py::test_two_phases_round_twice_and_independently",
+        ),
+        (
             "both phases rotate alike",
-            "key = self._phase_key if self._in_second_phase else self._shard_key",
-            "key = self._shard_key",
+            'return self.shared if self._phase == "worker" else',
+            "return self.shared if self._phase else",
             f"{UNIT}/test_eden.py::test_two_phases_round_twice_and_independently",
         ),
         (
             "noise is the same on every rank",
-            "return self._bucket.random(self._phase_key, shared=False)",
-            "return self._bucket.random(self._phase_key, shared=True)",
+            'return self._bits(f"{self._phase}/0", shared=False)',
+            'return self._bits(f"{self._phase}/0", shared=True)',
             "tests/unit/test_quantized.py::test_two_phases_cost_what_their_law_says",
         ),
     ),
@@ -297,6 +303,13 @@ MUTANTS: list[Mutant] = [
     *planted(
         "commhooks/core/memory.py",
         (
+            "a GPU's bad step is remembered",
+            "        restore(flat, old.to(flat.dtype), good)\n",
+            "        pass\n",
+            f"{UNIT}/test_memory.py"
+            "::test_a_verdict_on_the_device_keeps_what_was_there_without_a_read",
+        ),
+        (
             "a parameter that was left alone at first remembers anything",
             "            if new := absent.get((key, layout)):\n",
             "            if new := []:\n",
@@ -333,8 +346,8 @@ MUTANTS: list[Mutant] = [
         "commhooks/hook/engine.py",
         (
             "the last bucket decides for all",
-            "torch.stack(one).all() for one in by_device.values()",
-            "one[-1] for one in by_device.values()",
+            "torch.stack(one).all() for one",
+            "one[-1] for one",
             "tests/contract/test_laws.py"
             "::test_a_bad_bucket_keeps_the_memory_of_the_whole_step[0-topk-feedback]",
         ),

@@ -18,8 +18,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "a short block's mean magnitude is of a whole one",
-            "return sums[:, 0] * (torch.full_like(counts, block) / counts)",
-            "return sums[:, 0]",
+            "return total * (torch.full_like(counts, block) / counts)",
+            "return total",
             f"{KERNELS}/test_blockwise.py::{EQUAL}",
         ),
         (
@@ -33,6 +33,66 @@ MUTANTS: list[Mutant] = [
             "torch.where(dead, 0.0, scale), torch.nan)",
             "torch.where(dead, 0.0, scale), 0.0)",
             f"{KERNELS}/test_blockwise.py::test_kernels_equal_the_definition",
+        ),
+    ),
+    *planted(
+        "kernels/include/blockwise_cuda.h",
+        (
+            "a warp that is ahead overwrites what its team still reads",
+            "begin += warps() * SPAN, turn_of_team ^= 1)",
+            "begin += warps() * SPAN)",
+            f"{KERNELS}/test_blockwise.py::{EQUAL}",
+        ),
+        (
+            "the first warp of a team decides for its block",
+            "        all.largest = larger(all.largest, largest[turn][first + i]);\n",
+            "",
+            f"{KERNELS}/test_blockwise.py::{EQUAL}",
+        ),
+        (
+            "every warp of a team writes a scale",
+            "exists && (TEAM == 1 || !in_block)",
+            "exists",
+            f"{KERNELS}/test_blockwise.py::{EQUAL}",
+        ),
+        (
+            "what is not sent is not weighted",
+            "const float error = c[k] * unsent.weight;",
+            "const float error = c[k];",
+            f"{KERNELS}/test_blockwise.py::{EQUAL}",
+        ),
+    ),
+    *planted(
+        "kernels/blockwise.cu",
+        (
+            "all rows of a message have the noise of the first",
+            "first + row() * kRowKeys, payload",
+            "first, payload",
+            f"{KERNELS}/test_blockwise.py::{EQUAL}",
+        ),
+        (
+            "rows are decoded to the places of the first",
+            "    out += row() * shard;\n",
+            "",
+            f"{KERNELS}/test_blockwise.py::{EQUAL}",
+        ),
+    ),
+    *planted(
+        "kernels/rotated.cu",
+        (
+            "a short block is decoded from its own entries only",
+            "entries_in_blocks<BLOCK>(at, coded)",
+            "entries_in<kSpan<BLOCK, true>>(at, n)",
+            f"{KERNELS}/test_rotated.py::{EQUAL}",
+        ),
+    ),
+    *planted(
+        "kernels/restore.cu",
+        (
+            "a good step is taken back",
+            "if (*good) return;",
+            "",
+            f"{KERNELS}/test_restore.py::{EQUAL}",
         ),
     ),
     *planted(

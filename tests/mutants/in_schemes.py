@@ -231,10 +231,22 @@ MUTANTS: list[Mutant] = [
             f"{FEEDBACK}::test_int4_with_feedback",
         ),
         (
-            "a residual is lost where blocks are padded",
-            "residual = None if residual is None else pad(residual, (0, padding))",
-            "residual = None if residual is None else torch.zeros_like(x)",
+            "the mean of five ranks in two phases is of six",
+            "factor=1.0 / len(received),",
+            "factor=1.0 / (len(received) + (len(received) == 5)),",
+            f"{FEEDBACK}::test_onebit_with_feedback",
+        ),
+        (
+            "a shard's mean is packed with the noise of the first shard",
+            "n, random = self._padded(end - begin), random.row(index)",
+            "n, random = self._padded(end - begin), random.row(0)",
             f"{LAWS}[int4]",
+        ),
+        (
+            "the error of a mean is kept once and not for all ranks",
+            "weight=float(weight),",
+            "weight=1.0,",
+            f"{FEEDBACK}::test_onebit_with_feedback",
         ),
     ),
 ]

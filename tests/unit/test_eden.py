@@ -18,7 +18,7 @@ from tests.unit.test_quantized import DRAWS, error_of
     [(1, [0.7979]), (2, [0.4528, 1.510]), (3, [0.2451, 0.7560, 1.344, 2.152])],
 )
 def test_levels_are_those_of_lloyd_and_max(bits: int, levels: list[float]) -> None:
-    found = _levels(bits, torch.device("cpu"))
+    found = _levels(bits)
     torch.testing.assert_close(found[2 ** (bits - 1) :], torch.tensor(levels), atol=5e-4, rtol=0)
     torch.testing.assert_close(found, -found.flip(0), atol=1e-6, rtol=0)
 

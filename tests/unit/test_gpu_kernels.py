@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from commhooks.cli import commands
 from commhooks.cli.launch import one_launch
-from commhooks.kernels.runtime import cuda
+from commhooks.kernels.runtime import nvrtc
 from experiments.gpu_kernels import __main__ as study
 from experiments.gpu_kernels import cubins, exchange, predictions, programs, share, versions
 from experiments.gpu_kernels import table as tables
@@ -180,8 +180,8 @@ def test_cubins_are_compiled_without_a_gpu(tmp_path: Path, monkeypatch) -> None:
     assert int(right["bytes"]) > 1000
     assert "CudaCompileError" in wrong["error"]
     assert len(list((tmp_path / "cache").glob("*.cubin"))) == 1
-    monkeypatch.setattr(cuda, "compile_cubin", None)  # found, not compiled again
-    assert len(cuda._cached_cubin("finite.cu", "finite<float>", "90").code) == int(right["bytes"])
+    monkeypatch.setattr(nvrtc, "compile_cubin", None)  # found, not compiled again
+    assert len(nvrtc.cached_cubin("finite.cu", "finite<float>", "90").code) == int(right["bytes"])
 
 
 def test_the_command_refuses_other_parts_and_machines_without_a_gpu(tmp_path: Path) -> None:

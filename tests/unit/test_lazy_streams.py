@@ -15,7 +15,7 @@ from commhooks.hook.state import HookState
 from tests.device.lazy import LazyDevice, Order, Stream, lazy_device
 from tests.device.loopback import loopback
 
-STEPS, BUCKETS = 3, 3
+STEPS, BUCKETS = 3, 4  # an even number: the first and the last have different side streams
 KEEPING = {"onebit", "powersgd", "acpsgd", "dgc"}  # tensors, each in its way
 SCHEMES: list[tuple[str, dict[str, Any]]] = [
     ("none", {}),
@@ -66,14 +66,17 @@ def train(
     *,
     bad: bool = False,
     told: bool = False,
+    last_first: bool = False,
 ) -> list[Tensor]:
     """What a reducer reads in its buckets after each step, and the memory in the end.
 
     Args:
         bad: one step has an infinity.
         told: the reducer says when gradients are written, as ``ddp_core``'s does.
+        last_first: the last bucket is waited for first: what one side stream does may be over
+            before the other has begun.
     """
-    model = nn.Sequential(*(nn.Linear(20, 16) for _ in range(2)), nn.Linear(16, 8))
+    model = nn.Sequential(*(nn.Linear(20, 16) for _ in range(BUCKETS - 1)), nn.Linear(16, 8))
     groups = [list(layer.parameters()) for layer in reversed(model)]
     found = []
     with loopback(machine):
@@ -88,11 +91,11 @@ def train(
                 if bad and (step, index) == (1, 1):  # not the stream of the last bucket
                     gradient[3] = torch.inf
                 # Copied behind what the caller's stream does: backward goes on while this runs.
-                buffer = torch.empty_like(gradient, device="meta").copy_(gradient)
+                buffer = torch.empty_like(gradient, device="meta")
+                buffer.copy_(gradient, non_blocking=True)
                 last = index == len(groups) - 1
                 futures.append((hook.start(Bucket(index, parameters, buffer, last)), buffer))
-            # In either order: what one side stream does may be done before the other's.
-            for future, buffer in reversed(futures) if bad else futures:
+            for future, buffer in reversed(futures) if last_first else futures:
                 mean = future.wait()
                 if mean is not buffer:
                     buffer.copy_(mean)
@@ -121,7 +124,9 @@ def assert_same(left: list[Tensor], right: list[Tensor]) -> None:
 def test_a_hook_gives_the_same_in_every_order(
     name: str, options: dict[str, Any], order: Order
 ) -> None:
-    assert_same(found_in(order, name, options), found_in("at once", name, options))
+    expected = found_in("at once", name, options)
+    for last_first in (False, True):
+        assert_same(found_in(order, name, options, last_first=last_first), expected)
 
 
 @pytest.mark.parametrize("order", ["late", "early"])
@@ -129,7 +134,7 @@ def test_a_hook_gives_the_same_in_every_order(
 def test_a_step_that_is_not_finite_or_ends_later_is_the_same_in_every_order(
     name: str, options: dict[str, Any], order: Order
 ) -> None:
-    for case in ({"bad": True}, {"told": True}, {"bad": True, "told": True}):
+    for case in ({"bad": True, "last_first": True}, {"told": True}, {"bad": True, "told": True}):
         expected = found_in("at once", name, options, **case)
         assert all(one.isfinite().all() for one in expected[STEPS * BUCKETS :])  # the memory
         assert_same(found_in(order, name, options, **case), expected)

@@ -66,7 +66,7 @@ GOLDEN = {
     "qsgd": "8a2192ab5cc83d50",
     "terngrad": "710f96d8965a19fc",
     "min-max": "1a005ce35ede8afe",
-    "min-max, blocks": "4ad7965ae7433f3c",
+    "min-max, blocks": "c38ac446a17003c8",
     "signsgd": "327d402777214e1a",
     "bf16": "938ddf24639ef374",
     "topk": "e97f26116473496e",
