@@ -101,6 +101,11 @@ class Watch:
         if thread is not None:
             _raise_in(thread, None)
 
+    def _ask(self, is_over: Callable[[], bool]) -> bool:
+        # A new thread's current device is the first: asking there would take memory on it.
+        with torch.get_device_module(self._device.type).device(self._device):
+            return is_over()
+
     def look(self) -> None:
         """Looks at the board, if the same step is pending as before."""
         pending, seen = self._pending, self._seen
@@ -108,7 +113,7 @@ class Watch:
         if pending is None or pending is not seen or self._error is not None:
             return
         with contextlib.suppress(RuntimeError):  # a query fails while a graph is captured
-            if pending.is_over is not None and pending.is_over():
+            if pending.is_over is not None and self._ask(pending.is_over):
                 self._pending = None
                 return
         text = self._board.look(pending.attempt)

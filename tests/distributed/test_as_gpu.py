@@ -153,7 +153,10 @@ def test_the_error_comes_once_where_the_reducer_raises_it(watched: Any) -> None:
 
 
 @pytest.mark.parametrize("how", ["done", "other step", "raised here"])
-def test_a_step_that_nobody_waits_for_is_left_alone(watched: Any, how: str) -> None:
+def test_a_step_that_nobody_waits_for_is_left_alone(
+    watched: Any, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "SLICE", timedelta(minutes=1))  # the thread does not look
     _enqueue(watched, 3 if how == "other step" else 4)
     if how == "done":
         watched.device.synchronize()
@@ -162,6 +165,8 @@ def test_a_step_that_nobody_waits_for_is_left_alone(watched: Any, how: str) -> N
     for _ in range(3):
         watched.watch.look()
     watched.watch.check()
+    assert set(watched.device.devices) <= {GPU, None}
+    assert bool(watched.device.devices) == (how != "raised here")
 
 
 def test_the_thread_ends_with_the_watch(watched: Any) -> None:

@@ -382,7 +382,7 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "a step that the GPU has done is looked up all the same",
-            "if pending.is_over is not None and pending.is_over():",
+            "if pending.is_over is not None and self._ask(pending.is_over):",
             "if False:",
             f"{DISTRIBUTED}/test_as_gpu.py::test_a_step_that_nobody_waits_for_is_left_alone",
         ),
