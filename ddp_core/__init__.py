@@ -4,6 +4,7 @@ Knows torch and no scheme: it takes hooks, and generators that yield collectives
 """
 
 from ddp_core.ddp.ddp import DistributedDataParallel
+from ddp_core.exchange.clocks import Clock, Moment, clock_of
 from ddp_core.exchange.collectives import (
     AllGather,
     AllReduce,
@@ -41,6 +42,7 @@ __all__ = [
     "AllReduce",
     "AllToAll",
     "Broadcast",
+    "Clock",
     "Collective",
     "CollectiveError",
     "DistributedDataParallel",
@@ -53,6 +55,7 @@ __all__ = [
     "MissingPackageError",
     "MissingRankError",
     "MixedPrecision",
+    "Moment",
     "PeerError",
     "ReduceScatter",
     "Reducer",
@@ -63,6 +66,7 @@ __all__ = [
     "Timeline",
     "as_request",
     "call_after_backward",
+    "clock_of",
     "group_store",
     "group_timeout",
     "needs",

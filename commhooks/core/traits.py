@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
-__all__ = ["Biased", "ErrorKind", "Exact", "Returns", "Traits", "Unbiased", "composed", "worst"]
+__all__ = [
+    "INT32_PLACES",
+    "Biased",
+    "ErrorKind",
+    "Exact",
+    "Returns",
+    "Traits",
+    "Unbiased",
+    "composed",
+    "worst",
+]
 
 Returns = Literal["mean", "update", "local"]
+
+INT32_PLACES = 2**31 - 1  # entries that 32 bits can number
 
 
 @dataclass(frozen=True)
@@ -58,6 +71,9 @@ class Traits(NamedTuple):
         agrees: every rank gets the same bits. False: averages over some ranks only (gossip).
         coalesce: all buckets of a step travel in one exchange.
         starts_dense: name of the setting that counts the dense steps at the start; "" for none.
+        most_entries: number of entries that an exchange may have, at most. Larger buckets are cut
+            between parameters: before the first step is over, both DistributedDataParallel classes
+            may put a whole model into one bucket. Schemes whose places are 32 bits declare it.
 
     Example:
         >>> Traits(rounds=2, error=Biased()).biased
@@ -70,6 +86,7 @@ class Traits(NamedTuple):
     agrees: bool = True
     coalesce: bool = False
     starts_dense: str = ""
+    most_entries: int = sys.maxsize
 
     @property
     def biased(self) -> bool:
@@ -99,6 +116,7 @@ def worst(traits: Iterable[Traits]) -> Traits:
         returns=max((choice.returns for choice in choices), key=order.index),
         agrees=all(choice.agrees for choice in choices),
         coalesce=any(choice.coalesce for choice in choices),
+        most_entries=min(choice.most_entries for choice in choices),
     )
 
 

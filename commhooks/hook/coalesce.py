@@ -1,11 +1,13 @@
 """Holds a step's buckets and exchanges their parameters in other groups.
 
-Used for schemes that coalesce, and in the first steps of a resumed run on torch's class, whose
-buckets differ from the saved run's (``docs/design/steps.md``).
+Used for schemes that coalesce, in the first steps of a resumed run on torch's class, whose buckets
+differ from the saved run's (``docs/design/steps.md``), and for buckets that a scheme does not take
+whole.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 from commhooks.core.layout import Layout
+from commhooks.core.memory import share_storage
 from ddp_core import Exchange
 
 __all__ = ["Coalescer", "Group"]
@@ -81,6 +84,35 @@ class Group:
             self.layouts[key] = Layout(names, [shapes[name] for name in names])
         return self.layouts[key]
 
+    def cut(self, most: int) -> list[Group]:
+        """Returns groups of at most ``most`` entries, as one parameter has at least."""
+        whole = self.held[0].buffer
+        # What is sparse or complex is exchanged uncompressed, whatever its size.
+        if whole.is_sparse or not whole.is_floating_point():
+            return [self]
+        if sum(held.buffer.numel() for held in self.held) <= most:
+            return [self]
+        layout = self.find_layout()
+        parts: list[list[str]] = []
+        filled = most
+        for name, size in zip(layout.names, layout.sizes, strict=True):
+            if filled + size > most:
+                parts.append([])
+                filled = 0
+            parts[-1].append(name)
+            filled += size
+        if len(parts) == 1:
+            return [self]
+        owner = {name: held for held in self.held for name in held.find_layout().names}
+        return [
+            Group(
+                list({id(owner[name]): owner[name] for name in names}.values()),
+                tuple(names),
+                self.layouts,
+            )
+            for names in parts
+        ]
+
     def _pieces(self) -> list[Tensor]:
         """Returns views of the buckets' memory, in the group's order."""
         if self.names is None:
@@ -104,7 +136,14 @@ class Group:
                 held.buffer.copy_(mean)
             return mean
         pieces = self._pieces()
-        mean = yield from make(torch.cat(pieces), self.find_layout)
+        joined = _joined(pieces)
+        mean = yield from make(
+            joined if joined is not None else torch.cat(pieces), self.find_layout
+        )
+        if joined is not None:
+            if mean is not joined:
+                joined.copy_(mean)
+            return mean
         for piece, part in zip(pieces, mean.split([len(piece) for piece in pieces]), strict=True):
             piece.copy_(part)
         return mean
@@ -123,10 +162,26 @@ class Group:
                 held.gate.set_result(held.buffer)
 
 
-class Coalescer:
-    """Holds the buckets of the current step, and divides them into groups."""
+def _joined(pieces: Sequence[Tensor]) -> Tensor | None:
+    """Returns flat tensors that follow each other in memory as one; None if they do not."""
+    first, end = pieces[0], pieces[0].storage_offset()
+    for piece in pieces:
+        if piece.storage_offset() != end or not share_storage(piece, first):
+            return None
+        end += piece.numel()
+    # A part of a bucket that is cut may be as large as half of the device's memory.
+    return first.as_strided((end - first.storage_offset(),), (1,))
 
-    def __init__(self) -> None:
+
+class Coalescer:
+    """Holds the buckets of the current step, and divides them into groups.
+
+    Args:
+        most: number of entries of a group, at most; see :class:`commhooks.core.Traits`.
+    """
+
+    def __init__(self, most: int = sys.maxsize) -> None:
+        self.most = most
         self._held: list[_Held] = []
         self._layouts: dict[Any, Layout] = {}
 
@@ -196,9 +251,10 @@ class Coalescer:
         return self._let_go(groups)
 
     def _let_go(self, groups: list[Group]) -> list[Group]:
+        self._held = []
+        groups = [part for group in groups for part in group.cut(self.most)]
         # All counts before the first exchange: a group that ends at once would otherwise complete a
         # bucket whose other parameters are still to come.
-        self._held = []
         for group in groups:
             for held in group.held:
                 held.waits_for += 1

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from commhooks.hook.summary import Summary, summarise
-from ddp_core import RoundRecord, needs
+from ddp_core import Moment, RoundRecord, needs
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -30,8 +31,17 @@ COLUMNS = (
 )
 
 
+# Steps whose times are recorded on a GPU, where events have to be put into the streams.
+_TIMED_FIRST = 10
+_TIMED_EVERY = 100
+
+
 class Ledger:
     """Holds rows of the latest collectives, and totals since the start.
+
+    On a GPU times are those of its streams, and are recorded in the first 10 steps, in every
+    100th, and in those that a :class:`ddp_core.Timeline` records. They are NaN in all other steps,
+    and until the GPU has come to the end of a step.
 
     Args:
         history: number of rows kept for ``report``; older rows remain in the totals only.
@@ -44,7 +54,8 @@ class Ledger:
         if isinstance(history, bool) or not isinstance(history, int) or history < 1:
             raise ValueError(f"Ledger(history=...) is a number of rows, 1 or more, got {history!r}")
         self._rows: deque[RoundRecord] = deque(maxlen=history)
-        self._backward_end: dict[int, float] = {}
+        self._backward_end: dict[int, float | Moment] = {}
+        self._unsettled: deque[RoundRecord] = deque(maxlen=history)
         self.steps = 0
         self.dense_bytes = 0
         self.payload_bytes = 0
@@ -59,13 +70,25 @@ class Ledger:
     def add(self, row: RoundRecord) -> None:
         """Adds the row of one finished collective."""
         self._rows.append(row)
+        if row.moments:
+            self._unsettled.append(row)
         self.dense_bytes += row.dense_bytes
         self.payload_bytes += row.payload_bytes
         self.wire_bytes += row.wire_bytes
         self.dense_wire_bytes += row.dense_wire_bytes
 
-    def launched_last(self, step: int, now: float) -> None:
+    def times(self, step: int) -> bool:
+        """Whether the times of this step are recorded where that is not free."""
+        return step < _TIMED_FIRST or step % _TIMED_EVERY == 0
+
+    def _settle(self) -> None:
+        """Fills in the times that are known by now; waits for nothing."""
+        while self._unsettled and self._unsettled[0].settle():  # devices work in order
+            self._unsettled.popleft()
+
+    def launched_last(self, step: int, now: float | Moment) -> None:
         """Notes when a step's last bucket was launched: from then on, waiting is exposed."""
+        self._settle()  # here, so that events are not kept for longer than a step
         self._backward_end[step] = now
         self.steps += 1
         # Steps come in order, so the first key is the oldest. Without rows its time is of no use.
@@ -76,6 +99,7 @@ class Ledger:
     def rewind(self, step: int) -> None:
         """Forgets the rows from ``step`` on: the run goes on from there. Totals stay."""
         # Else one step would have the rows of two: twice the bytes, and waiting of the wrong run.
+        self._unsettled.clear()
         kept = [row for row in self._rows if row.step < step]
         self._rows = deque(kept, maxlen=self.history)
         self._backward_end = {at: end for at, end in self._backward_end.items() if at < step}
@@ -91,10 +115,12 @@ class Ledger:
         ``encode_s`` is the work before the collective, ``decode_s`` the work after the last
         collective. ``exposed_s`` is the part of a row's waiting and decoding that backward did not
         hide: it came after the step's last bucket was launched, and no other row accounts for it.
+        Times that are not known are NaN: on a GPU, those of most steps, see the class.
         """
         with needs("hook.report()", "pandas"):
             import pandas as pd
 
+        self._settle()
         rows = list(self._rows)  # at once: a thread may add rows, which ends a deque's iteration
         exposed = self._exposed(rows)
         table = [
@@ -109,7 +135,7 @@ class Ledger:
                 row.dense_wire_bytes,
                 row.yielded - row.resumed,
                 row.done - row.issued,
-                max(row.finished - row.done, 0.0),
+                _decoding(row),
                 exposed[id(row)],
             )
             for row in rows
@@ -130,10 +156,15 @@ class Ledger:
         # the time since the end before it.
         exposed: dict[int, float] = {}
         covered: dict[int, float] = {}  # by step: up to when waiting is accounted for
-        for row in sorted(rows, key=lambda row: (row.step, row.finished)):
+        for row in sorted(rows, key=lambda row: (row.step, math.isnan(row.finished), row.finished)):
             end = self._backward_end.get(row.step)
+            if isinstance(end, Moment):
+                end = self._backward_end[row.step] = _known(end)
             if end is None:
                 exposed[id(row)] = 0.0
+                continue
+            if isinstance(end, Moment) or math.isnan(row.finished + row.resumed + end):
+                exposed[id(row)] = math.nan
                 continue
             begin = max(covered.get(row.step, end), row.resumed)
             exposed[id(row)] = max(row.finished - begin, 0.0)
@@ -141,7 +172,10 @@ class Ledger:
         return exposed
 
     def last_step(self) -> dict[str, float]:
-        """Returns the sums over the latest step of the columns with bytes and seconds."""
+        """Returns the sums over the latest step of the columns with bytes and seconds.
+
+        Sums of seconds that are not known are left out.
+        """
         rows = self._latest(1)
         if not rows:
             return {}
@@ -152,12 +186,13 @@ class Ledger:
                 sums[column] += getattr(row, column)
             sums["encode_s"] += row.yielded - row.resumed
             sums["wire_s"] += row.done - row.issued
-            sums["decode_s"] += max(row.finished - row.done, 0.0)
+            sums["decode_s"] += _decoding(row)
             sums["exposed_s"] += exposed[id(row)]
-        return sums
+        return {column: value for column, value in sums.items() if not math.isnan(value)}
 
     def _latest(self, steps: int) -> list[RoundRecord]:
         """Returns the rows of the latest ``steps`` steps that are kept."""
+        self._settle()
         rows = list(self._rows)  # at once, see ``report``
         seen: set[int] = set()
         # From the end: ``add_scalars`` asks for one step of a long history in every step.
@@ -188,3 +223,15 @@ class Ledger:
             raise ValueError(f"summary(steps=...) is a whole number, 1 or more, got {steps!r}")
         rows = [row for row in self._latest(steps) if row.step >= since]
         return summarise(rows, self._exposed, name, world_size)
+
+
+def _decoding(row: RoundRecord) -> float:
+    """Returns the seconds from the end of a collective to that of the work after it, or NaN."""
+    seconds = row.finished - row.done
+    return 0.0 if seconds < 0 else seconds
+
+
+def _known(moment: Moment) -> float | Moment:
+    """Returns the time of a moment, if it is known, else the moment."""
+    seconds = moment.seconds()
+    return moment if math.isnan(seconds) else seconds

@@ -11,8 +11,7 @@ See ``docs/design/steps.md``.
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -24,10 +23,11 @@ from commhooks.core.layout import Layout
 from commhooks.hook.binding import Binding
 from commhooks.hook.coalesce import Coalescer
 from commhooks.hook.engine import Engine
+from commhooks.hook.exchanges import Exchanges
 from commhooks.hook.ledger import Ledger
 from commhooks.hook.regrouping import Regrouping
 from commhooks.hook.step import Step, gradients_of, key_of, left_alone
-from ddp_core import Drivers, Exchange, RoundRecord, Task, call_after_backward
+from ddp_core import Drivers, call_after_backward, clock_of
 
 __all__ = ["Runner"]
 
@@ -45,6 +45,7 @@ class Runner:
     def __init__(self, engine: Engine, drivers: Drivers, ledger: Ledger, binding: Binding) -> None:
         self._engine, self._drivers, self._ledger = engine, drivers, ledger
         self._binding = binding
+        self._exchanges = Exchanges(engine, drivers, ledger)
         self.regrouping = Regrouping()
         self._coalescer = Coalescer()
         self._step: Step | None = None
@@ -79,8 +80,10 @@ class Runner:
             # inside backward for all of them.
             step.parameters += len(bucket.parameters())
             is_last = is_last or 0 < len(self._binding.parameters) <= step.parameters
+        elif buffer.numel() > self._engine.traits.most_entries:
+            future = self._exchanges.start_cut(step, bucket, buffer, find_layout)
         else:
-            future = self._exchange(
+            future = self._exchanges.start(
                 step,
                 self._engine.exchange(buffer, find_layout),
                 bucket=bucket.index(),
@@ -103,7 +106,7 @@ class Runner:
         step.complete = True  # a bucket that comes after this belongs to the next step
         if self._coalescer:
             self._exchange_held(step)
-        self._ledger.launched_last(step.number, time.perf_counter())
+        self._ledger.launched_last(step.number, step.clock.now())
 
     def step_landed(self, left_alone: Iterable[Tensor] = ()) -> None:
         """Ends the step: averages are in ``.grad``, except for the parameters in ``left_alone``."""
@@ -159,7 +162,10 @@ class Runner:
             step = None
         if step is None:
             holds = self._engine.traits.coalesce or bool(self.regrouping.wanted)
-            step = self._step = Step(self._engine.step, group, holds)
+            number = self._engine.step
+            timed = self._ledger.times(number) or getattr(bucket, "note", None) is not None
+            step = self._step = Step(number, group, holds, timed)
+            step.clock = clock_of(buffer.device, timed=timed)
         step.buckets.append(key)
         step.paused = False
         self._threads.add(threading.get_ident())
@@ -193,54 +199,13 @@ class Runner:
 
     def _exchange_held(self, step: Step) -> None:
         wanted, coalesces = self.regrouping.wanted, self._engine.traits.coalesce
+        self._coalescer.most = self._engine.traits.most_entries
         groups = self._coalescer.groups_like(wanted, merged=coalesces) if wanted else None
         if groups is not None:
             step.regrouped = wanted
         else:
             groups = self._coalescer.groups() if coalesces else self._coalescer.one_by_one()
-        for position, group in enumerate(groups):
-            self._exchange(
-                step,
-                group.exchange(self._engine.exchange),
-                bucket=group.index,
-                dense_bytes=group.nbytes,
-                device=group.device,
-                is_last=position == len(groups) - 1,
-            ).then(group.release)  # add_done_callback would not wait for CUDA streams
-
-    def _exchange(
-        self,
-        step: Step,
-        exchange: Exchange,
-        *,
-        bucket: int,
-        dense_bytes: int,
-        device: torch.device,
-        is_last: bool,
-        note: Callable[[RoundRecord], None] | None = None,
-    ) -> Future[Tensor]:
-        """Hands an exchange to the driver for its device; ``note`` gets its ledger rows too."""
-        # A new key, not the index, which two buckets of one step may share (static graphs). With
-        # ``ends_later`` ``step_landed`` commits: backward may raise after the last bucket.
-        commits = is_last and not step.ends_later
-        self._engine.begin_bucket(object(), is_last=commits)
-        task = Task(
-            exchange,
-            step=step.number,
-            bucket=bucket,
-            dense_bytes=dense_bytes,
-            world_size=self._engine.world_size,
-            max_rounds=self._engine.traits.rounds,
-            record=partial(_record, self._ledger, note),
-            joins=commits and self._engine.keeps_memory,
-        )
-        return self._drivers.run(task, device, step.group)
-
-
-def _record(ledger: Ledger, note: Callable[[RoundRecord], None] | None, row: RoundRecord) -> None:
-    ledger.add(row)
-    if note is not None:
-        note(row)
+        self._exchanges.start_groups(step, groups)
 
 
 def _layout_of(binding: Binding, bucket: Any) -> Layout:

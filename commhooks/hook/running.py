@@ -203,8 +203,7 @@ class Running:
         devices = self._binding.devices()
         self._drivers.check(devices)
         facts = {**(also or {}), **self._facts(self.scheme)}
-        with self._binding.on_device():
-            handshake(call, facts, self._binding.group(), limit)
+        self._meet(call, facts, limit)
         # After the handshake, which compares the memory's origin: a pickled state on a wrong rank
         # is then an error on all ranks, and not on one rank while the others wait.
         need_own_memory(self._engine, self._binding)
@@ -212,3 +211,7 @@ class Running:
         # On a GPU one group serves all rounds (``ddp_core.Drivers``): there are no lanes.
         if devices <= {"cpu"}:
             self._drivers.open_lanes(self._binding.group())
+
+    def _meet(self, call: str, facts: Mapping[str, Any], limit: timedelta | None = None) -> None:
+        with self._binding.on_device():
+            handshake(call, facts, self._binding.group(), limit)

@@ -16,7 +16,7 @@ from commhooks.errors import RegistrationError
 from commhooks.hook import pickling, saving
 from commhooks.hook.binding import need_group
 from commhooks.hook.brief import brief
-from commhooks.hook.handshake import MEETING, handshake
+from commhooks.hook.handshake import MEETING
 from commhooks.hook.running import Running
 from commhooks.wrappers.feedback import RESIDUAL, FlushResidual, keeps_residual, without_flush
 from commhooks.wrappers.make import describe, make
@@ -107,9 +107,9 @@ class HookState(Running):
                 f"HookState.switch: step {self.step} is under way; switch between two steps, "
                 f"after loss.backward() returned"
             )
-        if self._agreed:  # otherwise the handshake of the first step compares schemes
-            with self._binding.on_device():
-                handshake("HookState.switch", self._facts(built), self._binding.group(), MEETING)
+        # Before the first step the ranks have not met: the handshake of that step compares schemes.
+        if self._agreed:
+            self._meet("HookState.switch", self._facts(built), MEETING)
         self._replace(built)
 
     def _replace(self, built: Scheme) -> None:

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from commhooks.core.layout import Layout
 from commhooks.hook.coalesce import Names
-from ddp_core import GradBucket
+from ddp_core import Clock, GradBucket
 
 __all__ = ["Gradient", "Step", "gradients_of", "key_of", "left_alone"]
 
@@ -23,6 +23,8 @@ class Step:
 
     Attributes:
         holds: whether buckets wait for the last bucket.
+        timed: whether times are recorded on a GPU, too.
+        clock: of the device of the first bucket.
         buckets: keys of the launched buckets (:func:`key_of`); an equal key is of another step.
         passes: numbers of the backward passes that call back at their end.
         told: whether ``ddp_core`` reports the end, also without a backward pass (join).
@@ -37,6 +39,8 @@ class Step:
     number: int
     group: dist.ProcessGroup
     holds: bool
+    timed: bool = True
+    clock: Clock = field(default_factory=Clock)
     buckets: list[Any] = field(default_factory=list)
     passes: set[int] = field(default_factory=set)
     told: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from html import escape
 
@@ -80,20 +81,26 @@ def summarise(
             f"{_bytes(dense)}: {_share(wire, dense)}"
         )
     # Sums of ``wire_s`` would count buckets that travel at the same time twice.
-    busy, waited = _busy(rows) / len(steps), sum(exposed(rows).values()) / len(steps)
+    waits = exposed(rows)
+    known = [row for row in rows if not math.isnan(waits[id(row)])]
+    times = max(len({row.step for row in known}), 1)
+    busy, waited = _busy(known) / times, sum(waits[id(row)] for row in known) / times
     facts = [
         ("scheme", f"{name} on {ranks}"),
         ("steps", span.removeprefix("steps ").removeprefix("step ")),
         ("sent per step and rank", _bytes(wire)),
         ("a dense all-reduce sends", _bytes(dense)),
         ("share", _share(wire, dense) if dense else "nothing is sent between ranks"),
-        ("communication per step", _time(busy)),
-        ("not hidden by backward", _time(waited)),
     ]
-    text = (
-        f"{name} on {ranks}, {span}: {sent}. Of {_time(busy)} of communication per step, backward "
-        f"did not hide {_time(waited)}."
-    )
+    text = f"{name} on {ranks}, {span}: {sent}."
+    if known:
+        facts += [
+            ("communication per step", _time(busy)),
+            ("not hidden by backward", _time(waited)),
+        ]
+        text += (
+            f" Of {_time(busy)} of communication per step, backward did not hide {_time(waited)}."
+        )
     return Summary(text, facts)
 
 

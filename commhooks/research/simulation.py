@@ -88,7 +88,8 @@ class Simulation:
         for mean in means:
             # A hook does the same: the first step of a resumed run exchanges the buckets of the run
             # that was saved, whatever buckets it has.
-            coalescer, pieces = Coalescer(), mean.split([layout.numel for layout in layouts])
+            most = self.engines[0].traits.most_entries
+            coalescer, pieces = Coalescer(most), mean.split([layout.numel for layout in layouts])
             for index, (piece, layout) in enumerate(zip(pieces, layouts, strict=True)):
                 coalescer.hold(index, piece, partial(_same, layout))
             wanted = coalescer.groups_like(self._restored, merged=False) if self._restored else None

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from commhooks.core.bucket import Bucket, Result, SchemeExchange, nan_unless
 from commhooks.core.registry import register_scheme
 from commhooks.core.scheme import Scheme
-from commhooks.core.traits import Biased, Traits
+from commhooks.core.traits import INT32_PLACES, Biased, Traits
 from commhooks.kernels import (
     RandomBits,
     all_finite,
@@ -40,7 +40,7 @@ class _Agreed(Scheme):
 
     ratio: float = 0.01
 
-    traits = Traits(error=Biased())
+    traits = Traits(error=Biased(), most_entries=INT32_PLACES)
 
     def __post_init__(self) -> None:
         check_ratio(self, self.ratio)
@@ -209,7 +209,7 @@ class AlignedTopK(_Agreed):
     row: int = 128
     directions: int = 4
 
-    traits = Traits(rounds=2, error=Biased())
+    traits = Traits(rounds=2, error=Biased(), most_entries=INT32_PLACES)
 
     def __post_init__(self) -> None:
         super().__post_init__()

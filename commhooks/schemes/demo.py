@@ -14,7 +14,7 @@ from commhooks.core.layout import Layout
 from commhooks.core.registry import register_scheme
 from commhooks.core.scheme import Scheme
 from commhooks.core.slot import Slot
-from commhooks.core.traits import Traits
+from commhooks.core.traits import INT32_PLACES, Traits
 from commhooks.kernels import dct, scatter_sum
 from ddp_core import AllGather
 
@@ -54,7 +54,8 @@ class DeMo(Scheme):
     decay: float = 0.999
     sign: bool = True
 
-    traits = Traits(returns="update")
+    # Tiles of small matrices are padded, so that their places are more than entries.
+    traits = Traits(returns="update", most_entries=INT32_PLACES // 2)
     keeps = (_MOMENTUM,)
 
     def __post_init__(self) -> None:

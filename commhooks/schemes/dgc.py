@@ -12,7 +12,7 @@ from commhooks.core.bucket import Bucket, Result, SchemeExchange
 from commhooks.core.registry import register_scheme
 from commhooks.core.scheme import Scheme
 from commhooks.core.slot import Slot
-from commhooks.core.traits import Traits
+from commhooks.core.traits import INT32_PLACES, Traits
 from commhooks.kernels import scatter_sum, top_k, top_k_sampled
 from commhooks.wrappers.per_parameter import PerParameter, Rule
 from ddp_core import AllGather, AllReduce
@@ -86,7 +86,7 @@ class DGC(Scheme):
     warmup_steps: int = 0
     sampled: bool = True
 
-    traits = Traits(returns="update")
+    traits = Traits(returns="update", most_entries=INT32_PLACES)
     keeps = (_MOMENTUM, _UNSENT)
 
     def __post_init__(self) -> None:

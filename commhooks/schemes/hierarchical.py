@@ -70,7 +70,8 @@ class Hierarchical(Scheme):
     @property
     def traits(self) -> Traits:
         inside, between = self.inside.error, self.between.error
-        return Traits(rounds=4, error=composed(inside, between, between))
+        most = min(codec.traits.most_entries for codec in (self.inside, self.between))
+        return Traits(rounds=4, error=composed(inside, between, between), most_entries=most)
 
     def node_size(self, world_size: int) -> int:
         """Returns the number of consecutive ranks that are taken as a node."""

@@ -139,7 +139,7 @@ class IntSGD(Scheme):
         # Each of d entries has a variance of level^2 / 4 at most: n r / (2 precision^2) on a rank,
         # and 1 / n of it in the mean of n ranks.
         unbiased = Unbiased(1 / (2 * self.precision**2))
-        return Traits(error=unbiased if self.stochastic else Biased())
+        return Traits(error=unbiased if self.stochastic else Biased(), most_entries=_WHOLE)
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
         n, levels = bucket.raw.numel(), _TOP // bucket.world_size

@@ -75,8 +75,13 @@ class OneBitMomentum(Scheme):
 
     @property
     def traits(self) -> Traits:
-        rounds = max(1, self._inner.traits.rounds)
-        return Traits(rounds=rounds, returns="update", starts_dense="freeze_step")
+        inner = self._inner.traits
+        return Traits(
+            rounds=max(1, inner.rounds),
+            returns="update",
+            starts_dense="freeze_step",
+            most_entries=inner.most_entries,
+        )
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
         dtype = bucket.wide_dtype

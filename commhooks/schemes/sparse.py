@@ -9,7 +9,7 @@ from torch import Tensor
 
 from commhooks.core.packed import PackedCodec, Pattern, Piece, Randomness
 from commhooks.core.registry import register_scheme
-from commhooks.core.traits import Biased, ErrorKind
+from commhooks.core.traits import INT32_PLACES, Biased, ErrorKind, Traits
 from commhooks.kernels import scatter_sum, top_k, top_k_sampled
 from commhooks.schemes._ratio import check_ratio, number_kept
 
@@ -47,6 +47,10 @@ class TopK(PackedCodec):
     @property
     def error(self) -> ErrorKind:
         return Biased()
+
+    @property
+    def traits(self) -> Traits:
+        return super().traits._replace(most_entries=INT32_PLACES)
 
     def __post_init__(self) -> None:
         check_ratio(self, self.ratio)

@@ -49,7 +49,9 @@ class TwoPhase(PackedCodec):
     @property
     def traits(self) -> Traits:
         inside = self.codec.traits
-        return super().traits._replace(returns=inside.returns, agrees=inside.agrees)
+        return super().traits._replace(
+            returns=inside.returns, agrees=inside.agrees, most_entries=inside.most_entries
+        )
 
     def payload_bytes(self, n: int) -> int:
         return -(-sum(value.nbytes for value in _example(self.codec, n).values()) // 16) * 16

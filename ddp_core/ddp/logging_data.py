@@ -16,7 +16,6 @@ from torch import nn
 from torch._C._distributed_c10d import DebugLevel, get_debug_level
 
 from ddp_core.ddp.parts import Parts
-from ddp_core.exchange.task import clock
 from ddp_core.reducer.timeline import StepTimes
 
 __all__ = ["log_construction", "log_recorded_steps", "logging_data"]
@@ -86,7 +85,7 @@ def logging_data(parts: Parts) -> dict[str, Any]:
     for variable in _VARIABLES:
         data[variable.lower()] = os.environ.get(variable, "N/A")
     data["torch_distributed_debug"] = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "N/A")
-    steps = list(reducer.timeline.steps)
+    steps = [times for times in reducer.timeline.steps if times.settle()]
     if steps:
         rows = [_durations(times) for times in steps]
         for field, value in rows[-1].items():
@@ -134,7 +133,7 @@ def _communication(times: StepTimes) -> tuple[float, float]:
 
 def _moments(times: StepTimes) -> dict[str, int]:
     """In nanoseconds since 1970."""
-    epoch = time.time() - clock()  # the clock counts from a moment of its own
+    epoch = time.time() - time.perf_counter()  # the clock counts from a moment of its own
     comm_began, comm_ended = _communication(times)
     seconds = {
         "forward_compute_time_start": times.forward_began,

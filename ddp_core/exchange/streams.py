@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_core.exchange.task import Task, clock
+from ddp_core.exchange.clocks import put
+from ddp_core.exchange.task import Task
 
 __all__ = ["Streams", "stream_module"]
 
@@ -110,10 +111,10 @@ class Streams:
         while request is not None:
             error: BaseException | None = None
             row = task.rows[-1]
-            row.issued = clock()
+            put(row, "issued", task.clock.now())
             try:
                 request.issue(self._group).wait()
             except Exception as raised:
                 error = task.failed(raised)
-            row.done = clock()
+            put(row, "done", task.clock.now())
             request = task.advance(error)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ddp_core.exchange.clocks import HOST, Clock, Moment, Timed, put
 from ddp_core.exchange.collectives import Collective, as_request
 from ddp_core.exchange.errors import CollectiveError, RoundsError
 
@@ -19,8 +20,11 @@ clock = time.perf_counter
 
 
 @dataclass(slots=True)
-class RoundRecord:
-    """Records what one collective of one bucket moved, and when (``time.perf_counter``)."""
+class RoundRecord(Timed):
+    """Records what one collective of one bucket moved, and when (``time.perf_counter``).
+
+    On a GPU times are those of its streams, in some steps, and else NaN; see ``Timed.settle``.
+    """
 
     step: int
     bucket: int
@@ -35,6 +39,7 @@ class RoundRecord:
     done: float = 0.0  # the collective completed
     finished: float = 0.0  # decoding ended (last round only; else equal to done)
     dense_wire_bytes: float = 0.0  # what one rank sends in an all-reduce of the dense bytes
+    moments: dict[str, Moment] = field(default_factory=dict, repr=False)
 
 
 @dataclass(eq=False)
@@ -52,6 +57,7 @@ class Task:
     max_rounds: int
     record: Callable[[RoundRecord], None] | None = None
     joins: bool = False
+    clock: Clock = HOST  # of the rows' times
     ticket: int = 0
     round: int = 0
     request: Collective | None = None
@@ -66,7 +72,7 @@ class Task:
         Args:
             error: what went wrong with the pending collective; thrown into the generator.
         """
-        resumed = clock()
+        resumed = self.clock.now()
         try:
             if error is not None:
                 yielded = self.exchange.throw(error)
@@ -103,11 +109,11 @@ class Task:
                 dense_bytes,
                 self.request.payload_nbytes,
                 self.request.wire_nbytes(self.world_size),
-                resumed=resumed,
-                yielded=clock(),
                 dense_wire_bytes=dense_bytes * 2 * (self.world_size - 1) / self.world_size,
             )
         )
+        put(self.rows[-1], "resumed", resumed)
+        put(self.rows[-1], "yielded", self.clock.now())
         self.round = len(self.rows) - 1
         return self.request
 
@@ -125,12 +131,12 @@ class Task:
         return failure
 
     def _end(self) -> None:
-        now = clock()
         if self.rows:
-            self.rows[-1].finished = now
+            put(self.rows[-1], "finished", self.clock.now())
+        for row in self.rows[:-1]:
+            put(row, "finished", row.moments.get("done", row.done))
         if self.record is not None:
             for row in self.rows:
-                row.finished = row.finished or row.done
                 self.record(row)
 
     def outcome(self, _: object = None) -> Tensor:

@@ -6,7 +6,6 @@ end of backward -> wait for each bucket in order -> param.grad
 
 from __future__ import annotations
 
-from ddp_core.exchange.task import clock
 from ddp_core.reducer.accumulators import (
     NO_BACKWARD,
     Accumulators,
@@ -83,7 +82,7 @@ class Backward:
             self._mark_unused(step)
         times = self._flight.times_of(self._place[index][0])
         if times is not None:
-            times.gradient_came(clock())
+            times.gradient_came()
         self._mark_ready(step, index)
 
     def came_elsewhere(self, index: int) -> None:
@@ -199,7 +198,7 @@ class Backward:
         flight = self._flight
         step.expecting = False
         if step.times is not None:
-            step.times.backward_ended = clock()
+            step.times.mark("backward_ended")
         flight.launcher.events.no_more_buckets()
         if self._precision is not None:
             self._precision.restore()

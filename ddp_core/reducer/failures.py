@@ -15,7 +15,15 @@ from torch import Tensor
 from ddp_core.exchange.errors import CollectiveError, PeerError
 from ddp_core.exchange.lane_groups import group_store
 
-__all__ = ["FailureBoard", "FutureNotDone", "failed", "wait_for_future", "wait_for_work"]
+__all__ = [
+    "SLICE",
+    "FailureBoard",
+    "FutureNotDone",
+    "failed",
+    "peer_error",
+    "wait_for_future",
+    "wait_for_work",
+]
 
 # So long nobody looks at the board; most waits are over by then.
 SLICE = timedelta(seconds=1)
@@ -57,20 +65,26 @@ class FailureBoard:
         """
         text = self.look(attempt)
         if text is not None:
-            raise PeerError(
-                f"another rank failed in this step, so its gradients will not come: {text}. The "
-                f"process group has collectives that nobody answers; end the process and resume "
-                f"from the last checkpoint"
-            )
+            raise peer_error(text)
 
     def _key(self, attempt: int) -> str:
         return f"ddp_core/{self._name}/{attempt}"
 
 
+def peer_error(text: str) -> PeerError:
+    """Returns the error of a rank that waits for one that has failed, with that rank's words."""
+    return PeerError(
+        f"another rank failed in this step, so its gradients will not come: {text}. The process "
+        f"group has collectives that nobody answers; end the process and resume from the last "
+        f"checkpoint"
+    )
+
+
 def wait_for_work(work: dist.Work, device: torch.device, board: FailureBoard, attempt: int) -> None:
     """Waits for a collective; looks at the board while it does not end.
 
-    On CUDA waiting orders streams and returns at once.
+    On CUDA waiting orders streams and returns at once; a thread looks at the board, see
+    :mod:`ddp_core.reducer.watch`.
     """
     if device.type != "cpu":
         work.wait()

@@ -19,7 +19,7 @@ logger = logging.getLogger("ddp_core")
 
 # From this many entries on, a gradient is copied as it arrives, while it is in the CPU's cache.
 # Smaller ones wait for the bucket to be full: one call for all of them is several times cheaper
-# than one each. On a GPU, which has the same bandwidth then, this holds for gradients of any size.
+# than one each. On a GPU, where memory is as fast later, they all wait.
 LARGE = 1 << 14
 
 

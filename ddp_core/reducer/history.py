@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ddp_core.exchange.task import clock
+from ddp_core.exchange.clocks import clock_of
 from ddp_core.reducer.held import HeldBucket
 from ddp_core.reducer.step import Step
 from ddp_core.reducer.timeline import StepTimes, Timeline
@@ -35,17 +35,18 @@ class History:
         self.sent = 0
         self.unused: list[int] | None = None
         self.same_unused = True
+        self._clock = clock_of(buckets[0].buffer.device)
         self._begun: StepTimes | None = None  # of the step whose forward pass has begun
 
     def forward_begins(self, step: int) -> None:
         """Begins a record of the step with this number, if it is to be recorded."""
-        self._begun = self.timeline.begins(step)
+        self._begun = self.timeline.begins(step, self._clock)
 
     def backward_begins(self) -> StepTimes | None:
         """Returns the step's record, if there is one; forward is over."""
         times, self._begun = self._begun, None
         if times is not None:
-            times.backward_began = clock()
+            times.mark("backward_began")
         return times
 
     def step_landed(self, step: Step) -> None:
@@ -55,7 +56,7 @@ class History:
         self.unused = step.unused
         self.sent = sum(not outcome.is_skipped for outcome in step.outcomes)
         if step.times is not None:
-            step.times.finished = clock()
+            step.times.mark("finished")
             self.timeline.add(step.times)
             if self.on_recorded is not None:
                 self.on_recorded()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ddp_core.exchange.clocks import clock_of
 from ddp_core.exchange.errors import CollectiveError
 from ddp_core.reducer.graph_errors import GraphErrors
 from ddp_core.reducer.held import HeldBucket
@@ -99,6 +100,7 @@ class InFlight:
         step = self.step
         if not step.complete and not step.abandoned:
             step.abandoned = True
+            self.launcher.forget_step()
             self.launcher.events.step_abandoned()
 
     def abandon(self) -> None:
@@ -157,7 +159,7 @@ class InFlight:
         needed, is_last = self.step.needed, bucket is self.buckets[-1]
         if needed is not None:
             if not needed[bucket.number]:
-                return Outcome()
+                return Outcome(bucket.buffer.device)
             # The hook is told of the last one that it gets, not of the last one that there is.
             is_last = not any(needed[bucket.number + 1 :])
         return self.launcher.launch(bucket, is_last=is_last, times=self.times_of(bucket))
@@ -196,6 +198,7 @@ class InFlight:
         """Waits for all buckets that were launched, and writes their gradients."""
         while self.step.finished < len(self.step.outcomes):
             self._finish_next()
+        self.launcher.all_enqueued()
         if self.optimizer is not None:
             self.optimizer.all_averaged()
 
@@ -211,6 +214,7 @@ class InFlight:
             return None
         if len(times.buckets) != len(self.buckets):
             times.buckets = [
-                BucketTimes(number, one.nbytes) for number, one in enumerate(self.buckets)
+                BucketTimes(number, one.nbytes, clock=clock_of(one.buffer.device))
+                for number, one in enumerate(self.buckets)
             ]
         return times.buckets[bucket.number]

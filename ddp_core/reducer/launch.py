@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_core.exchange.clocks import event_after, put
 from ddp_core.exchange.collectives import AllReduce
 from ddp_core.exchange.errors import CollectiveError, PeerError
 from ddp_core.exchange.lane_groups import group_timeout
-from ddp_core.exchange.task import RoundRecord, clock
+from ddp_core.exchange.sparse_sum import SparseSum
+from ddp_core.exchange.task import RoundRecord
 from ddp_core.reducer.events import StepEvents
 from ddp_core.reducer.failures import (
     FailureBoard,
@@ -25,6 +28,7 @@ from ddp_core.reducer.failures import (
 from ddp_core.reducer.held import HeldBucket
 from ddp_core.reducer.ranges import named_range
 from ddp_core.reducer.timeline import BucketTimes
+from ddp_core.reducer.watch import Watch
 
 __all__ = ["CommHook", "Launcher", "Outcome", "name_of"]
 
@@ -32,12 +36,17 @@ CommHook = Callable[[Any, Any], Any]  # (state, bucket) -> Future[Tensor]
 
 
 class Outcome:
-    """Holds what a launched bucket is waited for: a work handle, a hook's future, or nothing."""
+    """Holds what a launched bucket is waited for: a work handle, a hook's future, or nothing.
 
-    __slots__ = ("future", "work")
+    Args:
+        device: of the bucket.
+    """
 
-    def __init__(self, *, work: dist.Work | None = None, future: Any = None) -> None:
-        self.work, self.future = work, future
+    __slots__ = ("_happened", "device", "future", "work")
+
+    def __init__(self, device: torch.device, *, work: Any = None, future: Any = None) -> None:
+        self.device, self.work, self.future = device, work, future
+        self._happened: Callable[[], bool] | None = None
 
     @property
     def is_skipped(self) -> bool:
@@ -47,7 +56,13 @@ class Outcome:
     def is_done(self) -> bool:
         """Whether waiting for it would return at once."""
         if self.future is not None:
-            return bool(self.future.done())
+            if not self.future.done() or self.device.type == "cpu":
+                return bool(self.future.done())
+            # On a GPU the future is complete when its work is enqueued: the caller's stream would
+            # wait for it, and backward with it.
+            if self._happened is None:
+                self._happened = event_after(self.future, self.device)
+            return self._happened()
         return self.work is None or self.work.is_completed()
 
 
@@ -57,9 +72,10 @@ class Launcher:
     Args:
         group: ranks to average over.
         name: of the reducer, the same on all ranks.
+        device: of the buckets.
     """
 
-    def __init__(self, group: dist.ProcessGroup, name: str) -> None:
+    def __init__(self, group: dist.ProcessGroup, name: str, device: torch.device) -> None:
         self.group = group
         self.hook: tuple[CommHook, Any] | None = None
         self.events = StepEvents()  # told to the hook's state
@@ -68,6 +84,9 @@ class Launcher:
         self.attempt = 0  # the same, counting those that raised
         self.error = ""  # the latest one's words
         self._board = FailureBoard(group, name)
+        # Where waiting does not keep the host, a thread looks at the board.
+        self._watch = None if device.type == "cpu" else Watch(group, device, self._board)
+        self._thread = 0  # that of the training loop
 
     def set_hook(self, hook: tuple[CommHook, Any] | None) -> None:
         """Sets what exchanges buckets from now on; None: a plain all-reduce."""
@@ -79,11 +98,30 @@ class Launcher:
         """Whether this hook's state hears of the end of each step."""
         return self.hook is not None and self.hook[1] is state
 
+    def step_begins(self) -> None:
+        """Hears, on the thread of the training loop, of a forward pass that is over."""
+        self.attempt += 1
+        self._thread = threading.get_ident()
+        if self._watch is not None:
+            self._watch.check()
+
+    def all_enqueued(self) -> None:
+        """Hears that all buckets were waited for: on a GPU, that its stream waits for them."""
+        if self._watch is not None:
+            self._watch.all_enqueued()
+
+    def forget_step(self) -> None:
+        """Hears that the step has raised here."""
+        if self._watch is not None:
+            self._watch.forget()
+
     def launch(self, bucket: HeldBucket, *, is_last: bool, times: BucketTimes | None) -> Outcome:
         """Starts the exchange of a full bucket."""
         if times is not None:
-            times.launched = clock()
+            times.mark("launched")
         try:
+            if self._watch is not None:
+                self._watch.launched(self.attempt, self._thread)
             with named_range("launch", bucket.number):
                 if self.hook is None:
                     return self._all_reduce(bucket, times)
@@ -99,12 +137,13 @@ class Launcher:
             raise failed(error, "all_reduce", self.step, bucket.number) from error
         if times is not None:
             nbytes = bucket.nbytes
-            record = RoundRecord(
-                self.step, bucket.number, 0, "all_reduce", nbytes, nbytes, 0.0, issued=clock()
-            )
+            record = RoundRecord(self.step, bucket.number, 0, "all_reduce", nbytes, nbytes, 0.0)
+            put(record, "issued", times.clock.now())
             times.rounds.append(record)
-            work.get_future().add_done_callback(_stamp(times, record))
-        return Outcome(work=work)
+            # A sparse sum is written when it is waited for: on a GPU there is no earlier end of it.
+            if not (isinstance(work, SparseSum) and bucket.buffer.device.type != "cpu"):
+                _when_done(work.get_future(), bucket.buffer.device, _stamp(times, record))
+        return Outcome(bucket.buffer.device, work=work)
 
     def _run_hook(self, bucket: HeldBucket, is_last: bool, times: BucketTimes | None) -> Outcome:
         assert self.hook is not None
@@ -120,8 +159,8 @@ class Launcher:
                 f"torch.futures.Future[Tensor], got {type(future).__name__}"
             )
         if times is not None:
-            future.add_done_callback(_stamp(times, None))
-        return Outcome(future=future)
+            _when_done(future, bucket.buffer.device, _stamp(times, None))
+        return Outcome(bucket.buffer.device, future=future)
 
     def finish(self, bucket: HeldBucket, outcome: Outcome, times: BucketTimes | None) -> Tensor:
         """Waits for a bucket's exchange and returns its flat averaged gradient.
@@ -130,8 +169,10 @@ class Launcher:
             CollectiveError: it failed, here or on another rank; says in which round.
         """
         if times is not None:
-            times.wait_began = clock()
+            times.mark("wait_began")
         try:
+            if self._watch is not None:
+                self._watch.check()
             result = bucket.buffer
             with named_range("wait", bucket.number):
                 if outcome.future is not None:
@@ -143,7 +184,7 @@ class Launcher:
             self._report(bucket, error)
             raise failed(error, "the exchange", self.step, bucket.number, told) from error
         if times is not None:
-            times.wait_ended = clock()
+            times.mark("wait_ended")
         return result
 
     def await_work(self, work: dist.Work, device: torch.device) -> None:
@@ -188,11 +229,13 @@ class Launcher:
 
     def _report(self, bucket: HeldBucket, error: Exception) -> None:
         """Tells the other ranks, which would wait for this one; hearsay is not passed on."""
+        self.forget_step()
         if not isinstance(error, PeerError):
             self.report(f"bucket {bucket.number}: {type(error).__name__}: {error}")
 
     def report(self, text: str) -> None:
         """Tells the other ranks that this one will not go on; the logging data have it, too."""
+        self.forget_step()
         self.error = text
         self._board.report(self.attempt, f"step {self.step}, {text}")
 
@@ -203,16 +246,26 @@ def name_of(hook: Any) -> str:
     return name
 
 
+def _when_done(future: Any, device: torch.device, call: Callable[[object], None]) -> None:
+    """Calls back when a future is completed, on a stream that waits for its work."""
+    if device.type == "cpu":
+        future.add_done_callback(call)
+    else:
+        future.then(call)  # the other way promises no stream
+
+
 def _stamp(times: BucketTimes, record: RoundRecord | None) -> Callable[[object], None]:
     def stamp(_: object) -> None:
-        times.decoded = clock()
-        if record is not None:
-            record.done = record.finished = times.decoded
-        elif not times.rounds:  # a hook that does not tell its rounds
+        now = times.clock.now()
+        put(times, "decoded", now)
+        ends = record
+        if ends is None and not times.rounds:  # a hook that does not tell its rounds
             nbytes = times.nbytes
-            record_of_hook = RoundRecord(0, times.bucket, 0, "hook", nbytes, nbytes, 0.0)
-            record_of_hook.issued = times.launched
-            record_of_hook.done = record_of_hook.finished = times.decoded
-            times.rounds.append(record_of_hook)
+            ends = RoundRecord(0, times.bucket, 0, "hook", nbytes, nbytes, 0.0)
+            put(ends, "issued", times.moments.get("launched", times.launched))
+            times.rounds.append(ends)
+        if ends is not None:
+            put(ends, "done", now)
+            put(ends, "finished", now)
 
     return stamp

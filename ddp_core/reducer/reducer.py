@@ -52,7 +52,7 @@ class Reducer:
         self.parameters = list(parameters)
         self.group, self.settings = group, settings
         device = self.parameters[0].parameter.device
-        self.launcher = Launcher(group, name)
+        self.launcher = Launcher(group, name, device)
         self.usage = Usage(len(self.parameters), settings, group, device)
         self.plan = BucketPlan(self.parameters, settings.caps, group, device)
         self.plan.static_graph = settings.static_graph
@@ -148,7 +148,7 @@ class Reducer:
             outputs: not looked at; trainers that drive a reducer themselves pass them to torch's.
         """
         times = self.history.backward_begins()
-        self.launcher.attempt += 1
+        self.launcher.step_begins()
         self.in_flight.begin(
             Step(
                 expecting=True,

@@ -12,7 +12,7 @@ __all__ = ["shadow"]
 def shadow(flight: InFlight, plan: BucketPlan) -> None:
     """Takes part in one backward pass with zero gradients."""
     flight.begin(Step(complete=False))
-    flight.launcher.attempt += 1
+    flight.launcher.step_begins()
     try:
         _exchange_zeros(flight, plan)
     except BaseException:

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ddp_core.exchange.clocks import HOST, Clock, Moment, Timed, put
 from ddp_core.exchange.errors import needs
-from ddp_core.exchange.task import RoundRecord, clock
+from ddp_core.exchange.task import RoundRecord
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -20,8 +21,12 @@ __all__ = ["BucketTimes", "StepTimes", "Timeline"]
 
 
 @dataclass(slots=True)
-class BucketTimes:
-    """Holds the times of one bucket in one step (``time.perf_counter``); 0 where unknown."""
+class BucketTimes(Timed):
+    """Holds the times of one bucket in one step; 0 where unknown.
+
+    Of ``clock``, which is ``time.perf_counter`` on the CPU. On a GPU it is that of the streams on
+    which backward and exchanges run: NaN until they have come there, see ``Timed.settle``.
+    """
 
     bucket: int
     nbytes: int
@@ -32,11 +37,23 @@ class BucketTimes:
     decoded: float = 0.0  # the averaged gradient was there
     wait_began: float = 0.0  # the end of backward came to this bucket
     wait_ended: float = 0.0
+    clock: Clock = HOST
+    moments: dict[str, Moment] = field(default_factory=dict, repr=False)
 
-    def gradient_came(self, now: float) -> None:
+    def mark(self, name: str) -> None:
+        """Sets the attribute of this name to the present moment."""
+        put(self, name, self.clock.now())
+
+    def gradient_came(self) -> None:
         """Takes note that one of its gradients has arrived."""
-        self.first_ready = self.first_ready or now
-        self.last_ready = now
+        now = self.clock.now()
+        if not self.first_ready:
+            put(self, "first_ready", now)
+        put(self, "last_ready", now)
+
+    def settle(self) -> bool:
+        # No shortcut: each of them fills in what is known.
+        return all([Timed.settle(self), *(record.settle() for record in self.rounds)])
 
     @property
     def exposed(self) -> float:
@@ -45,8 +62,8 @@ class BucketTimes:
 
 
 @dataclass(slots=True)
-class StepTimes:
-    """Holds the times of one synchronised step."""
+class StepTimes(Timed):
+    """Holds the times of one synchronised step, as :class:`BucketTimes` does of a bucket."""
 
     step: int
     forward_began: float = 0.0
@@ -54,6 +71,15 @@ class StepTimes:
     backward_ended: float = 0.0  # all gradients were computed
     finished: float = 0.0  # all gradients were averaged
     buckets: list[BucketTimes] = field(default_factory=list)
+    clock: Clock = HOST
+    moments: dict[str, Moment] = field(default_factory=dict, repr=False)
+
+    def mark(self, name: str) -> None:
+        """Sets the attribute of this name to the present moment."""
+        put(self, name, self.clock.now())
+
+    def settle(self) -> bool:
+        return all([Timed.settle(self), *(bucket.settle() for bucket in self.buckets)])
 
 
 COLUMNS = (
@@ -91,11 +117,13 @@ class Timeline:
         self.first, self.every = first, every
         self.steps: deque[StepTimes] = deque(maxlen=keep)
 
-    def begins(self, step: int) -> StepTimes | None:
+    def begins(self, step: int, clock: Clock = HOST) -> StepTimes | None:
         """Returns a record for this step, or None if it is not recorded."""
         if step >= self.first and step % self.every:
             return None
-        return StepTimes(step, forward_began=clock())
+        times = StepTimes(step, clock=clock)
+        times.mark("forward_began")
+        return times
 
     def add(self, times: StepTimes) -> None:
         """Keeps a finished step's record."""
@@ -111,17 +139,25 @@ class Timeline:
         Columns: step, bucket, round, collective, nbytes (of the bucket), payload_bytes (of the
         round), first_ready, last_ready, launched, round_began, round_ended, decoded, and exposed:
         how long backward waited for the bucket (in its last round's row, else 0).
+
+        On a GPU these are times of its streams, NaN where they are not known yet: the GPU is still
+        at work, which :func:`torch.cuda.synchronize` waits for.
         """
         with needs("Timeline.frame()", "pandas"):
             import pandas as pd
 
+        for times in self.steps:
+            times.settle()
         rows = [row for times in self.steps for row in _rows(times)]
         frame: pd.DataFrame = pd.DataFrame(rows, columns=list(COLUMNS))
         return frame
 
     def chrome_trace(self, path: str | Path) -> None:
-        """Writes the steps as a trace for chrome://tracing or Perfetto: a track per activity."""
-        events = [event for times in self.steps for event in _events(times)]
+        """Writes the steps as a trace for chrome://tracing or Perfetto: a track per activity.
+
+        Steps that a GPU has not come to the end of are left out.
+        """
+        events = [event for times in self.steps if times.settle() for event in _events(times)]
         tracks = sorted({event["tid"] for event in events})
         names = [
             {"ph": "M", "name": "thread_name", "pid": 0, "tid": track, "args": {"name": track}}
@@ -145,6 +181,11 @@ class Timeline:
         if not self.steps:
             raise ValueError("Timeline.plot: no step was recorded yet; train one, then plot")
         times = self.steps[step]
+        if not times.settle():
+            raise ValueError(
+                f"Timeline.plot: the device is still at work on step {times.step}, so its times "
+                f"are not known yet; call torch.cuda.synchronize() before, or plot another step"
+            )
         figure = Figure(figsize=(9, 1.5 + 0.3 * len(times.buckets)), layout="constrained")
         axes = figure.subplots()
         _draw(axes, times)

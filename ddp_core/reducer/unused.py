@@ -232,6 +232,6 @@ class Usage:
             self.used.any_used(bucket.members) or not absent.issuperset(bucket.members)
             for bucket in buckets
         ]
-        votes = to_device(torch.tensor(mine, dtype=torch.int32), self._device)
+        votes = to_device(torch.tensor(mine, dtype=torch.int32, device="cpu"), self._device)
         dist.all_reduce(votes, group=self._group)
         return [bool(count) for count in votes.tolist()]

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from commhooks.core import step_info
 from commhooks.kernels.runtime.op import Op
+from ddp_core.exchange import clocks
 
 __all__ = ["LazyDevice", "Order", "Stream", "lazy_device"]
 
@@ -39,6 +40,12 @@ class Event:
 
     def record(self, stream: Stream) -> None:
         self.stream, self.place = stream, len(stream.queue)
+
+    def query(self) -> bool:
+        return self.stream is None or self.stream.done >= self.place
+
+    def elapsed_time(self, end: Event) -> float:
+        return float(end.place - self.place)
 
     def happen(self) -> None:
         if self.stream is not None:
@@ -359,6 +366,7 @@ def lazy_device(order: Order) -> Iterator[LazyDevice]:
             (torch.futures, "Future", future),
             (Op, "__call__", run),
             (torch, "get_device_module", lambda d=None: machine if d == "meta" else module_of(d)),
+            (clocks, "_clocks", {}),  # each is of one machine
             (step_info, "_stream_of", lambda device: machine.current),
         ):
             stack.enter_context(mock.patch.object(target, name, value))

@@ -30,13 +30,31 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hook/runner.py",
+        "commhooks/hook/exchanges.py",
         (
             "held buckets are released without waiting for streams",
             ").then(group.release)  #",
             ").add_done_callback(group.release)  #",
             "tests/unit/test_lazy_streams.py::test_a_hook_gives_the_same_in_every_order",
         ),
+        (
+            "every part of a bucket that is cut ends the step",
+            "is_last=is_last and position == len(groups) - 1,",
+            "is_last=is_last,",
+            f"{DISTRIBUTED}/test_cut_buckets.py::test_parts_outside_of_backward_are_one_step",
+        ),
+    ),
+    *planted(
+        "commhooks/hook/coalesce.py",
+        (
+            "a bucket is cut too late by one parameter",
+            "if filled + size > most:",
+            "if filled > most:",
+            f"{DISTRIBUTED}/test_cut_buckets.py::test_a_large_parameter_is_a_part_of_its_own",
+        ),
+    ),
+    *planted(
+        "commhooks/hook/runner.py",
         (
             "an inner backward pass ends the step",
             "if step.paused and not step.told:",
@@ -332,6 +350,12 @@ MUTANTS: list[Mutant] = [
             "one[-1] for one",
             "tests/contract/test_laws.py"
             "::test_a_bad_bucket_keeps_the_memory_of_the_whole_step[0-topk-feedback]",
+        ),
+        (
+            "devices decide each for itself",
+            'torch.stack([good.to(to, non_blocking=to.type != "cpu") for good in own]).all()',
+            "own[devices.index(to)]",
+            f"{UNIT}/test_on_cuda.py::test_the_verdict_is_brought_together_on_every_device",
         ),
         (
             "an abandoned step is not dropped",

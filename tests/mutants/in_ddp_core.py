@@ -327,4 +327,64 @@ MUTANTS: list[Mutant] = [
             f"{DISTRIBUTED}/test_pairs.py::test_rows_arrive_where_they_belong",
         ),
     ),
+    *planted(
+        "ddp_core/exchange/clocks.py",
+        (
+            "elapsed times count from the first moment for ever",
+            "if host - self._origin_set > _ORIGIN_SECONDS:",
+            "if False:",
+            "tests/unit/test_on_cuda.py::test_moments_far_apart_are_as_exact",
+        ),
+        (
+            "times are read before the device has come there",
+            "if origin is not None and self._event.query() and origin._event.query():",
+            "if origin is not None:",
+            "tests/unit/test_on_cuda.py"
+            "::test_a_devices_times_are_of_its_work_and_known_when_it_has_done_it",
+        ),
+    ),
+    *planted(
+        "ddp_core/exchange/sparse_sum.py",
+        (
+            "sparse parts are padded, and the padding is summed",
+            "indices[rank, :count].t(),\n                values[rank, :count],",
+            "indices[rank].t(),\n                values[rank].fill_(1),",
+            f"{DISTRIBUTED}/test_sparse_sum.py::test_the_sum_is_gloos",
+        ),
+    ),
+    *planted(
+        "ddp_core/reducer/sparse.py",
+        (
+            "gradients that share their values are divided twice",
+            "values.clone() if divisor is None else values / divisor",
+            "values.clone() if divisor is None else values.div_(divisor)",
+            f"{DISTRIBUTED}/test_sparse_sum.py"
+            "::test_gradients_that_share_their_values_are_averaged_once",
+        ),
+    ),
+    *planted(
+        "ddp_core/reducer/launch.py",
+        (
+            "what is enqueued on a GPU counts as done",
+            'if not self.future.done() or self.device.type == "cpu":',
+            "if True:",
+            "tests/unit/test_on_cuda.py::test_a_bucket_is_done_when_the_device_has_exchanged_it",
+        ),
+    ),
+    *planted(
+        "ddp_core/reducer/watch.py",
+        (
+            "the group is aborted and the loop goes on",
+            "        _raise_in(pending.thread, self._error)\n",
+            "",
+            f"{DISTRIBUTED}/test_as_gpu.py"
+            "::test_whoever_waits_for_the_gpu_hears_of_a_rank_that_has_failed",
+        ),
+        (
+            "a step that the GPU has done is looked up all the same",
+            "if pending.is_over is not None and self._ask(pending.is_over):",
+            "if False:",
+            f"{DISTRIBUTED}/test_as_gpu.py::test_a_step_that_nobody_waits_for_is_left_alone",
+        ),
+    ),
 ]

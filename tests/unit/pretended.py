@@ -14,13 +14,14 @@ class Device:
     Attributes:
         enqueued: milliseconds of work that was enqueued.
         done: milliseconds of it that have run.
+        pace: milliseconds that pass with every event.
         events: the number of events that were recorded.
         devices: what was made the current device, by entering; None after leaving.
         capturing: whether the current stream is being captured.
     """
 
     def __init__(self):
-        self.enqueued = self.done = 0.0
+        self.enqueued = self.done = self.pace = 0.0
         self.events = 0
         self.devices = []
         self.capturing = False
@@ -36,7 +37,7 @@ class Device:
 
     # ---- of torch.cuda
 
-    def Stream(self, device=None):
+    def Stream(self, device=None, priority=0):
         return SimpleNamespace(device=device, wait_stream=lambda other: None)
 
     def current_stream(self, device=None):
@@ -67,6 +68,7 @@ class Event:
 
     def record(self, stream=None):
         self.device.events += 1
+        self.device.work(self.device.pace)
         self.at = self.device.enqueued
         self.stream = stream or self.device.current_stream()
 

@@ -1,5 +1,6 @@
 """What hosts do for a GPU: pretended devices and tensors, as there is none here."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -14,9 +15,12 @@ from commhooks.hook import running
 from commhooks.hook.binding import Binding
 from commhooks.hook.capture import need_no_capture
 from commhooks.hook.engine import _verdicts
-from ddp_core import GradBucket
+from commhooks.hook.ledger import Ledger
+from ddp_core import AllReduce, GradBucket, Streams, Task
+from ddp_core.exchange import clocks
 from ddp_core.reducer import unused
 from ddp_core.reducer.flat import LARGE, FlatBucket
+from ddp_core.reducer.launch import Outcome
 from ddp_core.reducer.parameters import Trained
 from ddp_core.reducer.unused import UsedMap
 from tests.unit.pretended import pretend
@@ -133,3 +137,132 @@ def test_each_device_commits_its_own_writes():
     step.writes_on(torch.device("cpu")).commit(torch.tensor(True))
     assert memory.get("residual", "a").tolist() == [1, 1]
     assert memory.get("residual", "b") is None
+
+
+# ---- times
+
+
+def test_a_devices_times_are_of_its_work_and_known_when_it_has_done_it(monkeypatch):
+    device = pretend(monkeypatch)
+    clock = clocks._DeviceClock(GPU)
+    first = clock.now()
+    device.work(20)
+    moments = [clock.now()]
+    device.work(30)
+    moments.append(clock.now())
+    assert all(math.isnan(moment.seconds()) for moment in moments)
+    device.done = 20
+    begin = first.seconds()
+    assert moments[0].seconds() - begin == pytest.approx(0.020)
+    assert math.isnan(moments[1].seconds())
+    device.synchronize()
+    assert moments[1].seconds() - begin == pytest.approx(0.050)
+
+
+def test_moments_far_apart_are_as_exact(monkeypatch):
+    """Elapsed times are float32, so that long ones are added up."""
+    device = pretend(monkeypatch)
+    device.done = math.inf
+    host = iter(range(1000))
+    monkeypatch.setattr(clocks.time, "perf_counter", lambda: 10.0 * next(host))
+    clock = clocks._DeviceClock(GPU)
+    begin = clock.now()
+    for _ in range(100):
+        device.work(10_000)
+        last = clock.now()
+    assert last._origin is not begin
+    assert last.seconds() - begin.seconds() == pytest.approx(1000.0)
+    assert clock._origin._origin is None  # the chain of origins does not grow
+
+
+def rounds_on_gpu(device, ledger, timed):
+    """Runs two rounds of 3 and 5 ms, with encoding of 1 ms and decoding of 2 ms."""
+
+    class Takes(AllReduce):
+        def issue(self, group):
+            return SimpleNamespace(wait=lambda: device.work(self.milliseconds))
+
+    def exchange():
+        for milliseconds in (3, 5):
+            device.work(1)
+            request = Takes(torch.zeros(4), "sum")
+            request.milliseconds = milliseconds
+            yield request
+        device.work(2)
+        return torch.zeros(4)
+
+    clock = clocks.clock_of(GPU, timed=timed)
+    task = Task(exchange(), 0, 0, 16, 2, 2, record=ledger.add, clock=clock)
+    Streams(None).run(task, torch.device("cpu")).wait()  # its future is none of a GPU
+    ledger.launched_last(0, clock.now())
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.setattr(clocks, "_clocks", {})
+    return pretend(monkeypatch)
+
+
+def test_the_ledger_has_the_times_of_the_device(gpu):
+    ledger = Ledger()
+    rounds_on_gpu(gpu, ledger, True)
+    columns = ["encode_s", "wire_s", "decode_s"]
+    assert ledger.report()[[*columns, "exposed_s"]].isna().all(axis=None)
+    assert "backward" not in ledger.summary("dense", 2)
+    assert not {*columns, "exposed_s"} & ledger.last_step().keys()
+    assert ledger.last_step()["wire_bytes"] == 32
+    gpu.synchronize()
+    times = ledger.report()[columns] * 1e3
+    assert times.to_numpy().round(6).tolist() == [[1, 3, 0], [1, 5, 2]]
+    assert ledger.report().exposed_s.tolist() == [0, 0]  # the last bucket was launched after it
+    assert "Of 12 ms of communication per step, backward did not hide 0 ms" in ledger.summary(
+        "dense", 2
+    )
+
+
+def test_what_is_exposed_is_time_of_the_device(gpu):
+    ledger = Ledger()
+    clock = clocks.clock_of(GPU)
+    before = clock.now()
+    gpu.work(7)
+    rounds_on_gpu(gpu, ledger, True)
+    ledger._backward_end[0] = before
+    gpu.synchronize()
+    assert sum(ledger.report().exposed_s) == pytest.approx(0.012)
+
+
+def test_steps_that_are_not_timed_record_no_events_and_have_no_times(gpu):
+    ledger = Ledger()
+    rounds_on_gpu(gpu, ledger, False)
+    gpu.synchronize()
+    assert gpu.events == 0
+    assert ledger.report()[["encode_s", "wire_s", "exposed_s"]].isna().all(axis=None)
+    assert [step for step in range(250) if ledger.times(step)] == [*range(10), 100, 200]
+
+
+def test_events_are_let_go_when_they_have_happened(gpu):
+    ledger = Ledger()
+    rounds_on_gpu(gpu, ledger, True)
+    assert len(ledger._unsettled) == 2
+    gpu.synchronize()
+    ledger.launched_last(1, 0.0)
+    assert not ledger._unsettled
+    assert not any(row.moments for row in ledger._rows)
+
+
+# ---- optimizers that step in backward
+
+
+def test_a_bucket_is_done_when_the_device_has_exchanged_it(monkeypatch):
+    device = pretend(monkeypatch)
+    future = torch.futures.Future()
+    outcome = Outcome(GPU, future=future)
+    assert not outcome.is_done()
+    device.work(5)
+    future.set_result(torch.zeros(3))
+    assert not outcome.is_done()
+    device.synchronize()
+    assert outcome.is_done()
+    assert device.events == 1  # asked for once
+    on_host = Outcome(torch.device("cpu"), future=future)
+    assert on_host.is_done()

@@ -1,0 +1,97 @@
+"""Hands the exchanges of buckets, and of parts of buckets, to the driver of their device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commhooks.core.layout import Layout
+from commhooks.hook.coalesce import Coalescer, Group
+from commhooks.hook.engine import Engine
+from commhooks.hook.ledger import Ledger
+from commhooks.hook.step import Step
+from ddp_core import Drivers, Exchange, RoundRecord, Task, clock_of
+
+__all__ = ["Exchanges"]
+
+Future = torch.futures.Future
+
+
+class Exchanges:
+    """Starts exchanges of one hook.
+
+    Args:
+        engine, drivers, ledger: the hook's parts.
+    """
+
+    def __init__(self, engine: Engine, drivers: Drivers, ledger: Ledger) -> None:
+        self._engine, self._drivers, self._ledger = engine, drivers, ledger
+
+    def start(
+        self,
+        step: Step,
+        exchange: Exchange,
+        *,
+        bucket: int,
+        dense_bytes: int,
+        device: torch.device,
+        is_last: bool,
+        note: Callable[[RoundRecord], None] | None = None,
+    ) -> Future[Tensor]:
+        """Hands an exchange to the driver for its device; ``note`` gets its ledger rows too."""
+        # A new key, not the index, which two buckets of one step may share (static graphs). With
+        # ``ends_later`` ``step_landed`` commits: backward may raise after the last bucket.
+        commits = is_last and not step.ends_later
+        self._engine.begin_bucket(object(), is_last=commits)
+        task = Task(
+            exchange,
+            step=step.number,
+            bucket=bucket,
+            dense_bytes=dense_bytes,
+            world_size=self._engine.world_size,
+            max_rounds=self._engine.traits.rounds,
+            record=partial(_record, self._ledger, note),
+            clock=clock_of(device, timed=step.timed),
+            joins=commits and self._engine.keeps_memory,
+        )
+        return self._drivers.run(task, device, step.group)
+
+    def start_cut(
+        self, step: Step, bucket: Any, buffer: Tensor, find_layout: Callable[[], Layout]
+    ) -> Future[Tensor]:
+        """Exchanges a bucket that is too large for the scheme, in parts."""
+        parts = Coalescer(self._engine.traits.most_entries)
+        future = parts.hold(bucket.index(), buffer, find_layout)
+        note = getattr(bucket, "note", None)
+        self.start_groups(step, parts.one_by_one(), is_last=bucket.is_last(), note=note)
+        return future
+
+    def start_groups(
+        self,
+        step: Step,
+        groups: list[Group],
+        *,
+        is_last: bool = True,
+        note: Callable[[RoundRecord], None] | None = None,
+    ) -> None:
+        """Exchanges groups of parameters, which release their buckets."""
+        for position, group in enumerate(groups):
+            self.start(
+                step,
+                group.exchange(self._engine.exchange),
+                bucket=group.index,
+                dense_bytes=group.nbytes,
+                device=group.device,
+                is_last=is_last and position == len(groups) - 1,
+                note=note,
+            ).then(group.release)  # add_done_callback would not wait for CUDA streams
+
+
+def _record(ledger: Ledger, note: Callable[[RoundRecord], None] | None, row: RoundRecord) -> None:
+    ledger.add(row)
+    if note is not None:
+        note(row)

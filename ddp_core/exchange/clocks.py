@@ -1,0 +1,133 @@
+"""Clocks: of the host, and of devices, which run behind the host.
+
+On a GPU the host's clock tells when work was enqueued. Events in the streams tell when it is done;
+they are read later, when the device has come there, and nobody waits for them.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["HOST", "UNKNOWN", "Clock", "Moment", "Timed", "clock_of", "event_after", "put"]
+
+# Elapsed times are float32: within seconds of the event that they count from they are exact to
+# microseconds.
+_ORIGIN_SECONDS = 1.0
+
+
+class Moment:
+    """Holds a point in the work of a device; its time is known when the device has come there."""
+
+    __slots__ = ("_event", "_origin", "_seconds")
+
+    def __init__(self, event: Any, origin: Moment | None, seconds: float = math.nan) -> None:
+        self._event, self._origin, self._seconds = event, origin, seconds
+
+    def seconds(self) -> float:
+        """Returns the time by the device's clock, NaN while it is not known; does not wait."""
+        origin = self._origin
+        if origin is not None and self._event.query() and origin._event.query():
+            begin = origin.seconds()
+            if not math.isnan(begin):
+                self._seconds = begin + origin._event.elapsed_time(self._event) / 1e3
+                self._origin = None
+        return self._seconds
+
+
+class Clock:
+    """Tells the time; this one that of the host."""
+
+    def now(self) -> float | Moment:
+        """Returns the present moment of the current stream, or of the host."""
+        return time.perf_counter()
+
+
+class _Unknown(Clock):
+    def now(self) -> float:
+        return math.nan
+
+
+class _DeviceClock(Clock):
+    """Tells the time of a device; it agrees with the host's at the first moment asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._module = device, torch.get_device_module(device.type)
+        self._origin: Moment | None = None
+        self._origin_set = 0.0
+
+    def now(self) -> Moment:
+        event = self._module.Event(enable_timing=True)
+        event.record(self._module.current_stream(self._device))
+        host, before = time.perf_counter(), self._origin
+        if before is None:
+            self._origin, self._origin_set = Moment(event, None, host), host
+            return self._origin
+        moment = Moment(event, before)
+        if host - self._origin_set > _ORIGIN_SECONDS:
+            before.seconds()  # known by now, so that it lets go of the origin before it
+            self._origin, self._origin_set = moment, host
+        return moment
+
+
+HOST, UNKNOWN = Clock(), _Unknown()
+_clocks: dict[torch.device, Clock] = {}
+
+
+def clock_of(device: torch.device, *, timed: bool = True) -> Clock:
+    """Returns the clock of what runs on ``device``.
+
+    Args:
+        timed: False: on a device that is not the host nothing is recorded, and times are NaN.
+    """
+    if device.type == "cpu":
+        return HOST
+    if not timed:
+        return UNKNOWN
+    if device not in _clocks:
+        _clocks[device] = _DeviceClock(device)
+    return _clocks[device]
+
+
+class Timed:
+    """Holds times, which are NaN until a device has come there.
+
+    Attributes:
+        moments: of a device, by the name of the attribute that gets its time.
+    """
+
+    __slots__ = ()
+    moments: dict[str, Moment]
+
+    def settle(self) -> bool:
+        """Fills in the times that are known by now; whether all are."""
+        for name, moment in list(self.moments.items()):
+            seconds = moment.seconds()
+            if not math.isnan(seconds):
+                setattr(self, name, seconds)
+                del self.moments[name]
+        return not self.moments
+
+
+def put(record: Timed, name: str, now: float | Moment) -> None:
+    """Sets a time of a record, which may become known later."""
+    if isinstance(now, Moment):
+        record.moments[name] = now
+        now = math.nan
+    setattr(record, name, now)
+
+
+def event_after(future: Any, device: torch.device) -> Callable[[], bool]:
+    """Returns a function that tells whether the device has done what a completed future is of.
+
+    Such a future is completed when its work is enqueued; the caller's stream does not wait.
+    """
+    module = torch.get_device_module(device.type)
+    event = module.Event()
+    # The callback of `then` runs on a stream that waits for the future's work.
+    future.then(lambda _: event.record(module.current_stream(device)))
+    return event.query  # type: ignore[no-any-return]

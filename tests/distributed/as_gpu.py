@@ -1,0 +1,87 @@
+"""Lets buckets on the CPU take the ways of a GPU: the stream driver, its clock, and its waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import commhooks.hook.exchanges
+import commhooks.hook.runner
+from ddp_core import Drivers, Streams
+from ddp_core.exchange import clocks
+from ddp_core.reducer import failures, flat, history, in_flight, launch, reducer, watch
+from tests.unit.pretended import Device
+
+GPU = torch.device("cuda", 0)
+CPU = torch.device("cpu")
+
+
+class Gpu(Device):
+    """Counts, besides, how often a bucket was looked for, and how often it was done.
+
+    Attributes:
+        behind: milliseconds by which the GPU is behind the host; with every event one passes.
+    """
+
+    def __init__(self, behind: float) -> None:
+        super().__init__()
+        self.pace, self.behind = 1.0, behind
+        self.answers: list[bool] = []
+
+    def work(self, milliseconds: float) -> None:
+        super().work(milliseconds)
+        self.done = max(self.done, self.enqueued - self.behind)
+
+
+class _Outcome(launch.Outcome):
+    def __init__(self, device: Any, **what: Any) -> None:
+        super().__init__(GPU, **what)
+
+    def is_done(self) -> bool:
+        done = super().is_done()
+        device: Any = torch.get_device_module("cuda")
+        device.answers.append(done)
+        return done
+
+
+class _Launcher(launch.Launcher):
+    def __init__(self, group: Any, name: str, device: Any) -> None:
+        super().__init__(group, name, GPU)
+
+
+@contextmanager
+def as_gpu(behind: float = 0.0) -> Iterator[Gpu]:
+    """Treats the CPU as a GPU.
+
+    Args:
+        behind: by so many milliseconds, one per event, the GPU is behind the host.
+    """
+    gpu, known = Gpu(behind), clocks.clock_of
+
+    def clock_of(device: Any, *, timed: bool = True) -> clocks.Clock:
+        return known(GPU, timed=timed)
+
+    def run(drivers: Drivers, task: Any, device: Any, group: Any) -> torch.futures.Future[Tensor]:
+        return Streams(group).run(task, CPU)
+
+    with ExitStack() as patches:
+        for module in (commhooks.hook.exchanges, commhooks.hook.runner, history, in_flight):
+            patches.enter_context(mock.patch.object(module, "clock_of", clock_of))
+        for owner, name, value in (
+            (clocks, "_clocks", {}),
+            (torch, "get_device_module", lambda name: gpu),
+            (Drivers, "run", run),
+            (launch, "Outcome", _Outcome),
+            (reducer, "Launcher", _Launcher),
+            (flat.FlatBucket, "is_large", lambda bucket, index: False),
+            (watch, "SLICE", timedelta(seconds=0.05)),
+            (failures, "SLICE", timedelta(seconds=0.05)),
+        ):
+            patches.enter_context(mock.patch.object(owner, name, value))
+        yield gpu
