@@ -190,10 +190,10 @@ class SlightlyLarge(commhooks.schemes.QSGD):
 
 
 class SlightlySmall(commhooks.schemes.TernGrad):
-    """Large entries are a 256th too small; the noise is a hundred times that."""
+    """Large entries are a 128th too small; the noise is fifty times that."""
 
     def encode(self, grad: Tensor, bucket: Bucket) -> dict[str, Tensor]:
-        return super().encode(torch.where(grad.abs() > 1, grad * (1 - 2**-8), grad), bucket)
+        return super().encode(torch.where(grad.abs() > 1, grad * (1 - 2**-7), grad), bucket)
 
 
 class TwoRounds(Scheme):
