@@ -5,10 +5,45 @@ from __future__ import annotations
 import pytest
 
 import commhooks
+from commhooks.core.registry import scheme_names
 from commhooks.wrappers import AveragedFeedback
 from experiments.fake_gpu import counts_of
 
 SHAPES = [(1000, 1000), (1000,), (64, 3, 3, 3)]
+# The most launches and allocations of a bucket, on any number of ranks.
+MOST = {
+    "int8": (4, 6),
+    "fp8": (4, 6),
+    "mxfp8": (6, 7),
+    "int4": (9, 9),
+    "onebit": (6, 7),
+    "topk": (5, 6),
+    "random_k": (8, 6),
+    "signsgd": (6, 6),
+    "powersgd": (38, 18),
+    "acpsgd": (26, 12),
+}
+
+
+@pytest.mark.parametrize("world_size", [8, 64])
+@pytest.mark.parametrize("name", MOST)
+def test_a_bucket_takes_few_launches_on_any_number_of_ranks(name: str, world_size: int) -> None:
+    counts = counts_of(commhooks.make(name), SHAPES, world_size=world_size)
+    launches, allocations = MOST[name]
+    assert counts.launches <= launches
+    assert counts.allocations <= allocations
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_float32_sums_take_few_launches(name: str) -> None:
+    for world_size in (8, 64):
+        scheme = commhooks.make(name, fp32_sum=True)
+        assert counts_of(scheme, SHAPES, world_size=world_size).launches <= 9
+
+
+@pytest.mark.parametrize("name", scheme_names())
+def test_no_bucket_makes_the_host_wait_for_the_gpu(name: str) -> None:
+    counts_of(commhooks.make(name), SHAPES, world_size=4)  # raises where it would
 
 
 @pytest.mark.parametrize("name", ["qsgd", "terngrad"])
