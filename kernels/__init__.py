@@ -26,6 +26,7 @@ from .runtime.op import implementations, op, use_kernels, warn_if_missing
 from .scatter import scatter_sum
 from .shared import dequantize_shared, largest_magnitudes, quantize_shared
 from .sparse import top_k, top_k_sampled
+from .tail import gather_tail, scatter_tail, tail_table
 from .votes import count_votes, pack_votes, vote_bytes
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "dequantize_rotated",
     "dequantize_shared",
     "gather_random",
+    "gather_tail",
     "hadamard",
     "implementations",
     "largest_magnitudes",
@@ -66,7 +68,9 @@ __all__ = [
     "scaled_cast",
     "scatter_random",
     "scatter_sum",
+    "scatter_tail",
     "squared_norms",
+    "tail_table",
     "top_k",
     "top_k_sampled",
     "unit_rows",

@@ -20,10 +20,10 @@ from commhooks.schemes._low_rank_plan import as_matrix, compressed_rank
 
 __all__ = [
     "Factor",
+    "and_fits",
     "check_rank",
     "check_rate",
     "draw",
-    "fits",
     "fresh_factors",
     "random_factors",
     "work_buffer",
@@ -112,7 +112,7 @@ def fresh_factors(factors: Layout, seed: int, device: torch.device, dtype: torch
     return random_factors(factors, Bucket(like, factors, seed=seed), 0, like)
 
 
-def fits(output: Tensor) -> Tensor | bool:
-    """Whether a finite mean stayed finite in the dtype of ``output``."""
+def and_fits(finite: Tensor, output: Tensor) -> Tensor:
+    """Returns whether a mean is ``finite`` and stayed so in the dtype of ``output``."""
     # Factors are float32. bfloat16 has the range of float32; only float16 can overflow.
-    return all_finite(output) if output.dtype == torch.float16 else True
+    return finite & all_finite(output) if output.dtype == torch.float16 else finite

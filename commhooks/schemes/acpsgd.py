@@ -23,9 +23,9 @@ from commhooks.kernels import (
 )
 from commhooks.schemes._low_rank import (
     Factor,
+    and_fits,
     check_rank,
     check_rate,
-    fits,
     work_buffer,
 )
 from commhooks.schemes._low_rank_plan import Plan, compressed_rank, plan_bucket
@@ -110,15 +110,13 @@ class ACPSGD(Scheme):
         bucket.write(self.keeps[0 if even else 1], new.clone())
 
         sent = sent if request.sent is None else request.sent[:numel]
-        if bucket.unsent is not None:
-            sent_tail = None if request.sent is None else request.sent[numel:]
-            plan.keep_tail(total, sent_tail, bucket.unsent)
+        sent_tail = None if request.sent is None else request.sent[numel:]
         left, right = (new, fixed) if even else (fixed, new)
         both = (sent, fixed) if even else (fixed, sent)
-        output = bucket.output
-        decode_low_rank(matrices, left, right, output, sent=both, total=total, unsent=bucket.unsent)
-        plan.write_tail(tail, output)
-        return Result(output, unsent=bucket.unsent, finite=finite & fits(output))
+        output, unsent = bucket.output, bucket.unsent
+        plan.write_tail(tail, output, sent=sent_tail, total=total, unsent=unsent)
+        decode_low_rank(matrices, left, right, output, sent=both, total=total, unsent=unsent)
+        return Result(output, unsent=unsent, finite=and_fits(finite, output))
 
     def _fixed(self, plan: Plan, bucket: Bucket, even: bool) -> Tensor:
         """Returns the factor of the step before, made orthonormal; random in the first step."""

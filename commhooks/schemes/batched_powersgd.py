@@ -18,9 +18,9 @@ from commhooks.core.step_info import StepInfo
 from commhooks.core.traits import Biased, Traits
 from commhooks.kernels import Matrices, all_finite, orthonormalize, unit_rows
 from commhooks.schemes._low_rank import (
+    and_fits,
     check_rank,
     draw,
-    fits,
     fresh_factors,
     random_factors,
 )
@@ -129,7 +129,7 @@ class BatchedPowerSGD(Scheme):
                 part.addmm_(p[:, rows].mT, own_q[:, : part.shape[1]], alpha=-1)
         for rows, part in _square(bucket.output, side):
             part.copy_(p[:, rows].mT @ q[:, : part.shape[1]])
-        return Result(bucket.output, unsent=bucket.unsent, finite=finite & fits(bucket.output))
+        return Result(bucket.output, unsent=bucket.unsent, finite=and_fits(finite, bucket.output))
 
     def _right_factor(self, factors: Layout, bucket: Bucket) -> tuple[Tensor, Tensor]:
         """Returns the right factor (rank, side) to start from, and a tensor for the new one."""

@@ -26,10 +26,10 @@ from commhooks.kernels import (
 )
 from commhooks.schemes._low_rank import (
     Factor,
+    and_fits,
     check_rank,
     check_rate,
     draw,
-    fits,
     fresh_factors,
     random_factors,
     work_buffer,
@@ -137,13 +137,12 @@ class PowerSGD(Scheme):
         # The residual is M - P Q_i with this rank's own Q_i. The distance to the mean would collect
         # what other ranks sent, and only its sum over ranks would be bounded.
         sent = (left, own_q if second.sent is None else second.sent)
-        if bucket.unsent is not None:
-            sent_tail = None if first.sent is None else first.sent[matrices.left_numel :]
-            plan.keep_tail(total, sent_tail, bucket.unsent)
-        output = bucket.output
-        decode_low_rank(matrices, left, q, output, sent=sent, total=total, unsent=bucket.unsent)
-        plan.write_tail(tail, output)
-        return Result(output, unsent=bucket.unsent, finite=finite & fits(output))
+        sent_tail = None if first.sent is None else first.sent[matrices.left_numel :]
+        output, unsent = bucket.output, bucket.unsent
+        # The tail first: the mean of the matrices may overwrite ``total``, but not its tail.
+        plan.write_tail(tail, output, sent=sent_tail, total=total, unsent=unsent)
+        decode_low_rank(matrices, left, q, output, sent=sent, total=total, unsent=unsent)
+        return Result(output, unsent=unsent, finite=and_fits(finite, output))
 
     def _right_factors(self, plan: Plan, bucket: Bucket) -> tuple[Tensor, Tensor]:
         """Returns the right factors to start from, flat, and a tensor for the new ones."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from commhooks.kernels import Matrices
+from commhooks.kernels import Matrices, tail_table
 from commhooks.kernels._parts import Parts
 from commhooks.kernels.blockwise import payload_bytes, quantize
 
@@ -21,6 +21,7 @@ def quantized(x: torch.Tensor) -> torch.Tensor:
 
 
 STEP = torch.tensor(3)
+TAIL = tail_table([(3, 30), (100, 113)])
 MATRICES = Matrices([(0, 20, 30, 2), (600, 7, 9, 2)])
 PARTS = Parts([600, 20])
 BUCKET = MATRICES.table[-1, 0]
@@ -102,6 +103,13 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
         *(torch.randn(600), torch.zeros(600)),
     ),
     "finite": lambda: (torch.randn(600), torch.ones((), dtype=torch.bool)),
+    "gather_tail": lambda: (
+        *(torch.randn(600), torch.randn(600), torch.zeros(600), torch.zeros(40), TAIL),
+    ),
+    "scatter_tail": lambda: (
+        *(torch.randn(40), torch.zeros(600), torch.randn(40), torch.randn(600), torch.zeros(600)),
+        TAIL,
+    ),
     "restore": lambda: (torch.randn(600), torch.randn(600), torch.zeros((), dtype=torch.bool)),
     "scatter_sum": lambda: (
         *(torch.arange(6, dtype=torch.int32)[None], torch.randn(1, 6), torch.zeros(600), 0.5),

@@ -39,6 +39,7 @@ from tests.kernels import (
     test_scatter,
     test_shared,
     test_sparse,
+    test_tail,
     test_votes,
 )
 from tests.kernels.machines import GpuRunner, Runner, functions_of
@@ -61,6 +62,7 @@ FAMILIES: tuple[Any, ...] = (
     test_scatter,
     test_shared,
     test_sparse,
+    test_tail,
     test_votes,
 )
 # Random calls for each family.

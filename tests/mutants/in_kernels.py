@@ -87,6 +87,21 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
+        "kernels/tail.cu",
+        (
+            "a tail's residual is lost",
+            "(residual ? residual[at] : -0.0f)",
+            "-0.0f",
+            f"{KERNELS}/test_tail.py::{EQUAL}",
+        ),
+        (
+            "what is not sent of a tail is lost",
+            "sent ? total[at] - sent[i] : 0.0f",
+            "0.0f",
+            f"{KERNELS}/test_tail.py::{EQUAL}",
+        ),
+    ),
+    *planted(
         "kernels/restore.cu",
         (
             "a good step is taken back",

@@ -14,7 +14,6 @@ from commhooks.core.layout import Layout
 from commhooks.core.memory import Memory
 from commhooks.core.scheme import Scheme, slot_error
 from commhooks.kernels import use_kernels
-from commhooks.schemes._low_rank_plan import _runs
 from commhooks.schemes.acpsgd import ACPSGD
 from commhooks.schemes.batched_powersgd import KEY as BATCHED_KEY
 from commhooks.schemes.batched_powersgd import BatchedPowerSGD
@@ -400,12 +399,6 @@ def test_uncompressed_bucket_is_a_plain_all_reduce(asks_unsent: bool) -> None:
     results = ranks.step(grads, asks_unsent=asks_unsent)
     assert ranks.payloads == [100]
     assert torch.equal(results[0].mean, grads[0] * 0.5 + grads[1] * 0.5)
-
-
-def test_runs_of_constant_distance() -> None:
-    runs = [tuple(run) for run in _runs([0, 10, 20, 25, 30, 100])]
-    assert runs == [(3, 0, 10), (2, 25, 5), (1, 100, 0)]
-    assert _runs([]) == ()
 
 
 @pytest.mark.parametrize("gaps", [[3] * 12, [0] * 12, [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]])
