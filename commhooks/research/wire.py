@@ -39,7 +39,7 @@ from commhooks.wrappers.two_phase import TwoPhase
 
 __all__ = ["HEADER_BYTES", "VERSION", "decode", "encode", "message_bytes"]
 
-VERSION = 1
+VERSION = 2
 HEADER_BYTES = 64
 _MAGIC = b"CHPK"
 _MOST_PER_BYTE = 1 << 16  # entries per byte of payload; a header that claims more is refused
