@@ -163,7 +163,7 @@ def _power_sgd(x: Tensor, out: Tensor, residual: Tensor, rank: int = 4) -> list[
     p, q = (torch.randn(count, length, rank, device=x.device) for length in (rows, columns))
     table, factors = matrices.table, (left, right)
     corrected = (out, residual, out, table, right, left)
-    kept = (*factors, *factors, out, table, residual, out)
+    kept = (*factors, *factors, out, table, residual, out, None)
     return [
         Case("PowerSGD 4, (g + e) Q", 12, 0.7, low_rank.multiply_right_op, corrected),
         Case(
@@ -177,7 +177,7 @@ def _power_sgd(x: Tensor, out: Tensor, residual: Tensor, rank: int = 4) -> list[
         ),
         Case(
             *("PowerSGD 4, decode", 4, 0.7, low_rank.expand_op),
-            (*factors, None, None, None, table, None, out),
+            (*factors, None, None, None, table, None, out, None),
             {"torch's hook": lambda: torch.bmm(p, q.mT, out=views[1])},
         ),
         Case("PowerSGD 4, decode, feedback", 12, 0.7, low_rank.expand_op, kept),

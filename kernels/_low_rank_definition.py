@@ -55,7 +55,7 @@ def multiply_left_op(x: Tensor, table: Tensor, left: Tensor, right: Tensor) -> N
 
 @op(
     "expand(Tensor left, Tensor right, Tensor? sent_left, Tensor? sent_right, Tensor? total,"
-    " Tensor table, Tensor(a!)? unsent, Tensor(b!) out) -> ()",
+    " Tensor table, Tensor(a!)? unsent, Tensor(b!) out, Tensor? finite) -> ()",
     caller="decode_low_rank",
     same=[("total", "unsent"), ("total", "out")],
 )
@@ -68,13 +68,17 @@ def expand_op(
     table: Tensor,
     unsent: Tensor | None,
     out: Tensor,
+    finite: Tensor | None,
 ) -> None:
     for run in runs_of(table):
         # Before `out`, which may be `total`.
         if not (sent_left is None or sent_right is None or total is None or unsent is None):
             sent = torch.bmm(run.left(sent_left).mT, run.right(sent_right))
             torch.sub(run.bucket(total), sent, out=run.bucket(unsent))
-        run.bucket(out).copy_(torch.bmm(run.left(left).mT, run.right(right)))
+        product = torch.bmm(run.left(left).mT, run.right(right))
+        if finite is not None:
+            product = torch.where(finite, product, float("nan"))
+        run.bucket(out).copy_(product)
 
 
 @op("orthonormalize(Tensor(a!) left, Tensor table) -> ()")
@@ -149,9 +153,12 @@ def _check_expand(
     table: Tensor,
     unsent: Tensor | None,
     out: Tensor,
+    finite: Tensor | None,
 ) -> None:
     matrices, work = _check_bucket("decode_low_rank", table, "out", out)
     _check_factors("decode_low_rank", matrices, left, right, out, work)
+    if finite is not None:
+        check("decode_low_rank", "finite", finite, like=out, dtypes=(torch.bool,), n=1)
     if unsent is None:
         return
     if sent_left is None or sent_right is None or total is None:

@@ -172,10 +172,10 @@ template <class T> void left_product(const Matrix& one, const T* x, const float*
 // Computes left^T @ right in ROWS rows, from entry `p` of `left` on, and `count` columns, from entry
 // `q` of `right` on; 32 columns if WHOLE.
 template <int ROWS, bool WHOLE>
-INLINE void product(const Matrix& one, const float* p, const float* q, i64 count,
+INLINE void product(const Matrix& one, const float* p, const float* q, i64 count, float start,
                     Floats (&sums)[ROWS][kVectors]) {
     for (int r = 0; r < ROWS; ++r)
-        for (int v = 0; v < kVectors; ++v) sums[r][v] = -Floats{};  // -0 + x is x
+        for (int v = 0; v < kVectors; ++v) sums[r][v] = -Floats{} + start;
     for (i64 k = 0; k < one.rank; ++k, p += one.rows, q += one.columns) {
         Floats row[kVectors];
         load_row(q, WHOLE ? kRow : count, row);
@@ -196,6 +196,7 @@ INLINE void put(T* to, i64 count, const Floats (&row)[kVectors]) {
 template <class T> struct Expansion {
     const float *left, *right;
     T* out;  // receives left^T @ right
+    float start;  // of its sums: -0, as -0 + x is x, or NaN
     const float *sent_left, *sent_right, *total;
     float* unsent;  // receives total - sent_left^T @ sent_right; may be `total`, as may `out`
 };
@@ -204,7 +205,7 @@ template <int ROWS, bool KEEP, bool STREAM, bool WHOLE, class T>
 INLINE void expand_part(const Matrix& one, const Expansion<T>& to, i64 i, i64 j, i64 count) {
     Floats sums[ROWS][kVectors];
     if (KEEP) {
-        product<ROWS, WHOLE>(one, to.sent_left + i, to.sent_right + j, count, sums);
+        product<ROWS, WHOLE>(one, to.sent_left + i, to.sent_right + j, count, -0.0f, sums);
         for (int r = 0; r < ROWS; ++r) {
             const i64 at = (i + r) * one.columns + j;
             Floats rest[kVectors];
@@ -213,7 +214,7 @@ INLINE void expand_part(const Matrix& one, const Expansion<T>& to, i64 i, i64 j,
             put<WHOLE, STREAM>(to.unsent + at, count, rest);
         }
     }
-    product<ROWS, WHOLE>(one, to.left + i, to.right + j, count, sums);
+    product<ROWS, WHOLE>(one, to.left + i, to.right + j, count, to.start, sums);
     for (int r = 0; r < ROWS; ++r)
         put<WHOLE, STREAM && !KEEP>(to.out + (i + r) * one.columns + j, count, sums[r]);
 }
@@ -301,7 +302,7 @@ EXPORT(multiply_left)(i64 dtype, const Matrix* table, i64 count, const void* x, 
 
 EXPORT(expand)(i64 dtype, const Matrix* table, i64 count, const float* left, const float* right,
                const float* sent_left, const float* sent_right, const float* total, float* unsent,
-               void* out) {
+               void* out, const u8* finite) {
     i64 n = 0;
     for (i64 i = 0; i < count; ++i) n += table[i].rows * table[i].columns;
     with_dtype((int)dtype, [&](auto type) {
@@ -311,6 +312,7 @@ EXPORT(expand)(i64 dtype, const Matrix* table, i64 count, const float* left, con
             const bool even = one->columns % kRow == 0;  // every row is whole vectors, as stores past the cache need
             Expansion<T> to = {};
             to.left = left + one->left, to.right = right + one->right, to.out = (T*)out + at;
+            to.start = finite && !*finite ? float_of(kNaN) : -0.0f;
             if (unsent) {
                 to.sent_left = sent_left + one->left, to.sent_right = sent_right + one->right;
                 to.total = total + at, to.unsent = unsent + at;

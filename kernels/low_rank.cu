@@ -167,7 +167,7 @@ __global__ void add_chunks(const Matrix* table, i64 count, i64 entries, const fl
 // Writes left^T @ right of a block to `out`, or with REST `total` minus that.
 template <bool REST, class T>
 INLINE void expand_block(const Matrix& one, const Block& block, const float* left, const float* right,
-                         const float* total, T* out) {
+                         const float* total, float start, T* out) {
     const float* p = left + one.left + block.row;
     const float* q = right + one.right + block.column + lane();
     if (REST) total += block.at + lane();
@@ -189,7 +189,7 @@ INLINE void expand_block(const Matrix& one, const Block& block, const float* lef
             total += kLanes;
         }
 #pragma unroll
-        for (int r = 0; r < kRows; ++r) sum[r] = -0.0f;  // -0 + x is x
+        for (int r = 0; r < kRows; ++r) sum[r] = start;
 #pragma unroll
         for (int k = 0; k < kSlab; ++k) {
             if (k >= one.rank) continue;
@@ -213,13 +213,14 @@ INLINE void expand_block(const Matrix& one, const Block& block, const float* lef
 template <class T>
 __global__ void expand(const Matrix* table, i64 count, i64 tasks, const float* left, const float* right,
                        const float* sent_left, const float* sent_right, const float* total,
-                       float* unsent, T* out) {
+                       float* unsent, T* out, const u8* finite) {
+    const float start = finite && !*finite ? float_of(kNaN) : -0.0f;  // -0 + x is x
     for (i64 task = warp(); task < tasks; task += warps()) {
         const Matrix& one = find(table, count, &Matrix::block_task, task);
         const Block block = block_of(one, task);
         // First `unsent`: `out` may be `total`.
-        if (unsent) expand_block<true>(one, block, sent_left, sent_right, total, unsent);
-        expand_block<false>(one, block, left, right, nullptr, out);
+        if (unsent) expand_block<true>(one, block, sent_left, sent_right, total, -0.0f, unsent);
+        expand_block<false>(one, block, left, right, nullptr, start, out);
     }
 }
 

@@ -81,6 +81,7 @@ def decode_low_rank(
     sent: tuple[Tensor, Tensor] | None = None,
     total: Tensor | None = None,
     unsent: Tensor | None = None,
+    finite: Tensor | None = None,
 ) -> None:
     """Writes ``left^T @ right`` of each matrix to ``out``; entries of no matrix stay unchanged.
 
@@ -94,18 +95,19 @@ def decode_low_rank(
         sent: the left and the right factors that this rank sent; required with ``unsent``.
         total, unsent: dtype of the factors, as many entries as ``out``; ``unsent`` requires
             ``total``. One of ``out`` and ``unsent`` may be ``total``.
+        finite: one bool; where it is False, all entries of ``out`` in matrices become NaN.
 
     Raises:
         TypeError, ValueError: a tensor has the wrong dtype, size or device; the message names it.
     """
     table = _table("decode_low_rank", matrices)
     if unsent is None:
-        expand_op(left, right, None, None, None, table, None, out)
+        expand_op(left, right, None, None, None, table, None, out, finite)
         return
     if sent is None or total is None:
         raise ValueError("decode_low_rank(sent, total): needed for unsent")
     sent_left, sent_right = sent
-    expand_op(left, right, sent_left, sent_right, total, table, unsent, out)
+    expand_op(left, right, sent_left, sent_right, total, table, unsent, out, finite)
 
 
 def orthonormalize(matrices: Matrices, left: Tensor) -> None:
@@ -174,9 +176,10 @@ def _expand_cpu(
     table: Tensor,
     unsent: Tensor | None,
     out: Tensor,
+    finite: Tensor | None,
 ) -> None:
     source = (cpu.DTYPES[out.dtype], table, len(table) - 1, left, right)
-    cpu.call("expand", *source, sent_left, sent_right, total, unsent, out)
+    cpu.call("expand", *source, sent_left, sent_right, total, unsent, out, finite)
 
 
 @orthonormalize_op.kernel("cpu")
@@ -235,11 +238,12 @@ def _expand_cuda(
     table: Tensor,
     unsent: Tensor | None,
     out: Tensor,
+    finite: Tensor | None,
 ) -> None:
     there = on_device(table, out.device)
     source = (there.table, there.matrices, there.block_tasks, left, right, sent_left, sent_right)
     kernel = f"expand<{cuda.DTYPES[out.dtype]}>"
-    _launch(out, kernel, there.block_tasks, *source, total, unsent, out)
+    _launch(out, kernel, there.block_tasks, *source, total, unsent, out, finite)
 
 
 @orthonormalize_op.kernel("cuda")

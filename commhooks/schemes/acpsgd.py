@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from commhooks.core.bucket import Bucket, Result, SchemeExchange, nan_unless
+from commhooks.core.bucket import Bucket, Result, SchemeExchange
 from commhooks.core.registry import register_scheme
 from commhooks.core.scheme import Scheme
 from commhooks.core.slot import Slot
@@ -106,8 +106,7 @@ class ACPSGD(Scheme):
         payload = yield request
         new, tail = payload.split((numel, plan.tail_numel))
         finite = all_finite(payload)  # of the mean: the same on every rank
-        new.add_(nan_unless(finite))
-        bucket.write(self.keeps[0 if even else 1], new.clone())
+        bucket.write(self.keeps[0 if even else 1], new)
 
         sent = sent if request.sent is None else request.sent[:numel]
         sent_tail = None if request.sent is None else request.sent[numel:]
@@ -115,7 +114,13 @@ class ACPSGD(Scheme):
         both = (sent, fixed) if even else (fixed, sent)
         output, unsent = bucket.output, bucket.unsent
         plan.write_tail(tail, output, sent=sent_tail, total=total, unsent=unsent)
-        decode_low_rank(matrices, left, right, output, sent=both, total=total, unsent=unsent)
+        decode_low_rank(
+            *(matrices, left, right, output),
+            sent=both,
+            total=total,
+            unsent=unsent,
+            finite=finite,
+        )
         return Result(output, unsent=unsent, finite=and_fits(finite, output))
 
     def _fixed(self, plan: Plan, bucket: Bucket, even: bool) -> Tensor:

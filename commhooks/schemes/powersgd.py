@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from commhooks.core.bucket import Bucket, Result, SchemeExchange, nan_unless
+from commhooks.core.bucket import Bucket, Result, SchemeExchange
 from commhooks.core.registry import register_scheme
 from commhooks.core.scheme import Scheme
 from commhooks.core.slot import Slot
@@ -130,7 +130,6 @@ class PowerSGD(Scheme):
         second = AllReduce(q)
         q = yield second
         finite = finite & all_finite(q)
-        q.add_(nan_unless(finite))  # what is not finite spoils only some entries of P
         if self.warm_start:
             bucket.write(self.keeps[0], q)
 
@@ -141,7 +140,10 @@ class PowerSGD(Scheme):
         output, unsent = bucket.output, bucket.unsent
         # The tail first: the mean of the matrices may overwrite ``total``, but not its tail.
         plan.write_tail(tail, output, sent=sent_tail, total=total, unsent=unsent)
-        decode_low_rank(matrices, left, q, output, sent=sent, total=total, unsent=unsent)
+        # What is not finite spoils only some entries of P and Q: the kernel takes the flag.
+        decode_low_rank(
+            matrices, left, q, output, sent=sent, total=total, unsent=unsent, finite=finite
+        )
         return Result(output, unsent=unsent, finite=and_fits(finite, output))
 
     def _right_factors(self, plan: Plan, bucket: Bucket) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ SIGNATURES = {
     "dequantize_levels": "ipiiiipiip",
     "dequantize_rotated": "iiipiiiiiiififpiiip",
     "dequantize_shared": "ipiipffp",
-    "expand": "ipipp????p",
+    "expand": "ipipp????p?",
     "finite": "ipip",
     "gather_tail": "ipip??p",
     "gather_random": "ipi??piipi",

@@ -39,7 +39,7 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "multiply_left": lambda: (torch.randn(BUCKET), MATRICES.table, *low_rank_factors()),
     "expand": lambda: (
         *(*low_rank_factors(), *low_rank_factors(), torch.randn(BUCKET), MATRICES.table),
-        *(torch.zeros(BUCKET), torch.zeros(BUCKET)),
+        *(torch.zeros(BUCKET), torch.zeros(BUCKET), torch.tensor(True)),
     ),
     "orthonormalize": lambda: (low_rank_factors()[0], MATRICES.table),
     "unit_rows": lambda: (low_rank_factors()[1], low_rank_factors()[1], MATRICES.table),

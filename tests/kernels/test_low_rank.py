@@ -70,8 +70,13 @@ def run_all(run: Any, x: Tensor) -> list[Tensor]:
     run(low_rank.multiply_left_op, x, table, left, right)
     results.append(right.clone())
     out = x.clone()
-    run(low_rank.expand_op, *factors(), None, None, None, table, None, out)
+    run(low_rank.expand_op, *factors(), None, None, None, table, None, out, None)
     results.append(out)
+    for flag in (True, False):
+        out = x.clone()
+        finite = torch.tensor(flag)
+        run(low_rank.expand_op, *factors(), None, None, None, table, None, out, finite)
+        results.append(out)
     total, unsent, out = plain(NUMEL, seed=7), plain(NUMEL), x.clone()
     given = [
         (total, unsent, out),
@@ -84,7 +89,7 @@ def run_all(run: Any, x: Tensor) -> list[Tensor]:
             unsent = total
         elif tensors[0] is tensors[2]:
             total = out
-        run(low_rank.expand_op, *factors(), *factors(3), total, table, unsent, out)
+        run(low_rank.expand_op, *factors(), *factors(3), total, table, unsent, out, None)
         results += [total, unsent, out]
     return [*results, *run_factors(run, x)]
 
@@ -164,8 +169,8 @@ def test_large_results_are_those_of_small_ones(columns):
         with on(machine, KERNELS) as run:
             for which, p, whole in ((matrices, left, total), (some, few, total[piece].clone())):
                 out, unsent, again = (torch.empty_like(whole) for _ in range(3))
-                run(low_rank.expand_op, p, right, None, None, None, which.table, None, out)
-                run(low_rank.expand_op, p, right, p, right, whole, which.table, unsent, again)
+                run(low_rank.expand_op, p, right, None, None, None, which.table, None, out, None)
+                run(low_rank.expand_op, p, right, p, right, whole, which.table, unsent, again, None)
                 assert torch.equal(out, again), machine
                 assert torch.equal(unsent, whole - out), machine
                 results.append(out)
@@ -269,6 +274,20 @@ def test_equal_matrices_at_equal_distances_are_one_run():
     assert runs_of(Matrices([]).table) == ()
 
 
+@both
+def test_a_flag_makes_matrices_nan(mode):
+    out = bucket()
+    with use_kernels(mode):
+        decode_low_rank(MATRICES, *factors(), out, finite=torch.tensor(False))
+    covered = sum(rows * columns for _, rows, columns, _ in PLACES)
+    assert out.isnan().sum() == covered
+    good = bucket()
+    with use_kernels(mode):
+        decode_low_rank(MATRICES, *factors(), out, finite=torch.tensor(True))
+        decode_low_rank(MATRICES, *factors(), good)
+    assert same(out, good)
+
+
 def test_no_matrices_are_no_work():
     empty, nothing = Matrices([]), torch.empty(0)
     multiply_right(empty, torch.ones(3), nothing, nothing)
@@ -319,9 +338,9 @@ def fuzz(run: Any, rng: random.Random) -> None:
     run(low_rank.orthonormalize_op, left, matrices.table)
     run(low_rank.unit_rows_op, right, torch.randn_like(right), matrices.table)
     if rng.random() < 0.5:
-        run(low_rank.expand_op, left, right, None, None, None, matrices.table, None, x)
+        run(low_rank.expand_op, left, right, None, None, None, matrices.table, None, x, None)
     else:
         sent = torch.randn_like(left), torch.randn_like(right)
         unsent = total if rng.random() < 0.5 and total is not None else torch.randn(len(x))
         total = torch.randn(len(x)) if total is None else total
-        run(low_rank.expand_op, left, right, *sent, total, matrices.table, unsent, x)
+        run(low_rank.expand_op, left, right, *sent, total, matrices.table, unsent, x, None)

@@ -493,6 +493,12 @@ MUTANTS: list[Mutant] = [
             f"{KERNELS}/test_low_rank.py::test_orthonormal_for_any_condition",
         ),
         (
+            "a product that is not finite is returned",
+            "if finite is not None:\n            product",
+            "if finite is None and finite is not None:\n            product",
+            f"{KERNELS}/test_low_rank.py::test_a_flag_makes_matrices_nan",
+        ),
+        (
             "dead rows stay dead",
             "torch.where(dead, new, (rows / norms)",
             "torch.where(dead, rows, (rows / norms)",

@@ -20,8 +20,8 @@ MOST = {
     "topk": (5, 6),
     "random_k": (8, 6),
     "signsgd": (6, 6),
-    "powersgd": (22, 12),
-    "acpsgd": (17, 9),
+    "powersgd": (20, 11),
+    "acpsgd": (14, 7),
 }
 
 
