@@ -1,0 +1,31 @@
+"""Predicts what compression would save, on any fabric, with the schemes themselves."""
+
+from commhooks.predict.collectives import collective_seconds
+from commhooks.predict.device import DEVICES, Device, device
+from commhooks.predict.fabric import PRESETS, Fabric, Link, fabric, load_fabric, save_fabric
+from commhooks.predict.planned import Message, Planned, PredictionError, Work, planned
+from commhooks.predict.step import Step, predict_step
+from commhooks.predict.workload import Buckets, Layer, Workload
+
+__all__ = [
+    "DEVICES",
+    "PRESETS",
+    "Buckets",
+    "Device",
+    "Fabric",
+    "Layer",
+    "Link",
+    "Message",
+    "Planned",
+    "PredictionError",
+    "Step",
+    "Work",
+    "Workload",
+    "collective_seconds",
+    "device",
+    "fabric",
+    "load_fabric",
+    "planned",
+    "predict_step",
+    "save_fabric",
+]
