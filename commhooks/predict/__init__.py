@@ -1,7 +1,7 @@
 """Predicts what compression would save, on any fabric, with the schemes themselves."""
 
 from commhooks.predict.collectives import collective_seconds
-from commhooks.predict.device import DEVICES, Device, device
+from commhooks.predict.device import DEVICES, Device, ThisDevice, device
 from commhooks.predict.fabric import PRESETS, Fabric, Link, fabric, load_fabric, save_fabric
 from commhooks.predict.planned import Message, Planned, PredictionError, Work, planned
 from commhooks.predict.step import Step, predict_step
@@ -19,6 +19,7 @@ __all__ = [
     "Planned",
     "PredictionError",
     "Step",
+    "ThisDevice",
     "Work",
     "Workload",
     "collective_seconds",

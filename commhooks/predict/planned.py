@@ -18,10 +18,10 @@ from commhooks.errors import Error
 from commhooks.hook.engine import Engine
 from ddp_core import AllGather, AllToAll, Collective, as_request
 
-__all__ = ["Message", "Planned", "Work", "planned"]
+__all__ = ["LATE", "Message", "Planned", "PredictionError", "Work", "answered", "planned"]
 
 # Steps of schedules, warm-ups and dense starts are over by then. Even, as a run's first step is.
-_LATE = 10**9
+LATE = 10**9
 
 
 class Message(NamedTuple):
@@ -84,10 +84,10 @@ def planned(scheme: Scheme, shapes: tuple[torch.Size, ...], world_size: int) -> 
     """
     layout = Layout([f"p{i}" for i in range(len(shapes))], shapes)
     engine = Engine(scheme, rank=0, world_size=world_size)
-    engine.step = _LATE
+    engine.step = LATE
     _run(engine, layout, _Counter())  # makes what is kept: residuals, factors, tables
     counter = _Counter()
-    engine.step = _LATE + 2
+    engine.step = LATE + 2
     return Planned(tuple(_run(engine, layout, counter)), tuple(counter.work))
 
 
@@ -150,7 +150,7 @@ def _run(engine: Engine, layout: Layout, counter: _Counter) -> list[Message]:
             while True:
                 counter.end_part()
                 messages.append(_message(request))
-                request = as_request(exchange.send(_answered(request, engine.world_size)))
+                request = as_request(exchange.send(answered(request, engine.world_size)))
     except StopIteration:
         counter.end_part()
     except (NotImplementedError, RuntimeError) as error:
@@ -169,7 +169,7 @@ def _message(request: Collective) -> Message:
     return Message(request.name, request.payload_nbytes, part)
 
 
-def _answered(request: Collective, world_size: int) -> Tensor:
+def answered(request: Collective, world_size: int) -> Tensor:
     """Returns a tensor of the shape of a collective's result."""
     tensor = request.tensor
     if not isinstance(request, AllGather | AllToAll):

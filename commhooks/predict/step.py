@@ -83,7 +83,7 @@ def predict_step(
     """
     buckets, exchanges = exchanges_of(scheme, workload, ranks, cap_mb=cap_mb)
     wire = [_seconds(one, ranks, fabric) for one in exchanges]
-    codec = [[device.seconds(work) for work in one.work] for one in exchanges]
+    codec = [device.parts(scheme, shapes, ranks) for shapes in buckets.shapes]
     end, busy = _pipelined(buckets.ready, wire, codec, device.contention, workload)
     return Step(
         step_s=end,
@@ -109,7 +109,7 @@ def _seconds(exchange: Planned, ranks: int, fabric: Fabric) -> list[float]:
 def _pipelined(
     ready: Times,
     wire: list[list[float]],
-    codec: list[list[float]],
+    codec: list[tuple[float, ...]],
     contention: float,
     workload: Workload,
 ) -> tuple[float, float]:
