@@ -4,6 +4,7 @@ from commhooks.predict.collectives import collective_seconds
 from commhooks.predict.device import DEVICES, Device, ThisDevice, device
 from commhooks.predict.fabric import PRESETS, Fabric, Link, fabric, load_fabric, save_fabric
 from commhooks.predict.planned import Message, Planned, PredictionError, Work, planned
+from commhooks.predict.recorded import Recorder, record
 from commhooks.predict.step import Step, predict_step
 from commhooks.predict.workload import Buckets, Layer, Workload
 
@@ -18,6 +19,7 @@ __all__ = [
     "Message",
     "Planned",
     "PredictionError",
+    "Recorder",
     "Step",
     "ThisDevice",
     "Work",
@@ -28,5 +30,6 @@ __all__ = [
     "load_fabric",
     "planned",
     "predict_step",
+    "record",
     "save_fabric",
 ]

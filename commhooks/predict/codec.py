@@ -17,6 +17,9 @@ from ddp_core import as_request
 
 __all__ = ["time_parts"]
 
+# Bytes that drive everything else out of a cache, as backward does between two parts.
+_CACHE = 64 * 2**20
+
 
 def time_parts(
     scheme: Scheme,
@@ -52,8 +55,9 @@ def time_parts(
 
 def _moments(engine: Engine, gradient: Tensor, layout: Layout) -> Iterator[tuple[float, float]]:
     """Yields begin and end of each part of one exchange, in seconds."""
-    now = _clock(gradient.device)
+    now, other = _clock(gradient.device), gradient.new_empty(_CACHE // 4)
     engine.begin_bucket(0, is_last=True)
+    other.zero_()
     begin = now()
     exchange = engine.exchange(gradient, layout)
     try:
@@ -64,6 +68,7 @@ def _moments(engine: Engine, gradient: Tensor, layout: Layout) -> Iterator[tuple
             if result is not request.tensor:
                 # What every rank would have sent is what this one sends.
                 result.copy_(request.tensor.expand(result.shape))
+            other.zero_()
             begin = now()
             request = as_request(exchange.send(result))
     except StopIteration:

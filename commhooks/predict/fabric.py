@@ -41,6 +41,9 @@ class Fabric:
         inside: of the ranks of a node.
         ranks_per_node: ranks that share a node's network cards.
         library: decides which algorithms there are: "nccl", or "gloo" with this package's lanes.
+        core_s_per_byte: seconds of a processor core per byte that a rank sends and receives as
+            much, where processors move the bytes (TCP); backward waits for as long on a full
+            machine.
         source: where the numbers are from.
 
     Example:
@@ -52,6 +55,7 @@ class Fabric:
     inside: Link | None = None
     ranks_per_node: int = 1
     library: Library = "nccl"
+    core_s_per_byte: float = 0.0
     source: str = ""
 
     def __post_init__(self) -> None:

@@ -30,11 +30,13 @@ class Message(NamedTuple):
     Attributes:
         collective: "all_reduce", "all_gather" or "all_to_all".
         nbytes: bytes that each rank hands to it.
+        wire_nbytes: bytes that each rank sends in it, by the formula of the collective.
         ranks: the ranks that take part, from the point of view of rank 0. None: all.
     """
 
     collective: str
     nbytes: int
+    wire_nbytes: float
     ranks: tuple[int, ...] | None = None
 
 
@@ -80,7 +82,7 @@ def planned(scheme: Scheme, shapes: tuple[torch.Size, ...], world_size: int) -> 
 
     Example:
         >>> planned(make("none"), (torch.Size([1000]),), 8).messages
-        (Message(collective='all_reduce', nbytes=4000, ranks=None),)
+        (Message(collective='all_reduce', nbytes=4000, wire_nbytes=7000.0, ranks=None),)
     """
     layout = Layout([f"p{i}" for i in range(len(shapes))], shapes)
     engine = Engine(scheme, rank=0, world_size=world_size)
@@ -149,7 +151,7 @@ def _run(engine: Engine, layout: Layout, counter: _Counter) -> list[Message]:
             request = as_request(next(exchange))
             while True:
                 counter.end_part()
-                messages.append(_message(request))
+                messages.append(_message(request, engine.world_size))
                 request = as_request(exchange.send(answered(request, engine.world_size)))
     except StopIteration:
         counter.end_part()
@@ -163,10 +165,10 @@ def _run(engine: Engine, layout: Layout, counter: _Counter) -> list[Message]:
     return messages
 
 
-def _message(request: Collective) -> Message:
+def _message(request: Collective, world_size: int) -> Message:
     ranks = getattr(request, "ranks", None)
     part = None if ranks is None else tuple(ranks)
-    return Message(request.name, request.payload_nbytes, part)
+    return Message(request.name, request.payload_nbytes, request.wire_nbytes(world_size), part)
 
 
 def answered(request: Collective, world_size: int) -> Tensor:

@@ -84,7 +84,11 @@ def predict_step(
     buckets, exchanges = exchanges_of(scheme, workload, ranks, cap_mb=cap_mb)
     wire = [_seconds(one, ranks, fabric) for one in exchanges]
     codec = [device.parts(scheme, shapes, ranks) for shapes in buckets.shapes]
-    end, busy = _pipelined(buckets.ready, wire, codec, device.contention, workload)
+    core = [
+        [message.wire_nbytes * fabric.core_s_per_byte for message in one.messages]
+        for one in exchanges
+    ]
+    end, busy = _pipelined(buckets.ready, wire, core, codec, device.contention, workload)
     return Step(
         step_s=end,
         compute_s=workload.compute_s,
@@ -109,6 +113,7 @@ def _seconds(exchange: Planned, ranks: int, fabric: Fabric) -> list[float]:
 def _pipelined(
     ready: Times,
     wire: list[list[float]],
+    core: list[list[float]],
     codec: list[tuple[float, ...]],
     contention: float,
     workload: Workload,
@@ -116,7 +121,8 @@ def _pipelined(
     """Returns when the step ends, and the seconds of all computations of exchanges.
 
     The links carry one collective after the other, in the order in which they are issued. While
-    backward runs, the scheme's computations delay it by their ``contention``.
+    backward runs, the scheme's computations, and the processor's part in moving bytes, delay it by
+    the ``contention``.
     """
     ends = workload.forward_s + workload.backward_s
     link_free = device_free = delay = 0.0
@@ -137,6 +143,10 @@ def _pipelined(
         if part == len(wire[bucket]):
             finished = max(finished, done)
             continue
-        link_free = max(link_free, done) + wire[bucket][part]
+        begin, seconds = max(link_free, done), wire[bucket][part]
+        link_free = begin + seconds
+        if seconds:
+            beside = min(max((ends + delay - begin) / seconds, 0.0), 1.0)
+            delay += contention * core[bucket][part] * beside
         due.append((link_free, bucket, part + 1))
     return max(finished, ends + delay) + workload.optimizer_s, total
