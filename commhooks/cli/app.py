@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 from commhooks import scheme_names
 from commhooks.cli import catalogue as _catalogue
 from commhooks.cli import commands as _commands
+from commhooks.cli import headroom as _headroom
 from commhooks.cli.user_schemes import load_files
 from commhooks.errors import Error, MissingPackageError
 
@@ -125,3 +126,24 @@ def check(
 ) -> None:
     """Runs the laws on a scheme, or on all schemes of a file; fails if a law is broken."""
     raise typer.Exit(_commands.check(target))
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def headroom(
+    command: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="-- COMMAND...",
+            help="A script as it is started, such as python train.py, or torchrun with arguments.",
+        ),
+    ],
+    steps: Annotated[
+        int, typer.Option(min=10, help="Steps of each kind of communication that count.")
+    ] = 30,
+    time_limit: Annotated[
+        float, typer.Option(min=1, help="Seconds after which the answer is given, or given up.")
+    ] = 600,
+    out: Annotated[Path | None, typer.Option(help="File for all numbers, as JSON.")] = None,
+) -> None:
+    """Says what compression could save in a script: it runs, unmodified, for some steps."""
+    raise typer.Exit(_headroom.headroom(command, steps, time_limit, out))

@@ -147,6 +147,14 @@ class Ledger:
         )
         return ordered
 
+    def rows_by_step(self) -> dict[int, list[RoundRecord]]:
+        """Returns the rows that are kept, by step, with the times that are known by now."""
+        self._settle()
+        found: dict[int, list[RoundRecord]] = {}
+        for row in list(self._rows):
+            found.setdefault(row.step, []).append(row)
+        return found
+
     def _exposed(self, rows: Iterable[RoundRecord]) -> dict[int, float]:
         """Returns the seconds that each row keeps its step waiting, by ``id`` of the row.
 
