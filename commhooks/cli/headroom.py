@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -49,7 +50,7 @@ def headroom(command: Sequence[str], steps: int, time_limit: float, out: Path | 
         }
         if speaks:
             typer.echo(
-                "commhooks headroom: the script trains with dense, bf16 and no communication in\n"
+                "commhooks headroom: the script trains with and without communication in\n"
                 "turn, and is stopped then. Without communication its ranks drift apart: do not\n"
                 "use what it saves meanwhile, and mind that it may overwrite earlier checkpoints.",
                 err=True,
@@ -95,10 +96,8 @@ def _run(command: list[str], environment: dict[str, str], limit: float) -> tuple
         return process.wait(timeout=limit + _GRACE), False
     except subprocess.TimeoutExpired:
         _signal(process, signal.SIGTERM)
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=_TERM)
-        except subprocess.TimeoutExpired:
-            pass
         return 1, True
     finally:
         _signal(process, signal.SIGKILL)  # what it has left behind
@@ -108,10 +107,8 @@ def _run(command: list[str], environment: dict[str, str], limit: float) -> tuple
 
 
 def _signal(process: subprocess.Popen[bytes], number: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number)
-    except ProcessLookupError:
-        pass
 
 
 def _reason(told: dict[str, Any], code: int, killed: bool, limit: float) -> str:
@@ -138,8 +135,8 @@ def _reason(told: dict[str, Any], code: int, killed: bool, limit: float) -> str:
         return str(told["failed"])
     if "too_slow" in told:
         return (
-            f"the time limit of {limit:.0f} s came after {told['too_slow']} steps, before each kind "
-            f"of communication had its turn: raise --time-limit."
+            f"the time limit of {limit:.0f} s came after {told['too_slow']} steps, before each "
+            f"kind of communication had its turn: raise --time-limit."
         )
     if "needed" in told:
         steps = f" after {told['ended']} steps" if "ended" in told else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from commhooks.hook.summary import Summary, summarise
@@ -57,6 +57,7 @@ class Ledger:
         self._backward_end: dict[int, float | Moment] = {}
         self._unsettled: deque[RoundRecord] = deque(maxlen=history)
         self.steps = 0
+        self.also_times: Callable[[int], bool] | None = None  # further steps, see ``times``
         self.dense_bytes = 0
         self.payload_bytes = 0
         self.wire_bytes = 0.0
@@ -79,6 +80,8 @@ class Ledger:
 
     def times(self, step: int) -> bool:
         """Whether the times of this step are recorded where that is not free."""
+        if self.also_times is not None and self.also_times(step):
+            return True
         return step < _TIMED_FIRST or step % _TIMED_EVERY == 0
 
     def _settle(self) -> None:

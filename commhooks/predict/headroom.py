@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
 from commhooks.errors import RegistrationError
 from commhooks.hook.parameters import find_ddp
-from commhooks.predict.turns import KINDS, Facts, Turns
+from commhooks.predict.turns import KINDS, Facts, Travel, Turns
 
-__all__ = ["Gap", "Headroom", "Kind", "headroom"]
+__all__ = ["Gap", "Headroom", "Kind", "Verdict", "headroom"]
 
+_HIGHEST = 10_000.0
 _RATIOS = (2, 4, 8, 16, 32, 100)
 # A difference below this share of a step is called none, however exactly it was measured: a
 # scheme's own computations take as much.
 _SMALL = 0.02
-_HIDDEN = 0.1  # communication counts as hidden if this share of what was exposed is left
+Verdict = Literal["hidden", "latency", "bf16", "compress"]
+_LEFT = 0.1  # a ratio is enough if this share of what compression can save is left
 
 
 @dataclass(frozen=True)
@@ -58,13 +61,14 @@ class Headroom:
     """Holds what compression could save; ``print`` it for words and numbers.
 
     Attributes:
-        dense, bf16, noop: step times with a dense all-reduce, one of bf16, and none. A step takes
-            as long as its slowest rank.
-        exposed: ``dense - noop``: the most that compression can save where nothing is compressed.
-        over_bf16: ``bf16 - noop``: the most that it can save where bf16 is used already.
+        dense, bf16, one, noop: step times with a dense all-reduce, one of bf16, one of a single
+            value per bucket, and none. A step takes as long as its slowest rank.
+        exposed: ``dense - noop``: what communication costs.
+        beside_dense: ``dense - one``: the most that compression can save where there is none. The
+            rest of ``exposed`` is latency, and waiting for each other.
+        beside_bf16: ``bf16 - one``: the most that it can save where bf16 is used already.
         facts: ranks, backend, bytes, buckets.
-        ready_s: when each bucket begins, counted from the last one: 0 or less.
-        wire_s: seconds that each bucket travels, in the dense steps.
+        travel: how each bucket travels, in the order in which they begin.
 
     Example:
         >>> print(commhooks.headroom(ddp_model, lambda: train_step(ddp_model)))
@@ -72,63 +76,75 @@ class Headroom:
 
     dense: Kind
     bf16: Kind
+    one: Kind
     noop: Kind
     exposed: Gap
-    over_bf16: Gap
+    beside_dense: Gap
+    beside_bf16: Gap
     facts: Facts
-    ready_s: tuple[float, ...]
-    wire_s: tuple[float, ...]
+    travel: tuple[Travel, ...]
 
     @classmethod
     def of(
         cls,
         durations: Sequence[Mapping[str, Sequence[float]]],
         facts: Facts,
-        travel: Sequence[tuple[float, float]],
+        travel: Sequence[Travel],
     ) -> Headroom:
         """Returns the headroom of measured steps.
 
         Args:
             durations: seconds of the steps of each kind of communication, by turn.
             facts: of the job.
-            travel: of each bucket when it begins and for how long it travels.
+            travel: of each bucket.
         """
         kinds = {kind: _kind([s for turn in durations for s in turn[kind]]) for kind in KINDS}
-        travel = sorted(travel)
         return cls(
             dense=kinds["none"],
             bf16=kinds["bf16"],
+            one=kinds["one"],
             noop=kinds["noop"],
             exposed=_gap(durations, "none", "noop"),
-            over_bf16=_gap(durations, "bf16", "noop"),
+            beside_dense=_gap(durations, "none", "one"),
+            beside_bf16=_gap(durations, "bf16", "one"),
             facts=facts,
-            ready_s=tuple(ready for ready, _ in travel),
-            wire_s=tuple(wire for _, wire in travel),
+            travel=tuple(sorted(travel, key=lambda bucket: bucket.ready_s)),
         )
 
     @property
-    def verdict(self) -> str:
-        """Returns "do not compress", "bf16" or "compress"."""
-        if not _is_large(self.exposed, self.dense):
-            return "do not compress"
-        return "compress" if _is_large(self.over_bf16, self.bf16) else "bf16"
+    def best(self) -> Kind:
+        """Returns dense or bf16: what a scheme has to beat."""
+        return min(self.dense, self.bf16, key=lambda kind: kind.median_s)
 
-    def left(self, ratio: float) -> float:
-        """Returns the share of the exposed communication that is left at a ratio of compression.
+    @property
+    def verdict(self) -> Verdict:
+        """Returns what to do.
 
-        From when the dense steps' buckets begin and for how long they travel: the links carry one
-        after the other, each in ``1 / ratio`` of its time.
+        "hidden": do not compress, backward hides the communication. "latency": do not compress,
+        what is exposed does not go with the bytes. "bf16": use it, and nothing stronger.
+        "compress": a stronger scheme may pay.
         """
-        before = self._tail(1)
-        return self._tail(ratio) / before if before > 0 else 0.0
+        if not _is_large(self.exposed, self.dense):
+            return "hidden"
+        if not _is_large(self.beside_dense, self.dense):
+            return "latency"
+        return "compress" if _is_large(self.beside_bf16, self.bf16) else "bf16"
 
     def step_s(self, ratio: float) -> float:
-        """Returns the step time at a ratio of compression, if its computations took no time."""
-        return self.noop.median_s + max(self.exposed.seconds, 0.0) * self.left(ratio)
+        """Predicts the step time at a ratio of compression, if its computations took no time.
 
-    def ratio_to_hide(self) -> float | None:
-        """Returns the ratio at which a tenth of the exposed communication is left; None: none."""
-        return self._first(lambda ratio: self.left(ratio) <= _HIDDEN)
+        Between the measured steps with all bytes and with one value per bucket. From when the
+        buckets begin and for how long they travel: the links carry one after the other, each in
+        ``1 / ratio`` of the time that goes with its bytes.
+        """
+        least, most = self._tail(math.inf), self._tail(1)
+        share = (self._tail(ratio) - least) / (most - least) if most > least else 1 / ratio
+        return self.dense.median_s - max(self.beside_dense.seconds, 0.0) * (1 - share)
+
+    def ratio_to_hide(self) -> float:
+        """Returns the ratio that saves nine tenths of what compression can save."""
+        goal = self.dense.median_s - (1 - _LEFT) * max(self.beside_dense.seconds, 0.0)
+        return self._first(lambda ratio: self.step_s(ratio) <= goal) or _HIGHEST
 
     def break_even(self, cost_s: float, *, over: str = "none") -> float | None:
         """Returns the ratio from which on a scheme wins that adds ``cost_s`` seconds to a step.
@@ -136,20 +152,24 @@ class Headroom:
         Args:
             cost_s: what the scheme's computations add to a step.
             over: what it has to beat: "none" or "bf16", as measured.
+
+        Returns:
+            The ratio, or None if it wins at none.
         """
         bar = (self.dense if over == "none" else self.bf16).median_s
         return self._first(lambda ratio: self.step_s(ratio) + cost_s < bar)
 
     def _tail(self, ratio: float) -> float:
         """Returns for how long buckets travel after the last one has begun."""
-        free = float("-inf")
-        for ready, wire in zip(self.ready_s, self.wire_s, strict=True):
-            free = max(free, ready) + wire / ratio
+        free = -math.inf
+        for bucket in self.travel:
+            fixed = min(bucket.fixed_s, bucket.dense_s)
+            free = max(free, bucket.ready_s) + fixed + (bucket.dense_s - fixed) / ratio
         return max(free, 0.0)
 
     def _first(self, holds: Callable[[float], bool]) -> float | None:
         """Returns the least ratio, up to 10,000, from which on something holds."""
-        ratios = [1.02**power for power in range(466)]
+        ratios = [1.02**power for power in range(466)]  # to _HIGHEST
         return next((ratio for ratio in ratios if holds(ratio)), None)
 
     def as_dict(self) -> dict[str, Any]:
@@ -228,15 +248,20 @@ def _is_large(gap: Gap, kind: Kind) -> bool:
 
 def _measured(one: Headroom) -> list[str]:
     facts = one.facts
-    kinds = (("dense", one.dense), ("bf16", one.bf16), ("none (no-op)", one.noop))
+    kinds = (
+        ("dense", one.dense),
+        ("bf16", one.bf16),
+        ("1 value a bucket", one.one),
+        ("none (no-op)", one.noop),
+    )
     return [
         f"commhooks headroom: {facts.world_size} ranks over {facts.backend}, "
         f"{facts.dense_nbytes / 1e6:.3g} MB of gradients in "
         f"{facts.buckets} bucket{'s' * (facts.buckets != 1)} a step",
         "",
-        "communication    step [ms]    middle half of the steps [ms]    steps",
+        "communication       step [ms]    middle half of the steps [ms]    steps",
         *(
-            f"{name:<16} {1e3 * kind.median_s:9.2f}    "
+            f"{name:<16}    {1e3 * kind.median_s:9.2f}    "
             f"{f'{1e3 * kind.low_s:.2f} to {1e3 * kind.high_s:.2f}':<29}    {kind.steps:5d}"
             for name, kind in kinds
         ),
@@ -244,56 +269,56 @@ def _measured(one: Headroom) -> list[str]:
 
 
 def _answer(one: Headroom) -> list[str]:
-    shares = [
-        f"Exposed communication (dense - no-op): {_shown(one.exposed, one.dense)}.",
-        f"The same with bf16 (bf16 - no-op):     {_shown(one.over_bf16, one.bf16)}.",
+    lines = [
+        f"Exposed communication:               {_shown(one.exposed, one.dense)}",
+        f"The most that compression can save:  {_shown(one.beside_dense, one.dense)}",
+        f"The same beside bf16:                {_shown(one.beside_bf16, one.bf16)}",
+        "",
     ]
-    if one.verdict == "do not compress":
-        return [
-            *shares,
-            "",
-            "Do not compress. Backward hides the communication: no compression can save more",
-            "than the noise of this measurement, or 2 % of a step, and its computations cost time.",
-        ]
-    if one.verdict == "bf16":
-        return [
-            *shares,
-            "",
-            "Use bf16, and do not compress more: what is left above the no-op step is within the",
-            'noise of this measurement, or 2 % of a step: commhooks.register(ddp_model, "bf16").',
-        ]
-    return [*shares, "", *_compress(one)]
+    return [*lines, *(_compress(one) if one.verdict == "compress" else _DO_NOT[one.verdict])]
+
+
+_DO_NOT: dict[Verdict, tuple[str, ...]] = {
+    "hidden": (
+        "Do not compress. Backward hides the communication: no compression can save more",
+        "than the noise of this measurement, or 2 % of a step, and it computes for that.",
+    ),
+    "latency": (
+        "Do not compress. What is exposed is latency, or waiting for other ranks, which",
+        "one value per bucket costs as well. Fewer buckets (bucket_cap_mb), larger batches",
+        "and gradient accumulation help against it.",
+    ),
+    "bf16": (
+        "Use bf16, and do not compress more: no compression can save more beside it than",
+        "the noise of this measurement, or 2 % of a step.",
+        '    commhooks.register(ddp_model, "bf16")',
+    ),
+}
 
 
 def _compress(one: Headroom) -> list[str]:
-    best = min(one.dense, one.bf16, key=lambda kind: kind.median_s)
-    name = "dense" if best is one.dense else "bf16"
-    most = best.median_s - one.noop.median_s
-    hide = one.ratio_to_hide()
+    name = "dense" if one.best is one.dense else "bf16"
     cost = 0.05 * one.noop.median_s
-    lines = [
-        f"Compression may pay: at most {_ms(most)} of {_ms(best.median_s)} ({most / best.median_s:.0%}) "
-        f"beside {name}, the best of both.",
-        (
-            "No ratio hides nine tenths of the communication: the last bucket has nothing to hide "
-            "behind."
-            if hide is None
-            else f"A ratio of {hide:.2g} hides nine tenths of the communication."
-        ),
-        f"A scheme whose computations add {_ms(cost)} (5 % of the no-op step) breaks even with dense",
-        f"{_from(one.break_even(cost))}, with bf16 {_from(one.break_even(cost, over='bf16'))}.",
-        "",
-        f"ratio    step [ms]    break-even with {name}: computations may add [ms]",
-    ]
-    for ratio in _RATIOS:
-        spare = best.median_s - one.step_s(ratio)
-        allowed = f"{1e3 * spare:.2f}" if spare > 0 else "loses"
-        lines.append(f"{ratio:5d}    {1e3 * one.step_s(ratio):9.2f}    {allowed:>9}")
+    dense, bf16 = one.break_even(cost), one.break_even(cost, over="bf16")
     return [
-        *lines,
-        f"(predicted from when the dense steps' buckets begin and how long they travel; bf16, ratio",
-        f"2, was measured as {_ms(one.bf16.median_s)} with its casts)",
+        f"Compression may pay. A ratio of {one.ratio_to_hide():.2g} saves nine tenths of what can "
+        f"be saved.",
+        f"A scheme whose computations add {_ms(cost)} (5 % of the no-op step) breaks even",
+        f"with dense {_from(dense)}, with bf16 {_from(bf16)}.",
+        "",
+        f"ratio    step [ms]    to beat {name}, computations may add [ms]",
+        *(
+            f"{ratio:5d}    {1e3 * one.step_s(ratio):9.2f}    {_spare(one, ratio):>10}"
+            for ratio in _RATIOS
+        ),
+        "(predicted from when the dense steps' buckets begin and how long they travel;",
+        f"bf16, a ratio of 2, was measured with its casts: {_ms(one.bf16.median_s)})",
     ]
+
+
+def _spare(one: Headroom, ratio: float) -> str:
+    spare = one.best.median_s - one.step_s(ratio)
+    return f"{1e3 * spare:.2f}" if spare > 0 else "loses"
 
 
 def _shown(gap: Gap, kind: Kind) -> str:

@@ -25,7 +25,7 @@ from commhooks.predict.turns import Turns
 __all__ = ["ORDER", "ddp_built", "fsdp_built"]
 
 ORDER = "COMMHOOKS_HEADROOM"  # the environment variable with what is asked for, as JSON
-_STUBBORN = 3  # a script that catches SystemExit so often is ended without further words
+_STUBBORN = 3  # a script that catches SystemExit so often is ended at once
 
 
 class _Script:
@@ -37,7 +37,6 @@ class _Script:
         self.models = 0
         self.measured: DistributedDataParallel | None = None
         self.turns: Turns | None = None
-        self.exit_code: int | None = None
         self.ends = 0
 
     def tell(self, **facts: Any) -> None:
@@ -51,8 +50,8 @@ class _Script:
         """Marks the begin of a step; ends the process after the last one."""
         if not torch.is_grad_enabled() or not ddp.training:
             return  # an evaluation, which may be one rank's alone
-        if self.exit_code is not None:
-            self.end(self.exit_code)
+        if self.ends:
+            self.end()
         if self.measured is None and not self.begin(ddp):
             return
         if self.measured is ddp and self.turns is not None:
@@ -61,23 +60,23 @@ class _Script:
                     self.report(self.turns)
             except Error as error:
                 self.tell(failed=str(error))
-                self.end(1)
+                self.end()
 
     def begin(self, ddp: DistributedDataParallel) -> bool:
         """Registers the hook on the first model that trains; whether it did."""
         if ddp._comm_hooks:
             hook = ddp._comm_hooks[0][0]
             self.tell(own_hook=getattr(hook, "__qualname__", repr(hook)))
-            self.end(1)
+            self.end()
         if torch.distributed.get_world_size(ddp.process_group) == 1:
             self.tell(alone=True)
-            self.end(1)
+            self.end()
         self.measured = ddp
         try:
             self.turns = Turns(ddp, self.steps, deadline=self.deadline)
         except Error as error:
             self.tell(failed=str(error))
-            self.end(1)
+            self.end()
         atexit.register(self.at_exit)
         self.tell(begun=time.time(), needed=self.turns.steps_to_come)
         return True
@@ -86,7 +85,7 @@ class _Script:
         """Prints the answer on rank 0, and ends the process."""
         if not turns.turns:
             self.tell(too_slow=turns.step)
-            self.end(1)
+            self.end()
         found = Headroom.of(*turns.results())
         if torch.distributed.get_rank() == 0:
             print(f"\n{found}\n", flush=True)
@@ -98,22 +97,21 @@ class _Script:
             if self.out is not None:
                 found.save(self.out)
         self.tell(done=turns.step)
-        self.end(0)
+        self.end(done=True)
 
-    def end(self, exit_code: int) -> NoReturn:
+    def end(self, *, done: bool = False) -> NoReturn:
         """Ends the process, also one that catches ``SystemExit`` and goes on."""
         self.ends += 1
-        if self.exit_code is None:
-            self.exit_code = exit_code
-            if self.turns is not None and not exit_code:
-                self.turns.part()
+        if done and self.turns is not None:
+            self.turns.part()
         if self.ends > _STUBBORN:
-            os._exit(exit_code)
-        raise SystemExit(exit_code)
+            os._exit(0)
+        # Not a failure of the script's, which torchrun would report: the command says what it was.
+        raise SystemExit(0)
 
     def at_exit(self) -> None:
         """Tells how far the script came by itself."""
-        if self.exit_code is None and self.turns is not None:
+        if not self.ends and self.turns is not None:
             self.tell(ended=self.turns.step)
 
 
@@ -143,4 +141,4 @@ def fsdp_built(model: Any) -> None:
     """Ends a script that uses FSDP: there gradients are no buckets of a hook."""
     script = _this_script()
     script.tell(fsdp=True)
-    script.end(1)
+    script.end()

@@ -1,4 +1,4 @@
-"""Trains under torchrun with a trainer, a sampler and snapshots, as PyTorch's fault-tolerance one."""
+"""Trains under torchrun with a trainer and snapshots, as PyTorch's tutorial on torchrun."""
 
 import argparse
 import os
@@ -6,7 +6,7 @@ import os
 import torch
 import torch.nn.functional as F
 from torch.distributed import destroy_process_group, init_process_group
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 

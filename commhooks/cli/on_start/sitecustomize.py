@@ -85,11 +85,11 @@ def _wrap(module: ModuleType, name: str, built: Callable[..., None]) -> None:
     init = kind.__init__
 
     @functools.wraps(init)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    def init_and_report(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         built(self)
 
-    kind.__init__ = __init__
+    kind.__init__ = init_and_report
 
 
 def _run_hidden() -> None:
