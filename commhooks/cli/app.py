@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
@@ -12,6 +12,7 @@ from commhooks import scheme_names
 from commhooks.cli import catalogue as _catalogue
 from commhooks.cli import commands as _commands
 from commhooks.cli import headroom as _headroom
+from commhooks.cli import link as _link
 from commhooks.cli.user_schemes import load_files
 from commhooks.errors import Error, MissingPackageError
 
@@ -147,3 +148,18 @@ def headroom(
 ) -> None:
     """Says what compression could save in a script: it runs, unmodified, for some steps."""
     raise typer.Exit(_headroom.headroom(command, steps, time_limit, out))
+
+
+@app.command()
+def link(
+    out: Annotated[
+        Path | None, typer.Option(help="File for the fabric, which other commands take.")
+    ] = None,
+    budget: Annotated[float, typer.Option(min=0.1, help="Seconds of the measurement.")] = 10,
+    device: Annotated[
+        Literal["cpu", "cuda"] | None,
+        typer.Option(help="Of the tensors: CPU over Gloo, CUDA over NCCL (if there is one each)."),
+    ] = None,
+) -> None:
+    """Measures the links between ranks: under torchrun, or with two processes of its own."""
+    raise typer.Exit(_link.link(out, budget, device))
