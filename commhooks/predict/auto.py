@@ -1,17 +1,8 @@
-"""Defines the hook of ``register(model, "auto")``, which measures, chooses a scheme, and checks it.
-
-The first steps are dense and are timed; then gradients are exchanged after backward, which shows
-when each comes; then the links are measured, all candidates are predicted, and the most promising
-ones are tried. Every rank does the same in the same step, and all decide by the slowest rank.
-"""
+"""Defines the hook of ``register(model, "auto")``, which measures and chooses a scheme."""
 
 from __future__ import annotations
 
-import logging
-import statistics
-import time
 from collections.abc import Iterable, Mapping, Sequence
-from enum import Enum
 from typing import Any
 
 import torch.distributed as dist
@@ -21,35 +12,19 @@ from commhooks.checkpoint.form import read
 from commhooks.checkpoint.ranks import structure
 from commhooks.core.scheme import Scheme
 from commhooks.core.settings import fitting
-from commhooks.hook.handshake import MEETING
 from commhooks.hook.state import HookState
-from commhooks.predict.advise import CANDIDATES, CAPS_MB, Option, advise, made_candidates
-from commhooks.predict.device import ThisDevice
-from commhooks.predict.link import measure_link
-from commhooks.predict.recorded import Recorder
-from commhooks.predict.workload import Workload
-from commhooks.wrappers.make import make
-from ddp_core import DistributedDataParallel as CoreDDP
+from commhooks.predict.advise import CANDIDATES, made_candidates
+from commhooks.predict.search import Search
 
-__all__ = ["AutoHook", "chosen", "promising"]
-
-LOG = logging.getLogger("commhooks")
-
-# A scheme is kept if its steps take at most this share of dense ones.
-_WON = 0.98
-# Candidates that are predicted within this factor of the best one are tried, up to a number.
-_NEAR, _TRIALS = 1.10, 3
-
-
-class _Stage(Enum):
-    DENSE = "dense steps"
-    HELD = "dense steps whose gradients are exchanged after backward"
-    TRIAL = "steps with a candidate"
-    DONE = "decided"
+__all__ = ["AutoHook"]
 
 
 class AutoHook(HookState):
     """Chooses the scheme of a model by measurement, in its first steps.
+
+    A search takes about 50 steps: dense ones, dense ones without overlap, and some with each of up
+    to three schemes that are predicted to be the fastest. The fastest is kept if it saves 2 % of a
+    dense step or more.
 
     Args:
         model: see :class:`commhooks.HookState`.
@@ -60,8 +35,13 @@ class AutoHook(HookState):
         measure_steps: steps of which the median counts, for each scheme that is timed.
         link_s: seconds in which the links are measured, about.
 
-    Attributes:
-        plan: the decision in words.
+    Raises:
+        ValueError: a candidate is no average of gradients, or a number is out of range.
+
+    Example:
+        >>> hook = commhooks.register(ddp_model, "auto", error=0.05)
+        >>> print(hook.plan)  # after some steps
+        auto runs int8 in buckets of 4 MiB: 34 % faster than dense steps. ...
     """
 
     def __init__(
@@ -76,166 +56,39 @@ class AutoHook(HookState):
         seed: int = 0,
         history: int = 100_000,
     ) -> None:
-        super().__init__("none", model, process_group=process_group, seed=seed, history=history)
         self._candidates = made_candidates(candidates)
-        self._error = fitting("auto", "error", error, float)
-        self._steps = fitting("auto", "measure_steps", measure_steps, int)
-        if self._steps < 1:
+        steps = fitting("auto", "measure_steps", measure_steps, int)
+        if steps < 1:
             raise ValueError(f"auto(measure_steps=...) is 1 or more, got {measure_steps}")
-        self._link_s = fitting("auto", "link_s", link_s, float)
-        self.plan = "auto: nothing is decided yet"
-        self._stage, self._begun = _Stage.DENSE, 0  # the step in which the stage began
-        self._times: list[float] = []
-        self._last = (-1, 0.0)  # the latest step, and when it began
-        self._dense_s = 0.0
-        self._recorder: Recorder | None = None
-        self._cap_mb: float | None = None
-        self._to_try: list[Option] = []
-        self._tried: list[tuple[float, Option]] = []
+        self._search = Search(
+            self,
+            super().switch,
+            self._candidates,
+            error=fitting("auto", "error", error, float),
+            steps=steps,
+            link_s=fitting("auto", "link_s", link_s, float),
+        )
+        super().__init__("none", model, process_group=process_group, seed=seed, history=history)
+
+    @property
+    def plan(self) -> str:
+        """Returns the decision in words."""
+        return self._search.plan
 
     @property
     def bucket_cap_mb(self) -> float | None:
-        return super().bucket_cap_mb if self._cap_mb is None else self._cap_mb
+        chosen = self._search.cap_mb
+        return super().bucket_cap_mb if chosen is None else chosen
 
     def forward_begins(self) -> None:
-        """Ends a step, and takes the next decision when a stage is over."""
+        """Ends a step, and takes the next decision when a stage of the search is over."""
         super().forward_begins()
-        if self._stage is not _Stage.DONE and self.step != self._last[0]:
-            self._step_begins()
-
-    # ---- stages
-
-    def _step_begins(self) -> None:
-        now = time.perf_counter()
-        before, began = self._last
-        since = self.step - self._begun
-        # Two steps warm up: buckets are rebuilt, and memory is made.
-        if before == self.step - 1 and since > 2:
-            self._times.append(now - began)
-        if self._stage is _Stage.HELD and since == 2:
-            self._recorder = Recorder(self._model(), sample=2**20)
-        if since == self._steps + 2:
-            self._end_stage()
-            now = time.perf_counter()  # the next step begins after what was measured
-        if self._recorder is not None:
-            self._recorder.step_begins(self._waited())
-        self._last = (self.step, now)
-
-    def _end_stage(self) -> None:
-        seconds = self._slowest(statistics.median(self._times))
-        if self._stage is _Stage.DENSE:
-            self._dense_s = seconds
-            self._enter(_Stage.HELD, make("none", coalesce=True))
-        elif self._stage is _Stage.HELD:
-            self._choose()
-        else:
-            self._tried.append((seconds, self._to_try.pop(0)))
-            self._try_next()
-
-    def _enter(self, stage: _Stage, scheme: Scheme) -> None:
-        self._stage, self._begun, self._times = stage, self.step, []
-        super().switch(scheme)
+        self._search.forward_begins()
 
     def switch(self, scheme: str | Scheme, **options: Any) -> None:
         """Ends the search and runs another scheme, see :meth:`HookState.switch`."""
         super().switch(scheme, **options)
-        self._stage, self._cap_mb = _Stage.DONE, None
-        self.plan = "auto: the scheme was chosen by hook.switch."
-
-    def _choose(self) -> None:
-        """Predicts all candidates and begins to try the most promising ones."""
-        assert self._recorder is not None
-        self._recorder.step_begins(self._waited())
-        workload = self._recorder.workload(type(self._model()).__name__)
-        gradients = self._recorder.gradients()
-        self._recorder.close()
-        self._recorder = None
-        fabric = measure_link(self._binding.group(), budget_s=self._link_s)
-        device = ThisDevice(next(self._model().parameters()).device)
-        options = advise(
-            workload,
-            ranks=self.world_size,
-            fabric=fabric,
-            device=device,
-            candidates=self._candidates,
-            error=self._error,
-            caps_mb=self._caps(workload),
-            gradients=gradients,
-        )
-        self._to_try = promising(self._agreed_on(options))
-        LOG.info(
-            "auto: a dense step takes %.1f ms; to be tried: %s",
-            1e3 * self._dense_s,
-            ", ".join(str(one) for one in self._to_try) or "nothing",
-        )
-        self._try_next()
-
-    def _try_next(self) -> None:
-        if self._to_try:
-            option = self._to_try[0]
-            self._cap_mb = option.cap_mb
-            self._enter(_Stage.TRIAL, option.scheme)
-            return
-        self._decide()
-
-    def _decide(self) -> None:
-        """Takes the fastest scheme of those that were tried, or none."""
-        dense_s = min([self._dense_s, *(took for took, one in self._tried if one.name == "none")])
-        best = chosen(self._tried, dense_s)
-        if best is None:
-            self._cap_mb, scheme = None, make("none")
-            verdict = "auto runs none: do not compress, nothing that was tried is faster"
-        else:
-            seconds, option = best
-            self._cap_mb, scheme = option.cap_mb, option.scheme
-            verdict = f"auto runs {option}: {100 * (1 - seconds / dense_s):.0f} % faster"
-        self._enter(_Stage.DONE, scheme)
-        lines = [
-            f"{option}: {1e3 * took:.1f} ms per step, predicted {1e3 * option.step.step_s:.1f} ms"
-            for took, option in self._tried
-        ]
-        dense = f"dense: {1e3 * self._dense_s:.1f} ms per step"
-        self.plan = f"{verdict} than dense steps. " + "; ".join([dense, *lines]) + "."
-        LOG.info(self.plan)
-
-    # ---- parts
-
-    def _waited(self) -> float:
-        """Returns the seconds of the latest step that were communication after backward."""
-        return self.ledger.last_step().get("exposed_s", 0.0)
-
-    def _model(self) -> nn.Module:
-        model: nn.Module = self._binding.model
-        return model
-
-    def _caps(self, workload: Workload) -> Sequence[float]:
-        """Returns the bucket sizes that there can be, MiB."""
-        model = self._model()
-        if isinstance(model, CoreDDP):
-            return CAPS_MB
-        cap = getattr(model, "bucket_bytes_cap", 25 * 2**20)  # torch's class keeps its buckets
-        return (cap / 2**20,)
-
-    def _slowest(self, seconds: float) -> float:
-        """Returns the time of the slowest rank."""
-        slowest: float = max(self._of_all(seconds))
-        return slowest
-
-    def _agreed_on(self, options: list[Option]) -> list[Option]:
-        """Returns the options with the predictions of rank 0, in the same order on all ranks."""
-        mine = [(one.name, one.cap_mb) for one in options]
-        order = self._of_all(mine)[0]
-        by_key = {(one.name, one.cap_mb): one for one in options}
-        return [by_key[tuple(key)] for key in order if tuple(key) in by_key]
-
-    def _of_all(self, value: Any) -> list[Any]:
-        """Gathers a value from all ranks, which have all come here, or raises."""
-        self._meet("auto", {"stage": self._stage.value, "step": self.step}, MEETING)
-        group = self._binding.group()
-        found: list[Any] = [None] * group.size()
-        with self._binding.on_device():
-            dist.all_gather_object(found, value, group=group)
-        return found
+        self._search.end("auto: the scheme was chosen by hook.switch.")
 
     def summary(self, steps: int = 100) -> str:
         """Describes the latest steps, and the decision."""
@@ -249,41 +102,6 @@ class AutoHook(HookState):
         for name, scheme in self._candidates.items():
             if structure(scheme) == saved:
                 self._replace(scheme)
-                self._stage = _Stage.DONE
-                self.plan = f"auto runs {name}, as the run that was saved."
+                self._search.end(f"auto runs {name}, as the run that was saved.")
                 break
         super().load_state_dict(state, strict=strict)
-
-
-def promising(options: Sequence[Option]) -> list[Option]:
-    """Returns what is to be tried: the best option of each scheme that is near the best of all.
-
-    The best dense one comes last: a machine that has become slower since the first steps would
-    otherwise make every scheme look slow.
-
-    Args:
-        options: predictions, the fastest first.
-    """
-    best: dict[str, Option] = {}
-    for option in options:
-        best.setdefault(option.name, option)
-    fastest = min((one.step.step_s for one in best.values()), default=0.0)
-    near = [one for one in best.values() if one.step.step_s <= _NEAR * fastest]
-    some = [one for one in near if one.name != "none"][:_TRIALS]
-    return [*some, best["none"]] if some else []
-
-
-def chosen(tried: Sequence[tuple[float, Option]], dense_s: float) -> tuple[float, Option] | None:
-    """Returns the seconds and the option to keep, or None if dense steps are as fast.
-
-    Of several that are nearly as fast as the fastest, the one that changes gradients least.
-
-    Args:
-        tried: seconds of a step, by option.
-        dense_s: seconds of a dense step.
-    """
-    fastest = min((took for took, _ in tried), default=dense_s)
-    if fastest > _WON * dense_s:
-        return None
-    near = [one for one in tried if one[0] <= min(fastest / _WON, _WON * dense_s)]
-    return min(near, key=lambda one: (one[1].error, one[0]))

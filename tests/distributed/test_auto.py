@@ -16,9 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks.core.dense import Dense
-from commhooks.predict import auto
-from commhooks.predict.advise import Option
-from commhooks.predict.auto import chosen, promising
+from commhooks.predict.advise import Option, made_candidates
+from commhooks.predict.search import chosen, promising
 from commhooks.predict.step import Step
 from ddp_core import DistributedDataParallel as CoreDDP
 from tests.distributed.harness import run_ranks
@@ -59,7 +58,7 @@ def _train(rank: int, world_size: int, kind: str, seconds_per_byte: float) -> di
             torch.manual_seed(10 * step + rank)
             ddp(torch.randn(8, 256)).square().mean().backward()
             optimizer.step()
-            if hook._stage.name == "DONE":
+            if hook._search.over:
                 break
     return {
         "plan": hook.plan,
@@ -117,5 +116,5 @@ def test_a_resumed_run_goes_on_with_the_scheme_that_was_chosen() -> None:
 
 def test_a_wrong_setting_is_refused_before_training() -> None:
     with pytest.raises(ValueError, match="no average"):
-        auto.made_candidates(["noop"])
-    assert math.isclose(auto.made_candidates([])["none"].traits.error.variance, 0.0)
+        made_candidates(["noop"])
+    assert math.isclose(made_candidates([])["none"].traits.error.variance, 0.0)
