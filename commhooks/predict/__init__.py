@@ -1,5 +1,7 @@
 """Predicts what compression would save, on any fabric, with the schemes themselves."""
 
+from commhooks.predict.advise import CANDIDATES, Option, advise, best_of, error_of
+from commhooks.predict.auto import AutoHook
 from commhooks.predict.collectives import collective_seconds
 from commhooks.predict.device import DEVICES, Device, ThisDevice, device
 from commhooks.predict.fabric import PRESETS, Fabric, Link, fabric, load_fabric, save_fabric
@@ -9,14 +11,17 @@ from commhooks.predict.step import Step, predict_step
 from commhooks.predict.workload import Buckets, Layer, Workload
 
 __all__ = [
+    "CANDIDATES",
     "DEVICES",
     "PRESETS",
+    "AutoHook",
     "Buckets",
     "Device",
     "Fabric",
     "Layer",
     "Link",
     "Message",
+    "Option",
     "Planned",
     "PredictionError",
     "Recorder",
@@ -24,8 +29,11 @@ __all__ = [
     "ThisDevice",
     "Work",
     "Workload",
+    "advise",
+    "best_of",
     "collective_seconds",
     "device",
+    "error_of",
     "fabric",
     "load_fabric",
     "planned",

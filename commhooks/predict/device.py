@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import NamedTuple
 
 import torch
 
@@ -48,7 +49,9 @@ class Device:
 
 
 class ThisDevice(Device):
-    """Times exchanges on the device at hand, in place of an estimate; each is timed once.
+    """Describes the device at hand, by timing exchanges of each scheme.
+
+    A scheme is timed on two buckets; on others, times follow the bytes and calls of each part.
 
     Args:
         device: a device of PyTorch.
@@ -56,12 +59,52 @@ class ThisDevice(Device):
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         super().__init__(str(device), float("inf"), 0.0, float("nan"), source="timed here")
-        object.__setattr__(self, "parts", cache(partial(self._timed, torch.device(device))))
+        rates = cache(partial(_rates, torch.device(device)))
+        object.__setattr__(self, "_rates", rates)
 
-    def _timed(
-        self, device: torch.device, scheme: Scheme, shapes: tuple[torch.Size, ...], ranks: int
+    def parts(
+        self, scheme: Scheme, shapes: tuple[torch.Size, ...], ranks: int
     ) -> tuple[float, ...]:
-        return time_parts(scheme, shapes, ranks, device)
+        work = planned(scheme, shapes, ranks).work
+        rates: list[_Rate] = self._rates(scheme, ranks)  # type: ignore[attr-defined]
+        # A bucket of vectors alone may have another number of parts: the last rate is of them all.
+        known = rates[:-1] if len(work) == len(rates) - 1 else [rates[-1]] * len(work)
+        return tuple(
+            rate.call_s * one.calls + rate.byte_s * one.nbytes
+            for rate, one in zip(known, work, strict=True)
+        )
+
+
+class _Rate(NamedTuple):
+    call_s: float
+    byte_s: float
+
+
+_SMALL, _LARGE = ((torch.Size([256, 256]),), (torch.Size([1024, 2048]),))
+
+
+def _rates(device: torch.device, scheme: Scheme, ranks: int) -> list[_Rate]:
+    """Returns the seconds per call and per byte of each part of an exchange, then of all parts."""
+    work = [planned(scheme, shapes, ranks).work for shapes in (_SMALL, _LARGE)]
+    times = [time_parts(scheme, shapes, ranks, device) for shapes in (_SMALL, _LARGE)]
+    if len(work[0]) != len(work[1]):  # only large buckets are compressed
+        work[0], times[0] = work[1], times[1]
+    parts = [
+        _rate(*pair) for pair in zip(zip(*work, strict=True), zip(*times, strict=True), strict=True)
+    ]
+    sums = [
+        Work(sum(one.nbytes for one in parts), sum(one.calls for one in parts)) for parts in work
+    ]
+    return [*parts, _rate((sums[0], sums[1]), (sum(times[0]), sum(times[1])))]
+
+
+def _rate(work: tuple[Work, ...], seconds: tuple[float, ...]) -> _Rate:
+    """Solves ``seconds = calls * call_s + nbytes * byte_s`` for a small and a large bucket."""
+    small, large = work
+    more = large.nbytes - small.nbytes
+    byte_s = max(seconds[1] - seconds[0], 0.0) / more if more > 0 else 0.0
+    rest = max(seconds[0] - byte_s * small.nbytes, 0.0)
+    return _Rate(rest / small.calls if small.calls else 0.0, byte_s)
 
 
 _SHARE = "0.8 of the memory bandwidth and 0.4 of the dense bf16 rate of the data sheet"

@@ -177,7 +177,12 @@ class _Measurement:
         if self._rank == 0:
             self._store.set("fit", json.dumps(links))
         between, inside = json.loads(self._get("fit"))
-        fit = replace(fit, between=Link(*between), inside=inside and Link(*inside))
+        fit = replace(
+            fit,
+            between=Link(*between),
+            inside=inside and Link(*inside),
+            core_s_per_byte=self._core_seconds(cells),
+        )
         seconds = time.perf_counter() - self._begin
         AllReduce(self._zeros(4), "sum").issue(everyone).wait()  # nobody leaves before all have it
         for own in self._parts:
@@ -285,6 +290,19 @@ class _Measurement:
             request.issue(own.group).wait()
         self._settle()
         return (time.perf_counter() - begin) / burst
+
+    def _core_seconds(self, cells: Sequence[_Cell]) -> float:
+        """Returns the processor time per byte that a rank sends; 0 where no processor does it."""
+        if self._device.type != "cpu":
+            return 0.0
+        nbytes = min(cells[-1].nbytes, 2**22)
+        request = AllReduce(self._zeros(nbytes), "sum")
+        found = []
+        for _ in range(3):
+            begin = time.process_time()
+            request.issue(self._parts[-1].group).wait()
+            found.append((time.process_time() - begin) / request.wire_nbytes(self._size))
+        return self._highest([statistics.median(found)])[0]
 
     def _zeros(self, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes // 4, device=self._device)

@@ -94,7 +94,7 @@ def planned(scheme: Scheme, shapes: tuple[torch.Size, ...], world_size: int) -> 
 
 
 class PredictionError(Error, RuntimeError):
-    """A prediction is not possible; the message says why."""
+    """Reports that a prediction is not possible; the message says why."""
 
 
 class _Counter(TorchDispatchMode):

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,13 @@ from commhooks.predict.workload import Layer, Workload
 __all__ = ["Recorder", "record"]
 
 
+@dataclass
+class _Times:
+    began: float
+    came: dict[int, float] = field(default_factory=dict)
+    waited_s: float = 0.0
+
+
 class Recorder:
     """Records the times of steps of a model: begin, each parameter's gradient, begin of the next.
 
@@ -25,25 +33,42 @@ class Recorder:
 
     Args:
         model: the model, in DistributedDataParallel or not.
+        sample: number of entries, about, of which :meth:`gradients` returns a copy.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, sample: int = 0) -> None:
         self._names = [name for name, one in model.named_parameters() if one.requires_grad]
-        parameters = [one for one in model.parameters() if one.requires_grad]
-        self._shapes = [tuple(one.shape) for one in parameters]
-        self._steps: list[tuple[float, dict[int, float]]] = []
+        self._parameters = [one for one in model.parameters() if one.requires_grad]
+        self._shapes = [tuple(one.shape) for one in self._parameters]
+        self._steps: list[_Times] = []
+        self._sampled = _largest([one.numel() for one in self._parameters], sample)
+        self._copies: dict[str, torch.Tensor] = {}
         self._handles: list[Any] = [
             one.register_post_accumulate_grad_hook(partial(self._came, index))
-            for index, one in enumerate(parameters)
+            for index, one in enumerate(self._parameters)
         ]
 
     def _came(self, index: int, parameter: torch.Tensor) -> None:
-        if self._steps:
-            self._steps[-1][1][index] = time.perf_counter()
+        if not self._steps:
+            return
+        self._steps[-1].came[index] = time.perf_counter()
+        if index in self._sampled and parameter.grad is not None:
+            # Now, before it is averaged: schemes are given the gradients of single ranks.
+            self._copies[self._names[index]] = parameter.grad.detach().clone()
 
-    def step_begins(self) -> None:
-        """Marks the begin of a step; the step before has ended."""
-        self._steps.append((time.perf_counter(), {}))
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Returns copies of the latest gradients of the parameters that are sampled, by name."""
+        return self._copies
+
+    def step_begins(self, waited_s: float = 0.0) -> None:
+        """Marks the begin of a step.
+
+        Args:
+            waited_s: seconds of the step before in which it waited for communication.
+        """
+        if self._steps:
+            self._steps[-1].waited_s = waited_s
+        self._steps.append(_Times(time.perf_counter()))
 
     def close(self) -> None:
         """Stops recording."""
@@ -57,24 +82,24 @@ class Recorder:
             ValueError: fewer than two steps were recorded, or none had a gradient.
         """
         ended = [
-            (begin, arrivals, after[0] - begin)
-            for (begin, arrivals), after in zip(self._steps, self._steps[1:], strict=False)
-            if arrivals
+            (one, after.began - one.began - one.waited_s)
+            for one, after in zip(self._steps, self._steps[1:], strict=False)
+            if one.came
         ]
         if not ended:
             raise ValueError(
                 "Recorder.workload: record two steps or more, with gradients; "
                 f"{len(self._steps)} were begun"
             )
-        used = [index for index in range(len(self._names)) if index in ended[-1][1]]
+        used = sorted(ended[-1][0].came)
         arrivals = {
             index: statistics.median(
-                came[index] - begin for begin, came, _ in ended if index in came
+                one.came[index] - one.began for one, _ in ended if index in one.came
             )
             for index in used
         }
         first, last = min(arrivals.values()), max(arrivals.values())
-        whole = statistics.median(seconds for _, _, seconds in ended)
+        whole = statistics.median(seconds for _, seconds in ended)
         return Workload(
             name,
             tuple(Layer(self._names[index], self._shapes[index], 0.0) for index in used),
@@ -118,3 +143,13 @@ def record(model: nn.Module, step: Callable[[], Any], *, steps: int = 5) -> Work
             step()
         recorder.step_begins()
         return recorder.workload(type(model).__name__)
+
+
+def _largest(numels: list[int], sample: int) -> set[int]:
+    """Returns the indices of the largest parameters that have ``sample`` entries together."""
+    taken, total = set[int](), 0
+    for index in sorted(range(len(numels)), key=lambda index: -numels[index]):
+        if total + numels[index] <= sample:
+            taken.add(index)
+            total += numels[index]
+    return taken
