@@ -3,8 +3,8 @@
 Run ``python -m experiments.network``. Hosts (network namespaces) on one switch, each with a cable
 of given rate, train models with one hook after the other, in turns. ``predicted`` is what
 :mod:`commhooks.predict` says from the step without communication (the hook "noop"), the time of a
-scheme's computations, both timed on the same ranks, and the rate of the link: nothing is fitted to
-the measured steps. Needs what ``experiments/namespaces.py`` needs.
+scheme's computations, and from the links, all of which are measured on the same ranks: nothing is
+fitted to the measured steps. Needs what ``experiments/namespaces.py`` needs.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,22 +26,14 @@ from rich.console import Console
 from rich.table import Table
 
 import commhooks
-from commhooks.predict import (
-    Fabric,
-    Link,
-    Recorder,
-    ThisDevice,
-    Workload,
-    predict_step,
-)
-from ddp_core import AllReduce, DistributedDataParallel
+from commhooks.predict import Recorder, ThisDevice, Workload, predict_step
+from commhooks.predict.link import measure_link
+from ddp_core import DistributedDataParallel
 from experiments.hosts import joined, messages_from_hosts
 from experiments.models import MODELS
 from experiments.namespaces import reason_not_to_run
 
 SCHEMES = ("none", "bf16", "int8", "int4", "powersgd:rank=2", "topk", "eden")
-# What Gloo reaches of the rate of a line (docs/results, "line share"), and its time per message.
-SHARE, LATENCY = 0.94, 150e-6
 CAP_MB = 8.0  # ddp_core's default on the CPU
 
 
@@ -52,6 +45,7 @@ class Settings:
         model: of ``experiments.models``.
         schemes: names with options, as "powersgd:rank=2".
         rate: bits per second of the link. None: unlimited.
+        delay_s: seconds that a message is on its way, one way.
         turns: turns of all schemes.
         seconds: of training per turn and scheme, at least one step.
     """
@@ -59,6 +53,7 @@ class Settings:
     model: str
     schemes: tuple[str, ...]
     rate: float | None
+    delay_s: float = 0.0
     turns: int = 7
     seconds: float = 0.5
 
@@ -113,7 +108,7 @@ def run_rank(settings: Settings) -> None:
             dist.all_reduce(steps, op=dist.ReduceOp.MIN)
             run.steps = max(1, int(steps))
         workload = _recorded(runs["noop"], steps=15)
-        predicted = _predicted(settings, workload, _core_seconds())
+        predicted = _predicted(settings, workload)
         order = list(runs)
         for turn in range(settings.turns):
             for scheme in order if turn % 2 == 0 else order[::-1]:
@@ -135,44 +130,36 @@ def _recorded(run: _Run, *, steps: int) -> Workload:
     return recorder.workload(type(run.ddp.module).__name__)
 
 
-def _core_seconds() -> float:
-    """Returns the processor time per byte that this rank sends in an all-reduce."""
-    request = AllReduce(torch.ones(2**21), "sum")
+def _predicted(settings: Settings, workload: Workload) -> dict[str, dict[str, Any]]:
     group = dist.group.WORLD
     assert group is not None
-    times = []
-    for _ in range(5):
-        dist.barrier()
-        begin = time.process_time()
-        request.issue(group).wait()
-        times.append((time.process_time() - begin) / request.wire_nbytes(group.size()))
-    return statistics.median(times)
-
-
-def _predicted(settings: Settings, workload: Workload, core: float) -> dict[str, dict[str, Any]]:
-    rate = 20e9 if settings.rate is None else settings.rate
-    line = Link(LATENCY, rate / 8 * SHARE)
-    fabric = Fabric("line", line, library="gloo", core_s_per_byte=core)
-    device = ThisDevice("cpu")
+    fabric, device = measure_link(group, budget_s=5), ThisDevice("cpu")
     found = {}
     for scheme in ("noop", *settings.schemes):
         dist.barrier()  # all ranks time the same scheme at once, as in training
         step = predict_step(
             made(scheme),
             workload,
-            ranks=dist.get_world_size(),
+            ranks=group.size(),
             fabric=fabric,
             device=device,
             cap_mb=25.0 if made(scheme).traits.rounds > 1 else CAP_MB,
         )
         found[scheme] = {"predicted": step.step_s, "wire": step.wire_s, "codec": step.codec_s}
+    link = fabric.between
+    found["noop"] |= {"latency": link.latency, "bandwidth": link.bandwidth}
     return found
 
 
 def _rows(settings: Settings, hosts: int) -> list[dict[str, Any]]:
     rate = None if settings.rate is None else f"{settings.rate / 1e6:g}mbit"
+    task = asdict(settings)
     messages = messages_from_hosts(
-        "experiments.network", asdict(settings), hosts=hosts, rate=rate, timeout=900
+        *("experiments.network", task),
+        hosts=hosts,
+        rate=rate,
+        delay_s=settings.delay_s,
+        timeout=900,
     )
     rows = [message.content for message in messages]
     noop = next(row for row in rows if row["scheme"] == "noop")
@@ -181,6 +168,7 @@ def _rows(settings: Settings, hosts: int) -> list[dict[str, Any]]:
             "model": settings.model,
             "hosts": hosts,
             "mbit": None if settings.rate is None else settings.rate / 1e6,
+            "delay_ms": 1e3 * settings.delay_s,
             "scheme": row["scheme"],
             "step_ms": 1e3 * statistics.median(row["times"]),
             "predicted_ms": 1e3 * row["predicted"],
@@ -189,6 +177,8 @@ def _rows(settings: Settings, hosts: int) -> list[dict[str, Any]]:
             ),
             "wire_ms": 1e3 * row["wire"],
             "codec_ms": 1e3 * row["codec"],
+            "measured_latency_us": 1e6 * noop["latency"],
+            "measured_mbit": 8e-6 * noop["bandwidth"],
             "error": row["predicted"] / statistics.median(row["times"]) - 1,
         }
         for row in rows
@@ -211,6 +201,7 @@ def _table(rows: list[dict[str, Any]], title: str) -> Table:
 def main(
     models: Annotated[str, typer.Option(help="Models, comma-separated.")] = ",".join(MODELS),
     rates: Annotated[str, typer.Option(help="Mbit/s; 0: unlimited.")] = "200,1000,10000,0",
+    delays: Annotated[str, typer.Option(help="Delays of a message, ms.")] = "0",
     hosts: Annotated[int, typer.Option(help="Number of hosts.")] = 2,
     schemes: Annotated[str, typer.Option(help="Hooks, separated by semicolons.")] = ";".join(
         SCHEMES
@@ -226,10 +217,13 @@ def main(
     console, rows = Console(), []
     out.parent.mkdir(parents=True, exist_ok=True)
     for model in models.split(","):
-        for rate in map(float, rates.split(",")):
-            settings = Settings(model, tuple(schemes.split(";")), rate * 1e6 or None, turns)
+        for rate, delay in product(map(float, rates.split(",")), map(float, delays.split(","))):
+            some = tuple(schemes.split(";"))
+            settings = Settings(model, some, rate * 1e6 or None, delay / 1e3, turns)
             new = _rows(settings, hosts)
             where = f"{rate:g} Mbit/s" if rate else "unlimited"
+            if delay:
+                where += f", {delay:g} ms one way"
             console.print(_table(new, f"{model}, {hosts} hosts, {where}"))
             rows += new
             pd.DataFrame(rows).to_csv(out, index=False, float_format="%.4g")
