@@ -83,7 +83,8 @@ def collective_seconds(
     if _double_tree in algorithms and fabric.tree_nbytes is not None and members.nodes > 1:
         ring, tree = times
         return np.where(sizes <= fabric.tree_nbytes, tree, ring)
-    return np.minimum.reduce(times)
+    fastest: Seconds = np.minimum.reduce(times)
+    return fastest
 
 
 def _ring(sizes: Seconds, members: _Ranks, fabric: Fabric, *, share: float, turns: int) -> Seconds:
@@ -143,7 +144,8 @@ def _double_tree(sizes: Seconds, members: _Ranks, fabric: Fabric) -> Seconds:
         chunk_s = fabric.between.chunk_s
         sent = {2: 1.0, 3: 1.5}.get(members.nodes, 2.0)
         slowest = np.maximum(slowest, sent * sizes * members.groups / fabric.between.bandwidth)
-    return time + slowest + 2 * np.sqrt(depth * chunk_s * slowest)
+    chunks: Seconds = 2 * np.sqrt(depth * chunk_s * slowest)
+    return time + slowest + chunks
 
 
 def _doubling_all_reduce(sizes: Seconds, members: _Ranks, fabric: Fabric) -> Seconds:

@@ -96,7 +96,9 @@ def _modelled(
     if part == "inside":
         return collective_seconds(collective, sizes, ranks=per_node, fabric=fabric)
     leaders = range(0, ranks, per_node) if part == "between" and per_node > 1 else None
-    return collective_seconds(collective, sizes, ranks=ranks, fabric=fabric, part=leaders)
+    return collective_seconds(
+        collective, sizes, ranks=ranks, fabric=fabric, part=leaders, alone=True
+    )
 
 
 def _nearest(
