@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from torch import nn
 
@@ -23,7 +25,8 @@ from commhooks.predict.device import device as device_of
 from commhooks.predict.fabric import Fabric
 from commhooks.predict.fabric import fabric as fabric_of
 from commhooks.predict.models import MODELS, Model, model
-from commhooks.predict.simulate import BASELINE, Comparison, Row, compare, write_csv
+from commhooks.predict.simulate import BASELINE, MARGIN, Comparison, Row, compare, write_csv
+from commhooks.predict.simulate_plot import draw
 from commhooks.predict.workload import Workload, load_workload
 
 __all__ = ["Options", "simulate"]
@@ -87,8 +90,6 @@ def simulate(options: Options) -> None:
         write_csv(found, options.csv)
         typer.echo(f"wrote {options.csv}")
     if options.plot is not None:
-        from commhooks.predict.simulate_plot import draw
-
         draw(found, options.plot)
         typer.echo(f"wrote {options.plot}")
 
@@ -184,12 +185,15 @@ def _table(found: Comparison, fabric: Fabric, device: Device) -> Table:
     workload = found.workload
     table = Table(
         title=f"{workload.name}, {workload.numel / 1e6:,.1f} M parameters, on {device.name} and "
-        f"{fabric.name}: {1e3 * workload.compute_s:.1f} ms of computing per step"
+        f"{fabric.name}: {1e3 * workload.compute_s:.1f} ms of computing per step",
+        box=SIMPLE_HEAD,
+        caption=f"speed-up: over bf16. sent: by each rank. pays: saves {MARGIN:.0%} of bf16's step "
+        f"or more, with links below this bandwidth.",
     )
     table.add_column("ranks", justify="right")
-    table.add_column("scheme")
-    for column in ("step [ms]", "exposed [ms]", "speed-up", "sent [MB]", "pays below"):
-        table.add_column(column, justify="right")
+    table.add_column("scheme", overflow="fold")
+    for column in ("step|[ms]", "exposed|[ms]", "speed-up|", "sent|[MB]", "pays below|[Gbit/s]"):
+        table.add_column(escape(column.replace("|", "\n")), justify="right", no_wrap=True)
     before = None
     for row in found.rows():
         if row.fabric != fabric.name:
@@ -217,7 +221,7 @@ def _below(row: Row) -> str:
     if math.isinf(row.pays_below):
         return "always"
     gbit = 8 * row.pays_below / 1e9
-    return f"{gbit:.3g} Gbit/s" if gbit >= 1 else f"{1e3 * gbit:.3g} Mbit/s"
+    return f"{gbit:.0f}" if gbit >= 100 else f"{gbit:.2g}"
 
 
 def _where(found: Comparison, fabric: int) -> list[str]:
