@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from commhooks.core.layout import Layout
+from commhooks.core.memory import Initial, Memory
 from commhooks.core.scheme import Scheme
 from commhooks.core.settings import shown
 from commhooks.errors import Error
@@ -87,6 +88,8 @@ def planned(scheme: Scheme, shapes: tuple[torch.Size, ...], world_size: int) -> 
     """
     layout = Layout([f"p{i}" for i in range(len(shapes))], shapes)
     engine = Engine(scheme, rank=0, world_size=world_size)
+    engine.memory = _Shapes()
+    engine.scheme = scheme  # declares what that memory keeps
     counter = _Counter()
     with _one_thread():
         engine.step = LATE
@@ -97,6 +100,21 @@ def planned(scheme: Scheme, shapes: tuple[torch.Size, ...], world_size: int) -> 
 
 class PredictionError(Error, RuntimeError):
     """Reports that a prediction is not possible; the message says why."""
+
+
+class _Shapes(Memory):
+    """Keeps tensors without data: initial values, as large as the model, are not computed."""
+
+    def read(
+        self,
+        key: str,
+        layout: Layout,
+        *,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        initial: Initial | None = None,
+    ) -> Tensor:
+        return super().read(key, layout, device=device, dtype=dtype)
 
 
 @contextmanager
