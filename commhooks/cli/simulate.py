@@ -82,10 +82,20 @@ def simulate(options: Options) -> None:
     except ValueError as error:  # PredictionError is reported for all commands
         raise typer.BadParameter(str(error)) from error
     console = Console()
+    console.print(
+        f"{workload.name}, {workload.numel / 1e6:,.1f} M parameters, on {device.name}: "
+        f"{_short(1e3 * workload.compute_s)} ms of computing per step",
+        highlight=False,
+    )
     for index, fabric in enumerate(fabrics):
-        console.print(_table(found, fabric, device))
-        for line in _where(found, index):
-            console.print(line, highlight=False)
+        console.print(f"\n{fabric.name}", style="bold", highlight=False)
+        console.print(_table(found, fabric))
+        console.print("\n".join(_where(found, index)), highlight=False)
+    console.print(
+        f"\nspeed-up: over bf16. sent: by each rank, and by a node to other nodes. pays: at which\n"
+        f"bandwidths between nodes it saves {100 * MARGIN:.0f} % of bf16's step or more.",
+        highlight=False,
+    )
     if options.csv is not None:
         write_csv(found, options.csv)
         typer.echo(f"wrote {options.csv}")
@@ -181,18 +191,18 @@ def _own(target: str) -> Model | Workload:
 # ---- results
 
 
-def _table(found: Comparison, fabric: Fabric, device: Device) -> Table:
-    workload = found.workload
-    table = Table(
-        title=f"{workload.name}, {workload.numel / 1e6:,.1f} M parameters, on {device.name} and "
-        f"{fabric.name}: {1e3 * workload.compute_s:.1f} ms of computing per step",
-        box=SIMPLE_HEAD,
-        caption=f"speed-up: over bf16. sent: by each rank. pays: saves {MARGIN:.0%} of bf16's step "
-        f"or more, with links below this bandwidth.",
-    )
+def _table(found: Comparison, fabric: Fabric) -> Table:
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
     table.add_column("ranks", justify="right")
     table.add_column("scheme", overflow="fold")
-    for column in ("step|[ms]", "exposed|[ms]", "speed-up|", "sent|[MB]", "pays below|[Gbit/s]"):
+    for column in (
+        "step|[ms]",
+        "exposed|[ms]",
+        "speed-up|",
+        "sent|[MB]",
+        "by node|[MB]",
+        "pays|[Gbit/s]",
+    ):
         table.add_column(escape(column.replace("|", "\n")), justify="right", no_wrap=True)
     before = None
     for row in found.rows():
@@ -203,25 +213,32 @@ def _table(found: Comparison, fabric: Fabric, device: Device) -> Table:
         table.add_row(
             "" if row.ranks == before else f"{row.ranks:,}",
             row.scheme,
-            f"{1e3 * row.step_s:,.1f}",
-            f"{1e3 * row.exposed_s:,.1f}",
+            _short(1e3 * row.step_s),
+            _short(1e3 * row.exposed_s),
             f"{row.speedup:.2f}",
-            f"{row.rank_nbytes / 1e6:,.1f}",
-            _below(row),
+            _short(row.rank_nbytes / 1e6),
+            _short(row.link_nbytes / 1e6),
+            _where_paying(row),
         )
         before = row.ranks
     return table
 
 
-def _below(row: Row) -> str:
+def _where_paying(row: Row) -> str:
+    """Returns the bandwidths at which a scheme pays, in Gbit/s."""
     if row.scheme == BASELINE:
         return ""
-    if row.pays_below == 0:
-        return "never"
-    if math.isinf(row.pays_below):
-        return "always"
-    gbit = 8 * row.pays_below / 1e9
-    return f"{gbit:.0f}" if gbit >= 100 else f"{gbit:.2g}"
+    if math.isnan(row.pays_from):
+        return "nowhere"
+    low, high = (_short(8 * one / 1e9) for one in (row.pays_from, row.pays_to))
+    if math.isinf(row.pays_to):
+        return f"over {low}" if row.pays_from else "anywhere"
+    return f"{low} to {high}" if row.pays_from else f"below {high}"
+
+
+def _short(value: float) -> str:
+    """Returns three digits or more, without an exponent."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.{1 if value >= 10 else 2}f}"
 
 
 def _where(found: Comparison, fabric: int) -> list[str]:
@@ -232,7 +249,9 @@ def _where(found: Comparison, fabric: int) -> list[str]:
             continue
         sizes = found.paying_sizes(scheme, fabric)
         if not sizes:
-            lines.append(f"{scheme}: bf16 is as fast on {name}, with any number of ranks")
+            lines.append(
+                f"{scheme}: on {name} bf16 is as fast, or faster, with any number of ranks"
+            )
         else:
             lines.append(f"{scheme}: pays on {name} with {_ranges(sizes, found.sizes)} ranks")
     return lines

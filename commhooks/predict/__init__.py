@@ -3,41 +3,55 @@
 from commhooks.predict.advise import CANDIDATES, Option, advise, best_of, error_of
 from commhooks.predict.auto import AutoHook
 from commhooks.predict.collectives import collective_seconds
+from commhooks.predict.counted import counted
 from commhooks.predict.device import DEVICES, Device, ThisDevice, device
 from commhooks.predict.fabric import PRESETS, Fabric, Link, fabric, load_fabric, save_fabric
+from commhooks.predict.models import MODELS, Model, model
 from commhooks.predict.planned import Message, Planned, PredictionError, Work, planned
 from commhooks.predict.recorded import Recorder, record
-from commhooks.predict.step import Step, predict_step
-from commhooks.predict.workload import Buckets, Layer, Workload
+from commhooks.predict.simulate import Comparison, Row, compare
+from commhooks.predict.step import Step, Steps, predict_step, predict_steps
+from commhooks.predict.workload import Buckets, Layer, Workload, load_workload, save_workload
 
 __all__ = [
     "CANDIDATES",
     "DEVICES",
+    "MODELS",
     "PRESETS",
     "AutoHook",
     "Buckets",
+    "Comparison",
     "Device",
     "Fabric",
     "Layer",
     "Link",
     "Message",
+    "Model",
     "Option",
     "Planned",
     "PredictionError",
     "Recorder",
+    "Row",
     "Step",
+    "Steps",
     "ThisDevice",
     "Work",
     "Workload",
     "advise",
     "best_of",
     "collective_seconds",
+    "compare",
+    "counted",
     "device",
     "error_of",
     "fabric",
     "load_fabric",
+    "load_workload",
+    "model",
     "planned",
     "predict_step",
+    "predict_steps",
     "record",
     "save_fabric",
+    "save_workload",
 ]

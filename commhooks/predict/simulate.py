@@ -24,8 +24,8 @@ BASELINE = "bf16"
 # A scheme pays if it saves this share of the step: predictions are not more exact than that.
 MARGIN = 0.02
 WORLD_SIZES = tuple(2**power for power in range(1, 15))  # 2 to 16,384
-# Bytes per second: 10 Mbit/s to 1 Tbit/s.
-BANDWIDTHS = 1.25e6 * 10.0 ** np.linspace(0, 5, 101)
+# Bytes per second: 10 Mbit/s to 10 Tbit/s.
+BANDWIDTHS = 1.25e6 * 10.0 ** np.linspace(0, 6, 121)
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,9 @@ class Row:
         rank_nbytes: bytes that a rank sends, per step.
         link_nbytes: bytes that a node sends to others, per step, at least.
         rounds: collectives per step.
-        pays_below: bandwidth between nodes, bytes per second, from which on bf16 is as fast. 0: it
-            is at any bandwidth. Infinite: at none.
+        pays_from, pays_to: bandwidths between nodes, bytes per second, between which the scheme
+            saves ``MARGIN`` of the step with bf16 or more, with the latency of the fabric. 0 and
+            infinite if it does to the ends of ``BANDWIDTHS``, NaN if nowhere.
     """
 
     fabric: str
@@ -56,7 +57,8 @@ class Row:
     rank_nbytes: float
     link_nbytes: float
     rounds: int
-    pays_below: float
+    pays_from: float
+    pays_to: float
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,7 @@ class Comparison:
                 for s, scheme in enumerate(self.schemes):
                     at = (s, self.sizes.index(ranks), f)
                     step = self.steps[at]
+                    pays_from, pays_to = _paying(curves[s, r, f])
                     yield Row(
                         fabric.name,
                         ranks,
@@ -121,7 +124,8 @@ class Comparison:
                         rank_nbytes=step.wire_nbytes,
                         link_nbytes=float(self.link_nbytes[s, r, f]),
                         rounds=step.rounds,
-                        pays_below=_last_paying(curves[s, r, f]),
+                        pays_from=pays_from,
+                        pays_to=pays_to,
                     )
 
     def paying_sizes(self, scheme: str, fabric: int = 0) -> list[int]:
@@ -130,16 +134,22 @@ class Comparison:
         return [size for size, gain in zip(self.sizes, gains, strict=True) if gain >= 1 + MARGIN]
 
 
-def _last_paying(speedup: NDArray[np.float64]) -> float:
-    """Returns the bandwidth at which the last gain of the margin is, between two predictions."""
+def _paying(speedup: NDArray[np.float64]) -> tuple[float, float]:
+    """Returns the first and the last bandwidth at which a scheme pays, between predictions."""
     paying = np.flatnonzero(speedup >= 1 + MARGIN)
     if not len(paying):
-        return 0.0
-    last = int(paying[-1])
-    if last == len(BANDWIDTHS) - 1:
-        return math.inf
-    gains, ends = speedup[last : last + 2], np.log(BANDWIDTHS[last : last + 2])
-    return float(np.exp(np.interp(1 + MARGIN, gains[::-1], ends[::-1])))
+        return math.nan, math.nan
+    first, last = int(paying[0]), int(paying[-1])
+    return (
+        0.0 if first == 0 else _crossing(speedup, first - 1, first),
+        math.inf if last == len(BANDWIDTHS) - 1 else _crossing(speedup, last + 1, last),
+    )
+
+
+def _crossing(speedup: NDArray[np.float64], outside: int, inside: int) -> float:
+    """Returns the bandwidth between two at which the saving is the margin."""
+    at = [outside, inside]
+    return float(np.exp(np.interp(1 + MARGIN, speedup[at], np.log(BANDWIDTHS[at]))))
 
 
 def compare(

@@ -76,7 +76,7 @@ def _lines(comparison: Comparison, panel: Any, x: Any, speedup: Any) -> None:
     # Factors of a loss and a gain look alike on this scale; powers of ten would label one line.
     least, most = min(1.0, float(np.nanmin(speedup))), max(1.0, float(np.nanmax(speedup)))
     ticks = [one for one in _TICKS if 0.7 * least <= one <= 1.4 * most]
-    panel.set_yticks(ticks, [f"{one:g}" for one in ticks])
+    panel.set_yticks(ticks, [f"{one:,g}" for one in ticks])
     panel.minorticks_off()
     panel.spines[["top", "right"]].set_visible(False)
     panel.grid(color="#dddddd", linewidth=0.6)

@@ -1,0 +1,425 @@
+"""Tests built-in models, predictions of many steps at once, and ``commhooks simulate``."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+from commhooks import make
+from commhooks.cli.app import app
+from commhooks.predict import (
+    DEVICES,
+    PRESETS,
+    Device,
+    Fabric,
+    Layer,
+    Link,
+    PredictionError,
+    Workload,
+    compare,
+    counted,
+    load_workload,
+    model,
+    planned,
+    predict_step,
+    predict_steps,
+    record,
+    save_workload,
+)
+from commhooks.predict.models import MODELS
+from commhooks.predict.simulate import MARGIN, Row
+from commhooks.predict.step import exchanges_of
+
+A100 = DEVICES["a100"]
+
+# ---- models
+
+# Parameters: torchvision's weights (num_params); Vogels et al. 2019 (7730 MB in 70 steps, and the
+# matrices of appendix F); the model cards of Hugging Face; github.com/Adnan082/diloco-measured.
+PUBLISHED = {
+    "resnet18": 11_689_512,
+    "resnet50": 25_557_032,
+    "vgg16": 138_357_544,
+    "lstm": 28_949_319,
+    "bert-base": 109_482_240,
+    "bert-large": 335_141_888,
+    "gpt2": 124_439_808,
+    "gpt2-xl": 1_557_611_200,
+    "llama-1b": 1_235_814_400,
+    "llama-8b": 8_030_261_248,
+    "diloco-30m": 30_846_720,
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_has_the_published_number_of_parameters(name: str) -> None:
+    assert model(name).numel == PUBLISHED[name]
+
+
+# torchvision's weights (GFLOPS, of which one is a multiplication with an addition).
+@pytest.mark.parametrize(
+    ("name", "gmac"), [("resnet18", 1.81), ("resnet50", 4.09), ("vgg16", 15.47)]
+)
+def test_convolutions_have_the_published_number_of_operations(name: str, gmac: float) -> None:
+    assert model(name).flops / 2e9 == pytest.approx(gmac, abs=0.006)
+
+
+@pytest.mark.parametrize("name", ["gpt2-xl", "llama-1b", "llama-8b"])
+def test_a_language_model_takes_two_operations_per_parameter_and_token(name: str) -> None:
+    # Kaplan et al., 2020: 2 N per token, besides attention, which is less than a third here.
+    tokens = int(model(name).sample.split()[0])
+    assert 1.0 <= model(name).flops / (2 * model(name).numel * tokens) <= 1.33
+
+
+def vgg16() -> nn.Module:
+    layers: list[nn.Module] = []
+    c_in = 3
+    for width, count in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
+        for _ in range(count):
+            layers += [nn.Conv2d(c_in, width, 3, padding=1), nn.ReLU()]
+            c_in = width
+        layers.append(nn.MaxPool2d(2))
+    sizes = (512 * 7 * 7, 4096, 4096, 1000)
+    top = [nn.Linear(a, b) for a, b in itertools.pairwise(sizes)]
+    return nn.Sequential(*layers, nn.Flatten(), *top)
+
+
+class Words(nn.Module):
+    """The LSTM of the PowerSGD paper; the output layer is tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Embedding(28869, 650)
+        self.rnn = nn.LSTM(650, 650, 3, batch_first=True)
+        self.decoder = nn.Linear(650, 28869)
+        self.decoder.weight = self.encoder.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.decoder(self.rnn(self.encoder(words))[0])
+
+
+def test_a_module_is_counted_as_the_built_in_model_is() -> None:
+    with torch.device("meta"):
+        found = counted(vgg16(), torch.empty(2, 3, 224, 224))
+    built_in = model("vgg16")
+    assert [one.shape for one in found.layers] == [one.shape for one in built_in.layers]
+    assert [one.flops for one in found.layers] == [one.flops for one in built_in.layers]
+
+
+def test_a_tied_layer_counts_after_the_parameter_before_it() -> None:
+    with torch.device("meta"):
+        found = counted(Words(), torch.zeros(4, 30, dtype=torch.int64))
+    built_in = model("lstm")
+    assert [one.shape for one in found.layers] == [one.shape for one in built_in.layers]
+    assert found.flops == built_in.flops
+    assert (found.layers[0].name, found.layers[0].flops) == ("encoder.weight", 0.0)
+
+
+def test_counting_leaves_the_module_as_it_is() -> None:
+    module = nn.Linear(3, 5).train()
+    before = module.weight.clone()
+    assert counted(module, torch.ones(7, 3)).flops == 2 * 3 * 5
+    assert module.weight.device.type == "cpu"
+    assert torch.equal(module.weight, before)
+    assert not module._forward_pre_hooks
+
+
+class Reads(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.sum().item() > 0 else x
+
+
+def test_a_module_that_reads_its_activations_is_refused() -> None:
+    with pytest.raises(PredictionError, match=r"counted\(Reads\).*record steps"):
+        counted(Reads(3, 3), torch.ones(2, 3))
+
+
+def test_a_workload_takes_the_time_of_its_operations() -> None:
+    device = Device("d", bandwidth=1e9, call_s=0.0, flops=1e12)
+    one = model("gpt2").workload(device, batch=3)
+    assert one.forward_s == pytest.approx(3 * model("gpt2").flops / 1e12)
+    assert one.backward_s == 2 * one.forward_s
+    assert one.optimizer_s == pytest.approx(28 * 124_439_808 / 1e9)
+    for batch, on in ((0, device), (1, replace(device, flops=math.nan))):
+        with pytest.raises(ValueError, match=r"Model\.workload"):
+            model("gpt2").workload(on, batch=batch)
+    with pytest.raises(ValueError, match="models are resnet18"):
+        model("gpt3")
+
+
+def test_a_workload_survives_a_file(tmp_path: Path) -> None:
+    module = nn.Sequential(nn.Linear(30, 20), nn.Linear(20, 10))
+    recorded = record(module, lambda: module(torch.ones(5, 30)).sum().backward(), steps=2)
+    save_workload(recorded, tmp_path / "w.json")
+    assert load_workload(tmp_path / "w.json") == recorded
+    (tmp_path / "w.json").write_text('{"name": "x"}')
+    with pytest.raises(ValueError, match="not a workload's file"):
+        load_workload(tmp_path / "w.json")
+
+
+# ---- many steps at once
+
+SMALL = Workload(
+    "small", tuple(Layer(f"w{i}", (300, 400), 1.0) for i in range(9)), 0.001, 0.003, 0.0005
+)
+SLOW = Fabric("slow", Link(1e-4, 2e8), library="gloo", core_s_per_byte=2e-9)
+# A node of four, so that hierarchical schemes and links inside nodes take part.
+NODES = Fabric("nodes", Link(1e-5, 1e9), inside=Link(1e-6, 1e10), ranks_per_node=4)
+# Schemes that have no message, one, two, other ones with many ranks, or parts of the ranks.
+NAMES = ["noop", "none", "bf16", "int8", "powersgd", "topk", "terngrad", "gossip", "sdp4bit"]
+RANKS = [2, 3, 8, 300]
+
+
+def in_order_of_time(
+    ready: Sequence[float],
+    codec: Sequence[Sequence[float]],
+    wire: Sequence[Sequence[float]],
+    core: Sequence[Sequence[float]],
+    workload: Workload,
+    contention: float,
+) -> float:
+    """Returns the end of a step, event after event: the rule in plain Python."""
+    ends = workload.forward_s + workload.backward_s
+    link_free = device_free = delay = 0.0
+    finished = ends
+    due = [(moment, bucket, 0) for bucket, moment in enumerate(ready)]
+    while due:
+        due.sort()
+        moment, bucket, part = due.pop(0)
+        begin = max(moment + (delay if part == 0 else 0.0), device_free)
+        device_free = begin + codec[bucket][part]
+        if begin < ends + delay:
+            delay += contention * codec[bucket][part]
+        if part == len(wire[bucket]):
+            finished = max(finished, device_free)
+            continue
+        begin, seconds = max(link_free, device_free), wire[bucket][part]
+        link_free = begin + seconds
+        if seconds:
+            beside = min(max((ends + delay - begin) / seconds, 0.0), 1.0)
+            delay += contention * core[bucket][part] * beside
+        due.append((link_free, bucket, part + 1))
+    return max(finished, ends + delay) + workload.optimizer_s
+
+
+def test_all_steps_at_once_are_those_of_single_predictions_and_of_the_plain_rule() -> None:
+    from commhooks.predict.collectives import collective_seconds
+
+    schemes, fabrics, device = [make(name) for name in NAMES], [SLOW, NODES], DEVICES["cpu"]
+    steps = predict_steps(schemes, SMALL, ranks=RANKS, fabrics=fabrics, device=device, cap_mb=1)
+    for s, scheme in enumerate(schemes):
+        for r, ranks in enumerate(RANKS):
+            buckets, exchanges = exchanges_of(scheme, SMALL, ranks, cap_mb=1)
+            for f, fabric in enumerate(fabrics):
+                found = steps[s, r, f]
+                single = predict_step(
+                    scheme, SMALL, ranks=ranks, fabric=fabric, device=device, cap_mb=1
+                )
+                assert found.step_s == single.step_s, (scheme, ranks, fabric.name)
+                assert found.wire_nbytes == single.wire_nbytes
+                wire = [
+                    [
+                        float(
+                            collective_seconds(
+                                one.collective,
+                                one.nbytes,
+                                ranks=ranks,
+                                fabric=fabric,
+                                part=one.ranks,
+                            )
+                        )
+                        for one in exchange.messages
+                    ]
+                    for exchange in exchanges
+                ]
+                core = [
+                    [one.wire_nbytes * fabric.core_s_per_byte for one in exchange.messages]
+                    for exchange in exchanges
+                ]
+                codec = [device.parts(scheme, shapes, ranks) for shapes in buckets.shapes]
+                end = in_order_of_time(
+                    buckets.ready.tolist(), codec, wire, core, SMALL, device.contention
+                )
+                assert found.step_s == end, (scheme, ranks, fabric.name)
+                assert found.wire_s == pytest.approx(sum(map(sum, wire)))
+                assert found.codec_s == pytest.approx(sum(map(sum, codec)))
+                assert found.rounds == sum(map(len, wire))
+
+
+def test_nothing_is_drawn_for_a_plan() -> None:
+    # 8 GB, if it were.
+    before = torch.get_num_threads()
+    assert planned(make("int4"), (torch.Size([2**16, 2**15]),), 8).messages[0].nbytes > 2**30
+    assert torch.get_num_threads() == before
+
+
+# ---- where a scheme stops paying
+
+FREE = Device("free", math.inf, 0.0, math.nan)
+CARD = replace(SLOW, core_s_per_byte=0.0)  # a network card that moves the bytes by itself
+
+
+def rows(schemes: Sequence[str], **options: Any) -> dict[tuple[str, int], Row]:
+    settings = {"ranks": [2], "fabrics": [CARD], "device": FREE, **options}
+    found = compare(SMALL, {name: make(name) for name in schemes}, **settings)
+    return {(row.scheme, row.ranks): row for row in found.rows()}
+
+
+def test_a_scheme_pays_up_to_the_bandwidth_at_which_bf16_is_as_fast() -> None:
+    row = rows(["int8"])["int8", 2]
+    assert row.pays_from == 0.0
+    assert CARD.between.bandwidth < row.pays_to < 1e11
+    at = replace(CARD, between=replace(CARD.between, bandwidth=row.pays_to))
+    assert rows(["int8"], fabrics=[at])["int8", 2].speedup == pytest.approx(1 + MARGIN, abs=0.005)
+
+
+def test_dense_gradients_pay_where_a_cast_takes_longer_than_the_message() -> None:
+    device = Device("slow memory", 1e9, 0.0, math.nan)
+    row = rows(["none"], device=device)["none", 2]
+    assert CARD.between.bandwidth < row.pays_from < 1e11
+    assert row.pays_to == math.inf
+    slower = replace(device, bandwidth=1e6)
+    assert math.isnan(rows(["int4"], device=slower)["int4", 2].pays_from)
+
+
+def test_bytes_of_ranks_and_links() -> None:
+    found = rows(["none"], ranks=[8])["none", 8]
+    assert found.rank_nbytes == pytest.approx(2 * 7 / 8 * 4 * SMALL.numel)
+    assert found.link_nbytes == pytest.approx(found.rank_nbytes)
+    inside = replace(NODES, library="gloo")  # a ring, which leaves a node once
+    found = rows(["none"], ranks=[4, 8], fabrics=[inside])
+    assert found["none", 4].link_nbytes == 0.0
+    assert found["none", 8].link_nbytes == pytest.approx(found["none", 8].rank_nbytes)
+
+
+def test_a_comparison_needs_two_ranks() -> None:
+    for ranks in ([], [1, 4]):
+        with pytest.raises(ValueError, match="2 at least"):
+            rows(["int8"], ranks=ranks)
+
+
+# ---- the command
+
+
+def simulate(*arguments: object) -> Any:
+    words = ["simulate", *map(str, arguments)]
+    return CliRunner().invoke(app, words, env={"COLUMNS": "80"})
+
+
+OWN = """
+import torch
+from torch import nn
+from commhooks.predict import Layer, Workload
+
+
+def build():
+    return nn.Linear(1000, 2000), torch.empty(8, 1000)
+
+
+def steps():
+    return Workload.of("own", [Layer("w", (1000, 1000), 1.0)], forward_s=0.001)
+
+
+def wrong():
+    return 3
+
+
+def fails():
+    raise RuntimeError("no such data")
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    return path
+
+
+def test_simulate_prints_a_table_and_writes_files(tmp_path: Path) -> None:
+    done = simulate(
+        *("--model", "diloco-30m", "--schemes", "int8,powersgd:rank=4", "--ranks", "4,64"),
+        *("--fabric", "1gbe,dgx-h100", "--csv", tmp_path / "s.csv", "--plot", tmp_path / "s.png"),
+    )
+    assert done.exit_code == 0, done.output
+    assert max(map(len, done.output.replace(str(tmp_path), "").splitlines())) <= 80
+    assert "powersgd:rank=4" in done.output
+    assert "int8: pays on 1gbe with 2 to" in done.output
+    with (tmp_path / "s.csv").open() as file:
+        table = list(csv.DictReader(file))
+    assert len(table) == 2 * 2 * 3
+    by_hand = predict_step(
+        make("powersgd", rank=4),
+        model("diloco-30m").workload(A100),
+        ranks=64,
+        fabric=PRESETS["dgx-h100"],
+        device=A100,
+    )
+    (row,) = (
+        row
+        for row in table
+        if (row["fabric"], row["ranks"], row["scheme"]) == ("dgx-h100", "64", "powersgd:rank=4")
+    )
+    assert float(row["step_s"]) == by_hand.step_s
+    assert (tmp_path / "s.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(("function", "name"), [("build", "Linear"), ("steps", "own")])
+def test_simulate_takes_a_model_of_ones_own(own: Path, function: str, name: str) -> None:
+    done = simulate("--model", f"{own}:{function}", "--schemes", "none", "--ranks", "2")
+    assert done.exit_code == 0, done.output
+    assert name in done.output
+
+
+def test_simulate_takes_a_recorded_step_and_a_measured_link(tmp_path: Path) -> None:
+    from commhooks.predict import save_fabric
+
+    save_workload(SMALL, tmp_path / "w.json")
+    save_fabric(SLOW, tmp_path / "link.json")
+    done = simulate(
+        *("--timeline", tmp_path / "w.json", "--fabric", tmp_path / "link.json"),
+        *("--schemes", "none", "--ranks", "2"),
+    )
+    assert done.exit_code == 0, done.output
+    assert "small" in done.output
+    assert "slow" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give either --model or --timeline"),
+        (["--model", "gpt3"], "neither path.py:factory nor one of resnet18"),
+        (["--model", "none.py:build"], "no file none.py"),
+        (["--model", "OWN:absent"], "has no absent"),
+        (["--model", "OWN:wrong"], r"returns \(module, example input"),
+        (["--model", "OWN:fails"], "line 20: RuntimeError: no such data"),
+        (["--timeline", "none.json"], "No such file"),
+        (["--model", "lstm", "--schemes", "int9"], "no scheme 'int9'"),
+        (["--model", "lstm", "--schemes", "powersgd:rank"], "powersgd:rank=4"),
+        (["--model", "lstm", "--schemes", "powersgd:rank=x"], "rank"),
+        (["--model", "lstm", "--fabric", "10gb"], "presets are 1gbe"),
+        (["--model", "lstm", "--device", "a10"], "devices are cpu"),
+        (["--model", "lstm", "--ranks", "2,many"], "whole numbers with commas"),
+        (["--model", "lstm", "--ranks", "1"], "2 at least"),
+        (["--model", "lstm", "--csv", "/none/s.csv"], "there is no folder /none"),
+    ],
+)
+def test_a_wrong_argument_is_one_sentence(own: Path, arguments: list[str], message: str) -> None:
+    import re
+
+    done = simulate(*(word.replace("OWN", str(own)) for word in arguments))
+    assert done.exit_code == 2
+    text = re.sub(r"[\s│]+", " ", done.output)
+    assert re.search(message.replace(" ", r"\s*"), text), done.output
+    assert "Traceback" not in done.output
