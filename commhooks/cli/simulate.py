@@ -92,8 +92,8 @@ def simulate(options: Options) -> None:
         console.print(_table(found, fabric))
         console.print("\n".join(_where(found, index)), highlight=False)
     console.print(
-        f"\nspeed-up: over bf16. sent: by each rank, and by a node to other nodes. pays: at which\n"
-        f"bandwidths between nodes it saves {100 * MARGIN:.0f} % of bf16's step or more.",
+        f"\nspeed-up: over bf16. sent: by each rank, and by a node to other nodes. pays: at\n"
+        f"which bandwidths between nodes it saves {100 * MARGIN:.0f} % of bf16's step or more.",
         highlight=False,
     )
     if options.csv is not None:

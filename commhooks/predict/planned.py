@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -91,7 +92,7 @@ def planned(scheme: Scheme, shapes: tuple[torch.Size, ...], world_size: int) -> 
     engine.memory = _Shapes()
     engine.scheme = scheme  # declares what that memory keeps
     counter = _Counter()
-    with _one_thread():
+    with _undisturbed():
         engine.step = LATE
         _run(engine, layout, None)  # makes what is kept: residuals, factors, tables
         engine.step = LATE + 2
@@ -118,14 +119,22 @@ class _Shapes(Memory):
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    """Limits torch to one thread: the few operations on data here are too small for more."""
-    threads = torch.get_num_threads()
+def _undisturbed() -> Iterator[None]:
+    """Limits torch to one thread, and collects no garbage, inside the ``with`` block.
+
+    The few operations on data here are too small for more threads. A plan for thousands of ranks
+    makes as many small objects, which stay; looking through them again and again would take half
+    of the time.
+    """
+    threads, collects = torch.get_num_threads(), gc.isenabled()
     torch.set_num_threads(1)
+    gc.disable()
     try:
         yield
     finally:
         torch.set_num_threads(threads)
+        if collects:
+            gc.enable()
 
 
 class _Counter(TorchDispatchMode):
