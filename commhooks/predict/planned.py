@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from commhooks.core.layout import Layout
-from commhooks.core.scheme import Scheme
+from commhooks.core.scheme import Scheme, slots_of
 from commhooks.core.settings import shown
 from commhooks.errors import Error
 from commhooks.hook.engine import Engine
@@ -86,19 +87,38 @@ def planned(scheme: Scheme, shapes: tuple[torch.Size, ...], world_size: int) -> 
     """
     layout = Layout([f"p{i}" for i in range(len(shapes))], shapes)
     engine = Engine(scheme, rank=0, world_size=world_size)
-    engine.step = LATE
-    _run(engine, layout, _Counter())  # makes what is kept: residuals, factors, tables
     counter = _Counter()
-    engine.step = LATE + 2
-    return Planned(tuple(_run(engine, layout, counter)), tuple(counter.work))
+    with _one_thread():
+        if slots_of(scheme):
+            engine.step = LATE
+            _run(engine, layout, None)  # makes what is kept: residuals, factors, tables
+        engine.step = LATE + 2
+        return Planned(tuple(_run(engine, layout, counter)), tuple(counter.work))
 
 
 class PredictionError(Error, RuntimeError):
     """Reports that a prediction is not possible; the message says why."""
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Limits torch to one thread: the few operations on data here are too small for more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 class _Counter(TorchDispatchMode):
     """Adds up the bytes of the tensors of all operations, apart for each part of an exchange."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing is compiled here. By default torch imports its compiler at the first operation,
+        # which takes a second.
+        return False
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -141,20 +161,22 @@ def _tensors(values: Sequence[Any]) -> list[Tensor]:
     return found
 
 
-def _run(engine: Engine, layout: Layout, counter: _Counter) -> list[Message]:
+def _run(engine: Engine, layout: Layout, counter: _Counter | None) -> list[Message]:
     messages = []
     gradient = torch.empty(layout.numel, dtype=torch.float32, device="meta")
     engine.begin_bucket(0, is_last=True)
     exchange = engine.exchange(gradient, layout)
     try:
-        with counter:
+        with counter or nullcontext():
             request = as_request(next(exchange))
             while True:
-                counter.end_part()
+                if counter:
+                    counter.end_part()
                 messages.append(_message(request, engine.world_size))
                 request = as_request(exchange.send(answered(request, engine.world_size)))
     except StopIteration:
-        counter.end_part()
+        if counter:
+            counter.end_part()
     except (NotImplementedError, RuntimeError) as error:
         if "meta" not in str(error):
             raise

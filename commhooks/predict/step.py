@@ -1,7 +1,9 @@
-"""Predicts the time of a training step: buckets travel while backward computes the next ones."""
+"""Predicts the time of training steps: buckets travel while backward computes the next ones."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,10 +14,11 @@ from commhooks.core.scheme import Scheme
 from commhooks.predict.collectives import collective_seconds
 from commhooks.predict.device import Device
 from commhooks.predict.fabric import Fabric
-from commhooks.predict.planned import Planned, planned
+from commhooks.predict.pipeline import Parts, pipelined
+from commhooks.predict.planned import Message, Planned, planned
 from commhooks.predict.workload import Buckets, Workload
 
-__all__ = ["Step", "exchanges_of", "predict_step"]
+__all__ = ["Step", "Steps", "exchanges_of", "predict_step", "predict_steps"]
 
 Times = NDArray[np.float64]
 
@@ -31,6 +34,7 @@ class Step:
         codec_s: seconds of the scheme's computations.
         exposed_s: ``step_s - compute_s``: what communication and the scheme cost.
         payload_nbytes: bytes that a rank hands to collectives.
+        wire_nbytes: bytes that a rank sends, by the formulas of the collectives.
         rounds: collectives.
     """
 
@@ -39,6 +43,7 @@ class Step:
     wire_s: float
     codec_s: float
     payload_nbytes: int
+    wire_nbytes: float
     rounds: int
 
     @property
@@ -47,14 +52,47 @@ class Step:
         return self.step_s - self.compute_s
 
 
+@dataclass(frozen=True)
+class Steps:
+    """Holds predictions by scheme, number of ranks and fabric: the axes of its arrays.
+
+    Attributes:
+        compute_s: seconds of a step without communication and without a scheme.
+        step_s, wire_s, codec_s: see :class:`Step`.
+        payload_nbytes, wire_nbytes, rounds: as well, by scheme and number of ranks only.
+    """
+
+    compute_s: float
+    step_s: Times
+    wire_s: Times
+    codec_s: Times
+    payload_nbytes: NDArray[np.int64]
+    wire_nbytes: Times
+    rounds: NDArray[np.int64]
+
+    @property
+    def exposed_s(self) -> Times:
+        """Returns what communication and the scheme add to the step."""
+        return self.step_s - self.compute_s
+
+    def __getitem__(self, index: tuple[int, int, int]) -> Step:
+        """Returns the prediction for a scheme, a number of ranks and a fabric, by position."""
+        return Step(
+            step_s=float(self.step_s[index]),
+            compute_s=self.compute_s,
+            wire_s=float(self.wire_s[index]),
+            codec_s=float(self.codec_s[index]),
+            payload_nbytes=int(self.payload_nbytes[index[:2]]),
+            wire_nbytes=float(self.wire_nbytes[index[:2]]),
+            rounds=int(self.rounds[index[:2]]),
+        )
+
+
 def exchanges_of(
     scheme: Scheme, workload: Workload, ranks: int, *, cap_mb: float = 25.0
 ) -> tuple[Buckets, list[Planned]]:
     """Returns the buckets of a step under a scheme, and the exchange of each."""
-    buckets = workload.buckets(
-        cap_mb=cap_mb,
-        kind_of=lambda name, shape: scheme.bucket_group(name, shape, torch.float32),
-    )
+    buckets = _Buckets(workload, cap_mb).of(scheme)
     return buckets, [planned(scheme, shapes, ranks) for shapes in buckets.shapes]
 
 
@@ -78,75 +116,144 @@ def predict_step(
         cap_mb: MiB at which a bucket is full.
 
     Example:
-        >>> predict_step(make("int8"), workload("resnet50"), ranks=8, fabric=fabric("10gbe"),
-        ...              device=device("a100")).step_s
+        >>> a100 = device("a100")
+        >>> predict_step(make("int8"), model("resnet50").workload(a100), ranks=8,
+        ...              fabric=fabric("10gbe"), device=a100).step_s
     """
-    buckets, exchanges = exchanges_of(scheme, workload, ranks, cap_mb=cap_mb)
-    wire = [_seconds(one, ranks, fabric) for one in exchanges]
-    codec = [device.parts(scheme, shapes, ranks) for shapes in buckets.shapes]
-    core = [
-        [message.wire_nbytes * fabric.core_s_per_byte for message in one.messages]
-        for one in exchanges
+    steps = predict_steps(
+        [scheme], workload, ranks=[ranks], fabrics=[fabric], device=device, cap_mb=cap_mb
+    )
+    return steps[0, 0, 0]
+
+
+def predict_steps(
+    schemes: Sequence[Scheme],
+    workload: Workload,
+    *,
+    ranks: Sequence[int],
+    fabrics: Sequence[Fabric],
+    device: Device,
+    cap_mb: float = 25.0,
+) -> Steps:
+    """Predicts a step for all combinations of schemes, numbers of ranks and fabrics at once.
+
+    Args:
+        schemes: see :func:`predict_step`, as for the other arguments.
+        workload: the step without communication.
+        ranks: numbers of ranks.
+        fabrics: the links.
+        device: computes the schemes' part.
+        cap_mb: MiB at which a bucket is full.
+
+    Raises:
+        PredictionError: a scheme reads values of the gradient, and so cannot be predicted.
+    """
+    buckets = _Buckets(workload, cap_mb)
+    exchanges = [
+        [
+            [planned(scheme, shapes, count) for shapes in buckets.of(scheme).shapes]
+            for count in ranks
+        ]
+        for scheme in schemes
     ]
-    end, busy = _pipelined(buckets.ready, wire, core, codec, device.contention, workload)
-    return Step(
-        step_s=end,
+    plain = [one for by_ranks in exchanges for many in by_ranks for one in many]
+    parts = Parts.empty(
+        buckets=max((len(by_ranks[0]) for by_ranks in exchanges if by_ranks), default=0),
+        rounds=max((len(one.messages) for one in plain), default=0),
+        cases=(len(schemes), len(ranks), len(fabrics)),
+    )
+    for s, scheme in enumerate(schemes):
+        made = buckets.of(scheme)
+        parts.ready[: len(made.ready), s] = made.ready[:, None, None]
+        for r, count in enumerate(ranks):
+            for b, shapes in enumerate(made.shapes):
+                seconds = device.parts(scheme, shapes, count)
+                parts.rounds[b, s, r] = len(seconds) - 1
+                parts.codec[b, : len(seconds), s, r] = np.array(seconds)[:, None]
+    _fill_wire(parts, exchanges, ranks, fabrics)
+    ends = pipelined(
+        parts,
+        backward_ends=workload.forward_s + workload.backward_s,
+        contention=device.contention,
+    )
+    return Steps(
         compute_s=workload.compute_s,
-        wire_s=float(sum(map(sum, wire))),
-        codec_s=busy,
-        payload_nbytes=sum(message.nbytes for one in exchanges for message in one.messages),
-        rounds=sum(len(one.messages) for one in exchanges),
+        step_s=ends + workload.optimizer_s,
+        wire_s=parts.wire.sum(axis=(0, 1)),
+        codec_s=parts.codec.sum(axis=(0, 1)),
+        payload_nbytes=_summed(exchanges, lambda one: one.nbytes).astype(np.int64),
+        wire_nbytes=_summed(exchanges, lambda one: one.wire_nbytes),
+        rounds=_summed(exchanges, lambda one: 1).astype(np.int64),
     )
 
 
-def _seconds(exchange: Planned, ranks: int, fabric: Fabric) -> list[float]:
-    return [
-        float(
-            collective_seconds(
-                message.collective, message.nbytes, ranks=ranks, fabric=fabric, part=message.ranks
-            )
-        )
-        for message in exchange.messages
-    ]
+class _Buckets:
+    """Makes the buckets of a step; schemes that group parameters alike share them."""
+
+    def __init__(self, workload: Workload, cap_mb: float) -> None:
+        self._workload, self._cap_mb = workload, cap_mb
+        self._made: dict[tuple[Hashable, ...], Buckets] = {}
+        self._by_scheme: dict[Scheme, Buckets] = {}
+
+    def of(self, scheme: Scheme) -> Buckets:
+        if scheme not in self._by_scheme:
+            kinds = {
+                layer.name: scheme.bucket_group(layer.name, torch.Size(layer.shape), torch.float32)
+                for layer in self._workload.layers
+            }
+            key = tuple(kinds.values())
+            if key not in self._made:
+                self._made[key] = self._workload.buckets(
+                    cap_mb=self._cap_mb, kind_of=lambda name, shape: kinds[name]
+                )
+            self._by_scheme[scheme] = self._made[key]
+        return self._by_scheme[scheme]
 
 
-def _pipelined(
-    ready: Times,
-    wire: list[list[float]],
-    core: list[list[float]],
-    codec: list[tuple[float, ...]],
-    contention: float,
-    workload: Workload,
-) -> tuple[float, float]:
-    """Returns when the step ends, and the seconds of all computations of exchanges.
+_Exchanges = list[list[list[Planned]]]  # by scheme, number of ranks, bucket
 
-    The links carry one collective after the other, in the order in which they are issued. While
-    backward runs, the scheme's computations, and the processor's part in moving bytes, delay it by
-    the ``contention``.
-    """
-    ends = workload.forward_s + workload.backward_s
-    link_free = device_free = delay = 0.0
-    # (when it may begin, bucket, part): what is due next, in the order of time.
-    due = [(float(moment), bucket, 0) for bucket, moment in enumerate(ready)]
-    finished, total = ends, 0.0
-    while due:
-        due.sort()
-        moment, bucket, part = due.pop(0)
-        if part == 0:
-            moment += delay  # backward is behind by what the scheme has computed so far
-        seconds = codec[bucket][part]
-        begin = max(moment, device_free)
-        done = device_free = begin + seconds
-        total += seconds
-        if begin < ends + delay:
-            delay += contention * seconds
-        if part == len(wire[bucket]):
-            finished = max(finished, done)
+
+def _summed(exchanges: _Exchanges, value: Callable[[Message], float]) -> Times:
+    """Returns the sum of a value over all messages, by scheme and number of ranks."""
+    return np.array(
+        [
+            [sum(value(message) for one in many for message in one.messages) for many in by_ranks]
+            for by_ranks in exchanges
+        ]
+    )
+
+
+def _fill_wire(
+    parts: Parts, exchanges: _Exchanges, ranks: Sequence[int], fabrics: Sequence[Fabric]
+) -> None:
+    """Fills in the times of messages, those of all schemes of a kind at once."""
+    core_s = np.array([fabric.core_s_per_byte for fabric in fabrics])
+    for r, count in enumerate(ranks):
+        places = [
+            (b, m, s, message)
+            for s, by_ranks in enumerate(exchanges)
+            for b, one in enumerate(by_ranks[r])
+            for m, message in enumerate(one.messages)
+        ]
+        if not places:
             continue
-        begin, seconds = max(link_free, done), wire[bucket][part]
-        link_free = begin + seconds
-        if seconds:
-            beside = min(max((ends + delay - begin) / seconds, 0.0), 1.0)
-            delay += contention * core[bucket][part] * beside
-        due.append((link_free, bucket, part + 1))
-    return max(finished, ends + delay) + workload.optimizer_s, total
+        *at, messages = (list(one) for one in zip(*places, strict=True))
+        index = (at[0], at[1], at[2], r)
+        parts.wire[index] = _message_seconds(messages, count, fabrics)
+        sent = np.array([message.wire_nbytes for message in messages])
+        parts.core[index] = sent[:, None] * core_s
+
+
+def _message_seconds(messages: Sequence[Message], ranks: int, fabrics: Sequence[Fabric]) -> Times:
+    """Returns the times of messages, by message and fabric."""
+    kinds: dict[tuple[str, tuple[int, ...] | None], list[int]] = defaultdict(list)
+    for index, message in enumerate(messages):
+        kinds[message.collective, message.ranks].append(index)
+    nbytes = np.array([message.nbytes for message in messages], dtype=np.float64)
+    times = np.empty((len(messages), len(fabrics)))
+    for (collective, part), indices in kinds.items():
+        for f, fabric in enumerate(fabrics):
+            times[indices, f] = collective_seconds(
+                collective, nbytes[indices], ranks=ranks, fabric=fabric, part=part
+            )
+    return times
