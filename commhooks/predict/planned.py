@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from commhooks.core.layout import Layout
-from commhooks.core.scheme import Scheme, slots_of
+from commhooks.core.scheme import Scheme
 from commhooks.core.settings import shown
 from commhooks.errors import Error
 from commhooks.hook.engine import Engine
@@ -89,9 +89,8 @@ def planned(scheme: Scheme, shapes: tuple[torch.Size, ...], world_size: int) -> 
     engine = Engine(scheme, rank=0, world_size=world_size)
     counter = _Counter()
     with _one_thread():
-        if slots_of(scheme):
-            engine.step = LATE
-            _run(engine, layout, None)  # makes what is kept: residuals, factors, tables
+        engine.step = LATE
+        _run(engine, layout, None)  # makes what is kept: residuals, factors, tables
         engine.step = LATE + 2
         return Planned(tuple(_run(engine, layout, counter)), tuple(counter.work))
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +16,7 @@ from torch import nn
 
 from ddp_core.reducer.layout import assign_buckets
 
-__all__ = ["Buckets", "Layer", "Workload"]
+__all__ = ["Buckets", "Layer", "Workload", "load_workload", "save_workload"]
 
 MiB = 2**20
 
@@ -160,3 +163,28 @@ class Workload:
             self.optimizer_s,
             self.ready_s,
         )
+
+
+def save_workload(workload: Workload, path: str | Path) -> None:
+    """Writes a workload as JSON, for :func:`load_workload` and ``--timeline``."""
+    Path(path).write_text(json.dumps(asdict(workload)) + "\n", encoding="utf-8")
+
+
+def load_workload(path: str | Path) -> Workload:
+    """Reads a workload that :func:`save_workload` wrote.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file has something else.
+    """
+    try:
+        values: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+        layers = tuple(
+            Layer(one["name"], tuple(one["shape"]), one["flops"]) for one in values.pop("layers")
+        )
+        ready_s = values.pop("ready_s", None)
+        return Workload(
+            layers=layers, ready_s=None if ready_s is None else tuple(ready_s), **values
+        )
+    except (UnicodeDecodeError, json.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"load_workload({str(path)!r}): not a workload's file: {error}") from error

@@ -28,6 +28,7 @@ LATER = {
     ("commhooks", "timeline.py"): {"matplotlib"},
     ("commhooks", "commands.py"): {"pandas"},
     ("commhooks", "tradeoff.py"): {"matplotlib"},
+    ("commhooks", "simulate_plot.py"): {"matplotlib"},
     ("commhooks", "_views.py"): {"numpy"},
     ("commhooks", "budget.py"): {"pandas"},
     ("commhooks", "trace.py"): {"pandas", "safetensors"},
