@@ -93,8 +93,8 @@ def main(
 
 def _shown(found: pd.DataFrame) -> Table:
     table = Table(title="predictions beside what others measured")
-    table.add_column("study, judged points", no_wrap=True)
-    for name in ("points", "median", "largest", "wrong signs"):
+    table.add_column("study", no_wrap=True)
+    for name in ("judged", "median", "max", "signs"):
         table.add_column(name, justify="right")
     table.add_column("goal", no_wrap=True)
     for row in found.itertuples():
