@@ -17,6 +17,7 @@ from torch.testing import assert_close
 import commhooks
 from commhooks.hook.ledger import Ledger
 from commhooks.report import Page
+from commhooks.report.labels import spread
 from commhooks.report.timeline import chrome_trace, draw, spans
 from ddp_core import RoundRecord
 
@@ -176,3 +177,18 @@ def test_the_metrics_are_the_documented_ones() -> None:
     assert documented is not None
     for name in hook.metrics():
         assert f"``{name}``" in documented
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        ([], []),
+        ([0.1, 0.9], [0.1, 0.9]),
+        ([0.5, 0.5], [0.4, 0.6]),
+        ([0.0, 0.0, 0.9], [0.0, 0.2, 0.9]),
+        ([1.0, 0.95, 0.1], [1.0, 0.8, 0.1]),
+        ([0.5] * 11, [round(0.1 * place, 12) for place in range(11)]),  # closer, to fit
+    ],
+)
+def test_labels_are_apart_and_near_their_points(wanted: list[float], expected: list[float]) -> None:
+    assert spread(wanted, 0.2, 0.0, 1.0) == pytest.approx(expected)
