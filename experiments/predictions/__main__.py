@@ -92,22 +92,33 @@ def main(
 
 
 def _shown(found: pd.DataFrame) -> Table:
-    table = Table(title="predictions beside what others measured: error of the judged points")
-    for name in ("study", "group", "fitted", "judged", "median", "largest", "wrong signs", "goal"):
-        table.add_column(name, justify="left" if name in ("study", "group", "goal") else "right")
+    table = Table(title="predictions beside what others measured")
+    table.add_column("study", no_wrap=True)
+    for name in ("judged", "median", "max", "signs"):
+        table.add_column(name, justify="right")
+    table.add_column("goal", no_wrap=True)
     for row in found.itertuples():
         signs = "" if pd.isna(row.wrong_signs) else f"{row.wrong_signs:.0f}"
-        table.add_row(
-            row.study,
-            row.group,
-            str(row.fitted),
-            str(row.judged),
-            f"{row.median:.1%}",
-            f"{row.largest:.1%}",
-            signs,
-            row.goal,
-        )
+        errors = (f"{row.median:.1%}", f"{row.largest:.1%}")
+        table.add_row(_NAMES[row.study, row.group], str(row.judged), *errors, signs, row.goal)
     return table
+
+
+_NAMES = {
+    ("all_reduce", "dgx-h100-ndr400x8"): "all-reduce, 32 to 8192 H100",
+    ("all_reduce", "p6-b200-efav4"): "all-reduce, 32 B200",
+    ("all_reduce", "unnamed-4node-cluster"): "all-reduce, 32 GPUs",
+    ("diloco", "ddp"): "slow lines, DDP",
+    ("diloco", "diloco"): "slow lines, DiLoCo",
+    ("diloco", "localsgd"): "slow lines, local SGD",
+    ("grace", "none"): "GRACE 1 Gbit/s, dense",
+    ("grace", "powersgd"): "GRACE 1 Gbit/s, PowerSGD",
+    ("grace", "randomk"): "GRACE 1 Gbit/s, random-k",
+    ("grace_signs", "compressed over dense"): "GRACE 10 Gbit/s, ratios",
+    ("quickreduce", "int8"): "QuickReduce int8, ratios",
+    ("quickreduce", "int6"): "QuickReduce int6, ratios",
+    ("quickreduce", "int4"): "QuickReduce int4, ratios",
+}
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ def test_a_slow_line_gets_a_scheme_within_the_budget_of_error(kind: str) -> None
 
 
 def _option(name: str, seconds: float, error: float = 0.0) -> Option:
-    return Option(name, Dense(), 8.0, Step(seconds, 1.0, 0.0, 0.0, 0, 1), error)
+    return Option(name, Dense(), 8.0, Step(seconds, 1.0, 0.0, 0.0, 0, 0.0, 1), error)
 
 
 def test_what_is_tried_is_near_the_best_and_dense_comes_last() -> None:

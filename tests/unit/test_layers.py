@@ -23,6 +23,9 @@ ALLOWED = {
 LATER = {
     ("kernels", "cuda.py"): {"cupy", "numpy"},
     ("commhooks", "ledger.py"): {"pandas"},
+    ("commhooks", "page.py"): {"matplotlib"},
+    ("commhooks", "run.py"): {"matplotlib"},
+    ("commhooks", "timeline.py"): {"matplotlib"},
     ("commhooks", "commands.py"): {"pandas"},
     ("commhooks", "tradeoff.py"): {"matplotlib"},
     ("commhooks", "simulate_plot.py"): {"matplotlib"},
@@ -44,6 +47,7 @@ FLOORS = {
         "schemes",
         "checkpoint",
         "hook",
+        "report",
         "local",
         "optim",
         "research",

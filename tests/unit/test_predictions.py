@@ -50,9 +50,9 @@ def test_the_preset_is_what_was_fitted() -> None:
         assert getattr(preset, name) == pytest.approx(fitted[name], rel=0.1)
 
 
-def local(**options: object) -> float:
+def local(scheme: str = "none", **options: object) -> float:
     settings = {"every": 10, "ranks": 2, "fabric": PRESETS["1gbe"], "device": FREE, **options}
-    return predict_local(commhooks.make("none"), MODEL, **settings).step_s
+    return predict_local(commhooks.make(scheme), MODEL, **settings).step_s
 
 
 def test_local_steps_divide_the_exchange_by_their_number() -> None:
@@ -87,4 +87,4 @@ def test_settings_that_do_not_fit_are_refused(wrong: dict) -> None:
 
 
 def test_devices_cost_time() -> None:
-    assert local(device=DEVICES["cpu"]) > local()
+    assert local("int8", device=DEVICES["cpu"]) > local("int8")
