@@ -241,9 +241,10 @@ def _llama(
 
 # ---- by name
 
-# NVIDIA's DeepLearningExamples train ResNet-50 in mixed precision at 22 % of an A100's dense rate
-# (about 2,800 images per second), where Device takes 40 % for transformers.
-_CONV = 0.55
+# NVIDIA's DeepLearningExamples (ResNet50 v1.5 for PyTorch, 21.03) train 2470 images per second on
+# an A100 in mixed precision: 19 % of the dense rate, where Device takes 40 % for transformers. On
+# a V100 they train 1200, 24 %, so that steps are predicted too long there, by a third.
+_CONV = 0.5
 # A product per token of a few hundred rows: cuDNN's recurrent layers stay far below. Assumed.
 _RECURRENT = 0.25
 _IMAGE = "an image of 224 x 224"
