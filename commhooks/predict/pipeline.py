@@ -82,7 +82,7 @@ def pipelined(parts: Parts, *, backward_ends: float, contention: float) -> Times
         begin = np.maximum(moment, device_free)
         device_free = begin + seconds
         delay = delay + np.where(begin < backward_ends + delay, contention * seconds, 0.0)
-        last = number >= rounds[bucket, case]
+        last = ~open_ | (number >= rounds[bucket, case])
         finished = np.where(last, np.maximum(finished, device_free), finished)
 
         begin = np.maximum(link_free, device_free)

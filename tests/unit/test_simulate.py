@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 
 from commhooks import make
 from commhooks.cli.app import app
+from commhooks.core import Slot
 from commhooks.predict import (
     DEVICES,
     PRESETS,
@@ -37,6 +39,7 @@ from commhooks.predict import (
     save_workload,
 )
 from commhooks.predict.models import MODELS
+from commhooks.predict.pipeline import Parts, pipelined
 from commhooks.predict.simulate import MARGIN, Row
 from commhooks.predict.step import exchanges_of
 
@@ -256,11 +259,39 @@ def test_all_steps_at_once_are_those_of_single_predictions_and_of_the_plain_rule
                 assert found.rounds == sum(map(len, wire))
 
 
-def test_nothing_is_drawn_for_a_plan() -> None:
-    # 8 GB, if it were.
-    before = torch.get_num_threads()
-    assert planned(make("int4"), (torch.Size([2**16, 2**15]),), 8).messages[0].nbytes > 2**30
-    assert torch.get_num_threads() == before
+def test_cases_of_different_sizes_do_not_disturb_each_other() -> None:
+    random = np.random.default_rng(0)
+    count, buckets, rounds = 300, 4, 3
+    parts = Parts.empty(buckets, rounds, (count,))
+    # Whole numbers, so that many events are due at the same time.
+    for array in (parts.codec, parts.wire, parts.core):
+        array[:] = random.integers(0, 4, array.shape)
+    parts.ready[:] = np.sort(random.integers(0, 12, parts.ready.shape), axis=0)
+    parts.rounds[:] = random.integers(0, rounds + 1, parts.rounds.shape)
+    have = random.integers(0, buckets + 1, count)
+    for case in range(count):
+        parts.ready[have[case] :, case] = np.inf
+    ends = pipelined(parts, backward_ends=12.0, contention=0.5)
+    workload = Workload("whole", (), 4.0, 8.0)
+    for case in range(count):
+        sent = parts.rounds[: have[case], case]
+        expected = in_order_of_time(
+            parts.ready[: have[case], case].tolist(),
+            [parts.codec[b, : n + 1, case].tolist() for b, n in enumerate(sent)],
+            [parts.wire[b, :n, case].tolist() for b, n in enumerate(sent)],
+            [parts.core[b, :n, case].tolist() for b, n in enumerate(sent)],
+            workload,
+            0.5,
+        )
+        assert ends[case] == expected, case
+
+
+def test_initial_values_are_not_computed_for_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Slot, "initial", lambda *_: pytest.fail("as large as the model"))
+    threads = torch.get_num_threads()
+    shapes = (torch.Size([2**16, 2**15]),)
+    assert planned(make("int4"), shapes, 8).messages[0].nbytes > 2**30
+    assert torch.get_num_threads() == threads
 
 
 # ---- where a scheme stops paying
