@@ -164,13 +164,23 @@ class Memory:
             return
         for (key, layout), values in notes.items():
             self._kept.put(key, layout, values)
+        changes: list[tuple[Place, Tensor | None, Tensor | None]] = []
+        replaced: list[tuple[Tensor, Tensor]] = []
         for (key, layout), flat in staged.items():
             # The device chooses later, so the old values have to be in this layout now.
             if not on_host and flat is not None:
                 self.read(key, layout, device=flat.device, dtype=flat.dtype)
             old = self._kept.flat.get((key, layout))
             if not on_host and old is not None:
-                flat = _chosen_on_device(flat, old, good)
+                if flat is None:  # a removal
+                    flat = torch.zeros_like(old)
+                if not share_storage(flat, old):  # else a scheme wrote what it had read
+                    replaced.append((flat, old.to(flat.dtype)))
+            changes.append(((key, layout), flat, old))
+        # The new tensors are kept, and a kernel writes the old values to them if the step was bad:
+        # after a good one, as nearly all are, nothing passes through memory.
+        restore(replaced, good)
+        for (key, layout), flat, old in changes:
             if flat is None:
                 self._kept.remove(key, layout)
                 continue
@@ -229,16 +239,3 @@ def share_storage(flat: Tensor, other: Tensor | None) -> bool:
     if other is None:
         return False
     return flat.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-
-
-def _chosen_on_device(flat: Tensor | None, old: Tensor, good: Tensor) -> Tensor:
-    """Returns a tensor that has the new values after a good step, else the old ones.
-
-    That is the new tensor, to which a kernel writes the old values if the step was bad: after a
-    good one, as nearly all are, nothing passes through memory (docs/design/kernels.md).
-    """
-    if flat is None:  # a removal
-        flat = torch.zeros_like(old)
-    if not share_storage(flat, old):  # else a scheme wrote what it had read
-        restore(flat, old.to(flat.dtype), good)
-    return flat
