@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "sent_nbytes",
 ]
 
+_DELAY = Path(__file__).with_name("delay.py")
 # Debian installs `tc` where the PATH of users does not look.
 PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 COMMANDS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
@@ -111,13 +113,14 @@ def reason_not_to_run() -> str | None:
 
 @contextmanager
 def made_hosts(
-    rate: str | None, count: int = 2, *, way: Access | None = None
+    rate: str | None, count: int = 2, *, delay_s: float = 0.0, way: Access | None = None
 ) -> Iterator[list[list[str]]]:
     """Makes namespaces whose ``eth0`` are cables to one switch, for the time of the context.
 
     Args:
         rate: of each cable in each direction, as ``tc`` takes it ("1gbit"). None: unlimited.
         count: number of hosts; host i has the address 10.99.0.(i + 1).
+        delay_s: seconds that a frame is on its way from host to host; half of a round trip.
         way: how to make them. None: the way that :func:`access` finds.
 
     Yields:
@@ -148,7 +151,9 @@ def made_hosts(
             port = f"port{rank}"
             peer = ["peer", "name", "eth0", "netns", str(holders[rank].pid)]
             _run(*switch, "ip", "link", "add", port, "type", "veth", *peer)
-            _run(*switch, "ip", "link", "set", port, "master", "bridge", "up")
+            _run(*switch, "ip", "link", "set", port, "up")
+            if not delay_s:
+                _run(*switch, "ip", "link", "set", port, "master", "bridge")
             _run(*host, "ip", "link", "set", "lo", "up")
             _run(*host, "ip", "addr", "add", f"10.99.0.{rank + 1}/24", "dev", "eth0")
             _run(*host, "ip", "link", "set", "eth0", "up")
@@ -158,7 +163,22 @@ def made_hosts(
                 shape = ["tbf", "rate", rate, "burst", f"{burst_nbytes(rate)}b", "latency", "50ms"]
                 _run(*host, "tc", "qdisc", "add", "dev", "eth0", "root", *shape)
                 _run(*switch, "tc", "qdisc", "add", "dev", port, "root", *shape)
+        if delay_s:
+            _delay(stack, switch, count, delay_s)
         yield hosts
+
+
+def _delay(stack: ExitStack, switch: list[str], count: int, delay_s: float) -> None:
+    """Puts a device that delays what the host sends in the place of each port on the switch."""
+    lines = [f"port{rank}:delayed{rank}:{delay_s}" for rank in range(count)]
+    stack.enter_context(_waiting(*switch, sys.executable, "-I", str(_DELAY), *lines))
+    for rank in range(count):
+        tap, port = f"delayed{rank}", f"port{rank}"
+        _run(*switch, "ip", "link", "set", tap, "master", "bridge", "up")
+        _run(*switch, "tc", "qdisc", "add", "dev", tap, "clsact")
+        everything = ["u32", "match", "u32", "0", "0"]
+        to_port = ["action", "mirred", "egress", "redirect", "dev", port]
+        _run(*switch, "tc", "filter", "add", "dev", tap, "egress", *everything, *to_port)
 
 
 def burst_nbytes(rate: str) -> int:
@@ -179,8 +199,15 @@ def _held(*command: str) -> Iterator[subprocess.Popen[str]]:
     """Starts a process that ``command`` puts into a new namespace, and that waits there."""
     # The namespace is there once "ready" has come. ``cat`` ends with the pipe it reads from, which
     # the kernel closes when this process ends, however it ends.
+    with _waiting(*command, "sh", "-c", "echo ready; exec cat") as holder:
+        yield holder
+
+
+@contextmanager
+def _waiting(*command: str) -> Iterator[subprocess.Popen[str]]:
+    """Starts a process that prints "ready" and ends with its standard input."""
     holder = subprocess.Popen(
-        [*command, "sh", "-c", "echo ready; exec cat"],
+        command,
         env={**os.environ, "PATH": PATH},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
@@ -11,6 +11,9 @@ from typer.core import TyperGroup
 from commhooks import scheme_names
 from commhooks.cli import catalogue as _catalogue
 from commhooks.cli import commands as _commands
+from commhooks.cli import headroom as _headroom
+from commhooks.cli import link as _link
+from commhooks.cli import simulate as _simulate
 from commhooks.cli.user_schemes import load_files
 from commhooks.errors import Error, MissingPackageError
 
@@ -125,3 +128,71 @@ def check(
 ) -> None:
     """Runs the laws on a scheme, or on all schemes of a file; fails if a law is broken."""
     raise typer.Exit(_commands.check(target))
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def headroom(
+    command: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="-- COMMAND...",
+            help="A script as it is started, such as python train.py, or torchrun with arguments.",
+        ),
+    ],
+    steps: Annotated[
+        int, typer.Option(min=10, help="Steps of each kind of communication that count.")
+    ] = 30,
+    time_limit: Annotated[
+        float, typer.Option(min=1, help="Seconds after which the answer is given, or given up.")
+    ] = 600,
+    out: Annotated[Path | None, typer.Option(help="File for all numbers, as JSON.")] = None,
+) -> None:
+    """Says what compression could save in a script: it runs, unmodified, for some steps."""
+    raise typer.Exit(_headroom.headroom(command, steps, time_limit, out))
+
+
+@app.command()
+def link(
+    out: Annotated[
+        Path | None, typer.Option(help="File for the fabric, which other commands take.")
+    ] = None,
+    budget: Annotated[float, typer.Option(min=0.1, help="Seconds of the measurement.")] = 10,
+    device: Annotated[
+        Literal["cpu", "cuda"] | None,
+        typer.Option(help="Of the tensors: CPU over Gloo, CUDA over NCCL (if there is one each)."),
+    ] = None,
+) -> None:
+    """Measures the links between ranks: under torchrun, or with two processes of its own."""
+    raise typer.Exit(_link.link(out, budget, device))
+
+
+@app.command()
+def simulate(
+    model: Annotated[
+        str | None,
+        typer.Option(help=f"{', '.join(_simulate.MODELS)}; or FILE.py:FUNCTION of your own."),
+    ] = None,
+    timeline: Annotated[
+        Path | None, typer.Option(help="A recorded step, instead of a model.")
+    ] = None,
+    fabric: Annotated[
+        str, typer.Option(help="Presets, or files of commhooks link, with commas.")
+    ] = "10gbe",
+    schemes: Annotated[
+        str, typer.Option(help="With commas; options after colons: bf16,powersgd:rank=4.")
+    ] = "none,bf16,int8,int4,powersgd",
+    ranks: Annotated[str, typer.Option(help="With commas.")] = "2,8,64,1024",
+    device: Annotated[str, typer.Option(help="That computes model and schemes.")] = "a100",
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Samples of a rank's step; the model's by default.")
+    ] = None,
+    bucket_mb: Annotated[float, typer.Option(min=0.001, help="MiB of a full bucket.")] = 25.0,
+    csv: Annotated[Path | None, typer.Option(help="File for all numbers.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="File for a picture, with matplotlib.")] = None,
+) -> None:
+    """Predicts what schemes would save, and where they stop paying, for a model and a fabric."""
+    _simulate.simulate(
+        _simulate.Options(
+            model, timeline, schemes, ranks, fabric, device, batch, bucket_mb, csv, plot
+        )
+    )

@@ -10,6 +10,7 @@ if no other has less error with as many bits or fewer.
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,8 @@ import torch
 from torch import Tensor
 
 from commhooks import Simulation, make
+from commhooks.report.colours import BLUE, GREY
+from commhooks.report.labels import spread
 from commhooks.research.trace import Trace, bits_per_entry, replay
 from ddp_core import needs
 
@@ -167,35 +170,65 @@ def draw(points: Sequence[Point], path: Path) -> None:
         from matplotlib.figure import Figure  # pyplot would look for a display
 
     kinds = list(dict.fromkeys(point.gradients for point in points))
-    figure = Figure(figsize=(5.5 * len(kinds), 5.5), layout="constrained")
-    axes = figure.subplots(1, len(kinds), sharey=True, squeeze=False)[0]
+    figure = Figure(figsize=(6.6 * len(kinds), 6.4), layout="constrained")
+    axes = figure.subplots(1, len(kinds), squeeze=False)[0]
     for kind, panel in zip(kinds, axes, strict=True):
         shown = [point for point in points if point.gradients == kind and point.error > 1e-12]
-        _draw_panel(panel, sorted(shown, key=lambda point: point.bits))
-        panel.set(xscale="log", yscale="log", title=kind, xlabel="bits per entry", ylim=(3e-8, 30))
+        # Room above for what loses nearly all of a random gradient, and on the right for the rest.
+        panel.set(xscale="log", yscale="log", xlim=(0.02, 6e2), ylim=(3e-8, 1e4))
+        panel.set(xlabel="bits per entry", ylabel="error of the mean (squared, relative)")
+        panel.set_xticks([0.1, 1, 10], ["0.1", "1", "10"])
+        panel.set_yticks([10.0**power for power in range(-7, 1)])
+        panel.set_title(f"{kind} gradients; blue: no scheme is better in both")
         panel.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel("error of the mean")
+        _draw_panel(panel, sorted(shown, key=lambda point: point.bits))
     figure.savefig(path, dpi=110)
 
 
 def _draw_panel(panel: Any, points: Sequence[Point]) -> None:
     front = [point for point in points if point.front]
     line = [point.bits for point in front], [point.error for point in front]
-    panel.plot(*line, color="#3b6ea5", linewidth=1, drawstyle="steps-post")
+    panel.plot(*line, color=BLUE, linewidth=1, drawstyle="steps-post")
     for point in points:
-        color = "#3b6ea5" if point.front else "#9aa1ad"
-        panel.plot(point.bits, point.error, "o", color=color, markersize=4)
-        # Sparse and low-rank schemes lose most of a random gradient, which has no structure: their
-        # points crowd near an error of 1, and only those on the front get a label.
-        crowded = point.error > 0.3
-        if crowded and not point.front:
-            continue
-        panel.annotate(
-            *(point.scheme, (point.bits, point.error)),
-            rotation=40 if crowded else 0,
-            xytext=(4, 3) if point.front else (-4, -3),
-            ha="left" if point.front else "right",
-            textcoords="offset points",
-            fontsize=6.5,
-            color=color,
+        panel.plot(point.bits, point.error, "o", color=_colour(point), markersize=4)
+    # Sparse and low-rank schemes lose most of a random gradient, which has no structure: of these
+    # only those on the front have a label.
+    above = [point for point in front if point.error > _CROWDED]
+    beside = [point for point in points if point.error <= _CROWDED]
+    places = spread([math.log10(point.bits) for point in above], 0.28, -1.6, 2.0)
+    for point, place in zip(above, places, strict=True):
+        _label(
+            panel, point, (10.0**place, 6.0), {"rotation": 50, "ha": "left", "va": "bottom"}, (0, 0)
         )
+    places = spread([math.log10(point.error) for point in beside], 0.38, -7.3, 0.9)
+    for point, place in zip(beside, places, strict=True):
+        _label(panel, point, (30.0, 10.0**place), {"ha": "left", "va": "center"}, (0, 0.5))
+
+
+_CROWDED = 0.5
+
+
+def _label(
+    panel: Any,
+    point: Point,
+    place: tuple[float, float],
+    text: dict[str, Any],
+    side: tuple[float, float],
+) -> None:
+    colour = _colour(point)
+    arrow: dict[str, Any] = {
+        "arrowstyle": "-",
+        "color": colour,
+        "linewidth": 0.4,
+        "shrinkA": 1,
+        "shrinkB": 2,
+    }
+    arrow["relpos"] = side  # where the line meets the text
+    where = (point.bits, point.error)
+    panel.annotate(
+        point.scheme, where, xytext=place, color=colour, fontsize=7.5, arrowprops=arrow, **text
+    )
+
+
+def _colour(point: Point) -> str:
+    return BLUE if point.front else GREY

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from commhooks.hook.summary import Summary, summarise
@@ -57,6 +57,7 @@ class Ledger:
         self._backward_end: dict[int, float | Moment] = {}
         self._unsettled: deque[RoundRecord] = deque(maxlen=history)
         self.steps = 0
+        self.also_times: Callable[[int], bool] | None = None  # further steps, see ``times``
         self.dense_bytes = 0
         self.payload_bytes = 0
         self.wire_bytes = 0.0
@@ -79,6 +80,8 @@ class Ledger:
 
     def times(self, step: int) -> bool:
         """Whether the times of this step are recorded where that is not free."""
+        if self.also_times is not None and self.also_times(step):
+            return True
         return step < _TIMED_FIRST or step % _TIMED_EVERY == 0
 
     def _settle(self) -> None:
@@ -95,6 +98,11 @@ class Ledger:
         oldest = self._rows[0].step if self._rows else step
         while (kept := next(iter(self._backward_end))) < oldest:
             del self._backward_end[kept]
+
+    def launched_last_at(self, step: int) -> float:
+        """Returns when a step's last bucket was launched; NaN if that is not kept, or not known."""
+        end = self._backward_end.get(step, math.nan)
+        return end.seconds() if isinstance(end, Moment) else end
 
     def rewind(self, step: int) -> None:
         """Forgets the rows from ``step`` on: the run goes on from there. Totals stay."""
@@ -147,29 +155,16 @@ class Ledger:
         )
         return ordered
 
-    def _exposed(self, rows: Iterable[RoundRecord]) -> dict[int, float]:
-        """Returns the seconds that each row keeps its step waiting, by ``id`` of the row.
+    def rows_by_step(self) -> dict[int, list[RoundRecord]]:
+        """Returns the rows that are kept, by step, with the times that are known by now."""
+        self._settle()
+        found: dict[int, list[RoundRecord]] = {}
+        for row in list(self._rows):
+            found.setdefault(row.step, []).append(row)
+        return found
 
-        Overlapping waits are counted once.
-        """
-        # By ``id``, since rows have no hash. In the order of their ends: each row is charged with
-        # the time since the end before it.
-        exposed: dict[int, float] = {}
-        covered: dict[int, float] = {}  # by step: up to when waiting is accounted for
-        for row in sorted(rows, key=lambda row: (row.step, math.isnan(row.finished), row.finished)):
-            end = self._backward_end.get(row.step)
-            if isinstance(end, Moment):
-                end = self._backward_end[row.step] = _known(end)
-            if end is None:
-                exposed[id(row)] = 0.0
-                continue
-            if isinstance(end, Moment) or math.isnan(row.finished + row.resumed + end):
-                exposed[id(row)] = math.nan
-                continue
-            begin = max(covered.get(row.step, end), row.resumed)
-            exposed[id(row)] = max(row.finished - begin, 0.0)
-            covered[row.step] = max(covered.get(row.step, end), row.finished)
-        return exposed
+    def _exposed(self, rows: Iterable[RoundRecord]) -> dict[int, float]:
+        return _exposed(rows, self._backward_end)
 
     def last_step(self) -> dict[str, float]:
         """Returns the sums over the latest step of the columns with bytes and seconds.
@@ -235,3 +230,29 @@ def _known(moment: Moment) -> float | Moment:
     """Returns the time of a moment, if it is known, else the moment."""
     seconds = moment.seconds()
     return moment if math.isnan(seconds) else seconds
+
+
+def _exposed(rows: Iterable[RoundRecord], ends: dict[int, float | Moment]) -> dict[int, float]:
+    """Returns the seconds that each row keeps its step waiting, by ``id`` of the row.
+
+    Overlapping waits are counted once. ``ends`` says when each step's last bucket was launched;
+    what is known of it by now is put in.
+    """
+    # By ``id``, since rows have no hash. In the order of their ends: each row is charged with
+    # the time since the end before it.
+    exposed: dict[int, float] = {}
+    covered: dict[int, float] = {}  # by step: up to when waiting is accounted for
+    for row in sorted(rows, key=lambda row: (row.step, math.isnan(row.finished), row.finished)):
+        end = ends.get(row.step)
+        if isinstance(end, Moment):
+            end = ends[row.step] = _known(end)
+        if end is None:
+            exposed[id(row)] = 0.0
+            continue
+        if isinstance(end, Moment) or math.isnan(row.finished + row.resumed + end):
+            exposed[id(row)] = math.nan
+            continue
+        begin = max(covered.get(row.step, end), row.resumed)
+        exposed[id(row)] = max(row.finished - begin, 0.0)
+        covered[row.step] = max(covered.get(row.step, end), row.finished)
+    return exposed

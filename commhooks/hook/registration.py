@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from pkgutil import resolve_name
 from typing import Any
 
 import torch.distributed as dist
@@ -38,7 +41,8 @@ def register(
 
     Args:
         model: torch's DistributedDataParallel, or a module that holds exactly one.
-        scheme: a name (:func:`commhooks.scheme_names`) or a scheme.
+        scheme: a name (:func:`commhooks.scheme_names`) or a scheme; "auto" measures and chooses,
+            see :class:`commhooks.predict.AutoHook`.
         process_group: ranks to average over; by default the model's.
         layout: which parameters may share a bucket, on ``ddp_core.DistributedDataParallel``:
             "scheme" (those that the scheme treats in the same way), "shape" (matrices of one
@@ -67,10 +71,10 @@ def register(
     ddp = find_ddp(model)
     _drop_stale(ddp)
     if ddp._comm_hooks:
-        hook, state = ddp._comm_hooks[0]
-        if isinstance(state, HookState):
+        hook, present = ddp._comm_hooks[0]
+        if isinstance(present, HookState):
             raise RegistrationError(
-                f"register: this model already has the hook {state}; change its scheme with "
+                f"register: this model already has the hook {present}; change its scheme with "
                 f"hook.switch(...)"
             )
         raise RegistrationError(
@@ -83,8 +87,8 @@ def register(
             )
         )
     core = None if layout is None else _core(ddp, "register(layout=...)")
-    state = HookState(
-        scheme, ddp, process_group=process_group, seed=seed, history=history, **options
+    state = _make_state(scheme)(
+        ddp, process_group=process_group, seed=seed, history=history, **options
     )
     group = None if layout is None else group_function(layout, state)
     facts: dict[str, Any] = {
@@ -107,6 +111,14 @@ def register(
         core.request_layout(group)
     ddp.register_forward_pre_hook(AttachmentGuard(state, ddp))
     return state
+
+
+def _make_state(scheme: str | Scheme) -> Callable[..., HookState]:
+    if scheme == "auto":
+        # By its name: it predicts with hooks, so that its module is above this one.
+        made: Callable[..., HookState] = resolve_name("commhooks.predict.auto:AutoHook")
+        return made
+    return partial(HookState, scheme)
 
 
 def unregister(model: nn.Module) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,19 +17,16 @@ from commhooks.hook import pickling, saving
 from commhooks.hook.binding import need_group
 from commhooks.hook.brief import brief
 from commhooks.hook.handshake import MEETING
-from commhooks.hook.running import Running
-from commhooks.wrappers.feedback import RESIDUAL, FlushResidual, keeps_residual, without_flush
+from commhooks.hook.reporting import Reporting
+from commhooks.wrappers.feedback import RESIDUAL, FlushResidual, keeps_residual
 from commhooks.wrappers.make import describe, make
 from commhooks.wrappers.per_parameter import warn_of_idle_rules
 from ddp_core import DistributedDataParallel as CoreDDP
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 __all__ = ["HookState"]
 
 
-class HookState(Running):
+class HookState(Reporting):
     """Holds the state of one hook on one model; ``register`` returns it.
 
     Args:
@@ -60,7 +57,6 @@ class HookState(Running):
         if model is not None and not isinstance(model, nn.Module):
             raise TypeError(f"HookState(scheme, model): a module, got {type(model).__name__}")
         history = fitting("HookState", "history", history, int)
-        self._since = 0  # the first step of the current scheme
         self._init(make(scheme, **options), seed, history, process_group)
         self._attendance.report_at_the_end_of(self, f"HookState({describe(self.scheme)})")
         if model is not None:
@@ -71,18 +67,6 @@ class HookState(Running):
                 # Gradients of another module show nothing: its host (DiLoCo, local steps) may call
                 # the hook in some steps only, and outside of backward.
                 self._attendance.dismiss()
-
-    @property
-    def rank(self) -> int:
-        """Returns this process's rank within the hook's process group."""
-        self._bind()
-        return self._engine.rank
-
-    @property
-    def world_size(self) -> int:
-        """Returns the number of ranks that gradients are averaged over."""
-        self._bind()
-        return self._engine.world_size
 
     def switch(self, scheme: str | Scheme, **options: Any) -> None:
         """Runs another scheme from the next step on; all ranks call it, between two steps.
@@ -134,23 +118,6 @@ class HookState(Running):
         # The new scheme may want other buckets: ``bucket_cap_mb``, or a layout by the scheme.
         if isinstance(self._binding.model, CoreDDP):
             self._binding.model.refresh_layout()
-
-    def report(self) -> pd.DataFrame:
-        """Returns a row per step, bucket and round; see :meth:`commhooks.hook.Ledger.report`."""
-        return self.ledger.report()
-
-    def summary(self, steps: int = 100) -> str:
-        """Describes in words what this scheme's latest steps sent; see :meth:`Ledger.summary`."""
-        name = brief(without_flush(self.scheme))
-        world_size = max(self._engine.world_size, 1)
-        return self.ledger.summary(name, world_size, steps, since=self._since)
-
-    def add_scalars(self, writer: Any, prefix: str = "commhooks") -> None:
-        """Writes the latest step's sums to a TensorBoard ``SummaryWriter``."""
-        for name, value in self.ledger.last_step().items():
-            writer.add_scalar(f"{prefix}/{name}", value, self.step)
-        writer.add_scalar(f"{prefix}/memory_bytes", self._engine.memory.nbytes(), self.step)
-        writer.add_scalar(f"{prefix}/skipped_steps", self._engine.skipped, self.step)
 
     @property
     def skipped_steps(self) -> int:

@@ -196,7 +196,7 @@ def test_schemes_and_options_in_the_text_exist(page: Path) -> None:
     """Those of calls and of ``option=value`` between backticks; blocks of code are run."""
     for code in re.findall(r"`([^`\n]+)`", without_code(page)):
         for scheme in re.findall(r"\b(?:make\(|switch\(|register\(\w+, )\"(\w+)\"", code):
-            assert scheme in commhooks.scheme_names(), f"{page.name}: {code}"
+            assert scheme in (*commhooks.scheme_names(), "auto"), f"{page.name}: {code}"
         for option in re.findall(r"(?:^|\(|, )([a-z_]\w*)=(?!=)", code):
             assert option in options(), f"{page.name}: {code}"
 

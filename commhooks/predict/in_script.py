@@ -1,0 +1,144 @@
+"""Measures the headroom of a script that knows nothing of it, in each of its ranks' processes.
+
+``commhooks headroom`` has DistributedDataParallel's constructor call :func:`ddp_built`. The hook is
+registered at the first forward pass that trains: a script that registers one of its own does so
+before. When all steps have run, the next forward pass ends the process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from commhooks.errors import Error
+from commhooks.predict.headroom import Headroom
+from commhooks.predict.turns import Turns
+
+__all__ = ["ORDER", "ddp_built", "fsdp_built"]
+
+ORDER = "COMMHOOKS_HEADROOM"  # the environment variable with what is asked for, as JSON
+_STUBBORN = 3  # a script that catches SystemExit so often is ended at once
+
+
+class _Script:
+    """Holds the measurement of this process."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        self.steps, self.deadline = int(order["steps"]), float(order["deadline"])
+        self.out, self.status = order["out"], Path(order["status"])
+        self.models = 0
+        self.measured: DistributedDataParallel | None = None
+        self.turns: Turns | None = None
+        self.ends = 0
+
+    def tell(self, **facts: Any) -> None:
+        """Leaves facts for the command that has started this script; one rank per machine does."""
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        if int(os.environ.get("LOCAL_RANK", rank)) == 0:
+            told = json.loads(self.status.read_text()) if self.status.exists() else {}
+            self.status.write_text(json.dumps(told | facts))
+
+    def before_forward(self, ddp: DistributedDataParallel, _: Any) -> None:
+        """Marks the begin of a step; ends the process after the last one."""
+        if not torch.is_grad_enabled() or not ddp.training:
+            return  # an evaluation, which may be one rank's alone
+        if self.ends:
+            self.end()
+        if self.measured is None and not self.begin(ddp):
+            return
+        if self.measured is ddp and self.turns is not None:
+            try:
+                if self.turns.mark():
+                    self.report(self.turns)
+            except Error as error:
+                self.tell(failed=str(error))
+                self.end()
+
+    def begin(self, ddp: DistributedDataParallel) -> bool:
+        """Registers the hook on the first model that trains; whether it did."""
+        if ddp._comm_hooks:
+            hook = ddp._comm_hooks[0][0]
+            self.tell(own_hook=getattr(hook, "__qualname__", repr(hook)))
+            self.end()
+        if torch.distributed.get_world_size(ddp.process_group) == 1:
+            self.tell(alone=True)
+            self.end()
+        self.measured = ddp
+        try:
+            self.turns = Turns(ddp, self.steps, deadline=self.deadline)
+        except Error as error:
+            self.tell(failed=str(error))
+            self.end()
+        atexit.register(self.at_exit)
+        self.tell(begun=time.time(), needed=self.turns.steps_to_come)
+        return True
+
+    def report(self, turns: Turns) -> NoReturn:
+        """Prints the answer on rank 0, and ends the process."""
+        if not turns.turns:
+            self.tell(too_slow=turns.step)
+            self.end()
+        found = Headroom.of(*turns.results())
+        if torch.distributed.get_rank() == 0:
+            print(f"\n{found}\n", flush=True)
+            if self.models > 1:
+                print(
+                    f"The script has {self.models} DistributedDataParallel models: the first that "
+                    f"trained was\nmeasured, the others exchanged densely all the time.\n"
+                )
+            if self.out is not None:
+                found.save(self.out)
+        self.tell(done=turns.step)
+        self.end(done=True)
+
+    def end(self, *, done: bool = False) -> NoReturn:
+        """Ends the process, also one that catches ``SystemExit`` and goes on."""
+        self.ends += 1
+        if done and self.turns is not None:
+            self.turns.part()
+        if self.ends > _STUBBORN:
+            os._exit(0)
+        # Not a failure of the script's, which torchrun would report: the command says what it was.
+        raise SystemExit(0)
+
+    def at_exit(self) -> None:
+        """Tells how far the script came by itself."""
+        if not self.ends and self.turns is not None:
+            self.tell(ended=self.turns.step)
+
+
+_script: _Script | None = None
+
+
+def _this_script() -> _Script:
+    global _script
+    if _script is None:
+        _script = _Script(json.loads(os.environ[ORDER]))
+    return _script
+
+
+def ddp_built(ddp: DistributedDataParallel) -> None:
+    """Measures a model once it trains; called when its constructor has returned."""
+    script = _this_script()
+    script.models += 1
+    script.tell(ddp=True)
+    ddp.register_forward_pre_hook(torch.compiler.disable(partial(_before_forward, script)))
+
+
+def _before_forward(script: _Script, ddp: DistributedDataParallel, inputs: Any) -> None:
+    script.before_forward(ddp, inputs)
+
+
+def fsdp_built(model: Any) -> None:
+    """Ends a script that uses FSDP: there gradients are no buckets of a hook."""
+    script = _this_script()
+    script.tell(fsdp=True)
+    script.end()

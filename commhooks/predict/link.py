@@ -1,0 +1,329 @@
+"""Measures what joins the ranks of a job: collectives as training issues them, and a fit."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from commhooks.errors import MissingRankError, RegistrationError
+from commhooks.predict.fabric import Fabric, Link
+from commhooks.predict.link_fit import COLLECTIVES, Layout, Part, Time, fitted
+from ddp_core import AllGather, AllReduce, AllToAll
+from ddp_core.exchange.collectives import Collective
+from ddp_core.exchange.lane_groups import backend_for, group_store, is_gloo
+
+__all__ = ["LinkReport", "link_report", "measure_link"]
+
+_SIZES = tuple(2**power for power in range(10, 27, 2))  # 1 KiB to 64 MiB
+_LARGEST_RESULT = 2**30  # bytes: an all-gather's result has those of all ranks
+# Small messages are sent several times per measurement, for about this long: one alone would
+# measure how far apart the ranks leave the barrier before it.
+_BURST_S, _BURST = 2e-3, 20
+_ROUNDS_AT_LEAST, _ROUNDS_AT_MOST = 3, 15
+_numbers = itertools.count()  # of the measurements in this process, equal on all ranks
+
+
+@dataclass(frozen=True)
+class LinkReport:
+    """Holds a measured fabric, and the measurements.
+
+    Attributes:
+        fabric: the fit.
+        layout: how many ranks there are, and how many on a node.
+        times: of each part of the ranks, collective and size.
+        device: "cpu" or "cuda".
+        rounds: how often each was measured.
+        seconds: that all of it took.
+    """
+
+    fabric: Fabric
+    layout: Layout
+    times: tuple[Time, ...]
+    device: str
+    rounds: int
+    seconds: float
+
+
+def measure_link(
+    group: dist.ProcessGroup | None = None,
+    *,
+    budget_s: float = 10.0,
+    device: Literal["cpu", "cuda"] | None = None,
+    timeout_s: float = 120.0,
+) -> Fabric:
+    """Measures the fabric between the ranks of a group; all of them call it, between two steps.
+
+    Messages travel in process groups of its own, over the same library: the order of collectives
+    in the job's groups is not touched.
+
+    Args:
+        group: the ranks; the default group if None.
+        budget_s: seconds that the measurement may take, about. Sizes that would take too long are
+            left out.
+        device: of the tensors: "cpu" over Gloo or "cuda" over NCCL; what the group has by default.
+        timeout_s: seconds after which a missing rank is an error.
+
+    Returns:
+        The fabric, the same on all ranks.
+
+    Raises:
+        MissingRankError: a rank did not come in time, or ended.
+        RegistrationError: there is no process group, or one rank only.
+
+    Example:
+        >>> save_fabric(measure_link(), "link.json")
+    """
+    return link_report(group, budget_s=budget_s, device=device, timeout_s=timeout_s).fabric
+
+
+def link_report(
+    group: dist.ProcessGroup | None = None,
+    *,
+    budget_s: float = 10.0,
+    device: Literal["cpu", "cuda"] | None = None,
+    timeout_s: float = 120.0,
+) -> LinkReport:
+    """Measures as :func:`measure_link`; returns the measurements as well."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise RegistrationError(
+            "measure_link: no process group; call torch.distributed.init_process_group first"
+        )
+    if not budget_s > 0 or not timeout_s > 0:
+        raise ValueError(
+            f"measure_link(budget_s=..., timeout_s=...): seconds above 0, got {budget_s!r} and "
+            f"{timeout_s!r}"
+        )
+    whole: Any = dist.group.WORLD if group is None else group
+    if whole.size() < 2:
+        raise RegistrationError("measure_link: one rank has no link; start two or more")
+    try:
+        return _Measurement(whole, _device(whole, device), budget_s, timeout_s).run()
+    except RuntimeError as error:
+        if isinstance(error, MissingRankError):
+            raise
+        raise MissingRankError(
+            f"measure_link: a rank did not come within {timeout_s:.0f} s, or ended; all ranks of "
+            f"the group call it, between two steps: {error}"
+        ) from error
+
+
+def _device(group: dist.ProcessGroup, asked: str | None) -> torch.device:
+    cuda = torch.device("cuda")
+    has_nccl = torch.cuda.is_available() and not is_gloo(backend_for(group, cuda))
+    if asked is None:
+        asked = "cuda" if has_nccl and backend_for(group, cuda) is not None else "cpu"
+    if asked == "cuda" and not (torch.cuda.is_available() and dist.is_nccl_available()):
+        raise ValueError("measure_link(device='cuda'): there is no GPU here, or no NCCL")
+    return torch.device(asked)
+
+
+class _Own(NamedTuple):
+    """A part of the ranks, seen from this one; ``group`` is None where it does not take part."""
+
+    part: Part
+    size: int
+    group: Any
+
+
+class _Cell(NamedTuple):
+    """What is measured at once."""
+
+    part: int
+    collective: str
+    nbytes: int
+
+
+class _Measurement:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, budget_s: float, timeout_s: float
+    ) -> None:
+        self._begin, self._budget = time.perf_counter(), budget_s
+        self._rank, self._size, self._device = group.rank(), group.size(), device
+        self._timeout = timedelta(seconds=timeout_s)
+        store = group_store(group)
+        self._store = dist.distributed_c10d.PrefixStore(f"commhooks/link/{next(_numbers)}", store)
+        self._node = self._nodes(dist.get_rank())
+        per_node = max(self._node.count(node) for node in self._node)
+        self._layout = Layout(self._size, min(per_node, self._size))
+        self._parts = self._make_parts()
+
+    def run(self) -> LinkReport:
+        everyone = self._parts[-1].group
+        cells, bursts = self._grow()
+        rounds: list[list[float]] = []
+        took = 0.0
+        while len(rounds) < _ROUNDS_AT_LEAST or (
+            len(rounds) < _ROUNDS_AT_MOST and took * (1 + 1 / len(rounds)) < self._budget
+        ):
+            mine = [self._seconds(cell, burst) for cell, burst in zip(cells, bursts, strict=True)]
+            *agreed, took = self._highest([*mine, time.perf_counter() - self._begin])
+            rounds.append(agreed)
+        times = [_time(self._parts[cell.part].part, cell, [one[index] for one in rounds])
+                 for index, cell in enumerate(cells)]  # fmt: skip
+        fit = fitted(self._layout, times, "gloo" if self._device.type == "cpu" else "nccl")
+        # Rank 0's numbers: two processors may round differently.
+        links = [one and [one.latency, one.bandwidth] for one in (fit.between, fit.inside)]
+        if self._rank == 0:
+            self._store.set("fit", json.dumps(links))
+        between, inside = json.loads(self._get("fit"))
+        fit = replace(
+            fit,
+            between=Link(*between),
+            inside=inside and Link(*inside),
+            core_s_per_byte=self._core_seconds(cells),
+        )
+        seconds = time.perf_counter() - self._begin
+        AllReduce(self._zeros(4), "sum").issue(everyone).wait()  # nobody leaves before all have it
+        for own in self._parts:
+            if own.group is not None:
+                own.group.shutdown()
+        return LinkReport(fit, self._layout, tuple(times), self._device.type, len(rounds), seconds)
+
+    # ---- ranks
+
+    def _nodes(self, global_rank: int) -> list[str]:
+        """Returns the node of each rank, by the number of ranks per node that torchrun tells."""
+        local = os.environ.get("LOCAL_WORLD_SIZE")
+        mine = socket.gethostname() if local is None else f"node {global_rank // int(local)}"
+        self._store.set(f"node of {self._rank}", mine)
+        return [self._get(f"node of {rank}") for rank in range(self._size)]
+
+    def _make_parts(self) -> list[_Own]:
+        """Returns the parts that are measured; the last one is of all ranks."""
+        whole = range(self._size)
+        mates = [rank for rank in whole if self._node[rank] == self._node[self._rank]]
+        leaders = [self._node.index(node) for node in dict.fromkeys(self._node)]
+        if len(leaders) == 1:
+            return [self._own("inside", list(whole), "all")]
+        if len(leaders) == self._size:
+            return [self._own("between", list(whole), "all")]
+        return [
+            self._own("inside", mates, f"inside {self._node[self._rank]}"),
+            self._own("between", leaders, "between"),
+            self._own("all", list(whole), "all"),
+        ]
+
+    def _own(self, part: Part, ranks: list[int], name: str) -> _Own:
+        if self._rank not in ranks or len(ranks) < 2:
+            return _Own(part, len(ranks), None)
+        store = dist.distributed_c10d.PrefixStore(name, self._store)
+        rank, size = ranks.index(self._rank), len(ranks)
+        backend: Any
+        if self._device.type == "cpu":
+            kind = dist.ProcessGroup.BackendType.GLOO
+            backend = dist.ProcessGroupGloo(store, rank, size, timeout=self._timeout)
+        else:
+            kind = dist.ProcessGroup.BackendType.NCCL
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = self._timeout
+            backend = dist.ProcessGroupNCCL(store, rank, size, options)
+        # As the groups of lanes, torch.distributed does not know it.
+        group: Any = dist.ProcessGroup(store, rank, size)
+        group._set_default_backend(kind)
+        group._register_backend(self._device, kind, backend)
+        group._set_group_name(f"commhooks/link/{name}")
+        return _Own(part, size, group)
+
+    def _get(self, key: str) -> str:
+        self._store.wait([key], self._timeout)
+        return str(self._store.get(key).decode())
+
+    def _highest(self, values: Sequence[float]) -> list[float]:
+        """Returns the largest of all ranks, value by value."""
+        tensor = torch.tensor(values, dtype=torch.float64, device=self._device)
+        AllReduce(tensor, "max").issue(self._parts[-1].group).wait()
+        return [float(value) for value in tensor.tolist()]
+
+    # ---- times
+
+    def _grow(self) -> tuple[list[_Cell], list[int]]:
+        """Measures once, from small to large, until larger ones would not fit into the budget.
+
+        Returns what is to be measured, and how often in a row. The times do not count: the first
+        message of a kind opens connections and takes memory.
+        """
+        cells: list[_Cell] = []
+        bursts: list[int] = []
+        spent = 0.0
+        for nbytes in _SIZES:
+            some = [
+                _Cell(part, collective, nbytes)
+                for part, own in enumerate(self._parts)
+                for collective in COLLECTIVES
+                if collective != "all_gather" or nbytes * own.size <= _LARGEST_RESULT
+            ]
+            *seconds, took = self._highest(
+                [*(self._seconds(cell, 1) for cell in some), time.perf_counter() - self._begin]
+            )
+            often = [max(1, min(_BURST, round(_BURST_S / max(one, 1e-9)))) for one in seconds]
+            cells, bursts = [*cells, *some], [*bursts, *often]
+            last = sum(seconds)
+            spent += sum(one * count for one, count in zip(seconds, often, strict=True))
+            # The next size takes up to four times as long, once here and in each round.
+            rounds = _ROUNDS_AT_LEAST + 1
+            if took + 4 * last + rounds * (spent + 4 * last) > self._budget:
+                break
+        return cells, bursts
+
+    def _seconds(self, cell: _Cell, burst: int) -> float:
+        """Returns the seconds of one collective; 0 on a rank that does not take part."""
+        own = self._parts[cell.part]
+        if own.group is None:
+            return 0.0
+        make = _REQUESTS[cell.collective]
+        requests = [make(self._zeros(cell.nbytes), own.size) for _ in range(burst)]
+        AllReduce(self._zeros(4), "sum").issue(own.group).wait()  # all begin at the same time
+        self._settle()
+        begin = time.perf_counter()
+        for request in requests:
+            request.issue(own.group).wait()
+        self._settle()
+        return (time.perf_counter() - begin) / burst
+
+    def _core_seconds(self, cells: Sequence[_Cell]) -> float:
+        """Returns the processor time per byte that a rank sends; 0 where no processor does it."""
+        if self._device.type != "cpu":
+            return 0.0
+        nbytes = min(cells[-1].nbytes, 2**22)
+        request = AllReduce(self._zeros(nbytes), "sum")
+        found = []
+        for _ in range(3):
+            begin = time.process_time()
+            request.issue(self._parts[-1].group).wait()
+            found.append((time.process_time() - begin) / request.wire_nbytes(self._size))
+        return self._highest([statistics.median(found)])[0]
+
+    def _zeros(self, nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes // 4, device=self._device)
+
+    def _settle(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def _rows(tensor: torch.Tensor, ranks: int) -> torch.Tensor:
+    """Returns a row per rank, of about as many bytes together."""
+    return tensor.new_zeros(ranks, max(1, tensor.numel() // ranks))
+
+
+_REQUESTS: dict[str, Callable[[torch.Tensor, int], Collective]] = {
+    "all_reduce": lambda tensor, ranks: AllReduce(tensor, "sum"),
+    "all_gather": lambda tensor, ranks: AllGather(tensor),
+    "all_to_all": lambda tensor, ranks: AllToAll(_rows(tensor, ranks)),
+}
+
+
+def _time(part: Part, cell: _Cell, seconds: Sequence[float]) -> Time:
+    low, _, high = statistics.quantiles(seconds, n=4)
+    return Time(part, cell.collective, cell.nbytes, statistics.median(seconds), low, high)

@@ -1,0 +1,128 @@
+"""Predicts training with local steps (DiLoCo, local SGD): ranks communicate once in many steps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from commhooks.core.scheme import Scheme
+from commhooks.predict.collectives import collective_seconds
+from commhooks.predict.device import Device
+from commhooks.predict.fabric import Fabric
+from commhooks.predict.planned import planned
+from commhooks.predict.workload import Workload
+
+__all__ = ["LocalStep", "predict_local"]
+
+# Linux: a TCP connection that was idle for longer than this begins again with ten segments.
+_IDLE_S, _FIRST_NBYTES = 0.2, 10 * 1448
+
+
+@dataclass(frozen=True)
+class LocalStep:
+    """Holds a prediction of training with local steps.
+
+    Attributes:
+        step_s: seconds of a step, averaged over a period.
+        compute_s: seconds of a step without communication.
+        exchange_s: seconds from the begin to the end of an exchange of one fragment.
+        exposed_s: seconds of an exchange in which training waits.
+        payload_nbytes: bytes that a rank hands to collectives in a period.
+    """
+
+    step_s: float
+    compute_s: float
+    exchange_s: float
+    exposed_s: float
+    payload_nbytes: int
+
+    @property
+    def utilisation(self) -> float:
+        """Returns the share of the time that is spent computing."""
+        return self.compute_s / self.step_s
+
+
+def predict_local(
+    scheme: Scheme,
+    workload: Workload,
+    *,
+    every: int,
+    ranks: int,
+    fabric: Fabric,
+    device: Device,
+    fragments: int = 1,
+    delay: int = 0,
+    tcp: bool | None = None,
+) -> LocalStep:
+    """Predicts :class:`commhooks.DiLoCo` and :func:`commhooks.local_sgd`.
+
+    Args:
+        scheme: of the exchanges.
+        workload: a step without communication.
+        every: steps between two exchanges of a parameter.
+        ranks: number of ranks.
+        fabric: the links between them.
+        device: computes the scheme's part.
+        fragments, delay: of streaming DiLoCo.
+        tcp: whether the lines are TCP, which starts slowly after a pause; by default if the
+            fabric's library is not NCCL.
+
+    Raises:
+        ValueError: the settings do not fit together.
+
+    Example:
+        >>> predict_local(make("int4"), models["gpt2"], every=100, ranks=4,
+        ...               fabric=fabric("1gbe"), device=device("a100")).utilisation
+    """
+    if every < 1 or fragments < 1 or every % fragments or not 0 <= delay < every // fragments:
+        raise ValueError(
+            f"predict_local(every, fragments, delay): every is a multiple of fragments, and delay "
+            f"is below every / fragments, got {every}, {fragments} and {delay}"
+        )
+    apart = every // fragments
+    idle_s = apart * workload.compute_s
+    slow = _restart_s(fabric) if (fabric.library != "nccl" if tcp is None else tcp) else 0.0
+    times, payload = [], 0
+    for shapes in _fragments(workload, fragments):
+        exchange = planned(scheme, shapes, ranks)
+        seconds = sum(device.parts(scheme, shapes, ranks))
+        for message in exchange.messages:
+            payload += message.nbytes
+            one = collective_seconds(
+                message.collective, message.nbytes, ranks=ranks, fabric=fabric, part=message.ranks
+            )
+            seconds += float(one)
+        times.append(seconds + (slow if idle_s > _IDLE_S else 0.0))
+    exposed = [max(0.0, one - delay * workload.compute_s) for one in times]
+    return LocalStep(
+        step_s=workload.compute_s + sum(exposed) / every,
+        compute_s=workload.compute_s,
+        exchange_s=max(times),
+        exposed_s=max(exposed),
+        payload_nbytes=payload,
+    )
+
+
+def _fragments(workload: Workload, count: int) -> list[tuple[torch.Size, ...]]:
+    """Returns the shapes of consecutive parts of about equal size."""
+    parts: list[list[torch.Size]] = [[] for _ in range(count)]
+    before = 0
+    for layer in workload.layers:
+        middle = before + layer.numel / 2
+        parts[min(int(count * middle / workload.numel), count - 1)].append(torch.Size(layer.shape))
+        before += layer.numel
+    return [tuple(part) for part in parts if part]
+
+
+def _restart_s(fabric: Fabric) -> float:
+    """Returns what a line loses that has been idle: its window doubles once per round trip.
+
+    After ``rounds`` round trips it has sent as much as fits into one at full rate, so that all of
+    them but one are lost.
+    """
+    link = fabric.between
+    round_trip = 2 * link.latency
+    rounds = math.log2(max(1.0, link.bandwidth * round_trip / _FIRST_NBYTES))
+    return max(0.0, rounds - 1) * round_trip

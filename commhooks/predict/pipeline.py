@@ -1,0 +1,98 @@
+"""Simulates exchanges of buckets beside backward, for many cases at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Parts", "pipelined"]
+
+Times = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Holds what exchanges take: arrays by bucket, part of an exchange, and case.
+
+    An exchange computes, sends, computes, and so on: it has one computation more than messages.
+
+    Attributes:
+        ready: seconds from the begin of a step to a bucket's last gradient, by bucket and case.
+            Infinite: the case has no such bucket.
+        rounds: number of messages, by bucket and case.
+        codec: seconds of computations.
+        wire: seconds of messages.
+        core: seconds of a processor that moves the bytes of messages.
+    """
+
+    ready: Times
+    rounds: NDArray[np.int64]
+    codec: Times
+    wire: Times
+    core: Times
+
+    @classmethod
+    def empty(cls, buckets: int, rounds: int, cases: tuple[int, ...]) -> Parts:
+        """Returns arrays for up to so many buckets and messages each."""
+        return cls(
+            ready=np.full((buckets, *cases), np.inf),
+            rounds=np.zeros((buckets, *cases), dtype=np.int64),
+            codec=np.zeros((buckets, rounds + 1, *cases)),
+            # As long as ``codec``: one index finds both.
+            wire=np.zeros((buckets, rounds + 1, *cases)),
+            core=np.zeros((buckets, rounds + 1, *cases)),
+        )
+
+
+def pipelined(parts: Parts, *, backward_ends: float, contention: float) -> Times:
+    """Returns the seconds after which all exchanges and backward are over, by case.
+
+    The device computes one part after the other, and the links carry one message after the other,
+    in the order in which they are due. While backward runs, the schemes' computations, and the
+    processor's part in moving bytes, delay it by the ``contention``.
+
+    Args:
+        parts: of all cases.
+        backward_ends: seconds from the begin of a step.
+        contention: see :class:`commhooks.predict.Device`.
+    """
+    buckets, width, *cases = parts.codec.shape
+    count = int(np.prod(cases))
+    due = parts.ready.reshape(buckets, count).copy()  # when a bucket's next part may begin
+    rounds = parts.rounds.reshape(buckets, count)
+    codec, wire, core = (one.reshape(-1, count) for one in (parts.codec, parts.wire, parts.core))
+    part = np.zeros((buckets, count), dtype=np.int64)
+    case = np.arange(count)
+    link_free, device_free, delay = (np.zeros(count) for _ in range(3))
+    finished = np.full(count, backward_ends)
+    while buckets:
+        bucket = due.argmin(axis=0)
+        moment = due[bucket, case]
+        open_ = np.isfinite(moment)
+        if not open_.any():
+            break
+        number = part[bucket, case]
+        at = bucket * width + np.minimum(number, width - 1)
+        # A case that is over goes on with parts of no length, which change nothing.
+        # Backward is behind by what the schemes have computed so far.
+        moment = np.where(open_, moment + np.where(number == 0, delay, 0.0), 0.0)
+        seconds = np.where(open_, codec[at, case], 0.0)
+        begin = np.maximum(moment, device_free)
+        device_free = begin + seconds
+        delay = delay + np.where(begin < backward_ends + delay, contention * seconds, 0.0)
+        last = number >= rounds[bucket, case]
+        finished = np.where(last, np.maximum(finished, device_free), finished)
+
+        begin = np.maximum(link_free, device_free)
+        seconds = np.where(last, 0.0, wire[at, case])
+        beside = np.clip(
+            (backward_ends + delay - begin) / np.where(seconds > 0, seconds, 1.0), 0.0, 1.0
+        )
+        delay = delay + np.where(seconds > 0, contention * core[at, case] * beside, 0.0)
+        link_free = np.where(last, link_free, begin + seconds)
+        due[bucket, case] = np.where(last, np.inf, link_free)
+        part[bucket, case] = number + 1
+    ends: Times = np.maximum(finished, backward_ends + delay).reshape(cases)
+    return ends

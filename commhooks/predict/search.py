@@ -1,0 +1,260 @@
+"""Searches for the scheme of ``register(model, "auto")``, stage by stage, between two steps.
+
+The first steps are dense and are timed; then gradients are exchanged after backward, which shows
+when each comes; then the links are measured, all candidates are predicted, and the most promising
+ones are tried. Every rank does the same in the same step, and all decide by the slowest rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from commhooks.core.scheme import Scheme
+from commhooks.hook.handshake import MEETING
+from commhooks.hook.running import Running
+from commhooks.predict.advise import CAPS_MB, Option, advise
+from commhooks.predict.device import ThisDevice
+from commhooks.predict.link import measure_link
+from commhooks.predict.recorded import Recorder
+from commhooks.wrappers.make import make
+from ddp_core import DistributedDataParallel as CoreDDP
+
+__all__ = ["Search", "chosen", "promising"]
+
+LOG = logging.getLogger("commhooks")
+
+# A scheme is kept if its steps take at most this share of dense ones.
+_WON = 0.98
+# Candidates that are predicted within this factor of the best one are tried, up to a number.
+_NEAR, _TRIALS = 1.10, 3
+
+
+class _Stage(Enum):
+    DENSE = "dense steps"
+    HELD = "dense steps whose gradients are exchanged after backward"
+    TRIAL = "steps with a candidate"
+    DONE = "decided"
+
+
+class Search:
+    """Runs the stages of a search on one hook.
+
+    Args:
+        hook: runs the scheme.
+        install: makes the hook run another scheme from the next step on.
+        candidates: schemes by name.
+        error: largest relative squared error of an exchange.
+        steps: steps of which the median counts, for each scheme that is timed.
+        link_s: seconds in which the links are measured, about.
+
+    Attributes:
+        over: whether the decision is taken.
+        plan: the decision in words.
+        cap_mb: MiB at which a bucket is full. None: not chosen.
+    """
+
+    def __init__(
+        self,
+        hook: Running,
+        install: Callable[[Scheme], None],
+        candidates: Mapping[str, Scheme],
+        *,
+        error: float,
+        steps: int,
+        link_s: float,
+    ) -> None:
+        self._hook, self._install, self._candidates = hook, install, candidates
+        self._error, self._steps, self._link_s = error, steps, link_s
+        self.plan = "auto: nothing is decided yet"
+        self.cap_mb: float | None = None
+        self._stage, self._begun = _Stage.DENSE, 0  # the step in which the stage began
+        self._times: list[float] = []
+        self._last = (-1, 0.0)  # the latest step, and when it began
+        self._dense_s = 0.0
+        self._recorder: Recorder | None = None
+        self._to_try: list[Option] = []
+        self._tried: list[tuple[float, Option]] = []
+
+    @property
+    def over(self) -> bool:
+        return self._stage is _Stage.DONE
+
+    def end(self, plan: str) -> None:
+        """Ends the search with a decision that was taken elsewhere."""
+        self._stage, self.cap_mb, self.plan = _Stage.DONE, None, plan
+        if self._recorder is not None:
+            self._recorder.close()
+            self._recorder = None
+
+    def forward_begins(self) -> None:
+        """Takes the next decision if a step has ended and a stage with it."""
+        if not self.over and self._hook.step != self._last[0]:
+            self._step_begins()
+
+    def _step_begins(self) -> None:
+        now = time.perf_counter()
+        before, began = self._last
+        since = self._hook.step - self._begun
+        # Two steps warm up: buckets are rebuilt, and memory is made.
+        if before == self._hook.step - 1 and since > 2:
+            self._times.append(now - began)
+        if self._stage is _Stage.HELD and since == 2:
+            self._recorder = Recorder(self._model(), sample=2**20)
+        if since == self._steps + 2:
+            self._end_stage()
+            now = time.perf_counter()  # the next step begins after what was measured
+        if self._recorder is not None:
+            self._recorder.step_begins(self._waited())
+        self._last = (self._hook.step, now)
+
+    def _end_stage(self) -> None:
+        seconds = self._slowest(statistics.median(self._times))
+        if self._stage is _Stage.DENSE:
+            self._dense_s = seconds
+            self._enter(_Stage.HELD, make("none", coalesce=True))
+        elif self._stage is _Stage.HELD:
+            self._choose()
+        else:
+            self._tried.append((seconds, self._to_try.pop(0)))
+            self._try_next()
+
+    def _enter(self, stage: _Stage, scheme: Scheme) -> None:
+        self._stage, self._begun, self._times = stage, self._hook.step, []
+        self._install(scheme)
+
+    def _choose(self) -> None:
+        """Predicts all candidates and begins to try the most promising ones."""
+        assert self._recorder is not None
+        self._recorder.step_begins(self._waited())
+        workload = self._recorder.workload(type(self._model()).__name__)
+        gradients = self._recorder.gradients()
+        self._recorder.close()
+        self._recorder = None
+        fabric = measure_link(self._hook._binding.group(), budget_s=self._link_s)
+        device = ThisDevice(next(self._model().parameters()).device)
+        options = advise(
+            workload,
+            ranks=self._hook._binding.group().size(),
+            fabric=fabric,
+            device=device,
+            candidates=self._candidates,
+            error=self._error,
+            caps_mb=self._caps(),
+            gradients=gradients,
+        )
+        self._to_try = promising(self._agreed_on(options))
+        LOG.info(
+            "auto: a dense step takes %.1f ms; to be tried: %s",
+            1e3 * self._dense_s,
+            ", ".join(str(one) for one in self._to_try) or "nothing",
+        )
+        self._try_next()
+
+    def _try_next(self) -> None:
+        if self._to_try:
+            option = self._to_try[0]
+            self.cap_mb = option.cap_mb
+            self._enter(_Stage.TRIAL, option.scheme)
+            return
+        self._decide()
+
+    def _decide(self) -> None:
+        """Takes the fastest scheme of those that were tried, or none."""
+        dense_s = min([self._dense_s, *(took for took, one in self._tried if one.name == "none")])
+        best = chosen(self._tried, dense_s)
+        if best is None:
+            self.cap_mb, scheme = None, make("none")
+            verdict = "auto runs none: do not compress, nothing that was tried is faster"
+        else:
+            seconds, option = best
+            self.cap_mb, scheme = option.cap_mb, option.scheme
+            verdict = f"auto runs {option}: {100 * (1 - seconds / dense_s):.0f} % faster"
+        self._enter(_Stage.DONE, scheme)
+        lines = [
+            f"{option}: {1e3 * took:.1f} ms per step, predicted {1e3 * option.step.step_s:.1f} ms"
+            for took, option in self._tried
+        ]
+        dense = f"dense: {1e3 * self._dense_s:.1f} ms per step"
+        self.plan = f"{verdict} than dense steps. " + "; ".join([dense, *lines]) + "."
+        LOG.info(self.plan)
+
+    # ---- parts
+
+    def _waited(self) -> float:
+        """Returns the seconds of the latest step that were communication after backward."""
+        return self._hook.ledger.last_step().get("exposed_s", 0.0)
+
+    def _model(self) -> nn.Module:
+        model: nn.Module = self._hook._binding.model
+        return model
+
+    def _caps(self) -> Sequence[float]:
+        """Returns the bucket sizes that there can be, MiB."""
+        model = self._model()
+        if isinstance(model, CoreDDP):
+            return CAPS_MB
+        cap = getattr(model, "bucket_bytes_cap", 25 * 2**20)  # torch's class keeps its buckets
+        return (cap / 2**20,)
+
+    def _slowest(self, seconds: float) -> float:
+        """Returns the time of the slowest rank."""
+        slowest: float = max(self._of_all(seconds))
+        return slowest
+
+    def _agreed_on(self, options: list[Option]) -> list[Option]:
+        """Returns the options with the predictions of rank 0, in the same order on all ranks."""
+        mine = [(one.name, one.cap_mb) for one in options]
+        order = self._of_all(mine)[0]
+        by_key = {(one.name, one.cap_mb): one for one in options}
+        return [by_key[tuple(key)] for key in order if tuple(key) in by_key]
+
+    def _of_all(self, value: Any) -> list[Any]:
+        """Gathers a value from all ranks, which have all come here, or raises."""
+        self._hook._meet("auto", {"stage": self._stage.value, "step": self._hook.step}, MEETING)
+        group = self._hook._binding.group()
+        found: list[Any] = [None] * group.size()
+        with self._hook._binding.on_device():
+            dist.all_gather_object(found, value, group=group)
+        return found
+
+
+def promising(options: Sequence[Option]) -> list[Option]:
+    """Returns what is to be tried: the best option of each scheme that is near the best of all.
+
+    The best dense one comes last: a machine that has become slower since the first steps would
+    otherwise make every scheme look slow.
+
+    Args:
+        options: predictions, the fastest first.
+    """
+    best: dict[str, Option] = {}
+    for option in options:
+        best.setdefault(option.name, option)
+    fastest = min((one.step.step_s for one in best.values()), default=0.0)
+    near = [one for one in best.values() if one.step.step_s <= _NEAR * fastest]
+    some = [one for one in near if one.name != "none"][:_TRIALS]
+    return [*some, best["none"]] if some else []
+
+
+def chosen(tried: Sequence[tuple[float, Option]], dense_s: float) -> tuple[float, Option] | None:
+    """Returns the seconds and the option to keep, or None if dense steps are as fast.
+
+    Of several that are nearly as fast as the fastest, the one that changes gradients least.
+
+    Args:
+        tried: seconds of a step, by option.
+        dense_s: seconds of a dense step.
+    """
+    fastest = min((took for took, _ in tried), default=dense_s)
+    if fastest > _WON * dense_s:
+        return None
+    near = [one for one in tried if one[0] <= min(fastest / _WON, _WON * dense_s)]
+    return min(near, key=lambda one: (one[1].error, one[0]))

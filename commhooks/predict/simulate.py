@@ -1,0 +1,218 @@
+"""Compares predicted steps of schemes with bf16, over numbers of ranks, fabrics and bandwidths."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from commhooks.core.scheme import Scheme
+from commhooks.predict.device import Device
+from commhooks.predict.fabric import Fabric, Link
+from commhooks.predict.step import Steps, predict_steps
+from commhooks.predict.workload import Workload
+from commhooks.wrappers.make import make
+
+__all__ = ["BANDWIDTHS", "BASELINE", "MARGIN", "Comparison", "Row", "compare", "write_csv"]
+
+BASELINE = "bf16"
+# A scheme pays if it saves this share of the step: predictions are not more exact than that.
+MARGIN = 0.02
+WORLD_SIZES = tuple(2**power for power in range(1, 15))  # 2 to 16,384
+# Bytes per second: 10 Mbit/s to 1 Tbit/s.
+BANDWIDTHS = 1.25e6 * 10.0 ** np.linspace(0, 5, 101)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Holds the prediction for one scheme, number of ranks and fabric.
+
+    Attributes:
+        fabric, ranks, scheme: what is predicted.
+        step_s, exposed_s, wire_s, codec_s: see :class:`commhooks.predict.Step`.
+        speedup: step with bf16 over this step.
+        payload_nbytes: bytes that a rank hands to collectives, per step.
+        rank_nbytes: bytes that a rank sends, per step.
+        link_nbytes: bytes that a node sends to others, per step, at least.
+        rounds: collectives per step.
+        pays_below: bandwidth between nodes, bytes per second, from which on bf16 is as fast. 0: it
+            is at any bandwidth. Infinite: at none.
+    """
+
+    fabric: str
+    ranks: int
+    scheme: str
+    step_s: float
+    exposed_s: float
+    wire_s: float
+    codec_s: float
+    speedup: float
+    payload_nbytes: int
+    rank_nbytes: float
+    link_nbytes: float
+    rounds: int
+    pays_below: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Holds predictions of schemes for one step of one model.
+
+    Attributes:
+        workload: the step without communication.
+        schemes: by the names that are shown; "bf16" is among them.
+        ranks: numbers of ranks that were asked for.
+        sizes: numbers of ranks that were predicted: more, for where a scheme stops paying.
+        fabrics: the links.
+        steps: predictions by scheme, size and fabric.
+        by_bandwidth: predictions by scheme, number of ranks, and fabric times bandwidth.
+        link_nbytes: bytes that a node sends, by scheme, number of ranks and fabric.
+    """
+
+    workload: Workload
+    schemes: Mapping[str, Scheme]
+    ranks: tuple[int, ...]
+    sizes: tuple[int, ...]
+    fabrics: tuple[Fabric, ...]
+    steps: Steps
+    by_bandwidth: Steps
+    link_nbytes: NDArray[np.float64]
+
+    @property
+    def speedup(self) -> NDArray[np.float64]:
+        """Returns steps with bf16 over those with each scheme, by scheme, size and fabric."""
+        return self._over_baseline(self.steps)
+
+    @property
+    def speedup_by_bandwidth(self) -> NDArray[np.float64]:
+        """Returns the same by scheme, number of ranks, fabric and bandwidth of ``BANDWIDTHS``."""
+        found = self._over_baseline(self.by_bandwidth)
+        shape = (len(self.schemes), len(self.ranks), len(self.fabrics), len(BANDWIDTHS))
+        return found.reshape(shape)
+
+    def _over_baseline(self, steps: Steps) -> NDArray[np.float64]:
+        baseline = list(self.schemes).index(BASELINE)
+        found: NDArray[np.float64] = steps.step_s[baseline] / steps.step_s
+        return found
+
+    def rows(self) -> Iterator[Row]:
+        """Yields the predictions by fabric, number of ranks and scheme."""
+        speedup, curves = self.speedup, self.speedup_by_bandwidth
+        for f, fabric in enumerate(self.fabrics):
+            for r, ranks in enumerate(self.ranks):
+                for s, scheme in enumerate(self.schemes):
+                    at = (s, self.sizes.index(ranks), f)
+                    step = self.steps[at]
+                    yield Row(
+                        fabric.name,
+                        ranks,
+                        scheme,
+                        step_s=step.step_s,
+                        exposed_s=step.exposed_s,
+                        wire_s=step.wire_s,
+                        codec_s=step.codec_s,
+                        speedup=float(speedup[at]),
+                        payload_nbytes=step.payload_nbytes,
+                        rank_nbytes=step.wire_nbytes,
+                        link_nbytes=float(self.link_nbytes[s, r, f]),
+                        rounds=step.rounds,
+                        pays_below=_last_paying(curves[s, r, f]),
+                    )
+
+    def paying_sizes(self, scheme: str, fabric: int = 0) -> list[int]:
+        """Returns the sizes at which a scheme pays on a fabric, by position."""
+        gains = self.speedup[list(self.schemes).index(scheme), :, fabric]
+        return [size for size, gain in zip(self.sizes, gains, strict=True) if gain >= 1 + MARGIN]
+
+
+def _last_paying(speedup: NDArray[np.float64]) -> float:
+    """Returns the bandwidth at which the last gain of the margin is, between two predictions."""
+    paying = np.flatnonzero(speedup >= 1 + MARGIN)
+    if not len(paying):
+        return 0.0
+    last = int(paying[-1])
+    if last == len(BANDWIDTHS) - 1:
+        return math.inf
+    gains, ends = speedup[last : last + 2], np.log(BANDWIDTHS[last : last + 2])
+    return float(np.exp(np.interp(1 + MARGIN, gains[::-1], ends[::-1])))
+
+
+def compare(
+    workload: Workload,
+    schemes: Mapping[str, Scheme],
+    *,
+    ranks: Sequence[int],
+    fabrics: Sequence[Fabric],
+    device: Device,
+    cap_mb: float = 25.0,
+) -> Comparison:
+    """Predicts steps of schemes, with "bf16" first, and where each stops paying.
+
+    Args:
+        workload: the step without communication.
+        schemes: by the names that are shown.
+        ranks: numbers of ranks, 2 or more each.
+        fabrics: the links.
+        device: computes the schemes' part.
+        cap_mb: MiB at which a bucket is full.
+
+    Raises:
+        ValueError: a number of ranks is below 2.
+        PredictionError: a scheme cannot be predicted; the message says why.
+
+    Example:
+        >>> found = compare(model("gpt2").workload(DEVICES["a100"]), {"int8": make("int8")},
+        ...                 ranks=[8], fabrics=[fabric("10gbe")], device=DEVICES["a100"])
+        >>> [(row.scheme, row.step_s) for row in found.rows()]
+    """
+    if not ranks or min(ranks) < 2:
+        raise ValueError(f"compare(ranks=...): one number or more, 2 at least, got {list(ranks)}")
+    asked = tuple(dict.fromkeys(ranks))
+    sizes = tuple(sorted({*asked, *WORLD_SIZES}))
+    compared = {BASELINE: make(BASELINE)} | dict(schemes)
+    made = list(compared.values())
+    scaled = [
+        replace(one, between=replace(one.between, bandwidth=float(bandwidth)))
+        for one in fabrics
+        for bandwidth in BANDWIDTHS
+    ]
+
+    def predicted(counts: Sequence[int], links: Sequence[Fabric]) -> Steps:
+        return predict_steps(
+            made, workload, ranks=counts, fabrics=links, device=device, cap_mb=cap_mb
+        )
+
+    # Links on which a byte between nodes takes a second, and nothing else takes any time.
+    counting = [_counting(one) for one in fabrics]
+    return Comparison(
+        workload,
+        compared,
+        asked,
+        sizes,
+        tuple(fabrics),
+        steps=predicted(sizes, fabrics),
+        by_bandwidth=predicted(asked, scaled),
+        link_nbytes=predicted(asked, counting).wire_s,
+    )
+
+
+def _counting(fabric: Fabric) -> Fabric:
+    free = Link(0.0, math.inf)
+    inside = None if fabric.inside is None else free
+    multicast = None if fabric.multicast is None else math.inf
+    return replace(fabric, between=Link(0.0, 1.0), inside=inside, multicast=multicast)
+
+
+def write_csv(comparison: Comparison, path: Path) -> None:
+    """Writes a row per fabric, number of ranks and scheme, with the attributes of :class:`Row`."""
+    names = [field.name for field in fields(Row)]
+    with path.open("w", newline="", encoding="utf-8") as file:
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow(names)
+        for row in comparison.rows():
+            table.writerow([getattr(row, name) for name in names])

@@ -1,0 +1,190 @@
+"""Describes a training step without communication: parameters, and when their gradients come."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from ddp_core.reducer.layout import assign_buckets
+
+__all__ = ["Buckets", "Layer", "Workload", "load_workload", "save_workload"]
+
+MiB = 2**20
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Describes a parameter.
+
+    Attributes:
+        name: of the parameter.
+        shape: of the parameter.
+        flops: floating-point operations of the forward pass of one sample that use it. Backward
+            takes twice as many.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    flops: float
+
+    @property
+    def numel(self) -> int:
+        """Returns the number of entries."""
+        return torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """Describes the buckets of a step, in the order in which they are launched.
+
+    Attributes:
+        shapes: of the parameters of each bucket.
+        ready: seconds from the begin of a step to the last gradient of each bucket.
+    """
+
+    shapes: tuple[tuple[torch.Size, ...], ...]
+    ready: NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Describes a training step of one rank without communication.
+
+    Attributes:
+        name: shown in tables.
+        layers: parameters in the order of the forward pass.
+        forward_s, backward_s, optimizer_s: seconds of the parts of a step. With gradient
+            accumulation ``forward_s`` is everything before the last backward pass.
+        ready_s: seconds from the begin of the last backward pass to each parameter's gradient, in
+            the order of ``layers``; by the layers' FLOPs if not given.
+
+    Example:
+        >>> Workload.of("mine", [Layer("w", (512, 512), 2 * 512**2)], forward_s=0.01)
+    """
+
+    name: str
+    layers: tuple[Layer, ...]
+    forward_s: float
+    backward_s: float
+    optimizer_s: float = 0.0
+    ready_s: tuple[float, ...] | None = None
+
+    @classmethod
+    def of(cls, name: str, layers: Iterable[Layer], *, forward_s: float) -> Workload:
+        """Returns a workload whose backward pass takes twice the time of its forward pass."""
+        return cls(name, tuple(layers), forward_s, 2 * forward_s)
+
+    @classmethod
+    def of_module(cls, module: nn.Module, *, forward_s: float, name: str = "") -> Workload:
+        """Returns the workload of a model whose layers take time by their parameters.
+
+        Args:
+            module: the model; its parameters are taken to be used in the order of registration.
+            forward_s: seconds of a forward pass.
+            name: shown in tables; the class of the model by default.
+        """
+        layers = [
+            Layer(key, tuple(one.shape), 2.0 * one.numel())
+            for key, one in module.named_parameters()
+            if one.requires_grad
+        ]
+        return cls.of(name or type(module).__name__, layers, forward_s=forward_s)
+
+    @property
+    def numel(self) -> int:
+        """Returns the number of entries of all parameters."""
+        return sum(layer.numel for layer in self.layers)
+
+    @property
+    def compute_s(self) -> float:
+        """Returns the seconds of a step without communication."""
+        return self.forward_s + self.backward_s + self.optimizer_s
+
+    @cached_property
+    def arrivals(self) -> NDArray[np.float64]:
+        """Returns the seconds from the begin of the step to each parameter's gradient."""
+        if self.ready_s is not None:
+            return self.forward_s + np.asarray(self.ready_s, dtype=np.float64)
+        flops = np.array([layer.flops for layer in self.layers], dtype=np.float64)
+        done = np.cumsum(flops[::-1])[::-1]  # backward begins with the last layer
+        return self.forward_s + self.backward_s * done / max(done[0] if len(done) else 0.0, 1e-30)
+
+    def buckets(
+        self,
+        *,
+        cap_mb: float = 25.0,
+        first_mb: float = 1.0,
+        kind_of: Callable[[str, torch.Size], object] | None = None,
+    ) -> Buckets:
+        """Returns the buckets that DistributedDataParallel makes of the gradients.
+
+        Args:
+            cap_mb, first_mb: MiB at which a bucket, and the first one, are full.
+            kind_of: what a scheme asks for: parameters of different kinds share no bucket.
+        """
+        order = np.argsort(self.arrivals, kind="stable").tolist()
+        # Gradients that come together come in reverse order, as backward computes them.
+        order.sort(key=lambda index: (self.arrivals[index], -index))
+        shapes = [torch.Size(layer.shape) for layer in self.layers]
+        kinds = [
+            None if kind_of is None else kind_of(layer.name, shape)
+            for layer, shape in zip(self.layers, shapes, strict=True)
+        ]
+        indices = assign_buckets(
+            [4 * layer.numel for layer in self.layers],
+            kinds,
+            (int(first_mb * MiB), int(cap_mb * MiB)),
+            alone=[False] * len(self.layers),
+            order=order,
+        )
+        ready = np.array([max(self.arrivals[index] for index in one) for one in indices])
+        launch = np.argsort(ready, kind="stable")
+        return Buckets(
+            tuple(tuple(shapes[index] for index in indices[at]) for at in launch), ready[launch]
+        )
+
+    def accumulated(self, passes: int) -> Workload:
+        """Returns the workload of ``passes`` backward passes per exchange."""
+        before = (passes - 1) * (self.forward_s + self.backward_s)
+        return Workload(
+            self.name,
+            self.layers,
+            self.forward_s + before,
+            self.backward_s,
+            self.optimizer_s,
+            self.ready_s,
+        )
+
+
+def save_workload(workload: Workload, path: str | Path) -> None:
+    """Writes a workload as JSON, for :func:`load_workload` and ``--timeline``."""
+    Path(path).write_text(json.dumps(asdict(workload)) + "\n", encoding="utf-8")
+
+
+def load_workload(path: str | Path) -> Workload:
+    """Reads a workload that :func:`save_workload` wrote.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file has something else.
+    """
+    try:
+        values: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+        layers = tuple(
+            Layer(one["name"], tuple(one["shape"]), one["flops"]) for one in values.pop("layers")
+        )
+        ready_s = values.pop("ready_s", None)
+        return Workload(
+            layers=layers, ready_s=None if ready_s is None else tuple(ready_s), **values
+        )
+    except (UnicodeDecodeError, json.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"load_workload({str(path)!r}): not a workload's file: {error}") from error

@@ -1,0 +1,108 @@
+"""Builds the page of a run: what a hook sent, when, and what backward waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from commhooks.hook.brief import brief
+from commhooks.report.colours import BLUE, GREY, RED
+from commhooks.report.page import Page
+from commhooks.report.timeline import draw
+from commhooks.wrappers.feedback import without_flush
+from ddp_core import needs
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+    from commhooks.hook.state import HookState
+
+__all__ = ["write_page"]
+
+
+def write_page(hook: HookState, path: str | Path, title: str = "") -> None:
+    """Writes the page of a hook's run.
+
+    Args:
+        hook: the hook; one rank's page has that rank's times.
+        path: HTML file to write.
+        title: heading; the scheme by default.
+
+    Raises:
+        MissingPackageError: matplotlib or pandas is not installed.
+    """
+    summary: Any = hook.summary()
+    page = Page(title or f"{brief(without_flush(hook.scheme))} on {hook.world_size} ranks")
+    page.text(summary)
+    rows = hook.report()
+    if len(rows):
+        page.table(("", ""), summary.facts[1:])
+        page.section("A step over time")
+        _timeline(page, hook)
+        page.section("Bytes of each bucket")
+        _bytes(page, rows)
+        page.section("Steps")
+        page.figure(_steps(rows), "On a GPU times are known of some steps only.")
+    page.write(path)
+
+
+def _timeline(page: Page, hook: HookState) -> None:
+    try:
+        figure: Any = draw(hook.ledger).figure
+    except ValueError:
+        page.text("No step has known times.")
+        return
+    page.figure(figure, "What comes after the last bucket has begun is not hidden by backward.")
+
+
+def _bytes(page: Page, rows: pd.DataFrame) -> None:
+    last = rows[rows.step == rows.step.max()]
+    buckets = last.groupby("bucket")
+    table = [
+        (
+            int(bucket),
+            " + ".join(some.collective),
+            int(some.dense_bytes.sum()) / 1e6,
+            int(some.payload_bytes.sum()) / 1e6,
+            float(some.wire_bytes.sum()) / 1e6,
+            float(some.dense_wire_bytes.sum()) / 1e6,
+        )
+        for bucket, some in buckets
+    ]
+    columns = (
+        "bucket",
+        "collectives",
+        "gradient (MB)",
+        "payload (MB)",
+        "on the wire (MB)",
+        "dense on the wire (MB)",
+    )
+    page.table(columns, table, f"Step {int(last.step.iloc[0])}, of this rank.")
+
+
+def _steps(rows: pd.DataFrame) -> Figure:
+    with needs("hook.page()", "matplotlib"):
+        from matplotlib.figure import Figure
+
+    steps = rows.groupby("step")[["wire_bytes", "dense_wire_bytes", "exposed_s"]].sum(min_count=1)
+    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True)
+    # Points where there are few, and else lines.
+    style: dict[str, Any] = {"marker": "." if len(steps) < 60 else "", "linewidth": 1}
+    above.plot(steps.index, steps.dense_wire_bytes / 1e6, color=GREY, label="dense", **style)
+    above.plot(steps.index, steps.wire_bytes / 1e6, color=BLUE, label="sent", **style)
+    above.set(ylabel="MB on the wire", ylim=(0, None))
+    above.legend(frameon=False, fontsize=8)
+    waits = steps.exposed_s.dropna()
+    below.plot(waits.index, 1e3 * waits, color=RED, **style)
+    below.set(ylabel="exposed (ms)", xlabel="step", ylim=(0, None))
+    for axes in (above, below):
+        _plain(axes, ("top", "right"))
+    return figure
+
+
+def _plain(axes: Any, sides: Sequence[str]) -> None:
+    for side in sides:
+        axes.spines[side].set_visible(False)

@@ -1,0 +1,1 @@
+"""Compares predictions with measurements that others published."""

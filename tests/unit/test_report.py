@@ -1,0 +1,194 @@
+"""Tests pictures, traces and pages of what a hook sent."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing import assert_close
+
+import commhooks
+from commhooks.hook.ledger import Ledger
+from commhooks.report import Page
+from commhooks.report.labels import spread
+from commhooks.report.timeline import chrome_trace, draw, spans
+from ddp_core import RoundRecord
+
+
+def row(step: int, bucket: int, number: int, begin: float, *, last: bool) -> RoundRecord:
+    """Encodes for 1 s, waits 1 s for its lane, travels 2 s, and decodes for 1 s if last."""
+    return RoundRecord(
+        *(step, bucket, number, "all_reduce", 400, 100, 100.0),
+        resumed=begin,
+        yielded=begin + 1,
+        issued=begin + 2,
+        done=begin + 4,
+        finished=begin + 5 if last else begin + 4,
+        dense_wire_bytes=400.0,
+    )
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def ledger() -> Ledger:
+    found = Ledger()
+    for step in (0, 1):
+        zero = 100.0 * step
+        found.add(row(step, 0, 0, zero, last=False))
+        found.add(row(step, 0, 1, zero + 4, last=True))
+        found.add(row(step, 1, 0, zero + 3, last=True))
+        found.launched_last(step, zero + 3)
+    return found
+
+
+class _Tags(HTMLParser):
+    """Checks that every tag is closed, and collects links to other files."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+        self.links += [value or "" for name, value in attrs if name in ("src", "href")]
+        self.links += [value or "" for name, value in attrs if name == "xlink:href"]
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.handle_endtag(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def links_of(html: str) -> list[str]:
+    tags = _Tags()
+    tags.feed(html)
+    assert tags.open == []
+    return tags.links
+
+
+def test_spans_are_the_rounds_without_waiting_for_a_lane(ledger: Ledger) -> None:
+    found = spans(ledger.rows_by_step()[0])
+    bucket = [(one.kind, one.begin, one.end) for one in found if one.bucket == 0]
+    assert bucket == [
+        ("encode", 0, 1),
+        ("collective", 2, 4),
+        ("encode", 4, 5),
+        ("collective", 6, 8),
+        ("decode", 8, 9),
+    ]
+
+
+def test_times_that_are_not_known_are_left_out() -> None:
+    unknown = row(0, 0, 0, float("nan"), last=True)
+    assert spans([unknown]) == []
+    ledger = Ledger()
+    ledger.add(unknown)
+    with pytest.raises(ValueError, match="no step with known times"):
+        draw(ledger)
+
+
+def test_a_picture_has_a_line_per_bucket(ledger: Ledger, tmp_path: Path) -> None:
+    axes = draw(ledger, tmp_path / "step.svg", step=1)
+    assert (tmp_path / "step.svg").stat().st_size > 1000
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["bucket 0", "bucket 1"]
+    assert "step 1" in axes.get_xlabel()
+    bars = sorted((bar.get_x(), bar.get_width()) for bar in axes.patches if bar.get_width())
+    assert_close(bars[:2], [(0.0, 1000.0), (2000.0, 2000.0)])
+    with pytest.raises(ValueError, match=r"step=7.*steps 0 to 1 are"):
+        draw(ledger, step=7)
+
+
+def test_a_trace_is_what_perfetto_reads(ledger: Ledger, tmp_path: Path) -> None:
+    chrome_trace(ledger, tmp_path / "trace.json", rank=3)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    spoken = [event for event in events if event["ph"] == "M"]
+    assert {event["args"]["name"] for event in spoken} == {"rank 3", "bucket 0", "bucket 1"}
+    parts = [event for event in events if event["ph"] == "X"]
+    assert len(parts) == 2 * 8
+    assert parts[0]["dur"] == pytest.approx(1e6)  # microseconds
+    assert {event["pid"] for event in parts} == {3}
+
+
+def test_a_page_needs_no_other_file_and_escapes_what_it_is_given() -> None:
+    from matplotlib.figure import Figure
+
+    page = Page("<b>title")
+    page.section("a & b")
+    page.text("<script>")
+    page.table(("name", "ms"), [("<i>", 1.0), ("none", 12.5)], "caption")
+    page.table((), [])
+    for _ in range(2):
+        figure = Figure()
+        figure.subplots().plot([1, 2], [3, 4])
+        page.figure(figure)
+    html = page.html()
+    assert all(link.startswith("#") for link in links_of(html))
+    assert "<script>" not in html
+    assert "<i>" not in html
+    assert "<td>&lt;i&gt;</td>" in html
+    assert '<td class="number">12.50</td>' in html
+    ids = [part.split('"')[0] for part in html.split(' id="')[1:]]
+    assert len(ids) == len(set(ids))
+
+
+@pytest.mark.usefixtures("group")
+def test_a_run_has_a_page_a_picture_and_numbers(tmp_path: Path) -> None:
+    ddp = DistributedDataParallel(nn.Linear(64, 64))
+    hook = commhooks.register(ddp, "int8")
+    hook.page(tmp_path / "early.html")
+    assert "nothing has been exchanged yet" in (tmp_path / "early.html").read_text()
+    for _ in range(3):
+        ddp(torch.randn(2, 64)).sum().backward()
+    hook.page(tmp_path / "run.html", "My <run>")
+    html = (tmp_path / "run.html").read_text()
+    assert "<h1>My &lt;run&gt;</h1>" in html
+    assert all(link.startswith("#") for link in links_of(html))
+    assert html.count("<svg") == 2
+    hook.plot(tmp_path / "step.png")
+    hook.chrome_trace(tmp_path / "trace.json")
+    numbers = hook.metrics("comm/")
+    assert numbers["comm/dense_bytes"] == 4 * 65 * 64
+    assert {name.removeprefix("comm/") for name in numbers} >= {"exposed_s", "skipped_steps"}
+
+
+@pytest.mark.usefixtures("group")
+def test_the_metrics_are_the_documented_ones() -> None:
+    ddp = DistributedDataParallel(nn.Linear(8, 8))
+    hook = commhooks.register(ddp, "int8")
+    ddp(torch.randn(2, 8)).sum().backward()
+    documented = commhooks.HookState.metrics.__doc__
+    assert documented is not None
+    for name in hook.metrics():
+        assert f"``{name}``" in documented
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        ([], []),
+        ([0.1, 0.9], [0.1, 0.9]),
+        ([0.5, 0.5], [0.4, 0.6]),
+        ([0.0, 0.0, 0.9], [0.0, 0.2, 0.9]),
+        ([1.0, 0.95, 0.1], [1.0, 0.8, 0.1]),
+        ([0.5] * 11, [round(0.1 * place, 12) for place in range(11)]),  # closer, to fit
+    ],
+)
+def test_labels_are_apart_and_near_their_points(wanted: list[float], expected: list[float]) -> None:
+    assert spread(wanted, 0.2, 0.0, 1.0) == pytest.approx(expected)
