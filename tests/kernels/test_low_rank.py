@@ -162,9 +162,7 @@ def test_large_results_are_those_of_small_ones(columns):
             for which, p, whole in ((matrices, left, total), (some, few, total[piece].clone())):
                 out, unsent, again = (torch.empty_like(whole) for _ in range(3))
                 both, rest = (which.table, unsent, again), (None, *NONE)
-                run(
-                    low_rank.expand_op, p, right, None, None, None, which.table, None, out, *rest
-                )
+                run(low_rank.expand_op, p, right, None, None, None, which.table, None, out, *rest)
                 run(low_rank.expand_op, p, right, p, right, whole, *both, *rest)
                 assert torch.equal(out, again), machine
                 assert torch.equal(unsent, whole - out), machine

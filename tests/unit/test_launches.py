@@ -14,14 +14,14 @@ SHAPES = [(1000, 1000), (1000,), (64, 3, 3, 3)]
 MOST = {
     "int8": (4, 6),
     "fp8": (4, 6),
-    "mxfp8": (6, 7),
+    "mxfp8": (5, 7),
     "int4": (9, 9),
     "onebit": (6, 7),
     "topk": (5, 6),
-    "random_k": (8, 6),
+    "random_k": (7, 6),
     "signsgd": (6, 6),
-    "powersgd": (20, 11),
-    "acpsgd": (14, 7),
+    "powersgd": (10, 9),
+    "acpsgd": (7, 7),
 }
 
 
