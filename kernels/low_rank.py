@@ -119,13 +119,12 @@ def decode_low_rank(
     table = table_of("decode_low_rank", matrices)
     tails, received = tail or (None, None)
     if unsent is None:  # nobody asks what was sent
-        rest = (finite, tails, received, None)
-        expand_op(left, right, None, None, None, table, None, out, *rest)
+        expand_op(left, right, None, None, None, table, None, out, finite, tails, received, None)
         return
     if sent is None or total is None:
         raise ValueError("decode_low_rank(sent, total): needed for unsent")
-    rest = (finite, tails, received, sent_tail if tail else None)
-    expand_op(left, right, *sent, total, table, unsent, out, *rest)
+    own_tail = sent_tail if tail else None
+    expand_op(left, right, *sent, total, table, unsent, out, finite, tails, received, own_tail)
 
 
 # CPU kernels -----------------------------------------------------------------------------------
@@ -201,8 +200,8 @@ def _expand_cpu(
     source = (dtype, table, len(table) - 1, left, right)
     cpu.call("expand", *source, sent_left, sent_right, total, unsent, out, finite)
     if tails is not None and tail is not None:
-        source = (dtype, tails, len(tails) - 1, tail)
-        cpu.call("scatter_tail", *source, sent_tail, total, unsent, out)
+        into = (sent_tail, total, unsent, out)
+        cpu.call("scatter_tail", dtype, tails, len(tails) - 1, tail, *into)
 
 
 # CUDA kernels ----------------------------------------------------------------------------------

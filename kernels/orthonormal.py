@@ -94,7 +94,7 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
     products = a * b
     whole = -(-products.shape[-1] // _SUMS) * _SUMS
     padded = torch.nn.functional.pad(products, (0, whole - products.shape[-1]))
-    sums = torch.zeros_like(padded[..., :_SUMS])
+    sums: Tensor = torch.zeros_like(padded[..., :_SUMS])
     for part in padded.split(_SUMS, dim=-1):
         sums = sums + part
     sums = sums.unflatten(-1, (32, 32))
@@ -157,5 +157,6 @@ def _launch(kernel: str, table: Tensor, *factors: Tensor) -> None:
     # A block per matrix: each row depends on the rows before it.
     device = factors[0].device
     there = on_device(table, device)
-    arguments, warps = (there.table, there.matrices, *factors), _SUMS // 32 * there.matrices
+    arguments: list[Tensor | float | None] = [there.table, there.matrices, *factors]
+    warps = _SUMS // 32 * there.matrices
     cuda.launch("orthonormal.cu", kernel, device, warps, arguments, threads=_SUMS)

@@ -152,15 +152,7 @@ class Memory:
             }
         on_host = good.device.type == "cpu"
         if on_host and not good.item():
-            # The next step may fill these tensors, unless a scheme wrote what it had read.
-            for place, flat in staged.items():
-                kept = self._kept.flat.get(place)
-                if (
-                    flat is not None
-                    and place[0] in self._kept.reused
-                    and not share_storage(flat, kept)
-                ):
-                    self._kept.spare[place] = flat
+            _spare(self._kept, staged)
             return
         for (key, layout), values in notes.items():
             self._kept.put(key, layout, values)
@@ -172,8 +164,7 @@ class Memory:
                 self.read(key, layout, device=flat.device, dtype=flat.dtype)
             old = self._kept.flat.get((key, layout))
             if not on_host and old is not None:
-                if flat is None:  # a removal
-                    flat = torch.zeros_like(old)
+                flat = torch.zeros_like(old) if flat is None else flat  # None: a removal
                 if not share_storage(flat, old):  # else a scheme wrote what it had read
                     replaced.append((flat, old.to(flat.dtype)))
             changes.append(((key, layout), flat, old))
@@ -239,3 +230,12 @@ def share_storage(flat: Tensor, other: Tensor | None) -> bool:
     if other is None:
         return False
     return flat.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def _spare(kept: FlatValues, staged: Mapping[Place, Tensor | None]) -> None:
+    """Lets the next step fill the tensors of a bad one, unless a scheme wrote what it had read."""
+    for place, flat in staged.items():
+        if flat is None or place[0] not in kept.reused:
+            continue
+        if not share_storage(flat, kept.flat.get(place)):
+            kept.spare[place] = flat

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from commhooks.predict.models import model
 
 import commhooks
 from commhooks.predict import PRESETS, Device, Fabric, Link, Workload, predict_step
 from commhooks.predict.collectives import collective_seconds
 from commhooks.predict.local import predict_local
+from commhooks.predict.models import model
 from experiments.predictions.parameters import (
     fitted_rows,
     parameters,
