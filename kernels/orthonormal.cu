@@ -30,19 +30,23 @@ INLINE int rows_in(i64 first, i64 end) { return end - first < kRowGroup ? (int)(
 INLINE void project(const float* from, float* v, i64 n, const float* __restrict__ minus, int less,
                     const float* __restrict__ times, int more, double (&d)[kRowGroup + 1]) {
     double sum[kRowGroup + 1] = {};
-    for (i64 l = threadIdx.x; l < n; l += kSums) {
-        double entry = (double)from[l];
+    // Pointers that advance: 64 registers are all that each of 1024 threads has.
+    const float* const end = from + n;
+    from += threadIdx.x, v += threadIdx.x, minus += threadIdx.x, times += threadIdx.x;
+#pragma unroll 1
+    for (; from < end; from += kSums, v += kSums, minus += kSums, times += kSums) {
+        double entry = (double)*from;
         if (less) {
 #pragma unroll
             for (int k = 0; k < kRowGroup; ++k)
-                if (k < less) entry -= d[k] * (double)minus[k * n + l];
+                if (k < less) entry -= d[k] * (double)minus[k * n];
             const float rounded = (float)entry;
-            v[l] = rounded;
+            *v = rounded;
             entry = (double)rounded;
         }
 #pragma unroll
         for (int k = 0; k < kRowGroup; ++k)
-            if (k < more) sum[k] += entry * (double)times[k * n + l];
+            if (k < more) sum[k] += entry * (double)times[k * n];
         sum[kRowGroup] += entry * entry;
     }
     sum_of_block(sum);
@@ -50,7 +54,7 @@ INLINE void project(const float* from, float* v, i64 n, const float* __restrict_
     for (int k = 0; k <= kRowGroup; ++k) d[k] = sum[k];
 }
 
-__global__ void __launch_bounds__(kSums)
+__global__ void __launch_bounds__(kSums, 1)
 orthonormalize(const Matrix* table, i64 count, const float* left, float* out) {
     for (i64 b = blockIdx.x; b < count; b += gridDim.x) {
         const i64 n = table[b].rows, rank = table[b].rank;
@@ -83,7 +87,7 @@ INLINE double squared_norm(const float* row, i64 n) {
     return sum[0];
 }
 
-__global__ void __launch_bounds__(kSums)
+__global__ void __launch_bounds__(kSums, 1)
 unit_rows(const Matrix* table, i64 count, const float* right, const float* fresh, float* out) {
     for (i64 b = blockIdx.x; b < count; b += gridDim.x) {
         const i64 m = table[b].columns, rank = table[b].rank;

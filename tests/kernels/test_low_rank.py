@@ -56,7 +56,9 @@ def run_all(run: Any, x: Tensor) -> list[Tensor]:
         for residual, total in ((None, False), (None, True), (plain(NUMEL, seed=5), True)):
             given, made = factors()[:: -1 if which == 0 else 1]
             sums = torch.zeros(NUMEL) if total else None
-            run(op, x, residual, sums, table, given, made, *NONE)
+            own = torch.zeros_like(made)
+            run(op, x, residual, sums, table, given, made, own, None, None)
+            assert same(own, made)
             results += [made] if sums is None else [made, sums]
         given, made = factors()[:: -1 if which == 0 else 1]
         run(op, x, sums, sums, table, given, made, *NONE)  # over the residual
