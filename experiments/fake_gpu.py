@@ -23,6 +23,7 @@ from commhooks.hook.engine import Engine
 from commhooks.kernels.runtime import cuda
 from commhooks.kernels.runtime.op import Op
 from ddp_core import AllGather, AllReduce, AllToAll, Collective
+from ddp_core.exchange.collectives import nccl_scales
 
 __all__ = ["Counts", "counts_of", "fake_gpu", "run_bucket"]
 
@@ -113,7 +114,7 @@ def fake_gpu() -> Iterator[Counts]:
     """
     counts = Counts()
 
-    def note(source: str, name: str, *rest: Any) -> None:
+    def note(source: str, name: str, *rest: Any, **options: Any) -> None:
         counts.kernels[name.partition("<")[0]] += 1
 
     def run(op: Op, *args: Any) -> None:
@@ -158,7 +159,7 @@ def run_bucket(engine: Engine, gradient: Tensor, layout: Layout) -> Tensor:
 
 def _answer(request: Collective, world_size: int) -> Tensor:
     tensor = request.tensor
-    if isinstance(request, AllReduce) and request.op == "mean":
+    if isinstance(request, AllReduce) and request.op == "mean" and not nccl_scales(tensor):
         tensor.mul_(1.0 / world_size)  # as ``AllReduce.issue`` does
     if isinstance(request, AllGather | AllToAll):
         size = world_size if request.ranks is None else len(request.ranks)

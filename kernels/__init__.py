@@ -7,15 +7,9 @@ from .dct import dct
 from .finite import all_finite
 from .hadamard import hadamard
 from .levels import dequantize_levels, level_bytes, quantize_levels
-from .low_rank import (
-    Matrices,
-    decode_low_rank,
-    multiply_left,
-    multiply_right,
-    orthonormalize,
-    unit_rows,
-)
+from .low_rank import Matrices, decode_low_rank, multiply_left, multiply_right, tail_table
 from .norms import quantize_norms
+from .orthonormal import orthonormalize, unit_rows
 from .parts import dequantize_parts, quantize_parts, squared_norms
 from .philox import RandomBits
 from .random_k import gather_random, random_places, scatter_random
@@ -26,7 +20,6 @@ from .runtime.op import implementations, op, use_kernels, warn_if_missing
 from .scatter import scatter_sum
 from .shared import dequantize_shared, largest_magnitudes, quantize_shared
 from .sparse import top_k, top_k_sampled
-from .tail import gather_tail, scatter_tail, tail_table
 from .votes import count_votes, pack_votes, vote_bytes
 
 __all__ = [
@@ -44,7 +37,6 @@ __all__ = [
     "dequantize_rotated",
     "dequantize_shared",
     "gather_random",
-    "gather_tail",
     "hadamard",
     "implementations",
     "largest_magnitudes",
@@ -68,7 +60,6 @@ __all__ = [
     "scaled_cast",
     "scatter_random",
     "scatter_sum",
-    "scatter_tail",
     "squared_norms",
     "tail_table",
     "top_k",

@@ -6,27 +6,22 @@ import torch
 from torch import Tensor
 
 from ._matrices import Matrices, matrices_of, runs_of
+from ._tail import check_tail, gather, scatter
 from .runtime.op import check, op
 
-__all__ = [
-    "expand_op",
-    "multiply_left_op",
-    "multiply_right_op",
-    "orthonormalize_op",
-    "unit_rows_op",
-]
+__all__ = ["expand_op", "multiply_left_op", "multiply_right_op"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_WORK = (torch.float32, torch.float64)
 _BUCKETS = (*_DTYPES, torch.float64)
-# Shares of a norm and of a squared norm; kDead of low_rank.h is a share of the squared norm.
-_DEAD, _VANISHED = 2.0**-19, 2.0**-64
+_IN_PLACE = [("x", "total"), ("residual", "total")]
+
+# All three ops also carry the tail, which no matrix has: `tails` is its table.
 
 
 @op(
     "multiply_right(Tensor x, Tensor? residual, Tensor(a!)? total, Tensor table, Tensor right,"
-    " Tensor(b!) left) -> ()",
-    same=[("x", "total"), ("residual", "total")],
+    " Tensor(b!) left, Tensor(c!)? own, Tensor? tails, Tensor(d!)? tail) -> ()",
+    same=_IN_PLACE,
 )
 def multiply_right_op(
     x: Tensor,
@@ -35,6 +30,9 @@ def multiply_right_op(
     table: Tensor,
     right: Tensor,
     left: Tensor,
+    own: Tensor | None,
+    tails: Tensor | None,
+    tail: Tensor | None,
 ) -> None:
     for run in runs_of(table):
         source = run.bucket(x).to(left.dtype)  # 16-bit entries are summed in float32
@@ -44,18 +42,45 @@ def multiply_right_op(
         if total is not None:
             run.bucket(total).copy_(source)
         run.left(left).copy_(torch.bmm(run.right(right), source.mT))
+    if own is not None:
+        own.copy_(left)
+    if tails is not None and tail is not None:
+        gather(x, residual, total, tails, tail)
 
 
-@op("multiply_left(Tensor x, Tensor table, Tensor left, Tensor(a!) right) -> ()")
-def multiply_left_op(x: Tensor, table: Tensor, left: Tensor, right: Tensor) -> None:
+@op(
+    "multiply_left(Tensor x, Tensor? residual, Tensor(a!)? total, Tensor table, Tensor left,"
+    " Tensor(b!) right, Tensor(c!)? own, Tensor? tails, Tensor(d!)? tail) -> ()",
+    same=_IN_PLACE,
+)
+def multiply_left_op(
+    x: Tensor,
+    residual: Tensor | None,
+    total: Tensor | None,
+    table: Tensor,
+    left: Tensor,
+    right: Tensor,
+    own: Tensor | None,
+    tails: Tensor | None,
+    tail: Tensor | None,
+) -> None:
     for run in runs_of(table):
         source = run.bucket(x).to(right.dtype)
+        if residual is not None:
+            source = source + run.bucket(residual)
+        if total is not None:
+            run.bucket(total).copy_(source)
         run.right(right).copy_(torch.bmm(run.left(left), source))
+    if own is not None:
+        own.copy_(right)
+    if tails is not None and tail is not None:
+        gather(x, residual, total, tails, tail)
 
 
 @op(
     "expand(Tensor left, Tensor right, Tensor? sent_left, Tensor? sent_right, Tensor? total,"
-    " Tensor table, Tensor(a!)? unsent, Tensor(b!) out, Tensor? finite) -> ()",
+    " Tensor table, Tensor(a!)? unsent, Tensor(b!) out, Tensor? finite, Tensor? tails,"
+    " Tensor? tail, Tensor? sent_tail) -> ()",
     caller="decode_low_rank",
     same=[("total", "unsent"), ("total", "out")],
 )
@@ -69,6 +94,9 @@ def expand_op(
     unsent: Tensor | None,
     out: Tensor,
     finite: Tensor | None,
+    tails: Tensor | None,
+    tail: Tensor | None,
+    sent_tail: Tensor | None,
 ) -> None:
     for run in runs_of(table):
         # Before `out`, which may be `total`.
@@ -79,41 +107,8 @@ def expand_op(
         if finite is not None:
             product = torch.where(finite, product, float("nan"))
         run.bucket(out).copy_(product)
-
-
-@op("orthonormalize(Tensor(a!) left, Tensor table) -> ()")
-def orthonormalize_op(left: Tensor, table: Tensor) -> None:
-    for run in runs_of(table):
-        rows = run.left(left)
-        done: list[Tensor] = []
-        for k in range(run.rank):
-            # Sums in float64 and two projections give orthonormal rows whatever the condition
-            # number (docs/design/kernels.md).
-            v = rows[:, k].double()
-            before = v.square().sum(1, keepdim=True)
-            # A row that almost depends on earlier ones is mostly rounding errors after the first
-            # projection, which are not orthogonal to these; the second one makes them so. Each
-            # result is rounded to the factor's dtype, as in the kernels, which keep the row in
-            # memory.
-            for _ in range(2):
-                for q in done:
-                    v = (v - (q * v).sum(1, keepdim=True) * q).to(left.dtype).double()
-            norm = v.square().sum(1, keepdim=True)
-            # Less than 2^-32 of the length remains where the row cancels exactly. It becomes zero,
-            # where a division would give infinity. The comparison is false for NaN, which stays.
-            unit = v * torch.where(norm <= before * _VANISHED, 0.0, norm.rsqrt())
-            done.append(unit.to(left.dtype).double())
-            rows[:, k] = unit
-
-
-@op("unit_rows(Tensor(a!) right, Tensor fresh, Tensor table) -> ()")
-def unit_rows_op(right: Tensor, fresh: Tensor, table: Tensor) -> None:
-    for run in runs_of(table):
-        rows, new = run.right(right), run.right(fresh)
-        norms = torch.linalg.vector_norm(rows, dim=2, keepdim=True, dtype=torch.float64)
-        # "<=", so that in a matrix of zeros all rows are dead.
-        dead = norms <= norms.amax(dim=1, keepdim=True) * _DEAD
-        rows.copy_(torch.where(dead, new, (rows / norms).to(rows.dtype)))
+    if tails is not None and tail is not None:
+        scatter(tail, sent_tail, total, tails, unsent, out)
 
 
 # Checks of arguments --------------------------------------------------------------------------
@@ -127,20 +122,34 @@ def _check_right(
     table: Tensor,
     right: Tensor,
     left: Tensor,
+    own: Tensor | None,
+    tails: Tensor | None,
+    tail: Tensor | None,
 ) -> None:
-    matrices, work = _check_bucket("multiply_right", table, "x", x)
+    matrices, work = _check_sum("multiply_right", table, x, residual, total)
     _check_factors("multiply_right", matrices, left, right, x, work)
-    if residual is not None and total is None:
-        raise ValueError("multiply_right(total): needed with a residual")
-    for name, tensor in (("residual", residual), ("total", total)):
-        if tensor is not None:
-            check("multiply_right", name, tensor, like=x, dtypes=(work,), n=x.numel())
+    if own is not None:
+        check("multiply_right", "own", own, like=x, dtypes=(work,), n=matrices.left_numel)
+    check_tail("multiply_right", tails, x, tail, None)
 
 
 @multiply_left_op.check
-def _check_left(x: Tensor, table: Tensor, left: Tensor, right: Tensor) -> None:
-    matrices, work = _check_bucket("multiply_left", table, "x", x)
+def _check_left(
+    x: Tensor,
+    residual: Tensor | None,
+    total: Tensor | None,
+    table: Tensor,
+    left: Tensor,
+    right: Tensor,
+    own: Tensor | None,
+    tails: Tensor | None,
+    tail: Tensor | None,
+) -> None:
+    matrices, work = _check_sum("multiply_left", table, x, residual, total)
     _check_factors("multiply_left", matrices, left, right, x, work)
+    if own is not None:
+        check("multiply_left", "own", own, like=x, dtypes=(work,), n=matrices.right_numel)
+    check_tail("multiply_left", tails, x, tail, None)
 
 
 @expand_op.check
@@ -154,11 +163,15 @@ def _check_expand(
     unsent: Tensor | None,
     out: Tensor,
     finite: Tensor | None,
+    tails: Tensor | None,
+    tail: Tensor | None,
+    sent_tail: Tensor | None,
 ) -> None:
     matrices, work = _check_bucket("decode_low_rank", table, "out", out)
     _check_factors("decode_low_rank", matrices, left, right, out, work)
     if finite is not None:
         check("decode_low_rank", "finite", finite, like=out, dtypes=(torch.bool,), n=1)
+    check_tail("decode_low_rank", tails, out, tail, sent_tail)
     if unsent is None:
         return
     if sent_left is None or sent_right is None or total is None:
@@ -168,17 +181,16 @@ def _check_expand(
         check("decode_low_rank", name, tensor, like=out, dtypes=(work,), n=out.numel())
 
 
-@orthonormalize_op.check
-def _check_orthonormalize(left: Tensor, table: Tensor) -> None:
-    n = matrices_of("orthonormalize", table).left_numel
-    check("orthonormalize", "left", left, like=left, dtypes=_WORK, n=n)
-
-
-@unit_rows_op.check
-def _check_unit_rows(right: Tensor, fresh: Tensor, table: Tensor) -> None:
-    n = matrices_of("unit_rows", table).right_numel
-    check("unit_rows", "right", right, like=right, dtypes=_WORK, n=n)
-    check("unit_rows", "fresh", fresh, like=right, dtypes=(right.dtype,), n=n)
+def _check_sum(
+    caller: str, table: Tensor, x: Tensor, residual: Tensor | None, total: Tensor | None
+) -> tuple[Matrices, torch.dtype]:
+    matrices, work = _check_bucket(caller, table, "x", x)
+    if residual is not None and total is None:
+        raise ValueError(f"{caller}(total): needed with a residual")
+    for name, tensor in (("residual", residual), ("total", total)):
+        if tensor is not None:
+            check(caller, name, tensor, like=x, dtypes=(work,), n=x.numel())
+    return matrices, work
 
 
 def _check_bucket(
@@ -202,8 +214,6 @@ def _check_factors(
 @multiply_right_op.beyond_kernels
 @multiply_left_op.beyond_kernels
 @expand_op.beyond_kernels
-@orthonormalize_op.beyond_kernels
-@unit_rows_op.beyond_kernels
 def _is_double(first: Tensor, *rest: Tensor | None) -> bool:
     """Returns whether the first argument is float64, for which there are no kernels."""
     # Its dtype decides: the checks have compared the other tensors with it.

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from .runtime.arguments import whole
 
-__all__ = ["Matrices", "OnDevice", "matrices_of", "on_device", "runs_of"]
+__all__ = ["Matrices", "OnDevice", "matrices_of", "on_device", "runs_of", "table_of"]
 
 _MOST = 2**62  # places are int64
-_ROWS, _SEGMENT, _CHUNK, _TILE = 8, 512, 64, 128  # as in low_rank.h and low_rank.cu
+_ROWS, _SEGMENT, _CHUNK, _TILE = 8, 512, 64, 64  # as in low_rank.h and low_rank.cu
 
 
 class Matrices:
@@ -82,6 +82,13 @@ def _checked(places: Sequence[Sequence[int]]) -> list[tuple[int, int, int, int]]
             raise ValueError(f"Matrices(places): they overlap at {offset}")
         end = offset + rows * columns
     return checked
+
+
+def table_of(caller: str, matrices: Matrices) -> Tensor:
+    """Returns the table, which ops take: a schema of torch.library has no type for `Matrices`."""
+    if not isinstance(matrices, Matrices):
+        raise TypeError(f"{caller}(matrices): Matrices, got {type(matrices).__name__}")
+    return matrices.table
 
 
 def _version_of(table: Tensor) -> int:

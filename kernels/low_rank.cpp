@@ -10,7 +10,6 @@ constexpr int kRanks = kWidth / kRows;  // rows of a right factor in the same lo
 constexpr int kDeep = 8;    // rows added to sums, or computed from two factors, at a time
 constexpr int kTile = 512;  // columns whose sums, or factors, fit the nearest cache
 constexpr int kSlab = 8;    // rows of a left factor in the same loop
-constexpr int kPartials = 256;  // of a sum in double precision; entry i goes to i mod 256
 
 int least(i64 a, i64 b) { return (int)(a < b ? a : b); }
 
@@ -140,8 +139,10 @@ template <int ROWS> void add_rows(const float* const* x, const float* p, int cou
         for (int r = 0; r < ROWS; ++r) sums[c] += x[r][c] * p[r];
 }
 
-// Computes right = left @ x.
-template <class T> void left_product(const Matrix& one, const T* x, const float* left, float* right) {
+// Computes right = left @ (x + residual); `sum` receives x + residual.
+template <class T>
+void left_product(const Matrix& one, const T* x, const float* residual, float* sum, const float* left,
+                  float* right) {
     float sums[kSlab][kTile], copy[kDeep][kTile];
     for (i64 chunk = 0; chunk < one.rows; chunk += kChunk)
         for (i64 j = 0; j < one.columns; j += kTile)
@@ -153,8 +154,12 @@ template <class T> void left_product(const Matrix& one, const T* x, const float*
                 for (i64 i = chunk; i < end; i += kDeep) {
                     const int rows = least(end - i, kDeep);
                     const float* from[kDeep];
-                    for (int r = 0; r < rows; ++r)
-                        from[r] = floats(x + (i + r) * one.columns + j, count, copy[r]);
+                    for (int r = 0; r < rows; ++r) {
+                        const i64 at = (i + r) * one.columns + j;
+                        if (sum && !slab)
+                            gather(x + at, residual ? residual + at : nullptr, count, sum + at);
+                        from[r] = sum ? sum + at : floats(x + at, count, copy[r]);
+                    }
                     for (int k = 0; k < ranks; ++k) {
                         const float* p = left + (slab + k) * one.rows + i;
                         if (rows == kDeep) add_rows<kDeep>(from, p, count, sums[k]);
@@ -237,48 +242,6 @@ template <bool KEEP, bool STREAM, class T> void expand(const Matrix& one, const 
     if constexpr (STREAM) end_of_stream();
 }
 
-double dot(const float* a, const float* b, i64 n) {
-    double partials[kPartials] = {};
-    for (i64 at = 0; at < n; at += kPartials)
-        for (int l = 0, count = least(n - at, kPartials); l < count; ++l)
-            partials[l] += (double)a[at + l] * (double)b[at + l];
-    for (int half = kPartials / 2; half; half /= 2)
-        for (int l = 0; l < half; ++l) partials[l] += partials[l + half];
-    return partials[0];
-}
-
-// Makes `rank` rows of `n` entries orthonormal by Gram-Schmidt, projecting each row twice.
-void orthonormal_rows(float* rows, i64 rank, i64 n) {
-    for (i64 j = 0; j < rank; ++j) {
-        float* v = rows + j * n;
-        const double before = dot(v, v, n);
-        for (int round = 0; round < 2; ++round)
-            for (i64 i = 0; i < j; ++i) {
-                const float* q = rows + i * n;
-                const double d = dot(q, v, n);
-                for (i64 l = 0; l < n; ++l) v[l] = (float)((double)v[l] - d * (double)q[l]);
-            }
-        const double norm = dot(v, v, n);
-        const double inverse = norm <= before * kVanished ? 0.0 : 1.0 / __builtin_sqrt(norm);
-        for (i64 l = 0; l < n; ++l) v[l] = (float)((double)v[l] * inverse);
-    }
-}
-
-void unit_rows(float* rows, const float* fresh, i64 rank, i64 n) {
-    double largest = 0.0;
-    for (i64 k = 0; k < rank; ++k) {
-        const double norm = dot(rows + k * n, rows + k * n, n);
-        largest = norm > largest ? norm : largest;
-    }
-    for (i64 k = 0; k < rank; ++k) {
-        float* v = rows + k * n;
-        const double norm = dot(v, v, n);
-        const bool dead = norm <= largest * kDead;
-        const double inverse = 1.0 / __builtin_sqrt(norm);
-        for (i64 l = 0; l < n; ++l) v[l] = dead ? fresh[k * n + l] : (float)((double)v[l] * inverse);
-    }
-}
-
 }  // namespace
 
 EXPORT(multiply_right)(i64 dtype, const Matrix* table, i64 count, const void* x, const float* residual,
@@ -291,12 +254,13 @@ EXPORT(multiply_right)(i64 dtype, const Matrix* table, i64 count, const void* x,
     });
 }
 
-EXPORT(multiply_left)(i64 dtype, const Matrix* table, i64 count, const void* x, const float* left,
-                      float* right) {
+EXPORT(multiply_left)(i64 dtype, const Matrix* table, i64 count, const void* x, const float* residual,
+                      float* sum, const float* left, float* right) {
     with_dtype((int)dtype, [&](auto type) {
         for (const Matrix* one = table; one < table + count; ++one)
-            left_product(*one, (const decltype(type)*)x + one->offset, left + one->left,
-                         right + one->right);
+            left_product(*one, (const decltype(type)*)x + one->offset,
+                         residual ? residual + one->offset : nullptr, sum ? sum + one->offset : nullptr,
+                         left + one->left, right + one->right);
     });
 }
 
@@ -324,14 +288,4 @@ EXPORT(expand)(i64 dtype, const Matrix* table, i64 count, const float* left, con
             else expand<false, false>(*one, to);
         }
     });
-}
-
-EXPORT(orthonormalize)(const Matrix* table, i64 count, float* left) {
-    for (const Matrix* one = table; one < table + count; ++one)
-        orthonormal_rows(left + one->left, one->rank, one->rows);
-}
-
-EXPORT(unit_rows)(const Matrix* table, i64 count, const float* fresh, float* right) {
-    for (const Matrix* one = table; one < table + count; ++one)
-        unit_rows(right + one->right, fresh + one->right, one->rank, one->columns);
 }

@@ -1,17 +1,17 @@
 // Multiplies the matrices of a bucket with thin factors on a GPU; the specification is in
-// _low_rank_definition.py.
+// _low_rank_definition.py. Its tail, which no matrix has, is worked on in the same launches.
 //
-// A task is a piece of one matrix: 8 rows by 512 columns, or 64 rows by 128 columns. Its sums go to
+// A task is a piece of one matrix: 8 rows by 512 columns, or 64 rows by 64 columns. Its sums go to
 // memory, and a second kernel adds the sums of each factor entry in their order, which atomic
 // additions would not keep. Places within a piece are 32-bit numbers, whose arithmetic is cheaper.
 // Factor entries beyond the rank count as zero, and their results are dropped: loops of a fixed length
 // keep sums in registers.
-#include "include/cuda.h"
 #include "include/low_rank.h"
+#include "include/tail.h"
 
-constexpr int kRows = 8, kTile = 128;
-constexpr int kSlab = 4;        // rows of a factor in the same loop
-constexpr int kThreads = 256;   // threads of a block, and partial sums of a sum in double precision
+constexpr int kRows = 8, kTile = 64;
+constexpr int kSlab = 4;   // rows of a factor in the same loop
+constexpr int kTask = 256; // entries of the tail that a warp writes at a time
 
 INLINE i64 pieces(i64 length, i64 size) { return (length + size - 1) / size; }
 
@@ -100,8 +100,8 @@ __global__ void multiply_right(const Matrix* table, i64 count, i64 tasks, const 
 }
 
 template <class T>
-__global__ void multiply_left(const Matrix* table, i64 count, i64 tasks, const T* x, const float* left,
-                              float* sums) {
+__global__ void multiply_left(const Matrix* table, i64 count, i64 tasks, const T* x,
+                              const float* residual, float* total, const float* left, float* sums) {
     constexpr int kColumns = kTile / kLanes;  // columns of a lane
     for (i64 task = warp(); task < tasks; task += warps()) {
         const Matrix& one = find(table, count, &Matrix::chunk_task, task);
@@ -109,26 +109,53 @@ __global__ void multiply_left(const Matrix* table, i64 count, i64 tasks, const T
         const i64 chunk = nth / tiles, first = chunk * kChunk, column = nth % tiles * kTile;
         const int rows = one.rows - first < kChunk ? (int)(one.rows - first) : kChunk;
         const int columns = one.columns - column < kTile ? (int)(one.columns - column) : kTile;
+        const i64 at = one.offset + first * one.columns + column + lane();
+        u32 row[kRows];  // where it begins
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) row[r] = (u32)r * (u32)one.columns;
         for (i64 slab = 0; slab < one.rank; slab += kSlab) {
             const int ranks = one.rank - slab < kSlab ? (int)(one.rank - slab) : kSlab;
             const float* factors[kSlab];  // beyond the rank, the last row again
 #pragma unroll
             for (int k = 0; k < kSlab; ++k)
                 factors[k] = left + one.left + (slab + (k < ranks ? k : ranks - 1)) * one.rows + first;
-            const T* from = x + one.offset + first * one.columns + column + lane();
+            const T* from = x + at;
+            const float* rest = residual + at;  // not read without a residual
+            float* to = total + at;
             float sum[kColumns][kSlab] = {};
-#pragma unroll 4
-            for (int i = 0; i < rows; ++i, from += one.columns) {
-                float p[kSlab];
+            for (int i = 0; i < rows; i += kRows) {
+                float entry[kRows][kColumns];
 #pragma unroll
-                for (int k = 0; k < kSlab; ++k) p[k] = factors[k][i];
+                for (int r = 0; r < kRows; ++r)
 #pragma unroll
-                for (int c = 0; c < kColumns; ++c) {
-                    const bool there = c * kLanes + lane() < columns;
-                    const float entry = there ? to_float(from[c * kLanes]) : 0.0f;
+                    for (int c = 0; c < kColumns; ++c) {
+                        const bool there = i + r < rows && c * kLanes + lane() < columns;
+                        // After the first slab, `total` has the sums, as in `multiply_right`.
+                        if (total && slab) entry[r][c] = there ? to[row[r] + c * kLanes] : 0.0f;
+                        else entry[r][c] = there ? to_float(from[row[r] + c * kLanes]) : 0.0f;
+                        if (residual && !slab && there) entry[r][c] += rest[row[r] + c * kLanes];
+                    }
+                if (total && !slab) {
 #pragma unroll
-                    for (int k = 0; k < kSlab; ++k) sum[c][k] += entry * p[k];
+                    for (int r = 0; r < kRows; ++r)
+#pragma unroll
+                        for (int c = 0; c < kColumns; ++c)
+                            if (i + r < rows && c * kLanes + lane() < columns)
+                                to[row[r] + c * kLanes] = entry[r][c];
                 }
+#pragma unroll
+                for (int r = 0; r < kRows; ++r) {
+                    if (i + r >= rows) continue;
+                    float p[kSlab];
+#pragma unroll
+                    for (int k = 0; k < kSlab; ++k) p[k] = factors[k][i + r];
+#pragma unroll
+                    for (int c = 0; c < kColumns; ++c)
+#pragma unroll
+                        for (int k = 0; k < kSlab; ++k) sum[c][k] += entry[r][c] * p[k];
+                }
+                const i64 step = kRows * one.columns;
+                from += step, rest += step, to += step;
             }
             float* out = sums + one.chunk_sums + (chunk * one.rank + slab) * one.columns + column + lane();
 #pragma unroll
@@ -148,19 +175,39 @@ INLINE float added(const float* sums, i64 i, i64 numel, i64 parts) {
     return total;
 }
 
-__global__ void add_segments(const Matrix* table, i64 count, i64 entries, const float* sums, float* left) {
-    for (i64 i = warp() * kLanes + lane(); i < entries; i += warps() * kLanes) {
+// Both kernels below write the `entries` of all factors, to `own` as well if it is given, and then
+// gather the tail of x + residual, which has `length` entries.
+template <class T>
+__global__ void add_segments(const Matrix* table, i64 count, i64 entries, const float* sums, float* left,
+                             float* own, const Piece* tails, i64 tail_count, i64 length, const T* x,
+                             const float* residual, float* total, float* tail) {
+    for (i64 i = warp() * kLanes + lane(); i < entries + length; i += warps() * kLanes) {
+        if (i >= entries) {
+            gather_entry(tails, tail_count, i - entries, x, residual, total, tail);
+            continue;
+        }
         const Matrix& one = find(table, count, &Matrix::left, i);
-        left[i] = added(sums + one.block_sums, i - one.left, one.rank * one.rows,
-                        pieces(one.columns, kSegment));
+        const float all = added(sums + one.block_sums, i - one.left, one.rank * one.rows,
+                                pieces(one.columns, kSegment));
+        left[i] = all;
+        if (own) own[i] = all;
     }
 }
 
-__global__ void add_chunks(const Matrix* table, i64 count, i64 entries, const float* sums, float* right) {
-    for (i64 i = warp() * kLanes + lane(); i < entries; i += warps() * kLanes) {
+template <class T>
+__global__ void add_chunks(const Matrix* table, i64 count, i64 entries, const float* sums, float* right,
+                           float* own, const Piece* tails, i64 tail_count, i64 length, const T* x,
+                           const float* residual, float* total, float* tail) {
+    for (i64 i = warp() * kLanes + lane(); i < entries + length; i += warps() * kLanes) {
+        if (i >= entries) {
+            gather_entry(tails, tail_count, i - entries, x, residual, total, tail);
+            continue;
+        }
         const Matrix& one = find(table, count, &Matrix::right, i);
-        right[i] = added(sums + one.chunk_sums, i - one.right, one.rank * one.columns,
-                         pieces(one.rows, kChunk));
+        const float all = added(sums + one.chunk_sums, i - one.right, one.rank * one.columns,
+                                pieces(one.rows, kChunk));
+        right[i] = all;
+        if (own) own[i] = all;
     }
 }
 
@@ -213,71 +260,20 @@ INLINE void expand_block(const Matrix& one, const Block& block, const float* lef
 template <class T>
 __global__ void expand(const Matrix* table, i64 count, i64 tasks, const float* left, const float* right,
                        const float* sent_left, const float* sent_right, const float* total,
-                       float* unsent, T* out, const u8* finite) {
+                       float* unsent, T* out, const u8* finite, const Piece* tails, i64 tail_count,
+                       i64 length, const float* tail, const float* sent_tail) {
     const float start = finite && !*finite ? float_of(kNaN) : -0.0f;  // -0 + x is x
-    for (i64 task = warp(); task < tasks; task += warps()) {
+    for (i64 task = warp(); task < tasks + pieces(length, kTask); task += warps()) {
+        if (task >= tasks) {
+            const i64 begin = (task - tasks) * kTask, end = begin + kTask < length ? begin + kTask : length;
+            for (i64 i = begin + lane(); i < end; i += kLanes)
+                scatter_entry(tails, tail_count, i, tail, sent_tail, total, unsent, out);
+            continue;
+        }
         const Matrix& one = find(table, count, &Matrix::block_task, task);
         const Block block = block_of(one, task);
         // First `unsent`: `out` may be `total`.
         if (unsent) expand_block<true>(one, block, sent_left, sent_right, total, -0.0f, unsent);
         expand_block<false>(one, block, left, right, nullptr, start, out);
-    }
-}
-
-// Computes a dot product with all threads of a block: thread t sums entries t, t + 256 and so on, then
-// halves are added to halves, as on the CPU.
-INLINE double dot(const float* a, const float* b, i64 n, double* partials) {
-    const int t = (int)threadIdx.x;
-    double sum = 0.0;
-    for (i64 l = t; l < n; l += kThreads) sum += (double)a[l] * (double)b[l];
-    partials[t] = sum;
-    __syncthreads();
-    for (int half = kThreads / 2; half; half /= 2) {
-        if (t < half) partials[t] += partials[t + half];
-        __syncthreads();
-    }
-    const double all = partials[0];
-    __syncthreads();
-    return all;
-}
-
-__global__ void orthonormalize(const Matrix* table, i64 count, float* left) {
-    __shared__ double partials[kThreads];
-    for (i64 b = blockIdx.x; b < count; b += gridDim.x) {
-        const i64 n = table[b].rows, rank = table[b].rank;
-        float* rows = left + table[b].left;
-        for (i64 j = 0; j < rank; ++j) {
-            float* v = rows + j * n;
-            const double before = dot(v, v, n, partials);
-            for (i64 i = 0; i < 2 * j; ++i) {
-                const float* q = rows + i % j * n;
-                const double d = dot(q, v, n, partials);
-                for (i64 l = threadIdx.x; l < n; l += kThreads) v[l] = (float)((double)v[l] - d * (double)q[l]);
-            }
-            const double norm = dot(v, v, n, partials);
-            const double inverse = norm <= before * kVanished ? 0.0 : 1.0 / sqrt(norm);
-            for (i64 l = threadIdx.x; l < n; l += kThreads) v[l] = (float)((double)v[l] * inverse);
-        }
-    }
-}
-
-__global__ void unit_rows(const Matrix* table, i64 count, const float* fresh, float* right) {
-    __shared__ double partials[kThreads];
-    for (i64 b = blockIdx.x; b < count; b += gridDim.x) {
-        const i64 m = table[b].columns, rank = table[b].rank;
-        float* rows = right + table[b].right;
-        double largest = 0.0;
-        for (i64 k = 0; k < rank; ++k) {
-            const double norm = dot(rows + k * m, rows + k * m, m, partials);
-            largest = norm > largest ? norm : largest;
-        }
-        for (i64 k = 0; k < rank; ++k) {
-            float* v = rows + k * m;
-            const double norm = dot(v, v, m, partials);
-            const bool dead = norm <= largest * kDead;
-            const double inverse = 1.0 / sqrt(norm);
-            for (i64 l = threadIdx.x; l < m; l += kThreads)
-                v[l] = dead ? fresh[table[b].right + k * m + l] : (float)((double)v[l] * inverse);
-        }
     }
 }

@@ -1,4 +1,4 @@
-// Gathers and scatters the tail of a bucket on the CPU; the specification is in tail.py.
+// Gathers and scatters the tail of a bucket on the CPU; the specification is in _tail.py.
 #include "include/cpu.h"
 
 namespace {

@@ -152,25 +152,26 @@ class Memory:
             }
         on_host = good.device.type == "cpu"
         if on_host and not good.item():
-            # The next step may fill these tensors, unless a scheme wrote what it had read.
-            for place, flat in staged.items():
-                kept = self._kept.flat.get(place)
-                if (
-                    flat is not None
-                    and place[0] in self._kept.reused
-                    and not share_storage(flat, kept)
-                ):
-                    self._kept.spare[place] = flat
+            _spare(self._kept, staged)
             return
         for (key, layout), values in notes.items():
             self._kept.put(key, layout, values)
+        changes: list[tuple[Place, Tensor | None, Tensor | None]] = []
+        replaced: list[tuple[Tensor, Tensor]] = []
         for (key, layout), flat in staged.items():
             # The device chooses later, so the old values have to be in this layout now.
             if not on_host and flat is not None:
                 self.read(key, layout, device=flat.device, dtype=flat.dtype)
             old = self._kept.flat.get((key, layout))
             if not on_host and old is not None:
-                flat = _chosen_on_device(flat, old, good)
+                flat = torch.zeros_like(old) if flat is None else flat  # None: a removal
+                if not share_storage(flat, old):  # else a scheme wrote what it had read
+                    replaced.append((flat, old.to(flat.dtype)))
+            changes.append(((key, layout), flat, old))
+        # The new tensors are kept, and a kernel writes the old values to them if the step was bad:
+        # after a good one, as nearly all are, nothing passes through memory.
+        restore(replaced, good)
+        for (key, layout), flat, old in changes:
             if flat is None:
                 self._kept.remove(key, layout)
                 continue
@@ -231,14 +232,10 @@ def share_storage(flat: Tensor, other: Tensor | None) -> bool:
     return flat.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
-def _chosen_on_device(flat: Tensor | None, old: Tensor, good: Tensor) -> Tensor:
-    """Returns a tensor that has the new values after a good step, else the old ones.
-
-    That is the new tensor, to which a kernel writes the old values if the step was bad: after a
-    good one, as nearly all are, nothing passes through memory (docs/design/kernels.md).
-    """
-    if flat is None:  # a removal
-        flat = torch.zeros_like(old)
-    if not share_storage(flat, old):  # else a scheme wrote what it had read
-        restore(flat, old.to(flat.dtype), good)
-    return flat
+def _spare(kept: FlatValues, staged: Mapping[Place, Tensor | None]) -> None:
+    """Lets the next step fill the tensors of a bad one, unless a scheme wrote what it had read."""
+    for place, flat in staged.items():
+        if flat is None or place[0] not in kept.reused:
+            continue
+        if not share_storage(flat, kept.flat.get(place)):
+            kept.spare[place] = flat

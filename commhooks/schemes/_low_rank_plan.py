@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from commhooks.core.layout import Layout
-from commhooks.kernels import Matrices, gather_tail, scatter_tail, tail_table
+from commhooks.kernels import Matrices, tail_table
 
 __all__ = ["Plan", "as_matrix", "compressed_rank", "payload_numel", "plan_bucket"]
 
@@ -55,8 +55,8 @@ def compressed_rank(shape: torch.Size, rank: int, min_compression_rate: float) -
 class Plan:
     """Describes how a bucket is compressed: its matrices, and the tail, which is all other entries.
 
-    The first payload of PowerSGD is all left factors and then the tail, the second all right
-    factors.
+    The first payload of PowerSGD is all left factors, the second all right factors and then the
+    tail.
 
     Attributes:
         matrices: begin, rows, columns and rank of each compressed matrix, for kernels.
@@ -70,29 +70,9 @@ class Plan:
     factors: Layout
     tail_numel: int
 
-    def take_tail(self, grad: Tensor, residual: Tensor | None, total: Tensor, tail: Tensor) -> None:
-        """Writes the tail of ``grad + residual`` to ``tail``, and to the bucket ``total``."""
-        if self.tail_numel:
-            into = None if total is grad and residual is None else total
-            gather_tail(grad, tail, self.tail, residual=residual, total=into)
-
-    def write_tail(
-        self,
-        tail: Tensor,
-        out: Tensor,
-        *,
-        sent: Tensor | None = None,
-        total: Tensor | None = None,
-        unsent: Tensor | None = None,
-    ) -> None:
-        """Writes a tail to the bucket ``out``, and what ``sent`` leaves out of it to ``unsent``.
-
-        ``sent`` is None where all of the tail was sent.
-        """
-        if unsent is None:  # nobody asks what was sent
-            sent = total = None
-        if self.tail_numel:
-            scatter_tail(tail, out, self.tail, sent=sent, total=total, unsent=unsent)
+    def with_tail(self, tail: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Returns what kernels take: the table of the tail and ``tail``; None if there is none."""
+        return (self.tail, tail) if self.tail_numel else None
 
     @cached_property
     def right_as_left(self) -> Matrices:

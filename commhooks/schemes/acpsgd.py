@@ -86,47 +86,50 @@ class ACPSGD(Scheme):
             return (yield from bucket.all_reduce())
         even = bucket.step % 2 == 0
         fixed = self._fixed(plan, bucket, even)
-        numel = matrices.left_numel if even else matrices.right_numel
-        payload = fixed.new_empty(numel + plan.tail_numel)
-        factor, tail = payload.split((numel, plan.tail_numel))
-        raw, residual, total = bucket.raw, bucket.residual, work_buffer(bucket)
-        if even:
-            multiply_right(matrices, raw, fixed, factor, residual=residual, total=total)
-            plan.take_tail(raw, residual, total, tail)
-        else:  # the kernel of this product does not add a residual
-            if residual is not None:
-                torch.add(raw, residual, out=total)
-            elif total is not raw:
-                total.copy_(raw)
-            multiply_left(matrices, total, fixed, factor)
-            plan.take_tail(total, None, total, tail)
+        sizes = (matrices.left_numel if even else matrices.right_numel, plan.tail_numel)
+        payload = fixed.new_empty(sum(sizes))
+        factor, tail = payload.split(sizes)
         # The all-reduce works in place, and the residual needs this rank's own factor.
-        sent = factor if bucket.unsent is None else factor.clone()
+        own = None if bucket.unsent is None else torch.empty_like(factor)
+        total = work_buffer(bucket)
+        multiply = multiply_right if even else multiply_left
+        multiply(
+            *(matrices, bucket.raw, fixed, factor),
+            residual=bucket.residual,
+            total=total,
+            own=own,
+            tail=plan.with_tail(tail),
+        )
         request = AllReduce(payload)
         payload = yield request
-        new, tail = payload.split((numel, plan.tail_numel))
+        new, tail = payload.split(sizes)
         finite = all_finite(payload)  # of the mean: the same on every rank
         bucket.write(self.keeps[0 if even else 1], new)
 
-        sent = sent if request.sent is None else request.sent[:numel]
-        sent_tail = None if request.sent is None else request.sent[numel:]
+        own_tail = None
+        if request.sent is not None:
+            own, own_tail = request.sent.split(sizes)
+        sent = None
+        if own is not None:
+            sent = (own, fixed) if even else (fixed, own)
         left, right = (new, fixed) if even else (fixed, new)
-        both = (sent, fixed) if even else (fixed, sent)
         output, unsent = bucket.output, bucket.unsent
-        plan.write_tail(tail, output, sent=sent_tail, total=total, unsent=unsent)
         decode_low_rank(
             *(matrices, left, right, output),
-            sent=both,
+            sent=sent,
             total=total,
             unsent=unsent,
             finite=finite,
+            tail=plan.with_tail(tail),
+            sent_tail=own_tail,
         )
         return Result(output, unsent=unsent, finite=and_fits(finite, output))
 
     def _fixed(self, plan: Plan, bucket: Bucket, even: bool) -> Tensor:
         """Returns the factor of the step before, made orthonormal; random in the first step."""
         left, right = self.keeps
-        # A copy: committed values may not change, as a step that is not finite goes back to them.
-        fixed = bucket.read(right if even else left).clone()
-        orthonormalize(plan.right_as_left if even else plan.matrices, fixed)
+        # Committed values may not change, as a step that is not finite goes back to them.
+        old = bucket.read(right if even else left)
+        fixed = torch.empty_like(old)
+        orthonormalize(plan.right_as_left if even else plan.matrices, old, fixed)
         return fixed

@@ -141,10 +141,10 @@ class BatchedPowerSGD(Scheme):
             return flat.view(shape), torch.empty_like(flat).view(shape)
         (slot,) = self.keeps
         old = bucket.read(slot)
-        right = old.clone().view(shape)  # committed values may not change
+        right = torch.empty_like(old)  # committed values may not change
         fresh = fresh_factors(factors, bucket.seed, device, dtype)
-        unit_rows(_factors(shape[1], shape[0]), right, fresh)
-        return right, bucket.scratch(slot, like=old).view(shape)
+        unit_rows(_factors(shape[1], shape[0]), old, fresh, right)
+        return right.view(shape), bucket.scratch(slot, like=old).view(shape)
 
 
 def _side(n: int) -> int:

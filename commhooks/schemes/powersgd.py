@@ -68,8 +68,8 @@ class PowerSGD(Scheme):
 
     With Q from the last step: ``P = orthonormalise(mean(M Q^T))``, ``Q = mean(P^T M)``, and the
     mean gradient is approximated by ``P Q``, its projection on the columns of P. Both means are
-    all-reduces; the first also carries the parameters that are not worth compressing, vectors among
-    them. A parameter of more than two dimensions is a matrix of ``shape[0]`` rows.
+    all-reduces; the second also carries the parameters that are not worth compressing, vectors
+    among them. A parameter of more than two dimensions is a matrix of ``shape[0]`` rows.
 
     Biased: use with ``ErrorFeedback``. Payload per matrix: ``r * (n + m)`` entries, in float32
     for 16-bit gradients; ``Cast`` around it halves that. Gradients of rank r arrive exactly.
@@ -111,50 +111,62 @@ class PowerSGD(Scheme):
         matrices = plan.matrices
         if not len(matrices):
             return (yield from bucket.all_reduce())
-        # P = M Q^T. The kernel adds the residual in the same pass (docs/design/foundation.md).
-        right, q = self._right_factors(plan, bucket)
+        # P = M Q^T. The kernel adds the residual in the same pass (docs/design/foundation.md), and
+        # gathers the tail for the second payload.
+        right = self._right_factors(plan, bucket)
         raw, residual, total = bucket.raw, bucket.residual, work_buffer(bucket)
-        payload = right.new_empty(matrices.left_numel + plan.tail_numel)
-        left, tail = payload.split((matrices.left_numel, plan.tail_numel))
-        multiply_right(matrices, raw, right, left, residual=residual, total=total)
-        plan.take_tail(raw, residual, total, tail)
-        first = AllReduce(payload)
-        payload = yield first
-        left, tail = payload.split((matrices.left_numel, plan.tail_numel))
-        finite = all_finite(payload)
+        sizes = (matrices.right_numel, plan.tail_numel)
+        payload = right.new_empty(sum(sizes))
+        q, tail = payload.split(sizes)
+        left = right.new_empty(matrices.left_numel)
+        multiply_right(
+            *(matrices, raw, right, left),
+            residual=residual,
+            total=total,
+            tail=plan.with_tail(tail),
+        )
+        left = yield AllReduce(left)
         orthonormalize(matrices, left)  # the same bits on every rank
 
         # Q = P^T M. Feedback needs this rank's own Q, and the all-reduce works in place.
-        multiply_left(matrices, total, left, q)
-        own_q = q if bucket.unsent is None else q.clone()
-        second = AllReduce(q)
-        q = yield second
-        finite = finite & all_finite(q)
+        own = None if bucket.unsent is None else torch.empty_like(q)
+        multiply_left(matrices, total, left, q, own=own)
+        second = AllReduce(payload)
+        payload = yield second
+        # One check covers both payloads: an entry of P that is not finite makes a whole row of Q
+        # NaN (docs/design/kernels.md).
+        finite = all_finite(payload)
+        q, tail = payload.split(sizes)
         if self.warm_start:
             bucket.write(self.keeps[0], q)
 
         # The residual is M - P Q_i with this rank's own Q_i. The distance to the mean would collect
         # what other ranks sent, and only its sum over ranks would be bounded.
-        sent = (left, own_q if second.sent is None else second.sent)
-        sent_tail = None if first.sent is None else first.sent[matrices.left_numel :]
+        own_tail = None
+        if second.sent is not None:
+            own, own_tail = second.sent.split(sizes)
         output, unsent = bucket.output, bucket.unsent
-        # The tail first: the mean of the matrices may overwrite ``total``, but not its tail.
-        plan.write_tail(tail, output, sent=sent_tail, total=total, unsent=unsent)
         # What is not finite spoils only some entries of P and Q: the kernel takes the flag.
         decode_low_rank(
-            matrices, left, q, output, sent=sent, total=total, unsent=unsent, finite=finite
+            *(matrices, left, q, output),
+            sent=None if own is None else (left, own),
+            total=total,
+            unsent=unsent,
+            finite=finite,
+            tail=plan.with_tail(tail),
+            sent_tail=own_tail,
         )
         return Result(output, unsent=unsent, finite=and_fits(finite, output))
 
-    def _right_factors(self, plan: Plan, bucket: Bucket) -> tuple[Tensor, Tensor]:
-        """Returns the right factors to start from, flat, and a tensor for the new ones."""
+    def _right_factors(self, plan: Plan, bucket: Bucket) -> Tensor:
+        """Returns the right factors to start from, flat."""
         factors, device, dtype = plan.factors, bucket.raw.device, bucket.wide_dtype
         if not self.warm_start:
             like = torch.empty(0, device=device, dtype=dtype)
-            flat = random_factors(factors, bucket, bucket.step, like)
-            return flat, torch.empty_like(flat)
-        (slot,) = self.keeps
-        old = bucket.read(slot)
-        right = old.clone()  # committed values may not change: a bad step goes back to them
-        unit_rows(plan.matrices, right, fresh_factors(factors, bucket.seed, device, dtype))
-        return right, bucket.scratch(slot, like=old)
+            return random_factors(factors, bucket, bucket.step, like)
+        old = bucket.read(self.keeps[0])
+        # Committed values may not change: a step that is not finite goes back to them.
+        right = torch.empty_like(old)
+        fresh = fresh_factors(factors, bucket.seed, device, dtype)
+        unit_rows(plan.matrices, old, fresh, right)
+        return right

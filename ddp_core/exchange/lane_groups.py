@@ -26,6 +26,7 @@ __all__ = [
     "group_timeout",
     "host_backend",
     "is_gloo",
+    "is_nccl",
 ]
 
 _CPU = torch.device("cpu")
@@ -48,6 +49,11 @@ def host_backend(group: dist.ProcessGroup) -> Any:
 def is_gloo(backend: object) -> bool:
     """Whether it is Gloo's."""
     return dist.is_gloo_available() and isinstance(backend, dist.ProcessGroupGloo)
+
+
+def is_nccl(backend: object) -> bool:
+    """Whether it is NCCL's."""
+    return dist.is_nccl_available() and isinstance(backend, dist.ProcessGroupNCCL)
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta | None:

@@ -38,6 +38,8 @@ class Launches:
         work: int,
         arguments: Sequence[Any],
         rows: int = 1,
+        *,
+        threads: int = 256,
     ) -> None:
         for argument in arguments:
             as_ctypes(argument)

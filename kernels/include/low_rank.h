@@ -7,6 +7,11 @@
 // added to halves. Products with a left factor are sums over 64 rows each, added in their order.
 constexpr int kSegment = 512, kChunk = 64;
 
+// Sums in double precision are 1024 partial sums, entry i in sum i mod 1024. Of each 32 consecutive
+// ones, halves are added to halves, and then of the 32 results. A row of a factor is projected on the
+// rows before it in groups of 4: all dot products with a group, then one subtraction, rounded once.
+constexpr int kSums = 1024, kRowGroup = 4;
+
 struct Matrix {
     i64 offset, rows, columns, rank;  // place in the bucket, row by row; rows of its factors
     i64 left, right;                  // places of its factors: (rank, rows), (rank, columns)

@@ -85,6 +85,8 @@ def launch(
     work: int,
     arguments: Sequence[Tensor | float | None],
     rows: int = 1,
+    *,
+    threads: int = _THREADS,
 ) -> None:
     """Launches a kernel on torch's current stream, without a copy, synchronisation or allocation.
 
@@ -96,27 +98,30 @@ def launch(
         arguments: in the kernel's order: tensors for pointers, integers and bools for ``i64``,
             floats for ``float``.
         rows: blocks of the grid in its second dimension: rows of a message.
+        threads: of a block.
     """
     index = device.index or 0
     if index != _current_device():
         with torch.cuda.device(index):
-            return launch(source, name, device, work, arguments, rows)
+            return launch(source, name, device, work, arguments, rows, threads=threads)
     # CuPy has a current stream of its own. Torch's allocator reuses memory in the order of torch's
     # stream, and a kernel on another one would race with it; capturing a graph would fail as well.
     stream = _Stream(_current_stream(index))
     values = tuple([_CONVERSIONS.get(type(value), _as_cupy)(value) for value in arguments])
-    grid = grid_for(work, index, rows)
-    _function(source, name, index)(grid, (_THREADS,), values, stream=stream)
+    grid = grid_for(work, index, rows, threads)
+    _function(source, name, index)(grid, (threads,), values, stream=stream)
 
 
-def grid_for(work: int, device_index: int, rows: int = 1) -> tuple[int, int]:
-    """Returns the grid of blocks of 256 threads for ``work`` warps in each of ``rows`` rows.
+def grid_for(
+    work: int, device_index: int, rows: int = 1, threads: int = _THREADS
+) -> tuple[int, int]:
+    """Returns the grid of blocks of ``threads`` for ``work`` warps in each of ``rows`` rows.
 
     At most twice as many as the device holds at once: kernels stride over the grid, and more blocks
     would repeat what a warp does once, such as reading the step or a table of levels.
     """
-    most = -(-_most_blocks(device_index) // rows)
-    return min(-(-work // _WARPS_PER_BLOCK) or 1, most), rows
+    most = -(-_most_blocks(device_index) * _THREADS // (threads * rows))
+    return min(-(-work * 32 // threads) or 1, most), rows
 
 
 @cache

@@ -25,9 +25,9 @@ SIGNATURES = {
     "gather_random": "ipi??piipi",
     "hadamard": "ipifipiiiip",
     "largest_magnitudes": "ip?iip",
-    "multiply_left": "ipippp",
+    "multiply_left": "ipip??pp",
     "multiply_right": "ipip??pp",
-    "orthonormalize": "pip",
+    "orthonormalize": "pipp",
     "pack_votes": "ipiiiip",
     "quantize": "iiipiii???iiipii",
     "quantize_affine": "ipiippp",
@@ -43,7 +43,7 @@ SIGNATURES = {
     "scatter_tail": "ipip???p",
     "top_k": "ipiipp??pi",
     "top_k_sampled": "ipiiipp??p",
-    "unit_rows": "pipp",
+    "unit_rows": "pippp",
 }
 
 

@@ -84,9 +84,9 @@ def test_a_bucket_launches_what_a_pretended_gpu_counts(name: str, ranks: int) ->
     launched: Counter[str] = Counter()
     launch = cuda.launch
 
-    def note(source: str, kernel: str, *rest: Any) -> None:
+    def note(source: str, kernel: str, *rest: Any, **options: Any) -> None:
         launched[kernel.partition("<")[0]] += 1
-        launch(source, kernel, *rest)
+        launch(source, kernel, *rest, **options)
 
     engine = Engine(made, rank=0, world_size=ranks)
     layout = Layout([f"p{i}" for i in range(len(SHAPES))], SHAPES)

@@ -129,13 +129,15 @@ def emulated(
         work: int,
         arguments: Sequence[Any],
         rows: int = 1,
+        *,
+        threads: int = 256,
     ) -> None:
         library = build(file_of(source), names[source], flags)
         library.emulator_order(order)
         library.emulator_seed(seed)
         values = [as_ctypes(one) for one in arguments]
-        grid = (min(-(-work // 8), blocks), rows)
-        launch_on(library, name, grid, 256, values)
+        grid = (min(-(-work * 32 // threads), blocks), rows)
+        launch_on(library, name, grid, threads, values)
 
     with mock.patch.object(cuda, "launch", launch):
         yield

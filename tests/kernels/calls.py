@@ -34,15 +34,19 @@ def low_rank_factors() -> tuple[torch.Tensor, torch.Tensor]:
 CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "multiply_right": lambda: (
         *(torch.randn(BUCKET), torch.randn(BUCKET), torch.zeros(BUCKET), MATRICES.table),
-        *low_rank_factors()[::-1],
+        *(*low_rank_factors()[::-1], low_rank_factors()[0], TAIL, torch.zeros(40)),
     ),
-    "multiply_left": lambda: (torch.randn(BUCKET), MATRICES.table, *low_rank_factors()),
+    "multiply_left": lambda: (
+        *(torch.randn(BUCKET), torch.randn(BUCKET), torch.zeros(BUCKET), MATRICES.table),
+        *(*low_rank_factors(), low_rank_factors()[1], TAIL, torch.zeros(40)),
+    ),
     "expand": lambda: (
         *(*low_rank_factors(), *low_rank_factors(), torch.randn(BUCKET), MATRICES.table),
         *(torch.zeros(BUCKET), torch.zeros(BUCKET), torch.tensor(True)),
+        *(TAIL, torch.randn(40), torch.randn(40)),
     ),
-    "orthonormalize": lambda: (low_rank_factors()[0], MATRICES.table),
-    "unit_rows": lambda: (low_rank_factors()[1], low_rank_factors()[1], MATRICES.table),
+    "orthonormalize": lambda: (low_rank_factors()[0], low_rank_factors()[0], MATRICES.table),
+    "unit_rows": lambda: (*(low_rank_factors()[1] for _ in range(3)), MATRICES.table),
     "quantize": lambda: (
         *(torch.randn(600), torch.zeros(payload_bytes(600, "int8", 256), dtype=torch.uint8)),
         *("int8", 256, 600, torch.randn(600), torch.zeros(600), STEP, 1, 0, 0),
@@ -103,14 +107,10 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
         *(torch.randn(600), torch.zeros(600)),
     ),
     "finite": lambda: (torch.randn(600), torch.ones((), dtype=torch.bool)),
-    "gather_tail": lambda: (
-        *(torch.randn(600), torch.randn(600), torch.zeros(600), torch.zeros(40), TAIL),
+    "restore": lambda: (
+        *(torch.randn(600), torch.randn(600), torch.zeros((), dtype=torch.bool)),
+        *(torch.randn(7), torch.randn(7), torch.randn(70), torch.randn(70), None, None),
     ),
-    "scatter_tail": lambda: (
-        *(torch.randn(40), torch.zeros(600), torch.randn(40), torch.randn(600), torch.zeros(600)),
-        TAIL,
-    ),
-    "restore": lambda: (torch.randn(600), torch.randn(600), torch.zeros((), dtype=torch.bool)),
     "scatter_sum": lambda: (
         *(torch.arange(6, dtype=torch.int32)[None], torch.randn(1, 6), torch.zeros(600), 0.5),
         torch.tensor(True),

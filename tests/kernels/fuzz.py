@@ -31,6 +31,7 @@ from tests.kernels import (
     test_levels,
     test_low_rank,
     test_norms,
+    test_orthonormal,
     test_parts,
     test_random_k,
     test_restore,
@@ -39,7 +40,6 @@ from tests.kernels import (
     test_scatter,
     test_shared,
     test_sparse,
-    test_tail,
     test_votes,
 )
 from tests.kernels.machines import GpuRunner, Runner, functions_of
@@ -54,6 +54,7 @@ FAMILIES: tuple[Any, ...] = (
     test_levels,
     test_low_rank,
     test_norms,
+    test_orthonormal,
     test_parts,
     test_random_k,
     test_restore,
@@ -62,7 +63,6 @@ FAMILIES: tuple[Any, ...] = (
     test_scatter,
     test_shared,
     test_sparse,
-    test_tail,
     test_votes,
 )
 # Random calls for each family.

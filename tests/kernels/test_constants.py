@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from commhooks.kernels import _low_rank_definition, _matrices, philox, scatter, sparse
+from commhooks.kernels import _matrices, orthonormal, philox, scatter, sparse
 from commhooks.kernels.dct import _cosine
 
 SOURCES = Path(_matrices.__file__).parent
@@ -17,8 +17,10 @@ SOURCES = Path(_matrices.__file__).parent
 SHARED = [
     ("include/low_rank.h", "kSegment", _matrices._SEGMENT),
     ("include/low_rank.h", "kChunk", _matrices._CHUNK),
-    ("include/low_rank.h", "kVanished", _low_rank_definition._VANISHED),
-    ("include/low_rank.h", "kDead", _low_rank_definition._DEAD**2),
+    ("include/low_rank.h", "kSums", orthonormal._SUMS),
+    ("include/low_rank.h", "kRowGroup", orthonormal._GROUP),
+    ("include/low_rank.h", "kVanished", orthonormal._VANISHED),
+    ("include/low_rank.h", "kDead", orthonormal._DEAD),
     ("low_rank.cu", "kRows", _matrices._ROWS),
     ("low_rank.cu", "kTile", _matrices._TILE),
     ("include/philox.h", "kRounds", philox._ROUNDS),

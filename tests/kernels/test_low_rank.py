@@ -1,4 +1,4 @@
-"""PowerSGD's products and factors: machines agree bit for bit, and the mathematics holds."""
+"""PowerSGD's products: machines agree bit for bit, and the mathematics holds."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from commhooks.kernels import (
     low_rank,
     multiply_left,
     multiply_right,
-    orthonormalize,
-    unit_rows,
+    tail_table,
     use_kernels,
 )
 from commhooks.kernels._matrices import runs_of
@@ -25,12 +24,9 @@ from tests.kernels.machines import machines, on
 
 KERNELS = {
     "low_rank.cu": [
-        *(
-            f"{name}<{dtype}>"
-            for name in ("multiply_right", "multiply_left", "expand")
-            for dtype in CPP.values()
-        ),
-        *("add_segments", "add_chunks", "orthonormalize", "unit_rows"),
+        f"{name}<{dtype}>"
+        for name in ("multiply_right", "multiply_left", "expand", "add_segments", "add_chunks")
+        for dtype in CPP.values()
     ]
 }
 # Offset, rows, columns, rank: gaps, equals in a row, one-sided shapes, all kinds of remainders.
@@ -40,6 +36,7 @@ PLACES = (
 )
 NUMEL = 26200
 MATRICES = Matrices(PLACES)
+NONE = (None, None, None)  # no copy, no tail
 
 
 def bucket(dtype: torch.dtype = torch.float32, seed: int = 0, *, hard: bool = False) -> Tensor:
@@ -55,27 +52,28 @@ def factors(seed: int = 1) -> tuple[Tensor, Tensor]:
 def run_all(run: Any, x: Tensor) -> list[Tensor]:
     """What every op makes of a bucket."""
     table, results = MATRICES.table, []
-    for residual, total in ((None, False), (None, True), (plain(NUMEL, seed=5), True)):
-        left, right = factors()
-        sums = torch.zeros(NUMEL) if total else None
-        run(low_rank.multiply_right_op, x, residual, sums, table, right, left)
-        results += [left] if sums is None else [left, sums]
-    left, right = factors()
-    run(low_rank.multiply_right_op, x, sums, sums, table, right, left)  # over the residual
-    results.append(sums)
-    if x.dtype == torch.float32:
-        sums, again = x.clone(), torch.empty_like(left)
-        run(low_rank.multiply_right_op, sums, plain(NUMEL), sums, table, right, again)  # over x
-        results += [sums, again]
-    run(low_rank.multiply_left_op, x, table, left, right)
-    results.append(right.clone())
+    for which, op in enumerate((low_rank.multiply_right_op, low_rank.multiply_left_op)):
+        for residual, total in ((None, False), (None, True), (plain(NUMEL, seed=5), True)):
+            given, made = factors()[:: -1 if which == 0 else 1]
+            sums = torch.zeros(NUMEL) if total else None
+            own = torch.zeros_like(made)
+            run(op, x, residual, sums, table, given, made, own, None, None)
+            assert same(own, made)
+            results += [made] if sums is None else [made, sums]
+        given, made = factors()[:: -1 if which == 0 else 1]
+        run(op, x, sums, sums, table, given, made, *NONE)  # over the residual
+        results += [sums, made]
+        if x.dtype == torch.float32:
+            sums, again = x.clone(), torch.empty_like(made)
+            run(op, sums, plain(NUMEL), sums, table, given, again, *NONE)  # over x
+            results += [sums, again]
     out = x.clone()
-    run(low_rank.expand_op, *factors(), None, None, None, table, None, out, None)
+    run(low_rank.expand_op, *factors(), None, None, None, table, None, out, *(None,) * 4)
     results.append(out)
     for flag in (True, False):
         out = x.clone()
-        finite = torch.tensor(flag)
-        run(low_rank.expand_op, *factors(), None, None, None, table, None, out, finite)
+        rest = torch.tensor(flag), *NONE
+        run(low_rank.expand_op, *factors(), None, None, None, table, None, out, *rest)
         results.append(out)
     total, unsent, out = plain(NUMEL, seed=7), plain(NUMEL), x.clone()
     given = [
@@ -89,18 +87,10 @@ def run_all(run: Any, x: Tensor) -> list[Tensor]:
             unsent = total
         elif tensors[0] is tensors[2]:
             total = out
-        run(low_rank.expand_op, *factors(), *factors(3), total, table, unsent, out, None)
+        rest = (None, *NONE)
+        run(low_rank.expand_op, *factors(), *factors(3), total, table, unsent, out, *rest)
         results += [total, unsent, out]
-    return [*results, *run_factors(run, x)]
-
-
-def run_factors(run: Any, x: Tensor) -> list[Tensor]:
-    left, right = factors()
-    left[: NUMEL // 4] = x[: NUMEL // 4].float()[: len(left)]
-    right[7:14] = 0.0
-    run(low_rank.orthonormalize_op, left, MATRICES.table)
-    run(low_rank.unit_rows_op, right, torch.ones_like(right), MATRICES.table)
-    return [left, right]
+    return results
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -127,6 +117,8 @@ def test_products_are_those_of_the_matrices(dtype, mode):
     with use_kernels(mode):
         multiply_right(MATRICES, x, right, p, residual=residual, total=total)
         multiply_left(MATRICES, x, left, q)
+        sums, q_of_sum = torch.zeros_like(total), torch.empty_like(q)
+        multiply_left(MATRICES, x, left, q_of_sum, residual=residual, total=sums)
         decode_low_rank(MATRICES, left, right, out, sent=sent, total=residual, unsent=rest)
         alone = x.clone()
         decode_low_rank(MATRICES, left, right, alone)
@@ -149,6 +141,8 @@ def test_products_are_those_of_the_matrices(dtype, mode):
 
         near(p[of_left], b @ (m + e).T, b.abs() @ (m.abs() + e.abs()).T, columns + 1)
         near(q[of_right], a @ m, a.abs() @ m.abs(), rows)
+        near(q_of_sum[of_right], a @ (m + e), a.abs() @ (m.abs() + e.abs()), rows + 1)
+        assert torch.equal(sums[part], total[part])
         near(out[part], a.T @ b, a.abs().T @ b.abs(), rank)
         d = d.double()
         near(rest[part], e - c.T @ d, c.abs().T @ d.abs() + e.abs(), rank + 1)
@@ -169,101 +163,16 @@ def test_large_results_are_those_of_small_ones(columns):
         with on(machine, KERNELS) as run:
             for which, p, whole in ((matrices, left, total), (some, few, total[piece].clone())):
                 out, unsent, again = (torch.empty_like(whole) for _ in range(3))
-                run(low_rank.expand_op, p, right, None, None, None, which.table, None, out, None)
-                run(low_rank.expand_op, p, right, p, right, whole, which.table, unsent, again, None)
+                both, rest = (which.table, unsent, again), (None, *NONE)
+                run(low_rank.expand_op, p, right, None, None, None, which.table, None, out, *rest)
+                run(low_rank.expand_op, p, right, p, right, whole, *both, *rest)
                 assert torch.equal(out, again), machine
                 assert torch.equal(unsent, whole - out), machine
                 results.append(out)
         assert torch.equal(results[0][piece], results[1]), machine
 
 
-def conditioned(rows: int, rank: int, condition: float) -> Tensor:
-    """A matrix with singular values from 1 down to 1 / condition."""
-    generator = torch.Generator().manual_seed(rank)
-    draw = [torch.randn(n, rank, generator=generator, dtype=torch.float64) for n in (rows, rank)]
-    left, right = (torch.linalg.qr(one)[0] for one in draw)
-    values = torch.logspace(0, -torch.log10(torch.tensor(condition)).item(), rank).double()
-    return (left * values @ right).float()
-
-
-def orthonormal(columns: Tensor) -> Tensor:
-    """The factor of one matrix, as columns again."""
-    rows, rank = columns.shape
-    factor = columns.T.contiguous().flatten()
-    orthonormalize(Matrices([(0, rows, 1, rank)]), factor)
-    return factor.view(rank, rows).T
-
-
-def assert_orthonormal(columns: Tensor) -> None:
-    gram = columns.double().T @ columns.double()
-    torch.testing.assert_close(gram, torch.eye(len(gram)).double(), atol=2**-21, rtol=0)
-
-
 both = pytest.mark.parametrize("mode", ["native", "definition"])
-
-
-@both
-@pytest.mark.parametrize("rank", [1, 2, 4, 32])
-@pytest.mark.parametrize("condition", [1e1, 1e4, 1e6, 1e8])
-def test_orthonormal_for_any_condition(mode, condition, rank):
-    with use_kernels(mode):
-        assert_orthonormal(orthonormal(conditioned(4096, rank, condition)))
-
-
-@both
-@pytest.mark.parametrize("shape", [(5, 2), (1, 1), (4, 4), (64, 4), (50257, 4)])
-@pytest.mark.parametrize("scale", [1e-38, 1e-30, 1.0, 1e30])
-def test_orthonormal_for_any_shape_and_scale(mode, shape, scale):
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * scale
-    with use_kernels(mode):
-        q = orthonormal(x)
-    assert_orthonormal(q)
-    # Column k lies in the span of the first k.
-    below = (q.double().T @ x.double()).tril(-1)
-    assert below.abs().max() <= 1e-5 * x.abs().max() * shape[0] ** 0.5
-
-
-@both
-def test_dependent_columns_become_zero_or_unit(mode):
-    column = plain(30)[:, None]
-    with use_kernels(mode):
-        q = orthonormal(torch.cat([column, 0 * column, 2 * column, column], 1))
-        assert torch.equal(orthonormal(torch.zeros(16, 4)), torch.zeros(16, 4))
-    gram = q.double().T @ q.double()
-    assert ((gram - gram.diag().round().diag()).abs() < 1e-6).all()
-    assert gram[0, 0].round() == 1
-    assert not q[:, 1].any()
-
-
-@both
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_with_its_matrix(mode, bad):
-    matrices = Matrices([(0, 20, 9, 3), (180, 20, 9, 3)])
-    left = plain(matrices.left_numel)
-    alone = left[60:].clone()
-    left[5] = bad
-    with use_kernels(mode):
-        orthonormalize(matrices, left)
-        orthonormalize(Matrices([(0, 20, 9, 3)]), alone)
-    assert left[:20].isnan().any()
-    assert torch.equal(left[60:], alone)
-
-
-@both
-def test_unit_rows_replaces_rows_that_vanish(mode):
-    matrices = Matrices([(0, 9, 8, 3), (72, 9, 8, 3), (144, 9, 8, 2)])
-    right, fresh = plain(matrices.right_numel), torch.ones(matrices.right_numel)
-    right[8:16] = 0.0
-    right[40:48] *= 1e-9
-    right[48:] = 0.0
-    before = right.clone()
-    with use_kernels(mode):
-        unit_rows(matrices, right, fresh)
-    rows, old = right.view(-1, 8), before.view(-1, 8)
-    dead = torch.tensor([1, 5, 6, 7])
-    alive = torch.tensor([0, 2, 3, 4])
-    assert torch.equal(rows[dead], torch.ones(4, 8))
-    torch.testing.assert_close(rows[alive], old[alive] / old[alive].norm(dim=1, keepdim=True))
 
 
 def test_equal_matrices_at_equal_distances_are_one_run():
@@ -291,7 +200,6 @@ def test_a_flag_makes_matrices_nan(mode):
 def test_no_matrices_are_no_work():
     empty, nothing = Matrices([]), torch.empty(0)
     multiply_right(empty, torch.ones(3), nothing, nothing)
-    orthonormalize(empty, nothing)
     assert len(empty) == empty.left_numel == 0
 
 
@@ -323,24 +231,36 @@ def test_what_is_left_needs_what_was_sent():
 
 
 def fuzz(run: Any, rng: random.Random) -> None:
-    places, offset = [], 0
+    places, spans, offset = [], [], 0
     for _ in range(rng.randrange(4)):
         rows, columns = rng.randrange(1, 80), rng.choice([rng.randrange(1, 70), 513])
-        places.append((offset + rng.randrange(5), rows, columns, rng.randrange(1, 10)))
-        offset = places[-1][0] + rows * columns
-    matrices = Matrices(places)
+        begin = offset + rng.choice([0, rng.randrange(600)])
+        spans.append((offset, begin))
+        places.append((begin, rows, columns, rng.randrange(1, 10)))
+        offset = begin + rows * columns
+    matrices, tails = Matrices(places), tail_table(spans)
     x = torch.randn(offset + rng.randrange(3)).to(rng.choice(DTYPES))
     left, right = torch.randn(matrices.left_numel), torch.randn(matrices.right_numel)
     residual, total = (torch.randn(len(x)) if rng.random() < 0.5 else None for _ in range(2))
     total = residual if total is None else total
-    run(low_rank.multiply_right_op, x, residual, total, matrices.table, right, left)
-    run(low_rank.multiply_left_op, x, matrices.table, left, right)
-    run(low_rank.orthonormalize_op, left, matrices.table)
-    run(low_rank.unit_rows_op, right, torch.randn_like(right), matrices.table)
+    for op, given, made in (
+        (low_rank.multiply_right_op, right, left),
+        (low_rank.multiply_left_op, left, right),
+    ):
+        own = torch.empty_like(made) if rng.random() < 0.5 else None
+        tail = torch.empty(int(tails[-1, 1])) if rng.random() < 0.5 else None
+        table = None if tail is None else tails
+        run(op, x, residual, total, matrices.table, given, made, own, table, tail)
+    rest = None, table, tail
     if rng.random() < 0.5:
-        run(low_rank.expand_op, left, right, None, None, None, matrices.table, None, x, None)
+        run(
+            *(low_rank.expand_op, left, right, None, None, None, matrices.table),
+            *(None, x, *rest, None),
+        )
     else:
         sent = torch.randn_like(left), torch.randn_like(right)
+        sent_tail = None if tail is None or rng.random() < 0.5 else torch.randn_like(tail)
         unsent = total if rng.random() < 0.5 and total is not None else torch.randn(len(x))
         total = torch.randn(len(x)) if total is None else total
-        run(low_rank.expand_op, left, right, *sent, total, matrices.table, unsent, x, None)
+        table = matrices.table
+        run(low_rank.expand_op, left, right, *sent, total, table, unsent, x, *rest, sent_tail)

@@ -54,7 +54,8 @@ def test_a_table_is_not_written_to() -> None:
     matrices = test_low_rank.MATRICES
     left, right = test_low_rank.factors()
     version = matrices.table._version
-    RUNNER(low_rank.multiply_left_op, test_low_rank.bucket(), matrices.table, left, right)
+    x = test_low_rank.bucket()
+    RUNNER(low_rank.multiply_left_op, x, None, None, matrices.table, left, right, None, None, None)
     assert matrices.table._version == version
 
 

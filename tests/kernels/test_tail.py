@@ -1,39 +1,60 @@
-"""The tail of a bucket is gathered and scattered piece by piece."""
+"""The tail of a bucket is gathered, and scattered, in the launches of the products."""
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
 import torch
 
-from commhooks.kernels import gather_tail, scatter_tail, tail_table
-from commhooks.kernels.tail import gather_tail_op, scatter_tail_op
-from tests.kernels.inputs import CPP, DTYPES, same, tricky
+from commhooks.kernels import (
+    Matrices,
+    decode_low_rank,
+    multiply_left,
+    multiply_right,
+    tail_table,
+)
+from commhooks.kernels.low_rank import expand_op, multiply_left_op, multiply_right_op
+from tests.kernels.inputs import DTYPES, plain, same, tricky
 from tests.kernels.machines import machines, on
+from tests.kernels.test_low_rank import KERNELS
 
-KERNELS = {
-    "tail.cu": [f"{op}<{t}>" for op in ("gather_tail", "scatter_tail") for t in CPP.values()]
-}
 SPANS = [(0, 1), (5, 37), (40, 40), (64, 4000), (4001, 4099)]
 TABLE = tail_table(SPANS)
-N, LENGTH = 4200, int(TABLE[-1, 1])
+LENGTH = int(TABLE[-1, 1])
+MATRICES = Matrices([(4100, 20, 70, 2), (5500, 9, 5, 3)])
+N = 5600
 
 
 def outputs(run: Any, dtype: torch.dtype, *, full: bool) -> list[torch.Tensor]:
-    x, tail = tricky(N, dtype), torch.full((LENGTH,), 7.0)
-    kept = tricky(N).roll(1) if full else None
-    total = torch.full((N,), 5.0) if full else None
-    run(gather_tail_op, x, kept, total, tail, TABLE)
+    """Tails and copies of factors; each op by every machine, after the same products."""
+    x, found = tricky(N, dtype), []
+    x[4100:] = plain(N - 4100).to(dtype)
+    left, right = plain(MATRICES.left_numel), plain(MATRICES.right_numel)
+    for op, given, like in (
+        (multiply_right_op, right, left),
+        (multiply_left_op, left, right),
+    ):
+        tail, factor = torch.full((LENGTH,), 7.0), torch.empty_like(like)
+        own = torch.empty_like(like) if full else None
+        kept = tricky(N).roll(1) if full else None
+        total = torch.full((N,), 5.0) if full else None
+        run(op, x, kept, total, MATRICES.table, given, factor, own, TABLE, tail)
+        assert own is None or same(own, factor)
+        found += [tail] if total is None else [tail, total[:4100]]
     out = torch.full((N,), 3.0).to(dtype)
-    sent, unsent = (tail.roll(3), torch.full((N,), 2.0)) if full else (None, None)
-    run(scatter_tail_op, tail, out, sent, total, unsent, TABLE)
-    found = [tail, out] + [one for one in (total, unsent) if one is not None]
-    if unsent is not None:  # all was sent, and in place
-        run(scatter_tail_op, tail, out, None, None, unsent, TABLE)
-        found.append(unsent.clone())
-        run(scatter_tail_op, tail, out, sent, total, total, TABLE)
+    table, flag = MATRICES.table, torch.tensor(False)  # which leaves tails alone
+    if not full:
+        rest = (TABLE, tail, None)
+        run(expand_op, left, right, None, None, None, table, None, out, flag, *rest)
+        return [*found, out[:4100]]
+    for sent in (tail.roll(3), None):  # None: all was sent
+        for where in ("apart", "over the total"):
+            before = tricky(N).roll(2)
+            unsent = torch.full((N,), 2.0) if where == "apart" else before
+            both = (before, table, unsent, out, flag)
+            run(expand_op, left, right, left, right, *both, TABLE, tail, sent)
+            found += [out[:4100].clone(), unsent[:4100]]
     return found
 
 
@@ -48,57 +69,69 @@ def test_kernels_equal_the_definition(full: bool) -> None:
         for machine in machines(orders=(0, 5)):
             with on(machine, KERNELS) as run:
                 got = outputs(run, dtype, full=full)
-            for one, other in zip(expected, got, strict=True):
-                assert same(one, other), (machine, dtype)
+            for i, (one, other) in enumerate(zip(expected, got, strict=True)):
+                assert same(one, other), (machine, dtype, i)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-def test_what_was_gathered_goes_back_to_its_place(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("product", [multiply_right, multiply_left])
+def test_what_was_gathered_goes_back_to_its_place(product: Any, dtype: torch.dtype) -> None:
     work = torch.promote_types(dtype, torch.float32)
     x, tail = torch.arange(N).to(dtype), torch.empty(LENGTH, dtype=work)
-    gather_tail(x, tail, TABLE, residual=None, total=None)
+    left = torch.zeros(MATRICES.left_numel, dtype=work)
+    right = torch.zeros(MATRICES.right_numel, dtype=work)
+    given, made = (right, left) if product is multiply_right else (left, right)
+    product(MATRICES, x, given, made, tail=(TABLE, tail))
     assert torch.equal(tail, torch.cat([x[a:b] for a, b in SPANS]).to(work))
     out = torch.full_like(x, -1.0)
-    scatter_tail(tail, out, TABLE, sent=None, total=None, unsent=None)
-    inside = torch.zeros(N, dtype=torch.bool)
+    decode_low_rank(MATRICES, left, right, out, tail=(TABLE, tail))
+    expected = torch.full_like(x, -1.0)
     for begin, end in SPANS:
-        inside[begin:end] = True
-    assert torch.equal(out, torch.where(inside, x, -1.0).to(dtype))
+        expected[begin:end] = x[begin:end]
+    expected[4100:5545] = 0.0
+    expected[5500 - 0 : 5500] = -1.0
+    assert torch.equal(out, expected)
 
 
 def test_a_mean_may_overwrite_the_total() -> None:
     total, unsent = torch.ones(N), torch.zeros(N)
     tail, sent = torch.full((LENGTH,), 2.0), torch.full((LENGTH,), 0.25)
-    scatter_tail(tail, total, TABLE, sent=sent, total=total, unsent=unsent)
+    nothing = Matrices([]), torch.empty(0), torch.empty(0)
+    decode_low_rank(
+        *(*nothing, total),
+        sent=nothing[1:],
+        total=total,
+        unsent=unsent,
+        tail=(TABLE, tail),
+        sent_tail=sent,
+    )
     assert unsent.sum() == 0.75 * LENGTH
     assert total.sum() == N + LENGTH
 
 
 def test_wrong_arguments_are_named() -> None:
     x, tail = torch.ones(N), torch.ones(LENGTH)
+    left, right = torch.ones(MATRICES.left_numel), torch.ones(MATRICES.right_numel)
+    nothing = Matrices([]), torch.empty(0), torch.empty(0)
+
+    def gather(bucket: torch.Tensor, tail: torch.Tensor, table: torch.Tensor) -> None:
+        multiply_right(nothing[0], bucket, *nothing[1:], tail=(table, tail))
+
     for call, words in (
         (lambda: tail_table([(3, 5), (4, 6)]), "increasing, without overlap"),
-        (lambda: gather_tail(x[:50], tail, TABLE, residual=None, total=None), "4099 entries or"),
-        (lambda: gather_tail(x, tail[1:], TABLE, residual=None, total=None), r"tail\): 4067 ent"),
+        (lambda: gather(x[:50], tail, TABLE), "4099 entries or"),
+        (lambda: gather(x, tail[1:], TABLE), r"tail\): 4067 ent"),
+        (lambda: gather(x, tail, TABLE.flip(0)), "as tail_table makes it"),
         (
-            lambda: gather_tail(x, tail, TABLE.flip(0), residual=None, total=None),
-            "as tail_table makes it",
+            lambda: multiply_right_op(
+                x, None, None, MATRICES.table, right, left, None, TABLE, None
+            ),
+            "a table and a tensor, or neither",
         ),
         (
-            lambda: scatter_tail(tail, x, TABLE, sent=tail, total=None, unsent=torch.ones(N)),
-            "needed with sent",
+            lambda: multiply_right(MATRICES, x, right, left, own=torch.ones(3)),
+            r"own\): \d+ entries, got 3",
         ),
     ):
         with pytest.raises(ValueError, match=words):
             call()
-
-
-def fuzz(run: Any, rng: random.Random) -> None:
-    places = sorted(rng.randrange(3000) for _ in range(2 * rng.randrange(6)))
-    table = tail_table(list(zip(places[::2], places[1::2], strict=True)))
-    n, length = 3000 + rng.randrange(100), int(table[-1, 1])
-    x = torch.randn(n).to(rng.choice(DTYPES))
-    kept, total = (torch.randn(n) if rng.random() < 0.5 else None for _ in range(2))
-    run(gather_tail_op, x, kept, total, torch.empty(length), table)
-    sent = torch.randn(length) if total is not None else None
-    run(scatter_tail_op, torch.randn(length), x, sent, total, torch.empty(n), table)

@@ -304,7 +304,7 @@ MUTANTS: list[Mutant] = [
         "commhooks/core/memory.py",
         (
             "a GPU's bad step is remembered",
-            "        restore(flat, old.to(flat.dtype), good)\n",
+            "        restore(replaced, good)\n",
             "        pass\n",
             f"{UNIT}/test_memory.py"
             "::test_a_verdict_on_the_device_keeps_what_was_there_without_a_read",

@@ -87,7 +87,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "kernels/tail.cu",
+        "kernels/include/tail.h",
         (
             "a tail's residual is lost",
             "(residual ? residual[at] : -0.0f)",
@@ -99,6 +99,42 @@ MUTANTS: list[Mutant] = [
             "sent ? total[at] - sent[i] : 0.0f",
             "0.0f",
             f"{KERNELS}/test_tail.py::{EQUAL}",
+        ),
+    ),
+    *planted(
+        "kernels/low_rank.cu",
+        (
+            "a rank's own left factor is not kept",
+            "left[i] = all;\n        if (own) own[i] = all;",
+            "left[i] = all;",
+            f"{KERNELS}/test_low_rank.py::test_kernels_of_all_machines_agree_bit_for_bit",
+        ),
+        (
+            "a rank's own right factor is not kept",
+            "right[i] = all;\n        if (own) own[i] = all;",
+            "right[i] = all;",
+            f"{KERNELS}/test_low_rank.py::test_kernels_of_all_machines_agree_bit_for_bit",
+        ),
+        (
+            "rows of a second slab add the residual again",
+            "if (residual && !slab && there)",
+            "if (residual && there)",
+            f"{KERNELS}/test_low_rank.py::test_kernels_of_all_machines_agree_bit_for_bit",
+        ),
+    ),
+    *planted(
+        "kernels/orthonormal.cu",
+        (
+            "a row is subtracted without rounding in between",
+            "entry = (double)rounded;",
+            "",
+            f"{KERNELS}/test_orthonormal.py::{EQUAL}",
+        ),
+        (
+            "a row's second projection misses a group",
+            "const i64 next = ends ? 0 : first + kRowGroup;",
+            "const i64 next = 0;",
+            f"{KERNELS}/test_orthonormal.py::{EQUAL}",
         ),
     ),
     *planted(
@@ -485,24 +521,27 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "kernels/_low_rank_definition.py",
+        "kernels/orthonormal.py",
         (
             "a row is projected once",
-            "for _ in range(2):\n                for q in done:",
-            "for _ in range(1):\n                for q in done:",
-            f"{KERNELS}/test_low_rank.py::test_orthonormal_for_any_condition",
+            "            for _ in range(2):\n                for first",
+            "            for _ in range(1):\n                for first",
+            f"{KERNELS}/test_orthonormal.py::test_orthonormal_for_any_condition",
         ),
+        (
+            "dead rows stay dead",
+            "torch.where(dead, run.right(fresh), rows",
+            "torch.where(dead, rows, rows",
+            f"{KERNELS}/test_orthonormal.py::test_unit_rows_replaces_rows_that_vanish",
+        ),
+    ),
+    *planted(
+        "kernels/_low_rank_definition.py",
         (
             "a product that is not finite is returned",
             "if finite is not None:\n            product",
             "if finite is None and finite is not None:\n            product",
             f"{KERNELS}/test_low_rank.py::test_a_flag_makes_matrices_nan",
-        ),
-        (
-            "dead rows stay dead",
-            "torch.where(dead, new, (rows / norms)",
-            "torch.where(dead, rows, (rows / norms)",
-            f"{KERNELS}/test_low_rank.py::test_unit_rows_replaces_rows_that_vanish",
         ),
     ),
 ]

@@ -18,10 +18,10 @@ MOST = {
     "int4": (9, 9),
     "onebit": (6, 7),
     "topk": (5, 6),
-    "random_k": (8, 6),
+    "random_k": (7, 6),
     "signsgd": (6, 6),
-    "powersgd": (20, 11),
-    "acpsgd": (14, 7),
+    "powersgd": (10, 9),
+    "acpsgd": (7, 7),
 }
 
 

@@ -1,0 +1,131 @@
+"""Describes the entries of a bucket that no matrix has: the tail of a low-rank payload.
+
+A table lists the pieces of the tail: an int64 row per piece with its begin in the bucket and its
+place in the tail, and a last row with the end of the bucket's last piece and the tail's length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ._matrices import _version_of
+from .runtime.op import check
+
+__all__ = ["check_tail", "gather", "on_device", "scatter", "tail_table"]
+
+
+def tail_table(spans: Sequence[tuple[int, int]]) -> Tensor:
+    """Returns the table of pieces with these begins and ends, in increasing order.
+
+    Raises:
+        ValueError: a piece ends before it begins, or overlaps the one before.
+
+    Example:
+        >>> tail_table([(0, 3), (10, 12)]).tolist()
+        [[0, 0], [10, 3], [12, 5]]
+    """
+    rows, place, last = [], 0, 0
+    for begin, end in spans:
+        if not last <= begin <= end:
+            raise ValueError(f"tail_table(spans): increasing, without overlap, got {spans}")
+        rows.append((begin, place))
+        place, last = place + end - begin, end
+    return torch.tensor([*rows, (last, place)], dtype=torch.int64, device="cpu")
+
+
+def gather(
+    x: Tensor, residual: Tensor | None, total: Tensor | None, table: Tensor, tail: Tensor
+) -> None:
+    """Writes the pieces of ``x + residual`` one after the other to ``tail``, and to ``total``."""
+    for here, there in _pieces(table):
+        values = x[here].to(tail.dtype)
+        if residual is not None:
+            values = values + residual[here]
+        tail[there] = values
+        if total is not None:
+            total[here] = values
+
+
+def scatter(
+    tail: Tensor,
+    sent: Tensor | None,
+    total: Tensor | None,
+    table: Tensor,
+    unsent: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Writes ``tail`` to the pieces of ``out``, and ``total - sent`` to those of ``unsent``."""
+    for here, there in _pieces(table):
+        if unsent is not None:  # before `out`, which may be `total`
+            rest = 0.0 if sent is None or total is None else total[here] - sent[there]
+            unsent[here] = rest
+        out[here] = tail[there]
+
+
+@lru_cache(maxsize=4096)  # one per bucket, by the tensor and the number of writes to it
+def _spans_of(table: Tensor, version: int) -> tuple[tuple[slice, slice], ...] | None:
+    """Returns the places of all pieces in the bucket and in the tail; None for no such table."""
+    if table.dim() != 2 or not len(table) or table.shape[1] != 2 or not table.is_contiguous():
+        return None
+    rows = table.tolist()
+    lengths = [after[1] - row[1] for row, after in pairwise(rows)]
+    spans = [(row[0], row[0] + length) for row, length in zip(rows, lengths, strict=False)]
+    try:
+        same = torch.equal(tail_table(spans), table)
+    except ValueError:
+        return None
+    if not same:
+        return None
+    return tuple(
+        (slice(begin, end), slice(row[1], row[1] + end - begin))
+        for (begin, end), row in zip(spans, rows, strict=False)
+    )
+
+
+def _pieces(table: Tensor) -> tuple[tuple[slice, slice], ...]:
+    pieces = _spans_of(table, _version_of(table))
+    assert pieces is not None, "checked"
+    return pieces
+
+
+def check_tail(
+    caller: str, table: Tensor | None, bucket: Tensor, tail: Tensor | None, sent: Tensor | None
+) -> None:
+    """Raises TypeError or ValueError unless the tensors are a tail of the bucket, or all None."""
+    if table is None or tail is None:
+        if not table is tail is sent is None:
+            raise ValueError(f"{caller}(tail): a table and a tensor, or neither")
+        return
+    good = table.is_cpu and table.dtype == torch.int64
+    pieces = _spans_of(table, _version_of(table)) if good else None
+    if pieces is None:
+        raise ValueError(
+            f"{caller}(tails): a table as tail_table makes it, on the CPU, "
+            f"got {table.dtype} of shape {tuple(table.shape)} on {table.device}"
+        )
+    end, length = (pieces[-1][0].stop, pieces[-1][1].stop) if pieces else (0, 0)
+    if bucket.numel() < end:
+        raise ValueError(f"{caller}: a bucket of {end} entries or more, got {bucket.numel()}")
+    work = torch.float64 if bucket.dtype == torch.float64 else torch.float32
+    check(caller, "tail", tail, like=bucket, dtypes=(work,), n=length)
+    if sent is not None:
+        check(caller, "sent_tail", sent, like=bucket, dtypes=(work,), n=length)
+
+
+def on_device(
+    table: Tensor | None, tail: Tensor | None, device: torch.device
+) -> tuple[Tensor | None, int, int]:
+    """Returns the table on ``device``, copied once, and the numbers of pieces and of entries."""
+    if table is None or tail is None:
+        return None, 0, 0
+    return _copied(table, _version_of(table), device), len(table) - 1, tail.numel()
+
+
+@lru_cache(maxsize=4096)
+def _copied(table: Tensor, version: int, device: torch.device) -> Tensor:
+    return table.to(device)

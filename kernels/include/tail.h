@@ -1,0 +1,34 @@
+// The tail of a bucket on a GPU, as `tail_table` of _tail.py lists its pieces in a table of int64.
+#pragma once
+#include "cuda.h"
+
+struct Piece { i64 begin, place; };  // in the bucket and in the tail
+
+// Returns the place in the bucket of entry `i` of the tail.
+INLINE i64 place_of(const Piece* pieces, i64 count, i64 i) {
+    i64 low = 0;
+    while (count - low > 1) {
+        const i64 middle = (low + count) / 2;
+        (pieces[middle].place <= i ? low : count) = middle;
+    }
+    return pieces[low].begin + (i - pieces[low].place);
+}
+
+// Writes entry `i` of the tail of x + residual to `tail`, and to its place in `total`.
+template <class T>
+INLINE void gather_entry(const Piece* pieces, i64 count, i64 i, const T* x, const float* residual,
+                         float* total, float* tail) {
+    const i64 at = place_of(pieces, count, i);
+    const float entry = to_float(x[at]) + (residual ? residual[at] : -0.0f);  // x + -0 is x
+    tail[i] = entry;
+    if (total) total[at] = entry;
+}
+
+// Writes entry `i` of a tail to its place in `out`, and what `sent` leaves out of `total` to `unsent`.
+template <class T>
+INLINE void scatter_entry(const Piece* pieces, i64 count, i64 i, const float* tail, const float* sent,
+                          const float* total, float* unsent, T* out) {
+    const i64 at = place_of(pieces, count, i);
+    if (unsent) unsent[at] = sent ? total[at] - sent[i] : 0.0f;  // before `out`: may be `total`
+    store(out + at, tail[i]);
+}

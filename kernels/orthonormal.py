@@ -1,0 +1,162 @@
+"""Makes the rows of low-rank factors orthonormal, or of norm 1."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ._matrices import Matrices, matrices_of, on_device, runs_of, table_of
+from .runtime import cpu, cuda
+from .runtime.op import check, op
+
+__all__ = ["orthonormalize", "orthonormalize_op", "unit_rows", "unit_rows_op"]
+
+_WORK = (torch.float32, torch.float64)
+# Shares of squared norms, and the numbers of partial sums and of rows in a group: as in low_rank.h.
+_DEAD, _VANISHED = 2.0**-38, 2.0**-64
+_SUMS, _GROUP = 1024, 4
+
+
+def orthonormalize(matrices: Matrices, left: Tensor, out: Tensor | None = None) -> None:
+    """Makes the rows of each left factor orthonormal by Gram-Schmidt, in place or in ``out``.
+
+    Sums are in float64 and each row is projected twice ("twice is enough", Giraud et al., 2005), so
+    that rows are orthonormal to 2^-21 for any condition number. A row that depends on earlier ones
+    becomes a unit row of its rounding errors, or zero; a row of zeros stays zero. NaN stays within
+    its matrix. Kernels equal the definition bit for bit.
+
+    Args:
+        left: float32 or float64, ``matrices.left_numel`` entries.
+        out: like ``left``.
+    """
+    orthonormalize_op(left, left if out is None else out, table_of("orthonormalize", matrices))
+
+
+def unit_rows(matrices: Matrices, right: Tensor, fresh: Tensor, out: Tensor | None = None) -> None:
+    """Divides each row of the right factors by its norm, in place or in ``out``.
+
+    Rows of ``fresh`` replace dead ones. A row is dead if its norm is at most 2^-19 of the largest
+    of its matrix: it holds nothing but rounding errors, and a row of zeros would stay zero in every
+    later power iteration.
+
+    Args:
+        right, fresh: float32 or float64, ``matrices.right_numel`` entries.
+        out: like ``right``.
+    """
+    unit_rows_op(right, fresh, right if out is None else out, table_of("unit_rows", matrices))
+
+
+@op("orthonormalize(Tensor left, Tensor(a!) out, Tensor table) -> ()", same=[("left", "out")])
+def orthonormalize_op(left: Tensor, out: Tensor, table: Tensor) -> None:
+    for run in runs_of(table):
+        rows = run.left(left).double()
+        done: list[Tensor] = []
+        for k in range(run.rank):
+            v = rows[:, k]
+            before = _dot(v, v)
+            # A row that almost depends on earlier ones is mostly rounding errors after the first
+            # projection, which are not orthogonal to these; the second one makes them so. Each
+            # result is rounded to the factor's dtype, as in the kernels, which keep the row in
+            # memory.
+            for _ in range(2):
+                for first in range(0, k, _GROUP):
+                    group = done[first : first + _GROUP]
+                    shares = [_dot(q, v) for q in group]
+                    for share, q in zip(shares, group, strict=True):
+                        v = v - share * q
+                    v = v.to(left.dtype).double()
+            norm = _dot(v, v)
+            # Less than 2^-32 of the length remains where the row cancels exactly. It becomes zero,
+            # where a division would give infinity. The comparison is false for NaN, which stays.
+            unit = v * torch.where(norm <= before * _VANISHED, 0.0, 1.0 / norm.sqrt())
+            done.append(unit.to(left.dtype).double())
+        for k, row in enumerate(done):
+            run.left(out)[:, k] = row
+
+
+@op(
+    "unit_rows(Tensor right, Tensor fresh, Tensor(a!) out, Tensor table) -> ()",
+    same=[("right", "out")],
+)
+def unit_rows_op(right: Tensor, fresh: Tensor, out: Tensor, table: Tensor) -> None:
+    for run in runs_of(table):
+        rows = run.right(right).double()
+        norms = _dot(rows, rows)
+        # A row that is not a number is no measure for the others.
+        largest = torch.where(norms.isnan(), 0.0, norms).amax(dim=1, keepdim=True)
+        # "<=", so that in a matrix of zeros all rows are dead.
+        dead = norms <= largest * _DEAD
+        run.right(out).copy_(torch.where(dead, run.right(fresh), rows * (1.0 / norms.sqrt())))
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    """Returns the sums of products over the last dimension, in the order of the kernels."""
+    products = a * b
+    whole = -(-products.shape[-1] // _SUMS) * _SUMS
+    padded = torch.nn.functional.pad(products, (0, whole - products.shape[-1]))
+    sums: Tensor = torch.zeros_like(padded[..., :_SUMS])
+    for part in padded.split(_SUMS, dim=-1):
+        sums = sums + part
+    sums = sums.unflatten(-1, (32, 32))
+    for _ in range(2):  # of each 32 sums, and of the 32 results
+        while sums.shape[-1] > 1:
+            half = sums.shape[-1] // 2
+            sums = sums[..., :half] + sums[..., half:]
+        sums = sums.squeeze(-1)
+    return sums.unsqueeze(-1)
+
+
+# Checks of arguments --------------------------------------------------------------------------
+
+
+@orthonormalize_op.check
+def _check_orthonormalize(left: Tensor, out: Tensor, table: Tensor) -> None:
+    n = matrices_of("orthonormalize", table).left_numel
+    check("orthonormalize", "left", left, like=left, dtypes=_WORK, n=n)
+    check("orthonormalize", "out", out, like=left, dtypes=(left.dtype,), n=n)
+
+
+@unit_rows_op.check
+def _check_unit_rows(right: Tensor, fresh: Tensor, out: Tensor, table: Tensor) -> None:
+    n = matrices_of("unit_rows", table).right_numel
+    check("unit_rows", "right", right, like=right, dtypes=_WORK, n=n)
+    check("unit_rows", "fresh", fresh, like=right, dtypes=(right.dtype,), n=n)
+    check("unit_rows", "out", out, like=right, dtypes=(right.dtype,), n=n)
+
+
+@orthonormalize_op.beyond_kernels
+@unit_rows_op.beyond_kernels
+def _is_double(first: Tensor, *rest: Tensor) -> bool:
+    return first.dtype == torch.float64  # as the others, which the checks have compared with it
+
+
+# Kernels --------------------------------------------------------------------------------------
+
+
+@orthonormalize_op.kernel("cpu")
+def _orthonormalize_cpu(left: Tensor, out: Tensor, table: Tensor) -> None:
+    cpu.call("orthonormalize", table, len(table) - 1, left, out)
+
+
+@unit_rows_op.kernel("cpu")
+def _unit_rows_cpu(right: Tensor, fresh: Tensor, out: Tensor, table: Tensor) -> None:
+    cpu.call("unit_rows", table, len(table) - 1, right, fresh, out)
+
+
+@orthonormalize_op.kernel("cuda")
+def _orthonormalize_cuda(left: Tensor, out: Tensor, table: Tensor) -> None:
+    _launch("orthonormalize", table, left, out)
+
+
+@unit_rows_op.kernel("cuda")
+def _unit_rows_cuda(right: Tensor, fresh: Tensor, out: Tensor, table: Tensor) -> None:
+    _launch("unit_rows", table, right, fresh, out)
+
+
+def _launch(kernel: str, table: Tensor, *factors: Tensor) -> None:
+    # A block per matrix: each row depends on the rows before it.
+    device = factors[0].device
+    there = on_device(table, device)
+    arguments: list[Tensor | float | None] = [there.table, there.matrices, *factors]
+    warps = _SUMS // 32 * there.matrices
+    cuda.launch("orthonormal.cu", kernel, device, warps, arguments, threads=_SUMS)
