@@ -80,7 +80,7 @@ class Verification:
         self._rows: deque[Verified] = deque(maxlen=history)
         self._pending: deque[_Pending] = deque()
         self._judging = threading.RLock()
-        self._warned: set[tuple[str, int, str]] = set()
+        self._warned: set[tuple[str, str, tuple[int, ...]]] = set()
         self._group: dist.ProcessGroup | None = None
         self._lent: LaneGroup | None = None
         self._join: Callable[[], None] = _nothing
@@ -243,20 +243,21 @@ class Verification:
             begin = end
 
     def _warn(self, found: list[Finding]) -> None:
-        """Warns of each kind of finding once per parameter and rank, where somebody reads it."""
+        """Warns of the first finding of each kind, once for a parameter and its ranks."""
         assert self._group is not None
         rank = self._group.rank()
-        for finding in found:
-            keys = {(finding.parameter, which, finding.kind) for which in finding.ranks}
-            # On a thousand ranks one warning is enough, and those of the ranks that are wrong.
-            if keys <= self._warned or (rank and (rank not in finding.ranks)):
+        for kind in dict.fromkeys(one.kind for one in found):
+            same = [one for one in found if one.kind == kind]
+            first = same[0]
+            told = (kind, first.parameter, first.ranks)
+            raised = self.action == "raise" and kind != "not finite"
+            # On a thousand ranks one warning is enough, and those of the ranks that are concerned.
+            elsewhere = rank != 0 and (rank not in first.ranks or kind == "error")
+            if raised or elsewhere or told in self._warned:
                 continue
-            self._warned |= keys
-            if finding.kind != "not finite" and self.action == "raise":
-                continue
-            if finding.kind == "error" and rank:
-                continue
-            warnings.warn(f"commhooks: {finding}", RuntimeWarning, stacklevel=2)
+            self._warned.add(told)
+            more = f" (and {len(same) - 1} more, see hook.verification)" if len(same) > 1 else ""
+            warnings.warn(f"commhooks: {first}{more}", RuntimeWarning, stacklevel=2)
 
 
 def need_verifiable(device: torch.device) -> None:
