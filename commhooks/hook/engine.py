@@ -184,8 +184,9 @@ class Engine:
         if self.observer is None or not self.observer.wants(self.step, self.scheme):
             return None
         # In the order of launches, which is the same on all ranks; exchanges may end in another.
-        step.measured.append(Measurement(number, bucket.layout, bucket.raw, self.scheme))
-        return step.measured[-1]
+        one = Measurement(number, bucket.layout, bucket.raw, self.scheme, self.step)
+        step.measured.append(one)
+        return one
 
     def _observed(self, step: _Step) -> None:
         if self.observer is not None and step.measured and not step.failed:
