@@ -26,7 +26,14 @@ from ddp_core.exchange.errors import (
     RoundsError,
     needs,
 )
-from ddp_core.exchange.lane_groups import LaneGroup, borrow, group_store, group_timeout, host_backend, is_gloo
+from ddp_core.exchange.lane_groups import (
+    LaneGroup,
+    borrow,
+    group_store,
+    group_timeout,
+    host_backend,
+    is_gloo,
+)
 from ddp_core.exchange.lanes import Lanes
 from ddp_core.exchange.simulate import simulate
 from ddp_core.exchange.streams import Streams

@@ -94,12 +94,14 @@ class Memory:
         """Stages the new values of ``key`` for ``layout``; None removes them."""
         self._staged[key, layout] = flat
 
-    def staged(self, key: str) -> Iterator[tuple[str, Tensor | None]]:
-        """Yields the values of ``key`` that this step has staged so far; None: it removes them."""
+    def staged(self, key: str) -> Iterator[tuple[Layout, Tensor | None, Tensor | None]]:
+        """Yields what this step has staged of ``key`` so far: layout, values before and after.
+
+        None: there were no values of this layout, or they are to be removed.
+        """
         for (staged, layout), flat in list(self._staged.items()):  # at once: threads may add more
             if staged == key:
-                views = [None] * len(layout) if flat is None else layout.views(flat)
-                yield from zip(layout.names, views, strict=True)
+                yield layout, self._kept.flat.get((key, layout)), flat
 
     def note(self, key: str, layout: Layout, values: Tensor) -> None:
         """Stages numbers on the host, which are read without waiting for a GPU.

@@ -80,24 +80,31 @@ class Measurement:
             residual = self._add_residual(self.difference, memory)
         self.difference.sub_(flat)
         away = _norms(self._views(self.difference))
-        self.rows = torch.stack(
-            [self._own, averaged, away, residual, hashes.view(torch.float64)]
-        )
+        self.rows = torch.stack([self._own, averaged, away, residual, hashes.view(torch.float64)])
 
     def _add_residual(self, values: Tensor, memory: Memory) -> Tensor:
         """Adds the residual, subtracts the one that the step leaves, returns the norms of both."""
-        places = dict(zip(self.layout.names, self._views(values), strict=True))
-        norms = dict.fromkeys(self.layout.names, values.new_zeros((), dtype=torch.float64))
-        for name, new in memory.staged(RESIDUAL):
-            view = places.get(name)
-            if view is None:
+        norms = torch.zeros_like(self._own)
+        positions = {name: position for position, name in enumerate(self.layout.names)}
+        for layout, *before_and_after in memory.staged(RESIDUAL):
+            if layout.names[0] not in positions:  # of another bucket
                 continue
-            for value, sign in ((memory.get(RESIDUAL, name), 1), (new, -1)):
-                if value is not None:
-                    flat = value.reshape(-1).to(view.device)
-                    view.add_(flat, alpha=sign)
-                    norms[name] = norms[name] + _norms([flat])[0]
-        return torch.stack([norms[name] for name in self.layout.names])
+            for flat, sign in zip(before_and_after, (1, -1), strict=True):
+                if flat is None:
+                    continue
+                flat = flat.view(-1)
+                sizes = _norms(flat.split(layout.sizes))
+                if layout.names == self.layout.names:
+                    values.add_(flat, alpha=sign)
+                    norms += sizes
+                    continue
+                own = self._views(values)  # a wrapper exchanges some of the bucket's parameters
+                for name, part, size in zip(
+                    layout.names, flat.split(layout.sizes), sizes, strict=True
+                ):
+                    own[positions[name]].add_(part, alpha=sign)
+                    norms[positions[name]] += size
+        return norms
 
     def _views(self, flat: Tensor) -> Sequence[Tensor]:
         return flat.split(self.layout.sizes)
@@ -118,13 +125,22 @@ def _norms(views: Sequence[Tensor]) -> Tensor:
     if views[0].device.type != "cpu":
         return torch.stack(torch._foreach_norm(views, 2, dtype=torch.float64))
     # In float32 six times as fast: exact enough for parts, whose squares are added in float64.
-    parts = [part for view in views for part in view.split(_PART)]
+    parts, owners = [], []
+    for owner, view in enumerate(views):
+        some = view.split(_PART) if len(view) > _PART else (view,)
+        parts += some
+        owners += [owner] * len(some)
     squares = torch.stack(torch._foreach_norm(parts, 2, dtype=_wide(parts[0]))).double().square_()
-    counts = [len(view.split(_PART)) for view in views]
-    norms = torch.stack([some.sum() for some in squares.split(counts)]).sqrt_()
+    norms = _sums(squares, owners, len(views)).sqrt_()
     for place in (~norms.isfinite()).nonzero().view(-1).tolist():
         norms[place] = torch.linalg.vector_norm(views[place], dtype=torch.float64)
     return norms
+
+
+def _sums(values: Tensor, owners: Sequence[int], count: int) -> Tensor:
+    """Returns the sum of the values of each owner."""
+    places = torch.tensor(owners, dtype=torch.int64, device=values.device)
+    return values.new_zeros(count).index_add_(0, places, values)
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
@@ -143,6 +159,9 @@ def _sketches(views: Sequence[Tensor], step: int) -> Tensor:
     sketches = views[0].new_zeros((len(views), _WIDTH), dtype=torch.float64)
     for sketch, view in zip(sketches, views, strict=True):
         for part in view.split(_CHUNK):
+            if len(part) <= _WIDTH:
+                sketch[: len(part)] += part
+                continue
             whole = len(part) // _WIDTH * _WIDTH
             sketch += signs[: whole // _WIDTH] @ part[:whole].view(-1, _WIDTH)
             sketch[: len(part) - whole] += part[whole:]
@@ -157,7 +176,8 @@ def _hashes(flat: Tensor, sizes: Sequence[int]) -> Tensor:
     integer = torch.int16 if flat.element_size() == 2 else torch.int32
     weights = torch.arange(_CHUNK, dtype=torch.int32, device=flat.device).mul_(0x4C957F2D & ~1)
     weights.add_(0x2545F491)
-    sums: list[list[Tensor]] = [[] for _ in sizes]
+    sums: list[Tensor] = []
+    owners: list[int] = []
     parameter, left = 0, sizes[0] if sizes else 0
     for number, chunk in enumerate(flat.split(_CHUNK // 2)):
         spans = []
@@ -169,10 +189,13 @@ def _hashes(flat: Tensor, sizes: Sequence[int]) -> Tensor:
             spans.append((parameter, taken))
             room, left = room - taken, left - taken
         # Zero has two forms, which count as equal.
+        if not spans:
+            continue
         bits = chunk.add(0.0).view(integer).to(torch.int32)
         bits.mul_(weights[: len(bits)])
         parts = bits.split([taken * (1 + wide) for _, taken in spans])
-        for (owner, _), part in zip(spans, parts, strict=True):
-            sums[owner].append(part.sum(dtype=torch.int64) * (2 * number + 1))
-    none = torch.zeros((), dtype=torch.int64, device=flat.device)
-    return torch.stack([sum(some, none) for some in sums])
+        owners += [owner for owner, _ in spans]
+        found = torch.stack([part.sum(dtype=torch.int64) for part in parts])
+        sums.append(found.mul_(2 * number + 1))
+    none = torch.zeros(0, dtype=torch.int64, device=flat.device)
+    return _sums(torch.cat([none, *sums]), owners, len(sizes))

@@ -156,14 +156,14 @@ def judge(
     averaged = mean.square().mean(0)
     # |dense|^2, as dense = average + error; below zero by rounding only.
     norms = (error.square() + 2 * (dots - averaged) + averaged).clamp_min(0.0).sqrt()
-    for position, name in enumerate(layout.names):
-        norm, off = float(norms[position]), float(error[position])
-        both = norm * math.sqrt(float(averaged[position]))
+    columns = (norms.tolist(), error.tolist(), dots.tolist(), averaged.sqrt().tolist())
+    for name, norm, off, dot, size in zip(layout.names, *columns, strict=True):
+        both = norm * size
         rows.append(
             Verified(
                 *(step, bucket, name),
                 error=off / norm if norm else (math.inf if off else 0.0),
-                cosine=min(1.0, float(dots[position]) / both) if both else math.nan,
+                cosine=min(1.0, dot / both) if both else math.nan,
                 norm=norm,
             )
         )
