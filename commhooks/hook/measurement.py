@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from commhooks.core.layout import Layout
-from commhooks.core.memory import Memory
+from commhooks.core.memory import Memory, staged_in
 from commhooks.core.scheme import Scheme
 from commhooks.wrappers.feedback import RESIDUAL, keeps_residual
 
@@ -86,7 +86,7 @@ class Measurement:
         """Adds the residual, subtracts the one that the step leaves, returns the norms of both."""
         norms = torch.zeros_like(self._own)
         positions = {name: position for position, name in enumerate(self.layout.names)}
-        for layout, *before_and_after in memory.staged(RESIDUAL):
+        for layout, *before_and_after in staged_in(memory, RESIDUAL):
             if layout.names[0] not in positions:  # of another bucket
                 continue
             for flat, sign in zip(before_and_after, (1, -1), strict=True):
@@ -107,7 +107,8 @@ class Measurement:
         return norms
 
     def _views(self, flat: Tensor) -> Sequence[Tensor]:
-        return flat.split(self.layout.sizes)
+        views: Sequence[Tensor] = flat.split(self.layout.sizes)
+        return views
 
     def operands(self) -> list[Tensor]:
         """Returns the tensors of which the mean over ranks is to be computed, in place."""
@@ -125,7 +126,8 @@ def _norms(views: Sequence[Tensor]) -> Tensor:
     if views[0].device.type != "cpu":
         return torch.stack(torch._foreach_norm(views, 2, dtype=torch.float64))
     # In float32 six times as fast: exact enough for parts, whose squares are added in float64.
-    parts, owners = [], []
+    parts: list[Tensor] = []
+    owners: list[int] = []
     for owner, view in enumerate(views):
         some = view.split(_PART) if len(view) > _PART else (view,)
         parts += some

@@ -19,7 +19,7 @@ from commhooks.hook.handshake import MEETING
 from commhooks.hook.hook_function import comm_hook
 from commhooks.hook.parameters import find_ddp
 from commhooks.hook.state import HookState
-from commhooks.hook.verify import Verify
+from commhooks.hook.verify import Verification, Verify, attach
 from commhooks.wrappers.feedback import keeps_residual
 from ddp_core import DistributedDataParallel as CoreDDP
 
@@ -98,7 +98,7 @@ def register(
         ddp, process_group=process_group, seed=seed, history=history, **options
     )
     if verify_every is not None:
-        state.verify(verify_every, verify)
+        attach(state, Verification(verify_every, verify, history))
     group = None if layout is None else group_function(layout, state)
     facts: dict[str, Any] = {
         "DistributedDataParallel": f"{type(ddp).__module__}.{type(ddp).__qualname__}"

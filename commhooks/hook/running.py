@@ -23,7 +23,7 @@ from commhooks.hook.handshake import handshake
 from commhooks.hook.ledger import Ledger
 from commhooks.hook.parameters import Parameters
 from commhooks.hook.runner import Runner
-from commhooks.hook.verify import Verification, Verify, need_verifiable
+from commhooks.hook.verify import Verification, need_verifiable
 from commhooks.wrappers.per_parameter import warn_of_idle_rules
 from ddp_core import Drivers
 
@@ -37,7 +37,7 @@ class Running:
 
     Attributes:
         ledger: bytes and times of what was sent, see :class:`commhooks.hook.Ledger`.
-        verification: compares some steps with the dense mean; None unless ``verify`` was called.
+        verification: compares some steps with the dense mean; None if that was not asked for.
     """
 
     def _init(
@@ -89,19 +89,6 @@ class Running:
     @property
     def _parameters(self) -> Parameters:
         return self._binding.parameters
-
-    def verify(self, every: int, action: Verify = "warn") -> None:
-        """Computes the dense mean as well in every so many steps, see ``Verification``.
-
-        All ranks call it, before the first step; ``register(verify_every=...)`` does.
-        """
-        if self._agreed:
-            raise RegistrationError(
-                "HookState.verify: the ranks have met already; call it before the first step, or "
-                "pass verify_every to register"
-            )
-        self.verification = Verification(every, action, self.ledger.history)
-        self._engine.observer = self.verification
 
     # ---- what the hook calls
 
@@ -205,9 +192,8 @@ class Running:
     def _facts(self, scheme: Scheme) -> dict[str, Any]:
         """Returns the facts that must be the same on all ranks."""
         to_come = self._continuation.to_come(self._agreed)
-        every = None if self.verification is None else self.verification.every
         facts = facts_of(scheme, self._engine, self._binding, to_come)
-        return {**facts, "verify_every": every}
+        return facts | {"verify_every": getattr(self.verification, "every", None)}
 
     def _agree_after_load(self) -> None:
         if not self._agreed:
@@ -235,8 +221,7 @@ class Running:
         if devices <= {"cpu"}:
             self._drivers.open_lanes(self._binding.group())
         if self.verification is not None:
-            group, on_host = self._binding.group(), devices <= {"cpu"}
-            self.verification.open(group, on_host, self._drivers.join)
+            self.verification.open(self._binding.group(), devices, self._drivers.join)
 
     def _meet(self, call: str, facts: Mapping[str, Any], limit: timedelta | None = None) -> None:
         with self._binding.on_device():

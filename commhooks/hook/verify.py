@@ -7,7 +7,7 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -24,9 +24,10 @@ from ddp_core import AllReduce, CollectiveError, LaneGroup, borrow, host_backend
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Verification", "Verify"]
+__all__ = ["Verification", "Verify", "attach", "need_verifiable"]
 
 Verify = Literal["warn", "raise"]
+_Told = tuple[str, str, tuple[int, ...]]  # kind, parameter, ranks
 _AT_CLOSE = 5.0  # seconds that ``close`` waits for what is under way
 
 
@@ -80,19 +81,19 @@ class Verification:
         self._rows: deque[Verified] = deque(maxlen=history)
         self._pending: deque[_Pending] = deque()
         self._judging = threading.RLock()
-        self._warned: set[tuple[str, str, tuple[int, ...]]] = set()
+        self._warned: set[_Told] = set()
         self._group: dist.ProcessGroup | None = None
         self._lent: LaneGroup | None = None
         self._join: Callable[[], None] = _nothing
         self._unraised: list[Finding] = []
         self._last = ""
 
-    def open(self, group: dist.ProcessGroup, on_host: bool, join: Callable[[], None]) -> None:
+    def open(self, group: dist.ProcessGroup, devices: Set[str], join: Callable[[], None]) -> None:
         """Takes the ranks to compare; a collective.
 
         Args:
             group: the hook's.
-            on_host: whether the model is on the CPU.
+            devices: types of those that the model is on.
             join: makes the caller's stream wait for the exchanges.
         """
         if self._group is not None:
@@ -100,7 +101,7 @@ class Verification:
         self._group, self._join = group, join
         # Its own group: on the hook's, the next step's messages would queue behind this one's. On a
         # GPU the order of collectives of one group is that of the host, the same on all ranks.
-        if on_host and is_gloo(host_backend(group)):
+        if devices <= {"cpu"} and is_gloo(host_backend(group)):
             (self._lent,) = borrow(group, 1)
             self._group = self._lent.group
             # Also at interpreter exit, before Gloo's threads lose the interpreter.
@@ -170,7 +171,8 @@ class Verification:
         with needs("hook.verification.report()", "pandas"):
             import pandas as pd
         self._settle(wait=True)
-        return pd.DataFrame(list(self._rows), columns=list(Verified._fields))
+        frame: pd.DataFrame = pd.DataFrame(list(self._rows), columns=list(Verified._fields))
+        return frame
 
     def __str__(self) -> str:
         self._settle(wait=False)
@@ -204,7 +206,8 @@ class Verification:
                 self.findings += found
                 self.steps, self._last = self.steps + 1, pending.law.name
                 self._unraised += [one for one in found if one.kind != "not finite"]
-                self._warn(found)
+                assert self._group is not None
+                _warn(found, self._group.rank(), self.action, self._warned)
             wrong, self._unraised = self._unraised, []
         if wrong and self.action == "raise":
             text = "\n  ".join(map(str, wrong[:20]))
@@ -242,22 +245,26 @@ class Verification:
             yield from findings
             begin = end
 
-    def _warn(self, found: list[Finding]) -> None:
-        """Warns of the first finding of each kind, once for a parameter and its ranks."""
-        assert self._group is not None
-        rank = self._group.rank()
-        for kind in dict.fromkeys(one.kind for one in found):
-            same = [one for one in found if one.kind == kind]
-            first = same[0]
-            told = (kind, first.parameter, first.ranks)
-            raised = self.action == "raise" and kind != "not finite"
-            # On a thousand ranks one warning is enough, and those of the ranks that are concerned.
-            elsewhere = rank != 0 and (rank not in first.ranks or kind == "error")
-            if raised or elsewhere or told in self._warned:
-                continue
-            self._warned.add(told)
-            more = f" (and {len(same) - 1} more, see hook.verification)" if len(same) > 1 else ""
-            warnings.warn(f"commhooks: {first}{more}", RuntimeWarning, stacklevel=2)
+
+def attach(hook: Any, verification: Verification) -> None:
+    """Makes a hook that has not met the other ranks yet verify its steps."""
+    hook.verification = hook._engine.observer = verification
+
+
+def _warn(found: list[Finding], rank: int, action: Verify, warned: set[_Told]) -> None:
+    """Warns of the first finding of each kind, once for a parameter and its ranks."""
+    for kind in dict.fromkeys(one.kind for one in found):
+        same = [one for one in found if one.kind == kind]
+        first = same[0]
+        told = (kind, first.parameter, first.ranks)
+        raised = action == "raise" and kind != "not finite"
+        # On a thousand ranks one warning is enough, and those of the ranks that are concerned.
+        elsewhere = rank != 0 and (rank not in first.ranks or kind == "error")
+        if raised or elsewhere or told in warned:
+            continue
+        warned.add(told)
+        more = f" (and {len(same) - 1} more, see hook.verification)" if len(same) > 1 else ""
+        warnings.warn(f"commhooks: {first}{more}", RuntimeWarning, stacklevel=2)
 
 
 def need_verifiable(device: torch.device) -> None:

@@ -16,7 +16,7 @@ import commhooks
 from commhooks.core import Bucket, Scheme, Traits, Unbiased
 from commhooks.core.bucket import SchemeExchange
 from commhooks.core.dense import Dense
-from commhooks.errors import OptionError, RegistrationError, VerificationError
+from commhooks.errors import OptionError, VerificationError
 from commhooks.hook.measurement import _CHUNK, _hashes
 from commhooks.hook.verify import Verification
 from commhooks.wrappers.base import Wrapper
@@ -271,9 +271,6 @@ def test_hooks_are_verified_independently_of_each_other() -> None:
 def _differs(rank: int, world_size: int) -> str:
     with pytest.raises(commhooks.errors.MismatchError) as caught:
         commhooks.register(CoreDDP(mlp(16, 2)), "int8", verify_every=1 + rank)
-    hook = commhooks.register(CoreDDP(mlp(16, 2)), "int8")
-    with pytest.raises(RegistrationError, match="before the first step"):
-        hook.verify(3)
     return str(caught.value)
 
 
