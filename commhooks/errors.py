@@ -28,6 +28,7 @@ __all__ = [
     "RoundsError",
     "SchemeError",
     "UnknownSchemeError",
+    "VerificationError",
 ]
 
 
@@ -57,3 +58,7 @@ class PayloadError(Error, ValueError):
 
 class CheckpointError(Error, RuntimeError):
     """Raised when a saved state cannot be loaded here; the hook stays as it was."""
+
+
+class VerificationError(Error, RuntimeError):
+    """Raised when a verified step shows that ranks differ, or an error that the law forbids."""

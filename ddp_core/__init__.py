@@ -26,7 +26,14 @@ from ddp_core.exchange.errors import (
     RoundsError,
     needs,
 )
-from ddp_core.exchange.lane_groups import group_store, group_timeout
+from ddp_core.exchange.lane_groups import (
+    LaneGroup,
+    borrow,
+    group_store,
+    group_timeout,
+    host_backend,
+    is_gloo,
+)
 from ddp_core.exchange.lanes import Lanes
 from ddp_core.exchange.simulate import simulate
 from ddp_core.exchange.streams import Streams
@@ -50,6 +57,7 @@ __all__ = [
     "Error",
     "Exchange",
     "GradBucket",
+    "LaneGroup",
     "Lanes",
     "MismatchError",
     "MissingPackageError",
@@ -65,10 +73,13 @@ __all__ = [
     "Task",
     "Timeline",
     "as_request",
+    "borrow",
     "call_after_backward",
     "clock_of",
     "group_store",
     "group_timeout",
+    "host_backend",
+    "is_gloo",
     "needs",
     "on_device_of",
     "simulate",

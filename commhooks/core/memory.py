@@ -20,7 +20,7 @@ from commhooks.core.flat_values import FlatValues, Place
 from commhooks.core.layout import Layout
 from commhooks.kernels import restore
 
-__all__ = ["Memory", "share_storage"]
+__all__ = ["Memory", "share_storage", "staged_in"]
 
 Initial = Callable[[str, torch.Size], Tensor | None]
 
@@ -223,6 +223,16 @@ class Memory:
                 old = self._kept.get(key, name)
                 view.zero_() if old is None else view.copy_(old)
         return flat
+
+
+def staged_in(memory: Memory, key: str) -> Iterator[tuple[Layout, Tensor | None, Tensor | None]]:
+    """Yields what a step has staged of ``key`` so far: layout, values before and after.
+
+    None: there were no values of this layout, or they are to be removed.
+    """
+    for place, flat in list(memory._staged.items()):  # at once: threads may add more
+        if place[0] == key:
+            yield place[1], memory._kept.flat.get(place), flat
 
 
 def share_storage(flat: Tensor, other: Tensor | None) -> bool:

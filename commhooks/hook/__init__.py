@@ -5,5 +5,17 @@ from commhooks.hook.hook_function import as_hook, comm_hook
 from commhooks.hook.ledger import Ledger
 from commhooks.hook.registration import register, unregister
 from commhooks.hook.state import HookState
+from commhooks.hook.verdict import Finding
+from commhooks.hook.verify import Verification
 
-__all__ = ["HookState", "Ledger", "as_hook", "comm_hook", "load_dcp", "register", "unregister"]
+__all__ = [
+    "Finding",
+    "HookState",
+    "Ledger",
+    "Verification",
+    "as_hook",
+    "comm_hook",
+    "load_dcp",
+    "register",
+    "unregister",
+]

@@ -19,6 +19,7 @@ from commhooks.core.scheme import Scheme, slots_of
 from commhooks.core.settings import check_seed
 from commhooks.core.step_info import Counters, StepInfo
 from commhooks.errors import SchemeError
+from commhooks.hook.measurement import Measurement, Observer
 from commhooks.kernels import all_finite
 from ddp_core import AllReduce, Exchange
 
@@ -37,6 +38,7 @@ class _Step:
     finite: list[Tensor] = field(default_factory=list)
     counters: Counters = field(default_factory=dict)
     left_alone: Collection[str] = ()
+    measured: list[Measurement] = field(default_factory=list)
 
 
 class Engine:
@@ -53,6 +55,7 @@ class Engine:
         self.seed = check_seed(seed)
         self.step = 0
         self.skipped = 0  # number of steps whose writes were dropped
+        self.observer: Observer | None = None
         # Backward's thread begins and ends steps, the lanes' thread finishes exchanges.
         self._lock = threading.Lock()
         self._open: _Step | None = None
@@ -105,7 +108,9 @@ class Engine:
             if step is None:
                 return
             step.closed, step.left_alone = True, left_alone
-            self._settle(step)
+            over = self._settle(step)
+        if over:
+            self._observed(step)
 
     def abandon(self) -> None:
         """Drops the open step, whose backward pass raised, and all its writes."""
@@ -139,8 +144,14 @@ class Engine:
             dtype=dtype,
         )
 
-    def exchange(self, grad: Tensor, find_layout: Layout | Callable[[], Layout]) -> Exchange:
-        """Exchanges one launched bucket and returns the tensor that replaces ``grad``."""
+    def exchange(
+        self, grad: Tensor, find_layout: Layout | Callable[[], Layout], number: int = 0
+    ) -> Exchange:
+        """Exchanges one launched bucket and returns the tensor that replaces ``grad``.
+
+        Args:
+            number: of the bucket, for reports.
+        """
         step, finite = self._open, None
         assert step is not None, "an exchange is launched before it runs"
         try:
@@ -151,9 +162,13 @@ class Engine:
                 mean = yield from _exchange_complex(grad, self.scheme)
                 values = torch.view_as_real(mean)
             else:
-                result = yield from self.scheme.exchange(self.bucket(grad, find_layout))
+                bucket = self.bucket(grad, find_layout)
+                measurement = self._measure(step, number, bucket)
+                result = yield from self.scheme.exchange(bucket)
                 mean = values = self._checked(result, grad)
                 finite = result.finite
+                if measurement is not None:
+                    measurement.finish(mean, step.memory)
             if self.keeps_memory:
                 # The mean has the same bits on every rank, so the verdict needs no message.
                 step.finite.append(all_finite(values) if finite is None else finite)
@@ -163,6 +178,19 @@ class Engine:
             raise
         finally:
             self._finish(step)
+
+    def _measure(self, step: _Step, number: int, bucket: Bucket) -> Measurement | None:
+        """Begins to measure a bucket, if an observer wants that."""
+        if self.observer is None or not self.observer.wants(self.step, self.scheme):
+            return None
+        # In the order of launches, which is the same on all ranks; exchanges may end in another.
+        one = Measurement(number, bucket.layout, bucket.raw, self.scheme, self.step)
+        step.measured.append(one)
+        return one
+
+    def _observed(self, step: _Step) -> None:
+        if self.observer is not None and step.measured and not step.failed:
+            self.observer.step_over(self.step - 1, self.scheme, step.measured)
 
     def _checked(self, result: Result, grad: Tensor) -> Tensor:
         """Returns the mean in the gradient's shape and dtype, or raises SchemeError."""
@@ -182,15 +210,18 @@ class Engine:
         return mean
 
     def _finish(self, step: _Step) -> None:
+        over = False
         with self._lock:
             step.finished += 1
             if step is self._open:  # an abandoned step commits nothing
-                self._settle(step)
+                over = self._settle(step)
+        if over:
+            self._observed(step)
 
-    def _settle(self, step: _Step) -> None:
-        """Commits the step if it is closed and all its exchanges are over."""
+    def _settle(self, step: _Step) -> bool:
+        """Commits the step if it is closed and all its exchanges are over, and says whether."""
         if not step.closed or step.finished < len(step.launched):
-            return
+            return False
         if step.finite and not step.failed:
             goods = _verdicts(step.finite)
             for good in goods:
@@ -201,6 +232,7 @@ class Engine:
                 self.skipped += 1
         self.step += 1
         self._open = None
+        return True
 
 
 def _verdicts(flags: list[Tensor]) -> list[Tensor]:

@@ -82,7 +82,7 @@ class Exchanges:
         for position, group in enumerate(groups):
             self.start(
                 step,
-                group.exchange(self._engine.exchange),
+                group.exchange(partial(self._engine.exchange, number=group.index)),
                 bucket=group.index,
                 dense_bytes=group.nbytes,
                 device=group.device,

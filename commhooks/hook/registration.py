@@ -19,6 +19,7 @@ from commhooks.hook.handshake import MEETING
 from commhooks.hook.hook_function import comm_hook
 from commhooks.hook.parameters import find_ddp
 from commhooks.hook.state import HookState
+from commhooks.hook.verify import Verification, Verify, attach
 from commhooks.wrappers.feedback import keeps_residual
 from ddp_core import DistributedDataParallel as CoreDDP
 
@@ -33,6 +34,8 @@ def register(
     layout: BucketLayout | None = None,
     seed: int = 0,
     history: int = 100_000,
+    verify_every: int | None = None,
+    verify: Verify = "warn",
     **options: Any,
 ) -> HookState:
     """Registers a scheme on a DistributedDataParallel model; all ranks call it.
@@ -49,6 +52,10 @@ def register(
             shape, all vectors together), or a function of name and parameter; None: any.
         seed: base of the scheme's random draws, the same on every rank.
         history: rows kept for ``report``, one per bucket and round; totals count all rows.
+        verify_every: number of steps after which the dense mean is computed as well, see
+            :class:`commhooks.hook.Verification`; None: never.
+        verify: what happens where ranks differ, or an error breaks the scheme's law: "warn" or
+            "raise".
         options: options of the scheme, see :func:`commhooks.make`.
 
     Returns:
@@ -90,6 +97,8 @@ def register(
     state = _make_state(scheme)(
         ddp, process_group=process_group, seed=seed, history=history, **options
     )
+    if verify_every is not None:
+        attach(state, Verification(verify_every, verify, history))
     group = None if layout is None else group_function(layout, state)
     facts: dict[str, Any] = {
         "DistributedDataParallel": f"{type(ddp).__module__}.{type(ddp).__qualname__}"

@@ -85,7 +85,7 @@ class Runner:
         else:
             future = self._exchanges.start(
                 step,
-                self._engine.exchange(buffer, find_layout),
+                self._engine.exchange(buffer, find_layout, bucket.index()),
                 bucket=bucket.index(),
                 dense_bytes=buffer.numel() * buffer.element_size(),
                 device=buffer.device,

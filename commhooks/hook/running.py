@@ -23,6 +23,7 @@ from commhooks.hook.handshake import handshake
 from commhooks.hook.ledger import Ledger
 from commhooks.hook.parameters import Parameters
 from commhooks.hook.runner import Runner
+from commhooks.hook.verify import Verification, need_verifiable
 from commhooks.wrappers.per_parameter import warn_of_idle_rules
 from ddp_core import Drivers
 
@@ -36,6 +37,7 @@ class Running:
 
     Attributes:
         ledger: bytes and times of what was sent, see :class:`commhooks.hook.Ledger`.
+        verification: compares some steps with the dense mean; None if that was not asked for.
     """
 
     def _init(
@@ -54,6 +56,7 @@ class Running:
         self._runner = Runner(self._engine, self._drivers, self.ledger, self._binding)
         self._continuation = Continuation(self._binding, self._runner)
         self._attendance = Attendance()
+        self.verification: Verification | None = None
         self._agreed = False
         self._closed = False
 
@@ -107,6 +110,9 @@ class Running:
         self._agree_after_load()
         self._attendance.calls += 1
         self._binding.check_group()
+        if self.verification is not None:
+            need_verifiable(bucket.buffer().device)
+            self.verification.step_begins(self.step)
         return self._runner.start(
             bucket,
             self._binding.group(),
@@ -152,6 +158,8 @@ class Running:
     def forward_begins(self) -> None:
         """Ends or drops an open step; the guard of ``register`` calls it before each forward."""
         self._runner.forward_begins()
+        if self.verification is not None:
+            self.verification.step_begins(self.step)
 
     def _take_up(self, buckets: SavedBuckets) -> None:
         """Continues with the buckets of a saved state."""
@@ -184,7 +192,8 @@ class Running:
     def _facts(self, scheme: Scheme) -> dict[str, Any]:
         """Returns the facts that must be the same on all ranks."""
         to_come = self._continuation.to_come(self._agreed)
-        return facts_of(scheme, self._engine, self._binding, to_come)
+        facts = facts_of(scheme, self._engine, self._binding, to_come)
+        return facts | {"verify_every": getattr(self.verification, "every", None)}
 
     def _agree_after_load(self) -> None:
         if not self._agreed:
@@ -211,7 +220,15 @@ class Running:
         # On a GPU one group serves all rounds (``ddp_core.Drivers``): there are no lanes.
         if devices <= {"cpu"}:
             self._drivers.open_lanes(self._binding.group())
+        if self.verification is not None:
+            self.verification.open(self._binding.group(), devices, self._drivers.join)
 
     def _meet(self, call: str, facts: Mapping[str, Any], limit: timedelta | None = None) -> None:
         with self._binding.on_device():
             handshake(call, facts, self._binding.group(), limit)
+
+    def _close(self) -> None:
+        self._closed = True
+        if self.verification is not None:
+            self.verification.close()
+        self._drivers.close()

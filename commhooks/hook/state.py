@@ -141,8 +141,7 @@ class HookState(Reporting):
 
     def close(self) -> None:
         """Stops the driver thread and destroys the extra process groups. Safe to call twice."""
-        self._closed = True
-        self._drivers.close()
+        self._close()
 
     def __repr__(self) -> str:
         # A state that was made only to be looked at need not be registered: no warning at the end.

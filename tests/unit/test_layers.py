@@ -26,6 +26,7 @@ LATER = {
     ("commhooks", "page.py"): {"matplotlib"},
     ("commhooks", "run.py"): {"matplotlib"},
     ("commhooks", "timeline.py"): {"matplotlib"},
+    ("commhooks", "verify.py"): {"pandas"},
     ("commhooks", "commands.py"): {"pandas"},
     ("commhooks", "tradeoff.py"): {"matplotlib"},
     ("commhooks", "simulate_plot.py"): {"matplotlib"},

@@ -1,0 +1,203 @@
+"""Measures one bucket of a verified step on one rank: differences, norms and hashes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from commhooks.core.layout import Layout
+from commhooks.core.memory import Memory, staged_in
+from commhooks.core.scheme import Scheme
+from commhooks.wrappers.feedback import RESIDUAL, keeps_residual
+
+__all__ = ["ROWS", "Measurement", "Observer"]
+
+# What a rank tells the others of each parameter: norms of its gradient, of the averaged gradient,
+# of their difference and of its residual, and the hash of the averaged gradient.
+ROWS = ("gradient", "mean", "difference", "residual", "hash")
+_PART = 2**17  # entries whose squares are added in float32
+_WIDTH = 64  # numbers of a sketch
+_CHUNK = 2**18  # integers that are hashed at a time: they stay in a CPU's cache
+
+
+class Observer(Protocol):
+    """Takes part in the steps of an engine without a change to what they compute."""
+
+    def wants(self, step: int, scheme: Scheme) -> bool:
+        """Whether the buckets of a step are to be measured."""
+
+    def step_over(self, step: int, scheme: Scheme, measured: list[Measurement]) -> None:
+        """Takes the measurements of a step in which no exchange failed."""
+
+
+class Measurement:
+    """Compares the averaged gradient of one bucket with this rank's own.
+
+    The mean over ranks of ``difference`` is the error of the averaged gradient: the dense mean
+    minus the result of the exchange. One tensor thus serves as the copy of the gradient and as the
+    operand of the all-reduce.
+
+    Attributes:
+        bucket: the bucket's number in the ledger.
+        layout: its parameters.
+        difference: gradient minus average, flat, in float32 (float64 if the gradient is).
+        balance: sketches, per parameter, of what this rank has sent minus the average. Their mean
+            over ranks is zero but for rounding; None for schemes that keep no residual.
+        rows: float64 of shape ``(len(ROWS), parameters)``; the hashes' bits are those of integers.
+        dtype: of the gradient.
+    """
+
+    def __init__(
+        self, bucket: int, layout: Layout, gradient: Tensor, scheme: Scheme, step: int = 0
+    ) -> None:
+        self.bucket, self.layout, self.dtype = bucket, layout, gradient.dtype
+        # Now, since the exchange may write its result over the gradient.
+        self.difference = gradient.detach().to(_wide(gradient), copy=True).view(-1)
+        self.balance: Tensor | None = None
+        self._step = step
+        self._keeps_residual = keeps_residual(scheme)
+        self._own = _norms(self._views(self.difference))
+
+    def finish(self, mean: Tensor, memory: Memory) -> None:
+        """Notes the result of the exchange.
+
+        Args:
+            mean: the averaged gradient.
+            memory: with the residual before this step, and the one that the step has staged.
+        """
+        flat, zeros = mean.detach().view(-1), torch.zeros_like(self._own)
+        averaged, hashes = _norms(self._views(flat)), _hashes(flat, self.layout.sizes)
+        residual = zeros
+        if self._keeps_residual:
+            sent = self.difference.clone()
+            residual = self._add_residual(sent, memory)
+            self.balance = _sketches(self._views(sent.sub_(flat)), self._step)
+        else:
+            # A residual that is flushed in this step is part of what the ranks have to average.
+            residual = self._add_residual(self.difference, memory)
+        self.difference.sub_(flat)
+        away = _norms(self._views(self.difference))
+        self.rows = torch.stack([self._own, averaged, away, residual, hashes.view(torch.float64)])
+
+    def _add_residual(self, values: Tensor, memory: Memory) -> Tensor:
+        """Adds the residual, subtracts the one that the step leaves, returns the norms of both."""
+        norms = torch.zeros_like(self._own)
+        positions = {name: position for position, name in enumerate(self.layout.names)}
+        for layout, *before_and_after in staged_in(memory, RESIDUAL):
+            if layout.names[0] not in positions:  # of another bucket
+                continue
+            for flat, sign in zip(before_and_after, (1, -1), strict=True):
+                if flat is None:
+                    continue
+                flat = flat.view(-1)
+                sizes = _norms(flat.split(layout.sizes))
+                if layout.names == self.layout.names:
+                    values.add_(flat, alpha=sign)
+                    norms += sizes
+                    continue
+                own = self._views(values)  # a wrapper exchanges some of the bucket's parameters
+                for name, part, size in zip(
+                    layout.names, flat.split(layout.sizes), sizes, strict=True
+                ):
+                    own[positions[name]].add_(part, alpha=sign)
+                    norms[positions[name]] += size
+        return norms
+
+    def _views(self, flat: Tensor) -> Sequence[Tensor]:
+        views: Sequence[Tensor] = flat.split(self.layout.sizes)
+        return views
+
+    def operands(self) -> list[Tensor]:
+        """Returns the tensors of which the mean over ranks is to be computed, in place."""
+        return [self.difference] if self.balance is None else [self.difference, self.balance]
+
+    def errors(self) -> tuple[Tensor, Tensor | None]:
+        """Returns the norms of ``difference`` and ``balance`` per parameter, on the CPU."""
+        balance = None if self.balance is None else self.balance.norm(dim=1).cpu()
+        return _norms(self._views(self.difference)).cpu(), balance
+
+
+def _norms(views: Sequence[Tensor]) -> Tensor:
+    """Returns the norm of each tensor, in float64, where no square overflows."""
+    views = list(views)
+    if views[0].device.type != "cpu":
+        return torch.stack(torch._foreach_norm(views, 2, dtype=torch.float64))
+    # In float32 six times as fast: exact enough for parts, whose squares are added in float64.
+    parts: list[Tensor] = []
+    owners: list[int] = []
+    for owner, view in enumerate(views):
+        some = view.split(_PART) if len(view) > _PART else (view,)
+        parts += some
+        owners += [owner] * len(some)
+    squares = torch.stack(torch._foreach_norm(parts, 2, dtype=_wide(parts[0]))).double().square_()
+    norms = _sums(squares, owners, len(views)).sqrt_()
+    for place in (~norms.isfinite()).nonzero().view(-1).tolist():
+        norms[place] = torch.linalg.vector_norm(views[place], dtype=torch.float64)
+    return norms
+
+
+def _sums(values: Tensor, owners: Sequence[int], count: int) -> Tensor:
+    """Returns the sum of the values of each owner."""
+    places = torch.tensor(owners, dtype=torch.int64, device=values.device)
+    return values.new_zeros(count).index_add_(0, places, values)
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _sketches(views: Sequence[Tensor], step: int) -> Tensor:
+    """Returns ``_WIDTH`` numbers per tensor that are linear in it and have its norm, up to 20 %.
+
+    Entries are added with random signs, the same on all ranks. So the mean of the ranks' sketches
+    shows the norm of the mean, in a message of a few bytes.
+    """
+    generator = torch.Generator().manual_seed(step)
+    signs = torch.randint(0, 2, (_CHUNK // _WIDTH,), generator=generator, device="cpu")
+    signs = signs.mul_(2).sub_(1).to(views[0].device, views[0].dtype)
+    sketches = views[0].new_zeros((len(views), _WIDTH), dtype=torch.float64)
+    for sketch, view in zip(sketches, views, strict=True):
+        for part in view.split(_CHUNK):
+            if len(part) <= _WIDTH:
+                sketch[: len(part)] += part
+                continue
+            whole = len(part) // _WIDTH * _WIDTH
+            sketch += signs[: whole // _WIDTH] @ part[:whole].view(-1, _WIDTH)
+            sketch[: len(part) - whole] += part[whole:]
+    return sketches
+
+
+def _hashes(flat: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Returns an integer per parameter that depends on every bit and on every position."""
+    # In 32 bits, modulo 2^32: six times as fast as in 64. An odd multiplier per place, so that a
+    # change of one entry always changes the sum. An entry of 64 bits counts as two.
+    wide = flat.element_size() == 8
+    integer = torch.int16 if flat.element_size() == 2 else torch.int32
+    weights = torch.arange(_CHUNK, dtype=torch.int32, device=flat.device).mul_(0x4C957F2D & ~1)
+    weights.add_(0x2545F491)
+    sums: list[Tensor] = []
+    owners: list[int] = []
+    parameter, left = 0, sizes[0] if sizes else 0
+    for number, chunk in enumerate(flat.split(_CHUNK // 2)):
+        spans = []
+        room = len(chunk)
+        while room:
+            while not left:
+                parameter, left = parameter + 1, sizes[parameter + 1]
+            taken = min(room, left)
+            spans.append((parameter, taken))
+            room, left = room - taken, left - taken
+        # Zero has two forms, which count as equal.
+        if not spans:
+            continue
+        bits = chunk.add(0.0).view(integer).to(torch.int32)
+        bits.mul_(weights[: len(bits)])
+        parts = bits.split([taken * (1 + wide) for _, taken in spans])
+        owners += [owner for owner, _ in spans]
+        found = torch.stack([part.sum(dtype=torch.int64) for part in parts])
+        sums.append(found.mul_(2 * number + 1))
+    none = torch.zeros(0, dtype=torch.int64, device=flat.device)
+    return _sums(torch.cat([none, *sums]), owners, len(sizes))

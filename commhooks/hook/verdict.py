@@ -1,0 +1,236 @@
+"""Judges a verified step: what its law allows, and which parameter of which rank breaks it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from commhooks.core.scheme import Scheme, walk
+from commhooks.core.traits import Exact, Unbiased
+from commhooks.hook.brief import brief
+from commhooks.hook.measurement import ROWS, Measurement
+from commhooks.schemes.casts import TwoPhaseCast
+from commhooks.wrappers.cast import Cast
+from commhooks.wrappers.feedback import ErrorFeedback, Feedback, keeps_residual, without_flush
+
+__all__ = ["Finding", "Law", "Verified", "judge", "law_of"]
+
+# A declared variance is an expectation. The squared error of one draw is far below this multiple of
+# it in a bucket of many entries; with few entries and levels at random it may come near.
+_DRAW = 8.0
+# As the laws of ``commhooks check``: sums in 32 bits, and sums or payloads that travel in 16.
+_WIDE, _NARROW = 2.0**-12, 2.0**-7
+
+
+class Finding(NamedTuple):
+    """Describes something that a verified step has shown to be wrong.
+
+    Attributes:
+        step, bucket, parameter: where.
+        kind: "ranks differ", "error" or "not finite".
+        ranks: ranks that it concerns.
+        text: the same in words, with the numbers.
+    """
+
+    step: int
+    bucket: int
+    parameter: str
+    kind: str
+    ranks: tuple[int, ...]
+    text: str
+
+    def __str__(self) -> str:
+        ranks = f"rank{'s' * (len(self.ranks) != 1)} {', '.join(map(str, self.ranks[:16]))}"
+        return (
+            f"step {self.step}, {ranks}, bucket {self.bucket}, parameter {self.parameter!r}: "
+            f"{self.text}"
+        )
+
+
+class Verified(NamedTuple):
+    """Holds one row of the report: the averaged gradient of a parameter beside the dense mean.
+
+    Attributes:
+        step, bucket, parameter: where.
+        error: norm of the average minus the dense mean, over the norm of the dense mean.
+        cosine: of the angle between the two.
+        norm: of the dense mean.
+    """
+
+    step: int
+    bucket: int
+    parameter: str
+    error: float
+    cosine: float
+    norm: float
+
+
+class Law(NamedTuple):
+    """States which error a scheme may make in one exchange of a bucket.
+
+    Attributes:
+        name: the scheme, in words.
+        averages: whether its result is an average of gradients, so that it has an error.
+        agrees: whether all ranks get the same bits.
+        residual: whether the error is that of gradient plus residual minus the new residual.
+        rounding: allowed error relative to what the ranks average; None: no law bounds it.
+        variance: allowed squared error, relative to the largest of what the ranks average.
+    """
+
+    name: str
+    averages: bool
+    agrees: bool
+    residual: bool
+    rounding: float | None
+    variance: float
+
+
+def law_of(scheme: Scheme, world_size: int) -> Law:
+    """Returns what the traits of a scheme promise about one step.
+
+    A scheme with error feedback loses nothing: what the ranks have sent, gradient plus residual
+    minus the new residual, averages to the result. A biased one without it promises nothing; nor
+    do wrappers that keep something else than a residual.
+    """
+    traits, inside = scheme.traits, list(walk(scheme))
+    others = any(isinstance(one, Feedback) and not isinstance(one, ErrorFeedback) for one in inside)
+    narrow = any(isinstance(one, (Cast, TwoPhaseCast)) for one in inside)
+    # A sum along a ring rounds once per rank.
+    rounding = _NARROW * max(1.0, math.sqrt(world_size / 8)) if narrow else _WIDE
+    averages, residual = traits.returns == "mean", keeps_residual(scheme)
+    bounded = averages and not others and (residual or isinstance(traits.error, Exact | Unbiased))
+    # Every round may round once more, and factors of 1 + variance multiply.
+    variance = (1.0 + traits.error.variance) ** max(traits.rounds, 1) - 1.0
+    return Law(
+        name=brief(without_flush(scheme)),
+        averages=averages,
+        agrees=traits.agrees and traits.averages,
+        residual=residual,
+        rounding=rounding if bounded else None,
+        variance=0.0 if residual else _DRAW * variance,
+    )
+
+
+def judge(
+    law: Law,
+    step: int,
+    one: Measurement,
+    ranks: Tensor,
+    error: Tensor,
+    balance: Tensor | None,
+) -> tuple[list[Verified], list[Finding]]:
+    """Returns the rows and findings of one bucket; the same on every rank.
+
+    Args:
+        law: of the scheme.
+        step: its number.
+        one: the bucket.
+        ranks: the rows of all ranks, float64 of shape ``(ranks, len(ROWS), parameters)``.
+        error, balance: norms per parameter, see ``Measurement.errors``.
+    """
+    bucket, layout, dtype = one.bucket, one.layout, one.dtype
+    own, mean, away, kept = (ranks[:, ROWS.index(row)] for row in ROWS[:4])
+    rows: list[Verified] = []
+    findings: list[Finding] = []
+
+    def find(position: int, kind: str, which: list[int], text: str) -> None:
+        name = layout.names[position]
+        findings.append(Finding(step, bucket, name, kind, tuple(which), text))
+
+    for position, ill in enumerate((~own.isfinite()).T.tolist()):
+        if any(ill):
+            which = [rank for rank, bad in enumerate(ill) if bad]
+            find(position, "not finite", which, "the gradient is not finite there before averaging")
+    finite = bool(own.isfinite().all()) and bool(kept.isfinite().all())
+    if law.agrees:
+        for position, which in _odd_ones(ranks, mean):
+            find(position, "ranks differ", which, _difference(law, which, len(ranks)))
+    if not law.averages:
+        return rows, findings
+    dots = ((own.square() + mean.square() - away.square()) / 2).mean(0)
+    averaged = mean.square().mean(0)
+    # |dense|^2, as dense = average + error; below zero by rounding only.
+    norms = (error.square() + 2 * (dots - averaged) + averaged).clamp_min(0.0).sqrt()
+    columns = (norms.tolist(), error.tolist(), dots.tolist(), averaged.sqrt().tolist())
+    for name, norm, off, dot, size in zip(layout.names, *columns, strict=True):
+        both = norm * size
+        rows.append(
+            Verified(
+                *(step, bucket, name),
+                error=off / norm if norm else (math.inf if off else 0.0),
+                cosine=min(1.0, dot / both) if both else math.nan,
+                norm=norm,
+            )
+        )
+    if finite:
+        _apply(law, find, dtype, torch.sqrt((own.square() + kept.square()).sum(1)), error, balance)
+    return rows, findings
+
+
+def _apply(
+    law: Law,
+    find: Callable[[int, str, list[int], str], None],
+    dtype: torch.dtype,
+    sizes: Tensor,
+    error: Tensor,
+    balance: Tensor | None,
+) -> None:
+    """Compares a bucket's error with what the law allows; ``sizes``: per rank, of its share."""
+    everyone = list(range(len(sizes)))
+    measured = balance if balance is not None else error
+    bad = (~measured.isfinite()).nonzero().view(-1).tolist()
+    if bad:
+        text = "the average is not finite, though the gradients of all ranks are"
+        find(bad[0], "not finite", everyone, f"{text} ({law.name})")
+        return
+    if law.rounding is None:
+        return
+    rounding = max(law.rounding, 4 * torch.finfo(dtype).eps)
+    allowed = rounding * float(sizes.mean()) + math.sqrt(law.variance) * float(sizes.max())
+    # Of the whole bucket: blocks and scales that several parameters share make the error of a small
+    # one larger than itself.
+    total = float(measured.norm())
+    if total <= allowed:
+        return
+    size = float(sizes.mean())
+    what = "what the ranks have sent" if law.residual else "the dense mean"
+    text = (
+        f"the average of {law.name} differs from {what} by {total / size:.3g} of the bucket's "
+        f"gradients, of which most is in this parameter; its law allows {allowed / size:.3g}"
+    )
+    find(int(measured.argmax()), "error", everyone, text)
+
+
+def _odd_ones(ranks: Tensor, mean: Tensor) -> list[tuple[int, list[int]]]:
+    """Returns positions of parameters whose bits differ, with the ranks that are in the minority.
+
+    An average that is finite nowhere has no bits to compare.
+    """
+    hashes = ranks[:, ROWS.index("hash")].contiguous().view(torch.int64)
+    differ = (hashes != hashes[0]).any(0) & mean.isfinite().any(0)
+    found = []
+    for position in differ.nonzero().view(-1).tolist():
+        column = hashes[:, position].tolist()
+        counts = Counter(column)
+        most = max(counts.values())
+        usual = next(value for value in column if counts[value] == most)  # of rank 0 in a tie
+        found.append((position, [rank for rank, value in enumerate(column) if value != usual]))
+    return found
+
+
+def _difference(law: Law, which: list[int], count: int) -> str:
+    others = [rank for rank in range(count) if rank not in which]
+    listed = ", ".join(map(str, others[:16])) + ", ..." * (len(others) > 16)
+    if len(others) == 1:
+        why = "one of the two is wrong" if count == 2 else "no two ranks need agree"
+    else:
+        why = "which agree"
+    return (
+        f"the average of {law.name} has other bits here than on rank{'s' * (len(others) > 1)} "
+        f"{listed}: {why}"
+    )

@@ -1,0 +1,301 @@
+"""``register(verify_every=...)``: what it finds, and that training does not notice it."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
+from commhooks.core import Bucket, Scheme, Traits, Unbiased
+from commhooks.core.bucket import SchemeExchange
+from commhooks.core.dense import Dense
+from commhooks.errors import OptionError, VerificationError
+from commhooks.hook.measurement import _CHUNK, _hashes
+from commhooks.hook.verify import Verification
+from commhooks.wrappers.base import Wrapper
+from commhooks.wrappers.feedback import ErrorFeedback
+from ddp_core import DistributedDataParallel as CoreDDP
+from tests.distributed.harness import RankError, run_ranks
+from tests.distributed.models import Branches
+from tests.distributed.training import mlp
+
+KINDS: dict[str, Any] = {"torch": DistributedDataParallel, "core": CoreDDP}
+
+
+def _part(bucket: Bucket, flat: Tensor, name: str) -> Tensor | None:
+    """The entries of one parameter in a flat tensor of the bucket."""
+    names = bucket.layout.names
+    return flat.view(-1).split(bucket.layout.sizes)[names.index(name)] if name in names else None
+
+
+@dataclass(frozen=True)
+class Wrong(Wrapper):
+    """Spoils one parameter, in step 2 and later, on one rank or on all."""
+
+    scheme: Scheme
+    what: str
+    on: int = 1
+    parameter: str = "2.weight"
+    variance: float = 0.0
+
+    @property
+    def traits(self) -> Traits:
+        traits = self.scheme.traits
+        return traits._replace(error=Unbiased(self.variance)) if self.variance else traits
+
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        spoils = bucket.step >= 2 and bucket.rank == self.on
+        if self.what == "encodes" and spoils:
+            part = _part(bucket, bucket.raw, self.parameter)
+            if part is not None:
+                part.mul_(1.5)
+        result = yield from self.scheme.exchange(bucket)
+        part = _part(bucket, result.mean, self.parameter)
+        if part is not None and bucket.step >= 2:
+            if self.what == "decodes" and spoils:
+                part[3].add_(1e-7)
+            if self.what == "loses":  # on all ranks, and says that it has sent it
+                part[:5].zero_()
+        return result
+
+
+def _train(rank: int, world_size: int, wrong: Scheme, kind: str, action: Any) -> dict[str, Any]:
+    torch.manual_seed(0)
+    ddp = KINDS[kind](mlp(16, 2), bucket_cap_mb=0.002)
+    hook = commhooks.register(ddp, wrong, verify_every=2, verify=action)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(4):
+            torch.manual_seed(10 * step + rank)
+            ddp(torch.randn(4, 16)).square().mean().backward()
+        assert hook.verification is not None
+        frame = hook.verification.report()
+    texts = [str(one.message) for one in caught if "commhooks:" in str(one.message)]
+    found = [one[:5] for one in hook.verification.findings]
+    return {"found": found, "texts": texts, "rows": len(frame), "steps": set(frame["step"])}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "expected"),
+    [
+        (Wrong(Dense(), "decodes"), "torch", ("2.weight", "ranks differ", (1,))),
+        (Wrong(ErrorFeedback(Dense()), "decodes", 2), "core", ("2.weight", "ranks differ", (2,))),
+        (Wrong(Dense(), "encodes"), "torch", ("2.weight", "error", (0, 1, 2))),
+        (
+            ErrorFeedback(Wrong(commhooks.make("int4", error_feedback=False), "loses")),
+            "core",
+            ("2.weight", "error", (0, 1, 2)),
+        ),
+        (
+            Wrong(commhooks.make("terngrad"), "encodes", variance=1e-4),
+            "torch",
+            (None, "error", (0, 1, 2)),
+        ),
+    ],
+    ids=["rank decodes differently", "with feedback", "corrupts", "loses", "variance"],
+)
+def test_a_planted_bug_is_named_with_step_rank_and_parameter(
+    wrong: Scheme, kind: str, expected: tuple[str | None, str, tuple[int, ...]]
+) -> None:
+    ranks = run_ranks(_train, 3, wrong, kind, "warn")
+    found = ranks[0]["found"]
+    assert found
+    name, what, which = expected
+    for step, _, parameter, text, on in found:
+        assert (text, on) == (what, which)
+        assert name is None or (step, parameter) == (2, name)
+    assert all(one["found"] == found for one in ranks)
+    assert ranks[0]["rows"] == 8
+    assert ranks[0]["steps"] == {0, 2}
+    warned = ranks[which[0]]["texts"]
+    assert warned
+    assert all(part in warned[-1] for part in ("step", "rank", "bucket", "parameter"))
+
+
+def _raises(rank: int, world_size: int) -> str:
+    try:
+        _train(rank, world_size, Wrong(Dense(), "decodes"), "torch", "raise")
+    except VerificationError as error:
+        return str(error)
+    return ""
+
+
+def test_with_raise_every_rank_raises_before_the_next_step() -> None:
+    texts = run_ranks(_raises, 2)
+    assert texts[0] == texts[1]
+    assert "step 2, rank 1, bucket" in texts[0]
+    assert "'2.weight'" in texts[0]
+
+
+def _with_nan(rank: int, world_size: int, name: str) -> list[Any]:
+    ddp = DistributedDataParallel(mlp(16, 2))
+    hook = commhooks.register(ddp, name, verify_every=1, verify="raise")
+    ddp(torch.randn(4, 16)).square().mean().backward()
+    handle = ddp.module[2].bias.register_hook(lambda grad: grad * torch.nan)
+    if rank != 1:
+        handle.remove()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            ddp.zero_grad()
+            ddp(torch.randn(4, 16)).square().mean().backward()
+        assert hook.verification is not None
+        hook.verification.report()
+    count = sum("not finite" in str(one.message) for one in caught)
+    return [one[:5] for one in hook.verification.findings] + [count]
+
+
+@pytest.mark.parametrize("name", ["int8", "powersgd"])
+def test_a_gradient_that_is_not_finite_is_named_with_its_rank_and_warned_of_once(name: str) -> None:
+    first, second = run_ranks(_with_nan, 2, name)
+    expected = [(step, 0, "2.bias", "not finite", (1,)) for step in (1, 2)]
+    assert first == [*expected, 1]
+    assert second == [*expected, 1]
+
+
+# ---- training does not notice
+
+
+def _weights(rank: int, kind: str, mode: str, every: int | None) -> Tensor:
+    torch.manual_seed(0)
+    unused = mode == "unused"
+    model: nn.Module = Branches() if unused else mlp(16, 2)
+    ddp = KINDS[kind](
+        model,
+        bucket_cap_mb=0.002,
+        find_unused_parameters=unused,
+        static_graph=mode == "static",
+        gradient_as_bucket_view=mode == "views",
+    )
+    name, options = {
+        "coalesced": ("powersgd", {"rank": 1, "coalesce": True}),
+        "update": ("dgc", {}),
+    }.get(mode, ("topk", {"ratio": 0.2}))
+    hook = commhooks.register(ddp, name, verify_every=every, **options)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0, enabled=mode == "scaler")
+    saved: Any = None
+    for step in range(6):
+        torch.manual_seed(10 * step + rank)
+        optimizer.zero_grad()
+        x = torch.randn(4, 16)
+        if mode == "scaler" and step == 2:
+            x[0, 0] = torch.inf
+        if mode == "accumulation":
+            with ddp.no_sync():
+                ddp(torch.randn(4, 16)).square().mean().backward()
+        loss = (ddp(x, step % 2) if unused else ddp(x)).square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if mode == "switch" and step == 2:
+            hook.switch("int8")
+        if mode == "loaded" and step == 2:
+            saved = hook.state_dict()
+        if mode == "loaded" and step == 4:
+            hook.load_state_dict(saved)
+    if every:
+        assert hook.verification is not None
+        hook.verification.report()
+        wrong = [one for one in hook.verification.findings if one.kind != "not finite"]
+        assert not wrong, wrong
+        assert hook.verification.steps >= 5
+    hook.close()
+    return torch.cat([one.detach().view(-1) for one in model.parameters()])
+
+
+MODES = ["plain", "views", "accumulation", "scaler", "unused", "static", "coalesced"]
+MODES += ["switch", "loaded", "update"]
+
+
+def _same(rank: int, world_size: int, kind: str) -> list[str]:
+    warnings.filterwarnings("ignore", "commhooks:")
+    warnings.filterwarnings("ignore", ".*")
+    return [
+        mode
+        for mode in MODES
+        if not torch.equal(_weights(rank, kind, mode, None), _weights(rank, kind, mode, 1))
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_is_the_same_bit_for_bit(kind: str) -> None:
+    assert run_ranks(_same, 2, kind) == [[], []]
+
+
+def _fails(rank: int, world_size: int) -> None:
+    ddp = DistributedDataParallel(mlp(16, 2))
+    hook = commhooks.register(ddp, "int8", verify_every=1)
+    for step in range(3):
+        if step == 2 and rank == 1:
+            raise ArithmeticError("on purpose")
+        ddp(torch.randn(4, 16)).square().mean().backward()
+    assert hook.verification is not None
+
+
+def test_a_rank_that_fails_does_not_leave_the_others_waiting() -> None:
+    begin = time.monotonic()
+    with pytest.raises(RankError, match="on purpose") as caught:
+        run_ranks(_fails, 2, pg_timeout=5)
+    assert "hung" not in str(caught.value)
+    assert time.monotonic() - begin < 15
+
+
+def _two_hooks(rank: int, world_size: int) -> tuple[int, int]:
+    models = [CoreDDP(mlp(16, 2)), DistributedDataParallel(mlp(16, 2))]
+    hooks = [commhooks.register(one, "int8", verify_every=k + 1) for k, one in enumerate(models)]
+    for step in range(4):
+        for model in models if step % 2 else models[::-1]:
+            model(torch.randn(4, 16)).square().mean().backward()
+    found = []
+    for hook in hooks:
+        assert hook.verification is not None
+        hook.verification.report()
+        assert not hook.verification.findings
+        found.append(hook.verification.steps)
+        hook.close()
+    return found[0], found[1]
+
+
+def test_hooks_are_verified_independently_of_each_other() -> None:
+    assert run_ranks(_two_hooks, 2) == [(4, 2), (4, 2)]
+
+
+def _differs(rank: int, world_size: int) -> str:
+    with pytest.raises(commhooks.errors.MismatchError) as caught:
+        commhooks.register(CoreDDP(mlp(16, 2)), "int8", verify_every=1 + rank)
+    return str(caught.value)
+
+
+def test_ranks_that_verify_other_steps_are_told() -> None:
+    assert all("verify_every" in text for text in run_ranks(_differs, 2))
+
+
+def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(OptionError, match="1 or more"):
+        Verification(0)
+    with pytest.raises(OptionError, match="'warn' or 'raise'"):
+        Verification(1, "ignore")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_a_hash_depends_on_every_bit_and_its_place(dtype: torch.dtype) -> None:
+    x = torch.randn(_CHUNK + 500, generator=torch.Generator().manual_seed(0)).to(dtype)
+    sizes = [0, 7, _CHUNK + 400, 93, 0]
+    before = _hashes(x, sizes)
+    for place, owner in ((3, 1), (_CHUNK + 2, 2), (_CHUNK + 499, 3)):
+        y = x.clone()
+        y[place] = torch.nextafter(y[place].float(), torch.tensor(9.0)).to(dtype) + 0.01
+        assert (_hashes(y, sizes) != before).nonzero().view(-1).tolist() == [owner]
+    swapped = x.clone()
+    swapped[[1, 2]] = x[[2, 1]]
+    assert (_hashes(swapped, sizes) != before).nonzero().view(-1).tolist() == [1]
+    assert torch.equal(_hashes(torch.zeros(4), [4]), _hashes(-torch.zeros(4), [4]))
+    assert _hashes(x[:0], [0, 0]).tolist() == [0, 0]
