@@ -162,22 +162,24 @@ def _power_sgd(x: Tensor, out: Tensor, residual: Tensor, rank: int = 4) -> list[
     views = [flat[: count * rows * columns].view(count, rows, columns) for flat in (x, out)]
     p, q = (torch.randn(count, length, rank, device=x.device) for length in (rows, columns))
     table, factors = matrices.table, (left, right)
-    corrected = (out, residual, out, table, right, left)
-    kept = (*factors, *factors, out, table, residual, out, None)
+    # Without a tail: every entry is in a matrix.
+    corrected = (out, residual, out, table, right, left, None, None, None)
+    kept = (*factors, *factors, out, table, residual, out, None, None, None, None)
     return [
         Case("PowerSGD 4, (g + e) Q", 12, 0.7, low_rank.multiply_right_op, corrected),
         Case(
             *("PowerSGD 4, g Q", 4, 0.7, low_rank.multiply_right_op),
-            (x, None, None, table, right, left),
+            (x, None, None, table, right, left, None, None, None),
             {"torch's hook": lambda: torch.bmm(views[0], q, out=p)},
         ),
         Case(
-            *("PowerSGD 4, g^T P", 4, 0.7, low_rank.multiply_left_op, (x, table, *factors)),
+            *("PowerSGD 4, g^T P", 4, 0.7, low_rank.multiply_left_op),
+            (x, None, None, table, *factors, None, None, None),
             {"torch's hook": lambda: torch.bmm(views[0].mT, p, out=q)},
         ),
         Case(
             *("PowerSGD 4, decode", 4, 0.7, low_rank.expand_op),
-            (*factors, None, None, None, table, None, out, None),
+            (*factors, None, None, None, table, None, out, None, None, None, None),
             {"torch's hook": lambda: torch.bmm(p, q.mT, out=views[1])},
         ),
         Case("PowerSGD 4, decode, feedback", 12, 0.7, low_rank.expand_op, kept),

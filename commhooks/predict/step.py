@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -16,11 +17,12 @@ from commhooks.predict.device import Device
 from commhooks.predict.fabric import Fabric
 from commhooks.predict.pipeline import Parts, pipelined
 from commhooks.predict.planned import Message, Planned, planned
-from commhooks.predict.workload import Buckets, Workload
+from commhooks.predict.workload import Buckets, Layer, Workload
 
 __all__ = ["Step", "Steps", "exchanges_of", "predict_step", "predict_steps"]
 
 Times = NDArray[np.float64]
+Layout = Literal["scheme"] | None  # as of ``register``
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ def exchanges_of(
     scheme: Scheme, workload: Workload, ranks: int, *, cap_mb: float = 25.0
 ) -> tuple[Buckets, list[Planned]]:
     """Returns the buckets of a step under a scheme, and the exchange of each."""
-    buckets = _Buckets(workload, cap_mb).of(scheme)
+    buckets = _Buckets(workload, cap_mb, None).of(scheme)
     return buckets, [planned(scheme, shapes, ranks) for shapes in buckets.shapes]
 
 
@@ -104,6 +106,7 @@ def predict_step(
     fabric: Fabric,
     device: Device,
     cap_mb: float = 25.0,
+    layout: Layout = None,
 ) -> Step:
     """Predicts a step of a scheme.
 
@@ -114,6 +117,7 @@ def predict_step(
         fabric: the links between them.
         device: computes the scheme's part.
         cap_mb: MiB at which a bucket is full.
+        layout: see :func:`commhooks.register`; on torch's class None is all there is.
 
     Example:
         >>> a100 = device("a100")
@@ -121,7 +125,13 @@ def predict_step(
         ...              fabric=fabric("10gbe"), device=a100).step_s
     """
     steps = predict_steps(
-        [scheme], workload, ranks=[ranks], fabrics=[fabric], device=device, cap_mb=cap_mb
+        [scheme],
+        workload,
+        ranks=[ranks],
+        fabrics=[fabric],
+        device=device,
+        cap_mb=cap_mb,
+        layout=layout,
     )
     return steps[0, 0, 0]
 
@@ -134,6 +144,7 @@ def predict_steps(
     fabrics: Sequence[Fabric],
     device: Device,
     cap_mb: float = 25.0,
+    layout: Layout = None,
 ) -> Steps:
     """Predicts a step for all combinations of schemes, numbers of ranks and fabrics at once.
 
@@ -144,11 +155,12 @@ def predict_steps(
         fabrics: the links.
         device: computes the schemes' part.
         cap_mb: MiB at which a bucket is full.
+        layout: see :func:`predict_step`.
 
     Raises:
         PredictionError: a scheme reads values of the gradient, and so cannot be predicted.
     """
-    buckets = _Buckets(workload, cap_mb)
+    buckets = _Buckets(workload, cap_mb, layout)
     exchanges = [
         [
             [planned(scheme, shapes, count) for shapes in buckets.of(scheme).shapes]
@@ -190,17 +202,14 @@ def predict_steps(
 class _Buckets:
     """Makes the buckets of a step; schemes that group parameters alike share them."""
 
-    def __init__(self, workload: Workload, cap_mb: float) -> None:
-        self._workload, self._cap_mb = workload, cap_mb
+    def __init__(self, workload: Workload, cap_mb: float, layout: Layout) -> None:
+        self._workload, self._cap_mb, self._layout = workload, cap_mb, layout
         self._made: dict[tuple[Hashable, ...], Buckets] = {}
         self._by_scheme: dict[Scheme, Buckets] = {}
 
     def of(self, scheme: Scheme) -> Buckets:
         if scheme not in self._by_scheme:
-            kinds = {
-                layer.name: scheme.bucket_group(layer.name, torch.Size(layer.shape), torch.float32)
-                for layer in self._workload.layers
-            }
+            kinds = {layer.name: self._kind(scheme, layer) for layer in self._workload.layers}
             key = tuple(kinds.values())
             if key not in self._made:
                 self._made[key] = self._workload.buckets(
@@ -208,6 +217,11 @@ class _Buckets:
                 )
             self._by_scheme[scheme] = self._made[key]
         return self._by_scheme[scheme]
+
+    def _kind(self, scheme: Scheme, layer: Layer) -> Hashable:
+        if self._layout is None:
+            return None
+        return scheme.bucket_group(layer.name, torch.Size(layer.shape), torch.float32)
 
 
 _Exchanges = list[list[list[Planned]]]  # by scheme, number of ranks, bucket

@@ -47,10 +47,11 @@ class Buckets:
     """Describes the buckets of a step, in the order in which they are launched.
 
     Attributes:
-        shapes: of the parameters of each bucket.
+        names, shapes: of the parameters of each bucket.
         ready: seconds from the begin of a step to the last gradient of each bucket.
     """
 
+    names: tuple[tuple[str, ...], ...]
     shapes: tuple[tuple[torch.Size, ...], ...]
     ready: NDArray[np.float64]
 
@@ -149,7 +150,9 @@ class Workload:
         ready = np.array([max(self.arrivals[index] for index in one) for one in indices])
         launch = np.argsort(ready, kind="stable")
         return Buckets(
-            tuple(tuple(shapes[index] for index in indices[at]) for at in launch), ready[launch]
+            tuple(tuple(self.layers[index].name for index in indices[at]) for at in launch),
+            tuple(tuple(shapes[index] for index in indices[at]) for at in launch),
+            ready[launch],
         )
 
     def accumulated(self, passes: int) -> Workload:

@@ -123,6 +123,8 @@ class PerParameter(Choice):
         for rule in self.rules:
             if not isinstance(rule, Rule):
                 raise TypeError(f"PerParameter(rules=...) holds Rule objects, got {shown(rule)}")
+        # By name, shape and dtype: a bucket of hundreds of parameters asks in every step.
+        object.__setattr__(self, "_chosen", {})
 
     @property
     def schemes(self) -> list[Scheme]:
@@ -147,10 +149,11 @@ class PerParameter(Choice):
 
     def choose(self, name: str, shape: torch.Size, dtype: torch.dtype) -> int:
         """Returns the index in ``schemes`` of the scheme for a parameter."""
-        for rule in self.rules:
-            if rule.matches(name, shape, dtype):
-                return self.schemes.index(rule.scheme)
-        return self.schemes.index(self.default)
+        chosen: dict[Hashable, int] = self._chosen  # type: ignore[attr-defined]
+        if (name, shape, dtype) not in chosen:
+            matching = (rule.scheme for rule in self.rules if rule.matches(name, shape, dtype))
+            chosen[name, shape, dtype] = self.schemes.index(next(matching, self.default))
+        return chosen[name, shape, dtype]
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
         layout = bucket.layout

@@ -94,6 +94,8 @@ def _differ_in(field, odd, monkeypatch):
     elif field == "environment":
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "2" if odd else "1")
         _agree(scheme="sdp4bit")
+    elif field == "verify_every":
+        commhooks.register(DistributedDataParallel(mlp()), "none", verify_every=2 if odd else 3)
     elif field == "parameters":
         _register_own(None, name="zero" if odd else "0")
 
@@ -114,6 +116,7 @@ FIELDS = [
     "world size",
     "memory",
     "environment",
+    "verify_every",
     "parameters",
 ]
 

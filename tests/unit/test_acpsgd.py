@@ -26,8 +26,8 @@ def test_bytes_are_half_of_powersgd() -> None:
         ("all_reduce", 4 * (4 * 200 + 300)),
     ]
     assert power.requests[:2] == [
-        ("all_reduce", 4 * (4 * 300 + 300)),
-        ("all_reduce", 4 * 4 * 200),
+        ("all_reduce", 4 * 4 * 300),
+        ("all_reduce", 4 * (4 * 200 + 300)),
     ]
 
 

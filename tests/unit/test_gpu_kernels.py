@@ -167,7 +167,7 @@ def test_programs_get_what_they_need_and_say_how_they_ended(tmp_path: Path, monk
         assert blind == (not {"memcheck", "initcheck"} & set(command))
     assert {command[2] for command in checked} == {"memcheck", "initcheck", "racecheck"}
     raced = {command[-1] for command in checked if "racecheck" in command}
-    assert {"sparse", "low_rank", "dct"} <= raced
+    assert {"sparse", "orthonormal", "dct"} <= raced
     assert "finite" not in raced
 
 
