@@ -27,6 +27,7 @@ FIELDS = (
     "world_size",
     "layout",
     "bucket_bytes",
+    "plan",
 )
 _CHUNK = 1 << 24  # bytes of a GPU's tensor that are copied to the host at once
 

@@ -185,7 +185,7 @@ def _check_common(state: object, call: str) -> None:
     missing = [field for field in COMMON if field not in state]
     if missing:
         raise CheckpointError(f"{call}: the state is incomplete, it lacks {missing}")
-    for field in ("scheme", "structure", "commhooks", "torch"):
+    for field in ("scheme", "structure", "commhooks", "torch", "plan"):
         if not _is_text(state.get(field, "")):
             raise CheckpointError(
                 f"{call}: {field!r} is text, got {_short(state[field])}; the file is damaged"

@@ -1,4 +1,4 @@
-"""Declares the commands: ``commhooks doctor``, ``schemes``, ``tradeoff``, ``new`` and ``check``."""
+"""Declares the commands of ``commhooks``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from commhooks import scheme_names
+from commhooks.cli import advise as _advise
 from commhooks.cli import catalogue as _catalogue
 from commhooks.cli import commands as _commands
 from commhooks.cli import headroom as _headroom
@@ -195,4 +196,41 @@ def simulate(
         _simulate.Options(
             model, timeline, schemes, ranks, fabric, device, batch, bucket_mb, csv, plot
         )
+    )
+
+
+@app.command()
+def advise(
+    model: Annotated[
+        str | None,
+        typer.Option(help=f"{', '.join(_simulate.MODELS)}; or FILE.py:FUNCTION of your own."),
+    ] = None,
+    timeline: Annotated[
+        Path | None, typer.Option(help="A recorded step, instead of a model.")
+    ] = None,
+    fabric: Annotated[str, typer.Option(help="A preset, or a file of commhooks link.")] = "10gbe",
+    ranks: Annotated[int, typer.Option(min=2)] = 8,
+    schemes: Annotated[
+        str, typer.Option(help="With commas; options after colons: bf16,powersgd:rank=4.")
+    ] = ",".join(_advise.CANDIDATES),
+    error: Annotated[
+        float, typer.Option(min=0, help="Largest relative squared error of an exchange.")
+    ] = 0.05,
+    device: Annotated[str, typer.Option(help="That computes model and schemes.")] = "a100",
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Samples of a rank's step; the model's by default.")
+    ] = None,
+    csv: Annotated[Path | None, typer.Option(help="File for all predictions.")] = None,
+) -> None:
+    """Says which scheme to take, with which bucket size, or that compression does not pay."""
+    _advise.advise_on(
+        model=model,
+        timeline=timeline,
+        fabric=fabric,
+        ranks=ranks,
+        schemes=schemes,
+        error=error,
+        device=device,
+        batch=batch,
+        out=csv,
     )

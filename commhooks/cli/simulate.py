@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import ast
 import math
-import runpy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from torch import nn
 
-from commhooks import Scheme
-from commhooks.cli.user_schemes import load_files, made, sentence
-from commhooks.predict.counted import counted
-from commhooks.predict.device import Device
+from commhooks.cli.arguments import listed, need_folders, numbers_of, schemes_of, workload_of
 from commhooks.predict.device import device as device_of
 from commhooks.predict.fabric import Fabric
 from commhooks.predict.fabric import fabric as fabric_of
-from commhooks.predict.models import MODELS, Model, model
+from commhooks.predict.models import MODELS
 from commhooks.predict.simulate import BASELINE, MARGIN, Comparison, Row, compare, write_csv
 from commhooks.predict.simulate_plot import draw
-from commhooks.predict.workload import Workload, load_workload
 
-__all__ = ["Options", "simulate"]
+__all__ = ["MODELS", "Options", "short", "simulate"]
 
 
 @dataclass(frozen=True)
@@ -64,17 +56,15 @@ def simulate(options: Options) -> None:
     Raises:
         typer.BadParameter: an argument is wrong.
     """
-    for path in (options.csv, options.plot):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise typer.BadParameter(f"{path}: there is no folder {path.absolute().parent}")
+    need_folders(options.csv, options.plot)
     try:
         device = device_of(options.device)
-        fabrics = [fabric_of(name) for name in _listed(options.fabric)]
-        workload = _workload(options, device)
+        fabrics = [fabric_of(name) for name in listed(options.fabric)]
+        workload = workload_of(options.model, options.timeline, options.batch, device)
         found = compare(
             workload,
-            _schemes(_listed(options.schemes)),
-            ranks=_ranks(options.ranks),
+            schemes_of(listed(options.schemes)),
+            ranks=numbers_of(options.ranks),
             fabrics=fabrics,
             device=device,
             cap_mb=options.bucket_mb,
@@ -84,7 +74,7 @@ def simulate(options: Options) -> None:
     console = Console()
     console.print(
         f"{workload.name}, {workload.numel / 1e6:,.1f} M parameters, on {device.name}: "
-        f"{_short(1e3 * workload.compute_s)} ms of computing per step",
+        f"{short(1e3 * workload.compute_s)} ms of computing per step",
         highlight=False,
     )
     for index, fabric in enumerate(fabrics):
@@ -102,90 +92,6 @@ def simulate(options: Options) -> None:
     if options.plot is not None:
         draw(found, options.plot)
         typer.echo(f"wrote {options.plot}")
-
-
-# ---- arguments
-
-
-def _listed(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
-
-
-def _ranks(text: str) -> list[int]:
-    try:
-        return [int(word) for word in _listed(text)]
-    except ValueError:
-        raise typer.BadParameter(f"--ranks {text}: whole numbers with commas: 2,8,64") from None
-
-
-def _schemes(words: Sequence[str]) -> dict[str, Scheme]:
-    """Makes schemes; files with more are loaded, and theirs are compared as well."""
-    added = load_files([Path(word) for word in words if word.endswith(".py")])
-    words = [word for word in words if not word.endswith(".py")]
-    return {word: _scheme(word) for word in [*words, *added]}
-
-
-def _scheme(word: str) -> Scheme:
-    name, *settings = word.split(":")
-    options: dict[str, Any] = {}
-    for setting in settings:
-        key, equals, value = setting.partition("=")
-        if not equals:
-            raise typer.BadParameter(
-                f"--schemes {word}: options follow a name as in powersgd:rank=4:start_step=10"
-            )
-        options[key] = _value(value)
-    return made(name, **options)
-
-
-def _value(text: str) -> Any:
-    try:
-        return ast.literal_eval(text.capitalize() if text in ("true", "false") else text)
-    except (ValueError, SyntaxError):
-        return text
-
-
-def _workload(options: Options, device: Device) -> Workload:
-    if (options.model is None) == (options.timeline is None):
-        raise typer.BadParameter("give either --model or --timeline")
-    if options.timeline is not None:
-        if options.batch is not None:
-            raise typer.BadParameter("--batch: a recorded timeline has the batch of its run")
-        return load_workload(options.timeline)
-    name = options.model or ""
-    source = model(name) if name in MODELS else _own(name)
-    if isinstance(source, Workload):
-        return source
-    return source.workload(device, batch=options.batch)
-
-
-def _own(target: str) -> Model | Workload:
-    """Returns what ``path.py:factory`` makes, as a model or a workload."""
-    path, colon, name = target.rpartition(":")
-    if not colon or not path.endswith(".py"):
-        raise typer.BadParameter(
-            f"--model {target}: neither path.py:factory nor one of {', '.join(MODELS)}"
-        )
-    if not Path(path).is_file():
-        raise typer.BadParameter(f"--model {target}: no file {path}")
-    try:
-        factory = runpy.run_path(path, run_name=Path(path).stem)[name]
-        result = factory()
-    except KeyError as error:
-        if error.args != (name,):
-            raise typer.BadParameter(f"{target}: {sentence(error, Path(path))}") from error
-        raise typer.BadParameter(f"--model {target}: {path} has no {name}") from error
-    except (Exception, SystemExit) as error:  # a user's code may raise anything
-        raise typer.BadParameter(f"{target}: {sentence(error, Path(path))}") from error
-    if isinstance(result, Model | Workload):
-        return result
-    module, *inputs = result if isinstance(result, tuple) else (result,)
-    if not isinstance(module, nn.Module) or not inputs:
-        raise typer.BadParameter(
-            f"--model {target}: {name}() returns (module, example input, ...), or a Workload of "
-            f"commhooks.predict, got {type(result).__name__}"
-        )
-    return counted(module, *inputs)
 
 
 # ---- results
@@ -213,11 +119,11 @@ def _table(found: Comparison, fabric: Fabric) -> Table:
         table.add_row(
             "" if row.ranks == before else f"{row.ranks:,}",
             row.scheme,
-            _short(1e3 * row.step_s),
-            _short(1e3 * row.exposed_s),
+            short(1e3 * row.step_s),
+            short(1e3 * row.exposed_s),
             f"{row.speedup:.2f}",
-            _short(row.rank_nbytes / 1e6),
-            _short(row.link_nbytes / 1e6),
+            short(row.rank_nbytes / 1e6),
+            short(row.link_nbytes / 1e6),
             _where_paying(row),
         )
         before = row.ranks
@@ -230,13 +136,13 @@ def _where_paying(row: Row) -> str:
         return ""
     if math.isnan(row.pays_from):
         return "nowhere"
-    low, high = (_short(8 * one / 1e9) for one in (row.pays_from, row.pays_to))
+    low, high = (short(8 * one / 1e9) for one in (row.pays_from, row.pays_to))
     if math.isinf(row.pays_to):
         return f"over {low}" if row.pays_from else "anywhere"
     return f"{low} to {high}" if row.pays_from else f"below {high}"
 
 
-def _short(value: float) -> str:
+def short(value: float) -> str:
     """Returns three digits or more, without an exponent."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.{1 if value >= 10 else 2}f}"
 

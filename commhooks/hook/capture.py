@@ -1,18 +1,30 @@
-"""Refuses to be captured in a CUDA graph where replays would not do what a step does."""
+"""Refuses what compilers and captures make of a step, where it would not be what a step does."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
 from commhooks.core.dense import Dense
 from commhooks.core.scheme import Scheme
-from commhooks.errors import RegistrationError
+from commhooks.errors import HookNotAttachedError, RegistrationError
 from commhooks.hook.brief import brief
 from commhooks.schemes.noop import Noop
 from commhooks.wrappers.base import Coalesced
 from commhooks.wrappers.cast import Cast
 
-__all__ = ["need_no_capture"]
+__all__ = ["need_bucket", "need_no_capture"]
+
+
+def need_bucket(bucket: Any) -> None:
+    """Raises if torch.compile calls a hook with something that is no bucket."""
+    if isinstance(bucket, tuple):
+        raise HookNotAttachedError(
+            "torch.compile runs with torch._dynamo.config.optimize_ddp = 'python_reducer', "
+            "which hands hooks a (gradient, parameter) tuple and ignores what they return. "
+            "Set optimize_ddp = True (the default), which keeps buckets"
+        )
 
 
 def need_no_capture(device: torch.device, scheme: Scheme, *, agreed: bool) -> None:

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from commhooks.checkpoint.form import SavedBuckets
 from commhooks.core.scheme import Scheme
-from commhooks.errors import HookNotAttachedError, RegistrationError
+from commhooks.errors import RegistrationError
 from commhooks.hook.agreement import facts_of, need_own_memory
 from commhooks.hook.attendance import Attendance
 from commhooks.hook.binding import Binding
-from commhooks.hook.capture import need_no_capture
+from commhooks.hook.capture import need_bucket, need_no_capture
 from commhooks.hook.continuation import Continuation
 from commhooks.hook.engine import Engine
 from commhooks.hook.handshake import handshake
@@ -94,12 +94,7 @@ class Running:
 
     def start(self, bucket: Any) -> Future[Tensor]:
         """Starts the exchange of one bucket and returns the future of its averaged gradient."""
-        if isinstance(bucket, tuple):
-            raise HookNotAttachedError(
-                "torch.compile runs with torch._dynamo.config.optimize_ddp = 'python_reducer', "
-                "which hands hooks a (gradient, parameter) tuple and ignores what they return. "
-                "Set optimize_ddp = True (the default), which keeps buckets"
-            )
+        need_bucket(bucket)
         if self._closed:
             raise RegistrationError(
                 "the hook was closed (HookState.close), but the model still trains with it; "
@@ -160,6 +155,10 @@ class Running:
         self._runner.forward_begins()
         if self.verification is not None:
             self.verification.step_begins(self.step)
+
+    def saved_plan(self) -> str:
+        """Returns what a hook that chooses its scheme goes on with; empty if it chooses none."""
+        return ""
 
     def _take_up(self, buckets: SavedBuckets) -> None:
         """Continues with the buckets of a saved state."""

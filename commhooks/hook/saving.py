@@ -87,6 +87,7 @@ def _own_state(hook: Running) -> dict[str, Any]:
         "world_size": max(hook._engine.world_size, 1),
         "layout": [list(names) for names in buckets.layout],
         "bucket_bytes": list(buckets.bucket_bytes),
+        "plan": hook.saved_plan(),
     }
     part = {
         "rank": rank,

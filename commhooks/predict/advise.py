@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,33 +14,46 @@ from commhooks.core.settings import shown
 from commhooks.predict.device import Device
 from commhooks.predict.fabric import Fabric
 from commhooks.predict.planned import PredictionError
+from commhooks.predict.split import Split, best_split, split_scheme
 from commhooks.predict.step import Step, predict_step
 from commhooks.predict.workload import Workload
 from commhooks.research.simulation import Simulation
 from commhooks.wrappers.feedback import ErrorFeedback
 from commhooks.wrappers.make import make
 
-__all__ = ["CANDIDATES", "CAPS_MB", "Option", "advise", "best_of", "error_of", "made_candidates"]
+__all__ = [
+    "CANDIDATES",
+    "CAPS_MB",
+    "Option",
+    "advise",
+    "best_of",
+    "error_of",
+    "made_candidates",
+    "scheme_of",
+]
 
 # By the bits that they send: of each kind, the scheme that costs least to compute.
 CANDIDATES = ("none", "bf16", "int8", "int4", "onebit", "powersgd", "topk")
 CAPS_MB = (1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0, 100.0)
 # A scheme has to win by this share of the step: predictions are not more exact than that.
 MARGIN = 0.02
+# Bucket sizes for which plans of two schemes are predicted: those of the fastest single schemes.
+_SPLIT_CAPS = 3
 # Entries on which the error of a scheme is measured.
 _SAMPLE = 2**20
 
 
 @dataclass(frozen=True)
 class Option:
-    """Holds the prediction of one scheme with one bucket size.
+    """Holds the prediction of one scheme, or of two that share the buckets, with one bucket size.
 
     Attributes:
-        name: of the scheme, with options.
+        name: of the scheme, with options; of both.
         scheme: the scheme.
         cap_mb: MiB at which a bucket is full.
         step: the prediction.
-        error: relative squared error of an exchange; NaN if it was not measured.
+        error: relative squared error of an exchange, the larger one of two.
+        split: which buckets have which scheme; None: all have the same.
     """
 
     name: str
@@ -47,6 +61,7 @@ class Option:
     cap_mb: float
     step: Step
     error: float
+    split: Split | None = None
 
     def __str__(self) -> str:
         return f"{self.name} in buckets of {self.cap_mb:g} MiB"
@@ -104,6 +119,11 @@ def error_of(scheme: Scheme, gradients: Mapping[str, Tensor] | None = None) -> f
     return float((mean - flat).square().sum() / flat.square().sum().clamp_min(1e-30))
 
 
+def scheme_of(name: str, split: Split | None, schemes: Mapping[str, Scheme]) -> Scheme:
+    """Returns the scheme of an option; ``schemes``: the candidates by name."""
+    return schemes[name] if split is None else split_scheme(split, schemes)
+
+
 def advise(
     workload: Workload,
     *,
@@ -117,6 +137,9 @@ def advise(
 ) -> list[Option]:
     """Returns predictions of all candidates within the budget, the fastest first.
 
+    Where one scheme for the first buckets and another one for the last are faster than any scheme
+    alone, that plan is among them.
+
     Args:
         workload: a step without communication.
         ranks: number of ranks.
@@ -127,20 +150,36 @@ def advise(
         caps_mb: bucket sizes, MiB.
         gradients: of the model; normal entries by default.
     """
+    made = made_candidates(candidates)
+    errors = {name: error_of(scheme, gradients) for name, scheme in made.items()}
+    allowed = {
+        name: scheme
+        for name, scheme in made.items()
+        if errors[name] <= error or name in ("none", "bf16")
+    }
+    where: dict[str, Any] = {"ranks": ranks, "fabric": fabric, "device": device}
     options = []
-    for name, scheme in made_candidates(candidates).items():
-        found = error_of(scheme, gradients)
-        if found > error and name not in ("none", "bf16"):
+    for name, scheme in list(allowed.items()):
+        try:
+            steps = [predict_step(scheme, workload, **where, cap_mb=cap_mb) for cap_mb in caps_mb]
+        except PredictionError:
+            del allowed[name]
             continue
-        for cap_mb in caps_mb:
-            try:
-                step = predict_step(
-                    scheme, workload, ranks=ranks, fabric=fabric, device=device, cap_mb=cap_mb
-                )
-            except PredictionError:
-                continue
-            options.append(Option(name, scheme, cap_mb, step, found))
-    return sorted(options, key=lambda option: option.step.step_s)
+        options += [
+            Option(name, scheme, cap_mb, step, errors[name])
+            for cap_mb, step in zip(caps_mb, steps, strict=True)
+        ]
+    options.sort(key=lambda option: option.step.step_s)
+    near = list(dict.fromkeys(option.cap_mb for option in options))[:_SPLIT_CAPS]
+    plans = [(cap_mb, best_split(allowed, workload, **where, cap_mb=cap_mb)) for cap_mb in near]
+    found = [(*plan, cap_mb) for cap_mb, plan in plans if plan is not None]
+    if found:
+        split, step, cap_mb = min(found, key=lambda one: one[1].step_s)
+        if step.step_s < (1 - MARGIN) * options[0].step.step_s:
+            larger = max(errors[split.first], errors[split.last])
+            scheme = split_scheme(split, allowed)
+            options.insert(0, Option(str(split), scheme, cap_mb, step, larger, split))
+    return options
 
 
 def best_of(options: Sequence[Option]) -> Option:

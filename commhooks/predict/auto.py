@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, fields
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
 from commhooks.checkpoint.form import read
-from commhooks.checkpoint.ranks import structure
 from commhooks.core.scheme import Scheme
 from commhooks.core.settings import fitting
+from commhooks.errors import CheckpointError
 from commhooks.hook.state import HookState
 from commhooks.predict.advise import CANDIDATES, made_candidates
 from commhooks.predict.search import Search
+from commhooks.predict.split import Split, split_scheme
+from commhooks.wrappers.make import describe
 
 __all__ = ["AutoHook"]
 
@@ -97,11 +101,64 @@ class AutoHook(HookState):
     def load_state_dict(
         self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, strict: bool = True
     ) -> None:
-        """Continues from a saved state: with the scheme that was chosen there."""
-        saved = read(state, "load_state_dict").common["structure"]
+        """Continues from a saved state: with the scheme that was chosen there.
+
+        The search begins anew where none was chosen yet.
+        """
+        common = read(state, "load_state_dict").common
+        plan = _read_plan(common.get("plan", ""))
+        if plan.get("undecided"):
+            super().load_state_dict(state, strict=False)
+            self._search.begin()
+            return
+        found = self._saved_choice(plan, common["scheme"])
+        before = self.scheme
+        if found is not None:
+            self._replace(found[1])
+        try:
+            super().load_state_dict(state, strict=strict)
+        except BaseException:
+            self._replace(before)
+            raise
+        self._search.end(f"auto runs {found[0] if found else 'none'}, as the run that was saved.")
+        self._search.cap_mb = plan.get("cap_mb")
+
+    def saved_plan(self) -> str:
+        """Returns the choice as JSON, for ``load_state_dict``."""
+        choice = self._search.choice
+        if choice is None:
+            return json.dumps({"undecided": not self._search.over})
+        split = None if choice.split is None else asdict(choice.split)
+        return json.dumps({"name": choice.name, "cap_mb": choice.cap_mb, "split": split})
+
+    def _saved_choice(self, plan: dict[str, Any], saved: str) -> tuple[str, Scheme] | None:
+        """Returns the scheme of a plan, or the candidate that a run without a plan had."""
+        if plan.get("split"):
+            split = Split(**{**plan["split"], "parameters": tuple(plan["split"]["parameters"])})
+            if {split.first, split.last} <= set(self._candidates):
+                return str(split), split_scheme(split, self._candidates)
         for name, scheme in self._candidates.items():
-            if structure(scheme) == saved:
-                self._replace(scheme)
-                self._search.end(f"auto runs {name}, as the run that was saved.")
-                break
-        super().load_state_dict(state, strict=strict)
+            if describe(scheme) == saved:
+                return name, scheme
+        return None
+
+
+def _read_plan(text: str) -> dict[str, Any]:
+    """Returns what ``saved_plan`` wrote; empty for a run that chose nothing.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    try:
+        plan = json.loads(text or "{}")
+        cap_mb, split = plan.get("cap_mb"), plan.get("split")
+        whole = isinstance(cap_mb, float | int | None)
+        if split is not None:
+            members = [split["first"], split["last"], *split["parameters"]]
+            whole &= set(split) == {field.name for field in fields(Split)}
+            whole &= all(isinstance(one, str) for one in members)
+        if whole:
+            return dict(plan)
+    except (ValueError, TypeError, AttributeError, KeyError):
+        pass
+    raise CheckpointError(f"load_state_dict: 'plan' is no plan of auto, got {text[:80]!r}; damaged")

@@ -20,7 +20,7 @@ from torch import nn
 from commhooks.core.scheme import Scheme
 from commhooks.hook.handshake import MEETING
 from commhooks.hook.running import Running
-from commhooks.predict.advise import CAPS_MB, Option, advise
+from commhooks.predict.advise import CAPS_MB, Option, advise, scheme_of
 from commhooks.predict.device import ThisDevice
 from commhooks.predict.link import measure_link
 from commhooks.predict.recorded import Recorder
@@ -33,6 +33,8 @@ LOG = logging.getLogger("commhooks")
 
 # A scheme is kept if its steps take at most this share of dense ones.
 _WON = 0.98
+# After so many times the steps of a trial, the choice is compared with dense steps once more.
+_WATCHED = 5
 # Candidates that are predicted within this factor of the best one are tried, up to a number.
 _NEAR, _TRIALS = 1.10, 3
 
@@ -41,6 +43,7 @@ class _Stage(Enum):
     DENSE = "dense steps"
     HELD = "dense steps whose gradients are exchanged after backward"
     TRIAL = "steps with a candidate"
+    KEPT = "steps with the choice"
     DONE = "decided"
 
 
@@ -48,8 +51,7 @@ class Search:
     """Runs the stages of a search on one hook.
 
     Args:
-        hook: runs the scheme.
-        install: makes the hook run another scheme from the next step on.
+        hook, install: the hook, and what makes it run another scheme from the next step on.
         candidates: schemes by name.
         error: largest relative squared error of an exchange.
         steps: steps of which the median counts, for each scheme that is timed.
@@ -58,6 +60,7 @@ class Search:
     Attributes:
         over: whether the decision is taken.
         plan: the decision in words.
+        choice: what was chosen; None before that, and where dense steps are kept.
         cap_mb: MiB at which a bucket is full. None: not chosen.
     """
 
@@ -74,6 +77,7 @@ class Search:
         self._hook, self._install, self._candidates = hook, install, candidates
         self._error, self._steps, self._link_s = error, steps, link_s
         self.plan = "auto: nothing is decided yet"
+        self.choice: Option | None = None
         self.cap_mb: float | None = None
         self._stage, self._begun = _Stage.DENSE, 0  # the step in which the stage began
         self._times: list[float] = []
@@ -89,10 +93,15 @@ class Search:
 
     def end(self, plan: str) -> None:
         """Ends the search with a decision that was taken elsewhere."""
-        self._stage, self.cap_mb, self.plan = _Stage.DONE, None, plan
+        self._stage, self.cap_mb, self.choice, self.plan = _Stage.DONE, None, None, plan
         if self._recorder is not None:
             self._recorder.close()
             self._recorder = None
+
+    def begin(self) -> None:
+        """Begins the search, or begins it anew: after a state of an undecided search was loaded."""
+        self._last, self._tried, self._to_try = (-1, 0.0), [], []
+        self._enter(_Stage.DENSE, make("none"))
 
     def forward_begins(self) -> None:
         """Takes the next decision if a step has ended and a stage with it."""
@@ -108,7 +117,7 @@ class Search:
             self._times.append(now - began)
         if self._stage is _Stage.HELD and since == 2:
             self._recorder = Recorder(self._model(), sample=2**20)
-        if since == self._steps + 2:
+        if since == self._steps * (_WATCHED if self._stage is _Stage.KEPT else 1) + 2:
             self._end_stage()
             now = time.perf_counter()  # the next step begins after what was measured
         if self._recorder is not None:
@@ -122,6 +131,8 @@ class Search:
             self._enter(_Stage.HELD, make("none", coalesce=True))
         elif self._stage is _Stage.HELD:
             self._choose()
+        elif self._stage is _Stage.KEPT:
+            self._keep_or_go_back(seconds)
         else:
             self._tried.append((seconds, self._to_try.pop(0)))
             self._try_next()
@@ -133,11 +144,11 @@ class Search:
     def _choose(self) -> None:
         """Predicts all candidates and begins to try the most promising ones."""
         assert self._recorder is not None
-        self._recorder.step_begins(self._waited())
-        workload = self._recorder.workload(type(self._model()).__name__)
-        gradients = self._recorder.gradients()
-        self._recorder.close()
-        self._recorder = None
+        recorder, self._recorder = self._recorder, None
+        recorder.step_begins(self._waited())
+        workload = recorder.workload(type(self._model()).__name__)
+        gradients = recorder.gradients()
+        recorder.close()
         fabric = measure_link(self._hook._binding.group(), budget_s=self._link_s)
         device = ThisDevice(next(self._model().parameters()).device)
         options = advise(
@@ -171,19 +182,31 @@ class Search:
         dense_s = min([self._dense_s, *(took for took, one in self._tried if one.name == "none")])
         best = chosen(self._tried, dense_s)
         if best is None:
-            self.cap_mb, scheme = None, make("none")
+            stage, self.cap_mb, scheme = _Stage.DONE, None, make("none")
             verdict = "auto runs none: do not compress, nothing that was tried is faster"
         else:
             seconds, option = best
-            self.cap_mb, scheme = option.cap_mb, option.scheme
+            stage, self.cap_mb, scheme = _Stage.KEPT, option.cap_mb, option.scheme
+            self.choice = option
             verdict = f"auto runs {option}: {100 * (1 - seconds / dense_s):.0f} % faster"
-        self._enter(_Stage.DONE, scheme)
-        lines = [
+        self._dense_s = dense_s
+        self._enter(stage, scheme)
+        lines = [f"dense: {1e3 * self._dense_s:.1f} ms per step"]
+        lines += [
             f"{option}: {1e3 * took:.1f} ms per step, predicted {1e3 * option.step.step_s:.1f} ms"
             for took, option in self._tried
         ]
-        dense = f"dense: {1e3 * self._dense_s:.1f} ms per step"
-        self.plan = f"{verdict} than dense steps. " + "; ".join([dense, *lines]) + "."
+        self.plan = f"{verdict} than dense steps. {'; '.join(lines)}."
+        LOG.info(self.plan)
+
+    def _keep_or_go_back(self, seconds: float) -> None:
+        """Ends the search; with dense steps if those with the choice have become slower."""
+        self.plan += f" It took {1e3 * seconds:.1f} ms per step since."
+        if seconds <= self._dense_s:
+            self._stage = _Stage.DONE
+            return
+        self.end(f"{self.plan} That is more than dense steps took, and auto runs none again.")
+        self._install(make("none"))
         LOG.info(self.plan)
 
     # ---- parts
@@ -206,15 +229,15 @@ class Search:
 
     def _slowest(self, seconds: float) -> float:
         """Returns the time of the slowest rank."""
-        slowest: float = max(self._of_all(seconds))
-        return slowest
+        return float(max(self._of_all(seconds)))
 
     def _agreed_on(self, options: list[Option]) -> list[Option]:
-        """Returns the options with the predictions of rank 0, in the same order on all ranks."""
-        mine = [(one.name, one.cap_mb) for one in options]
-        order = self._of_all(mine)[0]
-        by_key = {(one.name, one.cap_mb): one for one in options}
-        return [by_key[tuple(key)] for key in order if tuple(key) in by_key]
+        """Returns the options of rank 0, which are the same on all ranks."""
+        mine = [(one.name, one.cap_mb, one.step, one.error, one.split) for one in options]
+        return [
+            Option(name, scheme_of(name, split, self._candidates), cap_mb, step, error, split)
+            for name, cap_mb, step, error, split in self._of_all(mine)[0]
+        ]
 
     def _of_all(self, value: Any) -> list[Any]:
         """Gathers a value from all ranks, which have all come here, or raises."""

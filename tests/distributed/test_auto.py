@@ -16,14 +16,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks.core.dense import Dense
-from commhooks.predict.advise import Option, made_candidates
-from commhooks.predict.search import chosen, promising
+from commhooks.predict.advise import Option, made_candidates, scheme_of
+from commhooks.predict.search import Search, chosen, promising
+from commhooks.predict.split import Split
 from commhooks.predict.step import Step
 from ddp_core import DistributedDataParallel as CoreDDP
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import mlp
 
-STEPS = 60
+STEPS = 100
+NO_STEP = Step(1.0, 1.0, 0.0, 0.0, 0, 0.0, 0)
 
 
 @contextmanager
@@ -112,6 +114,64 @@ def test_a_resumed_run_goes_on_with_the_scheme_that_was_chosen() -> None:
     for scheme, plan, _ in run_ranks(_resume, 2):
         assert "int8" in scheme
         assert "chosen by hook.switch" in plan
+
+
+def _resume_each(rank: int, world_size: int) -> list[tuple[str, str]]:
+    split = Split("int8", "onebit", 1, 2, ("0.weight", "0.bias"))
+    found = []
+    for scheme in ("int4", "onebit", "bf16"):
+        hook = commhooks.register(CoreDDP(mlp()), scheme)
+        again = commhooks.register(CoreDDP(mlp()), "auto", candidates=["int4", "onebit", "int8"])
+        again.load_state_dict(hook.state_dict(gather=True))
+        found.append((scheme, str(again.scheme == hook.scheme)))
+    chose: Any = commhooks.register(CoreDDP(mlp()), "auto", candidates=["int8", "onebit"])
+    option = Option(str(split), scheme_of("", split, chose._candidates), 4.0, NO_STEP, 0.1, split)
+    chose._search._tried = [(0.5, option)]
+    chose._search._dense_s = 1.0
+    chose._search._decide()
+    again = commhooks.register(CoreDDP(mlp()), "auto", candidates=["int8", "onebit"])
+    again.load_state_dict(chose.state_dict(gather=True))
+    found.append((str(split), str(again.scheme == chose.scheme and again.bucket_cap_mb == 4.0)))
+    return found
+
+
+def test_a_resumed_run_has_the_settings_and_the_split_that_were_chosen() -> None:
+    for found in run_ranks(_resume_each, 2):
+        assert [same for _, same in found] == ["True"] * 4, found
+
+
+def _resume_undecided(rank: int, world_size: int) -> tuple[bool, int, bool]:
+    ddp = CoreDDP(mlp())
+    hook: Any = commhooks.register(ddp, "auto", candidates=["int8"])
+    for _ in range(4):
+        ddp(torch.randn(4, 16)).sum().backward()
+    ddp = CoreDDP(mlp())
+    again: Any = commhooks.register(ddp, "auto", candidates=["int8"], measure_steps=2, link_s=0.1)
+    again.load_state_dict(hook.state_dict(gather=True))
+    before = again._search.over
+    for _ in range(40):
+        ddp(torch.randn(4, 16)).sum().backward()
+    return before, again.step, again._search.over
+
+
+def test_a_run_that_stopped_before_the_decision_searches_anew() -> None:
+    for before, step, after in run_ranks(_resume_undecided, 2):
+        assert not before
+        assert step == 44
+        assert after
+
+
+def test_a_choice_that_has_become_slower_than_dense_steps_is_given_up() -> None:
+    hook, installed = mock.Mock(step=0), []
+    search = Search(hook, installed.append, {}, error=0.05, steps=2, link_s=0.1)
+    search._dense_s = 1.0
+    for seconds, kept in ((0.9, True), (1.1, False)):
+        search._stage, search.cap_mb = search._stage.KEPT, 4.0
+        search._keep_or_go_back(seconds)
+        assert search.over
+        assert (search.cap_mb == 4.0) == kept
+    assert installed == [commhooks.make("none")]
+    assert "runs none again" in search.plan
 
 
 def test_a_wrong_setting_is_refused_before_training() -> None:

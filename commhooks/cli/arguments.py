@@ -1,0 +1,119 @@
+"""Reads the arguments that predictions share: models, timelines, schemes with options, lists."""
+
+from __future__ import annotations
+
+import ast
+import runpy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+from torch import nn
+
+from commhooks import Scheme
+from commhooks.cli.user_schemes import load_files, made, sentence
+from commhooks.predict.counted import counted
+from commhooks.predict.device import Device
+from commhooks.predict.models import MODELS, Model, model
+from commhooks.predict.workload import Workload, load_workload
+
+__all__ = ["listed", "need_folders", "numbers_of", "schemes_of", "settings_of", "workload_of"]
+
+
+def need_folders(*files: Path | None) -> None:
+    """Raises if the folder of a file that is to be written does not exist."""
+    for path in files:
+        if path is not None and not path.absolute().parent.is_dir():
+            raise typer.BadParameter(f"{path}: there is no folder {path.absolute().parent}")
+
+
+def listed(text: str) -> list[str]:
+    """Returns the words of a list with commas."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def numbers_of(text: str) -> list[int]:
+    """Returns numbers of ranks."""
+    try:
+        return [int(word) for word in listed(text)]
+    except ValueError:
+        raise typer.BadParameter(f"--ranks {text}: whole numbers with commas: 2,8,64") from None
+
+
+def schemes_of(words: Sequence[str]) -> dict[str, Scheme]:
+    """Makes schemes; files with more are loaded, and theirs are compared as well."""
+    added = load_files([Path(word) for word in words if word.endswith(".py")])
+    words = [word for word in words if not word.endswith(".py")]
+    return {word: _scheme(word) for word in [*words, *added]}
+
+
+def _scheme(word: str) -> Scheme:
+    name, options = settings_of(word)
+    return made(name, **options)
+
+
+def settings_of(word: str) -> tuple[str, dict[str, Any]]:
+    """Returns name and options of a scheme, as in powersgd:rank=4."""
+    name, *settings = word.split(":")
+    options: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise typer.BadParameter(
+                f"--schemes {word}: options follow a name as in powersgd:rank=4:start_step=10"
+            )
+        options[key] = _value(value)
+    return name, options
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text.capitalize() if text in ("true", "false") else text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def workload_of(
+    name: str | None, timeline: Path | None, batch: int | None, device: Device
+) -> Workload:
+    """Returns the step of a model (a built-in name, or ``path.py:factory``) or of a timeline."""
+    if (name is None) == (timeline is None):
+        raise typer.BadParameter("give either --model or --timeline")
+    if timeline is not None:
+        if batch is not None:
+            raise typer.BadParameter("--batch: a recorded timeline has the batch of its run")
+        return load_workload(timeline)
+    source = model(name) if name in MODELS else _own(name or "")
+    if isinstance(source, Workload):
+        return source
+    return source.workload(device, batch=batch)
+
+
+def _own(target: str) -> Model | Workload:
+    """Returns what ``path.py:factory`` makes, as a model or a workload."""
+    path, colon, name = target.rpartition(":")
+    if not colon or not path.endswith(".py"):
+        raise typer.BadParameter(
+            f"--model {target}: neither path.py:factory nor one of {', '.join(MODELS)}"
+        )
+    if not Path(path).is_file():
+        raise typer.BadParameter(f"--model {target}: no file {path}")
+    try:
+        factory = runpy.run_path(path, run_name=Path(path).stem)[name]
+        result = factory()
+    except KeyError as error:
+        if error.args != (name,):
+            raise typer.BadParameter(f"{target}: {sentence(error, Path(path))}") from error
+        raise typer.BadParameter(f"--model {target}: {path} has no {name}") from error
+    except (Exception, SystemExit) as error:  # a user's code may raise anything
+        raise typer.BadParameter(f"{target}: {sentence(error, Path(path))}") from error
+    if isinstance(result, Model | Workload):
+        return result
+    module, *inputs = result if isinstance(result, tuple) else (result,)
+    if not isinstance(module, nn.Module) or not inputs:
+        raise typer.BadParameter(
+            f"--model {target}: {name}() returns (module, example input, ...), or a Workload of "
+            f"commhooks.predict, got {type(result).__name__}"
+        )
+    return counted(module, *inputs)
