@@ -120,14 +120,15 @@ def run_rank(settings: Settings) -> None:
 
 
 def _recorded(run: _Run, *, steps: int) -> Workload:
-    dist.barrier()
     recorder = Recorder(run.ddp.module)
-    for _ in range(steps):
-        recorder.step_begins()
-        run.step()
-    recorder.step_begins()
+    for step in range(steps + 1):
+        begin = time.perf_counter()
+        dist.barrier()  # as in training, where ranks wait for each other in every step
+        recorder.step_begins(time.perf_counter() - begin)
+        if step < steps:
+            run.step()
     recorder.close()
-    return recorder.workload(type(run.ddp.module).__name__)
+    return recorder.workload(type(run.ddp.module).__name__, dist.group.WORLD)
 
 
 def _predicted(settings: Settings, workload: Workload) -> dict[str, dict[str, Any]]:

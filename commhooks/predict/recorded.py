@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from commhooks.predict.workload import Layer, Workload
@@ -75,8 +76,13 @@ class Recorder:
         for handle in self._handles:
             handle.remove()
 
-    def workload(self, name: str) -> Workload:
-        """Returns the workload of a step: medians over the recorded steps but the last.
+    def workload(self, name: str, group: dist.ProcessGroup | None = None) -> Workload:
+        """Returns the workload of a step, from the recorded steps but the last.
+
+        Args:
+            name: shown in tables.
+            group: ranks that have recorded the same steps, which they began together; all call
+                this method. None: what ranks wait for each other is not known.
 
         Raises:
             ValueError: fewer than two steps were recorded, or none had a gradient.
@@ -99,7 +105,9 @@ class Recorder:
             for index in used
         }
         first, last = min(arrivals.values()), max(arrivals.values())
-        whole = statistics.median(seconds for _, seconds in ended)
+        seconds = [one for _, one in ended]
+        whole = _usual(seconds)
+        slowest = seconds if group is None else _slowest(seconds, group)
         return Workload(
             name,
             tuple(Layer(self._names[index], self._shapes[index], 0.0) for index in used),
@@ -107,7 +115,21 @@ class Recorder:
             backward_s=last - first,
             optimizer_s=max(whole - last, 0.0),
             ready_s=tuple(arrivals[index] - first for index in used),
+            behind_s=max(_usual(slowest) - whole, 0.0),
         )
+
+
+def _usual(seconds: Sequence[float]) -> float:
+    """Returns the mean of all steps but those that took twice the median: a machine's hiccups."""
+    middle = statistics.median(seconds)
+    return statistics.fmean(one for one in seconds if one <= 2 * middle)
+
+
+def _slowest(seconds: Sequence[float], group: dist.ProcessGroup) -> list[float]:
+    """Returns the seconds of the slowest rank, step by step."""
+    gathered: list[Any] = [None] * group.size()
+    dist.all_gather_object(gathered, list(seconds), group=group)
+    return [max(of_ranks) for of_ranks in zip(*gathered, strict=False)]
 
 
 @contextmanager

@@ -146,14 +146,16 @@ class Search:
         assert self._recorder is not None
         recorder, self._recorder = self._recorder, None
         recorder.step_begins(self._waited())
-        workload = recorder.workload(type(self._model()).__name__)
+        group = self._hook._binding.group()
+        with self._hook._binding.on_device():
+            workload = recorder.workload(type(self._model()).__name__, group)
         gradients = recorder.gradients()
         recorder.close()
-        fabric = measure_link(self._hook._binding.group(), budget_s=self._link_s)
+        fabric = measure_link(group, budget_s=self._link_s)
         device = ThisDevice(next(self._model().parameters()).device)
         options = advise(
             workload,
-            ranks=self._hook._binding.group().size(),
+            ranks=group.size(),
             fabric=fabric,
             device=device,
             candidates=self._candidates,

@@ -188,9 +188,10 @@ def predict_steps(
         backward_ends=workload.forward_s + workload.backward_s,
         contention=device.contention,
     )
+    communicating = parts.rounds.any(axis=0)
     return Steps(
         compute_s=workload.compute_s,
-        step_s=ends + workload.optimizer_s,
+        step_s=ends + workload.optimizer_s + workload.behind_s * communicating,
         wire_s=parts.wire.sum(axis=(0, 1)),
         codec_s=parts.codec.sum(axis=(0, 1)),
         payload_nbytes=_summed(exchanges, lambda one: one.nbytes).astype(np.int64),

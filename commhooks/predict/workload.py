@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,8 @@ class Workload:
             accumulation ``forward_s`` is everything before the last backward pass.
         ready_s: seconds from the begin of the last backward pass to each parameter's gradient, in
             the order of ``layers``; by the layers' FLOPs if not given.
+        behind_s: seconds by which the slowest rank of a step is behind this one, on average. A step
+            in which ranks communicate at all takes longer by that.
 
     Example:
         >>> Workload.of("mine", [Layer("w", (512, 512), 2 * 512**2)], forward_s=0.01)
@@ -78,6 +80,7 @@ class Workload:
     backward_s: float
     optimizer_s: float = 0.0
     ready_s: tuple[float, ...] | None = None
+    behind_s: float = 0.0
 
     @classmethod
     def of(cls, name: str, layers: Iterable[Layer], *, forward_s: float) -> Workload:
@@ -158,14 +161,7 @@ class Workload:
     def accumulated(self, passes: int) -> Workload:
         """Returns the workload of ``passes`` backward passes per exchange."""
         before = (passes - 1) * (self.forward_s + self.backward_s)
-        return Workload(
-            self.name,
-            self.layers,
-            self.forward_s + before,
-            self.backward_s,
-            self.optimizer_s,
-            self.ready_s,
-        )
+        return replace(self, forward_s=self.forward_s + before)
 
 
 def save_workload(workload: Workload, path: str | Path) -> None:
