@@ -10,10 +10,11 @@ fitted to the measured steps. Needs what ``experiments/namespaces.py`` needs.
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,17 +25,24 @@ import torch.distributed as dist
 import typer
 from rich.console import Console
 from rich.table import Table
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commhooks
-from commhooks.predict import Recorder, ThisDevice, Workload, predict_step
+from commhooks.hook import as_hook
+from commhooks.predict import AutoHook, Recorder, ThisDevice, Workload, predict_step
 from commhooks.predict.link import measure_link
+from commhooks.predict.turns import OneValue
 from ddp_core import DistributedDataParallel
 from experiments.hosts import joined, messages_from_hosts
 from experiments.models import MODELS
-from experiments.namespaces import reason_not_to_run
+from experiments.namespaces import reason_not_to_run, sent_nbytes
 
-SCHEMES = ("none", "bf16", "int8", "int4", "powersgd:rank=2", "topk", "eden")
+SCHEMES = ("none", "bf16", "int8", "int4", "powersgd:rank=2", "acpsgd:rank=2", "topk", "eden")
+# On torch's DistributedDataParallel; PowerSGD with the repair that it needs on Gloo.
+TORCH = ("torch none", "torch fp16", "torch powersgd")
 CAP_MB = 8.0  # ddp_core's default on the CPU
+_NOOP, _ONE = "noop", "one value"
 
 
 @dataclass(frozen=True)
@@ -66,16 +74,34 @@ def made(text: str) -> commhooks.Scheme:
 
 
 class _Run:
-    """Trains a copy of the model with one hook."""
+    """Trains a copy of the model with one hook.
+
+    Attributes:
+        hook: of this package; None for those of torch.
+        times: seconds per step, by turn.
+        sent: bytes per step that left the interface, by turn.
+    """
 
     def __init__(self, settings: Settings, scheme: str) -> None:
         torch.manual_seed(0)
         model = MODELS[settings.model]
-        self.ddp = DistributedDataParallel(model.build())
         self.input = model.make_input(model.batch)
+        self.hook: Any = None
+        if scheme in TORCH:
+            self.ddp: Any = TorchDDP(model.build())
+            _register_of_torch(self.ddp, scheme)
+        else:
+            self.ddp = DistributedDataParallel(model.build())
+            # Every candidate is allowed, and "auto" is compared with all of them.
+            if scheme == "auto":
+                made_of = {name: made(name) for name in settings.schemes if _is_candidate(name)}
+                self.hook = commhooks.register(self.ddp, "auto", candidates=made_of, error=9.0)
+            else:
+                wanted = OneValue() if scheme == _ONE else made(scheme)
+                self.hook = commhooks.register(self.ddp, wanted)
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=1e-4)
-        self.hook = commhooks.register(self.ddp, made(scheme))
         self.times: list[float] = []
+        self.sent: list[float] = []
         self.steps = 1
 
     def step(self) -> None:
@@ -86,69 +112,127 @@ class _Run:
     def turn(self, *, timed: bool = True) -> None:
         """Runs the steps of a turn; notes the seconds per step of the slowest rank."""
         dist.barrier()
-        begin = time.perf_counter()
+        begin, sent = time.perf_counter(), sent_nbytes()
         for _ in range(self.steps):
             self.step()
         took = torch.tensor((time.perf_counter() - begin) / self.steps, dtype=torch.float64)
+        sent = sent_nbytes() - sent
         dist.all_reduce(took, op=dist.ReduceOp.MAX)
         if timed:
             self.times.append(float(took))
+            self.sent.append(sent / self.steps)
+
+    def warm_up(self, settings: Settings) -> None:
+        """Runs the first steps, until all is decided; chooses the number of steps of a turn."""
+        for _ in range(3):  # dense steps, rebuilt buckets
+            self.turn(timed=False)
+        while isinstance(self.hook, AutoHook) and not self.hook.decided:
+            self.turn(timed=False)
+        begin = time.perf_counter()
+        self.turn(timed=False)
+        steps = torch.tensor(settings.seconds / (time.perf_counter() - begin))
+        dist.all_reduce(steps, op=dist.ReduceOp.MIN)
+        self.steps = max(1, int(steps))
+
+
+def _is_candidate(name: str) -> bool:
+    return name not in (*TORCH, "auto")
+
+
+class _OfBuckets:
+    """Keeps the state of torch's PowerSGD of each bucket, with a process group of its own.
+
+    Without it, callbacks of different buckets pair up each other's collectives on Gloo.
+    """
+
+    def __init__(self, count: int = 16) -> None:
+        groups = [dist.new_group() for _ in range(count)]
+        self.states = [
+            powerSGD_hook.PowerSGDState(
+                group, matrix_approximation_rank=2, start_powerSGD_iter=2, warm_start=True
+            )
+            for group in groups
+        ]
+        self.step = 0
+
+
+def _power_sgd(state: _OfBuckets, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    own = state.states[bucket.index()]
+    own.iter = state.step
+    state.step += bucket.is_last()
+    return powerSGD_hook.powerSGD_hook(own, bucket)
+
+
+def _register_of_torch(ddp: TorchDDP, scheme: str) -> None:
+    if scheme == "torch fp16":
+        ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    if scheme == "torch powersgd":
+        ddp.register_comm_hook(_OfBuckets(), as_hook(_power_sgd))
 
 
 def run_rank(settings: Settings) -> None:
     """Trains in the process of a rank; rank 0 prints an object for each scheme."""
     with joined() as rank:
-        runs = {scheme: _Run(settings, scheme) for scheme in ("noop", *settings.schemes)}
+        runs = {name: _Run(settings, name) for name in (_NOOP, _ONE, *settings.schemes)}
         for run in runs.values():
-            for _ in range(3):  # dense steps, rebuilt buckets
-                run.turn(timed=False)
-            begin = time.perf_counter()
-            run.turn(timed=False)
-            steps = torch.tensor(settings.seconds / (time.perf_counter() - begin))
-            dist.all_reduce(steps, op=dist.ReduceOp.MIN)
-            run.steps = max(1, int(steps))
-        workload = _recorded(runs["noop"], steps=15)
-        predicted = _predicted(settings, workload)
+            run.warm_up(settings)
+        workload = _recorded(runs[_NOOP], runs[_ONE], steps=15)
+        predicted = _predicted(settings, workload, runs)
+        del runs[_ONE]
         order = list(runs)
         for turn in range(settings.turns):
             for scheme in order if turn % 2 == 0 else order[::-1]:
                 runs[scheme].turn()
         if rank == 0:
             for scheme, run in runs.items():
-                row = {"scheme": scheme, "times": run.times, **predicted[scheme]}
-                print(json.dumps(row), flush=True)
+                plan = run.hook.plan if isinstance(run.hook, AutoHook) else ""
+                row = {"scheme": scheme, "times": run.times, "sent": run.sent, "plan": plan}
+                print(json.dumps(row | predicted.get(scheme, {})), flush=True)
 
 
-def _recorded(run: _Run, *, steps: int) -> Workload:
-    recorder = Recorder(run.ddp.module)
+def _recorded(noop: _Run, one: _Run, *, steps: int) -> Workload:
+    """Returns the step without communication, and what it costs to communicate at all."""
+    recorder = Recorder(noop.ddp.module)
     for step in range(steps + 1):
         begin = time.perf_counter()
         dist.barrier()  # as in training, where ranks wait for each other in every step
         recorder.step_begins(time.perf_counter() - begin)
         if step < steps:
-            run.step()
+            noop.step()
     recorder.close()
-    return recorder.workload(type(run.ddp.module).__name__, dist.group.WORLD)
+    workload = recorder.workload(type(noop.ddp.module).__name__, dist.group.WORLD)
+    for _ in range(5):
+        noop.turn()
+        one.turn()
+    behind = [a - b for a, b in zip(one.times, noop.times, strict=True)]
+    noop.times, noop.sent = [], []
+    buckets = len(workload.buckets(cap_mb=CAP_MB).ready)
+    return replace(workload, behind_s=max(statistics.median(behind), 0.0) / buckets)
 
 
-def _predicted(settings: Settings, workload: Workload) -> dict[str, dict[str, Any]]:
+def _predicted(
+    settings: Settings, workload: Workload, runs: dict[str, _Run]
+) -> dict[str, dict[str, Any]]:
+    """Returns predictions of all schemes of this package, and those of torch that are the same."""
     group = dist.group.WORLD
     assert group is not None
     fabric, device = measure_link(group, budget_s=5), ThisDevice("cpu")
     found = {}
-    for scheme in ("noop", *settings.schemes):
+    for scheme in runs:
+        if scheme in (_ONE, "torch powersgd"):
+            continue
+        same = {"torch none": "none", "torch fp16": "fp16"}.get(scheme, scheme)
+        built = runs[scheme].hook.scheme if scheme == "auto" else made(same)
+        cap_mb = 25.0 if scheme in TORCH or built.traits.rounds > 1 else CAP_MB
+        if scheme == "auto":
+            cap_mb = runs[scheme].hook.bucket_cap_mb or CAP_MB
         dist.barrier()  # all ranks time the same scheme at once, as in training
         step = predict_step(
-            made(scheme),
-            workload,
-            ranks=group.size(),
-            fabric=fabric,
-            device=device,
-            cap_mb=25.0 if made(scheme).traits.rounds > 1 else CAP_MB,
+            built, workload, ranks=group.size(), fabric=fabric, device=device, cap_mb=cap_mb
         )
         found[scheme] = {"predicted": step.step_s, "wire": step.wire_s, "codec": step.codec_s}
     link = fabric.between
-    found["noop"] |= {"latency": link.latency, "bandwidth": link.bandwidth}
+    found[_NOOP] |= {"latency": link.latency, "bandwidth": link.bandwidth}
     return found
 
 
@@ -172,29 +256,37 @@ def _rows(settings: Settings, hosts: int) -> list[dict[str, Any]]:
             "delay_ms": 1e3 * settings.delay_s,
             "scheme": row["scheme"],
             "step_ms": 1e3 * statistics.median(row["times"]),
-            "predicted_ms": 1e3 * row["predicted"],
+            "predicted_ms": 1e3 * row.get("predicted", math.nan),
+            "error": row.get("predicted", math.nan) / statistics.median(row["times"]) - 1,
             "over_noop": statistics.median(
                 own / other for own, other in zip(row["times"], noop["times"], strict=True)
             ),
-            "wire_ms": 1e3 * row["wire"],
-            "codec_ms": 1e3 * row["codec"],
+            "exposed_ms": 1e3
+            * statistics.median(
+                own - other for own, other in zip(row["times"], noop["times"], strict=True)
+            ),
+            "spread": (max(row["times"]) - min(row["times"])) / statistics.median(row["times"]),
+            "sent_mb": statistics.median(row["sent"]) / 1e6,
+            "wire_ms": 1e3 * row.get("wire", math.nan),
+            "codec_ms": 1e3 * row.get("codec", math.nan),
             "measured_latency_us": 1e6 * noop["latency"],
             "measured_mbit": 8e-6 * noop["bandwidth"],
-            "error": row["predicted"] / statistics.median(row["times"]) - 1,
+            "plan": row["plan"],
         }
         for row in rows
     ]
 
 
 def _table(rows: list[dict[str, Any]], title: str) -> Table:
-    table = Table("hook", "step", "over noop", "predicted", "error", title=title)
+    table = Table("hook", "step", "over noop", "sent", "predicted", "error", title=title)
     for row in rows:
         table.add_row(
             row["scheme"],
             f"{row['step_ms']:.1f} ms",
             f"{row['over_noop']:.2f}",
-            f"{row['predicted_ms']:.1f} ms",
-            f"{100 * row['error']:+.0f} %",
+            f"{row['sent_mb']:.2f} MB",
+            "" if math.isnan(row["error"]) else f"{row['predicted_ms']:.1f} ms",
+            "" if math.isnan(row["error"]) else f"{100 * row['error']:+.0f} %",
         )
     return table
 
@@ -205,7 +297,7 @@ def main(
     delays: Annotated[str, typer.Option(help="Delays of a message, ms.")] = "0",
     hosts: Annotated[int, typer.Option(help="Number of hosts.")] = 2,
     schemes: Annotated[str, typer.Option(help="Hooks, separated by semicolons.")] = ";".join(
-        SCHEMES
+        (*SCHEMES, *TORCH, "auto")
     ),
     turns: Annotated[int, typer.Option(help="Turns of all hooks.", min=5)] = 7,
     out: Annotated[Path, typer.Option(help="The table is written there.")] = Path(

@@ -80,6 +80,11 @@ class AutoHook(HookState):
         return self._search.plan
 
     @property
+    def decided(self) -> bool:
+        """Whether the search is over."""
+        return self._search.over
+
+    @property
     def bucket_cap_mb(self) -> float | None:
         chosen = self._search.cap_mb
         return super().bucket_cap_mb if chosen is None else chosen

@@ -97,7 +97,9 @@ def best_split(
     ]
     messages = [message for plan in plans for message in plan.messages]
     return split, Step(
-        step_s=float(ends[best]) + workload.optimizer_s + workload.behind_s * bool(messages),
+        step_s=float(ends[best])
+        + workload.optimizer_s
+        + workload.behind_s * np.count_nonzero(taken.rounds),
         compute_s=workload.compute_s,
         wire_s=float(taken.wire.sum()),
         codec_s=float(taken.codec.sum()),

@@ -188,7 +188,7 @@ def predict_steps(
         backward_ends=workload.forward_s + workload.backward_s,
         contention=device.contention,
     )
-    communicating = parts.rounds.any(axis=0)
+    communicating = np.count_nonzero(parts.rounds, axis=0)
     return Steps(
         compute_s=workload.compute_s,
         step_s=ends + workload.optimizer_s + workload.behind_s * communicating,

@@ -26,7 +26,7 @@ from commhooks.wrappers.make import make
 from ddp_core import AllReduce
 from ddp_core.exchange.lane_groups import group_store
 
-__all__ = ["BLOCK", "KINDS", "WARM_UP", "Facts", "Travel", "Turns"]
+__all__ = ["BLOCK", "KINDS", "WARM_UP", "Facts", "OneValue", "Travel", "Turns"]
 
 # Dense; the baseline of every comparison; one value per bucket, which is what no compression goes
 # below; nothing at all.
@@ -78,7 +78,7 @@ class Travel(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _OneValue(Scheme):
+class OneValue(Scheme):
     """Exchanges one value of a bucket, and returns the local gradient."""
 
     traits = Traits(rounds=1, returns="local")
@@ -214,7 +214,7 @@ def _schedule(turns: int) -> Scheme:
     parts: list[tuple[int, Scheme]] = [(0, make("none"))]
     for block in range(turns * len(KINDS)):
         kind = KINDS[block % len(KINDS)]
-        scheme = _OneValue() if kind == "one" else make(kind)
+        scheme = OneValue() if kind == "one" else make(kind)
         parts.append((WARM_UP + block * BLOCK, scheme))
     parts.append((WARM_UP + turns * len(KINDS) * BLOCK, make("none")))
     return Schedule(parts)

@@ -67,8 +67,8 @@ class Workload:
             accumulation ``forward_s`` is everything before the last backward pass.
         ready_s: seconds from the begin of the last backward pass to each parameter's gradient, in
             the order of ``layers``; by the layers' FLOPs if not given.
-        behind_s: seconds by which the slowest rank of a step is behind this one, on average. A step
-            in which ranks communicate at all takes longer by that.
+        behind_s: seconds that ranks wait for the slowest one, per bucket: a step in which they
+            communicate at all takes longer by that.
 
     Example:
         >>> Workload.of("mine", [Layer("w", (512, 512), 2 * 512**2)], forward_s=0.01)
