@@ -56,6 +56,7 @@ from commhooks.core.registry import register_scheme, scheme_names
 from commhooks.errors import Error
 from commhooks.hook import HookState, comm_hook, load_dcp, register, unregister
 from commhooks.local import DiLoCo
+from commhooks.predict.headroom import headroom
 from commhooks.research import Simulation
 from commhooks.wrappers import ErrorFeedback, PerParameter, Rule, Schedule
 from commhooks.wrappers.make import make
@@ -85,6 +86,7 @@ __all__ = [
     "comm_hook",
     "ddp_comm_hooks",
     "errors",
+    "headroom",
     "load_dcp",
     "make",
     "optim",

@@ -125,7 +125,7 @@ class Search:
         self._last = (self._hook.step, now)
 
     def _end_stage(self) -> None:
-        seconds = self._slowest(statistics.median(self._times))
+        seconds = float(max(self._of_all(statistics.median(self._times))))  # of the slowest rank
         if self._stage is _Stage.DENSE:
             self._dense_s = seconds
             self._enter(_Stage.HELD, make("none", coalesce=True))
@@ -228,10 +228,6 @@ class Search:
             return CAPS_MB
         cap = getattr(model, "bucket_bytes_cap", 25 * 2**20)  # torch's class keeps its buckets
         return (cap / 2**20,)
-
-    def _slowest(self, seconds: float) -> float:
-        """Returns the time of the slowest rank."""
-        return float(max(self._of_all(seconds)))
 
     def _agreed_on(self, options: list[Option]) -> list[Option]:
         """Returns the options of rank 0, which are the same on all ranks."""
