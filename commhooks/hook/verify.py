@@ -186,7 +186,7 @@ class Verification:
             worst = max(known, key=lambda row: row.error)
             text += (
                 f", the last is {worst.step}. Its largest error is {worst.error:.3g} of the dense "
-                f"mean, of {worst.parameter!r}, at a cosine of {worst.cosine:.3g}"
+                f"mean, of {worst.parameter!r}, at a cosine of {worst.cosine:.5g}"
             )
         found = [f"\n  {finding}" for finding in list(self.findings)[-10:]]
         return f"{text}. {_count(len(self.findings), 'finding')}{':' if found else '.'}" + "".join(
