@@ -299,3 +299,20 @@ def test_a_hash_depends_on_every_bit_and_its_place(dtype: torch.dtype) -> None:
     assert (_hashes(swapped, sizes) != before).nonzero().view(-1).tolist() == [1]
     assert torch.equal(_hashes(torch.zeros(4), [4]), _hashes(-torch.zeros(4), [4]))
     assert _hashes(x[:0], [0, 0]).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_two_wrong_signs_do_not_cancel_in_a_hash(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1000, generator=generator).sign().to(dtype) * 0.5
+    before = _hashes(x, [1000])
+    for _ in range(100):
+        places = torch.randperm(1000, generator=generator)[:2]
+        y = x.clone()
+        y[places] *= -1
+        assert _hashes(y, [1000]) != before
+    flipped = x.clone()  # a power of two apart, where a product modulo 2^32 may be the same
+    flipped[::128] *= 2
+    shifted = x.clone()
+    shifted[64::128] *= 2
+    assert _hashes(flipped, [1000]) != _hashes(shifted, [1000])
