@@ -13,6 +13,7 @@ from commhooks.core.layout import Layout
 from commhooks.core.memory import Memory, staged_in
 from commhooks.core.scheme import Scheme
 from commhooks.wrappers.feedback import RESIDUAL, keeps_residual
+from commhooks.wrappers.schedules import running_at
 
 __all__ = ["ROWS", "Measurement", "Observer"]
 
@@ -59,7 +60,7 @@ class Measurement:
         self.difference = gradient.detach().to(_wide(gradient), copy=True).view(-1)
         self.balance: Tensor | None = None
         self._step = step
-        self._keeps_residual = keeps_residual(scheme)
+        self._keeps_residual = keeps_residual(running_at(scheme, step))
         self._own = _norms(self._views(self.difference))
 
     def finish(self, mean: Tensor, memory: Memory) -> None:

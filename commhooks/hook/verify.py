@@ -119,7 +119,7 @@ class Verification:
         if group is None:
             return
         self._join()
-        law, size = law_of(scheme, group.size()), group.size()
+        law, size = law_of(scheme, group.size(), step), group.size()
         rows = torch.cat([one.rows.to(measured[0].rows.device) for one in measured], 1)
         # A sum in which all but one rank have zeros, as integers: no bit changes.
         table = torch.zeros((size, *rows.shape), dtype=torch.int64, device=rows.device)
