@@ -1,8 +1,8 @@
 """Measures what ``register(verify_every=...)`` adds to the step time, in alternating runs.
 
-Run ``python -m experiments.verify_cost``. Two Gloo ranks train a small convolutional network and 200
-tiny layers. Two hooks of one scheme take turns on two copies of the model, one with verification
-and one without; the order is reversed in every second turn.
+Run ``python -m experiments.verify_cost``. Two Gloo ranks train a small convolutional network and
+200 tiny layers. Two hooks of one scheme take turns on two copies of the model, one with
+verification and one without; the order is reversed in every second turn.
 
 ``step_ratio`` is the step time with ``verify_every=100`` over that without, in blocks of 100 steps,
 each with one verified step: the median over turns, with quartiles. Two runs of the same code differ

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from commhooks.core.scheme import Scheme, children, walk
-from commhooks.core.traits import Traits
 from commhooks.hook.brief import brief
 from commhooks.hook.measurement import ROWS, Measurement
 from commhooks.schemes.casts import TwoPhaseCast
+from commhooks.schemes.integer_sum import GlobalQSGD, IntSGD
 from commhooks.wrappers.cast import Cast
 from commhooks.wrappers.feedback import ErrorFeedback, Feedback, keeps_residual, without_flush
 from commhooks.wrappers.schedules import running_at
@@ -117,25 +117,41 @@ def law_of(scheme: Scheme, world_size: int, step: int = 0) -> Law:
     rounding = _NARROW * max(1.0, math.sqrt(world_size / 8)) if narrow else _WIDE
     averages = traits.returns == "mean"
     without = list(_without_residual(scheme))
-    bounded = averages and not others and all(not one.biased for one in without)
-    # Every round may round once more, and factors of 1 + variance multiply.
-    variances = [(1.0 + one.error.variance) ** max(one.rounds, 1) - 1.0 for one in without]
+    variances = [_variance(one, world_size) for one in without]
+    bounded = averages and not others and None not in variances
     return Law(
         name=name,
         averages=averages,
         agrees=traits.agrees and traits.averages,
         residual=keeps_residual(scheme),
         rounding=rounding if bounded else None,
-        variance=_DRAW * max(variances, default=0.0),
+        variance=_DRAW * max((one for one in variances if one is not None), default=0.0),
     )
 
 
-def _without_residual(scheme: Scheme) -> Iterator[Traits]:
-    """Yields the traits of the parts of a scheme whose errors no residual keeps."""
+def _variance(scheme: Scheme, world_size: int) -> float | None:
+    """Returns the bound of the squared error relative to the largest gradient; None: there is none.
+
+    For a scheme, or a part of one, that keeps no residual.
+    """
+    traits, inside = scheme.traits, list(walk(scheme))
+    # Its scale is of past steps: gradients that shrink or grow at once are far off.
+    if traits.biased or any(isinstance(one, IntSGD) for one in inside):
+        return None
+    variance = traits.error.variance
+    if any(isinstance(one, GlobalQSGD) for one in inside):  # declared is that on one rank
+        variance *= (127 / max(127 // world_size, 1)) ** 2
+    # Every round may round once more, and factors of 1 + variance multiply.
+    bound: float = (1.0 + variance) ** max(traits.rounds, 1) - 1.0
+    return bound
+
+
+def _without_residual(scheme: Scheme) -> Iterator[Scheme]:
+    """Yields the parts of a scheme whose errors no residual keeps."""
     if isinstance(scheme, ErrorFeedback):
         return
     if not keeps_residual(scheme):
-        yield scheme.traits
+        yield scheme
         return
     for child in children(scheme):
         yield from _without_residual(child)
