@@ -5,11 +5,11 @@ Run ``python -m experiments.verify_cost``. Two Gloo ranks train a small convolut
 verification and one without; the order is reversed in every second turn.
 
 ``step_ratio`` is the step time with ``verify_every=100`` over that without, in blocks of 100 steps,
-each with one verified step: the median over turns, with quartiles. Two runs of the same code differ
-by more than the verification adds, so that it is also measured where it is larger: blocks of 8
-steps with ``verify_every=8``. ``verified_ms`` is what a verified step adds: the median difference of
-two blocks of a turn, which includes the messages under the plain steps behind it. ``added`` is
-``verified_ms / (100 plain_ms)``, the share that it adds at ``verify_every=100``.
+each with one verified step: the median over turns, with quartiles. Two runs of the same code
+differ by more than the verification adds. So it is also measured where it is larger, in blocks of 8
+steps with ``verify_every=8``: ``verified_ms`` is what a verified step adds, the median difference
+of the two blocks of a turn, which includes the messages under the plain steps behind it. ``added``
+is ``verified_ms / (100 plain_ms)``, the share that it adds at ``verify_every=100``.
 """
 
 from __future__ import annotations
