@@ -365,7 +365,9 @@ def test_a_scheme_that_changes_is_judged_by_the_part_that_runs() -> None:
         "dense at times": [1, 3, 5],
     }
     (found, _) = run_ranks(_accused, 2, list(_mixed()))
-    expected = {name: ([], averaging.get(name, list(range(6)))) for name in _mixed()}
+    expected: dict[str, Any] = {
+        name: ([], averaging.get(name, list(range(6)))) for name in _mixed()
+    }
     assert found == expected
 
 
