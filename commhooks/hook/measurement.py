@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -12,6 +13,7 @@ from commhooks.core.layout import Layout
 from commhooks.core.memory import Memory, staged_in
 from commhooks.core.scheme import Scheme
 from commhooks.wrappers.feedback import RESIDUAL, keeps_residual
+from commhooks.wrappers.schedules import running_at
 
 __all__ = ["ROWS", "Measurement", "Observer"]
 
@@ -58,7 +60,7 @@ class Measurement:
         self.difference = gradient.detach().to(_wide(gradient), copy=True).view(-1)
         self.balance: Tensor | None = None
         self._step = step
-        self._keeps_residual = keeps_residual(scheme)
+        self._keeps_residual = keeps_residual(running_at(scheme, step))
         self._own = _norms(self._views(self.difference))
 
     def finish(self, mean: Tensor, memory: Memory) -> None:
@@ -129,11 +131,12 @@ def _norms(views: Sequence[Tensor]) -> Tensor:
     parts: list[Tensor] = []
     owners: list[int] = []
     for owner, view in enumerate(views):
-        some = view.split(_PART) if len(view) > _PART else (view,)
+        some = view.split(_PART) if view.numel() > _PART else (view,)
         parts += some
         owners += [owner] * len(some)
-    squares = torch.stack(torch._foreach_norm(parts, 2, dtype=_wide(parts[0]))).double().square_()
-    norms = _sums(squares, owners, len(views)).sqrt_()
+    norms = torch.stack(torch._foreach_norm(parts, 2, dtype=_wide(parts[0]))).double()
+    if len(parts) > len(views):
+        norms = _sums(norms.square_(), owners, len(views)).sqrt_()
     for place in (~norms.isfinite()).nonzero().view(-1).tolist():
         norms[place] = torch.linalg.vector_norm(views[place], dtype=torch.float64)
     return norms
@@ -159,31 +162,52 @@ def _sketches(views: Sequence[Tensor], step: int) -> Tensor:
     signs = torch.randint(0, 2, (_CHUNK // _WIDTH,), generator=generator, device="cpu")
     signs = signs.mul_(2).sub_(1).to(views[0].device, views[0].dtype)
     sketches = views[0].new_zeros((len(views), _WIDTH), dtype=torch.float64)
-    for sketch, view in zip(sketches, views, strict=True):
-        for part in view.split(_CHUNK):
-            if len(part) <= _WIDTH:
-                sketch[: len(part)] += part
-                continue
-            whole = len(part) // _WIDTH * _WIDTH
-            sketch += signs[: whole // _WIDTH] @ part[:whole].view(-1, _WIDTH)
-            sketch[: len(part) - whole] += part[whole:]
+    # Tensors of one size together: models of many small layers have few sizes.
+    of_size: dict[int, list[int]] = {}
+    for place, view in enumerate(views):
+        of_size.setdefault(view.numel(), []).append(place)
+    for size, places in of_size.items():
+        together = max(1, _CHUNK // max(size, 1))
+        for begin in range(0, len(places), together):
+            some = places[begin : begin + together]
+            rows = torch.stack([views[place] for place in some]) if len(some) > 1 else None
+            rows = views[some[0]].view(1, -1) if rows is None else rows
+            sketch = _sketches_of_rows(rows, signs)
+            if len(some) == len(views):
+                return sketch
+            sketches[torch.tensor(some, device=sketches.device)] = sketch
+    return sketches
+
+
+def _sketches_of_rows(rows: Tensor, signs: Tensor) -> Tensor:
+    """Returns the sketch of each row of a matrix."""
+    sketches = rows.new_zeros((len(rows), _WIDTH), dtype=torch.float64)
+    for part in rows.split(_CHUNK, 1):
+        count = part.shape[1] // _WIDTH
+        whole = count * _WIDTH
+        if count:
+            sketches += signs[:count] @ part[:, :whole].reshape(len(part), count, _WIDTH)
+        sketches[:, : part.shape[1] - whole] += part[:, whole:]
     return sketches
 
 
 def _hashes(flat: Tensor, sizes: Sequence[int]) -> Tensor:
     """Returns an integer per parameter that depends on every bit and on every position."""
     # In 32 bits, modulo 2^32: six times as fast as in 64. An odd multiplier per place, so that a
-    # change of one entry always changes the sum. An entry of 64 bits counts as two.
+    # change of one entry changes the sum. An entry of 64 bits counts as two.
     wide = flat.element_size() == 8
     integer = torch.int16 if flat.element_size() == 2 else torch.int32
-    weights = torch.arange(_CHUNK, dtype=torch.int32, device=flat.device).mul_(0x4C957F2D & ~1)
-    weights.add_(0x2545F491)
+    places = torch.arange(
+        min(_CHUNK, flat.numel() * (1 + wide)), dtype=torch.int32, device=flat.device
+    )
+    low = places.mul(0x4C957F2D & ~1).add_(0x2545F491)
+    high = places.mul_(0x5851F42D).add_(0x14057B7F) if integer == torch.int32 else None
     sums: list[Tensor] = []
     owners: list[int] = []
     parameter, left = 0, sizes[0] if sizes else 0
     for number, chunk in enumerate(flat.split(_CHUNK // 2)):
         spans = []
-        room = len(chunk)
+        room = chunk.numel()
         while room:
             while not left:
                 parameter, left = parameter + 1, sizes[parameter + 1]
@@ -194,10 +218,24 @@ def _hashes(flat: Tensor, sizes: Sequence[int]) -> Tensor:
         if not spans:
             continue
         bits = chunk.add(0.0).view(integer).to(torch.int32)
-        bits.mul_(weights[: len(bits)])
-        parts = bits.split([taken * (1 + wide) for _, taken in spans])
+        upper = None if high is None else bits >> 16
+        bits.mul_(low[: len(bits)])
+        if high is not None and upper is not None:
+            # An odd multiple of the sign bit is the sign bit again, so that every second pair of
+            # signs would cancel: the upper bits count a second time, further down.
+            bits.add_(upper.mul_(high[: len(bits)]))
         owners += [owner for owner, _ in spans]
-        found = torch.stack([part.sum(dtype=torch.int64) for part in parts])
+        found = _sums_of_spans(bits, [taken * (1 + wide) for _, taken in spans])
         sums.append(found.mul_(2 * number + 1))
     none = torch.zeros(0, dtype=torch.int64, device=flat.device)
     return _sums(torch.cat([none, *sums]), owners, len(sizes))
+
+
+def _sums_of_spans(values: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Returns the sum in 64 bits of each of successive spans of integers."""
+    if len(sizes) == 1:
+        return values.sum(dtype=torch.int64).view(1)
+    # One pass over all of them, and exact: integers wrap around.
+    ends = torch.tensor([*accumulate(sizes)], device=values.device)
+    sums = values.cumsum(0, dtype=torch.int64)[ends - 1]
+    return sums.diff(prepend=sums.new_zeros(1))

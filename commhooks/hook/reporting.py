@@ -48,20 +48,25 @@ class Reporting(Running):
     def metrics(self, prefix: str = "") -> dict[str, float]:
         """Returns numbers of the latest step, for any logger.
 
-        ==================== ====================================================================
-        ``dense_bytes``      of the gradients
-        ``payload_bytes``    that this rank handed to collectives
-        ``wire_bytes``       that this rank sent, by the formulas of the collectives
-        ``dense_wire_bytes`` that it would send in a dense all-reduce
-        ``encode_s``         seconds of work before collectives, summed over buckets
-        ``wire_s``           seconds from issue to end of collectives, summed
-        ``decode_s``         seconds of work after the last collectives, summed
-        ``exposed_s``        seconds that backward waited
-        ``memory_bytes``     of residuals and other state of the scheme
-        ``skipped_steps``    dropped so far, since gradients were not finite
-        ==================== ====================================================================
+        ===================== ===================================================================
+        ``dense_bytes``       of the gradients
+        ``payload_bytes``     that this rank handed to collectives
+        ``wire_bytes``        that this rank sent, by the formulas of the collectives
+        ``dense_wire_bytes``  that it would send in a dense all-reduce
+        ``encode_s``          seconds of work before collectives, summed over buckets
+        ``wire_s``            seconds from issue to end of collectives, summed
+        ``decode_s``          seconds of work after the last collectives, summed
+        ``exposed_s``         seconds that backward waited
+        ``memory_bytes``      of residuals and other state of the scheme
+        ``skipped_steps``     dropped so far, since gradients were not finite
+        ``verify/error``      largest error of a parameter in the last verified step, over the norm
+                              of its dense mean
+        ``verify/cosine_min`` smallest cosine between an averaged gradient and the dense mean there
+        ``verify/findings``   number of findings of the verification so far
+        ===================== ===================================================================
 
-        Times that are not known, as in most steps on a GPU, are left out.
+        The last three are there with ``register(verify_every=...)``. Times that are not known, as
+        in most steps on a GPU, are left out.
 
         Args:
             prefix: put before each name.
@@ -72,6 +77,8 @@ class Reporting(Running):
         found = self.ledger.last_step()
         found["memory_bytes"] = float(self._engine.memory.nbytes())
         found["skipped_steps"] = float(self._engine.skipped)
+        if self.verification is not None:
+            found |= self.verification.metrics()
         return {prefix + name: value for name, value in found.items()}
 
     def add_scalars(self, writer: Any, prefix: str = "commhooks") -> None:

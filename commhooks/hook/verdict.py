@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from commhooks.core.scheme import Scheme, walk
-from commhooks.core.traits import Exact, Unbiased
+from commhooks.core.scheme import Scheme, children, walk
 from commhooks.hook.brief import brief
 from commhooks.hook.measurement import ROWS, Measurement
 from commhooks.schemes.casts import TwoPhaseCast
+from commhooks.schemes.integer_sum import GlobalQSGD, IntSGD
 from commhooks.wrappers.cast import Cast
 from commhooks.wrappers.feedback import ErrorFeedback, Feedback, keeps_residual, without_flush
+from commhooks.wrappers.schedules import running_at
 
 __all__ = ["Finding", "Law", "Verified", "judge", "law_of"]
 
@@ -90,30 +92,69 @@ class Law(NamedTuple):
     variance: float
 
 
-def law_of(scheme: Scheme, world_size: int) -> Law:
+@lru_cache(maxsize=64)
+def _name_of(scheme: Scheme) -> str:
+    return brief(without_flush(scheme))
+
+
+def law_of(scheme: Scheme, world_size: int, step: int = 0) -> Law:
     """Returns what the traits of a scheme promise about one step.
 
     A scheme with error feedback loses nothing: what the ranks have sent, gradient plus residual
     minus the new residual, averages to the result. A biased one without it promises nothing; nor
-    do wrappers that keep something else than a residual.
+    do wrappers that keep something else than a residual. Where parameters have different schemes,
+    the law is that of the one that promises least.
     """
+    try:
+        name = _name_of(scheme)
+    except TypeError:  # a setting that has no hash, such as a list
+        name = _name_of.__wrapped__(scheme)
+    scheme = running_at(scheme, step)
     traits, inside = scheme.traits, list(walk(scheme))
     others = any(isinstance(one, Feedback) and not isinstance(one, ErrorFeedback) for one in inside)
     narrow = any(isinstance(one, (Cast, TwoPhaseCast)) for one in inside)
     # A sum along a ring rounds once per rank.
     rounding = _NARROW * max(1.0, math.sqrt(world_size / 8)) if narrow else _WIDE
-    averages, residual = traits.returns == "mean", keeps_residual(scheme)
-    bounded = averages and not others and (residual or isinstance(traits.error, Exact | Unbiased))
-    # Every round may round once more, and factors of 1 + variance multiply.
-    variance = (1.0 + traits.error.variance) ** max(traits.rounds, 1) - 1.0
+    averages = traits.returns == "mean"
+    without = list(_without_residual(scheme))
+    variances = [_variance(one, world_size) for one in without]
+    bounded = averages and not others and None not in variances
     return Law(
-        name=brief(without_flush(scheme)),
+        name=name,
         averages=averages,
         agrees=traits.agrees and traits.averages,
-        residual=residual,
+        residual=keeps_residual(scheme),
         rounding=rounding if bounded else None,
-        variance=0.0 if residual else _DRAW * variance,
+        variance=_DRAW * max((one for one in variances if one is not None), default=0.0),
     )
+
+
+def _variance(scheme: Scheme, world_size: int) -> float | None:
+    """Returns the bound of the squared error relative to the largest gradient; None: there is none.
+
+    For a scheme, or a part of one, that keeps no residual.
+    """
+    traits, inside = scheme.traits, list(walk(scheme))
+    # Its scale is of past steps: gradients that shrink or grow at once are far off.
+    if traits.biased or any(isinstance(one, IntSGD) for one in inside):
+        return None
+    variance = traits.error.variance
+    if any(isinstance(one, GlobalQSGD) for one in inside):  # declared is that on one rank
+        variance *= (127 / max(127 // world_size, 1)) ** 2
+    # Every round may round once more, and factors of 1 + variance multiply.
+    bound: float = (1.0 + variance) ** max(traits.rounds, 1) - 1.0
+    return bound
+
+
+def _without_residual(scheme: Scheme) -> Iterator[Scheme]:
+    """Yields the parts of a scheme whose errors no residual keeps."""
+    if isinstance(scheme, ErrorFeedback):
+        return
+    if not keeps_residual(scheme):
+        yield scheme
+        return
+    for child in children(scheme):
+        yield from _without_residual(child)
 
 
 def judge(

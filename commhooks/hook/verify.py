@@ -7,7 +7,7 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Set
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -79,6 +79,7 @@ class Verification:
         self.findings: deque[Finding] = deque(maxlen=history)
         self.steps = 0
         self._rows: deque[Verified] = deque(maxlen=history)
+        self._latest: list[Verified] = []  # of the last verified step
         self._pending: deque[_Pending] = deque()
         self._judging = threading.RLock()
         self._warned: set[_Told] = set()
@@ -119,7 +120,7 @@ class Verification:
         if group is None:
             return
         self._join()
-        law, size = law_of(scheme, group.size()), group.size()
+        law, size = law_of(scheme, group.size(), step), group.size()
         rows = torch.cat([one.rows.to(measured[0].rows.device) for one in measured], 1)
         # A sum in which all but one rank have zeros, as integers: no bit changes.
         table = torch.zeros((size, *rows.shape), dtype=torch.int64, device=rows.device)
@@ -174,19 +175,38 @@ class Verification:
         frame: pd.DataFrame = pd.DataFrame(list(self._rows), columns=list(Verified._fields))
         return frame
 
+    def latest(self, *, wait: bool = False) -> list[Verified]:
+        """Returns the report's rows of the last verified step; raises no finding.
+
+        Args:
+            wait: for what is under way; False: of the last step whose result was looked at.
+        """
+        if wait:
+            self._collect(wait=True)
+        return self._latest
+
+    def metrics(self) -> dict[str, float]:
+        """Returns numbers of the last verified step, see :meth:`HookState.metrics`."""
+        rows = self._latest
+        found = {"verify/findings": float(len(self.findings))}
+        if errors := [row.error for row in rows if row.error == row.error]:
+            found["verify/error"] = max(errors)
+        if cosines := [row.cosine for row in rows if row.cosine == row.cosine]:
+            found["verify/cosine_min"] = min(cosines)
+        return found
+
     def __str__(self) -> str:
         self._settle(wait=False)
         if not self.steps:
             return "no step was verified yet"
-        last = self._rows[-1].step if self._rows else -1
-        rows = [row for row in list(self._rows) if row.step == last]
+        rows = self._latest
         text = f"{self._last}: {_count(self.steps, 'step')} verified"
         known = [row for row in rows if row.error == row.error]
         if known:
             worst = max(known, key=lambda row: row.error)
             text += (
                 f", the last is {worst.step}. Its largest error is {worst.error:.3g} of the dense "
-                f"mean, of {worst.parameter!r}, at a cosine of {worst.cosine:.3g}"
+                f"mean, of {worst.parameter!r}, at a cosine of {worst.cosine:.5g}"
             )
         found = [f"\n  {finding}" for finding in list(self.findings)[-10:]]
         return f"{text}. {_count(len(self.findings), 'finding')}{':' if found else '.'}" + "".join(
@@ -196,18 +216,9 @@ class Verification:
     # ---- inside
 
     def _settle(self, *, wait: bool) -> None:
-        """Judges the steps whose collectives have ended."""
+        """Judges the steps whose collectives have ended, and raises what is to be raised."""
         with self._judging:
-            while self._pending and (wait or self._pending[0].ready()):
-                pending = self._pending.popleft()
-                for number, work in enumerate(pending.works):
-                    self._finish(work, pending.step, number)
-                found = list(self._judge(pending))
-                self.findings += found
-                self.steps, self._last = self.steps + 1, pending.law.name
-                self._unraised += [one for one in found if one.kind != "not finite"]
-                assert self._group is not None
-                _warn(found, self._group.rank(), self.action, self._warned)
+            self._collect(wait=wait)
             wrong, self._unraised = self._unraised, []
         if wrong and self.action == "raise":
             text = "\n  ".join(map(str, wrong[:20]))
@@ -215,6 +226,22 @@ class Verification:
                 f"verification of step {wrong[0].step}:\n  {text}\nTraining cannot be trusted from "
                 f"this step on. verify='warn' goes on; hook.switch('none') does without the scheme"
             )
+
+    def _collect(self, *, wait: bool) -> None:
+        """Judges the steps whose collectives have ended, and raises none of their findings."""
+        with self._judging:
+            while self._pending and (wait or self._pending[0].ready()):
+                pending = self._pending.popleft()
+                for number, work in enumerate(pending.works):
+                    self._finish(work, pending.step, number)
+                found, rows = self._judge(pending)
+                self.findings += found
+                self._rows += rows
+                self._latest = rows
+                self.steps, self._last = self.steps + 1, pending.law.name
+                self._unraised += [one for one in found if one.kind != "not finite"]
+                assert self._group is not None
+                _warn(found, self._group.rank(), self.action, self._warned)
 
     def _finish(self, work: Any, step: int, number: int) -> None:
         try:
@@ -232,18 +259,21 @@ class Verification:
         if self._lent is not None:
             self._lent.answered += 1
 
-    def _judge(self, pending: _Pending) -> Iterator[Finding]:
+    def _judge(self, pending: _Pending) -> tuple[list[Finding], list[Verified]]:
         ranks = pending.table.cpu().view(torch.float64)
         begin = 0
+        findings: list[Finding] = []
+        rows: list[Verified] = []
         for one in pending.measured:
             end = begin + len(one.layout)
             error, balance = one.errors()
-            rows, findings = judge(
+            judged, found = judge(
                 pending.law, pending.step, one, ranks[:, :, begin:end], error, balance
             )
-            self._rows += rows
-            yield from findings
+            rows += judged
+            findings += found
             begin = end
+        return findings, rows
 
 
 def attach(hook: Any, verification: Verification) -> None:

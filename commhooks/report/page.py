@@ -116,7 +116,7 @@ def _texts(values: Sequence[object]) -> tuple[list[str], bool]:
     if not all(isinstance(value, int | float) for value in values):
         return [str(value) for value in values], False
     numbers = [float(value) for value in values if isinstance(value, int | float)]
-    largest = max((abs(number) for number in numbers if math.isfinite(number)), default=0.0)
+    largest = max((abs(number) for number in numbers if math.isfinite(number)), default=0.0) or 1.0
     whole = all(number.is_integer() for number in numbers)
     digits = 0 if whole else min(max(3 - math.floor(math.log10(largest)), 0), 9)
     return ["" if math.isnan(one) else f"{one:,.{digits}f}" for one in numbers], True

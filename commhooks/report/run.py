@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +19,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from commhooks.hook.state import HookState
+    from commhooks.hook.verdict import Verified
+    from commhooks.hook.verify import Verification
 
 __all__ = ["write_page"]
+
+_MOST = 20  # parameters and findings on the page
 
 
 def write_page(hook: HookState, path: str | Path, title: str = "") -> None:
@@ -45,6 +50,9 @@ def write_page(hook: HookState, path: str | Path, title: str = "") -> None:
         _bytes(page, rows)
         page.section("Steps")
         page.figure(_steps(rows), "On a GPU times are known of some steps only.")
+    if hook.verification is not None:
+        page.section("Error per parameter")
+        _errors(page, hook.verification)
     page.write(path)
 
 
@@ -100,6 +108,66 @@ def _steps(rows: pd.DataFrame) -> Figure:
     below.set(ylabel="exposed (ms)", xlabel="step", ylim=(0, None))
     for axes in (above, below):
         _plain(axes, ("top", "right"))
+    return figure
+
+
+def _errors(page: Page, verification: Verification) -> None:
+    """Adds the parameters with the largest errors, and what was found."""
+    rows = verification.latest(wait=True)
+    if not verification.steps:
+        page.text("No step was verified yet.")
+        return
+    found = list(verification.findings)[-_MOST:]
+    if rows:
+        # What is infinite (a dense mean of zero) comes first, what is not known last.
+        order = sorted(rows, key=lambda row: (row.error != row.error, -row.error))
+        worst = order[:_MOST]
+        page.figure(
+            _error_bars(worst),
+            f"Step {worst[0].step}: norm of the averaged gradient minus the dense mean, over the "
+            f"norm of the dense mean. With error feedback, later steps send it.",
+        )
+        shown = [
+            (row.parameter, row.bucket, f"{row.error:.3g}", f"{row.cosine:.5f}", f"{row.norm:.3g}")
+            for row in worst
+        ]
+        caption = f"{len(worst)} of {len(rows)} parameters, the largest errors first."
+        page.table(("parameter", "bucket", "error", "cosine", "norm of dense mean"), shown, caption)
+    else:
+        page.text(
+            f"{verification.steps} steps verified. There is no error to show: the scheme returns "
+            f"no average of gradients."
+        )
+    if not found:
+        page.text("Nothing was found to be wrong.")
+        return
+    columns = ("step", "kind", "ranks", "bucket", "parameter", "what")
+    lines = [
+        (str(one.step), one.kind, _ranks(one.ranks), str(one.bucket), one.parameter, one.text)
+        for one in found
+    ]
+    page.table(columns, lines, f"The last {len(found)} of {len(verification.findings)} findings.")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:16])) + ", ..." * (len(ranks) > 16)
+
+
+def _error_bars(worst: Sequence[Verified]) -> Figure:
+    with needs("hook.page()", "matplotlib"):
+        from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 0.8 + 0.22 * len(worst)), layout="constrained")
+    axes = figure.subplots()
+    sizes = [row.error if math.isfinite(row.error) else 0.0 for row in worst]
+    places = range(len(worst), 0, -1)  # the largest above
+    axes.barh(places, sizes, color=BLUE)
+    axes.set_yticks(places, [row.parameter for row in worst], fontsize=8, parse_math=False)
+    axes.set(xlabel="error over the norm of the dense mean")
+    positive = [size for size in sizes if size > 0]
+    if positive and max(positive) > 100 * min(positive):
+        axes.set_xscale("log")
+    _plain(axes, ("top", "right"))
     return figure
 
 

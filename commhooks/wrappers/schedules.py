@@ -13,10 +13,10 @@ from commhooks.core.scheme import Scheme, walk
 from commhooks.core.settings import fitting, shown
 from commhooks.core.slot import Slot
 from commhooks.core.traits import Traits, worst
-from commhooks.wrappers.base import Choice, Wrapper, need_scheme
-from commhooks.wrappers.feedback import flushing, keeps_residual, take_residual
+from commhooks.wrappers.base import Choice, Coalesced, Wrapper, need_scheme
+from commhooks.wrappers.feedback import FlushResidual, flushing, keeps_residual, take_residual
 
-__all__ = ["DelayedStart", "PeriodicDense", "Schedule"]
+__all__ = ["DelayedStart", "PeriodicDense", "Schedule", "running_at"]
 
 
 def need_no_start(owner: Scheme, scheme: Scheme) -> None:
@@ -176,3 +176,18 @@ class Schedule(Choice):
         self, name: str, shape: torch.Size, dtype: torch.dtype, step: int
     ) -> tuple[Slot, ...]:
         return self.at(step).begins_with(name, shape, dtype, step)
+
+
+def running_at(scheme: Scheme, step: int) -> Scheme:
+    """Returns the scheme that runs in a step, of one that chooses by the step."""
+    while True:
+        if isinstance(scheme, Schedule):
+            scheme = scheme.at(step)
+        elif isinstance(scheme, DelayedStart):
+            scheme = scheme.before if step < scheme.start_step else scheme.scheme
+        elif isinstance(scheme, PeriodicDense):
+            scheme = scheme.scheme if (step + 1) % scheme.every else Dense()
+        elif isinstance(scheme, (FlushResidual, Coalesced)):  # how it is sent, in any step
+            scheme = scheme.scheme
+        else:
+            return scheme

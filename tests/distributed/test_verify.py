@@ -13,12 +13,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+from commhooks import PerParameter, Rule, Simulation
 from commhooks.core import Bucket, Scheme, Traits, Unbiased
 from commhooks.core.bucket import SchemeExchange
 from commhooks.core.dense import Dense
 from commhooks.errors import OptionError, VerificationError
 from commhooks.hook.measurement import _CHUNK, _hashes
+from commhooks.hook.verdict import law_of
 from commhooks.hook.verify import Verification
+from commhooks.wrappers import DelayedStart, PeriodicDense, Schedule
 from commhooks.wrappers.base import Wrapper
 from commhooks.wrappers.feedback import ErrorFeedback
 from ddp_core import DistributedDataParallel as CoreDDP
@@ -299,3 +302,89 @@ def test_a_hash_depends_on_every_bit_and_its_place(dtype: torch.dtype) -> None:
     assert (_hashes(swapped, sizes) != before).nonzero().view(-1).tolist() == [1]
     assert torch.equal(_hashes(torch.zeros(4), [4]), _hashes(-torch.zeros(4), [4]))
     assert _hashes(x[:0], [0, 0]).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_two_wrong_signs_do_not_cancel_in_a_hash(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1000, generator=generator).sign().to(dtype) * 0.5
+    before = _hashes(x, [1000])
+    for _ in range(100):
+        places = torch.randperm(1000, generator=generator)[:2]
+        y = x.clone()
+        y[places] *= -1
+        assert _hashes(y, [1000]) != before
+    flipped = x.clone()  # a power of two apart, where a product modulo 2^32 may be the same
+    flipped[::128] *= 2
+    shifted = x.clone()
+    shifted[64::128] *= 2
+    assert _hashes(flipped, [1000]) != _hashes(shifted, [1000])
+
+
+# ---- a correct scheme breaks no law
+
+
+def _mixed() -> dict[str, Scheme]:
+    """Schemes that change with the step or the parameter, with and without feedback."""
+    kept, lost = commhooks.make("topk", ratio=0.1), commhooks.schemes.TopK(ratio=0.1)
+    noisy, noop = commhooks.make("qsgd"), commhooks.make("noop")
+    return {
+        "to unbiased": Schedule([(0, kept), (2, noisy)]),
+        "to biased": Schedule([(0, kept), (2, lost)]),
+        "from local": Schedule([(0, noop), (2, commhooks.make("int8"))]),
+        "local between": Schedule([(0, kept), (2, noop), (4, commhooks.make("int4"))]),
+        "delayed": DelayedStart(kept, 2, before=noisy),
+        "delayed, without": DelayedStart(noisy, 2, before=kept),
+        "dense at times": PeriodicDense(noop, every=2),
+        "unbiased vectors": PerParameter([Rule(kept, min_dim=2)], noisy),
+        "biased vectors": PerParameter([Rule(kept, min_dim=2)], lost),
+    }
+
+
+def _accused(rank: int, world_size: int, names: list[str]) -> dict[str, Any]:
+    found = {}
+    for name in names:
+        torch.manual_seed(0)
+        ddp = CoreDDP(mlp(16, 2), bucket_cap_mb=0.002)
+        hook = commhooks.register(ddp, _mixed()[name], verify_every=1)
+        for step in range(6):
+            torch.manual_seed(10 * step + rank)
+            ddp.zero_grad()
+            ddp(torch.randn(4, 16)).square().mean().backward()
+        assert hook.verification is not None
+        steps = sorted(set(hook.verification.report()["step"]))
+        found[name] = (list(map(str, hook.verification.findings)), steps)
+        hook.close()
+    return found
+
+
+def test_a_scheme_that_changes_is_judged_by_the_part_that_runs() -> None:
+    averaging = {
+        "from local": [2, 3, 4, 5],
+        "local between": [0, 1, 4, 5],
+        "dense at times": [1, 3, 5],
+    }
+    (found, _) = run_ranks(_accused, 2, list(_mixed()))
+    expected: dict[str, Any] = {
+        name: ([], averaging.get(name, list(range(6)))) for name in _mixed()
+    }
+    assert found == expected
+
+
+@pytest.mark.parametrize(("name", "world_size"), [("intsgd", 2), ("global_qsgd", 64)])
+def test_a_law_allows_what_a_scale_of_several_ranks_or_steps_loses(
+    name: str, world_size: int
+) -> None:
+    scheme, generator = commhooks.make(name), torch.Generator().manual_seed(0)
+    ranks = Simulation(scheme, {"weight": (1024,)}, world_size=world_size)
+    # A large entry in each block, of which the others are a fraction of a level; then all shrink.
+    for factor in (1.0, 1.0, 1e-3):
+        grads = [torch.randn(1024, generator=generator).sign() / 16 for _ in range(world_size)]
+        for grad in grads:
+            grad[::256] = 1.0
+            grad *= factor
+        mean = ranks.step([grad.clone() for grad in grads])[0]
+        law = law_of(scheme, world_size)
+        error = float((mean - torch.stack(grads).mean(0)).norm())
+        largest = max(float(grad.norm()) for grad in grads)
+        assert law.rounding is None or error <= law.variance**0.5 * largest

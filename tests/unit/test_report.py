@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.testing import assert_close
 
 import commhooks
 from commhooks.hook.ledger import Ledger
+from commhooks.hook.verdict import Finding, Verified
 from commhooks.report import Page
 from commhooks.report.labels import spread
 from commhooks.report.timeline import chrome_trace, draw, spans
@@ -171,12 +173,67 @@ def test_a_run_has_a_page_a_picture_and_numbers(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("group")
 def test_the_metrics_are_the_documented_ones() -> None:
     ddp = DistributedDataParallel(nn.Linear(8, 8))
-    hook = commhooks.register(ddp, "int8")
+    hook = commhooks.register(ddp, "int8", verify_every=1)
     ddp(torch.randn(2, 8)).sum().backward()
+    assert hook.verification is not None
+    hook.verification.report()
     documented = commhooks.HookState.metrics.__doc__
     assert documented is not None
+    assert {"verify/error", "verify/cosine_min", "verify/findings"} <= set(hook.metrics())
     for name in hook.metrics():
         assert f"``{name}``" in documented
+
+
+def _verified(found: list[Finding], rows: list[Verified]) -> commhooks.HookState:
+    """A hook of which one step was verified, with these results."""
+    ddp = DistributedDataParallel(nn.Linear(8, 8))
+    hook = commhooks.register(ddp, "int8", verify_every=1, verify="raise")
+    ddp(torch.randn(2, 8)).sum().backward()
+    assert hook.verification is not None
+    hook.verification.latest(wait=True)
+    hook.verification.findings += found
+    hook.verification._latest = rows
+    return hook
+
+
+@pytest.mark.usefixtures("group")
+def test_a_verified_run_shows_the_parameters_of_largest_error(tmp_path: Path) -> None:
+    rows = [Verified(0, 0, f"layer{k}.$w_{k}", k / 100, 0.5, 1.0) for k in range(1, 31)]
+    rows += [Verified(0, 1, "<zero>", math.inf, math.nan, 0.0)]
+    found = [Finding(0, 0, "layer3.w", "ranks differ", (1,), "it <differs>")]
+    hook = _verified(found, rows)
+    hook.page(tmp_path / "run.html")
+    html = (tmp_path / "run.html").read_text()
+    section = html.partition("Error per parameter")[2]
+    assert links_of(html)
+    assert "<td>&lt;zero&gt;</td>" in section
+    assert "<td>layer30.$w_30</td>" in section
+    assert section.index("<td>&lt;zero&gt;") < section.index("<td>layer30.$w_30")
+    assert "layer11.$w_11" not in section  # the 20 largest
+    assert "it &lt;differs&gt;" in section
+    assert section.count("<svg") == 1
+    numbers = hook.metrics()
+    assert numbers["verify/findings"] == 1
+    assert numbers["verify/error"] == math.inf
+    assert numbers["verify/cosine_min"] == 0.5
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("name", ["int8", "demo"])
+def test_a_page_of_a_run_without_errors(name: str, tmp_path: Path) -> None:
+    ddp = DistributedDataParallel(nn.Linear(8, 8))
+    hook = commhooks.register(ddp, name, verify_every=10)
+    hook.page(tmp_path / "early.html")
+    assert "No step was verified yet" in (tmp_path / "early.html").read_text()
+    ddp(torch.zeros(2, 8)).sum().backward()  # a gradient of zero, whose cosine is not known
+    hook.page(tmp_path / "run.html")
+    assert "Nothing was found" in (tmp_path / "run.html").read_text()
+
+
+def test_a_column_without_a_known_number_is_a_column() -> None:
+    page = Page("title")
+    page.table(("zero and infinite", "unknown"), [(0.0, math.nan), (math.inf, math.nan)])
+    assert "inf" in page.html()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,168 @@
+"""Measures what ``register(verify_every=...)`` adds to the step time, in alternating runs.
+
+Run ``python -m experiments.verify_cost``. Two Gloo ranks train a small convolutional network and
+200 tiny layers. Two hooks of one scheme take turns on two copies of the model, one with
+verification and one without; the order is reversed in every second turn.
+
+``step_ratio`` is the step time with ``verify_every=100`` over that without, in blocks of 100 steps,
+each with one verified step: the median over turns, with quartiles. Two runs of the same code
+differ by more than the verification adds. So it is also measured where it is larger, in blocks of 8
+steps with ``verify_every=8``: ``verified_ms`` is what a verified step adds, the median difference
+of the two blocks of a turn, which includes the messages under the plain steps behind it. ``added``
+is ``verified_ms / (100 plain_ms)``, the share that it adds at ``verify_every=100``.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import pandas as pd
+import torch
+import torch.distributed as dist
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
+from experiments.models import Model
+from experiments.processes import run_ranks
+
+TABLE_WIDTH = 110
+EVERY = 100  # of the blocks that are compared as they are
+SHORT = 8  # steps of a block with one verified step, for the difference
+SCHEMES: dict[str, dict[str, Any]] = {"int8": {}, "powersgd": {"rank": 4}}
+
+
+class _Tiny(nn.Module):
+    """200 layers of 32: 0.2 M parameters in 400 tensors, for the cost per parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(200))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + 0.05 * torch.tanh(layer(x))
+        return x
+
+
+def _small_cnn() -> nn.Module:
+    """Returns three convolutions for 16x16 images: 0.1 M parameters."""
+    return nn.Sequential(
+        *(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(64, 128, 3, padding=1), nn.ReLU()),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10)),
+    )
+
+
+MODELS = {
+    "small CNN": Model(_small_cnn, lambda batch: torch.randn(batch, 3, 16, 16), 16),
+    "200 tiny layers": Model(_Tiny, lambda batch: torch.randn(batch, 32), 32),
+}
+
+
+def compare(
+    rank: int, world_size: int, send: Callable[[Any], None], model: str, turns: int, long: int
+) -> None:
+    """Runs blocks of steps with and without verification in turn, for every scheme, in a rank."""
+    for scheme in SCHEMES:
+        plain, added = _turns(model, scheme, SHORT, turns)
+        row = {"model": model, "scheme": scheme, "plain_ms": 1e3 * statistics.median(plain)}
+        low, middle, high = (1e3 * SHORT * one for one in statistics.quantiles(added, n=4))
+        row |= {"verified_ms": middle, "verified_q1": low, "verified_q3": high}
+        row["added"] = middle / (EVERY * row["plain_ms"])
+        plain, added = _turns(model, scheme, EVERY, long)
+        ratios = [1 + more / one for one, more in zip(plain, added, strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        row |= {"step_ratio": middle, "ratio_q1": low, "ratio_q3": high}
+        if rank == 0:
+            send(row | {"turns": turns, "long_turns": long})
+
+
+def _turns(model: str, scheme: str, every: int, turns: int) -> tuple[list[float], list[float]]:
+    """Returns per turn the seconds of a plain step, and what verification adds to one on average.
+
+    A block has ``every`` steps, of which one is verified.
+    """
+    build, make_input, batch = MODELS[model]
+    runners: dict[str, tuple[DistributedDataParallel, commhooks.HookState]] = {}
+    for kind, verify_every in (("plain", None), ("verified", every)):
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(build(), gradient_as_bucket_view=True)
+        hook = commhooks.register(ddp, scheme, verify_every=verify_every, **SCHEMES[scheme])
+        runners[kind] = (ddp, hook)
+    torch.manual_seed(dist.get_rank())
+    x = make_input(batch)
+    for ddp, _ in runners.values():
+        # Also a first verification. Later ones are in the middle of a block.
+        _seconds(ddp, x, every // 2)
+    found: dict[str, list[float]] = {"plain": [], "verified": []}
+    for turn in range(turns):
+        # The order is reversed, so that no hook always runs behind the same one.
+        for kind, (ddp, _) in list(runners.items())[:: 1 if turn % 2 == 0 else -1]:
+            found[kind].append(_seconds(ddp, x, every) / every)
+    verification = runners["verified"][1].verification
+    assert verification is not None
+    verification.report()
+    assert verification.steps == 1 + turns, "one verified step in each block"
+    for _, hook in runners.values():
+        hook.close()
+    pairs = zip(found["verified"], found["plain"], strict=True)
+    return found["plain"], [verified - plain for verified, plain in pairs]
+
+
+def _seconds(ddp: DistributedDataParallel, x: Tensor, count: int) -> float:
+    """Returns the seconds of ``count`` steps, on the slowest rank."""
+    parameters = list(ddp.parameters())
+    dist.barrier()
+    begin = time.perf_counter()
+    for _ in range(count):
+        for parameter in parameters:
+            parameter.grad = None
+        ddp(x).square().mean().backward()
+        with torch.no_grad():
+            torch._foreach_add_(parameters, [p.grad for p in parameters], alpha=-1e-4)
+    seconds = torch.tensor([time.perf_counter() - begin])
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return float(seconds)
+
+
+def main(
+    turns: Annotated[int, typer.Option(help="Turns of short blocks.", min=5)] = 41,
+    long: Annotated[int, typer.Option(help=f"Turns of blocks of {EVERY} steps.", min=3)] = 5,
+    out: Annotated[Path, typer.Option(help="Where the table goes.")] = Path(
+        "results/verify_cost/verify_cost.csv"
+    ),
+) -> None:
+    """Prints what verification adds; 0.01 is a percent of the step time."""
+    console, rows = Console(), []
+    if console.width < TABLE_WIDTH:  # rich wraps lines at 80 columns if the output is a pipe
+        console = Console(width=TABLE_WIDTH)
+    with Progress(console=console) as progress:
+        bar = progress.add_task("measuring", total=len(MODELS) * len(SCHEMES))
+        for model in MODELS:
+            for row in run_ranks(compare, 2, model, turns, long):
+                rows.append(row)
+                progress.console.print(
+                    f"{row['model']}, {row['scheme']}: a verified step adds "
+                    f"{row['verified_ms']:.2f} ms to {row['plain_ms']:.2f} ms, "
+                    f"{100 * row['added']:.2f} % at verify_every={EVERY}; step time "
+                    f"{row['step_ratio']:.3f} ({row['ratio_q1']:.3f} to {row['ratio_q3']:.3f})"
+                )
+                progress.update(bar, advance=1, description=f"{model}: {row['scheme']}")
+    table = pd.DataFrame(rows)
+    console.print(table.to_string(index=False, float_format="{:.4f}".format))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    table.to_csv(out, index=False)
+    console.print(f"wrote {out}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
