@@ -4,7 +4,7 @@ Run ``python -m experiments.network``. Hosts (network namespaces) on one switch,
 of given rate, train models with one hook after the other, in turns. ``predicted`` is what
 :mod:`commhooks.predict` says from the step without communication (the hook "noop"), the time of a
 scheme's computations, and from the links, all of which are measured on the same ranks: nothing is
-fitted to the measured steps. Needs what ``experiments/namespaces.py`` needs.
+fitted to the steps that are predicted. Needs what ``experiments/namespaces.py`` needs.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ from ddp_core import DistributedDataParallel
 from experiments.hosts import joined, messages_from_hosts
 from experiments.models import MODELS
 from experiments.namespaces import reason_not_to_run, sent_nbytes
+from experiments.network_page import written
 
-SCHEMES = ("none", "bf16", "int8", "int4", "powersgd:rank=2", "acpsgd:rank=2", "topk", "eden")
+SCHEMES = ("none", "bf16", "int8", "int4", "powersgd:rank=2", "acpsgd:rank=2", "topk")
 # On torch's DistributedDataParallel; PowerSGD with the repair that it needs on Gloo.
 TORCH = ("torch none", "torch fp16", "torch powersgd")
 CAP_MB = 8.0  # ddp_core's default on the CPU
@@ -63,7 +64,7 @@ class Settings:
     rate: float | None
     delay_s: float = 0.0
     turns: int = 7
-    seconds: float = 0.5
+    seconds: float = 0.4
 
 
 def made(text: str) -> commhooks.Scheme:
@@ -95,7 +96,9 @@ class _Run:
             # Every candidate is allowed, and "auto" is compared with all of them.
             if scheme == "auto":
                 made_of = {name: made(name) for name in settings.schemes if _is_candidate(name)}
-                self.hook = commhooks.register(self.ddp, "auto", candidates=made_of, error=9.0)
+                self.hook = commhooks.register(
+                    self.ddp, "auto", candidates=made_of, error=9.0, measure_steps=4
+                )
             else:
                 wanted = OneValue() if scheme == _ONE else made(scheme)
                 self.hook = commhooks.register(self.ddp, wanted)
@@ -176,13 +179,13 @@ def run_rank(settings: Settings) -> None:
         runs = {name: _Run(settings, name) for name in (_NOOP, _ONE, *settings.schemes)}
         for run in runs.values():
             run.warm_up(settings)
-        workload = _recorded(runs[_NOOP], runs[_ONE], steps=15)
-        predicted = _predicted(settings, workload, runs)
-        del runs[_ONE]
+        arrivals = _recorded(runs[_NOOP], steps=10)
         order = list(runs)
         for turn in range(settings.turns):
             for scheme in order if turn % 2 == 0 else order[::-1]:
                 runs[scheme].turn()
+        workload = _of_turns(arrivals, runs[_NOOP].times, runs[_ONE].times)
+        predicted = _predicted(settings, workload, runs)
         if rank == 0:
             for scheme, run in runs.items():
                 plan = run.hook.plan if isinstance(run.hook, AutoHook) else ""
@@ -190,8 +193,8 @@ def run_rank(settings: Settings) -> None:
                 print(json.dumps(row | predicted.get(scheme, {})), flush=True)
 
 
-def _recorded(noop: _Run, one: _Run, *, steps: int) -> Workload:
-    """Returns the step without communication, and what it costs to communicate at all."""
+def _recorded(noop: _Run, *, steps: int) -> Workload:
+    """Returns the step without communication: when each gradient comes."""
     recorder = Recorder(noop.ddp.module)
     for step in range(steps + 1):
         begin = time.perf_counter()
@@ -200,14 +203,28 @@ def _recorded(noop: _Run, one: _Run, *, steps: int) -> Workload:
         if step < steps:
             noop.step()
     recorder.close()
-    workload = recorder.workload(type(noop.ddp.module).__name__, dist.group.WORLD)
-    for _ in range(5):
-        noop.turn()
-        one.turn()
-    behind = [a - b for a, b in zip(one.times, noop.times, strict=True)]
-    noop.times, noop.sent = [], []
+    return recorder.workload(type(noop.ddp.module).__name__)
+
+
+def _of_turns(workload: Workload, noop: list[float], one: list[float]) -> Workload:
+    """Returns a workload with the step times of the turns, which a slower machine slows alike.
+
+    Args:
+        workload: a recorded step without communication.
+        noop, one: seconds of a step without communication, and with one value per bucket.
+    """
+    factor = statistics.median(noop) / workload.compute_s
+    behind = statistics.median(a - b for a, b in zip(one, noop, strict=True))
     buckets = len(workload.buckets(cap_mb=CAP_MB).ready)
-    return replace(workload, behind_s=max(statistics.median(behind), 0.0) / buckets)
+    assert workload.ready_s is not None
+    return replace(
+        workload,
+        forward_s=factor * workload.forward_s,
+        backward_s=factor * workload.backward_s,
+        optimizer_s=factor * workload.optimizer_s,
+        ready_s=tuple(factor * one for one in workload.ready_s),
+        behind_s=max(behind, 0.0) / buckets,
+    )
 
 
 def _predicted(
@@ -219,10 +236,11 @@ def _predicted(
     fabric, device = measure_link(group, budget_s=5), ThisDevice("cpu")
     found = {}
     for scheme in runs:
-        if scheme in (_ONE, "torch powersgd"):
+        if scheme == "torch powersgd":  # its arithmetic is another one than ours
             continue
         same = {"torch none": "none", "torch fp16": "fp16"}.get(scheme, scheme)
-        built = runs[scheme].hook.scheme if scheme == "auto" else made(same)
+        of_hook = scheme in ("auto", _ONE)
+        built = runs[scheme].hook.scheme if of_hook else made(same)
         cap_mb = 25.0 if scheme in TORCH or built.traits.rounds > 1 else CAP_MB
         if scheme == "auto":
             cap_mb = runs[scheme].hook.bucket_cap_mb or CAP_MB
@@ -252,7 +270,7 @@ def _rows(settings: Settings, hosts: int) -> list[dict[str, Any]]:
         {
             "model": settings.model,
             "hosts": hosts,
-            "mbit": None if settings.rate is None else settings.rate / 1e6,
+            "mbit": 0.0 if settings.rate is None else settings.rate / 1e6,
             "delay_ms": 1e3 * settings.delay_s,
             "scheme": row["scheme"],
             "step_ms": 1e3 * statistics.median(row["times"]),
@@ -291,6 +309,12 @@ def _table(rows: list[dict[str, Any]], title: str) -> Table:
     return table
 
 
+def _median_error(rows: list[dict[str, Any]]) -> float:
+    table = pd.DataFrame(rows)
+    errors = pd.to_numeric(table[table.scheme != _NOOP].error, errors="coerce")
+    return float(errors.abs().median())
+
+
 def main(
     models: Annotated[str, typer.Option(help="Models, comma-separated.")] = ",".join(MODELS),
     rates: Annotated[str, typer.Option(help="Mbit/s; 0: unlimited.")] = "200,1000,10000,0",
@@ -307,10 +331,15 @@ def main(
     """Prints measured and predicted step times."""
     if reason := reason_not_to_run():
         sys.exit(f"experiments.network: {reason}")
-    console, rows = Console(), []
+    console = Console()
     out.parent.mkdir(parents=True, exist_ok=True)
+    # What is there already is not measured again.
+    rows = pd.read_csv(out, keep_default_na=False).to_dict("records") if out.exists() else []
+    done = {(row["model"], int(row["hosts"]), row["mbit"], float(row["delay_ms"])) for row in rows}
     for model in models.split(","):
         for rate, delay in product(map(float, rates.split(",")), map(float, delays.split(","))):
+            if (model, hosts, rate, delay) in done:
+                continue
             some = tuple(schemes.split(";"))
             settings = Settings(model, some, rate * 1e6 or None, delay / 1e3, turns)
             new = _rows(settings, hosts)
@@ -320,8 +349,8 @@ def main(
             console.print(_table(new, f"{model}, {hosts} hosts, {where}"))
             rows += new
             pd.DataFrame(rows).to_csv(out, index=False, float_format="%.4g")
-    table = pd.DataFrame(rows)
-    console.print(f"median error {100 * table.error.abs().median():.1f} %; wrote {out}")
+    written(rows, out.with_suffix(".html"), out.with_suffix(".png"))
+    console.print(f"median error {100 * _median_error(rows):.1f} %; wrote {out}")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from commhooks.predict.device import DEVICES, Device, ThisDevice, device
 from commhooks.predict.fabric import PRESETS, Fabric, Link, fabric, load_fabric, save_fabric
 from commhooks.predict.headroom import Headroom
 from commhooks.predict.link import measure_link
+from commhooks.predict.local import LocalStep, predict_local
 from commhooks.predict.models import MODELS, Model, model
 from commhooks.predict.planned import Message, Planned, PredictionError, Work, planned
 from commhooks.predict.recorded import Recorder, record
@@ -28,6 +29,7 @@ __all__ = [
     "Headroom",
     "Layer",
     "Link",
+    "LocalStep",
     "Message",
     "Model",
     "Option",
@@ -53,6 +55,7 @@ __all__ = [
     "measure_link",
     "model",
     "planned",
+    "predict_local",
     "predict_step",
     "predict_steps",
     "record",

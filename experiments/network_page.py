@@ -1,0 +1,114 @@
+"""Draws measured step times beside predicted ones, and writes the page of the network study."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter
+
+from commhooks.report.colours import OKABE_ITO
+from commhooks.report.page import Page
+
+__all__ = ["plotted", "written"]
+
+# What the picture of step times shows, in this order.
+SHOWN = ("torch none", "none", "bf16", "int8", "int4", "powersgd:rank=2", "topk", "auto")
+
+
+def where(row: pd.Series) -> str:
+    """Returns a cell of the matrix in words."""
+    rate = f"{row.mbit:g} Mbit/s" if row.mbit else "no limit"
+    delay = f", {row.delay_ms:g} ms" if row.delay_ms else ""
+    return f"{row.model}, {row.hosts:g} hosts, {rate}{delay}"
+
+
+def plotted(table: pd.DataFrame) -> Figure:
+    """Returns two pictures: predicted over measured, and steps over the no-op step."""
+    mpl.use("agg")
+    figure = Figure(figsize=(11, 5.2), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
+    known = table[table.predicted_ms.notna() & (table.hook_name != "noop")]
+    for colour, (name, rows) in zip(OKABE_ITO, known.groupby("model"), strict=False):
+        left.scatter(rows.step_ms, rows.predicted_ms, s=16, color=colour, label=name)
+    ends = known[["step_ms", "predicted_ms"]].min().min(), known.step_ms.max()
+    low, high = 0.8 * ends[0], 1.25 * ends[1]
+    left.plot([low, high], [low, high], color="0.4", linewidth=1)
+    left.fill_between([low, high], [0.9 * low, 0.9 * high], [1.1 * low, 1.1 * high], color="0.92")
+    left.loglog()
+    for axis in (left.xaxis, left.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_formatter(NullFormatter())
+    left.set(xlabel="measured step [ms]", ylabel="predicted step [ms]", title="grey: within 10 %")
+    left.legend(loc="upper left", fontsize=9)
+    _over_noop(right, table)
+    return figure
+
+
+def _over_noop(axis: mpl.axes.Axes, table: pd.DataFrame) -> None:
+    cells = list(dict.fromkeys(table.cell))
+    marks = dict(zip(SHOWN, ("|", "s", "o", "^", "v", "D", "P", "*"), strict=True))
+    colours = dict(zip(SHOWN, ("0.3", *OKABE_ITO), strict=False))
+    for name in SHOWN:
+        rows = table[table.hook_name == name]
+        axis.scatter(
+            rows.over_noop,
+            [cells.index(cell) for cell in rows.cell],
+            marker=marks[name],
+            s=70 if name in ("auto", "torch none") else 28,
+            color=colours.get(name, "black"),
+            label=name,
+            zorder=3 if name == "auto" else 2,
+        )
+    axis.set_xscale("log")
+    axis.axvline(1, color="0.6", linewidth=0.8)
+    axis.set_xticks([1, 1.5, 2, 3, 5, 8], ["1", "1.5", "2", "3", "5", "8"])
+    axis.xaxis.set_minor_formatter(NullFormatter())
+    axis.set_yticks(range(len(cells)), cells, fontsize=8)
+    axis.invert_yaxis()
+    axis.grid(axis="x", color="0.9")
+    axis.set(xlabel="step over the step without communication")
+    axis.figure.legend(
+        *axis.get_legend_handles_labels(), fontsize=8, loc="outside lower center", ncols=8
+    )
+
+
+def written(rows: Sequence[dict[str, object]], path: Path, picture: Path) -> None:
+    """Writes the page of the study, and its picture as a file of its own."""
+    table = pd.DataFrame(rows).rename(columns={"scheme": "hook_name"})
+    for name in ("predicted_ms", "error"):
+        table[name] = pd.to_numeric(table[name], errors="coerce")
+    table["cell"] = table.apply(where, axis=1)
+    figure = plotted(table)
+    figure.savefig(picture, dpi=110)
+    page = Page("Training over limited links, measured and predicted")
+    judged = table[table.hook_name != "noop"]
+    page.text(
+        f"Median error of a predicted step: {100 * judged.error.abs().median():.1f} % of "
+        f"{judged.error.notna().sum()} steps. Hosts are network namespaces of one machine with two "
+        f"cores; a step is the median of several turns."
+    )
+    page.figure(figure, "left: prediction and measurement; right: what each hook costs")
+    for cell, some in table.groupby("cell", sort=False):
+        page.section(str(cell))
+        columns = ("step_ms", "over_noop", "exposed_ms", "sent_mb", "predicted_ms")
+        errors = [f"{100 * one:+.0f} %" if one == one else "" for one in some.error]
+        values = [some.hook_name, *(some[name] for name in columns), errors]
+        page.table(
+            (
+                "hook",
+                "step [ms]",
+                "over no-op",
+                "exposed [ms]",
+                "sent [MB]",
+                "predicted [ms]",
+                "error",
+            ),
+            list(zip(*values, strict=True)),
+        )
+        for plan in some.plan[some.plan != ""]:
+            page.text(str(plan))
+    page.write(path)
