@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from commhooks.core.settings import shown
 
@@ -73,6 +73,15 @@ class Fabric:
     source: str = ""
 
     def __post_init__(self) -> None:
+        if self.library not in get_args(Library):
+            raise ValueError(
+                f"Fabric(library=...): {', '.join(get_args(Library))}, got {self.library!r}"
+            )
+        if not isinstance(self.ranks_per_node, int) or self.ranks_per_node < 1:
+            raise ValueError(
+                f"Fabric(ranks_per_node=...): a whole number, 1 or more, got "
+                f"{self.ranks_per_node!r}"
+            )
         if self.ranks_per_node > 1 and self.inside is None:
             raise ValueError(
                 f"Fabric(inside=...): the link inside a node of {self.ranks_per_node} ranks is "
@@ -98,7 +107,7 @@ def load_fabric(path: str | Path) -> Fabric:
         return Fabric(
             between=Link(**between), inside=None if inside is None else Link(**inside), **values
         )
-    except (json.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"load_fabric({str(path)!r}): not a fabric's file: {error}") from error
 
 

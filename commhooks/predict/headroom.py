@@ -23,7 +23,10 @@ _RATIOS = (2, 4, 8, 16, 32, 100)
 # A difference below this share of a step is called none, however exactly it was measured: a
 # scheme's own computations take as much.
 _SMALL = 0.02
-Verdict = Literal["hidden", "latency", "bf16", "compress"]
+# And one that may be above this share, for all the measurement knows, was not measured well enough
+# to say that it is small.
+_WORTH = 0.1
+Verdict = Literal["hidden", "latency", "bf16", "compress", "unclear"]
 _LEFT = 0.1  # a ratio is enough if this share of what compression can save is left
 
 
@@ -122,13 +125,16 @@ class Headroom:
 
         "hidden": do not compress, backward hides the communication. "latency": do not compress,
         what is exposed does not go with the bytes. "bf16": use it, and nothing stronger.
-        "compress": a stronger scheme may pay.
+        "compress": a stronger scheme may pay. "unclear": the steps' times differ too much.
         """
-        if not _is_large(self.exposed, self.dense):
-            return "hidden"
         if not _is_large(self.beside_dense, self.dense):
-            return "latency"
-        return "compress" if _is_large(self.beside_bf16, self.bf16) else "bf16"
+            if _may_be_worth(self.beside_dense, self.dense):
+                return "unclear"
+            exposed = _is_large(self.exposed, self.dense), _may_be_worth(self.exposed, self.dense)
+            return "latency" if any(exposed) else "hidden"
+        if _is_large(self.beside_bf16, self.bf16):
+            return "compress"
+        return "unclear" if _may_be_worth(self.beside_bf16, self.bf16) else "bf16"
 
     def step_s(self, ratio: float) -> float:
         """Predicts the step time at a ratio of compression, if its computations took no time.
@@ -243,6 +249,10 @@ def _is_large(gap: Gap, kind: Kind) -> bool:
     return gap.seconds > max(gap.noise_s, _SMALL * kind.median_s)
 
 
+def _may_be_worth(gap: Gap, kind: Kind) -> bool:
+    return gap.seconds + gap.noise_s > _WORTH * kind.median_s
+
+
 # ---- words
 
 
@@ -275,29 +285,47 @@ def _answer(one: Headroom) -> list[str]:
         f"The same beside bf16:                {_shown(one.beside_bf16, one.bf16)}",
         "",
     ]
-    return [*lines, *(_compress(one) if one.verdict == "compress" else _DO_NOT[one.verdict])]
+    return [*lines, *_WORDS[one.verdict](one)]
 
 
-_DO_NOT: dict[Verdict, tuple[str, ...]] = {
-    "hidden": (
+def _hidden(one: Headroom) -> list[str]:
+    return [
         "Do not compress. Backward hides the communication: no compression can save more",
-        "than the noise of this measurement, or 2 % of a step, and it computes for that.",
-    ),
-    "latency": (
-        "Do not compress. What is exposed is latency, or waiting for other ranks, which",
-        "one value per bucket costs as well. Fewer buckets (bucket_cap_mb), larger batches",
-        "and gradient accumulation help against it.",
-    ),
-    "bf16": (
+        f"than {_at_most(one.beside_dense, one.dense)}, and it computes for that.",
+    ]
+
+
+def _latency(one: Headroom) -> list[str]:
+    return [
+        "Do not compress: it can save no more than",
+        f"{_at_most(one.beside_dense, one.dense)}. What else is exposed is latency, or",
+        "waiting for other ranks, which one value per bucket costs as well. Fewer buckets",
+        "(bucket_cap_mb), larger batches and gradient accumulation help against it.",
+    ]
+
+
+def _bf16(one: Headroom) -> list[str]:
+    return [
         "Use bf16, and do not compress more: no compression can save more beside it than",
-        "the noise of this measurement, or 2 % of a step.",
+        f"{_at_most(one.beside_bf16, one.bf16)}.",
         '    commhooks.register(ddp_model, "bf16")',
-    ),
-}
+    ]
+
+
+def _unclear(one: Headroom) -> list[str]:
+    if _is_large(one.beside_dense, one.dense):
+        saves, stay = f"{_shown(one.beside_bf16, one.bf16)}, beside bf16", _name(one)
+    else:
+        saves, stay = _shown(one.beside_dense, one.dense), "dense"
+    return [
+        "No answer: the times of the steps differ by more than what is to be measured.",
+        f"At the most, compression can save {saves}.",
+        f"Measure more steps, on machines that do nothing else; until then use {stay}.",
+    ]
 
 
 def _compress(one: Headroom) -> list[str]:
-    name = "dense" if one.best is one.dense else "bf16"
+    name = _name(one)
     cost = 0.05 * one.noop.median_s
     dense, bf16 = one.break_even(cost), one.break_even(cost, over="bf16")
     return [
@@ -316,6 +344,19 @@ def _compress(one: Headroom) -> list[str]:
     ]
 
 
+_WORDS: dict[Verdict, Callable[[Headroom], list[str]]] = {
+    "hidden": _hidden,
+    "latency": _latency,
+    "bf16": _bf16,
+    "compress": _compress,
+    "unclear": _unclear,
+}
+
+
+def _name(one: Headroom) -> str:
+    return "dense" if one.best is one.dense else "bf16"
+
+
 def _spare(one: Headroom, ratio: float) -> str:
     spare = one.best.median_s - one.step_s(ratio)
     return f"{1e3 * spare:.2f}" if spare > 0 else "loses"
@@ -324,6 +365,11 @@ def _spare(one: Headroom, ratio: float) -> str:
 def _shown(gap: Gap, kind: Kind) -> str:
     share = gap.seconds / kind.median_s
     return f"{_ms(gap.seconds)} +- {_ms(gap.noise_s)}, {share:.0%} of a step"
+
+
+def _at_most(gap: Gap, kind: Kind) -> str:
+    most = max(gap.seconds + gap.noise_s, 0.0)
+    return f"{_ms(most)}, {most / kind.median_s:.0%} of a step"
 
 
 def _ms(seconds: float) -> str:

@@ -1,122 +1,180 @@
-"""``headroom``: what measured steps of four kinds of communication say, in numbers and words."""
+"""What ``commhooks headroom`` makes of measured steps: planted times, and its words."""
 
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-import commhooks
+from commhooks.cli import headroom as command
 from commhooks.predict.headroom import Headroom
-from commhooks.predict.turns import KINDS, Facts, Travel
+from commhooks.predict.turns import BLOCK, KINDS, WARM_UP, Facts, Travel, _by_turn, _schedule
 
-FACTS = Facts(2, "gloo", "cpu", 46_000_000, 3, 6)
-# Three buckets of 10 ms each, of which one value takes 0.5 ms; the last begins at 0.
-TRAVEL = [Travel(-0.020, 0.010, 0.0005), Travel(-0.008, 0.010, 0.0005), Travel(0.0, 0.010, 0.0005)]
+FACTS = Facts(2, "gloo", "cpu", 4_000_000, 1, 6)
+ONE_BUCKET = (Travel(ready_s=0.0, dense_s=0.1, fixed_s=0.0),)
 
 
-def measured(
-    dense: float,
-    bf16: float,
-    one: float,
-    noop: float,
-    *,
-    noise: float = 0.001,
-    travel: Sequence[Travel] = TRAVEL,
-) -> Headroom:
-    """Returns the headroom of steps of so many seconds, with this share of noise."""
-    draw = random.Random(0)
-    means = dict(zip(KINDS, (dense, bf16, one, noop), strict=True))
-    turns = [
-        {kind: [draw.gauss(mean, noise * mean) for _ in range(5)] for kind, mean in means.items()}
-        for _ in range(FACTS.turns)
-    ]
+def planted(
+    dense: float, bf16: float, one: float, noop: float,
+    *, differ: float = 0.0, travel: Sequence[Travel] = ONE_BUCKET,
+) -> Headroom:  # fmt: skip
+    """Six turns; dense and bf16 are longer and shorter by ``differ`` from turn to turn."""
+    turns = []
+    for sign in (-1, 1) * 3:
+        times = dense + sign * differ, bf16 + sign * differ, one, noop
+        turns.append({kind: [s] * 5 for kind, s in zip(KINDS, times, strict=True)})
     return Headroom.of(turns, FACTS, travel)
 
 
+def words(found: Headroom) -> str:
+    return " ".join(str(found).split())
+
+
+def test_the_gaps_are_those_of_the_medians() -> None:
+    found = planted(0.2, 0.15, 0.11, 0.1)
+    assert found.exposed.seconds == pytest.approx(0.1)
+    assert found.beside_dense.seconds == pytest.approx(0.09)
+    assert found.beside_bf16.seconds == pytest.approx(0.04)
+    assert found.exposed.noise_s == found.beside_dense.noise_s == found.beside_bf16.noise_s == 0.0
+
+
+def test_noise_is_twice_the_standard_error_of_the_median_turn() -> None:
+    # Gaps of 0.09 -+ 0.01: the median of their distances from the median is 0.01.
+    noise = 2 * 1.25 * 1.4826 * 0.01 / 6**0.5
+    assert planted(0.2, 0.15, 0.11, 0.1, differ=0.01).beside_dense.noise_s == pytest.approx(noise)
+
+
+def test_no_compression_where_backward_hides_the_communication() -> None:
+    found = planted(0.1, 0.1, 0.099, 0.099)
+    assert found.verdict == "hidden"
+    assert "Do not compress. Backward hides the communication" in words(found)
+    assert "no compression can save more than 1.00 ms, 1% of a step" in words(found)
+    assert "register" not in words(found)
+
+
+def test_no_compression_where_what_is_exposed_is_latency() -> None:
+    found = planted(0.2, 0.2, 0.199, 0.1)
+    assert found.verdict == "latency"
+    assert "Exposed communication: 100.00 ms +- 0.00 ms, 50% of a step" in words(found)
+    assert "Do not compress" in words(found)
+    assert "latency" in words(found)
+
+
+def test_bf16_and_no_more_where_it_saves_what_can_be_saved() -> None:
+    found = planted(0.2, 0.121, 0.12, 0.1)
+    assert found.verdict == "bf16"
+    assert "Use bf16, and do not compress more" in words(found)
+    assert 'commhooks.register(ddp_model, "bf16")' in words(found)
+
+
+def test_compression_pays_where_links_are_slow() -> None:
+    found = planted(0.2, 0.16, 0.1, 0.1)
+    assert found.verdict == "compress"
+    text = words(found)
+    assert "Compression may pay. A ratio of 10 saves nine tenths" in text
+    # 5 ms of 100: 0.1 + 0.1 / ratio + 0.005 is below 0.2 from 1.053 on, below 0.16 from 1.82 on.
+    assert "add 5.00 ms (5 % of the no-op step) breaks even with dense from a ratio of 1.1" in text
+    assert "with bf16 from a ratio of 1.8 on" in text
+    assert "to beat bf16, computations may add" in text
+
+
+def test_noise_is_no_reason_to_say_do_not_compress() -> None:
+    found = planted(0.2, 0.15, 0.19, 0.1, differ=0.08)
+    assert found.verdict == "unclear"
+    assert "No answer" in words(found)
+    assert "compression can save 10.00 ms +- 121.05 ms, 5% of a step" in words(found)
+    assert "Do not compress" not in words(found)
+    assert "until then use dense" in words(found)
+
+
+def test_noise_beside_bf16_is_no_reason_to_say_do_not_compress_more() -> None:
+    found = planted(0.5, 0.2, 0.19, 0.1, differ=0.08)
+    assert found.verdict == "unclear"
+    assert "compression can save 10.00 ms +- 121.05 ms, 5% of a step, beside bf16." in words(found)
+    assert "until then use bf16" in words(found)
+
+
+def test_a_ratio_shortens_what_goes_with_the_bytes() -> None:
+    found = planted(0.2, 0.15, 0.1, 0.1)
+    assert [found.step_s(ratio) for ratio in (1, 2, 10)] == pytest.approx([0.2, 0.15, 0.11])
+
+
+def test_a_bucket_that_backward_hides_costs_nothing() -> None:
+    # The first bucket keeps the links from 50 ms before the last one begins until 50 ms after it.
+    # At a ratio of 2 it is through when the last one begins, which then takes 20 ms of 90.
+    travel = [Travel(-0.05, 0.1, 0.0), Travel(0.0, 0.04, 0.0)]
+    found = planted(0.2, 0.15, 0.11, 0.1, travel=travel)
+    assert found.step_s(1) == pytest.approx(0.2)
+    assert found.step_s(2) == pytest.approx(0.11 + 0.09 * 20 / 90)
+
+
+def test_latency_stays_at_every_ratio() -> None:
+    found = planted(0.2, 0.17, 0.14, 0.1, travel=[Travel(0.0, 0.1, 0.04)])
+    assert found.step_s(2) == pytest.approx(0.17)
+    assert found.step_s(1e9) == pytest.approx(0.14)
+
+
 @pytest.mark.parametrize(
-    ("seconds", "verdict", "words"),
+    ("cost", "over", "ratio"),
+    [(0.0, "none", 1.0), (0.05, "none", 2.0), (0.075, "none", 4.0), (0.025, "bf16", 4.0)],
+)
+def test_a_scheme_breaks_even_at_the_ratio_that_pays_its_computations(
+    cost: float, over: str, ratio: float
+) -> None:
+    # 0.1 + 0.1 / ratio + cost is below 0.2, or 0.15. Ratios are looked for in steps of 2 %.
+    found = planted(0.2, 0.15, 0.1, 0.1).break_even(cost, over=over)
+    assert found is not None
+    assert ratio < found <= 1.021 * ratio
+
+
+def test_computations_that_take_what_can_be_saved_break_even_nowhere() -> None:
+    found = planted(0.2, 0.15, 0.1, 0.1)
+    assert found.break_even(0.1) is None
+    assert found.break_even(0.05, over="bf16") is None
+
+
+def test_buckets_in_any_order_give_one_answer() -> None:
+    travel = [Travel(-0.05, 0.1, 0.0), Travel(0.0, 0.04, 0.01), Travel(-0.02, 0.02, 0.0)]
+    found = [planted(0.2, 0.15, 0.11, 0.1, travel=some) for some in (travel, travel[::-1])]
+    assert found[0] == found[1]
+
+
+def test_the_file_has_the_numbers_and_the_verdict(tmp_path: Path) -> None:
+    planted(0.2, 0.16, 0.1, 0.1).save(tmp_path / "out.json")
+    told = json.loads((tmp_path / "out.json").read_text())
+    assert told["verdict"] == "compress"
+    assert told["beside_dense"]["seconds"] == pytest.approx(0.1)
+    assert told["step_s_by_ratio"]["4"] == pytest.approx(0.125)
+    assert told["facts"]["world_size"] == 2
+
+
+def test_the_schedule_of_steps_is_the_one_by_which_they_are_sorted() -> None:
+    schedule: Any = _schedule(2)
+    begins = [begin for begin, _ in schedule.parts]
+    steps = list(range(WARM_UP + 2 * len(KINDS) * BLOCK))
+    by_turn = _by_turn([float(step) for step in steps], 2)
+    assert begins == [0, *(WARM_UP + BLOCK * block for block in range(2 * len(KINDS))), len(steps)]
+    for block, begin in enumerate(begins[1:-1]):
+        kept = by_turn[block // len(KINDS)][KINDS[block % len(KINDS)]]
+        assert kept == steps[begin + 1 : begin + BLOCK]  # the first waits for the slowest rank
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
     [
-        ((0.100, 0.101, 0.0995, 0.099), "hidden", "Do not compress. Backward hides"),
-        ((0.120, 0.121, 0.1195, 0.100), "latency", "What is exposed is latency"),
-        ((0.120, 0.1005, 0.100, 0.099), "bf16", "Use bf16, and do not compress more"),
-        ((0.200, 0.150, 0.102, 0.100), "compress", "Compression may pay"),
+        ({}, "never built a DistributedDataParallel"),
+        ({"ddp": True}, "before a forward pass through it in training"),
+        ({"needed": 130, "ended": 20}, "after 20 steps, before the 130 steps"),
+        ({"needed": 130}, "before the 130 steps that the measurement needs"),
+        ({"too_slow": 12}, "the time limit of 600 s came after 12 steps"),
+        ({"alone": True}, "one rank, which has nobody to exchange gradients with"),
+        ({"own_hook": "powerSGD_hook"}, "a communication hook of its own, powerSGD_hook"),
+        ({"fsdp": True}, "uses FSDP"),
+        ({"failed": "of a rank"}, "of a rank"),
     ],
 )
-def test_the_verdict_follows_from_what_can_be_saved(
-    seconds: tuple[float, float, float, float], verdict: str, words: str
-) -> None:
-    found = measured(*seconds)
-    assert found.verdict == verdict
-    assert words in str(found)
-    assert found.exposed.seconds == pytest.approx(seconds[0] - seconds[3], abs=2e-3)
-    assert found.beside_dense.seconds == pytest.approx(seconds[0] - seconds[2], abs=2e-3)
-    assert found.beside_bf16.seconds == pytest.approx(seconds[1] - seconds[2], abs=2e-3)
-
-
-def test_what_is_within_the_noise_is_nothing() -> None:
-    # 8 % of a step exposed, with steps that scatter by 30 %.
-    assert measured(0.108, 0.108, 0.104, 0.100, noise=0.3).verdict == "hidden"
-    assert measured(0.108, 0.104, 0.100, 0.100, noise=0.003).verdict == "compress"
-
-
-def test_steps_get_shorter_with_the_ratio_down_to_one_value_per_bucket() -> None:
-    found = measured(0.115, 0.108, 0.1005, 0.100, noise=0)
-    steps = [found.step_s(ratio) for ratio in (1, 2, 4, 8, 100, 1e6)]
-    assert steps == sorted(steps, reverse=True)
-    assert steps[0] == pytest.approx(0.115)
-    assert steps[-1] == pytest.approx(0.1005, abs=1e-6)
-    # The last bucket is under way alone when the ratio is 2: 5.25 of 12 ms are left of the tail
-    # (12: the second bucket ends 2 ms after the last one has begun, and 0.5 is the least).
-    assert steps[1] == pytest.approx(0.1005 + (0.115 - 0.1005) * (5.25 - 0.5) / (12 - 0.5))
-
-
-def test_the_ratio_at_which_a_scheme_breaks_even() -> None:
-    found = measured(0.115, 0.108, 0.1005, 0.100, noise=0)
-    for cost in (0.0, 0.002, 0.005):
-        ratio = found.break_even(cost)
-        assert ratio is not None
-        assert found.step_s(ratio) + cost < 0.115
-        assert found.step_s(ratio / 1.03) + cost >= 0.115 * (1 - 1e-9)
-        above = found.break_even(cost, over="bf16")
-        assert above is not None
-        assert above > ratio
-    assert found.break_even(0.1) is None  # more than can be saved
-    hides = found.ratio_to_hide()
-    assert found.step_s(hides) <= 0.115 - 0.9 * found.beside_dense.seconds + 1e-12
-    assert found.step_s(hides / 1.03) > 0.115 - 0.9 * found.beside_dense.seconds
-
-
-def test_a_scheme_that_costs_more_than_it_saves_loses_in_words() -> None:
-    # bf16 saves nearly all, so that a ratio of 2 is not faster.
-    text = str(measured(0.200, 0.105, 0.100, 0.060))
-    assert "loses" in text
-    assert "to beat bf16" in text
-    assert "breaks even" in text
-
-
-def test_all_numbers_are_saved(tmp_path: Path) -> None:
-    found = measured(0.200, 0.150, 0.102, 0.100)
-    found.save(tmp_path / "headroom.json")
-    saved: dict[str, Any] = json.loads((tmp_path / "headroom.json").read_text())
-    assert saved["verdict"] == "compress"
-    assert saved["dense"]["median_s"] == found.dense.median_s
-    assert saved["step_s_by_ratio"]["4"] == found.step_s(4)
-    assert len(saved["travel"]) == 3
-
-
-@pytest.mark.parametrize("steps", [9, 10.5, True, "30"])
-def test_a_wrong_number_of_steps_is_refused(steps: Any) -> None:
-    with pytest.raises(ValueError, match="10 or more"):
-        commhooks.headroom(nn.Linear(2, 2), lambda: None, steps=steps)
-
-
-def test_a_module_without_ranks_is_refused() -> None:
-    with pytest.raises(commhooks.Error, match="DistributedDataParallel"):
-        commhooks.headroom(nn.Linear(2, 2), lambda: torch.zeros(1))
+def test_each_reason_for_no_answer_has_words(told: dict[str, Any], said: str) -> None:
+    assert said in command._reason(told, 0, False, 600.0)
