@@ -271,6 +271,27 @@ def test_hooks_are_verified_independently_of_each_other() -> None:
     assert run_ranks(_two_hooks, 2) == [(4, 2), (4, 2)]
 
 
+def _unregistered(rank: int, world_size: int, name: str) -> tuple[int, int, int]:
+    ddp = CoreDDP(mlp(16, 2))
+    hook = commhooks.register(ddp, name, verify_every=1)
+    for step in range(6):
+        ddp(torch.randn(4, 16)).square().mean().backward()
+        if step == 2:
+            commhooks.unregister(ddp)
+    verification = hook.verification
+    assert verification is not None
+    again = commhooks.register(ddp, name, verify_every=1)
+    ddp(torch.randn(4, 16)).square().mean().backward()
+    assert again.verification is not None
+    again.verification.report()
+    return verification.steps, len(verification._pending), again.verification.steps
+
+
+@pytest.mark.parametrize("name", ["int8", "topk"])
+def test_a_hook_that_is_removed_looks_at_its_last_verified_step(name: str) -> None:
+    assert run_ranks(_unregistered, 2, name) == [(3, 0, 1), (3, 0, 1)]
+
+
 def _differs(rank: int, world_size: int) -> str:
     with pytest.raises(commhooks.errors.MismatchError) as caught:
         commhooks.register(CoreDDP(mlp(16, 2)), "int8", verify_every=1 + rank)
