@@ -409,3 +409,62 @@ def test_a_law_allows_what_a_scale_of_several_ranks_or_steps_loses(
         error = float((mean - torch.stack(grads).mean(0)).norm())
         largest = max(float(grad.norm()) for grad in grads)
         assert law.rounding is None or error <= law.variance**0.5 * largest
+
+
+def _of_size(rank: int, world_size: int) -> dict[str, Any]:
+    found = {}
+    cases: list[tuple[str, torch.dtype, float]] = [
+        ("int8", torch.float32, 1e-30),
+        ("topk", torch.float32, 1e-30),
+        ("none", torch.float32, 1e-42),
+        ("int8", torch.float32, 1e30),
+        ("none", torch.float16, 1e-7),
+        ("none", torch.bfloat16, 1e-7),
+    ]
+    for name, dtype, factor in cases:
+        model = CoreDDP(nn.Linear(256, 16, bias=False).to(dtype))
+        hook = commhooks.register(model, name, verify_every=1)
+        for step in range(3):
+            torch.manual_seed(10 * step + rank)
+            model.zero_grad()
+            # The gradient of a weight is the factor times its input.
+            (model(torch.randn(1, 256).to(dtype)) * factor).sum().backward()
+        assert hook.verification is not None
+        errors = hook.verification.report()["error"].tolist()
+        found[f"{name} {dtype} {factor}"] = (list(map(str, hook.verification.findings)), errors)
+        hook.close()
+    return found
+
+
+def test_gradients_at_the_ends_of_their_range_break_no_law() -> None:
+    (found, _, _) = run_ranks(_of_size, 3)
+    assert {case: findings for case, (findings, _) in found.items() if findings} == {}
+    # A norm that is not that of zeros: squares vanish in float32 before numbers do.
+    assert all(0 < error < 0.1 for error in found["int8 torch.float32 1e-30"][1])
+
+
+@dataclass(frozen=True)
+class Invents(Wrapper):
+    """Returns ones."""
+
+    scheme: Scheme
+
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        result = yield from self.scheme.exchange(bucket)
+        return result._replace(mean=torch.ones_like(result.mean))
+
+
+def _from_zeros(rank: int, world_size: int) -> list[str]:
+    model = CoreDDP(nn.Linear(4, 4, bias=False))
+    hook = commhooks.register(model, Invents(Dense()), verify_every=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model(torch.zeros(1, 4)).sum().backward()
+        assert hook.verification is not None
+        hook.verification.report()
+    return list(map(str, hook.verification.findings))
+
+
+def test_an_average_of_zeros_is_zero() -> None:
+    ((found,), _) = run_ranks(_from_zeros, 2)
+    assert "has a norm of 4, though all gradients are zero" in found
