@@ -23,7 +23,7 @@ ROWS = ("gradient", "mean", "difference", "residual", "hash")
 _PART = 2**17  # entries whose squares are added in float32
 _SMALL = 1e-15  # entries whose squares vanish in float32 are no part of a larger norm
 _WIDTH = 64  # numbers of a sketch
-_CHUNK = 2**18  # integers that are hashed at a time: they stay in a CPU's cache
+_CHUNK = 2**17  # integers that are hashed at a time: they stay in a CPU's cache, and in its heap
 
 
 class Observer(Protocol):
