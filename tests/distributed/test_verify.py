@@ -25,6 +25,8 @@ from commhooks.wrappers import DelayedStart, PeriodicDense, Schedule
 from commhooks.wrappers.base import Wrapper
 from commhooks.wrappers.feedback import ErrorFeedback
 from ddp_core import DistributedDataParallel as CoreDDP
+from tests.contract.cases import make as make_case
+from tests.contract.cases import registered
 from tests.distributed.harness import RankError, run_ranks
 from tests.distributed.models import Branches
 from tests.distributed.training import mlp
@@ -390,6 +392,32 @@ def test_a_scheme_that_changes_is_judged_by_the_part_that_runs() -> None:
         name: ([], averaging.get(name, list(range(6)))) for name in _mixed()
     }
     assert found == expected
+
+
+def _all_accused(rank: int, world_size: int, dtype: torch.dtype) -> dict[str, str]:
+    warnings.filterwarnings("ignore", "commhooks:")
+    found = {}
+    for name in registered():
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(mlp(16, 2).to(dtype), bucket_cap_mb=0.002)
+        hook = commhooks.register(ddp, make_case(name), verify_every=1)
+        for step in range(4):
+            torch.manual_seed(10 * step + rank)
+            ddp.zero_grad()
+            # One rank's gradient is much larger, another one in each step.
+            size = 100.0 if rank == step % world_size else 1.0
+            (ddp(torch.randn(4, 16).to(dtype)) * size).square().mean().backward()
+        assert hook.verification is not None
+        hook.verification.report()
+        if hook.verification.findings or hook.verification.steps != 4:
+            found[name] = str(hook.verification)
+        hook.close()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_registered_scheme_is_accused(dtype: torch.dtype) -> None:
+    assert run_ranks(_all_accused, 2, dtype) == [{}, {}]
 
 
 @pytest.mark.parametrize(("name", "world_size"), [("intsgd", 2), ("global_qsgd", 64)])
