@@ -135,8 +135,8 @@ def _seconds(ddp: DistributedDataParallel, x: Tensor, count: int) -> float:
 
 
 def main(
-    turns: Annotated[int, typer.Option(help="Turns of short blocks.", min=5)] = 41,
-    long: Annotated[int, typer.Option(help=f"Turns of blocks of {EVERY} steps.", min=3)] = 5,
+    turns: Annotated[int, typer.Option(help="Turns of short blocks.", min=5)] = 31,
+    long: Annotated[int, typer.Option(help=f"Turns of blocks of {EVERY} steps.", min=3)] = 4,
     out: Annotated[Path, typer.Option(help="Where the table goes.")] = Path(
         "results/verify_cost/verify_cost.csv"
     ),

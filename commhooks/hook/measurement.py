@@ -21,8 +21,9 @@ __all__ = ["ROWS", "Measurement", "Observer"]
 # of their difference and of its residual, and the hash of the averaged gradient.
 ROWS = ("gradient", "mean", "difference", "residual", "hash")
 _PART = 2**17  # entries whose squares are added in float32
+_SMALL = 1e-15  # entries whose squares vanish in float32 are no part of a larger norm
 _WIDTH = 64  # numbers of a sketch
-_CHUNK = 2**18  # integers that are hashed at a time: they stay in a CPU's cache
+_CHUNK = 2**17  # integers that are hashed at a time: they stay in a CPU's cache, and in its heap
 
 
 class Observer(Protocol):
@@ -137,7 +138,9 @@ def _norms(views: Sequence[Tensor]) -> Tensor:
     norms = torch.stack(torch._foreach_norm(parts, 2, dtype=_wide(parts[0]))).double()
     if len(parts) > len(views):
         norms = _sums(norms.square_(), owners, len(views)).sqrt_()
-    for place in (~norms.isfinite()).nonzero().view(-1).tolist():
+    # Squares leave the range of float32, above it and below: zero may be the norm of small entries.
+    doubtful = ~(norms.isfinite() & (norms > _SMALL))
+    for place in doubtful.nonzero().view(-1).tolist():
         norms[place] = torch.linalg.vector_norm(views[place], dtype=torch.float64)
     return norms
 

@@ -155,6 +155,8 @@ def unregister(model: nn.Module) -> None:
     for key, guard in list(ddp._forward_pre_hooks.items()):
         if isinstance(guard, AttachmentGuard):
             del ddp._forward_pre_hooks[key]
+    if state.verification is not None:
+        state.verification.close()  # the step that flushes is not verified
     if keeps_residual(state.scheme):
         # The hook runs one step more, which flushes the residual into the gradient.
         state.switch("none")

@@ -27,6 +27,8 @@ __all__ = ["Finding", "Law", "Verified", "judge", "law_of"]
 _DRAW = 8.0
 # As the laws of ``commhooks check``: sums in 32 bits, and sums or payloads that travel in 16.
 _WIDE, _NARROW = 2.0**-12, 2.0**-7
+# Kernels take smaller numbers for zero: scales of levels and processors' subnormal numbers.
+_LEAST = 1e-30
 
 
 class Finding(NamedTuple):
@@ -209,7 +211,8 @@ def judge(
             )
         )
     if finite:
-        _apply(law, find, dtype, torch.sqrt((own.square() + kept.square()).sum(1)), error, balance)
+        sizes = torch.sqrt((own.square() + kept.square()).sum(1))
+        _apply(law, find, dtype, sizes, error, balance, layout.numel)
     return rows, findings
 
 
@@ -220,6 +223,7 @@ def _apply(
     sizes: Tensor,
     error: Tensor,
     balance: Tensor | None,
+    numel: int,
 ) -> None:
     """Compares a bucket's error with what the law allows; ``sizes``: per rank, of its share."""
     everyone = list(range(len(sizes)))
@@ -233,6 +237,10 @@ def _apply(
         return
     rounding = max(law.rounding, 4 * torch.finfo(dtype).eps)
     allowed = rounding * float(sizes.mean()) + math.sqrt(law.variance) * float(sizes.max())
+    # Near the end of the range the distance of two numbers is fixed; every rank's share is rounded.
+    ends = torch.finfo(dtype)
+    last = max(ends.smallest_normal * ends.eps, _LEAST)
+    allowed += (1 + len(sizes) / 2) * last * math.sqrt(numel)
     # Of the whole bucket: blocks and scales that several parameters share make the error of a small
     # one larger than itself.
     total = float(measured.norm())
@@ -243,6 +251,8 @@ def _apply(
     text = (
         f"the average of {law.name} differs from {what} by {total / size:.3g} of the bucket's "
         f"gradients, of which most is in this parameter; its law allows {allowed / size:.3g}"
+        if size
+        else f"the average of {law.name} has a norm of {total:.3g}, though all gradients are zero"
     )
     find(int(measured.argmax()), "error", everyone, text)
 

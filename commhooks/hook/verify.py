@@ -187,30 +187,16 @@ class Verification:
 
     def metrics(self) -> dict[str, float]:
         """Returns numbers of the last verified step, see :meth:`HookState.metrics`."""
-        rows = self._latest
-        found = {"verify/findings": float(len(self.findings))}
-        if errors := [row.error for row in rows if row.error == row.error]:
-            found["verify/error"] = max(errors)
-        if cosines := [row.cosine for row in rows if row.cosine == row.cosine]:
-            found["verify/cosine_min"] = min(cosines)
-        return found
+        return _numbers(self._latest, len(self.findings))
 
     def __str__(self) -> str:
         self._settle(wait=False)
         if not self.steps:
             return "no step was verified yet"
-        rows = self._latest
-        text = f"{self._last}: {_count(self.steps, 'step')} verified"
-        known = [row for row in rows if row.error == row.error]
-        if known:
-            worst = max(known, key=lambda row: row.error)
-            text += (
-                f", the last is {worst.step}. Its largest error is {worst.error:.3g} of the dense "
-                f"mean, of {worst.parameter!r}, at a cosine of {worst.cosine:.5g}"
-            )
+        text = f"{self._last}: {_count(self.steps, 'step')} verified{_worst(self._latest)}. "
         found = [f"\n  {finding}" for finding in list(self.findings)[-10:]]
-        return f"{text}. {_count(len(self.findings), 'finding')}{':' if found else '.'}" + "".join(
-            found
+        return (
+            text + _count(len(self.findings), "finding") + (":" if found else ".") + "".join(found)
         )
 
     # ---- inside
@@ -234,7 +220,7 @@ class Verification:
                 pending = self._pending.popleft()
                 for number, work in enumerate(pending.works):
                     self._finish(work, pending.step, number)
-                found, rows = self._judge(pending)
+                found, rows = _judge(pending)
                 self.findings += found
                 self._rows += rows
                 self._latest = rows
@@ -259,26 +245,49 @@ class Verification:
         if self._lent is not None:
             self._lent.answered += 1
 
-    def _judge(self, pending: _Pending) -> tuple[list[Finding], list[Verified]]:
-        ranks = pending.table.cpu().view(torch.float64)
-        begin = 0
-        findings: list[Finding] = []
-        rows: list[Verified] = []
-        for one in pending.measured:
-            end = begin + len(one.layout)
-            error, balance = one.errors()
-            judged, found = judge(
-                pending.law, pending.step, one, ranks[:, :, begin:end], error, balance
-            )
-            rows += judged
-            findings += found
-            begin = end
-        return findings, rows
-
 
 def attach(hook: Any, verification: Verification) -> None:
     """Makes a hook that has not met the other ranks yet verify its steps."""
     hook.verification = hook._engine.observer = verification
+
+
+def _judge(pending: _Pending) -> tuple[list[Finding], list[Verified]]:
+    """Returns findings and rows of a step; the same on every rank."""
+    ranks = pending.table.cpu().view(torch.float64)
+    begin = 0
+    findings: list[Finding] = []
+    rows: list[Verified] = []
+    for one in pending.measured:
+        end = begin + len(one.layout)
+        error, balance = one.errors()
+        judged, found = judge(
+            pending.law, pending.step, one, ranks[:, :, begin:end], error, balance
+        )
+        rows += judged
+        findings += found
+        begin = end
+    return findings, rows
+
+
+def _worst(rows: list[Verified]) -> str:
+    """Returns a sentence on the parameter with the largest error of a step."""
+    known = [row for row in rows if row.error == row.error]
+    if not known:
+        return ""
+    worst = max(known, key=lambda row: row.error)
+    return (
+        f", the last is {worst.step}. Its largest error is {worst.error:.3g} of the dense mean, of "
+        f"{worst.parameter!r}, at a cosine of {worst.cosine:.5g}"
+    )
+
+
+def _numbers(rows: list[Verified], findings: int) -> dict[str, float]:
+    found = {"verify/findings": float(findings)}
+    if errors := [row.error for row in rows if row.error == row.error]:
+        found["verify/error"] = max(errors)
+    if cosines := [row.cosine for row in rows if row.cosine == row.cosine]:
+        found["verify/cosine_min"] = min(cosines)
+    return found
 
 
 def _warn(found: list[Finding], rank: int, action: Verify, warned: set[_Told]) -> None:

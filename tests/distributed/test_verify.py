@@ -25,6 +25,8 @@ from commhooks.wrappers import DelayedStart, PeriodicDense, Schedule
 from commhooks.wrappers.base import Wrapper
 from commhooks.wrappers.feedback import ErrorFeedback
 from ddp_core import DistributedDataParallel as CoreDDP
+from tests.contract.cases import make as make_case
+from tests.contract.cases import registered
 from tests.distributed.harness import RankError, run_ranks
 from tests.distributed.models import Branches
 from tests.distributed.training import mlp
@@ -271,6 +273,27 @@ def test_hooks_are_verified_independently_of_each_other() -> None:
     assert run_ranks(_two_hooks, 2) == [(4, 2), (4, 2)]
 
 
+def _unregistered(rank: int, world_size: int, name: str) -> tuple[int, int, int]:
+    ddp = CoreDDP(mlp(16, 2))
+    hook = commhooks.register(ddp, name, verify_every=1)
+    for step in range(6):
+        ddp(torch.randn(4, 16)).square().mean().backward()
+        if step == 2:
+            commhooks.unregister(ddp)
+    verification = hook.verification
+    assert verification is not None
+    again = commhooks.register(ddp, name, verify_every=1)
+    ddp(torch.randn(4, 16)).square().mean().backward()
+    assert again.verification is not None
+    again.verification.report()
+    return verification.steps, len(verification._pending), again.verification.steps
+
+
+@pytest.mark.parametrize("name", ["int8", "topk"])
+def test_a_hook_that_is_removed_looks_at_its_last_verified_step(name: str) -> None:
+    assert run_ranks(_unregistered, 2, name) == [(3, 0, 1), (3, 0, 1)]
+
+
 def _differs(rank: int, world_size: int) -> str:
     with pytest.raises(commhooks.errors.MismatchError) as caught:
         commhooks.register(CoreDDP(mlp(16, 2)), "int8", verify_every=1 + rank)
@@ -371,6 +394,32 @@ def test_a_scheme_that_changes_is_judged_by_the_part_that_runs() -> None:
     assert found == expected
 
 
+def _all_accused(rank: int, world_size: int, dtype: torch.dtype) -> dict[str, str]:
+    warnings.filterwarnings("ignore", "commhooks:")
+    found = {}
+    for name in registered():
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(mlp(16, 2).to(dtype), bucket_cap_mb=0.002)
+        hook = commhooks.register(ddp, make_case(name), verify_every=1)
+        for step in range(4):
+            torch.manual_seed(10 * step + rank)
+            ddp.zero_grad()
+            # One rank's gradient is much larger, another one in each step.
+            size = 100.0 if rank == step % world_size else 1.0
+            (ddp(torch.randn(4, 16).to(dtype)) * size).square().mean().backward()
+        assert hook.verification is not None
+        hook.verification.report()
+        if hook.verification.findings or hook.verification.steps != 4:
+            found[name] = str(hook.verification)
+        hook.close()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_registered_scheme_is_accused(dtype: torch.dtype) -> None:
+    assert run_ranks(_all_accused, 2, dtype) == [{}, {}]
+
+
 @pytest.mark.parametrize(("name", "world_size"), [("intsgd", 2), ("global_qsgd", 64)])
 def test_a_law_allows_what_a_scale_of_several_ranks_or_steps_loses(
     name: str, world_size: int
@@ -388,3 +437,62 @@ def test_a_law_allows_what_a_scale_of_several_ranks_or_steps_loses(
         error = float((mean - torch.stack(grads).mean(0)).norm())
         largest = max(float(grad.norm()) for grad in grads)
         assert law.rounding is None or error <= law.variance**0.5 * largest
+
+
+def _of_size(rank: int, world_size: int) -> dict[str, Any]:
+    found = {}
+    cases: list[tuple[str, torch.dtype, float]] = [
+        ("int8", torch.float32, 1e-30),
+        ("topk", torch.float32, 1e-30),
+        ("none", torch.float32, 1e-42),
+        ("int8", torch.float32, 1e30),
+        ("none", torch.float16, 1e-7),
+        ("none", torch.bfloat16, 1e-7),
+    ]
+    for name, dtype, factor in cases:
+        model = CoreDDP(nn.Linear(256, 16, bias=False).to(dtype))
+        hook = commhooks.register(model, name, verify_every=1)
+        for step in range(3):
+            torch.manual_seed(10 * step + rank)
+            model.zero_grad()
+            # The gradient of a weight is the factor times its input.
+            (model(torch.randn(1, 256).to(dtype)) * factor).sum().backward()
+        assert hook.verification is not None
+        errors = hook.verification.report()["error"].tolist()
+        found[f"{name} {dtype} {factor}"] = (list(map(str, hook.verification.findings)), errors)
+        hook.close()
+    return found
+
+
+def test_gradients_at_the_ends_of_their_range_break_no_law() -> None:
+    (found, _, _) = run_ranks(_of_size, 3)
+    assert {case: findings for case, (findings, _) in found.items() if findings} == {}
+    # A norm that is not that of zeros: squares vanish in float32 before numbers do.
+    assert all(0 < error < 0.1 for error in found["int8 torch.float32 1e-30"][1])
+
+
+@dataclass(frozen=True)
+class Invents(Wrapper):
+    """Returns ones."""
+
+    scheme: Scheme
+
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        result = yield from self.scheme.exchange(bucket)
+        return result._replace(mean=torch.ones_like(result.mean))
+
+
+def _from_zeros(rank: int, world_size: int) -> list[str]:
+    model = CoreDDP(nn.Linear(4, 4, bias=False))
+    hook = commhooks.register(model, Invents(Dense()), verify_every=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model(torch.zeros(1, 4)).sum().backward()
+        assert hook.verification is not None
+        hook.verification.report()
+    return list(map(str, hook.verification.findings))
+
+
+def test_an_average_of_zeros_is_zero() -> None:
+    ((found,), _) = run_ranks(_from_zeros, 2)
+    assert "has a norm of 4, though all gradients are zero" in found
