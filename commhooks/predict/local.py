@@ -56,7 +56,7 @@ def predict_local(
     delay: int = 0,
     tcp: bool | None = None,
 ) -> LocalStep:
-    """Predicts :class:`commhooks.DiLoCo` and :func:`commhooks.local_sgd`.
+    """Predicts :class:`commhooks.DiLoCo` and :func:`commhooks.local.local_sgd`.
 
     Args:
         scheme: of the exchanges.

@@ -72,7 +72,7 @@ def _train(rank: int, world_size: int, kind: str, seconds_per_byte: float) -> di
 
 @pytest.mark.parametrize("kind", ["core", "torch"])
 def test_a_slow_line_gets_a_scheme_within_the_budget_of_error(kind: str) -> None:
-    ranks = run_ranks(_train, 2, kind, 5e-8)  # 0.5 MB in 25 ms
+    ranks = run_ranks(_train, 2, kind, 1.5e-7)  # 0.5 MB in 80 ms
     assert "int8" in ranks[0]["scheme"], ranks[0]["plan"]  # top-k is beyond the budget
     assert "auto runs int8" in ranks[0]["plan"]
     for one in ranks[1:]:

@@ -51,7 +51,7 @@ def test_a_script_of_torchrun_is_measured_unmodified(tmp_path: Path) -> None:
     # 64 x 64 weights and 64 biases, and 64 weights and a bias.
     assert saved["facts"]["dense_nbytes"] == 4 * (64 * 64 + 64 + 64 + 1)
     assert all(saved[kind]["steps"] >= 10 for kind in ("dense", "bf16", "one", "noop"))
-    assert saved["verdict"] in ("hidden", "latency", "bf16", "compress")
+    assert saved["verdict"] in ("hidden", "latency", "bf16", "compress", "unclear")
 
 
 @pytest.mark.slow

@@ -295,8 +295,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "the last rule that matches decides",
-            "for rule in self.rules:\n            if rule.matches(name, shape, dtype):",
-            "for rule in reversed(self.rules):\n            if rule.matches(name, shape, dtype):",
+            "(rule.scheme for rule in self.rules if",
+            "(rule.scheme for rule in reversed(self.rules) if",
             f"{WRAPPERS}::test_the_first_rule_that_matches_decides",
         ),
     ),
