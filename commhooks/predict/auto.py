@@ -15,6 +15,7 @@ from commhooks.core.scheme import Scheme
 from commhooks.core.settings import fitting
 from commhooks.errors import CheckpointError
 from commhooks.hook.state import HookState
+from commhooks.hook.summary import Summary
 from commhooks.predict.advise import CANDIDATES, made_candidates
 from commhooks.predict.search import Search
 from commhooks.predict.split import Split, split_scheme
@@ -101,7 +102,9 @@ class AutoHook(HookState):
 
     def summary(self, steps: int = 100) -> str:
         """Describes the latest steps, and the decision."""
-        return f"{super().summary(steps)} {self.plan}"
+        found = super().summary(steps)
+        facts = getattr(found, "facts", ())
+        return Summary(f"{found} {self.plan}", (*facts, ("plan", self.plan)))
 
     def load_state_dict(
         self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, strict: bool = True

@@ -56,6 +56,16 @@ def ledger() -> Ledger:
     return found
 
 
+def test_a_page_tells_the_plan_of_auto(group: None, tmp_path: Path) -> None:
+    ddp = DistributedDataParallel(nn.Linear(8, 8))
+    hook = commhooks.register(ddp, "auto", candidates=["int8"])
+    for _ in range(3):
+        ddp(torch.randn(2, 8)).sum().backward()
+    assert ("plan", "auto: nothing is decided yet") in hook.summary().facts  # type: ignore[attr-defined]
+    hook.page(tmp_path / "run.html")
+    assert "auto: nothing is decided yet" in (tmp_path / "run.html").read_text()
+
+
 class _Tags(HTMLParser):
     """Checks that every tag is closed, and collects links to other files."""
 
