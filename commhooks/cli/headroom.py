@@ -126,11 +126,6 @@ def _reason(told: dict[str, Any], code: int, killed: bool, limit: float) -> str:
             f"DistributedDataParallel takes one: leave it out to measure what dense, bf16 and no "
             f"communication take."
         )
-    if told.get("alone"):
-        return (
-            "the script trains on one rank, which has nobody to exchange gradients with: start it "
-            "on two or more."
-        )
     if "failed" in told:
         return str(told["failed"])
     if "too_slow" in told:
@@ -144,10 +139,16 @@ def _reason(told: dict[str, Any], code: int, killed: bool, limit: float) -> str:
             f"the script {ended}{steps}, before the {told['needed']} steps that the measurement "
             f"needs{within or ': train longer, or ask for fewer --steps'}."
         )
+    if told.get("alone"):
+        return (
+            "the script trains on one rank, which has nobody to exchange gradients with: start it "
+            "on two or more."
+        )
     if told.get("ddp"):
         return (
             f"the script built a DistributedDataParallel and {ended} before a forward pass through "
-            f"it in training{within}."
+            f"it in training{within}. A pass counts that calls the DistributedDataParallel and not "
+            f"the module inside, in training mode (model.train()), with gradients switched on."
         )
     return (
         f"the script {ended} and never built a DistributedDataParallel{within}: there is no "

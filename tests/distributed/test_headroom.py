@@ -1,0 +1,250 @@
+"""``commhooks headroom`` and scripts that know nothing of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
+from commhooks.errors import RegistrationError
+from commhooks.predict.headroom import Headroom
+from tests.distributed.as_script import HOSTS, Ran, run_script
+from tests.distributed.harness import run_ranks
+from tests.distributed.training import mlp
+
+ROOT = Path(__file__).parents[2]
+RUNS = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+# The numbers of a table's line, and what follows it.
+ROW = re.compile(r"^(dense|bf16|1 value a bucket|none \(no-op\)) +[\d.]+ +[\d.]+ to [\d.]+ +10$", re.M)
+WORDS = ("Do not compress", "Use bf16", "Compression may pay", "No answer")
+
+
+def headroom(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """The command, with ten steps of each kind."""
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
+    }
+    return subprocess.run(
+        [sys.executable, "-m", "commhooks", "headroom", "--steps=10", *arguments],
+        env=environment, cwd=cwd, text=True, capture_output=True, timeout=100,
+    )  # fmt: skip
+
+
+def assert_answer(output: str) -> None:
+    assert len(ROW.findall(output)) == 4, output
+    assert output.count("The most that compression can save:") == 1
+    assert sum(word in output for word in WORDS) == 1
+
+
+# ---- through the command
+
+
+def test_a_script_under_torchrun_is_measured_and_stopped(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    done = headroom("--out", str(out), "--", *RUNS, "-m", "tests.hosts.trainer", "1000", "1000")
+    assert done.returncode == 0, done.stderr
+    assert_answer(done.stdout)
+    assert "commhooks headroom: 2 ranks over gloo, 1.05 MB of gradients" in done.stdout
+    assert "epoch 0 | loss" in done.stdout  # the script's own words come through
+    assert "is stopped then" in done.stderr
+    assert "Traceback" not in done.stderr
+    found = json.loads(out.read_text())
+    assert found["facts"]["dense_nbytes"] == 4 * (512 * 512 + 512 + 512 + 1)
+    assert [found[kind]["steps"] for kind in ("dense", "bf16", "one", "noop")] == [10] * 4
+
+
+def test_a_script_that_spawns_its_ranks_is_measured() -> None:
+    done = headroom("--", str(HOSTS / "spawned.py"))  # a Python file is enough
+    assert done.returncode == 0, done.stderr
+    assert_answer(done.stdout)
+    assert "Finished running" not in done.stdout
+
+
+NO_DDP = "from __future__ import annotations\nimport sys\nsys.exit({code})\n"
+
+
+@pytest.mark.parametrize(("code", "expected"), [(0, 1), (7, 7)])
+def test_a_script_without_a_model_keeps_its_exit_code(
+    tmp_path: Path, code: int, expected: int
+) -> None:
+    script, out = tmp_path / "train.py", tmp_path / "out.json"
+    script.write_text(NO_DDP.format(code=code))
+    done = headroom("--out", str(out), "--", str(script))
+    assert done.returncode == expected
+    assert f"ended with exit code {code} and never built a DistributedDataParallel" in done.stderr
+    assert not out.exists()
+
+
+def test_a_command_that_is_none_is_refused() -> None:
+    done = headroom("--", "no-such-trainer")
+    assert done.returncode == 2
+    assert "cannot run no-such-trainer" in done.stderr
+
+
+# ---- scripts of many shapes
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        "amp", "no_sync", "workers", "several_models", "several_groups", "closure", "evaluates",
+        "unused", "static_graph", "two_forwards", "two_backwards", "joins", "compiled",
+        "overlapped",
+    ],
+)  # fmt: skip
+def test_a_script_of_any_shape_gets_an_answer(shape: str, tmp_path: Path) -> None:
+    ran = run_script(tmp_path, "shapes.py", shape, 200)
+    assert ran.codes == (0, 0), ran.output
+    assert ran.told["done"] == ran.told["needed"] == 58
+    assert_answer(ran.output[0])
+    assert ("has 2 DistributedDataParallel models" in ran.output[0]) == shape.startswith("several")
+    assert all("the script has ended" not in output for output in ran.output)
+
+
+def test_a_script_that_catches_everything_is_stopped(tmp_path: Path) -> None:
+    ran = run_script(tmp_path, "accumulating.py", 200)
+    assert ran.codes == (0, 0), ran.output
+    assert_answer(ran.output[0])
+    # It catches the exit as often as it is let: no step of its own has failed.
+    assert ran.output[0].count("a step failed, going on") == 3
+
+
+@pytest.mark.parametrize("shape", ["around_the_wrapper", "only_evaluates", "trains_in_eval_mode"])
+def test_a_script_that_never_trains_through_the_wrapper(shape: str, tmp_path: Path) -> None:
+    ran = run_script(tmp_path, "shapes.py", shape, 5)
+    assert ran.codes == (0, 0)
+    assert ran.told == {"ddp": True}
+    assert "the script has ended" in ran.output[0]
+
+
+def test_a_script_with_a_hook_of_its_own_is_told_which(tmp_path: Path) -> None:
+    ran = run_script(tmp_path, "shapes.py", "own_hook", 200)
+    assert ran.told["own_hook"] == "fp16_compress_hook"
+    assert "the script has ended" not in ran.output[0]
+
+
+def test_a_script_that_raises_keeps_its_exit_code_and_says_when(tmp_path: Path) -> None:
+    ran = run_script(tmp_path, "shapes.py", "fails", 200)
+    assert ran.codes == (1, 1)
+    assert "ArithmeticError: the loss is no number" in ran.output[0]
+    assert ran.told["ended"] == 13
+
+
+def test_a_script_that_exits_early_keeps_its_exit_code_and_says_when(tmp_path: Path) -> None:
+    ran = run_script(tmp_path, "shapes.py", "exits", 200)
+    assert ran.codes == (5, 5)
+    assert ran.told["ended"] == 12
+    assert "done" not in ran.told
+
+
+def test_the_time_limit_ends_before_the_first_turn_in_words(tmp_path: Path) -> None:
+    ran = run_script(tmp_path, "shapes.py", "plain", 200, time_limit=-1.0)
+    assert ran.codes == (0, 0)
+    # After one turn there is an answer, however short the time was.
+    assert ran.told["done"] == 34
+    assert "3 turns" not in ran.output[0]
+
+
+# ---- the function
+
+
+def _trained(rank: int) -> tuple[DistributedDataParallel, torch.optim.Optimizer, Callable[[], Any]]:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    torch.manual_seed(1 + rank)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        ddp(torch.randn(8, 16)).square().mean().backward()
+        optimizer.step()
+
+    return ddp, optimizer, step
+
+
+def _measure(rank: int, world_size: int) -> tuple[Headroom, list[Tensor]]:
+    ddp, _, step = _trained(rank)
+    found = commhooks.headroom(ddp, step, steps=10)
+    step()
+    return found, [p.grad for p in ddp.parameters() if p.grad is not None]
+
+
+def test_the_function_gives_all_ranks_one_answer_and_averages_again() -> None:
+    (found, gradients), (other, others) = run_ranks(_measure, 2)
+    assert found == other
+    assert found.facts.world_size == 2
+    assert found.facts.turns == 2
+    assert_answer(str(found))
+    torch.testing.assert_close(gradients, others, rtol=0, atol=0)
+
+
+def _first_steps(rank: int, world_size: int) -> list[bool]:
+    """Whether the steps before the first turn train as they do without the measurement."""
+    ends = []
+    for measured in (False, True):
+        ddp, _, step = _trained(rank)
+        parameters: list[Tensor] = []
+
+        def count(step: Callable[[], Any] = step, ddp: nn.Module = ddp) -> None:
+            step()
+            ends[-1].append([p.detach().clone() for p in ddp.parameters()])
+
+        ends.append([])
+        if measured:
+            commhooks.headroom(ddp, count, steps=10)
+        else:
+            for _ in range(10):
+                count()
+    return [
+        all(map(torch.equal, mine, theirs)) for mine, theirs in zip(ends[0], ends[1], strict=False)
+    ]
+
+
+def test_the_steps_before_the_first_turn_train_as_without_it() -> None:
+    for same in run_ranks(_first_steps, 2):
+        assert same == [True] * 10
+
+
+def _refusals(rank: int, world_size: int) -> list[str]:
+    ddp, _, step = _trained(rank)
+    said = []
+    for model, function, options in [
+        (ddp.module, step, {}),
+        (ddp, step, {"steps": 9}),
+        (ddp, step, {"steps": 10.0}),
+        (ddp, lambda: None, {}),
+    ]:
+        with pytest.raises((RegistrationError, ValueError)) as caught:
+            commhooks.headroom(model, function, **options)
+        said.append(str(caught.value))
+    with pytest.raises(RegistrationError) as caught_hook:
+        commhooks.headroom(ddp, step)
+    said.append(str(caught_hook.value))
+    other, _, one = _trained(rank)
+    with pytest.raises(RegistrationError) as caught_two:
+        commhooks.headroom(other, lambda: (one(), one()))
+    return [*said, str(caught_two.value)]
+
+
+def test_the_function_refuses_in_words() -> None:
+    for said in run_ranks(_refusals, 2):
+        assert "not wrapped in DistributedDataParallel" in said[0]
+        assert "10 or more, got 9" in said[1]
+        assert "10 or more, got 10.0" in said[2]
+        assert "one synchronised backward pass" in said[3]
+        assert "it ran 0" in said[3]
+        assert "hook" in said[4]
+        assert "it ran 2" in said[5]
