@@ -6,6 +6,8 @@ packed codecs in :mod:`commhooks.core`, exceptions in :mod:`commhooks.errors`. H
 of PyTorch's hooks are in :mod:`commhooks.classic`, and can be imported from here.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from commhooks import ddp_comm_hooks, errors, optim, schemes, wrappers
 from commhooks._version import __version__
 
@@ -61,6 +63,19 @@ from commhooks.wrappers import ErrorFeedback, PerParameter, Rule, Schedule
 from commhooks.wrappers.make import make
 from ddp_core import AllGather, AllReduce, AllToAll
 
+if TYPE_CHECKING:
+    from commhooks.predict import headroom
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Imports predictions, which training does not need, when they are asked for."""
+        if name == "headroom":
+            from commhooks.predict import headroom
+
+            return headroom
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 __all__ = [
     "AllGather",
     "AllReduce",
@@ -85,6 +100,7 @@ __all__ = [
     "comm_hook",
     "ddp_comm_hooks",
     "errors",
+    "headroom",
     "load_dcp",
     "make",
     "optim",

@@ -6,6 +6,8 @@ from commhooks.predict.collectives import collective_seconds
 from commhooks.predict.counted import counted
 from commhooks.predict.device import DEVICES, Device, ThisDevice, device
 from commhooks.predict.fabric import PRESETS, Fabric, Link, fabric, load_fabric, save_fabric
+from commhooks.predict.headroom import Headroom, headroom
+from commhooks.predict.link import measure_link
 from commhooks.predict.models import MODELS, Model, model
 from commhooks.predict.planned import Message, Planned, PredictionError, Work, planned
 from commhooks.predict.recorded import Recorder, record
@@ -23,6 +25,7 @@ __all__ = [
     "Comparison",
     "Device",
     "Fabric",
+    "Headroom",
     "Layer",
     "Link",
     "Message",
@@ -45,8 +48,10 @@ __all__ = [
     "device",
     "error_of",
     "fabric",
+    "headroom",
     "load_fabric",
     "load_workload",
+    "measure_link",
     "model",
     "planned",
     "predict_step",

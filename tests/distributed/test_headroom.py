@@ -5,42 +5,43 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import typer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+from commhooks.cli import headroom as command
+from commhooks.cli.headroom import headroom
 from commhooks.errors import RegistrationError
 from commhooks.predict.headroom import Headroom
-from tests.distributed.as_script import HOSTS, Ran, run_script
+from tests.distributed.as_script import HOSTS, run_script
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import mlp
 
 ROOT = Path(__file__).parents[2]
 RUNS = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 # The numbers of a table's line, and what follows it.
-ROW = re.compile(r"^(dense|bf16|1 value a bucket|none \(no-op\)) +[\d.]+ +[\d.]+ to [\d.]+ +10$", re.M)
+ROW = re.compile(
+    r"^(dense|bf16|1 value a bucket|none \(no-op\)) +[\d.]+ +[\d.]+ to [\d.]+ +10$", re.M
+)
 WORDS = ("Do not compress", "Use bf16", "Compression may pay", "No answer")
 
 
-def headroom(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """The command, with ten steps of each kind."""
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
-    }
-    return subprocess.run(
-        [sys.executable, "-m", "commhooks", "headroom", "--steps=10", *arguments],
-        env=environment, cwd=cwd, text=True, capture_output=True, timeout=100,
-    )  # fmt: skip
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *filter(None, sys.path)]))
 
 
 def assert_answer(output: str) -> None:
@@ -54,7 +55,9 @@ def assert_answer(output: str) -> None:
 
 def test_a_script_under_torchrun_is_measured_and_stopped(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    done = headroom("--out", str(out), "--", *RUNS, "-m", "tests.hosts.trainer", "1000", "1000")
+    command = [sys.executable, "-m", "commhooks", "headroom", "--steps=10", "--out", str(out), "--",
+               *RUNS, "-m", "tests.hosts.trainer", "1000", "1000"]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert_answer(done.stdout)
     assert "commhooks headroom: 2 ranks over gloo, 1.05 MB of gradients" in done.stdout
@@ -66,32 +69,51 @@ def test_a_script_under_torchrun_is_measured_and_stopped(tmp_path: Path) -> None
     assert [found[kind]["steps"] for kind in ("dense", "bf16", "one", "noop")] == [10] * 4
 
 
-def test_a_script_that_spawns_its_ranks_is_measured() -> None:
-    done = headroom("--", str(HOSTS / "spawned.py"))  # a Python file is enough
-    assert done.returncode == 0, done.stderr
-    assert_answer(done.stdout)
-    assert "Finished running" not in done.stdout
-
-
-NO_DDP = "from __future__ import annotations\nimport sys\nsys.exit({code})\n"
+def test_a_script_that_spawns_its_ranks_is_measured(capfd: pytest.CaptureFixture[str]) -> None:
+    assert headroom([str(HOSTS / "spawned.py")], 10, 100.0, None) == 0  # a Python file is enough
+    output = capfd.readouterr().out
+    assert_answer(output)
+    assert "Finished running" not in output
 
 
 @pytest.mark.parametrize(("code", "expected"), [(0, 1), (7, 7)])
 def test_a_script_without_a_model_keeps_its_exit_code(
-    tmp_path: Path, code: int, expected: int
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], code: int, expected: int
 ) -> None:
-    script, out = tmp_path / "train.py", tmp_path / "out.json"
-    script.write_text(NO_DDP.format(code=code))
-    done = headroom("--out", str(out), "--", str(script))
-    assert done.returncode == expected
-    assert f"ended with exit code {code} and never built a DistributedDataParallel" in done.stderr
+    out, handler = tmp_path / "out.json", signal.getsignal(signal.SIGTERM)
+    script = f"import os, sys; print(os.environ['MINE']); sys.exit({code})"
+    with mock.patch.dict(os.environ, MINE="from the environment"):
+        assert headroom([sys.executable, "-c", script], 10, 100.0, out) == expected
+    said = capfd.readouterr()
+    assert f"ended with exit code {code} and never built a DistributedDataParallel" in said.err
+    assert said.out == "from the environment\n"
     assert not out.exists()
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_a_start_file_of_the_users_own_runs_as_well(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('mine runs')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    headroom([sys.executable, "-c", "print('so does the script')"], 10, 100.0, None)
+    assert capfd.readouterr().out == "mine runs\nso does the script\n"
+
+
+def test_a_script_that_never_ends_is_stopped(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "_GRACE", 0.0)
+    script = "import time; time.sleep(1000)"
+    assert headroom([sys.executable, "-c", script], 10, 0.3, None) == 1
+    said = " ".join(capfd.readouterr().err.split())
+    assert "was stopped and never built a DistributedDataParallel" in said
+    assert "raise --time-limit" in said
 
 
 def test_a_command_that_is_none_is_refused() -> None:
-    done = headroom("--", "no-such-trainer")
-    assert done.returncode == 2
-    assert "cannot run no-such-trainer" in done.stderr
+    with pytest.raises(typer.BadParameter, match="cannot run no-such-trainer"):
+        headroom(["no-such-trainer"], 10, 100.0, None)
 
 
 # ---- scripts of many shapes
@@ -150,12 +172,11 @@ def test_a_script_that_exits_early_keeps_its_exit_code_and_says_when(tmp_path: P
     assert "done" not in ran.told
 
 
-def test_the_time_limit_ends_before_the_first_turn_in_words(tmp_path: Path) -> None:
+def test_after_the_time_limit_the_turns_so_far_are_the_answer(tmp_path: Path) -> None:
     ran = run_script(tmp_path, "shapes.py", "plain", 200, time_limit=-1.0)
     assert ran.codes == (0, 0)
-    # After one turn there is an answer, however short the time was.
-    assert ran.told["done"] == 34
-    assert "3 turns" not in ran.output[0]
+    assert ran.told["done"] == 34  # ten steps, and one turn of six steps of four kinds
+    assert len(re.findall(r" 5$", ran.output[0], re.MULTILINE)) == 4
 
 
 # ---- the function
@@ -193,10 +214,9 @@ def test_the_function_gives_all_ranks_one_answer_and_averages_again() -> None:
 
 def _first_steps(rank: int, world_size: int) -> list[bool]:
     """Whether the steps before the first turn train as they do without the measurement."""
-    ends = []
+    ends: list[list[list[Tensor]]] = []
     for measured in (False, True):
         ddp, _, step = _trained(rank)
-        parameters: list[Tensor] = []
 
         def count(step: Callable[[], Any] = step, ddp: nn.Module = ddp) -> None:
             step()
@@ -221,12 +241,13 @@ def test_the_steps_before_the_first_turn_train_as_without_it() -> None:
 def _refusals(rank: int, world_size: int) -> list[str]:
     ddp, _, step = _trained(rank)
     said = []
-    for model, function, options in [
+    wrong: list[tuple[nn.Module, Callable[[], Any], Any]] = [
         (ddp.module, step, {}),
         (ddp, step, {"steps": 9}),
         (ddp, step, {"steps": 10.0}),
         (ddp, lambda: None, {}),
-    ]:
+    ]
+    for model, function, options in wrong:
         with pytest.raises((RegistrationError, ValueError)) as caught:
             commhooks.headroom(model, function, **options)
         said.append(str(caught.value))

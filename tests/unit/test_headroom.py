@@ -102,7 +102,9 @@ def test_noise_is_no_reason_to_say_do_not_compress() -> None:
 def test_noise_beside_bf16_is_no_reason_to_say_do_not_compress_more() -> None:
     found = planted(0.5, 0.2, 0.19, 0.1, differ=0.08)
     assert found.verdict == "unclear"
-    assert "compression can save was 10.00 ms +- 121.05 ms, 5% of a step, beside bf16." in words(found)
+    assert "compression can save was 10.00 ms +- 121.05 ms, 5% of a step, beside bf16." in words(
+        found
+    )
     assert "until then use bf16" in words(found)
 
 
