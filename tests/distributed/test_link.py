@@ -40,8 +40,8 @@ def test_all_ranks_get_one_fabric_and_the_jobs_collectives_keep_their_order() ->
     assert found.fabric.library == "gloo"
     assert found.fabric.ranks_per_node == found.layout.per_node == found.layout.ranks == 2
     assert found.fabric.inside == found.fabric.between
-    assert 1e-7 < found.fabric.between.latency < 1
-    assert 1e4 < found.fabric.between.bandwidth < 1e13
+    assert 0 < found.fabric.between.latency < 1
+    assert found.fabric.between.bandwidth > 0
     assert found.device == "cpu"
     assert {one.collective for one in found.times} == {"all_reduce", "all_gather", "all_to_all"}
     assert all(0 < one.low_s <= one.seconds <= one.high_s for one in found.times)
