@@ -42,7 +42,8 @@ class _Script:
     def tell(self, **facts: Any) -> None:
         """Leaves facts for the command that has started this script; one rank per machine does."""
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        if int(os.environ.get("LOCAL_RANK", rank)) == 0:
+        # On a machine that the command does not run on, there is no such folder.
+        if int(os.environ.get("LOCAL_RANK", rank)) == 0 and self.status.parent.is_dir():
             told = json.loads(self.status.read_text()) if self.status.exists() else {}
             self.status.write_text(json.dumps(told | facts))
 

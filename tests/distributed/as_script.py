@@ -39,11 +39,16 @@ class Ran:
 
 
 def run_script(
-    folder: Path, name: str, *arguments: object, time_limit: float = 600.0, timeout: float = 30.0
+    folder: Path,
+    name: str,
+    *arguments: object,
+    time_limit: float = 600.0,
+    status: Path | None = None,
+    timeout: float = 60.0,
 ) -> Ran:
     """Runs a script of tests/hosts in two ranks, with ten steps of each kind."""
     harness._start_server()
-    status = folder / "status.json"
+    status = status or folder / "status.json"
     order = {"steps": 10, "deadline": time.time() + time_limit, "out": None, "status": str(status)}
     with socket.socket() as free:
         free.bind(("localhost", 0))

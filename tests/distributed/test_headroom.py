@@ -111,6 +111,28 @@ def test_a_script_that_never_ends_is_stopped(
     assert "raise --time-limit" in said
 
 
+def test_a_machine_without_rank_0_has_no_file(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.json"
+    script = (
+        "import json, os, pathlib\n"
+        "order = json.loads(os.environ['COMMHOOKS_HEADROOM'])\n"
+        "pathlib.Path(order['status']).write_text('{\"done\": 130}')\n"
+    )
+    assert headroom([sys.executable, "-c", script], 10, 100.0, out) == 0
+    assert not out.exists()
+
+
+def test_a_python_that_ignores_the_environment_is_said_to(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert headroom([sys.executable, "-I", "-c", "print('done')"], 10, 100.0, None) == 1
+    said = capfd.readouterr()
+    assert said.out == "done\n"
+    assert "ignores the environment (python -I, -E)" in said.err
+
+
 def test_a_command_that_is_none_is_refused() -> None:
     with pytest.raises(typer.BadParameter, match="cannot run no-such-trainer"):
         headroom(["no-such-trainer"], 10, 100.0, None)
@@ -156,6 +178,12 @@ def test_a_script_with_a_hook_of_its_own_is_told_which(tmp_path: Path) -> None:
     ran = run_script(tmp_path, "shapes.py", "own_hook", 200)
     assert ran.told["own_hook"] == "fp16_compress_hook"
     assert "the script has ended" not in ran.output[0]
+
+
+def test_ranks_on_machines_without_the_command_answer_as_well(tmp_path: Path) -> None:
+    ran = run_script(tmp_path, "shapes.py", "plain", 200, status=tmp_path / "elsewhere" / "status")
+    assert ran.codes == (0, 0), ran.output
+    assert_answer(ran.output[0])
 
 
 def test_a_script_that_raises_keeps_its_exit_code_and_says_when(tmp_path: Path) -> None:

@@ -179,6 +179,7 @@ def test_the_schedule_of_steps_is_the_one_by_which_they_are_sorted() -> None:
         ({}, "never built a DistributedDataParallel"),
         ({"ddp": True}, "before a forward pass through it in training"),
         ({"needed": 130, "ended": 20}, "after 20 steps, before the 130 steps"),
+        ({"seen": False}, "no Python that it started has looked at PYTHONPATH"),
         ({"needed": 130}, "before the 130 steps that the measurement needs"),
         ({"too_slow": 12}, "the time limit of 600 s came after 12 steps"),
         ({"alone": True}, "one rank, which has nobody to exchange gradients with"),
@@ -189,3 +190,10 @@ def test_the_schedule_of_steps_is_the_one_by_which_they_are_sorted() -> None:
 )
 def test_each_reason_for_no_answer_has_words(told: dict[str, Any], said: str) -> None:
     assert said in command._reason(told, 0, False, 600.0)
+
+
+def test_a_script_that_failed_is_not_told_to_train_longer() -> None:
+    told = {"needed": 130, "ended": 20}
+    assert "train longer, or ask for fewer --steps" in command._reason(told, 0, False, 600.0)
+    assert "train longer" not in command._reason(told, 1, False, 600.0)
+    assert "ended with exit code 1 after 20 steps" in command._reason(told, 1, False, 600.0)
