@@ -155,9 +155,9 @@ def _reason(told: dict[str, Any], code: int, killed: bool, limit: float) -> str:
         )
     if not told.get("seen", True):
         return (
-            f"the script {ended}{within}, and no Python that it started has looked at PYTHONPATH, by "
-            f"which it is measured: it runs on other machines, or ignores the environment (python "
-            f"-I, -E), or is no Python program."
+            f"the script {ended}{within}, and no Python that it started has looked at PYTHONPATH, "
+            f"by which it is measured: it runs on other machines, or ignores the environment "
+            f"(python -I, -E), or is no Python program."
         )
     return (
         f"the script {ended} and never built a DistributedDataParallel{within}: there is no "

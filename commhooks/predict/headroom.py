@@ -251,7 +251,7 @@ def _error(values: Sequence[float]) -> float:
     middle = statistics.median(values)
     spread = 1.4826 * statistics.median(abs(value - middle) for value in values)
     # 1.25: the standard error of a median over that of a mean.
-    return 1.25 * spread / len(values) ** 0.5
+    return 1.25 * spread / math.sqrt(len(values))
 
 
 def _is_large(gap: Gap, kind: Kind) -> bool:

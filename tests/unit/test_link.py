@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -146,7 +147,7 @@ def test_simulate_refuses_a_bad_file_in_words(tmp_path: Path, text: str | None) 
         file.write_text(text)
     done = simulated(file)
     assert done.exit_code == 2, done.output
-    assert "link.json" in done.output
+    assert "link.json" in re.sub(r"[\s│]", "", done.output)  # a long path is broken
 
 
 # ---- refusals that need no other rank
