@@ -57,14 +57,15 @@ def headroom(command: Sequence[str], steps: int, time_limit: float, out: Path | 
             )
         code, killed = _run(whole, _environment(order), time_limit)
         told = json.loads(status.read_text()) if status.exists() else {}
+        told["seen"] = Path(f"{status}.seen").exists()
+    if out is not None and not out.stat().st_size:
+        out.unlink()  # no answer, or one on the machine of rank 0
     if "done" in told:
         if code and speaks:
             typer.echo(f"(the answer above is complete; the script ended with {code})", err=True)
         return 0
     if not speaks:
         return code
-    if out is not None and not out.stat().st_size:
-        out.unlink()
     typer.echo(f"commhooks headroom: {_reason(told, code, killed, time_limit)}", err=True)
     return code or 1
 
@@ -75,6 +76,7 @@ def _environment(order: dict[str, Any]) -> dict[str, str]:
     path = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
     return os.environ | {
         ORDER: json.dumps(order),
+        f"{ORDER}_SEEN": f"{order['status']}.seen",
         f"{ORDER}_PACKAGE": str(Path(commhooks.__file__).parents[1]),
         "PYTHONPATH": path,
     }
@@ -126,11 +128,6 @@ def _reason(told: dict[str, Any], code: int, killed: bool, limit: float) -> str:
             f"DistributedDataParallel takes one: leave it out to measure what dense, bf16 and no "
             f"communication take."
         )
-    if told.get("alone"):
-        return (
-            "the script trains on one rank, which has nobody to exchange gradients with: start it "
-            "on two or more."
-        )
     if "failed" in told:
         return str(told["failed"])
     if "too_slow" in told:
@@ -140,14 +137,27 @@ def _reason(told: dict[str, Any], code: int, killed: bool, limit: float) -> str:
         )
     if "needed" in told:
         steps = f" after {told['ended']} steps" if "ended" in told else ""
+        advice = ": train longer, or ask for fewer --steps" if code == 0 else ""
         return (
             f"the script {ended}{steps}, before the {told['needed']} steps that the measurement "
-            f"needs{within or ': train longer, or ask for fewer --steps'}."
+            f"needs{within or advice}."
+        )
+    if told.get("alone"):
+        return (
+            "the script trains on one rank, which has nobody to exchange gradients with: start it "
+            "on two or more."
         )
     if told.get("ddp"):
         return (
             f"the script built a DistributedDataParallel and {ended} before a forward pass through "
-            f"it in training{within}."
+            f"it in training{within}. A pass counts that calls the DistributedDataParallel and not "
+            f"the module inside, in training mode (model.train()), with gradients switched on."
+        )
+    if not told.get("seen", True):
+        return (
+            f"the script {ended}{within}, and no Python that it started has looked at PYTHONPATH, "
+            f"by which it is measured: it runs on other machines, or ignores the environment "
+            f"(python -I, -E), or is no Python program."
         )
     return (
         f"the script {ended} and never built a DistributedDataParallel{within}: there is no "

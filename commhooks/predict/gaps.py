@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,7 +39,8 @@ class Gap:
 
     Attributes:
         seconds: median over the turns of the difference of their medians.
-        noise_s: twice the standard error of it; a smaller difference may be chance.
+        noise_s: twice its standard error, by the turns or by the steps, whichever is more; a
+            smaller difference may be chance.
     """
 
     seconds: float
@@ -52,10 +54,18 @@ def kind_of(seconds: Sequence[float]) -> Kind:
 
 def gap_of(durations: Sequence[Mapping[str, Sequence[float]]], kind: str, base: str) -> Gap:
     gaps = [statistics.median(turn[kind]) - statistics.median(turn[base]) for turn in durations]
-    middle = statistics.median(gaps)
-    spread = 1.4826 * statistics.median(abs(gap - middle) for gap in gaps)
+    # Turns that differ by the same each time say little if there are two of them: not below what
+    # the steps by themselves leave open.
+    parts = [_error([s for turn in durations for s in turn[one]]) for one in (kind, base)]
+    return Gap(statistics.median(gaps), 2 * max(_error(gaps), math.hypot(*parts)))
+
+
+def _error(values: Sequence[float]) -> float:
+    """Returns the standard error of a median, by the median distance from it."""
+    middle = statistics.median(values)
+    spread = 1.4826 * statistics.median(abs(value - middle) for value in values)
     # 1.25: the standard error of a median over that of a mean.
-    return Gap(middle, 2 * 1.25 * spread / len(gaps) ** 0.5)
+    return 1.25 * spread / math.sqrt(len(values))
 
 
 def is_large(gap: Gap, kind: Kind) -> bool:

@@ -77,8 +77,8 @@ def _unclear(one: Headroom) -> list[str]:
     else:
         saves, stay = _shown(one.beside_dense, one.dense), "dense"
     return [
-        "No answer: the times of the steps differ by more than what is to be measured.",
-        f"At the most, compression can save {saves}.",
+        "No answer: the times of the steps differ by more than what is to be measured. What",
+        f"compression can save was {saves}.",
         f"Measure more steps, on machines that do nothing else; until then use {stay}.",
     ]
 

@@ -42,17 +42,18 @@ class _Script:
     def tell(self, **facts: Any) -> None:
         """Leaves facts for the command that has started this script; one rank per machine does."""
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        if int(os.environ.get("LOCAL_RANK", rank)) == 0:
+        # On a machine that the command does not run on, there is no such folder.
+        if int(os.environ.get("LOCAL_RANK", rank)) == 0 and self.status.parent.is_dir():
             told = json.loads(self.status.read_text()) if self.status.exists() else {}
             self.status.write_text(json.dumps(told | facts))
 
-    def before_forward(self, ddp: DistributedDataParallel, _: Any) -> None:
+    def before_forward(self, ddp: DistributedDataParallel, inputs: Any) -> None:
         """Marks the begin of a step; ends the process after the last one."""
         if not torch.is_grad_enabled() or not ddp.training:
             return  # an evaluation, which may be one rank's alone
         if self.ends:
             self.end()
-        if self.measured is None and not self.begin(ddp):
+        if self.measured is None and not self.begin(ddp, inputs):
             return
         if self.measured is ddp and self.turns is not None:
             try:
@@ -62,21 +63,28 @@ class _Script:
                 self.tell(failed=str(error))
                 self.end()
 
-    def begin(self, ddp: DistributedDataParallel) -> bool:
-        """Registers the hook on the first model that trains; whether it did."""
+    def begin(self, ddp: DistributedDataParallel, inputs: Any) -> bool:
+        """Registers the hook on the first model that trains with others; whether it did."""
         if ddp._comm_hooks:
             hook = ddp._comm_hooks[0][0]
             self.tell(own_hook=getattr(hook, "__qualname__", repr(hook)))
             self.end()
         if torch.distributed.get_world_size(ddp.process_group) == 1:
             self.tell(alone=True)
-            self.end()
-        self.measured = ddp
+            if torch.distributed.get_world_size() == 1:
+                self.end()
+            return False  # perhaps another model is of more ranks
+        self.measured, known = ddp, set(ddp._forward_pre_hooks)
         try:
             self.turns = Turns(ddp, self.steps, deadline=self.deadline)
         except Error as error:
             self.tell(failed=str(error))
             self.end()
+        # The pre-hook that came with the communication hook has not seen the pass that begins now,
+        # which no_sync() may be around.
+        for key, hook in list(ddp._forward_pre_hooks.items()):
+            if key not in known:
+                hook(ddp, inputs)
         atexit.register(self.at_exit)
         self.tell(begun=time.time(), needed=self.turns.steps_to_come)
         return True

@@ -113,7 +113,7 @@ def link_report(
         if isinstance(error, MissingRankError):
             raise
         raise MissingRankError(
-            f"measure_link: a rank did not come within {timeout_s:.0f} s, or ended; all ranks of "
+            f"measure_link: a rank did not come within {timeout_s:g} s, or ended; all ranks of "
             f"the group call it, between two steps: {error}"
         ) from error
 

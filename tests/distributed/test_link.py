@@ -1,91 +1,130 @@
-"""``measure_link`` and ``commhooks link`` between real processes."""
+"""``commhooks link`` between real processes."""
 
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from typer.testing import CliRunner
 
-import commhooks
-from commhooks.predict import load_fabric
-from commhooks.predict.fabric import Fabric
-from commhooks.predict.link import link_report, measure_link
+from commhooks.cli.app import app
+from commhooks.errors import MissingRankError, RegistrationError
+from commhooks.predict import Fabric, load_fabric
+from commhooks.predict.link import LinkReport, link_report, measure_link
 from tests.distributed.harness import run_ranks
 
 ROOT = Path(__file__).parents[2]
 
 
-def _measure(rank: int, world_size: int) -> tuple[Fabric, float]:
-    group = dist.group.WORLD
-    assert group is not None
-    under_way = torch.full((10,), float(rank))
-    work = dist.all_reduce(under_way, async_op=True)  # of the job: it is not disturbed
-    found = link_report(group, budget_s=0.3)
-    work.wait()
-    assert {time.collective for time in found.times} == {"all_reduce", "all_gather", "all_to_all"}
-    assert all(time.seconds > 0 for time in found.times)
-    return found.fabric, float(under_way[0])
+def _measure(rank: int, world_size: int) -> LinkReport:
+    # A collective of the job is under way: the measurement is beside it, in groups of its own.
+    tensor = torch.full((4,), float(rank + 1))
+    work = dist.all_reduce(tensor, async_op=True) if rank else None
+    found = link_report(budget_s=0.1, timeout_s=30)
+    if work is None:
+        dist.all_reduce(tensor)
+    else:
+        work.wait()
+    assert tensor.tolist() == [3.0] * 4
+    return found
 
 
-def test_all_ranks_have_the_same_fabric() -> None:
-    ranks = run_ranks(_measure, 3)
-    fabrics = [fabric for fabric, _ in ranks]
-    assert fabrics[0] == fabrics[1] == fabrics[2]
-    assert fabrics[0].library == "gloo"
-    assert fabrics[0].between.latency > 0
-    assert fabrics[0].between.bandwidth > 0
-    assert [value for _, value in ranks] == [3.0, 3.0, 3.0]
+def test_all_ranks_get_one_fabric_and_the_jobs_collectives_keep_their_order() -> None:
+    found, other = run_ranks(_measure, 2)
+    assert found.fabric == other.fabric
+    assert found.fabric.library == "gloo"
+    assert found.fabric.ranks_per_node == found.layout.per_node == found.layout.ranks == 2
+    assert found.fabric.inside == found.fabric.between
+    assert 0 < found.fabric.between.latency < 1
+    assert found.fabric.between.bandwidth > 0
+    assert found.device == "cpu"
+    assert {one.collective for one in found.times} == {"all_reduce", "all_gather", "all_to_all"}
+    assert all(0 < one.low_s <= one.seconds <= one.high_s for one in found.times)
 
 
-def _alone(rank: int, world_size: int) -> None:
-    with pytest.raises(commhooks.Error, match="one rank has no link"):
-        measure_link()
+def _two_nodes(rank: int, world_size: int) -> tuple[LinkReport, LinkReport]:
+    """Four ranks that torchrun would have started on two machines, and a group of two."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    whole = link_report(budget_s=0.1, timeout_s=30)
+    across = [dist.new_group([first, first + 2]) for first in range(2)][rank % 2]
+    return whole, link_report(across, budget_s=0.1, timeout_s=30)
+
+
+def test_nodes_are_told_by_torchruns_number_of_local_ranks() -> None:
+    for whole, across in run_ranks(_two_nodes, 4):
+        assert (whole.layout.ranks, whole.layout.per_node) == (4, 2)
+        assert {one.part for one in whole.times} == {"inside", "between", "all"}
+        assert whole.fabric.inside is not None
+        # One rank of each node: there is no link inside a node to be seen.
+        assert (across.layout.ranks, across.layout.per_node) == (2, 1)
+        assert {one.part for one in across.times} == {"between"}
+        assert across.fabric.inside is None
+
+
+def _alone(rank: int, world_size: int) -> str:
     with pytest.raises(ValueError, match="seconds above 0"):
         measure_link(budget_s=0)
+    with pytest.raises(RegistrationError) as caught:
+        measure_link()
+    return str(caught.value)
 
 
 def test_one_rank_has_no_link() -> None:
-    run_ranks(_alone, 1)
+    assert run_ranks(_alone, 1) == ["measure_link: one rank has no link; start two or more"]
 
 
-def _missing(rank: int, world_size: int) -> str:
+def _missing(rank: int, world_size: int) -> Any:
     if rank == 1:
-        return ""
-    with pytest.raises(commhooks.Error, match="did not come within 1 s") as caught:
-        measure_link(budget_s=0.2, timeout_s=1)
-    return type(caught.value).__name__
+        return None
+    with pytest.raises(
+        MissingRankError, match=r"did not come within 0.5 s(?s:.*)all ranks"
+    ) as caught:
+        measure_link(timeout_s=0.5)
+    return str(caught.value)
 
 
-def test_a_rank_that_does_not_come_is_an_error() -> None:
-    assert run_ranks(_missing, 2)[0] == "MissingRankError"
+def test_a_rank_that_does_not_come_is_an_error_in_time() -> None:
+    assert run_ranks(_missing, 2, timeout=20)[0]
 
 
-def test_the_command_measures_two_processes_and_others_take_its_file(tmp_path: Path) -> None:
+def invoke(*arguments: str) -> Any:
+    return CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+
+
+def test_the_command_writes_a_file_that_simulate_reads(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *filter(None, sys.path)]))
+    monkeypatch.setenv("COLUMNS", "200")
     file = tmp_path / "link.json"
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "commhooks", "link", "--budget", "0.5", "--out", str(file)]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=100, cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "inside a node: latency" in done.stdout
-    assert "GB/s" in done.stdout
-    assert load_fabric(file).inside is not None
-    simulated = subprocess.run(
-        [
-            *(sys.executable, "-m", "commhooks", "simulate", "--model", "resnet18"),
-            *("--fabric", str(file), "--ranks", "2", "--schemes", "int8"),
-        ],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=tmp_path,
-    )
-    assert simulated.returncode == 0, simulated.stdout + simulated.stderr
-    assert "int8" in simulated.stdout
+    done = invoke("link", "--budget", "0.3", "--out", str(file))
+    assert done.exit_code == 0, done.output
+    said = capfd.readouterr().out
+    assert "2 ranks on 1 node, cpu tensors over gloo" in said
+    assert "inside a node: latency" in said
+    assert f"wrote {file}" in said
+    fabric = load_fabric(file)
+    assert isinstance(fabric, Fabric)
+    assert fabric.library == "gloo"
+    predicted = invoke("simulate", "--model", "resnet18", "--fabric", str(file), "--ranks", "2",
+                       "--schemes", "none,bf16")  # fmt: skip
+    assert predicted.exit_code == 0, predicted.output
+    assert "measured" in predicted.output
+
+
+def test_the_command_refuses_one_rank_of_torchrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
+             "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # fmt: skip
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+    done = invoke("link", "--out", str(tmp_path / "link.json"))
+    assert done.exit_code == 2
+    assert "one rank has no link" in done.output
+    assert not (tmp_path / "link.json").exists()

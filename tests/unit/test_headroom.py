@@ -47,6 +47,15 @@ def test_noise_is_twice_the_standard_error_of_the_median_turn() -> None:
     assert planted(0.2, 0.15, 0.11, 0.1, differ=0.01).beside_dense.noise_s == pytest.approx(noise)
 
 
+def test_one_turn_of_steps_that_differ_is_not_without_noise() -> None:
+    turn = {kind: [0.1, 0.2, 0.3, 0.4, 0.5] for kind in KINDS}
+    # The median distance from the median, 0.1, of two times five steps.
+    noise = 2 * 1.25 * 1.4826 * 0.1 * (2 / 5) ** 0.5
+    found = Headroom.of([turn], FACTS, ONE_BUCKET)
+    assert found.exposed.noise_s == pytest.approx(noise)
+    assert found.verdict == "unclear"
+
+
 def test_no_compression_where_backward_hides_the_communication() -> None:
     found = planted(0.1, 0.1, 0.099, 0.099)
     assert found.verdict == "hidden"
@@ -85,7 +94,7 @@ def test_noise_is_no_reason_to_say_do_not_compress() -> None:
     found = planted(0.2, 0.15, 0.19, 0.1, differ=0.08)
     assert found.verdict == "unclear"
     assert "No answer" in words(found)
-    assert "compression can save 10.00 ms +- 121.05 ms, 5% of a step" in words(found)
+    assert "compression can save was 10.00 ms +- 121.05 ms, 5% of a step" in words(found)
     assert "Do not compress" not in words(found)
     assert "until then use dense" in words(found)
 
@@ -93,7 +102,9 @@ def test_noise_is_no_reason_to_say_do_not_compress() -> None:
 def test_noise_beside_bf16_is_no_reason_to_say_do_not_compress_more() -> None:
     found = planted(0.5, 0.2, 0.19, 0.1, differ=0.08)
     assert found.verdict == "unclear"
-    assert "compression can save 10.00 ms +- 121.05 ms, 5% of a step, beside bf16." in words(found)
+    assert "compression can save was 10.00 ms +- 121.05 ms, 5% of a step, beside bf16." in words(
+        found
+    )
     assert "until then use bf16" in words(found)
 
 
@@ -168,6 +179,7 @@ def test_the_schedule_of_steps_is_the_one_by_which_they_are_sorted() -> None:
         ({}, "never built a DistributedDataParallel"),
         ({"ddp": True}, "before a forward pass through it in training"),
         ({"needed": 130, "ended": 20}, "after 20 steps, before the 130 steps"),
+        ({"seen": False}, "no Python that it started has looked at PYTHONPATH"),
         ({"needed": 130}, "before the 130 steps that the measurement needs"),
         ({"too_slow": 12}, "the time limit of 600 s came after 12 steps"),
         ({"alone": True}, "one rank, which has nobody to exchange gradients with"),
@@ -178,3 +190,10 @@ def test_the_schedule_of_steps_is_the_one_by_which_they_are_sorted() -> None:
 )
 def test_each_reason_for_no_answer_has_words(told: dict[str, Any], said: str) -> None:
     assert said in command._reason(told, 0, False, 600.0)
+
+
+def test_a_script_that_failed_is_not_told_to_train_longer() -> None:
+    told = {"needed": 130, "ended": 20}
+    assert "train longer, or ask for fewer --steps" in command._reason(told, 0, False, 600.0)
+    assert "train longer" not in command._reason(told, 1, False, 600.0)
+    assert "ended with exit code 1 after 20 steps" in command._reason(told, 1, False, 600.0)

@@ -8,6 +8,7 @@ this one hides runs as well.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
@@ -103,4 +104,6 @@ def _run_hidden() -> None:
 if __name__ == "sitecustomize":
     if "COMMHOOKS_HEADROOM" in os.environ:
         sys.meta_path.insert(0, Watch())
+        with contextlib.suppress(OSError):  # on another machine than the command's
+            open(os.environ["COMMHOOKS_HEADROOM_SEEN"], "w").close()
     _run_hidden()

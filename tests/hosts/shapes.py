@@ -1,0 +1,249 @@
+"""Training loops of many shapes, by name: ``shapes.py SHAPE STEPS``, under torchrun."""
+
+import itertools
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def net(width=32):
+    return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+
+
+def data(width=32):
+    return torch.randn(8, width)
+
+
+def step(ddp, optimizer, loss=None):
+    optimizer.zero_grad()
+    (ddp(data()).square().mean() if loss is None else loss).backward()
+    optimizer.step()
+
+
+def sgd(ddp):
+    return torch.optim.SGD(ddp.parameters(), lr=0.01)
+
+
+def plain(steps):
+    ddp = DDP(net())
+    optimizer = sgd(ddp)
+    for _ in range(steps):
+        step(ddp, optimizer)
+
+
+def amp(steps):
+    ddp = DDP(net())
+    optimizer, scaler = sgd(ddp), torch.amp.GradScaler("cpu")
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = ddp(data()).float().square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def no_sync(steps):
+    ddp = DDP(net())
+    optimizer = sgd(ddp)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with ddp.no_sync():
+            ddp(data()).square().mean().backward()
+        ddp(data()).square().mean().backward()
+        optimizer.step()
+
+
+def workers(steps):
+    ddp = DDP(net())
+    optimizer = sgd(ddp)
+    loader = DataLoader(TensorDataset(torch.randn(16 * steps, 32)), batch_size=16, num_workers=1)
+    for (batch,) in loader:
+        step(ddp, optimizer, ddp(batch).square().mean())
+
+
+def several_models(steps):
+    generator, critic = DDP(net()), DDP(net())
+    optimizers = sgd(generator), sgd(critic)
+    for _ in range(steps):
+        step(critic, optimizers[1], critic(generator(data()).detach()).square().mean())
+        step(generator, optimizers[0])
+
+
+def several_groups(steps):
+    """Models of other groups of ranks: each rank has one of its own that nobody else has."""
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    own, shared = DDP(net(), process_group=alone), DDP(net())
+    optimizers = sgd(own), sgd(shared)
+    for _ in range(steps):
+        step(own, optimizers[0])
+        step(shared, optimizers[1])
+
+
+def closure(steps):
+    ddp = DDP(net())
+    optimizer = torch.optim.LBFGS(ddp.parameters(), lr=0.1, max_iter=3, tolerance_change=0)
+
+    def evaluate():
+        optimizer.zero_grad()
+        loss = ddp(torch.ones(8, 32)).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(steps):
+        optimizer.step(evaluate)
+
+
+def evaluates(steps):
+    """Evaluates on rank 0 alone, through the module, and on all with gradients switched off."""
+    ddp = DDP(net())
+    optimizer = sgd(ddp)
+    for number in range(steps):
+        step(ddp, optimizer)
+        if number % 5 == 0:
+            ddp.eval()
+            with torch.no_grad():
+                ddp(data())
+                if dist.get_rank() == 0:
+                    ddp(data())
+                    ddp.module(data())
+            ddp.train()
+
+
+def own_hook(steps):
+    ddp = DDP(net())
+    ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    optimizer = sgd(ddp)
+    for _ in range(steps):
+        step(ddp, optimizer)
+
+
+class Unused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(net() for _ in range(3))
+        self.calls = itertools.count()
+
+    def forward(self, x):
+        return self.parts[next(self.calls) % 2](x)
+
+
+def unused(steps):
+    ddp = DDP(Unused(), find_unused_parameters=True, bucket_cap_mb=0.005)
+    optimizer = sgd(ddp)
+    for _ in range(steps):
+        step(ddp, optimizer)
+
+
+def static_graph(steps):
+    ddp = DDP(net(), static_graph=True, gradient_as_bucket_view=True)
+    optimizer = sgd(ddp)
+    for _ in range(steps):
+        step(ddp, optimizer)
+
+
+def two_forwards(steps):
+    """Two forward passes before the backward pass of both, as contrastive losses have it."""
+    ddp = DDP(net())
+    optimizer = sgd(ddp)
+    for _ in range(steps):
+        step(ddp, optimizer, (ddp(data()) - ddp(data())).square().mean())
+
+
+def two_backwards(steps):
+    """Two synchronised passes a step: accumulation by who has not heard of no_sync."""
+    ddp = DDP(net())
+    optimizer = sgd(ddp)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        for _ in range(2):
+            ddp(data()).square().mean().backward()
+        optimizer.step()
+
+
+def joins(steps):
+    """Rank 1 has fewer batches."""
+    ddp = DDP(net())
+    optimizer = sgd(ddp)
+    with ddp.join():
+        for _ in range(steps - 5 * dist.get_rank()):
+            step(ddp, optimizer)
+
+
+def compiled(steps):
+    ddp = torch.compile(DDP(net()), backend="eager")
+    optimizer = sgd(ddp)
+    for _ in range(steps):
+        step(ddp, optimizer)
+
+
+def compiled_inside(steps):
+    ddp = DDP(torch.compile(net(), backend="eager"))
+    optimizer = sgd(ddp)
+    for _ in range(steps):
+        step(ddp, optimizer)
+
+
+def overlapped(steps):
+    """The optimizer runs in backward, through hooks of the parameters."""
+    ddp = DDP(net())
+    for p in ddp.parameters():
+        optimizer = torch.optim.SGD([p], lr=0.01)
+        p.register_post_accumulate_grad_hook(lambda _, one=optimizer: one.step())
+    for _ in range(steps):
+        ddp(data()).square().mean().backward()
+
+
+def around_the_wrapper(steps):
+    """Calls the module inside, so that no gradient is exchanged."""
+    ddp = DDP(net())
+    optimizer = sgd(ddp)
+    for _ in range(steps):
+        step(ddp, optimizer, ddp.module(data()).square().mean())
+
+
+def only_evaluates(steps):
+    ddp = DDP(net()).eval()
+    for _ in range(steps):
+        ddp(data())
+
+
+def trains_in_eval_mode(steps):
+    """Fine-tunes with dropout and batch normalisation as in evaluation."""
+    ddp = DDP(net()).eval()
+    optimizer = sgd(ddp)
+    for _ in range(steps):
+        step(ddp, optimizer)
+
+
+def fails(steps):
+    ddp = DDP(net())
+    optimizer = sgd(ddp)
+    for number in range(steps):
+        step(ddp, optimizer)
+        if number == 12:
+            raise ArithmeticError("the loss is no number")
+
+
+def exits(steps):
+    plain(12)
+    sys.exit(5)
+
+
+def no_ddp(steps):
+    model = net()
+    optimizer = sgd(model)
+    for _ in range(steps):
+        step(model, optimizer)
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    globals()[sys.argv[1]](int(sys.argv[2]))
+    print("the script has ended")
+    dist.destroy_process_group()
