@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Literal
 
 from torch import nn
@@ -14,12 +15,12 @@ from torch import nn
 from commhooks.errors import RegistrationError
 from commhooks.hook.parameters import find_ddp
 from commhooks.predict.gaps import Gap, Kind, gap_of, is_large, kind_of, may_be_worth
-from commhooks.predict.headroom_words import RATIOS, answer, measured
 from commhooks.predict.turns import KINDS, Facts, Travel, Turns
 
-__all__ = ["Gap", "Headroom", "Kind", "Verdict", "headroom"]
+__all__ = ["RATIOS", "Gap", "Headroom", "Kind", "Verdict", "headroom"]
 
 _HIGHEST = 10_000.0
+RATIOS = (2, 4, 8, 16, 32, 100)  # of which a table tells
 Verdict = Literal["hidden", "latency", "bf16", "compress", "unclear"]
 _LEFT = 0.1  # a ratio is enough if this share of what compression can save is left
 
@@ -156,7 +157,9 @@ class Headroom:
         Path(path).write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
 
     def __str__(self) -> str:
-        return "\n".join([*measured(self), "", *answer(self)])
+        # By name: words are written about figures.
+        said: str = resolve_name("commhooks.predict.headroom_words:words")(self)
+        return said
 
 
 def headroom(ddp_model: nn.Module, step_fn: Callable[[], Any], *, steps: int = 30) -> Headroom:

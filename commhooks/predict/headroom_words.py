@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from commhooks.predict.gaps import Gap, Kind, is_large
+from commhooks.predict.headroom import RATIOS, Headroom, Verdict
 
-if TYPE_CHECKING:
-    from commhooks.predict.headroom import Headroom, Verdict
-
-__all__ = ["RATIOS", "answer", "measured"]
-
-RATIOS = (2, 4, 8, 16, 32, 100)
+__all__ = ["words"]
 
 
-def measured(one: Headroom) -> list[str]:
+def words(one: Headroom) -> str:
+    """Returns the measured times as a table, and what follows from them."""
+    return "\n".join([*_measured(one), "", *_answer(one)])
+
+
+def _measured(one: Headroom) -> list[str]:
     facts = one.facts
     kinds = (
         ("dense", one.dense),
@@ -37,7 +37,7 @@ def measured(one: Headroom) -> list[str]:
     ]
 
 
-def answer(one: Headroom) -> list[str]:
+def _answer(one: Headroom) -> list[str]:
     lines = [
         f"Exposed communication:               {_shown(one.exposed, one.dense)}",
         f"The most that compression can save:  {_shown(one.beside_dense, one.dense)}",
