@@ -1,0 +1,117 @@
+"""Bugs in predictions, in what they advise, and in the verification of schemes."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant, planted
+
+UNIT, DISTRIBUTED = "tests/unit", "tests/distributed"
+ADVISE, HEADROOM, AUTO = (
+    f"{UNIT}/test_advise.py",
+    f"{UNIT}/test_headroom.py",
+    f"{DISTRIBUTED}/test_auto.py",
+)
+
+MUTANTS: list[Mutant] = [
+    *planted(
+        "commhooks/predict/split.py",
+        (
+            "the second scheme of a plan has the first buckets",
+            "np.arange(count)[:, None] < count - cases[2], cases[0], cases[1])",
+            "np.arange(count)[:, None] < cases[2], cases[1], cases[0])",
+            f"{ADVISE}::test_the_best_split_is_the_best_of_all",
+        ),
+        (
+            "a plan names the parameters of its first buckets",
+            "buckets.names[count - lasting :]",
+            "buckets.names[:lasting]",
+            f"{ADVISE}::test_a_split_names_the_parameters_of_its_last_buckets",
+        ),
+        (
+            "a name is taken for a pattern",
+            "Rule(last, name=glob.escape(name))",
+            "Rule(last, name=name)",
+            f"{ADVISE}::test_names_that_look_like_patterns_are_names",
+        ),
+    ),
+    *planted(
+        "commhooks/predict/advise.py",
+        (
+            "the budget of error is not kept",
+            "if errors[name] <= error or name",
+            "if errors[name] >= error or name",
+            f"{ADVISE}::test_options_keep_to_the_budget_and_dense_is_always_one",
+        ),
+        (
+            "a plan of two schemes needs no gain",
+            "if step.step_s < (1 - MARGIN) * options[0].step.step_s:",
+            "if True:",
+            f"{ADVISE}::test_options_keep_to_the_budget_and_dense_is_always_one",
+        ),
+    ),
+    *planted(
+        "commhooks/predict/auto.py",
+        (
+            "a run that stopped before the decision keeps what it tried",
+            'if plan.get("undecided"):',
+            'if plan.get("undecided") is None:',
+            f"{AUTO}::test_a_run_that_stopped_before_the_decision_searches_anew",
+        ),
+        (
+            "a candidate of the same class is taken for the saved one",
+            "if describe(scheme) == saved:",
+            'if describe(scheme).partition("(")[0] == saved.partition("(")[0]:',
+            f"{AUTO}::test_a_resumed_run_has_the_settings_and_the_split_that_were_chosen",
+        ),
+    ),
+    *planted(
+        "commhooks/predict/search.py",
+        (
+            "a choice that has become slower is kept",
+            "if seconds <= self._dense_s:",
+            "if seconds <= 2 * self._dense_s:",
+            f"{AUTO}::test_a_choice_that_has_become_slower_than_dense_steps_is_given_up",
+        ),
+    ),
+    *planted(
+        "commhooks/predict/gaps.py",
+        (
+            "what is within the noise counts",
+            "gap.seconds > max(gap.noise_s, _SMALL * kind.median_s)",
+            "gap.seconds > _SMALL * kind.median_s",
+            HEADROOM,
+        ),
+    ),
+    *planted(
+        "commhooks/predict/link_fit.py",
+        (
+            "one odd time moves the fit",
+            "np.abs(np.log(_modelled(layout, part, name, sizes, fabric)) - logs).sum()",
+            "((_modelled(layout, part, name, sizes, fabric) - np.exp(logs)) ** 2).sum()",
+            f"{UNIT}/test_link.py",
+        ),
+    ),
+    *planted(
+        "commhooks/predict/pipeline.py",
+        (
+            "links carry two messages at once",
+            "begin = np.maximum(link_free, device_free)",
+            "begin = device_free",
+            f"{UNIT}/test_simulate.py",
+        ),
+    ),
+    *planted(
+        "commhooks/hook/verdict.py",
+        (
+            "ranks that differ are not found",
+            "differ = (hashes != hashes[0]).any(0)",
+            "differ = (hashes != hashes).any(0)",
+            f"{DISTRIBUTED}/test_verify.py",
+        ),
+        (
+            "the law allows any error",
+            "if total <= allowed:",
+            "if total <= 100 * allowed + 100:",
+            f"{DISTRIBUTED}/test_verify.py",
+        ),
+    ),
+]
