@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,58 +13,15 @@ from torch import nn
 
 from commhooks.errors import RegistrationError
 from commhooks.hook.parameters import find_ddp
-from commhooks.predict.headroom_words import RATIOS, words
+from commhooks.predict.gaps import Gap, Kind, gap_of, kind_of
 from commhooks.predict.turns import KINDS, Facts, Travel, Turns
 
 __all__ = ["Gap", "Headroom", "Kind", "Verdict", "headroom"]
 
 _HIGHEST = 10_000.0
-# A difference below this share of a step is called none, however exactly it was measured: a
-# scheme's own computations take as much.
-_SMALL = 0.02
-# And one that may be above this share, for all the measurement knows, was not measured well enough
-# to say that it is small.
-_WORTH = 0.1
+_RATIOS = (2, 4, 8, 16, 32, 100)  # of the table
 Verdict = Literal["hidden", "latency", "bf16", "compress", "unclear"]
 _LEFT = 0.1  # a ratio is enough if this share of what compression can save is left
-
-
-@dataclass(frozen=True)
-class Kind:
-    """Holds the step times of one kind of communication.
-
-    Attributes:
-        median_s: seconds of a step.
-        low_s, high_s: the middle half of the steps is between them.
-        steps: number of steps.
-    """
-
-    median_s: float
-    low_s: float
-    high_s: float
-    steps: int
-
-
-@dataclass(frozen=True)
-class Gap:
-    """Holds a difference of step times.
-
-    Attributes:
-        seconds: median over the turns of the difference of their medians.
-        noise_s: twice its standard error, by the turns or by the steps, whichever is more; a
-            smaller difference may be chance.
-    """
-
-    seconds: float
-    noise_s: float
-
-    def is_large(self, kind: Kind) -> bool:
-        """Whether it is more than chance, and than what is worth a word, beside a step."""
-        return self.seconds > max(self.noise_s, _SMALL * kind.median_s)
-
-    def may_be_worth(self, kind: Kind) -> bool:
-        """Whether the noise is such that it may be a good part of a step."""
-        return self.seconds + self.noise_s > _WORTH * kind.median_s
 
 
 @dataclass(frozen=True)
@@ -110,15 +66,15 @@ class Headroom:
             facts: of the job.
             travel: of each bucket.
         """
-        kinds = {kind: _kind([s for turn in durations for s in turn[kind]]) for kind in KINDS}
+        kinds = {kind: kind_of([s for turn in durations for s in turn[kind]]) for kind in KINDS}
         return cls(
             dense=kinds["none"],
             bf16=kinds["bf16"],
             one=kinds["one"],
             noop=kinds["noop"],
-            exposed=_gap(durations, "none", "noop"),
-            beside_dense=_gap(durations, "none", "one"),
-            beside_bf16=_gap(durations, "bf16", "one"),
+            exposed=gap_of(durations, "none", "noop"),
+            beside_dense=gap_of(durations, "none", "one"),
+            beside_bf16=gap_of(durations, "bf16", "one"),
             facts=facts,
             travel=tuple(sorted(travel, key=lambda bucket: bucket.ready_s)),
         )
@@ -192,7 +148,7 @@ class Headroom:
         return asdict(self) | {
             "verdict": self.verdict,
             "ratio_to_hide": self.ratio_to_hide(),
-            "step_s_by_ratio": {str(ratio): self.step_s(ratio) for ratio in RATIOS},
+            "step_s_by_ratio": {str(ratio): self.step_s(ratio) for ratio in _RATIOS},
         }
 
     def save(self, path: str | Path) -> None:
@@ -200,7 +156,7 @@ class Headroom:
         Path(path).write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
 
     def __str__(self) -> str:
-        return "\n".join(words(self))
+        return "\n".join([*_measured(self), "", *_answer(self)])
 
 
 def headroom(ddp_model: nn.Module, step_fn: Callable[[], Any], *, steps: int = 30) -> Headroom:
@@ -241,22 +197,128 @@ def headroom(ddp_model: nn.Module, step_fn: Callable[[], Any], *, steps: int = 3
     return Headroom.of(*turns.results())
 
 
-def _kind(seconds: Sequence[float]) -> Kind:
-    low, _, high = statistics.quantiles(seconds, n=4)
-    return Kind(statistics.median(seconds), low, high, len(seconds))
+# ---- words
 
 
-def _gap(durations: Sequence[Mapping[str, Sequence[float]]], kind: str, base: str) -> Gap:
-    gaps = [statistics.median(turn[kind]) - statistics.median(turn[base]) for turn in durations]
-    # Turns that differ by the same each time say little if there are two of them: not below what
-    # the steps by themselves leave open.
-    parts = [_error([s for turn in durations for s in turn[one]]) for one in (kind, base)]
-    return Gap(statistics.median(gaps), 2 * max(_error(gaps), math.hypot(*parts)))
+def _measured(one: Headroom) -> list[str]:
+    facts = one.facts
+    kinds = (
+        ("dense", one.dense),
+        ("bf16", one.bf16),
+        ("1 value a bucket", one.one),
+        ("none (no-op)", one.noop),
+    )
+    return [
+        f"commhooks headroom: {facts.world_size} ranks over {facts.backend}, "
+        f"{facts.dense_nbytes / 1e6:.3g} MB of gradients in "
+        f"{facts.buckets} bucket{'s' * (facts.buckets != 1)} a step",
+        "",
+        "communication       step [ms]    middle half of the steps [ms]    steps",
+        *(
+            f"{name:<16}    {1e3 * kind.median_s:9.2f}    "
+            f"{f'{1e3 * kind.low_s:.2f} to {1e3 * kind.high_s:.2f}':<29}    {kind.steps:5d}"
+            for name, kind in kinds
+        ),
+    ]
 
 
-def _error(values: Sequence[float]) -> float:
-    """Returns the standard error of a median, by the median distance from it."""
-    middle = statistics.median(values)
-    spread = 1.4826 * statistics.median(abs(value - middle) for value in values)
-    # 1.25: the standard error of a median over that of a mean.
-    return 1.25 * spread / math.sqrt(len(values))
+def _answer(one: Headroom) -> list[str]:
+    lines = [
+        f"Exposed communication:               {_shown(one.exposed, one.dense)}",
+        f"The most that compression can save:  {_shown(one.beside_dense, one.dense)}",
+        f"The same beside bf16:                {_shown(one.beside_bf16, one.bf16)}",
+        "",
+    ]
+    return [*lines, *_WORDS[one.verdict](one)]
+
+
+def _hidden(one: Headroom) -> list[str]:
+    return [
+        "Do not compress. Backward hides the communication: no compression can save more",
+        f"than {_at_most(one.beside_dense, one.dense)}, and it computes for that.",
+    ]
+
+
+def _latency(one: Headroom) -> list[str]:
+    return [
+        "Do not compress: it can save no more than",
+        f"{_at_most(one.beside_dense, one.dense)}. What else is exposed is latency, or",
+        "waiting for other ranks, which one value per bucket costs as well. Fewer buckets",
+        "(bucket_cap_mb), larger batches and gradient accumulation help against it.",
+    ]
+
+
+def _bf16(one: Headroom) -> list[str]:
+    return [
+        "Use bf16, and do not compress more: no compression can save more beside it than",
+        f"{_at_most(one.beside_bf16, one.bf16)}.",
+        '    commhooks.register(ddp_model, "bf16")',
+    ]
+
+
+def _unclear(one: Headroom) -> list[str]:
+    if one.beside_dense.is_large(one.dense):
+        saves, stay = f"{_shown(one.beside_bf16, one.bf16)}, beside bf16", _name(one)
+    else:
+        saves, stay = _shown(one.beside_dense, one.dense), "dense"
+    return [
+        "No answer: the times of the steps differ by more than what is to be measured. What",
+        f"compression can save was {saves}.",
+        f"Measure more steps, on machines that do nothing else; until then use {stay}.",
+    ]
+
+
+def _compress(one: Headroom) -> list[str]:
+    name = _name(one)
+    cost = 0.05 * one.noop.median_s
+    dense, bf16 = one.break_even(cost), one.break_even(cost, over="bf16")
+    return [
+        f"Compression may pay. A ratio of {one.ratio_to_hide():.2g} saves nine tenths of what can "
+        f"be saved.",
+        f"A scheme whose computations add {_ms(cost)} (5 % of the no-op step) breaks even",
+        f"with dense {_from(dense)}, with bf16 {_from(bf16)}.",
+        "",
+        f"ratio    step [ms]    to beat {name}, computations may add [ms]",
+        *(
+            f"{ratio:5d}    {1e3 * one.step_s(ratio):9.2f}    {_spare(one, ratio):>10}"
+            for ratio in _RATIOS
+        ),
+        "(predicted from when the dense steps' buckets begin and how long they travel;",
+        f"bf16, a ratio of 2, was measured with its casts: {_ms(one.bf16.median_s)})",
+    ]
+
+
+_WORDS: dict[Verdict, Callable[[Headroom], list[str]]] = {
+    "hidden": _hidden,
+    "latency": _latency,
+    "bf16": _bf16,
+    "compress": _compress,
+    "unclear": _unclear,
+}
+
+
+def _name(one: Headroom) -> str:
+    return "dense" if one.best is one.dense else "bf16"
+
+
+def _spare(one: Headroom, ratio: float) -> str:
+    spare = one.best.median_s - one.step_s(ratio)
+    return f"{1e3 * spare:.2f}" if spare > 0 else "loses"
+
+
+def _shown(gap: Gap, kind: Kind) -> str:
+    share = gap.seconds / kind.median_s
+    return f"{_ms(gap.seconds)} +- {_ms(gap.noise_s)}, {share:.0%} of a step"
+
+
+def _at_most(gap: Gap, kind: Kind) -> str:
+    most = max(gap.seconds + gap.noise_s, 0.0)
+    return f"{_ms(most)}, {most / kind.median_s:.0%} of a step"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f} ms"
+
+
+def _from(ratio: float | None) -> str:
+    return "at no ratio" if ratio is None else f"from a ratio of {ratio:.3g} on"
