@@ -241,10 +241,10 @@ def _hidden(one: Headroom) -> list[str]:
 
 def _latency(one: Headroom) -> list[str]:
     return [
-        "Do not compress: it can save no more than",
-        f"{_at_most(one.beside_dense, one.dense)}. What else is exposed is latency, or",
-        "waiting for other ranks, which one value per bucket costs as well. Fewer buckets",
-        "(bucket_cap_mb), larger batches and gradient accumulation help against it.",
+        f"Do not compress: it can save no more than {_at_most(one.beside_dense, one.dense)}.",
+        "What else is exposed is latency, or waiting for other ranks, which one value per",
+        "bucket costs as well. Fewer buckets (bucket_cap_mb), larger batches and gradient",
+        "accumulation help against it.",
     ]
 
 
