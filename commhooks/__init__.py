@@ -63,8 +63,9 @@ from commhooks.wrappers import ErrorFeedback, PerParameter, Rule, Schedule
 from commhooks.wrappers.make import make
 from ddp_core import AllGather, AllReduce, AllToAll
 
+# Not in __all__ either: ``import *`` would import predictions.
 if TYPE_CHECKING:
-    from commhooks.predict import headroom
+    from commhooks.predict import headroom as headroom
 else:
 
     def __getattr__(name: str) -> Any:
@@ -100,7 +101,6 @@ __all__ = [
     "comm_hook",
     "ddp_comm_hooks",
     "errors",
-    "headroom",
     "load_dcp",
     "make",
     "optim",
