@@ -180,6 +180,7 @@ def test_the_schedule_of_steps_is_the_one_by_which_they_are_sorted() -> None:
         ({"ddp": True}, "before a forward pass through it in training"),
         ({"needed": 130, "ended": 20}, "after 20 steps, before the 130 steps"),
         ({"seen": False}, "no Python that it started has looked at PYTHONPATH"),
+        ({"needed": 130, "rewrapped": 20}, "another DistributedDataParallel after 20 steps"),
         ({"needed": 130}, "before the 130 steps that the measurement needs"),
         ({"too_slow": 12}, "the time limit of 600 s came after 12 steps"),
         ({"alone": True}, "one rank, which has nobody to exchange gradients with"),
