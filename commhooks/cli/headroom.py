@@ -135,6 +135,12 @@ def _reason(told: dict[str, Any], code: int, killed: bool, limit: float) -> str:
             f"the time limit of {limit:.0f} s came after {told['too_slow']} steps, before each "
             f"kind of communication had its turn: raise --time-limit."
         )
+    if "rewrapped" in told:
+        return (
+            f"the script wraps its model in another DistributedDataParallel after "
+            f"{told['rewrapped']} steps, before the {told['needed']} steps that the measurement "
+            f"needs: let it train longer with one, or ask for fewer --steps."
+        )
     if "needed" in told:
         steps = f" after {told['ended']} steps" if "ended" in told else ""
         advice = ": train longer, or ask for fewer --steps" if code == 0 else ""

@@ -1,4 +1,4 @@
-"""Compares the step times of two kinds of communication, with the noise of the difference."""
+"""Compares kinds of steps that had their turns one after the other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Gap", "Kind", "gap_of", "is_large", "kind_of", "may_be_worth"]
+__all__ = ["Gap", "Kind", "gap_of", "kind_of"]
 
 # A difference below this share of a step is called none, however exactly it was measured: a
 # scheme's own computations take as much.
@@ -46,13 +46,23 @@ class Gap:
     seconds: float
     noise_s: float
 
+    def is_large(self, kind: Kind) -> bool:
+        """Whether it is more than chance, and than what is worth a word, beside a step."""
+        return self.seconds > max(self.noise_s, _SMALL * kind.median_s)
+
+    def may_be_worth(self, kind: Kind) -> bool:
+        """Whether the noise is such that it may be a good part of a step."""
+        return self.seconds + self.noise_s > _WORTH * kind.median_s
+
 
 def kind_of(seconds: Sequence[float]) -> Kind:
+    """Returns the median of step times, and the middle half."""
     low, _, high = statistics.quantiles(seconds, n=4)
     return Kind(statistics.median(seconds), low, high, len(seconds))
 
 
 def gap_of(durations: Sequence[Mapping[str, Sequence[float]]], kind: str, base: str) -> Gap:
+    """Returns the difference of two kinds of steps, with its noise."""
     gaps = [statistics.median(turn[kind]) - statistics.median(turn[base]) for turn in durations]
     # Turns that differ by the same each time say little if there are two of them: not below what
     # the steps by themselves leave open.
@@ -66,11 +76,3 @@ def _error(values: Sequence[float]) -> float:
     spread = 1.4826 * statistics.median(abs(value - middle) for value in values)
     # 1.25: the standard error of a median over that of a mean.
     return 1.25 * spread / math.sqrt(len(values))
-
-
-def is_large(gap: Gap, kind: Kind) -> bool:
-    return gap.seconds > max(gap.noise_s, _SMALL * kind.median_s)
-
-
-def may_be_worth(gap: Gap, kind: Kind) -> bool:
-    return gap.seconds + gap.noise_s > _WORTH * kind.median_s

@@ -7,20 +7,19 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any, Literal
 
 from torch import nn
 
 from commhooks.errors import RegistrationError
 from commhooks.hook.parameters import find_ddp
-from commhooks.predict.gaps import Gap, Kind, gap_of, is_large, kind_of, may_be_worth
+from commhooks.predict.gaps import Gap, Kind, gap_of, kind_of
 from commhooks.predict.turns import KINDS, Facts, Travel, Turns
 
-__all__ = ["RATIOS", "Gap", "Headroom", "Kind", "Verdict", "headroom"]
+__all__ = ["Gap", "Headroom", "Kind", "Verdict", "headroom"]
 
 _HIGHEST = 10_000.0
-RATIOS = (2, 4, 8, 16, 32, 100)  # of which a table tells
+_RATIOS = (2, 4, 8, 16, 32, 100)  # of the table
 Verdict = Literal["hidden", "latency", "bf16", "compress", "unclear"]
 _LEFT = 0.1  # a ratio is enough if this share of what compression can save is left
 
@@ -93,14 +92,14 @@ class Headroom:
         what is exposed does not go with the bytes. "bf16": use it, and nothing stronger.
         "compress": a stronger scheme may pay. "unclear": the steps' times differ too much.
         """
-        if not is_large(self.beside_dense, self.dense):
-            if may_be_worth(self.beside_dense, self.dense):
+        if not self.beside_dense.is_large(self.dense):
+            if self.beside_dense.may_be_worth(self.dense):
                 return "unclear"
-            exposed = is_large(self.exposed, self.dense), may_be_worth(self.exposed, self.dense)
+            exposed = self.exposed.is_large(self.dense), self.exposed.may_be_worth(self.dense)
             return "latency" if any(exposed) else "hidden"
-        if is_large(self.beside_bf16, self.bf16):
+        if self.beside_bf16.is_large(self.bf16):
             return "compress"
-        return "unclear" if may_be_worth(self.beside_bf16, self.bf16) else "bf16"
+        return "unclear" if self.beside_bf16.may_be_worth(self.bf16) else "bf16"
 
     def step_s(self, ratio: float) -> float:
         """Predicts the step time at a ratio of compression, if its computations took no time.
@@ -149,7 +148,7 @@ class Headroom:
         return asdict(self) | {
             "verdict": self.verdict,
             "ratio_to_hide": self.ratio_to_hide(),
-            "step_s_by_ratio": {str(ratio): self.step_s(ratio) for ratio in RATIOS},
+            "step_s_by_ratio": {str(ratio): self.step_s(ratio) for ratio in _RATIOS},
         }
 
     def save(self, path: str | Path) -> None:
@@ -157,9 +156,7 @@ class Headroom:
         Path(path).write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
 
     def __str__(self) -> str:
-        # By name: words are written about figures.
-        said: str = resolve_name("commhooks.predict.headroom_words:words")(self)
-        return said
+        return "\n".join([*_measured(self), "", *_answer(self)])
 
 
 def headroom(ddp_model: nn.Module, step_fn: Callable[[], Any], *, steps: int = 30) -> Headroom:
@@ -198,3 +195,130 @@ def headroom(ddp_model: nn.Module, step_fn: Callable[[], Any], *, steps: int = 3
                 f"backward passes has all but the last within no_sync()"
             )
     return Headroom.of(*turns.results())
+
+
+# ---- words
+
+
+def _measured(one: Headroom) -> list[str]:
+    facts = one.facts
+    kinds = (
+        ("dense", one.dense),
+        ("bf16", one.bf16),
+        ("1 value a bucket", one.one),
+        ("none (no-op)", one.noop),
+    )
+    return [
+        f"commhooks headroom: {facts.world_size} ranks over {facts.backend}, "
+        f"{facts.dense_nbytes / 1e6:.3g} MB of gradients in "
+        f"{facts.buckets} bucket{'s' * (facts.buckets != 1)} a step",
+        "",
+        "communication       step [ms]    middle half of the steps [ms]    steps",
+        *(
+            f"{name:<16}    {1e3 * kind.median_s:9.2f}    "
+            f"{f'{1e3 * kind.low_s:.2f} to {1e3 * kind.high_s:.2f}':<29}    {kind.steps:5d}"
+            for name, kind in kinds
+        ),
+    ]
+
+
+def _answer(one: Headroom) -> list[str]:
+    lines = [
+        f"Exposed communication:               {_shown(one.exposed, one.dense)}",
+        f"The most that compression can save:  {_shown(one.beside_dense, one.dense)}",
+        f"The same beside bf16:                {_shown(one.beside_bf16, one.bf16)}",
+        "",
+    ]
+    return [*lines, *_WORDS[one.verdict](one)]
+
+
+def _hidden(one: Headroom) -> list[str]:
+    return [
+        "Do not compress. Backward hides the communication: no compression can save more",
+        f"than {_at_most(one.beside_dense, one.dense)}, and it computes for that.",
+    ]
+
+
+def _latency(one: Headroom) -> list[str]:
+    return [
+        f"Do not compress: it can save no more than {_at_most(one.beside_dense, one.dense)}.",
+        "What else is exposed is latency, or waiting for other ranks, which one value per",
+        "bucket costs as well. Fewer buckets (bucket_cap_mb), larger batches and gradient",
+        "accumulation help against it.",
+    ]
+
+
+def _bf16(one: Headroom) -> list[str]:
+    return [
+        "Use bf16, and do not compress more: no compression can save more beside it than",
+        f"{_at_most(one.beside_bf16, one.bf16)}.",
+        '    commhooks.register(ddp_model, "bf16")',
+    ]
+
+
+def _unclear(one: Headroom) -> list[str]:
+    if one.beside_dense.is_large(one.dense):
+        saves, stay = f"{_shown(one.beside_bf16, one.bf16)}, beside bf16", _name(one)
+    else:
+        saves, stay = _shown(one.beside_dense, one.dense), "dense"
+    return [
+        "No answer: the times of the steps differ by more than what is to be measured. What",
+        f"compression can save was {saves}.",
+        f"Measure more steps, on machines that do nothing else; until then use {stay}.",
+    ]
+
+
+def _compress(one: Headroom) -> list[str]:
+    name = _name(one)
+    cost = 0.05 * one.noop.median_s
+    dense, bf16 = one.break_even(cost), one.break_even(cost, over="bf16")
+    return [
+        f"Compression may pay. A ratio of {one.ratio_to_hide():.2g} saves nine tenths of what can "
+        f"be saved.",
+        f"A scheme whose computations add {_ms(cost)} (5 % of the no-op step) breaks even",
+        f"with dense {_from(dense)}, with bf16 {_from(bf16)}.",
+        "",
+        f"ratio    step [ms]    to beat {name}, computations may add [ms]",
+        *(
+            f"{ratio:5d}    {1e3 * one.step_s(ratio):9.2f}    {_spare(one, ratio):>10}"
+            for ratio in _RATIOS
+        ),
+        "(predicted from when the dense steps' buckets begin and how long they travel;",
+        f"bf16, a ratio of 2, was measured with its casts: {_ms(one.bf16.median_s)})",
+    ]
+
+
+_WORDS: dict[Verdict, Callable[[Headroom], list[str]]] = {
+    "hidden": _hidden,
+    "latency": _latency,
+    "bf16": _bf16,
+    "compress": _compress,
+    "unclear": _unclear,
+}
+
+
+def _name(one: Headroom) -> str:
+    return "dense" if one.best is one.dense else "bf16"
+
+
+def _spare(one: Headroom, ratio: float) -> str:
+    spare = one.best.median_s - one.step_s(ratio)
+    return f"{1e3 * spare:.2f}" if spare > 0 else "loses"
+
+
+def _shown(gap: Gap, kind: Kind) -> str:
+    share = gap.seconds / kind.median_s
+    return f"{_ms(gap.seconds)} +- {_ms(gap.noise_s)}, {share:.0%} of a step"
+
+
+def _at_most(gap: Gap, kind: Kind) -> str:
+    most = max(gap.seconds + gap.noise_s, 0.0)
+    return f"{_ms(most)}, {most / kind.median_s:.0%} of a step"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f} ms"
+
+
+def _from(ratio: float | None) -> str:
+    return "at no ratio" if ratio is None else f"from a ratio of {ratio:.3g} on"

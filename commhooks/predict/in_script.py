@@ -55,7 +55,12 @@ class _Script:
             self.end()
         if self.measured is None and not self.begin(ddp, inputs):
             return
-        if self.measured is ddp and self.turns is not None:
+        if self.turns is None or self.measured is None:
+            return
+        if self.measured is not ddp and self.measured.module is ddp.module:
+            self.tell(rewrapped=self.turns.step)
+            self.end()
+        if self.measured is ddp:
             try:
                 if self.turns.mark():
                     self.report(self.turns)
@@ -66,9 +71,7 @@ class _Script:
     def begin(self, ddp: DistributedDataParallel, inputs: Any) -> bool:
         """Registers the hook on the first model that trains with others; whether it did."""
         if ddp._comm_hooks:
-            hook = ddp._comm_hooks[0][0]
-            self.tell(own_hook=getattr(hook, "__qualname__", repr(hook)))
-            self.end()
+            self.refuse_hook(None, ddp._comm_hooks[0][0])
         if torch.distributed.get_world_size(ddp.process_group) == 1:
             self.tell(alone=True)
             if torch.distributed.get_world_size() == 1:
@@ -80,6 +83,7 @@ class _Script:
         except Error as error:
             self.tell(failed=str(error))
             self.end()
+        ddp.register_comm_hook = self.refuse_hook  # type: ignore[method-assign]
         # The pre-hook that came with the communication hook has not seen the pass that begins now,
         # which no_sync() may be around.
         for key, hook in list(ddp._forward_pre_hooks.items()):
@@ -88,6 +92,11 @@ class _Script:
         atexit.register(self.at_exit)
         self.tell(begun=time.time(), needed=self.turns.steps_to_come)
         return True
+
+    def refuse_hook(self, state: Any, hook: Any) -> NoReturn:
+        """Ends a script that registers a hook of its own, before the first step or later."""
+        self.tell(own_hook=getattr(hook, "__qualname__", repr(hook)))
+        self.end()
 
     def report(self, turns: Turns) -> NoReturn:
         """Prints the answer on rank 0, and ends the process."""

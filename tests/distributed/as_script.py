@@ -77,8 +77,6 @@ def run_script(
 
 
 def _rank(argv: list[str], environment: dict[str, str], log: str) -> None:
-    import torch.nn.parallel.distributed as module
-
     from commhooks.cli.on_start import sitecustomize as on_start
 
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT)
@@ -88,7 +86,9 @@ def _rank(argv: list[str], environment: dict[str, str], log: str) -> None:
     sys.stderr = os.fdopen(2, "w", buffering=1)
     os.environ.update(environment)
     sys.argv = argv
-    on_start._wrap(module, *on_start._WATCHED[module.__name__])
+    for module, watched in on_start._WATCHED.items():
+        if module in sys.modules:
+            on_start._wrap(sys.modules[module], *watched)
     code: Any = 0
     try:
         runpy.run_path(argv[0], run_name="__main__")

@@ -146,7 +146,7 @@ def test_a_command_that_is_none_is_refused() -> None:
     [
         "amp", "no_sync", "workers", "several_models", "several_groups", "closure", "evaluates",
         "unused", "static_graph", "two_forwards", "two_backwards", "joins", "compiled",
-        "overlapped",
+        "overlapped", "sparse", "doubles", "subclass", "ours", "checkpointed", "kwargs_only",
     ],
 )  # fmt: skip
 def test_a_script_of_any_shape_gets_an_answer(shape: str, tmp_path: Path) -> None:
@@ -166,7 +166,9 @@ def test_a_script_that_catches_everything_is_stopped(tmp_path: Path) -> None:
     assert ran.output[0].count("a step failed, going on") == 3
 
 
-@pytest.mark.parametrize("shape", ["around_the_wrapper", "only_evaluates", "trains_in_eval_mode"])
+@pytest.mark.parametrize(
+    "shape", ["around_the_wrapper", "only_evaluates", "trains_in_eval_mode", "replicated"]
+)
 def test_a_script_that_never_trains_through_the_wrapper(shape: str, tmp_path: Path) -> None:
     ran = run_script(tmp_path, "shapes.py", shape, 5)
     assert ran.codes == (0, 0)
@@ -174,9 +176,18 @@ def test_a_script_that_never_trains_through_the_wrapper(shape: str, tmp_path: Pa
     assert "the script has ended" in ran.output[0]
 
 
-def test_a_script_with_a_hook_of_its_own_is_told_which(tmp_path: Path) -> None:
-    ran = run_script(tmp_path, "shapes.py", "own_hook", 200)
+@pytest.mark.parametrize("shape", ["own_hook", "late_hook"])
+def test_a_script_with_a_hook_of_its_own_is_told_which(shape: str, tmp_path: Path) -> None:
+    ran = run_script(tmp_path, "shapes.py", shape, 200)
+    assert ran.codes == (0, 0), ran.output
     assert ran.told["own_hook"] == "fp16_compress_hook"
+    assert "the script has ended" not in ran.output[0]
+
+
+def test_a_script_that_wraps_its_model_again_is_told_so(tmp_path: Path) -> None:
+    ran = run_script(tmp_path, "shapes.py", "rebuilt", 200)
+    assert ran.codes == (0, 0), ran.output
+    assert ran.told["rewrapped"] == 20
     assert "the script has ended" not in ran.output[0]
 
 

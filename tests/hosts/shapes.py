@@ -182,13 +182,6 @@ def compiled(steps):
         step(ddp, optimizer)
 
 
-def compiled_inside(steps):
-    ddp = DDP(torch.compile(net(), backend="eager"))
-    optimizer = sgd(ddp)
-    for _ in range(steps):
-        step(ddp, optimizer)
-
-
 def overlapped(steps):
     """The optimizer runs in backward, through hooks of the parameters."""
     ddp = DDP(net())
@@ -197,6 +190,109 @@ def overlapped(steps):
         p.register_post_accumulate_grad_hook(lambda _, one=optimizer: one.step())
     for _ in range(steps):
         ddp(data()).square().mean().backward()
+
+
+def sparse(steps):
+    """An embedding with sparse gradients, which no hook gets, beside a dense layer."""
+    module = nn.Sequential(nn.Embedding(50, 8, sparse=True), nn.Linear(8, 8))
+    ddp = DDP(module)
+    optimizer = sgd(ddp)
+    for _ in range(steps):
+        step(ddp, optimizer, ddp(torch.randint(50, (8,))).square().mean())
+
+
+def doubles(steps):
+    ddp = DDP(net().double())
+    optimizer = sgd(ddp)
+    for _ in range(steps):
+        step(ddp, optimizer, ddp(data().double()).square().mean())
+
+
+class Subclass(DDP):
+    def __init__(self, module):
+        super().__init__(module)
+        self.calls = 0
+
+    def forward(self, *inputs):
+        self.calls += 1
+        return super().forward(*inputs)
+
+
+def subclass(steps):
+    ddp = Subclass(net())
+    optimizer = sgd(ddp)
+    for _ in range(steps):
+        step(ddp, optimizer)
+
+
+def ours(steps):
+    import ddp_core
+
+    ddp = ddp_core.DistributedDataParallel(net())
+    optimizer = sgd(ddp)
+    for _ in range(steps):
+        step(ddp, optimizer)
+
+
+def replicated(steps):
+    from torch.distributed._composable import replicate
+
+    module = replicate(net())
+    optimizer = sgd(module)
+    for _ in range(steps):
+        step(module, optimizer)
+
+
+def checkpointed(steps):
+    from torch.utils.checkpoint import checkpoint
+
+    class Saves(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = net()
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    ddp = DDP(Saves())
+    optimizer = sgd(ddp)
+    for _ in range(steps):
+        step(ddp, optimizer)
+
+
+def late_hook(steps):
+    """Registers a hook after some steps."""
+    ddp = DDP(net())
+    optimizer = sgd(ddp)
+    for number in range(steps):
+        step(ddp, optimizer)
+        if number == 3:
+            ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+
+
+def rebuilt(steps):
+    """Wraps the model again after some epochs, as who unfreezes layers does."""
+    module = net()
+    for _ in range(steps // 20):
+        ddp = DDP(module)
+        optimizer = sgd(ddp)
+        for _ in range(20):
+            step(ddp, optimizer)
+
+
+def kwargs_only(steps):
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = net()
+
+        def forward(self, *, x):
+            return {"loss": self.inner(x).square().mean()}
+
+    ddp = DDP(Named())
+    optimizer = sgd(ddp)
+    for _ in range(steps):
+        step(ddp, optimizer, ddp(x=data())["loss"])
 
 
 def around_the_wrapper(steps):

@@ -76,8 +76,8 @@ MUTANTS: list[Mutant] = [
         "commhooks/predict/gaps.py",
         (
             "what is within the noise counts",
-            "gap.seconds > max(gap.noise_s, _SMALL * kind.median_s)",
-            "gap.seconds > _SMALL * kind.median_s",
+            "self.seconds > max(self.noise_s, _SMALL * kind.median_s)",
+            "self.seconds > _SMALL * kind.median_s",
             HEADROOM,
         ),
     ),

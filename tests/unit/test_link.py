@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -141,14 +140,16 @@ def test_a_binary_file_is_refused_with_its_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [None, BAD["no JSON"], BAD["another library"]])
-def test_simulate_refuses_a_bad_file_in_words(tmp_path: Path, text: str | None) -> None:
-    file = tmp_path / "link.json"
+def test_simulate_refuses_a_bad_file_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = Path("link.json")
     if text is not None:
         file.write_text(text)
     done = simulated(file)
     assert done.exit_code == 2, done.output
-    said = re.sub(r"[\s│]", "", done.output)  # a long path is broken, or shortened
-    assert ("neitherafilenorapreset" if text is None else "link.json") in said
+    assert "link.json" in done.output
 
 
 # ---- refusals that need no other rank
