@@ -78,7 +78,7 @@ MUTANTS: list[Mutant] = [
             "what is within the noise counts",
             "self.seconds > max(self.noise_s, _SMALL * kind.median_s)",
             "self.seconds > _SMALL * kind.median_s",
-            HEADROOM,
+            f"{HEADROOM}::test_noise_is_no_reason_to_say_do_not_compress",
         ),
     ),
     *planted(
@@ -87,7 +87,7 @@ MUTANTS: list[Mutant] = [
             "one odd time moves the fit",
             "np.abs(np.log(_modelled(layout, part, name, sizes, fabric)) - logs).sum()",
             "((_modelled(layout, part, name, sizes, fabric) - np.exp(logs)) ** 2).sum()",
-            f"{UNIT}/test_link.py",
+            f"{UNIT}/test_link.py::test_a_few_odd_times_move_nothing",
         ),
     ),
     *planted(
@@ -96,7 +96,8 @@ MUTANTS: list[Mutant] = [
             "links carry two messages at once",
             "begin = np.maximum(link_free, device_free)",
             "begin = device_free",
-            f"{UNIT}/test_simulate.py",
+            f"{UNIT}/test_simulate.py::"
+            "test_all_steps_at_once_are_those_of_single_predictions_and_of_the_plain_rule",
         ),
     ),
     *planted(
@@ -105,13 +106,15 @@ MUTANTS: list[Mutant] = [
             "ranks that differ are not found",
             "differ = (hashes != hashes[0]).any(0)",
             "differ = (hashes != hashes).any(0)",
-            f"{DISTRIBUTED}/test_verify.py",
+            f"{DISTRIBUTED}/test_verify.py::"
+            "test_a_planted_bug_is_named_with_step_rank_and_parameter",
         ),
         (
             "the law allows any error",
             "if total <= allowed:",
             "if total <= 100 * allowed + 100:",
-            f"{DISTRIBUTED}/test_verify.py",
+            f"{DISTRIBUTED}/test_verify.py::"
+            "test_a_planted_bug_is_named_with_step_rank_and_parameter",
         ),
     ),
 ]
