@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from torch import Tensor
 
 from commhooks.core.layout import Layout
+from ddp_core import borrow_memory
 
 __all__ = ["FlatValues", "Place"]
 
@@ -73,6 +74,7 @@ class FlatValues:
             for name in old.names:
                 value = self.get(key, name)
                 if value is not None and name not in layout.names:
+                    borrow_memory(value)
                     loose[name] = value.clone()
                 where.pop(name, None)
             self._free(key, old)
@@ -87,6 +89,7 @@ class FlatValues:
         for name in layout.names:
             value = self.get(key, name)
             if value is not None and name not in names:
+                borrow_memory(value)
                 self._loose[key][name] = value.clone()
             self._where[key].pop(name)
         self._free(key, layout)

@@ -19,6 +19,7 @@ from torch import Tensor
 from commhooks.core.flat_values import FlatValues, Place
 from commhooks.core.layout import Layout
 from commhooks.kernels import restore
+from ddp_core import Turns, borrow_memory
 
 __all__ = ["Memory", "share_storage", "staged_in"]
 
@@ -32,6 +33,9 @@ class Memory:
         self._kept = FlatValues()
         self._staged: dict[Place, Tensor | None] = {}
         self._notes: dict[Place, Tensor] = {}
+        # Values that go to another layout: those of one old tensor go to several buckets, which
+        # are exchanged on several streams.
+        self._moves = Turns()
         # Keys of the slots of the scheme that runs, which ``Bucket.write`` accepts. None: any key.
         self.declared: frozenset[str] | None = None
 
@@ -58,9 +62,22 @@ class Memory:
         flat = self._kept.flat.get((key, layout))
         if flat is not None and flat.device == device:
             return flat
+        with self._moves.turn(device):
+            return self._moved(key, layout, device, dtype, initial)
+
+    def _moved(
+        self,
+        key: str,
+        layout: Layout,
+        device: torch.device,
+        dtype: torch.dtype,
+        initial: Initial | None,
+    ) -> Tensor:
         flat = torch.zeros(layout.numel, device=device, dtype=dtype)
         for name, view in zip(layout.names, layout.views(flat), strict=True):
             old = self._kept.get(key, name)
+            if old is not None:
+                borrow_memory(old)
             # A value of another shape is of other settings; ``initial`` may still use it.
             if old is not None and old.shape == view.shape:
                 view.copy_(old)

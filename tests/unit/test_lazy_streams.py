@@ -67,6 +67,7 @@ def train(
     bad: bool = False,
     told: bool = False,
     last_first: bool = False,
+    rebuilt: bool = False,
 ) -> list[Tensor]:
     """What a reducer reads in its buckets after each step, and the memory in the end.
 
@@ -75,9 +76,11 @@ def train(
         told: the reducer says when gradients are written, as ``ddp_core``'s does.
         last_first: the last bucket is waited for first: what one side stream does may be over
             before the other has begun.
+        rebuilt: all parameters are in one bucket in the first step, as in DDP, and the second step
+            has other buckets.
     """
     model = nn.Sequential(*(nn.Linear(20, 16) for _ in range(BUCKETS - 1)), nn.Linear(16, 8))
-    groups = [list(layer.parameters()) for layer in reversed(model)]
+    several = [list(layer.parameters()) for layer in reversed(model)]
     found = []
     with loopback(machine):
         hook = HookState(name, model, **options)
@@ -85,6 +88,7 @@ def train(
             hook._binding.core_telling = lambda hook: hook
         for step in range(STEPS):
             generator = torch.Generator().manual_seed(step)
+            groups = [sum(several, [])] if rebuilt and not step else several
             futures = []
             for index, parameters in enumerate(groups):
                 gradient = torch.randn(sum(p.numel() for p in parameters), generator=generator)
@@ -137,6 +141,16 @@ def test_a_step_that_is_not_finite_or_ends_later_is_the_same_in_every_order(
     for case in ({"bad": True, "last_first": True}, {"told": True}, {"bad": True, "told": True}):
         expected = found_in("at once", name, options, **case)
         assert all(one.isfinite().all() for one in expected[STEPS * BUCKETS :])  # the memory
+        assert_same(found_in(order, name, options, **case), expected)
+
+
+@pytest.mark.parametrize("order", ["late", "early"])
+@pytest.mark.parametrize(("name", "options"), [one for one in SCHEMES if one[0] in KEEPING])
+def test_what_is_kept_moves_to_other_buckets_in_every_order(
+    name: str, options: dict[str, Any], order: Order
+) -> None:
+    for case in ({"rebuilt": True}, {"rebuilt": True, "told": True, "last_first": True}):
+        expected = found_in("at once", name, options, **case)
         assert_same(found_in(order, name, options, **case), expected)
 
 
