@@ -68,6 +68,7 @@ def train(
     told: bool = False,
     last_first: bool = False,
     rebuilt: bool = False,
+    cut: bool = False,
 ) -> list[Tensor]:
     """What a reducer reads in its buckets after each step, and the memory in the end.
 
@@ -78,12 +79,15 @@ def train(
             before the other has begun.
         rebuilt: all parameters are in one bucket in the first step, as in DDP, and the second step
             has other buckets.
+        cut: buckets are exchanged in parts, on several streams.
     """
     model = nn.Sequential(*(nn.Linear(20, 16) for _ in range(BUCKETS - 1)), nn.Linear(16, 8))
     several = [list(layer.parameters()) for layer in reversed(model)]
     found = []
     with loopback(machine):
         hook = HookState(name, model, **options)
+        if cut:
+            hook._engine.traits = hook._engine.traits._replace(most_entries=200)
         if told:
             hook._binding.core_telling = lambda hook: hook
         for step in range(STEPS):
@@ -99,13 +103,15 @@ def train(
                 buffer.copy_(gradient, non_blocking=True)
                 last = index == len(groups) - 1
                 futures.append((hook.start(Bucket(index, parameters, buffer, last)), buffer))
+            written = []  # as a reducer writes gradients: before it waits for the next bucket
             for future, buffer in reversed(futures) if last_first else futures:
                 mean = future.wait()
                 if mean is not buffer:
                     buffer.copy_(mean)
+                written.append(buffer.clone())
             if told:
                 hook.step_landed()
-            found += [machine.read(buffer) for _, buffer in futures]
+            found += [machine.read(gradient) for gradient in written]
         found += [machine.read(value) for _, _, value in hook._engine.memory.items()]
         hook.close()
     return found
@@ -152,6 +158,14 @@ def test_what_is_kept_moves_to_other_buckets_in_every_order(
     for case in ({"rebuilt": True}, {"rebuilt": True, "told": True, "last_first": True}):
         expected = found_in("at once", name, options, **case)
         assert_same(found_in(order, name, options, **case), expected)
+
+
+@pytest.mark.parametrize("order", ["late", "early"])
+@pytest.mark.parametrize("name", ["int8", "onebit", "topk"])
+def test_parts_of_a_bucket_are_all_waited_for(name: str, order: Order) -> None:
+    for case in ({"cut": True}, {"cut": True, "told": True, "last_first": True}):
+        expected = found_in("at once", name, {}, **case)
+        assert_same(found_in(order, name, {}, **case), expected)
 
 
 # ---- it sees what it is for
