@@ -92,7 +92,7 @@ def train(
             hook._binding.core_telling = lambda hook: hook
         for step in range(STEPS):
             generator = torch.Generator().manual_seed(step)
-            groups = [sum(several, [])] if rebuilt and not step else several
+            groups = [list(model.parameters())] if rebuilt and not step else several
             futures = []
             for index, parameters in enumerate(groups):
                 gradient = torch.randn(sum(p.numel() for p in parameters), generator=generator)
@@ -111,6 +111,7 @@ def train(
                 written.append(buffer.clone())
             if told:
                 hook.step_landed()
+            written = written[::-1] if last_first else written
             found += [machine.read(gradient) for gradient in written]
         found += [machine.read(value) for _, _, value in hook._engine.memory.items()]
         hook.close()
