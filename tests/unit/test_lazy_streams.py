@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from commhooks.hook.coalesce import Group, _Held
 from commhooks.hook.state import HookState
+from commhooks.schemes.sparse import TopK
+from commhooks.wrappers.ef21 import EF21
 from tests.device.lazy import LazyDevice, Order, Stream, lazy_device
 from tests.device.loopback import loopback
 
@@ -167,6 +169,36 @@ def test_parts_of_a_bucket_are_all_waited_for(name: str, order: Order) -> None:
     for case in ({"cut": True}, {"cut": True, "told": True, "last_first": True}):
         expected = found_in("at once", name, {}, **case)
         assert_same(found_in(order, name, {}, **case), expected)
+
+
+def fragments_in(order: Order) -> list[Tensor]:
+    """Averages of parts of a model by turns, as DiLoCo with a delay: each is waited for later."""
+    torch.manual_seed(0)
+    with lazy_device(order) as machine, loopback(machine):
+        model = nn.Sequential(*(nn.Linear(20, 16) for _ in range(9)))
+        layers = [list(layer.parameters()) for layer in model]
+        hook = HookState(EF21(TopK(0.1)), model)
+        found, pending = [], []
+        for step in range(9):
+            if step > 2:
+                found += [pending.pop(0).wait().clone() for _ in range(3)]
+            for place in range(
+                3
+            ):  # an odd number, so that every step pairs them with other streams
+                gradient = torch.randn(336, generator=torch.Generator().manual_seed(step))
+                buffer = torch.empty_like(gradient, device="meta")
+                buffer.copy_(gradient, non_blocking=True)
+                bucket = Bucket(place, layers[step % 3 * 3 + place], buffer, place == 2)
+                pending.append(hook.start(bucket))
+        found += [future.wait().clone() for future in reversed(pending)]
+        result = [machine.read(mean) for mean in found]
+        hook.close()
+    return result
+
+
+@pytest.mark.parametrize("order", ["late", "early"])
+def test_steps_that_are_under_way_together_share_no_memory(order: Order) -> None:
+    assert_same(fragments_in(order), fragments_in("at once"))
 
 
 # ---- it sees what it is for
