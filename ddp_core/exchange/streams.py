@@ -110,7 +110,7 @@ class Streams:
         It has read, at the end of its step, what was made on other streams, and their allocator
         hands that out again.
         """
-        module, last = stream_module(device.type), self._last[device]
+        last = self._last[device]
         for other in self._streams[device]:
             if other is not last:
                 other.wait_stream(last)
