@@ -40,8 +40,7 @@ MUTANTS: list[Mutant] = [
             "the next step does not wait for the commit of this one",
             "            self._follow(device)\n",
             "            pass\n",
-            f"{UNIT}/test_lazy_streams.py"
-            "::test_steps_that_are_under_way_together_share_no_memory",
+            f"{UNIT}/test_lazy_streams.py::test_steps_that_are_under_way_together_share_no_memory",
         ),
         (
             "a stream does not wait for the collective",
@@ -56,15 +55,13 @@ MUTANTS: list[Mutant] = [
             "streams that work on one tensor in turn do not wait for each other",
             "stream.wait_event(self._ends[device])",
             "pass",
-            f"{UNIT}/test_lazy_streams.py"
-            "::test_what_is_kept_moves_to_other_buckets_in_every_order",
+            f"{UNIT}/test_lazy_streams.py::test_what_is_kept_moves_to_other_buckets_in_every_order",
         ),
         (
             "memory that another stream reads is given back",
             "tensor.record_stream(stream)",
             "pass",
-            f"{UNIT}/test_lazy_streams.py"
-            "::test_what_is_kept_moves_to_other_buckets_in_every_order",
+            f"{UNIT}/test_lazy_streams.py::test_what_is_kept_moves_to_other_buckets_in_every_order",
         ),
     ),
     *planted(
