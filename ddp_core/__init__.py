@@ -14,7 +14,7 @@ from ddp_core.exchange.collectives import (
     ReduceScatter,
     as_request,
 )
-from ddp_core.exchange.devices import on_device_of
+from ddp_core.exchange.devices import Turns, borrow_memory, on_device_of, stream_of
 from ddp_core.exchange.drivers import Drivers
 from ddp_core.exchange.errors import (
     CollectiveError,
@@ -72,8 +72,10 @@ __all__ = [
     "Streams",
     "Task",
     "Timeline",
+    "Turns",
     "as_request",
     "borrow",
+    "borrow_memory",
     "call_after_backward",
     "clock_of",
     "group_store",
@@ -83,4 +85,5 @@ __all__ = [
     "needs",
     "on_device_of",
     "simulate",
+    "stream_of",
 ]

@@ -89,10 +89,16 @@ void dots(const float* const* rows, const float* q, i64 distance, int count, flo
     sums_of<kSums>(partials[0], sums);
 }
 
+// Writes a factor of a matrix without entries, to which the loops below do not come.
+void clear(float* factor, i64 n) {
+    for (i64 i = 0; i < n; ++i) factor[i] = 0.0f;
+}
+
 // Computes left = right @ (x + residual)^T; `sum` receives x + residual.
 template <class T>
 void right_product(const Matrix& one, const T* x, const float* residual, float* sum,
                    const float* right, float* left) {
+    if (!one.columns) return clear(left, one.rank * one.rows);
     float copy[kRows][kSegment];
     for (i64 i = 0; i < one.rows; i += kRows) {
         const int rows = least(one.rows - i, kRows);
@@ -143,6 +149,7 @@ template <int ROWS> void add_rows(const float* const* x, const float* p, int cou
 template <class T>
 void left_product(const Matrix& one, const T* x, const float* residual, float* sum, const float* left,
                   float* right) {
+    if (!one.rows) return clear(right, one.rank * one.columns);
     float sums[kSlab][kTile], copy[kDeep][kTile];
     for (i64 chunk = 0; chunk < one.rows; chunk += kChunk)
         for (i64 j = 0; j < one.columns; j += kTile)

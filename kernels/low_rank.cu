@@ -168,9 +168,10 @@ __global__ void multiply_left(const Matrix* table, i64 count, i64 tasks, const T
     }
 }
 
-// Adds the `parts` sums of entry `i` of a factor, which are `numel` apart.
+// Adds the `parts` sums of entry `i` of a factor, which are `numel` apart; a matrix without entries
+// has none.
 INLINE float added(const float* sums, i64 i, i64 numel, i64 parts) {
-    float total = sums[i];
+    float total = parts ? sums[i] : 0.0f;
     for (i64 part = 1; part < parts; ++part) total += sums[part * numel + i];
     return total;
 }

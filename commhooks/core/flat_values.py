@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
+import torch
 from torch import Tensor
 
 from commhooks.core.layout import Layout
+from ddp_core import borrow_memory
 
-__all__ = ["FlatValues", "Place"]
+__all__ = ["FlatValues", "Initial", "Place"]
 
 Place = tuple[str, Layout]
+Initial = Callable[[str, torch.Size], Tensor | None]
 
 
 class FlatValues:
@@ -59,6 +62,22 @@ class FlatValues:
                 assert value is not None
                 yield key, name, value
 
+    def collect(self, key: str, layout: Layout, flat: Tensor, initial: Initial | None) -> None:
+        """Copies the values of a layout's parameters to a flat tensor.
+
+        Args:
+            initial: returns the value of a parameter that has none of its shape; None: it stays.
+        """
+        for name, view in zip(layout.names, layout.views(flat), strict=True):
+            old = self.get(key, name)
+            if old is not None:
+                borrow_memory(old)
+            # A value of another shape is of other settings; ``initial`` may still use it.
+            if old is not None and old.shape == view.shape:
+                view.copy_(old)
+            elif initial is not None and (first := initial(name, view.shape)) is not None:
+                view.copy_(first)
+
     def put(self, key: str, layout: Layout, flat: Tensor) -> None:
         """Replaces the values of a layout's parameters."""
         if (key, layout) in self.flat:
@@ -73,6 +92,7 @@ class FlatValues:
             for name in old.names:
                 value = self.get(key, name)
                 if value is not None and name not in layout.names:
+                    borrow_memory(value)
                     loose[name] = value.clone()
                 where.pop(name, None)
             self._free(key, old)
@@ -87,6 +107,7 @@ class FlatValues:
         for name in layout.names:
             value = self.get(key, name)
             if value is not None and name not in names:
+                borrow_memory(value)
                 self._loose[key][name] = value.clone()
             self._where[key].pop(name)
         self._free(key, layout)

@@ -11,18 +11,17 @@ dropped otherwise, so an overflow leaves residuals and factors as they were.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from commhooks.core.flat_values import FlatValues, Place
+from commhooks.core.flat_values import FlatValues, Initial, Place
 from commhooks.core.layout import Layout
 from commhooks.kernels import restore
+from ddp_core import Turns
 
 __all__ = ["Memory", "share_storage", "staged_in"]
-
-Initial = Callable[[str, torch.Size], Tensor | None]
 
 
 class Memory:
@@ -32,6 +31,8 @@ class Memory:
         self._kept = FlatValues()
         self._staged: dict[Place, Tensor | None] = {}
         self._notes: dict[Place, Tensor] = {}
+        # Of one old tensor, values go to several buckets, exchanged on several streams.
+        self._moves = Turns()
         # Keys of the slots of the scheme that runs, which ``Bucket.write`` accepts. None: any key.
         self.declared: frozenset[str] | None = None
 
@@ -58,16 +59,11 @@ class Memory:
         flat = self._kept.flat.get((key, layout))
         if flat is not None and flat.device == device:
             return flat
-        flat = torch.zeros(layout.numel, device=device, dtype=dtype)
-        for name, view in zip(layout.names, layout.views(flat), strict=True):
-            old = self._kept.get(key, name)
-            # A value of another shape is of other settings; ``initial`` may still use it.
-            if old is not None and old.shape == view.shape:
-                view.copy_(old)
-            elif initial is not None and (first := initial(name, view.shape)) is not None:
-                view.copy_(first)
-        # Kept, although this is no commit: the values are the same, in the layout in use.
-        self._kept.put(key, layout, flat)
+        with self._moves.turn(device):
+            flat = torch.zeros(layout.numel, device=device, dtype=dtype)
+            self._kept.collect(key, layout, flat, initial)
+            # Kept, although this is no commit: the values are the same, in the layout in use.
+            self._kept.put(key, layout, flat)
         return flat
 
     def has(self, key: str) -> bool:

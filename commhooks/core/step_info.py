@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from commhooks.core.memory import Memory
+from ddp_core import stream_of
 
 __all__ = ["Counters", "StepInfo", "number_of"]
 
@@ -54,7 +55,7 @@ class StepInfo:
         One tensor serves all buckets of a step, so that it is filled once and not for every draw.
         """
         # Per stream as well: an exchange on another stream would not wait for the fill.
-        key = (self.step, device, _stream_of(device))
+        key = (self.step, device, stream_of(device))
         counter = self.counters.get(key)
         if counter is None:
             counter = torch.full((), self.step, dtype=torch.int64, device=device)
@@ -77,13 +78,6 @@ class StepInfo:
         step = self.step if step is None else step
         text = f"{self.seed}/{name}/{step}/{'shared' if shared else self.rank}"
         return torch.Generator().manual_seed(number_of(text) >> 1)
-
-
-def _stream_of(device: torch.device) -> object:
-    """Returns the current stream of a device; None for one without streams."""
-    if device.type in ("cpu", "meta"):
-        return None
-    return torch.get_device_module(device).current_stream(device)
 
 
 def number_of(text: str) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from commhooks.core.layout import Layout
 from commhooks.core.memory import share_storage
-from ddp_core import Exchange
+from ddp_core import Exchange, Turns
 
 __all__ = ["Coalescer", "Group"]
 
@@ -36,6 +36,7 @@ class _Held:
     gate: torch.futures.Future[Tensor]
     waits_for: int = 0  # number of groups that have some of its parameters
     error: Exception | None = None
+    turns: Turns = field(default_factory=Turns)  # of its groups, exchanged on several streams
 
     # The error is raised here, in ``then``, and not set by ``Future.set_exception``, which only
     # Python sees: torch's reducer would take the exception for the result. The gate completes with
@@ -158,8 +159,11 @@ class Group:
         for held in self.held:
             held.error = held.error or error
             held.waits_for -= 1
-            if held.waits_for == 0:
-                held.gate.set_result(held.buffer)
+            # Called on a stream that waits for this group alone; the last one to come waits for
+            # the others here, and the gate for it.
+            with held.turns.turn(held.buffer.device):
+                if held.waits_for == 0:
+                    held.gate.set_result(held.buffer)
 
 
 def _joined(pieces: Sequence[Tensor]) -> Tensor | None:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from commhooks.core.flat_values import Initial
 from commhooks.core.layout import Layout
-from commhooks.core.memory import Initial, Memory
+from commhooks.core.memory import Memory
 from commhooks.core.scheme import Scheme
 from commhooks.core.settings import shown
 from commhooks.errors import Error

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_core.exchange.lane_groups import backend_for, is_nccl
-from ddp_core.exchange.pairs import Pairs, exchange_pairs, on_gloo
+from ddp_core.exchange.pairs import Pairs, as_bytes, exchange_pairs, on_gloo
 from ddp_core.exchange.sparse_sum import SparseSum, sums_sparse
 
 __all__ = [
@@ -219,7 +219,7 @@ class AllGather(_Among):
         if self.ranks is not None or on_gloo(group, flat):
             rows = self._result.view(size, flat.numel()).unbind()
             return exchange_pairs([flat] * size, rows, group, self.ranks)
-        into, sent = _as_bytes(self._result), _as_bytes(flat)
+        into, sent = as_bytes(self._result), as_bytes(flat)
         work: dist.Work = _all_gather(into, sent, group=group, async_op=True)
         return work
 
@@ -262,7 +262,7 @@ class AllToAll(_Among):
         self._result = torch.empty_like(source)
         if self.ranks is not None or on_gloo(group, source):
             return exchange_pairs(source.unbind(), self._result.unbind(), group, self.ranks)
-        into, sent = _as_bytes(self._result), _as_bytes(source)
+        into, sent = as_bytes(self._result), as_bytes(source)
         work: dist.Work = dist.all_to_all_single(into, sent, group=group, async_op=True)
         return work
 
@@ -278,11 +278,6 @@ class AllToAll(_Among):
             place = ranks.index(rank)
             results.append(torch.stack([requests[source].tensor[place] for source in ranks]))
         return results
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """Returns the memory of a contiguous tensor as bytes: NCCL has no int16 (DeMo's indices)."""
-    return tensor.view(-1).view(torch.uint8)
 
 
 class ReduceScatter(Collective):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["on_device_of"]
+__all__ = ["Turns", "borrow_memory", "on_device_of", "stream_of"]
 
 
 def on_device_of(tensors: Iterable[Tensor]) -> AbstractContextManager[object]:
@@ -22,3 +23,47 @@ def on_device_of(tensors: Iterable[Tensor]) -> AbstractContextManager[object]:
         return nullcontext()
     current: AbstractContextManager[object] = torch.get_device_module(device.type).device(device)
     return current
+
+
+def stream_of(device: torch.device) -> Any:
+    """Returns the current stream of a device; None for one without streams."""
+    if device.type in ("cpu", "meta"):
+        return None
+    return torch.get_device_module(device.type).current_stream(device)
+
+
+def borrow_memory(tensor: Tensor) -> None:
+    """Keeps the memory of a tensor from others until the current stream has read it.
+
+    An allocator hands memory that is given back to the stream that has asked for it, which does
+    not wait for what other streams still read there.
+    """
+    stream = stream_of(tensor.device)
+    if stream is not None:
+        tensor.record_stream(stream)
+
+
+class Turns:
+    """Orders what several streams do to the same tensors, where that is rare.
+
+    What is enqueued in a turn happens after all that was enqueued in the turns before, on whatever
+    streams that was.
+    """
+
+    def __init__(self) -> None:
+        self._ends: dict[torch.device, Any] = {}
+
+    @contextmanager
+    def turn(self, device: torch.device) -> Iterator[None]:
+        """Takes a turn on a device's current stream; the host does not wait."""
+        stream = stream_of(device)
+        if stream is None:
+            yield
+            return
+        if device in self._ends:
+            stream.wait_event(self._ends[device])
+        try:
+            yield
+        finally:
+            self._ends[device] = torch.get_device_module(device.type).Event()
+            self._ends[device].record(stream)

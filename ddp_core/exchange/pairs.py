@@ -18,7 +18,14 @@ from torch import Tensor
 
 from ddp_core.exchange.lane_groups import backend_for, host_backend, is_gloo
 
-__all__ = ["Pairs", "carried_by_host", "exchange_pairs", "future_after", "on_gloo"]
+__all__ = [
+    "Pairs",
+    "as_bytes",
+    "carried_by_host",
+    "exchange_pairs",
+    "future_after",
+    "on_gloo",
+]
 
 _TAG = 0x9A125  # of these messages; the same peers' are matched in their order
 
@@ -31,6 +38,11 @@ def on_gloo(group: dist.ProcessGroup, tensor: Tensor) -> bool:
 def carried_by_host(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether tensors of ``device``, which is not the host, travel by Gloo in ``group``."""
     return device.type != "cpu" and is_gloo(backend_for(group, device))
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Returns the memory of a contiguous tensor as bytes: NCCL has no int16 (DeMo's indices)."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 class Pairs:
@@ -132,7 +144,8 @@ def exchange_pairs(
 def _message(
     what: Callable[..., Any], tensor: Tensor, group: dist.ProcessGroup, peer: int
 ) -> dist.P2POp:
-    return dist.P2POp(what, tensor, group=group, group_peer=peer, tag=_TAG)
+    moved = as_bytes(tensor)
+    return dist.P2POp(what, moved, group=group, group_peer=peer, tag=_TAG)
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -63,6 +63,7 @@ class Streams:
         self._group = group
         self._streams: dict[torch.device, list[Any]] = {}
         self._turns: dict[torch.device, Iterator[Any]] = {}
+        self._last: dict[torch.device, Any] = {}  # the stream of the latest exchange
 
     def run(self, task: Task, device: torch.device) -> torch.futures.Future[Tensor]:
         """Enqueues the whole exchange and returns the future of its result."""
@@ -76,6 +77,8 @@ class Streams:
             # The tensor and not None: a future makes who waits for it wait for the streams of its
             # value's devices, and only for these.
             future.set_result(task.result)
+        if task.joins and not on_host:
+            self._follow(device)
         return chained
 
     def join(self) -> None:
@@ -92,7 +95,7 @@ class Streams:
             # High priority: small kernels would otherwise queue behind those of backward.
             sides = [module.Stream(device=device, priority=-1) for _ in range(_SIDE_STREAMS)]
             self._streams[device], self._turns[device] = sides, itertools.cycle(sides)
-        side = next(self._turns[device])
+        side = self._last[device] = next(self._turns[device])
         side.wait_stream(module.current_stream(device))
         if task.joins:
             for other in self._streams[device]:
@@ -101,10 +104,22 @@ class Streams:
         stream: AbstractContextManager[None] = module.stream(side)
         return stream
 
+    def _follow(self, device: torch.device) -> None:
+        """Makes all side streams wait for the last exchange, whose end has given back memory.
+
+        It has read, at the end of its step, what was made on other streams, and their allocator
+        hands that out again.
+        """
+        last = self._last[device]
+        for other in self._streams[device]:
+            if other is not last:
+                other.wait_stream(last)
+
     def close(self) -> None:
         """Forgets the streams."""
         self._streams.clear()
         self._turns.clear()
+        self._last.clear()
 
     def _exhaust(self, task: Task) -> None:
         request = task.advance()

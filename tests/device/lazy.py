@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from commhooks.core import step_info
 from commhooks.kernels.runtime.op import Op
-from ddp_core.exchange import clocks
+from ddp_core.exchange import clocks, devices
 
 __all__ = ["LazyDevice", "Order", "Stream", "lazy_device"]
 
@@ -133,6 +133,9 @@ class LazyTensor(Tensor):
 
     def data_ptr(self) -> int:
         return self.host.data_ptr()
+
+    def record_stream(self, stream: Any) -> None:
+        self.memory.record(stream)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -361,13 +364,17 @@ def lazy_device(order: Order) -> Iterator[LazyDevice]:
 
     module_of = torch.get_device_module
 
+    def stream_of(device: torch.device) -> Stream | None:
+        return machine.current if device.type == "meta" else None
+
     with ExitStack() as stack:
         for target, name, value in (
             (torch.futures, "Future", future),
             (Op, "__call__", run),
             (torch, "get_device_module", lambda d=None: machine if d == "meta" else module_of(d)),
             (clocks, "_clocks", {}),  # each is of one machine
-            (step_info, "_stream_of", lambda device: machine.current),
+            (step_info, "stream_of", stream_of),
+            (devices, "stream_of", stream_of),
         ):
             stack.enter_context(mock.patch.object(target, name, value))
         stack.enter_context(_Queueing(machine))

@@ -61,14 +61,24 @@ def _as_on_nccl(rank: int, world_size: int) -> tuple[list[bool], set[torch.dtype
 
         return call
 
+    batch = dist.batch_isend_irecv
+
+    def noting_messages(messages: list[Any]) -> Any:
+        types.update(message.tensor.dtype for message in messages)
+        return batch(messages)
+
     with (
         mock.patch.object(collectives, "on_gloo", return_value=False),
+        mock.patch.object(pairs, "on_gloo", return_value=False),
+        mock.patch.object(dist, "batch_isend_irecv", noting_messages),
         mock.patch.object(collectives, "_all_gather", noting(all_gather)),
         mock.patch.object(dist, "all_to_all_single", noting(all_to_all)),
     ):
         for dtype in (torch.int16, torch.uint8, torch.bool, torch.complex64, torch.bfloat16):
             rows = torch.tensor([[10 * rank + i, 1] for i in range(world_size)]).to(dtype)
-            for request in (AllGather(rows), AllToAll(rows)):
+            some = range(world_size)  # as messages between pairs
+            requests = AllGather(rows), AllToAll(rows), AllGather(rows, some), AllToAll(rows, some)
+            for request in requests:
                 request.issue(dist.group.WORLD).wait()
                 everyone = [
                     torch.tensor([[10 * other + i, 1] for i in range(world_size)]).to(dtype)

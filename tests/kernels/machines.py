@@ -60,11 +60,13 @@ class GpuRunner(Runner):
     def __call__(self, op: Op, *args: Any) -> None:
         arguments = getattr(torch.ops.commhooks, op.name).default._schema.arguments
         named = list(zip(arguments, args, strict=True))
-        # One tensor that is given twice stays one. Tables of matrices are read by the host.
+        # One tensor that is given twice stays one. Tables of places are read by the host; that of
+        # levels, which are numbers, by the kernel.
         copies = {
             id(one): _Guarded(one, self._device)
             for argument, one in named
-            if isinstance(one, torch.Tensor) and argument.name != "table"
+            if isinstance(one, torch.Tensor)
+            and (argument.name not in ("table", "tails") or one.is_floating_point())
         }
         super().__call__(op, *(copies[id(one)].copy if id(one) in copies else one for one in args))
         written = {id(one) for argument, one in named if _is_written(argument)}

@@ -197,6 +197,19 @@ def test_a_flag_makes_matrices_nan(mode):
     assert same(out, good)
 
 
+@pytest.mark.parametrize("machine", machines(orders=(0,)))
+def test_factors_of_matrices_without_entries_are_zero(machine: str) -> None:
+    matrices = Matrices([(0, 3, 0, 2), (0, 0, 4, 2), (0, 2, 5, 1), (10, 6, 0, 1)])
+    x, left, right = torch.ones(10), torch.ones(14), torch.ones(13)
+    with on(machine, KERNELS) as run:
+        made = torch.full_like(left, torch.nan)
+        run(low_rank.multiply_right_op, x, *NONE[:2], matrices.table, right, made, *NONE)
+        assert made.tolist() == [0.0] * 6 + [5.0] * 2 + [0.0] * 6
+        made = torch.full_like(right, torch.nan)
+        run(low_rank.multiply_left_op, x, *NONE[:2], matrices.table, left, made, *NONE)
+        assert made.tolist() == [0.0] * 8 + [2.0] * 5
+
+
 def test_no_matrices_are_no_work():
     empty, nothing = Matrices([]), torch.empty(0)
     multiply_right(empty, torch.ones(3), nothing, nothing)

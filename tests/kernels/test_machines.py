@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from commhooks.kernels import low_rank
+from commhooks.kernels import levels, low_rank
 from commhooks.kernels.finite import finite_op
 from tests.kernels import fuzz, test_low_rank
 from tests.kernels.inputs import unaligned
@@ -48,6 +48,17 @@ def test_copies_have_the_same_offset(monkeypatch: Any) -> None:
     RUNNER(finite_op, x, torch.ones((), dtype=torch.bool))
     assert seen == [x.data_ptr() % 64]
     assert seen[0]
+
+
+def test_a_table_of_levels_is_copied(monkeypatch: Any) -> None:
+    """A kernel that gets the host's address ends with an error, as do all later ones."""
+    seen: list[int] = []
+    op = levels.dequantize_levels_op
+    monkeypatch.setitem(op.kernels, "cpu", lambda _, table, *rest: seen.append(table.data_ptr()))
+    table = torch.zeros(3)
+    RUNNER(op, torch.zeros(1, 16, dtype=torch.uint8), table, torch.zeros(64), 64, 64)
+    assert seen
+    assert table.data_ptr() not in seen
 
 
 def test_a_table_is_not_written_to() -> None:

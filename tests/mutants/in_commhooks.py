@@ -301,6 +301,15 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
+        "commhooks/core/flat_values.py",
+        (
+            "a warm start is lost when buckets change",
+            "if old is not None and old.shape == view.shape:",
+            'if old is not None and old.shape == view.shape and not key.endswith(".q"):',
+            f"{LOW_RANK}::test_factors_and_residuals_move_on_to_other_buckets",
+        ),
+    ),
+    *planted(
         "commhooks/core/memory.py",
         (
             "a GPU's bad step is remembered",
@@ -321,12 +330,6 @@ MUTANTS: list[Mutant] = [
             "if on_host and not good.item():",
             "if False:",
             f"{MEMORY}::test_a_bad_step_and_one_that_is_dropped_change_nothing",
-        ),
-        (
-            "a warm start is lost when buckets change",
-            "if old is not None and old.shape == view.shape:",
-            'if old is not None and old.shape == view.shape and not key.endswith(".q"):',
-            f"{LOW_RANK}::test_factors_and_residuals_move_on_to_other_buckets",
         ),
         (
             "the next scratch is what is remembered",

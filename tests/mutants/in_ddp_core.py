@@ -37,10 +37,31 @@ MUTANTS: list[Mutant] = [
             "::test_a_step_that_is_not_finite_or_ends_later_is_the_same_in_every_order",
         ),
         (
+            "the next step does not wait for the commit of this one",
+            "            self._follow(device)\n",
+            "            pass\n",
+            f"{UNIT}/test_lazy_streams.py::test_steps_that_are_under_way_together_share_no_memory",
+        ),
+        (
             "a stream does not wait for the collective",
             "request.issue(self._group).wait()",
             "request.issue(self._group)",
             f"{UNIT}/test_lazy_streams.py::test_a_hook_gives_the_same_in_every_order",
+        ),
+    ),
+    *planted(
+        "ddp_core/exchange/devices.py",
+        (
+            "streams that work on one tensor in turn do not wait for each other",
+            "stream.wait_event(self._ends[device])",
+            "pass",
+            f"{UNIT}/test_lazy_streams.py::test_what_is_kept_moves_to_other_buckets_in_every_order",
+        ),
+        (
+            "memory that another stream reads is given back",
+            "tensor.record_stream(stream)",
+            "pass",
+            f"{UNIT}/test_lazy_streams.py::test_what_is_kept_moves_to_other_buckets_in_every_order",
         ),
     ),
     *planted(

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from commhooks.hook.coalesce import Group, _Held
 from commhooks.hook.state import HookState
+from commhooks.schemes.sparse import TopK
+from commhooks.wrappers.ef21 import EF21
 from tests.device.lazy import LazyDevice, Order, Stream, lazy_device
 from tests.device.loopback import loopback
 
@@ -67,6 +69,8 @@ def train(
     bad: bool = False,
     told: bool = False,
     last_first: bool = False,
+    rebuilt: bool = False,
+    cut: bool = False,
 ) -> list[Tensor]:
     """What a reducer reads in its buckets after each step, and the memory in the end.
 
@@ -75,16 +79,22 @@ def train(
         told: the reducer says when gradients are written, as ``ddp_core``'s does.
         last_first: the last bucket is waited for first: what one side stream does may be over
             before the other has begun.
+        rebuilt: all parameters are in one bucket in the first step, as in DDP, and the second step
+            has other buckets.
+        cut: buckets are exchanged in parts, on several streams.
     """
     model = nn.Sequential(*(nn.Linear(20, 16) for _ in range(BUCKETS - 1)), nn.Linear(16, 8))
-    groups = [list(layer.parameters()) for layer in reversed(model)]
+    several = [list(layer.parameters()) for layer in reversed(model)]
     found = []
     with loopback(machine):
         hook = HookState(name, model, **options)
+        if cut:
+            hook._engine.traits = hook._engine.traits._replace(most_entries=200)
         if told:
             hook._binding.core_telling = lambda hook: hook
         for step in range(STEPS):
             generator = torch.Generator().manual_seed(step)
+            groups = [list(model.parameters())] if rebuilt and not step else several
             futures = []
             for index, parameters in enumerate(groups):
                 gradient = torch.randn(sum(p.numel() for p in parameters), generator=generator)
@@ -95,13 +105,16 @@ def train(
                 buffer.copy_(gradient, non_blocking=True)
                 last = index == len(groups) - 1
                 futures.append((hook.start(Bucket(index, parameters, buffer, last)), buffer))
+            written = []  # as a reducer writes gradients: before it waits for the next bucket
             for future, buffer in reversed(futures) if last_first else futures:
                 mean = future.wait()
                 if mean is not buffer:
                     buffer.copy_(mean)
+                written.append(buffer.clone())
             if told:
                 hook.step_landed()
-            found += [machine.read(buffer) for _, buffer in futures]
+            written = written[::-1] if last_first else written
+            found += [machine.read(gradient) for gradient in written]
         found += [machine.read(value) for _, _, value in hook._engine.memory.items()]
         hook.close()
     return found
@@ -138,6 +151,54 @@ def test_a_step_that_is_not_finite_or_ends_later_is_the_same_in_every_order(
         expected = found_in("at once", name, options, **case)
         assert all(one.isfinite().all() for one in expected[STEPS * BUCKETS :])  # the memory
         assert_same(found_in(order, name, options, **case), expected)
+
+
+@pytest.mark.parametrize("order", ["late", "early"])
+@pytest.mark.parametrize(("name", "options"), [one for one in SCHEMES if one[0] in KEEPING])
+def test_what_is_kept_moves_to_other_buckets_in_every_order(
+    name: str, options: dict[str, Any], order: Order
+) -> None:
+    for case in ({"rebuilt": True}, {"rebuilt": True, "told": True, "last_first": True}):
+        expected = found_in("at once", name, options, **case)
+        assert_same(found_in(order, name, options, **case), expected)
+
+
+@pytest.mark.parametrize("order", ["late", "early"])
+@pytest.mark.parametrize("name", ["int8", "onebit", "topk"])
+def test_parts_of_a_bucket_are_all_waited_for(name: str, order: Order) -> None:
+    for case in ({"cut": True}, {"cut": True, "told": True, "last_first": True}):
+        expected = found_in("at once", name, {}, **case)
+        assert_same(found_in(order, name, {}, **case), expected)
+
+
+def fragments_in(order: Order) -> list[Tensor]:
+    """Averages of parts of a model by turns, as DiLoCo with a delay: each is waited for later."""
+    torch.manual_seed(0)
+    with lazy_device(order) as machine, loopback(machine):
+        model = nn.Sequential(*(nn.Linear(20, 16) for _ in range(9)))
+        layers = [list(layer.parameters()) for layer in model]
+        hook = HookState(EF21(TopK(0.1)), model)
+        found, pending = [], []
+        for step in range(9):
+            if step > 2:
+                found += [pending.pop(0).wait().clone() for _ in range(3)]
+            for place in range(
+                3
+            ):  # odd: every step pairs them with other streams
+                gradient = torch.randn(336, generator=torch.Generator().manual_seed(step))
+                buffer = torch.empty_like(gradient, device="meta")
+                buffer.copy_(gradient, non_blocking=True)
+                bucket = Bucket(place, layers[step % 3 * 3 + place], buffer, place == 2)
+                pending.append(hook.start(bucket))
+        found += [future.wait().clone() for future in reversed(pending)]
+        result = [machine.read(mean) for mean in found]
+        hook.close()
+    return result
+
+
+@pytest.mark.parametrize("order", ["late", "early"])
+def test_steps_that_are_under_way_together_share_no_memory(order: Order) -> None:
+    assert_same(fragments_in(order), fragments_in("at once"))
 
 
 # ---- it sees what it is for
