@@ -334,7 +334,7 @@ def main(
     console = Console()
     out.parent.mkdir(parents=True, exist_ok=True)
     # What is there already is not measured again.
-    rows = pd.read_csv(out, keep_default_na=False).to_dict("records") if out.exists() else []
+    rows = pd.read_csv(out).fillna({"plan": ""}).to_dict("records") if out.exists() else []
     done = {(row["model"], int(row["hosts"]), row["mbit"], float(row["delay_ms"])) for row in rows}
     for model in models.split(","):
         for rate, delay in product(map(float, rates.split(",")), map(float, delays.split(","))):
