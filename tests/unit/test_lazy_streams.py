@@ -182,9 +182,7 @@ def fragments_in(order: Order) -> list[Tensor]:
         for step in range(9):
             if step > 2:
                 found += [pending.pop(0).wait().clone() for _ in range(3)]
-            for place in range(
-                3
-            ):  # odd: every step pairs them with other streams
+            for place in range(3):  # odd: every step pairs them with other streams
                 gradient = torch.randn(336, generator=torch.Generator().manual_seed(step))
                 buffer = torch.empty_like(gradient, device="meta")
                 buffer.copy_(gradient, non_blocking=True)
