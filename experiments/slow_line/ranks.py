@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import cycle
 from typing import Any
 
 import torch
@@ -16,9 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks.predict import ThisDevice
-from commhooks.predict.link import measure_link
 from experiments.hosts import joined
-from experiments.slow_line.cells import COMPUTE_S, Cell, made, predicted_share, workload
+from experiments.slow_line.cells import Cell, Line, made, predicted_share, workload
 
 __all__ = ["run_rank"]
 
@@ -44,23 +42,27 @@ class _Injected(torch.autograd.Function):
         ctx: Any, x: Tensor, parameter: Tensor, gradient: Tensor, clock: _Clock, share: float
     ) -> Tensor:
         ctx.gradient, ctx.clock, ctx.share = gradient, clock, share
-        clock.work(share * COMPUTE_S / 3)
+        clock.work(share / 3)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        ctx.clock.work(ctx.share * COMPUTE_S * 2 / 3)
+        ctx.clock.work(ctx.share * 2 / 3)
         return grad, ctx.gradient, None, None, None
 
 
 class _Clock:
     """Sleeps towards a moment, so that what delays a sleep does not add up."""
 
+    def __init__(self, compute_s: float) -> None:
+        self.compute_s, self.due = compute_s, 0.0
+
     def start(self) -> None:
         self.due = time.perf_counter()
 
-    def work(self, seconds: float) -> None:
-        self.due += seconds
+    def work(self, share: float) -> None:
+        """Sleeps for a share of a step."""
+        self.due += share * self.compute_s
         left = self.due - time.perf_counter()
         if left > 0:
             time.sleep(left)
@@ -69,9 +71,9 @@ class _Clock:
 class _Dense(_Held):
     """Computes by sleeping, layer by layer, so that buckets leave as in training."""
 
-    def __init__(self) -> None:
+    def __init__(self, compute_s: float) -> None:
         super().__init__()
-        self.clock = _Clock()
+        self.clock = _Clock(compute_s)
         self.gradients = [torch.randn(layer.shape) * 1e-3 for layer in workload().layers]
         # In proportion to the entries; embeddings take a lookup only, but backward ends with them.
         self.shares = [layer.numel / workload().numel for layer in workload().layers]
@@ -86,8 +88,8 @@ class _Dense(_Held):
 class _DenseRun:
     """Trains with an exchange of the gradients in every step."""
 
-    def __init__(self, cell: Cell) -> None:
-        self.model = _Dense()
+    def __init__(self, cell: Cell, compute_s: float) -> None:
+        self.model = _Dense(compute_s)
         self.ddp = DistributedDataParallel(self.model)
         self.hook = commhooks.register(self.ddp, made(cell.codec))
         self.outer_s = 0.0
@@ -104,13 +106,12 @@ class _DenseRun:
 class _LocalRun:
     """Trains with local steps: sleeps, moves parameters, and exchanges distances."""
 
-    def __init__(self, cell: Cell) -> None:
-        self.cell, self.model, self.clock = cell, _Held(), _Clock()
+    def __init__(self, cell: Cell, compute_s: float) -> None:
+        self.cell, self.model, self.clock = cell, _Held(), _Clock(compute_s)
         self.outer = commhooks.DiLoCo(
             self.model,
             made(cell.codec),
             every=cell.every,
-            fragments=cell.fragments,
             delay=cell.delay,
             mix=0.5 if cell.delay else 0.0,
         )
@@ -141,40 +142,39 @@ class _LocalRun:
 
     def period(self) -> None:
         for pieces in self.moving:
-            self.step(pieces)
-
-    def step(self, pieces: list[Tensor]) -> None:
-        self.clock.start()
-        for piece in pieces:
-            piece.add_(self.noise[: len(piece)])
-        self.clock.work(COMPUTE_S)
-        self.outer.step()
+            self.clock.start()
+            for piece in pieces:
+                piece.add_(self.noise[: len(piece)])
+            self.clock.work(1)
+            self.outer.step()
 
     def finish(self) -> None:
-        # The fragment under way is applied: no exchange is left when the next cell begins.
-        for _, pieces in zip(range(self.cell.delay), cycle(self.moving), strict=False):
-            self.step(pieces)
+        # No exchange is left on the line when the next cell begins.
+        for pending in self.outer._pending:
+            pending.future.wait()
         self.outer.close()
 
 
-def run_rank(cells: list[tuple[str, str, int, int, int, list[int]]]) -> None:
+def run_rank(cells: list[tuple[str, str, int, int, int, list[int]]], line: list[float]) -> None:
     """Measures cells, and prints an object for each on rank 0.
 
     Args:
         cells: plan, codec, steps of a period, periods before and with the clock, and the lengths of
             periods for which the share is predicted.
+        line: the cable, as the fields of a :class:`Line`.
     """
+    where = Line(*line)
     with joined() as rank:
         # Of its own: exchanges of DiLoCo are under way when ranks wait for each other.
         control = dist.new_group()
-        fabric, device = measure_link(dist.group.WORLD, budget_s=3), ThisDevice("cpu")
+        device = ThisDevice("cpu")
         for plan, codec, every, before, periods, lengths in cells:
             cell = Cell(plan, codec, every)
             predicted = {
-                one: predicted_share(replace(cell, every=one), fabric, device) for one in lengths
+                one: predicted_share(where, replace(cell, every=one), device) for one in lengths
             }
             torch.manual_seed(0)
-            run = _DenseRun(cell) if plan == "ddp" else _LocalRun(cell)
+            run = (_DenseRun if plan == "ddp" else _LocalRun)(cell, where.compute_s)
             for _ in range(before):
                 run.period()
             run.outer_s = 0.0
@@ -196,8 +196,6 @@ def run_rank(cells: list[tuple[str, str, int, int, int, list[int]]]) -> None:
                     "times": slowest.tolist(),
                     "predicted": predicted,
                     "outer_s": run.outer_s / periods,
-                    "line_mbit": 8e-6 * fabric.between.bandwidth,
-                    "latency_us": 1e6 * fabric.between.latency,
                 }
                 print(json.dumps(row), flush=True)
             del run
