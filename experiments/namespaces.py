@@ -34,6 +34,7 @@ __all__ = [
     "sent_nbytes",
 ]
 
+_WINDOW_NBYTES = 64 << 20
 _DELAY = Path(__file__).with_name("delay.py")
 # Debian installs `tc` where the PATH of users does not look.
 PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
@@ -165,6 +166,11 @@ def made_hosts(
             _run(*host, "ip", "link", "set", "lo", "up")
             _run(*host, "ip", "addr", "add", f"10.99.0.{rank + 1}/24", "dev", "eth0")
             _run(*host, "ip", "link", "set", "eth0", "up")
+            if delay_s:
+                # 4 MB, the default, are a window of 1 Gbit/s at 30 ms; long lines are given more.
+                for name in ("tcp_rmem", "tcp_wmem"):
+                    text = f"4096 131072 {_WINDOW_NBYTES}"
+                    _run(*host, "sh", "-c", f"echo {text} > /proc/sys/net/ipv4/{name}")
             if rate is not None:
                 # A qdisc limits what leaves a device: at the host what it sends, at the switch's
                 # port what it receives.

@@ -119,10 +119,10 @@ def lines(kinds: set[str]) -> dict[Line, list[Cell]]:
 
 
 def _cells(mbit: float) -> list[Cell]:
-    # bf16 is many times too large for a slow line, in fragments too.
+    # bf16 is many times too large for a slow line.
     overlapped = [codec for codec in OVERLAPPED if codec != "bf16" or mbit >= 1000]
     return [
-        *(Cell("overlapped", codec, every) for codec in streaming for every in PERIODS),
+        *(Cell("overlapped", codec, every) for codec in overlapped for every in PERIODS),
         *(Cell("blocking", codec, every) for codec in BLOCKING for every in PERIODS),
         *(Cell("ddp", codec, 1) for codec in _DENSE),
     ]
