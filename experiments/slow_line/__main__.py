@@ -132,7 +132,7 @@ def main(
     only: Annotated[str, typer.Option(help="Plans or codecs, comma-separated.")] = "",
     periods: Annotated[int, typer.Option(help="Timed exchanges of a quick cell.", min=1)] = 2,
     seeds: Annotated[int, typer.Option(help="With --quality.", min=2)] = 3,
-    steps: Annotated[int, typer.Option(help="With --quality.", min=16)] = 640,
+    steps: Annotated[int, typer.Option(help="With --quality.", min=16)] = 512,
     plan_only: Annotated[bool, typer.Option("--plan", help="Say how long it would take.")] = False,
     out: Annotated[Path, typer.Option(help="Folder of tables and pictures.")] = Path(
         "results/slow_line"

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commhooks
 from experiments.processes import run_ranks
 from experiments.slow_line.cells import Cell, made
-from experiments.tasks import characters
+from experiments.tasks import Task, characters
 
 __all__ = ["BASE", "PLANS", "gaps", "interval", "measured"]
 
@@ -29,7 +29,6 @@ PLANS = (
     Cell("overlapped", "powersgd:rank=4", 32),
     Cell("overlapped", "eden:bits=2", 8),
     Cell("overlapped", "powersgd:rank=4", 8),
-    Cell("overlapped", "bf16", 8),
     Cell("overlapped", "int4", 8),
 )
 MIX = 0.5
@@ -47,14 +46,15 @@ class Run(NamedTuple):
 
 def train(rank: int, world_size: int, send: Callable[[Any], None], runs: list[Run]) -> None:
     """Trains each run in a process; rank 0 sends steps and losses."""
+    tasks = {run.seed: characters(world_size, seed=run.seed) for run in runs}
     for run in runs:
-        loss = _trained(run, rank, world_size, send)
+        loss = _trained(run, tasks[run.seed], rank, send)
         if rank == 0:
             send({**run.cell.__dict__, "seed": run.seed, "steps": run.steps, "loss": loss})
 
 
-def _trained(run: Run, rank: int, world_size: int, send: Callable[[Any], None]) -> float:
-    cell, task = run.cell, characters(world_size, seed=run.seed)
+def _trained(run: Run, task: Task, rank: int, send: Callable[[Any], None]) -> float:
+    cell = run.cell
     torch.manual_seed(run.seed)
     model: torch.nn.Module = task.model()
     hook = outer = None
@@ -89,7 +89,7 @@ def _trained(run: Run, rank: int, world_size: int, send: Callable[[Any], None]) 
     # Local parameters differ between ranks; what a user keeps is their average.
     for parameter in model.parameters():
         dist.all_reduce(parameter.data)
-        parameter.data /= world_size
+        parameter.data /= dist.get_world_size()
     plain = model.module if isinstance(model, DistributedDataParallel) else model
     return float(task.evaluate(plain)[0])
 
