@@ -57,7 +57,7 @@ def _goals(axis: mpl.axes.Axes, goals: pd.DataFrame, styles: dict[str, tuple[str
         colour, _ = styles[row.codec]
         axis.bar(place, 100 * row[list(goals.columns).index("share") + 1], color=colour, width=0.7)
         axis.plot(place, 100 * row.predicted, "k_", markersize=18, markeredgewidth=2)
-        far = f"\n{row.round_trip_ms:g} ms, {row.loss:.1%}" if row.round_trip_ms else ""
+        far = f"\n{row.round_trip_ms:g} ms\n{100 * row.loss:g} % lost" if row.round_trip_ms else ""
         names.append(f"{row.mbit:g}\nH = {row.every}\n{row.codec.split(':')[0]}{far}")
     axis.axhline(90, color="0.6", linewidth=0.8)
     axis.set_xticks(range(len(names)), names, fontsize=8)

@@ -90,7 +90,8 @@ class _DenseRun:
 
     def __init__(self, cell: Cell, compute_s: float) -> None:
         self.model = _Dense(compute_s)
-        self.ddp = DistributedDataParallel(self.model)
+        # The parameters are zeros everywhere: no broadcast, which is minutes on a slow line.
+        self.ddp = DistributedDataParallel(self.model, init_sync=False)
         self.hook = commhooks.register(self.ddp, made(cell.codec))
         self.outer_s = 0.0
 
