@@ -111,9 +111,9 @@ def _print(table: pd.DataFrame, console: Console) -> None:
         shown = Table("plan", "codec", "H", "computing", "predicted", "published",
                       title=str(line))  # fmt: skip
         for row in rows.itertuples():
-            published = "" if pd.isna(row.published) else f"{row.published:.1%}"
-            shown.add_row(row.plan, row.codec, str(row.every), f"{row.share:.1%}",
-                          f"{row.predicted:.1%}", published)  # fmt: skip
+            published = "" if pd.isna(row.published) else f"{row.published:.2%}"
+            shown.add_row(row.plan, row.codec, str(row.every), f"{row.share:.2%}",
+                          f"{row.predicted:.2%}", published)  # fmt: skip
         console.print(shown)
         goal = rows[(rows.every <= GOALS[line.mbit]) & (rows["share"] >= 0.9)]
         best = rows[rows.every == GOALS[line.mbit]].nlargest(1, "share")

@@ -40,7 +40,7 @@ BLOCKING = ("none", "bf16", "int8", "int4", "eden:bits=2", "powersgd:rank=4")
 OVERLAPPED = ("bf16", "int4", "eden:bits=2")
 QUICK_S = 2.0  # an exchange that takes longer is measured once
 # So that periods of the goals take some seconds, and the processor's part is below a tenth.
-DILATION = {50.0: 2.0, 200.0: 4.0, 1000.0: 10.0, 5000.0: 10.0}
+DILATION = {50.0: 2.0, 200.0: 6.0, 1000.0: 20.0, 5000.0: 20.0}
 _DENSE = ("none", "bf16")
 # Of a cable between namespaces; the share of a rate that is not headers (1448 of 1514 bytes).
 _LATENCY_S, _TCP = 60e-6, 1448 / 1514
@@ -113,7 +113,7 @@ def lines(kinds: set[str]) -> dict[Line, list[Cell]]:
         if kind in kinds:
             for mbit, every in GOALS.items():
                 line = Line(mbit, *there, dilation=DILATION[mbit])
-                codecs = ("bf16", "int4") if mbit >= 5000 else ("eden:bits=2", "powersgd:rank=4")
+                codecs = ("int4" if mbit >= 5000 else "eden:bits=2", "powersgd:rank=4")
                 found[line] = [Cell("overlapped", codec, every) for codec in codecs]
     return found
 
