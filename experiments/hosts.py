@@ -69,10 +69,11 @@ def messages_from_hosts(
     hosts: int = 2,
     rate: str | None = None,
     delay_s: float = 0.0,
+    loss: float = 0.0,
     timeout: float = 240,
 ) -> Iterator[Message]:
     """Runs a module as :func:`run_on_hosts`, and yields each object when it is printed."""
-    with made_hosts(rate, hosts, delay_s=delay_s) as enter, ExitStack() as stack:
+    with made_hosts(rate, hosts, delay_s=delay_s, loss=loss) as enter, ExitStack() as stack:
         # Files, since a pipe of a rank that writes much would fill while nobody reads it.
         errors = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in enter]
         ranks: list[subprocess.Popen[str]] = []

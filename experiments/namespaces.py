@@ -34,6 +34,7 @@ __all__ = [
     "sent_nbytes",
 ]
 
+_WINDOW_NBYTES = 64 << 20
 _DELAY = Path(__file__).with_name("delay.py")
 # Debian installs `tc` where the PATH of users does not look.
 PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
@@ -113,7 +114,12 @@ def reason_not_to_run() -> str | None:
 
 @contextmanager
 def made_hosts(
-    rate: str | None, count: int = 2, *, delay_s: float = 0.0, way: Access | None = None
+    rate: str | None,
+    count: int = 2,
+    *,
+    delay_s: float = 0.0,
+    loss: float = 0.0,
+    way: Access | None = None,
 ) -> Iterator[list[list[str]]]:
     """Makes namespaces whose ``eth0`` are cables to one switch, for the time of the context.
 
@@ -121,6 +127,7 @@ def made_hosts(
         rate: of each cable in each direction, as ``tc`` takes it ("1gbit"). None: unlimited.
         count: number of hosts; host i has the address 10.99.0.(i + 1).
         delay_s: seconds that a frame is on its way from host to host; half of a round trip.
+        loss: share of the packets that get lost on the way; needs a delay.
         way: how to make them. None: the way that :func:`access` finds.
 
     Yields:
@@ -129,6 +136,8 @@ def made_hosts(
     Raises:
         RuntimeError: a namespace cannot be made.
     """
+    if loss and not delay_s:
+        raise ValueError("made_hosts(loss=...) needs delay_s=..., whose device loses the packets")
     way = way or access()
     if way.kind == "none":
         raise RuntimeError(f"hosts cannot be made here: {way.words}")
@@ -157,6 +166,11 @@ def made_hosts(
             _run(*host, "ip", "link", "set", "lo", "up")
             _run(*host, "ip", "addr", "add", f"10.99.0.{rank + 1}/24", "dev", "eth0")
             _run(*host, "ip", "link", "set", "eth0", "up")
+            if delay_s:
+                # 4 MB, the default, are a window of 1 Gbit/s at 30 ms; long lines are given more.
+                for name in ("tcp_rmem", "tcp_wmem"):
+                    text = f"4096 131072 {_WINDOW_NBYTES}"
+                    _run(*host, "sh", "-c", f"echo {text} > /proc/sys/net/ipv4/{name}")
             if rate is not None:
                 # A qdisc limits what leaves a device: at the host what it sends, at the switch's
                 # port what it receives.
@@ -164,13 +178,13 @@ def made_hosts(
                 _run(*host, "tc", "qdisc", "add", "dev", "eth0", "root", *shape)
                 _run(*switch, "tc", "qdisc", "add", "dev", port, "root", *shape)
         if delay_s:
-            _delay(stack, switch, count, delay_s)
+            _delay(stack, switch, count, delay_s, loss)
         yield hosts
 
 
-def _delay(stack: ExitStack, switch: list[str], count: int, delay_s: float) -> None:
+def _delay(stack: ExitStack, switch: list[str], count: int, delay_s: float, loss: float) -> None:
     """Puts a device that delays what the host sends in the place of each port on the switch."""
-    lines = [f"port{rank}:delayed{rank}:{delay_s}" for rank in range(count)]
+    lines = [f"port{rank}:delayed{rank}:{delay_s}:{loss}" for rank in range(count)]
     stack.enter_context(_waiting(*switch, sys.executable, "-I", str(_DELAY), *lines))
     for rank in range(count):
         tap, port = f"delayed{rank}", f"port{rank}"

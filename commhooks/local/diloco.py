@@ -136,7 +136,7 @@ class DiLoCo:
     def _apply(self, pending: Pending) -> None:
         mean = pending.future.wait()
         # An average has the same bits on all ranks, so all of them go back without a message.
-        if not torch.isfinite(mean).all():
+        if not _is_finite(mean):
             warnings.warn(
                 f"DiLoCo: an averaged distance is not finite in inner step {self.steps}; all ranks "
                 f"go back to the parameters of the last exchange",
@@ -227,6 +227,15 @@ def _copies(fragments: list[Fragment], what: str) -> dict[str, Tensor]:
         for fragment in fragments
         for name, value in zip(fragment.names, getattr(fragment, what), strict=True)
     }
+
+
+def _is_finite(mean: Tensor) -> bool:
+    """Returns whether all entries are finite, in one pass over them and without scratch."""
+    if not mean.numel():
+        return True
+    # Complex numbers have no order; NaN comes through as itself.
+    low, high = (torch.view_as_real(mean) if mean.is_complex() else mean).aminmax()
+    return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
 def _need_average(scheme: Scheme) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 __all__ = ["Fragment", "Pending", "fragments_of"]
+
+_PIECE = 1 << 16  # entries per thread: those of five tensors are 1.3 MB
 
 
 class Fragment:
@@ -39,13 +42,16 @@ class Fragment:
         self._place, self._is_last = place, is_last
         self.outer = [parameter.detach().clone() for parameter in parameters]
         self.momentum = [torch.zeros_like(parameter) for parameter in parameters]
-        self._delta = torch.empty(0)
+        # Kept, as DDP keeps its buckets: new memory for each exchange costs a page fault per page.
+        self._delta = self.outer[0].new_empty(sum(one.numel() for one in parameters))
 
     def measure(self) -> None:
         """Computes how far the parameters moved since the last exchange, as the bucket's buffer."""
-        # Old minus new, the sign of a gradient: an optimizer subtracts what it is given.
-        pairs = zip(self.outer, self._parameters, strict=True)
-        self._delta = torch.cat([(old - new.detach()).flatten() for old, new in pairs])
+        # Old minus new, the sign of a gradient: an optimizer subtracts what it is given. Written to
+        # its place: pieces that are then joined would pass through memory twice.
+        places = self._delta.split([parameter.numel() for parameter in self._parameters])
+        for place, old, new in zip(places, self.outer, self._parameters, strict=True):
+            torch.sub(old, new.detach(), out=place.view_as(old))
 
     def apply(self, mean: Tensor, lr: float, momentum: float, nesterov: bool, mix: float) -> None:
         """Makes one step of the outer optimizer from an averaged distance.
@@ -58,14 +64,15 @@ class Fragment:
         pieces = mean.split([parameter.numel() for parameter in self._parameters])
         parts = zip(self._parameters, self.outer, self.momentum, pieces, strict=True)
         for parameter, outer, velocity, piece in parts:
-            delta = piece.view_as(outer)
-            velocity.mul_(momentum).add_(delta)
-            step = delta.add(velocity, alpha=momentum) if nesterov else velocity
-            outer.sub_(step, alpha=lr)
             # ``data``: an optimizer's change, which autograd does not record and which does not
-            # invalidate tensors saved for a backward pass. ``outer`` stays without the local share,
-            # so that it is equal on all ranks.
-            parameter.data.copy_(torch.lerp(outer, parameter.data, mix) if mix else outer)
+            # invalidate tensors saved for a backward pass.
+            whole = (parameter.data, outer, velocity, piece.view_as(outer))
+            for own, old, speed, delta in _in_cache(whole):
+                speed.mul_(momentum).add_(delta)
+                step = delta.add(speed, alpha=momentum) if nesterov else speed
+                old.sub_(step, alpha=lr)
+                # ``outer`` stays without the local share, so that it is equal on all ranks.
+                own.copy_(torch.lerp(old, own, mix) if mix else old)
 
     def restore(self) -> None:
         """Goes back to the parameters of the last exchange."""
@@ -85,6 +92,16 @@ class Fragment:
 
     def parameters(self) -> list[Tensor]:
         return self._parameters
+
+
+def _in_cache(tensors: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
+    """Yields pieces of tensors of one shape, small enough that several ops find them in a cache."""
+    # A GPU would spend its time on launches, and pieces are views of contiguous tensors only.
+    if tensors[0].device.type != "cpu" or not all(one.is_contiguous() for one in tensors):
+        yield tensors
+        return
+    numel = _PIECE * torch.get_num_threads()
+    yield from zip(*(one.view(-1).split(numel) for one in tensors), strict=True)
 
 
 @dataclass
