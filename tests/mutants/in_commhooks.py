@@ -450,14 +450,14 @@ MUTANTS: list[Mutant] = [
         "commhooks/local/fragments.py",
         (
             "the local share of a mix is the outer one's",
-            "torch.lerp(outer, parameter.data, mix)",
-            "torch.lerp(parameter.data, outer, mix)",
+            "torch.lerp(old, own, mix)",
+            "torch.lerp(own, old, mix)",
             f"{POLICIES}::test_outer_steps",
         ),
         (
             "the outer momentum looks back, not ahead",
-            "delta.add(velocity, alpha=momentum)",
-            "velocity.add(delta, alpha=momentum)",
+            "delta.add(speed, alpha=momentum)",
+            "speed.add(delta, alpha=momentum)",
             f"{POLICIES}::test_outer_steps",
         ),
     ),
