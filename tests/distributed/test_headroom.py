@@ -69,6 +69,7 @@ def test_a_script_under_torchrun_is_measured_and_stopped(tmp_path: Path) -> None
     assert [found[kind]["steps"] for kind in ("dense", "bf16", "one", "noop")] == [10] * 4
 
 
+@pytest.mark.slow  # ``as_script`` stands for it
 def test_a_script_that_spawns_its_ranks_is_measured(capfd: pytest.CaptureFixture[str]) -> None:
     assert headroom([str(HOSTS / "spawned.py")], 10, 100.0, None) == 0  # a Python file is enough
     output = capfd.readouterr().out
@@ -141,14 +142,18 @@ def test_a_command_that_is_none_is_refused() -> None:
 # ---- scripts of many shapes
 
 
+# Those that others do not stand for; the rest before a release.
+SHAPES = ["amp", "no_sync", "several_models", "evaluates", "compiled", "ours"]
+SLOW = [
+    "workers", "several_groups", "closure", "unused", "static_graph", "two_forwards",
+    "two_backwards", "joins", "overlapped", "sparse", "doubles", "subclass", "checkpointed",
+    "kwargs_only",
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "shape",
-    [
-        "amp", "no_sync", "workers", "several_models", "several_groups", "closure", "evaluates",
-        "unused", "static_graph", "two_forwards", "two_backwards", "joins", "compiled",
-        "overlapped", "sparse", "doubles", "subclass", "ours", "checkpointed", "kwargs_only",
-    ],
-)  # fmt: skip
+    "shape", [*SHAPES, *(pytest.param(shape, marks=pytest.mark.slow) for shape in SLOW)]
+)
 def test_a_script_of_any_shape_gets_an_answer(shape: str, tmp_path: Path) -> None:
     ran = run_script(tmp_path, "shapes.py", shape, 200)
     assert ran.codes == (0, 0), ran.output
