@@ -64,7 +64,7 @@ class Settings:
     rate: float | None
     delay_s: float = 0.0
     turns: int = 7
-    seconds: float = 0.4
+    seconds: float = 1.2
 
 
 def made(text: str) -> commhooks.Scheme:
@@ -97,7 +97,7 @@ class _Run:
             if scheme == "auto":
                 made_of = {name: made(name) for name in settings.schemes if _is_candidate(name)}
                 self.hook = commhooks.register(
-                    self.ddp, "auto", candidates=made_of, error=9.0, measure_steps=4
+                    self.ddp, "auto", candidates=made_of, error=9.0, measure_steps=6
                 )
             else:
                 wanted = OneValue() if scheme == _ONE else made(scheme)

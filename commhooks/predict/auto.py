@@ -27,9 +27,10 @@ __all__ = ["AutoHook"]
 class AutoHook(HookState):
     """Chooses the scheme of a model by measurement, in its first steps.
 
-    A search takes about 50 steps: dense ones, dense ones without overlap, and some with each of up
-    to three schemes that are predicted to be the fastest. The fastest is kept if it saves 2 % of a
-    dense step or more.
+    A search takes 50 to 250 steps: dense ones, dense ones without overlap, and some with each of up
+    to three schemes that are predicted to be the fastest, in turns with dense ones. Turns go on
+    until differences of 2 % are no chance, or for six rounds. The fastest scheme is kept if it
+    saves 2 % of a dense step or more.
 
     Args:
         model: see :class:`commhooks.HookState`.
@@ -37,7 +38,7 @@ class AutoHook(HookState):
             take part.
         error: largest relative squared error of an exchange of this model's gradients, without
             feedback: 0.05 allows 4 bits per entry, and no sparse or low-rank scheme.
-        measure_steps: steps of which the median counts, for each scheme that is timed.
+        measure_steps: steps that are timed, for each scheme in each round.
         link_s: seconds in which the links are measured, about.
 
     Raises:

@@ -2,7 +2,8 @@
 
 The first steps are dense and are timed; then gradients are exchanged after backward, which shows
 when each comes; then the links are measured, all candidates are predicted, and the most promising
-ones are tried. Every rank does the same in the same step, and all decide by the slowest rank.
+ones are tried in turns. Every rank does the same in the same step, and all decide by the slowest
+rank.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from commhooks.hook.running import Running
 from commhooks.predict.advise import CAPS_MB, Option, advise, scheme_of
 from commhooks.predict.device import ThisDevice
 from commhooks.predict.link import measure_link
+from commhooks.predict.race import Race
 from commhooks.predict.recorded import Recorder
 from commhooks.wrappers.make import make
 from ddp_core import DistributedDataParallel as CoreDDP
@@ -54,7 +56,7 @@ class Search:
         hook, install: the hook, and what makes it run another scheme from the next step on.
         candidates: schemes by name.
         error: largest relative squared error of an exchange.
-        steps: steps of which the median counts, for each scheme that is timed.
+        steps: steps that are timed in each stage, and of each scheme in each round of trials.
         link_s: seconds in which the links are measured, about.
 
     Attributes:
@@ -84,8 +86,8 @@ class Search:
         self._last = (-1, 0.0)  # the latest step, and when it began
         self._dense_s = 0.0
         self._recorder: Recorder | None = None
-        self._to_try: list[Option] = []
-        self._tried: list[tuple[float, Option]] = []
+        self._race: Race[Option] = Race([])
+        self._raced_again = False
 
     @property
     def over(self) -> bool:
@@ -100,7 +102,7 @@ class Search:
 
     def begin(self) -> None:
         """Begins the search, or begins it anew: after a state of an undecided search was loaded."""
-        self._last, self._tried, self._to_try = (-1, 0.0), [], []
+        self._last, self._race, self._raced_again = (-1, 0.0), Race([]), False
         self._enter(_Stage.DENSE, make("none"))
 
     def forward_begins(self) -> None:
@@ -125,16 +127,17 @@ class Search:
         self._last = (self._hook.step, now)
 
     def _end_stage(self) -> None:
-        seconds = float(max(self._of_all(statistics.median(self._times))))  # of the slowest rank
+        # Of the slowest rank, step by step.
+        times = [float(max(ranks)) for ranks in zip(*self._of_all(self._times), strict=False)]
         if self._stage is _Stage.DENSE:
-            self._dense_s = seconds
+            self._dense_s = statistics.median(times)
             self._enter(_Stage.HELD, make("none", coalesce=True))
         elif self._stage is _Stage.HELD:
             self._choose()
         elif self._stage is _Stage.KEPT:
-            self._keep_or_go_back(seconds)
+            self._keep_or_race_again(statistics.median(times))
         else:
-            self._tried.append((seconds, self._to_try.pop(0)))
+            self._race.add(times)
             self._try_next()
 
     def _enter(self, stage: _Stage, scheme: Scheme) -> None:
@@ -163,53 +166,60 @@ class Search:
             caps_mb=self._caps(),
             gradients=gradients,
         )
-        self._to_try = promising(self._agreed_on(options))
+        to_try = promising(self._agreed_on(options))
         LOG.info(
             "auto: a dense step takes %.1f ms; to be tried: %s",
             1e3 * self._dense_s,
-            ", ".join(str(one) for one in self._to_try) or "nothing",
+            ", ".join(str(one) for one in to_try) or "nothing",
         )
+        self._race = Race(to_try)
         self._try_next()
 
     def _try_next(self) -> None:
-        if self._to_try:
-            option = self._to_try[0]
-            self.cap_mb = option.cap_mb
-            self._enter(_Stage.TRIAL, option.scheme)
+        entry = self._race.next()
+        if entry is None:
+            self._decide()
             return
-        self._decide()
+        self.cap_mb = entry.what.cap_mb
+        self._enter(_Stage.TRIAL, entry.what.scheme)
 
     def _decide(self) -> None:
         """Takes the fastest scheme of those that were tried, or none."""
-        dense_s = min([self._dense_s, *(took for took, one in self._tried if one.name == "none")])
-        best = chosen(self._tried, dense_s)
+        tried = [(entry.median, entry.what) for entry in self._race.entries]
+        # Timed in turns with the others, unlike the first steps of a run.
+        dense_s = next((took for took, one in tried if one.name == "none"), self._dense_s)
+        best = chosen(tried, dense_s)
         if best is None:
             stage, self.cap_mb, scheme = _Stage.DONE, None, make("none")
             verdict = "auto runs none: do not compress, nothing that was tried is faster"
         else:
             seconds, option = best
-            stage, self.cap_mb, scheme = _Stage.KEPT, option.cap_mb, option.scheme
-            self.choice = option
+            stage = _Stage.DONE if self._raced_again else _Stage.KEPT
+            self.cap_mb, self.choice, scheme = option.cap_mb, option, option.scheme
             verdict = f"auto runs {option}: {100 * (1 - seconds / dense_s):.0f} % faster"
         self._dense_s = dense_s
         self._enter(stage, scheme)
         lines = [f"dense: {1e3 * self._dense_s:.1f} ms per step"]
         lines += [
             f"{option}: {1e3 * took:.1f} ms per step, predicted {1e3 * option.step.step_s:.1f} ms"
-            for took, option in self._tried
+            for took, option in tried
         ]
         self.plan = f"{verdict} than dense steps. {'; '.join(lines)}."
         LOG.info(self.plan)
 
-    def _keep_or_go_back(self, seconds: float) -> None:
-        """Ends the search; with dense steps if those with the choice have become slower."""
+    def _keep_or_race_again(self, seconds: float) -> None:
+        """Ends the search, or races the choice against dense steps if it seems to have lost."""
         self.plan += f" It took {1e3 * seconds:.1f} ms per step since."
         if seconds <= self._dense_s:
             self._stage = _Stage.DONE
             return
-        self.end(f"{self.plan} That is more than dense steps took, and auto runs none again.")
-        self._install(make("none"))
-        LOG.info(self.plan)
+        # The machine may have become slower for all schemes: only turns can tell.
+        LOG.info("%s That is more than dense steps took: compared once more.", self.plan)
+        choice = self.choice
+        dense = [entry.what for entry in self._race.entries if entry.what.name == "none"]
+        assert choice is not None
+        self._race, self._raced_again, self.choice = Race([choice, *dense]), True, None
+        self._try_next()
 
     # ---- parts
 

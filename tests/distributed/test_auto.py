@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commhooks
 from commhooks.core.dense import Dense
 from commhooks.predict.advise import Option, made_candidates, scheme_of
+from commhooks.predict.race import Race
 from commhooks.predict.search import Search, chosen, promising
 from commhooks.predict.split import Split
 from commhooks.predict.step import Step
@@ -126,7 +127,7 @@ def _resume_each(rank: int, world_size: int) -> list[tuple[str, str]]:
         found.append((scheme, str(again.scheme == hook.scheme)))
     chose: Any = commhooks.register(CoreDDP(mlp()), "auto", candidates=["int8", "onebit"])
     option = Option(str(split), scheme_of("", split, chose._candidates), 4.0, NO_STEP, 0.1, split)
-    chose._search._tried = [(0.5, option)]
+    chose._search._race = _raced((option, 0.5))
     chose._search._dense_s = 1.0
     chose._search._decide()
     again = commhooks.register(CoreDDP(mlp()), "auto", candidates=["int8", "onebit"])
@@ -161,17 +162,31 @@ def test_a_run_that_stopped_before_the_decision_searches_anew() -> None:
         assert after
 
 
-def test_a_choice_that_has_become_slower_than_dense_steps_is_given_up() -> None:
+def _raced(*found: tuple[Option, float]) -> Race[Option]:
+    race = Race([option for option, _ in found])
+    for _, seconds in found:
+        race.add([seconds] * 8)
+    return race
+
+
+@pytest.mark.parametrize(("again", "kept"), [((0.9, 1.0), True), ((1.1, 1.0), False)])
+def test_a_choice_that_seems_to_have_lost_is_raced_against_dense_steps(
+    again: tuple[float, float], kept: bool
+) -> None:
     hook, installed = mock.Mock(step=0), []
     search = Search(hook, installed.append, {}, error=0.05, steps=2, link_s=0.1)
-    search._dense_s = 1.0
-    for seconds, kept in ((0.9, True), (1.1, False)):
-        search._stage, search.cap_mb = search._stage.KEPT, 4.0
-        search._keep_or_go_back(seconds)
-        assert search.over
-        assert (search.cap_mb == 4.0) == kept
-    assert installed == [commhooks.make("none")]
-    assert "runs none again" in search.plan
+    search._race = _raced((_option("a", 0.9), 0.9), (_option("none", 1.0), 1.0))
+    search._try_next()
+    assert not search.over
+    assert search.cap_mb == 8.0
+    search._keep_or_race_again(1.1)
+    assert not search.over
+    for seconds in again:
+        search._race.add([seconds] * 8)
+        search._try_next()
+    assert search.over
+    assert (search.choice is not None) == kept == ("auto runs a" in search.plan)
+    assert (search.cap_mb == 8.0) == kept
 
 
 def test_a_wrong_setting_is_refused_before_training() -> None:

@@ -69,7 +69,22 @@ MUTANTS: list[Mutant] = [
             "a choice that has become slower is kept",
             "if seconds <= self._dense_s:",
             "if seconds <= 2 * self._dense_s:",
-            f"{AUTO}::test_a_choice_that_has_become_slower_than_dense_steps_is_given_up",
+            f"{AUTO}::test_a_choice_that_seems_to_have_lost_is_raced_against_dense_steps",
+        ),
+    ),
+    *planted(
+        "commhooks/predict/race.py",
+        (
+            "noise decides a race",
+            "if slower > max(noise, _CLOSE * best.median):",
+            "if slower > _CLOSE * best.median:",
+            "tests/unit/test_race.py::test_noise_does_not_decide",
+        ),
+        (
+            "the order of turns is never reversed",
+            "if self._rounds % 2:",
+            "if self._rounds > 9:",
+            "tests/unit/test_race.py::test_the_order_of_turns_is_reversed_in_every_second_round",
         ),
     ),
     *planted(

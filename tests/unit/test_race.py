@@ -1,0 +1,57 @@
+"""The race of ``"auto"``: noise does not decide, and what is clearly slower stops running."""
+
+from __future__ import annotations
+
+import random
+
+from commhooks.predict.race import Race
+
+
+def _run(seconds: dict[str, float], noise: float, seed: int, steps: int = 8) -> Race[str]:
+    draw, race = random.Random(seed), Race(list(seconds))
+    while (entry := race.next()) is not None:
+        # A busy machine: whole stretches of steps are slower, whoever runs then.
+        slow = 1 + noise * draw.random()
+        times = [seconds[entry.what] * slow * (1 + noise * draw.random()) for _ in range(steps)]
+        race.add(times)
+    return race
+
+
+def test_without_noise_one_round_decides() -> None:
+    race = _run({"a": 1.0, "b": 1.01, "c": 1.5}, 0.0, 0)
+    assert [len(entry.times) for entry in race.entries] == [8, 8, 8]
+    assert [entry.runs for entry in race.entries] == [True, True, False]
+
+
+def test_close_ones_run_again_under_noise_and_slow_ones_do_not() -> None:
+    race = _run({"a": 1.0, "b": 1.05, "c": 3.0}, 0.3, 0)
+    a, b, c = race.entries
+    assert len(a.times) == len(b.times) > 8
+    assert len(c.times) == 8
+
+
+def test_the_order_of_turns_is_reversed_in_every_second_round() -> None:
+    race, order = Race(["a", "b"]), []
+    for _ in range(4):
+        entry = race.next()
+        assert entry is not None
+        order.append(entry.what)
+        race.add([1.0, 2.0])  # too few steps to know anything
+    assert order == ["a", "b", "b", "a"]
+
+
+def test_noise_does_not_decide() -> None:
+    """With 20 % of noise, of two that differ by 10 % the faster one wins, not so in one round."""
+    names = {"slower": 1.1, "faster": 1.0}
+    wrong = single = 0
+    for seed in range(40):
+        race = _run(names, 0.2, seed)
+        slower, faster = race.entries
+        wrong += slower.median < faster.median
+        single += sorted(slower.times[:8])[4] < sorted(faster.times[:8])[4]
+    assert wrong <= 1 < single
+
+
+def test_a_race_that_noise_never_lets_end_ends_after_six_rounds() -> None:
+    race = _run({"a": 1.0, "b": 1.0}, 2.0, 1)
+    assert len(race.entries[0].times) <= 6 * 8
