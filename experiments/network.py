@@ -269,7 +269,11 @@ def _rows(settings: Settings, hosts: int) -> list[dict[str, Any]]:
     for row in rows:
         # In pairs, turn by turn: a machine that gets slower for a while slows both.
         pairs = zip(row["times"], noop["times"], strict=True)
-        row["over"] = statistics.median(own / other for own, other in pairs)
+        ratios = [own / other for own, other in pairs]
+        row["over"] = statistics.median(ratios)
+        spread = statistics.median(abs(one - row["over"]) for one in ratios)
+        # Of the median: 1.48 and 1.25 as in a normal distribution.
+        row["over_se"] = 1.48 * 1.25 * spread / math.sqrt(len(ratios))
         row["step"] = row["over"] * statistics.median(noop["times"])
     return [
         {
@@ -282,6 +286,7 @@ def _rows(settings: Settings, hosts: int) -> list[dict[str, Any]]:
             "predicted_ms": 1e3 * row.get("predicted", math.nan),
             "error": row.get("predicted", math.nan) / row["step"] - 1,
             "over_noop": row["over"],
+            "standard_error": row["over_se"],
             "exposed_ms": 1e3 * row["step"] * (1 - 1 / row["over"]),
             "spread": (max(row["times"]) - min(row["times"])) / statistics.median(row["times"]),
             "sent_mb": statistics.median(row["sent"]) / 1e6,
