@@ -118,9 +118,8 @@ def _saved_memory(hook: Running) -> MemoryDict:
     values = _declared(hook, hook.scheme, hook.step)
     for key, name, tensor in hook._engine.memory.items():
         values.setdefault(key, {})[name] = tensor.detach().clone()
-    # In the parameter's own dimensions: a run with another memory format may load it.
-    for name, value in values.get(RESIDUAL, {}).items():
-        values[RESIDUAL][name] = hook._parameters.in_order(name, value).contiguous()
+    if RESIDUAL in values:
+        values[RESIDUAL] = hook._parameters.as_saved(values[RESIDUAL])
     return values
 
 
@@ -188,7 +187,7 @@ def prepare(
     def check(memory: MemoryDict) -> None:
         # Shapes are compared in memory order, as parameters lie in buckets.
         if RESIDUAL in memory:
-            memory = {**memory, RESIDUAL: _in_memory_order(hook, memory[RESIDUAL])}
+            memory = {**memory, RESIDUAL: hook._parameters.as_kept(memory[RESIDUAL])}
         keeper = scheme if keeps_residual(scheme) else FlushResidual(scheme)
         shapes = hook._parameters.shapes
         check_memory(memory, keeper, shapes, declared, same_settings=same_settings)
@@ -204,7 +203,7 @@ def prepare(
         key: {n: v.detach().clone() for n, v in values.items()} for key, values in memory.items()
     }
     if RESIDUAL in memory:
-        memory[RESIDUAL] = _in_memory_order(hook, memory[RESIDUAL])
+        memory[RESIDUAL] = hook._parameters.as_kept(memory[RESIDUAL])
         # Also on a rank that has nothing to flush, so that all ranks run the same scheme.
         if not keeps_residual(scheme):
             scheme = FlushResidual(scheme)
@@ -249,7 +248,3 @@ def needed_fields(hook: Running, state: StateDict, keys: Collection[str]) -> set
     # If no part in particular is needed, any part has the values that all ranks share.
     return {f"rank{part.global_rank}" for part in parts_needed or [next(iter(group.values()))]}
 
-
-def _in_memory_order(hook: Running, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    in_order = hook._parameters.in_memory_order
-    return {name: in_order(name, value) for name, value in values.items()}
