@@ -247,4 +247,3 @@ def needed_fields(hook: Running, state: StateDict, keys: Collection[str]) -> set
     parts_needed = [part for rank, part in group.items() if rank in needed]
     # If no part in particular is needed, any part has the values that all ranks share.
     return {f"rank{part.global_rank}" for part in parts_needed or [next(iter(group.values()))]}
-

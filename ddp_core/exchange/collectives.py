@@ -298,7 +298,7 @@ class ReduceScatter(Collective):
     def wire_nbytes(self, world_size: int) -> float:
         return self.payload_nbytes * (world_size - 1) / world_size
 
-    def issue(self, group: dist.ProcessGroup) -> dist.Work:
+    def issue(self, group: dist.ProcessGroup) -> dist.Work | Pairs:
         if self.tensor.shape[0] != group.size():
             raise ValueError(
                 f"ReduceScatter(tensor) needs one row per rank: {group.size()} ranks, "
@@ -310,7 +310,8 @@ class ReduceScatter(Collective):
         op = dist.ReduceOp.AVG if self.op == "mean" else dist.ReduceOp.SUM
         into = self._result.view(-1)
         work: dist.Work = _reduce_scatter(into, flat, op=op, group=group, async_op=True)
-        return work
+        # Gloo's work has no future.
+        return Pairs([work], [flat, into]) if on_gloo(group, flat) else work
 
     def like(self, tensor: Tensor) -> ReduceScatter:
         return ReduceScatter(tensor, self.op)
