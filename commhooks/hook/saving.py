@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from commhooks._version import __version__
 from commhooks.checkpoint.checksum import checksum

@@ -1,4 +1,4 @@
-"""Defines ``ShardedBucket``, a bucket of a host whose ranks need the mean of their shard only."""
+"""Defines ``ShardedBucket``, a bucket of a host that shards parameters over ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["ShardedBucket"]
 
 @dataclass(frozen=True, eq=False)
 class ShardedBucket:
-    """Describes a flat gradient that a host such as FSDP2 reduces and scatters.
+    """Describes a flat gradient of a host such as FSDP2, which holds pieces of parameters.
 
     Has the methods of DistributedDataParallel's bucket that a hook calls.
 
@@ -24,15 +24,15 @@ class ShardedBucket:
         number: of the bucket, the same in every step.
         gradient: flat, all shards one after the other; may be overwritten.
         layout: names and shapes of the pieces of parameters in it.
-        shards: begin and end of the shard of each rank.
-        output: flat, takes the mean of this rank's shard.
+        shards: begin and end of the entries whose mean each rank needs; None: all of them.
+        output: flat, takes the mean of what this rank needs; None: the gradient's own memory.
     """
 
     number: int
     gradient: Tensor
     layout: Layout
-    shards: Sequence[Span]
-    output: Tensor
+    shards: Sequence[Span] | None = None
+    output: Tensor | None = None
 
     def index(self) -> int:
         """Returns the bucket's number."""

@@ -12,7 +12,7 @@ from commhooks.checkpoint.names import plain_name
 from commhooks.core.layout import Layout
 from commhooks.hook.parameters import Parameter, Parameters
 
-__all__ = ["Sharded", "ShardedParameters"]
+__all__ = ["OwnShards", "Sharded", "ShardedParameters"]
 
 
 class Sharded(NamedTuple):
@@ -105,6 +105,38 @@ class ShardedParameters(Parameters):
         order = tuple(range(len(shape)))
         name = _piece_name(parameter.name, rank)
         return Parameter(name, torch.Size(shape), parameter.dtype, order)
+
+
+class OwnShards(ShardedParameters):
+    """Holds the pieces of one rank of the ranks over which parameters are sharded.
+
+    For the exchange between replicas (HSDP): the ranks of a group all have the same pieces, which
+    are saved as they are.
+
+    Args:
+        parameters: of the model.
+        world_size: number of ranks over which parameters are sharded.
+        rank: of this process among them.
+    """
+
+    def __init__(self, parameters: Sequence[Sharded], world_size: int, rank: int) -> None:
+        super().__init__(parameters, world_size)
+        self._rank = rank
+        own = {_piece_name(parameter.name, rank) for parameter in parameters}
+        self._by_name = {name: piece for name, piece in self._by_name.items() if name in own}
+
+    def layout_of(self, names: Sequence[str]) -> Layout:
+        pieces = [self._by_name[_piece_name(name, self._rank)] for name in names]
+        return Layout([piece.name for piece in pieces], [piece.shape for piece in pieces])
+
+    def find(self, name: str) -> str:
+        return name
+
+    def as_saved(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return dict(values)
+
+    def as_kept(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return dict(values)
 
 
 def _piece_name(name: str, rank: int) -> str:

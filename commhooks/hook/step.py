@@ -41,7 +41,7 @@ class Step:
     group: dist.ProcessGroup
     holds: bool
     timed: bool = True
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     clock: Clock = field(default_factory=Clock)
     buckets: list[Any] = field(default_factory=list)
     passes: set[int] = field(default_factory=set)
