@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks.errors import RegistrationError
+from commhooks.wrappers import AveragedFeedback
 from tests.distributed.harness import run_ranks
 
 # With feedback: over steps, what is sent and what is kept add up to the gradients.
@@ -233,6 +234,25 @@ def test_what_one_host_saves_another_loads(
     for name, value in wanted.items():
         assert float(value.norm()) > 0
         torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
+
+
+def _averaged(rank: int, world_size: int, state: dict[str, Any] | None) -> dict[str, Any]:
+    scheme = AveragedFeedback(commhooks.make("int4", block=64, error_feedback=False))
+    plain = model_of()
+    model = DistributedDataParallel(plain) if state is None else sharded(plain)
+    hook = commhooks.register(model, scheme)
+    if state is not None:
+        hook.load_state_dict(state)
+    _trained(model, rank, hook.step, 2)
+    own = sum(value.numel() for _, _, value in hook._engine.memory.items())
+    entries = sum(value.numel() for value in plain.parameters()) if state is None else 0
+    assert state is not None or own < 1.3 * entries
+    return hook.state_dict(gather=True)
+
+
+def test_memory_in_8_bits_begins_anew_on_another_host() -> None:
+    saved = run_ranks(_averaged, 2, None)[0]
+    assert run_ranks(_averaged, 2, saved)[0]["step"] == 4
 
 
 def _resume(rank: int, world_size: int) -> None:
