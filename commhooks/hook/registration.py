@@ -45,7 +45,7 @@ def register(
 
     Args:
         model: torch's DistributedDataParallel, a module that holds exactly one, or a model of
-            FSDP2 (``fully_shard``), whose reduce-scatter the scheme replaces.
+            FSDP2 (``fully_shard``) or FSDP1, whose reduce-scatter the scheme replaces.
         scheme: a name (:func:`commhooks.scheme_names`) or a scheme; "auto" measures and chooses,
             see :class:`commhooks.predict.AutoHook`.
         process_group: ranks to average over; by default the model's.
@@ -79,17 +79,19 @@ def register(
         raise RegistrationError(
             "register: no process group; call torch.distributed.init_process_group first"
         )
-    if _is_fsdp2(model):
+    if host := _sharding_host(model):
         _need_defaults(
             process_group=process_group,
             layout=layout,
             verify_every=verify_every,
             scheme="auto" if scheme == "auto" else None,
         )
-        sharded: Callable[..., HookState] = resolve_name(
-            "commhooks.hosts.fsdp2_register:register_on_fsdp2"
-        )
-        return sharded(model, scheme, between=between, seed=seed, history=history, **options)
+        if host == "FSDPModule":
+            options["between"] = between
+        elif between is not None:
+            raise RegistrationError("register(between=...) is for models of FSDP2 (fully_shard)")
+        sharded: Callable[..., HookState] = resolve_name(_SHARDING_HOSTS[host])
+        return sharded(model, scheme, seed=seed, history=history, **options)
     if between is not None:
         raise RegistrationError("register(between=...) is for models of FSDP2 (fully_shard)")
     ddp = find_ddp(model)
@@ -147,23 +149,32 @@ def _make_state(scheme: str | Scheme) -> Callable[..., HookState]:
     return partial(HookState, scheme)
 
 
-def _is_fsdp2(model: object) -> bool:
-    """Whether a model has FSDP2 modules, and no DistributedDataParallel around or inside it."""
+# Classes of modules that shard, and what registers a hook on them. By name: importing them takes a
+# second, and most models have none.
+_SHARDING_HOSTS = {
+    "FSDPModule": "commhooks.hosts.fsdp2_register:register_on_fsdp2",
+    "FullyShardedDataParallel": "commhooks.hosts.fsdp1:register_on_fsdp1",
+}
+
+
+def _sharding_host(model: object) -> str | None:
+    """Returns the name of the class that shards a model's parameters; None: nothing does."""
     if not isinstance(model, nn.Module):
-        return False
+        return None
     kinds = [base for module in model.modules() for base in type(module).__mro__]
-    # By name: importing FSDP2 takes a second, and most models have none of it.
-    return DistributedDataParallel not in kinds and any(
-        base.__name__ == "FSDPModule" and base.__module__.startswith("torch.distributed.fsdp")
-        for base in kinds
-    )
+    if DistributedDataParallel in kinds:
+        return None
+    names = [
+        base.__name__ for base in kinds if base.__module__.startswith("torch.distributed.fsdp")
+    ]
+    return next((name for name in names if name in _SHARDING_HOSTS), None)
 
 
 def _need_defaults(**arguments: object) -> None:
     given = [name for name, value in arguments.items() if value is not None]
     if given:
         raise RegistrationError(
-            f"register: {', '.join(given)}: not for models of FSDP2, which decides itself over "
+            f"register: {', '.join(given)}: not for models of FSDP, which decides itself over "
             f"which ranks, and in which buckets, it reduces"
         )
 
