@@ -11,7 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
@@ -349,3 +355,56 @@ def _unused(rank: int, world_size: int) -> None:
 
 def test_parameters_without_a_gradient_are_named() -> None:
     run_ranks(_unused, 2)
+
+
+def _recomputed(rank: int, world_size: int) -> None:
+    plain, ours = model_of(), model_of()
+    for model in (plain, ours):
+        for place, layer in enumerate(model):
+            if isinstance(layer, nn.Linear):
+                model[place] = checkpoint_wrapper(layer)
+                fully_shard(model[place], mesh=init_device_mesh("cpu", (world_size,)))
+        fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    hook = commhooks.register(ours, "none")
+    for step in range(2):
+        for model in (plain, ours):
+            backward(model, step, rank)
+        found = gradients(ours)
+        assert all(torch.equal(found[name], value) for name, value in gradients(plain).items())
+    assert hook.step == 2
+
+
+def test_activation_checkpointing_counts_one_step() -> None:
+    run_ranks(_recomputed, 2)
+
+
+def _two_dimensions(rank: int, world_size: int, name: str) -> tuple[float, dict[str, Any]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plan: dict[str, Any] = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    models = []
+    for _ in range(2):
+        model = model_of((33, 64, 7))
+        parallelize_module(model, mesh["tp"], plan)
+        models.append(sharded(model, mesh["dp"]))
+    hook = commhooks.register(models[1], name, **({"block": 64} if name == "int4" else {}))
+    for model in models:
+        backward(model, 0, mesh["dp"].get_local_rank())
+    wanted, found = map(gradients, models)
+    if name == "none":
+        assert all(torch.equal(wanted[key], found[key]) for key in wanted)
+    worst = max(float((found[key] - wanted[key]).norm() / wanted[key].norm()) for key in wanted)
+    return worst, hook.state_dict()
+
+
+@pytest.mark.parametrize(("name", "most"), [("none", 0.0), ("int8", 0.03), ("int4", 0.4)])
+def test_tensor_parallelism_beside_it(name: str, most: float) -> None:
+    ranks = run_ranks(_two_dimensions, 4, name)
+    assert max(worst for worst, _ in ranks) <= most
+    if name == "int4":
+        kept = [
+            state[f"rank{rank}"]["memory"]["residual"]["0.weight"]
+            for rank, (_, state) in enumerate(ranks)
+        ]
+        # Half of the rows are on each rank of the other dimension, under a key of its own.
+        assert all(one.shape == (32, 33) for one in kept)
+        assert not torch.equal(kept[0], kept[1])
