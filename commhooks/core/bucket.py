@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,11 +11,12 @@ from torch import Tensor
 
 from commhooks.core.layout import Layout
 from commhooks.core.memory import Memory, share_storage
+from commhooks.core.shards import Span, check_shards, from_rows, to_rows
 from commhooks.core.slot import Slot
 from commhooks.core.step_info import StepInfo, number_of
 from commhooks.errors import SchemeError
 from commhooks.kernels import RandomBits
-from ddp_core import AllReduce, Collective
+from ddp_core import AllReduce, Collective, ReduceScatter
 
 __all__ = ["Bucket", "Result", "SchemeExchange", "nan_unless"]
 
@@ -25,6 +26,7 @@ class Result(NamedTuple):
 
     Attributes:
         mean: flat averaged gradient; the same bits on every rank unless ``traits.agrees`` is False.
+            With ``bucket.shards`` the mean of this rank's shard.
         sent: flat tensor that this rank's contribution decodes to; the mean of ``sent`` over ranks
             is ``mean``. None: ``gradient - unsent``, or the whole gradient where that is None, too.
         unsent: flat, ``gradient - sent``; None where the scheme leaves the subtraction to
@@ -43,7 +45,7 @@ SchemeExchange = Generator[Collective, Tensor, Result]
 
 
 _ATTRIBUTES = {"raw", "output", "residual", "unsent", "layout", "memory", "step", "seed"}
-_ATTRIBUTES |= {"rank", "world_size"}
+_ATTRIBUTES |= {"rank", "world_size", "shards"}
 
 
 class Bucket(StepInfo):
@@ -60,11 +62,14 @@ class Bucket(StepInfo):
         residual: flat, float32 (float64 if the gradient is), kept from earlier steps; or None.
         unsent: flat, like ``residual``; takes what this step does not send. None: no feedback is
             around the scheme, so its result may leave out ``sent`` and ``unsent``.
+        shards: begin and end of the entries whose mean each rank needs, by rank: a scheme whose
+            traits say ``shards`` returns the mean of this rank's entries alone, and ``output`` has
+            as many. None: every rank needs the whole mean.
         memory, step, rank, world_size, seed: see :class:`commhooks.core.StepInfo`.
 
     Args:
         layout: parameter names and shapes; or a function for them, called at the first use.
-        output: ``raw`` by default.
+        output: by default ``raw``, or this rank's shard of it.
 
     Example:
         >>> bucket = Bucket(torch.ones(6), Layout(["weight"], [(2, 3)]), world_size=2)
@@ -85,10 +90,14 @@ class Bucket(StepInfo):
         rank: int = 0,
         world_size: int = 1,
         seed: int = 0,
+        shards: Sequence[Span] | None = None,
     ) -> None:
         super().__init__(memory=memory, step=step, rank=rank, world_size=world_size, seed=seed)
         self.raw, self.residual, self.unsent = raw, residual, unsent
-        self.output = raw if output is None else output
+        if shards is not None:
+            check_shards(shards, raw.numel(), world_size)
+        self.shards = shards
+        self.output = raw[self.own] if output is None else output
         self._layout = layout
         # Gradient plus residual, once computed. A list, since copies by ``replace`` share it: the
         # sum is computed once, whichever of the copies reads it first.
@@ -134,6 +143,11 @@ class Bucket(StepInfo):
         if not self._sum:
             self._sum.append(torch.add(self.raw, self.residual, out=self.unsent))
         return self._sum[0]
+
+    @property
+    def own(self) -> slice:
+        """Returns the entries whose mean this rank needs: all, or those of its shard."""
+        return slice(None) if self.shards is None else slice(*self.shards[self.rank])
 
     @property
     def layout(self) -> Layout:
@@ -197,7 +211,12 @@ class Bucket(StepInfo):
     # ---- parts of an exchange that schemes share
 
     def all_reduce(self) -> SchemeExchange:
-        """Averages the bucket by one all-reduce, in the dtype of ``raw``."""
+        """Averages the bucket by one all-reduce, in the dtype of ``raw``.
+
+        With ``shards``, by one reduce-scatter.
+        """
+        if self.shards is not None:
+            return (yield from self._reduce_scatter(self.shards))
         gradient, dtype = self.gradient, self.raw.dtype
         # The collective works in place, and feedback subtracts from the gradient afterwards.
         payload = gradient.to(dtype, copy=self.unsent is not None)
@@ -209,6 +228,18 @@ class Bucket(StepInfo):
             mean = self.output.copy_(mean)
         # A cast around the scheme rounds what travels, and notes the rounded share in the request.
         result = Result(mean, sent=sent if request.sent is None else request.sent)
+        return result if self.unsent is None else self.completed(result)
+
+    def _reduce_scatter(self, shards: Sequence[Span]) -> SchemeExchange:
+        gradient, dtype = self.gradient, self.raw.dtype
+        payload = gradient.to(dtype)
+        request = ReduceScatter(to_rows(payload, shards), "mean")
+        arrived = yield request
+        mean = self.output.copy_(arrived.view(-1)[: self.output.numel()])
+        sent = None if gradient.dtype == dtype else payload
+        if request.sent is not None:
+            sent = from_rows(request.sent, shards)
+        result = Result(mean, sent=sent)
         return result if self.unsent is None else self.completed(result)
 
     def completed(self, result: Result) -> Result:
@@ -236,7 +267,8 @@ class Bucket(StepInfo):
             return self
         raw = self.gradient.float()  # the residual is added in float64, before rounding
         unsent = None if self.unsent is None else torch.empty_like(raw)
-        return self.replace(raw=raw, residual=None, unsent=unsent, output=torch.empty_like(raw))
+        output = torch.empty_like(self.output, dtype=raw.dtype)
+        return self.replace(raw=raw, residual=None, unsent=unsent, output=output)
 
     def result_of(self, inside: Bucket) -> Result:
         """Returns the result, given ``inside`` of :meth:`in_float32` with output and unsent."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from commhooks.core.bucket import Bucket, SchemeExchange
 from commhooks.core.registry import register_scheme
 from commhooks.core.scheme import Scheme
+from commhooks.core.traits import Traits
 
 __all__ = ["Dense"]
 
@@ -23,6 +24,8 @@ class Dense(Scheme):
     Example:
         >>> hook = register(ddp_model, "none")
     """
+
+    traits = Traits(shards=True)
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
         return (yield from bucket.all_reduce())

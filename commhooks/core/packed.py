@@ -12,7 +12,7 @@ are in ``docs/design/schemes.md``.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from commhooks.core.bucket import Bucket, SchemeExchange
 from commhooks.core.scheme import Scheme
+from commhooks.core.shards import Span
 from commhooks.core.traits import ErrorKind, Exact, Traits
 from commhooks.kernels import RandomBits
 from ddp_core import AllGather, AllToAll, Collective
@@ -155,7 +156,8 @@ class PackedCodec(Scheme):
 
     @property
     def traits(self) -> Traits:
-        return Traits(rounds=2 if self.pattern == "two_phase" else 1, error=self.error)
+        rounds = 2 if self.pattern == "two_phase" else 1
+        return Traits(rounds=rounds, error=self.error, shards=True)
 
     def payload_bytes(self, n: int) -> int:
         """Returns the number of bytes of the payload of ``n`` entries."""
@@ -202,6 +204,8 @@ class PackedCodec(Scheme):
     # ---- how payloads travel
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
+        if bucket.shards is not None:
+            return (yield from self._reduce_scatter(bucket, bucket.shards))
         n, world_size = bucket.raw.numel(), bucket.world_size
         shards = self.shards(n, world_size if self.pattern == "two_phase" else 1)
         dense_bytes = bucket.raw.nbytes
@@ -233,6 +237,21 @@ class PackedCodec(Scheme):
         self.pack(Piece.of(bucket), payload, random)
         gathered = yield AllGather(payload)
         return self.unpack(gathered, bucket.output, random, 1.0 / bucket.world_size)
+
+    def _reduce_scatter(self, bucket: Bucket, parts: Sequence[Span]) -> SchemeExchange:
+        """Runs the first phase alone: each rank gets the mean of its shard, rounded once."""
+        shards = to_shards(self, parts)
+        if len(shards) * shards[0].nbytes >= bucket.raw.nbytes:
+            return (yield from bucket.all_reduce())
+        inside, random = bucket.in_float32(), Randomness(bucket, "worker")
+        # Kernels that take all shards at once cut at multiples of the granularity. A host may cut
+        # anywhere else: there, each shard is packed by itself.
+        cut_as_kernels = shards[0].end % self.granularity == 0
+        pack = self.pack_shards if cut_as_kernels else partial(PackedCodec.pack_shards, self)
+        unpack = self.unpack_shard if cut_as_kernels else partial(PackedCodec.unpack_shard, self)
+        received = yield AllToAll(pack(Piece.of(inside), shards, random))
+        unpack(received, shards, bucket.rank, inside.output, random, 1.0 / bucket.world_size)
+        return bucket.result_of(inside)
 
     def _two_phase(self, bucket: Bucket, shards: Sequence[Shard]) -> Rounds:
         worker, server = Randomness(bucket, "worker"), Randomness(bucket, "server")

@@ -74,6 +74,8 @@ class Traits(NamedTuple):
         most_entries: number of entries that an exchange may have, at most. Larger buckets are cut
             between parameters: before the first step is over, both DistributedDataParallel classes
             may put a whole model into one bucket. Schemes whose places are 32 bits declare it.
+        shards: returns this rank's shard of the mean alone where ``bucket.shards`` asks for no more
+            (a reduce-scatter). Hosts that shard gradients, such as FSDP2, take these schemes only.
 
     Example:
         >>> Traits(rounds=2, error=Biased()).biased
@@ -87,6 +89,7 @@ class Traits(NamedTuple):
     coalesce: bool = False
     starts_dense: str = ""
     most_entries: int = sys.maxsize
+    shards: bool = False
 
     @property
     def biased(self) -> bool:
@@ -117,6 +120,7 @@ def worst(traits: Iterable[Traits]) -> Traits:
         agrees=all(choice.agrees for choice in choices),
         coalesce=any(choice.coalesce for choice in choices),
         most_entries=min(choice.most_entries for choice in choices),
+        shards=all(choice.shards for choice in choices),
     )
 
 

@@ -78,6 +78,12 @@ class Binding:
         if isinstance(model, DistributedDataParallel) and self._process_group is None:
             self._process_group, self._follows_model = model.process_group, True
 
+    def adopt_sharded(
+        self, model: nn.Module, parameters: Parameters, group: dist.ProcessGroup
+    ) -> None:
+        """Takes a model whose host reduces its gradients to shards, over the ranks of ``group``."""
+        self._model, self.parameters, self._process_group = weakref.ref(model), parameters, group
+
     def forget_model(self) -> None:
         """Allows the hook to adopt another model."""
         self._model = None

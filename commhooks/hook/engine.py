@@ -6,7 +6,7 @@ Knows no process group and no DDP, so that simulated ranks and real ranks share 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +17,7 @@ from commhooks.core.layout import Layout
 from commhooks.core.memory import Memory
 from commhooks.core.scheme import Scheme, slots_of
 from commhooks.core.settings import check_seed
+from commhooks.core.shards import Span
 from commhooks.core.step_info import Counters, StepInfo
 from commhooks.errors import SchemeError
 from commhooks.hook.measurement import Measurement, Observer
@@ -36,6 +37,7 @@ class _Step:
     closed: bool = False
     failed: bool = False
     finite: list[Tensor] = field(default_factory=list)
+    sharded: bool = False  # some flags are of this rank's shards, so ranks may differ
     counters: Counters = field(default_factory=dict)
     left_alone: Collection[str] = ()
     measured: list[Measurement] = field(default_factory=list)
@@ -117,7 +119,13 @@ class Engine:
         with self._lock:
             self._open = None
 
-    def bucket(self, gradient: Tensor, layout: Layout | Callable[[], Layout]) -> Bucket:
+    def bucket(
+        self,
+        gradient: Tensor,
+        layout: Layout | Callable[[], Layout],
+        shards: Sequence[Span] | None = None,
+        output: Tensor | None = None,
+    ) -> Bucket:
         """Returns the ``Bucket`` that a scheme gets in the current step."""
         step = self._open
         bucket = Bucket(
@@ -128,6 +136,8 @@ class Engine:
             rank=self.rank,
             world_size=self.world_size,
             seed=self.seed,
+            shards=shards,
+            output=output,
         )
         if step is not None:
             bucket.counters = step.counters
@@ -145,12 +155,23 @@ class Engine:
         )
 
     def exchange(
-        self, grad: Tensor, find_layout: Layout | Callable[[], Layout], number: int = 0
+        self,
+        grad: Tensor,
+        find_layout: Layout | Callable[[], Layout],
+        number: int = 0,
+        *,
+        shards: Sequence[Span] | None = None,
+        output: Tensor | None = None,
+        agree: bool = False,
     ) -> Exchange:
         """Exchanges one launched bucket and returns the tensor that replaces ``grad``.
 
         Args:
             number: of the bucket, for reports.
+            shards: begin and end of the entries whose mean each rank needs; None: all of them.
+            output: may take the mean; by default the gradient's own memory.
+            agree: agrees on whether the bucket is finite, in a round of its own, since no call of
+                :meth:`agreement` follows.
         """
         step, finite = self._open, None
         assert step is not None, "an exchange is launched before it runs"
@@ -162,22 +183,43 @@ class Engine:
                 mean = yield from _exchange_complex(grad, self.scheme)
                 values = torch.view_as_real(mean)
             else:
-                bucket = self.bucket(grad, find_layout)
+                bucket = self.bucket(grad, find_layout, shards, output)
                 measurement = self._measure(step, number, bucket)
                 result = yield from self.scheme.exchange(bucket)
-                mean = values = self._checked(result, grad)
+                mean = values = self._checked(result, grad if shards is None else bucket.output)
                 finite = result.finite
                 if measurement is not None:
                     measurement.finish(mean, step.memory)
             if self.keeps_memory:
                 # The mean has the same bits on every rank, so the verdict needs no message.
                 step.finite.append(all_finite(values) if finite is None else finite)
+                step.sharded |= shards is not None
+                if agree and step.sharded:
+                    yield from self._agreed(step)
             return mean
         except BaseException:  # also GeneratorExit, with which a driver closes an exchange
             step.failed = True
             raise
         finally:
             self._finish(step)
+
+    @property
+    def needs_agreement(self) -> bool:
+        """Whether the open step's verdict is not known without a message: ranks have shards."""
+        return self._open is not None and self._open.sharded
+
+    def agreement(self) -> Exchange:
+        """Agrees on whether all shards of the open step are finite, before ``end`` commits."""
+        step = self._open
+        assert step is not None, "a step is open"
+        worst = yield from self._agreed(step)
+        return worst
+
+    def _agreed(self, step: _Step) -> Exchange:
+        good = _verdicts(step.finite)[-1]
+        worst = yield AllReduce((~good).to(torch.float32).view(1), "max")
+        step.finite, step.sharded = [worst[0] == 0], False
+        return worst
 
     def _measure(self, step: _Step, number: int, bucket: Bucket) -> Measurement | None:
         """Begins to measure a bucket, if an observer wants that."""

@@ -60,6 +60,21 @@ class Exchanges:
         )
         return self._drivers.run(task, device, step.group)
 
+    def agree(self, step: Step, device: torch.device) -> None:
+        """Agrees on the verdict of a step whose ranks have different shards of the means."""
+        task = Task(
+            self._engine.agreement(),
+            step=step.number,
+            bucket=len(step.buckets),
+            dense_bytes=0,
+            world_size=self._engine.world_size,
+            max_rounds=1,
+            record=self._ledger.add,
+            clock=clock_of(device, timed=step.timed),
+            joins=True,
+        )
+        self._drivers.run(task, device, step.group).wait()
+
     def start_cut(
         self, step: Step, bucket: Any, buffer: Tensor, find_layout: Callable[[], Layout]
     ) -> Future[Tensor]:

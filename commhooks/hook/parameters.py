@@ -208,6 +208,15 @@ class Parameters:
         """Returns a view of ``value``, which has the parameter's dimensions, in memory order."""
         return value.permute(self._order(name, value))
 
+    def as_saved(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns values shaped as their parameters, in the form in which states hold them."""
+        # In the parameter's own dimensions: a run with another memory format may load it.
+        return {name: self.in_order(name, value).contiguous() for name, value in values.items()}
+
+    def as_kept(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns values of a state, in the form in which buckets hold them."""
+        return {name: self.in_memory_order(name, value) for name, value in values.items()}
+
     def _order(self, name: str, value: Tensor) -> tuple[int, ...]:
         # A loaded value may have any number of dimensions here; it is checked later.
         known = self._by_name.get(name)

@@ -36,14 +36,16 @@ def register(
     history: int = 100_000,
     verify_every: int | None = None,
     verify: Verify = "warn",
+    between: Any = None,
     **options: Any,
 ) -> HookState:
-    """Registers a scheme on a DistributedDataParallel model; all ranks call it.
+    """Registers a scheme on a data-parallel model; all ranks call it.
 
     All ranks pass equal arguments.
 
     Args:
-        model: torch's DistributedDataParallel, or a module that holds exactly one.
+        model: torch's DistributedDataParallel, a module that holds exactly one, or a model of
+            FSDP2 (``fully_shard``) or FSDP1, whose reduce-scatter the scheme replaces.
         scheme: a name (:func:`commhooks.scheme_names`) or a scheme; "auto" measures and chooses,
             see :class:`commhooks.predict.AutoHook`.
         process_group: ranks to average over; by default the model's.
@@ -56,6 +58,8 @@ def register(
             :class:`commhooks.hook.Verification`; None: never.
         verify: what happens where ranks differ, or an error breaks the scheme's law: "warn" or
             "raise".
+        between: for FSDP2: replicas to average over after FSDP2 has reduced within a node (HSDP), a
+            process group or a mesh of one dimension; any scheme.
         options: options of the scheme, see :func:`commhooks.make`.
 
     Returns:
@@ -75,6 +79,21 @@ def register(
         raise RegistrationError(
             "register: no process group; call torch.distributed.init_process_group first"
         )
+    if host := _sharding_host(model):
+        _need_defaults(
+            process_group=process_group,
+            layout=layout,
+            verify_every=verify_every,
+            scheme="auto" if scheme == "auto" else None,
+        )
+        if host == "FSDPModule":
+            options["between"] = between
+        elif between is not None:
+            raise RegistrationError("register(between=...) is for models of FSDP2 (fully_shard)")
+        sharded: Callable[..., HookState] = resolve_name(_SHARDING_HOSTS[host])
+        return sharded(model, scheme, seed=seed, history=history, **options)
+    if between is not None:
+        raise RegistrationError("register(between=...) is for models of FSDP2 (fully_shard)")
     ddp = find_ddp(model)
     _drop_stale(ddp)
     if ddp._comm_hooks:
@@ -128,6 +147,36 @@ def _make_state(scheme: str | Scheme) -> Callable[..., HookState]:
         made: Callable[..., HookState] = resolve_name("commhooks.predict.auto:AutoHook")
         return made
     return partial(HookState, scheme)
+
+
+# Classes of modules that shard, and what registers a hook on them. By name: importing them takes a
+# second, and most models have none.
+_SHARDING_HOSTS = {
+    "FSDPModule": "commhooks.hosts.fsdp2_register:register_on_fsdp2",
+    "FullyShardedDataParallel": "commhooks.hosts.fsdp1:register_on_fsdp1",
+}
+
+
+def _sharding_host(model: object) -> str | None:
+    """Returns the name of the class that shards a model's parameters; None: nothing does."""
+    if not isinstance(model, nn.Module):
+        return None
+    kinds = [base for module in model.modules() for base in type(module).__mro__]
+    if DistributedDataParallel in kinds:
+        return None
+    names = [
+        base.__name__ for base in kinds if base.__module__.startswith("torch.distributed.fsdp")
+    ]
+    return next((name for name in names if name in _SHARDING_HOSTS), None)
+
+
+def _need_defaults(**arguments: object) -> None:
+    given = [name for name, value in arguments.items() if value is not None]
+    if given:
+        raise RegistrationError(
+            f"register: {', '.join(given)}: not for models of FSDP, which decides itself over "
+            f"which ranks, and in which buckets, it reduces"
+        )
 
 
 def unregister(model: nn.Module) -> None:

@@ -26,6 +26,7 @@ from commhooks.hook.engine import Engine
 from commhooks.hook.exchanges import Exchanges
 from commhooks.hook.ledger import Ledger
 from commhooks.hook.regrouping import Regrouping
+from commhooks.hook.sharded_bucket import ShardedBucket
 from commhooks.hook.step import Step, gradients_of, key_of, left_alone
 from ddp_core import Drivers, call_after_backward, clock_of
 
@@ -72,7 +73,8 @@ class Runner:
         if finds_unused and self._engine.keeps_memory and not buffer.is_sparse:
             step.gradients += gradients_of(bucket.parameters(), buffer)
         is_last = bucket.is_last()
-        if not buffer.is_sparse:
+        # The buckets of a host that shards gradients never change, so no state needs them.
+        if not (buffer.is_sparse or isinstance(bucket, ShardedBucket)):
             step.layouts.append(find_layout)
         if step.holds:
             future = self._coalescer.hold(bucket.index(), buffer, find_layout)
@@ -85,7 +87,7 @@ class Runner:
         else:
             future = self._exchanges.start(
                 step,
-                self._engine.exchange(buffer, find_layout, bucket.index()),
+                self._engine.exchange(buffer, find_layout, bucket.index(), **_parts_of(bucket)),
                 bucket=bucket.index(),
                 dense_bytes=buffer.numel() * buffer.element_size(),
                 device=buffer.device,
@@ -115,6 +117,8 @@ class Runner:
             return
         if self._engine.keeps_memory:
             self._drivers.join()  # the commit reads what exchanges wrote on a GPU's streams
+        if self._engine.needs_agreement:
+            self._exchanges.agree(step, step.device)
         self._engine.end(set(self._binding.names(left_alone)))
         self._close(step)
 
@@ -164,7 +168,7 @@ class Runner:
             holds = self._engine.traits.coalesce or bool(self.regrouping.wanted)
             number = self._engine.step
             timed = self._ledger.times(number) or getattr(bucket, "note", None) is not None
-            step = self._step = Step(number, group, holds, timed)
+            step = self._step = Step(number, group, holds, timed, device=buffer.device)
             step.clock = clock_of(buffer.device, timed=timed)
         step.buckets.append(key)
         step.paused = False
@@ -208,5 +212,12 @@ class Runner:
         self._exchanges.start_groups(step, groups)
 
 
+def _parts_of(bucket: Any) -> dict[str, Any]:
+    """Returns what a host that shards gradients asks for besides the mean of a bucket."""
+    return {} if not isinstance(bucket, ShardedBucket) else bucket.wanted()
+
+
 def _layout_of(binding: Binding, bucket: Any) -> Layout:
+    if isinstance(bucket, ShardedBucket):
+        return bucket.layout
     return binding.parameters.layout(bucket.parameters())

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from commhooks._version import __version__
 from commhooks.checkpoint.checksum import checksum
@@ -15,12 +14,14 @@ from commhooks.checkpoint.form import (
     FORMAT,
     VERSION,
     MemoryDict,
+    Saved,
     SavedBuckets,
     StateDict,
     rank_fields,
     read,
 )
 from commhooks.checkpoint.memory import check_complete, check_memory
+from commhooks.checkpoint.names import whole_name
 from commhooks.checkpoint.ranks import (
     memory_for_rank,
     needed_ranks,
@@ -118,9 +119,8 @@ def _saved_memory(hook: Running) -> MemoryDict:
     values = _declared(hook, hook.scheme, hook.step)
     for key, name, tensor in hook._engine.memory.items():
         values.setdefault(key, {})[name] = tensor.detach().clone()
-    # In the parameter's own dimensions: a run with another memory format may load it.
-    for name, value in values.get(RESIDUAL, {}).items():
-        values[RESIDUAL][name] = hook._parameters.in_order(name, value).contiguous()
+    if RESIDUAL in values:
+        values[RESIDUAL] = hook._parameters.as_saved(values[RESIDUAL])
     return values
 
 
@@ -180,15 +180,20 @@ def prepare(
     if not fits:
         saved = saved.with_keys([RESIDUAL])
     resizes = resizes_of(scheme)
+    foreign = _of_another_host(hook, saved, resizes)
+    if foreign:
+        keys = {key for part in saved.parts for key in part.memory}
+        saved = saved.with_keys(sorted(keys - foreign))
     # With the flush as well: states of earlier versions name it as a part of the scheme.
     same_settings = fits and common["scheme"] in (describe(scheme), describe(hook.scheme))
     # At the state's step, not the hook's: schedules keep other tensors at other steps.
     declared = _declared(hook, scheme, common["step"])
+    declared = {key: values for key, values in declared.items() if key not in foreign}
 
     def check(memory: MemoryDict) -> None:
         # Shapes are compared in memory order, as parameters lie in buckets.
         if RESIDUAL in memory:
-            memory = {**memory, RESIDUAL: _in_memory_order(hook, memory[RESIDUAL])}
+            memory = {**memory, RESIDUAL: hook._parameters.as_kept(memory[RESIDUAL])}
         keeper = scheme if keeps_residual(scheme) else FlushResidual(scheme)
         shapes = hook._parameters.shapes
         check_memory(memory, keeper, shapes, declared, same_settings=same_settings)
@@ -204,7 +209,7 @@ def prepare(
         key: {n: v.detach().clone() for n, v in values.items()} for key, values in memory.items()
     }
     if RESIDUAL in memory:
-        memory[RESIDUAL] = _in_memory_order(hook, memory[RESIDUAL])
+        memory[RESIDUAL] = hook._parameters.as_kept(memory[RESIDUAL])
         # Also on a rank that has nothing to flush, so that all ranks run the same scheme.
         if not keeps_residual(scheme):
             scheme = FlushResidual(scheme)
@@ -213,6 +218,22 @@ def prepare(
     # The order may differ between ranks; rank 0's decides, as in a run without a stop.
     arrival = parts[min(parts)].arrival
     return Loaded(scheme, memory, common, SavedBuckets(layout, limits, arrival))
+
+
+def _of_another_host(hook: Running, saved: Saved, resizes: Mapping[str, str]) -> set[str]:
+    """Returns the keys whose values another host packed in other pieces, and nobody can cut."""
+    here = hook._parameters.shapes.keys()
+    names = {
+        key: values.keys()
+        for part in saved.parts
+        for key, values in part.memory.items()
+        if resizes.get(key) == "drop"
+    }
+    return {
+        key
+        for key, theirs in names.items()
+        if not theirs <= here and set(map(whole_name, theirs)) <= set(map(whole_name, here))
+    }
 
 
 def take_up(hook: Running, loaded: Loaded) -> None:
@@ -248,8 +269,3 @@ def needed_fields(hook: Running, state: StateDict, keys: Collection[str]) -> set
     parts_needed = [part for rank, part in group.items() if rank in needed]
     # If no part in particular is needed, any part has the values that all ranks share.
     return {f"rank{part.global_rank}" for part in parts_needed or [next(iter(group.values()))]}
-
-
-def _in_memory_order(hook: Running, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    in_order = hook._parameters.in_memory_order
-    return {name: in_order(name, value) for name, value in values.items()}

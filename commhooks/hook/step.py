@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -24,7 +25,7 @@ class Step:
     Attributes:
         holds: whether buckets wait for the last bucket.
         timed: whether times are recorded on a GPU, too.
-        clock: of the device of the first bucket.
+        device, clock: of the first bucket.
         buckets: keys of the launched buckets (:func:`key_of`); an equal key is of another step.
         passes: numbers of the backward passes that call back at their end.
         told: whether ``ddp_core`` reports the end, also without a backward pass (join).
@@ -40,6 +41,7 @@ class Step:
     group: dist.ProcessGroup
     holds: bool
     timed: bool = True
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     clock: Clock = field(default_factory=Clock)
     buckets: list[Any] = field(default_factory=list)
     passes: set[int] = field(default_factory=set)

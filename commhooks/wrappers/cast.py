@@ -13,7 +13,7 @@ from commhooks.core.scheme import Scheme
 from commhooks.kernels import all_finite, scaled_cast
 from commhooks.wrappers.base import Wrapper
 from commhooks.wrappers.feedback import has_feedback
-from ddp_core import AllReduce, Collective, as_request
+from ddp_core import AllReduce, Collective, ReduceScatter, as_request
 
 __all__ = ["Cast"]
 
@@ -77,16 +77,16 @@ class Cast(Wrapper):
 
     def _narrow(self, request: Collective, world_size: int) -> tuple[Collective, float]:
         """Returns the cast request, and the factor by which a rank's share in it is too small."""
-        sums = isinstance(request, AllReduce) and request.op in ("mean", "sum")
+        sums = isinstance(request, (AllReduce, ReduceScatter)) and request.op in ("mean", "sum")
         scale = float(world_size) if sums else 1.0
         small = torch.empty_like(request.tensor, dtype=self.dtype)
         scaled_cast(request.tensor, 1.0 / scale, out=small)
-        return (AllReduce(small, "sum") if sums else request.like(small)), scale
+        return (type(request)(small, "sum") if sums else request.like(small)), scale
 
 
 def _is_mean(request: Collective) -> bool:
     """Whether the request asks for the mean over ranks."""
-    return isinstance(request, AllReduce) and request.op == "mean"
+    return isinstance(request, (AllReduce, ReduceScatter)) and request.op == "mean"
 
 
 def _widen(arrived: Tensor, like: Tensor, scale: float) -> Tensor:

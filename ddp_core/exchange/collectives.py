@@ -281,14 +281,24 @@ class AllToAll(_Among):
 
 
 class ReduceScatter(Collective):
-    """Sums ``tensor`` (shape ``(world_size, ...)``) over all ranks; rank i gets row i."""
+    """Reduces ``tensor`` (shape ``(world_size, ...)``) over all ranks; rank i gets row i.
+
+    Args:
+        op: "sum" (default), or "mean", which is the backend's own average.
+    """
 
     name = "reduce_scatter"
+
+    def __init__(self, tensor: Tensor, op: Literal["mean", "sum"] = "sum") -> None:
+        super().__init__(tensor)
+        if op not in ("mean", "sum"):
+            raise ValueError(f"ReduceScatter(op=...) is 'mean' or 'sum', got {op!r}")
+        self.op = op
 
     def wire_nbytes(self, world_size: int) -> float:
         return self.payload_nbytes * (world_size - 1) / world_size
 
-    def issue(self, group: dist.ProcessGroup) -> dist.Work:
+    def issue(self, group: dist.ProcessGroup) -> dist.Work | Pairs:
         if self.tensor.shape[0] != group.size():
             raise ValueError(
                 f"ReduceScatter(tensor) needs one row per rank: {group.size()} ranks, "
@@ -297,8 +307,17 @@ class ReduceScatter(Collective):
         source = self.tensor.contiguous()
         self._result = source.new_empty(self.tensor.shape[1:])
         flat = source.view(-1)
-        work: dist.Work = _reduce_scatter(self._result.view(-1), flat, group=group, async_op=True)
-        return work
+        op = dist.ReduceOp.AVG if self.op == "mean" else dist.ReduceOp.SUM
+        into = self._result.view(-1)
+        work: dist.Work = _reduce_scatter(into, flat, op=op, group=group, async_op=True)
+        # Gloo's work has no future.
+        return Pairs([work], [flat, into]) if on_gloo(group, flat) else work
+
+    def like(self, tensor: Tensor) -> ReduceScatter:
+        return ReduceScatter(tensor, self.op)
+
+    def signature(self) -> tuple[Any, ...]:
+        return (*super().signature(), self.op)
 
     def result(self) -> Tensor:
         return self._result
@@ -308,6 +327,8 @@ class ReduceScatter(Collective):
         total = requests[0].tensor.clone()
         for request in requests[1:]:
             total += request.tensor
+        if requests[0].op == "mean":
+            total /= len(requests)
         return [total[rank].clone() for rank in range(len(requests))]
 
 

@@ -1,0 +1,70 @@
+"""Defines ``ShardedBucket``, a bucket of a host that shards parameters over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from commhooks.core.layout import Layout
+from commhooks.core.scheme import Scheme
+from commhooks.core.shards import Span
+from commhooks.errors import RegistrationError
+
+__all__ = ["ShardedBucket", "need_shards"]
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedBucket:
+    """Describes a flat gradient of a host such as FSDP2, which holds pieces of parameters.
+
+    Has the methods of DistributedDataParallel's bucket that a hook calls.
+
+    Attributes:
+        number: of the bucket, the same in every step.
+        gradient: flat, all shards one after the other; may be overwritten.
+        layout: names and shapes of the pieces of parameters in it.
+        shards: begin and end of the entries whose mean each rank needs; None: all of them.
+        output: flat, takes the mean of what this rank needs; None: the gradient's own memory.
+    """
+
+    number: int
+    gradient: Tensor
+    layout: Layout
+    shards: Sequence[Span] | None = None
+    output: Tensor | None = None
+
+    def index(self) -> int:
+        """Returns the bucket's number."""
+        return self.number
+
+    def buffer(self) -> Tensor:
+        """Returns the flat gradient."""
+        return self.gradient
+
+    def parameters(self) -> list[Tensor]:
+        """Returns no parameters: a bucket has pieces of them, which the layout names."""
+        return []
+
+    def is_last(self) -> bool:
+        """Returns False: the host does not say which bucket is the last one of a step."""
+        return False
+
+    def wanted(self) -> dict[str, Any]:
+        """Returns the arguments of ``Engine.exchange`` for it."""
+        return {"shards": self.shards, "output": self.output}
+
+
+def need_shards(scheme: Scheme, host: str) -> None:
+    """Raises RegistrationError unless a scheme can return one shard of the mean alone."""
+    if scheme.traits.shards:
+        return
+    raise RegistrationError(
+        f"register: {scheme} averages whole buckets, and {host} needs one shard of each on each "
+        f"rank: it would send and keep what no rank needs. Schemes that exchange blocks of entries "
+        f"run here: none, fp16, bf16, int8, int4, fp8, mxfp8, onebit, eden, and a codec in "
+        f"commhooks.wrappers.TwoPhase(...), with or without error feedback. Between replicas of "
+        f"FSDP2 (HSDP) any scheme runs: register(model, scheme, between=mesh)"
+    )

@@ -1,0 +1,139 @@
+"""Describes parameters of which a host such as FSDP2 reduces one shard to each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from commhooks.checkpoint.names import piece_name, plain_name
+from commhooks.core.layout import Layout
+from commhooks.hook.parameters import Parameter, Parameters
+
+__all__ = ["OwnShards", "Sharded", "ShardedParameters"]
+
+
+class Sharded(NamedTuple):
+    """Describes one parameter that a host cuts into a piece for each rank.
+
+    Attributes:
+        name: within the model.
+        shape: of the whole parameter, as this data-parallel group sees it.
+        dtype: of its gradient when it is reduced.
+        dim: the dimension that is cut.
+    """
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    dim: int
+
+
+class ShardedParameters(Parameters):
+    """Holds parameters as pieces, one for each rank, in which a bucket holds them.
+
+    A bucket has all pieces of rank 0, then those of rank 1, and so on. All pieces of a parameter
+    have the size of the first, the last ones being filled up with zeros. Memory is kept by piece,
+    "layer.weight#1" on rank 1, and saved by parameter, so that any other host may load it.
+
+    Args:
+        parameters: of the model.
+        world_size: number of ranks, and so of pieces.
+    """
+
+    def __init__(self, parameters: Sequence[Sharded], world_size: int) -> None:
+        super().__init__()
+        self._world_size = world_size
+        self._sharded = {parameter.name: parameter for parameter in parameters}
+        for parameter in parameters:
+            for rank in range(world_size):
+                piece = self._piece(parameter, rank)
+                self._by_name[piece.name] = piece
+
+    def __iter__(self) -> Iterator[Parameter]:
+        return iter(self._by_name.values())
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def layout_of(self, names: Sequence[str]) -> Layout:
+        """Returns the layout of a bucket of the parameters of these names."""
+        pieces = [
+            self._by_name[piece_name(name, rank)]
+            for rank in range(self._world_size)
+            for name in names
+        ]
+        return Layout([piece.name for piece in pieces], [piece.shape for piece in pieces])
+
+    def find(self, name: str) -> str:
+        plain = plain_name(name)
+        return plain if plain in self._sharded else name
+
+    def as_saved(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {
+            name: torch.cat(
+                [values[piece_name(name, rank)] for rank in range(self._world_size)],
+                dim=parameter.dim,
+            ).narrow(parameter.dim, 0, parameter.shape[parameter.dim])
+            for name, parameter in self._sharded.items()
+            if piece_name(name, 0) in values
+        }
+
+    def as_kept(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        kept = {}
+        for name, value in values.items():
+            parameter = self._sharded.get(name)
+            if parameter is None or value.shape != parameter.shape:
+                kept[name] = value  # of another model: what checks the state says so
+                continue
+            for rank in range(self._world_size):
+                piece = self._by_name[piece_name(name, rank)]
+                size = piece.shape[parameter.dim]
+                begin = min(rank * size, parameter.shape[parameter.dim])
+                length = min(size, parameter.shape[parameter.dim] - begin)
+                whole = value.new_zeros(piece.shape)
+                part = value.narrow(parameter.dim, begin, length)
+                whole.narrow(parameter.dim, 0, length).copy_(part)
+                kept[piece.name] = whole
+        return kept
+
+    def _piece(self, parameter: Sharded, rank: int) -> Parameter:
+        shape = list(parameter.shape)
+        shape[parameter.dim] = -(-shape[parameter.dim] // self._world_size)
+        order = tuple(range(len(shape)))
+        name = piece_name(parameter.name, rank)
+        return Parameter(name, torch.Size(shape), parameter.dtype, order)
+
+
+class OwnShards(ShardedParameters):
+    """Holds the pieces of one rank of the ranks over which parameters are sharded.
+
+    For the exchange between replicas (HSDP): the ranks of a group all have the same pieces, which
+    are saved as they are.
+
+    Args:
+        parameters: of the model.
+        world_size: number of ranks over which parameters are sharded.
+        rank: of this process among them.
+    """
+
+    def __init__(self, parameters: Sequence[Sharded], world_size: int, rank: int) -> None:
+        super().__init__(parameters, world_size)
+        self._rank = rank
+        own = {piece_name(parameter.name, rank) for parameter in parameters}
+        self._by_name = {name: piece for name, piece in self._by_name.items() if name in own}
+
+    def layout_of(self, names: Sequence[str]) -> Layout:
+        pieces = [self._by_name[piece_name(name, self._rank)] for name in names]
+        return Layout([piece.name for piece in pieces], [piece.shape for piece in pieces])
+
+    def find(self, name: str) -> str:
+        return name
+
+    def as_saved(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return dict(values)
+
+    def as_kept(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return dict(values)

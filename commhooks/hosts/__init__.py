@@ -1,0 +1,1 @@
+"""Adapts hooks to hosts other than DistributedDataParallel."""
