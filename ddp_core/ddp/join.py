@@ -53,7 +53,7 @@ class ShadowHook(JoinHook):
                 parts.synchronise_buffers(joins=True, candidate=False, awaits=plans.sync)
         buffers.sync_next = plans.sync
         if plans.sync:
-            parts.reducer.shadow()
+            parts.reducer.shadow(at_point=plans.at_point)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Takes, at the end, the model of a rank that trained last, as all ranks do."""
