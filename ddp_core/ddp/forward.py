@@ -84,6 +84,8 @@ class ForwardPass:
             if plans.grads:
                 reducer.prepare_for_forward()
             return
+        if plans.at_point:
+            parts.buffers.sync_next = True  # whatever ran within `hold`
         work = announce(self._module, parts.replica, plans)
         if plans.grads:
             reducer.prepare_for_forward()

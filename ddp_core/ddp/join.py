@@ -47,6 +47,8 @@ class ShadowHook(JoinHook):
             parts.reducer.prepare_for_forward()
         if plans.sync:
             parts.hooks.follow_schedule()
+        if plans.at_point:
+            buffers.sync_next = True
         for after_forward in (False, True):
             if buffers.are_due_when(after_forward=after_forward):
                 # Within `join` the source is agreed on: this rank's buffers are old.

@@ -56,7 +56,7 @@ class ReductionMethods:
 
     @not_traced(recursive=True)
     def reduce(self) -> None:
-        """Averages what passes have accumulated in ``.grad``, bucket by bucket; one step of a hook.
+        """Averages what passes have accumulated in ``.grad``, bucket by bucket, as one step.
 
         All ranks call it alike. A rank without gradients takes part with zeros. Buffers are made
         equal here, as in the next forward pass otherwise.
@@ -73,7 +73,7 @@ class ReductionMethods:
             if parts.reduces:
                 held = self._set_holding(False)
                 try:
-                    step = ForwardPass(parts, self)  # type: ignore[arg-type]  # a mixin of the module
+                    step = ForwardPass(parts, self)  # type: ignore[arg-type]  # a mixin of one
                     step.begin_step(Plans(grads=True, sync=True, at_point=True))
                     step.end_step(sync=True)
                     parts.reducer.reduce()
@@ -113,4 +113,5 @@ class ReductionMethods:
             )
         if backward_number() != NO_BACKWARD:
             raise RuntimeError("weight(n) within a backward pass: call it before backward")
+        parts.reducer.drop_raised_step()  # and its weights
         weights.give(n)

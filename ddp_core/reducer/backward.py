@@ -74,7 +74,7 @@ class Backward:
         if usage.tracks and self._parameters[index].parameter.grad is not None:
             usage.used.mark(index)
         if not step.is_open and (step.expecting or self._precision is not None):
-            self._open(step)
+            self._open(step, index)
         if not step.expecting:  # no_sync, hold, or a second backward pass without a forward
             self._keep(index)
             return
@@ -90,7 +90,7 @@ class Backward:
     def _keep(self, index: int) -> None:
         """Takes note of a gradient that is not averaged now."""
         if self._flight.weights is not None:
-            self._flight.weights.gradient_came()
+            self._flight.weights.gradient_came(index)
         self.unreduced.gradient_came(index)
         self.late.came(index)
 
@@ -107,7 +107,7 @@ class Backward:
         if step.expecting and not self._usage.learns and not step.unused_marked:
             self._mark_unused(step)
 
-    def _open(self, step: Step) -> None:
+    def _open(self, step: Step, index: int = -1) -> None:
         """The first gradient of a backward pass, or of a reentrant one within it."""
         step.is_open = True  # still open at the next forward: it has raised
         self._opened_in = backward_number()
@@ -126,7 +126,7 @@ class Backward:
         if self._plan.loaded:
             self._errors.loaded()
         if self._flight.weights is not None:
-            self._flight.weights.gradient_came()
+            self._flight.weights.gradient_came(index)
         self._flight.settle_scale()
         # Most steps ask nothing of an arrival. That is looked up once here, not per parameter.
         step.is_plain = step.times is None and not self._usage.tracks and not self._usage.is_static

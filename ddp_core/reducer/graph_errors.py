@@ -44,7 +44,7 @@ class GraphErrors:
         self._raise(full_precision_error(self._parameters[index].name))
 
     def only_backward(self) -> NoReturn:
-        """Raises since a backward pass is within ``no_sync`` or ``hold``, its forward pass is not."""
+        """Raises since backward is within ``no_sync`` or ``hold``, and its forward pass was not."""
         self._raise(
             "a backward pass is within no_sync() or hold(), and its forward pass was outside: the "
             "forward pass decides, so gradients would be averaged all the same. Put the forward "

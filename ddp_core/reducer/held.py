@@ -65,7 +65,7 @@ class HeldBucket(ABC):
 
     @abstractmethod
     def weigh(self, factor: float) -> None:
-        """Multiplies the buffer; 0 makes zeros of anything, as a gradient without weight may be NaN."""
+        """Multiplies the buffer; 0 gives zeros, though a gradient without weight may be NaN."""
 
     @abstractmethod
     def scatter(self, result: Tensor, unused: Sequence[bool] | None = None) -> None:

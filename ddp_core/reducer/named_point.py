@@ -66,7 +66,7 @@ def vote(flight: InFlight, *, came: bool = False, missing: list[int] | None = No
     ranks, lacking = votes.tolist()
     if not ranks:
         raise RuntimeError(
-            "reduce(): no rank has a gradient that came since gradients were averaged. Was reduce() "
+            "reduce(): no rank has a gradient that came since gradients were averaged. Was it "
             "called twice, or after a backward pass outside of hold(), which averages by itself?"
         )
     if lacking:

@@ -133,9 +133,11 @@ class Reducer:
         if self.backward.has_raised:
             self.in_flight.abandon()
         self.backward.late.forward_begins()
-        if self.in_flight.weights is not None:
-            self.in_flight.weights.forward_begins()
-        if not self.unreduced.holding:
+        if self.unreduced.holding:
+            # That of a forward pass outside whose backward pass did not come: torch's class would
+            # average the next one in its place.
+            self.in_flight.step.expecting = False
+        else:
             self.rebuild()
 
     def is_recomputed(self) -> bool:

@@ -114,29 +114,31 @@ class Weights:
             else:  # of no weight, and possibly not a number
                 grad.zero_()
 
-    def _any_gradient(self) -> bool:
+    def _any_gradient(self, but: int = -1) -> bool:
         """Whether a gradient is there that is not zero; most often the first one tells."""
-        present = (one.parameter.grad for one in self._parameters)
+        present = (one.parameter.grad for i, one in enumerate(self._parameters) if i != but)
         return any(bool(_values(grad).any()) for grad in present if grad is not None)
 
-    def forward_begins(self) -> None:
-        """Raises if gradients of an earlier step are still there.
+    def gradient_came(self, index: int = -1) -> None:
+        """Takes note of a backward pass, with its first gradient.
+
+        Args:
+            index: of the parameter; -1 if the pass has begun and none has come.
 
         Raises:
-            RuntimeError: they would be averaged by weight once more.
+            RuntimeError: it was added to gradients of an earlier step.
         """
-        if not self._passes and self._any_gradient():
-            raise RuntimeError(
-                "weighted gradients begin at zero in every step, and .grad is not zero before the "
-                "first backward pass of this one: call zero_grad() before the forward pass"
-            )
-
-    def gradient_came(self) -> None:
-        """Takes note of a backward pass, with its first gradient."""
         number = backward_number()
         if number == self._in_pass:
             return
         self._in_pass = number
+        # Not in the forward pass: many a script calls zero_grad() between forward and backward.
+        if not self._passes and self._any_gradient(but=index):
+            raise RuntimeError(
+                "weighted gradients begin at zero in every step, and .grad was not zero when the "
+                "first backward pass of this one began: call zero_grad() before it. Otherwise the "
+                "gradient of an earlier step is averaged by weight once more"
+            )
         self._passes += 1
         if self._given is None:
             self._lacks_weight = True
