@@ -531,6 +531,24 @@ def test_a_parameter_without_gradient_is_an_error_on_all_ranks() -> None:
     run_ranks(_some_missing, 2)
 
 
+def _no_backward(rank: int, world_size: int) -> None:
+    model, local = DistributedDataParallel(mlp(), **SMALL), mlp()
+    hook = commhooks.register(model, "none")
+    model(batch(9, rank, 4, 16))  # an evaluation without no_grad, say
+    with model.hold():
+        for micro in range(2):
+            add_pass(model, 0, micro, rank)
+            add_pass(local, 0, micro, rank)
+    assert hook.step == 0
+    model.reduce()
+    torch.testing.assert_close(gradients(model), averaged(gradients(local)))
+    assert hook.step == 1
+
+
+def test_a_forward_pass_without_backward_makes_no_held_pass_a_step() -> None:
+    run_ranks(_no_backward, 2)
+
+
 def _within_backward(rank: int, world_size: int) -> None:
     model = DistributedDataParallel(mlp(), **SMALL)
     output = model(batch(0, rank, 4, 16))

@@ -124,33 +124,32 @@ def test_held_passes_count_with_their_weights(kind: str) -> None:
     run_ranks(_held, 3, kind)
 
 
-def _told_late(rank: int, world_size: int) -> None:
-    """The weight of sums may be told at once, after their passes; several losses have one."""
-    for kind in ("sum", "mean"):
-        model, local = DistributedDataParallel(mlp(), weighted=kind, **SMALL), mlp()
-        for step in range(2):
-            model.zero_grad()
-            local.zero_grad()
-            tokens = batch(step, rank, 2 + 3 * rank, 16)
+def _one_weight(rank: int, world_size: int, kind: str) -> None:
+    """Several losses have one weight; that of sums may be told after their passes."""
+    model: Any = DistributedDataParallel(mlp(), weighted=kind, **SMALL)
+    local = mlp()
+    for step in range(2):
+        model.zero_grad()
+        local.zero_grad()
+        tokens = batch(step, rank, 2 + 3 * rank, 16)
+        late = kind == "sum" and step == 1
+        if not late:
             model.weight(99)  # of a pass that was left out
-            if kind == "mean":
-                model.weight(len(tokens))
-            with model.hold():
-                loss_of(kind, model, tokens).backward()
-                loss_of(kind, model, tokens + 1).backward()
-            if kind == "sum":
-                model.weight(len(tokens))
-            model.reduce() if kind == "mean" or step else None
-            if kind == "sum" and not step:
-                continue
-            rows = torch.cat([batch(step, one, 2 + 3 * one, 16) for one in range(world_size)])
-            (losses(local, rows).mean() + losses(local, rows + 1).mean()).backward()
-            if kind == "mean":
-                torch.testing.assert_close(gradients(model), gradients(local))
+            model.weight(len(tokens))
+        with model.hold():
+            for shifted in (tokens, tokens + 1):
+                loss_of(kind, model, shifted).backward()
+        if late:
+            model.weight(len(tokens))
+        model.reduce()
+        rows = torch.cat([batch(step, one, 2 + 3 * one, 16) for one in range(world_size)])
+        (losses(local, rows).mean() + losses(local, rows + 1).mean()).backward()
+        torch.testing.assert_close(gradients(model), gradients(local))
 
 
-def test_one_weight_holds_for_several_passes() -> None:
-    run_ranks(_told_late, 2)
+@pytest.mark.parametrize("kind", ["mean", "sum"])
+def test_one_weight_holds_for_several_passes(kind: str) -> None:
+    run_ranks(_one_weight, 2, kind)
 
 
 def _equal_weights(rank: int, world_size: int, scheme: str, weight: float) -> None:
