@@ -90,5 +90,3 @@ def _take_all(backward: Backward, flight: InFlight, missing: list[int], known: l
     step.needed = usage.agree_on_needed(flight.buckets, everything)
     for index in dict.fromkeys([*known, *everything]):
         backward.mark_ready(step, index)
-
-

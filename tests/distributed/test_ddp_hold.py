@@ -209,7 +209,8 @@ def _raises_in_reduce(rank: int, world_size: int) -> None:
         add_pass(model, 1, 0, rank)
     state.heard.append("broken")
     error = outcome(model.reduce)
-    assert error is not None and "on purpose" in error[1]
+    assert error is not None
+    assert "on purpose" in error[1]
     assert state.heard == ["broken", "bucket", "abandoned"]
     state.heard.clear()
     model.zero_grad()
@@ -219,7 +220,8 @@ def _raises_in_reduce(rank: int, world_size: int) -> None:
     add_pass(local, 2, 0, rank)
     model.reduce()
     torch.testing.assert_close(gradients(model), averaged(gradients(local)))
-    assert state.heard[-1] == "landed" and "abandoned" not in state.heard
+    assert state.heard[-1] == "landed"
+    assert "abandoned" not in state.heard
 
 
 def test_a_reduce_that_raises_is_a_step_that_was_abandoned() -> None:
@@ -417,7 +419,9 @@ def _steps_too_early(rank: int, world_size: int) -> None:
     with model.hold():
         add_pass(model, 0, 0, rank)
     kind, text = outcome(optimizer.step) or ("", "")
-    assert kind == "RuntimeError" and "0.weight" in text and "reduce()" in text
+    assert kind == "RuntimeError"
+    assert "0.weight" in text
+    assert "reduce()" in text
     other.step()
     optimizer.zero_grad()
     optimizer.step()  # nothing to step by
@@ -442,14 +446,16 @@ def _half_inside(rank: int, world_size: int) -> None:
         loss = loss_of(model(batch(0, rank, 4, 16)))
         with context():
             kind, text = outcome(loss.backward) or ("", "")
-        assert kind == "RuntimeError" and "its forward pass was outside" in text
+        assert kind == "RuntimeError"
+        assert "its forward pass was outside" in text
         model.zero_grad()
     # Forward alone is right if a pass that averages follows, so only a step before that is wrong.
     with model.no_sync():
         loss = loss_of(model(batch(0, rank, 4, 16)))
     loss.backward()
     kind, text = outcome(optimizer.step) or ("", "")
-    assert kind == "RuntimeError" and "whose forward pass was inside" in text
+    assert kind == "RuntimeError"
+    assert "whose forward pass was inside" in text
     add_pass(model, 1, 0, rank)
     loss_of(local(batch(0, rank, 4, 16))).backward()
     add_pass(local, 1, 0, rank)
@@ -516,7 +522,9 @@ def _some_missing(rank: int, world_size: int) -> None:
         for branch in range(3 if rank else 2):
             add_pass(model, 0, branch, rank, branch=branch)
     kind, text = outcome(model.reduce) or ("", "")
-    assert kind == "RuntimeError" and "1 of the ranks" in text and "find_unused" in text
+    assert kind == "RuntimeError"
+    assert "1 of the ranks" in text
+    assert "find_unused" in text
     assert ("branches.2.0.weight" in text) == (rank == 0)
     model.zero_grad()
     with model.hold():
@@ -554,7 +562,8 @@ def _within_backward(rank: int, world_size: int) -> None:
     output = model(batch(0, rank, 4, 16))
     output.register_hook(lambda _: model.reduce())
     kind, text = outcome(output.sum().backward) or ("", "")
-    assert kind == "RuntimeError" and "within a backward pass" in text
+    assert kind == "RuntimeError"
+    assert "within a backward pass" in text
 
 
 def test_reduce_within_a_backward_pass_is_an_error() -> None:

@@ -49,7 +49,7 @@ def losses(model: nn.Module, tokens: Tensor) -> Tensor:
 
 def count(step: int, micro: int, rank: int) -> int:
     """Of tokens; some passes have none on some ranks."""
-    return (0 if micro == 0 and (step + rank) % 3 == 1 else 1 + (7 * step + 3 * micro + rank) % 5)
+    return 0 if micro == 0 and (step + rank) % 3 == 1 else 1 + (7 * step + 3 * micro + rank) % 5
 
 
 def expected(net: nn.Module, step: int, micros: int, ranks: int) -> Tensor:
@@ -246,15 +246,19 @@ def _errors(rank: int, world_size: int, kind: str, options: dict[str, Any]) -> N
 
     # Forgotten on one rank: all raise, at once and alike.
     got, text = outcome(_a_step, model, 0, rank, None if rank == 1 else 5.0) or ("", "")
-    assert got == "RuntimeError" and "was not called" in text and "on rank 1." in text
+    assert got == "RuntimeError"
+    assert "was not called" in text
+    assert "on rank 1." in text
     goes_on(1)
     model.zero_grad()
     got, text = outcome(_a_step, model, 2, rank, 0) or ("", "")
-    assert got == "ValueError" and "there is no mean" in text
+    assert got == "ValueError"
+    assert "there is no mean" in text
     goes_on(3)
     # The gradient of the step before is still there.
     got, text = outcome(_a_step, model, 4, rank, 2.0) or ("", "")
-    assert got == "RuntimeError" and "zero_grad" in text
+    assert got == "RuntimeError"
+    assert "zero_grad" in text
     goes_on(5)
     assert hook.step == 3
     for wrong in (float("nan"), float("inf"), -1, torch.tensor(float("nan"))):
@@ -274,7 +278,8 @@ def _forgotten_in_hold(rank: int, world_size: int) -> None:
     with model.hold():
         _a_step(model, 0, rank, 3.0 if rank else None)
     got, text = outcome(model.reduce) or ("", "")
-    assert got == "RuntimeError" and "on rank 0." in text
+    assert got == "RuntimeError"
+    assert "on rank 0." in text
     model.zero_grad()
     with model.hold():
         _a_step(model, 0, rank, 3.0)
@@ -302,7 +307,8 @@ def _dropped(rank: int, world_size: int) -> None:
     with model.no_sync():
         _a_step(model, 0, rank, 3)
     got, text = outcome(model.weight, 0) or ("", "")
-    assert got == "ValueError" and "weighted='sum'" in text
+    assert got == "ValueError"
+    assert "weighted='sum'" in text
 
 
 def test_zero_grad_drops_the_weights_of_what_it_drops() -> None:
@@ -317,10 +323,12 @@ def _refused(rank: int, world_size: int) -> None:
     late = [("0.bias", net[0].bias)]
     options = {"delay_all_reduce_named_params": late, "param_to_hook_all_reduce": net[2].weight}
     got, text = outcome(DistributedDataParallel, net, weighted="sum", **options) or ("", "")
-    assert got == "ValueError" and "delay_all_reduce_named_params" in text
+    assert got == "ValueError"
+    assert "delay_all_reduce_named_params" in text
     kind: Any = "mean" if rank else None
     got, text = outcome(DistributedDataParallel, mlp(), weighted=kind) or ("", "")
-    assert got == "MismatchError" and "None on rank 0, 'mean' on rank 1" in text
+    assert got == "MismatchError"
+    assert "None on rank 0, 'mean' on rank 1" in text
 
 
 def test_what_cannot_be_weighted_is_refused() -> None:

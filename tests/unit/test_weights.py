@@ -15,6 +15,7 @@ from ddp_core.reducer.weights import Weights, checked_weight
 def of_ranks(kind: Any, totals: list[float], monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The factor of each rank that has counted this much in one pass."""
     rows = [[1.0, total] for total in totals]
+    monkeypatch.setattr("ddp_core.reducer.weights.backward_number", lambda: 5)
     factors = []
     for total in totals:
         launcher: Any = SimpleNamespace(group=SimpleNamespace(size=lambda: len(rows)), step=7)
