@@ -62,7 +62,8 @@ def vote(flight: InFlight, *, came: bool = False, missing: list[int] | None = No
     lacks = came and bool(gone)
     device = flight.buckets[0].buffer.device
     votes = torch.tensor([came, lacks], dtype=torch.int32, device=device)
-    launcher.await_work(dist.all_reduce(votes, group=launcher.group, async_op=True), device)
+    work = dist.all_reduce(votes, group=launcher.group, async_op=True)
+    launcher.await_message(work, device, "agreeing on what to reduce")
     ranks, lacking = votes.tolist()
     if not ranks:
         raise RuntimeError(
@@ -72,9 +73,9 @@ def vote(flight: InFlight, *, came: bool = False, missing: list[int] | None = No
     if lacking:
         names = ", ".join(flight.parameters[index].name for index in gone[:20])
         raise RuntimeError(
-            f"reduce(): {lacking} of the ranks have no gradient of some parameters, "
-            f"{'this one none of ' + names if lacks else 'but this one has all'}. Set "
-            f"find_unused_parameters=True where passes do not use all parameters"
+            f"reduce(): {lacking} of the ranks have no gradient of some parameters"
+            f"{f' (here {names})' if lacks else ''}. Set find_unused_parameters=True where passes "
+            f"do not use all parameters"
         )
 
 

@@ -197,7 +197,7 @@ class Weights:
     def _received(self) -> list[list[float]]:
         assert self._table is not None and self._work is not None
         with self._beside():
-            self._launcher.await_work(self._work, self._device)
+            self._launcher.await_message(self._work, self._device, "the sum of weights")
             rows: list[list[float]] = self._table.tolist()
         self._work = None
         return rows
