@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from ddp_core.ddp.delayed import DelayedAllReduce
 from ddp_core.ddp.forward import before_forward, not_traced
 from ddp_core.ddp.logging_data import log_construction, log_recorded_steps
 from ddp_core.ddp.parts import Parts
+from ddp_core.ddp.reduction import ReductionMethods
 from ddp_core.ddp.tensor_parallel import localize
 from ddp_core.ddp.torch_methods import TorchMethods
 from ddp_core.reducer.layout import BucketCaps
@@ -36,13 +37,14 @@ else:
 __all__ = ["DistributedDataParallel"]
 
 
-class DistributedDataParallel(TorchMethods, TorchDDP):
+class DistributedDataParallel(ReductionMethods, TorchMethods, TorchDDP):
     """Averages gradients as torch's class of this name, in Python: same arguments, same semantics.
 
     A subclass of torch's, so that ``isinstance`` checks (checkpoints, trainers, optimizers) hold;
     what it does is here and in :class:`ddp_core.Reducer`. Beyond torch's: hooks can be replaced and
     removed between steps, a scheme can ask for its own bucket layout, every bucket leaves a
-    timeline, and a rank that fails tells the others.
+    timeline, a rank that fails tells the others, gradients are averaged at a named point
+    (:meth:`hold`, :meth:`reduce`), and ranks count by their tokens (:meth:`weight`).
 
     Args:
         module: the model.
@@ -63,6 +65,7 @@ class DistributedDataParallel(TorchMethods, TorchDDP):
             ``find_unused_parameters`` the ranks agree on them in a small all-reduce before the
             first bucket, so they may use different parameters (torch's need the same on all).
         forward_sync_buffers: take rank 0's buffers before every forward.
+        weighted: ranks count by :meth:`weight`; "mean" or "sum" says what a loss is of it.
         check_reduction, dim, batched_grad_copy: accepted for compatibility; small gradients are
             always copied in batches.
 
@@ -98,6 +101,7 @@ class DistributedDataParallel(TorchMethods, TorchDDP):
         bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        weighted: Literal["mean", "sum"] | None = None,
     ) -> None:
         # Not torch's constructor: that would make torch's reducer, too.
         nn.Module.__init__(self)
@@ -128,6 +132,7 @@ class DistributedDataParallel(TorchMethods, TorchDDP):
             as_view=gradient_as_bucket_view,
             skip_unused=skip_all_reduce_unused_params,
             dtype=_construct.reduced_dtype(mixed_precision),
+            weighted=_construct.weighting(weighted, delayed),
         )
         sync_buffers = _first(forward_sync_buffers, broadcast_buffers, True)
         trained = replica.trained()
@@ -141,7 +146,7 @@ class DistributedDataParallel(TorchMethods, TorchDDP):
         )
         if trained and init_sync:
             # First, for a broadcast into tensors of other sizes would hang or mix them up.
-            verify_across_ranks(trained, group)
+            verify_across_ranks(trained, group, weighted=weighted)
             # `broadcast_buffers=False` leaves them alone at the start, too.
             own_buffers = forward_sync_buffers is None and broadcast_buffers is False
             replica.take_from(0, buffers=not own_buffers)
@@ -178,7 +183,8 @@ class DistributedDataParallel(TorchMethods, TorchDDP):
     def no_sync(self) -> Iterator[None]:
         """Keeps gradients of the passes inside on this rank, where they accumulate.
 
-        They are averaged, with its own, by the first backward pass whose forward is outside.
+        They are averaged, with its own, by the first backward pass whose forward is outside. Both
+        passes have to be inside: backward alone is an error.
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False

@@ -95,6 +95,12 @@ class DelayedAllReduce:
             else:
                 self._adopt(place)
 
+    def reduce(self) -> None:
+        """Averages what passes have accumulated, outside of a backward pass."""
+        self.prepare(synchronises=self._synchronises)  # zeros on a rank that had no pass
+        self._all_reduce()
+        self._finish()
+
     def _adopt(self, place: int) -> None:
         """Makes a gradient that is another tensor, by now, the view that is averaged."""
         parameter, view = self._parameters[place], self._views[place]

@@ -62,7 +62,7 @@ class ForwardPass:
         """Does what comes before the inner module computes; returns what that gets."""
         precision = self._parts.precision
         if not self._is_recomputed:
-            self._begin_step(Plans(torch.is_grad_enabled(), self._synchronises()))
+            self.begin_step(Plans(torch.is_grad_enabled(), self._synchronises()))
         if precision is None:
             return inputs, kwargs
         self._low = precision.begin_forward()
@@ -76,10 +76,16 @@ class ForwardPass:
         """Whether a backward pass averages gradients."""
         return torch.is_grad_enabled() and self._module.require_backward_grad_sync
 
-    def _begin_step(self, plans: Plans) -> None:
-        """What all ranks do alike; the collectives in it have one order, see `ShadowHook`."""
+    def begin_step(self, plans: Plans) -> None:
+        """Does what all ranks do alike; collectives have one order, see `ShadowHook`."""
         parts, reducer = self._parts, self._parts.reducer
         parts.find_optimizers()
+        if reducer.unreduced.holding:  # nothing travels: ranks may do this any number of times
+            if plans.grads:
+                reducer.prepare_for_forward()
+            return
+        if plans.at_point:
+            parts.buffers.sync_next = True  # whatever ran within `hold`
         work = announce(self._module, parts.replica, plans)
         if plans.grads:
             reducer.prepare_for_forward()
@@ -110,9 +116,9 @@ class ForwardPass:
     def _end_step(self, output: Any) -> Any:
         sync = self._synchronises()
         parts, reducer = self._parts, self._parts.reducer
-        if parts.buffers.are_due_when(after_forward=True):
-            self._synchronise_buffers(awaits=sync)
-        parts.buffers.sync_next = sync
+        self.end_step(sync=sync)
+        if torch.is_grad_enabled():
+            reducer.unreduced.forward_synchronised = sync
         if sync:
             reducer.prepare_for_backward()
         if sync and reducer.usage.needs_sink:
@@ -122,6 +128,15 @@ class ForwardPass:
         if parts.delayed is not None and torch.is_grad_enabled():
             parts.delayed.prepare(synchronises=sync)
         return output
+
+    def end_step(self, *, sync: bool) -> None:
+        """Does what all ranks do alike after the module has computed."""
+        buffers = self._parts.buffers
+        if self._parts.reducer.unreduced.holding:
+            return
+        if buffers.are_due_when(after_forward=True):
+            self._synchronise_buffers(awaits=sync)
+        buffers.sync_next = sync
 
     def _synchronise_buffers(self, *, awaits: bool) -> None:
         joins = self._module._join_config.enable

@@ -47,13 +47,15 @@ class ShadowHook(JoinHook):
             parts.reducer.prepare_for_forward()
         if plans.sync:
             parts.hooks.follow_schedule()
+        if plans.at_point:
+            buffers.sync_next = True
         for after_forward in (False, True):
             if buffers.are_due_when(after_forward=after_forward):
                 # Within `join` the source is agreed on: this rank's buffers are old.
                 parts.synchronise_buffers(joins=True, candidate=False, awaits=plans.sync)
         buffers.sync_next = plans.sync
         if plans.sync:
-            parts.reducer.shadow()
+            parts.reducer.shadow(at_point=plans.at_point)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Takes, at the end, the model of a rank that trained last, as all ranks do."""

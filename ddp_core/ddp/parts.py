@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -67,7 +68,8 @@ class Parts:
     def put_together(self, model: nn.Module) -> None:
         """Makes what belongs to a module that was constructed, or unpickled."""
         # Held weakly, for the module holds its hooks: no cycle keeps a model alive.
-        self.hooks = CommHooks(weakref.ref(model), self.settings.caps)
+        self._model: weakref.ref[Any] = weakref.ref(model)
+        self.hooks = CommHooks(self._model, self.settings.caps)
         if self.reduces:
             self._make_reducer()
 
@@ -85,6 +87,7 @@ class Parts:
             precision=self.precision,
             name=str(next(_numbers)),
         )
+        self.reducer.unreduced.synchronises = partial(_synchronises, self._model)
         self.hooks.attach(self.reducer)
         if self.precision is not None:
             self.reducer.accumulators.refuse_other_nodes()
@@ -149,7 +152,7 @@ class Parts:
     def __getstate__(self) -> dict[str, Any]:
         # What belongs to a process group is made again; a hook is registered again.
         state = {**vars(self), "precision": None, "_looked_for_optimizers": False}
-        for name in ("hooks", "reducer"):
+        for name in ("hooks", "reducer", "_model"):
             state.pop(name, None)
         return state
 
@@ -159,3 +162,9 @@ class Parts:
         if self.delayed is not None:
             self.delayed.attach(self.replica.group)
         self.buffers.find()
+
+
+def _synchronises(model: weakref.ref[Any]) -> bool:
+    """Whether a model is outside of ``no_sync`` and ``hold``; trainers set the attribute, too."""
+    found = model()
+    return found is None or bool(found.require_backward_grad_sync)

@@ -28,6 +28,7 @@ class Plans(NamedTuple):
 
     grads: bool  # it records a graph
     sync: bool  # its backward pass averages gradients
+    at_point: bool = False  # it is no pass but `reduce`
 
 
 def announce(joinable: Any, replica: Replica, plans: Plans) -> dist.Work | None:

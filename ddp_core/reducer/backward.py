@@ -21,6 +21,7 @@ from ddp_core.reducer.late import LateGradients
 from ddp_core.reducer.plan import BucketPlan
 from ddp_core.reducer.precision import Precision
 from ddp_core.reducer.step import Step
+from ddp_core.reducer.unreduced import Unreduced
 
 __all__ = ["Backward"]
 
@@ -53,6 +54,7 @@ class Backward:
         self._precision = precision
         self._opened_in = NO_BACKWARD  # number of the pass that is open
         self.late = LateGradients(flight.parameters, flight.usage, errors)
+        self.unreduced = Unreduced(flight.parameters)
         self.accumulators = Accumulators([one.parameter for one in flight.parameters], self)
 
     @property
@@ -66,15 +68,15 @@ class Backward:
         """Takes note that the gradient of a parameter has come, or turned out undefined."""
         step = self._flight.step
         if step.is_plain:
-            self._mark_ready(step, index)
+            self.mark_ready(step, index)
             return
         usage = self._usage
         if usage.tracks and self._parameters[index].parameter.grad is not None:
             usage.used.mark(index)
         if not step.is_open and (step.expecting or self._precision is not None):
-            self._open(step)
-        if not step.expecting:  # no_sync, or a second backward pass without a forward
-            self.late.came(index)
+            self._open(step, index)
+        if not step.expecting:  # no_sync, hold, or a second backward pass without a forward
+            self._keep(index)
             return
         if usage.is_static and not self._is_last_call(step, index):
             return
@@ -83,7 +85,14 @@ class Backward:
         times = self._flight.times_of(self._place[index][0])
         if times is not None:
             times.gradient_came()
-        self._mark_ready(step, index)
+        self.mark_ready(step, index)
+
+    def _keep(self, index: int) -> None:
+        """Takes note of a gradient that is not averaged now."""
+        if self._flight.weights is not None:
+            self._flight.weights.gradient_came(index)
+        self.unreduced.gradient_came(index)
+        self.late.came(index)
 
     def came_elsewhere(self, index: int) -> None:
         """Raises if a gradient came for the parameter with full precision, too late to be sent."""
@@ -98,7 +107,7 @@ class Backward:
         if step.expecting and not self._usage.learns and not step.unused_marked:
             self._mark_unused(step)
 
-    def _open(self, step: Step) -> None:
+    def _open(self, step: Step, index: int = -1) -> None:
         """The first gradient of a backward pass, or of a reentrant one within it."""
         step.is_open = True  # still open at the next forward: it has raised
         self._opened_in = backward_number()
@@ -108,10 +117,16 @@ class Backward:
             # is that of a forward pass under no_sync.
             step.expecting, step.complete = False, True
             self.late.forward_was_recomputed()
+            self.unreduced.forward_synchronised = False
         if not step.expecting:
             return
+        if self.unreduced.forward_synchronised and not self.unreduced.synchronises():
+            self._errors.only_backward()
+        self.unreduced.averaging_begins()
         if self._plan.loaded:
             self._errors.loaded()
+        if self._flight.weights is not None:
+            self._flight.weights.gradient_came(index)
         self._flight.settle_scale()
         # Most steps ask nothing of an arrival. That is looked up once here, not per parameter.
         step.is_plain = step.times is None and not self._usage.tracks and not self._usage.is_static
@@ -139,9 +154,10 @@ class Backward:
         step.needed = usage.agree_on_needed(self._flight.buckets, step.unused)
         # A bucket of nothing else is full by this, and may be launched before any gradient.
         for index in step.unused:
-            self._mark_ready(step, index)
+            self.mark_ready(step, index)
 
-    def _mark_ready(self, step: Step, index: int) -> None:
+    def mark_ready(self, step: Step, index: int) -> None:
+        """Counts a parameter's gradient as there; launches buckets that are full by it."""
         step.marked.append(index)
         bucket, copies = self._place[index]
         if copies is not None:
@@ -163,7 +179,7 @@ class Backward:
             if self._usage.is_static and not self._end_static(step):
                 return
             if step.launched == len(flight.buckets):
-                self._finish(step)
+                self.finish(step)
         except BaseException:
             flight.step.is_open = True  # it raises
             flight.tell_abandoned()
@@ -191,9 +207,9 @@ class Backward:
         # A parameter that is used several times is ready when its hook is called the last time.
         by_last_call = list(dict.fromkeys(reversed(step.called)))[::-1]
         for index in by_last_call + step.unused:
-            self._mark_ready(step, index)
+            self.mark_ready(step, index)
 
-    def _finish(self, step: Step) -> None:
+    def finish(self, step: Step) -> None:
         """Waits for all buckets in order and writes the averaged gradients."""
         flight = self._flight
         step.expecting = False
@@ -214,6 +230,9 @@ class Backward:
         self._plan.step_ended(arrived + step.unused)
         self._history.step_landed(step)
         step.outcomes = []  # their tensors are not needed any more, the step is kept
+        self.unreduced.step_landed()
+        if self._flight.weights is not None:
+            self._flight.weights.step_ended()
         self._flight.launcher.step += 1
         # The state is told last, when the reducer is between two steps.
         self._flight.begin(Step())

@@ -43,6 +43,14 @@ class GraphErrors:
         """Raises since a gradient came for a parameter as it was with full precision."""
         self._raise(full_precision_error(self._parameters[index].name))
 
+    def only_backward(self) -> NoReturn:
+        """Raises since backward is within ``no_sync`` or ``hold``, and its forward pass was not."""
+        self._raise(
+            "a backward pass is within no_sync() or hold(), and its forward pass was outside: the "
+            "forward pass decides, so gradients would be averaged all the same. Put the forward "
+            "pass inside as well, or leave the context out"
+        )
+
     def loaded(self) -> NoReturn:
         """Raises since backward would use other buckets than those of the loaded state."""
         self._raise(

@@ -21,6 +21,7 @@ from ddp_core.reducer.ranges import named_range
 from ddp_core.reducer.step import Step
 from ddp_core.reducer.timeline import BucketTimes
 from ddp_core.reducer.unused import Usage
+from ddp_core.reducer.weights import Weights
 
 __all__ = ["InFlight"]
 
@@ -36,6 +37,7 @@ class InFlight:
         errors: raises where a bucket gets a gradient twice.
         left_alone: finds the parameters whose gradients nobody writes to.
         precision: exchanges parameters for low-precision ones, if given.
+        weights: what each rank's gradient counts, if ranks say so.
 
     Attributes:
         step: the one under way, or an idle one.
@@ -52,10 +54,11 @@ class InFlight:
         errors: GraphErrors,
         left_alone: LeftAlone,
         precision: Precision | None,
+        weights: Weights | None,
     ) -> None:
         self.buckets, self.parameters = buckets, parameters
         self.launcher, self.usage, self._errors = launcher, usage, errors
-        self._precision = precision
+        self._precision, self.weights = precision, weights
         self.left_alone = left_alone
         self.step = Step()
         self.optimizer: StepsInBackward | None = None
@@ -84,6 +87,9 @@ class InFlight:
         if self._effective is not None:
             self._effective.wait()
             step.divisor = int(self._effective.get_future().value()[0].item())
+        if self.weights is not None:
+            step.divisor = self._world_size  # a rank without input has no weight
+            self.weights.send()
         # A hook averages by itself.
         step.scale = None if self.launcher.hook is not None else 1.0 / step.divisor
 
@@ -115,6 +121,8 @@ class InFlight:
             self.launcher.settle(bucket, outcome)
         self.launcher.settle_futures(self._futures)
         self.usage.has_old_marks = True
+        if self.weights is not None:
+            self.weights.step_ended()
         self.begin(Step())
 
     def _finish_abandoned(self) -> None:
@@ -148,6 +156,8 @@ class InFlight:
                 gradients = [parameter.grad for parameter in bucket.parameters]
                 bucket.fill(gradients, None if step.scale is None else step.divisor)
         try:
+            if self.weights is not None:
+                bucket.weigh(self.weights.factor())
             return self.send(bucket)
         except Exception:
             # The others will not come to what follows: no later bucket is launched.

@@ -191,6 +191,17 @@ class Launcher:
         """Waits for another collective of the step."""
         wait_for_work(work, device, self._board, self.attempt)
 
+    def await_message(self, work: dist.Work, device: torch.device, what: str) -> None:
+        """Waits for a small message of the step, which an error names.
+
+        Raises:
+            CollectiveError: it failed.
+        """
+        try:
+            self.await_work(work, device)
+        except RuntimeError as error:
+            raise failed(error, what, self.step, 0) from error
+
     def await_futures(self, futures: list[Any]) -> None:
         """Waits for futures of the buffer hook."""
         for future in futures:

@@ -17,13 +17,16 @@ from ddp_core.reducer.in_flight import InFlight
 from ddp_core.reducer.installed import InstalledBuckets
 from ddp_core.reducer.launch import Launcher
 from ddp_core.reducer.left_alone import LeftAlone
+from ddp_core.reducer.named_point import reduce_at_point
 from ddp_core.reducer.parameters import Trained
 from ddp_core.reducer.plan import BucketPlan
 from ddp_core.reducer.precision import Precision
 from ddp_core.reducer.shadow import shadow
 from ddp_core.reducer.step import ReducerSettings, Step
 from ddp_core.reducer.timeline import Timeline
+from ddp_core.reducer.unreduced import Unreduced
 from ddp_core.reducer.unused import Usage
+from ddp_core.reducer.weights import Weights
 
 __all__ = ["Reducer"]
 
@@ -68,6 +71,8 @@ class Reducer:
         )
         self._installed.install(self.plan.initial())
         self._errors = GraphErrors(self.parameters, self.launcher)
+        kind = settings.weighted
+        weights = None if kind is None else Weights(kind, self.parameters, self.launcher, device)
         self.in_flight = InFlight(
             self.buckets,
             self.parameters,
@@ -76,6 +81,7 @@ class Reducer:
             errors=self._errors,
             left_alone=LeftAlone(self.buckets, self.usage, self.launcher, as_view=as_view),
             precision=precision,
+            weights=weights,
         )
         self.history = History(self.buckets)
         self.backward = Backward(
@@ -98,6 +104,11 @@ class Reducer:
         return self.backward.accumulators
 
     @property
+    def unreduced(self) -> Unreduced:
+        """Returns what is known of gradients that were not averaged."""
+        return self.backward.unreduced
+
+    @property
     def timeline(self) -> Timeline:
         """Returns the recorded steps."""
         return self.history.timeline
@@ -112,6 +123,8 @@ class Reducer:
     def prepare_for_forward(self) -> None:
         """Drops what is left of an earlier step, and rebuilds buckets, before a forward pass.
 
+        Buckets stay as they are within ``hold``, where ranks may run different numbers of passes.
+
         Raises:
             RuntimeError: the step before did not reduce all its gradients.
         """
@@ -120,7 +133,12 @@ class Reducer:
         if self.backward.has_raised:
             self.in_flight.abandon()
         self.backward.late.forward_begins()
-        self.rebuild()
+        if self.unreduced.holding:
+            # That of a forward pass outside whose backward pass did not come: torch's class would
+            # average the next one in its place.
+            self.in_flight.step.expecting = False
+        else:
+            self.rebuild()
 
     def is_recomputed(self) -> bool:
         """Whether a forward pass now is a part of the backward pass of a step under way.
@@ -147,6 +165,16 @@ class Reducer:
         Args:
             outputs: not looked at; trainers that drive a reducer themselves pass them to torch's.
         """
+        if self.unreduced.holding:  # a trainer's call: what it has begun ends with `reduce`
+            return
+        self._begin_step()
+
+    def reduce(self) -> None:
+        """Averages what passes have accumulated in ``.grad``, outside of a backward pass."""
+        self._begin_step()
+        reduce_at_point(self.backward, self.in_flight, self.plan)
+
+    def _begin_step(self) -> None:
         times = self.history.backward_begins()
         self.launcher.step_begins()
         self.in_flight.begin(
@@ -201,9 +229,13 @@ class Reducer:
         if self.in_flight.step.is_open and backward_number() == NO_BACKWARD:
             self.in_flight.abandon()
 
-    def shadow(self) -> None:
-        """Takes part in one backward pass with zero gradients (this rank has no more input)."""
-        shadow(self.in_flight, self.plan)
+    def shadow(self, *, at_point: bool = False) -> None:
+        """Takes part in one backward pass with zero gradients (this rank has no more input).
+
+        Args:
+            at_point: it is no backward pass but a ``reduce``.
+        """
+        shadow(self.in_flight, self.plan, at_point=at_point)
 
     def follow(self, before: Reducer) -> None:
         """Goes on where another reducer of the same model (with other ranks) has stopped."""
@@ -211,5 +243,6 @@ class Reducer:
         self.history.timeline = before.timeline
         self.history.on_recorded = before.history.on_recorded
         self.in_flight.optimizer = before.in_flight.optimizer
+        self.unreduced.holding = before.unreduced.holding
         # What the hook has asked for holds for these ranks, too; its buckets need not.
         self.plan.request(before.plan.group_of, before.plan.caps)

@@ -3,32 +3,45 @@
 from __future__ import annotations
 
 from ddp_core.reducer.in_flight import InFlight
+from ddp_core.reducer.named_point import at_named_point, vote
 from ddp_core.reducer.plan import BucketPlan
 from ddp_core.reducer.step import Step
 
 __all__ = ["shadow"]
 
 
-def shadow(flight: InFlight, plan: BucketPlan) -> None:
-    """Takes part in one backward pass with zero gradients."""
+def shadow(flight: InFlight, plan: BucketPlan, *, at_point: bool) -> None:
+    """Takes part in one backward pass, or one ``reduce``, with zero gradients."""
     flight.begin(Step(complete=False))
     flight.launcher.step_begins()
     try:
-        _exchange_zeros(flight, plan)
+        if at_point:
+            with at_named_point(flight.usage):
+                vote(flight)
+                _exchange_zeros(flight, plan)
+        else:
+            _exchange_zeros(flight, plan)
     except BaseException:
         flight.tell_abandoned()
         flight.begin(Step())
         raise
+    finally:
+        if flight.weights is not None:
+            flight.weights.step_ended()
 
 
 def _exchange_zeros(flight: InFlight, plan: BucketPlan) -> None:
-    """The collectives of the others' step, in their order: see `Backward._finish`."""
+    """The collectives of the others' step, in their order: see `Backward.finish`."""
     step, usage, launcher = flight.step, flight.usage, flight.launcher
+    if flight.weights is not None:
+        flight.weights.send()
     if usage.finds:
         usage.used.forget_step()
-    if usage.learns:
+    elif usage.learns:
         usage.learn_of_others()
     step.needed = usage.agree_on_needed(flight.buckets, range(len(flight.parameters)))
+    if flight.weights is not None:
+        flight.weights.factor()  # raises where the others do
     for bucket in flight.buckets:
         bucket.clear()
         step.outcomes.append(flight.send(bucket))

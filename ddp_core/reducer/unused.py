@@ -130,6 +130,7 @@ class Usage:
         never: of a static graph, the parameters whose hook is not called.
         shadowed: the others learned theirs while this rank had no inputs.
         has_old_marks: a step was abandoned after it had marked what it uses.
+        at_point: gradients are averaged without a backward pass, see ``named_point``.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class Usage:
         self.counts: list[int] | None = None
         self.never: list[int] = []
         self.shadowed = False
-        self.has_old_marks = False
+        self.has_old_marks = self.at_point = False
 
     @property
     def is_static(self) -> bool:
@@ -154,8 +155,10 @@ class Usage:
 
     @property
     def finds(self) -> bool:
-        """Whether autograd is asked at every step."""
-        return self._settings.find_unused and not self._settings.static_graph
+        """Whether ranks tell each other at every step what they use, as autograd told them."""
+        if self._settings.static_graph:  # its first step may have no backward pass to learn from
+            return self.at_point and self.counts is None
+        return self._settings.find_unused
 
     @property
     def learns(self) -> bool:
@@ -221,7 +224,7 @@ class Usage:
         """
         if not self._settings.skip_unused:
             return None
-        if self._settings.static_graph:  # the first step's sum tells
+        if self._settings.static_graph and not self.finds:  # the first step's sum tells
             gone = [self.globally_unused(bucket.members) for bucket in buckets]
             return [one is None or not all(one) for one in gone]
         if not self.finds:

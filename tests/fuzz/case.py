@@ -24,7 +24,7 @@ class Case:
         model: what the model has beyond three layers; see ``tests.fuzz.model``.
         use: which branches of the model are used when; see ``tests.fuzz.model``.
         ddp: arguments of DistributedDataParallel.
-        setting: other ways to set up: "delayed", "layout", "group", "in_backward", ...
+        setting: other ways to set up: "delayed", "layout", "group", "in_backward", "hold", ...
         steps: synchronised steps.
         micro: backward passes of a step, all but the last under ``no_sync``.
         zero: what becomes of gradients before a step: "none", "zeros" or "keep".

@@ -32,6 +32,7 @@ REFUSALS = (
     r"does not take part in the delayed all-reduce",
     r"torch.utils.checkpoint is incompatible with .grad\(\)",
     r"compiled with non-empty donated buffers",
+    r"weighted gradients begin at zero",
 )
 _OWN = ("RegistrationError", "OptionError", "UnknownSchemeError")
 

@@ -13,6 +13,8 @@ PRECISION = f"{DISTRIBUTED}/test_ddp_precision.py"
 STEPS = f"{DISTRIBUTED}/test_ddp_steps.py"
 
 RESUME = f"{DISTRIBUTED}/test_resume.py"
+HOLD = f"{DISTRIBUTED}/test_ddp_hold.py"
+WEIGHTS = f"{DISTRIBUTED}/test_ddp_weights.py"
 
 MUTANTS: list[Mutant] = [
     *planted(
@@ -141,6 +143,156 @@ MUTANTS: list[Mutant] = [
             "by_last_call = list(dict.fromkeys(reversed(step.called)))[::-1]",
             "by_last_call = list(dict.fromkeys(step.called))",
             f"{RESUME}::test_a_static_graph_that_goes_on_takes_gradients_when_they_are_complete",
+        ),
+    ),
+    *planted(
+        "ddp_core/reducer/unreduced.py",
+        (
+            "an optimizer may step by gradients that are held",
+            "            self._arm(_HELD)\n",
+            "",
+            f"{HOLD}::test_an_optimizer_refuses_gradients_that_are_held",
+        ),
+        (
+            "an optimizer may not step after zero_grad",
+            "if id(parameter) in name_of and parameter.grad is not None:",
+            "if id(parameter) in name_of:",
+            f"{HOLD}::test_an_optimizer_refuses_gradients_that_are_held",
+        ),
+        (
+            "local steps within no_sync are refused",
+            "elif not self.forward_synchronised and self.synchronises():",
+            "elif not self.forward_synchronised:",
+            f"{HOLD}::test_a_pass_of_which_one_half_is_inside_is_an_error",
+        ),
+        (
+            "what was averaged counts as new",
+            "        self.came = False\n        self._order",
+            "        self._order",
+            f"{HOLD}::test_a_second_reduce_is_an_error_on_all_ranks",
+        ),
+    ),
+    *planted(
+        "ddp_core/reducer/named_point.py",
+        (
+            "each rank decides by itself whether there is something to reduce",
+            "    if not ranks:\n",
+            "    if not came:\n",
+            f"{HOLD}::test_ranks_run_as_many_passes_as_they_like_and_nothing_travels_between",
+        ),
+        (
+            "a parameter without gradient counts as zero",
+            "    lacks = came and bool(gone)\n",
+            "    lacks = False\n",
+            f"{HOLD}::test_a_parameter_without_gradient_is_an_error_on_all_ranks",
+        ),
+        (
+            "a reduce that raises is not abandoned",
+            "        flight.abandon()\n        raise\n",
+            "        raise\n",
+            f"{HOLD}::test_a_reduce_that_raises_is_a_step_that_was_abandoned",
+        ),
+    ),
+    *planted(
+        "ddp_core/reducer/unused.py",
+        (
+            "a static graph asks nobody what was used before its first step",
+            "return self.at_point and self.counts is None",
+            "return False",
+            f"{HOLD}::test_parameters_that_no_rank_uses_keep_their_gradient",
+        ),
+    ),
+    *planted(
+        "ddp_core/reducer/reducer.py",
+        (
+            "a trainer begins a step within hold",
+            "if self.unreduced.holding:  # a trainer's call",
+            "if False:  # a trainer's call",
+            f"{HOLD}::test_a_pipeline_of_torchs_is_one_step_per_schedule",
+        ),
+        (
+            "a forward pass without backward makes the first held pass a step",
+            "            self.in_flight.step.expecting = False\n",
+            "            pass\n",
+            f"{HOLD}::test_a_forward_pass_without_backward_makes_no_held_pass_a_step",
+        ),
+    ),
+    *planted(
+        "ddp_core/ddp/forward.py",
+        (
+            "buffers are not made equal after hold",
+            "            parts.buffers.sync_next = True  # whatever ran within `hold`\n",
+            "            pass\n",
+            f"{HOLD}::test_ranks_run_as_many_passes_as_they_like_and_nothing_travels_between",
+        ),
+    ),
+    *planted(
+        "ddp_core/reducer/weights.py",
+        (
+            "the sum of weights is rounded more than once",
+            "math.fsum(total for _, total in rows)",
+            "sum(total for _, total in rows)",
+            f"{UNIT}/test_weights.py::test_equal_weights_have_the_factor_one",
+        ),
+        (
+            "means of passes are added whatever they count",
+            "                grad.mul_(ratio)\n",
+            "                pass\n",
+            f"{WEIGHTS}::test_the_gradient_is_that_of_the_mean_over_all_tokens",
+        ),
+        (
+            "weights of dropped gradients count",
+            "        if self._passes and not self._any_gradient():\n            self._begin()",
+            "        if False:\n            self._begin()",
+            f"{WEIGHTS}::test_zero_grad_drops_the_weights_of_what_it_drops",
+        ),
+        (
+            "a rank that forgets its weight has none",
+            "            self._lacks_weight = True\n",
+            "            pass\n",
+            f"{WEIGHTS}::test_a_weight_that_is_missing_is_an_error_on_all_ranks",
+        ),
+        (
+            "a gradient that was kept is weighted again",
+            "if not self._passes and self._any_gradient(but=index):",
+            "if False:",
+            f"{WEIGHTS}::test_a_weight_that_is_missing_is_an_error_on_all_ranks",
+        ),
+    ),
+    *planted(
+        "ddp_core/reducer/flat.py",
+        (
+            "a gradient of nothing is multiplied by 0",
+            "            self.buffer.zero_()\n        elif factor != 1:",
+            "            self.buffer.mul_(0)\n        elif factor != 1:",
+            f"{WEIGHTS}::test_the_gradient_is_that_of_the_mean_over_all_tokens",
+        ),
+    ),
+    *planted(
+        "ddp_core/reducer/in_flight.py",
+        (
+            "a weighted mean is divided by the ranks with input, too",
+            "            step.divisor = self._world_size  # a rank without input has no weight\n",
+            "",
+            f"{WEIGHTS}::test_ranks_without_inputs_weigh_nothing",
+        ),
+    ),
+    *planted(
+        "ddp_core/reducer/parameters.py",
+        (
+            "ranks with and without weights train together",
+            "    if len(set(weightings)) > 1:\n",
+            "    if False:\n",
+            f"{WEIGHTS}::test_what_cannot_be_weighted_is_refused",
+        ),
+    ),
+    *planted(
+        "ddp_core/reducer/backward.py",
+        (
+            "no_sync around backward alone is averaged",
+            "            self._errors.only_backward()\n",
+            "            pass\n",
+            f"{HOLD}::test_a_pass_of_which_one_half_is_inside_is_an_error",
         ),
     ),
     *planted(

@@ -70,6 +70,9 @@ FEATURES: dict[str, dict[str, Any]] = {
         f"setting {name}": {"setting": (name,)}
         for name in ("delayed", "group", "mesh", "ignored", "late", "in_backward", "compiled")
     },
+    "hold": {"setting": ("hold",), "micro": 2},
+    "weighted by means": {"setting": ("weighted_mean",)},
+    "weighted by sums": {"setting": ("weighted_sum",)},
     "layout scheme": {"setting": ("layout_scheme",)},
     "layout shape": {"setting": ("layout_shape",)},
     "part of the ranks": {"setting": ("part",), "world": 3},
@@ -110,6 +113,9 @@ ALONE = {
     ("torch", "layout shape"): _LAYOUT,
     ("torch", "unregister"): _LAYOUT,
     ("torch", "mixed precision"): "already has the hook",
+    ("torch", "hold"): "has no hold",
+    ("torch", "weighted by means"): "weighted",
+    ("torch", "weighted by sums"): "weighted",
     ("torch", "setting in_backward"): "without a hook, too",
     ("torch", "raise within"): _RAISED,
     ("torch", "raise after"): f"{_RAISED}|without a hook, too",
@@ -131,6 +137,10 @@ TOGETHER: dict[tuple[str, str], str] = {
     ("model reentrant", "penalty"): "incompatible with .grad|without a hook, too",
     ("setting compiled", "penalty"): "non-empty donated buffers|without a hook, too",
     ("setting delayed", "setting in_backward"): "run in backward",
+    ("setting delayed", "weighted by means"): "averaged apart",
+    ("setting delayed", "weighted by sums"): "averaged apart",
+    ("weighted by means", "no zero_grad"): "weighted gradients begin at zero",
+    ("weighted by sums", "no zero_grad"): "weighted gradients begin at zero",
     ("setting delayed", "join"): "does not take part in the delayed all-reduce",
     ("setting delayed", "join by input"): "does not take part in the delayed all-reduce",
 }
@@ -179,6 +189,7 @@ APART = {
         (("setting in_backward", one) for one in ("raise within", "raise after")),
         "what has been averaged by then is stepped, and the reference steps nothing",
     ),
+    ("weighted by means", "weighted by sums"): "losses are one or the other",
     ("no_sync", "discard"): "the discarded pass makes the next no_sync pass a synchronised one",
     ("scheme noop", "wrap ef21"): "ranks that average nothing follow different estimates",
     ("scheme noop", "leave"): "nobody waits for anybody",

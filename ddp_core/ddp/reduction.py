@@ -1,0 +1,117 @@
+"""When gradients are averaged and what each rank's counts, as the user says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ddp_core.ddp.forward import ForwardPass, not_traced
+from ddp_core.ddp.parts import Parts
+from ddp_core.ddp.uneven import Plans
+from ddp_core.reducer.accumulators import NO_BACKWARD, backward_number
+
+__all__ = ["ReductionMethods"]
+
+
+class ReductionMethods:
+    """Gives DistributedDataParallel ``hold``, ``reduce`` and ``weight``; a mixin."""
+
+    _parts: Parts
+    require_backward_grad_sync: bool
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Keeps gradients of the passes inside on this rank until :meth:`reduce` averages them.
+
+        Nothing travels inside, neither gradients nor buffers, so ranks may run different numbers
+        of passes, in any order, or none: pipelines, several losses, schedules of your own. An
+        optimizer that would step by what is held raises. A backward pass after it whose forward
+        pass is outside averages what is held as well, as after :meth:`no_sync`.
+
+        Example:
+            >>> with ddp_model.hold():
+            ...     for inputs in micro_batches:
+            ...         ddp_model(inputs).square().mean().backward()
+            >>> ddp_model.reduce()
+            >>> optimizer.step()
+        """
+        synchronises, held = self.require_backward_grad_sync, self._set_holding(True)
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = synchronises
+            self._set_holding(held)
+
+    def _set_holding(self, holds: bool) -> bool:
+        """Sets whether passes are held; returns whether they were."""
+        if not self._parts.reduces:  # all parameters are delayed
+            return False
+        unreduced = self._parts.reducer.unreduced
+        before, unreduced.holding = unreduced.holding, holds
+        return before
+
+    @not_traced(recursive=True)
+    def reduce(self) -> None:
+        """Averages what passes have accumulated in ``.grad``, bucket by bucket, as one step.
+
+        All ranks call it alike. A rank without gradients takes part with zeros. Buffers are made
+        equal here, as in the next forward pass otherwise.
+
+        Raises:
+            RuntimeError: no rank has a gradient that came since the last average, or a rank has
+                none of some parameters (without ``find_unused_parameters``), or backward runs.
+            CollectiveError: the exchange failed, here or on another rank.
+        """
+        if backward_number() != NO_BACKWARD:
+            raise RuntimeError("reduce() within a backward pass: call it after backward has ended")
+        parts = self._parts
+        with torch.no_grad():
+            if parts.reduces:
+                held = self._set_holding(False)
+                try:
+                    step = ForwardPass(parts, self)  # type: ignore[arg-type]  # a mixin of one
+                    step.begin_step(Plans(grads=True, sync=True, at_point=True))
+                    step.end_step(sync=True)
+                    parts.reducer.reduce()
+                finally:
+                    self._set_holding(held)
+            if parts.delayed is not None:
+                parts.delayed.reduce()
+
+    def weight(self, n: Any) -> None:
+        """Says how much the gradients of the backward passes to come count: tokens, say.
+
+        The averaged gradient is that of the mean over everything that was counted, on all ranks
+        and in all passes of the step. Losses are means of what ``n`` counts, or sums of it, as
+        ``DistributedDataParallel(weighted=...)`` says. It holds until the next call; of two calls
+        before a backward pass the latter holds. Every rank calls it in every step, with 0 where it
+        has nothing: its gradient then counts as zeros, even if it is not a number.
+
+        Args:
+            n: a number, or a tensor of one (on a GPU it is waited for).
+
+        Raises:
+            RuntimeError: ``weighted`` was not given.
+            TypeError, ValueError: it is no number, or NaN, infinite or negative; or 0 after
+                other passes of the step, if losses are means.
+
+        Example:
+            >>> ddp_model = ddp_core.DistributedDataParallel(model, weighted="mean")
+            >>> ddp_model.weight(mask.sum())
+            >>> (ddp_model(inputs).square() * mask).sum().div(mask.sum()).backward()
+        """
+        parts = self._parts
+        weights = parts.reducer.in_flight.weights if parts.reduces else None
+        if weights is None:
+            raise RuntimeError(
+                "weight(n) needs DistributedDataParallel(..., weighted='mean') where the loss of a "
+                "pass is a mean of what n counts, or weighted='sum' where it is a sum"
+            )
+        if backward_number() != NO_BACKWARD:
+            raise RuntimeError("weight(n) within a backward pass: call it before backward")
+        parts.reducer.drop_raised_step()  # and its weights
+        weights.give(n)
