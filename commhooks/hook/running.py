@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Any
@@ -59,6 +60,10 @@ class Running:
         self.verification: Verification | None = None
         self._agreed = False
         self._closed = False
+        # Names the run of these ranks, the present one and the one before the ranks last changed.
+        self._run = ("", "")
+        self._left: tuple[int, ...] = ()  # ranks of the present group that have handed over
+        self.stays = ""  # why its host does not let the hook change its ranks
 
     @property
     def scheme(self) -> Scheme:
@@ -99,6 +104,11 @@ class Running:
             raise RegistrationError(
                 "the hook was closed (HookState.close), but the model still trains with it; "
                 "wrap the model in a new DistributedDataParallel, or close after training"
+            )
+        if self._left:
+            raise RegistrationError(
+                f"HookState.leave: ranks {list(self._left)} have handed over what they kept; call "
+                f"change_group with a group of the others before the next step"
             )
         need_no_capture(bucket.buffer().device, self.scheme, agreed=self._agreed)
         # A collective. Every rank comes here with its first bucket, before it exchanges anything.
@@ -160,6 +170,16 @@ class Running:
         """Returns what a hook that chooses its scheme goes on with; empty if it chooses none."""
         return ""
 
+    def follow_plan(self, plan: str, scheme: str) -> None:
+        """Runs what the ranks run that this one joins; a hook that chooses its scheme does so.
+
+        Args:
+            plan, scheme: what :meth:`saved_plan` returns there, and the description of the scheme.
+        """
+
+    def ranks_changed(self) -> None:
+        """Called on all ranks when they have changed and agreed."""
+
     def _take_up(self, buckets: SavedBuckets) -> None:
         """Continues with the buckets of a saved state."""
         core = self._binding.core_telling(self)
@@ -211,7 +231,8 @@ class Running:
         devices = self._binding.devices()
         self._drivers.check(devices)
         facts = {**(also or {}), **self._facts(self.scheme)}
-        self._meet(call, facts, limit)
+        told = self._meet(call, facts, limit, tells=self._run[0] or uuid.uuid4().hex)
+        self._run = (told[0], self._run[1])
         # After the handshake, which compares the memory's origin: a pickled state on a wrong rank
         # is then an error on all ranks, and not on one rank while the others wait.
         need_own_memory(self._engine, self._binding)
@@ -222,9 +243,16 @@ class Running:
         if self.verification is not None:
             self.verification.open(self._binding.group(), devices, self._drivers.join)
 
-    def _meet(self, call: str, facts: Mapping[str, Any], limit: timedelta | None = None) -> None:
+    def _meet(
+        self,
+        call: str,
+        facts: Mapping[str, Any],
+        limit: timedelta | None = None,
+        *,
+        tells: object = None,
+    ) -> list[Any]:
         with self._binding.on_device():
-            handshake(call, facts, self._binding.group(), limit)
+            return handshake(call, facts, self._binding.group(), limit, tells=tells)
 
     def _close(self) -> None:
         self._closed = True
