@@ -110,7 +110,7 @@ class Binding:
             "the model now averages over another process group (_update_process_group), and the "
             "hook was not told: its residuals and random draws belong to the ranks before. Call "
             "hook.change_group(group) on all ranks of the new group, between two steps; it moves "
-            "the model, too"
+            "the model, too. (Of a state of torch's names, PowerSGDState, set process_group.)"
         )
 
     def change_group(self, group: dist.ProcessGroup) -> None:

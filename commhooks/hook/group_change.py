@@ -24,7 +24,7 @@ from commhooks.hook.running import Running
 from commhooks.wrappers.feedback import without_flush
 from commhooks.wrappers.make import describe
 
-__all__ = ["GroupChange", "change_group", "leave"]
+__all__ = ["GroupChange", "change_group", "need_between_steps", "own_memory"]
 
 CALL = "HookState.change_group"
 _FAULT = "what keeps it from changing"
@@ -79,7 +79,7 @@ class _Told(NamedTuple):
 def change_group(hook: Running, group: dist.ProcessGroup) -> GroupChange:
     """Does what ``HookState.change_group`` does, on a model that moves after the hook."""
     need_group(group)
-    fault = _fault(hook)
+    fault = need_between_steps(hook)
     hook._bind()  # a hook that has never run may not know its model
     # First of all: none of what follows needs the ranks before, which may be gone.
     if not fault:
@@ -111,13 +111,13 @@ def change_group(hook: Running, group: dist.ProcessGroup) -> GroupChange:
     if others:
         _carry_over(hook, group.rank(), change, mine.world_size, stayed, received)
     elif change.behind:
-        memory = {**_own(hook), **received[source]["memory"]}
+        memory = {**own_memory(hook), **received[source]["memory"]}
         engine.memory.load(memory)
     _go_on(hook, group, received[source], told[source], change)
     return change
 
 
-def _fault(hook: Running) -> str:
+def need_between_steps(hook: Running) -> str:
     """Returns why a hook cannot change its ranks now; empty if it can."""
     if hook._closed:
         return "the hook was closed; register another"
@@ -183,17 +183,16 @@ def _describe(told: Sequence[_Told], source: int, stayed: Sequence[int]) -> Grou
 
 def _other_ranks(change: GroupChange, source: _Told) -> bool:
     """Whether these are others than before; their order does not matter."""
-    return bool(
-        change.joined or change.lost or source.left or change.before != change.world_size
-    )
+    return bool(change.joined or change.lost or source.left or change.before != change.world_size)
 
 
 def _dropped(hook: Running) -> tuple[str, ...]:
     drops = {key for key, resize in resizes_of(hook.scheme).items() if resize == "drop"}
-    return tuple(sorted(drops & set(_own(hook))))
+    return tuple(sorted(drops & set(own_memory(hook))))
 
 
-def _own(hook: Running) -> MemoryDict:
+def own_memory(hook: Running) -> MemoryDict:
+    """Returns what this rank keeps, by key and name: the tensors themselves, as they lie in buckets."""
     values: MemoryDict = {}
     for key, name, value in hook._engine.memory.items():
         values.setdefault(key, {})[name] = value
@@ -210,7 +209,7 @@ def _exchange(
 ) -> list[dict[str, Any]]:
     """Returns what each rank sends: values that are the same on all ranks, or whose mean counts."""
     rank, resizes = group.rank(), resizes_of(hook.scheme)
-    own = _own(hook) if rank in stayed else {}
+    own = own_memory(hook) if rank in stayed else {}
     sent = {key for key in own if carries_over and resizes.get(key) == "mean"}
     part: dict[str, Any] = {}
     if rank == change.source:
@@ -248,7 +247,7 @@ def _carry_over(
     for number in stayed:
         memory = dict(received[number]["memory"])
         if number == rank:
-            kept = _own(hook)
+            kept = own_memory(hook)
             memory |= {key: kept[key] for key in kept if key not in shared and key not in memory}
         parts.append(Part(number, number, 0, memory))
     memory = merged(parts, rank, saved_size, change.world_size, resizes)
@@ -285,44 +284,3 @@ def _go_on(
     hook._binding.change_group(group)
     hook.agree(CALL)
     hook.ranks_changed()
-
-
-def leave(hook: Running, ranks: Sequence[int]) -> None:
-    """Does what ``HookState.leave`` does."""
-    call, group = "HookState.leave", hook._binding.group()
-    hook._bind()
-    size, rank = group.size(), group.rank()
-    fault = _fault(hook) or None
-    leaving = sorted(set(ranks)) if all(type(one) is int for one in ranks) else None
-    if leaving is None or not leaving or leaving[0] < 0 or leaving[-1] >= size:
-        fault = fault or f"ranks are some of 0 to {size - 1}, got {list(ranks)!r}"
-    elif len(leaving) == size:
-        fault = fault or "no rank would be left to take over; save state_dict(gather=True)"
-    resizes, state = resizes_of(hook.scheme), None
-    if fault is None:
-        own = _own(hook)
-        wanted = ("sum", "mean") if leaving is not None and rank in leaving else ("mean",)
-        state = {
-            "ranks": leaving,
-            "step": hook.step,
-            f"rank{rank}": {"memory": {k: own[k] for k in own if resizes.get(k) in wanted}},
-        }
-    with hook._binding.on_device():
-        whole = gather(call, state, fault, group, None)
-    assert leaving is not None
-    staying = [one for one in range(size) if one not in leaving]
-    if rank in leaving:
-        hook._close()
-        return
-    parts = []
-    for number in range(size):
-        memory = dict(whole[f"rank{number}"]["memory"])
-        if number == rank:
-            memory = {**_own(hook), **memory}
-        heir = staying[leaving.index(number) % len(staying)] if number in leaving else number
-        parts.append(Part(heir, number, 0, memory))
-    # By the number of ranks before: what a rank keeps weighs the same until the ranks change.
-    values = merged(parts, rank, size, size, resizes)
-    kept = {key: value for key, value in _own(hook).items() if resizes.get(key) == "drop"}
-    hook._engine.memory.load({**values, **kept})
-    hook._left = tuple(leaving)

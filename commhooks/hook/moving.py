@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from commhooks.hook import group_change
+from commhooks.hook import group_change, leaving
 from commhooks.hook.group_change import GroupChange
 from commhooks.hook.reporting import Reporting
 
@@ -80,4 +80,4 @@ class Moving(Reporting):
             >>> if rank != 3:
             ...     hook.change_group(group_of_the_others)
         """
-        group_change.leave(self, ranks)
+        leaving.leave(self, ranks)

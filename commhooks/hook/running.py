@@ -115,6 +115,7 @@ class Running:
         self._agree_after_load()
         self._attendance.calls += 1
         self._binding.check_group()
+        self._check_ranks()
         if self.verification is not None:
             need_verifiable(bucket.buffer().device)
             self.verification.step_begins(self.step)
@@ -124,6 +125,17 @@ class Running:
             finds_unused=self._binding.may_leave_alone(bucket),
             told=self._binding.core_telling(self) is not None,
         )
+
+    def _check_ranks(self) -> None:
+        """Raises if the hook's group has other ranks than it had: some change under their users."""
+        group, engine = self._binding.group(), self._engine
+        if group.size() != engine.world_size or group.rank() != engine.rank:
+            raise RegistrationError(
+                f"the ranks of the hook's {type(group).__name__} have changed: this was rank "
+                f"{engine.rank} of {engine.world_size}, and is rank {group.rank()} of "
+                f"{group.size()} now, which the hook was not told. Call hook.change_group(group) "
+                f"between two steps; for torchft use commhooks.hosts.torchft.register"
+            )
 
     # ---- what ddp_core calls
 

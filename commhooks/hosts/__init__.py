@@ -1,0 +1,1 @@
+"""Runs hooks inside the libraries that train models; each module is imported by its name."""
