@@ -192,7 +192,7 @@ def _dropped(hook: Running) -> tuple[str, ...]:
 
 
 def own_memory(hook: Running) -> MemoryDict:
-    """Returns what this rank keeps, by key and name: the tensors themselves, as they lie in buckets."""
+    """Returns what this rank keeps, by key and name: no copies, in the order of memory."""
     values: MemoryDict = {}
     for key, name, value in hook._engine.memory.items():
         values.setdefault(key, {})[name] = value

@@ -73,9 +73,8 @@ class _Follower:
                 if not manager.is_participating():  # a spare, or a replica that recovers
                     buffer.zero_()
                 share = self._hook.world_size / manager.num_participants()
-                return self._hook.start(bucket).then(
-                    lambda mean: self._outcome(mean, buffer, share)
-                )
+                mean = self._hook.start(bucket)
+                return mean.then(lambda future: self._outcome(future, buffer, share))
         except Exception as error:
             manager.report_error(error)
         self._hook.step_abandoned()  # the manager commits no step with an error

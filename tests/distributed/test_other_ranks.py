@@ -144,7 +144,6 @@ def _four_two_three(rank: int, world_size: int, host: str, name: str, verify: bo
         carried_over(before, kept(hook, two), resizes, ())
         train(two, range(3, 6), rank)
         before = kept(hook, two)
-        seen_alone = len(seen)
     # Two become three: rank 0 comes anew, with a model and a hook of its own.
     if rank == 0:
         model = wrapped(host, group_of(0))
@@ -297,7 +296,7 @@ def _refuses(rank: int, world_size: int) -> None:
     step(model, 1, rank)  # on the ranks before
     # Within a step.
     found = []
-    last = list(model.parameters())[0]
+    last = next(iter(model.parameters()))
     handle = last.register_hook(lambda _: found.append(outcome(hook.change_group, other)))
     step(model, 2, rank)
     handle.remove()
