@@ -17,7 +17,6 @@ from commhooks.checkpoint.form import MemoryDict, Part, SavedBuckets
 from commhooks.checkpoint.ranks import merged, resizes_of
 from commhooks.core.scheme import slots_of, walk
 from commhooks.errors import RegistrationError
-from commhooks.hook.binding import need_group
 from commhooks.hook.gather import gather
 from commhooks.hook.handshake import handshake
 from commhooks.hook.running import Running
@@ -78,7 +77,6 @@ class _Told(NamedTuple):
 
 def change_group(hook: Running, group: dist.ProcessGroup) -> GroupChange:
     """Does what ``HookState.change_group`` does, on a model that moves after the hook."""
-    need_group(group)
     fault = need_between_steps(hook)
     hook._bind()  # a hook that has never run may not know its model
     # First of all: none of what follows needs the ranks before, which may be gone.

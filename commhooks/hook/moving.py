@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from commhooks.hook import group_change, leaving
+from commhooks.hook.binding import need_group
 from commhooks.hook.group_change import GroupChange
 from commhooks.hook.reporting import Reporting
 
@@ -53,7 +54,8 @@ class Moving(Reporting):
             >>> survivors = torch.distributed.new_group([0, 2, 3], use_local_synchronization=True)
             >>> change = hook.change_group(survivors)
         """
-        core = self._binding.moves_itself(group) if self._binding.knows_model else None
+        need_group(group)
+        core = self._binding.moves_itself(group)
         if core is not None:
             core.change_group(group)  # which calls this method again
             return self._changes[-1]

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -185,7 +186,19 @@ def test_a_verified_run_goes_on_to_be_verified(host: str) -> None:
 # ---- a rank dies
 
 
-def _dies(rank: int, world_size: int, host: str, name: str, verify: bool) -> Any:
+def _of_survivors(world: str, ranks: list[int], rank: int, directory: str) -> Any:
+    """A group of those that are left; "anew": torch.distributed begins with them once more."""
+    if world == "group":
+        return group_of(*ranks)
+    dist.destroy_process_group()
+    store = dist.FileStore(os.path.join(directory, "again"), len(ranks))
+    dist.init_process_group("gloo", store=store, rank=ranks.index(rank), world_size=len(ranks))
+    return dist.group.WORLD
+
+
+def _dies(
+    rank: int, world_size: int, host: str, name: str, verify: bool, world: str, directory: str
+) -> Any:
     scheme, options = SCHEMES[name]
     model = wrapped(host, dist.group.WORLD)
     if verify:
@@ -199,7 +212,7 @@ def _dies(rank: int, world_size: int, host: str, name: str, verify: bool) -> Any
     error = outcome(step, model, 3, rank)
     assert error is not None
     begin = time.monotonic()
-    survivors = group_of(0, 1, 3)
+    survivors = _of_survivors(world, [0, 1, 3], rank, directory)
     change = hook.change_group(survivors)
     assert change[:4] == (3, 4, 3, 0), change
     assert (change.joined, change.behind, change.lost) == ((), (), 1)
@@ -236,9 +249,17 @@ def _dies(rank: int, world_size: int, host: str, name: str, verify: bool) -> Any
 
 
 @pytest.mark.parametrize("host", CLASSES)
-@pytest.mark.parametrize(("name", "verify"), [("topk", False), ("powersgd", True), ("ef21", False)])
-def test_ranks_go_on_without_one_that_died(name: str, verify: bool, host: str) -> None:
-    found = run_ranks(_dies, 4, host, name, verify, may_die=[2], timeout=90, pg_timeout=20)
+@pytest.mark.parametrize(
+    ("name", "verify", "world"),
+    [("topk", False, "group"), ("powersgd", True, "anew"), ("ef21", False, "group")],
+)
+def test_ranks_go_on_without_one_that_died(
+    name: str, verify: bool, world: str, host: str, tmp_path: Path
+) -> None:
+    found = run_ranks(
+        _dies, 4, host, name, verify, world, str(tmp_path),
+        may_die=[2], timeout=90, pg_timeout=20,
+    )  # fmt: skip
     assert isinstance(found[2], Died)
     for grads in zip(found[0], found[1], found[3], strict=True):
         assert equal_bits(list(grads))
@@ -279,8 +300,8 @@ def test_a_rank_that_was_away_for_a_change_joins_as_a_new_one() -> None:
     assert equal_bits([one[4] for one in found])
 
 
-def _refuses(rank: int, world_size: int) -> None:
-    model = wrapped("torch", dist.group.WORLD)
+def _refuses(rank: int, world_size: int, host: str) -> None:
+    model = wrapped(host, dist.group.WORLD)
     hook = commhooks.register(model, "topk", ratio=0.2)
     step(model, 0, rank)
     other = group_of(*range(world_size))
@@ -315,8 +336,9 @@ def _refuses(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
-def test_what_cannot_change_says_why_and_stays_as_it_was() -> None:
-    run_ranks(_refuses, 2)
+@pytest.mark.parametrize("host", CLASSES)
+def test_what_cannot_change_says_why_and_stays_as_it_was(host: str) -> None:
+    run_ranks(_refuses, 2, host)
 
 
 def _nobody_told_it(rank: int, world_size: int, explicit: bool) -> Any:

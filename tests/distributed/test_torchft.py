@@ -1,4 +1,4 @@
-"""A hook follows torchft's quorum: through the signature that torchft publishes, and torchft itself."""
+"""A hook follows torchft's quorum: by the signature that torchft publishes, and in torchft."""
 
 from __future__ import annotations
 
