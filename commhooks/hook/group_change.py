@@ -40,7 +40,7 @@ class GroupChange(NamedTuple):
         joined: ranks that came without memory of this run.
         behind: ranks that had not ended the last step, and go on from the source's.
         lost: number of ranks that are gone without :meth:`HookState.leave`, with what they kept.
-        dropped: keys of what a scheme keeps and cannot carry over to other ranks.
+        dropped: keys of what this rank kept and cannot be carried over to other ranks.
     """
 
     step: int
@@ -219,6 +219,7 @@ def _exchange(
             "run": uuid.uuid4().hex,
             "seed": hook._engine.seed,
             "layout": [list(names) for names in layout],
+            "regroups": bool(hook._runner.regrouping.wanted),
         }
     facts = {key: value for key, value in hook._facts(hook.scheme).items() if key in _EQUAL}
     facts["environment"] = [
@@ -274,7 +275,7 @@ def _go_on(
     # ``ddp_core`` lays its buckets out anew. Torch's class begins with those that it had, which a
     # rank that joins has not: all exchange in those of the source until torch has rebuilt its own.
     is_core = hook._binding.core_telling(hook) is not None
-    regroups = not is_core and bool(change.joined or hook._runner.regrouping.wanted)
+    regroups = not is_core and bool(change.joined or change.behind or given["regroups"])
     continuation.loaded = SavedBuckets(given["layout"] if regroups else ())
     continuation.handed_over = not regroups
     hook._runner.regrouping.restore(given["layout"], regroups=regroups)

@@ -300,6 +300,25 @@ def test_a_rank_that_was_away_for_a_change_joins_as_a_new_one() -> None:
     assert equal_bits([one[4] for one in found])
 
 
+def _loaded_elsewhere(rank: int, world_size: int) -> Any:
+    model = wrapped("torch", group_of(2) if rank == 2 else group_of(0, 1))
+    hook = commhooks.register(model, "topk", ratio=0.2)
+    for number in range(2 if rank < 2 else 7):
+        step(model, number, rank)
+    everybody = group_of(0, 1, 2)
+    change = hook.change_group(everybody)
+    held = residuals(hook, model)
+    hook.close()
+    dist.barrier()
+    return change[:5], float(held.abs().sum()) > 0
+
+
+def test_a_rank_with_a_larger_step_joins_all_the_same() -> None:
+    first, second, third = run_ranks(_loaded_elsewhere, 3)
+    assert first == second == ((2, 2, 3, 0, (2,)), True)
+    assert third == ((2, 2, 3, 0, (2,)), False)
+
+
 def _refuses(rank: int, world_size: int, host: str) -> None:
     model = wrapped(host, dist.group.WORLD)
     hook = commhooks.register(model, "topk", ratio=0.2)
