@@ -61,6 +61,7 @@ class Moving(Reporting):
             return self._changes[-1]
         change = group_change.change_group(self, group)
         self._changes = (*self._changes, change)
+        self._since = self.step  # ``summary`` describes what these ranks send
         _logger.info("%s", change)
         return change
 

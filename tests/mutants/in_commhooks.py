@@ -403,8 +403,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "a rank that joins keeps what it had",
-            "own = own_memory(hook) if rank in stayed else {}",
-            "own = own_memory(hook)",
+            "    for number in stayed:\n",
+            "    for number in range(change.world_size):\n",
             f"{WORLD}::test_a_rank_that_was_away_for_a_change_joins_as_a_new_one",
         ),
         (
