@@ -399,7 +399,7 @@ MUTANTS: list[Mutant] = [
             "what a rank keeps weighs by the new number of ranks twice",
             "merged(parts, rank, saved_size, change.world_size, resizes)",
             "merged(parts, rank, change.world_size, change.world_size, resizes)",
-            f"{WORLD}::test_four_ranks_become_two_and_then_three[topk-torch]",
+            f"{WORLD}::test_four_ranks_become_two_and_then_three[torch]",
         ),
         (
             "a rank that joins keeps what it had",
@@ -411,7 +411,7 @@ MUTANTS: list[Mutant] = [
             "shared values do not go to a rank that joins",
             "sent |= {key for key in own if key not in resizes}",
             "sent |= set()",
-            f"{WORLD}::test_four_ranks_become_two_and_then_three[powersgd-torch]",
+            f"{WORLD}::test_four_ranks_become_two_and_then_three[torch]",
         ),
         (
             "estimates keep the mean of those that are left",
@@ -423,13 +423,13 @@ MUTANTS: list[Mutant] = [
             "a rank goes on with its own seed",
             'engine.step, engine.seed = source.step, given["seed"]',
             "engine.step = source.step",
-            f"{WORLD}::test_four_ranks_become_two_and_then_three[int8-torch]",
+            f"{WORLD}::test_four_ranks_become_two_and_then_three[torch]",
         ),
         (
             "a rank that joins has buckets of its own",
             'bool(change.joined or change.behind or given["regroups"])',
             'bool(given["regroups"])',
-            f"{WORLD}::test_four_ranks_become_two_and_then_three[topk-torch]",
+            f"{WORLD}::test_four_ranks_become_two_and_then_three[torch]",
         ),
         (
             "the largest step decides who goes on",
@@ -456,7 +456,7 @@ MUTANTS: list[Mutant] = [
             "nobody takes over from ranks that leave",
             "heir = staying[leaving.index(number) % len(staying)] if number in leaving else number",
             "heir = number",
-            f"{WORLD}::test_four_ranks_become_two_and_then_three[topk-torch]",
+            f"{WORLD}::test_four_ranks_become_two_and_then_three[torch]",
         ),
     ),
     *planted(
