@@ -134,7 +134,8 @@ def _four_two_three(rank: int, host: str, name: str, verify: bool) -> list[Tenso
             if name in ("topk", "powersgd", "acpsgd"):
                 # What is applied and what is held back is all there is.
                 now = mean_over(group, residuals(hook, model))
-                torch.testing.assert_close(seen[-1] + now, mean_over(group, own) + held)
+                total = mean_over(group, own) + held
+                torch.testing.assert_close(seen[-1] + now, total, rtol=1e-4, atol=1e-4)
 
     train(dist.group.WORLD, range(3))
     # Four become two, which take over what the others keep.
@@ -244,7 +245,8 @@ def _dies(
         found.append(gradients(model))
         if name == "topk":
             now = mean_over(survivors, residuals(hook, model))
-            torch.testing.assert_close(found[-1] + now, mean_over(survivors, own) + held)
+            total = mean_over(survivors, own) + held
+            torch.testing.assert_close(found[-1] + now, total, rtol=1e-4, atol=1e-4)
     assert hook.step == 6
     lanes = [one for one in threading.enumerate() if one.name == "commhooks-lanes"]
     end = time.monotonic() + 5  # what was under way with the dead rank fails by itself
