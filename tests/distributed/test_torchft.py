@@ -113,7 +113,8 @@ def _quorums(rank: int, world_size: int, scheme: str) -> Any:
             found.append(_step(model, number, rank))
             assert manager.errored() is None
         assert hook.group_changes[-1].lost == 1
-        assert (hook.world_size, hook.step) == (2, 5)
+        assert hook.world_size == 2
+        assert hook.step in (5, 6)  # the step that failed may have ended, and kept nothing
     dist.barrier()
     # The replica that recovers sends zeros, and does not count.
     manager.start_quorum(3, [0, 1, 2], (2,))
