@@ -29,6 +29,7 @@ from commhooks.wrappers.feedback import RESIDUAL
 
 __all__ = [
     "memory_for_rank",
+    "merged",
     "needed_ranks",
     "parts_of_group",
     "resizes_of",
@@ -105,7 +106,7 @@ def memory_for_rank(
     if saved_size == world_size:
         memory = used[0].memory
         return common, {key: memory[key] for key in memory if has_own or key not in per_rank}
-    return common, _merge(used, rank, saved_size, world_size, per_rank)
+    return common, merged(used, rank, saved_size, world_size, per_rank)
 
 
 def needed_ranks(
@@ -141,27 +142,35 @@ def _listed(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
 
 
-def _merge(
+def merged(
     used: Sequence[Part],
     rank: int,
     saved_size: int,
     world_size: int,
     per_rank: Mapping[str, str],
 ) -> MemoryDict:
-    """Returns a new rank's memory from the parts of ranks of another number."""
+    """Returns a new rank's memory from the parts of ranks of another number.
+
+    Args:
+        used: parts; those whose rank is ``rank`` modulo ``world_size`` are added up here.
+        rank, world_size: of the new rank.
+        saved_size: number of old ranks, over which what was summed was to be averaged.
+        per_rank: by key, what becomes of values that differ between ranks.
+    """
     everyone = [part.memory for part in used]
     own = [part.memory for part in used if part.rank % world_size == rank]
-    merged: MemoryDict = {}
+    values: MemoryDict = {}
     for key in sorted({key for memory in everyone for key in memory}):
         resize = per_rank.get(key)
         if resize == "sum":
-            merged[key] = _added(key, own, world_size / saved_size)
+            values[key] = _added(key, own, world_size / saved_size)
         elif resize == "mean":
-            merged[key] = _added(key, everyone, 1.0 / saved_size)
+            # Of the parts there are: of ranks that have died there is none.
+            values[key] = _added(key, everyone, 1.0 / len(everyone))
         elif resize is None:
-            merged[key] = dict(next(memory[key] for memory in everyone if key in memory))
+            values[key] = dict(next(memory[key] for memory in everyone if key in memory))
         # "drop": the values cannot be combined (packed bytes), so the scheme begins with new ones.
-    return merged
+    return values
 
 
 def _added(key: str, memories: Sequence[MemoryDict], factor: float) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """Runs a scheme on a model: registration, steps, state and ledger."""
 
 from commhooks.hook.dcp import load_dcp
+from commhooks.hook.group_change import GroupChange
 from commhooks.hook.hook_function import as_hook, comm_hook
 from commhooks.hook.ledger import Ledger
 from commhooks.hook.registration import register, unregister
@@ -10,6 +11,7 @@ from commhooks.hook.verify import Verification
 
 __all__ = [
     "Finding",
+    "GroupChange",
     "HookState",
     "Ledger",
     "Verification",

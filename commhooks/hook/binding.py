@@ -50,7 +50,7 @@ class Binding:
         self.static_graph = False
         self.pickled_on: tuple[int, int] | None = None
         self._process_group = process_group
-        self._follows_model = False  # the group was taken from the model
+        self._follows_model = False  # the group is the model's
         # Weak: DistributedDataParallel holds the state, and no cycle should keep a model alive.
         self._model: weakref.ref[nn.Module] | None = None
 
@@ -75,8 +75,10 @@ class Binding:
         self._model = weakref.ref(model)
         self.parameters = Parameters(model)
         self.static_graph = bool(getattr(model, "static_graph", False))
-        if isinstance(model, DistributedDataParallel) and self._process_group is None:
-            self._process_group, self._follows_model = model.process_group, True
+        if isinstance(model, DistributedDataParallel):
+            if self._process_group is None:
+                self._process_group = model.process_group
+            self._follows_model = self._process_group is model.process_group
 
     def adopt_sharded(
         self, model: nn.Module, parameters: Parameters, group: dist.ProcessGroup
@@ -111,11 +113,25 @@ class Binding:
         if not self._follows_model or model is None or model.process_group is self._process_group:
             return
         raise RegistrationError(
-            "the model now averages over another process group (_update_process_group), which "
-            "the hook does not follow: its residuals and random draws belong to the ranks it "
-            "was registered with. Wrap the module again, register a hook on it, and load this "
-            "hook's state_dict"
+            "the model now averages over another process group (_update_process_group), and the "
+            "hook was not told: its residuals and random draws belong to the ranks before. Call "
+            "hook.change_group(group) on all ranks of the new group, between two steps; it moves "
+            "the model, too. (Of a state of torch's names, PowerSGDState, set process_group.)"
         )
+
+    def change_group(self, group: dist.ProcessGroup) -> None:
+        """Averages over ``group`` from now on, and lets torch's model that was with it follow."""
+        model, follows = self.model, self._follows_model
+        self._process_group = group
+        # ``ddp_core`` moves itself, and has called the hook in the course of that.
+        if follows and model is not None and model.process_group is not group:
+            model._update_process_group(group)
+
+    def moves_itself(self, group: dist.ProcessGroup) -> CoreDDP | None:
+        """Returns the model if it is ``ddp_core``'s, is to follow to ``group``, and has not yet."""
+        model = self.model
+        moves = isinstance(model, CoreDDP) and self._follows_model
+        return model if moves and model.process_group is not group else None
 
     def core_telling(self, state: object) -> CoreDDP | None:
         """Returns the model if it is ``ddp_core``'s and reports its steps to ``state``."""

@@ -24,13 +24,19 @@ def handshake(
     facts: Mapping[str, Any],
     group: dist.ProcessGroup,
     limit: timedelta | None = None,
-) -> None:
+    *,
+    tells: object = None,
+) -> list[Any]:
     """Raises on every rank if the ranks' ``facts`` differ; all ranks of ``group`` call it.
 
     Args:
         call: the name of the public call, for the message.
         facts: values by field, compared for equality.
         limit: longest wait for the other ranks; the group's timeout if that is less, or if None.
+        tells: what this rank tells the others besides; may differ.
+
+    Returns:
+        What each rank tells, in rank order.
 
     Raises:
         MismatchError: facts differ; names the first field, the ranks and the values.
@@ -40,19 +46,22 @@ def handshake(
     roll_call(call, group, limit)
     everyone: list[Any] = [None] * group.size()
     try:
-        dist.all_gather_object(everyone, {"call": call, **facts}, group=group)
+        dist.all_gather_object(everyone, ({"call": call, **facts}, tells), group=group)
     except RuntimeError as error:
         raise MissingRankError(
             f"{call}: not every rank came, or one ended since; all ranks call {call}, "
             f"between two steps: {error}"
         ) from error
     forget(group)  # after the gather, which no rank passes before all have read the keys
+    told = [one for _, one in everyone]
+    everyone = [theirs for theirs, _ in everyone]
     # ``call`` is the first field: of ranks in different calls, nothing else is compared.
     for field in dict.fromkeys(field for theirs in everyone for field in theirs):
         values = [theirs.get(field) for theirs in everyone]
         odd = [rank for rank, value in enumerate(values) if value != values[0]]
         if odd:
             raise MismatchError(f"{call}: {_difference(field, values, odd[0])}")
+    return told
 
 
 def _difference(field: str, values: list[Any], odd: int) -> str:

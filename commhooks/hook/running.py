@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Any
@@ -59,6 +60,10 @@ class Running:
         self.verification: Verification | None = None
         self._agreed = False
         self._closed = False
+        # Names the run of these ranks, the present one and the one before the ranks last changed.
+        self._run = ("", "")
+        self._left: tuple[int, ...] = ()  # ranks of the present group that have handed over
+        self.stays = ""  # why its host does not let the hook change its ranks
 
     @property
     def scheme(self) -> Scheme:
@@ -100,11 +105,17 @@ class Running:
                 "the hook was closed (HookState.close), but the model still trains with it; "
                 "wrap the model in a new DistributedDataParallel, or close after training"
             )
+        if self._left:
+            raise RegistrationError(
+                f"HookState.leave: ranks {list(self._left)} have handed over what they kept; call "
+                f"change_group with a group of the others before the next step"
+            )
         need_no_capture(bucket.buffer().device, self.scheme, agreed=self._agreed)
         # A collective. Every rank comes here with its first bucket, before it exchanges anything.
         self._agree_after_load()
         self._attendance.calls += 1
         self._binding.check_group()
+        self._check_ranks()
         if self.verification is not None:
             need_verifiable(bucket.buffer().device)
             self.verification.step_begins(self.step)
@@ -114,6 +125,17 @@ class Running:
             finds_unused=self._binding.may_leave_alone(bucket),
             told=self._binding.core_telling(self) is not None,
         )
+
+    def _check_ranks(self) -> None:
+        """Raises if the hook's group has other ranks than it had: some change under their users."""
+        group, engine = self._binding.group(), self._engine
+        if group.size() != engine.world_size or group.rank() != engine.rank:
+            raise RegistrationError(
+                f"the ranks of the hook's {type(group).__name__} have changed: this was rank "
+                f"{engine.rank} of {engine.world_size}, and is rank {group.rank()} of "
+                f"{group.size()} now, which the hook was not told. Call hook.change_group(group) "
+                f"between two steps; for torchft use commhooks.hosts.torchft.register"
+            )
 
     # ---- what ddp_core calls
 
@@ -159,6 +181,16 @@ class Running:
     def saved_plan(self) -> str:
         """Returns what a hook that chooses its scheme goes on with; empty if it chooses none."""
         return ""
+
+    def follow_plan(self, plan: str, scheme: str) -> None:
+        """Runs what the ranks run that this one joins; a hook that chooses its scheme does so.
+
+        Args:
+            plan, scheme: what :meth:`saved_plan` returns there, and the description of the scheme.
+        """
+
+    def ranks_changed(self) -> None:
+        """Called on all ranks when they have changed and agreed."""
 
     def _take_up(self, buckets: SavedBuckets) -> None:
         """Continues with the buckets of a saved state."""
@@ -211,7 +243,8 @@ class Running:
         devices = self._binding.devices()
         self._drivers.check(devices)
         facts = {**(also or {}), **self._facts(self.scheme)}
-        self._meet(call, facts, limit)
+        told = self._meet(call, facts, limit, tells=self._run[0] or uuid.uuid4().hex)
+        self._run = (told[0], self._run[1])
         # After the handshake, which compares the memory's origin: a pickled state on a wrong rank
         # is then an error on all ranks, and not on one rank while the others wait.
         need_own_memory(self._engine, self._binding)
@@ -222,9 +255,16 @@ class Running:
         if self.verification is not None:
             self.verification.open(self._binding.group(), devices, self._drivers.join)
 
-    def _meet(self, call: str, facts: Mapping[str, Any], limit: timedelta | None = None) -> None:
+    def _meet(
+        self,
+        call: str,
+        facts: Mapping[str, Any],
+        limit: timedelta | None = None,
+        *,
+        tells: object = None,
+    ) -> list[Any]:
         with self._binding.on_device():
-            handshake(call, facts, self._binding.group(), limit)
+            return handshake(call, facts, self._binding.group(), limit, tells=tells)
 
     def _close(self) -> None:
         self._closed = True

@@ -17,7 +17,7 @@ from commhooks.hook import pickling, saving
 from commhooks.hook.binding import need_group
 from commhooks.hook.brief import brief
 from commhooks.hook.handshake import MEETING
-from commhooks.hook.reporting import Reporting
+from commhooks.hook.moving import Moving
 from commhooks.wrappers.feedback import RESIDUAL, FlushResidual, keeps_residual
 from commhooks.wrappers.make import describe, make
 from commhooks.wrappers.per_parameter import warn_of_idle_rules
@@ -26,7 +26,7 @@ from ddp_core import DistributedDataParallel as CoreDDP
 __all__ = ["HookState"]
 
 
-class HookState(Reporting):
+class HookState(Moving):
     """Holds the state of one hook on one model; ``register`` returns it.
 
     Args:

@@ -160,6 +160,18 @@ class Verification:
         self._pending.clear()
         self._group = self._lent = None
 
+    def abandon(self) -> None:
+        """Leaves the ranks without waiting for them, which may be gone; ``open`` takes others.
+
+        The result of a step that is under way is dropped.
+        """
+        works = [work for one in self._pending for work in one.works]
+        self._pending.clear()
+        if self._lent is not None:
+            self._give_back.detach()
+            self._lent.give_up(works)
+        self._group = self._lent = None
+
     # ---- results
 
     def report(self) -> pd.DataFrame:

@@ -13,13 +13,17 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.core.scheme import Scheme
+from commhooks.hook import GroupChange
 from commhooks.hook import saving as _checkpoint_hook
 from commhooks.hook.state import HookState
 from commhooks.local.fragments import Fragment, Pending, fragments_of
+from commhooks.local.other_ranks import share
 from commhooks.local.outer_settings import checked
 from commhooks.local.saving import check_state, sealed
 
 __all__ = ["DiLoCo", "local_sgd"]
+
+_STAYS = "it belongs to DiLoCo, which has parameters to share, too: call change_group of that"
 
 
 class DiLoCo:
@@ -97,6 +101,7 @@ class DiLoCo:
         _need_average(self.hook.scheme)
         # A hook warns at the end if no backward pass has called it; none calls this one.
         self.hook._attendance.dismiss()
+        self.hook.stays = _STAYS
         # With other settings on some rank, ranks would exchange different fragments, or hang.
         self.hook.agree("DiLoCo", {"settings": settings._asdict()})
         self._fragments = fragments_of(model, settings.fragments)
@@ -148,6 +153,27 @@ class DiLoCo:
         s = self._settings
         pending.fragment.apply(mean, s.lr, s.momentum, s.nesterov, s.mix)
         self.outer_steps += pending.fragment.is_last()  # not once for each dtype
+
+    # ---- other ranks
+
+    def change_group(self, group: dist.ProcessGroup) -> GroupChange:
+        """Goes on with other ranks; all ranks of ``group`` call it, see ``HookState.change_group``.
+
+        A rank that joins takes the outer parameters, and trains from them. An exchange that was
+        sent and not applied yet is dropped: the next one measures that distance, too.
+        """
+        self._pending = []
+        self.hook.stays = ""
+        try:
+            change = self.hook.change_group(group)
+        finally:
+            self.hook.stays = _STAYS
+        counts = (self.steps, self.outer_steps)
+        self.steps, self.outer_steps = share(self._all(), counts, change.source, group)
+        if self.hook.rank in change.joined:
+            for fragment in self._all():
+                fragment.restore()
+        return change
 
     # ---- checkpoint
 

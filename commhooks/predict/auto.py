@@ -19,7 +19,8 @@ from commhooks.hook.summary import Summary
 from commhooks.predict.advise import CANDIDATES, made_candidates
 from commhooks.predict.search import Search
 from commhooks.predict.split import Split, split_scheme
-from commhooks.wrappers.make import describe
+from commhooks.wrappers.feedback import without_flush
+from commhooks.wrappers.make import describe, make
 
 __all__ = ["AutoHook"]
 
@@ -63,6 +64,7 @@ class AutoHook(HookState):
         history: int = 100_000,
     ) -> None:
         self._candidates = made_candidates(candidates)
+        self._begins_anew = False
         steps = fitting("auto", "measure_steps", measure_steps, int)
         if steps < 1:
             raise ValueError(f"auto(measure_steps=...) is 1 or more, got {measure_steps}")
@@ -139,6 +141,27 @@ class AutoHook(HookState):
             return json.dumps({"undecided": not self._search.over})
         split = None if choice.split is None else asdict(choice.split)
         return json.dumps({"name": choice.name, "cap_mb": choice.cap_mb, "split": split})
+
+    def follow_plan(self, plan: str, scheme: str) -> None:
+        """Runs the choice of the ranks that this one joins; without a choice all begin anew."""
+        theirs = _read_plan(plan)
+        if theirs.get("undecided"):
+            self._search.end("auto: the ranks change.")
+            self._replace(make("none"))
+            self._begins_anew = True
+            return
+        found = self._saved_choice(theirs, scheme)
+        if found is not None and describe(found[1]) != describe(without_flush(self.scheme)):
+            self._replace(found[1])
+        if not self.decided:
+            self._search.end(f"auto runs {found[0] if found else 'none'}, as the ranks it joins.")
+            self._search.cap_mb = theirs.get("cap_mb")
+
+    def ranks_changed(self) -> None:
+        """Begins the search anew if it was not over: it has measured other ranks."""
+        if self._begins_anew:
+            self._begins_anew = False
+            self._search.begin()
 
     def _saved_choice(self, plan: dict[str, Any], saved: str) -> tuple[str, Scheme] | None:
         """Returns the scheme of a plan, or the candidate that a run without a plan had."""

@@ -108,6 +108,7 @@ class Turns:
         self._hook = register(ddp, _schedule(self._wanted))
         # On a GPU times cost a little: the last step of each block suffices.
         self._hook.ledger.also_times = lambda step: (step - WARM_UP) % BLOCK == BLOCK - 1
+        self._hook.stays = "its steps are being measured (headroom); change the ranks after that"
         self._group = ddp.process_group
         name = f"commhooks/headroom/{next(_numbers)}"
         self._store = dist.distributed_c10d.PrefixStore(name, group_store(self._group))

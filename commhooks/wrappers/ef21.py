@@ -13,7 +13,8 @@ from commhooks.wrappers.feedback import Feedback
 
 __all__ = ["EF21"]
 
-_OWN = Slot("ef21.own", resize="mean")  # G_i of the paper, different on each rank
+# G_i of the paper, different on each rank.
+_OWN = Slot("ef21.own", resize="mean", mean="ef21.total")
 _TOTAL = Slot("ef21.total")  # the mean of G_i over ranks, the same on all
 _VELOCITY = Slot("ef21.velocity", resize="mean")
 

@@ -132,12 +132,21 @@ class HookMethods:
 
     # ---- other ranks
 
-    def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
+    def change_group(self, group: dist.ProcessGroup) -> None:
         """Goes on with other ranks, from buckets that are agreed on once more.
 
-        A hook follows if its state has a method ``change_group(group)``.
+        All ranks of ``group`` call it alike, between two steps; nothing is asked of the ranks
+        before, which may be gone. A hook follows if its state has a method ``change_group(group)``.
+        Parameters stay as they are: a rank that comes anew takes them from another one by itself.
 
         Raises:
             RuntimeError: a hook cannot follow; nothing was changed.
+
+        Example:
+            >>> ddp_model.change_group(torch.distributed.new_group([0, 2, 3]))
         """
+        self._parts.change_group(group)
+
+    def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
+        """Does what :meth:`change_group` does; torch's name for it."""
         self._parts.change_group(new_process_group)

@@ -52,13 +52,14 @@ class CommHooks:
                 "the communication hook changes between two steps: after backward, before forward"
             )
         self.registered[:] = [] if hook is None else [(hook, state)]
-        self._launch_by_it()
+        self.launch_by_them()
         self._ask_for_layout(getattr(state, "bucket_group", None))
         attached = getattr(state, "attached_to_model", None)
         if callable(attached):
             attached(self._model())
 
-    def _launch_by_it(self) -> None:
+    def launch_by_them(self) -> None:
+        """Makes the reducer that there is now launch buckets by the hook that is set."""
         self._reducer.launcher.set_hook(self.registered[0] if self.registered else None)
 
     def schedule(self, step: int, hook: CommHook | None, state: Any) -> None:
@@ -102,8 +103,7 @@ class CommHooks:
                 )
 
     def change_group(self, group: dist.ProcessGroup, buffer_hook: BufferHook | None) -> None:
-        """Tells the states of all hooks which ranks there are now; the reducer is another one."""
-        self._launch_by_it()
+        """Tells the states of all hooks which ranks there are from now on."""
         # A state may have several hooks, and is told once.
         states = {id(state): state for (_, state), _ in self._everything(buffer_hook)}
         for state in states.values():

@@ -98,10 +98,18 @@ class Parts:
         """Goes on with other ranks, from buckets that are agreed on once more.
 
         Raises:
-            RuntimeError: a hook cannot follow; nothing was changed.
+            RuntimeError: a hook cannot follow; nothing was changed, nor if a hook raises.
         """
+        group_before = self.replica.group
         if self.reduces:
             self.hooks.check_that_they_follow(self.buffers.hook)
+            # They see the model with its new ranks, and go first: they may not agree.
+            self.replica.group = group
+            try:
+                self.hooks.change_group(group, self.buffers.hook)
+            except BaseException:
+                self.replica.group = group_before
+                raise
         if self.precision is not None:
             # The next one takes the parameters' data as it finds them for full precision.
             self.precision.restore()
@@ -113,7 +121,7 @@ class Parts:
             before = self.reducer
             self._make_reducer()
             self.reducer.follow(before)
-            self.hooks.change_group(group, self.buffers.hook)
+            self.hooks.launch_by_them()
 
     # ---- what forward passes do
 

@@ -64,6 +64,14 @@ class Drivers:
         if self._streams is not None:
             self._streams.join()
 
+    def abandon(self) -> None:
+        """Closes without waiting for other ranks; what is needed later is made for other ranks."""
+        if self._lanes is not None:
+            self._lanes.abandon()
+        if self._streams is not None:
+            self._streams.close()
+        self._lanes = self._streams = None
+
     def close(self) -> None:
         """Stops the lanes' thread and gives back the extra groups. Safe to call twice."""
         if self._lanes is not None:

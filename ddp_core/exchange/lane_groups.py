@@ -9,8 +9,10 @@ dropped what another still holds. Here the ranks compare, each time, which group
 from __future__ import annotations
 
 import contextlib
+import threading
 import uuid
 import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -67,9 +69,12 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
 
 
 def group_store(group: dist.ProcessGroup) -> Any:
-    """Returns the store that all ranks of ``group`` see; None if torch.distributed knows none."""
+    """Returns the store that all ranks of ``group`` see; None if it has none."""
     with contextlib.suppress(Exception):
         return dist.distributed_c10d._get_process_group_store(group)
+    # A group that somebody else made of torch's classes (torchft) has brought its own.
+    with contextlib.suppress(Exception):
+        return group.get_group_store()
     return None
 
 
@@ -97,6 +102,27 @@ class LaneGroup:
         else:
             self.pool.free[self.name] = self
 
+    def give_up(self, works: Sequence[Any] = ()) -> None:
+        """Drops it without waiting for other ranks, which may be gone.
+
+        Args:
+            works: collectives that may be under way.
+        """
+        self.spoiled = True
+        ends = [_end_of(work) for work in works]
+        if ends:
+            self.pool.bury(self, lambda: [end.wait() for end in ends])
+        else:
+            self.pool.drop(self)
+
+
+def _end_of(work: Any) -> threading.Event:
+    """Returns an event that is set when a collective has ended, well or not."""
+    end = threading.Event()
+    # Not ``work.wait`` on the thread: when the interpreter ends meanwhile, that aborts the process.
+    work.get_future().add_done_callback(lambda _: end.set())
+    return end
+
 
 class _Pool:
     """The lane groups of one process group."""
@@ -116,10 +142,27 @@ class _Pool:
             elif group is not None:
                 group.shutdown()
 
+    def bury(self, lent: LaneGroup, ended: Callable[[], object]) -> None:
+        """Drops a group once ``ended`` has returned, on a thread of its own.
+
+        Gloo knows no abort: a group that is dropped with a collective under way makes its dropper
+        wait for the collective, until the timeout if another rank is silent.
+        """
+        self.all.pop(lent.name, None)
+        self.free.pop(lent.name, None)
+        threading.Thread(
+            target=_bury, args=(self, lent, ended), name="commhooks-bury", daemon=True
+        ).start()
+
     def close(self) -> None:
         self.closed = True
         for lent in list(self.free.values()):
             self.drop(lent)
+
+
+def _bury(pool: _Pool, lent: LaneGroup, ended: Callable[[], object]) -> None:
+    ended()
+    pool.drop(lent)
 
 
 # By the group they belong to; they go with it, or when the interpreter ends.

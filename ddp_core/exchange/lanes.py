@@ -31,7 +31,9 @@ from ddp_core.exchange.task import Task, clock
 
 __all__ = ["Lanes"]
 
-_Event = tuple[int, Exception | None]  # the ticket whose collective is done, and how it failed
+# The ticket whose collective is done, and how it failed. An event: all is to be given up, and the
+# event to be set then.
+_Event = tuple[int, Exception | None] | threading.Event
 _Completion = torch.futures.Future[None]
 
 
@@ -48,12 +50,17 @@ class _Lane:
 def _drive(lanes: weakref.ReferenceType[Lanes], events: queue.SimpleQueue[_Event | None]) -> None:
     """The driver thread: resumes exchanges until it is told to stop. Does not keep the lanes.
 
-    What is under way then is brought to its end: other ranks take part in it.
+    What is under way then is brought to its end: other ranks take part in it. What is given up is
+    not, and other ranks may be gone.
     """
     stops = False
     while True:
         event = events.get()
         alive, completion = lanes(), None
+        if isinstance(event, threading.Event):
+            if alive is not None:
+                _give_up(alive, event, events)
+            return
         if event is None:
             stops = True
         elif alive is not None:
@@ -65,6 +72,21 @@ def _drive(lanes: weakref.ReferenceType[Lanes], events: queue.SimpleQueue[_Event
             completion.set_result(None)
         if done:
             return
+
+
+def _give_up(
+    lanes: Lanes, given_up: threading.Event, events: queue.SimpleQueue[_Event | None]
+) -> None:
+    """Fails what is under way, and drops the groups once their last collectives have ended."""
+    lent, left = list(lanes._lent), lanes._fail_all()
+    lanes._lent.clear()
+    given_up.set()
+    # Whoever drops a group with a collective under way waits for it, until the timeout if another
+    # rank is silent. So this thread keeps the lanes, and with them the groups, until then.
+    for _ in range(left):
+        events.get()
+    for one in lent:
+        one.give_up()
 
 
 def _shut_down(
@@ -147,6 +169,30 @@ class Lanes:
     def close(self) -> None:
         """Stops the driver thread, gives back the groups of further lanes. Safe to call twice."""
         self._finalizer()
+
+    def abandon(self) -> None:
+        """Closes the lanes without waiting for other ranks, which may be gone.
+
+        Exchanges under way fail; groups of further lanes are dropped when their last collectives
+        have failed. To be called by the thread that runs exchanges, between two of them.
+        """
+        if self._finalizer.detach() is None:
+            return
+        given_up = threading.Event()
+        if self._threads:
+            self._events.put(given_up)
+            given_up.wait()  # for decoding at most: the driver thread waits for no other rank
+        while self._lent:
+            self._lent.pop().give_up()
+
+    def _fail_all(self) -> int:
+        """Fails all exchanges under way; returns how many collectives have yet to end."""
+        tasks = list(self._under_way.values())
+        self._under_way.clear()
+        waiting = sum(len(lane.waiting) for lane in self._lanes)
+        for task in tasks:
+            task.give_up()
+        return len(tasks) - waiting
 
     def _resume(self, ticket: int, error: Exception | None) -> _Completion | None:
         """Goes on with an exchange whose collective is done; see ``_step``."""

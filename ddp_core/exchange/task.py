@@ -130,6 +130,18 @@ class Task:
         failure.__cause__ = error
         return failure
 
+    def give_up(self) -> None:
+        """Ends the exchange without an answer: its result is an error."""
+        self.exchange.close()
+        self.error = CollectiveError(
+            f"the exchange of step {self.step}, bucket {self.bucket} was given up: its ranks have "
+            f"changed",
+            step=self.step,
+            bucket=self.bucket,
+            round=self.round,
+        )
+        self.completion.set_result(None)
+
     def _end(self) -> None:
         if self.rows:
             put(self.rows[-1], "finished", self.clock.now())

@@ -28,7 +28,6 @@ REFUSALS = (
     r"Expected to (mark a variable ready only once|have finished reduction)",
     r"Your training graph has changed in this iteration",
     r"throw_on_early_termination",
-    r"_update_process_group: the hook",
     r"does not take part in the delayed all-reduce",
     r"torch.utils.checkpoint is incompatible with .grad\(\)",
     r"compiled with non-empty donated buffers",

@@ -12,6 +12,7 @@ POLICIES = f"{UNIT}/test_references_policies.py"
 WRAPPERS = f"{UNIT}/test_wrappers.py"
 MEMORY = f"{UNIT}/test_memory.py"
 CHECKPOINT = f"{UNIT}/test_checkpoint.py"
+WORLD = f"{DISTRIBUTED}/test_other_ranks.py"
 
 MUTANTS: list[Mutant] = [
     *planted(
@@ -393,17 +394,107 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
+        "commhooks/hook/group_change.py",
+        (
+            "what a rank keeps weighs by the new number of ranks twice",
+            "merged(parts, rank, saved_size, change.world_size, resizes)",
+            "merged(parts, rank, change.world_size, change.world_size, resizes)",
+            f"{WORLD}::test_four_ranks_become_two_and_then_three[torch]",
+        ),
+        (
+            "a rank that joins keeps what it had",
+            "    for number in stayed:\n",
+            "    for number in range(change.world_size):\n",
+            f"{WORLD}::test_a_rank_that_was_away_for_a_change_joins_as_a_new_one",
+        ),
+        (
+            "shared values do not go to a rank that joins",
+            "sent |= {key for key in own if key not in resizes}",
+            "sent |= set()",
+            f"{WORLD}::test_four_ranks_become_two_and_then_three[torch]",
+        ),
+        (
+            "estimates keep the mean of those that are left",
+            "    if change.lost:\n        # The mean",
+            "    if False:\n        # The mean",
+            f"{WORLD}::test_ranks_go_on_without_one_that_died",
+        ),
+        (
+            "a rank goes on with its own seed",
+            'engine.step, engine.seed = source.step, given["seed"]',
+            "engine.step = source.step",
+            f"{WORLD}::test_four_ranks_become_two_and_then_three[torch]",
+        ),
+        (
+            "a rank that joins has buckets of its own",
+            'bool(change.joined or change.behind or given["regroups"])',
+            'bool(given["regroups"])',
+            f"{WORLD}::test_four_ranks_become_two_and_then_three[torch]",
+        ),
+        (
+            "the largest step decides who goes on",
+            "            len(family(told[rank])),\n",
+            "",
+            f"{WORLD}::test_a_rank_with_a_larger_step_joins_all_the_same",
+        ),
+        (
+            "verification stays with the ranks before",
+            "            hook.verification.abandon()",
+            "            pass",
+            f"{WORLD}::test_ranks_go_on_without_one_that_died",
+        ),
+        (
+            "ranks change in the middle of a step",
+            "    if step is not None and step.passes:",
+            "    if False:",
+            f"{WORLD}::test_what_cannot_change_says_why_and_stays_as_it_was",
+        ),
+    ),
+    *planted(
+        "commhooks/hook/leaving.py",
+        (
+            "nobody takes over from ranks that leave",
+            "heir = staying[leaving.index(number) % len(staying)] if number in leaving else number",
+            "heir = number",
+            f"{WORLD}::test_four_ranks_become_two_and_then_three[torch]",
+        ),
+    ),
+    *planted(
+        "commhooks/hook/binding.py",
+        (
+            "a group that was given is not compared with the model's",
+            "self._follows_model = self._process_group is model.process_group",
+            "self._follows_model = False",
+            f"{WORLD}::test_a_model_that_moved_alone_raises_until_its_hook_follows",
+        ),
+    ),
+    *planted(
+        "commhooks/hosts/torchft.py",
+        (
+            "a replica that recovers counts",
+            "self._hook.world_size / manager.num_participants()",
+            "1.0",
+            f"{DISTRIBUTED}/test_torchft.py::test_a_hook_follows_the_quorum",
+        ),
+        (
+            "a step with an error is kept",
+            "self._hook.step_abandoned()  #",
+            "pass  #",
+            f"{DISTRIBUTED}/test_torchft.py::test_a_hook_follows_the_quorum",
+        ),
+    ),
+    *planted(
         "commhooks/checkpoint/ranks.py",
         (
             "fewer ranks apply what was owed twice over",
-            "merged[key] = _added(key, own, world_size / saved_size)",
-            "merged[key] = _added(key, own, 1.0)",
+            "values[key] = _added(key, own, world_size / saved_size)",
+            "values[key] = _added(key, own, 1.0)",
             f"{CHECKPOINT}::test_another_world_size_keeps_the_mean_of_residuals",
         ),
         (
             "a mean over ranks is a sum",
-            "merged[key] = _added(key, everyone, 1.0 / saved_size)",
-            "merged[key] = _added(key, everyone, 1.0)",
+            "values[key] = _added(key, everyone, 1.0 / len(everyone))",
+            "values[key] = _added(key, everyone, 1.0)",
             f"{CHECKPOINT}::test_memory_on_another_number_of_ranks",
         ),
         (

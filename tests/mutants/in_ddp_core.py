@@ -463,7 +463,31 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
+        "ddp_core/ddp/parts.py",
+        (
+            "a model goes to other ranks though its hook does not",
+            "                self.replica.group = group_before\n",
+            "                pass\n",
+            f"{DISTRIBUTED}/test_other_ranks.py"
+            "::test_what_cannot_change_says_why_and_stays_as_it_was",
+        ),
+    ),
+    *planted(
         "ddp_core/exchange/lanes.py",
+        (
+            "a group is dropped with a collective under way",
+            "    for _ in range(left):\n        events.get()\n",
+            "",
+            f"{DISTRIBUTED}/test_other_ranks.py"
+            "::test_lanes_are_given_up_without_waiting_for_a_silent_rank",
+        ),
+        (
+            "exchanges that were given up never end",
+            "            task.give_up()",
+            "            pass",
+            f"{DISTRIBUTED}/test_other_ranks.py"
+            "::test_lanes_are_given_up_without_waiting_for_a_silent_rank",
+        ),
         (
             "closing leaves other ranks waiting",
             "done = stops and (alive is None or not alive._under_way)",

@@ -107,7 +107,6 @@ FEATURES: dict[str, dict[str, Any]] = {
 # What a class says no to whatever else there is, by (class, feature), and how.
 _LAYOUT = "cannot remove a hook or take a bucket layout"
 _RAISED = "Expected to have finished reduction"
-_GROUP = "_update_process_group"
 ALONE = {
     ("torch", "layout scheme"): _LAYOUT,
     ("torch", "layout shape"): _LAYOUT,
@@ -119,8 +118,6 @@ ALONE = {
     ("torch", "setting in_backward"): "without a hook, too",
     ("torch", "raise within"): _RAISED,
     ("torch", "raise after"): f"{_RAISED}|without a hook, too",
-    ("torch", "another group"): _GROUP,
-    ("core", "another group"): _GROUP,
 }
 # Two features that are refused together, on both classes unless one is named, and how.
 _CHANGING = ("unused by rank", "unused everywhere", "skips unused", "freeze")

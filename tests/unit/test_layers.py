@@ -51,6 +51,7 @@ FLOORS = {
         "report",
         "local",
         "optim",
+        "hosts",
         "research",
         "predict",
         "classic",
