@@ -126,8 +126,8 @@ class Hosted:
         path = Path(folder, self._file)
         if not path.exists():
             raise CheckpointError(
-                f"{self._name}.load: there is no {path}: the checkpoint was saved without this hook, "
-                f"or is in another folder"
+                f"{self._name}.load: there is no {path}; the checkpoint was saved without this "
+                f"hook, or is in another folder"
             )
         # Mapped: a rank needs its own part, and the file holds a residual per rank.
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
