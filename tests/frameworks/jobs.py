@@ -58,13 +58,12 @@ def job(
             "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
             "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test",
         }  # fmt: skip
-        running.append(
-            subprocess.Popen(
-                [sys.executable, str(script), *map(str, arguments)],
-                env=environment | of_rank, text=True,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            )  # fmt: skip
-        )
+        process = subprocess.Popen(
+            [sys.executable, str(script), *map(str, arguments)],
+            env=environment | of_rank, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        running.append(process)
     deadline, outputs = time.monotonic() + timeout, []
     try:
         for process in running:

@@ -108,14 +108,13 @@ def refuses(folder: Path) -> dict[str, Any]:
     """The errors where a hook would not run."""
     state = commhooks.HookState("int8")
     both = DDPStrategy(ddp_comm_state=state, ddp_comm_hook=commhooks.comm_hook)
+    twice = L.Trainer(
+        accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, logger=False,
+        callbacks=[CommHook("int8"), CommHook("int8")], enable_checkpointing=False,
+    )  # fmt: skip
     told = {
         "hook of the strategy": attempt(lambda: fit(Automatic(), folder, CommHook("int8"), both)),
-        "two callbacks": attempt(
-            lambda: L.Trainer(
-                accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, logger=False,
-                callbacks=[CommHook("int8"), CommHook("int8")], enable_checkpointing=False,
-            ).fit(Automatic(), loader())
-        ),  # fmt: skip
+        "two callbacks": attempt(lambda: twice.fit(Automatic(), loader())),
         "before fit": attempt(lambda: CommHook("int8").hook),
         "unknown scheme": attempt(lambda: fit(Automatic(), folder, CommHook("itn8"))),
     }

@@ -36,9 +36,7 @@ def trains(folder: Path) -> dict[str, Any]:
         comm = None if scheme is None else CommHook(made, scheme)
         made.train()
         told[str(scheme)] = [digest(made.model), 0 if comm is None else comm.hook.step]
-        told["logged"] = [
-            row["step"] for row in made.state.log_history if "comm/wire_bytes" in row
-        ]
+        told["logged"] = [row["step"] for row in made.state.log_history if "comm/wire_bytes" in row]
     return told
 
 
@@ -53,7 +51,7 @@ def resumes(folder: Path) -> dict[str, Any]:
     made, comm = run("first", 2)
     made.train()
     saved = str(folder / "first" / "checkpoint-2")
-    made, other = run("second", 2)
+    made, _ = run("second", 2)
     made.train()
     told: dict[str, Any] = {}
     # A checkpoint of the same step is in the folder, of another run.

@@ -26,6 +26,7 @@ import commhooks
 import ddp_core
 from commhooks import make
 from commhooks.cli.app import app
+from commhooks.errors import MissingPackageError
 from commhooks.research.conformance import check_scheme
 from tests.distributed.harness import run_ranks
 
@@ -186,7 +187,8 @@ def options() -> frozenset[str]:
     for package in (commhooks, ddp_core):
         for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             if not found.name.endswith(("__main__", "libcommhooks_kernels")):
-                modules.append(import_module(found.name))
+                with contextlib.suppress(MissingPackageError):  # the module of a framework
+                    modules.append(import_module(found.name))
     of_torch = {*inspect.signature(DistributedDataParallel).parameters, *OF_TORCH}
     return frozenset(of_torch.union(COMMON, *map(parameters, modules)))
 
