@@ -32,7 +32,7 @@ class Hosted:
     _remedy = "wrap the model in DistributedDataParallel"
     # The rank that saves; None where every node saves a copy.
     _to: int | None = 0
-    _file = "commhooks.pt"  # in the folder of a checkpoint
+    _file = "commhooks_state.pt"  # in the folder of a checkpoint
 
     def __init__(self, scheme: str | Scheme = "none", **options: Any) -> None:
         self._scheme, self._options = scheme, options

@@ -18,7 +18,7 @@ def latest(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The model's file and the hook's in the last checkpoint."""
     found = max((folder / "example").glob("checkpoint_*"))
     (model, hook) = (
-        torch.load(found / name, weights_only=True) for name in ("model.pt", "commhooks.pt")
+        torch.load(found / name, weights_only=True) for name in ("model.pt", "commhooks_state.pt")
     )
     return model, hook
 
