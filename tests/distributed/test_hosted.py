@@ -256,7 +256,9 @@ def _transformers(rank: int, world_size: int, folder: str) -> None:
     def restored() -> Any:
         return SimpleNamespace(global_step=4, stateful_callbacks=dict(saved[0]))
 
-    assert begun(trainer(wrapped(), "a"), restored()).hook.step == 4
+    after = restored()
+    assert begun(trainer(wrapped(), "a"), after).hook.step == 4
+    assert after.stateful_callbacks != saved[0]  # each run has a name of its own
     elsewhere = trainer(wrapped(), "b")
     said = error_of(lambda: begun(elsewhere, restored()), CheckpointError)
     assert "checkpoint-4" in said

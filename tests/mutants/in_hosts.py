@@ -62,8 +62,8 @@ MUTANTS: list[Mutant] = [
         "commhooks/hosts/transformers.py",
         (
             "the checkpoint of another run is taken",
-            'self._file = before["file"]',
-            "pass",
+            'self._file = f"commhooks-{uuid.uuid4().hex[:8]}.pt"',
+            'self._file = "commhooks-0.pt"',
             f"{HOSTED}::test_transformers_by_what_it_has_published",
         ),
         (
