@@ -42,7 +42,7 @@ class CommHook(Hosted, Callback):
 
     def __init__(self, scheme: str | Scheme = "none", *, log: bool = True, **options: Any) -> None:
         super().__init__(scheme, **options)
-        self._log = log
+        self._log, self._logged = log, 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuses a strategy with a hook of its own."""
@@ -59,9 +59,12 @@ class CommHook(Hosted, Callback):
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Logs the metrics of the hook."""
-        if self._log and trainer.global_step % trainer.log_every_n_steps == 0:
+        # With accumulation several batches are one step; manual optimization counts optimizers.
+        step, every = trainer.global_step, trainer.log_every_n_steps
+        if self._log and every and step // every > self._logged // every:
+            self._logged = step
             for logger in trainer.loggers:
-                logger.log_metrics(self.metrics(), step=trainer.global_step)
+                logger.log_metrics(self.metrics(), step=step)
 
 
 class CoreDDPStrategy(DDPStrategy):
