@@ -3,11 +3,12 @@ PYTHON ?= python3
 # Test processes: more than cores, because ranks wait for each other.
 WORKERS ?= 3
 VENV := .venv
+FRAMEWORKS := .venv-frameworks
 RUN := $(VENV)/bin/python
 # torch is pinned in constraints.txt: without a pin pip fetches gigabytes of CUDA packages.
 INSTALL := $(RUN) -m pip install --quiet --constraint constraints.txt
 
-.PHONY: bandwidth test test-all docs format clean
+.PHONY: bandwidth test test-all test-frameworks docs format clean
 
 bandwidth: $(VENV)/experiments
 	$(RUN) -m experiments.bandwidth
@@ -22,6 +23,21 @@ test: $(VENV)/dev
 # and ten thousand steps show.
 test-all: test
 	$(RUN) -m pytest --numprocesses $(WORKERS) --dist worksteal -m slow
+
+# Lightning, Accelerate, Transformers and Ray, in an environment of their own: it sees what is in
+# $(VENV), torch among it, and adds the frameworks. Scripts run in two processes; about ten minutes.
+test-frameworks: $(VENV)/frameworks
+	$(FRAMEWORKS)/bin/python -m pytest -p no:cacheprovider tests/frameworks
+
+$(VENV)/frameworks: $(VENV)/dev pyproject.toml
+	$(RUN) -m venv --clear $(FRAMEWORKS)
+	$(RUN) -c "import site; print(site.getsitepackages()[0])" \
+		> $$($(FRAMEWORKS)/bin/python -c "import site; print(site.getsitepackages()[0])")/below.pth
+	$(RUN) -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['frameworks'], sep='\n')" \
+		> $(FRAMEWORKS)/requirements.txt
+	$(FRAMEWORKS)/bin/python -m pip install --quiet --constraint constraints.txt \
+		--requirement $(FRAMEWORKS)/requirements.txt
+	touch $@
 
 # The site of docs/ with reference and search: python -m http.server --directory build/site
 docs: $(VENV)/dev
@@ -44,4 +60,4 @@ $(VENV)/dev: $(VENV)/created pyproject.toml constraints.txt
 	touch $@ $(VENV)/experiments
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(FRAMEWORKS) build dist *.egg-info

@@ -1,5 +1,8 @@
-<<<<<<< HEAD
-"""Adapts hooks to hosts other than DistributedDataParallel."""
-=======
-"""Runs hooks inside the libraries that train models; each module is imported by its name."""
->>>>>>> world15
+"""Puts schemes into what averages gradients besides DistributedDataParallel, one module per host.
+
+Frameworks that own the training loop have a ``CommHook``, which registers a scheme on the model
+that the framework has wrapped, and saves and loads the states of all ranks as one. FSDP is reached
+by :func:`commhooks.register`. Nothing is imported here: a module needs its host only.
+"""
+
+__all__: list[str] = []

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from tests.mutants import in_commhooks, in_ddp_core, in_kernels, in_predict, in_schemes
+from tests.mutants import (
+    in_commhooks,
+    in_ddp_core,
+    in_hosts,
+    in_kernels,
+    in_predict,
+    in_schemes,
+)
 from tests.mutants.mutant import Mutant
 
 __all__ = ["MUTANTS"]
@@ -10,6 +17,7 @@ __all__ = ["MUTANTS"]
 MUTANTS: list[Mutant] = [
     *in_schemes.MUTANTS,
     *in_commhooks.MUTANTS,
+    *in_hosts.MUTANTS,
     *in_ddp_core.MUTANTS,
     *in_kernels.MUTANTS,
     *in_predict.MUTANTS,

@@ -26,6 +26,7 @@ import commhooks
 import ddp_core
 from commhooks import make
 from commhooks.cli.app import app
+from commhooks.errors import MissingPackageError
 from commhooks.research.conformance import check_scheme
 from tests.distributed.harness import run_ranks
 
@@ -39,6 +40,12 @@ PLAIN = ("none", "allreduce", "noop")
 COMMON = {"start_step": 5, "error_feedback": True, "wire_dtype": "fp16", "coalesce": True}
 # Arguments of functions of torch that pages name.
 OF_TORCH = {"checkpoint_id", "drop_last", "use_local_synchronization", "weights_only"}
+# Arguments of frameworks, and of the modules for them, which need the framework.
+OF_FRAMEWORKS = {
+    "comm_hook", "ddp_comm_hook", "ddp_comm_state", "log", "parallel_strategy", "resume_from",
+    "resume_from_checkpoint", "save_on_each_node", "save_only_model", "save_weights_only",
+    "strategy",
+}  # fmt: skip
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 # What docs/index.md says that examples assume. The hook registered last is replaced by the next.
 PRELUDE = """
@@ -186,9 +193,10 @@ def options() -> frozenset[str]:
     for package in (commhooks, ddp_core):
         for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             if not found.name.endswith(("__main__", "libcommhooks_kernels")):
-                modules.append(import_module(found.name))
-    of_torch = {*inspect.signature(DistributedDataParallel).parameters, *OF_TORCH}
-    return frozenset(of_torch.union(COMMON, *map(parameters, modules)))
+                with contextlib.suppress(MissingPackageError):  # the module of a framework
+                    modules.append(import_module(found.name))
+    others = {*inspect.signature(DistributedDataParallel).parameters, *OF_TORCH, *OF_FRAMEWORKS}
+    return frozenset(others.union(COMMON, *map(parameters, modules)))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=names(PAGES))

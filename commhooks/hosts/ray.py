@@ -1,0 +1,47 @@
+"""Puts a scheme on a model that Ray Train has prepared, in a worker's training function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from commhooks.core.scheme import Scheme
+from commhooks.errors import RegistrationError
+from commhooks.hosts.hosted import Hosted
+
+__all__ = ["CommHook"]
+
+
+class CommHook(Hosted):
+    """Registers a scheme; ``save`` and ``load`` use the folder of a Ray checkpoint.
+
+    Args:
+        model: what ``ray.train.torch.prepare_model`` has returned.
+        scheme: a name or a scheme.
+        options: of the scheme, and those of :func:`commhooks.register`.
+
+    Raises:
+        RegistrationError: the model is not in DistributedDataParallel (one worker, FSDP), or this
+            is not a worker of a ``TorchTrainer``.
+
+    Example:
+        >>> comm = CommHook(prepare_model(model), "powersgd", rank=4)
+        >>> comm.save(folder)  # all workers; rank 0 has the file
+        >>> ray.train.report(comm.metrics(), checkpoint=Checkpoint.from_directory(folder))
+    """
+
+    _remedy = (
+        "use ScalingConfig(num_workers=2) or more and prepare_model's DistributedDataParallel, "
+        "and give the model that prepare_model has returned"
+    )
+
+    def __init__(self, model: nn.Module, scheme: str | Scheme = "none", **options: Any) -> None:
+        super().__init__(scheme, **options)
+        if not dist.is_initialized():
+            raise RegistrationError(
+                f"{self._name}: no process group; call it in the training function of a "
+                f"TorchTrainer, whose workers have one"
+            )
+        self.attach(model, dist.get_world_size())

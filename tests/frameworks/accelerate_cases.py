@@ -1,0 +1,85 @@
+"""Hugging Face Accelerate: accumulation, what is refused, and copies on every node."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.utils import DDPCommunicationHookType, ProjectConfiguration
+
+import commhooks
+from commhooks.hosts.accelerate import CommHook
+from tests.frameworks.told import attempt, batch, digest, main, network
+
+
+def prepared(accelerator: Accelerator) -> tuple[Any, Any]:
+    model = network()
+    return accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+
+
+def steps(accelerator: Accelerator, model: Any, optimizer: Any, number: int) -> None:
+    for step in range(2 * number):
+        points, classes = batch(step, accelerator.process_index)
+        with accelerator.accumulate(model):
+            accelerator.backward(torch.nn.functional.cross_entropy(model(points), classes))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def trains(folder: Path) -> dict[str, Any]:
+    """The weights after training with each scheme, and without a hook."""
+    told: dict[str, Any] = {}
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    for scheme in (None, "none", "int8"):
+        model, optimizer = prepared(accelerator)
+        comm = None if scheme is None else CommHook(accelerator, model, scheme)
+        steps(accelerator, model, optimizer, 6)
+        told[str(scheme)] = [digest(model), 0 if comm is None else comm.hook.step]
+    accelerator.end_training()
+    return told
+
+
+def refuses(folder: Path) -> dict[str, Any]:
+    """The errors where a hook would not run."""
+
+    def with_hook(given: Any) -> None:
+        kwargs = DistributedDataParallelKwargs(comm_hook=given)
+        accelerator = Accelerator(cpu=True, kwargs_handlers=[kwargs])
+        CommHook(accelerator, prepared(accelerator)[0], "int8")
+
+    told = {
+        "of the enum": attempt(lambda: with_hook(DDPCommunicationHookType.POWER_SGD)),
+        "a function": attempt(lambda: with_hook(commhooks.powerSGD_hook)),
+        "not prepared": attempt(lambda: CommHook(Accelerator(cpu=True), network(), "int8")),
+    }
+    Accelerator(cpu=True).end_training()
+    return told
+
+
+def alone(folder: Path) -> dict[str, Any]:
+    """One process, whose model Accelerate does not wrap."""
+    accelerator = Accelerator(cpu=True)
+    return {"error": attempt(lambda: CommHook(accelerator, prepared(accelerator)[0], "int8"))}
+
+
+def copies(folder: Path) -> dict[str, Any]:
+    """A checkpoint that every node keeps: each rank could be the one that saves."""
+    project = ProjectConfiguration(save_on_each_node=True)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    model, optimizer = prepared(accelerator)
+    comm = CommHook(accelerator, model, "topk", ratio=0.05)
+    steps(accelerator, model, optimizer, 2)
+    before = comm.hook.residual("0.weight")
+    state = comm.state_dict()
+    accelerator.save_state(folder / "saved")
+    steps(accelerator, model, optimizer, 2)
+    accelerator.load_state(folder / "saved")
+    after = comm.hook.residual("0.weight")
+    accelerator.end_training()
+    return {"parts": sorted(one for one in state if one[:4] == "rank"), "same": after.equal(before)}
+
+
+if __name__ == "__main__":
+    main(trains=trains, refuses=refuses, alone=alone, copies=copies)

@@ -1,0 +1,84 @@
+"""Lightning Fabric: accumulation, what is refused, and a checkpoint for another number of ranks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+
+from commhooks.hosts.fabric import CommHook
+from tests.frameworks.told import attempt, batch, digest, main, network
+
+
+def launched() -> Fabric:
+    fabric = Fabric(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy="ddp")
+    fabric.launch()
+    return fabric
+
+
+def steps(fabric: Fabric, model: Any, optimizer: Any, number: int) -> None:
+    """Steps of two batches, of which the second synchronises."""
+    for step in range(2 * number):
+        points, classes = batch(step, fabric.global_rank)
+        with fabric.no_backward_sync(model, enabled=step % 2 == 0):
+            fabric.backward(torch.nn.functional.cross_entropy(model(points), classes))
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def set_up(fabric: Fabric) -> tuple[Any, Any]:
+    model = network()
+    return fabric.setup(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+
+
+def trains(folder: Path) -> dict[str, Any]:
+    """The weights after training with each scheme, and without a hook."""
+    told: dict[str, Any] = {}
+    fabric = launched()
+    for scheme in (None, "none", "int8"):
+        model, optimizer = set_up(fabric)
+        comm = None if scheme is None else CommHook(fabric, model, scheme)
+        steps(fabric, model, optimizer, 6)
+        told[str(scheme)] = [digest(model), 0 if comm is None else comm.hook.step]
+    return told
+
+
+def saves(folder: Path) -> dict[str, Any]:
+    """A checkpoint with residuals; this rank's, for one parameter."""
+    fabric = launched()
+    model, optimizer = set_up(fabric)
+    comm = CommHook(fabric, model, "topk", ratio=0.05)
+    steps(fabric, model, optimizer, 4)
+    fabric.save(folder / "saved", {"model": model, "comm": comm})
+    return {"step": comm.hook.step, "residual": comm.hook.residual("0.weight").tolist()}
+
+
+def loads(folder: Path) -> dict[str, Any]:
+    """The residual that this rank continues from."""
+    fabric = launched()
+    model, _ = set_up(fabric)
+    comm = CommHook(fabric, model, "topk", ratio=0.05)
+    fabric.load(folder / "saved", {"model": model, "comm": comm})
+    return {"step": comm.hook.step, "residual": comm.hook.residual("0.weight").tolist()}
+
+
+def refuses(folder: Path) -> dict[str, Any]:
+    """The errors where a hook would not run."""
+    fabric = launched()
+    return {"not set up": attempt(lambda: CommHook(fabric, network(), "int8"))}
+
+
+def alone(folder: Path) -> dict[str, Any]:
+    """One device, whose model Fabric does not wrap."""
+    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric.launch()
+    model, _ = set_up(fabric)
+    return {"error": attempt(lambda: CommHook(fabric, model, "int8"))}
+
+
+if __name__ == "__main__":
+    main(trains=trains, saves=saves, loads=loads, refuses=refuses, alone=alone)

@@ -1,0 +1,66 @@
+"""Pages and examples of frameworks: the lines of a page are in the script, and there are few."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = {
+    "accelerate": "in_accelerate.py",
+    "fabric": "in_fabric.py",
+    "lightning": "in_lightning.py",
+    "ray": "in_ray.py",
+    "transformers": "in_trainer.py",
+}
+# In pages, `py` and not `python`: the framework is needed to run them.
+BLOCK = re.compile(r"^```py\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def script(name: str) -> str:
+    return (ROOT / "docs" / "examples" / SCRIPTS[name]).read_text()
+
+
+def squeezed(text: str) -> list[str]:
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_lines_of_a_page_are_those_of_its_script(name: str) -> None:
+    page = (ROOT / "docs" / "hosts" / f"{name}.md").read_text()
+    assert SCRIPTS[name] in page
+    first = BLOCK.findall(page)[0]
+    assert not [line for line in squeezed(first) if line not in squeezed(script(name))]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_framework_takes_at_most_five_lines(name: str) -> None:
+    """Those that import from here, or use what was imported, without the printed summary."""
+    lines = set()
+    for node in ast.walk(ast.parse(script(name))):
+        imported = isinstance(node, ast.ImportFrom) and (node.module or "").startswith("commhooks")
+        if imported or (isinstance(node, ast.Name) and node.id in ("comm", "CommHook")):
+            lines.add(node.lineno)
+    printed = {n for n, line in enumerate(script(name).splitlines(), 1) if "summary()" in line}
+    assert 2 <= len(lines - printed) <= 5
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_module_of_a_framework_has_at_most_80_lines_of_code(name: str) -> None:
+    tree = ast.parse((ROOT / "commhooks" / "hosts" / f"{name}.py").read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(
+            node
+        ):
+            node.body = node.body[1:] or [ast.Pass()]
+    assert len(ast.unparse(tree).splitlines()) <= 80
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_framework_is_tested_and_in_the_navigation(name: str) -> None:
+    assert (ROOT / "tests" / "frameworks" / f"test_{name}.py").exists()
+    assert f"hosts/{name}.md" in (ROOT / "mkdocs.yml").read_text()
+    assert f"::: commhooks.hosts.{name}" in (ROOT / "docs" / "reference" / "hosts.md").read_text()
