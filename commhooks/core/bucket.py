@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from commhooks.core.layout import Layout
 from commhooks.core.memory import Memory, share_storage
@@ -16,7 +17,7 @@ from commhooks.core.slot import Slot
 from commhooks.core.step_info import StepInfo, number_of
 from commhooks.errors import SchemeError
 from commhooks.kernels import RandomBits
-from ddp_core import AllReduce, Collective, ReduceScatter
+from ddp_core import AllGather, AllReduce, Collective, ReduceScatter
 
 __all__ = ["Bucket", "Result", "SchemeExchange", "nan_unless"]
 
@@ -240,6 +241,24 @@ class Bucket(StepInfo):
         if request.sent is not None:
             sent = from_rows(request.sent, shards)
         result = Result(mean, sent=sent)
+        return result if self.unsent is None else self.completed(result)
+
+    def all_gather(self, parts: Sequence[Span]) -> SchemeExchange:
+        """Gathers the buckets of all ranks by one all-gather, in the dtype of ``raw``.
+
+        Args:
+            parts: begin and end of the entries of each rank in the result.
+        """
+        gradient, dtype = self.gradient, self.raw.dtype
+        payload = gradient.to(dtype)
+        longest, n = parts[0][1], payload.numel()
+        # All ranks send as much as the one with the most entries, as a collective needs.
+        request = AllGather(payload if n == longest else pad(payload, (0, longest - n)))
+        arrived = yield request
+        sent = None if gradient.dtype == dtype else payload
+        if request.sent is not None:
+            sent = request.sent[:n]
+        result = Result(from_rows(arrived, parts), sent=sent)
         return result if self.unsent is None else self.completed(result)
 
     def completed(self, result: Result) -> Result:

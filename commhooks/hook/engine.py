@@ -5,6 +5,7 @@ Knows no process group and no DDP, so that simulated ranks and real ranks share 
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from commhooks.core.bucket import Bucket, Result
+from commhooks.core.bucket import Bucket, Result, SchemeExchange
 from commhooks.core.layout import Layout
 from commhooks.core.memory import Memory
 from commhooks.core.scheme import Scheme, slots_of
@@ -74,6 +75,16 @@ class Engine:
         slots = slots_of(scheme)
         self.keeps_memory = bool(slots)
         self.memory.declared = frozenset(slot.key for slot in slots)
+
+    def at(self, step: int) -> Engine:
+        """Returns an engine with the same scheme and memory for one step of its own.
+
+        Steps of different engines may overlap, if no two have a parameter in common.
+        """
+        other = copy.copy(self)
+        other.step, other.skipped, other.observer = step, 0, None
+        other._lock, other._open = threading.Lock(), None
+        return other
 
     @property
     def under_way(self) -> bool:
@@ -163,13 +174,15 @@ class Engine:
         shards: Sequence[Span] | None = None,
         output: Tensor | None = None,
         agree: bool = False,
+        run: Callable[[Bucket], SchemeExchange] | None = None,
     ) -> Exchange:
         """Exchanges one launched bucket and returns the tensor that replaces ``grad``.
 
         Args:
             number: of the bucket, for reports.
             shards: begin and end of the entries whose mean each rank needs; None: all of them.
-            output: may take the mean; by default the gradient's own memory.
+            output: may take the result; by default the gradient's own memory.
+            run: exchanges the bucket; by default the scheme's ``exchange``.
             agree: agrees on whether the bucket is finite, in a round of its own, since no call of
                 :meth:`agreement` follows.
         """
@@ -179,14 +192,14 @@ class Engine:
             if grad.is_sparse:
                 mean = yield from _exchange_sparse(grad, self.scheme)
                 values = mean._values()
-            elif not grad.is_floating_point():
+            elif run is None and not grad.is_floating_point():
                 mean = yield from _exchange_complex(grad, self.scheme)
                 values = torch.view_as_real(mean)
             else:
                 bucket = self.bucket(grad, find_layout, shards, output)
                 measurement = self._measure(step, number, bucket)
-                result = yield from self.scheme.exchange(bucket)
-                mean = values = self._checked(result, grad if shards is None else bucket.output)
+                result = yield from (run or self.scheme.exchange)(bucket)
+                mean = values = self._checked(result, bucket.output)
                 finite = result.finite
                 if measurement is not None:
                     measurement.finish(mean, step.memory)

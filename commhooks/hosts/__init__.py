@@ -1,1 +1,28 @@
-"""Adapts hooks to hosts other than DistributedDataParallel."""
+"""Adapts schemes to hosts other than DistributedDataParallel, and to programs without a host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from commhooks.hosts.collectives import Collectives
+from commhooks.hosts.functions import all_gather, all_reduce, reduce_scatter
+from commhooks.hosts.process_group import SchemeGroup, process_group
+
+__all__ = [
+    "Collectives",
+    "SchemeGroup",
+    "all_gather",
+    "all_reduce",
+    "process_group",
+    "reduce_scatter",
+    "replicate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Importing FSDP2 takes a second, and most programs have none of it.
+    if name == "replicate":
+        from commhooks.hosts.replicate import replicate
+
+        return replicate
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

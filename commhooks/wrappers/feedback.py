@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, Literal
@@ -10,6 +11,7 @@ import torch
 
 from commhooks.core.bucket import Bucket, Result, SchemeExchange
 from commhooks.core.scheme import Scheme, walk
+from commhooks.core.shards import Span
 from commhooks.core.slot import Slot
 from commhooks.core.step_info import StepInfo
 from commhooks.core.traits import Biased, Exact, Traits
@@ -121,12 +123,22 @@ class ErrorFeedback(Feedback):
 
     keeps = (RESIDUAL_SLOT,)
 
+    @property
+    def gathers(self) -> bool:
+        return self.scheme.gathers
+
     def exchange(self, bucket: Bucket) -> SchemeExchange:
+        return (yield from self._corrected(bucket, self.scheme.exchange))
+
+    def all_gather(self, bucket: Bucket, parts: Sequence[Span]) -> SchemeExchange:
+        return (yield from self._corrected(bucket, lambda one: self.scheme.all_gather(one, parts)))
+
+    def _corrected(self, bucket: Bucket, run: Callable[[Bucket], SchemeExchange]) -> SchemeExchange:
         residual = bucket.read(RESIDUAL_SLOT)
         # Not in place: if the step turns out not to be finite, the old residual stays.
         unsent = bucket.scratch(RESIDUAL_SLOT, like=residual)
         inside = bucket.replace(residual=residual, unsent=unsent)
-        result = inside.completed((yield from self.scheme.exchange(inside)))
+        result = inside.completed((yield from run(inside)))
         assert result.unsent is not None
         bucket.write(RESIDUAL_SLOT, result.unsent)
         return result
