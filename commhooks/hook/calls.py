@@ -174,9 +174,7 @@ class Calls(HookState):
 
     def saved_plan(self) -> str:
         """Returns names, steps and shapes of the tensors, as JSON."""
-        known = {
-            name: (step, self._tensors.described(name)) for name, step in self._steps.items()
-        }
+        known = {name: (step, self._tensors.described(name)) for name, step in self._steps.items()}
         return json.dumps({"tensors": known})
 
     def _take_up(self, buckets: SavedBuckets) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from commhooks.hosts.collectives import Collectives
 from commhooks.hosts.functions import all_gather, all_reduce, reduce_scatter
-from commhooks.hosts.process_group import SchemeGroup, process_group
+from commhooks.hosts.scheme_group import SchemeGroup, process_group
 
 __all__ = [
     "Collectives",
@@ -22,7 +22,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # Importing FSDP2 takes a second, and most programs have none of it.
     if name == "replicate":
-        from commhooks.hosts.replicate import replicate
+        from commhooks.hosts.fsdp2_replicate import replicate
 
         return replicate
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -48,6 +48,7 @@ FLOORS = {
         "schemes",
         "checkpoint",
         "hook",
+        "hosts",
         "report",
         "local",
         "optim",

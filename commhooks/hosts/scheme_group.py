@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import _create_work_from_future
+from torch._C._distributed_c10d import _create_work_from_future
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.core.scheme import Scheme, slots_of
@@ -91,7 +91,8 @@ class SchemeGroup(dist.ProcessGroup):
 
     def _fits(self, tensors: list[Tensor], op: Any) -> bool:
         one = tensors[0]
-        averages = op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+        # ``op`` on the left: torch compares the two kinds of operations in this order only.
+        averages = op == dist.ReduceOp.SUM or op == dist.ReduceOp.AVG
         dense = one.layout == torch.strided and one.is_floating_point()
         return len(tensors) == 1 and averages and dense
 
@@ -123,7 +124,7 @@ class SchemeGroup(dist.ProcessGroup):
         """Returns the name by which torch.distributed knows the group."""
         return self._name
 
-    def getBackendName(self) -> str:  # noqa: N802
+    def getBackendName(self) -> str:
         """Returns the name of the backend."""
         return NAME
 
