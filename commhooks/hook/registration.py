@@ -25,6 +25,8 @@ from ddp_core import DistributedDataParallel as CoreDDP
 
 __all__ = ["register", "unregister"]
 
+_COMPOSABLE = "torch.distributed._composable.replicate"
+
 
 def register(
     model: nn.Module,
@@ -44,8 +46,9 @@ def register(
     All ranks pass equal arguments.
 
     Args:
-        model: torch's DistributedDataParallel, a module that holds exactly one, or a model of
-            FSDP2 (``fully_shard``), whose reduce-scatter the scheme replaces.
+        model: torch's DistributedDataParallel, a module that holds exactly one, one that was passed
+            to the composable ``replicate``, or a model of FSDP2 (``fully_shard``), whose
+            reduce-scatter the scheme replaces.
         scheme: a name (:func:`commhooks.scheme_names`) or a scheme; "auto" measures and chooses,
             see :class:`commhooks.predict.AutoHook`.
         process_group: ranks to average over; by default the model's.
@@ -90,6 +93,18 @@ def register(
             "commhooks.hosts.fsdp2_register:register_on_fsdp2"
         )
         return sharded(model, scheme, between=between, seed=seed, history=history, **options)
+    if any(base.__module__ == _COMPOSABLE for base in type(model).__mro__):
+        _need_defaults(
+            process_group=process_group,
+            layout=layout,
+            verify_every=verify_every,
+            between=between,
+            scheme="auto" if scheme == "auto" else None,
+        )
+        composed: Callable[..., HookState] = resolve_name(
+            "commhooks.hosts.composable:register_on_composable"
+        )
+        return composed(model, scheme, seed=seed, history=history, **options)
     if between is not None:
         raise RegistrationError("register(between=...) is for models of FSDP2 (fully_shard)")
     ddp = find_ddp(model)
@@ -163,8 +178,8 @@ def _need_defaults(**arguments: object) -> None:
     given = [name for name, value in arguments.items() if value is not None]
     if given:
         raise RegistrationError(
-            f"register: {', '.join(given)}: not for models of FSDP2, which decides itself over "
-            f"which ranks, and in which buckets, it reduces"
+            f"register: {', '.join(given)}: not for models of fully_shard and replicate, which "
+            f"decide themselves over which ranks, and in which buckets, they reduce"
         )
 
 
