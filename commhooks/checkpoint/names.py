@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
-__all__ = ["plain_name", "plain_names", "renamed"]
+__all__ = ["piece_name", "plain_name", "plain_names", "renamed", "whole_name"]
 
 T = TypeVar("T")
 
@@ -34,6 +34,16 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
     plain = {name: plain_name(name) for name in names}
     times = Counter(plain.values())
     return {name: short if times[short] == 1 else name for name, short in plain.items()}
+
+
+def piece_name(name: str, rank: int) -> str:
+    """Returns the name of the piece of a parameter that a host such as FSDP2 gives to a rank."""
+    return f"{name}#{rank}"
+
+
+def whole_name(name: str) -> str:
+    """Returns the name of the parameter that a name, or that of a piece, is of."""
+    return name.partition("#")[0]
 
 
 def renamed(values: Mapping[str, T], find: Callable[[str], str]) -> dict[str, T]:

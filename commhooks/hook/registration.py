@@ -25,8 +25,6 @@ from ddp_core import DistributedDataParallel as CoreDDP
 
 __all__ = ["register", "unregister"]
 
-_COMPOSABLE = "torch.distributed._composable.replicate"
-
 
 def register(
     model: nn.Module,
@@ -46,9 +44,12 @@ def register(
     All ranks pass equal arguments.
 
     Args:
-        model: torch's DistributedDataParallel, a module that holds exactly one, one that was passed
-            to the composable ``replicate``, or a model of FSDP2 (``fully_shard``), whose
-            reduce-scatter the scheme replaces.
+        if host == "FSDPModule":
+            options["between"] = between
+        elif between is not None:
+            raise RegistrationError("register(between=...) is for models of FSDP2 (fully_shard)")
+        sharded: Callable[..., HookState] = resolve_name(_SHARDING_HOSTS[host])
+        return sharded(model, scheme, seed=seed, history=history, **options)
         scheme: a name (:func:`commhooks.scheme_names`) or a scheme; "auto" measures and chooses,
             see :class:`commhooks.predict.AutoHook`.
         process_group: ranks to average over; by default the model's.
@@ -82,13 +83,14 @@ def register(
         raise RegistrationError(
             "register: no process group; call torch.distributed.init_process_group first"
         )
-    if _is_fsdp2(model):
+    if host := _sharding_host(model):
         _need_defaults(
             process_group=process_group,
             layout=layout,
             verify_every=verify_every,
             scheme="auto" if scheme == "auto" else None,
         )
+<<<<<<< HEAD
         sharded: Callable[..., HookState] = resolve_name(
             "commhooks.hosts.fsdp2_register:register_on_fsdp2"
         )
@@ -105,6 +107,14 @@ def register(
             "commhooks.hosts.composable:register_on_composable"
         )
         return composed(model, scheme, seed=seed, history=history, **options)
+=======
+        if host == "FSDPModule":
+            options["between"] = between
+        elif between is not None:
+            raise RegistrationError("register(between=...) is for models of FSDP2 (fully_shard)")
+        sharded: Callable[..., HookState] = resolve_name(_SHARDING_HOSTS[host])
+        return sharded(model, scheme, seed=seed, history=history, **options)
+>>>>>>> core15
     if between is not None:
         raise RegistrationError("register(between=...) is for models of FSDP2 (fully_shard)")
     ddp = find_ddp(model)
@@ -162,24 +172,42 @@ def _make_state(scheme: str | Scheme) -> Callable[..., HookState]:
     return partial(HookState, scheme)
 
 
-def _is_fsdp2(model: object) -> bool:
-    """Whether a model has FSDP2 modules, and no DistributedDataParallel around or inside it."""
+# Classes of modules that reduce gradients themselves, and what registers a hook on them. By name: importing them takes a
+# second, and most models have none.
+_SHARDING_HOSTS = {
+    "FSDPModule": "commhooks.hosts.fsdp2_register:register_on_fsdp2",
+    "FullyShardedDataParallel": "commhooks.hosts.fsdp1:register_on_fsdp1",
+    "DDP": "commhooks.hosts.composable:register_on_composable",
+}
+_REPLICATE = "torch.distributed._composable.replicate"  # makes modules of the class "DDP"
+
+
+def _sharding_host(model: object) -> str | None:
+    """Returns the name of the class that shards a model's parameters; None: nothing does."""
     if not isinstance(model, nn.Module):
-        return False
+        return None
+    if any(base.__module__ == _REPLICATE for base in type(model).__mro__):
+        return "DDP"
     kinds = [base for module in model.modules() for base in type(module).__mro__]
-    # By name: importing FSDP2 takes a second, and most models have none of it.
-    return DistributedDataParallel not in kinds and any(
-        base.__name__ == "FSDPModule" and base.__module__.startswith("torch.distributed.fsdp")
-        for base in kinds
-    )
+    if DistributedDataParallel in kinds:
+        return None
+    names = [
+        base.__name__ for base in kinds if base.__module__.startswith("torch.distributed.fsdp")
+    ]
+    return next((name for name in names if name in _SHARDING_HOSTS), None)
 
 
 def _need_defaults(**arguments: object) -> None:
     given = [name for name, value in arguments.items() if value is not None]
     if given:
         raise RegistrationError(
+<<<<<<< HEAD
             f"register: {', '.join(given)}: not for models of fully_shard and replicate, which "
             f"decide themselves over which ranks, and in which buckets, they reduce"
+=======
+            f"register: {', '.join(given)}: not for models of FSDP, which decides itself over "
+            f"which ranks, and in which buckets, it reduces"
+>>>>>>> core15
         )
 
 

@@ -14,12 +14,14 @@ from commhooks.checkpoint.form import (
     FORMAT,
     VERSION,
     MemoryDict,
+    Saved,
     SavedBuckets,
     StateDict,
     rank_fields,
     read,
 )
 from commhooks.checkpoint.memory import check_complete, check_memory
+from commhooks.checkpoint.names import whole_name
 from commhooks.checkpoint.ranks import (
     memory_for_rank,
     needed_ranks,
@@ -178,10 +180,15 @@ def prepare(
     if not fits:
         saved = saved.with_keys([RESIDUAL])
     resizes = resizes_of(scheme)
+    foreign = _of_another_host(hook, saved, resizes)
+    if foreign:
+        keys = {key for part in saved.parts for key in part.memory}
+        saved = saved.with_keys(sorted(keys - foreign))
     # With the flush as well: states of earlier versions name it as a part of the scheme.
     same_settings = fits and common["scheme"] in (describe(scheme), describe(hook.scheme))
     # At the state's step, not the hook's: schedules keep other tensors at other steps.
     declared = _declared(hook, scheme, common["step"])
+    declared = {key: values for key, values in declared.items() if key not in foreign}
 
     def check(memory: MemoryDict) -> None:
         # Shapes are compared in memory order, as parameters lie in buckets.
@@ -211,6 +218,22 @@ def prepare(
     # The order may differ between ranks; rank 0's decides, as in a run without a stop.
     arrival = parts[min(parts)].arrival
     return Loaded(scheme, memory, common, SavedBuckets(layout, limits, arrival))
+
+
+def _of_another_host(hook: Running, saved: Saved, resizes: Mapping[str, str]) -> set[str]:
+    """Returns the keys whose values another host packed in other pieces, and nobody can cut."""
+    here = hook._parameters.shapes.keys()
+    names = {
+        key: values.keys()
+        for part in saved.parts
+        for key, values in part.memory.items()
+        if resizes.get(key) == "drop"
+    }
+    return {
+        key
+        for key, theirs in names.items()
+        if not theirs <= here and set(map(whole_name, theirs)) <= set(map(whole_name, here))
+    }
 
 
 def take_up(hook: Running, loaded: Loaded) -> None:

@@ -9,9 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from commhooks.core.layout import Layout
+from commhooks.core.scheme import Scheme
 from commhooks.core.shards import Span
+from commhooks.errors import RegistrationError
 
-__all__ = ["ShardedBucket"]
+__all__ = ["ShardedBucket", "need_shards"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,3 +55,16 @@ class ShardedBucket:
     def wanted(self) -> dict[str, Any]:
         """Returns the arguments of ``Engine.exchange`` for it."""
         return {"shards": self.shards, "output": self.output}
+
+
+def need_shards(scheme: Scheme, host: str) -> None:
+    """Raises RegistrationError unless a scheme can return one shard of the mean alone."""
+    if scheme.traits.shards:
+        return
+    raise RegistrationError(
+        f"register: {scheme} averages whole buckets, and {host} needs one shard of each on each "
+        f"rank: it would send and keep what no rank needs. Schemes that exchange blocks of entries "
+        f"run here: none, fp16, bf16, int8, int4, fp8, mxfp8, onebit, eden, and a codec in "
+        f"commhooks.wrappers.TwoPhase(...), with or without error feedback. Between replicas of "
+        f"FSDP2 (HSDP) any scheme runs: register(model, scheme, between=mesh)"
+    )

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from commhooks.checkpoint.names import plain_name
+from commhooks.checkpoint.names import piece_name, plain_name
 from commhooks.core.layout import Layout
 from commhooks.hook.parameters import Parameter, Parameters
 
@@ -61,7 +61,7 @@ class ShardedParameters(Parameters):
     def layout_of(self, names: Sequence[str]) -> Layout:
         """Returns the layout of a bucket of the parameters of these names."""
         pieces = [
-            self._by_name[_piece_name(name, rank)]
+            self._by_name[piece_name(name, rank)]
             for rank in range(self._world_size)
             for name in names
         ]
@@ -74,11 +74,11 @@ class ShardedParameters(Parameters):
     def as_saved(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {
             name: torch.cat(
-                [values[_piece_name(name, rank)] for rank in range(self._world_size)],
+                [values[piece_name(name, rank)] for rank in range(self._world_size)],
                 dim=parameter.dim,
             ).narrow(parameter.dim, 0, parameter.shape[parameter.dim])
             for name, parameter in self._sharded.items()
-            if _piece_name(name, 0) in values
+            if piece_name(name, 0) in values
         }
 
     def as_kept(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -89,7 +89,7 @@ class ShardedParameters(Parameters):
                 kept[name] = value  # of another model: what checks the state says so
                 continue
             for rank in range(self._world_size):
-                piece = self._by_name[_piece_name(name, rank)]
+                piece = self._by_name[piece_name(name, rank)]
                 size = piece.shape[parameter.dim]
                 begin = min(rank * size, parameter.shape[parameter.dim])
                 length = min(size, parameter.shape[parameter.dim] - begin)
@@ -103,7 +103,7 @@ class ShardedParameters(Parameters):
         shape = list(parameter.shape)
         shape[parameter.dim] = -(-shape[parameter.dim] // self._world_size)
         order = tuple(range(len(shape)))
-        name = _piece_name(parameter.name, rank)
+        name = piece_name(parameter.name, rank)
         return Parameter(name, torch.Size(shape), parameter.dtype, order)
 
 
@@ -122,11 +122,11 @@ class OwnShards(ShardedParameters):
     def __init__(self, parameters: Sequence[Sharded], world_size: int, rank: int) -> None:
         super().__init__(parameters, world_size)
         self._rank = rank
-        own = {_piece_name(parameter.name, rank) for parameter in parameters}
+        own = {piece_name(parameter.name, rank) for parameter in parameters}
         self._by_name = {name: piece for name, piece in self._by_name.items() if name in own}
 
     def layout_of(self, names: Sequence[str]) -> Layout:
-        pieces = [self._by_name[_piece_name(name, self._rank)] for name in names]
+        pieces = [self._by_name[piece_name(name, self._rank)] for name in names]
         return Layout([piece.name for piece in pieces], [piece.shape for piece in pieces])
 
     def find(self, name: str) -> str:
@@ -137,7 +137,3 @@ class OwnShards(ShardedParameters):
 
     def as_kept(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return dict(values)
-
-
-def _piece_name(name: str, rank: int) -> str:
-    return f"{name}#{rank}"

@@ -16,6 +16,7 @@ from commhooks.checkpoint.names import plain_names
 from commhooks.core.scheme import Scheme
 from commhooks.errors import HookNotAttachedError, RegistrationError
 from commhooks.hook.handshake import MEETING
+from commhooks.hook.sharded_bucket import need_shards
 from commhooks.hook.sharded_parameters import OwnShards, Sharded, ShardedParameters
 from commhooks.hook.state import HookState
 from commhooks.hosts.fsdp2 import BetweenNodes, Module, SchemeReduceScatter
@@ -57,7 +58,7 @@ def register_on_fsdp2(
     group = found.ranks if between is None else _replicas(found, between)
     hook = HookState(scheme, process_group=group, seed=seed, history=history, **options)
     if between is None:
-        _need_shards(hook.scheme)
+        need_shards(hook.scheme, "FSDP2")
         known = ShardedParameters(found.parameters, found.ranks.size())
     else:
         known = OwnShards(found.parameters, found.ranks.size(), found.ranks.rank())
@@ -146,15 +147,3 @@ def _replicas(found: _Found, between: DeviceMesh | dist.ProcessGroup) -> dist.Pr
             'register(model, scheme, between=mesh["replicate"])'
         )
     return group
-
-
-def _need_shards(scheme: Scheme) -> None:
-    if scheme.traits.shards:
-        return
-    raise RegistrationError(
-        f"register: {scheme} averages whole buckets, and FSDP2 needs one shard of each on each "
-        f"rank: it would send and keep what no rank needs. Schemes that exchange blocks of entries "
-        f"run here: none, fp16, bf16, int8, int4, fp8, mxfp8, onebit, eden, and a codec in "
-        f"commhooks.wrappers.TwoPhase(...), with or without error feedback. Between replicas "
-        f"(HSDP) any scheme runs: register(model, scheme, between=mesh)"
-    )

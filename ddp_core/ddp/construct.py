@@ -27,19 +27,13 @@ __all__ = [
 ]
 
 
-def process_group(
-    module: nn.Module, group: dist.ProcessGroup | None, device_mesh: Any
-) -> dist.ProcessGroup:
+def process_group(group: dist.ProcessGroup | None, device_mesh: Any) -> dist.ProcessGroup:
     """Returns the ranks to average over."""
     if group is not None and device_mesh is not None:
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
     if device_mesh is not None:
         if device_mesh.ndim != 1:
             raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
-        if _root_mesh(device_mesh) != device_mesh:  # sliced out of one with tensor parallelism
-            from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
-
-            _pre_dp_module_transform(module)
         mesh_group: dist.ProcessGroup = device_mesh.get_group(mesh_dim=0)
         return mesh_group
     if group is not None:
@@ -51,15 +45,6 @@ def process_group(
         )
     assert dist.group.WORLD is not None
     return dist.group.WORLD
-
-
-def _root_mesh(device_mesh: Any) -> Any:
-    """The mesh that ``device_mesh`` was sliced out of, or itself."""
-    if hasattr(device_mesh, "_get_root_mesh"):  # newer than torch 2.9
-        return device_mesh._get_root_mesh()
-    from torch.distributed.device_mesh import _mesh_resources  # torch 2.9
-
-    return _mesh_resources.get_root_mesh(device_mesh)
 
 
 def delayed(

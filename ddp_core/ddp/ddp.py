@@ -18,6 +18,7 @@ from ddp_core.ddp.delayed import DelayedAllReduce
 from ddp_core.ddp.forward import before_forward, not_traced
 from ddp_core.ddp.logging_data import log_construction, log_recorded_steps
 from ddp_core.ddp.parts import Parts
+from ddp_core.ddp.tensor_parallel import localize
 from ddp_core.ddp.torch_methods import TorchMethods
 from ddp_core.reducer.layout import BucketCaps
 from ddp_core.reducer.parameters import verify_across_ranks
@@ -101,7 +102,8 @@ class DistributedDataParallel(TorchMethods, TorchDDP):
         # Not torch's constructor: that would make torch's reducer, too.
         nn.Module.__init__(self)
         Joinable.__init__(self)
-        group = _construct.process_group(module, process_group, device_mesh)
+        group = _construct.process_group(process_group, device_mesh)
+        localize(module)
         if device_mesh is not None:
             self.device_mesh = device_mesh
         delayed = _construct.delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
