@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from commhooks.core.bucket import Bucket, SchemeExchange
+from commhooks.core.payloads import Payloads
 from commhooks.core.piece import Piece, Randomness, Shard
-from commhooks.core.scheme import Scheme
 from commhooks.core.shards import Span
 from commhooks.core.traits import ErrorKind, Exact, Traits
 from ddp_core import AllGather, AllToAll, Collective
@@ -42,7 +42,7 @@ Pattern = Literal["two_phase", "all_gather"]
 Rounds = Generator[Collective, Tensor, None]
 
 
-class PackedCodec(Scheme):
+class PackedCodec(Payloads):
     """Sends payloads of n entries in a fixed number of bytes, a multiple of 16.
 
     Subclasses implement ``payload_bytes``, ``pack`` and ``unpack``, and ``repack`` where a single
@@ -56,11 +56,6 @@ class PackedCodec(Scheme):
     pattern: Pattern = "two_phase"
 
     @property
-    def granularity(self) -> int:
-        """Returns the entries that are encoded together: shards are multiples of them."""
-        return 1
-
-    @property
     def error(self) -> ErrorKind:
         """Returns the error of the mean, see :class:`commhooks.Traits`."""
         return Exact()
@@ -69,44 +64,6 @@ class PackedCodec(Scheme):
     def traits(self) -> Traits:
         rounds = 2 if self.pattern == "two_phase" else 1
         return Traits(rounds=rounds, error=self.error, shards=True)
-
-    def payload_bytes(self, n: int) -> int:
-        """Returns the number of bytes of the payload of ``n`` entries."""
-        raise NotImplementedError
-
-    def pack(self, piece: Piece, payload: Tensor, random: Randomness) -> None:
-        """Writes the payload of a piece of the bucket, and its error to ``piece.unsent``.
-
-        Args:
-            piece: entries and their residual.
-            payload: uint8, ``payload_bytes(piece.x.numel())`` entries; written.
-            random: random streams of this payload.
-        """
-        raise NotImplementedError
-
-    def unpack(
-        self, payloads: Tensor, out: Tensor, random: Randomness, factor: float
-    ) -> Tensor | None:
-        """Writes the sum of the decoded rows of ``payloads``, times ``factor``, to ``out``.
-
-        Returns:
-            Whether all of ``out`` is finite, one bool; None where nobody has looked.
-        """
-        raise NotImplementedError
-
-    def repack(
-        self,
-        payloads: Tensor,
-        payload: Tensor,
-        n: int,
-        random: Randomness,
-        factor: float,
-        unsent: Tensor | None = None,
-    ) -> None:
-        """Unpacks the sum of ``payloads`` and packs it: the middle of the two-phase exchange."""
-        total = torch.empty(n, dtype=torch.float32, device=payload.device)
-        self.unpack(payloads, total, random.first, factor)
-        self.pack(Piece(total, None, unsent), payload, random)
 
     def is_worthwhile(self, n: int, dense_bytes: int, world_size: int) -> bool:
         """Whether sending payloads beats an all-reduce; asked only where payloads are smaller."""
@@ -205,72 +162,6 @@ class PackedCodec(Scheme):
             received, shards, bucket.rank, server, bucket.unsent, bucket.world_size
         )
         yield from _gather(packed, bucket.output, shards, server, self.unpack_shards)
-
-    # The four methods below work shard by shard. A codec whose kernels take all shards at once
-    # overrides them: on a GPU a launch per shard costs more host time than the line is busy
-    # (docs/design/kernels.md).
-
-    def pack_shards(self, piece: Piece, shards: Sequence[Shard], random: Randomness) -> Tensor:
-        """Packs each shard of a piece into a row of bytes; all rows have the same length."""
-        # Zeros: the end of a short shard's row travels, too, and is to be the same in every run.
-        rows = piece.x.new_zeros(len(shards), shards[0].nbytes, dtype=torch.uint8)
-        for index, (begin, end, nbytes) in enumerate(shards):
-            if begin < end:
-                self.pack(piece.part(begin, end), rows[index, :nbytes], random.row(index))
-        return rows
-
-    def unpack_shard(
-        self,
-        received: Tensor,
-        shards: Sequence[Shard],
-        index: int,
-        out: Tensor,
-        random: Randomness,
-        factor: float,
-    ) -> None:
-        """Writes the sum of the payloads of one shard, times ``factor``, to ``out``."""
-        begin, end, nbytes = shards[index]
-        if begin < end:
-            self.unpack(received[:, :nbytes].contiguous(), out, random.row(index), factor)
-
-    def repack_shard(
-        self,
-        received: Tensor,
-        shards: Sequence[Shard],
-        index: int,
-        random: Randomness,
-        unsent: Tensor | None,
-        weight: int,
-    ) -> Tensor:
-        """Packs the mean of the payloads of one shard, received from several ranks.
-
-        Args:
-            received: uint8, a row per rank.
-            shards: all shards.
-            index: the shard that was received.
-            random: the streams of the second phase.
-            unsent: takes ``weight`` times the error of packing the mean.
-            weight: the number of ranks that the mean is of. No other rank knows the error, so this
-                one sends it later; in the mean its gradient counts one ``weight``-th.
-        """
-        begin, end, nbytes = shards[index]
-        packed = received.new_zeros(shards[0].nbytes)
-        if begin < end:
-            error = None if unsent is None else torch.empty_like(unsent[begin:end])
-            rows = received[:, :nbytes].contiguous()
-            factor = 1.0 / len(rows)
-            self.repack(rows, packed[:nbytes], end - begin, random.row(index), factor, error)
-            if unsent is not None and error is not None:
-                unsent[begin:end].add_(error, alpha=float(weight))
-        return packed
-
-    def unpack_shards(
-        self, rows: Tensor, out: Tensor, shards: Sequence[Shard], random: Randomness
-    ) -> None:
-        """Decodes the rows of the second phase into ``out``, shard after shard."""
-        for index, (begin, end, nbytes) in enumerate(shards):
-            if begin < end:
-                self.unpack(rows[index, None, :nbytes], out[begin:end], random.row(index), 1.0)
 
 
 def _gather(
