@@ -118,7 +118,7 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "a residual is flushed in every step",
-            "            memory.write(RESIDUAL, layout, None)\n",
+            "    bucket.memory.write(RESIDUAL, bucket.layout, None)\n",
             "",
             f"{WRAPPERS}::test_flush_adds_the_residual_once",
         ),
