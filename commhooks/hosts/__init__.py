@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
 
 from commhooks.hosts.collectives import Collectives
 from commhooks.hosts.functions import all_gather, all_reduce, reduce_scatter
 from commhooks.hosts.scheme_group import SchemeGroup, process_group
+
+if TYPE_CHECKING:
+    from commhooks.hosts.fsdp2_replicate import replicate
 
 __all__ = [
     "Collectives",
@@ -22,7 +26,5 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # Importing FSDP2 takes a second, and most programs have none of it.
     if name == "replicate":
-        from commhooks.hosts.fsdp2_replicate import replicate
-
-        return replicate
+        return resolve_name("commhooks.hosts.fsdp2_replicate:replicate")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -110,6 +110,13 @@ class AttachedModel:
         model = self._model()
         if model is None or not torch.is_grad_enabled() or torch._C._current_graph_task_id() >= 0:
             return
+        if getattr(model.process_group, "hook", None) is not self.hook:
+            raise RegistrationError(
+                "process_group(...).attach(model): the model now averages over another process "
+                "group (_update_process_group), in which nothing is compressed; wrap the module "
+                "again over a group of commhooks.process_group, attach it, and load this hook's "
+                "state_dict"
+            )
         if model._join_config.enable:
             raise RegistrationError(
                 "process_group(...).attach(model): a rank without inputs (join) is not told whose "
