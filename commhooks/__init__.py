@@ -2,11 +2,12 @@
 
 The names of daily use are here. Schemes are in :mod:`commhooks.schemes`, wrappers in
 :mod:`commhooks.wrappers`, research tools in :mod:`commhooks.research`, base classes for authors of
-packed codecs in :mod:`commhooks.core`, exceptions in :mod:`commhooks.errors`. Hooks with the names
-of PyTorch's hooks are in :mod:`commhooks.classic`, and can be imported from here.
+packed codecs in :mod:`commhooks.core`, exceptions in :mod:`commhooks.errors`, other hosts than
+DistributedDataParallel in :mod:`commhooks.hosts`. Hooks with the names of PyTorch's hooks are in
+:mod:`commhooks.classic`, and can be imported from here.
 """
 
-from commhooks import ddp_comm_hooks, errors, optim, schemes, wrappers
+from commhooks import ddp_comm_hooks, errors, hosts, optim, schemes, wrappers
 from commhooks._version import __version__
 
 # The names of torch.distributed.algorithms.ddp_comm_hooks: a script that imports them from there
@@ -55,6 +56,7 @@ from commhooks.core import Biased, Bucket, Codec, Result, Scheme, Slot, Traits, 
 from commhooks.core.registry import register_scheme, scheme_names
 from commhooks.errors import Error
 from commhooks.hook import HookState, comm_hook, load_dcp, register, unregister
+from commhooks.hosts import Collectives, all_gather, all_reduce, process_group, reduce_scatter
 from commhooks.local import DiLoCo
 from commhooks.predict.headroom import headroom
 from commhooks.research import Simulation
@@ -69,6 +71,7 @@ __all__ = [
     "Biased",
     "Bucket",
     "Codec",
+    "Collectives",
     "DiLoCo",
     "Error",
     "ErrorFeedback",
@@ -83,13 +86,18 @@ __all__ = [
     "Traits",
     "Unbiased",
     "__version__",
+    "all_gather",
+    "all_reduce",
     "comm_hook",
     "ddp_comm_hooks",
     "errors",
     "headroom",
+    "hosts",
     "load_dcp",
     "make",
     "optim",
+    "process_group",
+    "reduce_scatter",
     "register",
     "register_scheme",
     "scheme_names",

@@ -1,47 +1,26 @@
-"""Defines ``Bucket``, the argument of a scheme's exchange, and ``Result``, its return value."""
+"""Defines ``Bucket``, the argument of a scheme's exchange."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from commhooks.core.layout import Layout
 from commhooks.core.memory import Memory, share_storage
+from commhooks.core.result import Result, SchemeExchange
 from commhooks.core.shards import Span, check_shards, from_rows, to_rows
 from commhooks.core.slot import Slot
 from commhooks.core.step_info import StepInfo, number_of
 from commhooks.errors import SchemeError
 from commhooks.kernels import RandomBits
-from ddp_core import AllReduce, Collective, ReduceScatter
+from ddp_core import AllGather, AllReduce, ReduceScatter
 
 __all__ = ["Bucket", "Result", "SchemeExchange", "nan_unless"]
-
-
-class Result(NamedTuple):
-    """Holds the result of one exchange of a bucket on one rank.
-
-    Attributes:
-        mean: flat averaged gradient; the same bits on every rank unless ``traits.agrees`` is False.
-            With ``bucket.shards`` the mean of this rank's shard.
-        sent: flat tensor that this rank's contribution decodes to; the mean of ``sent`` over ranks
-            is ``mean``. None: ``gradient - unsent``, or the whole gradient where that is None, too.
-        unsent: flat, ``gradient - sent``; None where the scheme leaves the subtraction to
-            :meth:`Bucket.completed`.
-        finite: one bool, whether the bucket is finite on all ranks; the same on every rank. None:
-            the scheme did not check.
-    """
-
-    mean: Tensor
-    sent: Tensor | None = None
-    unsent: Tensor | None = None
-    finite: Tensor | None = None
-
-
-SchemeExchange = Generator[Collective, Tensor, Result]
 
 
 _ATTRIBUTES = {"raw", "output", "residual", "unsent", "layout", "memory", "step", "seed"}
@@ -216,50 +195,20 @@ class Bucket(StepInfo):
         With ``shards``, by one reduce-scatter.
         """
         if self.shards is not None:
-            return (yield from self._reduce_scatter(self.shards))
-        gradient, dtype = self.gradient, self.raw.dtype
-        # The collective works in place, and feedback subtracts from the gradient afterwards.
-        payload = gradient.to(dtype, copy=self.unsent is not None)
-        # With a residual the sum is float32: feedback keeps the error of rounding it to 16 bits.
-        sent = None if gradient.dtype == dtype else payload.clone()
-        request = AllReduce(payload)
-        mean = yield request
-        if mean.dtype != self.output.dtype:
-            mean = self.output.copy_(mean)
-        # A cast around the scheme rounds what travels, and notes the rounded share in the request.
-        result = Result(mean, sent=sent if request.sent is None else request.sent)
-        return result if self.unsent is None else self.completed(result)
+            return (yield from _reduce_scatter(self, self.shards))
+        return (yield from _all_reduce(self))
 
-    def _reduce_scatter(self, shards: Sequence[Span]) -> SchemeExchange:
-        gradient, dtype = self.gradient, self.raw.dtype
-        payload = gradient.to(dtype)
-        request = ReduceScatter(to_rows(payload, shards), "mean")
-        arrived = yield request
-        mean = self.output.copy_(arrived.view(-1)[: self.output.numel()])
-        sent = None if gradient.dtype == dtype else payload
-        if request.sent is not None:
-            sent = from_rows(request.sent, shards)
-        result = Result(mean, sent=sent)
-        return result if self.unsent is None else self.completed(result)
+    def all_gather(self, parts: Sequence[Span]) -> SchemeExchange:
+        """Gathers the buckets of all ranks by one all-gather, in the dtype of ``raw``.
+
+        Args:
+            parts: begin and end of the entries of each rank in the result.
+        """
+        return (yield from _all_gather(self, parts))
 
     def completed(self, result: Result) -> Result:
         """Completes a result: computes ``unsent`` from ``sent`` where the scheme left it out."""
-        mean, sent, unsent, finite = result
-        assert self.unsent is not None, "nobody asks for what is not sent"
-        if mean.data_ptr() == self.unsent.data_ptr():
-            mean = mean.clone()  # averaged in place of the gradient, in ``unsent``, written below
-        if unsent is None:
-            if self.residual is not None and not self._sum:
-                raise SchemeError(
-                    "a scheme that reads bucket.raw adds bucket.residual itself and returns "
-                    "Result(mean, unsent=bucket.unsent); this one returned no unsent, so the "
-                    "residual would be lost. Read bucket.gradient, which is the sum"
-                )
-            if sent is None:
-                unsent = self.unsent.zero_()
-            else:
-                unsent = torch.sub(self.gradient, sent, out=self.unsent)
-        return Result(mean, sent, unsent, finite)
+        return _completed(self, result)
 
     def in_float32(self) -> Bucket:
         """Returns the bucket that kernels take: a float64 gradient is rounded to float32."""
@@ -278,6 +227,71 @@ class Bucket(StepInfo):
                 torch.sub(self.gradient, inside.raw, out=self.unsent).add_(inside.unsent)
             self.output.copy_(inside.output)
         return Result(self.output, unsent=self.unsent)
+
+
+def _all_reduce(bucket: Bucket) -> SchemeExchange:
+    """Averages a bucket on all ranks."""
+    gradient, dtype = bucket.gradient, bucket.raw.dtype
+    # The collective works in place, and feedback subtracts from the gradient afterwards.
+    payload = gradient.to(dtype, copy=bucket.unsent is not None)
+    # With a residual the sum is float32: feedback keeps the error of rounding it to 16 bits.
+    sent = None if gradient.dtype == dtype else payload.clone()
+    request = AllReduce(payload)
+    mean = yield request
+    if mean.dtype != bucket.output.dtype:
+        mean = bucket.output.copy_(mean)
+    # A cast around the scheme rounds what travels, and notes the rounded share in the request.
+    result = Result(mean, sent=sent if request.sent is None else request.sent)
+    return result if bucket.unsent is None else bucket.completed(result)
+
+
+def _reduce_scatter(bucket: Bucket, shards: Sequence[Span]) -> SchemeExchange:
+    """Averages a bucket, of which each rank gets its shard."""
+    gradient, dtype = bucket.gradient, bucket.raw.dtype
+    payload = gradient.to(dtype)
+    request = ReduceScatter(to_rows(payload, shards), "mean")
+    arrived = yield request
+    mean = bucket.output.copy_(arrived.view(-1)[: bucket.output.numel()])
+    sent = None if gradient.dtype == dtype else payload
+    if request.sent is not None:
+        sent = from_rows(request.sent, shards)
+    result = Result(mean, sent=sent)
+    return result if bucket.unsent is None else bucket.completed(result)
+
+
+def _all_gather(bucket: Bucket, parts: Sequence[Span]) -> SchemeExchange:
+    """Gathers the buckets of all ranks."""
+    gradient, dtype = bucket.gradient, bucket.raw.dtype
+    payload = gradient.to(dtype)
+    longest, n = parts[0][1], payload.numel()
+    # All ranks send as much as the one with the most entries, as a collective needs.
+    request = AllGather(payload if n == longest else pad(payload, (0, longest - n)))
+    arrived = yield request
+    sent = None if gradient.dtype == dtype else payload
+    if request.sent is not None:
+        sent = request.sent[:n]
+    result = Result(from_rows(arrived, parts), sent=sent)
+    return result if bucket.unsent is None else bucket.completed(result)
+
+
+def _completed(bucket: Bucket, result: Result) -> Result:
+    """Returns a result with what was not sent."""
+    mean, sent, unsent, finite = result
+    assert bucket.unsent is not None, "nobody asks for what is not sent"
+    if mean.data_ptr() == bucket.unsent.data_ptr():
+        mean = mean.clone()  # averaged in place of the gradient, in ``unsent``, written below
+    if unsent is None:
+        if bucket.residual is not None and not bucket._sum:
+            raise SchemeError(
+                "a scheme that reads bucket.raw adds bucket.residual itself and returns "
+                "Result(mean, unsent=bucket.unsent); this one returned no unsent, so the "
+                "residual would be lost. Read bucket.gradient, which is the sum"
+            )
+        if sent is None:
+            unsent = bucket.unsent.zero_()
+        else:
+            unsent = torch.sub(bucket.gradient, sent, out=bucket.unsent)
+    return Result(mean, sent, unsent, finite)
 
 
 def nan_unless(finite: Tensor) -> Tensor:

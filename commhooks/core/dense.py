@@ -6,11 +6,13 @@ no schemes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from commhooks.core.bucket import Bucket, SchemeExchange
 from commhooks.core.registry import register_scheme
 from commhooks.core.scheme import Scheme
+from commhooks.core.shards import Span
 from commhooks.core.traits import Traits
 
 __all__ = ["Dense"]
@@ -26,6 +28,10 @@ class Dense(Scheme):
     """
 
     traits = Traits(shards=True)
+    gathers = True
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
         return (yield from bucket.all_reduce())
+
+    def all_gather(self, bucket: Bucket, parts: Sequence[Span]) -> SchemeExchange:
+        return (yield from bucket.all_gather(parts))

@@ -21,6 +21,7 @@ from torch import Tensor
 from commhooks.core.bucket import Bucket, Result, SchemeExchange
 from commhooks.core.bytes import as_bytes
 from commhooks.core.settings import check_settings, shown
+from commhooks.core.shards import Span
 from commhooks.core.slot import Slot
 from commhooks.core.traits import Traits
 from commhooks.errors import SchemeError
@@ -107,6 +108,26 @@ class Scheme:
     def exchange(self, bucket: Bucket) -> SchemeExchange:
         """Yields collectives, is sent their results, and returns a :class:`commhooks.Result`."""
         raise NotImplementedError
+        yield  # makes this a generator function, as every exchange is
+
+    @property
+    def gathers(self) -> bool:
+        """Whether :meth:`all_gather` is there."""
+        return False
+
+    def all_gather(self, bucket: Bucket, parts: Sequence[Span]) -> SchemeExchange:
+        """Gathers the buckets of all ranks; as ``exchange``, it yields collectives.
+
+        Does not change ``bucket.raw``.
+
+        Args:
+            bucket: this rank's entries; the output takes those of all ranks.
+            parts: begin and end of the entries of each rank in the output.
+
+        Returns:
+            A :class:`commhooks.Result` whose ``mean`` has the entries of all ranks.
+        """
+        raise SchemeError(f"{type(self).__name__} averages; it cannot gather")
         yield  # makes this a generator function, as every exchange is
 
     def bucket_group(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Hashable:

@@ -48,6 +48,7 @@ class Binding:
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
         self.parameters = Parameters()
         self.static_graph = False
+        self.also_devices: set[str] = set()  # of tensors that belong to no model
         self.pickled_on: tuple[int, int] | None = None
         self._process_group = process_group
         self._follows_model = False  # the group is the model's
@@ -77,6 +78,13 @@ class Binding:
         self.static_graph = bool(getattr(model, "static_graph", False))
         if isinstance(model, DistributedDataParallel):
             if self._process_group is None:
+                if hasattr(model.process_group, "attach"):
+                    raise RegistrationError(
+                        "the process group of this model runs a scheme already "
+                        "(commhooks.process_group), which a hook would run twice: "
+                        "group.attach(model) returns its hook; or wrap the module with the group "
+                        "that it was made of"
+                    )
                 self._process_group = model.process_group
             self._follows_model = self._process_group is model.process_group
 
@@ -142,7 +150,9 @@ class Binding:
     def devices(self) -> set[str]:
         """Returns the types of the devices that the model's parameters are on."""
         model = self.model
-        return {parameter.device.type for parameter in model.parameters()} if model else set()
+        # Without a model, named tensors are exchanged, whose devices are noted as they come.
+        used = {parameter.device.type for parameter in model.parameters()} if model else set()
+        return used | self.also_devices
 
     def on_device(self) -> AbstractContextManager[object]:
         """Makes the device of the model's parameters the current one."""

@@ -5,6 +5,7 @@ Knows no process group and no DDP, so that simulated ranks and real ranks share 
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from commhooks.core.bucket import Bucket, Result
+from commhooks.core.bucket import Bucket, Result, SchemeExchange
 from commhooks.core.layout import Layout
 from commhooks.core.memory import Memory
 from commhooks.core.scheme import Scheme, slots_of
@@ -75,6 +76,13 @@ class Engine:
         self.keeps_memory = bool(slots)
         self.memory.declared = frozenset(slot.key for slot in slots)
 
+    def at(self, step: int) -> Engine:
+        """Returns an engine for one step of parameters that no other engine has at that time."""
+        other = copy.copy(self)
+        other.step, other.skipped, other.observer = step, 0, None
+        other._lock, other._open = threading.Lock(), None
+        return other
+
     @property
     def under_way(self) -> bool:
         """Whether a step has begun and is not over."""
@@ -112,7 +120,7 @@ class Engine:
             step.closed, step.left_alone = True, left_alone
             over = self._settle(step)
         if over:
-            self._observed(step)
+            _observed(self, step)
 
     def abandon(self) -> None:
         """Drops the open step, whose backward pass raised, and all its writes."""
@@ -163,13 +171,15 @@ class Engine:
         shards: Sequence[Span] | None = None,
         output: Tensor | None = None,
         agree: bool = False,
+        run: Callable[[Bucket], SchemeExchange] | None = None,
     ) -> Exchange:
         """Exchanges one launched bucket and returns the tensor that replaces ``grad``.
 
         Args:
             number: of the bucket, for reports.
             shards: begin and end of the entries whose mean each rank needs; None: all of them.
-            output: may take the mean; by default the gradient's own memory.
+            output: may take the result; by default the gradient's own memory.
+            run: exchanges the bucket; by default the scheme's ``exchange``.
             agree: agrees on whether the bucket is finite, in a round of its own, since no call of
                 :meth:`agreement` follows.
         """
@@ -179,14 +189,14 @@ class Engine:
             if grad.is_sparse:
                 mean = yield from _exchange_sparse(grad, self.scheme)
                 values = mean._values()
-            elif not grad.is_floating_point():
+            elif run is None and not grad.is_floating_point():
                 mean = yield from _exchange_complex(grad, self.scheme)
                 values = torch.view_as_real(mean)
             else:
                 bucket = self.bucket(grad, find_layout, shards, output)
-                measurement = self._measure(step, number, bucket)
-                result = yield from self.scheme.exchange(bucket)
-                mean = values = self._checked(result, grad if shards is None else bucket.output)
+                measurement = _measure(self, step, number, bucket)
+                result = yield from (run or self.scheme.exchange)(bucket)
+                mean = values = _checked(self.scheme, result, bucket.output)
                 finite = result.finite
                 if measurement is not None:
                     measurement.finish(mean, step.memory)
@@ -195,7 +205,7 @@ class Engine:
                 step.finite.append(all_finite(values) if finite is None else finite)
                 step.sharded |= shards is not None
                 if agree and step.sharded:
-                    yield from self._agreed(step)
+                    yield from _agreed(step)
             return mean
         except BaseException:  # also GeneratorExit, with which a driver closes an exchange
             step.failed = True
@@ -212,44 +222,7 @@ class Engine:
         """Agrees on whether all shards of the open step are finite, before ``end`` commits."""
         step = self._open
         assert step is not None, "a step is open"
-        worst = yield from self._agreed(step)
-        return worst
-
-    def _agreed(self, step: _Step) -> Exchange:
-        good = _verdicts(step.finite)[-1]
-        worst = yield AllReduce((~good).to(torch.float32).view(1), "max")
-        step.finite, step.sharded = [worst[0] == 0], False
-        return worst
-
-    def _measure(self, step: _Step, number: int, bucket: Bucket) -> Measurement | None:
-        """Begins to measure a bucket, if an observer wants that."""
-        if self.observer is None or not self.observer.wants(self.step, self.scheme):
-            return None
-        # In the order of launches, which is the same on all ranks; exchanges may end in another.
-        one = Measurement(number, bucket.layout, bucket.raw, self.scheme, self.step)
-        step.measured.append(one)
-        return one
-
-    def _observed(self, step: _Step) -> None:
-        if self.observer is not None and step.measured and not step.failed:
-            self.observer.step_over(self.step - 1, self.scheme, step.measured)
-
-    def _checked(self, result: Result, grad: Tensor) -> Tensor:
-        """Returns the mean in the gradient's shape and dtype, or raises SchemeError."""
-        if not isinstance(result, Result):
-            raise SchemeError(
-                f"{type(self.scheme).__name__}.exchange returns Result(mean, ...), "
-                f"got {type(result).__name__}"
-            )
-        mean = result.mean
-        if mean.numel() != grad.numel():
-            raise SchemeError(
-                f"{type(self.scheme).__name__}.exchange: the bucket has {grad.numel()} entries, "
-                f"the mean has shape {tuple(mean.shape)}"
-            )
-        if mean.dtype != grad.dtype or mean.shape != grad.shape:
-            return grad.copy_(mean.view(grad.shape))
-        return mean
+        return (yield from _agreed(step))
 
     def _finish(self, step: _Step) -> None:
         over = False
@@ -258,23 +231,67 @@ class Engine:
             if step is self._open:  # an abandoned step commits nothing
                 over = self._settle(step)
         if over:
-            self._observed(step)
+            _observed(self, step)
 
     def _settle(self, step: _Step) -> bool:
         """Commits the step if it is closed and all its exchanges are over, and says whether."""
         if not step.closed or step.finished < len(step.launched):
             return False
         if step.finite and not step.failed:
-            goods = _verdicts(step.finite)
-            for good in goods:
-                part = step.memory if len(goods) == 1 else step.memory.writes_on(good.device)
-                part.commit(good, step.left_alone)
-            # On a GPU the count would make the host wait for the device in every step.
-            if goods[0].device.type == "cpu" and not goods[0].item():
-                self.skipped += 1
+            self.skipped += _commit(step)
         self.step += 1
         self._open = None
         return True
+
+
+def _checked(scheme: Scheme, result: Result, grad: Tensor) -> Tensor:
+    """Returns the mean in the gradient's shape and dtype, or raises SchemeError."""
+    if not isinstance(result, Result):
+        raise SchemeError(
+            f"{type(scheme).__name__}.exchange returns Result(mean, ...), "
+            f"got {type(result).__name__}"
+        )
+    mean = result.mean
+    if mean.numel() != grad.numel():
+        raise SchemeError(
+            f"{type(scheme).__name__}.exchange: the bucket has {grad.numel()} entries, "
+            f"the mean has shape {tuple(mean.shape)}"
+        )
+    if mean.dtype != grad.dtype or mean.shape != grad.shape:
+        return grad.copy_(mean.view(grad.shape))
+    return mean
+
+
+def _agreed(step: _Step) -> Exchange:
+    good = _verdicts(step.finite)[-1]
+    worst = yield AllReduce((~good).to(torch.float32).view(1), "max")
+    step.finite, step.sharded = [worst[0] == 0], False
+    return worst
+
+
+def _measure(engine: Engine, step: _Step, number: int, bucket: Bucket) -> Measurement | None:
+    """Begins to measure a bucket, if an observer wants that."""
+    if engine.observer is None or not engine.observer.wants(engine.step, engine.scheme):
+        return None
+    # In the order of launches, which is the same on all ranks; exchanges may end in another.
+    one = Measurement(number, bucket.layout, bucket.raw, engine.scheme, engine.step)
+    step.measured.append(one)
+    return one
+
+
+def _observed(engine: Engine, step: _Step) -> None:
+    if engine.observer is not None and step.measured and not step.failed:
+        engine.observer.step_over(engine.step - 1, engine.scheme, step.measured)
+
+
+def _commit(step: _Step) -> int:
+    """Commits the memory of a step, if it was finite; returns the number of steps it dropped."""
+    goods = _verdicts(step.finite)
+    for good in goods:
+        part = step.memory if len(goods) == 1 else step.memory.writes_on(good.device)
+        part.commit(good, step.left_alone)
+    # On a GPU the count would make the host wait for the device in every step.
+    return int(goods[0].device.type == "cpu" and not goods[0].item())
 
 
 def _verdicts(flags: list[Tensor]) -> list[Tensor]:

@@ -44,8 +44,9 @@ def register(
     All ranks pass equal arguments.
 
     Args:
-        model: torch's DistributedDataParallel, a module that holds exactly one, or a model of
-            FSDP2 (``fully_shard``) or FSDP1, whose reduce-scatter the scheme replaces.
+        model: torch's DistributedDataParallel, a module that holds exactly one, a module of the
+            composable ``replicate()``, or a model of FSDP2 (``fully_shard``) or FSDP1, whose
+            reduce-scatter the scheme replaces.
         scheme: a name (:func:`commhooks.scheme_names`) or a scheme; "auto" measures and chooses,
             see :class:`commhooks.predict.AutoHook`.
         process_group: ranks to average over; by default the model's.
@@ -79,7 +80,7 @@ def register(
         raise RegistrationError(
             "register: no process group; call torch.distributed.init_process_group first"
         )
-    if host := _sharding_host(model):
+    if host := _host_of(model):
         _need_defaults(
             process_group=process_group,
             layout=layout,
@@ -90,8 +91,8 @@ def register(
             options["between"] = between
         elif between is not None:
             raise RegistrationError("register(between=...) is for models of FSDP2 (fully_shard)")
-        sharded: Callable[..., HookState] = resolve_name(_SHARDING_HOSTS[host])
-        return sharded(model, scheme, seed=seed, history=history, **options)
+        registers: Callable[..., HookState] = resolve_name(_HOSTS[host])
+        return registers(model, scheme, seed=seed, history=history, **options)
     if between is not None:
         raise RegistrationError("register(between=...) is for models of FSDP2 (fully_shard)")
     ddp = find_ddp(model)
@@ -149,33 +150,37 @@ def _make_state(scheme: str | Scheme) -> Callable[..., HookState]:
     return partial(HookState, scheme)
 
 
-# Classes of modules that shard, and what registers a hook on them. By name: importing them takes a
-# second, and most models have none.
-_SHARDING_HOSTS = {
+# Classes of modules that reduce gradients themselves, and what registers a hook on them. By name:
+# importing them takes a second, and most models have none.
+_HOSTS = {
     "FSDPModule": "commhooks.hosts.fsdp2_register:register_on_fsdp2",
     "FullyShardedDataParallel": "commhooks.hosts.fsdp1:register_on_fsdp1",
+    "DDP": "commhooks.hosts.composable:register_on_composable",
 }
+_REPLICATE = "torch.distributed._composable.replicate"  # makes modules of a class "DDP"
 
 
-def _sharding_host(model: object) -> str | None:
-    """Returns the name of the class that shards a model's parameters; None: nothing does."""
+def _host_of(model: object) -> str | None:
+    """Returns the name of the class that reduces a model's gradients; None: none in _HOSTS."""
     if not isinstance(model, nn.Module):
         return None
+    if any(base.__module__ == _REPLICATE for base in type(model).__mro__):
+        return "DDP"
     kinds = [base for module in model.modules() for base in type(module).__mro__]
     if DistributedDataParallel in kinds:
         return None
     names = [
         base.__name__ for base in kinds if base.__module__.startswith("torch.distributed.fsdp")
     ]
-    return next((name for name in names if name in _SHARDING_HOSTS), None)
+    return next((name for name in names if name in _HOSTS), None)
 
 
 def _need_defaults(**arguments: object) -> None:
     given = [name for name, value in arguments.items() if value is not None]
     if given:
         raise RegistrationError(
-            f"register: {', '.join(given)}: not for models of FSDP, which decides itself over "
-            f"which ranks, and in which buckets, it reduces"
+            f"register: {', '.join(given)}: not for models of FSDP and replicate(), which decide "
+            f"themselves over which ranks, and in which buckets, they reduce"
         )
 
 

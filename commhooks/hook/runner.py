@@ -213,8 +213,9 @@ class Runner:
 
 
 def _parts_of(bucket: Any) -> dict[str, Any]:
-    """Returns what a host that shards gradients asks for besides the mean of a bucket."""
-    return {} if not isinstance(bucket, ShardedBucket) else bucket.wanted()
+    """Returns what a host asks for besides the mean of a bucket: arguments of the engine."""
+    wanted = getattr(bucket, "wanted", None)
+    return {} if wanted is None else wanted()
 
 
 def _layout_of(binding: Binding, bucket: Any) -> Layout:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from commhooks.core.bucket import Bucket, Result, SchemeExchange
 from commhooks.core.scheme import Scheme
+from commhooks.core.shards import Span
 from commhooks.kernels import all_finite, scaled_cast
 from commhooks.wrappers.base import Wrapper
 from commhooks.wrappers.feedback import has_feedback
@@ -42,8 +44,18 @@ class Cast(Wrapper):
         if self.dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(f"Cast(dtype=...) is float16 or bfloat16, got {self.dtype}")
 
+    @property
+    def gathers(self) -> bool:
+        return self.scheme.gathers
+
     def exchange(self, bucket: Bucket) -> SchemeExchange:
-        inner = self.scheme.exchange(bucket)
+        return (yield from self._cast(self.scheme.exchange(bucket), bucket))
+
+    def all_gather(self, bucket: Bucket, parts: Sequence[Span]) -> SchemeExchange:
+        return (yield from self._cast(self.scheme.all_gather(bucket, parts), bucket))
+
+    def _cast(self, inner: SchemeExchange, bucket: Bucket) -> SchemeExchange:
+        """Runs an exchange of the scheme inside, whose collectives travel in 16 bits."""
         # Only feedback, around this wrapper or inside, asks what was sent; others save the pass.
         keep_sent = bucket.unsent is not None or has_feedback(self.scheme)
         try:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, Literal
 
 import torch
+from torch import Tensor
 
 from commhooks.core.bucket import Bucket, Result, SchemeExchange
 from commhooks.core.scheme import Scheme, walk
+from commhooks.core.shards import Span
 from commhooks.core.slot import Slot
 from commhooks.core.step_info import StepInfo
 from commhooks.core.traits import Biased, Exact, Traits
@@ -121,12 +124,22 @@ class ErrorFeedback(Feedback):
 
     keeps = (RESIDUAL_SLOT,)
 
+    @property
+    def gathers(self) -> bool:
+        return self.scheme.gathers
+
     def exchange(self, bucket: Bucket) -> SchemeExchange:
+        return (yield from self._corrected(bucket, self.scheme.exchange))
+
+    def all_gather(self, bucket: Bucket, parts: Sequence[Span]) -> SchemeExchange:
+        return (yield from self._corrected(bucket, lambda one: self.scheme.all_gather(one, parts)))
+
+    def _corrected(self, bucket: Bucket, run: Callable[[Bucket], SchemeExchange]) -> SchemeExchange:
         residual = bucket.read(RESIDUAL_SLOT)
         # Not in place: if the step turns out not to be finite, the old residual stays.
         unsent = bucket.scratch(RESIDUAL_SLOT, like=residual)
         inside = bucket.replace(residual=residual, unsent=unsent)
-        result = inside.completed((yield from self.scheme.exchange(inside)))
+        result = inside.completed((yield from run(inside)))
         assert result.unsent is not None
         bucket.write(RESIDUAL_SLOT, result.unsent)
         return result
@@ -191,15 +204,34 @@ class FlushResidual(Wrapper):
 
     keeps = (_PendingResidual(),)
 
+    @property
+    def gathers(self) -> bool:
+        return self.scheme.gathers
+
     def exchange(self, bucket: Bucket) -> SchemeExchange:
-        memory, layout = bucket.memory, bucket.layout
-        if memory.has(RESIDUAL) and any(
-            memory.get(RESIDUAL, name) is not None for name in layout.names
-        ):
-            bucket.raw.add_(bucket.read(RESIDUAL_SLOT).to(bucket.raw.dtype))
-            # Staged like all writes: if this step is not finite, the residual waits for the next.
-            memory.write(RESIDUAL, layout, None)
+        if _is_pending(bucket):
+            bucket.raw.add_(_taken(bucket))
         return (yield from self.scheme.exchange(bucket))
+
+    def all_gather(self, bucket: Bucket, parts: Sequence[Span]) -> SchemeExchange:
+        if _is_pending(bucket):  # not in place: nobody gets the input back
+            bucket = bucket.replace(raw=bucket.raw + _taken(bucket))
+        return (yield from self.scheme.all_gather(bucket, parts))
+
+
+def _is_pending(bucket: Bucket) -> bool:
+    memory = bucket.memory
+    return memory.has(RESIDUAL) and any(
+        memory.get(RESIDUAL, name) is not None for name in bucket.layout.names
+    )
+
+
+def _taken(bucket: Bucket) -> Tensor:
+    """Returns the residual of a bucket in the dtype of its gradient, and removes it."""
+    residual = bucket.read(RESIDUAL_SLOT).to(bucket.raw.dtype)
+    # Staged like all writes: if this step is not finite, the residual waits for the next.
+    bucket.memory.write(RESIDUAL, bucket.layout, None)
+    return residual
 
 
 def without_flush(scheme: Scheme) -> Scheme:

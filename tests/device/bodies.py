@@ -256,6 +256,59 @@ def diloco(device: str, group: Any = None) -> list[Tensor]:
     return [one.detach().cpu() for one in model.parameters()]
 
 
+def called(device: str, group: Any = None) -> None:
+    """Calls by functions and by name: at once or later, saved or not, and near torch's own."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    for name in ("topk", "int4", "powersgd"):
+        scheme, settings = SCHEMES[name]
+        runs = [commhooks.Collectives(scheme, group, **settings) for _ in range(3)]
+        for step in range(4):
+            if step == 2:
+                runs[2].load_state_dict(copy.deepcopy(runs[0].state_dict()))
+            found = []
+            for place, run in enumerate(runs[: 2 if step < 2 else 3]):
+                tensors = [one.to(device) for one in given(step, rank)]
+                for number, tensor in enumerate(tensors):
+                    run.all_reduce(tensor, f"p{number}", async_op=place == 1)
+                run.wait()
+                found.append([tensor.cpu() for tensor in tensors])
+            assert all(
+                torch.equal(*pair) for one in found for pair in zip(one, found[0], strict=True)
+            )
+        for run in runs:
+            run.close()
+    x = torch.cat([one.flatten() for one in given(0, rank)])[:3072].to(device)
+    total, ours = x.clone(), x.clone()
+    dist.all_reduce(total, group=group)
+    commhooks.all_reduce(ours, "int8", group=group)
+    assert (ours - total).norm() < 0.03 * total.norm()
+    n = len(x) // world_size
+    part, whole = x.new_empty(n), x.new_empty(n * world_size)
+    commhooks.reduce_scatter(part, x[: n * world_size], "int8", group=group)
+    commhooks.all_gather(whole, part, "int8", group=group)
+    assert (whole - total[: n * world_size]).norm() < 0.03 * total.norm()
+
+
+def through_a_group(device: str, group: Any = None) -> None:
+    """A model without a hook over a group that runs a scheme gets what a hook gives."""
+    for scheme in ("int4", "powersgd"):
+        name, settings = SCHEMES[scheme]
+        through = commhooks.process_group(name, group, **settings)
+        model, other = network("torch", device, through), network("torch", device, group)
+        hook = through.attach(model)
+        plain = commhooks.register(other, name, process_group=group, **settings)
+        for step in range(4):
+            found = []
+            for one in (model, other):
+                backward(one, device, given(step, hook.rank))
+                found.append(averages(one))
+            if hook.world_size <= 2:  # else dividing and multiplying by the ranks rounds
+                assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), step
+        assert hook.step == plain.step == 4
+        hook.close()
+        plain.close()
+
+
 BODIES: dict[str, Callable[..., Any]] = {
     "another default dtype": lambda *a: another_default_dtype(a[0], "powersgd", *a[1:]),
     "grad scaler": grad_scaler,
@@ -264,4 +317,6 @@ BODIES: dict[str, Callable[..., Any]] = {
     "held and weighted": held_and_weighted,
     "unused parameters": lambda *a: unused_parameters(a[0], "int8", *a[1:]),
     "diloco": diloco,
+    "called": called,
+    "through a group": through_a_group,
 }

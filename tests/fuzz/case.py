@@ -108,7 +108,8 @@ class Case:
         about_hooks = ("switch", "resume", "save", "unregister")
         events = tuple(event for event in self.events if event[1] not in about_hooks)
         plain = Case()
-        setting = tuple(one for one in self.setting if not one.startswith("layout_"))
+        of_hooks = ("layout_", "through_")
+        setting = tuple(one for one in self.setting if not one.startswith(of_hooks))
         return replace(
             self,
             scheme=plain.scheme,

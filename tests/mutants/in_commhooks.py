@@ -13,14 +13,16 @@ WRAPPERS = f"{UNIT}/test_wrappers.py"
 MEMORY = f"{UNIT}/test_memory.py"
 CHECKPOINT = f"{UNIT}/test_checkpoint.py"
 WORLD = f"{DISTRIBUTED}/test_other_ranks.py"
+FUNCTIONS = f"{DISTRIBUTED}/test_functions.py"
+GROUP = f"{DISTRIBUTED}/test_process_group.py"
 
 MUTANTS: list[Mutant] = [
     *planted(
         "commhooks/core/bucket.py",
         (
             "half of the residual is lost",
-            "torch.sub(self.gradient, sent, out=self.unsent)",
-            "torch.sub(self.gradient, sent, out=self.unsent).mul_(0.5)",
+            "torch.sub(bucket.gradient, sent, out=bucket.unsent)",
+            "torch.sub(bucket.gradient, sent, out=bucket.unsent).mul_(0.5)",
             f"{WRAPPERS}::test_the_residual_is_what_was_not_sent",
         ),
         (
@@ -117,7 +119,7 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "a residual is flushed in every step",
-            "            memory.write(RESIDUAL, layout, None)\n",
+            "    bucket.memory.write(RESIDUAL, bucket.layout, None)\n",
             "",
             f"{WRAPPERS}::test_flush_adds_the_residual_once",
         ),
@@ -210,16 +212,37 @@ MUTANTS: list[Mutant] = [
             f"{FEEDBACK}::test_topk_with_feedback",
         ),
         (
-            "the mean of a shard is of one rank more",
-            "            factor = 1.0 / len(rows)\n",
-            "            factor = 1.0 / (len(rows) + 1)\n",
-            f"{UNIT}/test_hierarchical.py::test_sixteen_bits_round_stochastically",
-        ),
-        (
             "the last entry is dropped where it begins a unit",
             "min((i + 1) * length, n))",
             "min((i + 1) * length, n - (n % unit == 1)))",
             f"{LAWS}[int8]",
+        ),
+        (
+            "a gathered shard is rounded with the first phase's bits",
+            'inside, random = bucket.in_float32(), Randomness(bucket, "server")',
+            'inside, random = bucket.in_float32(), Randomness(bucket, "worker")',
+            f"{UNIT}/test_halves.py::test_the_two_halves_are_the_whole_exchange_bit_for_bit",
+        ),
+        (
+            "a short shard is decoded as a full one",
+            "alike = shards[0].end % self.granularity == 0 and",
+            "alike = True or",
+            f"{UNIT}/test_halves.py::test_all_ranks_get_the_same_parts_of_all_with_one_rounding",
+        ),
+        (
+            "parts that kernels do not cut are packed by them",
+            "cut_as_kernels = shards[0].end % self.granularity == 0",
+            "cut_as_kernels = True",
+            f"{UNIT}/test_halves.py::test_each_rank_gets_its_part_of_the_mean_with_one_rounding",
+        ),
+    ),
+    *planted(
+        "commhooks/core/payloads.py",
+        (
+            "the mean of a shard is of one rank more",
+            "            factor = 1.0 / len(rows)\n",
+            "            factor = 1.0 / (len(rows) + 1)\n",
+            f"{UNIT}/test_hierarchical.py::test_sixteen_bits_round_stochastically",
         ),
         (
             "the second rounding's loss is one rank's share",
@@ -227,6 +250,9 @@ MUTANTS: list[Mutant] = [
             "unsent[begin:end].add_(error)",
             f"{FEEDBACK}::test_onebit_with_feedback",
         ),
+    ),
+    *planted(
+        "commhooks/core/piece.py",
         (
             "all shards round with the same noise",
             "return bits.row(self._index) if self._index else bits",
@@ -373,6 +399,87 @@ MUTANTS: list[Mutant] = [
             "if not step.closed:",
             "tests/contract/test_laws.py"
             "::test_an_abandoned_step_that_finishes_late_does_not_end_the_next_one",
+        ),
+    ),
+    *planted(
+        "commhooks/hook/call.py",
+        (
+            "a sum is a mean",
+            "mean = result.mean.mul_(ranks) if own else result.mean * ranks",
+            "mean = result.mean",
+            f"{FUNCTIONS}::test_an_all_reduce_of_every_scheme_is_what_its_hook_gives",
+        ),
+        (
+            "a tensor with gaps does not get the result",
+            "into.copy_(arrived.view(into.shape))",
+            "pass",
+            f"{FUNCTIONS}::test_tensors_of_any_kind_are_reduced_in_place",
+        ),
+    ),
+    *planted(
+        "commhooks/hook/calls.py",
+        (
+            "every call is the first one of its name",
+            "self._steps[name] = at + 1",
+            "self._steps[name] = at",
+            f"{FUNCTIONS}::test_each_call_draws_other_bits",
+        ),
+        (
+            "ranks do not agree on what their parts were like",
+            'engine, agree = self._engine.at(at), keeps and call.kind == "reduce_scatter"',
+            "engine, agree = self._engine.at(at), False",
+            f"{FUNCTIONS}::test_a_call_that_is_not_finite_on_one_rank_changes_no_memory_on_any",
+        ),
+        (
+            "a resumed run counts the steps of each tensor anew",
+            "self._steps, self._first_step = steps, 0 if steps else self.step",
+            "self._steps, self._first_step = {}, self.step",
+            f"{FUNCTIONS}::test_saved_and_loaded_calls_go_on_bit_for_bit",
+        ),
+    ),
+    *planted(
+        "commhooks/hosts/functions.py",
+        (
+            "what was made for a destroyed group stays",
+            "            found.close()\n",
+            "            pass\n",
+            f"{FUNCTIONS}::test_functions_use_what_they_made_until_its_group_is_destroyed",
+        ),
+    ),
+    *planted(
+        "commhooks/hosts/attached.py",
+        (
+            "a hook gets what the reducer has divided",
+            "tensor.mul_(self.hook.world_size)",
+            "pass",
+            f"{GROUP}::test_an_attached_model_is_as_one_with_a_hook",
+        ),
+        (
+            "buckets of one size are the first of them",
+            "self._next, known = found + 1,",
+            "self._next, known = 0,",
+            f"{GROUP}::test_an_attached_model_is_as_one_with_a_hook",
+        ),
+        (
+            "the buckets of the first step are those of all",
+            "if self._looks < _LOOKS and",
+            "if self._looks < 1 and",
+            f"{GROUP}::test_an_attached_model_is_as_one_with_a_hook",
+        ),
+    ),
+    *planted(
+        "commhooks/hosts/scheme_group.py",
+        (
+            "the largest of numbers is averaged",
+            "averages = op == dist.ReduceOp.SUM or op == dist.ReduceOp.AVG",
+            "averages = True",
+            f"{GROUP}::test_all_but_large_sums_of_floats_passes_as_it_is",
+        ),
+        (
+            "small tensors are compressed",
+            "if tensor.numel() < self.least:",
+            "if tensor.numel() < 2:",
+            f"{GROUP}::test_all_but_large_sums_of_floats_passes_as_it_is",
         ),
     ),
     *planted(

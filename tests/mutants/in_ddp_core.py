@@ -333,8 +333,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "what is reduced how is not compared",
-            "return (*super().signature(), self.op)",
-            "return super().signature()",
+            "return (*super().signature(), self.op)\n\n\ndef nccl_scales",
+            "return super().signature()\n\n\ndef nccl_scales",
             f"{COLLECTIVES}::test_ranks_that_ask_for_different_things_are_told",
         ),
         (

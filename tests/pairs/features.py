@@ -75,6 +75,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "weighted by sums": {"setting": ("weighted_sum",)},
     "layout scheme": {"setting": ("layout_scheme",)},
     "layout shape": {"setting": ("layout_shape",)},
+    "through a group": {"setting": ("through_group",)},
     "part of the ranks": {"setting": ("part",), "world": 3},
     "three ranks": {"world": 3},
     "no_sync": {"micro": 2},
@@ -118,6 +119,9 @@ ALONE = {
     ("torch", "setting in_backward"): "without a hook, too",
     ("torch", "raise within"): _RAISED,
     ("torch", "raise after"): f"{_RAISED}|without a hook, too",
+    ("torch", "another group"): _GROUP,
+    ("core", "another group"): _GROUP,
+    ("core", "through a group"): "takes, or has, a hook",
 }
 # Two features that are refused together, on both classes unless one is named, and how.
 _CHANGING = ("unused by rank", "unused everywhere", "skips unused", "freeze")
@@ -140,6 +144,8 @@ TOGETHER: dict[tuple[str, str], str] = {
     ("weighted by sums", "no zero_grad"): "weighted gradients begin at zero",
     ("setting delayed", "join"): "does not take part in the delayed all-reduce",
     ("setting delayed", "join by input"): "does not take part in the delayed all-reduce",
+    ("through a group", "join"): "runs with join",
+    ("through a group", "join by input"): "runs with join",
 }
 # What the package says where a scheme, an option or a wrapper does not go with another.
 OF_SCHEMES = (
@@ -188,6 +194,7 @@ APART = {
     ),
     ("weighted by means", "weighted by sums"): "losses are one or the other",
     ("no_sync", "discard"): "the discarded pass makes the next no_sync pass a synchronised one",
+    ("through a group", "setting mesh"): "the mesh has the group",
     ("scheme noop", "wrap ef21"): "ranks that average nothing follow different estimates",
     ("scheme noop", "leave"): "nobody waits for anybody",
     ("scheme noop", "setting delayed"): "delayed gradients are averaged, the others are not",

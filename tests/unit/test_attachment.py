@@ -393,16 +393,24 @@ def test_a_state_that_was_asked_before_it_has_a_model_finds_it(ask):
     assert hook.residual("0.weight") is not None
 
 
-def test_a_module_given_to_replicate_is_told_of_and_how_it_works():
+@pytest.mark.parametrize("when", ["before", "after", "by hand"])
+def test_a_module_given_to_replicate_takes_a_hook(when):
     model = replicate(layers())
-    with pytest.raises(RegistrationError, match=r"was passed to replicate\(\).*register_comm_hook"):
-        commhooks.register(model, "powersgd")
-    hook = HookState("powersgd", model, rank=1)
-    model.register_comm_hook(hook, comm_hook)
+    if when == "after":
+        step(model)
+        for parameter in model.parameters():
+            parameter.grad = None
+    if when == "by hand":
+        hook = HookState("powersgd", model, rank=1)
+        model.register_comm_hook(hook, comm_hook)
+    else:
+        hook = commhooks.register(model, "powersgd", rank=1)
     for _ in range(3):
         step(model)
     assert hook.step == 3
     assert hook.residual("1.weight") is not None
+    with pytest.raises(RegistrationError, match="has a hook already|already has a hook"):
+        commhooks.register(model, "powersgd")
 
 
 @pytest.mark.parametrize("state", [None, "int8", object()])

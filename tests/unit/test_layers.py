@@ -50,6 +50,7 @@ FLOORS = {
         "schemes",
         "checkpoint",
         "hook",
+        "hosts",
         "report",
         "local",
         "optim",

@@ -1,0 +1,189 @@
+"""Describes calls of collectives with a scheme, as exchanges of the engine that runs hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from commhooks.core.bucket import Bucket, Result, SchemeExchange
+from commhooks.core.dense import Dense
+from commhooks.core.layout import Layout
+from commhooks.core.scheme import Scheme
+from commhooks.core.shards import equal_shards
+from commhooks.errors import RegistrationError
+from commhooks.hook.engine import Engine
+from ddp_core import AllGather, AllReduce, Exchange, ReduceScatter
+
+__all__ = ["Call", "Handle", "Kind", "plain", "sums"]
+
+Kind = Literal["all_reduce", "reduce_scatter", "all_gather"]
+Run = Callable[[Bucket], SchemeExchange]
+# What has no rounding of ours is committed as it is: nothing was kept of it.
+_FINITE = torch.ones((), dtype=torch.bool, device="cpu")
+
+
+class Handle:
+    """Waits for one call that was made with ``async_op=True``, as torch's handles do."""
+
+    def __init__(self, future: torch.futures.Future[Tensor]) -> None:
+        self._future = future
+
+    def wait(self) -> bool:
+        """Waits until the result is there (on a GPU: makes the current stream wait), or raises."""
+        self._future.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the call is over."""
+        return self._future.done()
+
+    def get_future(self) -> torch.futures.Future[Tensor]:
+        """Returns the future of the tensor that has the result."""
+        return self._future
+
+
+@dataclass(frozen=True)
+class Call:
+    """Describes one call of a collective.
+
+    Attributes:
+        kind: the collective.
+        given: what this rank puts in, any shape and strides.
+        into: what takes the result; ``given`` itself for an all-reduce.
+        total: the sum over ranks is asked for, and not the mean.
+    """
+
+    kind: Kind
+    given: Tensor
+    into: Tensor
+    total: bool = False
+
+    def check(self, world_size: int) -> None:
+        """Raises unless the tensors fit each other and the collective."""
+        call, (given, into) = f"commhooks.{self.kind}", (self.given, self.into)
+        for tensor in (given, into):
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{call} takes tensors, got {type(tensor).__name__}")
+            if tensor.layout != torch.strided:
+                raise TypeError(f"{call} takes dense tensors, got one of {tensor.layout}")
+        many = {"all_reduce": (1, 1), "reduce_scatter": (1, world_size)}
+        less, more = many.get(self.kind, (world_size, 1))
+        if given.numel() * less != into.numel() * more:
+            raise ValueError(
+                f"{call}(output, input): one of the two has {world_size} times the entries of the "
+                f"other, a part for each rank; got output {tuple(into.shape)} and input "
+                f"{tuple(given.shape)}"
+            )
+        if (given.dtype, given.device) != (into.dtype, into.device):
+            raise ValueError(
+                f"{call}(output, input): both of one dtype on one device, got {into.dtype} on "
+                f"{into.device} and {given.dtype} on {given.device}"
+            )
+        whole = not (given.is_floating_point() or given.is_complex())
+        if whole and self.kind != "all_gather" and not self.total:
+            raise ValueError(f"{call}(op=AVG): a mean of {given.dtype} is not whole; use SUM")
+
+    def is_plain(self, scheme: Scheme) -> bool:
+        """Whether the tensor travels as it is: integers, complex numbers, and all with "none"."""
+        return not self.given.is_floating_point() or type(scheme) is Dense
+
+    def need(self, scheme: Scheme) -> None:
+        """Raises RegistrationError unless a scheme can do what the call asks for."""
+        if self.is_plain(scheme):
+            return
+        if self.kind == "all_gather" and not scheme.gathers:
+            raise RegistrationError(
+                f"commhooks.all_gather: {scheme} averages, and has no payload of a single rank's "
+                f"tensor; int8, int4, fp8, mxfp8, eden, fp16, bf16, none and TwoPhase(codec) have"
+            )
+        if self.kind == "reduce_scatter" and not scheme.traits.shards:
+            raise RegistrationError(
+                f"commhooks.reduce_scatter: {scheme} averages whole tensors, of which every rank "
+                f"would drop all but its part; use all_reduce, or int8, int4, fp8, mxfp8, eden, "
+                f"onebit, fp16, bf16, none or TwoPhase(codec)"
+            )
+        if self.total and self.kind != "all_gather" and scheme.traits.returns != "mean":
+            raise RegistrationError(
+                f"commhooks.{self.kind}(op=SUM): {scheme} returns no mean of tensors "
+                f"({scheme.traits.returns!r}), so there is no sum; op=AVG gives what it returns"
+            )
+
+    def exchange(self, engine: Engine, layout: Layout, number: int, *, agree: bool) -> Exchange:
+        """Runs the call as an exchange of ``engine``, and returns ``into``."""
+        exact, ranks, into = self.is_plain(engine.scheme), engine.world_size, _real(self.into)
+        run: Run = engine.scheme.exchange
+        raw, output, shards = _real(self.given).reshape(-1), None, None
+        if self.kind != "all_reduce":
+            output = into.view(-1) if into.is_contiguous() else raw.new_empty(into.numel())
+        if self.kind == "reduce_scatter":
+            shards = equal_shards(raw.numel(), ranks)
+            raw = raw if exact else raw.clone()  # schemes may overwrite a gradient
+        if exact:
+            run = plain(self.kind, self.total)
+        elif output is not None and self.kind == "all_gather":
+            parts = equal_shards(output.numel(), ranks)
+            run = _gathering(engine.scheme, parts)
+        elif self.total:
+            run = _times(run, ranks)
+        arrived = yield from engine.exchange(
+            raw, layout, number, shards=shards, output=output, run=run, agree=agree and not exact
+        )
+        if arrived.data_ptr() != into.data_ptr():
+            into.copy_(arrived.view(into.shape))
+        return self.into
+
+
+def sums(kind: Kind, op: Any) -> bool:
+    """Whether an operation is SUM; raises ValueError unless it is SUM or AVG."""
+    if op == dist.ReduceOp.SUM:
+        return True
+    if op == dist.ReduceOp.AVG:
+        return False
+    raise ValueError(
+        f"commhooks.{kind}(op=...) is ReduceOp.SUM or ReduceOp.AVG, got {op}: schemes average; "
+        f"torch.distributed has the other operations"
+    )
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Returns a tensor without its history, complex numbers as pairs."""
+    plain = tensor.detach()
+    return torch.view_as_real(plain) if plain.is_complex() else plain
+
+
+def plain(kind: Kind, total: bool) -> Run:
+    """Returns an exchange without a scheme, of the same bits as torch's own collective."""
+
+    def run(bucket: Bucket) -> SchemeExchange:
+        op: Literal["sum", "mean"] = "sum" if total else "mean"
+        if kind == "all_gather":
+            arrived = yield AllGather(bucket.raw)
+        elif kind == "reduce_scatter":
+            arrived = yield ReduceScatter(bucket.raw.view(bucket.world_size, -1), op)
+        else:
+            arrived = yield AllReduce(bucket.raw, op)
+        return Result(arrived.view(-1), finite=_FINITE)
+
+    return run
+
+
+def _gathering(scheme: Scheme, parts: Any) -> Run:
+    return lambda bucket: scheme.all_gather(bucket, parts)
+
+
+def _times(run: Run, ranks: int) -> Run:
+    """Makes a sum of a mean."""
+
+    def total(bucket: Bucket) -> SchemeExchange:
+        result = yield from run(bucket)
+        # In place in the result's own memory only: a scheme may keep what it returns.
+        own = result.mean.data_ptr() == bucket.output.data_ptr()
+        mean = result.mean.mul_(ranks) if own else result.mean * ranks
+        return result._replace(mean=mean)
+
+    return total

@@ -1,0 +1,146 @@
+"""Recognises the buckets of torch's DistributedDataParallel in the all-reduces of its group."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from commhooks.core.dense import Dense
+from commhooks.core.scheme import Scheme
+from commhooks.errors import HookNotAttachedError, RegistrationError
+from commhooks.hook.call import plain
+from commhooks.hook.handshake import MEETING
+from commhooks.hook.state import HookState
+from ddp_core import DistributedDataParallel as CoreDDP
+
+__all__ = ["AttachedModel"]
+
+# torch lays out its buckets anew after the first step, with a static graph after the second.
+_LOOKS = 3
+
+
+@dataclass(frozen=True, eq=False)
+class _Bucket:
+    """Describes a bucket of the reducer, and has the methods that a hook calls."""
+
+    number: int
+    members: list[Tensor]
+    last: bool
+    gradient: Tensor
+    exact: bool = False
+
+    def index(self) -> int:
+        return self.number
+
+    def buffer(self) -> Tensor:
+        return self.gradient
+
+    def parameters(self) -> list[Tensor]:
+        return self.members
+
+    def is_last(self) -> bool:
+        return self.last
+
+    def wanted(self) -> dict[str, Any]:
+        return {"run": plain("all_reduce", True)} if self.exact else {}
+
+
+class AttachedModel:
+    """Runs a hook on the buckets of a model that has none.
+
+    The reducer tells nobody which parameters it reduces. It is asked for its buckets in the forward
+    passes after which it may have others, and launches them in their order.
+
+    Args:
+        model: torch's DistributedDataParallel.
+        scheme: what to run.
+        ranks: to average over.
+        seed: base of random draws.
+
+    Attributes:
+        hook: the state of the hook.
+    """
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        scheme: Scheme,
+        ranks: dist.ProcessGroup,
+        seed: int,
+    ) -> None:
+        if isinstance(model, CoreDDP) or model._comm_hooks:
+            raise RegistrationError(
+                "process_group(...).attach(model): this DistributedDataParallel takes, or has, a "
+                "hook; commhooks.register(model, scheme) with a plain process group does the same"
+            )
+        self.hook = HookState(scheme, model, process_group=ranks, seed=seed)
+        self.hook.agree("process_group(...).attach", {}, MEETING)
+        self._model = weakref.ref(model)
+        self._buckets: list[tuple[tuple[int, torch.dtype], _Bucket]] = []
+        self._next = self._looks = self._calls = self._strange = 0
+        self._looked_at = -1  # step
+        # Of the module inside, since it runs after torch has laid out buckets.
+        model.module.register_forward_pre_hook(self._forward)
+
+    def start(self, tensor: Tensor, op: Any) -> torch.futures.Future[Tensor] | None:
+        """Starts the exchange of a bucket; returns None if the tensor is none."""
+        if torch._C._current_graph_task_id() < 0 or op != dist.ReduceOp.SUM:
+            return None
+        key = (tensor.numel(), tensor.dtype)
+        order = [*range(self._next, len(self._buckets)), *range(self._next)]
+        found = next((at for at in order if self._buckets[at][0] == key), None)
+        if found is None:
+            self._strange = tensor.numel()
+            return None
+        self._next, known = found + 1, self._buckets[found][1]
+        exact = type(self.hook.scheme) is Dense
+        if not exact:
+            # Shares of a sum: the reducer has divided. A hook gets gradients, and keeps theirs.
+            tensor.mul_(self.hook.world_size)
+        bucket = _Bucket(known.number, known.members, known.last, tensor, exact)
+        return self.hook.start(bucket)
+
+    def _forward(self, module: nn.Module, inputs: Any) -> None:
+        model = self._model()
+        if model is None or not torch.is_grad_enabled() or torch._C._current_graph_task_id() >= 0:
+            return
+        if getattr(model.process_group, "hook", None) is not self.hook:
+            raise RegistrationError(
+                "process_group(...).attach(model): the model now averages over another process "
+                "group (_update_process_group), in which nothing is compressed; wrap the module "
+                "again over a group of commhooks.process_group, attach it, and load this hook's "
+                "state_dict"
+            )
+        if model._join_config.enable:
+            raise RegistrationError(
+                "process_group(...).attach(model): a rank without inputs (join) is not told whose "
+                "gradients it reduces; commhooks.register(model, scheme) runs with join"
+            )
+        self.hook.forward_begins()
+        if self._strange and self.hook.calls == self._calls:
+            raise HookNotAttachedError(
+                f"process_group(...).attach(model): {self._strange} entries were reduced in a "
+                f"backward pass, and no bucket of the attached model has as many; is another "
+                f"model trained over this group?"
+            )
+        self._calls, self._strange, self._next = self.hook.calls, 0, 0
+        if self._looks < _LOOKS and self._looked_at != self.hook.step:
+            self._looked_at, self._looks = self.hook.step, self._looks + 1
+            self._look(model)
+
+    def _look(self, model: DistributedDataParallel) -> None:
+        # It allocates the memory of all gradients, which is why it is not done in every step.
+        buckets = model.reducer._get_zeros_like_grad_buckets()
+        self._buckets = [
+            (
+                (one.buffer().numel(), one.buffer().dtype),
+                _Bucket(one.index(), one.parameters(), one.is_last(), one.buffer()[:0]),
+            )
+            for one in buckets
+        ]

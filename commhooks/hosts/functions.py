@@ -1,0 +1,140 @@
+"""Defines ``all_reduce``, ``reduce_scatter`` and ``all_gather`` with a scheme, as functions.
+
+They run in a :class:`commhooks.Collectives` that is made at the first call with a scheme on a
+group, and closed when torch.distributed no longer has the group, or when the interpreter ends.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from commhooks.core.scheme import Scheme, slots_of
+from commhooks.errors import RegistrationError
+from commhooks.hook.binding import need_group
+from commhooks.hook.call import Handle
+from commhooks.hosts.collectives import SUM, Collectives
+from commhooks.wrappers.make import describe
+from ddp_core import group_store
+
+__all__ = ["all_gather", "all_reduce", "close_idle", "collectives_of", "reduce_scatter"]
+
+Scheme_ = str | Scheme
+Group = dist.ProcessGroup | None
+
+_made: dict[dist.ProcessGroup, dict[tuple[str, str], Collectives]] = {}
+_registered: set[dist.ProcessGroup] = set()  # those of them that torch.distributed had made
+
+
+def all_reduce(
+    tensor: Tensor,
+    scheme: Scheme_ = "none",
+    *,
+    op: Any = SUM,
+    group: Group = None,
+    async_op: bool = False,
+    **options: Any,
+) -> Handle | None:
+    """Reduces ``tensor`` over all ranks by a scheme, in place, as torch's function of that name.
+
+    Args:
+        tensor: dense, of any dtype, shape and strides. Integers and complex numbers travel exactly.
+        scheme: a name or a scheme that keeps nothing between calls, such as "int8"; others need
+            :class:`commhooks.Collectives`.
+        op: ``ReduceOp.SUM``, or ``ReduceOp.AVG`` for the mean.
+        group: ranks; the default group by default.
+        async_op: returns a handle with ``wait()`` at once.
+        options: of the scheme, see :func:`commhooks.make`.
+
+    Raises:
+        RegistrationError: the scheme keeps memory between calls.
+        ValueError: another ``op``.
+        MismatchError: the ranks differ in scheme, options or versions (first call).
+
+    Example:
+        >>> commhooks.all_reduce(tensor, "int8", op=dist.ReduceOp.AVG)
+    """
+    found = collectives_of(scheme, group, "all_reduce", **options)
+    return found.all_reduce(tensor, op=op, async_op=async_op)
+
+
+def reduce_scatter(
+    output: Tensor,
+    input: Tensor,
+    scheme: Scheme_ = "none",
+    *,
+    op: Any = SUM,
+    group: Group = None,
+    async_op: bool = False,
+    **options: Any,
+) -> Handle | None:
+    """Reduces ``input`` over all ranks by a scheme; ``output`` gets this rank's part of it.
+
+    Args:
+        output: as many entries as the part of one rank.
+        input: the parts of all ranks, one after the other, all of the same size.
+        scheme, op, group, async_op, options: see :func:`commhooks.all_reduce`.
+
+    Example:
+        >>> commhooks.reduce_scatter(output, input, "int8")
+    """
+    found = collectives_of(scheme, group, "reduce_scatter", **options)
+    return found.reduce_scatter(output, input, op=op, async_op=async_op)
+
+
+def all_gather(
+    output: Tensor,
+    input: Tensor,
+    scheme: Scheme_ = "none",
+    *,
+    group: Group = None,
+    async_op: bool = False,
+    **options: Any,
+) -> Handle | None:
+    """Gathers the inputs of all ranks into ``output``, rounded by a scheme.
+
+    Args:
+        output: the inputs of all ranks, one after the other; the same bits on every rank.
+        input: as many entries on every rank.
+        scheme, group, async_op, options: see :func:`commhooks.all_reduce`.
+
+    Example:
+        >>> commhooks.all_gather(output, input, "fp8")
+    """
+    found = collectives_of(scheme, group, "all_gather", **options)
+    return found.all_gather(output, input, async_op=async_op)
+
+
+def collectives_of(scheme: Scheme_, group: Group, call: str, **options: Any) -> Collectives:
+    """Returns the object in which the functions run, made at the first call."""
+    need_group(group)
+    close_idle()
+    group = group or dist.group.WORLD
+    if group is None:
+        raise RegistrationError(
+            f"commhooks.{call}: no process group; call torch.distributed.init_process_group first"
+        )
+    key = (scheme if isinstance(scheme, str) else describe(scheme), repr(sorted(options.items())))
+    found = _made.get(group, {}).get(key)
+    if found is None:
+        found = Collectives(scheme, group, **options)
+        if slots_of(found.scheme):
+            raise RegistrationError(
+                f"commhooks.{call}: {found.scheme} keeps memory between calls, which belongs to a "
+                f"tensor by name: collectives = commhooks.Collectives(scheme, group), then "
+                f"collectives.{call}(..., name=...)"
+            )
+        _made.setdefault(group, {})[key] = found
+        if group_store(group) is not None:
+            _registered.add(group)
+    return found
+
+
+def close_idle() -> None:
+    """Closes what was made for groups that torch.distributed has destroyed since."""
+    for group in [one for one in _registered if group_store(one) is None]:
+        _registered.remove(group)
+        for found in _made.pop(group).values():
+            found.close()

@@ -1,0 +1,199 @@
+"""Defines ``process_group``: a process group whose all-reduce runs a scheme.
+
+Programs that take a process group and no hook compress with it: DistributedDataParallel without a
+hook, ``replicate()`` of FSDP2 over a mesh of the group. Everything but the all-reduce of floating
+tensors goes to the backends of the group inside.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import _create_work_from_future
+from torch.nn.parallel import DistributedDataParallel
+
+from commhooks.core.scheme import Scheme, slots_of
+from commhooks.core.settings import check_seed, fitting
+from commhooks.errors import RegistrationError
+from commhooks.hook.binding import need_group
+from commhooks.hook.handshake import MEETING, handshake
+from commhooks.hook.state import HookState
+from commhooks.hosts.attached import AttachedModel
+from commhooks.hosts.collectives import Collectives
+from commhooks.wrappers.make import describe, make
+from ddp_core import group_timeout
+
+__all__ = ["SchemeGroup", "process_group"]
+
+NAME = "commhooks"
+
+
+class SchemeGroup(dist.ProcessGroup):
+    """Averages by a scheme, and is otherwise the group that it was made of.
+
+    The scheme runs in ``all_reduce`` with ``ReduceOp.SUM`` or ``AVG`` of one floating tensor of at
+    least ``least`` entries; after :meth:`attach`, in that of the model's buckets only.
+
+    Attributes:
+        hook: what runs the scheme, with ledger and reports: :class:`commhooks.Collectives`, or a
+            :class:`commhooks.HookState` once a model is attached.
+        inside: the group that all others go to.
+        least: number of entries from which on a tensor is compressed.
+    """
+
+    hook: HookState
+    _name = ""
+    _attached: AttachedModel | None = None
+
+    def __init__(self, inside: dist.ProcessGroup, scheme: Scheme, least: int, seed: int) -> None:
+        super().__init__(inside.rank(), inside.size())
+        self.inside, self.least, self._seed = inside, least, seed
+        self._scheme = scheme
+        self._calls = self.hook = Collectives(scheme, inside, seed=seed)
+        kinds = dist.ProcessGroup.BackendType
+        for device in inside._device_types:
+            backend = inside._get_backend(device)
+            # What is not overridden here goes straight to the backend, in C++.
+            kind = getattr(kinds, backend.name().upper(), kinds.CUSTOM)
+            self._register_backend(device, kind, backend)
+
+    def attach(self, model: nn.Module) -> HookState:
+        """Tells the group the parameters of a model, by whose names a scheme keeps its memory.
+
+        Args:
+            model: torch's DistributedDataParallel over this group; all ranks attach it, before the
+                first step.
+
+        Returns:
+            The state of the hook, which saves, loads, switches and reports.
+        """
+        if not isinstance(model, DistributedDataParallel) or model.process_group is not self:
+            raise RegistrationError(
+                f"process_group(...).attach(model): DistributedDataParallel(module, "
+                f"process_group=group) of this group, got {type(model).__name__}; for a model of "
+                f"replicate() on FSDP2 see commhooks.hosts.replicate"
+            )
+        self._attached = AttachedModel(model, self._scheme, self.inside, self._seed)
+        self.hook = self._attached.hook
+        return self.hook
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        """Reduces by the scheme what it is for, and else by the group inside."""
+        op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+        future = self._run(tensors[0], op) if self._fits(tensors, op) else None
+        if future is None:
+            return self.inside.allreduce(tensors, *([] if opts is None else [opts]))
+        return _create_work_from_future(future.then(lambda done: [done.value()]))
+
+    def _fits(self, tensors: list[Tensor], op: Any) -> bool:
+        one = tensors[0]
+        # ``op`` on the left: torch compares the two kinds of operations in this order only.
+        averages = op == dist.ReduceOp.SUM or op == dist.ReduceOp.AVG
+        dense = one.layout == torch.strided and one.is_floating_point()
+        return len(tensors) == 1 and averages and dense
+
+    def _run(self, tensor: Tensor, op: Any) -> torch.futures.Future[Tensor] | None:
+        """Starts the exchange of a tensor by the scheme; None: it is not for the scheme."""
+        if self._attached is not None:
+            return self._attached.start(tensor, op)
+        if tensor.numel() < self.least:
+            return None
+        if slots_of(self._scheme):
+            raise RegistrationError(
+                f"all_reduce of {tensor.numel()} entries in a process group of {self._scheme}, "
+                f"which keeps memory by parameter: tell the group the names first, "
+                f"group.attach(model), with the DistributedDataParallel that was made with it"
+            )
+        # By its size, which is the same on all ranks, with or without a backward pass (join).
+        name = f"{tensor.numel()} entries of {tensor.dtype}"
+        handle = self._calls.all_reduce(tensor, name, op=op, async_op=True)
+        assert handle is not None
+        return handle.get_future()
+
+    # DeviceMesh asks for the name, which torch tells to a group that it makes.
+    def _set_group_name(self, name: str) -> None:
+        super()._set_group_name(name)
+        self._name = name
+
+    @property
+    def group_name(self) -> str:
+        """Returns the name by which torch.distributed knows the group."""
+        return self._name
+
+    def getBackendName(self) -> str:
+        """Returns the name of the backend."""
+        return NAME
+
+
+def process_group(
+    scheme: str | Scheme = "none",
+    group: dist.ProcessGroup | None = None,
+    *,
+    least: int = 1024,
+    seed: int = 0,
+    **options: Any,
+) -> SchemeGroup:
+    """Makes a process group whose all-reduce runs a scheme; all ranks of ``group`` call it.
+
+    Args:
+        scheme: a name or a scheme. One that keeps memory needs ``attach(model)`` before the first
+            step.
+        group: ranks and backends; the default group by default.
+        least: number of entries from which on a floating tensor is compressed; smaller ones,
+            integers and all other collectives travel as they are.
+        seed: base of the scheme's random draws, the same on every rank.
+        options: of the scheme, see :func:`commhooks.make`.
+
+    Raises:
+        RegistrationError: there is no process group, or ``group`` runs a scheme already.
+        MismatchError: the ranks differ in scheme, options or versions.
+
+    Example:
+        >>> group = commhooks.process_group("int8")
+        >>> model = DistributedDataParallel(module, process_group=group)
+    """
+    need_group(group)
+    inside = group or dist.group.WORLD
+    if inside is None or isinstance(inside, SchemeGroup):
+        what = "no process group" if inside is None else f"{inside.hook} runs in it already"
+        raise RegistrationError(
+            f"process_group(scheme, group): {what}; it takes a group of torch.distributed "
+            f"(init_process_group or new_group)"
+        )
+    built, least = make(scheme, **options), fitting("process_group", "least", least, int)
+    facts = {"scheme and options": describe(built), "least": least, "seed": seed}
+    handshake("commhooks.process_group", facts, inside, MEETING)
+    ranks = dist.get_process_group_ranks(inside)
+    _register_backend()
+    made: SchemeGroup = dist.new_group(
+        ranks,
+        timeout=group_timeout(inside),
+        backend=NAME,
+        pg_options=partial(SchemeGroup, inside, built, least, check_seed(seed)),
+        # Without it, the ranks of other groups would have to come, too.
+        use_local_synchronization=len(ranks) != dist.get_world_size(),
+        **({} if ranks == sorted(ranks) else {"sort_ranks": False}),
+    )
+    return made
+
+
+@cache
+def _register_backend() -> None:
+    # At the first call and not when commhooks is imported: torch treats "cpu:gloo" and the like
+    # in another way once it knows of any further backend.
+    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+
+
+def _create(_: Any, made: Any) -> SchemeGroup:
+    """Makes the group when ``torch.distributed.new_group`` asks for it."""
+    if not isinstance(made, partial):
+        raise RegistrationError(
+            "new_group(backend='commhooks'): it needs a scheme and a group that carries the bytes; "
+            "commhooks.process_group(scheme, group) makes both"
+        )
+    group: SchemeGroup = made()
+    return group

@@ -1,0 +1,502 @@
+"""Collectives with a scheme between real processes: as functions, and with memory by name."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
+from commhooks.hosts import functions
+from tests.distributed.harness import run_ranks
+from tests.distributed.training import equal_bits, outcome
+
+AVG, SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
+SHAPE, STEPS = (24, 40), 3
+
+
+def numbers(step: int, rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+# ---- every scheme against a hook
+
+
+def _by_hook(rank: int, name: str) -> list[Tensor]:
+    layer = nn.Linear(SHAPE[1], SHAPE[0], bias=False)
+    model = DistributedDataParallel(layer)
+    hook = commhooks.register(model, name)
+    means = []
+    for step in range(STEPS):
+        model.zero_grad()
+        (model(torch.eye(SHAPE[1])).t() * numbers(step, rank, *SHAPE)).sum().backward()
+        assert layer.weight.grad is not None
+        means.append(layer.weight.grad.clone())
+    hook.close()
+    return means
+
+
+def _by_call(rank: int, name: str, op: Any, async_op: bool) -> list[Tensor]:
+    collectives = commhooks.Collectives(name)
+    tensors = [numbers(step, rank, *SHAPE) for step in range(STEPS)]
+    handles = [
+        collectives.all_reduce(tensor, "weight", op=op, async_op=async_op) for tensor in tensors
+    ]
+    for handle in handles:
+        assert (handle is None) == (not async_op)
+        if handle is not None:
+            assert handle.wait()
+            assert handle.is_completed()
+    if async_op:
+        assert handles[0].get_future().value() is tensors[0]
+    assert collectives.step == STEPS
+    assert collectives.calls == STEPS
+    collectives.close()
+    return tensors
+
+
+def _all_schemes(rank: int, world_size: int, names: list[str]) -> dict[str, dict[str, Any]]:
+    found = {}
+    for name in names:
+        hook, means = _by_hook(rank, name), _by_call(rank, name, AVG, False)
+        one: dict[str, Any] = {
+            "as a hook": all(map(torch.equal, hook, means)),
+            "async": all(map(torch.equal, means, _by_call(rank, name, AVG, True))),
+            "means": means,
+        }
+        if commhooks.make(name).traits.returns == "mean" and name != "none":
+            sums = _by_call(rank, name, SUM, False)
+            one["sum"] = all(map(torch.equal, sums, [mean * world_size for mean in means]))
+        else:
+            refused = outcome(_by_call, rank, name, SUM, False)
+            one["sum"] = name == "none" or (refused is not None and "returns no mean" in refused[1])
+        found[name] = one
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_an_all_reduce_of_every_scheme_is_what_its_hook_gives(ranks: int) -> None:
+    names = commhooks.scheme_names()
+    everyone = run_ranks(_all_schemes, ranks, names, timeout=110)
+    for name in names:
+        ours = [found[name] for found in everyone]
+        for law in ("as a hook", "async", "sum"):
+            assert all(one[law] for one in ours), (name, law)
+        if commhooks.make(name).traits.agrees and commhooks.make(name).traits.averages:
+            for step in range(STEPS):
+                assert equal_bits([one["means"][step] for one in ours]), name
+
+
+# ---- tensors of all kinds
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.requires_grad_()
+
+
+KINDS: dict[str, Any] = {
+    **{
+        str(dtype).split(".")[1]: lambda rank, dtype=dtype: numbers(0, rank, 50, 30, dtype=dtype)
+        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    },
+    "transposed": lambda rank: numbers(0, rank, 50, 30).t(),
+    "strided": lambda rank: numbers(0, rank, 50, 30)[::2, 1::3],
+    "a number": lambda rank: numbers(0, rank, 1)[0],
+    "empty": lambda rank: numbers(0, rank, 0, 3),
+    "a leaf": lambda rank: _leaf(numbers(0, rank, 50, 30)),
+    "complex": lambda rank: torch.complex(numbers(0, rank, 700), numbers(1, rank, 700)),
+    "whole numbers": lambda rank: torch.arange(3000).view(30, 100) * (rank + 1),
+    "bytes": lambda rank: torch.full((2000,), rank + 1, dtype=torch.uint8),
+}
+
+
+def _kinds(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
+    found = {}
+    for kind, make in KINDS.items():
+        plain, ours, coded = (make(rank) for _ in range(3))
+        dist.all_reduce(plain.detach())
+        whole = not (plain.is_floating_point() or plain.is_complex())
+        commhooks.all_reduce(ours)
+        commhooks.all_reduce(coded, "int8")
+        one = {"exact": torch.equal(ours, plain), "int8": coded.detach().clone()}
+        exact = whole or plain.is_complex() or plain.numel() < 2
+        one["near"] = torch.equal(coded, plain) if exact else None
+        if not exact:
+            one["near"] = float((coded - plain).norm() / plain.norm()) < 0.03
+        if not whole:
+            mean = make(rank)
+            commhooks.all_reduce(mean, op=AVG)
+            torch.testing.assert_close(mean, plain / world_size)
+        found[kind] = one
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_tensors_of_any_kind_are_reduced_in_place(ranks: int) -> None:
+    everyone = run_ranks(_kinds, ranks)
+    for kind in KINDS:
+        assert all(found[kind]["exact"] and found[kind]["near"] for found in everyone), kind
+        assert equal_bits([found[kind]["int8"] for found in everyone]), kind
+
+
+# ---- reduce-scatter and all-gather
+
+
+def _halves(rank: int, world_size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    given = numbers(0, rank, world_size * 30, 17)
+    kept, part, ours = given.clone(), torch.empty(30, 17), torch.empty(30, 17)
+    dist.reduce_scatter_tensor(part, given)
+    commhooks.reduce_scatter(ours, given)
+    found["reduce_scatter none"] = torch.equal(part, ours)
+    for name in ("int8", "fp8", "eden", "fp16", "bf16"):
+        options = {"bits": 4} if name == "eden" else {}
+        commhooks.reduce_scatter(ours, given, name, **options)
+        found[f"reduce_scatter {name}"] = float((ours - part).norm() / part.norm()) < 0.25
+    handle = commhooks.reduce_scatter(ours.t(), given, "int8", op=AVG, async_op=True)
+    assert handle is not None
+    handle.wait()
+    found["into strides"] = float((ours.t().reshape(30, 17) * world_size - part).norm()) < 3
+    found["input stays"] = torch.equal(given, kept)
+
+    own = numbers(1, rank, 30, 17)
+    whole, mine = torch.empty(world_size, 30, 17), torch.empty(world_size * 30, 17)
+    dist.all_gather_into_tensor(whole.view(-1, 17), own)
+    commhooks.all_gather(mine, own)
+    found["all_gather none"] = torch.equal(whole.view_as(mine), mine)
+    for name in ("int8", "mxfp8", "bf16"):
+        commhooks.all_gather(mine, own, name)
+        found[f"all_gather {name}"] = float((mine - whole.view_as(mine)).norm()) < 0.1 * float(
+            whole.norm()
+        )
+        found.setdefault("bits", []).append(mine.clone())
+    number = torch.empty(world_size, dtype=torch.int64)
+    commhooks.all_gather(number, torch.tensor([rank]), "int8")
+    found["whole numbers"] = number.tolist() == list(range(world_size))
+    counts = torch.empty((), dtype=torch.int64)
+    commhooks.reduce_scatter(counts, torch.arange(world_size), "int8")
+    found["whole sums"] = counts.item() == rank * world_size
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_reduce_scatter_and_all_gather_are_near_torchs_and_the_same_without_a_scheme(
+    ranks: int,
+) -> None:
+    everyone = run_ranks(_halves, ranks, ignore_warnings=(".*is deprecated.*",))
+    for found in everyone:
+        bits = found.pop("bits")
+        assert all(map(torch.equal, bits, everyone[0].get("bits", bits)))
+        assert all(found.values()), found
+
+
+# ---- memory by name
+
+
+def _calls(collectives: commhooks.Collectives, rank: int, steps: range) -> list[Tensor]:
+    """Some rounds; the tensor "rare" takes part in every other one."""
+    results = []
+    for step in steps:
+        for number, name in enumerate(["first", "second", "rare"]):
+            if name == "rare" and step % 2:
+                continue
+            tensor = numbers(step, rank + 10 * number, *SHAPE)
+            collectives.all_reduce(tensor, name)
+            results.append(tensor)
+        if collectives.scheme.traits.shards:
+            part = torch.empty(SHAPE)
+            given = numbers(step, rank + 50, collectives.world_size, *SHAPE)
+            collectives.reduce_scatter(part, given, "scattered")
+            results.append(part)
+        if collectives.scheme.gathers:
+            whole = torch.empty(collectives.world_size, *SHAPE)
+            collectives.all_gather(whole, numbers(step, rank + 70, *SHAPE), "gathered")
+            results.append(whole)
+    return results
+
+
+STATEFUL: dict[str, dict[str, Any]] = {
+    "topk": {"ratio": 0.1},
+    "powersgd": {"rank": 2, "start_step": 1},
+    "int4": {},
+    "onebit": {},
+    "fp16": {"error_feedback": True},
+    "onebit_adam": {"freeze_step": 2},
+}
+
+
+def _resumed(rank: int, world_size: int, how: str) -> dict[str, bool]:
+    found = {}
+    for name, options in STATEFUL.items():
+        scheme = commhooks.make(name, **options)
+        op = {} if scheme.traits.returns == "mean" else {"op": AVG}
+        collectives = commhooks.Collectives(scheme, seed=3)
+        if op:
+            collectives.all_reduce = _averaging(collectives)  # type: ignore[method-assign]
+        _calls(collectives, rank, range(3))
+        gather = how == "gathered"
+        saved = pickle.loads(pickle.dumps(collectives.state_dict(gather=gather)))
+        expected = _calls(collectives, rank, range(3, 6))
+        other = commhooks.Collectives(scheme, seed=4)
+        if op:
+            other.all_reduce = _averaging(other)  # type: ignore[method-assign]
+        other.load_state_dict(saved)
+        found[name] = all(map(torch.equal, expected, _calls(other, rank, range(3, 6))))
+        same = [collectives.state_dict(), other.state_dict()]
+        found[f"{name} steps"] = same[0]["plan"] == same[1]["plan"]
+        collectives.close()
+        other.close()
+    return found
+
+
+def _averaging(collectives: commhooks.Collectives) -> Any:
+    run = commhooks.Collectives.all_reduce
+    return lambda tensor, name: run(collectives, tensor, name, op=AVG)
+
+
+@pytest.mark.parametrize("how", ["own", "gathered"])
+def test_saved_and_loaded_calls_go_on_bit_for_bit(how: str) -> None:
+    for found in run_ranks(_resumed, 2, how, timeout=100):
+        assert all(found.values()), found
+
+
+def _across_hosts(rank: int, world_size: int) -> dict[str, Any]:
+    """What a hook on a model has saved goes on in calls, and back."""
+    layer = nn.Linear(SHAPE[1], SHAPE[0], bias=False)
+    model = DistributedDataParallel(layer)
+    hook = commhooks.register(model, "topk", ratio=0.1)
+
+    def step(at: int) -> Tensor:
+        model.zero_grad()
+        (model(torch.eye(SHAPE[1])).t() * numbers(at, rank, *SHAPE)).sum().backward()
+        assert layer.weight.grad is not None
+        return layer.weight.grad.clone()
+
+    for at in range(3):
+        step(at)
+    collectives = commhooks.Collectives("topk", ratio=0.1)
+    unknown = outcome(collectives.load_state_dict, hook.state_dict())
+    collectives.declare("weight", layer.weight)
+    collectives.load_state_dict(hook.state_dict())
+    tensor = numbers(3, rank, *SHAPE)
+    collectives.all_reduce(tensor, "weight", op=AVG)
+    expected = step(3)
+    hook.load_state_dict(collectives.state_dict())
+    back = step(4)
+    tensor4 = numbers(4, rank, *SHAPE)
+    collectives.all_reduce(tensor4, "weight", op=AVG)
+    return {
+        "unknown": unknown,
+        "there": torch.equal(tensor, expected),
+        "back": torch.equal(back, tensor4),
+        "step": collectives.step == hook.step == 5,
+    }
+
+
+def test_a_hooks_state_goes_on_in_calls_and_back() -> None:
+    for found in run_ranks(_across_hosts, 2):
+        assert found.pop("unknown")[0] == "CheckpointError"
+        assert all(found.values()), found
+
+
+def _overlapping(rank: int, world_size: int) -> dict[str, bool]:
+    found = {}
+    for name, options in {"int8": {}, "topk": {"ratio": 0.1}, "powersgd": {"rank": 1}}.items():
+        results = []
+        for async_op in (False, True):
+            collectives = commhooks.Collectives(name, **options)
+            tensors = [
+                numbers(step, rank + 7 * number, *SHAPE) for step in range(4) for number in range(5)
+            ]
+            for place, tensor in enumerate(tensors):
+                collectives.all_reduce(tensor, f"t{place % 5}", async_op=async_op)
+            collectives.wait()
+            results.append(tensors)
+            collectives.close()
+        found[name] = all(map(torch.equal, *results))
+    return found
+
+
+def test_calls_that_overlap_give_what_they_give_one_after_the_other() -> None:
+    for found in run_ranks(_overlapping, 2):
+        assert all(found.values()), found
+
+
+def _poisoned(rank: int, world_size: int) -> list[Any]:
+    collectives = commhooks.Collectives("int4")
+    rows: list[Any] = []
+    for kind in ("all_reduce", "reduce_scatter", "all_gather"):
+        before = None
+        for step in range(3):
+            given = numbers(step, rank, 2 * 512)
+            if step == 1 and rank == 1:
+                given[3] = torch.inf  # of the part that rank 0 sums
+            if kind == "all_reduce":
+                collectives.all_reduce(given, kind)
+            elif kind == "reduce_scatter":
+                collectives.reduce_scatter(torch.empty(512), given, kind)
+            else:
+                collectives.all_gather(torch.empty(2, 1024), given, kind)
+            residual = collectives.residual(kind)
+            assert residual is not None
+            rows.append((kind, step, before is not None and torch.equal(before, residual)))
+            before = residual
+    return [rows, collectives.skipped_steps]
+
+
+def test_a_call_that_is_not_finite_on_one_rank_changes_no_memory_on_any() -> None:
+    for rows, skipped in run_ranks(_poisoned, 2):
+        assert [same for _, step, same in rows if step == 1] == [True] * 3
+        assert [same for _, step, same in rows if step == 2] == [False] * 3
+        assert skipped == 3
+
+
+def _switched(rank: int, world_size: int) -> list[float]:
+    """What a scheme with feedback held is sent by the next one."""
+    collectives = commhooks.Collectives("topk", ratio=0.05)
+    total, applied = torch.zeros(SHAPE), torch.zeros(SHAPE)
+    for step in range(4):
+        if step == 3:
+            collectives.switch("none")
+        tensor = numbers(step, rank, *SHAPE)
+        mean = tensor.clone()
+        dist.all_reduce(mean)
+        total += mean / world_size
+        collectives.all_reduce(tensor, "w", op=AVG)
+        applied += tensor
+    whole = torch.empty(world_size, *SHAPE)
+    collectives.all_gather(whole, numbers(9, rank, *SHAPE), "w")
+    return [
+        float((total - applied).abs().max()),
+        float((whole[rank] - numbers(9, rank, *SHAPE)).abs().max()),
+    ]
+
+
+def test_a_switch_sends_what_was_held() -> None:
+    for lost, gathered in run_ranks(_switched, 2):
+        assert lost < 1e-5
+        assert gathered == 0
+
+
+# ---- what is refused
+
+
+def _refusals(rank: int, world_size: int) -> dict[str, Any]:
+    x = torch.ones(600)
+    stateful = commhooks.Collectives("topk")
+    stateful.all_reduce(x.clone(), "x")
+    closed = commhooks.Collectives("int8")
+    closed.all_reduce(x.clone())
+    closed.close()
+    found = {
+        "memory": outcome(commhooks.all_reduce, x, "topk"),
+        "max": outcome(commhooks.all_reduce, x, "int8", op=dist.ReduceOp.MAX),
+        "no name": outcome(stateful.all_reduce, x),
+        "another shape": outcome(stateful.all_reduce, torch.ones(5), "x"),
+        "another dtype": outcome(stateful.all_reduce, x.double(), "x"),
+        "name": outcome(stateful.all_reduce, x, 3),
+        "closed": outcome(closed.all_reduce, x),
+        "sizes": outcome(commhooks.reduce_scatter, torch.ones(5), x, "int8"),
+        "dtypes": outcome(commhooks.all_gather, torch.ones(1200).double(), x, "int8"),
+        "no tensor": outcome(commhooks.all_reduce, [1.0], "int8"),
+        "sparse": outcome(commhooks.all_reduce, torch.ones(5).to_sparse(), "int8"),
+        "whole mean": outcome(commhooks.all_reduce, torch.ones(5, dtype=torch.int32), op=AVG),
+        "no parts": outcome(commhooks.reduce_scatter, torch.ones(300), x, "global_qsgd"),
+        "no payload": outcome(commhooks.all_gather, torch.ones(1200), x, "global_qsgd"),
+        "pickle": outcome(pickle.dumps, stateful),
+        "copy": outcome(copy.deepcopy, stateful),
+        "group": outcome(commhooks.all_reduce, x, group=[0]),
+        "ranks differ": outcome(commhooks.all_reduce, x, "int8", block=64 + 64 * rank),
+        "calls differ": outcome(
+            *(
+                (commhooks.all_reduce, x, "fp8")
+                if rank
+                else (commhooks.all_gather, torch.ones(1200), x, "fp8")
+            )
+        ),
+    }
+    assert torch.equal(x, torch.ones(600)), "a refused call changed its tensor"
+    return found
+
+
+EXPECTED = {
+    "memory": ("RegistrationError", "commhooks.Collectives"),
+    "max": ("ValueError", "SUM or ReduceOp.AVG"),
+    "no name": ("ValueError", "give every tensor a name"),
+    "another shape": ("ValueError", "a name of its own"),
+    "another dtype": ("ValueError", "torch.float64"),
+    "name": ("TypeError", "a text"),
+    "closed": ("RegistrationError", "make another"),
+    "sizes": ("ValueError", "2 times the entries"),
+    "dtypes": ("ValueError", "both of one dtype"),
+    "no tensor": ("TypeError", "takes tensors, got list"),
+    "sparse": ("TypeError", "dense tensors"),
+    "whole mean": ("ValueError", "is not whole; use SUM"),
+    "no parts": ("RegistrationError", "use all_reduce, or int8"),
+    "no payload": ("RegistrationError", "has no payload"),
+    "pickle": ("TypeError", "state_dict"),
+    "copy": ("TypeError", "state_dict"),
+    "group": ("TypeError", "ProcessGroup"),
+    "ranks differ": ("MismatchError", "scheme and options"),
+    "calls differ": ("MismatchError", "all_gather"),
+}
+
+
+def test_what_cannot_be_done_is_refused_with_what_to_do() -> None:
+    for found in run_ranks(_refusals, 2):
+        assert found.keys() == EXPECTED.keys()
+        for what, (kind, text) in EXPECTED.items():
+            assert found[what] is not None, what
+            assert found[what][0] == kind, (what, found[what])
+            assert text in found[what][1], (what, found[what])
+
+
+# ---- what the functions keep
+
+
+def _kept(rank: int, world_size: int) -> list[Any]:
+    def threads() -> int:
+        return sum("commhooks" in one.name for one in threading.enumerate())
+
+    counts = []
+    group = dist.new_group([0, 1])
+    for _ in range(5):
+        commhooks.all_reduce(torch.ones(600), "int8", group=group)
+        commhooks.all_reduce(torch.ones(600), "int8")
+        commhooks.all_reduce(torch.ones(600), commhooks.make("int8"))
+        counts.append((threads(), sum(map(len, functions._made.values()))))
+    dist.destroy_process_group(group)
+    commhooks.all_reduce(torch.ones(600), "int8")
+    counts.append((threads(), sum(map(len, functions._made.values()))))
+    first = functions.collectives_of("int8", None, "all_reduce")
+    return [counts, first.ledger.payload_bytes > 0, first.calls]
+
+
+def test_functions_use_what_they_made_until_its_group_is_destroyed() -> None:
+    for counts, sent, calls in run_ranks(_kept, 2):
+        assert counts[:5] == [(3, 3)] * 5
+        assert counts[5] == (2, 2)
+        assert sent
+        assert calls == 6
+
+
+def _draws(rank: int, world_size: int) -> list[bool]:
+    """Two calls round at random, and in different ways."""
+    results = []
+    for _ in range(2):
+        tensor = numbers(0, rank, 4000)
+        commhooks.all_reduce(tensor, "int8")
+        results.append(tensor)
+    return [not torch.equal(*results)]
+
+
+def test_each_call_draws_other_bits() -> None:
+    assert all(all(found) for found in run_ranks(_draws, 2))

@@ -1,0 +1,414 @@
+"""A process group that runs a scheme, and data parallelism on FSDP2 by one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate as composable
+from torch.distributed._composable.replicate_with_fsdp import replicate as on_fsdp
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
+import ddp_core
+from tests.distributed.harness import run_ranks
+from tests.distributed.models import Breaks
+from tests.distributed.training import batch, equal_bits, gradients, mlp, outcome, residuals
+
+STEPS = 5
+SMALL = {"bucket_cap_mb": 0.004}  # several buckets, some of them of equal size
+
+
+def train(model: nn.Module, rank: int, steps: int = STEPS, first: int = 0) -> list[Tensor]:
+    """Gradients of each step."""
+    means = []
+    for step in range(first, first + steps):
+        model.zero_grad()
+        model(batch(step, rank, 8, 32)).square().sum().backward()
+        means.append(gradients(model))
+    return means
+
+
+def wrapped(group: Any = None, **options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(mlp(32, 4), process_group=group, **{**SMALL, **options})
+
+
+# ---- what passes
+
+
+def _passes(rank: int, world_size: int) -> dict[str, Any]:
+    group = commhooks.process_group("int8", least=100)
+    found: dict[str, Any] = {
+        "backend": dist.get_backend(group) == "commhooks",
+        "ranks": dist.get_process_group_ranks(group) == list(range(world_size)),
+        "size": (group.rank(), group.size()) == (rank, world_size),
+    }
+    x = torch.randn(5000, generator=torch.Generator().manual_seed(rank))
+
+    def both(call: Any) -> bool:
+        results = []
+        for place in (group, None):
+            tensor = x.clone()
+            results.append(call(tensor, place))
+        return torch.equal(*results)
+
+    def reduced(tensor: Tensor, place: Any, **options: Any) -> Tensor:
+        dist.all_reduce(tensor, group=place, **options)
+        return tensor
+
+    def broadcast(tensor: Tensor, place: Any) -> Tensor:
+        dist.broadcast(tensor, 0, group=place)
+        return tensor
+
+    def gathered(tensor: Tensor, place: Any) -> Tensor:
+        parts = [torch.empty_like(tensor) for _ in range(world_size)]
+        dist.all_gather(parts, tensor, group=place)
+        return torch.cat(parts)
+
+    def all_to_all(tensor: Tensor, place: Any) -> Tensor:
+        into, n = torch.empty(world_size * 100), world_size * 100
+        dist.all_to_all_single(into, tensor[:n].clone(), group=place)
+        return into
+
+    def sent(tensor: Tensor, place: Any) -> Tensor:
+        if rank == 0:
+            dist.send(tensor, 1, group=place)
+        elif rank == 1:
+            dist.recv(tensor, 0, group=place)
+        return tensor
+
+    found |= {
+        "max": both(lambda t, g: reduced(t, g, op=dist.ReduceOp.MAX)),
+        "whole": both(lambda t, g: reduced((t * 100).long(), g)),
+        "small": both(lambda t, g: reduced(t[:99].clone(), g)),
+        "broadcast": both(broadcast),
+        "all_gather": both(gathered),
+        "all_to_all": both(all_to_all),
+        "send": both(sent),
+    }
+    everyone: list[Any] = [None] * world_size
+    dist.all_gather_object(everyone, {"rank": rank}, group=group)
+    found["objects"] = everyone == [{"rank": one} for one in range(world_size)]
+    dist.barrier(group=group)
+    found["nothing compressed"] = group.hook.calls == 0
+
+    plain, ours = x.clone(), x.clone()
+    dist.all_reduce(plain)
+    work = dist.all_reduce(ours, group=group, async_op=True)
+    found["waits"] = work.wait()
+    found["compressed"] = 0 < float((plain - ours).norm() / plain.norm()) < 0.02
+    mean = reduced(x.clone(), group, op=dist.ReduceOp.AVG)
+    found["mean"] = float((plain / world_size - mean).norm() / mean.norm()) < 0.02
+    found["ledger"] = group.hook.calls == 2 and group.hook.ledger.dense_bytes == 2 * x.nbytes
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_all_but_large_sums_of_floats_passes_as_it_is(ranks: int) -> None:
+    for found in run_ranks(_passes, ranks):
+        assert all(found.values()), found
+
+
+def _subgroups(rank: int, world_size: int) -> list[Any]:
+    """Groups of groups, one after the other, and of ranks of which only some come."""
+    sums = []
+    pairs = [dist.new_group([0, 1]), dist.new_group([2])]
+    inside = pairs[rank // 2]
+    for _ in range(3):
+        group = commhooks.process_group("int8", inside)
+        tensor = torch.full((2000,), rank + 1.0)
+        dist.all_reduce(tensor, group=group)
+        sums.append(round(float(tensor.mean()), 1))
+        dist.destroy_process_group(group)
+    return sums
+
+
+def test_a_group_of_some_ranks_is_made_again_and_again() -> None:
+    assert run_ranks(_subgroups, 3) == [[3.0] * 3, [3.0] * 3, [3.0] * 3]
+
+
+# ---- DistributedDataParallel without a hook
+
+
+def _none(rank: int, world_size: int) -> dict[str, bool]:
+    found = {}
+    for attached in (False, True):
+        group = commhooks.process_group("none", least=1)
+        model = wrapped(group)
+        hook = group.attach(model) if attached else group.hook
+        ours = train(model, rank)
+        found[f"bits {attached}"] = all(map(torch.equal, ours, train(wrapped(), rank)))
+        found[f"ledger {attached}"] = hook.ledger.dense_bytes > 0
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_without_a_scheme_a_model_gets_the_bits_of_a_plain_group(ranks: int) -> None:
+    for found in run_ranks(_none, ranks):
+        assert all(found.values()), found
+
+
+STATELESS: dict[str, dict[str, Any]] = {
+    "int8": {"stochastic": False, "error_feedback": False},
+    "fp16": {},
+    "bf16": {"fp32_sum": True},
+    "mxfp8": {"stochastic": False, "error_feedback": False},
+}
+
+
+def _stateless(rank: int, world_size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, options in STATELESS.items():
+        model = wrapped(commhooks.process_group(name, least=1, **options))
+        other = wrapped()
+        commhooks.register(other, name, **options)
+        found[name] = all(map(torch.equal, train(model, rank), train(other, rank)))
+    model = wrapped(commhooks.process_group("int8", least=1))
+    dense = train(wrapped(), rank)
+    found["near"] = all(
+        float((one - other).norm() / other.norm()) < 0.02
+        for one, other in zip(train(model, rank), dense, strict=True)
+    )
+    core = ddp_core.DistributedDataParallel(mlp(32, 4), process_group=model.process_group)
+    found["core"] = float((train(core, rank)[0] - dense[0]).norm() / dense[0].norm()) < 0.02
+    found["core calls"] = core.process_group is model.process_group
+    return found
+
+
+def test_two_ranks_without_a_hook_get_the_bits_of_a_hook() -> None:
+    for found in run_ranks(_stateless, 2):
+        assert all(found.values()), found
+
+
+ATTACHED: dict[str, dict[str, Any]] = {
+    "powersgd": {"rank": 2},
+    "topk": {"ratio": 0.1},
+    "int4": {},
+    "onebit": {},
+    "onebit_adam": {"freeze_step": 2},
+    "acpsgd": {"rank": 1, "start_step": 1},
+    "int8": {"coalesce": True},
+}
+MODES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "static": {"static_graph": True},
+    "view": {"gradient_as_bucket_view": True},
+    "unused": {"find_unused_parameters": True},
+}
+
+
+def _attached(rank: int, world_size: int, mode: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, options in ATTACHED.items():
+        group = commhooks.process_group(name, **options)
+        model = wrapped(group, **MODES[mode])
+        hook = group.attach(model)
+        other = wrapped(**MODES[mode])
+        plain = commhooks.register(other, name, **options)
+        pairs = zip(train(model, rank), train(other, rank), strict=True)
+        found[name] = [float((one - two).abs().max() / two.abs().max()) for one, two in pairs]
+        kept = [residuals(one, mlp(32, 4)) for one in (hook, plain)]
+        found[f"{name} kept"] = torch.equal(*kept) if world_size == 2 else True
+        found[f"{name} steps"] = (hook.step, hook.calls) == (STEPS, plain.calls)
+        # What one has saved goes on in the other.
+        plain.load_state_dict(hook.state_dict())
+        found[f"{name} saved"] = plain.step == STEPS
+        hook.close()
+        plain.close()
+    return found
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_attached_model_is_as_one_with_a_hook(mode: str) -> None:
+    """On two ranks bit for bit; on more, division and multiplication by their number round."""
+    ignored = (".*find_unused_parameters=True was specified.*",)
+    for found in run_ranks(_attached, 2, mode, ignore_warnings=ignored, timeout=100):
+        for what, one in found.items():
+            assert one == ([0.0] * STEPS if isinstance(one, list) else True), (what, one)
+
+
+def _attached_on_three(rank: int, world_size: int) -> list[Any]:
+    group = commhooks.process_group("powersgd", rank=2)
+    model = wrapped(group)
+    group.attach(model)
+    other = wrapped()
+    commhooks.register(other, "powersgd", rank=2)
+    means = train(model, rank)
+    near = [
+        float((one - two).norm() / two.norm())
+        for one, two in zip(means, train(other, rank), strict=True)
+    ]
+    return [near, means[-1]]
+
+
+def test_three_ranks_differ_from_a_hook_by_rounding_only() -> None:
+    everyone = run_ranks(_attached_on_three, 3)
+    assert equal_bits([means for _, means in everyone])
+    for near, _ in everyone:
+        assert max(near) < 1e-4
+
+
+class _MayBreak(nn.Module):
+    """Raises in the backward pass of one step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.breaks = mlp(32, 4), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(Breaks.apply(self.body[0](x), self.breaks))
+
+
+def _accumulated_and_resumed(rank: int, world_size: int) -> dict[str, Any]:
+    def made() -> tuple[DistributedDataParallel, commhooks.HookState]:
+        group = commhooks.process_group("topk", ratio=0.1)
+        model = wrapped(group)
+        return model, group.attach(model)
+
+    model, hook = made()
+    train(model, rank, 3)
+    with model.no_sync():
+        model(batch(50, rank, 8, 32)).square().sum().backward()
+    step = hook.step
+    saved, expected = hook.state_dict(gather=True), train(model, rank, 3, first=3)
+    again, other = made()
+    other.load_state_dict(saved)
+    return {
+        "no_sync is no step": step == 3,
+        "resumed": all(map(torch.equal, expected, train(again, rank, 3, first=3))),
+        "metrics": other.metrics()["wire_bytes"] > 0,
+        "report": len(other.ledger._rows) > 0,
+    }
+
+
+def test_an_attached_model_accumulates_saves_and_resumes() -> None:
+    for found in run_ranks(_accumulated_and_resumed, 2):
+        assert all(found.values()), found
+
+
+# ---- what is refused
+
+
+def _refusals(rank: int, world_size: int) -> dict[str, Any]:
+    group = commhooks.process_group("topk")
+    model = wrapped(group, bucket_cap_mb=25)
+    plain = wrapped()
+    found = {
+        "unattached": outcome(train, model, rank, 1),
+        "another": outcome(group.attach, plain),
+        "module": outcome(group.attach, plain.module),
+        "hook": outcome(commhooks.register, model, "int8"),
+        "twice": outcome(commhooks.process_group, "int8", group),
+        "own": outcome(dist.new_group, backend="commhooks"),
+        "least": outcome(commhooks.process_group, "int8", least=100 * (rank + 1)),
+        "unknown": outcome(commhooks.process_group, "int7"),
+    }
+    core = ddp_core.DistributedDataParallel(mlp(32, 2), process_group=group)
+    found["core"] = outcome(group.attach, core)
+    joined = commhooks.process_group("int4")
+    model = wrapped(joined)
+    joined.attach(model)
+
+    def join() -> None:
+        with model.join():
+            train(model, rank, 1 + rank)
+
+    found["join"] = outcome(join)
+    return found
+
+
+EXPECTED = {
+    "unattached": ("RegistrationError", "group.attach(model)"),
+    "another": ("RegistrationError", "of this group"),
+    "module": ("RegistrationError", "got Sequential"),
+    "hook": ("RegistrationError", "runs a scheme already"),
+    "twice": ("RegistrationError", "runs in it already"),
+    "own": ("RegistrationError", "commhooks.process_group"),
+    "least": ("MismatchError", "least"),
+    "unknown": ("UnknownSchemeError", "int8"),
+    "core": ("RegistrationError", "commhooks.register"),
+    "join": ("RegistrationError", "runs with join"),
+}
+
+
+def test_what_a_group_cannot_do_is_refused_with_what_to_do() -> None:
+    for found in run_ranks(_refusals, 2):
+        for what, (kind, text) in EXPECTED.items():
+            assert found[what] is not None, what
+            assert found[what][0] == kind, (what, found[what])
+            assert text in found[what][1], (what, found[what])
+
+
+# ---- data parallelism on FSDP2
+
+
+def _on_fsdp(rank: int, world_size: int) -> dict[str, Any]:
+    dense = train(DistributedDataParallel(mlp(32, 4)), rank)
+    found: dict[str, Any] = {}
+
+    def near(means: list[Tensor], allowed: float) -> bool:
+        pairs = zip(means, dense, strict=True)
+        return all(float((one - two).norm() / two.norm()) <= allowed for one, two in pairs)
+
+    def local(model: nn.Module) -> list[Tensor]:
+        means = []
+        for step in range(STEPS):
+            model.zero_grad()
+            model(batch(step, rank, 8, 32)).square().sum().backward()
+            means.append(
+                torch.cat([p.grad.to_local().double().view(-1) for p in model.parameters()])
+            )
+        return means
+
+    group = commhooks.process_group("int8", least=1)
+    mesh = DeviceMesh.from_group(
+        group, "cpu", mesh=list(range(world_size)), mesh_dim_names=("replicate",)
+    )
+    model = mlp(32, 4)
+    for module in (model[0], model[2], model):
+        on_fsdp(module, mesh=mesh)
+    found["over the group"] = near(local(model), 0.03) and group.hook.calls == 3 * STEPS
+
+    for name, allowed in {"none": 1e-6, "int8": 0.03, "powersgd": 3.0}.items():
+        model = mlp(32, 4)
+        hook = commhooks.hosts.replicate(model, name, modules=[model[0], model[2]])
+        means = local(model)
+        found[name] = near(means, allowed) and (hook.step, hook.calls) == (STEPS, 3 * STEPS)
+        found.setdefault("bits", []).append(means[-1])
+    found["wrong mesh"] = outcome(commhooks.hosts.replicate, mlp(), "none", mesh=mesh)
+    return found
+
+
+def test_replicas_on_fsdp2_average_by_a_scheme() -> None:
+    everyone = run_ranks(_on_fsdp, 2, ignore_warnings=(".*is deprecated.*",))
+    for found in everyone:
+        bits = found.pop("bits")
+        assert all(map(torch.equal, bits, everyone[0].get("bits", bits)))
+        assert found.pop("wrong mesh")[0] == "RegistrationError"
+        assert all(found.values()), found
+
+
+def _composable(rank: int, world_size: int) -> dict[str, bool]:
+    found = {}
+    for when in ("before", "after"):
+        model = composable(mlp(32, 4), **SMALL)
+        if when == "after":
+            train(model, rank, 1)
+        hook = commhooks.register(model, "topk", ratio=0.1)
+        plain = wrapped()
+        other = commhooks.register(plain, "topk", ratio=0.1)
+        pairs = [train(model, rank), train(plain, rank)]
+        near = [float((one - two).norm()) for one, two in zip(*pairs, strict=True)]
+        # Buckets after the first step, from which the hook may begin here, are others.
+        found[when] = max(near) == 0 if when == "before" else hook.step == STEPS
+        found[f"{when} kept"] = (hook.residual("0.weight") is not None) and other.step == STEPS
+    return found
+
+
+def test_a_module_of_replicate_is_registered_before_and_after_its_first_forward() -> None:
+    for found in run_ranks(_composable, 2):
+        assert all(found.values()), found

@@ -1,0 +1,188 @@
+"""Reduce-scatter and all-gather of schemes by themselves, on simulated ranks."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+import commhooks
+from commhooks import ErrorFeedback, Scheme, make
+from commhooks.core import Bucket, Layout
+from commhooks.core.packed import PackedCodec
+from commhooks.core.shards import Span, equal_shards
+from commhooks.errors import SchemeError
+from commhooks.hook.engine import Engine
+from commhooks.schemes import Blockwise, Dense, TopK, TwoPhaseCast
+from commhooks.schemes.minmax import MinMaxPerChannel
+from commhooks.wrappers import Cast, TwoPhase
+from ddp_core import simulate
+
+RANKS = 3
+# Allowed error of one rounding, relative to the norm of what is rounded.
+CODECS: dict[str, tuple[Scheme, float]] = {
+    "none": (Dense(), 1e-6),
+    "fp16": (make("fp16"), 1e-3),
+    "bf16": (make("bf16"), 8e-3),
+    "bf16 in 32 bits": (TwoPhaseCast(torch.bfloat16), 8e-3),
+    "int8": (make("int8"), 0.02),
+    "int4": (Blockwise("int4", 256, rotate=True), 0.2),
+    "fp8": (make("fp8"), 0.06),
+    "mxfp8": (make("mxfp8"), 0.08),
+    "eden": (make("eden", bits=4), 0.15),
+    "two phases of a codec": (TwoPhase(MinMaxPerChannel(128)), 0.02),
+}
+# Parts of a flat tensor by rank: as kernels cut, anywhere, with an empty one.
+CUTS: dict[str, tuple[Span, ...]] = {
+    "aligned": equal_shards(RANKS * 1024, RANKS),
+    "short last": ((0, 512), (512, 1024), (1024, 1100)),
+    "anywhere": ((0, 301), (301, 600), (600, 700)),
+    "empty last": ((0, 301), (301, 600), (600, 600)),
+}
+
+
+def numbers(seed: int, n: int) -> Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
+
+
+def bucket(raw: Tensor, rank: int, **more: object) -> Bucket:
+    layout = Layout(["w"], [raw.shape])
+    return Bucket(raw, layout, rank=rank, world_size=RANKS, step=3, **more)  # type: ignore[arg-type]
+
+
+def parts_of_mean(scheme: Scheme, grads: list[Tensor], cut: tuple[Span, ...]) -> list[Tensor]:
+    exchanges = [
+        scheme.exchange(bucket(grad.clone(), rank, shards=cut)) for rank, grad in enumerate(grads)
+    ]
+    return [result.mean for result in simulate(exchanges)]
+
+
+def gathered(scheme: Scheme, parts: list[Tensor], cut: tuple[Span, ...]) -> list[Tensor]:
+    exchanges = []
+    for rank, part in enumerate(parts):
+        whole = part.new_empty(cut[-1][1])
+        exchanges.append(scheme.all_gather(bucket(part, rank, output=whole), cut))
+    return [result.mean for result in simulate(exchanges)]
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    return float((one - other).norm() / other.norm().clamp_min(1e-20))
+
+
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+@pytest.mark.parametrize(("scheme", "allowed"), CODECS.values(), ids=CODECS)
+def test_each_rank_gets_its_part_of_the_mean_with_one_rounding(scheme, allowed, cut):
+    grads = [numbers(rank, cut[-1][1]) for rank in range(RANKS)]
+    mean = sum(grads) / RANKS
+    # What one rank rounds is the gradient, which is sqrt(3) times as large as the mean of three.
+    bound = allowed * 1.5
+    for (begin, end), part in zip(cut, parts_of_mean(scheme, grads, cut), strict=True):
+        assert part.numel() == end - begin
+        if begin < end:
+            assert distance(part, mean[begin:end]) < bound
+
+
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+@pytest.mark.parametrize(("scheme", "allowed"), CODECS.values(), ids=CODECS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_all_ranks_get_the_same_parts_of_all_with_one_rounding(scheme, allowed, cut, dtype):
+    assert scheme.gathers
+    parts = [numbers(rank, end - begin).to(dtype) for rank, (begin, end) in enumerate(cut)]
+    kept = [part.clone() for part in parts]
+    wholes = gathered(scheme, parts, cut)
+    assert all(torch.equal(whole, wholes[0]) for whole in wholes)
+    assert all(torch.equal(*pair) for pair in zip(parts, kept, strict=True)), "input changed"
+    own = 0.008 if dtype == torch.bfloat16 else 0
+    assert distance(wholes[0].double(), torch.cat(parts).double()) < allowed + own
+
+
+@pytest.mark.parametrize(
+    "codec",
+    [
+        *(make("int8"), make("fp8"), make("mxfp8"), TwoPhaseCast(torch.bfloat16)),
+        *(
+            TwoPhaseCast(torch.bfloat16, True),
+            TwoPhase(MinMaxPerChannel(128)),
+            make("eden", bits=4),
+        ),
+    ],
+    ids=str,
+)
+def test_the_two_halves_are_the_whole_exchange_bit_for_bit(codec: PackedCodec):
+    grads = [numbers(rank, RANKS * 1024) for rank in range(RANKS)]
+    whole = [codec.exchange(bucket(grad.clone(), rank)) for rank, grad in enumerate(grads)]
+    expected = simulate(whole)[0].mean
+    cut = CUTS["aligned"]
+    assert torch.equal(gathered(codec, parts_of_mean(codec, grads, cut), cut)[0], expected)
+
+
+def test_parts_too_small_for_a_payload_travel_as_they_are():
+    cut = ((0, 2), (2, 4), (4, 5))
+    parts = [numbers(rank, end - begin) for rank, (begin, end) in enumerate(cut)]
+    assert torch.equal(gathered(make("int8"), parts, cut)[1], torch.cat(parts))
+
+
+@pytest.mark.parametrize("inside", [Blockwise("int4", 256), Cast(Dense()), TwoPhaseCast()], ids=str)
+@pytest.mark.parametrize("half", ["reduce_scatter", "all_gather"])
+def test_feedback_loses_nothing_of_either_half(inside, half):
+    """What arrived in all steps, and what is held, add up to what was given."""
+    scheme, n = ErrorFeedback(inside), RANKS * 1024
+    cut = CUTS["aligned"]
+    engines = [Engine(scheme, rank=rank, world_size=RANKS) for rank in range(RANKS)]
+    layout = Layout(["w"], [(n if half == "reduce_scatter" else n // RANKS,)])
+    applied = [torch.zeros(n) for _ in range(RANKS)]
+    total = torch.zeros(n)
+    for step in range(4):
+        given = [numbers(10 * step + rank, layout.numel) for rank in range(RANKS)]
+        exchanges = []
+        for rank, engine in enumerate(engines):
+            engine.begin_bucket(0, is_last=True)
+            raw = given[rank].clone()
+            if half == "reduce_scatter":
+                arguments = {"shards": cut, "agree": True}
+            else:
+                run = partial(_gather_with, scheme, cut)
+                arguments = {"output": torch.empty(n), "run": run}
+            exchanges.append(engine.exchange(raw, layout, **arguments))
+        for rank, result in enumerate(simulate(exchanges)):
+            begin, end = cut[rank] if half == "reduce_scatter" else (0, n)
+            applied[rank][begin:end] += result
+        total += sum(given) / RANKS if half == "reduce_scatter" else torch.cat(given)
+    held = [engine.memory.get("residual", "w") for engine in engines]
+    if half == "reduce_scatter":
+        mean = sum(held) / RANKS
+        # Sums of 16 bits are rounded on the way, which no rank sees.
+        off = 0.02 if isinstance(inside, Cast) else 1e-5
+        for (begin, end), one in zip(cut, applied, strict=True):
+            torch.testing.assert_close(
+                one[begin:end] + mean[begin:end], total[begin:end], atol=off, rtol=0
+            )
+    else:
+        torch.testing.assert_close(applied[0] + torch.cat(held), total, atol=1e-5, rtol=0)
+    assert max(float(one.abs().max()) for one in held) > 0
+
+
+def _gather_with(scheme: Scheme, cut: tuple[Span, ...], one: Bucket):
+    return scheme.all_gather(one, cut)
+
+
+@pytest.mark.parametrize("name", commhooks.scheme_names())
+def test_a_scheme_says_whether_it_gathers(name):
+    scheme = make(name)
+    exchange = scheme.all_gather(
+        bucket(numbers(0, 1024), 0, output=torch.empty(3 * 1024)), CUTS["aligned"]
+    )
+    if scheme.gathers:
+        next(exchange)
+        exchange.close()
+    else:
+        with pytest.raises(SchemeError, match="cannot gather"):
+            next(exchange)
+
+
+def test_what_only_averages_says_so():
+    assert not make("powersgd").gathers
+    assert not ErrorFeedback(make("global_qsgd", error_feedback=False)).gathers
+    assert TopK(0.1).gathers
