@@ -44,6 +44,9 @@ class HookMethods:
 
         A rank without inputs (``join``) hears the same of the steps of the others.
 
+        A state whose ``takes_gradients`` is True keeps what its hook averages: the future may hold
+        any tensor, and ``.grad`` stays as it is (a rank then needs a part of the mean only).
+
         Raises:
             RuntimeError: there is a hook already; see ``replace_comm_hook``.
         """

@@ -198,8 +198,9 @@ class InFlight:
                 result = result * (self._world_size / step.divisor)
             unused = self.usage.globally_unused(bucket.members) if step.unused_known else None
             step.left_alone += self.left_alone.within(bucket, unused)
-            with named_range("write gradients", bucket.number):
-                bucket.scatter(result, unused)
+            if not self.launcher.takes_gradients:
+                with named_range("write gradients", bucket.number):
+                    bucket.scatter(result, unused)
             if self.optimizer is not None:
                 self.optimizer.bucket_averaged(bucket)
         step.finished += 1

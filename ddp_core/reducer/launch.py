@@ -79,6 +79,7 @@ class Launcher:
         self.group = group
         self.hook: tuple[CommHook, Any] | None = None
         self.events = StepEvents()  # told to the hook's state
+        self.takes_gradients = False  # the hook's state keeps what was averaged
         self.hook_name: str | None = None
         self.step = 0  # synchronised backward passes
         self.attempt = 0  # the same, counting those that raised
@@ -93,6 +94,7 @@ class Launcher:
         self.hook = hook
         self.hook_name = None if hook is None else name_of(hook[0])
         self.events = StepEvents(None if hook is None else hook[1])
+        self.takes_gradients = hook is not None and getattr(hook[1], "takes_gradients", False)
 
     def tells(self, state: object) -> bool:
         """Whether this hook's state hears of the end of each step."""

@@ -136,6 +136,15 @@ class BucketPlan:
         limits = self.caps.initial(rebuilds=self.follows_arrival)
         return arrange(self._parameters, limits)
 
+    def stay_as_registered(self) -> None:
+        """Lays buckets out by registration before the next step, and leaves them so.
+
+        For an optimizer that keeps the state of a part of each bucket: if parameters changed
+        buckets, states would have to move between ranks.
+        """
+        self.follows_arrival, self._splits.open = False, False
+        self.arrival, self._anew = [], True
+
     def request(self, group_of: BucketGroup | None, caps: BucketCaps | None = None) -> None:
         """Gives each bucket parameters of one group from the next step on; None: as usual.
 

@@ -1,0 +1,118 @@
+"""Refuses models, optimizers and parameter groups that cannot be sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from commhooks.errors import RegistrationError
+from commhooks.hook.parameters import find_ddp
+from ddp_core import DistributedDataParallel as CoreDDP
+
+__all__ = ["Group", "groups_of", "need_elementwise", "need_model"]
+
+Group = tuple[dict[str, Any], list[nn.Parameter]]  # settings, and whose they are
+
+
+def need_model(model: nn.Module) -> CoreDDP:
+    """Returns the DistributedDataParallel that a ``ZeroOptimizer`` may serve.
+
+    Raises:
+        RegistrationError: it is torch's, has a hook, or has parameters that cannot be sharded.
+    """
+    ddp = find_ddp(model)
+    if not isinstance(ddp, CoreDDP):
+        raise RegistrationError(
+            "ZeroOptimizer: torch's DistributedDataParallel writes the mean of all gradients on "
+            "every rank; wrap the module in ddp_core.DistributedDataParallel (same arguments), or "
+            "use FSDP2 with commhooks.register"
+        )
+    if ddp._comm_hooks:
+        raise RegistrationError(
+            "ZeroOptimizer: this model has a hook already; give the optimizer the scheme: "
+            "ZeroOptimizer(model, optimizer, scheme=...)"
+        )
+    if ddp._parts.delayed is not None or ddp.reducer.in_flight.optimizer is not None:
+        raise RegistrationError(
+            "ZeroOptimizer: not with delay_all_reduce_named_params, nor with an optimizer in "
+            "backward (_apply_optimizer_in_backward, hook_with_zero_step)"
+        )
+    for one in ddp.reducer.parameters:
+        if one.sparse or not one.parameter.is_floating_point():
+            raise RegistrationError(
+                f"ZeroOptimizer: {one.name} has "
+                f"{'sparse gradients' if one.sparse else one.parameter.dtype}, and a shard is a "
+                f"part of a flat tensor of real numbers; use another optimizer for this model"
+            )
+    return ddp
+
+
+def groups_of(ddp: CoreDDP, params: Iterable[Any] | None) -> list[Group]:
+    """Returns settings and parameters of each group.
+
+    Args:
+        params: parameters, or groups of them, as for any optimizer; None: all that are trained.
+
+    Raises:
+        ValueError: a parameter is not averaged by this model, or is in two groups.
+    """
+    trained = {id(one.parameter) for one in ddp.reducer.parameters}
+    if params is None:
+        return [({}, [one.parameter for one in ddp.reducer.parameters])]
+    given = list(params)
+    if not all(isinstance(group, Mapping) for group in given):
+        given = [{"params": given}]
+    groups: list[Group] = []
+    for group in given:
+        members = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
+        members = [one[1] if isinstance(one, tuple) else one for one in members]
+        for one in members:
+            if id(one) not in trained:
+                raise ValueError(
+                    f"ZeroOptimizer(params=...): a parameter of shape {tuple(one.shape)} is in two "
+                    f"groups, or is none that this DistributedDataParallel averages"
+                )
+            trained.remove(id(one))
+        groups.append(({key: group[key] for key in group if key != "params"}, members))
+    return groups
+
+
+def need_elementwise(kind: Any, settings: Mapping[str, Any]) -> None:
+    """Raises unless an optimizer steps two parts of a matrix as it steps the matrix.
+
+    Raises:
+        RegistrationError: it does not, as Adafactor, LBFGS, Muon or Shampoo.
+    """
+    values, gradients = torch.linspace(-1, 1, 64), torch.linspace(-0.3, 0.5, 64).sin()
+    name = getattr(kind, "__name__", str(kind))
+    whole = nn.Parameter(values.clone().view(8, 8))
+    together = kind([whole], **settings)  # raises for wrong settings
+    try:
+        parts = [nn.Parameter(part.clone()) for part in values.split(40)]
+        apart = kind(parts, **settings)
+        for _ in range(2):
+            _step(together, [whole], [gradients.view(8, 8)])
+            _step(apart, parts, gradients.split(40))
+        same = torch.allclose(torch.cat([*parts]), whole.view(-1), rtol=1e-4, atol=1e-6)
+    except Exception as error:
+        raise RegistrationError(
+            f"ZeroOptimizer(model, {name}): it does not step a part of a parameter by itself: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if not same:
+        raise RegistrationError(
+            f"ZeroOptimizer(model, {name}): a part of a matrix is stepped differently from the "
+            f"matrix (by its rows, norm or rank), so shards would train another way; there are "
+            f"SGD, Adam, AdamW, RMSprop, Adagrad and others that step each entry by itself"
+        )
+
+
+def _step(
+    optimizer: torch.optim.Optimizer, values: Sequence[Tensor], gradients: Sequence[Tensor]
+) -> None:
+    for value, gradient in zip(values, gradients, strict=True):
+        value.grad = gradient.clone()
+    optimizer.step()

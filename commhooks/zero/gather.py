@@ -1,0 +1,108 @@
+"""Sends what owners have stepped to all ranks: new values, or packed differences to them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commhooks.core.bucket import Bucket
+from commhooks.core.packed import PackedCodec, Piece, Randomness, to_shards
+from commhooks.core.scheme import Scheme
+from commhooks.core.shards import from_rows
+from commhooks.errors import RegistrationError
+from commhooks.schemes.casts import TwoPhaseCast
+from commhooks.wrappers.make import make
+from commhooks.zero.shard import BucketShard
+from ddp_core import AllGather, Exchange
+from ddp_core.reducer.views import views_of
+
+__all__ = ["Gather"]
+
+_CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Gather:
+    """Gathers the shards of a bucket.
+
+    Args:
+        scheme: "none" sends new values as they are. A codec packs differences: the exact value
+            minus the one that all ranks have. What rounding leaves is a part of the next
+            difference, so nothing is lost.
+
+    Attributes:
+        codec: packs differences; None: values are sent as they are.
+    """
+
+    def __init__(self, scheme: str | Scheme) -> None:
+        self.codec = _codec_of(scheme)
+
+    def packs(self, shard: BucketShard) -> bool:
+        """Whether differences of this bucket are packed: a small payload would save nothing."""
+        if self.codec is None:
+            return False
+        nbytes = to_shards(self.codec, shard.spans)[0].nbytes
+        return nbytes < _longest(shard) * shard.parameters[0].dtype.itemsize
+
+    def exchange(self, shard: BucketShard, bucket: Bucket) -> Exchange:
+        """Gathers the shards of one bucket, and returns them one after the other.
+
+        Args:
+            bucket: keys random bits; its ``raw`` has the differences.
+        """
+        if not self.packs(shard):
+            row = shard.exact.new_zeros(_longest(shard), dtype=shard.parameters[0].dtype)
+            row[: shard.exact.numel()] = shard.exact
+            return from_rows((yield AllGather(row)), shard.spans)
+        assert self.codec is not None
+        shards, random = to_shards(self.codec, shard.spans), Randomness(bucket, "gather")
+        # Zeros: the end of a short shard's payload travels, too.
+        payload = bucket.raw.new_zeros(shards[0].nbytes, dtype=torch.uint8)
+        if bucket.raw.numel():
+            own = payload[: shards[shard.rank].nbytes]
+            self.codec.pack(Piece(bucket.raw.float()), own, random.row(shard.rank))
+        rows = yield AllGather(payload)
+        differences = torch.empty(shard.layout.numel, device=rows.device)
+        # One shard after the other: kernels for all at once take shards that were packed at once.
+        PackedCodec.unpack_shards(self.codec, rows, differences, shards, random)
+        return differences
+
+    @torch.no_grad()
+    def apply(self, shard: BucketShard, gathered: Tensor) -> None:
+        """Writes what :meth:`exchange` returned into the parameters: the same bits on all ranks."""
+        parameters = [parameter.detach() for parameter in shard.parameters]
+        values = views_of(gathered, parameters)
+        if self.packs(shard):
+            torch._foreach_add_(parameters, values)
+        else:
+            torch._foreach_copy_(parameters, values)
+
+
+def _longest(shard: BucketShard) -> int:
+    return shard.spans[0][1]
+
+
+def _codec_of(scheme: str | Scheme) -> PackedCodec | None:
+    codec: Any = make(scheme, error_feedback=False)
+    if scheme == "none" or codec == make("none"):
+        return None
+    if isinstance(scheme, str) and scheme in _CASTS:
+        return TwoPhaseCast(_CASTS[scheme])
+    if not isinstance(codec, PackedCodec) or codec.traits.returns != "mean":
+        raise RegistrationError(
+            f"ZeroOptimizer(gather=...): {codec} does not pack a shard by itself; there are none, "
+            f"bf16, fp16, int8, int4, fp8, mxfp8, onebit, eden, topk"
+        )
+    if isinstance(scheme, str) and getattr(codec, "stochastic", False):
+        # The owner keeps the error: to nearest, which makes half of it, loses nothing.
+        nearest: PackedCodec = replace(codec, stochastic=False)  # type: ignore[type-var]
+        return nearest
+    if not math.isfinite(codec.error.variance) or codec.error.variance > 1:
+        raise RegistrationError(
+            f"ZeroOptimizer(gather=...): {codec} has a variance of {codec.error.variance:.3g}, and "
+            f"what the owner has not sent would grow; use one that rounds to nearest"
+        )
+    return codec

@@ -1,0 +1,140 @@
+"""Saves the state of a sharded optimizer, by parameter, and cuts loaded states into pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from commhooks.errors import CheckpointError
+from commhooks.hook.parameters import Parameters
+from commhooks.zero.shard import Piece
+
+__all__ = ["FIELDS", "VERSION", "check", "gathered", "load_piece", "saved_pieces"]
+
+VERSION = 1
+FIELDS = ("version", "hook", "groups", "pieces")
+Saved = dict[str, dict[str, Any]]  # by name: begin and end, exact values, state
+
+
+def saved_pieces(pieces: Iterable[Piece], states: Mapping[Tensor, Any]) -> Saved:
+    """Returns copies of the exact values and of the optimizer's state of each piece.
+
+    ``entries`` are the tensors with one number per entry; ``rest`` are the others (step counts).
+    """
+    saved: Saved = {}
+    for piece in pieces:
+        entries, rest = {"exact": piece.value.detach().clone()}, {}
+        for key, value in states.get(piece.value, {}).items():
+            if isinstance(value, Tensor) and value.shape == piece.value.shape:
+                entries[f"state.{key}"] = value.detach().clone()
+            else:
+                rest[key] = value.detach().clone() if isinstance(value, Tensor) else value
+        begin, end = piece.entries.start, piece.entries.stop
+        saved[piece.name] = {"begin": begin, "end": end, "entries": entries, "rest": rest}
+    return saved
+
+
+def gathered(
+    own: Saved, known: Parameters, group: dist.ProcessGroup, to: int | None
+) -> Saved | None:
+    """Returns the pieces of all ranks, put together by parameter in its own shape, on the CPU.
+
+    Args:
+        to: the only rank of the group that gets them; the others get None. None: all get them.
+    """
+    own = {name: _on_cpu(one) for name, one in own.items()}
+    ranks: list[Any] | None = [None] * group.size()
+    if to is None:
+        dist.all_gather_object(ranks, own, group=group)
+    else:
+        ranks = ranks if group.rank() == to else None
+        dist.gather_object(own, ranks, group=group, group_dst=to)
+    if ranks is None:
+        return None
+    # Ranks own parts in their order, so those of a parameter come in order, too.
+    parts: dict[str, list[dict[str, Any]]] = {}
+    for one in ranks:
+        for name, part in one.items():
+            parts.setdefault(name, []).append(part)
+    whole: Saved = {}
+    for name, found in parts.items():
+        entries = {}
+        for key in found[0]["entries"]:
+            flat = torch.cat([part["entries"][key] for part in found])
+            entries[key] = known.as_saved({name: flat.view(known.shapes[name])})[name]
+        whole[name] = {**found[0], "end": found[-1]["end"], "entries": entries}
+    return whole
+
+
+def _on_cpu(saved: dict[str, Any]) -> dict[str, Any]:
+    entries = {key: value.cpu() for key, value in saved["entries"].items()}
+    return {**saved, "entries": entries}
+
+
+def check(state: object, groups: Sequence[Mapping[str, Any]], shapes: Mapping[str, Any]) -> None:
+    """Raises unless a state is one of ``ZeroOptimizer`` and fits the model and its groups.
+
+    Args:
+        groups: of this optimizer, as they would be saved.
+        shapes: of the model's parameters, by name.
+
+    Raises:
+        CheckpointError: it is foreign, newer, or of another model or other groups.
+    """
+    if not isinstance(state, Mapping) or any(field not in state for field in FIELDS):
+        raise CheckpointError(
+            f"ZeroOptimizer.load_state_dict: takes what its state_dict() returned, with "
+            f"{', '.join(FIELDS)}; the state of a plain optimizer is not one"
+        )
+    if state["version"] != VERSION:
+        raise CheckpointError(
+            f"ZeroOptimizer.load_state_dict: version {state['version']!r} of the format, this "
+            f"release reads {VERSION}: update commhooks"
+        )
+    wanted, found = ([group["names"] for group in one] for one in (groups, state["groups"]))
+    if wanted != found:
+        raise CheckpointError(
+            f"ZeroOptimizer.load_state_dict: the state has {len(found)} groups of other parameters "
+            f"than the {len(wanted)} of this optimizer; make it with the same groups"
+        )
+    for name, one in state["pieces"].items():
+        numel = one["end"] - one["begin"]
+        fits = name in shapes and 0 <= one["begin"] and one["end"] <= shapes[name].numel()
+        if not fits or any(value.numel() != numel for value in one["entries"].values()):
+            raise CheckpointError(
+                f"ZeroOptimizer.load_state_dict: {name!r} does not fit this model's parameter; is "
+                f"the checkpoint another model's, or damaged?"
+            )
+
+
+def load_piece(piece: Piece, saved: Saved, known: Parameters) -> dict[str, Any]:
+    """Writes the exact values of a piece, and returns the optimizer's state of it.
+
+    Raises:
+        CheckpointError: the state has no such entries.
+    """
+    one = saved.get(piece.name)
+    begin, end = piece.entries.start, piece.entries.stop
+    if one is None or begin < one["begin"] or one["end"] < end:
+        raise CheckpointError(
+            f"ZeroOptimizer.load_state_dict: entries {begin} to {end} of {piece.name!r} are not in "
+            f"the state of this rank: on other ranks, or with other buckets, load what "
+            f"state_dict(gather=True) returned"
+        )
+    own = slice(begin - one["begin"], end - one["begin"])
+    entries = {
+        key: known.as_kept({piece.name: value})[piece.name].reshape(-1)[own].to(piece.value.device)
+        for key, value in one["entries"].items()
+    }
+    piece.value.detach().copy_(entries.pop("exact"))
+    state = {key.removeprefix("state."): value.clone() for key, value in entries.items()}
+    rest = {key: _copied(value) for key, value in one["rest"].items()}
+    return {**state, **rest}
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

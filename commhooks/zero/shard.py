@@ -1,0 +1,123 @@
+"""Defines ``BucketShard``: the part of a bucket that this rank's optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from commhooks.core.layout import Layout
+from commhooks.core.packed import spans
+from commhooks.core.shards import Span
+
+__all__ = ["BucketShard", "Piece"]
+
+
+class Piece(NamedTuple):
+    """Describes the part of one parameter that this rank owns.
+
+    Attributes:
+        name: of the parameter.
+        parameter: all of it.
+        entries: those that are owned, of the parameter's in the memory order of buckets.
+        value: what the optimizer steps: the exact values, a part of the shard's.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    entries: slice
+    value: nn.Parameter
+
+
+class BucketShard:
+    """Holds this rank's shard of one bucket: exact values, gradients, pieces of parameters.
+
+    Args:
+        number: of the bucket.
+        parameters: of the bucket, in its order.
+        layout: their names and shapes.
+        flat: returns a parameter's values in the memory order of buckets, flat.
+        rank, world_size: of this process.
+        unit: shards are multiples of so many entries.
+
+    Attributes:
+        spans: begin and end of the shard of each rank.
+        exact: flat, float32 (float64 if the parameters are): the values that the optimizer has
+            computed. Ranks may have others, where differences are compressed.
+        pieces: the parts of parameters in it.
+        arrived: whether a gradient has arrived since the optimizer's ``zero_grad``.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        parameters: Sequence[nn.Parameter],
+        layout: Layout,
+        flat: Callable[[str, Tensor], Tensor],
+        *,
+        rank: int,
+        world_size: int,
+        unit: int,
+    ) -> None:
+        self.number, self.parameters, self.layout = number, list(parameters), layout
+        self.spans: tuple[Span, ...] = tuple(spans(layout.numel, world_size, unit))
+        self.rank, self.arrived, self._flat = rank, False, flat
+        first = self.parameters[0]
+        wide = torch.promote_types(first.dtype, torch.float32)
+        begin, end = self.spans[rank]
+        self.exact = torch.empty(end - begin, dtype=wide, device=first.device)
+        self.pieces: list[Piece] = []
+        rows = zip(layout.names, self.parameters, layout.offsets, layout.sizes, strict=False)
+        for name, parameter, offset, size in rows:
+            start, stop = max(begin, offset), min(end, offset + size)
+            if start < stop:
+                value = nn.Parameter(self.exact[start - begin : stop - begin])
+                entries = slice(start - offset, stop - offset)
+                self.pieces.append(Piece(name, parameter, entries, value))
+        self._versions: dict[str, int] = {}
+        self.take_over()
+
+    @torch.no_grad()
+    def held(self) -> Tensor:
+        """Returns the values that all ranks have of this shard's entries; a copy."""
+        values = torch.empty_like(self.exact)
+        parts = values.split([piece.value.numel() for piece in self.pieces])
+        for part, piece in zip(parts, self.pieces, strict=True):
+            part.copy_(self._flat(piece.name, piece.parameter.detach())[piece.entries])
+        return values
+
+    @torch.no_grad()
+    def take_over(self) -> None:
+        """Takes the values of parameters that were written by others than the optimizer.
+
+        A loaded or reset parameter would go back to the owner's values otherwise.
+        """
+        for piece in self.pieces:
+            if self._versions.get(piece.name) != piece.parameter._version:
+                flat = self._flat(piece.name, piece.parameter.detach())
+                piece.value.copy_(flat[piece.entries])
+        self.note_versions()
+
+    def note_versions(self) -> None:
+        """Takes note that the parameters are as the optimizer left them."""
+        self._versions = {piece.name: piece.parameter._version for piece in self.pieces}
+
+    def land(self, mean: Tensor, left_alone: Sequence[Tensor]) -> None:
+        """Adds the mean of this shard's gradients to the pieces'.
+
+        Args:
+            mean: flat, one entry for each of the shard.
+            left_alone: parameters that no rank has used.
+        """
+        self.arrived = True
+        alone = {id(parameter) for parameter in left_alone}
+        parts = mean.split([piece.value.numel() for piece in self.pieces])
+        for part, piece in zip(parts, self.pieces, strict=True):
+            if id(piece.parameter) in alone:
+                continue
+            if piece.value.grad is None:
+                piece.value.grad = part
+            else:
+                piece.value.grad += part
