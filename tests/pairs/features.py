@@ -119,8 +119,6 @@ ALONE = {
     ("torch", "setting in_backward"): "without a hook, too",
     ("torch", "raise within"): _RAISED,
     ("torch", "raise after"): f"{_RAISED}|without a hook, too",
-    ("torch", "another group"): _GROUP,
-    ("core", "another group"): _GROUP,
     ("core", "through a group"): "takes, or has, a hook",
 }
 # Two features that are refused together, on both classes unless one is named, and how.
