@@ -108,9 +108,7 @@ class InShards(Tensor):
         return made
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise RegistrationError(
             "the mean of this gradient lies in shards on the ranks (ZeroOptimizer), and .grad has "
             "none: use ZeroOptimizer.clip_grad_norm_, or the gradients in its param_groups"

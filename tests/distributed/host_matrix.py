@@ -1,0 +1,274 @@
+"""Which scheme runs on which host: runs every cell, and writes the page that shows them.
+
+``python -m tests.distributed.host_matrix`` writes ``docs/hosts/matrix.md``; a test compares.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
+import ddp_core
+from tests.distributed.harness import run_ranks
+
+PAGE = Path(__file__).parents[2] / "docs" / "hosts" / "matrix.md"
+STEPS = 2
+SKIPPED = {"allreduce"}  # another name of "none"
+OPTIONS: dict[str, dict[str, Any]] = {"powersgd": {"rank": 2}, "onebit_adam": {"freeze_step": 1}}
+
+
+def scheme_names() -> list[str]:
+    return [name for name in commhooks.scheme_names() if name not in SKIPPED]
+
+
+def made(name: str) -> Any:
+    return commhooks.make(name, **OPTIONS.get(name, {}))
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
+
+
+def train(net: nn.Module) -> None:
+    for step in range(STEPS):
+        inputs = torch.randn(8, 32, generator=torch.Generator().manual_seed(step))
+        net(inputs).square().sum().backward()
+        for parameter in net.parameters():
+            grad: Any = parameter.grad
+            if grad is not None:
+                local = grad.to_local() if hasattr(grad, "to_local") else grad
+                assert local.isfinite().all()
+            parameter.grad = None
+
+
+# ---- hosts: each runs a scheme for some steps, or raises
+
+
+def torch_ddp(name: str) -> None:
+    net = DistributedDataParallel(model())
+    commhooks.register(net, made(name))
+    train(net)
+
+
+def core_ddp(name: str) -> None:
+    net = ddp_core.DistributedDataParallel(model())
+    commhooks.register(net, made(name))
+    train(net)
+
+
+def composable(name: str) -> None:
+    net = replicate(model())
+    commhooks.register(net, made(name))
+    train(net)
+
+
+def group(name: str) -> None:
+    group = commhooks.process_group(made(name))
+    train(DistributedDataParallel(model(), process_group=group))
+
+
+def attached_group(name: str) -> None:
+    group = commhooks.process_group(made(name))
+    net = DistributedDataParallel(model(), process_group=group)
+    group.attach(net)
+    train(net)
+
+
+def replicated(name: str) -> None:
+    net = model()
+    commhooks.hosts.replicate(net, made(name), modules=[net[0]])  # type: ignore[index]
+    train(net)
+
+
+def fsdp2(name: str) -> None:
+    net, mesh = model(), init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(net[0], mesh=mesh)  # type: ignore[index]
+    fully_shard(net, mesh=mesh)
+    commhooks.register(net, made(name))
+    train(net)
+
+
+def hsdp(name: str) -> None:
+    names = ("replicate", "shard")
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=names)
+    net = model()
+    fully_shard(net, mesh=mesh["shard"])
+    commhooks.register(net, made(name), between=mesh["replicate"])
+    train(net)
+
+
+def _fsdp1(name: str, strategy: ShardingStrategy) -> None:
+    net = FullyShardedDataParallel(
+        model(), sharding_strategy=strategy, device_id=torch.device("cpu"), use_orig_params=True
+    )
+    commhooks.register(net, made(name))
+    train(net)
+
+
+def fsdp1(name: str) -> None:
+    _fsdp1(name, ShardingStrategy.FULL_SHARD)
+
+
+def fsdp1_whole(name: str) -> None:
+    _fsdp1(name, ShardingStrategy.NO_SHARD)
+
+
+def zero(name: str) -> None:
+    net = ddp_core.DistributedDataParallel(model())
+    optimizer = commhooks.ZeroOptimizer(net, torch.optim.SGD, scheme=made(name), lr=1e-3)
+    for _ in range(STEPS):
+        net(torch.ones(8, 32)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def diloco(name: str) -> None:
+    net = model()
+    outer = commhooks.DiLoCo(net, made(name), every=1)
+    for _ in range(STEPS):
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.add_(0.01)
+        outer.step()
+    outer.close()
+
+
+def _tensor() -> Tensor:
+    return torch.randn(64, 64, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+
+def all_reduce(name: str) -> None:
+    for _ in range(STEPS):
+        commhooks.all_reduce(_tensor(), made(name))
+
+
+def collectives(name: str) -> None:
+    found = commhooks.Collectives(made(name))
+    for _ in range(STEPS):
+        found.all_reduce(_tensor(), "tensor")
+    found.close()
+
+
+def reduce_scatter(name: str) -> None:
+    found, part = commhooks.Collectives(made(name)), 64 * 64 // dist.get_world_size()
+    for _ in range(STEPS):
+        found.reduce_scatter(torch.empty(part), _tensor().view(-1), "tensor")
+    found.close()
+
+
+def all_gather(name: str) -> None:
+    found, ranks = commhooks.Collectives(made(name)), dist.get_world_size()
+    for _ in range(STEPS):
+        found.all_gather(torch.empty(ranks * 64 * 64), _tensor().view(-1), "tensor")
+    found.close()
+
+
+HOSTS: dict[str, tuple[Callable[[str], None], int]] = {
+    "torch's DDP": (torch_ddp, 2),
+    "`ddp_core`": (core_ddp, 2),
+    "`replicate()`, composable": (composable, 2),
+    "`process_group`": (group, 2),
+    "`process_group`, attached": (attached_group, 2),
+    "`hosts.replicate` (FSDP2)": (replicated, 2),
+    "FSDP2": (fsdp2, 2),
+    "HSDP, between nodes": (hsdp, 4),
+    "FSDP1": (fsdp1, 2),
+    "FSDP1, `NO_SHARD`": (fsdp1_whole, 2),
+    "`ZeroOptimizer`": (zero, 2),
+    "`DiLoCo`": (diloco, 2),
+    "`all_reduce`": (all_reduce, 2),
+    "`Collectives.all_reduce`": (collectives, 2),
+    "`Collectives.reduce_scatter`": (reduce_scatter, 2),
+    "`Collectives.all_gather`": (all_gather, 2),
+}
+
+# Why a host refuses a scheme: what its error says, and a few words for the page.
+REASONS = {
+    "whole": ("averages whole", "exchanges whole buckets, not shards of them"),
+    "memory": ("keeps memory", "keeps memory, which belongs to tensors with names"),
+    "payload": ("no payload", "has no payload of one rank's tensor alone"),
+    "update": ("optimizer", "gives the optimizer something else than an average"),
+    "local": ("no average", "averages nothing"),
+}
+
+
+def outcomes(rank: int, world_size: int, host: str) -> dict[str, str]:
+    """Returns for each scheme "" if it runs, or why the host refuses it."""
+    found = {}
+    for name in scheme_names():
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                HOSTS[host][0](name)
+            found[name] = ""
+        except (commhooks.errors.RegistrationError, commhooks.errors.SchemeError, ValueError) as e:
+            found[name] = str(e)
+        dist.barrier()
+    return found
+
+
+def matrix() -> dict[str, dict[str, str]]:
+    """Runs all cells; returns reasons by host and scheme, empty where a scheme runs."""
+    quiet = (".*",)
+    return {
+        host: run_ranks(outcomes, world_size, host, timeout=240, ignore_warnings=quiet)[0]
+        for host, (_, world_size) in HOSTS.items()
+    }
+
+
+def reason_of(text: str) -> str:
+    """Returns the key of the reason in the text of an error; "" if it is another one."""
+    return next((key for key, (part, _) in REASONS.items() if part in text), "")
+
+
+def page_of(found: dict[str, dict[str, str]]) -> str:
+    """Returns the page."""
+    keys = list(dict.fromkeys(reason_of(text) for row in found.values() for text in row.values()))
+    keys = [key for key in keys if key]
+    lines = [
+        "# Every scheme on every host",
+        "",
+        "Each cell was run: two ranks (four for HSDP) over Gloo, two steps. A check mark: it runs.",
+        "A number: it is refused when it is registered or called, for this reason:",
+        "",
+        *(f"{number}. The scheme {REASONS[key][1]}." for number, key in enumerate(keys, 1)),
+        "",
+        "| scheme | " + " | ".join(found) + " |",
+        "|---|" + "---|" * len(found),
+    ]
+    for name in scheme_names():
+        cells = [
+            str(keys.index(reason_of(row[name])) + 1) if row[name] else "✓"
+            for row in found.values()
+        ]
+        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+    lines += [
+        "",
+        "Lightning, Fabric, Accelerate, the Trainer of Transformers and Ray Train wrap a model in",
+        "torch's DDP, so that its column holds for them. `python -m tests.distributed.host_matrix`",
+        "writes this page, and a test compares it with what runs.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    results = matrix()
+    for host, row in results.items():
+        for name, text in row.items():
+            if text and not reason_of(text):
+                print(f"{host}, {name}: {text}")
+    PAGE.write_text(page_of(results), encoding="utf-8")
+    print(f"wrote {PAGE}")
