@@ -1,0 +1,161 @@
+"""Times each host with the scheme ``none`` beside the host itself, in turns.
+
+Run ``python -m experiments.host_cost``: two processes over Gloo; a step of the character
+transformer, forward and backward.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import pandas as pd
+import torch
+import torch.distributed as dist
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
+import ddp_core
+from experiments.processes import run_ranks
+from experiments.tasks import CharTransformer
+
+RANKS = 2
+
+
+def _ddp(with_hook: bool) -> nn.Module:
+    model = DistributedDataParallel(CharTransformer(64))
+    if with_hook:
+        commhooks.register(model, "none")
+    return model
+
+
+def _core(with_hook: bool) -> nn.Module:
+    model = ddp_core.DistributedDataParallel(CharTransformer(64))
+    if with_hook:
+        commhooks.register(model, "none")
+    return model
+
+
+def _sharded(mesh: Any) -> nn.Module:
+    model: Any = CharTransformer(64)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def _fsdp2(with_hook: bool) -> nn.Module:
+    model = _sharded(init_device_mesh("cpu", (RANKS,)))
+    if with_hook:
+        commhooks.register(model, "none")
+    return model
+
+
+def _replicated(with_hook: bool) -> nn.Module:
+    names = ("replicate", "shard")
+    mesh = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=names)
+    model = _sharded(mesh["shard"] if with_hook else mesh)
+    if with_hook:
+        commhooks.register(model, "none", between=mesh["replicate"])
+    return model
+
+
+def _fsdp1(with_hook: bool) -> nn.Module:
+    built: Any = CharTransformer(64)
+    policy = ModuleWrapPolicy({type(built.blocks[0])})
+    model = FullyShardedDataParallel(
+        built, device_id=torch.device("cpu"), auto_wrap_policy=policy, use_orig_params=True
+    )
+    if with_hook:
+        commhooks.register(model, "none")
+    return model
+
+
+def _group(with_hook: bool) -> nn.Module:
+    group = commhooks.process_group("none") if with_hook else None
+    return DistributedDataParallel(CharTransformer(64), process_group=group)
+
+
+HOSTS: dict[str, Callable[[bool], nn.Module]] = {
+    "torch's DDP": _ddp,
+    "ddp_core": _core,
+    "FSDP2": _fsdp2,
+    "HSDP, one shard": _replicated,
+    "FSDP1": _fsdp1,
+    "process_group": _group,
+}
+
+
+def time_hosts(
+    rank: int, world_size: int, send: Callable[[Any], None], turns: int, seconds: float
+) -> None:
+    """Times all hosts in a process; rank 0 sends a row for each."""
+    tokens = torch.randint(0, 128, (4, 64), generator=torch.Generator().manual_seed(rank))
+    for name, build in HOSTS.items():
+        models = []
+        for with_hook in (False, True):
+            torch.manual_seed(0)
+            models.append(build(with_hook))
+
+        def step(model: nn.Module) -> None:
+            model(tokens).square().mean().backward()
+            model.zero_grad()
+
+        def turn(model: nn.Module, steps: int) -> float:
+            dist.barrier()
+            begin = time.perf_counter()
+            for _ in range(steps):
+                step(model)
+            took = torch.tensor((time.perf_counter() - begin) / steps, dtype=torch.float64)
+            dist.all_reduce(took, op=dist.ReduceOp.MAX)
+            return float(took)
+
+        for model in models:
+            turn(model, 4)
+        steps = max(1, int(seconds / turn(models[0], 3)))
+        ratios, own = [], []
+        for number in range(turns):
+            order = (0, 1) if number % 2 == 0 else (1, 0)
+            times = {place: turn(models[place], steps) for place in order}
+            ratios.append(times[1] / times[0])
+            own.append(times[0])
+        if rank == 0:
+            spread = statistics.median(abs(one - statistics.median(ratios)) for one in ratios)
+            send(
+                {
+                    "host": name,
+                    "step_ms": 1e3 * statistics.median(own),
+                    "with_none": statistics.median(ratios),
+                    "standard_error": 1.48 * 1.25 * spread / turns**0.5,
+                }
+            )
+
+
+def main(
+    turns: Annotated[int, typer.Option(min=5)] = 15,
+    seconds: Annotated[float, typer.Option(help="Of a turn.")] = 0.7,
+    out: Annotated[Path, typer.Option(help="The table.")] = Path("results/host_cost.csv"),
+) -> None:
+    """Prints the step time with ``none`` over the host's own."""
+    rows = list(track(run_ranks(time_hosts, RANKS, turns, seconds), "hosts", total=len(HOSTS)))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    pd.DataFrame(rows).to_csv(out, index=False, float_format="%.4g")
+    table = Table("host", "its own step", "with none")
+    for row in rows:
+        ratio = f"{row['with_none']:.3f} ± {2 * row['standard_error']:.3f}"
+        table.add_row(row["host"], f"{row['step_ms']:.1f} ms", ratio)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)
