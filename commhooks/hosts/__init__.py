@@ -16,6 +16,7 @@ from commhooks.hosts.functions import all_gather, all_reduce, reduce_scatter
 from commhooks.hosts.scheme_group import SchemeGroup, process_group
 
 if TYPE_CHECKING:
+    from commhooks.hosts.fsdp2_parameters import gather_parameters
     from commhooks.hosts.fsdp2_replicate import replicate
 
 __all__ = [
@@ -23,14 +24,21 @@ __all__ = [
     "SchemeGroup",
     "all_gather",
     "all_reduce",
+    "gather_parameters",
     "process_group",
     "reduce_scatter",
     "replicate",
 ]
 
 
+# Importing FSDP2 takes a second, and most programs have none of it.
+_ON_FSDP2 = {
+    "gather_parameters": "commhooks.hosts.fsdp2_parameters",
+    "replicate": "commhooks.hosts.fsdp2_replicate",
+}
+
+
 def __getattr__(name: str) -> Any:
-    # Importing FSDP2 takes a second, and most programs have none of it.
-    if name == "replicate":
-        return resolve_name("commhooks.hosts.fsdp2_replicate:replicate")
+    if name in _ON_FSDP2:
+        return resolve_name(f"{_ON_FSDP2[name]}:{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

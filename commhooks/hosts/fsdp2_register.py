@@ -21,7 +21,7 @@ from commhooks.hook.sharded_parameters import OwnShards, Sharded, ShardedParamet
 from commhooks.hook.state import HookState
 from commhooks.hosts.fsdp2 import BetweenNodes, Module, SchemeReduceScatter
 
-__all__ = ["register_on_fsdp2"]
+__all__ = ["Found", "register_on_fsdp2"]
 
 # Attributes of FSDP2's groups of parameters, where a communication is replaced.
 _INSIDE, _BETWEEN = "_reduce_scatter_comm", "_all_reduce_hook"
@@ -42,7 +42,7 @@ def register_on_fsdp2(
         between: replicas to average over after FSDP2 has reduced over its own ranks; None: the
             scheme replaces FSDP2's reduce-scatter.
     """
-    found = _Found.of(model)
+    found = Found.of(model)
     place = _INSIDE if between is None else _BETWEEN
     present = getattr(found.modules[0].group, place)
     if isinstance(present, SchemeReduceScatter | BetweenNodes):
@@ -92,7 +92,7 @@ class _Guard:
         self._hook.forward_begins()
 
 
-class _Found(NamedTuple):
+class Found(NamedTuple):
     """Holds the FSDP2 modules of a model, their parameters, and the ranks of the shards."""
 
     modules: list[Module]
@@ -100,7 +100,7 @@ class _Found(NamedTuple):
     ranks: dist.ProcessGroup
 
     @classmethod
-    def of(cls, model: nn.Module) -> _Found:
+    def of(cls, model: nn.Module) -> Found:
         states = [one._get_fsdp_state() for one in model.modules() if isinstance(one, FSDPModule)]
         if any(len(state._fsdp_param_groups) > 1 for state in states):
             raise RegistrationError(
@@ -137,7 +137,7 @@ def _sharded(parameter: Any, name: str, group: Any) -> Sharded:
     return Sharded(name, parameter._orig_size, dtype, parameter.fsdp_placement.dim)
 
 
-def _replicas(found: _Found, between: DeviceMesh | dist.ProcessGroup) -> dist.ProcessGroup:
+def _replicas(found: Found, between: DeviceMesh | dist.ProcessGroup) -> dist.ProcessGroup:
     group = between.get_group() if isinstance(between, DeviceMesh) else between
     if any(isinstance(one.group.mesh_info, DDPMeshInfo) for one in found.modules):
         raise RegistrationError(

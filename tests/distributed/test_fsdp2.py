@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks.errors import RegistrationError
+from commhooks.hosts import gather_parameters
 from commhooks.wrappers import AveragedFeedback
 from tests.distributed.harness import run_ranks
 
@@ -408,3 +409,31 @@ def test_tensor_parallelism_beside_it(name: str, most: float) -> None:
         # Half of the rows are on each rank of the other dimension, under a key of its own.
         assert all(one.shape == (32, 33) for one in kept)
         assert not torch.equal(kept[0], kept[1])
+
+
+def _gathered(rank: int, world_size: int) -> float:
+    exact, ours = sharded(model_of()), sharded(model_of())
+    before = [one.full_tensor().clone() for one in ours.parameters()]  # type: ignore[attr-defined]
+    gathered = gather_parameters(ours)
+    outputs = []
+    for model in (exact, ours):
+        backward(model, 0, rank)
+        inputs = torch.ones(2, 33)
+        outputs.append(model(inputs).detach())
+    wanted, found = map(gradients, (exact, ours))
+    # Rounded for computing only; the owners' shards stay.
+    for one, parameter in zip(before, ours.parameters(), strict=True):
+        assert torch.equal(one, parameter.full_tensor())  # type: ignore[attr-defined]
+    everyone = [torch.empty_like(outputs[1]) for _ in range(world_size)]
+    dist.all_gather(everyone, outputs[1])
+    assert all(torch.equal(one, outputs[1]) for one in everyone)
+    assert not torch.equal(outputs[0], outputs[1])
+    sent, dense = gathered.ledger.payload_bytes, gathered.ledger.dense_bytes
+    assert sent < 0.3 * dense
+    with pytest.raises(RegistrationError, match="different weights"):
+        gather_parameters(ours, commhooks.make("int4"))
+    return max(float((found[key] - wanted[key]).norm() / wanted[key].norm()) for key in wanted)
+
+
+def test_gathered_parameters_are_rounded_alike_on_all_ranks() -> None:
+    assert max(run_ranks(_gathered, 2)) < 0.05

@@ -1,0 +1,85 @@
+"""Sends the parameters that FSDP2 gathers before forward and backward by a scheme.
+
+The owner of a shard keeps and updates it in full precision; what all ranks compute with is rounded,
+the same on every rank (Wang et al., ZeRO++, 2023: quantised weights).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
+
+from commhooks.core.dense import Dense
+from commhooks.core.scheme import Scheme
+from commhooks.errors import RegistrationError
+from commhooks.hosts.collectives import Collectives
+from commhooks.hosts.fsdp2_register import Found
+from commhooks.schemes.casts import TwoPhaseCast
+from commhooks.schemes.quantized import Blockwise
+from commhooks.wrappers.cast import Cast
+from commhooks.wrappers.make import make
+
+__all__ = ["gather_parameters"]
+
+
+class SchemeAllGather(AllGather):
+    """Gathers the parameters of one FSDP2 module."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> Any:
+        return self._collectives.all_gather(output_tensor, input_tensor, async_op=async_op)
+
+
+def gather_parameters(
+    model: nn.Module, scheme: Scheme | None = None, *, seed: int = 0
+) -> Collectives:
+    """Makes FSDP2 gather parameters by a scheme; all ranks call it, after the last ``fully_shard``.
+
+    Args:
+        model: of FSDP2.
+        scheme: keeps no memory and rounds equal values equally, so that forward and backward have
+            the same weights; int8 to nearest by default.
+        seed: base of random draws, the same on every rank.
+
+    Returns:
+        The collectives that run, with ledger and reports.
+
+    Raises:
+        RegistrationError: the scheme keeps memory or draws random bits, or the model is none of
+            FSDP2.
+
+    Example:
+        >>> gathered = commhooks.hosts.gather_parameters(model)
+    """
+    built = make("int8", stochastic=False, error_feedback=False) if scheme is None else scheme
+    random = any(getattr(built, name, False) for name in ("stochastic", "rotate"))
+    if random or not isinstance(built, Dense | Cast | TwoPhaseCast | Blockwise):
+        raise RegistrationError(
+            f"gather_parameters: {built} keeps memory or draws random bits, so that forward and "
+            f"backward would have different weights; take none, a cast, or blocks that are rounded "
+            f"to nearest without rotation, such as "
+            f'make("int8", stochastic=False, error_feedback=False)'
+        )
+    found = Found.of(model)
+    collectives = Collectives(built, found.ranks, seed=seed)
+    for module in found.modules:
+        module.group._all_gather_comm = SchemeAllGather(collectives)
+    return collectives
