@@ -101,7 +101,8 @@ def register_on_fsdp1(
     model: nn.Module, scheme: str | Scheme, *, seed: int = 0, history: int = 100_000, **options: Any
 ) -> HookState:
     """Registers a scheme on all units of an FSDP1 model; see :func:`commhooks.register`."""
-    units = [one for one in FullyShardedDataParallel.fsdp_modules(model) if one._handle is not None]
+    modules: list[Any] = FullyShardedDataParallel.fsdp_modules(model)
+    units = [one for one in modules if one._handle is not None]
     for one in units:
         if "HYBRID" in one.sharding_strategy.name:
             raise RegistrationError(
@@ -112,7 +113,7 @@ def register_on_fsdp1(
             raise RegistrationError("register: this model already has a hook, and FSDP1 takes one")
     if not units:
         raise RegistrationError("register: no unit of this FSDP1 model has parameters")
-    group = units[0].process_group
+    group: Any = units[0].process_group
     hook = HookState(scheme, process_group=group, seed=seed, history=history, **options)
     whole = all(one.sharding_strategy.name == "NO_SHARD" for one in units)
     if not whole:
@@ -121,7 +122,8 @@ def register_on_fsdp1(
     flats = [(prefixes[id(one)], one._handle.flat_param) for one in units]
     known = FlatParameters(flats, 1 if whole else group.size())
     hook._binding.adopt_sharded(model, known, group)
-    hook._attendance.watch(hook, model)
+    hook._attendance.dismiss()  # the guard says where it would not run
+    hook.stays = "its host decides over which ranks it shards; register a hook on a model of others"
     hook.agree("commhooks.register", {"host": "FSDP1"}, MEETING)
     for number, (one, layout) in enumerate(zip(units, known.layouts, strict=True)):
         # As FSDP1's own register_comm_hook, which gives all units one state: a hook could not

@@ -63,7 +63,8 @@ def register_on_fsdp2(
     else:
         known = OwnShards(found.parameters, found.ranks.size(), found.ranks.rank())
     hook._binding.adopt_sharded(model, known, group)
-    hook._attendance.watch(hook, model)
+    hook._attendance.dismiss()  # the guard says where it would not run
+    hook.stays = "its host decides over which ranks it shards; register a hook on a model of others"
     hook.agree("commhooks.register", {"host": f"FSDP2 {place}"}, MEETING)
     kind = SchemeReduceScatter if between is None else BetweenNodes
     installed = [(module.group, kind(hook, module, known)) for module in found.modules]

@@ -93,7 +93,10 @@ class Cast(Wrapper):
         scale = float(world_size) if sums else 1.0
         small = torch.empty_like(request.tensor, dtype=self.dtype)
         scaled_cast(request.tensor, 1.0 / scale, out=small)
-        return (type(request)(small, "sum") if sums else request.like(small)), scale
+        if not sums:
+            return request.like(small), scale
+        kind = AllReduce if isinstance(request, AllReduce) else ReduceScatter
+        return kind(small, "sum"), scale
 
 
 def _is_mean(request: Collective) -> bool:
