@@ -184,7 +184,7 @@ def run_rank(settings: Settings) -> None:
         for turn in range(settings.turns):
             for scheme in order if turn % 2 == 0 else order[::-1]:
                 runs[scheme].turn()
-        workload = _of_turns(arrivals, runs[_NOOP].times, runs[_ONE].times)
+        workload = _of_turns(arrivals, runs[_NOOP].times)
         predicted = _predicted(settings, workload, runs)
         if rank == 0:
             for scheme, run in runs.items():
@@ -206,16 +206,14 @@ def _recorded(noop: _Run, *, steps: int) -> Workload:
     return recorder.workload(type(noop.ddp.module).__name__)
 
 
-def _of_turns(workload: Workload, noop: list[float], one: list[float]) -> Workload:
+def _of_turns(workload: Workload, noop: list[float]) -> Workload:
     """Returns a workload with the step times of the turns, which a slower machine slows alike.
 
     Args:
         workload: a recorded step without communication.
-        noop, one: seconds of a step without communication, and with one value per bucket.
+        noop: seconds of a step without communication.
     """
     factor = statistics.median(noop) / workload.compute_s
-    behind = statistics.median(a - b for a, b in zip(one, noop, strict=True))
-    buckets = len(workload.buckets(cap_mb=CAP_MB).ready)
     assert workload.ready_s is not None
     return replace(
         workload,
@@ -223,8 +221,21 @@ def _of_turns(workload: Workload, noop: list[float], one: list[float]) -> Worklo
         backward_s=factor * workload.backward_s,
         optimizer_s=factor * workload.optimizer_s,
         ready_s=tuple(factor * one for one in workload.ready_s),
-        behind_s=max(behind, 0.0) / buckets,
+        behind_s=0.0,
     )
+
+
+def _behind_s(runs: dict[str, _Run], workload: Workload, **links: Any) -> float:
+    """Returns the seconds per bucket that ranks wait for the slowest one.
+
+    They are what a step with one value per bucket takes longer than one without communication,
+    less what the links take for these values.
+    """
+    noop, one = runs[_NOOP].times, runs[_ONE].times
+    longer = statistics.median(a - b for a, b in zip(one, noop, strict=True))
+    built = runs[_ONE].hook.scheme
+    on_links = predict_step(built, workload, cap_mb=CAP_MB, **links).step_s - workload.compute_s
+    return max(longer - on_links, 0.0) / len(workload.buckets(cap_mb=CAP_MB).ready)
 
 
 def _predicted(
@@ -234,6 +245,8 @@ def _predicted(
     group = dist.group.WORLD
     assert group is not None
     fabric, device = measure_link(group, budget_s=5), ThisDevice("cpu")
+    links: dict[str, Any] = {"ranks": group.size(), "fabric": fabric, "device": device}
+    workload = replace(workload, behind_s=_behind_s(runs, workload, **links))
     found = {}
     for scheme in runs:
         if scheme == "torch powersgd":  # its arithmetic is another one than ours
@@ -245,9 +258,7 @@ def _predicted(
         if scheme == "auto":
             cap_mb = runs[scheme].hook.bucket_cap_mb or CAP_MB
         dist.barrier()  # all ranks time the same scheme at once, as in training
-        step = predict_step(
-            built, workload, ranks=group.size(), fabric=fabric, device=device, cap_mb=cap_mb
-        )
+        step = predict_step(built, workload, cap_mb=cap_mb, **links)
         found[scheme] = {"predicted": step.step_s, "wire": step.wire_s, "codec": step.codec_s}
     link = fabric.between
     found[_NOOP] |= {"latency": link.latency, "bandwidth": link.bandwidth}

@@ -33,11 +33,12 @@ def plotted(table: pd.DataFrame) -> Figure:
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
     known = table[table.predicted_ms.notna() & (table.hook_name != "noop")]
     for colour, (name, rows) in zip(OKABE_ITO, known.groupby("model"), strict=False):
-        left.scatter(rows.step_ms, rows.predicted_ms, s=16, color=colour, label=name)
+        left.scatter(rows.step_ms, rows.predicted_ms, s=12, color=colour, label=name, zorder=2)
     ends = known[["step_ms", "predicted_ms"]].min().min(), known.step_ms.max()
     low, high = 0.8 * ends[0], 1.25 * ends[1]
     left.plot([low, high], [low, high], color="0.4", linewidth=1)
-    left.fill_between([low, high], [0.9 * low, 0.9 * high], [1.1 * low, 1.1 * high], color="0.92")
+    near = [0.9 * low, 0.9 * high], [1.1 * low, 1.1 * high]
+    left.fill_between([low, high], *near, color="0.92", zorder=0)
     left.loglog()
     for axis in (left.xaxis, left.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -65,7 +66,7 @@ def _over_noop(axis: mpl.axes.Axes, table: pd.DataFrame) -> None:
         )
     axis.set_xscale("log")
     axis.axvline(1, color="0.6", linewidth=0.8)
-    axis.set_xticks([1, 1.5, 2, 3, 5, 8], ["1", "1.5", "2", "3", "5", "8"])
+    axis.set_xticks([1, 1.5, 2, 3, 5, 8, 16], ["1", "1.5", "2", "3", "5", "8", "16"])
     axis.xaxis.set_minor_formatter(NullFormatter())
     axis.set_yticks(range(len(cells)), cells, fontsize=8)
     axis.invert_yaxis()

@@ -25,7 +25,7 @@ from commhooks.cli.catalogue import one_thread
 from commhooks.cli.launch import one_launch
 from commhooks.cli.template import TEMPLATE
 from commhooks.cli.tradeoff import SAME as NOT_COMPARED
-from commhooks.cli.tradeoff import Point, cases_of, draw, measured, with_front, write_csv
+from commhooks.cli.tradeoff import Point, cases_of, drawn, measured, page_of, with_front, write_csv
 from commhooks.cli.user_schemes import made, sentence, split
 from commhooks.core.registry import factory_of
 from commhooks.errors import MissingPackageError
@@ -234,8 +234,10 @@ def _errors(points: Sequence[Point], kind: str) -> Table:
 def _write(points: Sequence[Point], folder: Path) -> None:
     write_csv(points, folder / "tradeoff.csv")
     try:
-        draw(points, folder / "tradeoff.png")
+        figure = drawn(points)
+        figure.savefig(folder / "tradeoff.png", dpi=110)
+        page_of(points, figure).write(folder / "tradeoff.html")
     except MissingPackageError as error:
         typer.echo(f"wrote {folder / 'tradeoff.csv'}. {error}")
     else:
-        typer.echo(f"wrote {folder / 'tradeoff.csv'} and .png")
+        typer.echo(f"wrote {folder / 'tradeoff.csv'}, .png and .html")

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,10 +22,14 @@ from torch import Tensor
 from commhooks import Simulation, make
 from commhooks.report.colours import BLUE, GREY
 from commhooks.report.labels import spread
+from commhooks.report.page import Page
 from commhooks.research.trace import Trace, bits_per_entry, replay
 from ddp_core import needs
 
-__all__ = ["Case", "Point", "cases_of", "draw", "measured", "with_front", "write_csv"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["Case", "Point", "cases_of", "drawn", "measured", "page_of", "with_front", "write_csv"]
 
 WORLD_SIZE, STEPS, SHAPE = 4, 3, (512, 512)
 # Settings beyond the defaults, by name.
@@ -160,8 +164,8 @@ def write_csv(points: Sequence[Point], path: Path) -> None:
         rows.writerows((p.scheme, p.gradients, p.bits, p.error, p.front) for p in points)
 
 
-def draw(points: Sequence[Point], path: Path) -> None:
-    """Draws a panel for each kind of gradients, and writes a PNG file.
+def drawn(points: Sequence[Point]) -> Figure:
+    """Returns a picture with a panel for each kind of gradients.
 
     Raises:
         MissingPackageError: matplotlib is not installed.
@@ -182,7 +186,24 @@ def draw(points: Sequence[Point], path: Path) -> None:
         panel.set_title(f"{kind} gradients; blue: no scheme is better in both")
         panel.spines[["top", "right"]].set_visible(False)
         _draw_panel(panel, sorted(shown, key=lambda point: point.bits))
-    figure.savefig(path, dpi=110)
+    return figure
+
+
+def page_of(points: Sequence[Point], figure: Figure) -> Page:
+    """Returns a page with the picture, and a table for each kind of gradients."""
+    page = Page("Bits and error of every scheme")
+    page.text(
+        "Error of the mean of four ranks (squared, relative), after some steps with the scheme's "
+        "own memory, against the bits that one rank sends per entry. On the front: no other scheme "
+        "has fewer bits and a smaller error on the same gradients."
+    )
+    page.figure(figure, "blue: on the front")
+    for kind in dict.fromkeys(point.gradients for point in points):
+        page.section(f"{kind} gradients")
+        some = sorted((p for p in points if p.gradients == kind), key=lambda point: point.bits)
+        rows = [(p.scheme, p.bits, f"{p.error:.3g}", "front" if p.front else "") for p in some]
+        page.table(("scheme", "bits per entry", "error", ""), rows)
+    return page
 
 
 def _draw_panel(panel: Any, points: Sequence[Point]) -> None:

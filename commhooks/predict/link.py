@@ -31,6 +31,9 @@ _LARGEST_RESULT = 2**30  # bytes: an all-gather's result has those of all ranks
 # measure how far apart the ranks leave the barrier before it.
 _BURST_S, _BURST = 2e-3, 20
 _ROUNDS_AT_LEAST, _ROUNDS_AT_MOST = 3, 15
+# The largest message takes so many times as long as the smallest one, if that can be had in so many
+# times the budget.
+_SHOWS, _PATIENCE = 3.0, 2.0
 _numbers = itertools.count()  # of the measurements in this process, equal on all ranks
 
 
@@ -144,6 +147,20 @@ class _Cell(NamedTuple):
     nbytes: int
 
 
+class _Size(NamedTuple):
+    """Holds what was measured of a size once, and the seconds that all has taken until then."""
+
+    cells: list[_Cell]
+    bursts: list[int]
+    seconds: list[float]
+    took: float
+
+    @property
+    def cost(self) -> float:
+        """Returns the seconds of a round."""
+        return sum(one * often for one, often in zip(self.seconds, self.bursts, strict=True))
+
+
 class _Measurement:
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, budget_s: float, timeout_s: float
@@ -248,33 +265,48 @@ class _Measurement:
     # ---- times
 
     def _grow(self) -> tuple[list[_Cell], list[int]]:
-        """Measures once, from small to large, until larger ones would not fit into the budget.
+        """Measures once, from small to large, and chooses the sizes that fit into the budget.
 
         Returns what is to be measured, and how often in a row. The times do not count: the first
         message of a kind opens connections and takes memory.
         """
-        cells: list[_Cell] = []
-        bursts: list[int] = []
-        spent = 0.0
-        for nbytes in _SIZES:
-            some = [
-                _Cell(part, collective, nbytes)
-                for part, own in enumerate(self._parts)
-                for collective in COLLECTIVES
-                if collective != "all_gather" or nbytes * own.size <= _LARGEST_RESULT
-            ]
-            *seconds, took = self._highest(
-                [*(self._seconds(cell, 1) for cell in some), time.perf_counter() - self._begin]
-            )
-            often = [max(1, min(_BURST, round(_BURST_S / max(one, 1e-9)))) for one in seconds]
-            cells, bursts = [*cells, *some], [*bursts, *often]
-            last = sum(seconds)
-            spent += sum(one * count for one, count in zip(seconds, often, strict=True))
-            # The next size takes up to four times as long, once here and in each round.
-            rounds = _ROUNDS_AT_LEAST + 1
-            if took + 4 * last + rounds * (spent + 4 * last) > self._budget:
+        found: dict[int, _Size] = {}
+        rounds = _ROUNDS_AT_LEAST + 1
+        # Every second size first: up to 16 times as long as the one before, here and in each round.
+        for nbytes in _SIZES[::2]:
+            size = found[nbytes] = self._measured(nbytes)
+            seconds = sum(size.seconds)
+            cost = sum(one.cost for one in found.values()) + 16 * seconds
+            fits = size.took + 16 * seconds + rounds * cost <= self._budget
+            # Sizes at which only the latency shows would leave the bandwidth open.
+            shows = seconds >= _SHOWS * sum(found[_SIZES[0]].seconds)
+            if not fits and (shows or size.took > _PATIENCE * self._budget):
                 break
-        return cells, bursts
+        for before, nbytes in zip(_SIZES[::2], _SIZES[1::2], strict=False):
+            known = list(found.values())
+            if before not in found:
+                break
+            cost = sum(one.cost for one in known) + 4 * found[before].cost
+            if known[-1].took + 4 * found[before].cost + rounds * cost > self._budget:
+                break
+            found[nbytes] = self._measured(nbytes)
+        sizes = [found[nbytes] for nbytes in sorted(found)]
+        cells = [cell for size in sizes for cell in size.cells]
+        return cells, [often for size in sizes for often in size.bursts]
+
+    def _measured(self, nbytes: int) -> _Size:
+        """Measures all collectives of a size once."""
+        cells = [
+            _Cell(part, collective, nbytes)
+            for part, own in enumerate(self._parts)
+            for collective in COLLECTIVES
+            if collective != "all_gather" or nbytes * own.size <= _LARGEST_RESULT
+        ]
+        *seconds, took = self._highest(
+            [*(self._seconds(cell, 1) for cell in cells), time.perf_counter() - self._begin]
+        )
+        bursts = [max(1, min(_BURST, round(_BURST_S / max(one, 1e-9)))) for one in seconds]
+        return _Size(cells, bursts, seconds, took)
 
     def _seconds(self, cell: _Cell, burst: int) -> float:
         """Returns the seconds of one collective; 0 on a rank that does not take part."""
@@ -295,7 +327,7 @@ class _Measurement:
         """Returns the processor time per byte that a rank sends; 0 where no processor does it."""
         if self._device.type != "cpu":
             return 0.0
-        nbytes = min(cells[-1].nbytes, 2**22)
+        nbytes = min(max(cell.nbytes for cell in cells), 2**22)
         request = AllReduce(self._zeros(nbytes), "sum")
         found = []
         for _ in range(3):

@@ -260,8 +260,9 @@ class Search:
 def promising(options: Sequence[Option]) -> list[Option]:
     """Returns what is to be tried: the best option of each scheme that is near the best of all.
 
-    The best dense one comes last: a machine that has become slower since the first steps would
-    otherwise make every scheme look slow.
+    Of the two best schemes also the one in the fewest buckets, if that is near: what each further
+    bucket costs in waiting for the slowest rank is what is predicted worst. The best dense option
+    comes last.
 
     Args:
         options: predictions, the fastest first.
@@ -270,8 +271,13 @@ def promising(options: Sequence[Option]) -> list[Option]:
     for option in options:
         best.setdefault(option.name, option)
     fastest = min((one.step.step_s for one in best.values()), default=0.0)
-    near = [one for one in best.values() if one.step.step_s <= _NEAR * fastest]
-    some = [one for one in near if one.name != "none"][:_TRIALS]
+    near = [one for one in options if one.name != "none" and one.step.step_s <= _NEAR * fastest]
+    some = [one for one in best.values() if one in near][:_TRIALS]
+    fewest = [
+        max((one for one in near if one.name == scheme.name), key=lambda one: one.cap_mb)
+        for scheme in some[:2]
+    ]
+    some += [one for one in fewest if one not in some]
     return [*some, best["none"]] if some else []
 
 

@@ -12,9 +12,11 @@ from typing import Annotated
 
 import pandas as pd
 import typer
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
+from commhooks.report.page import Page
 from experiments.predictions.parameters import fit
 from experiments.predictions.plot import plotted
 from experiments.predictions.studies import STUDIES, tabulated, unseen
@@ -87,8 +89,35 @@ def main(
     pd.concat(tables.values()).to_csv(out / "points.csv", index=False, float_format="%.4g")
     found.to_csv(out / "summary.csv", index=False, float_format="%.3g")
     unseen().to_csv(out / "diloco_unseen.csv", index=False, float_format="%.5g")
-    plotted(tables).savefig(out / "predictions.png", dpi=120)
-    console.print(f"all points and a plot are in {out}")
+    figure = plotted(tables)
+    figure.savefig(out / "predictions.png", dpi=120)
+    _page(found, tables, figure).write(out / "predictions.html")
+    console.print(f"all points, a plot and a page are in {out}")
+
+
+def _page(found: pd.DataFrame, tables: dict[str, pd.DataFrame], figure: Figure) -> Page:
+    page = Page("Predictions beside what others measured")
+    page.text(
+        "One file of parameters for all studies. Points by which it was fitted are not judged."
+    )
+    rows = [
+        (
+            _NAMES[row.study, row.group],
+            row.judged,
+            f"{row.median:.1%}",
+            f"{row.largest:.1%}",
+            "" if pd.isna(row.wrong_signs) else f"{row.wrong_signs:.0f}",
+            row.goal,
+        )
+        for row in found.itertuples()
+    ]
+    page.table(("study", "points", "median error", "largest", "wrong signs", "goal"), rows)
+    page.figure(figure, "measured and predicted")
+    for study, table in tables.items():
+        page.section(study.replace("_", " "))
+        shown = [column for column in table.columns if table[column].notna().any()]
+        page.table(shown, table[shown].itertuples(index=False, name=None))
+    return page
 
 
 def _shown(found: pd.DataFrame) -> Table:

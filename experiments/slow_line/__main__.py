@@ -10,10 +10,12 @@ from typing import Annotated, Any
 
 import pandas as pd
 import typer
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from commhooks.report.page import Page
 from experiments.hosts import messages_from_hosts
 from experiments.namespaces import reason_not_to_run
 from experiments.slow_line.cells import (
@@ -165,8 +167,26 @@ def main(
             _measure(line, cells, periods, path, progress)
     table = pd.read_csv(path)
     _print(table, console)
-    drawn(table).savefig(out / "shares.png", dpi=110)
+    figure = drawn(table)
+    figure.savefig(out / "shares.png", dpi=110)
+    _page(table, figure).write(out / "shares.html")
     console.print(f"{time.perf_counter() - begin:.0f} s; wrote {path}")
+
+
+def _page(table: pd.DataFrame, figure: Figure) -> Page:
+    page = Page("Share of the time computing on slow lines")
+    page.text(
+        f"{HOSTS} hosts, 30.8 M parameters, 25 ms of computing per step. H: steps between two "
+        f"exchanges of a parameter. Goal: 90 %."
+    )
+    page.figure(figure, "black line: predicted")
+    for where, rows in table.groupby(KEYS[:4], sort=False):
+        page.section(str(Line(*where)))
+        columns = (100 * rows[name] for name in ("share", "predicted", "published"))
+        values = (rows.plan, rows.codec, rows.every, *columns)
+        heads = ("plan", "codec", "H", "computing [%]", "predicted [%]", "published, dense [%]")
+        page.table(heads, list(zip(*values, strict=True)))
+    return page
 
 
 def _quality(out: Path, console: Console, *, seeds: int, steps: int) -> None:

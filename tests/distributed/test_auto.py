@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -91,6 +92,23 @@ def test_what_is_tried_is_near_the_best_and_dense_comes_last() -> None:
     ]
     assert [one.name for one in promising(options)] == ["a", "b", "none"]
     assert promising([_option("none", 1.0), _option("a", 1.2)]) == []
+
+
+def test_the_best_schemes_are_tried_in_the_fewest_buckets_as_well() -> None:
+    options = [
+        replace(_option(*one), cap_mb=cap)
+        for *one, cap in [
+            ("a", 1.0, 0.0, 4.0),
+            ("b", 1.01, 0.0, 50.0),
+            ("a", 1.05, 0.0, 25.0),
+            ("c", 1.06, 0.0, 4.0),
+            ("c", 1.07, 0.0, 50.0),
+            ("a", 1.3, 0.0, 50.0),
+            ("none", 2.0, 0.0, 8.0),
+        ]
+    ]
+    tried = [(one.name, one.cap_mb) for one in promising(options)]
+    assert tried == [("a", 4.0), ("b", 50.0), ("c", 4.0), ("a", 25.0), ("none", 8.0)]
 
 
 def test_the_fastest_is_kept_unless_dense_or_a_more_exact_one_is_as_fast() -> None:

@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from typer.testing import CliRunner
 
 from commhooks.cli.app import app
 from commhooks.errors import MissingRankError, RegistrationError
-from commhooks.predict import Fabric, load_fabric
+from commhooks.predict import Fabric, Link, load_fabric
+from commhooks.predict.collectives import collective_seconds
 from commhooks.predict.link import LinkReport, link_report, measure_link
 from tests.distributed.harness import run_ranks
 
@@ -45,6 +47,27 @@ def test_all_ranks_get_one_fabric_and_the_jobs_collectives_keep_their_order() ->
     assert found.device == "cpu"
     assert {one.collective for one in found.times} == {"all_reduce", "all_gather", "all_to_all"}
     assert all(0 < one.low_s <= one.seconds <= one.high_s for one in found.times)
+
+
+LONG = Fabric("far away", Link(20e-3, 125e6), library="gloo")
+
+
+def _far(rank: int, world_size: int) -> Fabric:
+    """Measures a line on which each message takes 20 ms, with a budget of a few messages."""
+
+    def seconds(self: Any, cell: Any, burst: int) -> float:
+        some = collective_seconds(cell.collective, [cell.nbytes], ranks=world_size, fabric=LONG)
+        return float(some[0])
+
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    with mock.patch("commhooks.predict.link._Measurement._seconds", seconds):
+        return measure_link(budget_s=0.5, timeout_s=30)
+
+
+def test_a_long_delay_leaves_the_bandwidth_known() -> None:
+    for found in run_ranks(_far, 2):
+        assert found.between.latency == pytest.approx(20e-3, rel=0.1)
+        assert found.between.bandwidth == pytest.approx(125e6, rel=0.1)
 
 
 def _two_nodes(rank: int, world_size: int) -> tuple[LinkReport, LinkReport]:
