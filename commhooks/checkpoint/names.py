@@ -6,7 +6,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
-__all__ = ["piece_name", "plain_name", "plain_names", "renamed", "whole_name"]
+__all__ = [
+    "is_padding",
+    "padding_name",
+    "piece_name",
+    "plain_name",
+    "plain_names",
+    "renamed",
+    "whole_name",
+]
 
 T = TypeVar("T")
 
@@ -39,6 +47,16 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
 def piece_name(name: str, rank: int) -> str:
     """Returns the name of the piece of a parameter that a host such as FSDP2 gives to a rank."""
     return f"{name}#{rank}"
+
+
+def padding_name(name: str) -> str:
+    """Returns the name of what fills up the pieces of a parameter, which no parameter has."""
+    return f"{name}#padding"
+
+
+def is_padding(name: str) -> bool:
+    """Whether a name is of what fills up pieces of a parameter."""
+    return name.endswith("#padding")
 
 
 def whole_name(name: str) -> str:

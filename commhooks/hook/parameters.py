@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from commhooks.checkpoint.names import plain_name, plain_names
+from commhooks.checkpoint.names import is_padding, plain_name, plain_names
 from commhooks.core.layout import Layout
 from commhooks.errors import RegistrationError
 from ddp_core import DistributedDataParallel as CoreDDP
@@ -215,7 +215,11 @@ class Parameters:
 
     def as_kept(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns values of a state, in the form in which buckets hold them."""
-        return {name: self.in_memory_order(name, value) for name, value in values.items()}
+        return {
+            name: self.in_memory_order(name, value)
+            for name, value in values.items()
+            if not is_padding(name)
+        }
 
     def _order(self, name: str, value: Tensor) -> tuple[int, ...]:
         # A loaded value may have any number of dimensions here; it is checked later.

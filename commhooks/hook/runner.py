@@ -165,7 +165,10 @@ class Runner:
             self.step_abandoned()
             step = None
         if step is None:
-            holds = self._engine.traits.coalesce or bool(self.regrouping.wanted)
+            # A host that shards gradients waits for each bucket before it hands over the next one.
+            holds = not isinstance(bucket, ShardedBucket) and (
+                self._engine.traits.coalesce or bool(self.regrouping.wanted)
+            )
             number = self._engine.step
             timed = self._ledger.times(number) or getattr(bucket, "note", None) is not None
             step = self._step = Step(number, group, holds, timed, device=buffer.device)

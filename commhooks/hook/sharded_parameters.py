@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from commhooks.checkpoint.names import piece_name, plain_name
+from commhooks.checkpoint.names import is_padding, padding_name, piece_name, plain_name
 from commhooks.core.layout import Layout
 from commhooks.hook.parameters import Parameter, Parameters
 
@@ -72,31 +72,40 @@ class ShardedParameters(Parameters):
         return plain if plain in self._sharded else name
 
     def as_saved(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {
-            name: torch.cat(
-                [values[piece_name(name, rank)] for rank in range(self._world_size)],
-                dim=parameter.dim,
-            ).narrow(parameter.dim, 0, parameter.shape[parameter.dim])
-            for name, parameter in self._sharded.items()
-            if piece_name(name, 0) in values
-        }
+        saved = {}
+        for name, parameter in self._sharded.items():
+            if piece_name(name, 0) not in values:
+                continue
+            dim, length = parameter.dim, parameter.shape[parameter.dim]
+            pieces = [values[piece_name(name, rank)] for rank in range(self._world_size)]
+            whole = torch.cat(pieces, dim=dim)
+            saved[name] = whole.narrow(dim, 0, length).contiguous()
+            if whole.shape[dim] > length:
+                # Rotated blocks leave errors there, too: without them a run would not continue bit
+                # for bit. Other hosts, and other numbers of ranks, leave them out.
+                rest = whole.narrow(dim, length, whole.shape[dim] - length)
+                saved[padding_name(name)] = rest.contiguous()
+        return saved
 
     def as_kept(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         kept = {}
         for name, value in values.items():
+            if is_padding(name):
+                continue
             parameter = self._sharded.get(name)
             if parameter is None or value.shape != parameter.shape:
                 kept[name] = value  # of another model: what checks the state says so
                 continue
-            for rank in range(self._world_size):
-                piece = self._by_name[piece_name(name, rank)]
-                size = piece.shape[parameter.dim]
-                begin = min(rank * size, parameter.shape[parameter.dim])
-                length = min(size, parameter.shape[parameter.dim] - begin)
-                whole = value.new_zeros(piece.shape)
-                part = value.narrow(parameter.dim, begin, length)
-                whole.narrow(parameter.dim, 0, length).copy_(part)
-                kept[piece.name] = whole
+            dim = parameter.dim
+            size = self._by_name[piece_name(name, 0)].shape[dim]
+            missing = size * self._world_size - value.shape[dim]
+            shape = [*value.shape[:dim], missing, *value.shape[dim + 1 :]]
+            rest = values.get(padding_name(name))
+            if rest is None or list(rest.shape) != shape:
+                rest = value.new_zeros(shape)
+            pieces = torch.cat([value, rest], dim=dim).split(size, dim=dim)
+            for rank, piece in enumerate(pieces):
+                kept[piece_name(name, rank)] = piece.contiguous()
         return kept
 
     def _piece(self, parameter: Sharded, rank: int) -> Parameter:

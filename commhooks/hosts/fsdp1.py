@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from commhooks.checkpoint.names import plain_name
+from commhooks.checkpoint.names import is_padding, padding_name, plain_name
 from commhooks.core.layout import Layout
 from commhooks.core.scheme import Scheme
 from commhooks.core.shards import equal_shards
@@ -36,12 +36,14 @@ class FlatParameters(Parameters):
     def _layout(self, prefix: str, unit: Any, world_size: int) -> Layout:
         shapes, names, found = iter(unit._shapes), iter(unit._fqns), []
         sizes = zip(unit._numels_with_padding, unit._is_padding_mask, strict=True)
-        for place, (numel, is_padding) in enumerate(sizes):
-            shape = torch.Size([numel]) if is_padding else next(shapes)
-            name = f"{prefix}#{place}" if is_padding else plain_name(f"{prefix}{next(names)}")
-            found.append((name, shape))
+        for place, (numel, padded) in enumerate(sizes):
+            shape = torch.Size([numel]) if padded else next(shapes)
+            own = (
+                padding_name(f"{prefix}{place}") if padded else plain_name(f"{prefix}{next(names)}")
+            )
+            found.append((own, shape))
         total = sum(shape.numel() for _, shape in found)
-        found.append((f"{prefix}#end", torch.Size([-total % world_size])))
+        found.append((padding_name(f"{prefix}end"), torch.Size([-total % world_size])))
         for name, shape in found:
             order = tuple(range(len(shape)))
             self._by_name[name] = Parameter(name, shape, unit.dtype, order)
@@ -54,11 +56,16 @@ class FlatParameters(Parameters):
         return len(self._by_name)
 
     def as_saved(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: value for name, value in values.items() if "#" not in name}
+        return dict(values)
 
     def as_kept(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        padding = [one for name, one in self._by_name.items() if "#" in name]
-        return {**values, **{one.name: torch.zeros(one.shape) for one in padding}}
+        kept = {name: value for name, value in values.items() if not is_padding(name)}
+        for name, piece in self._by_name.items():
+            if is_padding(name):
+                saved = values.get(name)
+                fits = saved is not None and saved.shape == piece.shape
+                kept[name] = saved if fits and saved is not None else torch.zeros(piece.shape)
+        return kept
 
 
 def reduce_unit(state: tuple[HookState, int, Layout], gradient: Tensor, *shard: Tensor) -> None:

@@ -71,7 +71,14 @@ def test_what_one_host_saves_another_loads(first: str, second: str) -> None:
     saved = run_ranks(_run, 3, first, None, ignore_warnings=QUIET)[0]
     loaded = run_ranks(_run, 3, second, saved, ignore_warnings=QUIET)[0]
     for key in ("rank0", "rank1", "rank2"):
-        wanted, found = (one[key]["memory"]["residual"] for one in (saved, loaded))
+        wanted, found = (
+            {
+                name: value
+                for name, value in one[key]["memory"]["residual"].items()
+                if "#" not in name
+            }
+            for one in (saved, loaded)
+        )
         assert list(wanted) == list(found)
         for name, value in wanted.items():
             assert value.any()
