@@ -38,7 +38,8 @@ class Tokens(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.body(x + self.embedding(x[:, 0].abs().long() % 9))
-        y = y + torch.view_as_real(y.to(self.wave.dtype) @ self.wave).sum(-1)
+        wave = y.to(self.wave.dtype) @ self.wave
+        y = y + wave.real + wave.imag
         return y + self.large(y)[:, :16]
 
 
