@@ -195,7 +195,8 @@ class Weights:
         return self._factor
 
     def _received(self) -> list[list[float]]:
-        assert self._table is not None and self._work is not None
+        assert self._table is not None
+        assert self._work is not None
         with self._beside():
             self._launcher.await_message(self._work, self._device, "the sum of weights")
             rows: list[list[float]] = self._table.tolist()
