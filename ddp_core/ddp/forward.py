@@ -80,7 +80,7 @@ class ForwardPass:
         """Does what all ranks do alike; collectives have one order, see `ShadowHook`."""
         parts, reducer = self._parts, self._parts.reducer
         parts.find_optimizers()
-        if reducer.unreduced.holding:  # nothing travels: ranks may do this any number of times
+        if reducer.backward.unreduced.holding:  # nothing travels, see `hold`
             if plans.grads:
                 reducer.prepare_for_forward()
             return
@@ -118,7 +118,7 @@ class ForwardPass:
         parts, reducer = self._parts, self._parts.reducer
         self.end_step(sync=sync)
         if torch.is_grad_enabled():
-            reducer.unreduced.forward_synchronised = sync
+            reducer.backward.unreduced.forward_synchronised = sync
         if sync:
             reducer.prepare_for_backward()
         if sync and reducer.usage.needs_sink:
@@ -132,7 +132,7 @@ class ForwardPass:
     def end_step(self, *, sync: bool) -> None:
         """Does what all ranks do alike after the module has computed."""
         buffers = self._parts.buffers
-        if self._parts.reducer.unreduced.holding:
+        if self._parts.reducer.backward.unreduced.holding:
             return
         if buffers.are_due_when(after_forward=True):
             self._synchronise_buffers(awaits=sync)

@@ -87,7 +87,7 @@ class Parts:
             precision=self.precision,
             name=str(next(_numbers)),
         )
-        self.reducer.unreduced.synchronises = partial(_synchronises, self._model)
+        self.reducer.backward.unreduced.synchronises = partial(_synchronises, self._model)
         self.hooks.attach(self.reducer)
         if self.precision is not None:
             self.reducer.accumulators.refuse_other_nodes()

@@ -12,6 +12,7 @@ from ddp_core.ddp.forward import ForwardPass, not_traced
 from ddp_core.ddp.parts import Parts
 from ddp_core.ddp.uneven import Plans
 from ddp_core.reducer.accumulators import NO_BACKWARD, backward_number
+from ddp_core.reducer.named_point import reduce_at_point
 
 __all__ = ["ReductionMethods"]
 
@@ -50,7 +51,7 @@ class ReductionMethods:
         """Sets whether passes are held; returns whether they were."""
         if not self._parts.reduces:  # all parameters are delayed
             return False
-        unreduced = self._parts.reducer.unreduced
+        unreduced = self._parts.reducer.backward.unreduced
         before, unreduced.holding = unreduced.holding, holds
         return before
 
@@ -76,7 +77,9 @@ class ReductionMethods:
                     step = ForwardPass(parts, self)  # type: ignore[arg-type]  # a mixin of one
                     step.begin_step(Plans(grads=True, sync=True, at_point=True))
                     step.end_step(sync=True)
-                    parts.reducer.reduce()
+                    reducer = parts.reducer
+                    reducer.begin_step()
+                    reduce_at_point(reducer.backward, reducer.in_flight, reducer.plan)
                 finally:
                     self._set_holding(held)
             if parts.delayed is not None:

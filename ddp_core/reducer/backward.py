@@ -51,10 +51,9 @@ class Backward:
         self._flight, self._place = flight, installed.place
         self._parameters, self._usage = flight.parameters, flight.usage
         self._plan, self._history, self._errors = plan, history, errors
-        self._precision = precision
-        self._opened_in = NO_BACKWARD  # number of the pass that is open
+        self._precision, self._opened_in = precision, NO_BACKWARD  # number of the open pass
         self.late = LateGradients(flight.parameters, flight.usage, errors)
-        self.unreduced = Unreduced(flight.parameters)
+        self.unreduced = Unreduced(flight.parameters, self.late, errors, flight.weights)
         self.accumulators = Accumulators([one.parameter for one in flight.parameters], self)
 
     @property
@@ -76,7 +75,7 @@ class Backward:
         if not step.is_open and (step.expecting or self._precision is not None):
             self._open(step, index)
         if not step.expecting:  # no_sync, hold, or a second backward pass without a forward
-            self._keep(index)
+            self.unreduced.gradient_came(index)
             return
         if usage.is_static and not self._is_last_call(step, index):
             return
@@ -86,13 +85,6 @@ class Backward:
         if times is not None:
             times.gradient_came()
         self.mark_ready(step, index)
-
-    def _keep(self, index: int) -> None:
-        """Takes note of a gradient that is not averaged now."""
-        if self._flight.weights is not None:
-            self._flight.weights.gradient_came(index)
-        self.unreduced.gradient_came(index)
-        self.late.came(index)
 
     def came_elsewhere(self, index: int) -> None:
         """Raises if a gradient came for the parameter with full precision, too late to be sent."""
@@ -116,17 +108,12 @@ class Backward:
             # The forward pass ran once more in this backward pass, for activations only: the graph
             # is that of a forward pass under no_sync.
             step.expecting, step.complete = False, True
-            self.late.forward_was_recomputed()
-            self.unreduced.forward_synchronised = False
+            self.unreduced.forward_was_recomputed()
         if not step.expecting:
             return
-        if self.unreduced.forward_synchronised and not self.unreduced.synchronises():
-            self._errors.only_backward()
-        self.unreduced.averaging_begins()
+        self.unreduced.pass_averages(index)
         if self._plan.loaded:
             self._errors.loaded()
-        if self._flight.weights is not None:
-            self._flight.weights.gradient_came(index)
         self._flight.settle_scale()
         # Most steps ask nothing of an arrival. That is looked up once here, not per parameter.
         step.is_plain = step.times is None and not self._usage.tracks and not self._usage.is_static
@@ -231,8 +218,6 @@ class Backward:
         self._history.step_landed(step)
         step.outcomes = []  # their tensors are not needed any more, the step is kept
         self.unreduced.step_landed()
-        if self._flight.weights is not None:
-            self._flight.weights.step_ended()
         self._flight.launcher.step += 1
         # The state is told last, when the reducer is between two steps.
         self._flight.begin(Step())

@@ -59,8 +59,7 @@ class InFlight:
         self.buckets, self.parameters = buckets, parameters
         self.launcher, self.usage, self._errors = launcher, usage, errors
         self._precision, self.weights = precision, weights
-        self.left_alone = left_alone
-        self.step = Step()
+        self.left_alone, self.step = left_alone, Step()
         self.optimizer: StepsInBackward | None = None
         self._world_size = launcher.group.size()
         self._effective: dist.Work | None = None  # counts the ranks that have input (join)
@@ -84,12 +83,11 @@ class InFlight:
         """Sets by what sums are divided: the number of ranks, or of those that still have input."""
         step = self.step
         step.divisor = self._world_size
-        if self._effective is not None:
+        if self.weights is not None:  # they say what ranks count; one without input has none
+            self.weights.send()
+        elif self._effective is not None:
             self._effective.wait()
             step.divisor = int(self._effective.get_future().value()[0].item())
-        if self.weights is not None:
-            step.divisor = self._world_size  # a rank without input has no weight
-            self.weights.send()
         # A hook averages by itself.
         step.scale = None if self.launcher.hook is not None else 1.0 / step.divisor
 

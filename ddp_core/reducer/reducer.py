@@ -17,14 +17,12 @@ from ddp_core.reducer.in_flight import InFlight
 from ddp_core.reducer.installed import InstalledBuckets
 from ddp_core.reducer.launch import Launcher
 from ddp_core.reducer.left_alone import LeftAlone
-from ddp_core.reducer.named_point import reduce_at_point
 from ddp_core.reducer.parameters import Trained
 from ddp_core.reducer.plan import BucketPlan
 from ddp_core.reducer.precision import Precision
 from ddp_core.reducer.shadow import shadow
 from ddp_core.reducer.step import ReducerSettings, Step
 from ddp_core.reducer.timeline import Timeline
-from ddp_core.reducer.unreduced import Unreduced
 from ddp_core.reducer.unused import Usage
 from ddp_core.reducer.weights import Weights
 
@@ -104,11 +102,6 @@ class Reducer:
         return self.backward.accumulators
 
     @property
-    def unreduced(self) -> Unreduced:
-        """Returns what is known of gradients that were not averaged."""
-        return self.backward.unreduced
-
-    @property
     def timeline(self) -> Timeline:
         """Returns the recorded steps."""
         return self.history.timeline
@@ -123,8 +116,6 @@ class Reducer:
     def prepare_for_forward(self) -> None:
         """Drops what is left of an earlier step, and rebuilds buckets, before a forward pass.
 
-        Buckets stay as they are within ``hold``, where ranks may run different numbers of passes.
-
         Raises:
             RuntimeError: the step before did not reduce all its gradients.
         """
@@ -133,7 +124,7 @@ class Reducer:
         if self.backward.has_raised:
             self.in_flight.abandon()
         self.backward.late.forward_begins()
-        if self.unreduced.holding:
+        if self.backward.unreduced.holding:  # ranks may run different numbers of passes
             # That of a forward pass outside whose backward pass did not come: torch's class would
             # average the next one in its place.
             self.in_flight.step.expecting = False
@@ -165,16 +156,11 @@ class Reducer:
         Args:
             outputs: not looked at; trainers that drive a reducer themselves pass them to torch's.
         """
-        if self.unreduced.holding:  # a trainer's call: what it has begun ends with `reduce`
-            return
-        self._begin_step()
+        if not self.backward.unreduced.holding:  # else it is a trainer's call, before `reduce`
+            self.begin_step()
 
-    def reduce(self) -> None:
-        """Averages what passes have accumulated in ``.grad``, outside of a backward pass."""
-        self._begin_step()
-        reduce_at_point(self.backward, self.in_flight, self.plan)
-
-    def _begin_step(self) -> None:
+    def begin_step(self) -> None:
+        """Begins a step, of a backward pass or of none."""
         times = self.history.backward_begins()
         self.launcher.step_begins()
         self.in_flight.begin(
@@ -230,11 +216,7 @@ class Reducer:
             self.in_flight.abandon()
 
     def shadow(self, *, at_point: bool = False) -> None:
-        """Takes part in one backward pass with zero gradients (this rank has no more input).
-
-        Args:
-            at_point: it is no backward pass but a ``reduce``.
-        """
+        """Takes part in a backward pass or a ``reduce`` with zeros: there is no more input."""
         shadow(self.in_flight, self.plan, at_point=at_point)
 
     def follow(self, before: Reducer) -> None:
@@ -243,6 +225,6 @@ class Reducer:
         self.history.timeline = before.timeline
         self.history.on_recorded = before.history.on_recorded
         self.in_flight.optimizer = before.in_flight.optimizer
-        self.unreduced.holding = before.unreduced.holding
+        self.backward.unreduced.holding = before.backward.unreduced.holding
         # What the hook has asked for holds for these ranks, too; its buckets need not.
         self.plan.request(before.plan.group_of, before.plan.caps)

@@ -38,7 +38,8 @@ class Tokens(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.body(x + self.embedding(x[:, 0].abs().long() % 9))
-        y = y + torch.view_as_real(y.to(self.wave.dtype) @ self.wave).sum(-1)
+        wave = y.to(self.wave.dtype) @ self.wave
+        y = y + wave.real + wave.imag
         return y + self.large(y)[:, :16]
 
 
@@ -68,9 +69,11 @@ def expected(net: nn.Module, step: int, micros: int, ranks: int) -> Tensor:
 
 
 def loss_of(kind: str, model: nn.Module, tokens: Tensor) -> Tensor:
-    """NaN for a mean of nothing."""
-    each = losses(model, tokens)
-    return each.mean() if kind == "mean" else each.sum()
+    """Of rows that are padded, as those of text; NaN, as its gradient is, for a mean of nothing."""
+    padded = torch.cat([tokens, torch.ones(2, 16)])
+    mask = torch.arange(len(padded)) < len(tokens)
+    total = (losses(model, padded) * mask).sum()
+    return total / mask.sum() if kind == "mean" else total
 
 
 def _mean_over_all(rank: int, world_size: int, kind: str, options: dict[str, Any]) -> None:

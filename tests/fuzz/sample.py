@@ -191,7 +191,7 @@ def _sensible(values: dict[str, Any]) -> dict[str, Any]:
     if "part" in setting:
         events = [event for event in events if event[1] != "group"]
     if {"weighted_mean", "weighted_sum"} & setting:
-        setting -= {"delayed"}
+        setting -= {"delayed", "ignored"}
         if values["zero"] == "keep":
             values["zero"] = "none"
         if values["micro"] > 1 and "hold" not in setting:

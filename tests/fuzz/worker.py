@@ -334,6 +334,8 @@ class _Player:
         use = used(self.case, number, 0, self.rank)
         self.report.stage = "leaving"
         x = batch(self.case, number, 0, self.rank).requires_grad_()
+        if run.kind is not None:
+            run.ddp.zero_grad()
         run.give_weight(number, 0)
         run.call(x, use, {place: "raise"} if mine else {}, self.rank).float().mean().backward()
         self._forward(run, number)  # what torch says of an unfinished step, it says here

@@ -206,8 +206,8 @@ MUTANTS: list[Mutant] = [
         "ddp_core/reducer/reducer.py",
         (
             "a trainer begins a step within hold",
-            "if self.unreduced.holding:  # a trainer's call",
-            "if False:  # a trainer's call",
+            "if not self.backward.unreduced.holding:  # else it is a trainer's call",
+            "if True:  # else it is a trainer's call",
             f"{HOLD}::test_a_pipeline_of_torchs_is_one_step_per_schedule",
         ),
         (
@@ -272,8 +272,8 @@ MUTANTS: list[Mutant] = [
         "ddp_core/reducer/in_flight.py",
         (
             "a weighted mean is divided by the ranks with input, too",
-            "            step.divisor = self._world_size  # a rank without input has no weight\n",
-            "",
+            "        elif self._effective is not None:\n",
+            "        if self._effective is not None:\n",
             f"{WEIGHTS}::test_ranks_without_inputs_weigh_nothing",
         ),
     ),
@@ -287,7 +287,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/reducer/backward.py",
+        "ddp_core/reducer/unreduced.py",
         (
             "no_sync around backward alone is averaged",
             "            self._errors.only_backward()\n",

@@ -191,6 +191,10 @@ APART = {
         "what has been averaged by then is stepped, and the reference steps nothing",
     ),
     ("weighted by means", "weighted by sums"): "losses are one or the other",
+    **dict.fromkeys(
+        (("setting ignored", f"weighted by {one}") for one in ("means", "sums")),
+        "what is ignored is not weighted, and the reference weights losses",
+    ),
     ("no_sync", "discard"): "the discarded pass makes the next no_sync pass a synchronised one",
     ("through a group", "setting mesh"): "the mesh has the group",
     ("scheme noop", "wrap ef21"): "ranks that average nothing follow different estimates",
