@@ -17,13 +17,11 @@ from commhooks.hook import GroupChange
 from commhooks.hook import saving as _checkpoint_hook
 from commhooks.hook.state import HookState
 from commhooks.local.fragments import Fragment, Pending, fragments_of
-from commhooks.local.other_ranks import share
+from commhooks.local.other_ranks import STAYS, move, share
 from commhooks.local.outer_settings import checked
 from commhooks.local.saving import check_state, sealed
 
 __all__ = ["DiLoCo", "local_sgd"]
-
-_STAYS = "it belongs to DiLoCo, which has parameters to share, too: call change_group of that"
 
 
 class DiLoCo:
@@ -101,7 +99,7 @@ class DiLoCo:
         _need_average(self.hook.scheme)
         # A hook warns at the end if no backward pass has called it; none calls this one.
         self.hook._attendance.dismiss()
-        self.hook.stays = _STAYS
+        self.hook.stays = STAYS
         # With other settings on some rank, ranks would exchange different fragments, or hang.
         self.hook.agree("DiLoCo", {"settings": settings._asdict()})
         self._fragments = fragments_of(model, settings.fragments)
@@ -163,16 +161,9 @@ class DiLoCo:
         sent and not applied yet is dropped: the next one measures that distance, too.
         """
         self._pending = []
-        self.hook.stays = ""
-        try:
-            change = self.hook.change_group(group)
-        finally:
-            self.hook.stays = _STAYS
+        change = move(self.hook, group)
         counts = (self.steps, self.outer_steps)
-        self.steps, self.outer_steps = share(self._all(), counts, change.source, group)
-        if self.hook.rank in change.joined:
-            for fragment in self._all():
-                fragment.restore()
+        self.steps, self.outer_steps = share(self._all(), counts, change, group)
         return change
 
     # ---- checkpoint
@@ -186,14 +177,7 @@ class DiLoCo:
         """
         # Averages that were sent and not yet applied are saved as tensors: they cannot be exchanged
         # again, since the parameters they were measured from are gone.
-        arriving = [
-            {
-                "fragment": pending.fragment.number,
-                "mean": pending.future.wait().clone(),
-                "left": pending.steps_left,
-            }
-            for pending in self._pending
-        ]
+        arriving = [_arriving(pending) for pending in self._pending]
         hook = self.hook.state_dict(gather=gather, to=to)
         if not hook:  # gathered on another rank
             return {}
@@ -244,6 +228,11 @@ class DiLoCo:
     def close(self) -> None:
         """Stops the hook's driver; see :meth:`HookState.close`."""
         self.hook.close()
+
+
+def _arriving(pending: Pending) -> dict[str, Any]:
+    mean = pending.future.wait().clone()
+    return {"fragment": pending.fragment.number, "mean": mean, "left": pending.steps_left}
 
 
 def _copies(fragments: list[Fragment], what: str) -> dict[str, Tensor]:
