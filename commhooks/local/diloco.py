@@ -160,8 +160,7 @@ class DiLoCo:
         A rank that joins takes the outer parameters, and trains from them. An exchange that was
         sent and not applied yet is dropped: the next one measures that distance, too.
         """
-        self._pending = []
-        change = move(self.hook, group)
+        self._pending, change = [], move(self.hook, group)
         counts = (self.steps, self.outer_steps)
         self.steps, self.outer_steps = share(self._all(), counts, change, group)
         return change
@@ -175,9 +174,7 @@ class DiLoCo:
             gather, to: return one state of all ranks, see :meth:`HookState.state_dict`. Models and
                 inner optimizers differ between ranks and are not part of it.
         """
-        # Averages that were sent and not yet applied are saved as tensors: they cannot be exchanged
-        # again, since the parameters they were measured from are gone.
-        arriving = [_arriving(pending) for pending in self._pending]
+        arriving = [_arriving(pending) for pending in self._pending]  # first: it waits
         hook = self.hook.state_dict(gather=gather, to=to)
         if not hook:  # gathered on another rank
             return {}
@@ -231,6 +228,8 @@ class DiLoCo:
 
 
 def _arriving(pending: Pending) -> dict[str, Any]:
+    # Averages that were sent and not yet applied are saved as tensors: they cannot be exchanged
+    # again, since the parameters they were measured from are gone.
     mean = pending.future.wait().clone()
     return {"fragment": pending.fragment.number, "mean": mean, "left": pending.steps_left}
 
