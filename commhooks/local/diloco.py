@@ -161,8 +161,8 @@ class DiLoCo:
         sent and not applied yet is dropped: the next one measures that distance, too.
         """
         self._pending, change = [], move(self.hook, group)
-        counts = (self.steps, self.outer_steps)
-        self.steps, self.outer_steps = share(self._all(), counts, change, group)
+        counts = share(self._all(), (self.steps, self.outer_steps), change, group)
+        self.steps, self.outer_steps = counts
         return change
 
     # ---- checkpoint
@@ -197,8 +197,7 @@ class DiLoCo:
         """
         fragments = {fragment.number: fragment for fragment in self._all()}
         state = check_state(state, fragments, self.every)
-        # An exchange under way writes to the memory that is about to be replaced, and the hook
-        # refuses to load before it is over. Its result, or error, is dropped.
+        # The hook refuses to load while an exchange is under way. Its result, or error, is dropped.
         for pending in self._pending:
             with suppress(RuntimeError):
                 pending.future.wait()
