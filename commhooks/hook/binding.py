@@ -131,8 +131,9 @@ class Binding:
         """Averages over ``group`` from now on, and lets torch's model that was with it follow."""
         model, follows = self.model, self._follows_model
         self._process_group = group
-        # ``ddp_core`` moves itself, and has called the hook in the course of that.
-        if follows and model is not None and model.process_group is not group:
+        # ``ddp_core`` moves itself, and has called the hook in the course of that. Torch's forgets
+        # a step that has raised by this call, so it comes also where the model has moved already.
+        if follows and model is not None and not isinstance(model, CoreDDP):
             model._update_process_group(group)
 
     def moves_itself(self, group: dist.ProcessGroup) -> CoreDDP | None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Iterable, Mapping
-from datetime import timedelta
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,18 +12,15 @@ from torch import Tensor, nn
 from commhooks.checkpoint.form import SavedBuckets
 from commhooks.core.scheme import Scheme
 from commhooks.errors import RegistrationError
-from commhooks.hook.agreement import facts_of, need_own_memory
 from commhooks.hook.attendance import Attendance
 from commhooks.hook.binding import Binding
 from commhooks.hook.capture import need_bucket, need_no_capture
 from commhooks.hook.continuation import Continuation
 from commhooks.hook.engine import Engine
-from commhooks.hook.handshake import handshake
 from commhooks.hook.ledger import Ledger
-from commhooks.hook.parameters import Parameters
+from commhooks.hook.meeting import Meeting
 from commhooks.hook.runner import Runner
 from commhooks.hook.verify import Verification, need_verifiable
-from commhooks.wrappers.per_parameter import warn_of_idle_rules
 from ddp_core import Drivers
 
 __all__ = ["Running"]
@@ -33,7 +28,7 @@ __all__ = ["Running"]
 Future = torch.futures.Future
 
 
-class Running:
+class Running(Meeting):
     """Runs a scheme on a model, bucket by bucket; the base of :class:`commhooks.HookState`.
 
     Attributes:
@@ -60,20 +55,9 @@ class Running:
         self.verification: Verification | None = None
         self._agreed = False
         self._closed = False
-        # Names the run of these ranks, the present one and the one before the ranks last changed.
         self._run = ("", "")
         self._left: tuple[int, ...] = ()  # ranks of the present group that have handed over
         self.stays = ""  # why its host does not let the hook change its ranks
-
-    @property
-    def scheme(self) -> Scheme:
-        """Returns the scheme that runs, wrappers included."""
-        return self._engine.scheme
-
-    @property
-    def step(self) -> int:
-        """Returns the number of synchronised backward passes so far."""
-        return self._engine.step
 
     @property
     def calls(self) -> int:
@@ -90,10 +74,6 @@ class Running:
         # PowerSGD at 1 Gbit/s is 6 % slower with ddp_core's 8 MiB than with 25; a single round is
         # faster with 8 (docs/design/reducer.md).
         return 25 if self.scheme.traits.rounds > 1 else None
-
-    @property
-    def _parameters(self) -> Parameters:
-        return self._binding.parameters
 
     # ---- what the hook calls
 
@@ -125,17 +105,6 @@ class Running:
             finds_unused=self._binding.may_leave_alone(bucket),
             told=self._binding.core_telling(self) is not None,
         )
-
-    def _check_ranks(self) -> None:
-        """Raises if the hook's group has other ranks than it had: some change under their users."""
-        group, engine = self._binding.group(), self._engine
-        if group.size() != engine.world_size or group.rank() != engine.rank:
-            raise RegistrationError(
-                f"the ranks of the hook's {type(group).__name__} have changed: this was rank "
-                f"{engine.rank} of {engine.world_size}, and is rank {group.rank()} of "
-                f"{group.size()} now, which the hook was not told. Call hook.change_group(group) "
-                f"between two steps; for torchft use commhooks.hosts.torchft.register"
-            )
 
     # ---- what ddp_core calls
 
@@ -177,94 +146,6 @@ class Running:
         self._runner.forward_begins()
         if self.verification is not None:
             self.verification.step_begins(self.step)
-
-    def saved_plan(self) -> str:
-        """Returns what a hook that chooses its scheme goes on with; empty if it chooses none."""
-        return ""
-
-    def follow_plan(self, plan: str, scheme: str) -> None:
-        """Runs what the ranks run that this one joins; a hook that chooses its scheme does so.
-
-        Args:
-            plan, scheme: what :meth:`saved_plan` returns there, and the description of the scheme.
-        """
-
-    def ranks_changed(self) -> None:
-        """Called on all ranks when they have changed and agreed."""
-
-    def _take_up(self, buckets: SavedBuckets) -> None:
-        """Continues with the buckets of a saved state."""
-        core = self._binding.core_telling(self)
-        self._continuation.take_up(buckets, core, self._agree_after_load)
-
-    # ---- model and ranks
-
-    @property
-    def _bound(self) -> bool:
-        return self._engine.world_size > 0
-
-    def _adopt(self, model: nn.Module) -> None:
-        """Takes the parameter names and the process group from ``model``."""
-        self._binding.adopt(model)
-        warn_of_idle_rules(self.scheme, self._parameters)
-
-    def _bind(self) -> None:
-        """Looks up the model and the ranks, until both are known."""
-        # Repeated while there is no model: a state may be asked for its rank before it has one.
-        if self._bound and len(self._parameters):
-            return
-        self._binding.group()  # raises before anything is looked up
-        model = self._binding.find_model(self)
-        if model is not None:
-            self._adopt(model)
-        group = self._binding.group()
-        self._engine.rank, self._engine.world_size = group.rank(), group.size()
-
-    def _facts(self, scheme: Scheme) -> dict[str, Any]:
-        """Returns the facts that must be the same on all ranks."""
-        to_come = self._continuation.to_come(self._agreed)
-        facts = facts_of(scheme, self._engine, self._binding, to_come)
-        return facts | {"verify_every": getattr(self.verification, "every", None)}
-
-    def _agree_after_load(self) -> None:
-        if not self._agreed:
-            self.agree("the first step with this hook, or after load_state_dict")
-
-    def agree(
-        self, call: str, also: Mapping[str, Any] | None = None, limit: timedelta | None = None
-    ) -> None:
-        """Compares facts with the other ranks and opens the driver's groups; a collective.
-
-        Args:
-            also: further facts that must be the same on all ranks, by name.
-            limit: longest wait for the other ranks; at most, and by default, the group's timeout.
-        """
-        self._bind()
-        devices = self._binding.devices()
-        self._drivers.check(devices)
-        facts = {**(also or {}), **self._facts(self.scheme)}
-        told = self._meet(call, facts, limit, tells=self._run[0] or uuid.uuid4().hex)
-        self._run = (told[0], self._run[1])
-        # After the handshake, which compares the memory's origin: a pickled state on a wrong rank
-        # is then an error on all ranks, and not on one rank while the others wait.
-        need_own_memory(self._engine, self._binding)
-        self._agreed = self._continuation.handed_over = True
-        # On a GPU one group serves all rounds (``ddp_core.Drivers``): there are no lanes.
-        if devices <= {"cpu"}:
-            self._drivers.open_lanes(self._binding.group())
-        if self.verification is not None:
-            self.verification.open(self._binding.group(), devices, self._drivers.join)
-
-    def _meet(
-        self,
-        call: str,
-        facts: Mapping[str, Any],
-        limit: timedelta | None = None,
-        *,
-        tells: object = None,
-    ) -> list[Any]:
-        with self._binding.on_device():
-            return handshake(call, facts, self._binding.group(), limit, tells=tells)
 
     def _close(self) -> None:
         self._closed = True

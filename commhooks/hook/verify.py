@@ -231,7 +231,7 @@ class Verification:
             while self._pending and (wait or self._pending[0].ready()):
                 pending = self._pending.popleft()
                 for number, work in enumerate(pending.works):
-                    self._finish(work, pending.step, number)
+                    _finish(work, self._lent, pending.step, number)
                 found, rows = _judge(pending)
                 self.findings += found
                 self._rows += rows
@@ -241,26 +241,27 @@ class Verification:
                 assert self._group is not None
                 _warn(found, self._group.rank(), self.action, self._warned)
 
-    def _finish(self, work: Any, step: int, number: int) -> None:
-        try:
-            work.wait()
-        except Exception as error:
-            if self._lent is not None:
-                self._lent.spoiled = True
-            raise CollectiveError(
-                f"the verification of step {step} failed: {error}. A peer died, a link broke, or "
-                f"the ranks do not run the same code",
-                step=step,
-                bucket=number,
-                round=0,
-            ) from error
-        if self._lent is not None:
-            self._lent.answered += 1
-
 
 def attach(hook: Any, verification: Verification) -> None:
     """Makes a hook that has not met the other ranks yet verify its steps."""
     hook.verification = hook._engine.observer = verification
+
+
+def _finish(work: Any, lent: LaneGroup | None, step: int, number: int) -> None:
+    try:
+        work.wait()
+    except Exception as error:
+        if lent is not None:
+            lent.spoiled = True
+        raise CollectiveError(
+            f"the verification of step {step} failed: {error}. A peer died, a link broke, or "
+            f"the ranks do not run the same code",
+            step=step,
+            bucket=number,
+            round=0,
+        ) from error
+    if lent is not None:
+        lent.answered += 1
 
 
 def _judge(pending: _Pending) -> tuple[list[Finding], list[Verified]]:

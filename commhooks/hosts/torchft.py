@@ -51,7 +51,8 @@ def register(
             "over ProcessGroupDummy(0, 1): the manager's group is the hook's, not the model's"
         )
     # A group of this rank alone until there is a quorum; nothing is sent in it.
-    state = HookState(scheme, model, process_group=dist.ProcessGroup(0, 1), **options)
+    alone = dist.ProcessGroup(0, 1)  # type: ignore[call-arg]
+    state = HookState(scheme, model, process_group=alone, **options)
     model.register_comm_hook(_Follower(manager, state), comm_hook)
     return state
 

@@ -17,13 +17,11 @@ from commhooks.hook import GroupChange
 from commhooks.hook import saving as _checkpoint_hook
 from commhooks.hook.state import HookState
 from commhooks.local.fragments import Fragment, Pending, fragments_of
-from commhooks.local.other_ranks import share
+from commhooks.local.other_ranks import STAYS, move, share
 from commhooks.local.outer_settings import checked
 from commhooks.local.saving import check_state, sealed
 
 __all__ = ["DiLoCo", "local_sgd"]
-
-_STAYS = "it belongs to DiLoCo, which has parameters to share, too: call change_group of that"
 
 
 class DiLoCo:
@@ -101,7 +99,7 @@ class DiLoCo:
         _need_average(self.hook.scheme)
         # A hook warns at the end if no backward pass has called it; none calls this one.
         self.hook._attendance.dismiss()
-        self.hook.stays = _STAYS
+        self.hook.stays = STAYS
         # With other settings on some rank, ranks would exchange different fragments, or hang.
         self.hook.agree("DiLoCo", {"settings": settings._asdict()})
         self._fragments = fragments_of(model, settings.fragments)
@@ -162,17 +160,9 @@ class DiLoCo:
         A rank that joins takes the outer parameters, and trains from them. An exchange that was
         sent and not applied yet is dropped: the next one measures that distance, too.
         """
-        self._pending = []
-        self.hook.stays = ""
-        try:
-            change = self.hook.change_group(group)
-        finally:
-            self.hook.stays = _STAYS
-        counts = (self.steps, self.outer_steps)
-        self.steps, self.outer_steps = share(self._all(), counts, change.source, group)
-        if self.hook.rank in change.joined:
-            for fragment in self._all():
-                fragment.restore()
+        self._pending, change = [], move(self.hook, group)
+        counts = share(self._all(), (self.steps, self.outer_steps), change, group)
+        self.steps, self.outer_steps = counts
         return change
 
     # ---- checkpoint
@@ -184,16 +174,7 @@ class DiLoCo:
             gather, to: return one state of all ranks, see :meth:`HookState.state_dict`. Models and
                 inner optimizers differ between ranks and are not part of it.
         """
-        # Averages that were sent and not yet applied are saved as tensors: they cannot be exchanged
-        # again, since the parameters they were measured from are gone.
-        arriving = [
-            {
-                "fragment": pending.fragment.number,
-                "mean": pending.future.wait().clone(),
-                "left": pending.steps_left,
-            }
-            for pending in self._pending
-        ]
+        arriving = [_arriving(pending) for pending in self._pending]  # first: it waits
         hook = self.hook.state_dict(gather=gather, to=to)
         if not hook:  # gathered on another rank
             return {}
@@ -216,8 +197,7 @@ class DiLoCo:
         """
         fragments = {fragment.number: fragment for fragment in self._all()}
         state = check_state(state, fragments, self.every)
-        # An exchange under way writes to the memory that is about to be replaced, and the hook
-        # refuses to load before it is over. Its result, or error, is dropped.
+        # The hook refuses to load while an exchange is under way. Its result, or error, is dropped.
         for pending in self._pending:
             with suppress(RuntimeError):
                 pending.future.wait()
@@ -244,6 +224,13 @@ class DiLoCo:
     def close(self) -> None:
         """Stops the hook's driver; see :meth:`HookState.close`."""
         self.hook.close()
+
+
+def _arriving(pending: Pending) -> dict[str, Any]:
+    # Averages that were sent and not yet applied are saved as tensors: they cannot be exchanged
+    # again, since the parameters they were measured from are gone.
+    mean = pending.future.wait().clone()
+    return {"fragment": pending.fragment.number, "mean": mean, "left": pending.steps_left}
 
 
 def _copies(fragments: list[Fragment], what: str) -> dict[str, Tensor]:

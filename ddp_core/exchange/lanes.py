@@ -35,6 +35,7 @@ __all__ = ["Lanes"]
 # event to be set then.
 _Event = tuple[int, Exception | None] | threading.Event
 _Completion = torch.futures.Future[None]
+_PATIENCE = 5.0  # seconds for the driver thread to come to what it is told
 
 
 @dataclass(eq=False)
@@ -97,7 +98,7 @@ def _shut_down(
     events.put(None)
     for thread in threads:
         if thread is not threading.current_thread():
-            thread.join(timeout=5)
+            thread.join(timeout=_PATIENCE)
             if thread.is_alive():  # it may yet issue something
                 for one in lent:
                     one.spoiled = True
@@ -181,7 +182,10 @@ class Lanes:
         given_up = threading.Event()
         if self._threads:
             self._events.put(given_up)
-            given_up.wait()  # for decoding at most: the driver thread waits for no other rank
+            # For decoding at most; only TORCH_DISTRIBUTED_DEBUG=DETAIL makes that thread wait for
+            # other ranks, and it then drops the groups by itself, later.
+            if not given_up.wait(_PATIENCE):
+                return
         while self._lent:
             self._lent.pop().give_up()
 

@@ -15,8 +15,8 @@ import ddp_core
 from commhooks import HookState
 from commhooks.checkpoint.form import SavedBuckets
 from commhooks.hook import agreement as _agreement
+from commhooks.hook import meeting as _meeting
 from commhooks.hook import registration as _register
-from commhooks.hook import running as _running
 from commhooks.hook import state as _state
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import batch, ddp, equal_bits, gradients, mlp, outcome
@@ -123,15 +123,15 @@ FIELDS = [
 
 def _differ_in_each(rank, world_size):
     seen = set()
-    handshake = _running.handshake
+    handshake = _meeting.handshake
 
-    def watched(call, facts, group, limit=None):
+    def watched(call, facts, group, limit=None, **options):
         seen.update({"call", *facts})
-        handshake(call, facts, group, limit)
+        return handshake(call, facts, group, limit, **options)
 
     errors = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_running, "handshake", watched)
+        patch.setattr(_meeting, "handshake", watched)
         for field in FIELDS:
             errors[field] = outcome(_differ_in, field, rank == 1, patch)
     return errors, seen

@@ -220,13 +220,15 @@ def _dies(
         next(model.parameters()).register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
     error = outcome(step, model, 3, rank)
     assert error is not None
-    begin = time.monotonic()
+    # A rank whose neighbours in a ring are alive hears of it by the timeout only.
     survivors = _of_survivors(world, [0, 1, 3], rank, directory)
+    dist.barrier(survivors)
+    begin = time.monotonic()
     change = hook.change_group(survivors)
     assert change[:4] == (3, 4, 3, 0), change
     assert (change.joined, change.behind, change.lost) == ((), (), 1)
     assert "lost, with what they kept: 1" in str(change)
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 3
     # The residuals of those that are left weigh what they did: 1 / 4 each.
     resizes = resizes_of(hook.scheme)
     after = kept(hook, survivors)
@@ -268,7 +270,7 @@ def test_ranks_go_on_without_one_that_died(
 ) -> None:
     found = run_ranks(
         _dies, 4, host, name, verify, world, str(tmp_path),
-        may_die=[2], timeout=90, pg_timeout=20,
+        may_die=[2], timeout=90, pg_timeout=5,
     )  # fmt: skip
     assert isinstance(found[2], Died)
     for grads in zip(found[0], found[1], found[3], strict=True):
@@ -351,8 +353,7 @@ def _refuses(rank: int, world_size: int, host: str) -> None:
     handle = last.register_hook(lambda _: found.append(outcome(hook.change_group, other)))
     step(model, 2, rank)
     handle.remove()
-    assert found[0][0] == "RegistrationError"
-    assert "step 2 is under way" in found[0][1]
+    assert "between two steps" in found[0][1]
     # Ranks that do not exist, all of them, and different ones.
     assert outcome(hook.leave, [7])[0] == "RegistrationError"
     assert "no rank would be left" in outcome(hook.leave, [0, 1])[1]

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import commhooks
 from commhooks.core import Layout, Memory
 from commhooks.errors import RegistrationError
-from commhooks.hook import running
+from commhooks.hook import meeting
 from commhooks.hook.binding import Binding
 from commhooks.hook.capture import need_no_capture
 from commhooks.hook.engine import _verdicts
@@ -44,7 +44,9 @@ def test_ranks_meet_on_the_device_of_the_parameters(monkeypatch):
     monkeypatch.setattr(
         Binding, "group", lambda self: SimpleNamespace(rank=lambda: 0, size=lambda: 2)
     )
-    monkeypatch.setattr(running, "handshake", lambda *args: met.append(device.devices[-1]))
+    monkeypatch.setattr(
+        meeting, "handshake", lambda *args, **_: met.append(device.devices[-1]) or ["run"]
+    )
     hook.agree("a test")
     assert met == [GPU]
     assert device.devices == [GPU, None]

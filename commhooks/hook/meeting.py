@@ -1,0 +1,151 @@
+"""Defines ``Meeting``: how a hook settles its model and its ranks, and meets the other ranks."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+from torch import nn
+
+from commhooks.checkpoint.form import SavedBuckets
+from commhooks.core.scheme import Scheme
+from commhooks.errors import RegistrationError
+from commhooks.hook.agreement import facts_of, need_own_memory
+from commhooks.hook.binding import Binding
+from commhooks.hook.continuation import Continuation
+from commhooks.hook.engine import Engine
+from commhooks.hook.handshake import handshake
+from commhooks.hook.parameters import Parameters
+from commhooks.hook.verify import Verification
+from commhooks.wrappers.per_parameter import warn_of_idle_rules
+from ddp_core import Drivers
+
+__all__ = ["Meeting"]
+
+
+class Meeting:
+    """Knows the model and the ranks of a hook; the base of what runs on them."""
+
+    _engine: Engine
+    _binding: Binding
+    _drivers: Drivers
+    _continuation: Continuation
+    verification: Verification | None
+    _agreed: bool
+    # Names the run of these ranks: the present one, and the one before the ranks last changed.
+    _run: tuple[str, str]
+
+    @property
+    def scheme(self) -> Scheme:
+        """Returns the scheme that runs, wrappers included."""
+        return self._engine.scheme
+
+    @property
+    def step(self) -> int:
+        """Returns the number of synchronised backward passes so far."""
+        return self._engine.step
+
+    @property
+    def _parameters(self) -> Parameters:
+        return self._binding.parameters
+
+    def saved_plan(self) -> str:
+        """Returns what a hook that chooses its scheme goes on with; empty if it chooses none."""
+        return ""
+
+    def follow_plan(self, plan: str, scheme: str) -> None:
+        """Runs what the ranks run that this one joins; a hook that chooses its scheme does so.
+
+        Args:
+            plan, scheme: what :meth:`saved_plan` returns there, and the description of the scheme.
+        """
+
+    def ranks_changed(self) -> None:
+        """Called on all ranks when they have changed and agreed."""
+
+    def _take_up(self, buckets: SavedBuckets) -> None:
+        """Continues with the buckets of a saved state."""
+        core = self._binding.core_telling(self)
+        self._continuation.take_up(buckets, core, self._agree_after_load)
+
+    # ---- model and ranks
+
+    @property
+    def _bound(self) -> bool:
+        return self._engine.world_size > 0
+
+    def _adopt(self, model: nn.Module) -> None:
+        """Takes the parameter names and the process group from ``model``."""
+        self._binding.adopt(model)
+        warn_of_idle_rules(self.scheme, self._parameters)
+
+    def _bind(self) -> None:
+        """Looks up the model and the ranks, until both are known."""
+        # Repeated while there is no model: a state may be asked for its rank before it has one.
+        if self._bound and len(self._parameters):
+            return
+        self._binding.group()  # raises before anything is looked up
+        model = self._binding.find_model(self)
+        if model is not None:
+            self._adopt(model)
+        group = self._binding.group()
+        self._engine.rank, self._engine.world_size = group.rank(), group.size()
+
+    def _facts(self, scheme: Scheme) -> dict[str, Any]:
+        """Returns the facts that must be the same on all ranks."""
+        to_come = self._continuation.to_come(self._agreed)
+        facts = facts_of(scheme, self._engine, self._binding, to_come)
+        return facts | {"verify_every": getattr(self.verification, "every", None)}
+
+    def _agree_after_load(self) -> None:
+        if not self._agreed:
+            self.agree("the first step with this hook, or after load_state_dict")
+
+    def agree(
+        self, call: str, also: Mapping[str, Any] | None = None, limit: timedelta | None = None
+    ) -> None:
+        """Compares facts with the other ranks and opens the driver's groups; a collective.
+
+        Args:
+            also: further facts that must be the same on all ranks, by name.
+            limit: longest wait for the other ranks; at most, and by default, the group's timeout.
+        """
+        self._bind()
+        devices = self._binding.devices()
+        self._drivers.check(devices)
+        facts = {**(also or {}), **self._facts(self.scheme)}
+        told = self._meet(call, facts, limit, tells=self._run[0] or uuid.uuid4().hex)
+        self._run = (told[0], self._run[1])
+        # After the handshake, which compares the memory's origin: a pickled state on a wrong rank
+        # is then an error on all ranks, and not on one rank while the others wait.
+        need_own_memory(self._engine, self._binding)
+        self._agreed = self._continuation.handed_over = True
+        # On a GPU one group serves all rounds (``ddp_core.Drivers``): there are no lanes.
+        if devices <= {"cpu"}:
+            self._drivers.open_lanes(self._binding.group())
+        if self.verification is not None:
+            self.verification.open(self._binding.group(), devices, self._drivers.join)
+
+    def _meet(
+        self,
+        call: str,
+        facts: Mapping[str, Any],
+        limit: timedelta | None = None,
+        *,
+        tells: object = None,
+    ) -> list[Any]:
+        with self._binding.on_device():
+            return handshake(call, facts, self._binding.group(), limit, tells=tells)
+
+    def _check_ranks(self) -> None:
+        """Raises if the hook's group has other ranks than it had: some change under their users."""
+        group, engine = self._binding.group(), self._engine
+        if group.size() != engine.world_size or group.rank() != engine.rank:
+            raise RegistrationError(
+                f"the ranks of the hook's {type(group).__name__} have changed: this was rank "
+                f"{engine.rank} of {engine.world_size}, and is rank {group.rank()} of "
+                f"{group.size()} now, which the hook was not told. Call hook.change_group(group) "
+                f"between two steps; for torchft use commhooks.hosts.torchft.register"
+            )
