@@ -32,7 +32,7 @@ def main() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     model, optimizer = fabric.setup(model, optimizer)
-    loader = fabric.setup_dataloaders(DataLoader(dataset(), batch_size=10, shuffle=True))
+    loader = fabric.setup_dataloaders(DataLoader(dataset(), batch_size=10))
     comm = CommHook(fabric, model, "powersgd", rank=2, start_step=3)
 
     state = {"model": model, "optimizer": optimizer, "epoch": 0, "comm": comm}
@@ -40,7 +40,6 @@ def main() -> None:
     if last.exists():
         fabric.load(last, state)
     for epoch in range(state["epoch"], args.epochs):
-        loader.sampler.set_epoch(epoch)
         for points, classes in loader:
             optimizer.zero_grad()
             fabric.backward(torch.nn.functional.cross_entropy(model(points), classes))

@@ -150,15 +150,15 @@ def test_a_framework_that_is_missing_is_named(name: str, monkeypatch: pytest.Mon
 
 
 def _attributes(rank: int, world_size: int) -> None:
-    comm = fabric.CommHook(SimpleNamespace(world_size=2), nn.Sequential(wrapped()), "int8")
-    assert comm.hook.world_size == 2
+    comm = fabric.CommHook(SimpleNamespace(world_size=world_size), nn.Sequential(wrapped()), "int8")
+    assert comm.hook.world_size == world_size
     ray.CommHook(wrapped(), "int8")
 
     objects: list[Any] = []
     accelerator = SimpleNamespace(
         ddp_handler=SimpleNamespace(comm_hook=SimpleNamespace(value="no")),
         project_configuration=SimpleNamespace(save_on_each_node=False),
-        num_processes=2,
+        num_processes=world_size,
         register_for_checkpointing=objects.append,
     )
     comm = accelerate.CommHook(accelerator, wrapped(), "int8")
@@ -193,7 +193,7 @@ def _lightning(rank: int, world_size: int) -> None:
     strategy.model = model = strategy._setup_model(nn.Sequential(nn.Linear(8, 4)))
     assert isinstance(model, CoreDDP)
     trainer = SimpleNamespace(
-        strategy=strategy, world_size=2, global_step=0, log_every_n_steps=2, loggers=[logger]
+        strategy=strategy, world_size=world_size, global_step=0, log_every_n_steps=2, loggers=[logger]
     )
     comm = CommHook("int8")
     comm.setup(trainer, None, "fit")
@@ -221,7 +221,7 @@ def _transformers(rank: int, world_size: int, folder: str) -> None:
 
     def trainer(model: nn.Module, output: str) -> Any:
         args = SimpleNamespace(
-            output_dir=f"{folder}/{output}", world_size=2, save_only_model=False,
+            output_dir=f"{folder}/{output}", world_size=world_size, save_only_model=False,
             save_on_each_node=False,
         )  # fmt: skip
         logged: list[dict[str, float]] = []

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -46,7 +50,7 @@ def job(
         "HF_HUB_OFFLINE": "1",
         "RAY_TRAIN_V2_ENABLED": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
+        "PYTHONPATH": os.pathsep.join([_packages(), *_others()]),
     }
     # Tests may run under torchrun, or in a shell that has set one of these.
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
@@ -75,6 +79,24 @@ def job(
     codes = [process.returncode for process in running]
     assert any(codes) == fails, "\n".join([f"exit codes {codes}", *outputs])
     return outputs
+
+
+@cache
+def _packages() -> str:
+    """Returns a folder with the packages, as they are installed.
+
+    The root of the project has a folder ``kernels``, which Transformers would take for the package
+    of that name.
+    """
+    folder = tempfile.mkdtemp(prefix="packages-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for package in ("commhooks", "ddp_core", "tests"):
+        Path(folder, package).symlink_to(ROOT / package)
+    return folder
+
+
+def _others() -> list[str]:
+    return [one for one in sys.path if one and Path(one).resolve() != ROOT]
 
 
 def cases(script: str, name: str, folder: Path, **options: Any) -> list[dict[str, Any]]:
