@@ -108,6 +108,11 @@ class SchemeGroup(dist.ProcessGroup):
         assert handle is not None
         return handle.get_future()
 
+    def shutdown(self) -> None:
+        """Stops what runs the scheme; the group inside goes on, whose backends these are."""
+        for hook in (self._calls, self.hook):
+            hook._close()
+
     # DeviceMesh asks for the name, which torch tells to a group that it makes.
     def _set_group_name(self, name: str) -> None:
         super()._set_group_name(name)
