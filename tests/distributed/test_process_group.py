@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 import commhooks
 import ddp_core
 from tests.distributed.harness import run_ranks
-from tests.distributed.models import Breaks
 from tests.distributed.training import batch, equal_bits, gradients, mlp, outcome, residuals
 
 STEPS = 5
@@ -252,17 +251,6 @@ def test_three_ranks_differ_from_a_hook_by_rounding_only() -> None:
         assert max(near) < 1e-4
 
 
-class _MayBreak(nn.Module):
-    """Raises in the backward pass of one step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.breaks = mlp(32, 4), False
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(Breaks.apply(self.body[0](x), self.breaks))
-
-
 def _accumulated_and_resumed(rank: int, world_size: int) -> dict[str, Any]:
     def made() -> tuple[DistributedDataParallel, commhooks.HookState]:
         group = commhooks.process_group("topk", ratio=0.1)
@@ -385,9 +373,9 @@ def _on_fsdp(rank: int, world_size: int) -> dict[str, Any]:
 
 def test_replicas_on_fsdp2_average_by_a_scheme() -> None:
     everyone = run_ranks(_on_fsdp, 2, ignore_warnings=(".*is deprecated.*",))
-    for found in everyone:
-        bits = found.pop("bits")
-        assert all(map(torch.equal, bits, everyone[0].get("bits", bits)))
+    bits = [found.pop("bits") for found in everyone]
+    for own, found in zip(bits, everyone, strict=True):
+        assert all(map(torch.equal, own, bits[0]))
         assert found.pop("wrong mesh")[0] == "RegistrationError"
         assert all(found.values()), found
 
