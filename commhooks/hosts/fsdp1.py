@@ -58,7 +58,10 @@ class FlatParameters(Parameters):
 
     def as_kept(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         padding = [one for name, one in self._by_name.items() if "#" in name]
-        return {**values, **{one.name: torch.zeros(one.shape) for one in padding}}
+        zeros = {
+            one.name: torch.zeros(one.shape, dtype=torch.float32, device="cpu") for one in padding
+        }
+        return {**values, **zeros}
 
 
 def reduce_unit(state: tuple[HookState, int, Layout], gradient: Tensor, *shard: Tensor) -> None:
