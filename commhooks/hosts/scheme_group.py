@@ -113,10 +113,14 @@ class SchemeGroup(dist.ProcessGroup):
         for hook in (self._calls, self.hook):
             hook._close()
 
-    # DeviceMesh asks for the name, which torch tells to a group that it makes.
+    # torch tells its name to a group that it makes. The base class would hand name and description
+    # to the backends, which are those of the group inside, and rename that: a DeviceMesh, which
+    # finds groups by name, would then take this group for it.
     def _set_group_name(self, name: str) -> None:
-        super()._set_group_name(name)
         self._name = name
+
+    def _set_group_desc(self, description: str) -> None:
+        pass
 
     @property
     def group_name(self) -> str:

@@ -122,8 +122,10 @@ KINDS: dict[str, Any] = {
 def _kinds(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
     found = {}
     for kind, make in KINDS.items():
-        plain, ours, coded = (make(rank) for _ in range(3))
-        dist.all_reduce(plain.detach())
+        ours, coded = make(rank), make(rank)
+        # Gloo takes the memory of a tensor with gaps for one without.
+        plain = make(rank).detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(plain)
         whole = not (plain.is_floating_point() or plain.is_complex())
         commhooks.all_reduce(ours)
         commhooks.all_reduce(coded, "int8")
@@ -131,7 +133,7 @@ def _kinds(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
         exact = whole or plain.is_complex() or not plain.numel()
         one["near"] = torch.equal(coded, plain) if exact else None
         if not exact:
-            one["near"] = float((coded - plain).norm() / plain.norm()) < 0.03
+            one["near"] = float((coded.detach() - plain).norm() / plain.norm()) < 0.03
         if not whole:
             mean = make(rank)
             commhooks.all_reduce(mean, op=AVG)
@@ -173,7 +175,7 @@ def _halves(rank: int, world_size: int) -> dict[str, Any]:
     dist.all_gather_into_tensor(whole.view(-1, 17), own)
     commhooks.all_gather(mine, own)
     found["all_gather none"] = torch.equal(whole.view_as(mine), mine)
-    for name in ("int8", "mxfp8", "bf16"):
+    for name in ("int8", "fp8", "bf16"):
         commhooks.all_gather(mine, own, name)
         found[f"all_gather {name}"] = float((mine - whole.view_as(mine)).norm()) < 0.1 * float(
             whole.norm()
@@ -465,7 +467,7 @@ def test_what_cannot_be_done_is_refused_with_what_to_do() -> None:
 
 def _kept(rank: int, world_size: int) -> list[Any]:
     def threads() -> int:
-        return sum("commhooks" in one.name for one in threading.enumerate())
+        return sum(one.name == "commhooks-lanes" for one in threading.enumerate())
 
     counts = []
     group = dist.new_group([0, 1])

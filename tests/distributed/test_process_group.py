@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate as composable
 from torch.distributed._composable.replicate_with_fsdp import replicate as on_fsdp
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
@@ -45,6 +45,8 @@ def _passes(rank: int, world_size: int) -> dict[str, Any]:
         "backend": dist.get_backend(group) == "commhooks",
         "ranks": dist.get_process_group_ranks(group) == list(range(world_size)),
         "size": (group.rank(), group.size()) == (rank, world_size),
+        "name": group.group_name != dist.group.WORLD.group_name,
+        "mesh": init_device_mesh("cpu", (world_size,)).get_group() is dist.group.WORLD,
     }
     x = torch.randn(5000, generator=torch.Generator().manual_seed(rank))
 
@@ -155,7 +157,7 @@ STATELESS: dict[str, dict[str, Any]] = {
     "int8": {"stochastic": False, "error_feedback": False},
     "fp16": {},
     "bf16": {"fp32_sum": True},
-    "mxfp8": {"stochastic": False, "error_feedback": False},
+    "mxfp8": {"error_feedback": False},
 }
 
 
