@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from commhooks.hosts.collectives import Collectives
 from commhooks.hosts.functions import all_gather, all_reduce, reduce_scatter
-from commhooks.hosts.scheme_group import SchemeGroup, process_group
+from commhooks.hosts.groups import process_group
+from commhooks.hosts.scheme_group import SchemeGroup
 
 if TYPE_CHECKING:
     from commhooks.hosts.fsdp2_parameters import gather_parameters

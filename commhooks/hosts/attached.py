@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from commhooks.core.dense import Dense
 from commhooks.core.scheme import Scheme
 from commhooks.errors import HookNotAttachedError, RegistrationError
-from commhooks.hook.call import plain
 from commhooks.hook.handshake import MEETING
+from commhooks.hook.reducer_bucket import ReducerBucket
 from commhooks.hook.state import HookState
 from ddp_core import DistributedDataParallel as CoreDDP
 
@@ -23,32 +22,6 @@ __all__ = ["AttachedModel"]
 
 # torch lays out its buckets anew after the first step, with a static graph after the second.
 _LOOKS = 3
-
-
-@dataclass(frozen=True, eq=False)
-class _Bucket:
-    """Describes a bucket of the reducer, and has the methods that a hook calls."""
-
-    number: int
-    members: list[Tensor]
-    last: bool
-    gradient: Tensor
-    exact: bool = False
-
-    def index(self) -> int:
-        return self.number
-
-    def buffer(self) -> Tensor:
-        return self.gradient
-
-    def parameters(self) -> list[Tensor]:
-        return self.members
-
-    def is_last(self) -> bool:
-        return self.last
-
-    def wanted(self) -> dict[str, Any]:
-        return {"run": plain("all_reduce", True)} if self.exact else {}
 
 
 class AttachedModel:
@@ -82,7 +55,7 @@ class AttachedModel:
         self.hook = HookState(scheme, model, process_group=ranks, seed=seed)
         self.hook.agree("process_group(...).attach", {}, MEETING)
         self._model = weakref.ref(model)
-        self._buckets: list[tuple[tuple[int, torch.dtype], _Bucket]] = []
+        self._buckets: list[tuple[tuple[int, torch.dtype], ReducerBucket]] = []
         self._next = self._looks = self._calls = self._strange = 0
         self._looked_at = -1  # step
         # Of the module inside, since it runs after torch has laid out buckets.
@@ -103,7 +76,7 @@ class AttachedModel:
         if not exact:
             # Shares of a sum: the reducer has divided. A hook gets gradients, and keeps theirs.
             tensor.mul_(self.hook.world_size)
-        bucket = _Bucket(known.number, known.members, known.last, tensor, exact)
+        bucket = ReducerBucket(known.number, known.members, known.last, tensor, exact)
         return self.hook.start(bucket)
 
     def _forward(self, module: nn.Module, inputs: Any) -> None:
@@ -140,7 +113,7 @@ class AttachedModel:
         self._buckets = [
             (
                 (one.buffer().numel(), one.buffer().dtype),
-                _Bucket(one.index(), one.parameters(), one.is_last(), one.buffer()[:0]),
+                ReducerBucket(one.index(), one.parameters(), one.is_last(), one.buffer()[:0]),
             )
             for one in buckets
         ]

@@ -64,8 +64,12 @@ class FlatParameters(Parameters):
             if is_padding(name):
                 saved = values.get(name)
                 fits = saved is not None and saved.shape == piece.shape
-                kept[name] = saved if fits and saved is not None else torch.zeros(piece.shape)
+                kept[name] = saved if fits and saved is not None else _zeros(piece)
         return kept
+
+
+def _zeros(piece: Parameter) -> Tensor:
+    return torch.zeros(piece.shape, dtype=torch.float32, device="cpu")
 
 
 def reduce_unit(state: tuple[HookState, int, Layout], gradient: Tensor, *shard: Tensor) -> None:

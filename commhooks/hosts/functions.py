@@ -21,19 +21,16 @@ from ddp_core import group_store
 
 __all__ = ["all_gather", "all_reduce", "close_idle", "collectives_of", "reduce_scatter"]
 
-Scheme_ = str | Scheme
-Group = dist.ProcessGroup | None
-
 _made: dict[dist.ProcessGroup, dict[tuple[str, str], Collectives]] = {}
 _registered: set[dist.ProcessGroup] = set()  # those of them that torch.distributed had made
 
 
 def all_reduce(
     tensor: Tensor,
-    scheme: Scheme_ = "none",
+    scheme: str | Scheme = "none",
     *,
     op: Any = SUM,
-    group: Group = None,
+    group: dist.ProcessGroup | None = None,
     async_op: bool = False,
     **options: Any,
 ) -> Handle | None:
@@ -63,10 +60,10 @@ def all_reduce(
 def reduce_scatter(
     output: Tensor,
     input: Tensor,
-    scheme: Scheme_ = "none",
+    scheme: str | Scheme = "none",
     *,
     op: Any = SUM,
-    group: Group = None,
+    group: dist.ProcessGroup | None = None,
     async_op: bool = False,
     **options: Any,
 ) -> Handle | None:
@@ -87,9 +84,9 @@ def reduce_scatter(
 def all_gather(
     output: Tensor,
     input: Tensor,
-    scheme: Scheme_ = "none",
+    scheme: str | Scheme = "none",
     *,
-    group: Group = None,
+    group: dist.ProcessGroup | None = None,
     async_op: bool = False,
     **options: Any,
 ) -> Handle | None:
@@ -107,7 +104,9 @@ def all_gather(
     return found.all_gather(output, input, async_op=async_op)
 
 
-def collectives_of(scheme: Scheme_, group: Group, call: str, **options: Any) -> Collectives:
+def collectives_of(
+    scheme: str | Scheme, group: dist.ProcessGroup | None, call: str, **options: Any
+) -> Collectives:
     """Returns the object in which the functions run, made at the first call."""
     need_group(group)
     close_idle()

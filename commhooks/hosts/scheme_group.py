@@ -1,4 +1,4 @@
-"""Defines ``process_group``: a process group whose all-reduce runs a scheme.
+"""Defines ``SchemeGroup``, a process group whose all-reduce runs a scheme.
 
 Programs that take a process group and no hook compress with it: DistributedDataParallel without a
 hook, ``replicate()`` of FSDP2 over a mesh of the group. Everything but the all-reduce of floating
@@ -7,7 +7,6 @@ tensors goes to the backends of the group inside.
 
 from __future__ import annotations
 
-from functools import cache, partial
 from typing import Any
 
 import torch
@@ -17,19 +16,14 @@ from torch._C._distributed_c10d import _create_work_from_future
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.core.scheme import Scheme, slots_of
-from commhooks.core.settings import check_seed, fitting
 from commhooks.errors import RegistrationError
-from commhooks.hook.binding import need_group
-from commhooks.hook.handshake import MEETING, handshake
 from commhooks.hook.state import HookState
 from commhooks.hosts.attached import AttachedModel
 from commhooks.hosts.collectives import Collectives
-from commhooks.wrappers.make import describe, make
-from ddp_core import group_timeout
 
-__all__ = ["SchemeGroup", "process_group"]
+__all__ = ["NAME", "SchemeGroup"]
 
-NAME = "commhooks"
+NAME = "commhooks"  # of the backend
 
 
 class SchemeGroup(dist.ProcessGroup):
@@ -114,10 +108,19 @@ class SchemeGroup(dist.ProcessGroup):
         assert handle is not None
         return handle.get_future()
 
-    # DeviceMesh asks for the name, which torch tells to a group that it makes.
+    def shutdown(self) -> None:
+        """Stops what runs the scheme; the group inside goes on, whose backends these are."""
+        for hook in (self._calls, self.hook):
+            hook._close()
+
+    # torch tells its name to a group that it makes. The base class would hand name and description
+    # to the backends, which are those of the group inside, and rename that: a DeviceMesh, which
+    # finds groups by name, would then take this group for it.
     def _set_group_name(self, name: str) -> None:
-        super()._set_group_name(name)
         self._name = name
+
+    def _set_group_desc(self, description: str) -> None:
+        pass
 
     @property
     def group_name(self) -> str:
@@ -127,73 +130,3 @@ class SchemeGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         """Returns the name of the backend."""
         return NAME
-
-
-def process_group(
-    scheme: str | Scheme = "none",
-    group: dist.ProcessGroup | None = None,
-    *,
-    least: int = 1024,
-    seed: int = 0,
-    **options: Any,
-) -> SchemeGroup:
-    """Makes a process group whose all-reduce runs a scheme; all ranks of ``group`` call it.
-
-    Args:
-        scheme: a name or a scheme. One that keeps memory needs ``attach(model)`` before the first
-            step.
-        group: ranks and backends; the default group by default.
-        least: number of entries from which on a floating tensor is compressed; smaller ones,
-            integers and all other collectives travel as they are.
-        seed: base of the scheme's random draws, the same on every rank.
-        options: of the scheme, see :func:`commhooks.make`.
-
-    Raises:
-        RegistrationError: there is no process group, or ``group`` runs a scheme already.
-        MismatchError: the ranks differ in scheme, options or versions.
-
-    Example:
-        >>> group = commhooks.process_group("int8")
-        >>> model = DistributedDataParallel(module, process_group=group)
-    """
-    need_group(group)
-    inside = group or dist.group.WORLD
-    if inside is None or isinstance(inside, SchemeGroup):
-        what = "no process group" if inside is None else f"{inside.hook} runs in it already"
-        raise RegistrationError(
-            f"process_group(scheme, group): {what}; it takes a group of torch.distributed "
-            f"(init_process_group or new_group)"
-        )
-    built, least = make(scheme, **options), fitting("process_group", "least", least, int)
-    facts = {"scheme and options": describe(built), "least": least, "seed": seed}
-    handshake("commhooks.process_group", facts, inside, MEETING)
-    ranks = dist.get_process_group_ranks(inside)
-    _register_backend()
-    made: SchemeGroup = dist.new_group(
-        ranks,
-        timeout=group_timeout(inside),
-        backend=NAME,
-        pg_options=partial(SchemeGroup, inside, built, least, check_seed(seed)),
-        # Without it, the ranks of other groups would have to come, too.
-        use_local_synchronization=len(ranks) != dist.get_world_size(),
-        **({} if ranks == sorted(ranks) else {"sort_ranks": False}),
-    )
-    return made
-
-
-@cache
-def _register_backend() -> None:
-    # At the first call and not when commhooks is imported: torch treats "cpu:gloo" and the like
-    # in another way once it knows of any further backend.
-    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
-
-
-def _create(_: Any, made: Any) -> SchemeGroup:
-    """Makes the group when ``torch.distributed.new_group`` asks for it."""
-    if not isinstance(made, partial):
-        raise RegistrationError(
-            "new_group(backend='commhooks'): it needs a scheme and a group that carries the bytes; "
-            "commhooks.process_group(scheme, group) makes both"
-        )
-    group: SchemeGroup = made()
-    return group

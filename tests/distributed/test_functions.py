@@ -72,12 +72,13 @@ def _all_schemes(rank: int, world_size: int, names: list[str]) -> dict[str, dict
             "async": all(map(torch.equal, means, _by_call(rank, name, AVG, True))),
             "means": means,
         }
-        if commhooks.make(name).traits.returns == "mean" and name != "none":
+        plain = name in ("none", "allreduce")  # its sum is torch's own, and no mean
+        if commhooks.make(name).traits.returns == "mean" and not plain:
             sums = _by_call(rank, name, SUM, False)
             one["sum"] = all(map(torch.equal, sums, [mean * world_size for mean in means]))
         else:
             refused = outcome(_by_call, rank, name, SUM, False)
-            one["sum"] = name == "none" or (refused is not None and "returns no mean" in refused[1])
+            one["sum"] = plain or (refused is not None and "returns no mean" in refused[1])
         found[name] = one
     return found
 
@@ -121,20 +122,22 @@ KINDS: dict[str, Any] = {
 def _kinds(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
     found = {}
     for kind, make in KINDS.items():
-        plain, ours, coded = (make(rank) for _ in range(3))
-        dist.all_reduce(plain.detach())
+        ours, coded = make(rank), make(rank)
+        # Gloo takes the memory of a tensor with gaps for one without.
+        plain = make(rank).detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(plain)
         whole = not (plain.is_floating_point() or plain.is_complex())
         commhooks.all_reduce(ours)
         commhooks.all_reduce(coded, "int8")
         one = {"exact": torch.equal(ours, plain), "int8": coded.detach().clone()}
-        exact = whole or plain.is_complex() or plain.numel() < 2
+        exact = whole or plain.is_complex() or not plain.numel()
         one["near"] = torch.equal(coded, plain) if exact else None
         if not exact:
-            one["near"] = float((coded - plain).norm() / plain.norm()) < 0.03
+            one["near"] = float((coded.detach() - plain).norm() / plain.norm()) < 0.03
         if not whole:
             mean = make(rank)
             commhooks.all_reduce(mean, op=AVG)
-            torch.testing.assert_close(mean, plain / world_size)
+            torch.testing.assert_close(mean, plain / world_size, atol=0.02, rtol=0.01)
         found[kind] = one
     return found
 
@@ -172,7 +175,7 @@ def _halves(rank: int, world_size: int) -> dict[str, Any]:
     dist.all_gather_into_tensor(whole.view(-1, 17), own)
     commhooks.all_gather(mine, own)
     found["all_gather none"] = torch.equal(whole.view_as(mine), mine)
-    for name in ("int8", "mxfp8", "bf16"):
+    for name in ("int8", "fp8", "bf16"):
         commhooks.all_gather(mine, own, name)
         found[f"all_gather {name}"] = float((mine - whole.view_as(mine)).norm()) < 0.1 * float(
             whole.norm()
@@ -192,9 +195,9 @@ def test_reduce_scatter_and_all_gather_are_near_torchs_and_the_same_without_a_sc
     ranks: int,
 ) -> None:
     everyone = run_ranks(_halves, ranks, ignore_warnings=(".*is deprecated.*",))
-    for found in everyone:
-        bits = found.pop("bits")
-        assert all(map(torch.equal, bits, everyone[0].get("bits", bits)))
+    bits = [found.pop("bits") for found in everyone]
+    for own, found in zip(bits, everyone, strict=True):
+        assert all(map(torch.equal, own, bits[0]))
         assert all(found.values()), found
 
 
@@ -464,7 +467,7 @@ def test_what_cannot_be_done_is_refused_with_what_to_do() -> None:
 
 def _kept(rank: int, world_size: int) -> list[Any]:
     def threads() -> int:
-        return sum("commhooks" in one.name for one in threading.enumerate())
+        return sum(one.name == "commhooks-lanes" for one in threading.enumerate())
 
     counts = []
     group = dist.new_group([0, 1])

@@ -476,6 +476,12 @@ MUTANTS: list[Mutant] = [
             f"{GROUP}::test_all_but_large_sums_of_floats_passes_as_it_is",
         ),
         (
+            "a group renames the group inside",
+            "        self._name = name\n",
+            "        super()._set_group_name(name)\n        self._name = name\n",
+            f"{GROUP}::test_all_but_large_sums_of_floats_passes_as_it_is",
+        ),
+        (
             "small tensors are compressed",
             "if tensor.numel() < self.least:",
             "if tensor.numel() < 2:",

@@ -12,7 +12,7 @@ import commhooks
 from commhooks.research.laws import gradients, ranks_of
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ["core", "hook", "schemes", "wrappers"]
+PACKAGES = ["core", "hook", "hosts", "schemes", "wrappers"]
 FOLDERS = ["ddp_core", "kernels", *(f"commhooks/{package}" for package in PACKAGES)]
 FLOATS = {"empty", "full", "linspace", "ones", "rand", "randn", "zeros"}
 INTEGERS = {"arange", "randint", "randperm", "tensor"}  # no default for what is given integers
