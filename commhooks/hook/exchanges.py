@@ -41,8 +41,13 @@ class Exchanges:
         device: torch.device,
         is_last: bool,
         note: Callable[[RoundRecord], None] | None = None,
+        further_rounds: int = 0,
     ) -> Future[Tensor]:
-        """Hands an exchange to the driver for its device; ``note`` gets its ledger rows too."""
+        """Hands an exchange to the driver for its device; ``note`` gets its ledger rows too.
+
+        Args:
+            further_rounds: collectives after those of the scheme.
+        """
         # A new key, not the index, which two buckets of one step may share (static graphs). With
         # ``ends_later`` ``step_landed`` commits: backward may raise after the last bucket.
         commits = is_last and not step.ends_later
@@ -53,7 +58,7 @@ class Exchanges:
             bucket=bucket,
             dense_bytes=dense_bytes,
             world_size=self._engine.world_size,
-            max_rounds=self._engine.traits.rounds,
+            max_rounds=self._engine.traits.rounds + further_rounds,
             record=partial(_record, self._ledger, note),
             clock=clock_of(device, timed=step.timed),
             joins=commits and self._engine.keeps_memory,

@@ -12,7 +12,7 @@ from commhooks.errors import RegistrationError
 from commhooks.hook.parameters import find_ddp
 from ddp_core import DistributedDataParallel as CoreDDP
 
-__all__ = ["Group", "groups_of", "need_elementwise", "need_model"]
+__all__ = ["Group", "groups_of", "need_elementwise", "need_known_use", "need_model"]
 
 Group = tuple[dict[str, Any], list[nn.Parameter]]  # settings, and whose they are
 
@@ -48,6 +48,21 @@ def need_model(model: nn.Module) -> CoreDDP:
                 f"part of a flat tensor of real numbers; use another optimizer for this model"
             )
     return ddp
+
+
+def need_known_use(ddp: CoreDDP) -> None:
+    """Raises unless all that a step in backward needs is known there.
+
+    Raises:
+        RegistrationError: parameters may be unused, or are low-precision copies then.
+    """
+    if ddp.find_unused_parameters or ddp.static_graph or ddp._parts.precision is not None:
+        raise RegistrationError(
+            "ZeroOptimizer(in_backward=True): not with find_unused_parameters or static_graph, "
+            "where ranks know which parameters were used when backward is over, nor with "
+            "mixed_precision, which holds low-precision copies until then; make it with "
+            "in_backward=False"
+        )
 
 
 def groups_of(ddp: CoreDDP, params: Iterable[Any] | None) -> list[Group]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,28 +16,36 @@ from commhooks.hook.sharded_bucket import ShardedBucket
 from commhooks.hook.state import HookState
 from commhooks.kernels import all_finite
 from commhooks.zero.shard import BucketShard
+from ddp_core import Exchange
 
 __all__ = ["InShards", "ZeroHook"]
 
 Future = torch.futures.Future
+GoOn = Callable[[BucketShard, Tensor], Exchange]
 
 
 class ZeroHook(HookState):
     """Reduces buckets to shards, and tells an optimizer of the means."""
 
     takes_gradients = True  # ``ddp_core`` leaves ``.grad`` as it is
+    abandoned = False  # the latest step was
     _shards: Sequence[BucketShard] = ()
     _landed: Callable[[], Callable[[bool], None] | None] | None = None
+    _go_on: Callable[[], GoOn | None] | None = None
 
-    def serve(self, shards: Sequence[BucketShard], landed: Callable[[bool], None]) -> None:
+    def serve(
+        self, shards: Sequence[BucketShard], landed: Callable[[bool], None], go_on: GoOn | None
+    ) -> None:
         """Reduces to these shards from now on.
 
         Args:
             landed: is called after each step, with whether the means of all ranks are finite.
+            go_on: ends the exchange of a bucket whose mean has arrived; None: nothing follows.
         """
         self._shards, self._means = shards, dict[int, Tensor]()
         # Weak: the model holds its hook, and no cycle should keep a model alive.
         self._landed = weakref.WeakMethod(landed)
+        self._go_on = None if go_on is None else weakref.WeakMethod(go_on)
 
     @property
     def bucket_cap_mb(self) -> float | None:
@@ -56,32 +65,49 @@ class ZeroHook(HookState):
             )
         mean = torch.empty_like(shard.exact)
         self._means[number] = mean
-        return super().start(
-            ShardedBucket(number, bucket.buffer(), shard.layout, shard.spans, mean)
-        )
+        then = None
+        if self._go_on is not None:
+            if shard.gathered is not None and not self.abandoned:
+                raise RegistrationError(
+                    "ZeroOptimizer(in_backward=True): a bucket was stepped, and its values were "
+                    "not applied before the next backward pass: call step() or zero_grad() after "
+                    "each one, accumulate within no_sync()"
+                )
+            then = partial(_alive(self._go_on), shard)
+        whole = bucket.buffer()
+        return super().start(ShardedBucket(number, whole, shard.layout, shard.spans, mean, then))
 
     def step_landed(self, left_alone: Iterable[Tensor] = ()) -> None:
         left_alone = list(left_alone)
         super().step_landed(left_alone)
         means, self._means = self._means, {}
-        listener = None if self._landed is None else self._landed()
-        if listener is None:
-            raise RegistrationError(
-                "ZeroOptimizer: it was deleted, and the model still averages for it; keep it, or "
-                "wrap the module again"
-            )
+        self.abandoned = False
+        alone = set(map(id, left_alone))
         finite = _on_all_ranks(means, self._binding.group())
         for number, mean in means.items():
             # Gradient scalers look at gradients rank by rank: all of them see the same verdict.
-            self._shards[number].land(mean if finite else mean.fill_(torch.nan), left_alone)
+            if self._go_on is None:
+                self._shards[number].land(mean if finite else mean.fill_(torch.nan), alone)
+            self._shards[number].arrived = True
             for parameter in self._shards[number].parameters:
-                if not any(parameter is one for one in left_alone):
+                if id(parameter) not in alone:
                     parameter.grad = InShards(parameter)
-        listener(finite)
+        _alive(self._landed)(finite)
 
     def step_abandoned(self) -> None:
         super().step_abandoned()
-        self._means = {}
+        self._means, self.abandoned = {}, True
+
+
+def _alive(method: Callable[[], Any] | None) -> Any:
+    """Returns the method of an optimizer that is still there."""
+    found = None if method is None else method()
+    if found is None:
+        raise RegistrationError(
+            "ZeroOptimizer: it was deleted, and the model still averages for it; keep it, or wrap "
+            "the module again"
+        )
+    return found
 
 
 def _on_all_ranks(means: Mapping[int, Tensor], group: dist.ProcessGroup) -> bool:
@@ -108,9 +134,7 @@ class InShards(Tensor):
         return made
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise RegistrationError(
             "the mean of this gradient lies in shards on the ranks (ZeroOptimizer), and .grad has "
             "none: use ZeroOptimizer.clip_grad_norm_, or the gradients in its param_groups"

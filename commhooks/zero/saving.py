@@ -103,7 +103,7 @@ def check(state: object, groups: Sequence[Mapping[str, Any]], shapes: Mapping[st
         )
     for name, one in state["pieces"].items():
         numel = one["end"] - one["begin"]
-        fits = name in shapes and 0 <= one["begin"] and one["end"] <= shapes[name].numel()
+        fits = name in shapes and one["begin"] >= 0 and one["end"] <= shapes[name].numel()
         if not fits or any(value.numel() != numel for value in one["entries"].values()):
             raise CheckpointError(
                 f"ZeroOptimizer.load_state_dict: {name!r} does not fit this model's parameter; is "

@@ -48,6 +48,8 @@ FLOORS = {
         "schemes",
         "checkpoint",
         "hook",
+        "hosts",
+        "zero",
         "report",
         "local",
         "optim",
