@@ -486,8 +486,8 @@ def _raised(rank: int, world_size: int, in_backward: bool) -> None:
         train(model, zero, rank, 0, 2)
         if model is ours[0]:
             # The last layers' buckets are launched before.
+            handle = model.module[0].register_forward_hook(lambda *a: _Raises.apply(a[2]))
             with pytest.raises(ValueError, match="planned"):
-                handle = model.module[0].register_forward_hook(lambda *a: _Raises.apply(a[2]))
                 backward(model, 2, rank)
             handle.remove()
             if rank == 0:
