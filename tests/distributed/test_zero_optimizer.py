@@ -7,12 +7,14 @@ import gc
 import itertools
 import math
 import weakref
+from collections.abc import Collection
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import commhooks
 from commhooks.errors import CheckpointError, Error, MismatchError, RegistrationError
@@ -105,58 +107,86 @@ def test_other_ranks_train_as_without_shards(world_size: int) -> None:
     run_ranks(_plain_bits, world_size, "adamw", False, False)
 
 
-def _features(rank: int, world_size: int, feature: str) -> None:
-    options: dict[str, Any] = {}
-    if feature == "unused":
-        options = {"find_unused_parameters": True}
-    if feature == "static graph":
-        options = {"static_graph": True}
-    if feature == "mixed precision":
-        options = {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)}
-    plain, ours = (wrapped(model_of(), **options) for _ in range(2))
+FEATURES = (
+    *("groups", "schedule", "accumulation", "two passes", "unused", "static graph"),
+    *("mixed precision", "view", "in backward", "one bucket", "recomputed"),
+)
+REFUSED = [{"in backward", other} for other in ("unused", "static graph", "mixed precision")]
+
+
+class _Model(nn.Module):
+    """Layers, of which the last ones may be unused, or computed again in backward."""
+
+    def __init__(self, recomputes: bool) -> None:
+        super().__init__()
+        self.layers, self.recomputes, self.skips = model_of(), recomputes, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        layers = self.layers[:4] if self.skips else self.layers
+        if self.recomputes:
+            return checkpoint(layers, x, use_reentrant=False)  # type: ignore[no-any-return]
+        return layers(x)  # type: ignore[no-any-return]
+
+
+def _pair(rank: int, features: Collection[str]) -> None:
+    options: dict[str, Any] = {
+        "find_unused_parameters": "unused" in features,
+        "static_graph": "static graph" in features,
+        "gradient_as_bucket_view": "view" in features,
+    }
+    if "mixed precision" in features:
+        options["mixed_precision"] = MixedPrecision(param_dtype=torch.bfloat16)
+    if "one bucket" in features:
+        options["bucket_cap_mb"] = 100
+    plain, ours = (wrapped(_Model("recomputed" in features), **options) for _ in range(2))
     kind, settings = ADAM
 
     def groups(model: nn.Module) -> list[dict[str, Any]]:
         named = list(model.named_parameters())
+        if "groups" not in features:
+            return [{"params": [one for _, one in named], "weight_decay": 0.2}]
         return [
             {"params": [one for name, one in named if "weight" in name], "weight_decay": 0.3},
             {"params": [one for name, one in named if "bias" in name], "lr": 3e-3},
         ]
 
     theirs = kind(groups(plain), **settings)
-    zero = ZeroOptimizer(ours, kind, params=groups(ours), **settings)
+    in_backward = "in backward" in features
+    zero = ZeroOptimizer(ours, kind, params=groups(ours), in_backward=in_backward, **settings)
     for model, optimizer in ((plain, theirs), (ours, zero)):
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.3)
-        for step in range(5):
-            if feature == "accumulation":
+        every = 2 if "schedule" in features else 100
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, every, 0.3)
+        for step in range(4):
+            if "accumulation" in features:
                 with model.no_sync():
                     backward(model, 100 + step, rank)
-            if feature == "two synchronised passes":
+            if "two passes" in features:
                 backward(model, 100 + step, rank)
-            if feature == "unused":
-                model.module[4].requires_grad_(True)
-                hidden = model.module[:4] if step % 2 else model.module
-                model.module, whole = hidden, model.module
-                backward(model, step, rank)
-                model.module = whole
-            else:
-                backward(model, step, rank)
+                if in_backward:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            model.module.skips = "unused" in features and step in (0, 2)
+            backward(model, step, rank)
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
     agree(ours)
-    assert same(plain, ours)
+    assert same(plain, ours), features
 
 
-@pytest.mark.parametrize(
-    "feature",
-    [
-        *("groups", "accumulation", "two synchronised passes", "unused", "static graph"),
-        "mixed precision",
-    ],
-)
-def test_what_plain_training_can_do(feature: str) -> None:
-    run_ranks(_features, 2, feature)
+def _pairs(rank: int, world_size: int, first: str) -> None:
+    for second in FEATURES[FEATURES.index(first) :]:
+        features = {first, second}
+        if features in REFUSED:
+            with pytest.raises(RegistrationError, match="in_backward"):
+                _pair(rank, features)
+        elif features != {"static graph", "unused"}:  # torch refuses it
+            _pair(rank, features)
+
+
+@pytest.mark.parametrize("first", FEATURES)
+def test_pairs_of_features_have_the_bits_of_plain_training(first: str) -> None:
+    run_ranks(_pairs, 2, first)
 
 
 def _clip(rank: int, world_size: int, norm_type: float) -> None:
@@ -533,6 +563,7 @@ def _refusals(rank: int, world_size: int) -> None:
 
     refused("averages whole buckets", scheme="powersgd")
     refused("does not pack", gather="powersgd")
+    refused("would grow", gather=commhooks.make("int4", stochastic=True, rotate=False))
     refused("matrix", torch.optim.Adafactor)
     refused("closure", torch.optim.LBFGS)
     refused("Invalid learning rate", lr=-1.0)

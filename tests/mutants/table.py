@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutants import in_commhooks, in_ddp_core, in_kernels, in_predict, in_schemes
+from tests.mutants import in_commhooks, in_ddp_core, in_kernels, in_predict, in_schemes, in_zero
 from tests.mutants.mutant import Mutant
 
 __all__ = ["MUTANTS"]
@@ -13,4 +13,5 @@ MUTANTS: list[Mutant] = [
     *in_ddp_core.MUTANTS,
     *in_kernels.MUTANTS,
     *in_predict.MUTANTS,
+    *in_zero.MUTANTS,
 ]
