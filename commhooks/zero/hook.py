@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from commhooks.core.scheme import Scheme
 from commhooks.errors import RegistrationError
-from commhooks.hook.sharded_bucket import ShardedBucket
+from commhooks.hook.sharded_bucket import ShardedBucket, need_shards
 from commhooks.hook.state import HookState
 from commhooks.kernels import all_finite
+from commhooks.wrappers.make import make
 from commhooks.zero.shard import BucketShard
 from ddp_core import Exchange
 
@@ -28,7 +30,6 @@ class ZeroHook(HookState):
     """Reduces buckets to shards, and tells an optimizer of the means."""
 
     takes_gradients = True  # ``ddp_core`` leaves ``.grad`` as it is
-    abandoned = False  # the latest step was
     _shards: Sequence[BucketShard] = ()
     _landed: Callable[[], Callable[[bool], None] | None] | None = None
     _go_on: Callable[[], GoOn | None] | None = None
@@ -52,6 +53,11 @@ class ZeroHook(HookState):
         # Not that of the scheme: ``switch`` would lay out other buckets.
         return None
 
+    def switch(self, scheme: str | Scheme, **options: Any) -> None:
+        built = make(scheme, **options)
+        need_shards(built, "ZeroOptimizer")
+        super().switch(built)
+
     def start(self, bucket: Any) -> Future[Tensor]:
         """Starts the reduction of one bucket and returns the future of this rank's shard."""
         number = bucket.index()
@@ -67,11 +73,11 @@ class ZeroHook(HookState):
         self._means[number] = mean
         then = None
         if self._go_on is not None:
-            if shard.gathered is not None and not self.abandoned:
+            if shard.arrived:
                 raise RegistrationError(
-                    "ZeroOptimizer(in_backward=True): a bucket was stepped, and its values were "
-                    "not applied before the next backward pass: call step() or zero_grad() after "
-                    "each one, accumulate within no_sync()"
+                    "ZeroOptimizer(in_backward=True): a bucket comes that was stepped already: "
+                    "call step() and zero_grad() after each synchronised backward pass, and "
+                    "accumulate within no_sync()"
                 )
             then = partial(_alive(self._go_on), shard)
         whole = bucket.buffer()
@@ -81,7 +87,6 @@ class ZeroHook(HookState):
         left_alone = list(left_alone)
         super().step_landed(left_alone)
         means, self._means = self._means, {}
-        self.abandoned = False
         alone = set(map(id, left_alone))
         finite = _on_all_ranks(means, self._binding.group())
         for number, mean in means.items():
@@ -96,7 +101,7 @@ class ZeroHook(HookState):
 
     def step_abandoned(self) -> None:
         super().step_abandoned()
-        self._means, self.abandoned = {}, True
+        self._means = {}
 
 
 def _alive(method: Callable[[], Any] | None) -> Any:

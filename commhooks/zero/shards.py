@@ -16,7 +16,7 @@ from commhooks.zero.gather import Gather
 from commhooks.zero.hook import ZeroHook
 from commhooks.zero.shard import BucketShard, Piece
 from ddp_core import DistributedDataParallel as CoreDDP
-from ddp_core import Exchange, Task
+from ddp_core import Exchange, RoundRecord, Task
 
 __all__ = ["Shards"]
 
@@ -127,6 +127,11 @@ class Shards:
             for shard in arrived:
                 shard.roll_back(self.optimizer.state)
             return False
+        if self._in_backward and any(shard.gathered is None for shard in arrived):
+            raise RegistrationError(
+                "ZeroOptimizer.step: with in_backward=True buckets are stepped once in each "
+                "backward pass, and this step was made: call zero_grad() after it"
+            )
         gradients = {piece.value: piece.value.grad for piece in self.pieces()}
         _show(dict.fromkeys(gradients))
         under_way: list[tuple[BucketShard, Future[Tensor]]] = []
@@ -159,6 +164,11 @@ class Shards:
 
     def _send(self, shard: BucketShard) -> Future[Tensor]:
         hook = self._hook
+
+        def record(row: RoundRecord) -> None:
+            row.round += 1  # the reduction is the first
+            hook.ledger.add(row)
+
         task = Task(
             self._exchange(shard),
             step=max(hook.step - 1, 0),  # that in which the gradients came
@@ -166,7 +176,7 @@ class Shards:
             dense_bytes=0,
             world_size=len(shard.spans),
             max_rounds=1,
-            record=hook.ledger.add,
+            record=record,
         )
         return hook._drivers.run(task, shard.exact.device, self._model.process_group)
 

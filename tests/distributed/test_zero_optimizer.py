@@ -171,7 +171,12 @@ def _pair(rank: int, features: Collection[str]) -> None:
             optimizer.zero_grad()
             schedule.step()
     agree(ours)
-    assert same(plain, ours), features
+    if set(features) == {"two passes", "mixed precision"}:
+        # The reducer rounds what was accumulated to the low precision; shards add in float32.
+        for one, other in zip(values(plain), values(ours), strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=5e-3)
+    else:
+        assert same(plain, ours), features
 
 
 def _pairs(rank: int, world_size: int, first: str) -> None:
@@ -600,7 +605,13 @@ def _misuse(rank: int, world_size: int) -> None:
     ):
         with pytest.raises(RegistrationError, match="ZeroOptimizer"):
             call()  # type: ignore[no-untyped-call]
+    zero.step()
+    with pytest.raises(RegistrationError, match="this step was made"):
+        zero.step()
     zero.zero_grad()
+    zero.hook.switch("int8")
+    with pytest.raises(RegistrationError, match="averages whole buckets"):
+        zero.hook.switch("powersgd")
     train(model, zero, rank, 1, 1)
     with model.no_sync():
         backward(model, 2, rank)
