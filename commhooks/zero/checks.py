@@ -82,6 +82,7 @@ def groups_of(ddp: CoreDDP, params: Iterable[Any] | None) -> list[Group]:
         given = [{"params": given}]
     groups: list[Group] = []
     for group in given:
+        members: list[Any]
         members = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
         members = [one[1] if isinstance(one, tuple) else one for one in members]
         for one in members:

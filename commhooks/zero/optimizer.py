@@ -79,7 +79,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         history: int = 100_000,
         **settings: Any,
     ) -> None:
-        ddp = need_model(model)
+        ddp: Any = need_model(model)  # also of torch's class, for those who ask
         self._groups = groups_of(ddp, params)
         need_elementwise(optimizer, {**settings, **self._groups[0][0]})
         sends = Gather(gather)
@@ -146,7 +146,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self._shards.clip(max_norm, norm_type)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates this rank's shards, and all parameters by what their owners send.
 
         Buckets without a gradient since ``zero_grad`` stay as they are, and so does everything if a
@@ -179,7 +179,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     # ---- checkpoint
 
-    def state_dict(self, *, gather: bool = False, to: int | None = None) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self, *, gather: bool = False, to: int | None = None) -> dict[str, Any]:
         """Returns a copy of all that a later run continues from, besides the model's own state.
 
         Args:
@@ -203,7 +203,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         groups = self._saved_groups()
         return {"version": saving.VERSION, "hook": hook, "groups": groups, "pieces": pieces}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continues from a saved state; all ranks call it, after the model has loaded its own.
 
         Args:

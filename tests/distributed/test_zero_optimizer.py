@@ -171,10 +171,12 @@ def _pair(rank: int, features: Collection[str]) -> None:
             optimizer.zero_grad()
             schedule.step()
     agree(ours)
-    if set(features) == {"two passes", "mixed precision"}:
-        # The reducer rounds what was accumulated to the low precision; shards add in float32.
+    if "two passes" in features and not in_backward:
+        # The reducer adds the first mean on each rank, rounded to the low precision if there is
+        # one, and then averages; shards add two means.
+        most = 2e-2 if "mixed precision" in features else 1e-5
         for one, other in zip(values(plain), values(ours), strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=5e-3)
+            torch.testing.assert_close(one, other, rtol=0, atol=most)
     else:
         assert same(plain, ours), features
 
@@ -201,10 +203,10 @@ def _clip(rank: int, world_size: int, norm_type: float) -> None:
     for step in range(3):
         for model in (plain, ours):
             backward(model, step, rank)
-        wanted = nn.utils.clip_grad_norm_(plain.parameters(), 0.05, norm_type)
-        found = zero.clip_grad_norm_(0.05, norm_type)
+        wanted = nn.utils.clip_grad_norm_(plain.parameters(), 0.005, norm_type)
+        found = zero.clip_grad_norm_(0.005, norm_type)
         torch.testing.assert_close(found, wanted)
-        assert found > 0.05
+        assert found > 0.005
         for optimizer in (theirs, zero):
             optimizer.step()
             optimizer.zero_grad()
@@ -267,9 +269,9 @@ def _sixteen_bits(rank: int, world_size: int, gather: str) -> None:
     agree(ours)
     # Steps of 1e-4 are lost where parameters of 16 bits are stepped themselves.
     saved = zero.state_dict(gather=True)["pieces"]
-    before = dict(model_of().named_parameters())
+    before = model_of().state_dict()
     moved = far = 0.0
-    for name, one in exact.named_parameters():
+    for name, one in exact.state_dict().items():
         value = saved[name]["entries"]["exact"]
         assert value.dtype == torch.float32
         moved += float((one - before[name]).square().sum())
@@ -285,8 +287,10 @@ def test_parameters_of_16_bits_are_stepped_in_float32(gather: str) -> None:
 # ---- codecs
 
 
-def _codec(rank: int, world_size: int, gather: str, in_backward: bool) -> None:
+def _codec(rank: int, world_size: int, gather: Any, in_backward: bool) -> None:
     model = wrapped(model_of())
+    if gather == "eden":
+        gather = commhooks.make("eden", bits=4)
     zero = ZeroOptimizer(
         model, torch.optim.AdamW, scheme="int8", gather=gather, in_backward=in_backward, lr=1e-2
     )
@@ -525,8 +529,7 @@ def _raised(rank: int, world_size: int, in_backward: bool) -> None:
             with pytest.raises(ValueError, match="planned"):
                 backward(model, 2, rank)
             handle.remove()
-            if rank == 0:
-                zero.zero_grad()
+            zero.zero_grad()
         train(model, zero, rank, 2, 2)
     agree(ours[0])
     assert same(plain[0], ours[0])
