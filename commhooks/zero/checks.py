@@ -12,7 +12,14 @@ from commhooks.errors import RegistrationError
 from commhooks.hook.parameters import find_ddp
 from ddp_core import DistributedDataParallel as CoreDDP
 
-__all__ = ["Group", "groups_of", "need_elementwise", "need_known_use", "need_model"]
+__all__ = [
+    "Group",
+    "groups_of",
+    "need_elementwise",
+    "need_known_use",
+    "need_model",
+    "need_none_accumulated",
+]
 
 Group = tuple[dict[str, Any], list[nn.Parameter]]  # settings, and whose they are
 
@@ -62,6 +69,20 @@ def need_known_use(ddp: CoreDDP) -> None:
             "where ranks know which parameters were used when backward is over, nor with "
             "mixed_precision, which holds low-precision copies until then; make it with "
             "in_backward=False"
+        )
+
+
+def need_none_accumulated(model: nn.Module) -> None:
+    """Raises if there are gradients that were not averaged, although none is to be stepped.
+
+    Raises:
+        RegistrationError: there are.
+    """
+    if any(one.requires_grad and one.grad is not None for one in model.parameters()):
+        raise RegistrationError(
+            "ZeroOptimizer.step: there are gradients, and none were averaged since zero_grad: the "
+            "last backward pass was within no_sync(), or its forward pass did not go through the "
+            "DistributedDataParallel"
         )
 
 

@@ -15,7 +15,13 @@ from commhooks.hook.handshake import MEETING
 from commhooks.hook.hook_function import comm_hook
 from commhooks.hook.sharded_bucket import need_shards
 from commhooks.zero import saving
-from commhooks.zero.checks import groups_of, need_elementwise, need_known_use, need_model
+from commhooks.zero.checks import (
+    groups_of,
+    need_elementwise,
+    need_known_use,
+    need_model,
+    need_none_accumulated,
+)
 from commhooks.zero.gather import Gather
 from commhooks.zero.hook import InShards, ZeroHook
 from commhooks.zero.shards import Shards
@@ -86,12 +92,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.hook = ZeroHook(scheme, ddp, seed=seed, history=history)
         need_shards(self.hook.scheme, "ZeroOptimizer")
         self._model = ddp
+        names = self.hook._binding.names
         facts: dict[str, Any] = {
             "optimizer": f"{optimizer.__module__}.{optimizer.__qualname__}",
             "gather": repr(sends.codec),
-            "groups": repr([({**settings, **own}, self._names(p)) for own, p in self._groups]),
+            "groups": repr([({**settings, **own}, names(p)) for own, p in self._groups]),
+            "in_backward": in_backward,
         }
-        facts |= {"in_backward": in_backward}
         if in_backward:
             need_known_use(ddp)
             self.hook._drivers.ensure(self.hook.scheme.traits.rounds + 1)
@@ -100,8 +107,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         ddp.register_forward_pre_hook(AttachmentGuard(self.hook, ddp))
         ddp.register_forward_pre_hook(_drop_stand_ins)
         ddp._parts.uneven.overlaps_zero = True  # a rank without inputs would not step
-        ddp.reducer.plan.stay_as_registered()
-        ddp.reducer.rebuild()
+        ddp.reducer.keep_registered_buckets()
         self.skipped_steps = 0
         self._shards = Shards(self.hook, ddp, sends, in_backward)
         groups = [{**own, "params": self._shards.values(p)} for own, p in self._groups]
@@ -165,17 +171,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         finite = self._shards.finite
         self.skipped_steps += not finite
         if not self._shards.step() and finite:
-            self._need_none_accumulated()
+            need_none_accumulated(self._model)
         return loss
-
-    def _need_none_accumulated(self) -> None:
-        for parameter in self._model.parameters():
-            if parameter.requires_grad and parameter.grad is not None:
-                raise RegistrationError(
-                    "ZeroOptimizer.step: there are gradients, and none were averaged since "
-                    "zero_grad: the last backward pass was within no_sync(), or its forward pass "
-                    "did not go through the DistributedDataParallel"
-                )
 
     # ---- checkpoint
 
@@ -228,14 +225,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if state:
                 self.state[piece.value] = state
 
-    def _names(self, parameters: Iterable[nn.Parameter]) -> list[str]:
-        return self.hook._binding.names(parameters)
-
     def _saved_groups(self) -> list[dict[str, Any]]:
         return [
             {
                 **{key: value for key, value in group.items() if key != "params"},
-                "names": self._names(parameters),
+                "names": self.hook._binding.names(parameters),
             }
             for group, (_, parameters) in zip(self.param_groups, self._groups, strict=True)
         ]

@@ -123,11 +123,11 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/reducer/plan.py",
+        "ddp_core/reducer/reducer.py",
         (
             "buckets that should stay follow arrival",
-            "self.follows_arrival, self._splits.open = False, False",
-            "self._splits.open = False",
+            "self.plan.follows_arrival, self.plan.splits.ignored = False, True",
+            "self.plan.splits.ignored = True",
             BITS,
         ),
     ),
