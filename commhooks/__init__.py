@@ -62,6 +62,7 @@ from commhooks.predict.headroom import headroom
 from commhooks.research import Simulation
 from commhooks.wrappers import ErrorFeedback, PerParameter, Rule, Schedule
 from commhooks.wrappers.make import make
+from commhooks.zero import ZeroOptimizer
 from ddp_core import AllGather, AllReduce, AllToAll
 
 __all__ = [
@@ -85,6 +86,7 @@ __all__ = [
     "Slot",
     "Traits",
     "Unbiased",
+    "ZeroOptimizer",
     "__version__",
     "all_gather",
     "all_reduce",

@@ -109,7 +109,7 @@ class Calls(HookState):
             dense_bytes=call.given.nbytes,
             device=device,
             is_last=True,
-            agrees=agree,
+            further_rounds=int(agree),
         )
         self.ledger.launched_last(at, step.clock.now())
         self._attendance.calls += 1

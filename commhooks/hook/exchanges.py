@@ -41,13 +41,13 @@ class Exchanges:
         device: torch.device,
         is_last: bool,
         note: Callable[[RoundRecord], None] | None = None,
-        agrees: bool = False,
+        further_rounds: int = 0,
     ) -> Future[Tensor]:
         """Hands an exchange to the driver for its device.
 
         Args:
             note: gets its ledger rows, too.
-            agrees: a round more follows, in which ranks agree on the verdict.
+            further_rounds: collectives after those of the scheme.
         """
         # A new key, not the index, which two buckets of one step may share (static graphs). With
         # ``ends_later`` ``step_landed`` commits: backward may raise after the last bucket.
@@ -59,7 +59,7 @@ class Exchanges:
             bucket=bucket,
             dense_bytes=dense_bytes,
             world_size=self._engine.world_size,
-            max_rounds=self._engine.traits.rounds + agrees,
+            max_rounds=self._engine.traits.rounds + further_rounds,
             record=partial(_record, self._ledger, note),
             clock=clock_of(device, timed=step.timed),
             joins=commits and self._engine.keeps_memory,

@@ -85,9 +85,14 @@ class Runner:
         elif buffer.numel() > self._engine.traits.most_entries:
             future = self._exchanges.start_cut(step, bucket, buffer, find_layout)
         else:
+            exchange = self._engine.exchange(
+                buffer, find_layout, bucket.index(), **_parts_of(bucket)
+            )
+            goes_on = isinstance(bucket, ShardedBucket) and bucket.then is not None
             future = self._exchanges.start(
                 step,
-                self._engine.exchange(buffer, find_layout, bucket.index(), **_parts_of(bucket)),
+                bucket.continued(exchange) if goes_on else exchange,
+                further_rounds=int(goes_on),
                 bucket=bucket.index(),
                 dense_bytes=buffer.numel() * buffer.element_size(),
                 device=buffer.device,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from commhooks.core.layout import Layout
 from commhooks.core.scheme import Scheme
 from commhooks.core.shards import Span
 from commhooks.errors import RegistrationError
+from ddp_core import Exchange
 
 __all__ = ["ShardedBucket", "need_shards"]
 
@@ -28,6 +29,7 @@ class ShardedBucket:
         layout: names and shapes of the pieces of parameters in it.
         shards: begin and end of the entries whose mean each rank needs; None: all of them.
         output: flat, takes the mean of what this rank needs; None: the gradient's own memory.
+        then: goes on with the mean, by one collective at most, before the exchange is over.
     """
 
     number: int
@@ -35,6 +37,7 @@ class ShardedBucket:
     layout: Layout
     shards: Sequence[Span] | None = None
     output: Tensor | None = None
+    then: Callable[[Tensor], Exchange] | None = None
 
     def index(self) -> int:
         """Returns the bucket's number."""
@@ -55,6 +58,11 @@ class ShardedBucket:
     def wanted(self) -> dict[str, Any]:
         """Returns the arguments of ``Engine.exchange`` for it."""
         return {"shards": self.shards, "output": self.output}
+
+    def continued(self, exchange: Exchange) -> Exchange:
+        """Returns an exchange of the bucket's mean, followed by ``then``."""
+        mean = yield from exchange
+        return mean if self.then is None else (yield from self.then(mean))
 
 
 def need_shards(scheme: Scheme, host: str) -> None:

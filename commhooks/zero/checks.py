@@ -12,7 +12,14 @@ from commhooks.errors import RegistrationError
 from commhooks.hook.parameters import find_ddp
 from ddp_core import DistributedDataParallel as CoreDDP
 
-__all__ = ["Group", "groups_of", "need_elementwise", "need_model"]
+__all__ = [
+    "Group",
+    "groups_of",
+    "need_elementwise",
+    "need_known_use",
+    "need_model",
+    "need_none_accumulated",
+]
 
 Group = tuple[dict[str, Any], list[nn.Parameter]]  # settings, and whose they are
 
@@ -50,6 +57,35 @@ def need_model(model: nn.Module) -> CoreDDP:
     return ddp
 
 
+def need_known_use(ddp: CoreDDP) -> None:
+    """Raises unless all that a step in backward needs is known there.
+
+    Raises:
+        RegistrationError: parameters may be unused, or are low-precision copies then.
+    """
+    if ddp.find_unused_parameters or ddp.static_graph or ddp._parts.precision is not None:
+        raise RegistrationError(
+            "ZeroOptimizer(in_backward=True): not with find_unused_parameters or static_graph, "
+            "where ranks know which parameters were used when backward is over, nor with "
+            "mixed_precision, which holds low-precision copies until then; make it with "
+            "in_backward=False"
+        )
+
+
+def need_none_accumulated(model: nn.Module) -> None:
+    """Raises if there are gradients that were not averaged, although none is to be stepped.
+
+    Raises:
+        RegistrationError: there are.
+    """
+    if any(one.requires_grad and one.grad is not None for one in model.parameters()):
+        raise RegistrationError(
+            "ZeroOptimizer.step: there are gradients, and none were averaged since zero_grad: the "
+            "last backward pass was within no_sync(), or its forward pass did not go through the "
+            "DistributedDataParallel"
+        )
+
+
 def groups_of(ddp: CoreDDP, params: Iterable[Any] | None) -> list[Group]:
     """Returns settings and parameters of each group.
 
@@ -67,6 +103,7 @@ def groups_of(ddp: CoreDDP, params: Iterable[Any] | None) -> list[Group]:
         given = [{"params": given}]
     groups: list[Group] = []
     for group in given:
+        members: list[Any]
         members = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
         members = [one[1] if isinstance(one, tuple) else one for one in members]
         for one in members:

@@ -103,6 +103,6 @@ def _codec_of(scheme: str | Scheme) -> PackedCodec | None:
     if not math.isfinite(codec.error.variance) or codec.error.variance > 1:
         raise RegistrationError(
             f"ZeroOptimizer(gather=...): {codec} has a variance of {codec.error.variance:.3g}, and "
-            f"what the owner has not sent would grow; use one that rounds to nearest"
+            f"what the owner has not sent would grow; use more bits, or one that rounds to nearest"
         )
     return codec

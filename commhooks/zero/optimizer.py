@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from commhooks.core.packed import PackedCodec
-from commhooks.core.scheme import Scheme, walk
+from commhooks.core.scheme import Scheme
 from commhooks.errors import RegistrationError
 from commhooks.hook.attachment import AttachmentGuard
 from commhooks.hook.handshake import MEETING
 from commhooks.hook.hook_function import comm_hook
 from commhooks.hook.sharded_bucket import need_shards
 from commhooks.zero import saving
-from commhooks.zero.checks import groups_of, need_elementwise, need_model
+from commhooks.zero.checks import (
+    groups_of,
+    need_elementwise,
+    need_known_use,
+    need_model,
+    need_none_accumulated,
+)
 from commhooks.zero.gather import Gather
 from commhooks.zero.hook import InShards, ZeroHook
-from commhooks.zero.shard import BucketShard, Piece
-from ddp_core import Task
+from commhooks.zero.shards import Shards
 
 __all__ = ["ZeroOptimizer"]
-
-Future = torch.futures.Future
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -46,6 +46,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         gather: how new values travel: "none" as they are; a codec ("int8", "int4", ...): packed
             differences, whose rounding errors the owner sends later.
         params: groups of parameters, as for any optimizer; None: all trained ones.
+        in_backward: steps and sends each bucket during backward, as soon as its gradients have
+            arrived; ``step`` then applies what came, or takes it back. Without clipping, gradient
+            scalers, ``find_unused_parameters`` and the model's ``mixed_precision``.
         seed: base of random draws, the same on every rank.
         history: rows kept by ``hook.report``.
         settings: of the optimizer, such as ``lr``.
@@ -59,7 +62,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         MismatchError: the ranks differ in settings.
 
     Example:
-        >>> zero = ZeroOptimizer(ddp_model, torch.optim.AdamW, scheme="int8", gather="int8", lr=1e-3)
+        >>> zero = commhooks.ZeroOptimizer(
+        ...     ddp_model, torch.optim.AdamW, scheme="int8", gather="int8", lr=1e-3
+        ... )
         >>> loss(ddp_model, batch).backward()
         >>> zero.step()
         >>> zero.zero_grad()
@@ -75,33 +80,38 @@ class ZeroOptimizer(torch.optim.Optimizer):
         scheme: str | Scheme = "none",
         gather: str | Scheme = "none",
         params: Iterable[Any] | None = None,
+        in_backward: bool = False,
         seed: int = 0,
         history: int = 100_000,
         **settings: Any,
     ) -> None:
-        ddp = need_model(model)
+        ddp: Any = need_model(model)  # also of torch's class, for those who ask
         self._groups = groups_of(ddp, params)
         need_elementwise(optimizer, {**settings, **self._groups[0][0]})
-        self._gather = Gather(gather)
+        sends = Gather(gather)
         self.hook = ZeroHook(scheme, ddp, seed=seed, history=history)
         need_shards(self.hook.scheme, "ZeroOptimizer")
-        self._model, self._reducer = ddp, ddp.reducer
-        facts = {
+        self._model = ddp
+        names = self.hook._binding.names
+        facts: dict[str, Any] = {
             "optimizer": f"{optimizer.__module__}.{optimizer.__qualname__}",
-            "gather": repr(self._gather.codec),
-            "groups": repr([({**settings, **own}, self._names(p)) for own, p in self._groups]),
+            "gather": repr(sends.codec),
+            "groups": repr([({**settings, **own}, names(p)) for own, p in self._groups]),
+            "in_backward": in_backward,
         }
+        if in_backward:
+            need_known_use(ddp)
+            self.hook._drivers.ensure(self.hook.scheme.traits.rounds + 1)
         self.hook.agree("commhooks.ZeroOptimizer", facts, MEETING)
         ddp.register_comm_hook(self.hook, comm_hook)
         ddp.register_forward_pre_hook(AttachmentGuard(self.hook, ddp))
         ddp.register_forward_pre_hook(_drop_stand_ins)
         ddp._parts.uneven.overlaps_zero = True  # a rank without inputs would not step
-        ddp.reducer.plan.stay_as_registered()
-        ddp.reducer.rebuild()
-        self._finite, self.skipped_steps = True, 0
-        self._cut()
-        groups = [{**own, "params": self._values(p)} for own, p in self._groups]
-        self._inner = optimizer(groups, **settings)
+        ddp.reducer.keep_registered_buckets()
+        self.skipped_steps = 0
+        self._shards = Shards(self.hook, ddp, sends, in_backward)
+        groups = [{**own, "params": self._shards.values(p)} for own, p in self._groups]
+        self._inner = self._shards.optimizer = optimizer(groups, **settings)
         super().__init__(self._inner.param_groups, self._inner.defaults)
         # The same objects: schedulers and scalers write here, and the optimizer inside reads.
         self.param_groups, self.state = self._inner.param_groups, self._inner.state
@@ -114,46 +124,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
-    # ---- shards
-
-    def _cut(self) -> None:
-        """Cuts the model's present buckets into shards."""
-        hook, group = self.hook, self._model.process_group
-        known = hook._parameters
-        codecs = [one for one in walk(hook.scheme) if isinstance(one, PackedCodec)]
-
-        def flat(name: str, value: Tensor) -> Tensor:
-            return known.in_memory_order(name, value).reshape(-1)
-
-        self._shards = [
-            BucketShard(
-                bucket.number,
-                bucket.parameters,
-                known.layout(bucket.parameters),
-                flat,
-                rank=group.rank(),
-                world_size=group.size(),
-                # 64: the optimizer's vector instructions then take the entries of a parameter as
-                # they would without a cut.
-                unit=math.lcm(64, *(codec.granularity for codec in codecs)),
-            )
-            for bucket in self._reducer.buckets
-        ]
-        hook.serve(self._shards, self._landed)
-
-    def _pieces(self) -> list[Piece]:
-        return [piece for shard in self._shards for piece in shard.pieces]
-
-    def _values(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        members = set(map(id, parameters))
-        return [piece.value for piece in self._pieces() if id(piece.parameter) in members]
-
-    def _names(self, parameters: Iterable[nn.Parameter]) -> list[str]:
-        return self.hook._binding.names(parameters)
-
-    def _landed(self, finite: bool) -> None:
-        self._finite &= finite
-
     # ---- one step
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -162,11 +132,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Args:
             set_to_none: gradients become None in any case.
         """
-        for one in [piece.value for piece in self._pieces()] + list(self._model.parameters()):
-            one.grad = None
-        for shard in self._shards:
-            shard.arrived = False
-        self._finite = True
+        self._shards.zero_grad()
+        for parameter in self._model.parameters():
+            parameter.grad = None
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -181,24 +149,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Returns:
             The norm before, the same on all ranks; not finite if a gradient of any rank is not.
         """
-        grads = [piece.value.grad for piece in self._pieces() if piece.value.grad is not None]
-        device = self._shards[0].exact.device
-        norms = torch.stack(
-            [torch.zeros((), device=device)]
-            + [torch.linalg.vector_norm(grad, norm_type).float() for grad in grads]
-        )
-        largest = norm_type == math.inf
-        total = norms.max() if largest else norms.pow(norm_type).sum()
-        op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-        dist.all_reduce(total, op, group=self._model.process_group)
-        total = total if largest else total.pow(1.0 / norm_type)
-        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        for grad in grads:
-            grad.mul_(factor)
-        return total
+        return self._shards.clip(max_norm, norm_type)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates this rank's shards, and all parameters by what their owners send.
 
         Buckets without a gradient since ``zero_grad`` stay as they are, and so does everything if a
@@ -214,60 +168,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        arrived = [shard for shard in self._shards if shard.arrived]
-        if not arrived:
-            self._need_none_accumulated()
-        if not self._finite:
-            self.skipped_steps += 1
-            return loss
-        gradients = {piece.value: piece.value.grad for piece in self._pieces()}
-        for value in gradients:
-            value.grad = None
-        under_way = []
-        for shard in arrived:
-            shard.take_over()
-            values = [piece.value for piece in shard.pieces]
-            for value in values:
-                value.grad = gradients[value]
-            # One bucket at a time: its values travel while the next one is stepped.
-            self._inner.step()
-            for value in values:
-                value.grad = None
-            under_way.append(self._send(shard))
-        for shard, future in zip(arrived, under_way, strict=True):
-            self._gather.apply(shard, future.wait())
-            shard.note_versions()
-        for value, gradient in gradients.items():
-            value.grad = gradient
+        finite = self._shards.finite
+        self.skipped_steps += not finite
+        if not self._shards.step() and finite:
+            need_none_accumulated(self._model)
         return loss
-
-    def _send(self, shard: BucketShard) -> Future[Tensor]:
-        hook, engine = self.hook, self.hook._engine
-        differences = shard.exact - shard.held() if self._gather.packs(shard) else shard.exact
-        bucket = engine.bucket(differences, shard.layout)
-        task = Task(
-            self._gather.exchange(shard, bucket),
-            step=max(hook.step - 1, 0),  # that in which the gradients came
-            bucket=shard.number,
-            dense_bytes=0,
-            world_size=engine.world_size,
-            max_rounds=1,
-            record=hook.ledger.add,
-        )
-        return hook._drivers.run(task, differences.device, self._model.process_group)
-
-    def _need_none_accumulated(self) -> None:
-        for parameter in self._model.parameters():
-            if parameter.requires_grad and parameter.grad is not None:
-                raise RegistrationError(
-                    "ZeroOptimizer.step: there are gradients, and none were averaged since "
-                    "zero_grad: the last backward pass was within no_sync(), or its forward pass "
-                    "did not go through the DistributedDataParallel"
-                )
 
     # ---- checkpoint
 
-    def state_dict(self, *, gather: bool = False, to: int | None = None) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self, *, gather: bool = False, to: int | None = None) -> dict[str, Any]:
         """Returns a copy of all that a later run continues from, besides the model's own state.
 
         Args:
@@ -275,7 +184,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 number of ranks; all ranks call it. False: this rank's pieces.
             to: with ``gather``, the only rank that gets it; the others get an empty dict.
         """
-        pieces: saving.Saved | None = saving.saved_pieces(self._pieces(), self.state)
+        if self._shards.waiting:
+            raise RegistrationError(
+                "ZeroOptimizer.state_dict: buckets were stepped in backward, and parameters were "
+                "not: call step() or zero_grad() first"
+            )
+        pieces: saving.Saved | None = saving.saved_pieces(self._shards.pieces(), self.state)
         hook = self.hook.state_dict(gather=gather, to=to)
         if gather:
             pieces = saving.gathered(
@@ -286,7 +200,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         groups = self._saved_groups()
         return {"version": saving.VERSION, "hook": hook, "groups": groups, "pieces": pieces}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continues from a saved state; all ranks call it, after the model has loaded its own.
 
         Args:
@@ -298,15 +212,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         known = self.hook._parameters
         saving.check(state_dict, self._saved_groups(), known.shapes)
         self.hook.load_state_dict(state_dict["hook"])
-        self._reducer.rebuild()  # the saved run's buckets
-        self._cut()
+        self._model.reducer.rebuild()  # the saved run's buckets
+        self._shards.cut()
         self.state.clear()
-        self._finite = True
+        self.zero_grad()
         rows = zip(self.param_groups, self._groups, state_dict["groups"], strict=True)
         for group, (_, parameters), saved in rows:
             group.update({key: value for key, value in saved.items() if key != "names"})
-            group["params"] = self._values(parameters)
-        for piece in self._pieces():
+            group["params"] = self._shards.values(parameters)
+        for piece in self._shards.pieces():
             state = saving.load_piece(piece, state_dict["pieces"], known)
             if state:
                 self.state[piece.value] = state
@@ -315,7 +229,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return [
             {
                 **{key: value for key, value in group.items() if key != "params"},
-                "names": self._names(parameters),
+                "names": self.hook._binding.names(parameters),
             }
             for group, (_, parameters) in zip(self.param_groups, self._groups, strict=True)
         ]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, MutableMapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,7 @@ class BucketShard:
             computed. Ranks may have others, where differences are compressed.
         pieces: the parts of parameters in it.
         arrived: whether a gradient has arrived since the optimizer's ``zero_grad``.
+        gathered: what the ranks have sent, until it is applied; None: nothing waits.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class BucketShard:
         self.number, self.parameters, self.layout = number, list(parameters), layout
         self.spans: tuple[Span, ...] = tuple(spans(layout.numel, world_size, unit))
         self.rank, self.arrived, self._flat = rank, False, flat
+        self.gathered: Tensor | None = None
         first = self.parameters[0]
         wide = torch.promote_types(first.dtype, torch.float32)
         begin, end = self.spans[rank]
@@ -77,14 +79,14 @@ class BucketShard:
                 entries = slice(start - offset, stop - offset)
                 self.pieces.append(Piece(name, parameter, entries, value))
         self._versions: dict[str, int] = {}
+        self._before: tuple[Tensor, list[dict[str, Any]]] | None = None
         self.take_over()
 
     @torch.no_grad()
     def held(self) -> Tensor:
         """Returns the values that all ranks have of this shard's entries; a copy."""
         values = torch.empty_like(self.exact)
-        parts = values.split([piece.value.numel() for piece in self.pieces])
-        for part, piece in zip(parts, self.pieces, strict=True):
+        for piece, part in self.parts(values):
             part.copy_(self._flat(piece.name, piece.parameter.detach())[piece.entries])
         return values
 
@@ -98,26 +100,54 @@ class BucketShard:
             if self._versions.get(piece.name) != piece.parameter._version:
                 flat = self._flat(piece.name, piece.parameter.detach())
                 piece.value.copy_(flat[piece.entries])
-        self.note_versions()
-
-    def note_versions(self) -> None:
-        """Takes note that the parameters are as the optimizer left them."""
         self._versions = {piece.name: piece.parameter._version for piece in self.pieces}
 
-    def land(self, mean: Tensor, left_alone: Sequence[Tensor]) -> None:
+    def parts(self, flat: Tensor) -> list[tuple[Piece, Tensor]]:
+        """Returns each piece with its part of a flat tensor of this shard."""
+        sizes = [piece.value.numel() for piece in self.pieces]
+        return list(zip(self.pieces, flat.split(sizes), strict=True))
+
+    def land(self, mean: Tensor, left_alone: Collection[int]) -> None:
         """Adds the mean of this shard's gradients to the pieces'.
 
         Args:
             mean: flat, one entry for each of the shard.
-            left_alone: parameters that no rank has used.
+            left_alone: ids of parameters that no rank has used.
         """
-        self.arrived = True
-        alone = {id(parameter) for parameter in left_alone}
-        parts = mean.split([piece.value.numel() for piece in self.pieces])
-        for part, piece in zip(parts, self.pieces, strict=True):
-            if id(piece.parameter) in alone:
+        for piece, part in self.parts(mean):
+            if id(piece.parameter) in left_alone:
                 continue
             if piece.value.grad is None:
                 piece.value.grad = part
             else:
                 piece.value.grad += part
+
+    # ---- a step that may have to be undone
+
+    def back_up(self, states: MutableMapping[Any, Any]) -> None:
+        """Keeps a copy of the exact values and of the optimizer's state of them."""
+        kept = [_copied(states.get(piece.value, {})) for piece in self.pieces]
+        self._before = self.exact.clone(), kept
+
+    @torch.no_grad()
+    def roll_back(self, states: MutableMapping[Any, Any]) -> None:
+        """Returns to that copy, if there is one."""
+        if self._before is not None:
+            exact, kept = self._before
+            self.exact.copy_(exact)
+            for piece, state in zip(self.pieces, kept, strict=True):
+                states.pop(piece.value, None)
+                if state:  # an empty one would be taken for one that has begun
+                    states[piece.value] = state
+        self._before = self.gathered = None
+
+    def settle(self) -> None:
+        """Takes note that a step is over, and the parameters are as the optimizer left them."""
+        self._before = self.gathered = None
+        self._versions = {piece.name: piece.parameter._version for piece in self.pieces}
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()
+    }

@@ -94,6 +94,7 @@ class BucketPlan:
         stage: of the buckets, here or in the run that this one goes on from.
         arrival: the order of gradients in the last complete step; none: it is not known.
         group_of: the layout that a scheme asked for.
+        splits: those of the compiler.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class BucketPlan:
         self.group_of: BucketGroup | None = None
         self._order: list[int] = []  # by which the buckets were laid out; none: by registration
         self._steps = 0  # that have ended here
-        self._splits = CompilerSplits(parameters)
+        self.splits = CompilerSplits(parameters)
         # Changes that are pending until the next step begins:
         self._anew = False  # lay out anew, for other sizes or groups
         self._saved: SavedBuckets | None = None  # take up another run's, unless laid out anew
@@ -135,15 +136,6 @@ class BucketPlan:
         """Returns the buckets of the first step."""
         limits = self.caps.initial(rebuilds=self.follows_arrival)
         return arrange(self._parameters, limits)
-
-    def stay_as_registered(self) -> None:
-        """Lays buckets out by registration before the next step, and leaves them so.
-
-        For an optimizer that keeps the state of a part of each bucket: if parameters changed
-        buckets, states would have to move between ranks.
-        """
-        self.follows_arrival, self._splits.open = False, False
-        self.arrival, self._anew = [], True
 
     def request(self, group_of: BucketGroup | None, caps: BucketCaps | None = None) -> None:
         """Gives each bucket parameters of one group from the next step on; None: as usual.
@@ -182,7 +174,7 @@ class BucketPlan:
             return Saving((), self.caps.limits, self.arrival)
         if self._saved is not None:
             return Saving(self._saved.members, self._saved.limits, self.arrival)
-        if self._splits.open and self.settled and self._splits.buckets:
+        if self.splits.open and self.settled and self.splits.buckets:
             # The compiler's buckets come with the next step.
             return Saving((), self.caps.limits, self._order or self.arrival)
         return Saving(present, self.caps.limits if self.settled else (), self.arrival)
@@ -211,7 +203,7 @@ class BucketPlan:
             chosen: ids of the parameters of each split, in the order of backward.
         """
         if not self._steps:
-            self._splits.take(chosen)
+            self.splits.take(chosen)
 
     def compare_loaded(self) -> None:
         """Raises unless all ranks go on from the same state, if this rank does from any."""
@@ -240,7 +232,7 @@ class BucketPlan:
             self.stage = Stage.FINAL if final else Stage.FIRST
         self._anew, self._saved, self._order = False, None, order
         split = saved is not None and final  # by the compiler of the run that was saved
-        self._splits.open = self._steps == 0 and not split
+        self.splits.open = self._steps == 0 and not split
         return agreed
 
     @property
@@ -256,14 +248,14 @@ class BucketPlan:
     @property
     def _for_splits(self) -> bool:
         """It is the second step here, in which ranks agree on the compiler's buckets."""
-        return self.settled and self._splits.open and self._steps > 0
+        return self.settled and self.splits.open and self._steps > 0
 
     def _laid_out(self, present: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]]]:
         """New buckets, and the order of gradients by which they are laid out."""
         if self._asked or self._by_arrival:
             return self.arrival, self._arranged(self.arrival)
         order = self._order or self.arrival  # the splits are all that is new
-        if not self._splits.buckets:
+        if not self.splits.buckets:
             return order, [list(one) for one in present]
         return order, self._arranged(order)
 
@@ -281,7 +273,7 @@ class BucketPlan:
         limits = self.caps.limits
         if not order:
             limits = self.caps.initial(rebuilds=self.follows_arrival)
-        splits = [] if self.group_of is not None else self._splits.buckets
+        splits = [] if self.group_of is not None else self.splits.buckets
         return arrange(
             self._parameters, limits, order=order or None, group_of=self.group_of, splits=splits
         )

@@ -197,6 +197,15 @@ class Reducer:
         if members is not None and members != self._installed.members:
             self._installed.install(members)
 
+    def keep_registered_buckets(self) -> None:
+        """Lays buckets out by registration, for good; all ranks call it, before the first step.
+
+        For an optimizer that keeps the state of a part of each bucket, which could not follow
+        parameters into other buckets.
+        """
+        self.plan.follows_arrival, self.plan.splits.ignored = False, True
+        self._installed.install(self.plan.initial())
+
     def check_finished(self) -> None:
         """Raises if the last backward pass did not reduce all its gradients."""
         step = self.in_flight.step

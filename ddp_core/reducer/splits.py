@@ -21,12 +21,13 @@ class CompilerSplits:
     Attributes:
         buckets: indices of the parameters of each split, in the order of backward.
         open: whether the ranks still have to agree on them.
+        ignored: none are taken.
     """
 
     def __init__(self, parameters: Sequence[Trained]) -> None:
         self._index_of = {id(one.parameter): index for index, one in enumerate(parameters)}
         self.buckets: list[list[int]] = []
-        self.open = True
+        self.open, self.ignored = True, False
 
     def take(self, chosen: Sequence[Sequence[int]]) -> None:
         """Adds those of one graph.
@@ -34,6 +35,8 @@ class CompilerSplits:
         Args:
             chosen: ids of the parameters of each split, in the order of backward.
         """
+        if self.ignored:
+            return
         index_of = self._index_of
         new = [[index_of[i] for i in split if i in index_of] for split in chosen]
         # Graphs are compiled in the order of forward, so a later one is earlier in backward. A

@@ -196,11 +196,13 @@ HOSTS: dict[str, tuple[Callable[[str], None], int]] = {
 
 # Why a host refuses a scheme: what its error says, and a few words for the page.
 REASONS = {
-    "whole": ("averages whole", "exchanges whole buckets, not shards of them"),
-    "memory": ("keeps memory", "keeps memory, which belongs to tensors with names"),
-    "payload": ("no payload", "has no payload of one rank's tensor alone"),
-    "update": ("optimizer", "gives the optimizer something else than an average"),
-    "local": ("no average", "averages nothing"),
+    "whole": (("averages whole",), "exchanges whole buckets, not shards of them"),
+    "memory": (("keeps memory",), "keeps memory, which belongs to tensors with names"),
+    "payload": (("no payload",), "has no payload of one rank's tensor alone"),
+    "other": (
+        ("returns no mean", "something else", "another result"),
+        "returns something else than the average, or not the same to all ranks",
+    ),
 }
 
 
@@ -230,7 +232,9 @@ def matrix() -> dict[str, dict[str, str]]:
 
 def reason_of(text: str) -> str:
     """Returns the key of the reason in the text of an error; "" if it is another one."""
-    return next((key for key, (part, _) in REASONS.items() if part in text), "")
+    return next(
+        (key for key, (parts, _) in REASONS.items() if any(part in text for part in parts)), ""
+    )
 
 
 def page_of(found: dict[str, dict[str, str]]) -> str:

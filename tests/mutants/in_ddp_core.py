@@ -119,8 +119,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "a rank that compiles nothing is not asked for buckets",
-            "return self.settled and self._splits.open and self._steps > 0",
-            "return bool(self._splits.buckets) and self._splits.open and self._steps > 0",
+            "return self.settled and self.splits.open and self._steps > 0",
+            "return bool(self.splits.buckets) and self.splits.open and self._steps > 0",
             f"{DISTRIBUTED}/test_ddp_compile.py::test_a_rank_without_inputs_joins_a_compiled_model",
         ),
         (

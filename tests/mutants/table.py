@@ -9,6 +9,7 @@ from tests.mutants import (
     in_kernels,
     in_predict,
     in_schemes,
+    in_zero,
 )
 from tests.mutants.mutant import Mutant
 
@@ -21,4 +22,5 @@ MUTANTS: list[Mutant] = [
     *in_ddp_core.MUTANTS,
     *in_kernels.MUTANTS,
     *in_predict.MUTANTS,
+    *in_zero.MUTANTS,
 ]

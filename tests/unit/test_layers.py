@@ -51,6 +51,7 @@ FLOORS = {
         "checkpoint",
         "hook",
         "hosts",
+        "zero",
         "report",
         "local",
         "optim",
