@@ -76,7 +76,8 @@ class Bucket(StepInfo):
         if shards is not None:
             check_shards(shards, raw.numel(), world_size)
         self.shards = shards
-        self.output = raw[self.own] if output is None else output
+        own = raw if shards is None else raw[self.own]
+        self.output = own if output is None else output
         self._layout = layout
         # Gradient plus residual, once computed. A list, since copies by ``replace`` share it: the
         # sum is computed once, whichever of the copies reads it first.

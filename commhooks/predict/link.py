@@ -8,7 +8,7 @@ import os
 import socket
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple
@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from commhooks.errors import MissingRankError, RegistrationError
 from commhooks.predict.fabric import Fabric, Link
+from commhooks.predict.link_cells import REQUESTS, Cell, Size
 from commhooks.predict.link_fit import COLLECTIVES, Layout, Part, Time, fitted
-from ddp_core import AllGather, AllReduce, AllToAll
-from ddp_core.exchange.collectives import Collective
+from ddp_core import AllReduce
 from ddp_core.exchange.lane_groups import backend_for, group_store, is_gloo
 
 __all__ = ["LinkReport", "link_report", "measure_link"]
@@ -139,28 +139,6 @@ class _Own(NamedTuple):
     group: Any
 
 
-class _Cell(NamedTuple):
-    """What is measured at once."""
-
-    part: int
-    collective: str
-    nbytes: int
-
-
-class _Size(NamedTuple):
-    """Holds what was measured of a size once, and the seconds that all has taken until then."""
-
-    cells: list[_Cell]
-    bursts: list[int]
-    seconds: list[float]
-    took: float
-
-    @property
-    def cost(self) -> float:
-        """Returns the seconds of a round."""
-        return sum(one * often for one, often in zip(self.seconds, self.bursts, strict=True))
-
-
 class _Measurement:
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, budget_s: float, timeout_s: float
@@ -264,13 +242,13 @@ class _Measurement:
 
     # ---- times
 
-    def _grow(self) -> tuple[list[_Cell], list[int]]:
+    def _grow(self) -> tuple[list[Cell], list[int]]:
         """Measures once, from small to large, and chooses the sizes that fit into the budget.
 
         Returns what is to be measured, and how often in a row. The times do not count: the first
         message of a kind opens connections and takes memory.
         """
-        found: dict[int, _Size] = {}
+        found: dict[int, Size] = {}
         rounds = _ROUNDS_AT_LEAST + 1
         # Every second size first: up to 16 times as long as the one before, here and in each round.
         for nbytes in _SIZES[::2]:
@@ -294,10 +272,10 @@ class _Measurement:
         cells = [cell for size in sizes for cell in size.cells]
         return cells, [often for size in sizes for often in size.bursts]
 
-    def _measured(self, nbytes: int) -> _Size:
+    def _measured(self, nbytes: int) -> Size:
         """Measures all collectives of a size once."""
         cells = [
-            _Cell(part, collective, nbytes)
+            Cell(part, collective, nbytes)
             for part, own in enumerate(self._parts)
             for collective in COLLECTIVES
             if collective != "all_gather" or nbytes * own.size <= _LARGEST_RESULT
@@ -306,14 +284,14 @@ class _Measurement:
             [*(self._seconds(cell, 1) for cell in cells), time.perf_counter() - self._begin]
         )
         bursts = [max(1, min(_BURST, round(_BURST_S / max(one, 1e-9)))) for one in seconds]
-        return _Size(cells, bursts, seconds, took)
+        return Size(cells, bursts, seconds, took)
 
-    def _seconds(self, cell: _Cell, burst: int) -> float:
+    def _seconds(self, cell: Cell, burst: int) -> float:
         """Returns the seconds of one collective; 0 on a rank that does not take part."""
         own = self._parts[cell.part]
         if own.group is None:
             return 0.0
-        make = _REQUESTS[cell.collective]
+        make = REQUESTS[cell.collective]
         requests = [make(self._zeros(cell.nbytes), own.size) for _ in range(burst)]
         AllReduce(self._zeros(4), "sum").issue(own.group).wait()  # all begin at the same time
         self._settle()
@@ -323,7 +301,7 @@ class _Measurement:
         self._settle()
         return (time.perf_counter() - begin) / burst
 
-    def _core_seconds(self, cells: Sequence[_Cell]) -> float:
+    def _core_seconds(self, cells: Sequence[Cell]) -> float:
         """Returns the processor time per byte that a rank sends; 0 where no processor does it."""
         if self._device.type != "cpu":
             return 0.0
@@ -344,18 +322,6 @@ class _Measurement:
             torch.cuda.synchronize()
 
 
-def _rows(tensor: torch.Tensor, ranks: int) -> torch.Tensor:
-    """Returns a row per rank, of about as many bytes together."""
-    return tensor.new_zeros(ranks, max(1, tensor.numel() // ranks))
-
-
-_REQUESTS: dict[str, Callable[[torch.Tensor, int], Collective]] = {
-    "all_reduce": lambda tensor, ranks: AllReduce(tensor, "sum"),
-    "all_gather": lambda tensor, ranks: AllGather(tensor),
-    "all_to_all": lambda tensor, ranks: AllToAll(_rows(tensor, ranks)),
-}
-
-
-def _time(part: Part, cell: _Cell, seconds: Sequence[float]) -> Time:
+def _time(part: Part, cell: Cell, seconds: Sequence[float]) -> Time:
     low, _, high = statistics.quantiles(seconds, n=4)
     return Time(part, cell.collective, cell.nbytes, statistics.median(seconds), low, high)

@@ -163,7 +163,7 @@ class Search:
             device=device,
             candidates=self._candidates,
             error=self._error,
-            caps_mb=self._caps(),
+            caps_mb=_caps(self._model()),
             gradients=gradients,
         )
         to_try = promising(self._agreed_on(options))
@@ -231,14 +231,6 @@ class Search:
         model: nn.Module = self._hook._binding.model
         return model
 
-    def _caps(self) -> Sequence[float]:
-        """Returns the bucket sizes that there can be, MiB."""
-        model = self._model()
-        if isinstance(model, CoreDDP):
-            return CAPS_MB
-        cap = getattr(model, "bucket_bytes_cap", 25 * 2**20)  # torch's class keeps its buckets
-        return (cap / 2**20,)
-
     def _agreed_on(self, options: list[Option]) -> list[Option]:
         """Returns the options of rank 0, which are the same on all ranks."""
         mine = [(one.name, one.cap_mb, one.step, one.error, one.split) for one in options]
@@ -255,6 +247,14 @@ class Search:
         with self._hook._binding.on_device():
             dist.all_gather_object(found, value, group=group)
         return found
+
+
+def _caps(model: nn.Module) -> Sequence[float]:
+    """Returns the bucket sizes that there can be, MiB."""
+    if isinstance(model, CoreDDP):
+        return CAPS_MB
+    cap = getattr(model, "bucket_bytes_cap", 25 * 2**20)  # torch's class keeps its buckets
+    return (cap / 2**20,)
 
 
 def promising(options: Sequence[Option]) -> list[Option]:

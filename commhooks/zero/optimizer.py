@@ -127,20 +127,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
     # ---- one step
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops all gradients: the shards' means, and what ``no_sync`` has accumulated.
-
-        Args:
-            set_to_none: gradients become None in any case.
-        """
+        """Drops all gradients: the shards' means, and what ``no_sync`` has accumulated."""
         self._shards.zero_grad()
         for parameter in self._model.parameters():
             parameter.grad = None
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scales gradients down to a norm over all parameters, as torch's function of this name.
-
-        A collective.
+        """Scales gradients down to a norm over all parameters, as torch's function; a collective.
 
         Args:
             max_norm: the largest norm that is left as it is.

@@ -9,12 +9,13 @@ order on lanes (:mod:`ddp_core.exchange.lanes`), on a CUDA stream
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_core.exchange.collective import Collective, as_request
 from ddp_core.exchange.lane_groups import backend_for, is_nccl
 from ddp_core.exchange.pairs import Pairs, as_bytes, exchange_pairs, on_gloo
 from ddp_core.exchange.sparse_sum import SparseSum, sums_sparse
@@ -41,71 +42,6 @@ _NCCL_SCALES = 2**20  # entries of a tensor, at most
 # torch 2.13 renamed the tensor collectives; 2.9 only has the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-class Collective:
-    """Requests one collective over ``tensor``, as every rank does.
-
-    ``sent`` is what this rank's contribution decodes to at the other end. None means the tensor
-    itself, bit for bit; a wrapper that rounds what travels (a cast) writes the rounded value there.
-    """
-
-    name: ClassVar[str]
-
-    def __init__(self, tensor: Tensor) -> None:
-        if not isinstance(tensor, Tensor):
-            raise TypeError(
-                f"{type(self).__name__}(tensor) takes a tensor, got {type(tensor).__name__}"
-            )
-        self.tensor = tensor
-        self.sent: Tensor | None = None
-
-    @property
-    def payload_nbytes(self) -> int:
-        """Returns the bytes that this rank hands to the collective."""
-        if self.tensor.is_sparse:  # indices travel as well, and entries that are zero do not
-            parts = (self.tensor._indices(), self.tensor._values())
-            return sum(part.numel() * part.element_size() for part in parts)
-        return self.tensor.numel() * self.tensor.element_size()
-
-    def wire_nbytes(self, world_size: int) -> float:
-        """Returns the bytes that this rank sends, by a bandwidth-optimal algorithm's formula."""
-        raise NotImplementedError
-
-    def issue(self, group: dist.ProcessGroup) -> dist.Work | Pairs | SparseSum:
-        """Starts the collective on ``group`` and returns its work handle."""
-        raise NotImplementedError
-
-    def result(self) -> Tensor:
-        """Returns what the scheme is sent back, once the work is done."""
-        return self.tensor
-
-    def like(self, tensor: Tensor) -> Collective:
-        """Returns the same request over another tensor."""
-        return type(self)(tensor)
-
-    @classmethod
-    def combine(cls, requests: Sequence[Any]) -> list[Tensor]:
-        """Returns the results of all simulated ranks, given the requests of all."""
-        raise NotImplementedError
-
-    def signature(self) -> tuple[Any, ...]:
-        """Returns what has to agree on all ranks."""
-        return (self.name, tuple(self.tensor.shape), self.tensor.dtype)
-
-
-def as_request(yielded: object) -> Collective:
-    """Returns what an exchange yielded, if it is a collective.
-
-    Raises:
-        TypeError: it is something else, such as the tensor alone.
-    """
-    if not isinstance(yielded, Collective):
-        raise TypeError(
-            f"an exchange yields collectives, such as AllReduce(tensor), and is sent their "
-            f"results; it yielded a {type(yielded).__name__}"
-        )
-    return yielded
 
 
 class _Among(Collective):

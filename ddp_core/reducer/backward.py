@@ -32,8 +32,7 @@ class Backward:
     Args:
         flight: the step under way.
         installed: where gradients go.
-        plan: is told the order in which they came.
-        history: is told of the step.
+        plan, history: are told in which order and when they came.
         errors: raises where gradients do not come as agreed.
         precision: exchanges parameters for low-precision ones, if given.
     """

@@ -81,15 +81,14 @@ class InFlight:
 
     def settle_scale(self) -> None:
         """Sets by what sums are divided: the number of ranks, or of those that still have input."""
-        step = self.step
-        step.divisor = self._world_size
+        self.step.divisor = self._world_size
         if self.weights is not None:  # they say what ranks count; one without input has none
             self.weights.send()
         elif self._effective is not None:
             self._effective.wait()
-            step.divisor = int(self._effective.get_future().value()[0].item())
+            self.step.divisor = int(self._effective.get_future().value()[0].item())
         # A hook averages by itself.
-        step.scale = None if self.launcher.hook is not None else 1.0 / step.divisor
+        self.step.scale = None if self.launcher.hook is not None else 1.0 / self.step.divisor
 
     def await_futures(self, futures: Sequence[Any]) -> None:
         """Takes futures that are waited for at the end of backward (buffer hook)."""

@@ -69,8 +69,8 @@ class Reducer:
         )
         self._installed.install(self.plan.initial())
         self._errors = GraphErrors(self.parameters, self.launcher)
-        kind = settings.weighted
-        weights = None if kind is None else Weights(kind, self.parameters, self.launcher, device)
+        kind, launcher = settings.weighted, self.launcher
+        weights = None if kind is None else Weights(kind, self.parameters, launcher, device)
         self.in_flight = InFlight(
             self.buckets,
             self.parameters,
@@ -125,8 +125,7 @@ class Reducer:
             self.in_flight.abandon()
         self.backward.late.forward_begins()
         if self.backward.unreduced.holding:  # ranks may run different numbers of passes
-            # That of a forward pass outside whose backward pass did not come: torch's class would
-            # average the next one in its place.
+            # A forward pass outside had no backward pass: torch's class would average the next.
             self.in_flight.step.expecting = False
         else:
             self.rebuild()
@@ -151,11 +150,7 @@ class Reducer:
         self.in_flight.set_effective_ranks(work, static_world_size=static_world_size)
 
     def prepare_for_backward(self, outputs: Sequence[Any] = ()) -> None:
-        """Begins a step, after a forward pass whose backward pass averages gradients.
-
-        Args:
-            outputs: not looked at; trainers that drive a reducer themselves pass them to torch's.
-        """
+        """Begins a step, after a forward pass whose backward pass averages gradients."""
         if not self.backward.unreduced.holding:  # else it is a trainer's call, before `reduce`
             self.begin_step()
 
@@ -198,11 +193,7 @@ class Reducer:
             self._installed.install(members)
 
     def keep_registered_buckets(self) -> None:
-        """Lays buckets out by registration, for good; all ranks call it, before the first step.
-
-        For an optimizer that keeps the state of a part of each bucket, which could not follow
-        parameters into other buckets.
-        """
+        """Lays buckets out by registration, for good; all ranks call it, before the first step."""
         self.plan.follows_arrival, self.plan.splits.ignored = False, True
         self._installed.install(self.plan.initial())
 
