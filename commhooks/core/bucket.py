@@ -73,9 +73,7 @@ class Bucket(StepInfo):
     ) -> None:
         super().__init__(memory=memory, step=step, rank=rank, world_size=world_size, seed=seed)
         self.raw, self.residual, self.unsent = raw, residual, unsent
-        if shards is not None:
-            check_shards(shards, raw.numel(), world_size)
-        self.shards = shards
+        self.shards = shards if shards is None else check_shards(shards, raw.numel(), world_size)
         own = raw if shards is None else raw[self.own]
         self.output = own if output is None else output
         self._layout = layout

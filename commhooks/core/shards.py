@@ -17,8 +17,8 @@ def equal_shards(n: int, count: int) -> tuple[Span, ...]:
     return tuple((min(i * length, n), min((i + 1) * length, n)) for i in range(count))
 
 
-def check_shards(shards: Sequence[Span], n: int, world_size: int) -> None:
-    """Raises ValueError unless shards cover ``n`` entries in order, the first being the longest.
+def check_shards(shards: Sequence[Span], n: int, world_size: int) -> Sequence[Span]:
+    """Returns the shards, or raises ValueError unless they cover ``n`` entries in order, the first being the longest.
 
     Args:
         shards: begin and end of the shard of each rank.
@@ -39,6 +39,7 @@ def check_shards(shards: Sequence[Span], n: int, world_size: int) -> None:
             f"shards=...: begin and end of one shard for each of {world_size} ranks, one after "
             f"the other over all {n} entries, the first being the longest; got {list(shards)[:8]}"
         )
+    return shards
 
 
 def to_rows(flat: Tensor, shards: Sequence[Span]) -> Tensor:
