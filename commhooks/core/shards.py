@@ -18,7 +18,7 @@ def equal_shards(n: int, count: int) -> tuple[Span, ...]:
 
 
 def check_shards(shards: Sequence[Span], n: int, world_size: int) -> Sequence[Span]:
-    """Returns the shards, or raises ValueError unless they cover ``n`` entries in order, the first being the longest.
+    """Returns the shards; raises ValueError unless they cover ``n`` entries, the first the longest.
 
     Args:
         shards: begin and end of the shard of each rank.
