@@ -104,8 +104,7 @@ class Backward:
         self._opened_in = backward_number()
         call_after_backward(self._ended)
         if step.prepared_in == self._opened_in != NO_BACKWARD:
-            # The forward pass ran once more in this backward pass, for activations only: the graph
-            # is that of a forward pass under no_sync.
+            # It ran again here, for activations only: the graph is that of one under no_sync.
             step.expecting, step.complete = False, True
             self.unreduced.forward_was_recomputed()
         if not step.expecting:

@@ -74,7 +74,7 @@ class Unreduced:
         self._late.came(index)
 
     def forward_was_recomputed(self) -> None:
-        """Takes back what was noted of a forward pass within ``no_sync`` that ran once more."""
+        """Takes back what was noted of a forward pass: it was one within ``no_sync``, again."""
         self._late.forward_was_recomputed()
         self.forward_synchronised = False
 

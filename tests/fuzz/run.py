@@ -166,6 +166,10 @@ class Run:
         if "hold" in case.setting:
             self.ddp.reduce()
         self._reference_passes(number, plan, sums)
+        if self.kind is not None and not any(
+            self.weight(number, micro, self.rank) for micro in range(case.micro)
+        ):  # zeros, whatever it is
+            sums = {name: torch.zeros_like(one) for name, one in sums.items()}
         return self._record(sums, held, plan)
 
     def _gates(self, plan: Plan) -> dict[str, str]:
