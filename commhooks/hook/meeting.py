@@ -63,7 +63,7 @@ class Meeting:
         """
 
     def ranks_changed(self) -> None:
-        """Called on all ranks when they have changed and agreed."""
+        """Hears, on all ranks, that they have changed and agreed."""
 
     def _take_up(self, buckets: SavedBuckets) -> None:
         """Continues with the buckets of a saved state."""
