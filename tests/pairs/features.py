@@ -176,6 +176,7 @@ APART = {
         (("setting in_backward", one) for one in ("raise within", "raise after")),
         "what has been averaged by then is stepped, and the reference steps nothing",
     ),
+    ("part of the ranks", "another group"): "the ranks that are in no group do not come to it",
     ("no_sync", "discard"): "the discarded pass makes the next no_sync pass a synchronised one",
     ("scheme noop", "wrap ef21"): "ranks that average nothing follow different estimates",
     ("scheme noop", "leave"): "nobody waits for anybody",
