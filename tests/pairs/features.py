@@ -177,6 +177,7 @@ APART = {
         "what has been averaged by then is stepped, and the reference steps nothing",
     ),
     ("part of the ranks", "another group"): "the ranks that are in no group do not come to it",
+    ("freeze", "another group"): "our class averages what is trained when the ranks change",
     ("no_sync", "discard"): "the discarded pass makes the next no_sync pass a synchronised one",
     ("scheme noop", "wrap ef21"): "ranks that average nothing follow different estimates",
     ("scheme noop", "leave"): "nobody waits for anybody",
