@@ -63,7 +63,7 @@ class Meeting:
         """
 
     def ranks_changed(self) -> None:
-        """Tells a hook that its ranks have changed and agreed; called on all of them."""
+        """Hears, on all ranks, that they have changed and agreed."""
 
     def _take_up(self, buckets: SavedBuckets) -> None:
         """Continues with the buckets of a saved state."""

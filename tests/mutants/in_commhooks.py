@@ -546,7 +546,7 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "the largest step decides who goes on",
-            "            len(family(told[rank])),\n",
+            "            len(family(told[rank])),\n            told[rank].world_size,\n",
             "",
             f"{WORLD}::test_a_rank_with_a_larger_step_joins_all_the_same",
         ),

@@ -195,6 +195,8 @@ APART = {
         (("setting ignored", f"weighted by {one}") for one in ("means", "sums")),
         "what is ignored is not weighted, and the reference weights losses",
     ),
+    ("part of the ranks", "another group"): "the ranks that are in no group do not come to it",
+    ("freeze", "another group"): "our class averages what is trained when the ranks change",
     ("no_sync", "discard"): "the discarded pass makes the next no_sync pass a synchronised one",
     ("through a group", "setting mesh"): "the mesh has the group",
     ("scheme noop", "wrap ef21"): "ranks that average nothing follow different estimates",
