@@ -193,7 +193,11 @@ def _lightning(rank: int, world_size: int) -> None:
     strategy.model = model = strategy._setup_model(nn.Sequential(nn.Linear(8, 4)))
     assert isinstance(model, CoreDDP)
     trainer = SimpleNamespace(
-        strategy=strategy, world_size=world_size, global_step=0, log_every_n_steps=2, loggers=[logger]
+        strategy=strategy,
+        world_size=world_size,
+        global_step=0,
+        log_every_n_steps=2,
+        loggers=[logger],
     )
     comm = CommHook("int8")
     comm.setup(trainer, None, "fit")
