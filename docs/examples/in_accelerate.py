@@ -30,7 +30,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    loader = DataLoader(dataset(), batch_size=5, shuffle=True)
+    loader = DataLoader(dataset(), batch_size=5)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     comm = CommHook(accelerator, model, "powersgd", rank=2, start_step=3)
 
@@ -38,7 +38,6 @@ def main() -> None:
     if first:
         accelerator.load_state(args.folder / f"epoch{first}")
     for epoch in range(first, args.epochs):
-        loader.set_epoch(epoch)
         for points, classes in loader:
             with accelerator.accumulate(model):
                 loss = torch.nn.functional.cross_entropy(model(points), classes)

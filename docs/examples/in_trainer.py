@@ -25,6 +25,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=12)
     args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
 
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=100, n_positions=32, n_embd=64, n_layer=2, n_head=4)

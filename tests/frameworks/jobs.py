@@ -33,7 +33,7 @@ def needs(*packages: str) -> pytest.MarkDecorator:
 
 
 def job(
-    script: Path, *arguments: object, ranks: int = 2, timeout: float = 240.0, fails: bool = False
+    script: Path, *arguments: object, ranks: int = 2, timeout: float = 500.0, fails: bool = False
 ) -> list[str]:
     """Runs a script on every rank, and returns what each has printed.
 

@@ -10,7 +10,7 @@ import torch
 from tests.frameworks.jobs import EXAMPLES, cases, job, needs
 from tests.frameworks.resumed import check_resumed
 
-pytestmark = [needs("accelerate"), pytest.mark.distributed, pytest.mark.timeout(600)]
+pytestmark = [needs("accelerate"), pytest.mark.distributed, pytest.mark.timeout(1600)]
 SCRIPT = "accelerate_cases.py"
 
 

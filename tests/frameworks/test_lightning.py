@@ -11,7 +11,7 @@ import torch
 from tests.frameworks.jobs import EXAMPLES, cases, job, needs
 from tests.frameworks.resumed import check_resumed
 
-pytestmark = [needs("lightning"), pytest.mark.distributed, pytest.mark.timeout(600)]
+pytestmark = [needs("lightning"), pytest.mark.distributed, pytest.mark.timeout(1600)]
 SCRIPT = "lightning_cases.py"
 
 

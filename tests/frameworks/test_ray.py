@@ -11,7 +11,7 @@ import torch
 from tests.frameworks.jobs import EXAMPLES, cases, job, needs
 from tests.frameworks.resumed import check_resumed
 
-pytestmark = [needs("ray"), pytest.mark.distributed, pytest.mark.timeout(600)]
+pytestmark = [needs("ray"), pytest.mark.distributed, pytest.mark.timeout(1600)]
 
 
 def latest(folder: Path, run: str = "example") -> tuple[dict[str, Any], dict[str, Any]]:

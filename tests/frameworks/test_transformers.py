@@ -14,7 +14,7 @@ from tests.frameworks.resumed import check_resumed
 pytestmark = [
     needs("transformers", "accelerate"),
     pytest.mark.distributed,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1600),
 ]
 SCRIPT = "transformers_cases.py"
 

@@ -44,7 +44,7 @@ OF_TORCH = {"checkpoint_id", "drop_last", "use_local_synchronization", "weights_
 OF_FRAMEWORKS = {
     "comm_hook", "ddp_comm_hook", "ddp_comm_state", "log", "parallel_strategy", "resume_from",
     "resume_from_checkpoint", "save_on_each_node", "save_only_model", "save_weights_only",
-    "strategy",
+    "strategy", "use_seedable_sampler",
 }  # fmt: skip
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 # What docs/index.md says that examples assume. The hook registered last is replaced by the next.
