@@ -24,6 +24,15 @@ from commhooks.hosts.collectives import Collectives
 __all__ = ["NAME", "SchemeGroup"]
 
 NAME = "commhooks"  # of the backend
+# What torch looks up in a Python class first. Where it finds nothing it calls the backend with the
+# interpreter's lock held, which waits for ever if a thread of Gloo drops a Python object meanwhile:
+# that thread has Gloo's own lock, and wants the interpreter's. Some names are of one version only.
+_PASSED_ON = (
+    *("allgather", "allreduce_coalesced", "barrier", "broadcast", "recv", "reduce_scatter"),
+    *("send", "all_gather_single_coalesced", "all_to_all_single"),
+    *("reduce_scatter_single_coalesced", "allgather_into_tensor_coalesced", "alltoall_base"),
+    "reduce_scatter_tensor_coalesced",
+)
 
 
 class SchemeGroup(dist.ProcessGroup):
@@ -51,7 +60,7 @@ class SchemeGroup(dist.ProcessGroup):
         kinds = dist.ProcessGroup.BackendType
         for device in inside._device_types:
             backend = inside._get_backend(device)
-            # What is not overridden here goes straight to the backend, in C++.
+            # What is not passed on below goes straight to the backend, in C++.
             kind = getattr(kinds, backend.name().upper(), kinds.CUSTOM)
             self._register_backend(device, kind, backend)
 
@@ -130,3 +139,15 @@ class SchemeGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         """Returns the name of the backend."""
         return NAME
+
+
+def _passed_on(name: str) -> Any:
+    def method(self: SchemeGroup, *args: Any, **options: Any) -> Any:
+        return getattr(self.inside, name)(*args, **options)
+
+    return method
+
+
+for _name in _PASSED_ON:
+    if hasattr(dist.ProcessGroup, _name):
+        setattr(SchemeGroup, _name, _passed_on(_name))
