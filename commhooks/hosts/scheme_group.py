@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import _create_work_from_future
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.core.scheme import Scheme, slots_of
@@ -35,6 +34,25 @@ _PASSED_ON = (
 )
 
 
+class _Work(dist.Work):
+    """Waits for a future, as torch's work for futures does, which takes no timeout."""
+
+    def __init__(self, future: torch.futures.Future[list[Tensor]]) -> None:
+        super().__init__()
+        self._future = future
+
+    def wait(self, timeout: Any = None) -> bool:
+        # The collectives of the exchange have the timeout of their group.
+        self._future.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return self._future.done()
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        return self._future
+
+
 class SchemeGroup(dist.ProcessGroup):
     """Averages by a scheme, and is otherwise the group that it was made of.
 
@@ -53,7 +71,7 @@ class SchemeGroup(dist.ProcessGroup):
     _attached: AttachedModel | None = None
 
     def __init__(self, inside: dist.ProcessGroup, scheme: Scheme, least: int, seed: int) -> None:
-        super().__init__(inside.rank(), inside.size())
+        super().__init__(inside.rank(), inside.size())  # type: ignore[call-arg]
         self.inside, self.least, self._seed = inside, least, seed
         self._scheme = scheme
         self._calls = self.hook = Collectives(scheme, inside, seed=seed)
@@ -84,13 +102,15 @@ class SchemeGroup(dist.ProcessGroup):
         self.hook = self._attached.hook
         return self.hook
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
+    def allreduce(  # type: ignore[override]
+        self, tensors: list[Tensor], opts: Any = None
+    ) -> Any:
         """Reduces by the scheme what it is for, and else by the group inside."""
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         future = self._run(tensors[0], op) if self._fits(tensors, op) else None
         if future is None:
             return self.inside.allreduce(tensors, *([] if opts is None else [opts]))
-        return _create_work_from_future(future.then(lambda done: [done.value()]))
+        return _Work(future.then(lambda done: [done.value()]))
 
     def _fits(self, tensors: list[Tensor], op: Any) -> bool:
         one = tensors[0]
@@ -132,7 +152,7 @@ class SchemeGroup(dist.ProcessGroup):
         pass
 
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> str:  # type: ignore[override]
         """Returns the name by which torch.distributed knows the group."""
         return self._name
 
