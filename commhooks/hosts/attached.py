@@ -57,7 +57,7 @@ class AttachedModel:
         self._model = weakref.ref(model)
         self._buckets: list[tuple[tuple[int, torch.dtype], ReducerBucket]] = []
         self._next = self._looks = self._calls = self._strange = 0
-        self._looked_at = -1  # step
+        self._look(model)
         # Of the module inside, since it runs after torch has laid out buckets.
         model.module.register_forward_pre_hook(self._forward)
 
@@ -79,6 +79,8 @@ class AttachedModel:
         bucket = ReducerBucket(known.number, known.members, known.last, tensor, exact)
         return self.hook.start(bucket)
 
+    # A compiler could not trace what it looks at; it breaks the graph here, before the module.
+    @torch._disable_dynamo(recursive=True)  # type: ignore[attr-defined]
     def _forward(self, module: nn.Module, inputs: Any) -> None:
         model = self._model()
         if model is None or not torch.is_grad_enabled() or torch._C._current_graph_task_id() >= 0:
@@ -104,12 +106,18 @@ class AttachedModel:
             )
         self._calls, self._strange, self._next = self.hook.calls, 0, 0
         if self._looks < _LOOKS and self._looked_at != self.hook.step:
-            self._looked_at, self._looks = self.hook.step, self._looks + 1
             self._look(model)
 
     def _look(self, model: DistributedDataParallel) -> None:
+        self._looked_at, self._looks = self.hook.step, self._looks + 1
         # It allocates the memory of all gradients, which is why it is not done in every step.
-        buckets = model.reducer._get_zeros_like_grad_buckets()
+        try:
+            buckets = model.reducer._get_zeros_like_grad_buckets()
+        except RuntimeError as error:
+            raise RegistrationError(
+                "process_group(...).attach(model): torch does not tell the buckets of a model with "
+                "sparse gradients; commhooks.register(model, scheme) runs with them"
+            ) from error
         self._buckets = [
             (
                 (one.buffer().numel(), one.buffer().dtype),

@@ -26,7 +26,7 @@ def register_on_composable(
     model: nn.Module, scheme: str | Scheme, *, seed: int = 0, history: int = 100_000, **options: Any
 ) -> HookState:
     """Registers a scheme on a module that was passed to ``replicate()``; all ranks call it."""
-    state: Any = replicate.state(model)  # type: ignore[attr-defined]
+    state: Any = replicate.state(model)
     present = state._ddp._comm_hooks if state.has_initialized else state._comm_hook_args
     if present:
         raise RegistrationError(
@@ -36,7 +36,8 @@ def register_on_composable(
     hook = HookState(scheme, model, process_group=group, seed=seed, history=history, **options)
     hook.agree("commhooks.register", {"host": "replicate"}, MEETING)
     # Later hooks of the module are put on a list that nobody reads any more.
-    (state._ddp if state.has_initialized else model).register_comm_hook(hook, comm_hook)
+    takes_hooks: Any = state._ddp if state.has_initialized else model
+    takes_hooks.register_comm_hook(hook, comm_hook)
 
     def forward_begins(module: nn.Module, inputs: Any) -> None:
         if torch.is_grad_enabled():

@@ -59,6 +59,7 @@ def process_group(
     handshake("commhooks.process_group", facts, inside, MEETING)
     ranks = dist.get_process_group_ranks(inside)
     _register_backend()
+    unsorted: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
     made: SchemeGroup = dist.new_group(
         ranks,
         timeout=group_timeout(inside),
@@ -66,7 +67,7 @@ def process_group(
         pg_options=partial(SchemeGroup, inside, built, least, check_seed(seed)),
         # Without it, the ranks of other groups would have to come, too.
         use_local_synchronization=len(ranks) != dist.get_world_size(),
-        **({} if ranks == sorted(ranks) else {"sort_ranks": False}),
+        **unsorted,
     )
     return made
 

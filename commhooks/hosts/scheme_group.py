@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import _create_work_from_future
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.core.scheme import Scheme, slots_of
@@ -24,6 +23,34 @@ from commhooks.hosts.collectives import Collectives
 __all__ = ["NAME", "SchemeGroup"]
 
 NAME = "commhooks"  # of the backend
+# What torch looks up in a Python class first. Where it finds nothing it calls the backend with the
+# interpreter's lock held, which waits for ever if a thread of Gloo drops a Python object meanwhile:
+# that thread has Gloo's own lock, and wants the interpreter's. Some names are of one version only.
+_PASSED_ON = (
+    *("allgather", "allreduce_coalesced", "barrier", "broadcast", "recv", "reduce_scatter"),
+    *("send", "all_gather_single_coalesced", "all_to_all_single"),
+    *("reduce_scatter_single_coalesced", "allgather_into_tensor_coalesced", "alltoall_base"),
+    "reduce_scatter_tensor_coalesced",
+)
+
+
+class _Work(dist.Work):
+    """Waits for a future, as torch's work for futures does, which takes no timeout."""
+
+    def __init__(self, future: torch.futures.Future[list[Tensor]]) -> None:
+        super().__init__()
+        self._future = future
+
+    def wait(self, timeout: Any = None) -> bool:
+        # The collectives of the exchange have the timeout of their group.
+        self._future.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return self._future.done()
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        return self._future
 
 
 class SchemeGroup(dist.ProcessGroup):
@@ -44,14 +71,14 @@ class SchemeGroup(dist.ProcessGroup):
     _attached: AttachedModel | None = None
 
     def __init__(self, inside: dist.ProcessGroup, scheme: Scheme, least: int, seed: int) -> None:
-        super().__init__(inside.rank(), inside.size())
+        super().__init__(inside.rank(), inside.size())  # type: ignore[call-arg]
         self.inside, self.least, self._seed = inside, least, seed
         self._scheme = scheme
         self._calls = self.hook = Collectives(scheme, inside, seed=seed)
         kinds = dist.ProcessGroup.BackendType
         for device in inside._device_types:
             backend = inside._get_backend(device)
-            # What is not overridden here goes straight to the backend, in C++.
+            # What is not passed on below goes straight to the backend, in C++.
             kind = getattr(kinds, backend.name().upper(), kinds.CUSTOM)
             self._register_backend(device, kind, backend)
 
@@ -75,13 +102,15 @@ class SchemeGroup(dist.ProcessGroup):
         self.hook = self._attached.hook
         return self.hook
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
+    def allreduce(  # type: ignore[override]
+        self, tensors: list[Tensor], opts: Any = None
+    ) -> Any:
         """Reduces by the scheme what it is for, and else by the group inside."""
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         future = self._run(tensors[0], op) if self._fits(tensors, op) else None
         if future is None:
             return self.inside.allreduce(tensors, *([] if opts is None else [opts]))
-        return _create_work_from_future(future.then(lambda done: [done.value()]))
+        return _Work(future.then(lambda done: [done.value()]))
 
     def _fits(self, tensors: list[Tensor], op: Any) -> bool:
         one = tensors[0]
@@ -123,10 +152,22 @@ class SchemeGroup(dist.ProcessGroup):
         pass
 
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> str:  # type: ignore[override]
         """Returns the name by which torch.distributed knows the group."""
         return self._name
 
     def getBackendName(self) -> str:
         """Returns the name of the backend."""
         return NAME
+
+
+def _passed_on(name: str) -> Any:
+    def method(self: SchemeGroup, *args: Any, **options: Any) -> Any:
+        return getattr(self.inside, name)(*args, **options)
+
+    return method
+
+
+for _name in _PASSED_ON:
+    if hasattr(dist.ProcessGroup, _name):
+        setattr(SchemeGroup, _name, _passed_on(_name))

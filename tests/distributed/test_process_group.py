@@ -171,11 +171,11 @@ def _stateless(rank: int, world_size: int) -> dict[str, Any]:
     model = wrapped(commhooks.process_group("int8", least=1))
     dense = train(wrapped(), rank)
     found["near"] = all(
-        float((one - other).norm() / other.norm()) < 0.02
+        float((one - other).norm() / other.norm()) < 0.04
         for one, other in zip(train(model, rank), dense, strict=True)
     )
     core = ddp_core.DistributedDataParallel(mlp(32, 4), process_group=model.process_group)
-    found["core"] = float((train(core, rank)[0] - dense[0]).norm() / dense[0].norm()) < 0.02
+    found["core"] = float((train(core, rank)[0] - dense[0]).norm() / dense[0].norm()) < 0.04
     found["core calls"] = core.process_group is model.process_group
     return found
 
@@ -361,9 +361,9 @@ def _on_fsdp(rank: int, world_size: int) -> dict[str, Any]:
     model = mlp(32, 4)
     for module in (model[0], model[2], model):
         on_fsdp(module, mesh=mesh)
-    found["over the group"] = near(local(model), 0.03) and group.hook.calls == 3 * STEPS
+    found["over the group"] = near(local(model), 0.04) and group.hook.calls == 3 * STEPS
 
-    for name, allowed in {"none": 1e-6, "int8": 0.03, "powersgd": 3.0}.items():
+    for name, allowed in {"none": 1e-6, "int8": 0.04, "powersgd": 3.0}.items():
         model = mlp(32, 4)
         hook = commhooks.hosts.replicate(model, name, modules=[model[0], model[2]])
         means = local(model)

@@ -143,6 +143,7 @@ TOGETHER: dict[tuple[str, str], str] = {
     ("setting delayed", "join"): "does not take part in the delayed all-reduce",
     ("setting delayed", "join by input"): "does not take part in the delayed all-reduce",
     ("through a group", "join"): "runs with join",
+    ("through a group", "model sparse"): "sparse gradients",
     ("through a group", "join by input"): "runs with join",
 }
 # What the package says where a scheme, an option or a wrapper does not go with another.
