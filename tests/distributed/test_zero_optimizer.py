@@ -688,3 +688,17 @@ def test_a_transformer_trains_as_with_bf16() -> None:
     losses = {how: run_ranks(_characters, 2, how, 40)[0] for how in ("bf16", "int8")}
     assert losses["bf16"] < 3.6  # of log(128) = 4.85
     assert abs(losses["int8"] - losses["bf16"]) < 0.05
+
+
+def _compiled(rank: int, world_size: int) -> None:
+    plain, ours = wrapped(model_of()), wrapped(model_of())
+    kind, settings = ADAM
+    theirs, zero = kind(plain.parameters(), **settings), ZeroOptimizer(ours, kind, **settings)
+    for model, optimizer in ((plain, theirs), (ours, zero)):
+        train(torch.compile(model, backend="eager"), optimizer, rank, 0, 3)  # type: ignore[arg-type]
+    agree(ours)
+    assert same(plain, ours)
+
+
+def test_a_compiled_model_trains_in_the_same_buckets() -> None:
+    run_ranks(_compiled, 2)
