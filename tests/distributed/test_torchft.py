@@ -97,6 +97,14 @@ def _quorums(rank: int, world_size: int, scheme: str) -> Any:
     assert not manager.errors
     assert hook.step == 3
     held = residuals(hook, model)
+    # An error of somebody else's, after some buckets: the manager does not commit this step.
+    error = ValueError("on purpose")
+    handle = next(model.parameters()).register_hook(lambda _: manager.report_error(error))
+    manager.start_quorum(1, [0, 1, 2])
+    _step(model, 3, rank)
+    handle.remove()
+    assert torch.equal(residuals(hook, model), held)
+    assert hook.step == 3
     both = dist.new_group([0, 1])
     if rank == 2:  # it dies, and comes back as another replica
         found += [torch.zeros(())] * 2
