@@ -34,6 +34,10 @@ _PASSED_ON = (
 )
 
 
+# Reducers call collectives while torch.compile looks at every Python function that runs.
+_not_traced = torch._disable_dynamo(recursive=True)  # type: ignore[attr-defined]
+
+
 class _Work(dist.Work):
     """Waits for a future, as torch's work for futures does, which takes no timeout."""
 
@@ -102,6 +106,7 @@ class SchemeGroup(dist.ProcessGroup):
         self.hook = self._attached.hook
         return self.hook
 
+    @_not_traced
     def allreduce(  # type: ignore[override]
         self, tensors: list[Tensor], opts: Any = None
     ) -> Any:
@@ -162,6 +167,7 @@ class SchemeGroup(dist.ProcessGroup):
 
 
 def _passed_on(name: str) -> Any:
+    @_not_traced
     def method(self: SchemeGroup, *args: Any, **options: Any) -> Any:
         return getattr(self.inside, name)(*args, **options)
 

@@ -441,8 +441,8 @@ MUTANTS: list[Mutant] = [
         "commhooks/hosts/functions.py",
         (
             "what was made for a destroyed group stays",
-            "            found.close()\n",
-            "            pass\n",
+            "for found in _made.pop(group).values():",
+            "for found in _made[group].values():",
             f"{FUNCTIONS}::test_functions_use_what_they_made_until_its_group_is_destroyed",
         ),
     ),
