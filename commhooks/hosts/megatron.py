@@ -42,7 +42,7 @@ class ReduceScatter:
         self,
         output_tensor: Tensor,
         input_tensor: Tensor,
-        op: dist.ReduceOp,
+        op: dist.ReduceOp.RedOpType,
         group: dist.ProcessGroup | None,
         async_op: bool,
     ) -> Any:
