@@ -20,7 +20,7 @@ import pytest
 
 __all__ = ["EXAMPLES", "cases", "job", "needs"]
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]  # packages are links in a job
 EXAMPLES = ROOT / "docs" / "examples"
 
 
