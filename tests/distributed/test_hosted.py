@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import commhooks
 from commhooks.errors import CheckpointError, MissingPackageError, RegistrationError
 from commhooks.hosts import accelerate, fabric, ray
 from commhooks.hosts.hosted import Hosted
@@ -278,3 +279,33 @@ def _transformers(rank: int, world_size: int, folder: str) -> None:
 
 def test_transformers_by_what_it_has_published(tmp_path: Path) -> None:
     run_ranks(_transformers, 2, str(tmp_path))
+
+
+# ---- Megatron-Core, by the signature of its reduce_scatter_with_fp32_accumulation
+
+
+def _megatron(rank: int, world_size: int) -> None:
+    from commhooks.hosts.megatron import ReduceScatter
+
+    reduce_scatter = ReduceScatter("none")
+    whole = torch.arange(8.0) * (rank + 1)
+    expected = (torch.arange(8.0) * 3).chunk(2)[rank]  # the sum: 1 + 2 times, not the mean
+    for async_op in (False, True):
+        part = torch.empty(4)
+        handle = reduce_scatter(
+            output_tensor=part, input_tensor=whole.clone(), op=dist.ReduceOp.SUM,
+            group=dist.group.WORLD, async_op=async_op,
+        )  # fmt: skip
+        if async_op:
+            handle.wait()
+        assert torch.equal(part, expected)
+    said = error_of(lambda: reduce_scatter(part, whole, dist.ReduceOp.AVG, None, False), ValueError)
+    assert "sums" in said
+    error_of(lambda: reduce_scatter(part, whole[:6], dist.ReduceOp.SUM, None, False), ValueError)
+
+
+@pytest.mark.skipif(
+    not hasattr(commhooks, "reduce_scatter"), reason="commhooks.reduce_scatter is not there yet"
+)
+def test_megatrons_function_sums() -> None:
+    run_ranks(_megatron, 2)

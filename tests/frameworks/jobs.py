@@ -20,7 +20,7 @@ import pytest
 
 __all__ = ["EXAMPLES", "cases", "job", "needs"]
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]  # packages are links in a job
 EXAMPLES = ROOT / "docs" / "examples"
 
 
@@ -50,6 +50,7 @@ def job(
         "HF_HUB_OFFLINE": "1",
         "RAY_TRAIN_V2_ENABLED": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "300",  # a busy machine
         "PYTHONPATH": os.pathsep.join([_packages(), *_others()]),
     }
     # Tests may run under torchrun, or in a shell that has set one of these.
