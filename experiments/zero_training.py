@@ -76,6 +76,7 @@ def main(
     for seed in range(seeds):
         for how in (BASE, *HOWS):
             rows += list(run_ranks(train, world_size, how, seed, steps))
+            print(*rows[-1], sep="  ", flush=True)  # a study that is stopped has shown something
     table = pd.DataFrame(rows, columns=["how", "seed", "loss", "bytes", "state"])
     base = table[table.how == BASE].set_index("seed")
     table["gap"] = table.loss - table.seed.map(base.loss)
