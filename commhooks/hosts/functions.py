@@ -6,6 +6,7 @@ group, and closed when torch.distributed no longer has the group, or when the in
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -17,7 +18,6 @@ from commhooks.hook.binding import need_group
 from commhooks.hook.call import Handle
 from commhooks.hosts.collectives import SUM, Collectives
 from commhooks.wrappers.make import describe
-from ddp_core import group_store
 
 __all__ = ["all_gather", "all_reduce", "close_idle", "collectives_of", "reduce_scatter"]
 
@@ -126,14 +126,22 @@ def collectives_of(
                 f"collectives.{call}(..., name=...)"
             )
         _made.setdefault(group, {})[key] = found
-        if group_store(group) is not None:
+        if _is_known(group):
             _registered.add(group)
     return found
 
 
 def close_idle() -> None:
     """Closes what was made for groups that torch.distributed has destroyed since."""
-    for group in [one for one in _registered if group_store(one) is None]:
+    for group in [one for one in _registered if not _is_known(one)]:
         _registered.remove(group)
         for found in _made.pop(group).values():
             found.close()
+
+
+def _is_known(group: dist.ProcessGroup) -> bool:
+    """Whether torch.distributed has made a group and not destroyed it."""
+    # Not by its store, which a group keeps after it was destroyed.
+    with suppress(KeyError, ValueError, RuntimeError):
+        return bool(dist.get_process_group_ranks(group))
+    return False

@@ -168,15 +168,17 @@ def _resume_undecided(rank: int, world_size: int) -> tuple[bool, int, bool]:
     again: Any = commhooks.register(ddp, "auto", candidates=["int8"], measure_steps=2, link_s=0.1)
     again.load_state_dict(hook.state_dict(gather=True))
     before = again._search.over
-    for _ in range(40):
+    steps = 0
+    while not again._search.over and steps < 300:  # races go on while times are noisy
         ddp(torch.randn(4, 16)).sum().backward()
-    return before, again.step, again._search.over
+        steps += 1
+    return before, again.step - steps, again._search.over
 
 
 def test_a_run_that_stopped_before_the_decision_searches_anew() -> None:
     for before, step, after in run_ranks(_resume_undecided, 2):
         assert not before
-        assert step == 44
+        assert step == 4
         assert after
 
 
