@@ -53,6 +53,7 @@ def assert_answer(output: str) -> None:
 # ---- through the command
 
 
+@pytest.mark.slow
 def test_a_script_under_torchrun_is_measured_and_stopped(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     command = [sys.executable, "-m", "commhooks", "headroom", "--steps=10", "--out", str(out), "--",

@@ -7,7 +7,15 @@ import pytest
 from tests.distributed import host_matrix
 
 
-@pytest.mark.parametrize("host", host_matrix.HOSTS)
+# Of each mechanism one host at every run; the others before a release.
+QUICK = {"FSDP2", "HSDP, between nodes", "`process_group`, attached", "`ZeroOptimizer`"}
+HOSTS = [
+    pytest.param(host, marks=[] if host in QUICK else [pytest.mark.slow])
+    for host in host_matrix.HOSTS
+]
+
+
+@pytest.mark.parametrize("host", HOSTS)
 def test_a_host_runs_what_the_page_says(host: str) -> None:
     world_size = host_matrix.HOSTS[host][1]
     ranks = host_matrix.run_ranks(

@@ -45,6 +45,7 @@ def test_until_it_freezes_it_is_adamw() -> None:
         torch.testing.assert_close(got, expected, rtol=0, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_one_bit_ends_near_adamw() -> None:
     mine = run_ranks(_losses, 2, 60, 400, True)
     theirs = run_ranks(_losses, 2, 60, 400, False)

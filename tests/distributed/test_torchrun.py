@@ -97,6 +97,7 @@ def job(workers: int, snapshot: Path, epochs: int, restarts: int = 0) -> Iterato
 @pytest.mark.timeout(SECONDS + 40)
 @pytest.mark.distributed
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds workers in /proc")
+@pytest.mark.slow
 def test_an_elastic_job_goes_on_when_killed_and_resized(tmp_path: Path) -> None:
     deadline = time.monotonic() + SECONDS
     snapshot = tmp_path / "snapshot.pt"
