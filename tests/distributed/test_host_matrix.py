@@ -6,7 +6,6 @@ import pytest
 
 from tests.distributed import host_matrix
 
-
 # Of each mechanism one host at every run; the others before a release.
 QUICK = {"FSDP2", "HSDP, between nodes", "`process_group`, attached", "`ZeroOptimizer`"}
 HOSTS = [
