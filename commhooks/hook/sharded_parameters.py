@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -46,6 +46,7 @@ class ShardedParameters(Parameters):
     def __init__(self, parameters: Sequence[Sharded], world_size: int) -> None:
         super().__init__()
         self._world_size = world_size
+        self._layout_of: dict[tuple[str, ...], Layout] = {}
         self._sharded = {parameter.name: parameter for parameter in parameters}
         for parameter in parameters:
             for rank in range(world_size):
@@ -60,12 +61,19 @@ class ShardedParameters(Parameters):
 
     def layout_of(self, names: Sequence[str]) -> Layout:
         """Returns the layout of a bucket of the parameters of these names."""
-        pieces = [
-            self._by_name[piece_name(name, rank)]
-            for rank in range(self._world_size)
-            for name in names
-        ]
-        return Layout([piece.name for piece in pieces], [piece.shape for piece in pieces])
+        # Kept: the same buckets come in every step, and a new ``Layout`` hashes all names.
+        key = tuple(names)
+        if key not in self._layout_of:
+            pieces = [
+                self._by_name[piece_name(name, rank)] for rank in self._ranks() for name in names
+            ]
+            names_of, shapes = zip(*((one.name, one.shape) for one in pieces), strict=True)
+            self._layout_of[key] = Layout(names_of, shapes)
+        return self._layout_of[key]
+
+    def _ranks(self) -> Iterable[int]:
+        """Returns the ranks whose pieces a bucket has, in order."""
+        return range(self._world_size)
 
     def find(self, name: str) -> str:
         plain = plain_name(name)
@@ -134,9 +142,8 @@ class OwnShards(ShardedParameters):
         own = {piece_name(parameter.name, rank) for parameter in parameters}
         self._by_name = {name: piece for name, piece in self._by_name.items() if name in own}
 
-    def layout_of(self, names: Sequence[str]) -> Layout:
-        pieces = [self._by_name[piece_name(name, self._rank)] for name in names]
-        return Layout([piece.name for piece in pieces], [piece.shape for piece in pieces])
+    def _ranks(self) -> Iterable[int]:
+        return (self._rank,)
 
     def find(self, name: str) -> str:
         return name

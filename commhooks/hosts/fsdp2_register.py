@@ -114,8 +114,8 @@ class Found(NamedTuple):
         if any(not isinstance(group.mesh_info, FSDPMeshInfo) for group in groups):
             raise RegistrationError(
                 "register: a model of replicate() on FSDP2 averages its gradients by an all-reduce "
-                "that takes no scheme: fully_shard(model, mesh=...) over one rank, then "
-                "register(model, scheme, between=...), is the same with one"
+                "that takes no scheme; commhooks.hosts.replicate(model, scheme) does the same with "
+                "a scheme"
             )
         ranks = groups[0]._reduce_scatter_process_group
         if any(group._reduce_scatter_process_group is not ranks for group in groups):
