@@ -56,7 +56,14 @@ from commhooks.core import Biased, Bucket, Codec, Result, Scheme, Slot, Traits, 
 from commhooks.core.registry import register_scheme, scheme_names
 from commhooks.errors import Error
 from commhooks.hook import HookState, comm_hook, load_dcp, register, unregister
-from commhooks.hosts import Collectives, all_gather, all_reduce, process_group, reduce_scatter
+from commhooks.hosts import (
+    Collectives,
+    all_gather,
+    all_reduce,
+    process_group,
+    reduce_scatter,
+    register_backend,
+)
 from commhooks.local import DiLoCo
 from commhooks.predict.headroom import headroom
 from commhooks.research import Simulation
@@ -101,6 +108,7 @@ __all__ = [
     "process_group",
     "reduce_scatter",
     "register",
+    "register_backend",
     "register_scheme",
     "scheme_names",
     "schemes",

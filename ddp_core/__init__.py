@@ -4,7 +4,7 @@ Knows torch and no scheme: it takes hooks, and generators that yield collectives
 """
 
 from ddp_core.ddp.ddp import DistributedDataParallel
-from ddp_core.exchange.clocks import Clock, Moment, clock_of
+from ddp_core.exchange.clocks import Clock, Moment, clock_of, event_after
 from ddp_core.exchange.collectives import (
     AllGather,
     AllReduce,
@@ -14,7 +14,15 @@ from ddp_core.exchange.collectives import (
     ReduceScatter,
     as_request,
 )
-from ddp_core.exchange.devices import Turns, borrow_memory, on_device_of, stream_of
+from ddp_core.exchange.devices import (
+    Turns,
+    borrow_memory,
+    completed,
+    future_on,
+    on_device,
+    on_device_of,
+    stream_of,
+)
 from ddp_core.exchange.drivers import Drivers
 from ddp_core.exchange.errors import (
     CollectiveError,
@@ -78,11 +86,15 @@ __all__ = [
     "borrow_memory",
     "call_after_backward",
     "clock_of",
+    "completed",
+    "event_after",
+    "future_on",
     "group_store",
     "group_timeout",
     "host_backend",
     "is_gloo",
     "needs",
+    "on_device",
     "on_device_of",
     "simulate",
     "stream_of",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
@@ -10,6 +11,7 @@ __all__ = [
     "is_padding",
     "padding_name",
     "piece_name",
+    "piece_of",
     "plain_name",
     "plain_names",
     "renamed",
@@ -20,6 +22,7 @@ T = TypeVar("T")
 
 # The parts of names that torch.compile, activation checkpointing and FSDP add.
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+_PIECE = re.compile(r"(.+)#(0|[1-9][0-9]{0,8})", re.DOTALL)
 
 
 def plain_name(name: str) -> str:
@@ -47,6 +50,17 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
 def piece_name(name: str, rank: int) -> str:
     """Returns the name of the piece of a parameter that a host such as FSDP2 gives to a rank."""
     return f"{name}#{rank}"
+
+
+def piece_of(name: str) -> tuple[str, int | None]:
+    """Returns parameter and rank of the name of a piece; the name itself and None of others.
+
+    Example:
+        >>> piece_of("layer.weight#3")
+        ('layer.weight', 3)
+    """
+    found = _PIECE.fullmatch(name)
+    return (name, None) if found is None else (found[1], int(found[2]))
 
 
 def padding_name(name: str) -> str:

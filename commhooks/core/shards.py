@@ -12,9 +12,9 @@ Span = tuple[int, int]
 
 
 def equal_shards(n: int, count: int) -> tuple[Span, ...]:
-    """Returns begin and end of ``count`` shards of ``n`` entries; the last ones may be short."""
-    length = -(-n // count)
-    return tuple((min(i * length, n), min((i + 1) * length, n)) for i in range(count))
+    """Returns begin and end of ``count`` shards of ``n`` entries, a multiple of ``count``."""
+    length = n // count
+    return tuple((i * length, (i + 1) * length) for i in range(count))
 
 
 def check_shards(shards: Sequence[Span], n: int, world_size: int) -> Sequence[Span]:

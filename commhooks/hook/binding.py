@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -14,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from commhooks.errors import RegistrationError
 from commhooks.hook.parameters import Parameters, find_owner
 from ddp_core import DistributedDataParallel as CoreDDP
-from ddp_core import on_device_of
+from ddp_core import on_device, on_device_of
 
 __all__ = ["Binding", "need_group"]
 
@@ -42,13 +43,20 @@ class Binding:
     Attributes:
         parameters: the model's parameters, by name.
         static_graph: whether the model was made with ``static_graph=True``.
+        also_on: the device of what is exchanged, where that is not the parameters'.
+        beside: groups of ranks that have other parts of the same gradients (HSDP): with the hook's
+            group they agree on whether a step was finite.
+        shards: the ranks that keep the other shards of what this rank keeps; None: it keeps whole
+            parameters.
         pickled_on: rank and world size on which an unpickled state was pickled; None for others.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
         self.parameters = Parameters()
         self.static_graph = False
-        self.also_devices: set[str] = set()  # of tensors that belong to no model
+        self.also_on: torch.device | None = None
+        self.beside: list[dist.ProcessGroup] = []
+        self.shards: dist.ProcessGroup | None = None
         self.pickled_on: tuple[int, int] | None = None
         self._process_group = process_group
         self._follows_model = False  # the group is the model's
@@ -89,10 +97,19 @@ class Binding:
             self._follows_model = self._process_group is model.process_group
 
     def adopt_sharded(
-        self, model: nn.Module, parameters: Parameters, group: dist.ProcessGroup
+        self,
+        model: nn.Module,
+        parameters: Parameters,
+        group: dist.ProcessGroup,
+        device: torch.device,
     ) -> None:
-        """Takes a model whose host reduces its gradients to shards, over the ranks of ``group``."""
+        """Takes a model whose host reduces its gradients to shards, over the ranks of ``group``.
+
+        Args:
+            device: where they are reduced, wherever parameters lie between steps (offloading).
+        """
         self._model, self.parameters, self._process_group = weakref.ref(model), parameters, group
+        self.also_on = device
 
     def forget_model(self) -> None:
         """Allows the hook to adopt another model."""
@@ -105,7 +122,7 @@ class Binding:
     def group(self) -> dist.ProcessGroup:
         """Returns the process group to average over."""
         if self._process_group is not None:
-            return self._process_group
+            return _plain(self._process_group)
         if not dist.is_initialized():
             raise RegistrationError(
                 "no process group: call torch.distributed.init_process_group before a hook is "
@@ -113,7 +130,7 @@ class Binding:
             )
         world = dist.group.WORLD
         assert world is not None
-        return world
+        return _plain(world)
 
     def check_group(self) -> None:
         """Raises if the model averages over another process group than the hook."""
@@ -151,13 +168,15 @@ class Binding:
     def devices(self) -> set[str]:
         """Returns the types of the devices that the model's parameters are on."""
         model = self.model
-        # Without a model, named tensors are exchanged, whose devices are noted as they come.
         used = {parameter.device.type for parameter in model.parameters()} if model else set()
-        return used | self.also_devices
+        also = set() if self.also_on is None else {self.also_on.type}
+        return (used - {"meta"}) | also  # there parameters are before they are made
 
     def on_device(self) -> AbstractContextManager[object]:
-        """Makes the device of the model's parameters the current one."""
+        """Makes the device current on which gradients, or named tensors, are exchanged."""
         model = self.model
+        if self.also_on is not None:
+            return on_device(self.also_on)
         return on_device_of(model.parameters() if model else ())
 
     def may_leave_alone(self, bucket: Any) -> bool:
@@ -173,3 +192,9 @@ class Binding:
     def names(self, parameters: Iterable[Tensor]) -> list[str]:
         """Returns the names of ``parameters``, without those that the model does not have."""
         return [known for value in parameters if (known := self.parameters.name(value))]
+
+
+def _plain(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Returns the group inside of one that runs a scheme, which would run in the hook's sums."""
+    inside: dist.ProcessGroup = getattr(group, "inside", group)
+    return inside

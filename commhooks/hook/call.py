@@ -17,7 +17,7 @@ from commhooks.core.scheme import Scheme
 from commhooks.core.shards import equal_shards
 from commhooks.errors import RegistrationError
 from commhooks.hook.engine import Engine
-from ddp_core import AllGather, AllReduce, Exchange, ReduceScatter
+from ddp_core import AllGather, AllReduce, Exchange, ReduceScatter, event_after
 
 __all__ = ["Call", "Handle", "Kind", "plain", "sums"]
 
@@ -27,22 +27,38 @@ Run = Callable[[Bucket], SchemeExchange]
 _FINITE = torch.ones((), dtype=torch.bool, device="cpu")
 
 
-class Handle:
-    """Waits for one call that was made with ``async_op=True``, as torch's handles do."""
+class Handle(dist.Work):
+    """Waits for one call that was made with ``async_op=True``, as torch's handles do.
 
-    def __init__(self, future: torch.futures.Future[Tensor]) -> None:
-        self._future = future
+    Args:
+        future: of the result.
+        device: of the result.
+    """
 
-    def wait(self) -> bool:
-        """Waits until the result is there (on a GPU: makes the current stream wait), or raises."""
+    # A ``dist.Work``, since FSDP2 waits for nothing else.
+    def __init__(self, future: torch.futures.Future[Any], device: torch.device) -> None:
+        super().__init__()
+        self._future, self._device = future, device
+        self._happened: Callable[[], bool] | None = None
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Waits until the result is there (on a GPU: makes the current stream wait), or raises.
+
+        Args:
+            timeout: has no effect: the collectives of the exchange have that of their group.
+        """
         self._future.wait()
         return True
 
     def is_completed(self) -> bool:
-        """Whether the call is over."""
-        return self._future.done()
+        """Whether the call is over, on the device, too."""
+        if self._device.type == "cpu" or not self._future.done():
+            return self._future.done()
+        if self._happened is None:  # the future is done when all is enqueued
+            self._happened = event_after(self._future, self._device)
+        return self._happened()
 
-    def get_future(self) -> torch.futures.Future[Tensor]:
+    def get_future(self) -> torch.futures.Future[Any]:
         """Returns the future of the tensor that has the result."""
         return self._future
 
@@ -89,8 +105,12 @@ class Call:
             raise ValueError(f"{call}(op=AVG): a mean of {given.dtype} is not whole; use SUM")
 
     def is_plain(self, scheme: Scheme) -> bool:
-        """Whether the tensor travels as it is: integers, complex numbers, and all with "none"."""
-        return not self.given.is_floating_point() or type(scheme) is Dense
+        """Whether the tensor travels as it is: integers, complex numbers, and all with "none".
+
+        So do floating numbers of 8 bits, such as weights that were quantised before.
+        """
+        given = self.given
+        return not given.is_floating_point() or given.itemsize == 1 or type(scheme) is Dense
 
     def need(self, scheme: Scheme) -> None:
         """Raises RegistrationError unless a scheme can do what the call asks for."""

@@ -16,12 +16,13 @@ from commhooks.core.layout import Layout
 from commhooks.core.scheme import Scheme, slots_of
 from commhooks.errors import CheckpointError, RegistrationError
 from commhooks.hook.call import Call, Handle
+from commhooks.hook.capture import need_no_capture
 from commhooks.hook.engine import Engine
 from commhooks.hook.exchanges import Exchanges
 from commhooks.hook.named_tensors import NamedTensors
 from commhooks.hook.state import HookState
 from commhooks.hook.step import Step
-from ddp_core import Exchange, clock_of
+from ddp_core import Exchange, borrow_memory, clock_of, completed
 
 __all__ = ["Calls"]
 
@@ -62,10 +63,10 @@ class Calls(HookState):
         self._bind()
         call.check(self._engine.world_size)
         call.need(self.scheme)
-        handle = Handle(self._start(call, self._named(call, name)))
+        future = self._start(call, self._named(call, name), async_op)
         if async_op:
-            return handle
-        handle.wait()
+            return Handle(future, call.given.device)
+        future.wait()
         return None
 
     def _named(self, call: Call, name: str | None) -> str:
@@ -81,14 +82,14 @@ class Calls(HookState):
             self._tensors.declare(name, call.given.shape, call.given.dtype)
         return "tensor" if name is None else name
 
-    def _start(self, call: Call, name: str) -> Future[Tensor]:
-        if not call.given.numel():  # on every rank, so that nobody waits for it
-            future: Future[Tensor] = Future()
-            future.set_result(call.into)
-            return future
+    def _start(self, call: Call, name: str, async_op: bool) -> Future[Tensor]:
         device, keeps = call.given.device, self._engine.keeps_memory
+        if not call.given.numel():  # on every rank, so that nobody waits for it
+            return completed(call.into)
+        if not call.is_plain(self.scheme):
+            need_no_capture(device, self.scheme, agreed=self._agreed)
         if not self._agreed:
-            self._binding.also_devices.add(device.type)
+            self._binding.also_on = device
             self.agree(f"Collectives.{call.kind}, the first call or the first after loading")
         if keeps:
             self._wait(future for other, future in self._pending if other == name)
@@ -104,7 +105,9 @@ class Calls(HookState):
         layout = Layout([name], [call.given.shape])
         future = Exchanges(engine, self._drivers, self.ledger).start(
             step,
-            self._counted(engine, call.exchange(engine, layout, number, agree=agree)),
+            self._counted(
+                engine, call, call.exchange(engine, layout, number, agree=agree), async_op
+            ),
             bucket=number,
             dense_bytes=call.given.nbytes,
             device=device,
@@ -116,10 +119,17 @@ class Calls(HookState):
         self._pending.append((name, future))
         return future
 
-    def _counted(self, engine: Engine, exchange: Exchange) -> Exchange:
+    def _counted(self, engine: Engine, call: Call, exchange: Exchange, async_op: bool) -> Exchange:
+        if async_op:
+            # On a GPU the caller may give its tensors back before a side stream has read them.
+            for tensor in (call.given, call.into):
+                borrow_memory(tensor)
         result = yield from exchange
         self._engine.skipped += engine.skipped
-        return result
+        # Else the caller's stream has waited, for what is its own. A future keeps the memory of its
+        # value from being used again until a GPU has come there: hosts that gather parameters layer
+        # by layer would need that of several layers.
+        return result if async_op else result.new_empty(0)
 
     def wait(self) -> None:
         """Waits for all calls that were made with ``async_op=True``; raises if one has failed."""
@@ -162,7 +172,8 @@ class Calls(HookState):
     ) -> None:
         """Continues from a saved state; see :meth:`commhooks.HookState.load_state_dict`."""
         self.wait()
-        steps, tensors = _saved_tensors(state)
+        plan = read(state, "load_state_dict", verify=False).common.get("plan", "")
+        steps, tensors, first = _tensors_of(plan)
         before = self._tensors
         self._tensors = self._binding.parameters = before.and_also(tensors)
         try:
@@ -170,12 +181,19 @@ class Calls(HookState):
         except BaseException:
             self._tensors = self._binding.parameters = before
             raise
-        self._steps, self._first_step = steps, 0 if steps else self.step
+        # Of a hook on a model: all tensors go on from its step.
+        self._steps, self._first_step = steps, self.step if first is None else first
 
     def saved_plan(self) -> str:
         """Returns names, steps and shapes of the tensors, as JSON."""
         known = {name: (step, self._tensors.described(name)) for name, step in self._steps.items()}
-        return json.dumps({"tensors": known})
+        return json.dumps({"tensors": known, "first": self._first_step})
+
+    def follow_plan(self, plan: str, scheme: str) -> None:
+        """Counts calls as the ranks that this one joins; random draws and schedules go by them."""
+        self._steps, tensors, first = _tensors_of(plan)
+        self._tensors = self._binding.parameters = self._tensors.and_also(tensors)
+        self._first_step = first or 0
 
     def _take_up(self, buckets: SavedBuckets) -> None:
         """Ignores the buckets of a state, since every call is an exchange of its own."""
@@ -198,23 +216,28 @@ def _rounds(scheme: Scheme) -> int:
     return scheme.traits.rounds + (keeps and scheme.traits.shards)
 
 
-def _saved_tensors(state: Any) -> tuple[dict[str, int], NamedTensors]:
-    """Returns the steps of the tensors that a state names, and those whose shapes it has.
+def _tensors_of(plan: str) -> tuple[dict[str, int], NamedTensors, int | None]:
+    """Returns the steps of the tensors that a plan names, those whose shapes it has, and the first.
+
+    The first step is that of a tensor which is new. None: the plan is of a hook on a model.
 
     Raises:
-        CheckpointError: the state is none, or these are no tensors.
+        CheckpointError: the plan does not describe tensors.
     """
-    plan = read(state, "load_state_dict", verify=False).common.get("plan", "")
     steps, tensors = {}, NamedTensors()
     try:
         # Another text is of a hook that chooses its scheme: it names no tensors.
-        for name, (step, known) in json.loads(plan or "{}").get("tensors", {}).items():
+        told = json.loads(plan or "{}")
+        for name, (step, known) in told.get("tensors", {}).items():
             steps[name] = range(MAX_STEP)[step]
             if known is not None:
                 shape, dtype = known
                 tensors.declare(name, torch.Size(shape), getattr(torch, dtype))
+        first = told.get("first", 0 if steps else None)
+        if first is not None:
+            first = range(MAX_STEP)[first]
     except (ValueError, TypeError, IndexError, AttributeError) as error:
         raise CheckpointError(
             f"load_state_dict: 'plan' does not describe tensors, got {plan[:80]!r}; damaged"
         ) from error
-    return steps, tensors
+    return steps, tensors, first

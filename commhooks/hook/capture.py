@@ -28,7 +28,7 @@ def need_bucket(bucket: Any) -> None:
 
 
 def need_no_capture(device: torch.device, scheme: Scheme, *, agreed: bool) -> None:
-    """Raises if a bucket on ``device`` comes while a CUDA graph is captured, unless that is right.
+    """Raises if a tensor on ``device`` comes while a CUDA graph is captured, unless that is right.
 
     A replay runs the same kernels with the same arguments. The number of the step, from which
     random bits and schedules follow, and the choice of the tensors that a scheme keeps are the
@@ -39,7 +39,7 @@ def need_no_capture(device: torch.device, scheme: Scheme, *, agreed: bool) -> No
     """
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return
-    call = "HookState.start: this step is being captured in a CUDA graph"
+    call = "commhooks: this step is being captured in a CUDA graph"
     if not _is_same_in_every_step(scheme):
         raise RegistrationError(
             f"{call}, and replays would repeat what {brief(scheme)} has kept, drawn or chosen in "

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from commhooks.core.layout import Layout
 from commhooks.core.memory import share_storage
-from ddp_core import Exchange, Turns
+from ddp_core import Exchange, Turns, future_on
 
 __all__ = ["Coalescer", "Group"]
 
@@ -196,13 +196,9 @@ class Coalescer:
         self, index: int, buffer: Tensor, find_layout: FindLayout
     ) -> torch.futures.Future[Tensor]:
         """Holds a bucket; the future completes after the last group that has parts of it."""
-        on_host = buffer.device.type == "cpu"
-        gate: torch.futures.Future[Tensor] = (
-            torch.futures.Future() if on_host else torch.futures.Future(devices=[buffer.device])
-        )
-        held = _Held(index, buffer, find_layout, gate)
+        held = _Held(index, buffer, find_layout, future_on(buffer.device))
         self._held.append(held)
-        return gate.then(held.outcome)
+        return held.gate.then(held.outcome)
 
     def abandon(self, reason: str) -> None:
         """Completes the held buckets with an error, since they will not be exchanged."""

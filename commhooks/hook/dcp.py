@@ -77,10 +77,14 @@ def load_dcp(
     error: CheckpointError | None = None
     if isinstance(hook, HookState):
         state = _nested({paths[name]: value for name, value in flat.items()})
-        keys = {str(path[2]) for path in map(paths.__getitem__, tensors) if len(path) > 3}
+        shapes = {
+            (str(path[0]), str(path[2]), str(path[3])): stored.state_dict_metadata[name].size
+            for name, path in ((name, paths[name]) for name in tensors)
+            if len(path) > 3
+        }
         unwanted = rank_fields(state)
         try:
-            unwanted -= needed_fields(hook, state, keys)
+            unwanted -= needed_fields(hook, state, shapes)
         except CheckpointError as raised:  # raised after the second ``load``, a collective
             error = raised
         flat = {name: value for name, value in flat.items() if paths[name][0] not in unwanted}

@@ -22,10 +22,11 @@ from commhooks.core.shards import Span
 from commhooks.core.step_info import Counters, StepInfo
 from commhooks.errors import SchemeError
 from commhooks.hook.measurement import Measurement, Observer
+from commhooks.hook.shard_measurement import ShardMeasurement
 from commhooks.kernels import all_finite
 from ddp_core import AllReduce, Exchange
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "measures"]
 
 
 @dataclass(eq=False)
@@ -59,8 +60,9 @@ class Engine:
         self.step = 0
         self.skipped = 0  # number of steps whose writes were dropped
         self.observer: Observer | None = None
-        # Backward's thread begins and ends steps, the lanes' thread finishes exchanges.
-        self._lock = threading.Lock()
+        self.onward: Engine | None = None  # averages the means of this one further
+        self.notes_finite = False  # for an engine that averages before this one
+        self._lock = threading.Lock()  # backward's thread ends steps, the lanes' finishes exchanges
         self._open: _Step | None = None
 
     @property
@@ -200,7 +202,8 @@ class Engine:
                 finite = result.finite
                 if measurement is not None:
                     measurement.finish(mean, step.memory)
-            if self.keeps_memory:
+                    yield from measurement.compare()
+            if self.keeps_memory or self.notes_finite:
                 # The mean has the same bits on every rank, so the verdict needs no message.
                 step.finite.append(all_finite(values) if finite is None else finite)
                 step.sharded |= shards is not None
@@ -219,10 +222,10 @@ class Engine:
         return self._open is not None and self._open.sharded
 
     def agreement(self) -> Exchange:
-        """Agrees on whether all shards of the open step are finite, before ``end`` commits."""
+        """Agrees on whether all parts of the open step are finite, before ``end`` commits."""
         step = self._open
         assert step is not None, "a step is open"
-        return (yield from _agreed(step))
+        return (yield from _agreed(step, self.onward))
 
     def _finish(self, step: _Step) -> None:
         over = False
@@ -262,19 +265,32 @@ def _checked(scheme: Scheme, result: Result, grad: Tensor) -> Tensor:
     return mean
 
 
-def _agreed(step: _Step) -> Exchange:
+def _agreed(step: _Step, onward: Engine | None = None) -> Exchange:
+    if onward is not None and onward._open is not None:
+        # Gradients are finite where the means of the hook that has these means are, too.
+        step.finite += onward._open.finite
     good = _verdicts(step.finite)[-1]
     worst = yield AllReduce((~good).to(torch.float32).view(1), "max")
     step.finite, step.sharded = [worst[0] == 0], False
     return worst
 
 
+def measures(engine: Engine) -> bool:
+    """Whether the buckets of this step are measured: those of shards by one more collective."""
+    return engine.observer is not None and engine.observer.wants(engine.step, engine.scheme)
+
+
 def _measure(engine: Engine, step: _Step, number: int, bucket: Bucket) -> Measurement | None:
     """Begins to measure a bucket, if an observer wants that."""
-    if engine.observer is None or not engine.observer.wants(engine.step, engine.scheme):
+    if not measures(engine):
         return None
+    what = (number, bucket.layout, bucket.raw, engine.scheme, engine.step)
+    one = (
+        Measurement(*what)
+        if bucket.shards is None
+        else ShardMeasurement(*what, bucket.shards, engine.rank)
+    )
     # In the order of launches, which is the same on all ranks; exchanges may end in another.
-    one = Measurement(number, bucket.layout, bucket.raw, engine.scheme, engine.step)
     step.measured.append(one)
     return one
 

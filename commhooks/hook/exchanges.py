@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from commhooks.core.layout import Layout
@@ -14,7 +15,7 @@ from commhooks.hook.coalesce import Coalescer, Group
 from commhooks.hook.engine import Engine
 from commhooks.hook.ledger import Ledger
 from commhooks.hook.step import Step
-from ddp_core import Drivers, Exchange, RoundRecord, Task, clock_of
+from ddp_core import Drivers, Exchange, RoundRecord, Streams, Task, clock_of
 
 __all__ = ["Exchanges"]
 
@@ -30,6 +31,7 @@ class Exchanges:
 
     def __init__(self, engine: Engine, drivers: Drivers, ledger: Ledger) -> None:
         self._engine, self._drivers, self._ledger = engine, drivers, ledger
+        self._beside: dict[dist.ProcessGroup, Streams] = {}
 
     def start(
         self,
@@ -42,12 +44,14 @@ class Exchanges:
         is_last: bool,
         note: Callable[[RoundRecord], None] | None = None,
         further_rounds: int = 0,
+        waits: bool = False,
     ) -> Future[Tensor]:
         """Hands an exchange to the driver for its device.
 
         Args:
             note: gets its ledger rows, too.
             further_rounds: collectives after those of the scheme.
+            waits: whether the caller waits for the future before it does anything else.
         """
         # A new key, not the index, which two buckets of one step may share (static graphs). With
         # ``ends_later`` ``step_landed`` commits: backward may raise after the last bucket.
@@ -64,22 +68,42 @@ class Exchanges:
             clock=clock_of(device, timed=step.timed),
             joins=commits and self._engine.keeps_memory,
         )
-        return self._drivers.run(task, device, step.group)
+        return self._drivers.run(task, device, step.group, waits=waits)
 
-    def agree(self, step: Step, device: torch.device) -> None:
-        """Agrees on the verdict of a step whose ranks have different shards of the means."""
+    def agree(self, step: Step, beside: Sequence[dist.ProcessGroup]) -> None:
+        """Agrees on the verdict of a step whose ranks have different parts of the means.
+
+        Args:
+            beside: groups of ranks that have other parts than those of the hook's group.
+        """
+        if self._engine.needs_agreement:
+            self._agree(
+                step,
+                self._engine.world_size,
+                partial(self._drivers.run, group=step.group, waits=True),
+            )
+        if not self._engine.keeps_memory:
+            return
+        for group in beside:
+            # Not by the drivers, whose lanes are of the hook's group; nothing else is under way.
+            streams = self._beside.setdefault(group, Streams(group))
+            self._agree(step, group.size(), streams.run)
+
+    def _agree(
+        self, step: Step, ranks: int, run: Callable[[Task, torch.device], Future[Tensor]]
+    ) -> None:
         task = Task(
             self._engine.agreement(),
             step=step.number,
             bucket=len(step.buckets),
             dense_bytes=0,
-            world_size=self._engine.world_size,
+            world_size=ranks,
             max_rounds=1,
             record=self._ledger.add,
-            clock=clock_of(device, timed=step.timed),
+            clock=clock_of(step.device, timed=step.timed),
             joins=True,
         )
-        self._drivers.run(task, device, step.group).wait()
+        run(task, step.device).wait()
 
     def start_cut(
         self, step: Step, bucket: Any, buffer: Tensor, find_layout: Callable[[], Layout]

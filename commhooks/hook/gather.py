@@ -14,7 +14,7 @@ from commhooks.core.bytes import as_bytes
 from commhooks.errors import RegistrationError
 from commhooks.hook.handshake import handshake
 
-__all__ = ["gather"]
+__all__ = ["gather", "need_receiver"]
 
 # Bytes per message. A rank then needs one buffer of this size besides the states, and not a second
 # copy of the largest residual on the device.
@@ -28,6 +28,8 @@ def gather(
     fault: str | None,
     group: dist.ProcessGroup,
     to: int | None,
+    *,
+    also: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Returns the states of all ranks of ``group`` as one, on the CPU; all ranks call it.
 
@@ -38,6 +40,7 @@ def gather(
         state: this rank's state, with one part; None if this rank cannot save.
         fault: the reason why it cannot.
         to: the only rank that gets the gathered state; the others get an empty dict.
+        also: further facts that must be the same on all ranks, by name.
 
     Raises:
         MismatchError: the ranks are not at the same step, or some of them cannot save.
@@ -45,14 +48,12 @@ def gather(
     """
     common = {} if state is None else {k: v for k, v in state.items() if not isinstance(v, dict)}
     # A fault takes part in the handshake instead of raising before it: the other ranks would wait.
-    handshake(call, {"what keeps it from saving": fault, "to": to, **common}, group)
+    facts = {"what keeps it from saving": fault, "to": to, **(also or {})}
+    handshake(call, {**facts, **common}, group)
     if state is None:
         raise RegistrationError(f"{call}: {fault}")
     # After the handshake all ranks have the same ``to``, so all raise.
-    if to is not None and not (type(to) is int and 0 <= to < group.size()):
-        raise ValueError(
-            f"{call}: to=... is a rank of the hook's {group.size()}, or None for all, got {to!r}"
-        )
+    need_receiver(call, to, group)
     (field,) = (key for key in state if key not in common)
     part = state[field]
     tensors = [
@@ -82,6 +83,14 @@ def gather(
             memory[key][name] = value
         whole[theirs] = {**rest, "memory": memory}
     return whole if to in (None, group.rank()) else {}
+
+
+def need_receiver(call: str, to: int | None, group: dist.ProcessGroup) -> None:
+    """Raises ValueError unless ``to`` is a rank of ``group``, or None."""
+    if to is not None and not (type(to) is int and 0 <= to < group.size()):
+        raise ValueError(
+            f"{call}: to=... is a rank of the hook's {group.size()}, or None for all, got {to!r}"
+        )
 
 
 def _send(

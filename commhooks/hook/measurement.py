@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from itertools import accumulate
 from typing import Protocol
 
@@ -14,8 +14,9 @@ from commhooks.core.memory import Memory, staged_in
 from commhooks.core.scheme import Scheme
 from commhooks.wrappers.feedback import RESIDUAL, keeps_residual
 from commhooks.wrappers.schedules import running_at
+from ddp_core import Collective
 
-__all__ = ["ROWS", "Measurement", "Observer"]
+__all__ = ["ROWS", "Comparison", "Measurement", "Observer", "norms_of", "sketches_of"]
 
 # What a rank tells the others of each parameter: norms of its gradient, of the averaged gradient,
 # of their difference and of its residual, and the hash of the averaged gradient.
@@ -24,6 +25,9 @@ _PART = 2**17  # entries whose squares are added in float32
 _SMALL = 1e-15  # entries whose squares vanish in float32 are no part of a larger norm
 _WIDTH = 64  # numbers of a sketch
 _CHUNK = 2**17  # integers that are hashed at a time: they stay in a CPU's cache, and in its heap
+
+
+Comparison = Generator[Collective, Tensor, None]
 
 
 class Observer(Protocol):
@@ -62,7 +66,7 @@ class Measurement:
         self.balance: Tensor | None = None
         self._step = step
         self._keeps_residual = keeps_residual(running_at(scheme, step))
-        self._own = _norms(self._views(self.difference))
+        self._own = norms_of(self._views(self.difference))
 
     def finish(self, mean: Tensor, memory: Memory) -> None:
         """Notes the result of the exchange.
@@ -72,18 +76,22 @@ class Measurement:
             memory: with the residual before this step, and the one that the step has staged.
         """
         flat, zeros = mean.detach().view(-1), torch.zeros_like(self._own)
-        averaged, hashes = _norms(self._views(flat)), _hashes(flat, self.layout.sizes)
+        averaged, hashes = norms_of(self._views(flat)), _hashes(flat, self.layout.sizes)
         residual = zeros
         if self._keeps_residual:
             sent = self.difference.clone()
             residual = self._add_residual(sent, memory)
-            self.balance = _sketches(self._views(sent.sub_(flat)), self._step)
+            self.balance = sketches_of(self._views(sent.sub_(flat)), self._step)
         else:
             # A residual that is flushed in this step is part of what the ranks have to average.
             residual = self._add_residual(self.difference, memory)
         self.difference.sub_(flat)
-        away = _norms(self._views(self.difference))
+        away = norms_of(self._views(self.difference))
         self.rows = torch.stack([self._own, averaged, away, residual, hashes.view(torch.float64)])
+
+    def compare(self) -> Comparison:
+        """Asks for what the comparison needs while the bucket is exchanged: nothing."""
+        yield from ()
 
     def _add_residual(self, values: Tensor, memory: Memory) -> Tensor:
         """Adds the residual, subtracts the one that the step leaves, returns the norms of both."""
@@ -96,7 +104,7 @@ class Measurement:
                 if flat is None:
                     continue
                 flat = flat.view(-1)
-                sizes = _norms(flat.split(layout.sizes))
+                sizes = norms_of(flat.split(layout.sizes))
                 if layout.names == self.layout.names:
                     values.add_(flat, alpha=sign)
                     norms += sizes
@@ -120,10 +128,10 @@ class Measurement:
     def errors(self) -> tuple[Tensor, Tensor | None]:
         """Returns the norms of ``difference`` and ``balance`` per parameter, on the CPU."""
         balance = None if self.balance is None else self.balance.norm(dim=1).cpu()
-        return _norms(self._views(self.difference)).cpu(), balance
+        return norms_of(self._views(self.difference)).cpu(), balance
 
 
-def _norms(views: Sequence[Tensor]) -> Tensor:
+def norms_of(views: Sequence[Tensor]) -> Tensor:
     """Returns the norm of each tensor, in float64, where no square overflows."""
     views = list(views)
     if views[0].device.type != "cpu":
@@ -155,7 +163,7 @@ def _wide(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _sketches(views: Sequence[Tensor], step: int) -> Tensor:
+def sketches_of(views: Sequence[Tensor], step: int) -> Tensor:
     """Returns ``_WIDTH`` numbers per tensor that are linear in it and have its norm, up to 20 %.
 
     Entries are added with random signs, the same on all ranks. So the mean of the ranks' sketches

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -20,9 +21,13 @@ from commhooks.hook.handshake import handshake
 from commhooks.hook.parameters import Parameters
 from commhooks.hook.verify import Verification
 from commhooks.wrappers.per_parameter import warn_of_idle_rules
-from ddp_core import Drivers
+from ddp_core import Drivers, MismatchError, MissingRankError
 
 __all__ = ["Meeting"]
+
+# Facts that ranks with other parts of the gradients have in common, too: they decide whether a rank
+# takes part in the verdict of a step.
+_SHARED = ("host", "scheme and options", "commhooks version", "seed", "step", "verify_every")
 
 
 class Meeting:
@@ -126,7 +131,8 @@ class Meeting:
         if devices <= {"cpu"}:
             self._drivers.open_lanes(self._binding.group())
         if self.verification is not None:
-            self.verification.open(self._binding.group(), devices, self._drivers.join)
+            binding = self._binding
+            self.verification.open(binding.group(), devices, self._drivers.join, binding.beside)
 
     def _meet(
         self,
@@ -137,7 +143,25 @@ class Meeting:
         tells: object = None,
     ) -> list[Any]:
         with self._binding.on_device():
-            return handshake(call, facts, self._binding.group(), limit, tells=tells)
+            try:
+                told = handshake(call, facts, self._binding.group(), limit, tells=tells)
+            except MissingRankError:
+                raise
+            except MismatchError as error:
+                # The others would wait for this rank where they meet those beside them.
+                with suppress(MismatchError):
+                    self._meet_beside(call, facts, limit, str(error))
+                raise
+            self._meet_beside(call, facts, limit)
+            return told
+
+    def _meet_beside(
+        self, call: str, facts: Mapping[str, Any], limit: timedelta | None, fault: str = ""
+    ) -> None:
+        """Compares facts with ranks that have other parts of the gradients; a collective."""
+        shared = {name: facts[name] for name in _SHARED if name in facts}
+        for group in self._binding.beside:
+            handshake(call, {"what keeps a rank from it": fault or None, **shared}, group, limit)
 
     def _check_ranks(self) -> None:
         """Raises if the hook's group has other ranks than it had: some change under their users."""

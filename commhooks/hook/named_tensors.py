@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 
+from commhooks.core.slot import Slot
 from commhooks.hook.parameters import Parameter, Parameters
 
 __all__ = ["NamedTensors"]
@@ -35,6 +36,12 @@ class NamedTensors(Parameters):
                 f"the scheme's memory belongs to; got shape {tuple(shape)} and {dtype}: give every "
                 f"tensor a name of its own"
             )
+
+    def carries(self, slot: Slot) -> bool:
+        return False  # a name is the user's, whatever is in it: nothing is a piece of another
+
+    def takes(self, names: Collection[str]) -> bool:
+        return True
 
     def and_also(self, other: NamedTensors) -> NamedTensors:
         """Returns the tensors of both; those of ``other`` where names are equal."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.checkpoint.names import is_padding, plain_name, plain_names
 from commhooks.core.layout import Layout
+from commhooks.core.slot import Slot
 from commhooks.errors import RegistrationError
+from commhooks.wrappers.feedback import RESIDUAL
 from ddp_core import DistributedDataParallel as CoreDDP
 
 __all__ = [
@@ -47,20 +49,13 @@ def find_ddp(model: object) -> DistributedDataParallel:
             f"register: {type(model).__name__} holds {len(inside)} DistributedDataParallel "
             f"modules; register a hook on each"
         )
-    kinds = {type(module).__name__ for module in model.modules()}
-    if any(
-        base.__module__ == "torch.distributed._composable.replicate" for base in type(model).__mro__
-    ):
+    kinds = [base for module in model.modules() for base in type(module).__mro__]
+    hosts = ("torch.distributed.fsdp", "torch.distributed._composable")
+    if any(kind.__module__.startswith(hosts) for kind in kinds):
         raise RegistrationError(
-            f"register: {type(model).__name__} was passed to replicate(), which makes its "
-            f"DistributedDataParallel in the first forward pass. Give it the hook before that: "
-            f"state = commhooks.HookState(scheme, model); "
-            f"model.register_comm_hook(state, commhooks.comm_hook)"
-        )
-    if any("FSDP" in kind or "FullySharded" in kind for kind in kinds):
-        raise RegistrationError(
-            "register: the model is sharded (FSDP), which reduces gradients itself and takes no "
-            "DDP hook; wrap it in DistributedDataParallel instead"
+            f"{type(model).__name__} reduces its gradients itself (FSDP or replicate()): "
+            f"commhooks.register(model, scheme) takes it as it is, and this call needs a "
+            f"DistributedDataParallel"
         )
     raise RegistrationError(
         f"register: {type(model).__name__} is not wrapped in DistributedDataParallel, so nothing "
@@ -219,6 +214,32 @@ class Parameters:
             name: self.in_memory_order(name, value)
             for name, value in values.items()
             if not is_padding(name)
+        }
+
+    @property
+    def saved_shapes(self) -> dict[str, torch.Size]:
+        """Returns the shapes of whole parameters as states hold them, by name."""
+        found = {}
+        for name, parameter in self._by_name.items():
+            order = parameter.order
+            sizes = [parameter.shape[order.index(dim)] for dim in range(len(order))]
+            found[name] = torch.Size(sizes)
+        return found
+
+    def carries(self, slot: Slot) -> bool:
+        """Whether values of a slot are saved by whole parameter, so that any host may load them."""
+        return slot.key == RESIDUAL
+
+    def takes(self, names: Collection[str]) -> bool:
+        """Whether values of a state, that are not saved by whole parameter, are of these pieces."""
+        return all(name in self._by_name for name in names)
+
+    def of_here(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns values of a state without those of pieces that other ranks have."""
+        return {
+            name: value
+            for name, value in values.items()
+            if name in self._by_name or not is_padding(name)
         }
 
     def _order(self, name: str, value: Tensor) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from commhooks.core.layout import Layout
 from commhooks.hook.binding import Binding
 from commhooks.hook.coalesce import Coalescer
-from commhooks.hook.engine import Engine
+from commhooks.hook.engine import Engine, measures
 from commhooks.hook.exchanges import Exchanges
 from commhooks.hook.ledger import Ledger
 from commhooks.hook.regrouping import Regrouping
@@ -50,6 +50,8 @@ class Runner:
         self.regrouping = Regrouping()
         self._coalescer = Coalescer()
         self._step: Step | None = None
+        self._onward: Runner | None = None  # of a hook that averages the means of this one further
+        self._inward: Runner | None = None  # of the hook whose means this one averages further
         self._threads: set[int] = set()  # ids of those that run forward and backward passes
 
     def start(
@@ -88,11 +90,14 @@ class Runner:
             exchange = self._engine.exchange(
                 buffer, find_layout, bucket.index(), **_parts_of(bucket)
             )
-            goes_on = isinstance(bucket, ShardedBucket) and bucket.then is not None
+            sharded = isinstance(bucket, ShardedBucket)
+            goes_on = sharded and bucket.then is not None
+            compares = sharded and bucket.shards is not None and measures(self._engine)
             future = self._exchanges.start(
                 step,
                 bucket.continued(exchange) if goes_on else exchange,
-                further_rounds=int(goes_on),
+                further_rounds=int(goes_on) + int(compares),
+                waits=isinstance(bucket, ShardedBucket) and bucket.waits,
                 bucket=bucket.index(),
                 dense_bytes=buffer.numel() * buffer.element_size(),
                 device=buffer.device,
@@ -120,12 +125,19 @@ class Runner:
         step = self._step
         if step is None:
             return
-        if self._engine.keeps_memory:
-            self._drivers.join()  # the commit reads what exchanges wrote on a GPU's streams
-        if self._engine.needs_agreement:
-            self._exchanges.agree(step, step.device)
+        if self._inward is not None:
+            self._inward.step_landed()  # first: its verdict takes flags of the step that ends here
+        for runner in (self, self._onward):
+            if self._engine.keeps_memory and runner is not None:
+                runner._drivers.join()  # the commit reads what exchanges wrote on a GPU's streams
+        self._exchanges.agree(step, self._binding.beside)
         self._engine.end(set(self._binding.names(left_alone)))
         self._close(step)
+
+    def continue_in(self, other: Runner) -> None:
+        """Lets the verdicts of this hook's steps depend on the means of another one's, too."""
+        self._onward, other._inward = other, self
+        self._engine.onward, other._engine.notes_finite = other._engine, True
 
     def step_abandoned(self) -> None:
         """Drops the step, whose backward pass has raised."""
@@ -163,12 +175,8 @@ class Runner:
 
     def _enter(self, bucket: Any, buffer: Tensor, group: dist.ProcessGroup) -> Step:
         """Returns the step that the bucket belongs to, and watches its backward pass."""
-        key, step = key_of(bucket, buffer), self._step
-        # By identity, not by index or ``is_last``: all buckets of a static graph's first step have
-        # index 0, and a skipped bucket may be the last one.
-        if step is not None and (step.complete or key in step.buckets):
-            self.step_abandoned()
-            step = None
+        key, this_pass = key_of(bucket, buffer), torch._C._current_graph_task_id()
+        step = self._open_for(bucket, key, this_pass)
         if step is None:
             # A host that shards gradients waits for each bucket before it hands over the next one.
             holds = not isinstance(bucket, ShardedBucket) and (
@@ -181,12 +189,31 @@ class Runner:
         step.buckets.append(key)
         step.paused = False
         self._threads.add(threading.get_ident())
-        this_pass = torch._C._current_graph_task_id()
         # Once per pass, not per step: a reentrant pass runs its own callbacks at its own end.
         if this_pass >= 0 and this_pass not in step.passes:
             step.passes.add(this_pass)
             call_after_backward(partial(self._pass_ended, step))
         return step
+
+    def _open_for(self, bucket: Any, key: Any, this_pass: int) -> Step | None:
+        """Returns the open step if a bucket belongs to it; ends or drops it otherwise."""
+        step = self._step
+        # By identity, not by index or ``is_last``: all buckets of a static graph's first step have
+        # index 0, and a skipped bucket may be the last one.
+        if step is None or not (step.complete or key in step.buckets):
+            return step
+        goes_on = this_pass in step.passes or step.paused
+        if not isinstance(bucket, ShardedBucket) or step.told or not goes_on:
+            self.step_abandoned()
+            return None
+        if key not in step.buckets:
+            # A model of several FSDP2 roots reduces some of their gradients in callbacks, of which
+            # each root has one: some run after the first of ours, which has completed the step.
+            return step
+        # A module that is reduced twice in a pass, since it is called twice (docs/design/hosts.md).
+        # Memory has one value a step, so the first one is committed before.
+        self.step_landed()
+        return None
 
     def _pass_ended(self, step: Step) -> None:
         """Handles the end of a backward pass, when all its gradients have been computed."""

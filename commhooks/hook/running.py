@@ -56,8 +56,10 @@ class Running(Meeting):
         self._agreed = False
         self._closed = False
         self._run = ("", "")
+        self._further_rounds = 0  # collectives in an exchange besides those of the scheme
         self._left: tuple[int, ...] = ()  # ranks of the present group that have handed over
         self.stays = ""  # why its host does not let the hook change its ranks
+        self.shards_for = ""  # the host that needs one shard of each mean on each rank, if any
 
     @property
     def calls(self) -> int:

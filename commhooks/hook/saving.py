@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -14,14 +15,13 @@ from commhooks.checkpoint.form import (
     FORMAT,
     VERSION,
     MemoryDict,
-    Saved,
     SavedBuckets,
     StateDict,
     rank_fields,
     read,
 )
 from commhooks.checkpoint.memory import check_complete, check_memory
-from commhooks.checkpoint.names import whole_name
+from commhooks.checkpoint.pieces import whole_values
 from commhooks.checkpoint.ranks import (
     memory_for_rank,
     needed_ranks,
@@ -32,9 +32,19 @@ from commhooks.checkpoint.ranks import (
 from commhooks.core.scheme import Scheme
 from commhooks.errors import CheckpointError, RegistrationError
 from commhooks.hook.gather import gather as gather_states
+from commhooks.hook.gather import need_receiver
+from commhooks.hook.resharding import (
+    Kept,
+    as_kept,
+    as_saved,
+    carried,
+    needs_joining,
+    resharded,
+)
 from commhooks.hook.running import Running
 from commhooks.wrappers.feedback import RESIDUAL, FlushResidual, keeps_residual, without_flush
 from commhooks.wrappers.make import describe
+from ddp_core import MismatchError, MissingRankError
 
 __all__ = ["Loaded", "needed_fields", "prepare", "save", "take_up"]
 
@@ -58,15 +68,59 @@ def save(hook: Running, gather: bool, to: int | None) -> dict[str, Any]:
         fault = "a step is under way; call it after it"
     if hook._binding.knows_model or dist.is_initialized():
         hook._bind()
-    if gather and hook._engine.world_size > 1:
+    if gather and (hook._engine.world_size > 1 or hook._binding.shards is not None):
         state = _own_state(hook) if fault is None else None
         with hook._binding.on_device():
-            return gather_states(
-                "HookState.state_dict(gather=True)", state, fault, hook._binding.group(), to
-            )
+            return _gathered(hook, state, fault, to)
     if fault is not None:
         raise RegistrationError(f"HookState.state_dict: {fault}")
     return _own_state(hook)
+
+
+def _gathered(
+    hook: Running, state: dict[str, Any] | None, fault: str | None, to: int | None
+) -> dict[str, Any]:
+    """Returns the states of all ranks of the hook's group, of whole parameters."""
+    call, group = "HookState.state_dict(gather=True)", hook._binding.group()
+    shards = hook._binding.shards
+    if shards is None:
+        return gather_states(call, state, fault, group, to)
+    # First within a node, whose ranks have the shards, then between nodes. With ``to`` the first
+    # rank of each node has the node's state, and the first of all has the whole.
+    first = None if to is None else 0
+    try:
+        node = gather_states(call, state, fault, shards, first, also={"to, between nodes": to})
+    except MissingRankError:
+        raise
+    except (MismatchError, RegistrationError) as error:
+        if first in (None, shards.rank()):  # the other nodes would wait for this rank
+            with suppress(MismatchError, RegistrationError):
+                gather_states(call, None, str(error), group, to)
+        raise
+    need_receiver(call, to, group)
+    if not node:
+        return {}
+    whole = _of_a_node(hook, node, dist.get_process_group_ranks(shards)[0])
+    return gather_states(call, whole, None, group, to)
+
+
+def _of_a_node(hook: Running, node: dict[str, Any], first: int) -> dict[str, Any]:
+    """Returns the states of the shards of a node as that of one rank with whole parameters.
+
+    Args:
+        first: global rank of the first shard, whose part the result has.
+    """
+    memory: MemoryDict = {}
+    for field in rank_fields(node):
+        for key, values in node[field]["memory"].items():
+            memory.setdefault(key, {}).update(values)
+    shapes = hook._parameters.saved_shapes
+    for key in memory.keys() & carried(hook, hook.scheme):
+        memory[key] = whole_values(memory[key], shapes)
+    common = {name: value for name, value in node.items() if not isinstance(value, dict)}
+    part = {**node[f"rank{first}"], "memory": memory}
+    del part["checksum"]
+    return {**common, f"rank{first}": {**part, "checksum": checksum(common, part)}}
 
 
 def _own_state(hook: Running) -> dict[str, Any]:
@@ -119,9 +173,7 @@ def _saved_memory(hook: Running) -> MemoryDict:
     values = _declared(hook, hook.scheme, hook.step)
     for key, name, tensor in hook._engine.memory.items():
         values.setdefault(key, {})[name] = tensor.detach().clone()
-    if RESIDUAL in values:
-        values[RESIDUAL] = hook._parameters.as_saved(values[RESIDUAL])
-    return values
+    return as_saved(hook, hook.scheme, values)
 
 
 def _declared(hook: Running, scheme: Scheme, step: int) -> MemoryDict:
@@ -179,11 +231,9 @@ def prepare(
         )
     if not fits:
         saved = saved.with_keys([RESIDUAL])
+    _, _, leader = _places(hook)
+    saved, foreign = resharded(hook, scheme, saved, leader)
     resizes = resizes_of(scheme)
-    foreign = _of_another_host(hook, saved, resizes)
-    if foreign:
-        keys = {key for part in saved.parts for key in part.memory}
-        saved = saved.with_keys(sorted(keys - foreign))
     # With the flush as well: states of earlier versions name it as a part of the scheme.
     same_settings = fits and common["scheme"] in (describe(scheme), describe(hook.scheme))
     # At the state's step, not the hook's: schedules keep other tensors at other steps.
@@ -192,15 +242,13 @@ def prepare(
 
     def check(memory: MemoryDict) -> None:
         # Shapes are compared in memory order, as parameters lie in buckets.
-        if RESIDUAL in memory:
-            memory = {**memory, RESIDUAL: hook._parameters.as_kept(memory[RESIDUAL])}
+        memory = as_kept(hook, scheme, memory)
         keeper = scheme if keeps_residual(scheme) else FlushResidual(scheme)
         shapes = hook._parameters.shapes
         check_memory(memory, keeper, shapes, declared, same_settings=same_settings)
         if strict:
             check_complete(memory, scheme, resizes, declared, same_settings=same_settings)
 
-    _, _, leader = _places(hook)
     _, memory = memory_for_rank(
         saved, engine.rank, engine.world_size, resizes, leader=leader, alone=alone, check=check
     )
@@ -208,32 +256,15 @@ def prepare(
     memory = {
         key: {n: v.detach().clone() for n, v in values.items()} for key, values in memory.items()
     }
-    if RESIDUAL in memory:
-        memory[RESIDUAL] = hook._parameters.as_kept(memory[RESIDUAL])
-        # Also on a rank that has nothing to flush, so that all ranks run the same scheme.
-        if not keeps_residual(scheme):
-            scheme = FlushResidual(scheme)
+    memory = as_kept(hook, scheme, memory)
+    # Also on a rank that has nothing to flush, so that all ranks run the same scheme.
+    if RESIDUAL in memory and not keeps_residual(scheme):
+        scheme = FlushResidual(scheme)
     layout, limits = common["layout"], common.get("bucket_bytes", [])
     parts = parts_of_group(saved.parts, leader)
     # The order may differ between ranks; rank 0's decides, as in a run without a stop.
     arrival = parts[min(parts)].arrival
     return Loaded(scheme, memory, common, SavedBuckets(layout, limits, arrival))
-
-
-def _of_another_host(hook: Running, saved: Saved, resizes: Mapping[str, str]) -> set[str]:
-    """Returns the keys whose values another host packed in other pieces, and nobody can cut."""
-    here = hook._parameters.shapes.keys()
-    names = {
-        key: values.keys()
-        for part in saved.parts
-        for key, values in part.memory.items()
-        if resizes.get(key) == "drop"
-    }
-    return {
-        key
-        for key, theirs in names.items()
-        if not theirs <= here and set(map(whole_name, theirs)) <= set(map(whole_name, here))
-    }
 
 
 def take_up(hook: Running, loaded: Loaded) -> None:
@@ -248,13 +279,16 @@ def take_up(hook: Running, loaded: Loaded) -> None:
     hook._agreed = False  # the next step compares what the ranks have loaded
 
 
-def needed_fields(hook: Running, state: StateDict, keys: Collection[str]) -> set[str]:
+def needed_fields(
+    hook: Running, state: StateDict, shapes: Mapping[tuple[str, str, str], torch.Size]
+) -> set[str]:
     """Returns the rank fields of a state that this rank has to read, before memory was read.
 
     Args:
-        keys: the keys of memory that any rank has.
+        shapes: of all values, by rank field, key and name.
     """
     hook._bind()
+    keys = {key for _, key, _ in shapes}
     # Which ranks are needed follows from the keys alone, so scalars stand in for the tensors.
     pretended = {key: {"": torch.zeros((), dtype=torch.float32, device="cpu")} for key in keys}
     parts = {field: state[field] for field in rank_fields(state)}
@@ -263,9 +297,17 @@ def needed_fields(hook: Running, state: StateDict, keys: Collection[str]) -> set
         for field, part in parts.items()
     }
     saved = read({**state, **seen}, verify=False)
-    group = parts_of_group(saved.parts, _places(hook)[2])
-    engine = hook._engine
+    leader, engine = _places(hook)[2], hook._engine
+    leaders = {f"rank{part.global_rank}": part.leader for part in saved.parts}
+    kept = [
+        Kept(leaders[field], key, name, shape)
+        for (field, key, name), shape in shapes.items()
+        if field in leaders
+    ]
+    held = saved.parts  # a rank's pieces may be in the parts of several groups
+    if not needs_joining(hook, hook.scheme, kept, leader):
+        held = list(parts_of_group(saved.parts, leader).values())
     needed = needed_ranks(saved, engine.rank, engine.world_size, resizes_of(hook.scheme))
-    parts_needed = [part for rank, part in group.items() if rank in needed]
     # If no part in particular is needed, any part has the values that all ranks share.
-    return {f"rank{part.global_rank}" for part in parts_needed or [next(iter(group.values()))]}
+    wanted = [part for part in held if part.rank in (needed or [held[0].rank])]
+    return {f"rank{part.global_rank}" for part in wanted or held[:1]}

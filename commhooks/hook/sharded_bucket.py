@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +14,7 @@ from commhooks.core.shards import Span
 from commhooks.errors import RegistrationError
 from ddp_core import Exchange
 
-__all__ = ["ShardedBucket", "need_shards"]
+__all__ = ["ShardedBucket", "average", "need_shards"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +30,7 @@ class ShardedBucket:
         shards: begin and end of the entries whose mean each rank needs; None: all of them.
         output: flat, takes the mean of what this rank needs; None: the gradient's own memory.
         then: goes on with the mean, by one collective at most, before the exchange is over.
+        waits: whether the host waits for the mean before it does anything else.
     """
 
     number: int
@@ -38,6 +39,7 @@ class ShardedBucket:
     shards: Sequence[Span] | None = None
     output: Tensor | None = None
     then: Callable[[Tensor], Exchange] | None = None
+    waits: bool = False
 
     def index(self) -> int:
         """Returns the bucket's number."""
@@ -65,14 +67,32 @@ class ShardedBucket:
         return mean if self.then is None else (yield from self.then(mean))
 
 
-def need_shards(scheme: Scheme, host: str) -> None:
-    """Raises RegistrationError unless a scheme can return one shard of the mean alone."""
-    if scheme.traits.shards:
-        return
-    raise RegistrationError(
-        f"register: {scheme} averages whole buckets, and {host} needs one shard of each on each "
-        f"rank: it would send and keep what no rank needs. Schemes that exchange blocks of entries "
-        f"run here: none, fp16, bf16, int8, int4, fp8, mxfp8, onebit, eden, and a codec in "
-        f"commhooks.wrappers.TwoPhase(...), with or without error feedback. Between replicas of "
-        f"FSDP2 (HSDP) any scheme runs: register(model, scheme, between=mesh)"
-    )
+def need_shards(scheme: Scheme, host: str, call: str = "register") -> None:
+    """Raises RegistrationError unless a scheme can return one shard of the mean alone.
+
+    Args:
+        host: the class or framework that needs shards, for the message.
+        call: the public call that gives it the scheme.
+    """
+    if not scheme.traits.shards:
+        raise RegistrationError(
+            f"{call}: {scheme} averages whole buckets, and {host} needs one shard of each on each "
+            f"rank: it would send and keep what no rank needs. Schemes that exchange blocks of "
+            f"entries run here: none, fp16, bf16, int8, int4, fp8, mxfp8, onebit, eden, topk, and "
+            f"a codec in commhooks.wrappers.TwoPhase(...), also in ErrorFeedback or "
+            f"AveragedFeedback. Between replicas of FSDP2 (HSDP) any scheme runs: "
+            f"register(model, scheme, between=mesh)"
+        )
+    if scheme.traits.coalesce:
+        raise RegistrationError(
+            f"{call}: coalesce=True joins the buckets of a step, and {host} needs the mean of each "
+            f"before it hands over the next one; leave it out"
+        )
+
+
+def average(hook: Any, bucket: ShardedBucket) -> None:
+    """Averages a bucket by a :class:`commhooks.HookState`, into ``output`` or the gradient."""
+    into = bucket.gradient if bucket.output is None else bucket.output
+    mean = hook.start(replace(bucket, waits=True)).wait()
+    if mean.data_ptr() != into.data_ptr():
+        into.copy_(mean)

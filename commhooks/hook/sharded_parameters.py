@@ -1,18 +1,26 @@
-"""Describes parameters of which a host such as FSDP2 reduces one shard to each rank."""
+"""Describes parameters of which a host such as FSDP reduces one shard to each rank."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from commhooks.checkpoint.names import is_padding, padding_name, piece_name, plain_name
+from commhooks.checkpoint.names import (
+    is_padding,
+    padding_name,
+    piece_name,
+    piece_of,
+    plain_name,
+    whole_name,
+)
 from commhooks.core.layout import Layout
+from commhooks.core.slot import Slot
 from commhooks.hook.parameters import Parameter, Parameters
 
-__all__ = ["OwnShards", "Sharded", "ShardedParameters"]
+__all__ = ["FlatParameters", "OwnShards", "Sharded", "ShardedParameters"]
 
 
 class Sharded(NamedTuple):
@@ -23,12 +31,14 @@ class Sharded(NamedTuple):
         shape: of the whole parameter, as this data-parallel group sees it.
         dtype: of its gradient when it is reduced.
         dim: the dimension that is cut.
+        trained: whether it is trained when the hook is registered.
     """
 
     name: str
     shape: torch.Size
     dtype: torch.dtype
     dim: int
+    trained: bool
 
 
 class ShardedParameters(Parameters):
@@ -36,7 +46,9 @@ class ShardedParameters(Parameters):
 
     A bucket has all pieces of rank 0, then those of rank 1, and so on. All pieces of a parameter
     have the size of the first, the last ones being filled up with zeros. Memory is kept by piece,
-    "layer.weight#1" on rank 1, and saved by parameter, so that any other host may load it.
+    "layer.weight#1" on rank 1, and saved by parameter, so that any other host may load it. Values
+    that are not shaped as their parameters, such as factors and packed bytes, are saved by piece.
+    With one rank a piece is the parameter, and has its name.
 
     Args:
         parameters: of the model.
@@ -48,16 +60,20 @@ class ShardedParameters(Parameters):
         self._world_size = world_size
         self._layout_of: dict[tuple[str, ...], Layout] = {}
         self._sharded = {parameter.name: parameter for parameter in parameters}
+        self._trained: list[Parameter] = []
         for parameter in parameters:
             for rank in range(world_size):
                 piece = self._piece(parameter, rank)
                 self._by_name[piece.name] = piece
+                if parameter.trained:
+                    self._trained.append(piece)
 
+    # As in DistributedDataParallel: frozen ones are known, and no state has memory of them.
     def __iter__(self) -> Iterator[Parameter]:
-        return iter(self._by_name.values())
+        return iter(self._trained)
 
     def __len__(self) -> int:
-        return len(self._by_name)
+        return len(self._trained)
 
     def layout_of(self, names: Sequence[str]) -> Layout:
         """Returns the layout of a bucket of the parameters of these names."""
@@ -65,7 +81,7 @@ class ShardedParameters(Parameters):
         key = tuple(names)
         if key not in self._layout_of:
             pieces = [
-                self._by_name[piece_name(name, rank)] for rank in self._ranks() for name in names
+                self._by_name[self._name(name, rank)] for rank in self._ranks() for name in names
             ]
             names_of, shapes = zip(*((one.name, one.shape) for one in pieces), strict=True)
             self._layout_of[key] = Layout(names_of, shapes)
@@ -79,13 +95,40 @@ class ShardedParameters(Parameters):
         plain = plain_name(name)
         return plain if plain in self._sharded else name
 
+    @property
+    def saved_shapes(self) -> dict[str, torch.Size]:
+        return {name: parameter.shape for name, parameter in self._sharded.items()}
+
+    def carries(self, slot: Slot) -> bool:
+        return type(slot).shape is Slot.shape
+
+    def takes(self, names: Collection[str]) -> bool:
+        ranks: dict[str, set[int]] = {}
+        for name in names:
+            parameter, rank = piece_of(name)
+            if self._world_size == 1 and rank is None:
+                rank = 0
+            if rank is None or parameter not in self._sharded:
+                return False
+            ranks.setdefault(parameter, set()).add(rank)
+        # All pieces: with fewer, or more, they are of another number of ranks.
+        here = [set(range(self._world_size)), set(self._ranks())]
+        return all(some in here for some in ranks.values())
+
+    def of_here(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {
+            name: value
+            for name, value in values.items()
+            if name in self._by_name or whole_name(name) not in self._sharded
+        }
+
     def as_saved(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         saved = {}
         for name, parameter in self._sharded.items():
-            if piece_name(name, 0) not in values:
+            if self._name(name, 0) not in values:
                 continue
             dim, length = parameter.dim, parameter.shape[parameter.dim]
-            pieces = [values[piece_name(name, rank)] for rank in range(self._world_size)]
+            pieces = [values[self._name(name, rank)] for rank in range(self._world_size)]
             whole = torch.cat(pieces, dim=dim)
             saved[name] = whole.narrow(dim, 0, length).contiguous()
             if whole.shape[dim] > length:
@@ -105,30 +148,33 @@ class ShardedParameters(Parameters):
                 kept[name] = value  # of another model: what checks the state says so
                 continue
             dim = parameter.dim
-            size = self._by_name[piece_name(name, 0)].shape[dim]
+            size = self._piece(parameter, 0).shape[dim]
             missing = size * self._world_size - value.shape[dim]
             shape = [*value.shape[:dim], missing, *value.shape[dim + 1 :]]
             rest = values.get(padding_name(name))
             if rest is None or list(rest.shape) != shape:
                 rest = value.new_zeros(shape)
             pieces = torch.cat([value, rest], dim=dim).split(size, dim=dim)
-            for rank, piece in enumerate(pieces):
-                kept[piece_name(name, rank)] = piece.contiguous()
+            for rank in self._ranks():
+                kept[self._name(name, rank)] = pieces[rank].contiguous()
         return kept
+
+    def _name(self, name: str, rank: int) -> str:
+        return name if self._world_size == 1 else piece_name(name, rank)
 
     def _piece(self, parameter: Sharded, rank: int) -> Parameter:
         shape = list(parameter.shape)
         shape[parameter.dim] = -(-shape[parameter.dim] // self._world_size)
         order = tuple(range(len(shape)))
-        name = piece_name(parameter.name, rank)
+        name = self._name(parameter.name, rank)
         return Parameter(name, torch.Size(shape), parameter.dtype, order)
 
 
 class OwnShards(ShardedParameters):
     """Holds the pieces of one rank of the ranks over which parameters are sharded.
 
-    For the exchange between replicas (HSDP): the ranks of a group all have the same pieces, which
-    are saved as they are.
+    For the exchange between replicas (HSDP): the ranks of a group all have the same pieces. A rank
+    saves its own; a gathered state has those of all shards, by parameter.
 
     Args:
         parameters: of the model.
@@ -139,17 +185,53 @@ class OwnShards(ShardedParameters):
     def __init__(self, parameters: Sequence[Sharded], world_size: int, rank: int) -> None:
         super().__init__(parameters, world_size)
         self._rank = rank
-        own = {piece_name(parameter.name, rank) for parameter in parameters}
+        own = {self._name(parameter.name, rank) for parameter in parameters}
         self._by_name = {name: piece for name, piece in self._by_name.items() if name in own}
+        self._trained = [piece for piece in self._trained if piece.name in own]
 
     def _ranks(self) -> Iterable[int]:
         return (self._rank,)
 
-    def find(self, name: str) -> str:
-        return name
+    def as_saved(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return dict(values)
+
+
+class FlatParameters(Parameters):
+    """Holds whole parameters that lie one after the other, and the padding between them.
+
+    Args:
+        units: of each flat gradient the parameters and padding, and whether each is trained.
+
+    Attributes:
+        layouts: names and shapes in each flat gradient.
+    """
+
+    def __init__(self, units: Sequence[Sequence[tuple[Parameter, bool]]]) -> None:
+        super().__init__()
+        pieces = [piece for unit in units for piece in unit]
+        self._by_name = {piece.name: piece for piece, _ in pieces}
+        self._trained = [piece for piece, trained in pieces if trained]
+        self.layouts = [
+            Layout([piece.name for piece, _ in unit], [piece.shape for piece, _ in unit])
+            for unit in units
+        ]
+
+    # As in DistributedDataParallel: frozen ones are known, and no state needs memory of them.
+    def __iter__(self) -> Iterator[Parameter]:
+        return iter(self._trained)
+
+    def __len__(self) -> int:
+        return len(self._trained)
 
     def as_saved(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return dict(values)
 
     def as_kept(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return dict(values)
+        kept = {name: value for name, value in values.items() if not is_padding(name)}
+        for piece in self._trained:
+            if is_padding(piece.name):
+                saved = values.get(piece.name)
+                if saved is None or saved.shape != piece.shape:  # of another number of ranks
+                    saved = torch.zeros(piece.shape, dtype=torch.float32, device="cpu")
+                kept[piece.name] = saved
+        return kept

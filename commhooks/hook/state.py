@@ -18,6 +18,7 @@ from commhooks.hook.binding import need_group
 from commhooks.hook.brief import brief
 from commhooks.hook.handshake import MEETING
 from commhooks.hook.moving import Moving
+from commhooks.hook.sharded_bucket import need_shards
 from commhooks.wrappers.feedback import RESIDUAL, FlushResidual, keeps_residual
 from commhooks.wrappers.make import describe, make
 from commhooks.wrappers.per_parameter import warn_of_idle_rules
@@ -79,13 +80,16 @@ class HookState(Moving):
             options: options of the scheme, see :func:`commhooks.make`.
 
         Raises:
-            RegistrationError: the call is in the middle of a step.
+            RegistrationError: the call is in the middle of a step, or the host needs one shard of
+                each mean and the scheme averages whole buckets.
             MismatchError: the ranks do not switch to the same scheme, or (MissingRankError) not
                 all ranks have called ``switch`` within 5 minutes or the group's timeout.
         """
         if self._closed:
             raise RegistrationError("HookState.switch: the hook was closed; register another")
         built = make(scheme, **options)
+        if self.shards_for:
+            need_shards(built, self.shards_for, "HookState.switch")
         if self._runner.under_way:
             raise RegistrationError(
                 f"HookState.switch: step {self.step} is under way; switch between two steps, "
@@ -114,7 +118,7 @@ class HookState(Moving):
                 memory.drop(key)
         self._engine.scheme, self._since = built, self.step
         warn_of_idle_rules(built, self._parameters)
-        self._drivers.ensure(built.traits.rounds)
+        self._drivers.ensure(built.traits.rounds + self._further_rounds)
         # The new scheme may want other buckets: ``bucket_cap_mb``, or a layout by the scheme.
         if isinstance(self._binding.model, CoreDDP):
             self._binding.model.refresh_layout()
@@ -155,7 +159,7 @@ class HookState(Moving):
             gather: returns one state of all ranks, on the CPU, the same on every rank; all ranks
                 call this method, after the same step. False: every rank saves its own state.
             to: with ``gather``, the only rank of the hook's group that gets the state; the others
-                get an empty dict.
+                get an empty dict. Between nodes of FSDP2: the one that has the first shard.
 
         Raises:
             RegistrationError: the call is in the middle of a step.

@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from commhooks.core.layout import Layout
 from commhooks.hook.coalesce import Names
+from commhooks.hook.sharded_bucket import ShardedBucket
 from ddp_core import Clock, GradBucket
 
 __all__ = ["Gradient", "Step", "gradients_of", "key_of", "left_alone"]
@@ -82,6 +83,8 @@ class Gradient:
 
 def key_of(bucket: Any, buffer: Tensor) -> Any:
     """Returns a bucket's identity; two buckets of one step have different ones."""
+    if isinstance(bucket, ShardedBucket):
+        return bucket.number  # its host makes a new tensor each time
     # Buckets that torch rebuilds may get the address of the old ones, and ranks that take them for
     # those would add up different parameters. A weak reference keeps the storage's identity.
     place = None if buffer.is_sparse else StorageWeakRef(buffer.untyped_storage())

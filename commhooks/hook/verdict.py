@@ -20,7 +20,7 @@ from commhooks.wrappers.cast import Cast
 from commhooks.wrappers.feedback import ErrorFeedback, Feedback, keeps_residual, without_flush
 from commhooks.wrappers.schedules import running_at
 
-__all__ = ["Finding", "Law", "Verified", "judge", "law_of"]
+__all__ = ["Finding", "Law", "Verified", "apply_law", "judge", "law_of"]
 
 # A declared variance is an expectation. The squared error of one draw is far below this multiple of
 # it in a bucket of many entries; with few entries and levels at random it may come near.
@@ -212,11 +212,11 @@ def judge(
         )
     if finite:
         sizes = torch.sqrt((own.square() + kept.square()).sum(1))
-        _apply(law, find, dtype, sizes, error, balance, layout.numel)
+        apply_law(law, find, dtype, sizes, error, balance, layout.numel)
     return rows, findings
 
 
-def _apply(
+def apply_law(
     law: Law,
     find: Callable[[int, str, list[int], str], None],
     dtype: torch.dtype,

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Set
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from collections.abc import Callable, Sequence, Set
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,9 +15,20 @@ from torch import Tensor
 
 from commhooks.core.scheme import Scheme
 from commhooks.core.settings import fitting
-from commhooks.errors import OptionError, RegistrationError, VerificationError
+from commhooks.errors import OptionError, RegistrationError
 from commhooks.hook.measurement import Measurement
+from commhooks.hook.shard_measurement import ShardMeasurement
+from commhooks.hook.shard_verdict import judge_shards
 from commhooks.hook.verdict import Finding, Law, Verified, judge, law_of
+from commhooks.hook.verified import (
+    Told,
+    Verify,
+    count_of,
+    need_right,
+    numbers_of,
+    warn_of,
+    worst_of,
+)
 from ddp_core import AllReduce, CollectiveError, LaneGroup, borrow, host_backend, is_gloo, needs
 
 if TYPE_CHECKING:
@@ -26,8 +36,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Verification", "Verify", "attach", "need_verifiable"]
 
-Verify = Literal["warn", "raise"]
-_Told = tuple[str, str, tuple[int, ...]]  # kind, parameter, ranks
 _AT_CLOSE = 5.0  # seconds that ``close`` waits for what is under way
 
 
@@ -68,35 +76,38 @@ class Verification:
     """
 
     def __init__(self, every: int, action: Verify = "warn", history: int = 100_000) -> None:
-        every = fitting("register", "verify_every", every, int)
-        if every < 1:
-            raise OptionError(
-                f"register(verify_every=...) is a number of steps, 1 or more, or None; got {every}"
-            )
-        if action not in ("warn", "raise"):
-            raise OptionError(f"register(verify=...) is 'warn' or 'raise', got {action!r}")
-        self.every, self.action = every, action
+        self.every, self.action = _checked(every, action)
         self.findings: deque[Finding] = deque(maxlen=history)
         self.steps = 0
         self._rows: deque[Verified] = deque(maxlen=history)
         self._latest: list[Verified] = []  # of the last verified step
         self._pending: deque[_Pending] = deque()
         self._judging = threading.RLock()
-        self._warned: set[_Told] = set()
+        self._warned: set[Told] = set()
         self._group: dist.ProcessGroup | None = None
         self._lent: LaneGroup | None = None
         self._join: Callable[[], None] = _nothing
         self._unraised: list[Finding] = []
+        self._beside: Sequence[dist.ProcessGroup] = ()
+        self._untold = False  # a step was verified, and the ranks beside have not heard of it
         self._last = ""
 
-    def open(self, group: dist.ProcessGroup, devices: Set[str], join: Callable[[], None]) -> None:
+    def open(
+        self,
+        group: dist.ProcessGroup,
+        devices: Set[str],
+        join: Callable[[], None],
+        beside: Sequence[dist.ProcessGroup] = (),
+    ) -> None:
         """Takes the ranks to compare; a collective.
 
         Args:
             group: the hook's.
             devices: types of those that the model is on.
             join: makes the caller's stream wait for the exchanges.
+            beside: groups of ranks that have other parts of the gradients, and raise as well.
         """
+        self._beside = beside
         if self._group is not None:
             return
         self._group, self._join = group, join
@@ -120,11 +131,7 @@ class Verification:
         if group is None:
             return
         self._join()
-        law, size = law_of(scheme, group.size(), step), group.size()
-        rows = torch.cat([one.rows.to(measured[0].rows.device) for one in measured], 1)
-        # A sum in which all but one rank have zeros, as integers: no bit changes.
-        table = torch.zeros((size, *rows.shape), dtype=torch.int64, device=rows.device)
-        table[group.rank()] = rows.view(torch.int64)
+        law, table = law_of(scheme, group.size(), step), _table(measured, group)
         requests = [AllReduce(table, "sum")]
         if law.averages:
             for one in measured:
@@ -133,6 +140,7 @@ class Verification:
             self._lent.issued += len(requests)
         works = [request.issue(group) for request in requests]
         self._pending.append(_Pending(step, law, measured, table, works))
+        self._untold = True
 
     # ---- what the hook calls
 
@@ -143,8 +151,9 @@ class Verification:
             VerificationError: a step broke its law, and ``action`` is "raise".
             CollectiveError: the verification failed, since a peer did.
         """
-        if self._pending or self._unraised:
-            self._settle(wait=self.action == "raise" or step % self.every == 0)
+        if self._pending or self._unraised or self._untold:
+            raises, untold, self._untold = self.action == "raise", self._untold, False
+            self._settle(wait=raises or step % self.every == 0, tells=raises and untold)
 
     def close(self) -> None:
         """Gives back the process group; what has not come in some seconds is dropped."""
@@ -199,31 +208,31 @@ class Verification:
 
     def metrics(self) -> dict[str, float]:
         """Returns numbers of the last verified step, see :meth:`HookState.metrics`."""
-        return _numbers(self._latest, len(self.findings))
+        return numbers_of(self._latest, len(self.findings))
 
     def __str__(self) -> str:
         self._settle(wait=False)
         if not self.steps:
             return "no step was verified yet"
-        text = f"{self._last}: {_count(self.steps, 'step')} verified{_worst(self._latest)}. "
+        text = f"{self._last}: {count_of(self.steps, 'step')} verified{worst_of(self._latest)}. "
         found = [f"\n  {finding}" for finding in list(self.findings)[-10:]]
         return (
-            text + _count(len(self.findings), "finding") + (":" if found else ".") + "".join(found)
+            text
+            + count_of(len(self.findings), "finding")
+            + (":" if found else ".")
+            + "".join(found)
         )
 
     # ---- inside
 
-    def _settle(self, *, wait: bool) -> None:
+    def _settle(self, *, wait: bool, tells: bool = False) -> None:
         """Judges the steps whose collectives have ended, and raises what is to be raised."""
         with self._judging:
             self._collect(wait=wait)
             wrong, self._unraised = self._unraised, []
-        if wrong and self.action == "raise":
-            text = "\n  ".join(map(str, wrong[:20]))
-            raise VerificationError(
-                f"verification of step {wrong[0].step}:\n  {text}\nTraining cannot be trusted from "
-                f"this step on. verify='warn' goes on; hook.switch('none') does without the scheme"
-            )
+        if self.action == "raise":
+            # All ranks beside this one come here in the same step, and raise as well.
+            need_right(wrong, self._beside if tells else ())
 
     def _collect(self, *, wait: bool) -> None:
         """Judges the steps whose collectives have ended, and raises none of their findings."""
@@ -239,12 +248,29 @@ class Verification:
                 self.steps, self._last = self.steps + 1, pending.law.name
                 self._unraised += [one for one in found if one.kind != "not finite"]
                 assert self._group is not None
-                _warn(found, self._group.rank(), self.action, self._warned)
+                warn_of(found, self._group.rank(), self.action, self._warned)
 
 
-def attach(hook: Any, verification: Verification) -> None:
-    """Makes a hook that has not met the other ranks yet verify its steps."""
+def attach(hook: Any, verification: Verification, *, further_rounds: int = 0) -> None:
+    """Makes a hook that has not met the other ranks yet verify its steps.
+
+    Args:
+        further_rounds: collectives within an exchange that a verified step has besides.
+    """
     hook.verification = hook._engine.observer = verification
+    hook._further_rounds = further_rounds
+    hook._drivers.ensure(hook.scheme.traits.rounds + further_rounds)
+
+
+def _checked(every: int, action: Verify) -> tuple[int, Verify]:
+    every = fitting("register", "verify_every", every, int)
+    if every < 1:
+        raise OptionError(
+            f"register(verify_every=...) is a number of steps, 1 or more, or None; got {every}"
+        )
+    if action not in ("warn", "raise"):
+        raise OptionError(f"register(verify=...) is 'warn' or 'raise', got {action!r}")
+    return every, action
 
 
 def _finish(work: Any, lent: LaneGroup | None, step: int, number: int) -> None:
@@ -271,52 +297,17 @@ def _judge(pending: _Pending) -> tuple[list[Finding], list[Verified]]:
     findings: list[Finding] = []
     rows: list[Verified] = []
     for one in pending.measured:
-        end = begin + len(one.layout)
-        error, balance = one.errors()
-        judged, found = judge(
-            pending.law, pending.step, one, ranks[:, :, begin:end], error, balance
-        )
+        end = begin + one.rows.numel()
+        rows_of_all = ranks[:, begin:end].reshape(len(ranks), *one.rows.shape)
+        step = (pending.law, pending.step)
+        if isinstance(one, ShardMeasurement):
+            judged, found = judge_shards(*step, one, rows_of_all, one.balances())
+        else:
+            judged, found = judge(*step, one, rows_of_all, *one.errors())
         rows += judged
         findings += found
         begin = end
     return findings, rows
-
-
-def _worst(rows: list[Verified]) -> str:
-    """Returns a sentence on the parameter with the largest error of a step."""
-    known = [row for row in rows if row.error == row.error]
-    if not known:
-        return ""
-    worst = max(known, key=lambda row: row.error)
-    return (
-        f", the last is {worst.step}. Its largest error is {worst.error:.3g} of the dense mean, of "
-        f"{worst.parameter!r}, at a cosine of {worst.cosine:.5g}"
-    )
-
-
-def _numbers(rows: list[Verified], findings: int) -> dict[str, float]:
-    found = {"verify/findings": float(findings)}
-    if errors := [row.error for row in rows if row.error == row.error]:
-        found["verify/error"] = max(errors)
-    if cosines := [row.cosine for row in rows if row.cosine == row.cosine]:
-        found["verify/cosine_min"] = min(cosines)
-    return found
-
-
-def _warn(found: list[Finding], rank: int, action: Verify, warned: set[_Told]) -> None:
-    """Warns of the first finding of each kind, once for a parameter and its ranks."""
-    for kind in dict.fromkeys(one.kind for one in found):
-        same = [one for one in found if one.kind == kind]
-        first = same[0]
-        told = (kind, first.parameter, first.ranks)
-        raised = action == "raise" and kind != "not finite"
-        # On a thousand ranks one warning is enough, and those of the ranks that are concerned.
-        elsewhere = rank != 0 and (rank not in first.ranks or kind == "error")
-        if raised or elsewhere or told in warned:
-            continue
-        warned.add(told)
-        more = f" (and {len(same) - 1} more, see hook.verification)" if len(same) > 1 else ""
-        warnings.warn(f"commhooks: {first}{more}", RuntimeWarning, stacklevel=2)
 
 
 def need_verifiable(device: torch.device) -> None:
@@ -328,9 +319,14 @@ def need_verifiable(device: torch.device) -> None:
         )
 
 
+def _table(measured: Sequence[Measurement], group: dist.ProcessGroup) -> Tensor:
+    """Returns what becomes the rows of all ranks by a sum: as integers, so that no bit changes."""
+    device = measured[0].rows.device
+    rows = torch.cat([one.rows.to(device).reshape(-1) for one in measured])
+    table = torch.zeros((group.size(), len(rows)), dtype=torch.int64, device=device)
+    table[group.rank()] = rows.view(torch.int64)
+    return table
+
+
 def _nothing() -> None:
     return
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"

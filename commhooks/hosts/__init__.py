@@ -11,6 +11,7 @@ from __future__ import annotations
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
+from commhooks.hosts.backend import register_backend
 from commhooks.hosts.collectives import Collectives
 from commhooks.hosts.functions import all_gather, all_reduce, reduce_scatter
 from commhooks.hosts.groups import process_group
@@ -28,6 +29,7 @@ __all__ = [
     "gather_parameters",
     "process_group",
     "reduce_scatter",
+    "register_backend",
     "replicate",
 ]
 

@@ -110,7 +110,8 @@ class AttachedModel:
 
     def _look(self, model: DistributedDataParallel) -> None:
         self._looked_at, self._looks = self.hook.step, self._looks + 1
-        # It allocates the memory of all gradients, which is why it is not done in every step.
+        # It allocates the memory of all gradients, which is why it is not done in every step, and
+        # why no view of it is kept.
         try:
             buckets = model.reducer._get_zeros_like_grad_buckets()
         except RuntimeError as error:
@@ -121,7 +122,9 @@ class AttachedModel:
         self._buckets = [
             (
                 (one.buffer().numel(), one.buffer().dtype),
-                ReducerBucket(one.index(), one.parameters(), one.is_last(), one.buffer()[:0]),
+                ReducerBucket(
+                    *(one.index(), one.parameters(), one.is_last()), one.buffer().new_empty(0)
+                ),
             )
             for one in buckets
         ]

@@ -39,6 +39,7 @@ def register_on_composable(
     takes_hooks: Any = state._ddp if state.has_initialized else model
     takes_hooks.register_comm_hook(hook, comm_hook)
 
+    @torch._disable_dynamo(recursive=True)  # type: ignore[attr-defined]
     def forward_begins(module: nn.Module, inputs: Any) -> None:
         if torch.is_grad_enabled():
             hook.forward_begins()

@@ -8,20 +8,20 @@ are averaged with those of the same rank on other nodes, by any scheme.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 
 from commhooks.core.layout import Layout
 from commhooks.core.shards import equal_shards
 from commhooks.errors import RegistrationError
-from commhooks.hook.sharded_bucket import ShardedBucket
+from commhooks.hook.sharded_bucket import ShardedBucket, average
 from commhooks.hook.sharded_parameters import ShardedParameters
 from commhooks.hook.state import HookState
+from ddp_core import borrow_memory
 
 __all__ = ["BetweenNodes", "Module", "SchemeReduceScatter"]
 
@@ -58,16 +58,11 @@ class Module:
         return known.layout_of([self._names[id(one)] for one in trained])
 
 
-class SchemeReduceScatter(ReduceScatter):
+class SchemeReduceScatter(DefaultAllocMixin, ReduceScatter):
     """Reduces and scatters the gradients of one FSDP2 module by a hook's scheme."""
 
     def __init__(self, hook: HookState, module: Module, known: ShardedParameters) -> None:
         self._hook, self._module, self._known = hook, module, known
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -81,9 +76,7 @@ class SchemeReduceScatter(ReduceScatter):
         layout = self._module.layout(self._known, numel, ranks)
         shards = equal_shards(numel, ranks)
         bucket = ShardedBucket(self._module.number, input_tensor, layout, shards, output_tensor)
-        mean: Tensor = self._hook.start(bucket).wait()
-        if mean.data_ptr() != output_tensor.data_ptr():
-            output_tensor.copy_(mean)
+        average(self._hook, bucket)
         if op == dist.ReduceOp.AVG:
             return
         # A sum, which FSDP2 divides afterwards; or a sum of products with its divide factor.
@@ -98,8 +91,11 @@ class BetweenNodes:
         self._hook, self._module, self._known = hook, module, known
 
     def __call__(self, reduced: Tensor) -> None:
+        # FSDP2 keeps what its own all-reduce works on, and gives this back to the stream of the
+        # reduce-scatter, which does not wait for the present one.
+        borrow_memory(reduced)
         layout = self._module.layout(self._known, reduced.numel(), 1)
-        bucket = ShardedBucket(self._module.number, reduced, layout)
-        mean: Tensor = self._hook.start(bucket).wait()
-        if mean.data_ptr() != reduced.data_ptr():
-            reduced.copy_(mean)
+        average(self._hook, ShardedBucket(self._module.number, reduced, layout))
+        if self._module.group.gradient_divide_factor is not None:
+            # By which FSDP2 has divided: it stands for the number of all ranks, of replicas too.
+            reduced.mul_(self._hook.world_size)

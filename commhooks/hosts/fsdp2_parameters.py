@@ -6,13 +6,15 @@ the same on every rank (Wang et al., ZeRO++, 2023: quantised weights).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultAllocMixin,
+)
 
 from commhooks.core.dense import Dense
 from commhooks.core.scheme import Scheme
@@ -27,16 +29,11 @@ from commhooks.wrappers.make import make
 __all__ = ["gather_parameters"]
 
 
-class SchemeAllGather(AllGather):
+class SchemeAllGather(DefaultAllocMixin, AllGather):
     """Gathers the parameters of one FSDP2 module."""
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -45,6 +42,10 @@ class SchemeAllGather(AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> Any:
+        if group.size() != self._collectives.world_size:
+            # What the forward pass has left on a part of the ranks (reshard_after_forward=8), which
+            # was rounded when it was gathered.
+            return DefaultAllGather()(output_tensor, input_tensor, group, async_op)
         return self._collectives.all_gather(output_tensor, input_tensor, async_op=async_op)
 
 
@@ -63,8 +64,8 @@ def gather_parameters(
         The collectives that run, with ledger and reports.
 
     Raises:
-        RegistrationError: the scheme keeps memory or draws random bits, or the model is none of
-            FSDP2.
+        RegistrationError: the scheme keeps memory or draws random bits, the model is none of FSDP2,
+            or gathers in another way already.
 
     Example:
         >>> gathered = commhooks.hosts.gather_parameters(model)
@@ -79,7 +80,16 @@ def gather_parameters(
             f'make("int8", stochastic=False, error_feedback=False)'
         )
     found = Found.of(model)
-    collectives = Collectives(built, found.ranks, seed=seed)
+    taken = [module.group._all_gather_comm for module in found.modules]
+    if any(type(one) is not DefaultAllGather for one in taken):
+        raise RegistrationError(
+            f"gather_parameters: FSDP2 gathers by {type(taken[0]).__name__} already "
+            f"(gather_parameters, set_custom_all_gather, set_symm_mem_for_comm or "
+            f"set_allocate_memory_from_process_group_for_comm), in whose place the scheme would be"
+        )
+    # Not those of the reduce-scatter, which may have a group of its own.
+    ranks = found.modules[0].group.mesh_info.shard_process_group
+    collectives = Collectives(built, ranks, seed=seed)
     for module in found.modules:
         module.group._all_gather_comm = SchemeAllGather(collectives)
     return collectives

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -52,9 +53,8 @@ def replicate(
             "replicate: no process group; call torch.distributed.init_process_group first"
         )
     if mesh is None:
-        device = next((value.device.type for value in model.parameters()), "cpu")
         names = ("shard", "replicate")
-        mesh = init_device_mesh(device, (1, dist.get_world_size()), mesh_dim_names=names)
+        mesh = init_device_mesh(_device_of(model), (1, dist.get_world_size()), mesh_dim_names=names)
     if mesh.ndim != 2 or mesh.size(0) != 1 or not mesh.mesh_dim_names:
         raise RegistrationError(
             f"replicate(mesh=...): two named dimensions, the first of one rank, got {mesh}"
@@ -64,3 +64,14 @@ def replicate(
     for module in [*modules, model]:
         fully_shard(module, mesh=shard, **settings)
     return register(model, scheme, between=between, seed=seed, history=history, **options)
+
+
+def _device_of(model: nn.Module) -> str:
+    """Returns the type of device that a model is trained on."""
+    lies_on: str = next((value.device.type for value in model.parameters()), "cpu")
+    world: Any = dist.group.WORLD
+    if lies_on in {device.type for device in world._device_types}:
+        return lies_on
+    # On the host or on "meta", and NCCL averages: ``fully_shard`` moves it there, as by default.
+    accelerator = torch.accelerator.current_accelerator()
+    return "cpu" if accelerator is None else accelerator.type

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
 from commhooks.core.scheme import Scheme
-from commhooks.core.settings import check_seed, fitting
 from commhooks.errors import RegistrationError
 from commhooks.hook.binding import need_group
-from commhooks.hook.handshake import MEETING, handshake
+from commhooks.hosts.backend import Settings, make_known
 from commhooks.hosts.scheme_group import NAME, SchemeGroup
-from commhooks.wrappers.make import describe, make
 from ddp_core import group_timeout
 
 __all__ = ["process_group"]
@@ -54,37 +52,19 @@ def process_group(
             f"process_group(scheme, group): {what}; it takes a group of torch.distributed "
             f"(init_process_group or new_group)"
         )
-    built, least = make(scheme, **options), fitting("process_group", "least", least, int)
-    facts = {"scheme and options": describe(built), "least": least, "seed": seed}
-    handshake("commhooks.process_group", facts, inside, MEETING)
+    settings = Settings.of("process_group", scheme, least=least, seed=seed, **options)
+    settings.compare("commhooks.process_group", inside)
+    make_known()
     ranks = dist.get_process_group_ranks(inside)
-    _register_backend()
     unsorted: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
     made: SchemeGroup = dist.new_group(
         ranks,
         timeout=group_timeout(inside),
         backend=NAME,
-        pg_options=partial(SchemeGroup, inside, built, least, check_seed(seed)),
+        pg_options=partial(SchemeGroup, inside, *settings),
         # Without it, the ranks of other groups would have to come, too.
         use_local_synchronization=len(ranks) != dist.get_world_size(),
         **unsorted,
     )
+    made.show_backends()
     return made
-
-
-@cache
-def _register_backend() -> None:
-    # At the first call and not when commhooks is imported: torch treats "cpu:gloo" and the like
-    # in another way once it knows of any further backend.
-    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
-
-
-def _create(_: Any, made: Any) -> SchemeGroup:
-    """Makes the group when ``torch.distributed.new_group`` asks for it."""
-    if not isinstance(made, partial):
-        raise RegistrationError(
-            "new_group(backend='commhooks'): it needs a scheme and a group that carries the bytes; "
-            "commhooks.process_group(scheme, group) makes both"
-        )
-    group: SchemeGroup = made()
-    return group

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-import commhooks
-from commhooks.core.scheme import Scheme
+from commhooks.core.scheme import Scheme, slots_of
+from commhooks.errors import RegistrationError
+from commhooks.hosts.functions import reduce_scatter
 from commhooks.wrappers.make import make
 
 __all__ = ["ReduceScatter"]
@@ -21,8 +24,11 @@ class ReduceScatter:
     has, with ``DistributedDataParallelConfig(reduce_scatter_with_fp32_accumulation=True)``.
 
     Args:
-        scheme: a name or a scheme.
+        scheme: a name or a scheme that keeps nothing between calls, such as "int8".
         options: of the scheme, see :func:`commhooks.make`.
+
+    Raises:
+        RegistrationError: the scheme keeps memory, or averages whole buckets.
 
     Example:
         >>> from megatron.core.distributed import param_and_grad_buffer
@@ -31,11 +37,13 @@ class ReduceScatter:
 
     def __init__(self, scheme: str | Scheme = "int8", **options: Any) -> None:
         self._scheme = make(scheme, **options)
-        self._reduce_scatter = getattr(commhooks, "reduce_scatter", None)
-        if self._reduce_scatter is None:
-            raise NotImplementedError(
-                "commhooks.hosts.megatron.ReduceScatter needs commhooks.reduce_scatter, which this "
-                "version of the package does not have"
+        memory = bool(slots_of(self._scheme))
+        if memory or not self._scheme.traits.shards:
+            why = "keeps memory, and Megatron-Core does not name its buckets"
+            raise RegistrationError(
+                f"ReduceScatter: {self._scheme} "
+                f"{why if memory else 'averages whole buckets, not shards of them'}; int8, fp8, "
+                f"eden, fp16 and bf16 do neither"
             )
 
     def __call__(
@@ -46,27 +54,36 @@ class ReduceScatter:
         group: dist.ProcessGroup | None,
         async_op: bool,
     ) -> Any:
-        """Writes this rank's part of the sum over ranks; returns a handle with ``wait()``, or None.
+        """Writes this rank's part of the result; returns a handle with ``wait()``, or None.
 
         Args:
-            output_tensor: the part, ``input_tensor.numel() / world_size`` entries.
+            output_tensor: the part, ``input_tensor.numel() / world_size`` entries; may be a view of
+                ``input_tensor``, as Megatron-Core's is.
             input_tensor: the gradients of the bucket.
-            op: the sum, as Megatron scales gradients before.
+            op: ``ReduceOp.SUM``, since Megatron-Core scales gradients before, or ``AVG``.
             group: the ranks.
-            async_op: returns before the sum is there.
+            async_op: returns before the result is there.
 
         Raises:
             ValueError: another ``op``, or sizes that do not fit.
         """
-        size = dist.get_world_size(group)
-        if op != dist.ReduceOp.SUM:
-            raise ValueError(f"ReduceScatter: Megatron-Core's function sums (SUM), got op={op}")
-        if output_tensor.numel() * size != input_tensor.numel():
-            raise ValueError(
-                f"ReduceScatter: an output of {output_tensor.numel()} entries on {size} ranks "
-                f"needs an input of {output_tensor.numel() * size}, got {input_tensor.numel()}"
+        with _at_once(group):
+            return reduce_scatter(
+                output_tensor, input_tensor, self._scheme, op=op, group=group, async_op=async_op
             )
-        assert self._reduce_scatter is not None
-        return self._reduce_scatter(
-            output_tensor, input_tensor, self._scheme, group=group, op=op, async_op=async_op
-        )
+
+
+@contextmanager
+def _at_once(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Lets collectives run in torch's ``_coalescing_manager``, in which Megatron-Core calls this.
+
+    It would keep sums of the group until its end, and give a handle that nobody may wait for.
+    """
+    kept: Any = dist.distributed_c10d._world.pg_coalesce_state
+    of: Any = group or dist.group.WORLD
+    coalesced = kept.pop(of, None)
+    try:
+        yield
+    finally:
+        if coalesced is not None:
+            kept[of] = coalesced

@@ -7,6 +7,7 @@ tensors goes to the backends of the group inside.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,8 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.core.scheme import Scheme, slots_of
 from commhooks.errors import RegistrationError
+from commhooks.hook.call import Handle
 from commhooks.hook.state import HookState
 from commhooks.hosts.attached import AttachedModel
+from commhooks.hosts.carrier import discard
 from commhooks.hosts.collectives import Collectives
 
 __all__ = ["NAME", "SchemeGroup"]
@@ -34,27 +37,10 @@ _PASSED_ON = (
 )
 
 
+_NOTHING_TO_CONNECT = SimpleNamespace(supports_splitting=False)
+
 # Reducers call collectives while torch.compile looks at every Python function that runs.
 _not_traced = torch._disable_dynamo(recursive=True)  # type: ignore[attr-defined]
-
-
-class _Work(dist.Work):
-    """Waits for a future, as torch's work for futures does, which takes no timeout."""
-
-    def __init__(self, future: torch.futures.Future[list[Tensor]]) -> None:
-        super().__init__()
-        self._future = future
-
-    def wait(self, timeout: Any = None) -> bool:
-        # The collectives of the exchange have the timeout of their group.
-        self._future.wait()
-        return True
-
-    def is_completed(self) -> bool:
-        return self._future.done()
-
-    def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        return self._future
 
 
 class SchemeGroup(dist.ProcessGroup):
@@ -74,10 +60,18 @@ class SchemeGroup(dist.ProcessGroup):
     _name = ""
     _attached: AttachedModel | None = None
 
-    def __init__(self, inside: dist.ProcessGroup, scheme: Scheme, least: int, seed: int) -> None:
+    def __init__(
+        self,
+        inside: dist.ProcessGroup,
+        scheme: Scheme,
+        least: int,
+        seed: int,
+        *,
+        owns: bool = False,
+    ) -> None:
         super().__init__(inside.rank(), inside.size())  # type: ignore[call-arg]
-        self.inside, self.least, self._seed = inside, least, seed
-        self._scheme = scheme
+        self.inside, self.least, self._seed, self._owns = inside, least, seed, owns
+        self._scheme, self._shows_backends = scheme, owns
         self._calls = self.hook = Collectives(scheme, inside, seed=seed)
         kinds = dist.ProcessGroup.BackendType
         for device in inside._device_types:
@@ -115,7 +109,7 @@ class SchemeGroup(dist.ProcessGroup):
         future = self._run(tensors[0], op) if self._fits(tensors, op) else None
         if future is None:
             return self.inside.allreduce(tensors, *([] if opts is None else [opts]))
-        return _Work(future.then(lambda done: [done.value()]))
+        return Handle(future.then(lambda done: [done.value()]), tensors[0].device)
 
     def _fits(self, tensors: list[Tensor], op: Any) -> bool:
         one = tensors[0]
@@ -143,9 +137,11 @@ class SchemeGroup(dist.ProcessGroup):
         return handle.get_future()
 
     def shutdown(self) -> None:
-        """Stops what runs the scheme; the group inside goes on, whose backends these are."""
+        """Stops what runs the scheme; a group inside that is somebody else's goes on."""
         for hook in (self._calls, self.hook):
             hook._close()
+        if self._owns:
+            discard(self.inside)
 
     # torch tells its name to a group that it makes. The base class would hand name and description
     # to the backends, which are those of the group inside, and rename that: a DeviceMesh, which
@@ -160,6 +156,15 @@ class SchemeGroup(dist.ProcessGroup):
     def group_name(self) -> str:  # type: ignore[override]
         """Returns the name by which torch.distributed knows the group."""
         return self._name
+
+    def show_backends(self) -> None:
+        """Hears that torch.distributed has made the group."""
+        self._shows_backends = True
+
+    # torch connects the backends of a group that it makes, if the default group has a device: those
+    # of a group that was there before would get a second communicator, and leave one behind.
+    def _get_backend(self, device: torch.device) -> Any:
+        return super()._get_backend(device) if self._shows_backends else _NOTHING_TO_CONNECT
 
     def getBackendName(self) -> str:
         """Returns the name of the backend."""

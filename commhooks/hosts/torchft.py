@@ -6,6 +6,7 @@ Written against torchft's ``Manager``: ``wait_quorum``, ``errored``, ``report_er
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from commhooks.core.scheme import Scheme
 from commhooks.errors import RegistrationError
 from commhooks.hook import HookState, comm_hook
+from ddp_core import completed
 
 __all__ = ["register"]
 
@@ -67,7 +69,6 @@ class _Follower:
     def start(self, bucket: Any) -> Future[Tensor]:
         """Starts the exchange of a bucket; after an error, gives the bucket as it is."""
         manager, buffer = self._manager, bucket.buffer()
-        done: Future[Tensor] = Future()
         try:
             if manager.errored() is None:
                 self._follow()
@@ -79,8 +80,7 @@ class _Follower:
         except Exception as error:
             manager.report_error(error)
         self._hook.step_abandoned()  # the manager commits no step with an error
-        done.set_result(buffer)
-        return done
+        return completed(buffer)
 
     def _follow(self) -> None:
         self._manager.wait_quorum()
@@ -90,12 +90,25 @@ class _Follower:
             self._group = group
 
     def _outcome(self, mean: Future[Tensor], buffer: Tensor, share: float) -> Tensor:
+        if buffer.device.type != "cpu":
+            _limit(self._manager)
         try:
             # Ranks that do not take part have sent zeros, and do not count.
             return mean.value() if share == 1 else mean.value() * share
         except Exception as error:
             self._manager.report_error(error)
             return buffer
+
+
+def _limit(manager: Any) -> None:
+    """Gives the group up if a GPU has not done in time what its present stream waits for.
+
+    torchft does so with collectives of its own. NCCL's watchdog would end the process instead.
+    """
+    with suppress(ImportError):  # a manager of somebody else's
+        from torchft.futures import stream_timeout
+
+        stream_timeout(manager._pg.abort, manager._timeout)
 
 
 def _inner(group: Any) -> Any:

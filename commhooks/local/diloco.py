@@ -20,6 +20,7 @@ from commhooks.local.fragments import Fragment, Pending, fragments_of
 from commhooks.local.other_ranks import STAYS, move, share
 from commhooks.local.outer_settings import checked
 from commhooks.local.saving import check_state, sealed
+from ddp_core import completed
 
 __all__ = ["DiLoCo", "local_sgd"]
 
@@ -214,9 +215,8 @@ class DiLoCo:
         self._pending = []
         for saved in state["arriving"]:
             fragment = fragments[saved["fragment"]]
-            future: torch.futures.Future[Tensor] = torch.futures.Future()
-            future.set_result(saved["mean"].detach().to(fragment.outer[0], copy=True))
-            self._pending.append(Pending(fragment, future, saved["left"]))
+            mean = saved["mean"].detach().to(fragment.outer[0], copy=True)
+            self._pending.append(Pending(fragment, completed(mean), saved["left"]))
 
     def _all(self) -> list[Fragment]:
         return [fragment for group in self._fragments for fragment in group]

@@ -66,6 +66,10 @@ class Option:
     def __str__(self) -> str:
         return f"{self.name} in buckets of {self.cap_mb:g} MiB"
 
+    def told(self, took: float) -> str:
+        """Returns what a step took, in words, beside what was predicted."""
+        return f"{self}: {1e3 * took:.1f} ms per step, predicted {1e3 * self.step.step_s:.1f} ms"
+
 
 def made_candidates(candidates: Iterable[str] | Mapping[str, Scheme]) -> dict[str, Scheme]:
     """Returns schemes by name; "none" and "bf16" are always among them.

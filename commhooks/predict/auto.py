@@ -53,7 +53,7 @@ class AutoHook(HookState):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | None,
         *,
         candidates: Iterable[str] | Mapping[str, Scheme] = CANDIDATES,
         error: float = 0.05,
@@ -68,15 +68,15 @@ class AutoHook(HookState):
         steps = fitting("auto", "measure_steps", measure_steps, int)
         if steps < 1:
             raise ValueError(f"auto(measure_steps=...) is 1 or more, got {measure_steps}")
-        self._search = Search(
-            self,
-            super().switch,
-            self._candidates,
+        self._search = self._make_search(
             error=fitting("auto", "error", error, float),
             steps=steps,
             link_s=fitting("auto", "link_s", link_s, float),
         )
         super().__init__("none", model, process_group=process_group, seed=seed, history=history)
+
+    def _make_search(self, **settings: Any) -> Search:
+        return Search(self, super().switch, self._candidates, **settings)
 
     @property
     def plan(self) -> str:

@@ -29,7 +29,7 @@ from commhooks.predict.recorded import Recorder
 from commhooks.wrappers.make import make
 from ddp_core import DistributedDataParallel as CoreDDP
 
-__all__ = ["Search", "chosen", "promising"]
+__all__ = ["Search", "Stage", "chosen", "promising"]
 
 LOG = logging.getLogger("commhooks")
 
@@ -41,7 +41,7 @@ _WATCHED = 5
 _NEAR, _TRIALS = 1.10, 3
 
 
-class _Stage(Enum):
+class Stage(Enum):
     DENSE = "dense steps"
     HELD = "dense steps whose gradients are exchanged after backward"
     TRIAL = "steps with a candidate"
@@ -81,7 +81,7 @@ class Search:
         self.plan = "auto: nothing is decided yet"
         self.choice: Option | None = None
         self.cap_mb: float | None = None
-        self._stage, self._begun = _Stage.DENSE, 0  # the step in which the stage began
+        self._stage, self._begun = Stage.DENSE, 0  # the step in which the stage began
         self._times: list[float] = []
         self._last = (-1, 0.0)  # the latest step, and when it began
         self._dense_s = 0.0
@@ -91,11 +91,11 @@ class Search:
 
     @property
     def over(self) -> bool:
-        return self._stage is _Stage.DONE
+        return self._stage is Stage.DONE
 
     def end(self, plan: str) -> None:
         """Ends the search with a decision that was taken elsewhere."""
-        self._stage, self.cap_mb, self.choice, self.plan = _Stage.DONE, None, None, plan
+        self._stage, self.cap_mb, self.choice, self.plan = Stage.DONE, None, None, plan
         if self._recorder is not None:
             self._recorder.close()
             self._recorder = None
@@ -103,7 +103,7 @@ class Search:
     def begin(self) -> None:
         """Begins the search, or begins it anew: after a state of an undecided search was loaded."""
         self._last, self._race, self._raced_again = (-1, 0.0), Race([]), False
-        self._enter(_Stage.DENSE, make("none"))
+        self._enter(Stage.DENSE, make("none"))
 
     def forward_begins(self) -> None:
         """Takes the next decision if a step has ended and a stage with it."""
@@ -117,9 +117,9 @@ class Search:
         # Two steps warm up: buckets are rebuilt, and memory is made.
         if before == self._hook.step - 1 and since > 2:
             self._times.append(now - began)
-        if self._stage is _Stage.HELD and since == 2:
+        if self._stage is Stage.HELD and since == 2:
             self._recorder = Recorder(self._model(), sample=2**20)
-        if since == self._steps * (_WATCHED if self._stage is _Stage.KEPT else 1) + 2:
+        if since == self._steps * (_WATCHED if self._stage is Stage.KEPT else 1) + 2:
             self._end_stage()
             now = time.perf_counter()  # the next step begins after what was measured
         if self._recorder is not None:
@@ -127,20 +127,19 @@ class Search:
         self._last = (self._hook.step, now)
 
     def _end_stage(self) -> None:
-        # Of the slowest rank, step by step.
-        times = [float(max(ranks)) for ranks in zip(*self._of_all(self._times), strict=False)]
-        if self._stage is _Stage.DENSE:
+        times = self._times_of_slowest()
+        if self._stage is Stage.DENSE:
             self._dense_s = statistics.median(times)
-            self._enter(_Stage.HELD, make("none", coalesce=True))
-        elif self._stage is _Stage.HELD:
+            self._enter(Stage.HELD, make("none", coalesce=True))
+        elif self._stage is Stage.HELD:
             self._choose()
-        elif self._stage is _Stage.KEPT:
+        elif self._stage is Stage.KEPT:
             self._keep_or_race_again(statistics.median(times))
         else:
             self._race.add(times)
             self._try_next()
 
-    def _enter(self, stage: _Stage, scheme: Scheme) -> None:
+    def _enter(self, stage: Stage, scheme: Scheme) -> None:
         self._stage, self._begun, self._times = stage, self._hook.step, []
         self._install(scheme)
 
@@ -181,7 +180,7 @@ class Search:
             self._decide()
             return
         self.cap_mb = entry.what.cap_mb
-        self._enter(_Stage.TRIAL, entry.what.scheme)
+        self._enter(Stage.TRIAL, entry.what.scheme)
 
     def _decide(self) -> None:
         """Takes the fastest scheme of those that were tried, or none."""
@@ -190,20 +189,17 @@ class Search:
         dense_s = next((took for took, one in tried if one.name == "none"), self._dense_s)
         best = chosen(tried, dense_s)
         if best is None:
-            stage, self.cap_mb, scheme = _Stage.DONE, None, make("none")
+            stage, self.cap_mb, scheme = Stage.DONE, None, make("none")
             verdict = "auto runs none: do not compress, nothing that was tried is faster"
         else:
             seconds, option = best
-            stage = _Stage.DONE if self._raced_again else _Stage.KEPT
+            stage = Stage.DONE if self._raced_again else Stage.KEPT
             self.cap_mb, self.choice, scheme = option.cap_mb, option, option.scheme
             verdict = f"auto runs {option}: {100 * (1 - seconds / dense_s):.0f} % faster"
         self._dense_s = dense_s
         self._enter(stage, scheme)
         lines = [f"dense: {1e3 * self._dense_s:.1f} ms per step"]
-        lines += [
-            f"{option}: {1e3 * took:.1f} ms per step, predicted {1e3 * option.step.step_s:.1f} ms"
-            for took, option in tried
-        ]
+        lines += [option.told(took) for took, option in tried]
         self.plan = f"{verdict} than dense steps. {'; '.join(lines)}."
         LOG.info(self.plan)
 
@@ -211,7 +207,7 @@ class Search:
         """Ends the search, or races the choice against dense steps if it seems to have lost."""
         self.plan += f" It took {1e3 * seconds:.1f} ms per step since."
         if seconds <= self._dense_s:
-            self._stage = _Stage.DONE
+            self._stage = Stage.DONE
             return
         # The machine may have become slower for all schemes: only turns can tell.
         LOG.info("%s That is more than dense steps took: compared once more.", self.plan)
@@ -222,6 +218,10 @@ class Search:
         self._try_next()
 
     # ---- parts
+
+    def _times_of_slowest(self) -> list[float]:
+        """Returns the seconds of the stage's steps on the slowest rank, step by step."""
+        return [float(max(ranks)) for ranks in zip(*self._of_all(self._times), strict=False)]
 
     def _waited(self) -> float:
         """Returns the seconds of the latest step that were communication after backward."""

@@ -9,6 +9,7 @@ import torch
 from commhooks.core.bucket import Bucket, Result, SchemeExchange
 from commhooks.core.scheme import Scheme
 from commhooks.core.slot import Slot
+from commhooks.core.traits import Traits
 from commhooks.wrappers.feedback import Feedback
 
 __all__ = ["EF21"]
@@ -48,6 +49,11 @@ class EF21(Feedback):
     @property
     def keeps(self) -> tuple[Slot, ...]:
         return (_OWN, _TOTAL, _VELOCITY) if self.momentum else (_OWN, _TOTAL)
+
+    @property
+    def traits(self) -> Traits:
+        # What all ranks sum up is the whole mean.
+        return super().traits._replace(shards=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()

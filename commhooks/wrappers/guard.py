@@ -99,11 +99,16 @@ class Guard(Wrapper):
         squares = torch.stack([gradient.double().square().sum(), self._residual_square(bucket)])
         exact = torch.cat([gradient[part].double(), squares])
         result = yield from self.scheme.exchange(bucket)
+        mean = result.mean.view(-1)
+        if bucket.shards is not None:
+            exact = torch.cat([exact, _less_own(exact[:size], begin, mean, bucket)])
         exact = yield AllReduce(exact)
-        error = float((result.mean.view(-1)[part].double() - exact[:size]).norm())
-        sample_norm = float(exact[:size].norm())
+        sample, squares, away = exact.split([size, 2, len(exact) - size - 2])
+        if bucket.shards is None:
+            away = mean[part].double() - sample
+        error, sample_norm = float(away.norm()), float(sample.norm())
         # The same numbers on every rank, and so the same decision without a further message.
-        norm, residual = (math.sqrt(value) for value in exact[size:].tolist())
+        norm, residual = (math.sqrt(value) for value in squares.tolist())
         if all(map(math.isfinite, (error, sample_norm, norm, residual))) and sample_norm and norm:
             self._judge(error / sample_norm, residual / norm, bucket)
         return result
@@ -161,3 +166,20 @@ class Guard(Wrapper):
         layout = slot.layout(bucket.layout)
         values = torch.full((len(layout),), float(value), dtype=torch.float64, device="cpu")
         bucket.memory.note(slot.key, layout, values)
+
+
+def _less_own(sample: Tensor, begin: int, mean: Tensor, bucket: Bucket) -> Tensor:
+    """Returns entries of a gradient whose average over ranks is the error of their mean.
+
+    Each entry's mean is known to one rank, which subtracts it for all.
+
+    Args:
+        sample: of this rank's gradient, from ``begin`` on.
+        mean: of this rank's shard.
+    """
+    first, last = bucket.own.start, bucket.own.stop
+    low, high = max(first, begin), min(last, begin + len(sample))
+    less = sample.clone()
+    if low < high:
+        less[low - begin : high - begin] -= bucket.world_size * mean[low - first : high - first]
+    return less

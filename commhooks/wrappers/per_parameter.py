@@ -135,7 +135,8 @@ class PerParameter(Choice):
     def traits(self) -> Traits:
         # The sum: collectives that cannot be merged run one after the other.
         rounds = sum(scheme.traits.rounds for scheme in self.schemes)
-        return super().traits._replace(rounds=rounds)
+        # Parameters are picked out of the bucket, so that its shards are none of what is left.
+        return super().traits._replace(rounds=rounds, shards=False)
 
     def bucket_group(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Hashable:
         which = self.choose(name, shape, dtype)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from commhooks.errors import RegistrationError
 from commhooks.hook.parameters import find_ddp
+from commhooks.zero.stand_ins import InShards
 from ddp_core import DistributedDataParallel as CoreDDP
 
 __all__ = [
@@ -72,18 +73,22 @@ def need_known_use(ddp: CoreDDP) -> None:
         )
 
 
-def need_none_accumulated(model: nn.Module) -> None:
-    """Raises if there are gradients that were not averaged, although none is to be stepped.
+def need_none_accumulated(ddp: CoreDDP) -> None:
+    """Raises if there are gradients of this rank alone, by which nothing may be stepped.
 
     Raises:
         RegistrationError: there are.
     """
-    if any(one.requires_grad and one.grad is not None for one in model.parameters()):
-        raise RegistrationError(
-            "ZeroOptimizer.step: there are gradients, and none were averaged since zero_grad: the "
-            "last backward pass was within no_sync(), or its forward pass did not go through the "
-            "DistributedDataParallel"
-        )
+    if ddp.reducer.backward.has_raised:  # what came of it is known to be incomplete
+        return
+    for one in ddp.reducer.parameters:
+        if one.parameter.grad is not None and type(one.parameter.grad) is not InShards:
+            raise RegistrationError(
+                f"ZeroOptimizer.step: the gradient of {one.name} was not averaged: the last "
+                f"backward pass was within no_sync() or hold(), or its forward pass did not go "
+                f"through the DistributedDataParallel. Let the last pass average, or call "
+                f"zero_grad()"
+            )
 
 
 def groups_of(ddp: CoreDDP, params: Iterable[Any] | None) -> list[Group]:
@@ -117,13 +122,17 @@ def groups_of(ddp: CoreDDP, params: Iterable[Any] | None) -> list[Group]:
     return groups
 
 
-def need_elementwise(kind: Any, settings: Mapping[str, Any]) -> None:
+def need_elementwise(kind: Any, settings: Mapping[str, Any], device: torch.device) -> None:
     """Raises unless an optimizer steps two parts of a matrix as it steps the matrix.
+
+    Args:
+        device: on which it will step; some settings and optimizers are for a GPU only.
 
     Raises:
         RegistrationError: it does not, as Adafactor, LBFGS, Muon or Shampoo.
     """
-    values, gradients = torch.linspace(-1, 1, 64), torch.linspace(-0.3, 0.5, 64).sin()
+    values = torch.linspace(-1, 1, 64, dtype=torch.float32, device=device)
+    gradients = (0.4 * values + 0.1).sin()
     name = getattr(kind, "__name__", str(kind))
     whole = nn.Parameter(values.clone().view(8, 8))
     together = kind([whole], **settings)  # raises for wrong settings
@@ -132,7 +141,9 @@ def need_elementwise(kind: Any, settings: Mapping[str, Any]) -> None:
         apart = kind(parts, **settings)
         for _ in range(2):
             _step(together, [whole], [gradients.view(8, 8)])
-            _step(apart, parts, gradients.split(40))
+            # One after the other, as buckets: what counts steps of all parameters shows.
+            for part, gradient in zip(parts, gradients.split(40), strict=True):
+                _step(apart, parts, [gradient if one is part else None for one in parts])
         same = torch.allclose(torch.cat([*parts]), whole.view(-1), rtol=1e-4, atol=1e-6)
     except Exception as error:
         raise RegistrationError(
@@ -142,14 +153,17 @@ def need_elementwise(kind: Any, settings: Mapping[str, Any]) -> None:
     if not same:
         raise RegistrationError(
             f"ZeroOptimizer(model, {name}): a part of a matrix is stepped differently from the "
-            f"matrix (by its rows, norm or rank), so shards would train another way; there are "
-            f"SGD, Adam, AdamW, RMSprop, Adagrad and others that step each entry by itself"
+            f"matrix (by its rows, norm or rank, or by a count of the calls of step()), so shards "
+            f"would train another way; there are SGD, Adam, AdamW, RMSprop, Adagrad and others "
+            f"that step each entry by itself"
         )
 
 
 def _step(
-    optimizer: torch.optim.Optimizer, values: Sequence[Tensor], gradients: Sequence[Tensor]
+    optimizer: torch.optim.Optimizer,
+    values: Sequence[Tensor],
+    gradients: Sequence[Tensor | None],
 ) -> None:
     for value, gradient in zip(values, gradients, strict=True):
-        value.grad = gradient.clone()
+        value.grad = None if gradient is None else gradient.clone()
     optimizer.step()

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commhooks.core.bucket import Bucket
-from commhooks.core.packed import PackedCodec, Piece, Randomness, to_shards
+from commhooks.core.dense import Dense
+from commhooks.core.packed import PackedCodec, to_shards
 from commhooks.core.scheme import Scheme
-from commhooks.core.shards import from_rows
 from commhooks.errors import RegistrationError
+from commhooks.hook.engine import Engine
 from commhooks.schemes.casts import TwoPhaseCast
 from commhooks.wrappers.make import make
 from commhooks.zero.shard import BucketShard
-from ddp_core import AllGather, Exchange
+from ddp_core import Exchange
 from ddp_core.reducer.views import views_of
 
 __all__ = ["Gather"]
@@ -45,49 +45,35 @@ class Gather:
         if self.codec is None:
             return False
         nbytes = to_shards(self.codec, shard.spans)[0].nbytes
-        return nbytes < _longest(shard) * shard.parameters[0].dtype.itemsize
+        return nbytes < shard.spans[0][1] * shard.dtype.itemsize
 
-    def exchange(self, shard: BucketShard, bucket: Bucket) -> Exchange:
-        """Gathers the shards of one bucket, and returns them one after the other.
-
-        Args:
-            bucket: keys random bits; its ``raw`` has the differences.
-        """
-        if not self.packs(shard):
-            row = shard.exact.new_zeros(_longest(shard), dtype=shard.parameters[0].dtype)
-            row[: shard.exact.numel()] = shard.exact
-            return from_rows((yield AllGather(row)), shard.spans)
-        assert self.codec is not None
-        shards, random = to_shards(self.codec, shard.spans), Randomness(bucket, "gather")
-        # Zeros: the end of a short shard's payload travels, too.
-        payload = bucket.raw.new_zeros(shards[0].nbytes, dtype=torch.uint8)
-        if bucket.raw.numel():
-            own = payload[: shards[shard.rank].nbytes]
-            self.codec.pack(Piece(bucket.raw.float()), own, random.row(shard.rank))
-        rows = yield AllGather(payload)
-        differences = torch.empty(shard.layout.numel, device=rows.device)
-        # One shard after the other: kernels for all at once take shards that were packed at once.
-        PackedCodec.unpack_shards(self.codec, rows, differences, shards, random)
-        return differences
+    def exchange(self, shard: BucketShard, engine: Engine) -> Exchange:
+        """Gathers the shards of one bucket, and returns them one after the other."""
+        # Within the exchange, on a GPU on its stream: memory is given back when the exchange is
+        # over on the host, and only its own stream knows whether it is still read.
+        scheme: Scheme = Dense()
+        own = shard.exact.to(shard.dtype)
+        if self.codec is not None and self.packs(shard):
+            scheme, own = self.codec, shard.exact - shard.held()
+        whole = own.new_empty(shard.layout.numel)
+        bucket = engine.bucket(own, shard.layout, output=whole)
+        return (yield from scheme.all_gather(bucket, shard.spans)).mean
 
     @torch.no_grad()
     def apply(self, shard: BucketShard, gathered: Tensor) -> None:
         """Writes what :meth:`exchange` returned into the parameters: the same bits on all ranks."""
         parameters = [parameter.detach() for parameter in shard.parameters]
-        values = views_of(gathered, parameters)
-        if self.packs(shard):
+        values, packed = views_of(gathered, parameters), self.packs(shard)
+        if packed:
             torch._foreach_add_(parameters, values)
         else:
             torch._foreach_copy_(parameters, values)
-
-
-def _longest(shard: BucketShard) -> int:
-    return shard.spans[0][1]
+        shard.settle(rounded=packed or shard.dtype != shard.exact.dtype)
 
 
 def _codec_of(scheme: str | Scheme) -> PackedCodec | None:
     codec: Any = make(scheme, error_feedback=False)
-    if scheme == "none" or codec == make("none"):
+    if codec == make("none"):
         return None
     if isinstance(scheme, str) and scheme in _CASTS:
         return TwoPhaseCast(_CASTS[scheme])

@@ -23,7 +23,7 @@ from commhooks.zero.checks import (
     need_none_accumulated,
 )
 from commhooks.zero.gather import Gather
-from commhooks.zero.hook import InShards, ZeroHook
+from commhooks.zero.hook import ZeroHook
 from commhooks.zero.shards import Shards
 
 __all__ = ["ZeroOptimizer"]
@@ -72,6 +72,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     References: Rajbhandari et al., ZeRO, 2020; Jia et al., SDP4Bit, 2024 (differences).
     """
 
+    _made = False  # the base class adds the groups
+
     def __init__(
         self,
         model: nn.Module,
@@ -87,10 +89,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
     ) -> None:
         ddp: Any = need_model(model)  # also of torch's class, for those who ask
         self._groups = groups_of(ddp, params)
-        need_elementwise(optimizer, {**settings, **self._groups[0][0]})
+        need_elementwise(optimizer, {**settings, **self._groups[0][0]}, ddp.reducer.device)
         sends = Gather(gather)
         self.hook = ZeroHook(scheme, ddp, seed=seed, history=history)
-        need_shards(self.hook.scheme, "ZeroOptimizer")
+        need_shards(self.hook.scheme, "ZeroOptimizer", "ZeroOptimizer(scheme=...)")
         self._model = ddp
         names = self.hook._binding.names
         facts: dict[str, Any] = {
@@ -105,7 +107,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.hook.agree("commhooks.ZeroOptimizer", facts, MEETING)
         ddp.register_comm_hook(self.hook, comm_hook)
         ddp.register_forward_pre_hook(AttachmentGuard(self.hook, ddp))
-        ddp.register_forward_pre_hook(_drop_stand_ins)
         ddp._parts.uneven.overlaps_zero = True  # a rank without inputs would not step
         ddp.reducer.keep_registered_buckets()
         self.skipped_steps = 0
@@ -115,9 +116,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         super().__init__(self._inner.param_groups, self._inner.defaults)
         # The same objects: schedulers and scalers write here, and the optimizer inside reads.
         self.param_groups, self.state = self._inner.param_groups, self._inner.state
+        self._made = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if "_inner" in vars(self) and "state" in vars(self) and self.state is self._inner.state:
+        if self._made:
             raise RegistrationError(
                 "ZeroOptimizer.add_param_group: groups are settled when it is made: give all "
                 "parameters as params=..."
@@ -156,16 +158,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
             closure: computes the loss again, as for other optimizers.
 
         Raises:
-            RegistrationError: gradients were accumulated, and not averaged.
+            RegistrationError: gradients were accumulated, and were not averaged.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        finite = self._shards.finite
-        self.skipped_steps += not finite
-        if not self._shards.step() and finite:
-            need_none_accumulated(self._model)
+        need_none_accumulated(self._model)
+        self._shards.step()
+        self.skipped_steps += not self._shards.finite
         return loss
 
     # ---- checkpoint
@@ -214,10 +215,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for group, (_, parameters), saved in rows:
             group.update({key: value for key, value in saved.items() if key != "names"})
             group["params"] = self._shards.values(parameters)
+        own = {value: group for group in self.param_groups for value in group["params"]}
         for piece in self._shards.pieces():
-            state = saving.load_piece(piece, state_dict["pieces"], known)
+            settings = own.get(piece.value, {})
+            state = saving.load_piece(piece, state_dict["pieces"], known, settings)
             if state:
                 self.state[piece.value] = state
+        self._shards.loaded()
 
     def _saved_groups(self) -> list[dict[str, Any]]:
         return [
@@ -227,11 +231,3 @@ class ZeroOptimizer(torch.optim.Optimizer):
             }
             for group, (_, parameters) in zip(self.param_groups, self._groups, strict=True)
         ]
-
-
-def _drop_stand_ins(module: nn.Module, inputs: Any) -> None:
-    """Removes what stands for gradients before another backward pass."""
-    if torch.is_grad_enabled():
-        for parameter in module.parameters():
-            if type(parameter.grad) is InShards:
-                parameter.grad = None

@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commhooks.errors import CheckpointError
+from commhooks.hook.gather import gather
 from commhooks.hook.parameters import Parameters
-from commhooks.zero.shard import Piece
+from commhooks.zero.shard import Piece, copied
 
-__all__ = ["FIELDS", "VERSION", "check", "gathered", "load_piece", "saved_pieces"]
+__all__ = ["FIELDS", "VERSION", "check", "gathered", "home_of", "load_piece", "saved_pieces"]
 
 VERSION = 1
 FIELDS = ("version", "hook", "groups", "pieces")
@@ -28,11 +29,11 @@ def saved_pieces(pieces: Iterable[Piece], states: Mapping[Tensor, Any]) -> Saved
     saved: Saved = {}
     for piece in pieces:
         entries, rest = {"exact": piece.value.detach().clone()}, {}
-        for key, value in states.get(piece.value, {}).items():
+        for key, value in copied(states.get(piece.value, {})).items():
             if isinstance(value, Tensor) and value.shape == piece.value.shape:
-                entries[f"state.{key}"] = value.detach().clone()
+                entries[f"state.{key}"] = value
             else:
-                rest[key] = value.detach().clone() if isinstance(value, Tensor) else value
+                rest[key] = value
         begin, end = piece.entries.start, piece.entries.stop
         saved[piece.name] = {"begin": begin, "end": end, "entries": entries, "rest": rest}
     return saved
@@ -46,33 +47,34 @@ def gathered(
     Args:
         to: the only rank of the group that gets them; the others get None. None: all get them.
     """
-    own = {name: _on_cpu(one) for name, one in own.items()}
-    ranks: list[Any] | None = [None] * group.size()
-    if to is None:
-        dist.all_gather_object(ranks, own, group=group)
-    else:
-        ranks = ranks if group.rank() == to else None
-        dist.gather_object(own, ranks, group=group, group_dst=to)
-    if ranks is None:
+    memory: dict[str, dict[str, Tensor]] = {}
+    for name, one in own.items():
+        for key, value in one["entries"].items():
+            memory.setdefault(key, {})[name] = value
+    about = {
+        name: {**one, "entries": (), "rest": copied(one["rest"], "cpu")}
+        for name, one in own.items()
+    }
+    part = {"about": about, "memory": memory}
+    whole = gather(
+        "ZeroOptimizer.state_dict(gather=True)", {f"rank{group.rank()}": part}, None, group, to
+    )
+    if not whole:
         return None
     # Ranks own parts in their order, so those of a parameter come in order, too.
-    parts: dict[str, list[dict[str, Any]]] = {}
-    for one in ranks:
-        for name, part in one.items():
-            parts.setdefault(name, []).append(part)
-    whole: Saved = {}
-    for name, found in parts.items():
+    ranks = [whole[f"rank{rank}"] for rank in range(group.size())]
+    together: Saved = {}
+    for name in dict.fromkeys(name for one in ranks for name in one["about"]):
+        parts = [one for one in ranks if name in one["about"]]
+        first, last = parts[0], parts[-1]
         entries = {}
-        for key in found[0]["entries"]:
-            flat = torch.cat([part["entries"][key] for part in found])
-            entries[key] = known.as_saved({name: flat.view(known.shapes[name])})[name]
-        whole[name] = {**found[0], "end": found[-1]["end"], "entries": entries}
-    return whole
-
-
-def _on_cpu(saved: dict[str, Any]) -> dict[str, Any]:
-    entries = {key: value.cpu() for key, value in saved["entries"].items()}
-    return {**saved, "entries": entries}
+        for key, values in first["memory"].items():
+            if name in values:
+                flat = torch.cat([part["memory"][key][name] for part in parts])
+                entries[key] = known.as_saved({name: flat.view(known.shapes[name])})[name]
+        end = last["about"][name]["end"]
+        together[name] = {**first["about"][name], "end": end, "entries": entries}
+    return together
 
 
 def check(state: object, groups: Sequence[Mapping[str, Any]], shapes: Mapping[str, Any]) -> None:
@@ -111,8 +113,13 @@ def check(state: object, groups: Sequence[Mapping[str, Any]], shapes: Mapping[st
             )
 
 
-def load_piece(piece: Piece, saved: Saved, known: Parameters) -> dict[str, Any]:
+def load_piece(
+    piece: Piece, saved: Saved, known: Parameters, settings: Mapping[str, Any]
+) -> dict[str, Any]:
     """Writes the exact values of a piece, and returns the optimizer's state of it.
+
+    Args:
+        settings: of the piece's group.
 
     Raises:
         CheckpointError: the state has no such entries.
@@ -132,9 +139,17 @@ def load_piece(piece: Piece, saved: Saved, known: Parameters) -> dict[str, Any]:
     }
     piece.value.detach().copy_(entries.pop("exact"))
     state = {key.removeprefix("state."): value.clone() for key, value in entries.items()}
-    rest = {key: _copied(value) for key, value in one["rest"].items()}
-    return {**state, **rest}
+    for key, value in one["rest"].items():
+        state |= copied({key: value}, home_of(key, piece.value.device, settings))
+    return state
 
 
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+def home_of(key: str, device: torch.device, settings: Mapping[str, Any]) -> torch.device:
+    """Returns the device on which optimizers of torch keep a number of a parameter's state.
+
+    Args:
+        device: of the parameter.
+        settings: of its group.
+    """
+    on_device = key != "step" or settings.get("fused") or settings.get("capturable")
+    return device if on_device else torch.device("cpu")

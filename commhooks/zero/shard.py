@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from commhooks.core.layout import Layout
 from commhooks.core.packed import spans
 from commhooks.core.shards import Span
 
-__all__ = ["BucketShard", "Piece"]
+__all__ = ["BucketShard", "Piece", "copied"]
 
 
 class Piece(NamedTuple):
@@ -64,11 +64,12 @@ class BucketShard:
     ) -> None:
         self.number, self.parameters, self.layout = number, list(parameters), layout
         self.spans: tuple[Span, ...] = tuple(spans(layout.numel, world_size, unit))
-        self.rank, self.arrived, self._flat = rank, False, flat
+        self.arrived, self._flat = False, flat
         self.gathered: Tensor | None = None
         first = self.parameters[0]
-        wide = torch.promote_types(first.dtype, torch.float32)
+        self.dtype = first.dtype
         begin, end = self.spans[rank]
+        wide = torch.promote_types(self.dtype, torch.float32)
         self.exact = torch.empty(end - begin, dtype=wide, device=first.device)
         self.pieces: list[Piece] = []
         rows = zip(layout.names, self.parameters, layout.offsets, layout.sizes, strict=False)
@@ -78,9 +79,9 @@ class BucketShard:
                 value = nn.Parameter(self.exact[start - begin : stop - begin])
                 entries = slice(start - offset, stop - offset)
                 self.pieces.append(Piece(name, parameter, entries, value))
-        self._versions: dict[str, int] = {}
         self._before: tuple[Tensor, list[dict[str, Any]]] | None = None
-        self.take_over()
+        self.exact.copy_(self.held())
+        self._left = self.exact  # what all ranks had after the latest step
 
     @torch.no_grad()
     def held(self) -> Tensor:
@@ -92,30 +93,38 @@ class BucketShard:
 
     @torch.no_grad()
     def take_over(self) -> None:
-        """Takes the values of parameters that were written by others than the optimizer.
+        """Takes entries of parameters that somebody else has written since the latest step.
 
-        A loaded or reset parameter would go back to the owner's values otherwise.
+        Loaded, reset or clipped entries would go back to the owner's values otherwise.
         """
-        for piece in self.pieces:
-            if self._versions.get(piece.name) != piece.parameter._version:
-                flat = self._flat(piece.name, piece.parameter.detach())
-                piece.value.copy_(flat[piece.entries])
-        self._versions = {piece.name: piece.parameter._version for piece in self.pieces}
+        held = self.held()
+        # Entry by entry, as the others are to keep what is not sent yet, and without a look at the
+        # versions of parameters, which a write to ``.data`` does not change.
+        self.exact.copy_(torch.where(held == self._left, self.exact, held))
+
+    def settle(self, *, rounded: bool) -> None:
+        """Takes note that a step is over, and the parameters are as the optimizer left them.
+
+        Args:
+            rounded: ranks have other values than the exact ones.
+        """
+        self._before = self.gathered = None
+        self._left = self.held() if rounded else self.exact
 
     def parts(self, flat: Tensor) -> list[tuple[Piece, Tensor]]:
         """Returns each piece with its part of a flat tensor of this shard."""
         sizes = [piece.value.numel() for piece in self.pieces]
         return list(zip(self.pieces, flat.split(sizes), strict=True))
 
-    def land(self, mean: Tensor, left_alone: Collection[int]) -> None:
+    def land(self, mean: Tensor, left_alone: Collection[nn.Parameter]) -> None:
         """Adds the mean of this shard's gradients to the pieces'.
 
         Args:
             mean: flat, one entry for each of the shard.
-            left_alone: ids of parameters that no rank has used.
+            left_alone: parameters that no rank has used.
         """
         for piece, part in self.parts(mean):
-            if id(piece.parameter) in left_alone:
+            if piece.parameter in left_alone:
                 continue
             if piece.value.grad is None:
                 piece.value.grad = part
@@ -126,7 +135,7 @@ class BucketShard:
 
     def back_up(self, states: MutableMapping[Any, Any]) -> None:
         """Keeps a copy of the exact values and of the optimizer's state of them."""
-        kept = [_copied(states.get(piece.value, {})) for piece in self.pieces]
+        kept = [copied(states.get(piece.value, {})) for piece in self.pieces]
         self._before = self.exact.clone(), kept
 
     @torch.no_grad()
@@ -141,13 +150,12 @@ class BucketShard:
                     states[piece.value] = state
         self._before = self.gathered = None
 
-    def settle(self) -> None:
-        """Takes note that a step is over, and the parameters are as the optimizer left them."""
-        self._before = self.gathered = None
-        self._versions = {piece.name: piece.parameter._version for piece in self.pieces}
 
-
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
+def copied(state: Mapping[str, Any], device: str | torch.device | None = None) -> dict[str, Any]:
+    """Returns an optimizer's state of a tensor with copies of the tensors in it."""
     return {
-        key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()
+        key: value.detach().to(device or value.device, copy=True)
+        if isinstance(value, Tensor)
+        else value
+        for key, value in state.items()
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from commhooks.core.packed import PackedCodec
 from commhooks.core.scheme import walk
 from commhooks.errors import RegistrationError
+from commhooks.kernels import all_finite
 from commhooks.zero.gather import Gather
 from commhooks.zero.hook import ZeroHook
 from commhooks.zero.shard import BucketShard, Piece
+from commhooks.zero.stand_ins import StandIns
 from ddp_core import DistributedDataParallel as CoreDDP
 from ddp_core import Exchange, RoundRecord, Task
 
@@ -41,8 +43,8 @@ class Shards:
 
     def __init__(self, hook: ZeroHook, model: CoreDDP, gather: Gather, in_backward: bool) -> None:
         self._hook, self._model, self._gather = hook, model, gather
-        self._in_backward = in_backward
-        self.finite = True
+        self.in_backward, self.finite = in_backward, True
+        self._stand_ins = StandIns()
         self.cut()
 
     def cut(self) -> None:
@@ -65,7 +67,7 @@ class Shards:
             )
             for bucket in self._model.reducer.buckets
         ]
-        hook.serve(self._all, self.landed, self.go_on if self._in_backward else None)
+        hook.serve(self, self._all)
 
     def pieces(self) -> list[Piece]:
         """Returns this rank's parts of parameters."""
@@ -73,8 +75,13 @@ class Shards:
 
     def values(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Returns what the optimizer steps of some parameters on this rank."""
-        members = set(map(id, parameters))
-        return [piece.value for piece in self.pieces() if id(piece.parameter) in members]
+        members = set(parameters)
+        return [piece.value for piece in self.pieces() if piece.parameter in members]
+
+    def loaded(self) -> None:
+        """Takes note that exact values and states were loaded, and the parameters before them."""
+        for shard in self._all:
+            shard.settle(rounded=True)
 
     @property
     def waiting(self) -> bool:
@@ -83,9 +90,37 @@ class Shards:
 
     # ---- gradients
 
-    def landed(self, finite: bool) -> None:
-        """Hears that a step's gradients have arrived, and whether those of all ranks are finite."""
+    def forward_begins(self) -> None:
+        """Makes room for the gradients of another backward pass."""
+        self.drop_with_stand_ins()
+        for shard in self._all:
+            self._stand_ins.make_room(shard.parameters)
+
+    def landed(self, means: Mapping[int, Tensor], left_alone: Collection[nn.Parameter]) -> None:
+        """Takes the means of a backward pass, by bucket."""
+        finite = _on_all_ranks(means, self._model.process_group)
         self.finite &= finite
+        for number, mean in means.items():
+            shard = self._all[number]
+            # Gradient scalers look at gradients rank by rank: all of them see the same verdict.
+            if not self.in_backward:
+                shard.land(mean if finite else mean.fill_(torch.nan), left_alone)
+            shard.arrived = True
+            self._stand_ins.put(shard.parameters, left_alone)
+
+    def drop_with_stand_ins(self) -> None:
+        """Drops the means of parameters whose stand-in was dropped, as ``model.zero_grad()`` does.
+
+        The same on all ranks, as each has all parameters.
+        """
+        arrived, stand = [shard for shard in self._all if shard.arrived], self._stand_ins.stand
+        if arrived and not any(stand(one) for shard in arrived for one in shard.parameters):
+            self.zero_grad()
+            return
+        for shard in arrived:
+            for piece in shard.pieces:
+                if not stand(piece.parameter):
+                    piece.value.grad = None
 
     def zero_grad(self) -> None:
         """Drops the gradients, and takes back what was stepped and not applied."""
@@ -96,38 +131,38 @@ class Shards:
             shard.roll_back(self.optimizer.state)
             for piece in shard.pieces:
                 piece.value.grad = None
+        self._stand_ins.forget()
         self.finite = True
 
     def clip(self, max_norm: float, norm_type: float) -> Tensor:
         """Scales gradients down to a norm over those of all ranks, and returns the norm before."""
-        if self._in_backward:
+        if self.in_backward:
             raise RegistrationError(
                 "ZeroOptimizer.clip_grad_norm_: with in_backward=True buckets are stepped before "
                 "the norm over all of them is known; make it with in_backward=False"
             )
-        grads = [piece.value.grad for piece in self.pieces() if piece.value.grad is not None]
-        zero = torch.zeros((), device=self._all[0].exact.device)
-        norms = [torch.linalg.vector_norm(grad, norm_type).float() for grad in grads]
-        own, largest = torch.stack([zero, *norms]), norm_type == math.inf
-        total = own.max() if largest else own.pow(norm_type).sum()
+        self.drop_with_stand_ins()
+        values, largest = [piece.value for piece in self.pieces()], norm_type == math.inf
+        grads = [one.grad for one in values if one.grad is not None]
+        own = nn.utils.get_total_norm(grads, norm_type).to(self._all[0].exact.device)
+        total = own.float() if largest else own.float().pow(norm_type)
         op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
         dist.all_reduce(total, op, group=self._model.process_group)
         total = total if largest else total.pow(1.0 / norm_type)
-        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-        for grad in grads:
-            grad.mul_(factor)
+        nn.utils.clip_grads_with_norm_(values, max_norm, total)
         return total
 
     # ---- steps
 
     def step(self) -> bool:
         """Steps all buckets with gradients and makes parameters final; returns whether any was."""
+        self.drop_with_stand_ins()
         arrived = [shard for shard in self._all if shard.arrived]
         if not self.finite:
             for shard in arrived:
                 shard.roll_back(self.optimizer.state)
             return False
-        if self._in_backward and any(shard.gathered is None for shard in arrived):
+        if self.in_backward and any(shard.gathered is None for shard in arrived):
             raise RegistrationError(
                 "ZeroOptimizer.step: with in_backward=True buckets are stepped once in each "
                 "backward pass, and this step was made: call zero_grad() after it"
@@ -136,9 +171,8 @@ class Shards:
         _show(dict.fromkeys(gradients))
         under_way: list[tuple[BucketShard, Future[Tensor]]] = []
         for shard in arrived:
-            if not self._in_backward:
-                own = {piece.value: gradients[piece.value] for piece in shard.pieces}
-                self._step_one(shard, own)
+            if not self.in_backward:
+                self._step(shard, {piece.value: gradients[piece.value] for piece in shard.pieces})
                 # Values of one bucket travel while the next one is stepped.
                 under_way.append((shard, self._send(shard)))
         for shard, future in under_way:
@@ -146,21 +180,17 @@ class Shards:
         for shard in arrived:
             if shard.gathered is not None:
                 self._gather.apply(shard, shard.gathered)
-                shard.settle()
         _show(gradients)
         return bool(arrived)
 
-    def _step_one(self, shard: BucketShard, gradients: dict[nn.Parameter, Tensor | None]) -> None:
+    def _step(self, shard: BucketShard, gradients: dict[nn.Parameter, Tensor | None]) -> None:
         """Steps the pieces of one shard; no other piece has a gradient meanwhile."""
         shard.take_over()
+        if self.in_backward:
+            shard.back_up(self.optimizer.state)
         _show(gradients)
         self.optimizer.step()
         _show(dict.fromkeys(gradients))
-
-    def _exchange(self, shard: BucketShard) -> Exchange:
-        own = shard.exact - shard.held() if self._gather.packs(shard) else shard.exact
-        bucket = self._hook._engine.bucket(own, shard.layout)
-        return self._gather.exchange(shard, bucket)
 
     def _send(self, shard: BucketShard) -> Future[Tensor]:
         hook = self._hook
@@ -170,7 +200,7 @@ class Shards:
             hook.ledger.add(row)
 
         task = Task(
-            self._exchange(shard),
+            self._gather.exchange(shard, hook._engine),
             step=max(hook.step - 1, 0),  # that in which the gradients came
             bucket=shard.number,
             dense_bytes=0,
@@ -184,10 +214,8 @@ class Shards:
         """Steps a bucket whose mean has arrived, and gathers it: the end of its exchange."""
         with torch.no_grad():
             shard.roll_back(self.optimizer.state)  # that of a step that was abandoned
-            shard.take_over()
-            shard.back_up(self.optimizer.state)
-            self._step_one(shard, {piece.value: part for piece, part in shard.parts(mean)})
-            exchange = self._exchange(shard)
+            self._step(shard, {piece.value: part for piece, part in shard.parts(mean)})
+            exchange = self._gather.exchange(shard, self._hook._engine)
         shard.gathered = yield from exchange
         return shard.gathered
 
@@ -196,3 +224,13 @@ def _show(gradients: dict[nn.Parameter, Tensor | None]) -> None:
     """Shows the optimizer these gradients."""
     for value, gradient in gradients.items():
         value.grad = gradient
+
+
+def _on_all_ranks(means: Mapping[int, Tensor], group: dist.ProcessGroup) -> bool:
+    """Whether all shards of all ranks are finite."""
+    if not means:
+        return True
+    flags = torch.stack([all_finite(mean) for mean in means.values()])
+    wrong = (~flags.all()).to(torch.float32)
+    dist.all_reduce(wrong, dist.ReduceOp.MAX, group=group)
+    return not wrong.item()

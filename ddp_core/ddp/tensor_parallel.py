@@ -40,19 +40,23 @@ class _Place:
 
 
 class _Distributed:
-    """Gives a module its DTensors before forward, and takes them back afterwards."""
+    """Gives modules their DTensors before forward, and takes them back afterwards."""
 
     def __init__(self, places: list[_Place]) -> None:
         self._places = places
+        self._given: list[_Place] = []
 
     def before(self, module: nn.Module, inputs: Any) -> None:
         for place in self._places:
-            # Found before parameters are, which stay where they are: their order and their names
-            # do not change.
-            vars(place.owner)[place.name] = place.distributed()
+            if place.name not in vars(place.owner):
+                # Found before parameters are, which stay where they are: their order and their
+                # names do not change.
+                vars(place.owner)[place.name] = place.distributed()
+                self._given.append(place)
 
     def after(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        for place in self._places:
+        given, self._given = self._given, []
+        for place in given:
             vars(place.owner).pop(place.name, None)
 
 
@@ -80,7 +84,12 @@ def localize(module: nn.Module) -> None:
         return
     for place in places:
         place.owner._parameters[place.name] = place.local
-    hooks = _Distributed(places)
-    module.register_forward_pre_hook(hooks.before)
-    # Also after a forward pass that raised: the next one would find old DTensors otherwise.
-    module.register_forward_hook(hooks.after, always_call=True)
+    # The whole module for what others than their owners use, and each owner for itself: activation
+    # checkpointing calls it again in backward.
+    owners = dict.fromkeys(place.owner for place in places)
+    parts = {owner: [place for place in places if place.owner is owner] for owner in owners}
+    for called, its in {**parts, module: places}.items():
+        hooks = _Distributed(its)
+        called.register_forward_pre_hook(hooks.before)
+        # Also after a forward pass that raised: the next one would find old DTensors otherwise.
+        called.register_forward_hook(hooks.after, always_call=True)

@@ -9,16 +9,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Turns", "borrow_memory", "on_device_of", "stream_of"]
+__all__ = [
+    "Turns",
+    "borrow_memory",
+    "completed",
+    "future_on",
+    "on_device",
+    "on_device_of",
+    "stream_of",
+]
 
 
 def on_device_of(tensors: Iterable[Tensor]) -> AbstractContextManager[object]:
-    """Makes the device of the first tensor the current one, if it is not the CPU.
+    """Makes the device of the first tensor the current one, if it is not the CPU."""
+    return on_device(next((tensor.device for tensor in tensors), torch.device("cpu")))
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a device the current one, if it is not the CPU.
 
     Collectives of Python objects on NCCL use the current device, which is the first GPU of all
     ranks in a script that never calls ``torch.cuda.set_device``.
     """
-    device = next((tensor.device for tensor in tensors), torch.device("cpu"))
     if device.type in ("cpu", "meta"):
         return nullcontext()
     current: AbstractContextManager[object] = torch.get_device_module(device.type).device(device)
@@ -30,6 +42,21 @@ def stream_of(device: torch.device) -> Any:
     if device.type in ("cpu", "meta"):
         return None
     return torch.get_device_module(device.type).current_stream(device)
+
+
+def future_on(device: torch.device) -> torch.futures.Future[Any]:
+    """Returns a future of tensors on a device: whoever waits for it, waits for its streams.
+
+    A future that was not told its devices hands on tensors of a GPU without waiting.
+    """
+    return torch.futures.Future(devices=None if device.type == "cpu" else [device])
+
+
+def completed(tensor: Tensor) -> torch.futures.Future[Tensor]:
+    """Returns a future that has its tensor."""
+    future: torch.futures.Future[Tensor] = future_on(tensor.device)
+    future.set_result(tensor)
+    return future
 
 
 def borrow_memory(tensor: Tensor) -> None:

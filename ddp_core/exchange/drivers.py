@@ -49,11 +49,21 @@ class Drivers:
         return self._lanes
 
     def run(
-        self, task: Task, device: torch.device, group: dist.ProcessGroup
+        self,
+        task: Task,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        *,
+        waits: bool = False,
     ) -> torch.futures.Future[Tensor]:
-        """Starts an exchange of a bucket on ``device`` and returns the future of its result."""
+        """Starts an exchange of a bucket on ``device`` and returns the future of its result.
+
+        Args:
+            waits: whether the caller waits for the future before it does anything else.
+        """
         if device.type == "cpu":
-            return self.open_lanes(group).run(task)
+            lanes = self.open_lanes(group)
+            return lanes.run_here(task) if waits else lanes.run(task)
         # One group for all rounds: an exchange is enqueued to its end before the next one.
         if self._streams is None:
             self._streams = Streams(group)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_core.exchange.clocks import put
+from ddp_core.exchange.devices import future_on
 from ddp_core.exchange.task import Task
 
 __all__ = ["Streams", "stream_module"]
@@ -69,8 +70,7 @@ class Streams:
         """Enqueues the whole exchange and returns the future of its result."""
         on_host = device.type == "cpu"
         on_side_stream = nullcontext() if on_host else self._side_stream(device, task)
-        future: torch.futures.Future[Tensor | None]
-        future = torch.futures.Future(devices=None if on_host else [device])
+        future: torch.futures.Future[Tensor | None] = future_on(device)
         chained = future.then(task.outcome)
         with on_side_stream:
             self._exhaust(task)

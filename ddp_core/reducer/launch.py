@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -85,6 +86,8 @@ class Launcher:
         self.attempt = 0  # the same, counting those that raised
         self.error = ""  # the latest one's words
         self._board = FailureBoard(group, name)
+        self._device = device
+        self._side: Any = None  # the stream of messages, made when it is needed first
         # Where waiting does not keep the host, a thread looks at the board.
         self._watch = None if device.type == "cpu" else Watch(group, device, self._board)
         self._thread = 0  # that of the training loop
@@ -192,6 +195,16 @@ class Launcher:
     def await_work(self, work: dist.Work, device: torch.device) -> None:
         """Waits for another collective of the step."""
         wait_for_work(work, device, self._board, self.attempt)
+
+    def beside(self) -> AbstractContextManager[object]:
+        """A stream that waits for messages only: the host reads them while a GPU computes."""
+        if self._device.type == "cpu":
+            return nullcontext()
+        module = torch.get_device_module(self._device.type)
+        if self._side is None:
+            self._side = module.Stream(self._device)
+        beside: AbstractContextManager[object] = module.stream(self._side)
+        return beside
 
     def await_message(self, work: dist.Work, device: torch.device, what: str) -> None:
         """Waits for a small message of the step, which an error names.

@@ -61,10 +61,11 @@ def vote(flight: InFlight, *, came: bool = False, missing: list[int] | None = No
     gone = [] if usage.finds else sorted({*(missing or ())} - {*usage.never})
     lacks = came and bool(gone)
     device = flight.buckets[0].buffer.device
-    votes = torch.tensor([came, lacks], dtype=torch.int32, device=device)
-    work = dist.all_reduce(votes, group=launcher.group, async_op=True)
-    launcher.await_message(work, device, "agreeing on what to reduce")
-    ranks, lacking = votes.tolist()
+    with launcher.beside():
+        votes = torch.tensor([came, lacks], dtype=torch.int32, device=device)
+        work = dist.all_reduce(votes, group=launcher.group, async_op=True)
+        launcher.await_message(work, device, "agreeing on what to reduce")
+        ranks, lacking = votes.tolist()
     if not ranks:
         raise RuntimeError(
             "reduce(): no rank has a gradient that came since gradients were averaged. Was it "

@@ -52,7 +52,7 @@ class Reducer:
     ) -> None:
         self.parameters = list(parameters)
         self.group, self.settings = group, settings
-        device = self.parameters[0].parameter.device
+        device = self.device = self.parameters[0].parameter.device
         self.launcher = Launcher(group, name, device)
         self.usage = Usage(len(self.parameters), settings, group, device)
         self.plan = BucketPlan(self.parameters, settings.caps, group, device)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from numbers import Real
 from typing import Any, Literal
 
@@ -61,7 +60,6 @@ class Weights:
     ) -> None:
         self._kind, self._parameters = kind, parameters
         self._launcher, self._device = launcher, device
-        self._stream: Any = None  # of the message, made when it is needed first
         self._begin()
 
     def _begin(self) -> None:
@@ -117,7 +115,11 @@ class Weights:
     def _any_gradient(self, but: int = -1) -> bool:
         """Whether a gradient is there that is not zero; most often the first one tells."""
         present = (one.parameter.grad for i, one in enumerate(self._parameters) if i != but)
-        return any(bool(_values(grad).any()) for grad in present if grad is not None)
+        flags = (_values(grad).any() for grad in present if grad is not None)
+        if self._device.type == "cpu":
+            return any(map(bool, flags))
+        together = list(flags)  # each look would make the host wait for the device
+        return bool(together) and bool(torch.stack(together).any())
 
     def gradient_came(self, index: int = -1) -> None:
         """Takes note of a backward pass, with its first gradient.
@@ -162,7 +164,7 @@ class Weights:
         # A sum of rows that are zero elsewhere: exact, and one collective of any back end.
         rows = [[0.0, 0.0] for _ in range(group.size())]
         rows[group.rank()] = [state, self._total]
-        with self._beside():
+        with self._launcher.beside():
             self._table = torch.tensor(rows, dtype=torch.float64, device=self._device)
             self._work = dist.all_reduce(self._table, group=group, async_op=True)
 
@@ -197,26 +199,16 @@ class Weights:
     def _received(self) -> list[list[float]]:
         assert self._table is not None
         assert self._work is not None
-        with self._beside():
+        with self._launcher.beside():
             self._launcher.await_message(self._work, self._device, "the sum of weights")
             rows: list[list[float]] = self._table.tolist()
         self._work = None
         return rows
 
-    def _beside(self) -> AbstractContextManager[object]:
-        """A stream that waits for nothing but the message: the host reads it during forward."""
-        if self._device.type == "cpu":
-            return nullcontext()
-        module = torch.get_device_module(self._device.type)
-        if self._stream is None:
-            self._stream = module.Stream(self._device)
-        beside: AbstractContextManager[object] = module.stream(self._stream)
-        return beside
-
     def step_ended(self) -> None:
         """Starts anew, after a step that has landed or was abandoned."""
         if self._work is not None:
-            with contextlib.suppress(Exception):  # of a step that has raised already
+            with contextlib.suppress(Exception), self._launcher.beside():  # the step has raised
                 self._launcher.await_work(self._work, self._device)
         self._begin()
 

@@ -9,6 +9,7 @@ import torch
 from torch.testing import assert_close
 
 from tests.device.bodies import BODIES
+from tests.device.host_bodies import HOSTS
 from tests.device.two_ranks import all_reduced, bodies_of_ranks, of_ranks, simulated, tolerance
 from tests.distributed.harness import run_ranks
 
@@ -19,10 +20,10 @@ pytestmark = [
 ]
 
 
-def run(worker: Any, world_size: int, backend: str) -> list[Any]:
+def run(worker: Any, world_size: int, backend: str, *args: Any) -> list[Any]:
     # NCCL's and torch's warnings about groups are not what is tested here.
     options: dict[str, Any] = {"timeout": 110, "pg_timeout": 60, "ignore_warnings": ("",)}
-    return run_ranks(worker, world_size, backend, "cuda", **options)
+    return run_ranks(worker, world_size, backend, "cuda", *args, **options)
 
 
 def test_nccl_connects_two_ranks_on_one_gpu() -> None:
@@ -43,7 +44,12 @@ def test_schemes_give_by_nccl_what_a_simulation_gives() -> None:
 
 
 def test_hooks_run_by_nccl() -> None:
-    assert run(bodies_of_ranks, 2, "nccl") == [list(BODIES)] * 2
+    assert run(bodies_of_ranks, 2, "nccl", list(BODIES)) == [list(BODIES)] * 2
+
+
+@pytest.mark.parametrize("name", HOSTS)  # one by one: a host that hangs takes no other along
+def test_hosts_run_by_nccl(name: str) -> None:
+    assert run(bodies_of_ranks, 2, "nccl", [name]) == [[name]] * 2
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -52,4 +58,4 @@ def test_schemes_give_by_gloo_what_a_simulation_gives(world_size: int) -> None:
 
 
 def test_hooks_run_by_gloo() -> None:
-    assert run(bodies_of_ranks, 2, "gloo") == [list(BODIES)] * 2
+    assert run(bodies_of_ranks, 2, "gloo", list(BODIES)) == [list(BODIES)] * 2

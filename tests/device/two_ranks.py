@@ -13,7 +13,8 @@ import commhooks
 from commhooks.core.layout import Layout
 from commhooks.hook.engine import Engine
 from ddp_core import Streams, Task
-from tests.device.bodies import BODIES, SCHEMES, SHAPES, given
+from tests.device.bodies import SCHEMES, SHAPES, given
+from tests.device.host_bodies import ALL
 
 __all__ = ["all_reduced", "bodies_of_ranks", "group_of", "of_ranks", "simulated", "tolerance"]
 
@@ -89,9 +90,12 @@ def tolerance(name: str) -> float:
     return 3e-3 if "16" in name else 1e-5
 
 
-def bodies_of_ranks(rank: int, world_size: int, backend: str, device: str) -> list[str]:
-    """Every body of ``tests.device.bodies``, with that back end."""
+def bodies_of_ranks(
+    rank: int, world_size: int, backend: str, device: str, names: list[str]
+) -> list[str]:
+    """Bodies of these names, with that back end; says how far they have come."""
     group = group_of(rank, backend)
-    for body in BODIES.values():
-        body(device, group)
-    return list(BODIES)
+    for name in names:
+        print(f"rank {rank}, {backend}: {name}", flush=True)
+        ALL[name](device, group)
+    return names

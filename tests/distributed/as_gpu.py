@@ -9,7 +9,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
 
 import commhooks.hook.exchanges
 import commhooks.hook.runner
@@ -67,7 +66,7 @@ def as_gpu(behind: float = 0.0) -> Iterator[Gpu]:
     def clock_of(device: Any, *, timed: bool = True) -> clocks.Clock:
         return known(GPU, timed=timed)
 
-    def run(drivers: Drivers, task: Any, device: Any, group: Any) -> torch.futures.Future[Tensor]:
+    def run(drivers: Drivers, task: Any, device: Any, group: Any, **_: Any) -> Any:
         return Streams(group).run(task, CPU)
 
     with ExitStack() as patches:

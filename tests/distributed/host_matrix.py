@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -19,7 +20,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, f
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+import commhooks.hosts.torchcomms
 import ddp_core
+from commhooks import hosts
+from commhooks.hosts.megatron import ReduceScatter
+from tests.distributed.comms import SUM, Stand
 from tests.distributed.harness import run_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "hosts" / "matrix.md"
@@ -84,6 +89,12 @@ def attached_group(name: str) -> None:
     net = DistributedDataParallel(model(), process_group=group)
     group.attach(net)
     train(net)
+
+
+def backend(name: str) -> None:
+    commhooks.register_backend(made(name))
+    group = dist.new_group(backend="commhooks")
+    train(DistributedDataParallel(model(), process_group=group))
 
 
 def replicated(name: str) -> None:
@@ -175,12 +186,29 @@ def all_gather(name: str) -> None:
     found.close()
 
 
+def megatron(name: str) -> None:
+    call, whole = ReduceScatter(made(name)), _tensor().view(-1)
+    for _ in range(STEPS):
+        call(whole.chunk(2)[dist.get_rank()], whole, dist.ReduceOp.SUM, dist.group.WORLD, False)
+
+
+def torchcomms(name: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        stand = Stand(patch)
+        hosts.torchcomms.register_backend(made(name))
+        comm = stand.new_comm("commhooks")
+    for _ in range(STEPS):
+        comm.all_reduce(_tensor(), SUM, False)
+    comm.finalize()
+
+
 HOSTS: dict[str, tuple[Callable[[str], None], int]] = {
     "torch's DDP": (torch_ddp, 2),
     "`ddp_core`": (core_ddp, 2),
     "`replicate()`, composable": (composable, 2),
     "`process_group`": (group, 2),
     "`process_group`, attached": (attached_group, 2),
+    "backend `commhooks`": (backend, 2),
     "`hosts.replicate` (FSDP2)": (replicated, 2),
     "FSDP2": (fsdp2, 2),
     "HSDP, between nodes": (hsdp, 4),
@@ -192,6 +220,8 @@ HOSTS: dict[str, tuple[Callable[[str], None], int]] = {
     "`Collectives.all_reduce`": (collectives, 2),
     "`Collectives.reduce_scatter`": (reduce_scatter, 2),
     "`Collectives.all_gather`": (all_gather, 2),
+    "Megatron-Core": (megatron, 2),
+    "torchcomms": (torchcomms, 2),
 }
 
 # Why a host refuses a scheme: what its error says, and a few words for the page.
@@ -261,7 +291,9 @@ def page_of(found: dict[str, dict[str, str]]) -> str:
     lines += [
         "",
         "Lightning, Fabric, Accelerate, the Trainer of Transformers and Ray Train wrap a model in",
-        "torch's DDP, so that its column holds for them. `python -m tests.distributed.host_matrix`",
+        "torch's DDP, so that its column holds for them. A group of the backend `commhooks` takes",
+        "an attached model as `process_group` does. The adapters of Megatron-Core and torchcomms",
+        "are called here as these call them. `python -m tests.distributed.host_matrix`",
         "writes this page, and a test compares it with what runs.",
         "",
     ]

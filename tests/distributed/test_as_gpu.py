@@ -20,7 +20,7 @@ from ddp_core.reducer import watch
 from ddp_core.reducer.watch import Watch
 from tests.distributed.as_gpu import GPU, as_gpu
 from tests.distributed.harness import run_ranks
-from tests.distributed.training import batch, equal_bits, mlp, parameters
+from tests.distributed.training import batch, equal_bits, gradients, mlp, parameters
 from tests.unit.pretended import Device
 
 MODES: dict[str, dict[str, Any]] = {
@@ -91,6 +91,31 @@ def test_an_optimizer_in_backward_steps_what_the_gpu_has_averaged(scheme: str, m
     # In mixed precision, coalesced, and where the map of used parameters is needed it never asks.
     if scheme != "powersgd" and mode == "plain":
         assert all(all(answers) and answers for answers in early)
+
+
+def _held(rank: int) -> torch.Tensor:
+    model = ddp_core.DistributedDataParallel(mlp(depth=6), bucket_cap_mb=2e-3, weighted="sum")
+    for step in range(3):
+        model.zero_grad(set_to_none=step != 1)
+        model.weight(1.5 + rank)
+        with model.hold():
+            model(batch(step, rank, 4, 16)).square().sum().backward()
+        model.reduce()
+    return gradients(model)
+
+
+def _held_as_on_the_cpu(rank: int, world_size: int) -> None:
+    expected = _held(rank)
+    with as_gpu(1e6) as gpu:
+        streams = mock.Mock(wraps=gpu.stream)
+        with mock.patch.object(gpu, "stream", streams):
+            assert equal_bits([expected, _held(rank)])
+        # Messages that the host reads are on a stream that waits for nothing else.
+        assert streams.call_count >= 6
+
+
+def test_messages_at_a_named_point_wait_for_nothing_else() -> None:
+    run_ranks(_held_as_on_the_cpu, 2)
 
 
 # ---- a rank that fails

@@ -119,6 +119,41 @@ def test_the_fastest_is_kept_unless_dense_or_a_more_exact_one_is_as_fast() -> No
     assert chosen([], 2.0) is None
 
 
+def _search(*of_ranks: Any) -> Search:
+    """A search that hears these values of its ranks."""
+    search = Search(mock.Mock(step=0), mock.Mock(), {}, error=0.05, steps=2, link_s=0.1)
+    search._of_all = lambda value: [*of_ranks]  # type: ignore[method-assign]
+    return search
+
+
+def test_a_step_takes_as_long_as_on_its_slowest_rank() -> None:
+    search = _search([1.0, 5.0, 2.0], [3.0, 1.0, 1.0])
+    search._end_stage()
+    assert search._dense_s == 3.0  # of 3, 5 and 2
+    search = _search([1.0, 5.0], [3.0, 1.0])
+    search._race = Race([_option("a", 1.0)])
+    search._stage = type(search._stage).TRIAL
+    search._end_stage()
+    assert search._race.entries[0].times == [3.0, 5.0]
+
+
+def test_two_steps_warm_up_and_are_not_timed() -> None:
+    search = _search([1.0])
+    with mock.patch.object(search, "_end_stage"):
+        for search._hook.step in range(6):
+            search.forward_begins()
+    assert len(search._times) == 3  # the third one on, until the last one began
+
+
+def test_all_ranks_try_what_rank_0_has_predicted() -> None:
+    own, other = _option("none", 1.0), _option("none", 2.0)
+    row = (own.name, own.cap_mb, own.step, own.error, own.split)
+    search = _search([row], [])
+    search._candidates = made_candidates([])
+    (found,) = search._agreed_on([other])
+    assert (found.step, found.cap_mb) == (own.step, own.cap_mb)
+
+
 def _resume(rank: int, world_size: int) -> tuple[str, str, int]:
     ddp = CoreDDP(mlp())
     hook = commhooks.register(ddp, "int8")

@@ -7,6 +7,7 @@ import torch
 
 import commhooks
 from tests.device.bodies import BODIES, SCHEMES, trained
+from tests.device.host_bodies import HOSTS
 from tests.device.test_cuda import check_that_backward_gives_the_schemes_average
 from tests.device.two_ranks import of_ranks, simulated, tolerance
 from tests.distributed.harness import run_ranks
@@ -18,9 +19,22 @@ def bodies(rank: int, world_size: int) -> list[str]:
     return list(BODIES)
 
 
+def hosts(rank: int, world_size: int) -> list[str]:
+    for body in HOSTS.values():
+        body("cpu")
+    return list(HOSTS)
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_every_body_runs_on_the_cpu(world_size: int) -> None:
     assert run_ranks(bodies, world_size, timeout=100) == [list(BODIES)] * world_size
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_every_host_runs_on_the_cpu(world_size: int) -> None:
+    quiet = (".*FSDP", ".*NO_SHARD", ".*deprecated")  # of FSDP1
+    found = run_ranks(hosts, world_size, timeout=100, ignore_warnings=quiet)
+    assert found == [list(HOSTS)] * world_size
 
 
 def backward_of_every_scheme(rank: int, world_size: int) -> int:

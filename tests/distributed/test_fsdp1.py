@@ -13,9 +13,9 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from commhooks.errors import RegistrationError
+from commhooks.errors import HookNotAttachedError, RegistrationError
 from tests.distributed.harness import run_ranks
-from tests.distributed.test_fsdp2 import backward, model_of
+from tests.distributed.test_fsdp2 import Elsewhere, backward, mean_residual, model_of, partly_frozen
 
 QUIET = (".*FSDP", ".*deprecated", ".*NO_SHARD")
 
@@ -43,6 +43,7 @@ def _matches(rank: int, world_size: int, strategy: str, name: str, original: boo
     for model in (plain, ours):
         backward(model, 0, rank)
     assert hook.step == 1
+    assert {row.bucket for row in hook.ledger._rows} == {0, 1, 2}
     wanted, found = _flat(plain), _flat(ours)
     return float((found - wanted).norm() / wanted.norm())
 
@@ -53,6 +54,23 @@ def test_the_mean_arrives(strategy: str, original: bool) -> None:
     for name, most in (("none", 0.0), ("int8", 0.02)):
         ranks = run_ranks(_matches, 2, strategy, name, original, ignore_warnings=QUIET)
         assert max(ranks) <= most
+
+
+def _schemes(rank: int, world_size: int) -> None:
+    """A scheme that returns memory of its own, and on whole gradients one that keeps some."""
+    for strategy in ("FULL_SHARD", "NO_SHARD"):
+        plain, ours, kept = (_unit(strategy) for _ in range(3))
+        commhooks.register(ours, Elsewhere())
+        commhooks.register(kept, "int4", block=64)
+        for model in (plain, ours, kept):
+            backward(model, 0, rank)
+        wanted, found, near = map(_flat, (plain, ours, kept))
+        assert torch.equal(wanted, found)
+        assert 0 < float((near - wanted).norm() / wanted.norm()) < 0.4
+
+
+def test_the_mean_arrives_from_memory_of_a_schemes_own() -> None:
+    run_ranks(_schemes, 2, ignore_warnings=QUIET)
 
 
 def _run(rank: int, world_size: int, host: str, state: dict[str, Any] | None) -> dict[str, Any]:
@@ -85,6 +103,52 @@ def test_what_one_host_saves_another_loads(first: str, second: str) -> None:
             assert torch.equal(found[name], value)
 
 
+def _some_frozen(rank: int, world_size: int) -> None:
+    """One unit is frozen as a whole, one in part."""
+    model = FullyShardedDataParallel(
+        partly_frozen(),
+        device_id=torch.device("cpu"),
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+        use_orig_params=True,
+    )
+    hook = commhooks.register(model, "int4", block=64)
+    ddp = DistributedDataParallel(partly_frozen())
+    other = commhooks.register(ddp, "int4", block=64)
+    backward(ddp, 0, rank)
+    hook.load_state_dict(other.state_dict(gather=True))
+    backward(model, 1, rank)
+    state = hook.state_dict(gather=True)
+    assert not any(name.startswith("0.") for name in state["rank0"]["memory"]["residual"])
+    other.load_state_dict(state)
+    assert other.step == 2
+
+
+def test_frozen_parameters_need_no_memory() -> None:
+    run_ranks(_some_frozen, 2, ignore_warnings=QUIET)
+
+
+def _on_fewer_ranks(rank: int, world_size: int, state: dict[str, Any] | None) -> dict[str, Any]:
+    model = _unit("FULL_SHARD")
+    hook = commhooks.register(model, "int4", block=64)
+    if state is not None:
+        hook.load_state_dict(state)
+    again = hook.state_dict(gather=True)
+    for step in range(2):
+        backward(model, hook.step, rank)
+        assert hook.step == again["step"] + step + 1
+    return again if state is not None else hook.state_dict(gather=True)
+
+
+def test_a_state_loads_on_fewer_ranks() -> None:
+    saved = run_ranks(_on_fewer_ranks, 3, None, ignore_warnings=QUIET)[0]
+    loaded = run_ranks(_on_fewer_ranks, 2, saved, ignore_warnings=QUIET)[0]
+    wanted, found = mean_residual(saved), mean_residual(loaded)
+    assert list(wanted) == list(found)
+    for name, value in wanted.items():
+        assert value.any()
+        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
+
+
 def _refused(rank: int, world_size: int) -> None:
     with pytest.raises(RegistrationError, match="averages whole buckets"):
         commhooks.register(_unit("FULL_SHARD"), "powersgd")
@@ -95,6 +159,20 @@ def _refused(rank: int, world_size: int) -> None:
         commhooks.register(model, "int8")
     with pytest.raises(RegistrationError, match="for models of FSDP2"):
         commhooks.register(_unit("FULL_SHARD"), "int8", between=dist.group.WORLD)
+    one = dist.new_group([rank], use_local_synchronization=True)
+    groups: Any = (dist.group.WORLD, one)
+    hybrid = FullyShardedDataParallel(
+        model_of(),
+        groups,
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        device_id=torch.device("cpu"),
+    )
+    with pytest.raises(RegistrationError, match="HYBRID_SHARD"):
+        commhooks.register(hybrid, "int8")
+    units = FullyShardedDataParallel.fsdp_modules(model)
+    units[-1]._comm_hook = None
+    with pytest.raises(HookNotAttachedError, match=r"not run on 4: .*another reduction"):
+        backward(model, 0, rank)
 
 
 def test_what_cannot_run_is_refused() -> None:

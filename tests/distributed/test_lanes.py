@@ -18,7 +18,7 @@ from torch import nn
 
 import commhooks
 from commhooks import Result, Scheme, Traits
-from ddp_core import AllReduce, Lanes, Task, group_timeout
+from ddp_core import AllReduce, Lanes, ReduceScatter, Task, group_timeout
 from ddp_core.exchange.lane_groups import _pools
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import batch, ddp, equal_bits, mlp, outcome, parameters
@@ -151,6 +151,33 @@ def test_buckets_with_fewer_rounds_pass_their_turn(world_size):
         mean = (world_size - 1) / 2
         want = [bucket + (mean if count else rank) for bucket, count in enumerate(rounds)]
         assert values == pytest.approx(want)
+
+
+def _one_row():
+    yield ReduceScatter(torch.ones(1))  # one row per rank is needed
+
+
+def _run_here(rank, world_size):
+    lanes = Lanes(dist.group.WORLD, rounds=2)
+    before = lanes.run(_task(_average(torch.tensor([float(rank)]), 2), 0, world_size, 2))
+    rows = []
+    task = _task(_average(torch.tensor([4.0 * rank]), 2), 1, world_size, 2)
+    task.record = rows.append
+    here = lanes.run_here(task)
+    done_at_once = here.done()
+    with pytest.raises(RuntimeError, match="reduce_scatter failed in step 0, bucket 2, round 0"):
+        lanes.run_here(_task(_one_row(), 2, world_size, 1)).wait()
+    after = lanes.run(_task(_average(torch.tensor([float(rank)]), 2), 3, world_size, 2))
+    values = [float(future.wait()) for future in (before, here, after)]
+    ordered = all(
+        row.resumed <= row.yielded <= row.issued <= row.done <= row.finished for row in rows
+    )
+    lanes.close()
+    return done_at_once, values, len(rows), ordered
+
+
+def test_an_exchange_that_the_caller_waits_for_runs_between_others():
+    assert run_ranks(_run_here, 2) == [(True, [0.5, 2.0, 0.5], 2, True)] * 2
 
 
 def _closed_in_flight(rank, world_size):

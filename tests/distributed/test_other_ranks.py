@@ -524,3 +524,26 @@ def test_a_search_begins_anew_where_the_ranks_change() -> None:
     found = run_ranks(_auto, 2)
     assert [one[:3] for one in found] == [(1, False, 1)] * 2
     assert equal_bits([one[3] for one in found])
+
+
+def _joins_calls(rank: int, world_size: int, name: str) -> list[Tensor]:
+    """A rank that joins calls has made fewer of them; random positions go by their number."""
+    options = {"ratio": 0.3} if name == "random_k" else {}
+    group = group_of(0, 1) if rank < 2 else group_of(2)
+    collectives = commhooks.Collectives(name, group, **options)
+    tensor = torch.randn(500, generator=torch.Generator().manual_seed(rank))
+    for _ in range(3 if rank < 2 else 1):
+        collectives.all_reduce(tensor.clone(), "weight", op=dist.ReduceOp.AVG)
+    assert dist.group.WORLD is not None
+    collectives.change_group(dist.group.WORLD)
+    means = [tensor.clone(), tensor.clone()]
+    for mean, one in zip(means, ("weight", "another"), strict=True):
+        collectives.all_reduce(mean, one, op=dist.ReduceOp.AVG)
+    collectives.close()
+    return means
+
+
+@pytest.mark.parametrize("name", ["random_k", "eden", "topk"])
+def test_calls_of_ranks_that_join_are_counted_as_those_of_the_others(name: str) -> None:
+    for means in zip(*run_ranks(_joins_calls, 3, name), strict=True):
+        assert equal_bits(list(means))

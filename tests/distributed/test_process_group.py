@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -116,7 +117,7 @@ def test_all_but_large_sums_of_floats_passes_as_it_is(ranks: int) -> None:
 
 def _subgroups(rank: int, world_size: int) -> list[Any]:
     """Groups of groups, one after the other, and of ranks of which only some come."""
-    sums = []
+    sums: list[Any] = []
     pairs = [dist.new_group([0, 1]), dist.new_group([2])]
     inside = pairs[rank // 2]
     for _ in range(3):
@@ -125,11 +126,15 @@ def _subgroups(rank: int, world_size: int) -> list[Any]:
         dist.all_reduce(tensor, group=group)
         sums.append(round(float(tensor.mean()), 1))
         dist.destroy_process_group(group)
+        lanes = [one for one in threading.enumerate() if one.name == "commhooks-lanes"]
+        for one in lanes:
+            one.join(10)
+        sums.append(any(one.is_alive() for one in lanes))
     return sums
 
 
 def test_a_group_of_some_ranks_is_made_again_and_again() -> None:
-    assert run_ranks(_subgroups, 3) == [[3.0] * 3, [3.0] * 3, [3.0] * 3]
+    assert run_ranks(_subgroups, 3) == [[3.0, False] * 3] * 3
 
 
 # ---- DistributedDataParallel without a hook
@@ -168,6 +173,12 @@ def _stateless(rank: int, world_size: int) -> dict[str, Any]:
         other = wrapped()
         commhooks.register(other, name, **options)
         found[name] = all(map(torch.equal, train(model, rank), train(other, rank)))
+    seeds = [
+        train(wrapped(commhooks.process_group("int8", least=1, seed=one)), rank, 1)
+        for one in (0, 0, 1)
+    ]
+    found["seed"] = torch.equal(seeds[0][0], seeds[1][0])
+    found["another seed"] = not torch.equal(seeds[0][0], seeds[2][0])
     model = wrapped(commhooks.process_group("int8", least=1))
     dense = train(wrapped(), rank)
     found["near"] = all(
@@ -205,11 +216,11 @@ MODES: dict[str, dict[str, Any]] = {
 def _attached(rank: int, world_size: int, mode: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, options in ATTACHED.items():
-        group = commhooks.process_group(name, **options)
+        group = commhooks.process_group(name, seed=3, **options)
         model = wrapped(group, **MODES[mode])
         hook = group.attach(model)
         other = wrapped(**MODES[mode])
-        plain = commhooks.register(other, name, **options)
+        plain = commhooks.register(other, name, seed=3, **options)
         pairs = zip(train(model, rank), train(other, rank), strict=True)
         found[name] = [float((one - two).abs().max() / two.abs().max()) for one, two in pairs]
         kept = [residuals(one, mlp(32, 4)) for one in (hook, plain)]
@@ -218,6 +229,8 @@ def _attached(rank: int, world_size: int, mode: str) -> dict[str, Any]:
         # What one has saved goes on in the other.
         plain.load_state_dict(hook.state_dict())
         found[f"{name} saved"] = plain.step == STEPS
+        known = [one.gradient for _, one in group._attached._buckets]
+        found[f"{name} small"] = not any(one.untyped_storage().nbytes() for one in known)
         hook.close()
         plain.close()
     return found
@@ -308,6 +321,14 @@ def _refusals(rank: int, world_size: int) -> dict[str, Any]:
             train(model, rank, 1 + rank)
 
     found["join"] = outcome(join)
+    shared = commhooks.process_group("int4")
+    model, stranger = wrapped(shared), DistributedDataParallel(mlp(24, 2), process_group=shared)
+    shared.attach(model)
+    model(batch(0, rank, 8, 32))
+    stranger(batch(0, rank, 8, 24)).sum().backward()
+    found["stranger"] = outcome(train, model, rank, 1)
+    model._update_process_group(dist.new_group([0, 1]))
+    found["moved"] = outcome(train, model, rank, 1)
     return found
 
 
@@ -317,11 +338,13 @@ EXPECTED = {
     "module": ("RegistrationError", "got Sequential"),
     "hook": ("RegistrationError", "runs a scheme already"),
     "twice": ("RegistrationError", "runs in it already"),
-    "own": ("RegistrationError", "commhooks.process_group"),
+    "own": ("RegistrationError", "commhooks.register_backend"),
     "least": ("MismatchError", "least"),
     "unknown": ("UnknownSchemeError", "int8"),
     "core": ("RegistrationError", "commhooks.register"),
     "join": ("RegistrationError", "runs with join"),
+    "stranger": ("HookNotAttachedError", "is another model trained over this group"),
+    "moved": ("RegistrationError", "over another process group"),
 }
 
 
@@ -396,9 +419,74 @@ def _composable(rank: int, world_size: int) -> dict[str, bool]:
         # Buckets after the first step, from which the hook may begin here, are others.
         found[when] = max(near) == 0 if when == "before" else hook.step == STEPS
         found[f"{when} kept"] = (hook.residual("0.weight") is not None) and other.step == STEPS
+        again = outcome(commhooks.register, model, "topk")
+        found[f"{when} twice"] = again is not None and "already has a hook" in again[1]
+    model = composable(mlp(32, 4))
+    commhooks.register(model, "topk")
+    again = outcome(commhooks.register, model, "topk")
+    found["twice before the first step"] = again is not None and "already has a hook" in again[1]
     return found
 
 
 def test_a_module_of_replicate_is_registered_before_and_after_its_first_forward() -> None:
     for found in run_ranks(_composable, 2):
         assert all(found.values()), found
+
+
+def _composable_among_some(rank: int, world_size: int) -> dict[str, bool]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "other"))
+    group = mesh.get_group("dp")
+    dense = train(wrapped(group), rank, 2)
+    found = {}
+    for name, ranks in {
+        "mesh": {"device_mesh": mesh["dp"]},
+        "group": {"process_group": group},
+    }.items():
+        model = composable(mlp(32, 4), **SMALL, **ranks)
+        hook = commhooks.register(model, "int8")
+        means = train(model, rank, 2)
+        near = [
+            float((one - two).norm() / two.norm()) for one, two in zip(means, dense, strict=True)
+        ]
+        found[name] = 0 < max(near) < 0.04 and hook.world_size == 2
+    return found
+
+
+def test_a_module_of_replicate_averages_over_its_mesh_or_group() -> None:
+    for found in run_ranks(_composable_among_some, 4):
+        assert all(found.values()), found
+
+
+def _connects(rank: int, world_size: int) -> list[str]:
+    connected: list[str] = []
+    gloo: Any = dist.ProcessGroupGloo
+    gloo.supports_splitting = property(lambda backend: True)
+    gloo.eager_connect_single_device = lambda backend, device: connected.append(str(device))
+    inside: Any = dist.group.WORLD
+    inside.bound_device_id = torch.device("cuda", 0)  # as init_process_group(device_id=...)
+    group = commhooks.process_group("int8")
+    assert group._get_backend(torch.device("cpu")) is inside._get_backend(torch.device("cpu"))
+    return connected
+
+
+def test_the_backends_of_the_group_inside_are_not_connected_again() -> None:
+    assert run_ranks(_connects, 2) == [[], []]
+
+
+def _elsewhere(rank: int, world_size: int) -> Tensor:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(40, 64), nn.Linear(64, 8))
+    hook = commhooks.hosts.replicate(model, "int8", modules=model)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.1)
+    model(torch.full((2, 40), rank + 1.0)).sum().backward()
+    assert hook.step == 1
+    grad: Any = model[1].bias.grad
+    return grad.full_tensor()  # type: ignore[no-any-return]
+
+
+def test_replicas_may_be_made_before_their_parameters() -> None:
+    for found in run_ranks(_elsewhere, 2):
+        torch.testing.assert_close(found, torch.full((8,), 2.0))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import sys
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -162,6 +164,23 @@ def _refused(rank: int, world_size: int) -> None:
 
 def test_a_model_that_averages_itself_is_refused() -> None:
     run_ranks(_refused, 2)
+
+
+def test_what_a_gpu_does_not_end_in_time_gives_the_group_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits: list[Any] = []
+    published = SimpleNamespace(stream_timeout=lambda *what: limits.append(what))
+    monkeypatch.setitem(sys.modules, "torchft", SimpleNamespace(futures=published))
+    monkeypatch.setitem(sys.modules, "torchft.futures", published)
+    manager: Any = SimpleNamespace(_pg=SimpleNamespace(abort=print), _timeout=timedelta(seconds=7))
+    follower = host._Follower(manager, None)  # type: ignore[arg-type]
+    mean: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    mean.set_result(torch.ones(3))
+    for device in ("cpu", "cuda"):
+        buffer: Any = SimpleNamespace(device=torch.device(device))
+        assert follower._outcome(mean, buffer, 2.0).tolist() == [2.0] * 3
+    assert limits == [(print, timedelta(seconds=7))]
 
 
 # ---- torchft itself

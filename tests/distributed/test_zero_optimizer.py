@@ -19,7 +19,10 @@ from torch.utils.checkpoint import checkpoint
 import commhooks
 from commhooks.errors import CheckpointError, Error, MismatchError, RegistrationError
 from commhooks.zero import ZeroOptimizer
+from commhooks.zero.checks import need_elementwise
+from commhooks.zero.saving import home_of
 from ddp_core import DistributedDataParallel, MixedPrecision
+from tests.device.bodies import default_dtype
 from tests.distributed.harness import run_ranks
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -200,13 +203,13 @@ def _clip(rank: int, world_size: int, norm_type: float) -> None:
     plain, ours = wrapped(model_of()), wrapped(model_of())
     kind, settings = ADAM
     theirs, zero = kind(plain.parameters(), **settings), ZeroOptimizer(ours, kind, **settings)
-    for step in range(3):
+    for step, most in enumerate((0.005, 0.005, 100.0)):
         for model in (plain, ours):
             backward(model, step, rank)
-        wanted = nn.utils.clip_grad_norm_(plain.parameters(), 0.005, norm_type)
-        found = zero.clip_grad_norm_(0.005, norm_type)
+        wanted = nn.utils.clip_grad_norm_(plain.parameters(), most, norm_type)
+        found = zero.clip_grad_norm_(most, norm_type)
         torch.testing.assert_close(found, wanted)
-        assert found > 0.005
+        assert 0.005 < found < 100
         for optimizer in (theirs, zero):
             optimizer.step()
             optimizer.zero_grad()
@@ -319,7 +322,7 @@ class _Linear(nn.Module):
 
 def _nothing_is_lost(rank: int, world_size: int, gather: str) -> tuple[float, float]:
     found = []
-    for how in ("none", gather):
+    for how in ("none", commhooks.make("eden", bits=4) if gather == "eden" else gather):
         model = wrapped(_Linear())
         zero = ZeroOptimizer(model, torch.optim.SGD, gather=how, lr=0.1)
         for step in range(30):
@@ -334,7 +337,7 @@ def _nothing_is_lost(rank: int, world_size: int, gather: str) -> tuple[float, fl
     return float((exact - held).norm()), float((exact - start).norm())
 
 
-@pytest.mark.parametrize("gather", ["int8", "int4", "onebit", "topk"])
+@pytest.mark.parametrize("gather", ["int8", "int4", "onebit", "topk", "eden"])
 def test_what_ranks_have_and_what_the_owner_keeps_are_the_exact_parameters(gather: str) -> None:
     for unsent, moved in run_ranks(_nothing_is_lost, 2, gather):
         # Without feedback errors of 30 steps would add up.
@@ -395,6 +398,8 @@ def _resume(rank: int, world_size: int, gathered: bool, in_backward: bool) -> No
     assert resumed.param_groups[0]["lr"] == 1e-2
     train(other, resumed, rank, 3, 3)
     assert same(model, other)
+    resumed.load_state_dict(saved[1])  # once more: of the state before nothing is left
+    assert len(resumed.state) == len(resumed._shards.pieces())
 
 
 @pytest.mark.parametrize("gathered", [False, True])
@@ -468,9 +473,9 @@ def overflow_once(module: nn.Module, rank: int) -> Any:
     return bias.register_hook(lambda grad: grad * (math.inf if rank == 1 else 1.0))
 
 
-def _overflow(rank: int, world_size: int, in_backward: bool) -> None:
+def _overflow(rank: int, world_size: int, in_backward: bool, first: int) -> None:
     model, zero = _made(in_backward=in_backward)
-    train(model, zero, rank, 0, 2)
+    train(model, zero, rank, 0, first)
     before, kept = values(model), copy.deepcopy(zero.state_dict())
     handle = overflow_once(model.module, rank)
     backward(model, 2, rank)
@@ -483,6 +488,7 @@ def _overflow(rank: int, world_size: int, in_backward: bool) -> None:
         for key, value in one["entries"].items():
             assert torch.equal(value, kept["pieces"][name]["entries"][key])
         assert one["rest"] == kept["pieces"][name]["rest"]
+        assert one["entries"].keys() == kept["pieces"][name]["entries"].keys()
     assert zero.skipped_steps == 1
     train(model, zero, rank, 3, 1)
     agree(model)
@@ -490,9 +496,11 @@ def _overflow(rank: int, world_size: int, in_backward: bool) -> None:
     assert all(bool(one.isfinite().all()) for one in values(model))
 
 
-@pytest.mark.parametrize("in_backward", [False, True])
-def test_a_step_that_overflows_on_one_rank_changes_nothing_on_any(in_backward: bool) -> None:
-    run_ranks(_overflow, 2, in_backward)
+@pytest.mark.parametrize(("in_backward", "first"), [(False, 2), (True, 2), (True, 0)])
+def test_a_step_that_overflows_on_one_rank_changes_nothing_on_any(
+    in_backward: bool, first: int
+) -> None:
+    run_ranks(_overflow, 2, in_backward, first)
 
 
 def _scaler(rank: int, world_size: int) -> float:
@@ -565,6 +573,101 @@ def _written(rank: int, world_size: int, gather: str) -> None:
 @pytest.mark.parametrize("gather", ["none", "int8"])
 def test_parameters_that_are_loaded_later_hold(gather: str) -> None:
     run_ranks(_written, 2, gather)
+
+
+# ---- what is done to gradients and parameters besides
+
+
+def _dropped(rank: int, world_size: int, in_backward: bool) -> None:
+    """``model.zero_grad()``, also after an overflow, and gradients that are dropped one by one."""
+    plain, ours = wrapped(model_of()), wrapped(model_of())
+    kind, settings = ADAM
+    theirs, zero = (
+        kind(plain.parameters(), **settings),
+        ZeroOptimizer(ours, kind, in_backward=in_backward, **settings),
+    )
+    for model, optimizer in ((plain, theirs), (ours, zero)):
+        for step in range(5):
+            handle = overflow_once(model.module, rank if step == 1 else 0)
+            if step == 3 and not in_backward:
+                with model.no_sync():
+                    backward(model, 50, rank)
+                backward(model, 51, rank)  # accumulates two averages
+            backward(model, step, rank)
+            handle.remove()
+            if step == 4 and not in_backward:
+                model.module[0].weight.grad = None  # type: ignore[union-attr]
+            if model is ours or step != 1:
+                optimizer.step()
+            model.zero_grad()
+    assert zero.skipped_steps == 1
+    agree(ours)
+    for one, other in zip(values(plain), values(ours), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_gradients_that_the_model_drops_are_dropped(in_backward: bool) -> None:
+    run_ranks(_dropped, 2, in_backward)
+
+
+def _clipped(rank: int, world_size: int, gather: str) -> None:
+    plain, ours = wrapped(model_of()), wrapped(model_of())
+    theirs = torch.optim.SGD(plain.parameters(), lr=1e-2)
+    zero = ZeroOptimizer(ours, torch.optim.SGD, gather=gather, lr=1e-2)
+    for model, optimizer in ((plain, theirs), (ours, zero)):
+        for step in range(3):
+            for parameter in model.parameters():
+                parameter.data.clamp_(-0.05, 0.05)
+            train(model, optimizer, rank, step, 1)
+    agree(ours)
+    for one, two in zip(values(plain), values(ours), strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=0 if gather == "none" else 1e-3)
+
+
+@pytest.mark.parametrize("gather", ["none", "int8"])
+def test_entries_that_are_clipped_in_data_hold(gather: str) -> None:
+    run_ranks(_clipped, 2, gather)
+
+
+class _Counts(torch.optim.SGD):
+    """Divides steps by a count of its calls, as optimizers with schedules of their own do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["calls"] = group.get("calls", 0) + 1
+            for one in group["params"]:
+                if one.grad is not None:
+                    one.grad.div_(group["calls"])
+        return super().step(closure)
+
+
+def _own_gradients(rank: int, world_size: int) -> None:
+    with pytest.raises(RegistrationError, match=r"calls of step\(\)"):
+        ZeroOptimizer(wrapped(model_of()), _Counts, lr=1e-2)
+    model = wrapped(model_of())
+    zero = ZeroOptimizer(model, torch.optim.SGD, lr=1e-2)
+    backward(model, 0, rank)
+    with model.no_sync():
+        backward(model, 1, rank)
+    with pytest.raises(RegistrationError, match="was not averaged"):
+        zero.step()
+    zero.zero_grad()
+    with model.hold():
+        backward(model, 2, rank)
+    with pytest.raises(RegistrationError, match="hold"):
+        zero.step()
+    model.reduce()
+    zero.step()
+    zero.zero_grad()
+    with pytest.raises(RegistrationError, match="keeps its shards on these ranks"):
+        zero.hook.change_group(dist.new_group([0, 1]))
+    train(model, zero, rank, 3, 1)
+    agree(model)
+
+
+def test_gradients_of_one_rank_are_no_step() -> None:
+    run_ranks(_own_gradients, 2)
 
 
 # ---- refusals
@@ -702,3 +805,53 @@ def _compiled(rank: int, world_size: int) -> None:
 
 def test_a_compiled_model_trains_in_the_same_buckets() -> None:
     run_ranks(_compiled, 2)
+
+
+# ---- devices
+
+
+def test_an_optimizer_is_tried_where_it_will_step() -> None:
+    tried = []
+
+    class Noted(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            tried.append({one.device.type for one in self.param_groups[0]["params"]})
+            raise NotImplementedError
+
+    with pytest.raises(RegistrationError, match="NotImplementedError"):
+        need_elementwise(Noted, {"lr": 0.1}, torch.device("meta"))
+    assert tried == [{"meta"}]
+
+
+@pytest.mark.parametrize(
+    ("key", "settings", "there"),
+    [
+        ("step", {}, False),
+        ("step", {"fused": None, "capturable": False}, False),
+        ("step", {"fused": True}, True),
+        ("step", {"capturable": True}, True),
+        ("mu_product", {}, True),
+    ],
+)
+def test_numbers_of_a_state_go_where_optimizers_keep_them(
+    key: str, settings: dict[str, Any], there: bool
+) -> None:
+    assert home_of(key, torch.device("meta"), settings).type == ("meta" if there else "cpu")
+
+
+def _narrow_default(rank: int, world_size: int) -> None:
+    runs, inputs = [], [inputs_of(step, rank) for step in range(3)]
+    for dtype in (torch.float32, torch.bfloat16):
+        runs.append(wrapped(model_of()))
+        with default_dtype(dtype):
+            zero = ZeroOptimizer(runs[-1], *ADAM[:1], gather="int8", **ADAM[1])
+            for one in inputs:
+                runs[-1](one).square().mean().backward()
+                zero.clip_grad_norm_(1.0)
+                zero.step()
+                zero.zero_grad()
+    assert same(*runs)
+
+
+def test_another_default_dtype_changes_nothing() -> None:
+    run_ranks(_narrow_default, 2)

@@ -432,7 +432,7 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "a resumed run counts the steps of each tensor anew",
-            "self._steps, self._first_step = steps, 0 if steps else self.step",
+            "self._steps, self._first_step = steps, self.step if first is None else first",
             "self._steps, self._first_step = {}, self.step",
             f"{FUNCTIONS}::test_saved_and_loaded_calls_go_on_bit_for_bit",
         ),
@@ -551,6 +551,30 @@ MUTANTS: list[Mutant] = [
             f"{WORLD}::test_a_rank_with_a_larger_step_joins_all_the_same",
         ),
         (
+            "a hook keeps its place among the ranks before",
+            "engine.rank, engine.world_size = group.rank(), group.size()",
+            "engine.world_size = group.size()",
+            f"{WORLD}::test_four_ranks_become_two_and_then_three[torch]",
+        ),
+        (
+            "ranks that handed over are counted as lost",
+            "if told[rank].run == first.run} | set(first.left)",
+            "if told[rank].run == first.run}",
+            f"{WORLD}::test_four_ranks_become_two_and_then_three[torch]",
+        ),
+        (
+            "a rank that was away goes on with what was counted as lost",
+            "if told[rank].step >= last - 1]",
+            "if told[rank].step >= 0]",
+            f"{WORLD}::test_a_rank_that_was_away_for_a_change_joins_as_a_new_one",
+        ),
+        (
+            "the ranks before are given up after the change, not before",
+            "        hook._drivers.abandon()\n",
+            "        pass\n",
+            f"{WORLD}::test_ranks_go_on_without_one_that_died[topk-False-group-torch]",
+        ),
+        (
             "verification stays with the ranks before",
             "            hook.verification.abandon()",
             "            pass",
@@ -570,6 +594,18 @@ MUTANTS: list[Mutant] = [
             "heir = staying[leaving.index(number) % len(staying)] if number in leaving else number",
             "heir = number",
             f"{WORLD}::test_four_ranks_become_two_and_then_three[torch]",
+        ),
+        (
+            "ranks that stay keep an estimate without those that leave",
+            'else ("mean",)',
+            "else ()",
+            f"{WORLD}::test_four_ranks_become_two_and_then_three[torch]",
+        ),
+        (
+            "ranks that have left go on to be waited for",
+            "    hook._left = tuple(leaving)\n",
+            "",
+            f"{WORLD}::test_what_cannot_change_says_why_and_stays_as_it_was[torch]",
         ),
     ),
     *planted(

@@ -15,6 +15,7 @@ STEPS = f"{DISTRIBUTED}/test_ddp_steps.py"
 RESUME = f"{DISTRIBUTED}/test_resume.py"
 HOLD = f"{DISTRIBUTED}/test_ddp_hold.py"
 WEIGHTS = f"{DISTRIBUTED}/test_ddp_weights.py"
+PARALLEL = f"{DISTRIBUTED}/test_tensor_parallel.py"
 
 MUTANTS: list[Mutant] = [
     *planted(
@@ -582,6 +583,108 @@ MUTANTS: list[Mutant] = [
             "if pending.is_over is not None and self._ask(pending.is_over):",
             "if False:",
             f"{DISTRIBUTED}/test_as_gpu.py::test_a_step_that_nobody_waits_for_is_left_alone",
+        ),
+    ),
+    *planted(
+        "ddp_core/ddp/tensor_parallel.py",
+        (
+            "a parameter that modules share becomes two",
+            "if id(parameter) not in locals_of:",
+            "if True:",
+            f"{PARALLEL}::test_shared_uneven_and_frozen_parameters_stay_what_they_are",
+        ),
+        (
+            "frozen shards are trained",
+            "nn.Parameter(parameter.to_local().detach(), parameter.requires_grad)",
+            "nn.Parameter(parameter.to_local().detach())",
+            f"{PARALLEL}::test_shared_uneven_and_frozen_parameters_stay_what_they_are",
+        ),
+        (
+            "all shards count as equally large",
+            "            shape=self.spec.shape,\n            stride=self.spec.stride,\n",
+            "",
+            f"{PARALLEL}::test_shared_uneven_and_frozen_parameters_stay_what_they_are",
+        ),
+        (
+            "DTensors of a forward pass that raised stay",
+            "always_call=True",
+            "always_call=False",
+            f"{PARALLEL}::test_a_forward_pass_that_raised_leaves_no_old_tensors",
+        ),
+    ),
+    *planted(
+        "ddp_core/reducer/weights.py",
+        (
+            "the factor of a weight misses the number of ranks",
+            "self._factor = unit * ranks / everything",
+            "self._factor = unit / everything",
+            f"{UNIT}/test_weights.py::test_factors_average_to_one",
+        ),
+        (
+            "the weight of the latest pass is that of all",
+            "self._total += self._given",
+            "self._total = self._given",
+            f"{WEIGHTS}::test_held_passes_count_with_their_weights",
+        ),
+        (
+            "one weight for several passes counts in each",
+            "        if not self._counted:\n",
+            "        if True:\n",
+            f"{WEIGHTS}::test_one_weight_holds_for_several_passes",
+        ),
+        (
+            "a weight that is told after its passes is missing",
+            'if self._kind == "sum" and self._passes and self._given is not None:',
+            'if self._kind == "sum" and not self._passes and self._given is not None:',
+            f"{WEIGHTS}::test_one_weight_holds_for_several_passes[sum]",
+        ),
+    ),
+    *planted(
+        "ddp_core/ddp/reduction.py",
+        (
+            "delayed parameters are left out of a reduce",
+            "            if parts.delayed is not None:\n                parts.delayed.reduce()\n",
+            "",
+            f"{HOLD}::test_delayed_parameters_are_averaged_too",
+        ),
+        (
+            "reduce ends hold",
+            "                    self._set_holding(held)\n",
+            "                    pass\n",
+            f"{HOLD}::test_hold_goes_with_passes_that_average_and_with_no_sync",
+        ),
+    ),
+    *planted(
+        "ddp_core/reducer/named_point.py",
+        (
+            "a rank whose gradients were dropped has something to reduce",
+            "came = unreduced.came and len(missing) < len(flight.parameters)",
+            "came = unreduced.came",
+            f"{HOLD}::test_a_second_reduce_is_an_error_on_all_ranks",
+        ),
+    ),
+    *planted(
+        "ddp_core/ddp/delayed.py",
+        (
+            "delayed gradients are summed",
+            "        self._buffer.div_(self.group.size())\n",
+            "",
+            f"{STEPS}::test_delayed_parameters_are_averaged",
+        ),
+    ),
+    *planted(
+        "ddp_core/exchange/collectives.py",
+        (
+            "simulated ranks scatter the first rank's part to all",
+            "[total[rank].clone() for rank in range(len(requests))]",
+            "[total[0].clone() for rank in range(len(requests))]",
+            f"{UNIT}/test_halves.py::test_each_rank_gets_its_part_of_the_mean_with_one_rounding",
+        ),
+        (
+            "a mean is scattered as a sum",
+            'op = dist.ReduceOp.AVG if self.op == "mean" else dist.ReduceOp.SUM',
+            "op = dist.ReduceOp.SUM",
+            f"{DISTRIBUTED}/test_fsdp2.py::test_none_has_the_bits_of_fsdp2_itself[1-2]",
         ),
     ),
 ]

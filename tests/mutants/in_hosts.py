@@ -5,8 +5,37 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant, planted
 
 HOSTED = "tests/distributed/test_hosted.py"
+FUNCTIONS = "tests/distributed/test_functions.py"
+GROUP = "tests/distributed/test_process_group.py"
+GROUP_REFUSES = f"{GROUP}::test_what_a_group_cannot_do_is_refused_with_what_to_do"
+LAZY = "tests/unit/test_lazy_hosts.py"
+QUORUM = "tests/distributed/test_torchft.py::test_a_hook_follows_the_quorum[int8]"
 
 MUTANTS: list[Mutant] = [
+    *planted(
+        "commhooks/hosts/fsdp2.py",
+        (
+            "another layer gets the memory that is averaged between nodes",
+            "        borrow_memory(reduced)\n",
+            "",
+            f"{LAZY}::test_fsdp2_reads_what_was_reduced",
+        ),
+    ),
+    *planted(
+        "commhooks/hook/calls.py",
+        (
+            "others get the memory that a call still reads",
+            "                borrow_memory(tensor)",
+            "                pass",
+            f"{LAZY}::test_a_caller_may_give_back_what_a_call_reads",
+        ),
+        (
+            "a call that was waited for keeps its memory from others",
+            "return result if async_op else result.new_empty(0)",
+            "return result",
+            f"{LAZY}::test_only_a_call_that_is_not_waited_for_keeps_its_memory_from_others",
+        ),
+    ),
     *planted(
         "commhooks/hosts/hosted.py",
         (
@@ -71,6 +100,163 @@ MUTANTS: list[Mutant] = [
             "            self.load(self._resume_from or _folder(args, state))\n",
             "",
             f"{HOSTED}::test_transformers_by_what_it_has_published",
+        ),
+    ),
+    *planted(
+        "commhooks/hosts/groups.py",
+        (
+            "ranks may differ in what they compress",
+            '"least": least, "seed": seed}',
+            '"seed": seed}',
+            GROUP_REFUSES,
+        ),
+    ),
+    *planted(
+        "commhooks/hosts/scheme_group.py",
+        (
+            "a mean is summed",
+            "name, op=op, async_op=True)",
+            "name, async_op=True)",
+            f"{GROUP}::test_all_but_large_sums_of_floats_passes_as_it_is",
+        ),
+        (
+            "what runs a scheme stays after its group",
+            "            hook._close()\n",
+            "            pass\n",
+            f"{GROUP}::test_a_group_of_some_ranks_is_made_again_and_again",
+        ),
+        (
+            "an attached model draws by a seed of its own",
+            "AttachedModel(model, self._scheme, self.inside, self._seed)",
+            "AttachedModel(model, self._scheme, self.inside, 0)",
+            f"{GROUP}::test_an_attached_model_is_as_one_with_a_hook[plain]",
+        ),
+        (
+            "a group draws by a seed of its own",
+            "self._calls = self.hook = Collectives(scheme, inside, seed=seed)",
+            "self._calls = self.hook = Collectives(scheme, inside)",
+            f"{GROUP}::test_two_ranks_without_a_hook_get_the_bits_of_a_hook",
+        ),
+    ),
+    *planted(
+        "commhooks/hosts/attached.py",
+        (
+            "another model's gradients pass uncompressed in silence",
+            "if self._strange and self.hook.calls == self._calls:",
+            "if self._strange and self.hook.calls < self._calls:",
+            GROUP_REFUSES,
+        ),
+        (
+            "a model that has moved to a plain group trains on",
+            'if getattr(model.process_group, "hook", None) is not self.hook:',
+            'if getattr(model.process_group, "hook", self.hook) is not self.hook:',
+            GROUP_REFUSES,
+        ),
+        (
+            "plain sums are divided and multiplied again",
+            "exact = type(self.hook.scheme) is Dense",
+            "exact = False",
+            f"{GROUP}::test_without_a_scheme_a_model_gets_the_bits_of_a_plain_group[3]",
+        ),
+    ),
+    *planted(
+        "commhooks/hosts/composable.py",
+        (
+            "a hook is put on a list that nobody reads any more",
+            "takes_hooks: Any = state._ddp if state.has_initialized else model",
+            "takes_hooks: Any = model",
+            f"{GROUP}::test_a_module_of_replicate_is_registered_before_and_after_its_first_forward",
+        ),
+        (
+            "a module of replicate() gets a second hook",
+            "    if present:\n",
+            "    if False:\n",
+            f"{GROUP}::test_a_module_of_replicate_is_registered_before_and_after_its_first_forward",
+        ),
+        (
+            "replicas of a mesh are averaged with everyone",
+            "found: dist.ProcessGroup | None = given if mesh is None else mesh.get_group()",
+            "found: dist.ProcessGroup | None = given",
+            f"{GROUP}::test_a_module_of_replicate_averages_over_its_mesh_or_group",
+        ),
+    ),
+    *planted(
+        "commhooks/hosts/functions.py",
+        (
+            "options of an earlier call are taken",
+            "repr(sorted(options.items())))",
+            "repr(sorted(options)))",
+            f"{FUNCTIONS}::test_functions_use_what_they_made_until_its_group_is_destroyed",
+        ),
+        (
+            "a function runs a scheme that keeps memory",
+            "        if slots_of(found.scheme):\n",
+            "        if found.calls:\n",
+            f"{FUNCTIONS}::test_what_cannot_be_done_is_refused_with_what_to_do",
+        ),
+    ),
+    *planted(
+        "commhooks/hook/call.py",
+        (
+            "whole numbers are rounded by a scheme",
+            "return not self.given.is_floating_point() or type(scheme) is Dense",
+            "return type(scheme) is Dense",
+            f"{FUNCTIONS}::test_tensors_of_any_kind_are_reduced_in_place[2]",
+        ),
+        (
+            "a reduce-scatter overwrites its input",
+            "raw = raw if exact else raw.clone()",
+            "raw = raw",
+            f"{FUNCTIONS}::test_a_switch_sends_what_was_held_of_parts_and_leaves_the_input_alone",
+        ),
+        (
+            "a mean without a scheme is a sum",
+            'op: Literal["sum", "mean"] = "sum" if total else "mean"',
+            'op: Literal["sum", "mean"] = "sum"',
+            f"{FUNCTIONS}::test_tensors_of_any_kind_are_reduced_in_place[2]",
+        ),
+    ),
+    *planted(
+        "commhooks/hook/calls.py",
+        (
+            "a call does not wait for the one before of its name",
+            "            self._wait(future for other, future in self._pending if other == name)\n"
+            "            self._drivers.join()\n",
+            "            pass\n",
+            f"{FUNCTIONS}::test_calls_that_overlap_give_what_they_give_one_after_the_other",
+        ),
+        (
+            "calls that were not finite are not counted",
+            "self._engine.skipped += engine.skipped",
+            "self._engine.skipped = engine.skipped",
+            f"{FUNCTIONS}::test_a_call_that_is_not_finite_on_one_rank_changes_no_memory_on_any",
+        ),
+        (
+            "a switch waits for no call",
+            "        self.wait()\n        super().switch(scheme, **options)",
+            "        super().switch(scheme, **options)",
+            f"{FUNCTIONS}::test_a_switch_waits_for_calls_that_are_under_way",
+        ),
+    ),
+    *planted(
+        "commhooks/hosts/torchft.py",
+        (
+            "a replica that recovers sends its gradients",
+            "                    buffer.zero_()\n",
+            "                    pass\n",
+            QUORUM,
+        ),
+        (
+            "a hook follows the first quorum only",
+            "if group is not self._group:",
+            "if self._group is None:",
+            QUORUM,
+        ),
+        (
+            "the manager does not hear of a collective that failed",
+            "            self._manager.report_error(error)\n            return buffer",
+            "            return buffer",
+            QUORUM,
         ),
     ),
 ]

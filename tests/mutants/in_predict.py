@@ -10,6 +10,7 @@ ADVISE, HEADROOM, AUTO = (
     f"{UNIT}/test_headroom.py",
     f"{DISTRIBUTED}/test_auto.py",
 )
+FAR = f"{DISTRIBUTED}/test_link.py::test_a_long_delay_leaves_the_bandwidth_known"
 
 MUTANTS: list[Mutant] = [
     *planted(
@@ -86,6 +87,79 @@ MUTANTS: list[Mutant] = [
             "if self._rounds > 9:",
             "tests/unit/test_race.py::test_the_order_of_turns_is_reversed_in_every_second_round",
         ),
+        (
+            "with few steps nothing is known to be slower",
+            "min(_SURE * math.hypot(entry.deviation, best.deviation), best.median)",
+            "_SURE * math.hypot(entry.deviation, best.deviation)",
+            "tests/unit/test_race.py"
+            "::test_with_few_steps_only_what_takes_twice_as_long_is_known_to_be_slower",
+        ),
+        (
+            "a race has a round more",
+            "self._rounds < _MOST_ROUNDS",
+            "self._rounds <= _MOST_ROUNDS",
+            "tests/unit/test_race.py::test_a_race_that_noise_never_lets_end_ends_after_six_rounds",
+        ),
+        (
+            "many steps are as noisy as few",
+            "return 1.48 * 1.25 * spread / math.sqrt(len(self.times))",
+            "return 1.48 * 1.25 * spread",
+            "tests/unit/test_race.py::test_the_error_of_a_median_shrinks_with_the_number_of_steps",
+        ),
+        (
+            "candidates that have lost run again",
+            "self._order = [entry for entry in self.entries if entry.runs]",
+            "self._order = list(self.entries)",
+            "tests/unit/test_race.py::test_close_ones_run_again_under_noise_and_slow_ones_do_not",
+        ),
+    ),
+    *planted(
+        "commhooks/predict/search.py",
+        (
+            "a step takes as long as on the fastest rank",
+            "times = [float(max(ranks)) for ranks in",
+            "times = [float(min(ranks)) for ranks in",
+            f"{AUTO}::test_a_step_takes_as_long_as_on_its_slowest_rank",
+        ),
+        (
+            "each rank tries what it has predicted itself",
+            "self._of_all(mine)[0]",
+            "mine",
+            f"{AUTO}::test_all_ranks_try_what_rank_0_has_predicted",
+        ),
+        (
+            "steps that warm up are timed",
+            "if before == self._hook.step - 1 and since > 2:",
+            "if before == self._hook.step - 1:",
+            f"{AUTO}::test_two_steps_warm_up_and_are_not_timed",
+        ),
+    ),
+    *planted(
+        "commhooks/predict/link.py",
+        (
+            "a long delay ends the measurement before the bandwidth shows",
+            "if not fits and (shows or size.took > _PATIENCE * self._budget):",
+            "if not fits:",
+            FAR,
+        ),
+        (
+            "the smallest sizes seem to show the bandwidth",
+            "shows = seconds >= _SHOWS * sum(found[_SIZES[0]].seconds)",
+            "shows = seconds >= sum(found[_SIZES[0]].seconds)",
+            FAR,
+        ),
+        (
+            "times are the mean over ranks",
+            'AllReduce(tensor, "max").issue(self._parts[-1].group).wait()',
+            'AllReduce(tensor, "mean").issue(self._parts[-1].group).wait()',
+            FAR,
+        ),
+        (
+            "ranks are counted as on every other node",
+            'f"node {global_rank // int(local)}"',
+            'f"node {global_rank % int(local)}"',
+            f"{DISTRIBUTED}/test_link.py::test_nodes_are_told_by_torchruns_number_of_local_ranks",
+        ),
     ),
     *planted(
         "commhooks/predict/gaps.py",
@@ -103,6 +177,12 @@ MUTANTS: list[Mutant] = [
             "np.abs(np.log(_modelled(layout, part, name, sizes, fabric)) - logs).sum()",
             "((_modelled(layout, part, name, sizes, fabric) - np.exp(logs)) ** 2).sum()",
             f"{UNIT}/test_link.py::test_a_few_odd_times_move_nothing",
+        ),
+        (
+            "one rank of each node tells the bandwidth of all",
+            "max(few.bandwidth, whole.bandwidth)",
+            "few.bandwidth",
+            f"{UNIT}/test_link.py::test_links_inside_and_between_nodes_are_told_apart",
         ),
     ),
     *planted(

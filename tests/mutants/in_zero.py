@@ -21,8 +21,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "parameters that no rank has used are stepped",
-            "if id(piece.parameter) in left_alone:",
-            "if id(piece.parameter) in ():",
+            "if piece.parameter in left_alone:",
+            "if piece.parameter in ():",
             f"{PAIRS}[unused]",
         ),
         (
@@ -33,8 +33,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "loaded parameters go back to the owner's values",
-            "if self._versions.get(piece.name) != piece.parameter._version:",
-            "if not self._versions:",
+            "torch.where(held == self._left, self.exact, held)",
+            "self.exact",
             f"{TEST}::test_parameters_that_are_loaded_later_hold",
         ),
         (
@@ -51,32 +51,26 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
+        "commhooks/zero/gather.py",
+        (
+            "differences are given back before a GPU has packed them",
+            "        bucket = engine.bucket(own, shard.layout, output=whole)\n"
+            "        return (yield from scheme.all_gather(bucket, shard.spans)).mean",
+            "        bucket = engine.bucket(own, shard.layout, output=whole)\n"
+            "        mean = lambda one: (yield from scheme.all_gather(one, shard.spans)).mean\n"
+            "        return mean(bucket)",
+            "tests/unit/test_lazy_hosts.py::test_a_bucket_is_stepped_while_another_is_packed",
+        ),
+    ),
+    *planted(
         "commhooks/zero/hook.py",
-        (
-            "each rank has a verdict of its own",
-            "dist.all_reduce(wrong, dist.ReduceOp.MAX, group=group)",
-            "dist.all_reduce(wrong.clone(), dist.ReduceOp.MAX, group=group)",
-            OVERFLOW,
-        ),
-        (
-            "a scaler sees finite gradients on the other ranks",
-            "mean.fill_(torch.nan)",
-            "mean",
-            f"{TEST}::test_a_gradient_scaler_sees_the_verdict_of_all_ranks",
-        ),
-        (
-            "a rank's own gradients stay where the mean is expected",
-            "parameter.grad = InShards(parameter)",
-            "pass",
-            f"{TEST}::test_misuse_is_an_error",
-        ),
     ),
     *planted(
         "commhooks/zero/gather.py",
         (
             "the owner adds its exact values, not what it sent",
-            "rows = yield AllGather(payload)",
-            "rows = (yield AllGather(payload)).clone(); rows[shard.rank] = rows[0]",
+            "    return result.mean\n",
+            "    result.mean[: shard.exact.numel()] = shard.exact\n    return result.mean\n",
             f"{TEST}::test_all_ranks_have_equal_parameters_after_every_step",
         ),
         (
@@ -88,12 +82,6 @@ MUTANTS: list[Mutant] = [
     ),
     *planted(
         "commhooks/zero/shards.py",
-        (
-            "differences do not have what was not sent before",
-            "own = shard.exact - shard.held() if self._gather.packs(shard) else shard.exact",
-            "own = shard.exact - shard.exact if self._gather.packs(shard) else shard.exact",
-            LOST,
-        ),
         (
             "the norm is this rank's",
             "dist.all_reduce(total, op, group=self._model.process_group)",
@@ -129,6 +117,178 @@ MUTANTS: list[Mutant] = [
             "self.plan.follows_arrival, self.plan.splits.ignored = False, True",
             "self.plan.splits.ignored = True",
             BITS,
+        ),
+    ),
+    *planted(
+        "commhooks/zero/shard.py",
+        (
+            "state that began in a step that overflowed stays",
+            "                states.pop(piece.value, None)\n",
+            "                pass\n",
+            f"{OVERFLOW}[True-0]",
+        ),
+    ),
+    *planted(
+        "commhooks/zero/shards.py",
+        (
+            "gradients are clipped by the norm of one shard",
+            "clip_grads_with_norm_(values, max_norm, total)",
+            "clip_grads_with_norm_(values, max_norm, own)",
+            f"{TEST}::test_clipping_by_the_norm_over_all_shards[2.0]",
+        ),
+        (
+            "norms of shards are added, not their squares",
+            "own.float().pow(norm_type)",
+            "own.float()",
+            f"{TEST}::test_clipping_by_the_norm_over_all_shards[2.0]",
+        ),
+        (
+            "a step keeps the gradients that no_sync has accumulated",
+            "                piece.value.grad = None\n        self._stand_ins.forget()",
+            "                pass\n        self._stand_ins.forget()",
+            BITS,
+        ),
+    ),
+    *planted(
+        "commhooks/zero/gather.py",
+        (
+            "differences replace parameters",
+            "torch._foreach_add_(parameters, values)",
+            "torch._foreach_copy_(parameters, values)",
+            f"{LOST}[int8]",
+        ),
+    ),
+    *planted(
+        "commhooks/zero/saving.py",
+        (
+            "parts of a parameter are put together in another order",
+            'torch.cat([part["memory"][key][name] for part in parts])',
+            'torch.cat([part["memory"][key][name] for part in reversed(parts)])',
+            f"{TEST}::test_a_resumed_run_continues_bit_for_bit[True]",
+        ),
+        (
+            "states are taken by position",
+            "    one = saved.get(piece.name)\n",
+            "    one = dict(zip(sorted(saved), saved.values())).get(piece.name)\n",
+            f"{TEST}::test_a_resumed_run_continues_bit_for_bit[True]",
+        ),
+        (
+            "exact values are not loaded",
+            '    piece.value.detach().copy_(entries.pop("exact"))\n',
+            '    entries.pop("exact")\n',
+            f"{TEST}::test_a_resumed_run_continues_bit_for_bit[False]",
+        ),
+    ),
+    *planted(
+        "commhooks/zero/optimizer.py",
+        (
+            "the state before a loaded one stays",
+            "        self.state.clear()\n",
+            "",
+            f"{TEST}::test_a_resumed_run_continues_bit_for_bit[False]",
+        ),
+        (
+            "groups go on with the shards from before loading",
+            '            group["params"] = self._shards.values(parameters)\n',
+            "",
+            f"{TEST}::test_a_resumed_run_continues_bit_for_bit[False]",
+        ),
+        (
+            "what no_sync has accumulated counts in the next step, too",
+            "            parameter.grad = None\n\n    @torch.no_grad()\n    def clip",
+            "            pass\n\n    @torch.no_grad()\n    def clip",
+            f"{PAIRS}[accumulation]",
+        ),
+        (
+            "a scheme that averages whole buckets is taken",
+            '        need_shards(self.hook.scheme, "ZeroOptimizer", "ZeroOptimizer(scheme=...)")\n',
+            "",
+            "tests/distributed/test_host_matrix.py"
+            "::test_a_host_runs_what_the_page_says[`ZeroOptimizer`]",
+        ),
+    ),
+    *planted(
+        "commhooks/zero/shards.py",
+        (
+            "each rank has a verdict of its own",
+            "dist.all_reduce(wrong, dist.ReduceOp.MAX, group=group)",
+            "dist.all_reduce(wrong.clone(), dist.ReduceOp.MAX, group=group)",
+            OVERFLOW,
+        ),
+        (
+            "a scaler sees finite gradients on the other ranks",
+            "mean.fill_(torch.nan)",
+            "mean",
+            f"{TEST}::test_a_gradient_scaler_sees_the_verdict_of_all_ranks",
+        ),
+    ),
+    *planted(
+        "commhooks/zero/gather.py",
+        (
+            "differences do not have what was not sent before",
+            "shard.exact - shard.held()",
+            "shard.exact - shard.exact",
+            LOST,
+        ),
+        (
+            "parameters of 16 bits round the owner's exact values",
+            "shard.settle(rounded=packed or shard.dtype != shard.exact.dtype)",
+            "shard.settle(rounded=packed)",
+            f"{TEST}::test_parameters_of_16_bits_are_stepped_in_float32[none]",
+        ),
+    ),
+    *planted(
+        "commhooks/core/packed.py",
+        (
+            "all shards are packed with the bits of the first",
+            "self.pack(Piece.of(inside), payload[:nbytes], random.row(bucket.rank))",
+            "self.pack(Piece.of(inside), payload[:nbytes], random.row(0))",
+            f"{LOST}[eden]",
+        ),
+    ),
+    *planted(
+        "commhooks/zero/shards.py",
+        (
+            "means stay where the model has dropped its gradients",
+            "            self.zero_grad()\n            return\n",
+            "            return\n",
+            f"{TEST}::test_gradients_that_the_model_drops_are_dropped",
+        ),
+        (
+            "a parameter without a gradient is stepped",
+            "                if not stand(piece.parameter):\n",
+            "                if False:\n",
+            f"{TEST}::test_gradients_that_the_model_drops_are_dropped[False]",
+        ),
+    ),
+    *planted(
+        "commhooks/zero/checks.py",
+        (
+            "optimizers that count their calls are taken",
+            "[gradient if one is part else None for one in parts]",
+            "[*gradients.split(40)]",
+            f"{TEST}::test_gradients_of_one_rank_are_no_step",
+        ),
+        (
+            "gradients of this rank alone are no error",
+            "type(one.parameter.grad) is not InShards:",
+            "type(one.parameter.grad) is None:",
+            f"{TEST}::test_gradients_of_one_rank_are_no_step",
+        ),
+    ),
+    *planted(
+        "commhooks/zero/stand_ins.py",
+        (
+            "a rank's own gradients stay where the mean is expected",
+            "parameter.grad = InShards(parameter)",
+            "pass",
+            f"{TEST}::test_misuse_is_an_error",
+        ),
+        (
+            "another backward pass drops the mean of the one before",
+            "self._away.add(parameter)",
+            "pass",
+            f"{PAIRS}[two passes]",
         ),
     ),
 ]

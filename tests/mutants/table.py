@@ -9,6 +9,7 @@ from tests.mutants import (
     in_kernels,
     in_predict,
     in_schemes,
+    in_sharded,
     in_zero,
 )
 from tests.mutants.mutant import Mutant
@@ -19,6 +20,7 @@ MUTANTS: list[Mutant] = [
     *in_schemes.MUTANTS,
     *in_commhooks.MUTANTS,
     *in_hosts.MUTANTS,
+    *in_sharded.MUTANTS,
     *in_ddp_core.MUTANTS,
     *in_kernels.MUTANTS,
     *in_predict.MUTANTS,

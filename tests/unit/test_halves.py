@@ -17,7 +17,7 @@ from commhooks.errors import SchemeError
 from commhooks.hook.engine import Engine
 from commhooks.schemes import Blockwise, Dense, TopK, TwoPhaseCast
 from commhooks.schemes.minmax import MinMaxPerChannel
-from commhooks.wrappers import Cast, TwoPhase
+from commhooks.wrappers import EF21, Cast, Guard, PerParameter, Rule, TwoPhase
 from ddp_core import simulate
 
 RANKS = 3
@@ -164,6 +164,25 @@ def test_feedback_loses_nothing_of_either_half(inside, half):
     assert max(float(one.abs().max()) for one in held) > 0
 
 
+def test_guard_measures_the_error_of_shards():
+    """Of the whole bucket, although each rank knows its shard of the mean alone."""
+    cut, plain = CUTS["anywhere"], make("onebit", block=64, error_feedback=False)
+    scheme = Guard(plain, every=1, max_error=1e-3, rest=1)
+    engines = [Engine(scheme, rank=rank, world_size=RANKS) for rank in range(RANKS)]
+    layout, grads = Layout(["w"], [(700,)]), [numbers(rank, 700) for rank in range(RANKS)]
+    exchanges = []
+    for engine, grad in zip(engines, grads, strict=True):
+        engine.begin_bucket(0, is_last=True)
+        exchanges.append(engine.exchange(grad.clone(), layout, shards=cut, agree=True))
+    with pytest.warns(RuntimeWarning, match="the error of the average is"):
+        found = torch.cat(simulate(exchanges))
+    error = distance(found, sum(grads) / RANKS)
+    for engine in engines:
+        kept = engine.memory.get("guard.error", "w")
+        assert float(kept) == pytest.approx(error, rel=1e-5)
+        assert float(engine.memory.get("guard.dense_until", "w")) == 2
+
+
 def _gather_with(scheme: Scheme, cut: tuple[Span, ...], one: Bucket):
     return scheme.all_gather(one, cut)
 
@@ -186,3 +205,18 @@ def test_what_only_averages_says_so():
     assert not make("powersgd").gathers
     assert not ErrorFeedback(make("global_qsgd", error_feedback=False)).gathers
     assert TopK(0.1).gathers
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda scheme: EF21(scheme),
+        lambda scheme: PerParameter([Rule(Dense(), max_dim=1)], default=scheme),
+    ],
+    ids=["EF21", "PerParameter"],
+)
+def test_wrappers_that_look_at_whole_buckets_say_that_they_return_no_shards(wrap):
+    scheme = Blockwise("int4", 64)
+    assert scheme.traits.shards
+    assert ErrorFeedback(scheme).traits.shards
+    assert not wrap(scheme).traits.shards

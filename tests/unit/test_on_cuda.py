@@ -111,6 +111,33 @@ def test_only_what_is_the_same_in_every_step_is_captured(name, monkeypatch):
     need_no_capture(GPU, scheme, agreed=False)
 
 
+def test_a_call_is_not_captured_either(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(
+        Binding, "group", lambda self: SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    )
+    with pytest.raises(RegistrationError, match="replays would repeat what int8"):
+        commhooks.Collectives("int8").all_reduce(on_gpu(2048))
+
+
+def test_calls_meet_on_the_device_of_their_tensors(monkeypatch):
+    device, met = pretend(monkeypatch), []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    run = commhooks.Collectives("fp16")
+    monkeypatch.setattr(
+        Binding, "group", lambda self: SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    )
+
+    def meet(*args, **_):
+        met.append(device.devices[-1])
+        raise InterruptedError
+
+    monkeypatch.setattr(meeting, "handshake", meet)
+    with pytest.raises(InterruptedError):
+        run.all_reduce(on_gpu(2048))
+    assert met == [GPU]
+
+
 # ---- modules on several devices
 
 

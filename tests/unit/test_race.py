@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 
-from commhooks.predict.race import Race
+import pytest
+
+from commhooks.predict.race import Entry, Race
 
 
 def _run(seconds: dict[str, float], noise: float, seed: int, steps: int = 8) -> Race[str]:
@@ -38,6 +40,18 @@ def test_the_order_of_turns_is_reversed_in_every_second_round() -> None:
         order.append(entry.what)
         race.add([1.0, 2.0])  # too few steps to know anything
     assert order == ["a", "b", "b", "a"]
+
+
+def test_the_error_of_a_median_shrinks_with_the_number_of_steps() -> None:
+    few, many = Entry("few", [1.0, 1.1, 1.2, 1.3]), Entry("many", [1.0, 1.1, 1.2, 1.3] * 16)
+    assert many.deviation == pytest.approx(few.deviation / 4)
+
+
+def test_with_few_steps_only_what_takes_twice_as_long_is_known_to_be_slower() -> None:
+    race = Race(["fast", "near", "slow"])
+    for times in ([1.0, 1.0], [1.9, 1.9], [2.5, 2.5]):
+        race.add(times)
+    assert [entry.runs for entry in race.entries] == [True, True, False]
 
 
 def test_noise_does_not_decide() -> None:

@@ -1,0 +1,77 @@
+"""Puts verified steps into words and numbers, and warns of what was found."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Literal
+
+import torch.distributed as dist
+
+from commhooks.errors import VerificationError
+from commhooks.hook.verdict import Finding, Verified
+
+__all__ = ["Told", "Verify", "count_of", "need_right", "numbers_of", "warn_of", "worst_of"]
+
+Verify = Literal["warn", "raise"]
+Told = tuple[str, str, tuple[int, ...]]  # kind, parameter, ranks
+
+
+def worst_of(rows: list[Verified]) -> str:
+    """Returns a sentence on the parameter with the largest error of a step."""
+    known = [row for row in rows if row.error == row.error]
+    if not known:
+        return ""
+    worst = max(known, key=lambda row: row.error)
+    return (
+        f", the last is {worst.step}. Its largest error is {worst.error:.3g} of the dense mean, of "
+        f"{worst.parameter!r}, at a cosine of {worst.cosine:.5g}"
+    )
+
+
+def numbers_of(rows: list[Verified], findings: int) -> dict[str, float]:
+    found = {"verify/findings": float(findings)}
+    if errors := [row.error for row in rows if row.error == row.error]:
+        found["verify/error"] = max(errors)
+    if cosines := [row.cosine for row in rows if row.cosine == row.cosine]:
+        found["verify/cosine_min"] = min(cosines)
+    return found
+
+
+def warn_of(found: list[Finding], rank: int, action: Verify, warned: set[Told]) -> None:
+    """Warns of the first finding of each kind, once for a parameter and its ranks."""
+    for kind in dict.fromkeys(one.kind for one in found):
+        same = [one for one in found if one.kind == kind]
+        first = same[0]
+        told = (kind, first.parameter, first.ranks)
+        raised = action == "raise" and kind != "not finite"
+        # On a thousand ranks one warning is enough, and those of the ranks that are concerned.
+        elsewhere = rank != 0 and (rank not in first.ranks or kind == "error")
+        if raised or elsewhere or told in warned:
+            continue
+        warned.add(told)
+        more = f" (and {len(same) - 1} more, see hook.verification)" if len(same) > 1 else ""
+        warnings.warn(f"commhooks: {first}{more}", RuntimeWarning, stacklevel=2)
+
+
+def count_of(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+def need_right(wrong: Sequence[Finding], beside: Sequence[dist.ProcessGroup]) -> None:
+    """Raises VerificationError if something was found here, or by ranks beside this one.
+
+    Args:
+        beside: groups of ranks that call this function at the same time.
+    """
+    told = [(one.step, str(one)) for one in wrong[:20]]
+    for group in beside:
+        everyone: list[list[tuple[int, str]]] = [[] for _ in range(group.size())]
+        dist.all_gather_object(everyone, told, group=group)
+        told = sorted({one for theirs in everyone for one in theirs})
+    if told:
+        text = "\n  ".join(text for _, text in told)
+        raise VerificationError(
+            f"verification of step {told[0][0]}:\n  {text}\nTraining cannot be trusted from "
+            f"this step on. verify='warn' goes on; hook.switch('none') does without the scheme"
+        )

@@ -1,0 +1,57 @@
+"""Defines ``Guard``, which sees before each forward pass that a host would still run the hook."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from commhooks.checkpoint.names import plain_name
+from commhooks.errors import HookNotAttachedError
+from commhooks.hook.state import HookState
+
+__all__ = ["Guard"]
+
+
+class Guard:
+    """Tells a hook when a forward pass begins; raises, as a forward pre-hook, if it would not run.
+
+    Args:
+        hook: that the host runs.
+        units: the parts of the model that the host reduces one by one, by name; all have the hook.
+        present: returns those that a model has now.
+        has_hook: whether one of them has the hook still.
+    """
+
+    def __init__(
+        self,
+        hook: HookState,
+        units: Mapping[str, Any],
+        present: Callable[[nn.Module], Mapping[str, Any]],
+        has_hook: Callable[[Any], bool],
+    ) -> None:
+        self._hook, self._units = hook, dict(units)
+        self._present, self._has_hook = present, has_hook
+        self._looks = True
+
+    # Not traced by torch.compile: it acts on state that changes from step to step.
+    @torch._disable_dynamo(recursive=True)  # type: ignore[attr-defined]
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        units = self._units
+        if self._looks:  # once: after its first forward pass a host takes no further modules
+            self._looks, units = False, {**units, **self._present(module)}
+        lost = [
+            plain_name(name) or "root" for name, unit in units.items() if not self._has_hook(unit)
+        ]
+        if lost:
+            raise HookNotAttachedError(
+                f"commhooks: {self._hook} would not run on {', '.join(lost[:5])}"
+                f"{', ...' * (len(lost) > 5)}: sharded after register, or given another reduction "
+                f"since (set_custom_reduce_scatter, set_all_reduce_hook, another hook). Register "
+                f"after the last module was sharded, and leave the reductions"
+            )
+        self._hook.forward_begins()

@@ -1,0 +1,250 @@
+"""``verify_every`` on FSDP2, between its nodes, and on FSDP1."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import commhooks
+from commhooks.core import Bucket, Scheme
+from commhooks.core.bucket import SchemeExchange
+from commhooks.core.dense import Dense
+from commhooks.errors import VerificationError
+from commhooks.wrappers import AveragedFeedback, Guard
+from commhooks.wrappers.base import Wrapper
+from tests.distributed.harness import run_ranks
+from tests.distributed.test_fsdp1 import QUIET, _unit
+from tests.distributed.test_fsdp2 import backward, gradients, model_of, sharded
+
+INT4 = commhooks.make("int4", block=64, error_feedback=False)
+INSIDE: dict[str, Any] = {
+    "none": "none",
+    "bf16": "bf16",
+    "int8": "int8",
+    "int4 with feedback": commhooks.make("int4", block=64),
+    "int4, 8-bit feedback": AveragedFeedback(INT4),
+    "guard": Guard(Dense(), every=2),
+    "onebit": commhooks.make("onebit", block=64),
+    "topk": "topk",
+    "eden": "eden",
+}
+
+
+def _model(host: str) -> tuple[nn.Module, dict[str, Any]]:
+    if host == "fsdp1":
+        return _unit("FULL_SHARD"), {}
+    if host == "fsdp2":
+        return sharded(model_of()), {}
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return sharded(model_of(), mesh["shard"]), {"between": mesh["replicate"]}
+
+
+def _accused(rank: int, world_size: int, host: str) -> list[str]:
+    found = []
+    schemes = INSIDE
+    if host != "fsdp2":
+        schemes = {name: INSIDE[name] for name in ("int8", "int4 with feedback", "guard")}
+    if host == "hsdp":
+        schemes = {**schemes, "powersgd": "powersgd"}
+    for name, scheme in schemes.items():
+        verified, unverified = _model(host), _model(host)
+        hook = commhooks.register(
+            verified[0], scheme, verify_every=2, verify="raise", **verified[1]
+        )
+        commhooks.register(unverified[0], scheme, **unverified[1])
+        for step in range(5):
+            backward(verified[0], step, rank)
+            backward(unverified[0], step, rank)
+            if host != "fsdp1":
+                one, other = gradients(verified[0]), gradients(unverified[0])
+                assert all(torch.equal(one[key], value) for key, value in other.items())
+        assert hook.verification is not None
+        frame = hook.verification.report()
+        assert set(frame["step"]) == {0, 2, 4}
+        assert len(frame) == 3 * 6
+        assert hook.verification.steps == 3
+        found += [f"{name}: {one}" for one in hook.verification.findings]
+        hook.close()
+    return found
+
+
+@pytest.mark.parametrize(("host", "ranks"), [("fsdp2", 3), ("fsdp1", 2), ("hsdp", 4)])
+def test_no_scheme_is_accused_and_training_is_the_same_bit_for_bit(host: str, ranks: int) -> None:
+    quiet = QUIET if host == "fsdp1" else ()
+    assert run_ranks(_accused, ranks, host, ignore_warnings=quiet, timeout=120)[0] == []
+
+
+def _numbers(rank: int, world_size: int, reduced: torch.dtype | None) -> list[float]:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(reduce_dtype=reduced)
+    exact, ours = sharded(model_of()), sharded(model_of(), mp_policy=policy)
+    hook = commhooks.register(ours, "int8", verify_every=1)
+    backward(exact, 0, rank)
+    backward(ours, 0, rank)
+    wanted, found = gradients(exact), gradients(ours)
+    assert hook.verification is not None
+    frame = hook.verification.report().set_index("parameter")
+    assert sorted(frame.index) == sorted(wanted)
+    away = []
+    for name, value in wanted.items():
+        row, error = frame.loc[name], float((found[name] - value).norm() / value.norm())
+        cosine = float(torch.cosine_similarity(found[name].view(-1), value.view(-1), dim=0))
+        away += [
+            abs(row["error"] / error - 1),
+            10 * abs(row["cosine"] - cosine),
+            abs(row["norm"] / float(value.norm()) - 1),
+        ]
+    return away
+
+
+@pytest.mark.parametrize(("reduced", "most"), [(None, 1e-4), (torch.bfloat16, 0.2)])
+def test_error_cosine_and_norm_are_those_of_whole_parameters(
+    reduced: torch.dtype | None, most: float
+) -> None:
+    assert max(run_ranks(_numbers, 3, reduced)[0]) < most
+
+
+@dataclass(frozen=True)
+class WrongShard(Wrapper):
+    """Spoils what one rank decodes of its shard of one parameter, in step 2 and later."""
+
+    scheme: Scheme
+    parameter: str = "2.weight"
+    on: int = 1
+
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        result = yield from self.scheme.exchange(bucket)
+        names, layout = bucket.layout.names, bucket.layout
+        name = f"{self.parameter}#{self.on}"
+        if bucket.step >= 2 and bucket.rank == self.on and name in names:
+            begin = layout.offsets[names.index(name)] - bucket.shards[bucket.rank][0]
+            result.mean[begin : begin + 65].mul_(2.0)
+        return result
+
+
+def _train(model: nn.Module, hook: Any, rank: int) -> tuple[list[Any], list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(4):
+            backward(model, step, rank)
+            gradients(model)
+        hook.verification.report()
+    texts = [str(one.message) for one in caught if "commhooks:" in str(one.message)]
+    return [one[:5] for one in hook.verification.findings], texts
+
+
+def _planted(rank: int, world_size: int, inside: Scheme) -> tuple[list[Any], list[str]]:
+    model = sharded(model_of())
+    hook = commhooks.register(model, inside, verify_every=2)
+    return _train(model, hook, rank)
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [WrongShard(Dense()), commhooks.wrappers.ErrorFeedback(WrongShard(INT4))],
+    ids=["dense", "feedback"],
+)
+def test_a_shard_that_is_decoded_wrongly_is_named(scheme: Scheme) -> None:
+    ranks = run_ranks(_planted, 3, scheme)
+    found, texts = ranks[0]
+    ((step, _, parameter, kind, which),) = found
+    assert (step, parameter, kind, which) == (2, "2.weight", "error", (1,))
+    assert all(one[0] == found for one in ranks)
+    assert all(part in texts[-1] for part in ("step 2", "rank 1", "bucket", "'2.weight'"))
+
+
+def _raises(rank: int, world_size: int, inside: bool) -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = sharded(model_of(), mesh["shard"])
+    # On the ranks of one shard, or of one node, only; the other two have to hear of it.
+    place: dict[str, Any] = {} if inside else {"between": mesh["replicate"]}
+    if inside:
+        commhooks.register(model, "none", between=mesh["replicate"])
+    spoiled = mesh.get_local_rank("replicate" if inside else "shard") == 1
+    scheme = SpoiledOn(Dense(), inside)
+    commhooks.register(model, scheme, verify_every=2, verify="raise", **place)
+    SPOILS.append(spoiled)
+    try:
+        for step in range(4):
+            backward(model, step, rank)
+    except VerificationError as error:
+        return str(error)
+    return ""
+
+
+SPOILS: list[bool] = []  # of this process
+
+
+@dataclass(frozen=True)
+class SpoiledOn(Wrapper):
+    """Spoils the mean of rank 0 in some groups of ranks, in step 2; equal on all of them."""
+
+    scheme: Scheme
+    inside: bool
+
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        result = yield from self.scheme.exchange(bucket)
+        if SPOILS[-1] and bucket.step == 2 and bucket.rank == 0:
+            result.mean.mul_(1.5)
+        return result
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_with_raise_all_ranks_of_the_mesh_raise_before_the_next_step(inside: bool) -> None:
+    texts = run_ranks(_raises, 4, inside)
+    named = "step 2, rank 0, bucket" if inside else "step 2, rank 1, bucket"
+    assert all(named in text for text in texts)
+    assert len(set(texts)) == 1
+
+
+class _Poison(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * torch.nan
+
+
+class _Shift(nn.Module):
+    """Adds a parameter, whose gradient alone is not finite on one rank."""
+
+    def __init__(self, poisoned: bool) -> None:
+        super().__init__()
+        self.by, self.poisoned = nn.Parameter(torch.zeros(65)), poisoned
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (_Poison.apply(self.by) if self.poisoned else self.by)
+
+
+def _nan(rank: int, world_size: int, host: str) -> tuple[list[Any], list[str]]:
+    model, place = model_of((33, 65, 7)), {}
+    model[1] = _Shift(rank == 1)
+    mesh = None
+    if host == "hsdp":
+        both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        mesh, place = both["shard"], {"between": both["replicate"]}
+    sharded(model, mesh)
+    hook = commhooks.register(model, "int8", verify_every=1, verify="raise", **place)
+    return _train(model, hook, rank)
+
+
+def test_a_gradient_that_is_not_finite_is_named_with_its_rank() -> None:
+    for rank, (found, texts) in enumerate(run_ranks(_nan, 3, "fsdp2")):
+        assert [one[0] for one in found] == [0, 1, 2, 3]
+        assert all(one[2:] == ("1.by", "not finite", (1,)) for one in found)
+        assert len(texts) == int(rank in (0, 1))
+
+
+def test_between_nodes_it_is_named_with_its_shard_and_node() -> None:
+    for rank, (found, _) in enumerate(run_ranks(_nan, 4, "hsdp")):
+        assert all(one[2:] == (f"1.by#{rank % 2}", "not finite", (0,)) for one in found)
+        assert len(found) == 4

@@ -1,0 +1,24 @@
+"""Megatron-Core: make test-frameworks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.frameworks.jobs import cases, needs
+
+pytestmark = [needs("megatron"), pytest.mark.distributed, pytest.mark.timeout(700)]
+
+# Of two ranks' sums in bfloat16, one rounding each is Megatron-Core's own.
+ALLOWED = {"none": 2**-8, "bf16": 2**-7, "int8": 0.03}
+
+
+def test_megatron_gets_shards_of_gradients_by_a_scheme(tmp_path: Path) -> None:
+    for told in cases("megatron_cases.py", "reduces", tmp_path):
+        told.pop("output")
+        assert len(told) == 12
+        for what, error in told.items():
+            scheme, dtype, _ = what.split()
+            exact = scheme == "none" and dtype == "torch.float32"
+            assert (error == 0) if exact else (error <= ALLOWED[scheme]), (what, error)

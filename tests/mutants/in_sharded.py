@@ -1,0 +1,327 @@
+"""Bugs in hosts that shard gradients over ranks, and in what all of them share."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant, planted
+
+FSDP2 = "tests/distributed/test_fsdp2.py"
+FSDP1 = "tests/distributed/test_fsdp1.py"
+HALVES = "tests/unit/test_halves.py"
+ADD_UP = f"{FSDP2}::test_what_is_sent_and_what_is_kept_are_the_gradients[int8]"
+LOADS = f"{FSDP2}::test_what_one_host_saves_another_loads"
+FACTOR = f"{FSDP2}::test_the_divide_factor_of_fsdp2_holds"
+REFUSED = f"{FSDP2}::test_what_cannot_run_is_refused_with_what_to_do"
+BETWEEN = f"{FSDP2}::test_between_nodes_what_was_not_sent_is_kept_and_saved"
+OWN_MEMORY = "test_a_mean_that_a_scheme_returns_in_memory_of_its_own_arrives"
+
+STEPS = "tests/distributed/test_sharded_steps.py"
+
+MUTANTS: list[Mutant] = [
+    *planted(
+        "commhooks/hosts/fsdp2.py",
+        (
+            "FSDP2 gets a mean for a sum",
+            "output_tensor.mul_(ranks / factor)",
+            "output_tensor.mul_(1.0 / factor)",
+            f"{FACTOR}[True]",
+        ),
+        (
+            "FSDP2's divide factor divides twice",
+            "factor = 1.0 if op == dist.ReduceOp.SUM else",
+            "factor =",
+            f"{FACTOR}[True]",
+        ),
+        (
+            "FSDP2's divide factor is ignored",
+            "else self._module.group.gradient_divide_factor",
+            "else float(ranks)",
+            f"{FACTOR}[False]",
+        ),
+        (
+            "a missing gradient is not noticed",
+            "if total != numel:",
+            "if total < numel:",
+            f"{FSDP2}::test_parameters_without_a_gradient_are_named",
+        ),
+        (
+            "frozen parameters are expected in the bucket",
+            "for one in self.group.fsdp_params if one.sharded_param.requires_grad]",
+            "for one in self.group.fsdp_params]",
+            f"{FSDP2}::test_frozen_parameters_are_left_out_of_buckets_and_states",
+        ),
+    ),
+    *planted(
+        "commhooks/hosts/fsdp2_register.py",
+        (
+            "another reduction of FSDP2 is not noticed",
+            'return getattr(getattr(group, place), "_hook", None) is hook',
+            "return getattr(group, place) is not None",
+            REFUSED,
+        ),
+        (
+            "replicas that FSDP2 averages over are averaged over again",
+            "if any(isinstance(one.group.mesh_info, DDPMeshInfo) for one in found.modules):",
+            "if not found.modules:",
+            REFUSED,
+        ),
+        (
+            "between nodes the ranks of a node are averaged",
+            "group = found.ranks if between is None else _replicas(found, between)",
+            "group = found.ranks",
+            f"{FSDP2}::test_between_nodes_any_scheme_averages[int8-0.03]",
+        ),
+        (
+            "every parameter counts as cut along its rows",
+            "parameter._orig_size, dtype, parameter.fsdp_placement.dim, trained)",
+            "parameter._orig_size, dtype, 0, trained)",
+            f"{FSDP2}::test_parameters_may_be_cut_along_their_columns",
+        ),
+        (
+            "all FSDP2 modules have one number",
+            "Module(number, group, names)",
+            "Module(0, group, names)",
+            f"{FSDP2}::test_none_has_the_bits_of_fsdp2_itself[1-2]",
+        ),
+        (
+            "between nodes all ranks have the pieces of the first",
+            "found.ranks.size(), found.ranks.rank())",
+            "found.ranks.size(), 0)",
+            BETWEEN,
+        ),
+    ),
+    *planted(
+        "commhooks/hook/sharded_parameters.py",
+        (
+            "pieces lie parameter after parameter",
+            "for rank in self._ranks() for name in names",
+            "for name in names for rank in self._ranks()",
+            ADD_UP,
+        ),
+        (
+            "padding is saved as a part of the parameter",
+            "saved[name] = whole.narrow(dim, 0, length).contiguous()",
+            "saved[name] = whole.contiguous()",
+            f"{LOADS}[3-2-fsdp2-ddp]",
+        ),
+        (
+            "what was not sent of padding is lost",
+            "if whole.shape[dim] > length:",
+            "if whole.shape[dim] < length:",
+            f"{FSDP2}::test_a_resumed_run_continues_bit_for_bit",
+        ),
+        (
+            "padding of another number of ranks is taken",
+            "if rest is None or list(rest.shape) != shape:",
+            "if rest is None:",
+            f"{LOADS}[3-2-fsdp2-fsdp2]",
+        ),
+        (
+            "a loaded piece is the next rank's",
+            "kept[piece_name(name, rank)] = piece.contiguous()",
+            "kept[piece_name(name, (rank + 1) % self._world_size)] = piece.contiguous()",
+            f"{LOADS}[2-2-ddp-fsdp2]",
+        ),
+        (
+            "pieces are rounded down",
+            "-(-shape[parameter.dim] // self._world_size)",
+            "shape[parameter.dim] // self._world_size",
+            ADD_UP,
+        ),
+    ),
+    *planted(
+        "commhooks/hook/runner.py",
+        (
+            "ranks do not agree on whether their shards were finite",
+            "        if self._engine.needs_agreement:\n",
+            "        if False:\n",
+            f"{FSDP2}::test_a_step_that_overflows_on_one_rank_changes_no_residual_on_any",
+        ),
+    ),
+    *planted(
+        "commhooks/hook/engine.py",
+        (
+            "a rank commits by the verdict on its own shard",
+            "step.finite, step.sharded = [worst[0] == 0], False",
+            "step.finite, step.sharded = [good], False",
+            f"{FSDP2}::test_a_step_that_overflows_on_one_rank_changes_no_residual_on_any",
+        ),
+    ),
+    *planted(
+        "commhooks/core/packed.py",
+        (
+            "every rank decodes its shard as the first one",
+            "unpack(received, shards, bucket.rank, inside.output,",
+            "unpack(received, shards, 0, inside.output,",
+            f"{HALVES}::test_each_rank_gets_its_part_of_the_mean_with_one_rounding",
+        ),
+        (
+            "the mean of a shard that is reduced alone is of one rank less",
+            "inside.output, random, 1.0 / bucket.world_size)",
+            "inside.output, random, 1.0 / (bucket.world_size - 1))",
+            f"{HALVES}::test_each_rank_gets_its_part_of_the_mean_with_one_rounding",
+        ),
+    ),
+    *planted(
+        "commhooks/hosts/fsdp2_parameters.py",
+        (
+            "the owner of a shard computes with its exact parameters",
+            "return self._collectives.all_gather(output_tensor, input_tensor, async_op=async_op)",
+            "self._collectives.all_gather(output_tensor, input_tensor)\n"
+            "        output_tensor.view(group.size(), -1)[group.rank()] = input_tensor.view(-1)",
+            f"{FSDP2}::test_gathered_parameters_are_rounded_alike_on_all_ranks",
+        ),
+        (
+            "gathered parameters are rounded at random",
+            "random = any(getattr(built, name, False)",
+            "random = all(getattr(built, name, False)",
+            f"{FSDP2}::test_gathered_parameters_are_rounded_alike_on_all_ranks",
+        ),
+        (
+            "parameters are gathered over all ranks",
+            "collectives = Collectives(built, ranks, seed=seed)",
+            "collectives = Collectives(built, None, seed=seed)",
+            f"{FSDP2}::test_parameters_are_gathered_among_the_ranks_that_have_their_shards",
+        ),
+    ),
+    *planted(
+        "commhooks/hosts/fsdp2_replicate.py",
+        (
+            "modules are exchanged with the rest of the model",
+            "for module in [*modules, model]:",
+            "for module in [model]:",
+            "tests/distributed/test_process_group.py::test_replicas_on_fsdp2_average_by_a_scheme",
+        ),
+    ),
+    *planted(
+        "commhooks/hosts/fsdp1.py",
+        (
+            "parameters of all units have the same names",
+            'plain_name(f"{prefix}{one}")',
+            "plain_name(one)",
+            f"{FSDP1}::test_what_one_host_saves_another_loads[fsdp1-ddp]",
+        ),
+        (
+            "all units have one number",
+            "reduce_unit, (hook, number, layout)",
+            "reduce_unit, (hook, 0, layout)",
+            f"{FSDP1}::test_the_mean_arrives[True-FULL_SHARD]",
+        ),
+        (
+            "whole gradients are padded as if they were cut",
+            "1 if _is_whole(unit) else group.size()",
+            "group.size()",
+            f"{FSDP1}::test_the_mean_arrives_from_memory_of_a_schemes_own",
+        ),
+        (
+            "another hook of a unit is not noticed",
+            "return unit._comm_hook is reduce_unit and unit._comm_hook_state[0] is hook",
+            "return unit._comm_hook is not None",
+            f"{FSDP1}::test_what_cannot_run_is_refused",
+        ),
+        (
+            "hybrid sharding is registered, whose hook never runs",
+            'if "HYBRID" in one.sharding_strategy.name:',
+            'if one.sharding_strategy.name == "HYBRID":',
+            f"{FSDP1}::test_what_cannot_run_is_refused",
+        ),
+    ),
+    *planted(
+        "commhooks/hook/registration.py",
+        (
+            "a search is registered on a host that chooses its buckets",
+            'scheme="auto" if scheme == "auto" else None,',
+            "scheme=None,",
+            REFUSED,
+        ),
+    ),
+    *planted(
+        "commhooks/hook/sharded_bucket.py",
+        (
+            "hosts that need shards take schemes of whole buckets",
+            "    if not scheme.traits.shards:\n",
+            "    if not scheme.traits:\n",
+            "tests/distributed/test_host_matrix.py::test_a_host_runs_what_the_page_says[FSDP2]",
+        ),
+    ),
+    *planted(
+        "commhooks/hook/sharded_bucket.py",
+        (
+            "FSDP2's output is not written where a scheme has memory of its own",
+            "        into.copy_(mean)\n",
+            "        pass\n",
+            f"{FSDP2}::{OWN_MEMORY}",
+        ),
+        (
+            "between nodes the mean stays in memory of the scheme's own",
+            "    if mean.data_ptr() != into.data_ptr():",
+            "    if bucket.shards is not None and mean.data_ptr() != into.data_ptr():",
+            f"{FSDP2}::{OWN_MEMORY}",
+        ),
+        (
+            "a unit's shard is not written where a scheme has memory of its own",
+            "    if mean.data_ptr() != into.data_ptr():",
+            "    if bucket.shards is None and mean.data_ptr() != into.data_ptr():",
+            f"{FSDP1}::test_the_mean_arrives_from_memory_of_a_schemes_own",
+        ),
+    ),
+    *planted(
+        "commhooks/hook/sharded_parameters.py",
+        (
+            "a unit's padding of another number of ranks is taken",
+            "if saved is None or saved.shape != piece.shape:",
+            "if saved is None:",
+            f"{FSDP1}::test_a_state_loads_on_fewer_ranks",
+        ),
+    ),
+    *planted(
+        "commhooks/hook/runner.py",
+        (
+            "a bucket after the end of backward begins another step",
+            "        if key not in step.buckets:\n",
+            "        if False:\n",
+            f"{STEPS}::test_nothing_is_lost_or_sent_twice[_two_roots-3]",
+        ),
+        (
+            "a module that is reduced twice adds its residual twice",
+            "        self.step_landed()\n        return None\n",
+            "        return step\n",
+            f"{STEPS}::test_nothing_is_lost_or_sent_twice[_zeros_at_first-6]",
+        ),
+    ),
+    *planted(
+        "commhooks/hosts/guard.py",
+        (
+            "modules that are sharded later are not missed",
+            "{**units, **self._present(module)}",
+            "units",
+            f"{STEPS}::test_modules_that_are_sharded_after_register_are_missed",
+        ),
+    ),
+    *planted(
+        "commhooks/hosts/fsdp2.py",
+        (
+            "the divide factor does not count replicas",
+            "            reduced.mul_(self._hook.world_size)\n",
+            "            pass\n",
+            f"{STEPS}::test_the_divide_factor_stands_for_all_ranks_also_between_nodes",
+        ),
+    ),
+    *planted(
+        "commhooks/hosts/fsdp2_register.py",
+        (
+            "modules that were sharded together are reduced as two",
+            "if groups and groups[0] not in found.values():",
+            "if groups:",
+            f"{STEPS}::test_nothing_is_lost_or_sent_twice[_together-3]",
+        ),
+    ),
+    *planted(
+        "commhooks/hook/call.py",
+        (
+            "FSDP2 does not wait for handles",
+            "class Handle(dist.Work):",
+            "class Handle:",
+            f"{STEPS}::test_parameters_that_are_gathered_ahead_are_waited_for",
+        ),
+    ),
+]

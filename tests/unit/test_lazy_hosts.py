@@ -1,0 +1,236 @@
+"""Hosts on a device with streams: memory that is given back, and streams that nobody waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import commhooks
+from commhooks.core.layout import Layout
+from commhooks.hook.engine import Engine
+from commhooks.hook.ledger import Ledger
+from commhooks.hook.parameters import Parameters
+from commhooks.hook.sharded_parameters import OwnShards, Sharded, ShardedParameters
+from commhooks.hosts.fsdp2 import BetweenNodes, SchemeReduceScatter
+from commhooks.zero.gather import Gather
+from commhooks.zero.shards import Shards
+from ddp_core import Drivers
+from tests.device.lazy import LazyDevice, LazyTensor, Order, lazy_device
+from tests.device.loopback import loopback
+
+SIZE = 256  # entries of every tensor
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def numbers(seed: int) -> Tensor:
+    """Numbers on the device, copied behind what the current stream does."""
+    values = torch.randn(SIZE, generator=torch.Generator().manual_seed(seed))
+    there = torch.empty_like(values, device="meta")
+    there.copy_(values, non_blocking=True)
+    return there
+
+
+def assert_same(left: list[Tensor], right: list[Tensor]) -> None:
+    assert len(left) == len(right)
+    for one, other in zip(left, right, strict=True):
+        assert one.isfinite().all()
+        assert torch.equal(one, other)
+
+
+# ---- calls
+
+
+def called(order: Order, kind: str) -> list[Tensor]:
+    """What calls give whose inputs the caller gives back at once."""
+    with lazy_device(order) as machine, loopback(machine):
+        run = commhooks.Collectives("int8", block=32, error_feedback=False)
+        handles = []
+        for number in range(4):
+            output = torch.empty(SIZE, dtype=torch.float32, device="meta")
+            handle = getattr(run, kind)(output, numbers(number), async_op=True)
+            handles.append((handle, output))
+            torch.zeros(SIZE, device="meta")  # in the memory of the input
+        found = []
+        for handle, output in reversed(handles):
+            handle.wait()
+            found.append(machine.read(output))
+        run.close()
+    return found
+
+
+@pytest.mark.parametrize("order", ["late", "early"])
+@pytest.mark.parametrize("kind", ["reduce_scatter", "all_gather"])
+def test_a_caller_may_give_back_what_a_call_reads(kind: str, order: Order) -> None:
+    assert_same(called(order, kind), called("at once", kind))
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_only_a_call_that_is_not_waited_for_keeps_its_memory_from_others(async_op: bool) -> None:
+    with lazy_device("late") as machine, loopback(machine):
+        run = commhooks.Collectives("int8", block=32, error_feedback=False)
+        part = numbers(0)
+        with machine.stream(machine.Stream()):
+            whole = torch.empty(SIZE, dtype=torch.float32, device="meta")
+        handle = run.all_gather(whole, part, async_op=async_op)
+        if handle is not None:
+            handle.wait()
+        for tensor in (whole, part):
+            assert isinstance(tensor, LazyTensor)
+            assert tensor.memory._recorded == async_op
+        run.close()
+
+
+def test_a_call_is_over_when_its_device_is() -> None:
+    with lazy_device("late") as machine, loopback(machine):
+        run = commhooks.Collectives("int8", block=32, error_feedback=False)
+        tensor = numbers(0)
+        handle = run.all_reduce(tensor, async_op=True)
+        assert isinstance(handle, dist.Work)
+        assert handle.get_future().done()  # all is enqueued
+        assert not handle.is_completed()
+        handle.wait()
+        machine.read(tensor)
+        machine.current.wait_event(handle._happened.__self__)  # type: ignore[union-attr]
+        machine.read(tensor)
+        assert handle.is_completed()
+        run.close()
+
+
+# ---- an optimizer in shards
+
+
+def stepped(order: Order, gather: str) -> list[Tensor]:
+    """Parameters of three buckets, each of which is stepped while the one before is sent."""
+    with lazy_device(order) as machine, loopback(machine):
+        module = nn.ParameterList([nn.Parameter(numbers(number)) for number in range(3)])
+        hook: Any = SimpleNamespace(
+            scheme=commhooks.make("none"),
+            step=1,
+            ledger=Ledger(),
+            _parameters=Parameters(module),
+            _engine=Engine(commhooks.make("none"), rank=0, world_size=1),
+            _drivers=Drivers(1),
+            serve=lambda *what: None,
+        )
+        buckets = [
+            SimpleNamespace(number=number, parameters=[one]) for number, one in enumerate(module)
+        ]
+        model: Any = SimpleNamespace(
+            process_group=dist.group.WORLD,
+            reducer=SimpleNamespace(buckets=buckets, drop_raised_step=lambda: None),
+        )
+        shards = Shards(hook, model, Gather(gather), in_backward=False)
+        shards.optimizer = torch.optim.SGD(shards.values(module), lr=0.1, momentum=0.9)
+        found = []
+        for step in range(3):
+            for shard in shards._all:
+                shard.arrived = True
+            shards._stand_ins._away.update(
+                module
+            )  # their gradients have come, and were made room for
+            for number, piece in enumerate(shards.pieces()):
+                piece.value.grad = numbers(10 * step + number)
+            with torch.no_grad():
+                assert shards.step()
+            found += [machine.read(one.detach()) for one in module]
+    return found
+
+
+@pytest.mark.parametrize("order", ["late", "early"])
+@pytest.mark.parametrize("gather", ["none", "int8", "onebit"])
+def test_a_bucket_is_stepped_while_another_is_packed(gather: str, order: Order) -> None:
+    assert_same(stepped(order, gather), stepped("at once", gather))
+
+
+# ---- FSDP2, by the streams of its ``foreach_reduce``
+
+
+class Module:
+    """Describes a module as the adapter does, without FSDP2's objects."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.group = number, SimpleNamespace(gradient_divide_factor=None)
+
+    def layout(self, known: ShardedParameters, numel: int, pieces: int) -> Layout:
+        return known.layout_of([f"p{self.number}"])
+
+
+def reduced(machine: LazyDevice, name: str, *, between: bool, ahead: bool) -> list[Tensor]:
+    """Gradients of three modules in each of three steps, accumulated in another dtype.
+
+    Args:
+        between: the hook is the one between replicas.
+        ahead: the stream of the reduce-scatter runs before that of the all-reduce does.
+    """
+    shapes = [
+        Sharded(f"p{number}", torch.Size([16, 16]), torch.float32, 0, True) for number in range(3)
+    ]
+    known = OwnShards(shapes, 1, 0) if between else ShardedParameters(shapes, 1)
+    model = nn.ParameterList([torch.zeros(SIZE) for _ in range(3)])
+    hook = commhooks.HookState(name, process_group=dist.group.WORLD, error_feedback=True)
+    here = torch.device("meta")
+    hook._binding.adopt_sharded(model, known, dist.group.WORLD, here)  # type: ignore[arg-type]
+    hook._binding.core_telling = lambda hook: hook  # type: ignore[assignment]
+    main, scatter, reduce = machine.current, machine.Stream(), machine.Stream()
+    modules: list[Any] = [Module(number) for number in range(3)]
+    inside = [SchemeReduceScatter(hook, one, known) for one in modules]
+    hooks = [BetweenNodes(hook, one, known) for one in modules]
+    totals = [torch.zeros(SIZE, dtype=torch.float64, device="meta") for _ in modules]
+    found = []
+    for step in range(3):
+        held = []  # FSDP2 holds inputs until their events
+        for number in range(3):
+            gradient = numbers(10 * step + number)
+            held.append(gradient)
+            scatter.wait_stream(main)
+            with machine.stream(scatter):
+                output = torch.empty(SIZE, dtype=torch.float32, device="meta")
+                if between:
+                    output.copy_(gradient)
+                else:
+                    inside[number](output, gradient, dist.group.WORLD, dist.ReduceOp.AVG)
+            after = scatter
+            if between:
+                reduce.wait_stream(scatter)
+                with machine.stream(reduce):
+                    hooks[number](output)
+                after = reduce
+            with machine.stream(after):
+                totals[number] += output.to(torch.float64)
+            del output  # to the stream of the reduce-scatter, whoever has it last
+            if ahead:
+                scatter.run(len(scatter.queue))
+        for stream in (scatter, reduce):
+            main.wait_stream(stream)
+        hook.step_landed()
+        found += [machine.read(total) for total in totals]
+    found += [machine.read(value) for _, _, value in hook._engine.memory.items()]
+    hook._close()
+    return found
+
+
+def reduced_in(order: Order, name: str, *, between: bool, ahead: bool = False) -> list[Tensor]:
+    with lazy_device(order) as machine, loopback(machine):
+        return reduced(machine, name, between=between, ahead=ahead)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("order", ["late", "early"])
+@pytest.mark.parametrize(
+    ("name", "between"), [("int8", False), ("onebit", False), ("fp16", True), ("powersgd", True)]
+)
+def test_fsdp2_reads_what_was_reduced(name: str, between: bool, order: Order, ahead: bool) -> None:
+    expected = reduced_in("at once", name, between=between)
+    assert_same(reduced_in(order, name, between=between, ahead=ahead), expected)
