@@ -13,7 +13,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllocMixin,
+    _get_gradient_divide_factors,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 
 from commhooks.core.layout import Layout
 from commhooks.core.shards import equal_shards
@@ -57,6 +61,38 @@ class Module:
             )
         return known.layout_of([self._names[id(one)] for one in trained])
 
+    def divided_before(self, gradient: Tensor) -> float:
+        """Returns by what FSDP2 has divided a gradient before its reduce-scatter.
+
+        It does so in dtypes of another range than float32 (float16), and else by 1.
+        """
+        before, *_ = self._dividers(gradient)
+        return float(before or 1)
+
+    def reduced_units(self, reduced: Tensor) -> float:
+        """Returns what FSDP2 hands to its all-reduce hook, over the mean of this node's ranks."""
+        ranks, factor = self.group._reduce_scatter_process_group.size(), None
+        before, _, op, _ = self._dividers(reduced)
+        given = self.group.gradient_divide_factor
+        if ranks == 1:  # no reduce-scatter: it divides by what was asked for at once
+            factor = (before or 1) * (given or 1)
+        elif op == dist.ReduceOp.AVG:
+            factor = ranks
+        else:
+            factor = before or 1 if op == dist.ReduceOp.SUM else given
+        return float(ranks / factor)
+
+    def _dividers(self, gradient: Tensor) -> Any:
+        group, mesh = self.group, self.group.mesh_info
+        return _get_gradient_divide_factors(
+            group._reduce_scatter_process_group,
+            mesh.replicate_process_group if isinstance(mesh, DDPMeshInfo) else None,
+            gradient.dtype,
+            gradient.device.type,
+            group.gradient_divide_factor,
+            getattr(group, "force_sum_reduction_for_comms", False),
+        )
+
 
 class SchemeReduceScatter(DefaultAllocMixin, ReduceScatter):
     """Reduces and scatters the gradients of one FSDP2 module by a hook's scheme."""
@@ -76,11 +112,16 @@ class SchemeReduceScatter(DefaultAllocMixin, ReduceScatter):
         layout = self._module.layout(self._known, numel, ranks)
         shards = equal_shards(numel, ranks)
         bucket = ShardedBucket(self._module.number, input_tensor, layout, shards, output_tensor)
+        before = self._module.divided_before(input_tensor) if op == dist.ReduceOp.SUM else 1.0
+        if not _keeps_units(self._hook):
+            before = 1.0
+        if before != 1:
+            input_tensor.mul_(before)
         average(self._hook, bucket)
         if op == dist.ReduceOp.AVG:
             return
         # A sum, which FSDP2 divides afterwards; or a sum of products with its divide factor.
-        factor = 1.0 if op == dist.ReduceOp.SUM else self._module.group.gradient_divide_factor
+        factor = before if op == dist.ReduceOp.SUM else self._module.group.gradient_divide_factor
         output_tensor.mul_(ranks / factor)
 
 
@@ -95,7 +136,17 @@ class BetweenNodes:
         # reduce-scatter, which does not wait for the present one.
         borrow_memory(reduced)
         layout = self._module.layout(self._known, reduced.numel(), 1)
+        units = self._module.reduced_units(reduced) if _keeps_units(self._hook) else 1.0
+        if units != 1:
+            reduced.div_(units)
         average(self._hook, ShardedBucket(self._module.number, reduced, layout))
         if self._module.group.gradient_divide_factor is not None:
             # By which FSDP2 has divided: it stands for the number of all ranks, of replicas too.
-            reduced.mul_(self._hook.world_size)
+            units *= self._hook.world_size
+        if units != 1:
+            reduced.mul_(units)
+
+
+def _keeps_units(hook: HookState) -> bool:
+    """Whether the scheme keeps memory, which is in units of the gradient on every host."""
+    return hook._engine.keeps_memory

@@ -13,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
@@ -382,3 +383,51 @@ def test_a_distributed_checkpoint_loads_on_another_mesh(
     saved = run_ranks(_with_dcp, 4, "2x2", folder, False, ignore_warnings=quiet)[0]
     loaded = run_ranks(_with_dcp, ranks, second, folder, True, ignore_warnings=quiet)[0]
     _need_equal(_mean(saved), _mean(loaded))
+
+
+# ---- units: FSDP2 divides what it hands over, and memory is of the gradient on every host
+
+
+UNITS: dict[str, tuple[dict[str, torch.dtype], float | None]] = {
+    "float32": ({}, None),
+    "float64, divided before": ({"reduce_dtype": torch.float64}, None),
+    "a factor": ({}, 16.0),
+    "float64, a factor": ({"reduce_dtype": torch.float64}, 16.0),
+}
+
+
+def _kept_and_applied(rank: int, world_size: int, place: str) -> Any:
+    """Returns residuals and gradients of two steps, by case."""
+    mesh, found = mesh_of(2, world_size // 2), {}
+    for case, (policy, factor) in UNITS.items():
+        model = model_of()
+        within = mesh["shard"] if place == "between" else init_device_mesh("cpu", (world_size,))
+        sharded(model, within, mp_policy=MixedPrecisionPolicy(**policy))
+        for module in model.modules() if factor else ():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(factor)
+                module.set_force_sum_reduction_for_comms(world_size > 2)  # Gloo has no other
+        options = {"between": mesh["replicate"]} if place == "between" else {}
+        hook = commhooks.register(model, "topk", ratio=0.1, **options)
+        for step in range(2):
+            backward(model, step, rank)
+            applied = gradients(model)
+        kept = {name: value.float() for name, value in residuals(hook).items()}
+        # What the factor makes of a mean: it stands for the number of ranks.
+        scale = factor / world_size if factor else 1.0
+        found[case] = kept, {name: scale * value for name, value in applied.items()}
+    return found
+
+
+@pytest.mark.parametrize(("place", "world_size"), [("inside", 2), ("between", 2), ("between", 4)])
+def test_memory_is_in_units_of_the_gradient(place: str, world_size: int) -> None:
+    for found in run_ranks(_kept_and_applied, world_size, place):
+        if (place, world_size) == ("between", 2):
+            # On one shard FSDP2 divides by the factor twice, before and after its hook.
+            found["float64, a factor"] = found["float64, a factor"][:1]
+        for case, both in found.items():
+            for one, wanted in zip(both, found["float32"], strict=False):
+                for name, value in one.items():
+                    torch.testing.assert_close(
+                        value, wanted[name], rtol=1e-4, atol=1e-5, msg=f"{case}: {name}"
+                    )
