@@ -24,6 +24,7 @@ __all__ = [
     "ddp_models",
     "find_ddp",
     "find_owner",
+    "memory_order",
     "not_reduced",
 ]
 
@@ -142,7 +143,7 @@ class Parameters:
         # A bucket holds gradients in the memory order of their parameters, and so do residuals,
         # which are added to them: otherwise every step would permute the bucket.
         real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
-        order = _memory_order(real)
+        order = memory_order(real)
         name = self._names[id(parameter)]
         shape = torch.Size(real.shape[dimension] for dimension in order)
         return Parameter(name, shape, real.dtype, order)
@@ -309,7 +310,7 @@ def not_reduced(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: value for name, value in _named(model) if id(value) not in reduced}
 
 
-def _memory_order(tensor: Tensor) -> tuple[int, ...]:
+def memory_order(tensor: Tensor) -> tuple[int, ...]:
     """Returns a tensor's dimensions, outermost in memory first; as they are if it has gaps."""
     dimensions = tuple(range(tensor.dim()))
     if tensor.layout != torch.strided or tensor.is_contiguous():

@@ -91,6 +91,7 @@ class Runner:
                 buffer, find_layout, bucket.index(), **_parts_of(bucket)
             )
             sharded = isinstance(bucket, ShardedBucket)
+            step.left_alone.update(bucket.left_alone if sharded else ())
             goes_on = sharded and bucket.then is not None
             compares = sharded and bucket.shards is not None and measures(self._engine)
             future = self._exchanges.start(
@@ -131,7 +132,7 @@ class Runner:
             if self._engine.keeps_memory and runner is not None:
                 runner._drivers.join()  # the commit reads what exchanges wrote on a GPU's streams
         self._exchanges.agree(step, self._binding.beside)
-        self._engine.end(set(self._binding.names(left_alone)))
+        self._engine.end(step.left_alone.union(self._binding.names(left_alone)))
         self._close(step)
 
     def continue_in(self, other: Runner) -> None:

@@ -31,6 +31,7 @@ class ShardedBucket:
         output: flat, takes the mean of what this rank needs; None: the gradient's own memory.
         then: goes on with the mean, by one collective at most, before the exchange is over.
         waits: whether the host waits for the mean before it does anything else.
+        left_alone: names of pieces that do not get the mean, since they are frozen.
     """
 
     number: int
@@ -40,6 +41,7 @@ class ShardedBucket:
     output: Tensor | None = None
     then: Callable[[Tensor], Exchange] | None = None
     waits: bool = False
+    left_alone: Sequence[str] = ()
 
     def index(self) -> int:
         """Returns the bucket's number."""

@@ -223,11 +223,8 @@ class FlatParameters(Parameters):
     def __len__(self) -> int:
         return len(self._trained)
 
-    def as_saved(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return dict(values)
-
     def as_kept(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        kept = {name: value for name, value in values.items() if not is_padding(name)}
+        kept = super().as_kept(values)
         for piece in self._trained:
             if is_padding(piece.name):
                 saved = values.get(piece.name)

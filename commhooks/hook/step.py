@@ -35,6 +35,7 @@ class Step:
         parameters: number of parameters in the buckets so far, if ``holds``.
         layouts: functions that return the layouts of the dense buckets.
         regrouped: the saved buckets, if the parameters were exchanged in them.
+        left_alone: names of what does not get the average, as its host says.
         gradients: parameters whose ``.grad`` may not be written, as they were at the launch.
     """
 
@@ -52,6 +53,7 @@ class Step:
     parameters: int = 0
     layouts: list[Callable[[], Layout]] = field(default_factory=list)
     regrouped: list[Names] | None = None
+    left_alone: set[str] = field(default_factory=set)
     gradients: list[Gradient] = field(default_factory=list)
 
     @property

@@ -28,7 +28,9 @@ class AttachedModel:
     """Runs a hook on the buckets of a model that has none.
 
     The reducer tells nobody which parameters it reduces. It is asked for its buckets in the forward
-    passes after which it may have others, and launches them in their order.
+    passes after which it may have others, and launches them in their order. A tensor is taken for a
+    bucket if it has the bucket's size and the gradients of the bucket have been computed since, so
+    that another model may train over the same group: its gradients travel as they are.
 
     Args:
         model: torch's DistributedDataParallel.
@@ -57,9 +59,17 @@ class AttachedModel:
         self._model = weakref.ref(model)
         self._buckets: list[tuple[tuple[int, torch.dtype], ReducerBucket]] = []
         self._next = self._looks = self._calls = self._strange = 0
+        self._reduces = False  # this pass, whose gradients are not accumulated (no_sync)
+        self._computed: set[Tensor] = set()  # gradients of this pass
+        self._told: list[Any] = []  # handles of what tells it
         self._look(model)
         # Of the module inside, since it runs after torch has laid out buckets.
         model.module.register_forward_pre_hook(self._forward)
+
+    @property
+    def lives(self) -> bool:
+        """Whether the program still has the model."""
+        return self._model() is not None
 
     def start(self, tensor: Tensor, op: Any) -> torch.futures.Future[Tensor] | None:
         """Starts the exchange of a bucket; returns None if the tensor is none."""
@@ -67,17 +77,29 @@ class AttachedModel:
             return None
         key = (tensor.numel(), tensor.dtype)
         order = [*range(self._next, len(self._buckets)), *range(self._next)]
-        found = next((at for at in order if self._buckets[at][0] == key), None)
+        same = (at for at in order if self._buckets[at][0] == key)
+        found = next((at for at in same if self._is_computed(self._buckets[at][1], tensor)), None)
         if found is None:
             self._strange = tensor.numel()
             return None
         self._next, known = found + 1, self._buckets[found][1]
+        self._computed.difference_update(known.members)
         exact = type(self.hook.scheme) is Dense
         if not exact:
             # Shares of a sum: the reducer has divided. A hook gets gradients, and keeps theirs.
             tensor.mul_(self.hook.world_size)
         bucket = ReducerBucket(known.number, known.members, known.last, tensor, exact)
         return self.hook.start(bucket)
+
+    def _is_computed(self, bucket: ReducerBucket, tensor: Tensor) -> bool:
+        """Whether backward has computed the gradients of a bucket, and nobody has reduced them."""
+        if not self._reduces:
+            return False
+        if not self._computed.isdisjoint(bucket.members):
+            return True
+        # A bucket of which this rank uses no parameter: zeros.
+        model = self._model()
+        return model is not None and model.find_unused_parameters and not bool(tensor.any())
 
     # A compiler could not trace what it looks at; it breaks the graph here, before the module.
     @torch._disable_dynamo(recursive=True)  # type: ignore[attr-defined]
@@ -98,13 +120,17 @@ class AttachedModel:
                 "gradients it reduces; commhooks.register(model, scheme) runs with join"
             )
         self.hook.forward_begins()
-        if self._strange and self.hook.calls == self._calls:
+        computed = self._reduces and bool(self._computed)
+        if self._strange and computed and self.hook.calls == self._calls:
             raise HookNotAttachedError(
-                f"process_group(...).attach(model): {self._strange} entries were reduced in a "
-                f"backward pass, and no bucket of the attached model has as many; is another "
-                f"model trained over this group?"
+                f"process_group(...).attach(model): the latest gradients of the model were reduced "
+                f"without the scheme: {self._strange} entries are in none of the buckets that it "
+                f"had when it was attached. Attach it after all changes of the model; "
+                f"commhooks.register(model, scheme) with a plain process group does without"
             )
         self._calls, self._strange, self._next = self.hook.calls, 0, 0
+        self._reduces = model.require_backward_grad_sync
+        self._computed.clear()
         if self._looks < _LOOKS and self._looked_at != self.hook.step:
             self._look(model)
 
@@ -128,3 +154,11 @@ class AttachedModel:
             )
             for one in buckets
         ]
+        while self._told:
+            self._told.pop().remove()
+        # One parameter of each bucket will do, unless a pass may leave that one out.
+        most = None if model.find_unused_parameters else 1
+        for _, bucket in self._buckets:
+            for parameter in bucket.members[:most]:
+                told = parameter.register_post_accumulate_grad_hook(self._computed.add)
+                self._told.append(told)

@@ -6,19 +6,20 @@ rank's contiguous shard of it, which may begin anywhere within a parameter.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from commhooks.checkpoint.names import padding_name, plain_name
+from commhooks.checkpoint.names import is_padding, padding_name, plain_name
 from commhooks.core.layout import Layout
 from commhooks.core.scheme import Scheme
 from commhooks.core.shards import equal_shards
 from commhooks.errors import RegistrationError
 from commhooks.hook.handshake import MEETING
-from commhooks.hook.parameters import Parameter
+from commhooks.hook.parameters import Parameter, memory_order
 from commhooks.hook.sharded_bucket import ShardedBucket, average, need_shards
 from commhooks.hook.sharded_parameters import FlatParameters
 from commhooks.hook.state import HookState
@@ -56,7 +57,8 @@ def register_on_fsdp1(
     for number, (unit, layout) in enumerate(zip(units.values(), known.layouts, strict=True)):
         # As FSDP1's own register_comm_hook, which gives all units one state: a hook could not
         # tell which unit it is called for.
-        unit._comm_hook, unit._comm_hook_state = reduce_unit, (hook, number, layout)
+        unit._comm_hook = reduce_unit
+        unit._comm_hook_state = (hook, number, layout, _originals(unit, layout))
 
     def has_hook(unit: Any) -> bool:
         return unit._comm_hook is reduce_unit and unit._comm_hook_state[0] is hook
@@ -65,20 +67,24 @@ def register_on_fsdp1(
     return hook
 
 
-def reduce_unit(state: tuple[HookState, int, Layout], gradient: Tensor, *shard: Tensor) -> None:
+def reduce_unit(
+    state: tuple[HookState, int, Layout, dict[str, Tensor]], gradient: Tensor, *shard: Tensor
+) -> None:
     """Averages the gradient of one unit: FSDP1's hook in both of its signatures.
 
     Args:
-        state: the hook, the unit's number and its layout.
+        state: the hook, the unit's number, its layout and its parameters.
         gradient: the whole flat gradient, padded where it is sharded; takes the mean if it is not.
         shard: takes the mean of this rank's shard; missing where nothing is sharded.
     """
-    hook, number, layout = state
+    hook, number, layout, originals = state
+    bucket = ShardedBucket(number, gradient, layout)
     if shard:
         parts = equal_shards(gradient.numel(), gradient.numel() // shard[0].numel())
-        average(hook, ShardedBucket(number, gradient, layout, parts, shard[0]))
-    else:
-        average(hook, ShardedBucket(number, gradient, layout))
+        bucket = replace(bucket, shards=parts, output=shard[0])
+    # Frozen ones beside trained ones (use_orig_params): their entries are zeros, and go nowhere.
+    frozen = [name for name, one in originals.items() if not one.requires_grad]
+    average(hook, replace(bucket, left_alone=frozen))
 
 
 def _units(model: nn.Module) -> dict[str, Any]:
@@ -119,15 +125,33 @@ def _pieces(name: str, unit: Any, ranks: int) -> list[tuple[Parameter, bool]]:
     """Returns what is in a unit's flat gradient, with padding, and whether each is trained."""
     flat, prefix = unit._handle.flat_param, f"{name}." if name else ""
     names = [plain_name(f"{prefix}{one}") for one in flat._fqns]
-    named = zip(names, flat._shapes, flat._params or [flat] * len(names), strict=True)
+    originals = flat._params or [flat] * len(names)
+    # A parameter lies there as in its own memory: channels-last weights have their channels last.
+    orders = [
+        memory_order(torch.empty_strided(shape, stride, device="meta"))
+        for shape, stride in zip(flat._shapes, flat._strides, strict=True)
+    ]
+    named = zip(names, flat._shapes, originals, orders, strict=True)
     sizes = zip(flat._numels_with_padding, flat._is_padding_mask, strict=True)
     found = [
-        (padding_name(f"{prefix}{place}"), torch.Size([numel]), flat) if padded else next(named)
+        (padding_name(f"{prefix}{place}"), torch.Size([numel]), flat, (0,))
+        if padded
+        else next(named)
         for place, (numel, padded) in enumerate(sizes)
     ]
-    total = sum(shape.numel() for _, shape, _ in found)
-    found.append((padding_name(f"{prefix}end"), torch.Size([-total % ranks]), flat))
+    total = sum(shape.numel() for _, shape, *_ in found)
+    found.append((padding_name(f"{prefix}end"), torch.Size([-total % ranks]), flat, (0,)))
     return [
-        (Parameter(own, shape, flat.dtype, tuple(range(len(shape)))), original.requires_grad)
-        for own, shape, original in found
+        (Parameter(own, _sizes(shape, order), flat.dtype, order), original.requires_grad)
+        for own, shape, original, order in found
     ]
+
+
+def _sizes(shape: torch.Size, order: tuple[int, ...]) -> torch.Size:
+    return torch.Size(shape[dimension] for dimension in order)
+
+
+def _originals(unit: Any, layout: Layout) -> dict[str, Tensor]:
+    """Returns the parameters in a flat gradient, by name; none if only the whole is known."""
+    names = [name for name in layout.names if not is_padding(name)]
+    return dict(zip(names, unit._handle.flat_param._params or (), strict=False))

@@ -96,6 +96,12 @@ class SchemeGroup(dist.ProcessGroup):
                 f"process_group=group) of this group, got {type(model).__name__}; for a model of "
                 f"replicate() on FSDP2 see commhooks.hosts.replicate"
             )
+        if self._attached is not None and self._attached.lives:
+            raise RegistrationError(
+                f"process_group(...).attach(model): the group has a model already, whose hook is "
+                f"group.hook ({self.hook}); make a group for each model, "
+                f"commhooks.process_group(scheme)"
+            )
         self._attached = AttachedModel(model, self._scheme, self.inside, self._seed)
         self.hook = self._attached.hook
         return self.hook

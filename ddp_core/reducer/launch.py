@@ -197,7 +197,7 @@ class Launcher:
         wait_for_work(work, device, self._board, self.attempt)
 
     def beside(self) -> AbstractContextManager[object]:
-        """A stream that waits for messages only: the host reads them while a GPU computes."""
+        """Returns a stream that waits for messages, which are read while a GPU computes."""
         if self._device.type == "cpu":
             return nullcontext()
         module = torch.get_device_module(self._device.type)

@@ -177,3 +177,49 @@ def _refused(rank: int, world_size: int) -> None:
 
 def test_what_cannot_run_is_refused() -> None:
     run_ranks(_refused, 2, ignore_warnings=QUIET)
+
+
+def _frozen_later(rank: int, world_size: int, strategy: str) -> None:
+    model = _unit(strategy)
+    hook = commhooks.register(model, "int4", block=64)
+    backward(model, 0, rank)
+    before = hook.state_dict()[f"rank{rank}"]["memory"]["residual"]
+    frozen = model.get_parameter("_fsdp_wrapped_module.0._fsdp_wrapped_module.weight")
+    frozen.requires_grad_(False)
+    for step in (1, 2):
+        backward(model, step, rank)
+    after = hook.state_dict()[f"rank{rank}"]["memory"]["residual"]
+    assert before["0.weight"].any()
+    for name, value in before.items():
+        assert torch.equal(after[name], value) == (name == "0.weight" or not value.any()), name
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_what_was_not_sent_of_a_parameter_that_is_frozen_stays(strategy: str) -> None:
+    run_ranks(_frozen_later, 2, strategy, ignore_warnings=QUIET)
+
+
+def _convolution(rank: int, world_size: int, order: torch.memory_format) -> dict[str, Any]:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(3, 5, (2, 3)), nn.Flatten(), nn.LazyLinear(4))
+    inputs = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(rank))
+    plain(inputs)
+    plain.to(memory_format=order)
+    device = torch.device("cpu")
+    model = FullyShardedDataParallel(plain, device_id=device, use_orig_params=True)
+    # Rounds every entry by itself, wherever it lies.
+    hook = commhooks.register(model, "bf16", fp32_sum=True, error_feedback=True)
+    for _ in range(2):
+        model(inputs).square().sum().backward()
+        model.zero_grad()
+    return hook.state_dict(gather=True)
+
+
+def test_values_of_channels_last_weights_are_saved_in_their_dimensions() -> None:
+    wanted, found = (
+        mean_residual(run_ranks(_convolution, 2, order, ignore_warnings=QUIET)[0])
+        for order in (torch.contiguous_format, torch.channels_last)
+    )
+    assert wanted["0.weight"].shape == (5, 3, 2, 3)
+    for name, value in wanted.items():
+        assert (found[name] - value).norm() < 0.1 * value.norm(), name

@@ -423,9 +423,7 @@ def _between_resumed(rank: int, world_size: int) -> None:
     state, again = hook.state_dict(gather=True), made()
     states: list[Any] = [None] * world_size
     dist.all_gather_object(states, state)
-    with pytest.raises(commhooks.errors.CheckpointError):  # of other pieces
-        again[1].load_state_dict(states[mesh.mesh[0, 1 - place]])
-    again[1].load_state_dict(state)
+    again[1].load_state_dict(states[mesh.mesh[0, 1 - place]])  # each has the pieces of all shards
     assert again[1].step == 3
     for model in (ours, again[0]):
         backward(model, 3, rank)
@@ -620,16 +618,17 @@ def _auto(rank: int, world_size: int, between: bool) -> list[str]:
     model = sharded(model_of(), mesh["shard"] if between else None)
     place: dict[str, Any] = {"between": mesh["replicate"]} if between else {}
     hook: Any = commhooks.register(model, "auto", measure_steps=2, candidates=["int8"], **place)
-    seen = set()
+    seen, plans = set(), ""
     for step in range(200):
         backward(model, step, rank)
         gradients(model)
         seen.add(str(hook.scheme))
+        plans += hook.plan  # the last one is of the second race, if there is one
         if hook.decided:
             break
     assert hook.decided
-    assert "none: " in hook.plan
-    assert "int8: " in hook.plan
+    assert "none: " in plans
+    assert "int8: " in plans
     assert len(seen) == 3
     state = hook.state_dict(gather=True)
     again: Any = commhooks.register(

@@ -13,7 +13,28 @@ QUORUM = "tests/distributed/test_torchft.py::test_a_hook_follows_the_quorum[int8
 
 MUTANTS: list[Mutant] = [
     *planted(
+        "commhooks/hosts/attached.py",
+        (
+            "buckets of another model run the scheme",
+            "        if not self._computed.isdisjoint(bucket.members):\n",
+            "        if True:\n",
+            f"{GROUP}::test_another_model_over_the_group_travels_as_it_is[plain]",
+        ),
+        (
+            "a pass without synchronisation counts as one with",
+            "        self._reduces = model.require_backward_grad_sync\n",
+            "        self._reduces = True\n",
+            f"{GROUP}::test_another_model_over_the_group_travels_as_it_is[plain]",
+        ),
+    ),
+    *planted(
         "commhooks/hosts/fsdp2.py",
+        (
+            "memory is in units of what FSDP2 has divided",
+            "    return hook._engine.keeps_memory\n",
+            "    return False\n",
+            "tests/distributed/test_hsdp.py::test_memory_is_in_units_of_the_gradient[inside-2]",
+        ),
         (
             "another layer gets the memory that is averaged between nodes",
             "        borrow_memory(reduced)\n",
@@ -103,11 +124,11 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hosts/groups.py",
+        "commhooks/hosts/backend.py",
         (
             "ranks may differ in what they compress",
-            '"least": least, "seed": seed}',
-            '"seed": seed}',
+            '"least": self.least}',
+            '"least": 0}',
             GROUP_REFUSES,
         ),
     ),
@@ -140,12 +161,6 @@ MUTANTS: list[Mutant] = [
     ),
     *planted(
         "commhooks/hosts/attached.py",
-        (
-            "another model's gradients pass uncompressed in silence",
-            "if self._strange and self.hook.calls == self._calls:",
-            "if self._strange and self.hook.calls < self._calls:",
-            GROUP_REFUSES,
-        ),
         (
             "a model that has moved to a plain group trains on",
             'if getattr(model.process_group, "hook", None) is not self.hook:',
@@ -199,7 +214,7 @@ MUTANTS: list[Mutant] = [
         "commhooks/hook/call.py",
         (
             "whole numbers are rounded by a scheme",
-            "return not self.given.is_floating_point() or type(scheme) is Dense",
+            "return not given.is_floating_point() or given.itemsize == 1 or type(scheme) is Dense",
             "return type(scheme) is Dense",
             f"{FUNCTIONS}::test_tensors_of_any_kind_are_reduced_in_place[2]",
         ),

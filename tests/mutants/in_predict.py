@@ -117,8 +117,8 @@ MUTANTS: list[Mutant] = [
         "commhooks/predict/search.py",
         (
             "a step takes as long as on the fastest rank",
-            "times = [float(max(ranks)) for ranks in",
-            "times = [float(min(ranks)) for ranks in",
+            "return [float(max(ranks)) for ranks in",
+            "return [float(min(ranks)) for ranks in",
             f"{AUTO}::test_a_step_takes_as_long_as_on_its_slowest_rank",
         ),
         (

@@ -27,7 +27,7 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "FSDP2's divide factor divides twice",
-            "factor = 1.0 if op == dist.ReduceOp.SUM else",
+            "factor = before if op == dist.ReduceOp.SUM else",
             "factor =",
             f"{FACTOR}[True]",
         ),
@@ -84,8 +84,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "between nodes all ranks have the pieces of the first",
-            "found.ranks.size(), found.ranks.rank())",
-            "found.ranks.size(), 0)",
+            "shards.size(), shards.rank())",
+            "shards.size(), 0)",
             BETWEEN,
         ),
     ),
@@ -117,8 +117,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "a loaded piece is the next rank's",
-            "kept[piece_name(name, rank)] = piece.contiguous()",
-            "kept[piece_name(name, (rank + 1) % self._world_size)] = piece.contiguous()",
+            "kept[self._name(name, rank)] = pieces[rank].contiguous()",
+            "kept[self._name(name, rank)] = pieces[rank - 1].contiguous()",
             f"{LOADS}[2-2-ddp-fsdp2]",
         ),
         (
@@ -129,7 +129,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hook/runner.py",
+        "commhooks/hook/exchanges.py",
         (
             "ranks do not agree on whether their shards were finite",
             "        if self._engine.needs_agreement:\n",
@@ -202,8 +202,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "all units have one number",
-            "reduce_unit, (hook, number, layout)",
-            "reduce_unit, (hook, 0, layout)",
+            "(hook, number, layout, _originals(",
+            "(hook, 0, layout, _originals(",
             f"{FSDP1}::test_the_mean_arrives[True-FULL_SHARD]",
         ),
         (
@@ -229,7 +229,7 @@ MUTANTS: list[Mutant] = [
         "commhooks/hook/registration.py",
         (
             "a search is registered on a host that chooses its buckets",
-            'scheme="auto" if scheme == "auto" else None,',
+            'scheme="auto" if scheme == "auto" and host != "FSDPModule" else None,',
             "scheme=None,",
             REFUSED,
         ),
@@ -301,7 +301,7 @@ MUTANTS: list[Mutant] = [
         "commhooks/hosts/fsdp2.py",
         (
             "the divide factor does not count replicas",
-            "            reduced.mul_(self._hook.world_size)\n",
+            "            units *= self._hook.world_size\n",
             "            pass\n",
             f"{STEPS}::test_the_divide_factor_stands_for_all_ranks_also_between_nodes",
         ),

@@ -69,8 +69,9 @@ MUTANTS: list[Mutant] = [
         "commhooks/zero/gather.py",
         (
             "the owner adds its exact values, not what it sent",
-            "    return result.mean\n",
-            "    result.mean[: shard.exact.numel()] = shard.exact\n    return result.mean\n",
+            "        return (yield from scheme.all_gather(bucket, shard.spans)).mean\n",
+            "        mean = (yield from scheme.all_gather(bucket, shard.spans)).mean\n"
+            "        mean[slice(*shard.spans[engine.rank])] = own\n        return mean\n",
             f"{TEST}::test_all_ranks_have_equal_parameters_after_every_step",
         ),
         (
