@@ -16,9 +16,37 @@ from commhooks.hook.parameters import not_reduced
 from commhooks.hook.running import Running
 from ddp_core import DistributedDataParallel as CoreDDP
 
-__all__ = ["AttachmentGuard"]
+__all__ = ["AttachmentGuard", "Unfrozen"]
 
 _IS_TRAINED = attrgetter("requires_grad")
+
+
+class Unfrozen:
+    """Warns of parameters that were frozen when DistributedDataParallel was made, and are no more.
+
+    Args:
+        not_reduced: those that are in no bucket, by name.
+    """
+
+    def __init__(self, not_reduced: dict[str, nn.Parameter]) -> None:
+        self._not_reduced = not_reduced
+
+    def warn(self) -> None:
+        """Warns once if one of them is trained."""
+        # In every forward pass, so without a loop in Python.
+        if not any(map(_IS_TRAINED, self._not_reduced.values())):
+            return
+        names = [name for name, value in self._not_reduced.items() if value.requires_grad]
+        listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" * (len(names) > 3))
+        self._not_reduced = {}
+        warnings.warn(
+            f"{listed} did not require a gradient when DistributedDataParallel was made, and "
+            f"now does: it is in no bucket, so it is averaged by nobody and drifts apart "
+            f"between ranks. Wrap the module again after unfreezing, or freeze after wrapping "
+            f"(with find_unused_parameters=True)",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
 
 class AttachmentGuard:
@@ -30,7 +58,7 @@ class AttachmentGuard:
         self._ddp: weakref.ref[nn.Module] | None = weakref.ref(ddp)
         self._had_grad = _has_gradients(ddp)
         self._accumulates = False
-        self._not_reduced = not_reduced(ddp)
+        self._unfrozen = Unfrozen(not_reduced(ddp))
 
     def attached_to(self, module: nn.Module) -> bool:
         """Whether ``module`` is the one the hook was registered on, in this process."""
@@ -48,7 +76,7 @@ class AttachmentGuard:
         if torch.is_grad_enabled():
             self._refuse_guessing(module)
             self._state.forward_begins()
-            self._look_for_unfrozen()
+            self._unfrozen.warn()
         # A hook that was called once is attached. Gradients from before ``register`` prove nothing.
         if self._state.calls or self._had_grad:
             return
@@ -72,23 +100,6 @@ class AttachmentGuard:
                 f"find_unused_parameters=False"
             )
 
-    def _look_for_unfrozen(self) -> None:
-        """Warns once if a parameter is trained that DistributedDataParallel does not average."""
-        # In every forward pass, so without a loop in Python.
-        if not any(map(_IS_TRAINED, self._not_reduced.values())):
-            return
-        names = [name for name, value in self._not_reduced.items() if value.requires_grad]
-        listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" * (len(names) > 3))
-        self._not_reduced = {}
-        warnings.warn(
-            f"{listed} did not require a gradient when DistributedDataParallel was made, and "
-            f"now does: it is in no bucket, so it is averaged by nobody and drifts apart "
-            f"between ranks. Wrap the module again after unfreezing, or freeze after wrapping "
-            f"(with find_unused_parameters=True)",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-
     # A copy or a pickle does not know its module: ``attached_to`` is then False, as it should be,
     # since the copied DistributedDataParallel has a reducer without the hook.
     def __getstate__(self) -> dict[str, Any]:
@@ -97,7 +108,7 @@ class AttachmentGuard:
     def __setstate__(self, saved: dict[str, Any]) -> None:
         self._state, self._ddp = saved["state"], None
         self._had_grad = self._accumulates = False
-        self._not_reduced = {}
+        self._unfrozen = Unfrozen({})
 
 
 def _has_gradients(ddp: Any) -> bool:

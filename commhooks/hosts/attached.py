@@ -14,6 +14,7 @@ from commhooks.core.dense import Dense
 from commhooks.core.scheme import Scheme
 from commhooks.errors import HookNotAttachedError, RegistrationError
 from commhooks.hook.handshake import MEETING
+from commhooks.hook.only_here import OnlyHere
 from commhooks.hook.reducer_bucket import ReducerBucket
 from commhooks.hook.state import HookState
 from ddp_core import DistributedDataParallel as CoreDDP
@@ -64,7 +65,7 @@ class AttachedModel:
         self._told: list[Any] = []  # handles of what tells it
         self._look(model)
         # Of the module inside, since it runs after torch has laid out buckets.
-        model.module.register_forward_pre_hook(self._forward)
+        model.module.register_forward_pre_hook(OnlyHere(self._forward))
 
     @property
     def lives(self) -> bool:
@@ -101,8 +102,6 @@ class AttachedModel:
         model = self._model()
         return model is not None and model.find_unused_parameters and not bool(tensor.any())
 
-    # A compiler could not trace what it looks at; it breaks the graph here, before the module.
-    @torch._disable_dynamo(recursive=True)  # type: ignore[attr-defined]
     def _forward(self, module: nn.Module, inputs: Any) -> None:
         model = self._model()
         if model is None or not torch.is_grad_enabled() or torch._C._current_graph_task_id() >= 0:

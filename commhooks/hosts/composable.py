@@ -13,10 +13,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.replicate import replicate
 
+from commhooks.checkpoint.names import plain_names
 from commhooks.core.scheme import Scheme
 from commhooks.errors import RegistrationError
+from commhooks.hook.attachment import Unfrozen
 from commhooks.hook.handshake import MEETING
 from commhooks.hook.hook_function import comm_hook
+from commhooks.hook.only_here import OnlyHere
+from commhooks.hook.parameters import not_reduced
 from commhooks.hook.state import HookState
 
 __all__ = ["register_on_composable"]
@@ -39,13 +43,26 @@ def register_on_composable(
     takes_hooks: Any = state._ddp if state.has_initialized else model
     takes_hooks.register_comm_hook(hook, comm_hook)
 
-    @torch._disable_dynamo(recursive=True)  # type: ignore[attr-defined]
-    def forward_begins(module: nn.Module, inputs: Any) -> None:
-        if torch.is_grad_enabled():
-            hook.forward_begins()
+    unfrozen: list[Unfrozen] = []
 
-    model.register_forward_pre_hook(forward_begins)
+    def forward_begins(module: nn.Module, inputs: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        hook.forward_begins()
+        if not unfrozen:  # the first forward pass has made the DistributedDataParallel
+            unfrozen.append(Unfrozen(_frozen(model, state)))
+        unfrozen[0].warn()
+
+    model.register_forward_pre_hook(OnlyHere(forward_begins))
     return hook
+
+
+def _frozen(model: nn.Module, state: Any) -> dict[str, nn.Parameter]:
+    """Returns the parameters that ``replicate()`` was given and does not average, by name."""
+    lost = set(map(id, not_reduced(state._ddp).values()))
+    named = dict(model.named_parameters())
+    plain = plain_names(named)
+    return {plain[name]: one for name, one in named.items() if id(one) in lost}
 
 
 def _group(state: Any) -> dist.ProcessGroup | None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 import threading
+import warnings
 from typing import Any
 
 import pytest
@@ -303,6 +307,27 @@ def test_another_model_over_the_group_travels_as_it_is(mode: str) -> None:
         assert all(found.values()), found
 
 
+def _copied(rank: int, world_size: int) -> dict[str, bool]:
+    group = commhooks.process_group("topk", ratio=0.1)
+    model = wrapped(group)
+    hook = group.attach(model)
+    train(model, rank, 2)
+    inputs, file = batch(0, rank, 8, 32), io.BytesIO()
+    torch.save(model.module, file)
+    file.seek(0)
+    copies = [copy.deepcopy(model.module), torch.load(file, weights_only=False)]
+    for one in copies:
+        one(inputs).square().sum().backward()
+    found = {"copies": all(torch.equal(one(inputs), model.module(inputs)) for one in copies)}
+    train(model, rank, 1, first=2)
+    return found | {"steps": hook.step == 3, "pickled": len(pickle.dumps(hook)) > 0}
+
+
+def test_the_module_of_an_attached_model_is_copied_and_saved() -> None:
+    for found in run_ranks(_copied, 2):
+        assert all(found.values()), found
+
+
 def _accumulated_and_resumed(rank: int, world_size: int) -> dict[str, Any]:
     def made() -> tuple[DistributedDataParallel, commhooks.HookState]:
         group = commhooks.process_group("topk", ratio=0.1)
@@ -466,6 +491,25 @@ def _composable(rank: int, world_size: int) -> dict[str, bool]:
 def test_a_module_of_replicate_is_registered_before_and_after_its_first_forward() -> None:
     for found in run_ranks(_composable, 2):
         assert all(found.values()), found
+
+
+def _unfrozen(rank: int, world_size: int) -> list[str]:
+    module = mlp(32, 4)
+    module.get_parameter("2.bias").requires_grad_(False)
+    model = composable(module)
+    commhooks.register(model, "int8")
+    train(model, rank, 1)
+    model.get_parameter("2.bias").requires_grad_(True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(batch(0, rank, 8, 32))
+    return [str(one.message) for one in caught]
+
+
+def test_a_parameter_that_replicate_does_not_average_is_told_once() -> None:
+    for told in run_ranks(_unfrozen, 2):
+        assert [one.split(" did not")[0] for one in told] == ["2.bias"]
 
 
 def _composable_among_some(rank: int, world_size: int) -> dict[str, bool]:

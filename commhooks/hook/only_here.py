@@ -1,0 +1,34 @@
+"""Defines ``OnlyHere``, a forward pre-hook that stays behind when its module is copied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["OnlyHere"]
+
+
+class OnlyHere:
+    """Calls a function before each forward pass of a module, and not of its copies.
+
+    A module that is copied or pickled takes its pre-hooks along, as averages of weights are made
+    (``copy.deepcopy(model)``). The hook that a pre-hook belongs to runs for the first one only.
+
+    Args:
+        call: gets module and inputs, as forward pre-hooks do; None: this is of a copy.
+    """
+
+    def __init__(self, call: Callable[[nn.Module, Any], None] | None) -> None:
+        self._call = call
+
+    # Not traced by torch.compile: it acts on state that changes from step to step.
+    @torch._disable_dynamo(recursive=True)  # type: ignore[attr-defined]
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        if self._call is not None:
+            self._call(module, inputs)
+
+    def __reduce__(self) -> tuple[type[OnlyHere], tuple[None]]:
+        return OnlyHere, (None,)
