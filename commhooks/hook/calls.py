@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -15,7 +15,7 @@ from commhooks.checkpoint.form import MAX_STEP, SavedBuckets, read
 from commhooks.core.layout import Layout
 from commhooks.core.scheme import Scheme, slots_of
 from commhooks.errors import CheckpointError, RegistrationError
-from commhooks.hook.call import Call, Handle
+from commhooks.hook.call import Call, Handle, Kind
 from commhooks.hook.capture import need_no_capture
 from commhooks.hook.engine import Engine
 from commhooks.hook.exchanges import Exchanges
@@ -47,6 +47,7 @@ class Calls(HookState):
         super()._init(scheme, seed, history, process_group)
         self._tensors = self._binding.parameters = NamedTensors()
         self._steps: dict[str, int] = {}  # of the next call of each name
+        self._kinds: dict[str, Kind] = {}  # of the calls of each name
         self._numbers: dict[str, int] = {}  # of each name, in the ledger
         self._first_step = 0  # of a name that is new
         self._pending: list[tuple[str, Future[Tensor]]] = []
@@ -80,6 +81,12 @@ class Calls(HookState):
                     f"calls; give every tensor a name=..., the same on every rank"
                 )
             self._tensors.declare(name, call.given.shape, call.given.dtype)
+            kind = self._kinds.setdefault(name, call.kind)
+            if kind != call.kind:
+                raise ValueError(
+                    f"Collectives.{call.kind}(name={name!r}): {self.scheme} keeps memory of this "
+                    f"name for {kind}, which is of other values; give this call a name of its own"
+                )
         return "tensor" if name is None else name
 
     def _start(self, call: Call, name: str, async_op: bool) -> Future[Tensor]:
@@ -92,9 +99,9 @@ class Calls(HookState):
             self._binding.also_on = device
             self.agree(f"Collectives.{call.kind}, the first call or the first after loading")
         if keeps:
-            self._wait(future for other, future in self._pending if other == name)
+            self._wait_for(name)
             self._drivers.join()
-        self._pending = [one for one in self._pending if not one[1].done()]
+        self._pending = [one for one in self._pending if not one[1].done() or _failed(one[1])]
         number = self._numbers.setdefault(name, len(self._numbers))
         at = self._steps.get(name, self._first_step)
         self._steps[name] = at + 1
@@ -133,13 +140,19 @@ class Calls(HookState):
 
     def wait(self) -> None:
         """Waits for all calls that were made with ``async_op=True``; raises if one has failed."""
-        pending, self._pending = self._pending, []
-        self._wait(future for _, future in pending)
+        self._wait_for(None)
 
-    @staticmethod
-    def _wait(futures: Iterable[Future[Tensor]]) -> None:
-        for future in futures:
-            future.wait()
+    def _wait_for(self, name: str | None) -> None:
+        """Waits for the calls of a name, or for all, and forgets them; raises if one has failed."""
+        errors = []
+        for one in [one for one in self._pending if name in (None, one[0])]:
+            self._pending.remove(one)
+            try:
+                one[1].wait()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     # ---- between calls
 
@@ -208,6 +221,15 @@ class Calls(HookState):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("Collectives is not pickled or copied; save what state_dict() returns")
+
+
+def _failed(future: Future[Tensor]) -> bool:
+    """Whether a call that is over has failed."""
+    try:
+        future.value()
+    except Exception:
+        return True
+    return False
 
 
 def _rounds(scheme: Scheme) -> int:

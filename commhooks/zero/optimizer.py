@@ -112,6 +112,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.skipped_steps = 0
         self._shards = Shards(self.hook, ddp, sends, in_backward)
         groups = [{**own, "params": self._shards.values(p)} for own, p in self._groups]
+        groups[0]["params"] += [self._shards.told]
         self._inner = self._shards.optimizer = optimizer(groups, **settings)
         super().__init__(self._inner.param_groups, self._inner.defaults)
         # The same objects: schedulers and scalers write here, and the optimizer inside reads.
@@ -215,6 +216,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for group, (_, parameters), saved in rows:
             group.update({key: value for key, value in saved.items() if key != "names"})
             group["params"] = self._shards.values(parameters)
+        self.param_groups[0]["params"] += [self._shards.told]
         own = {value: group for group in self.param_groups for value in group["params"]}
         for piece in self._shards.pieces():
             settings = own.get(piece.value, {})

@@ -37,6 +37,8 @@ class Shards:
     Attributes:
         optimizer: steps the pieces.
         finite: whether all gradients since ``zero_grad`` were finite, on all ranks.
+        told: one entry that is never stepped, by whose gradient a gradient scaler sees the verdict
+            on a rank whose shards have none.
     """
 
     optimizer: torch.optim.Optimizer
@@ -45,6 +47,7 @@ class Shards:
         self._hook, self._model, self._gather = hook, model, gather
         self.in_backward, self.finite = in_backward, True
         self._stand_ins = StandIns()
+        self.told = nn.Parameter(torch.zeros(1, device=model.reducer.device))
         self.cut()
 
     def cut(self) -> None:
@@ -107,6 +110,8 @@ class Shards:
                 shard.land(mean if finite else mean.fill_(torch.nan), left_alone)
             shard.arrived = True
             self._stand_ins.put(shard.parameters, left_alone)
+        if means and not self.in_backward:
+            self.told.grad = torch.full_like(self.told, 0.0 if finite else torch.nan)
 
     def drop_with_stand_ins(self) -> None:
         """Drops the means of parameters whose stand-in was dropped, as ``model.zero_grad()`` does.
@@ -132,7 +137,7 @@ class Shards:
             for piece in shard.pieces:
                 piece.value.grad = None
         self._stand_ins.forget()
-        self.finite = True
+        self.finite, self.told.grad = True, None
 
     def clip(self, max_norm: float, norm_type: float) -> Tensor:
         """Scales gradients down to a norm over those of all ranks, and returns the norm before."""
@@ -167,7 +172,8 @@ class Shards:
                 "ZeroOptimizer.step: with in_backward=True buckets are stepped once in each "
                 "backward pass, and this step was made: call zero_grad() after it"
             )
-        gradients = {piece.value: piece.value.grad for piece in self.pieces()}
+        shown = [self.told, *(piece.value for piece in self.pieces())]
+        gradients = {value: value.grad for value in shown}
         _show(dict.fromkeys(gradients))
         under_way: list[tuple[BucketShard, Future[Tensor]]] = []
         for shard in arrived:

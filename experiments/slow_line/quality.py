@@ -30,6 +30,8 @@ PLANS = (
     Cell("overlapped", "eden:bits=2", 8),
     Cell("overlapped", "powersgd:rank=4", 8),
     Cell("overlapped", "int4", 8),
+    # What of a gap is due to local steps, and to averages that arrive late, without any codec.
+    *(Cell(plan, "none", every) for every in (128, 32, 8) for plan in ("blocking", "overlapped")),
 )
 MIX = 0.5
 _TOLD = 16  # steps between two messages

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+from commhooks.core import Bucket, SchemeExchange
 from commhooks.hosts import functions
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import equal_bits, outcome
@@ -362,6 +363,29 @@ def test_a_call_that_is_not_finite_on_one_rank_changes_no_memory_on_any() -> Non
         assert skipped == 3
 
 
+class _Raises(commhooks.schemes.Dense):
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        if bucket.layout.names == ("bad",):
+            raise RuntimeError("this exchange fails")
+        return (yield from super().exchange(bucket))
+
+
+def _failed(rank: int, world_size: int) -> list[bool]:
+    collectives = commhooks.Collectives(_Raises())
+    good, bad = torch.ones(600), torch.ones(600)
+    collectives.all_reduce(bad, "bad", async_op=True)
+    # Later calls, of the same name as well, do not make it forgotten.
+    handles = [collectives.all_reduce(good, "good", async_op=True) for _ in range(3)]
+    for handle in handles:
+        handle.wait()
+    first, second = outcome(collectives.wait), outcome(collectives.wait)
+    return [first is not None and "this exchange fails" in first[1], second is None]
+
+
+def test_a_call_that_failed_is_told_where_nobody_kept_its_handle() -> None:
+    assert all(map(all, run_ranks(_failed, 2)))
+
+
 def _switched(rank: int, world_size: int) -> list[float]:
     """What a scheme with feedback held is sent by the next one."""
     collectives = commhooks.Collectives("topk", ratio=0.05)
@@ -376,7 +400,7 @@ def _switched(rank: int, world_size: int) -> list[float]:
         collectives.all_reduce(tensor, "w", op=AVG)
         applied += tensor
     whole = torch.empty(world_size, *SHAPE)
-    collectives.all_gather(whole, numbers(9, rank, *SHAPE), "w")
+    collectives.all_gather(whole, numbers(9, rank, *SHAPE), "gathered")
     return [
         float((total - applied).abs().max()),
         float((whole[rank] - numbers(9, rank, *SHAPE)).abs().max()),
@@ -443,7 +467,10 @@ def _refusals(rank: int, world_size: int) -> dict[str, Any]:
     closed = commhooks.Collectives("int8")
     closed.all_reduce(x.clone())
     closed.close()
+    halves = commhooks.Collectives("int4")
+    halves.all_reduce(x.clone(), "x")
     found = {
+        "another collective": outcome(halves.all_gather, torch.ones(1200), x, "x"),
         "memory": outcome(commhooks.all_reduce, x, "topk"),
         "max": outcome(commhooks.all_reduce, x, "int8", op=dist.ReduceOp.MAX),
         "no name": outcome(stateful.all_reduce, x),
@@ -475,6 +502,7 @@ def _refusals(rank: int, world_size: int) -> dict[str, Any]:
 
 
 EXPECTED = {
+    "another collective": ("ValueError", "memory of this name for all_reduce"),
     "memory": ("RegistrationError", "commhooks.Collectives"),
     "max": ("ValueError", "SUM or ReduceOp.AVG"),
     "no name": ("ValueError", "give every tensor a name"),

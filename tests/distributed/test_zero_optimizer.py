@@ -525,6 +525,29 @@ def test_a_gradient_scaler_sees_the_verdict_of_all_ranks() -> None:
     assert run_ranks(_scaler, 2) == [512.0, 512.0]
 
 
+def _scaled_on_one(rank: int, world_size: int) -> tuple[float, int]:
+    """Trains fewer entries than a shard has, so that the last ranks have none."""
+    torch.manual_seed(0)
+    model = wrapped(nn.Linear(3, 2))
+    zero = ZeroOptimizer(model, torch.optim.AdamW, lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(3):
+        loss = model(torch.ones(2, 3)).sum() * (math.inf if step == 1 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(zero)
+        scaler.update()
+        zero.zero_grad()
+    agree(model)
+    again = zero.state_dict(gather=True)
+    zero.load_state_dict(again)
+    assert len(again["pieces"]) == 2
+    return scaler.get_scale(), len(zero.state)
+
+
+def test_a_gradient_scaler_works_on_ranks_without_shards() -> None:
+    assert run_ranks(_scaled_on_one, 3) == [(512.0, 2), (512.0, 0), (512.0, 0)]
+
+
 class _Raises(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
