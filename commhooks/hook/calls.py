@@ -27,6 +27,7 @@ from ddp_core import Exchange, borrow_memory, clock_of, completed
 __all__ = ["Calls"]
 
 Future = torch.futures.Future
+_DENSE_SENDS = {"all_reduce": 2.0, "reduce_scatter": 1.0}  # see ``Task``
 
 
 class Calls(HookState):
@@ -45,6 +46,7 @@ class Calls(HookState):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super()._init(scheme, seed, history, process_group)
+        self.compared_with = "exchange"
         self._tensors = self._binding.parameters = NamedTensors()
         self._steps: dict[str, int] = {}  # of the next call of each name
         self._kinds: dict[str, Kind] = {}  # of the calls of each name
@@ -120,6 +122,7 @@ class Calls(HookState):
             device=device,
             is_last=True,
             further_rounds=int(agree),
+            dense_sends=_DENSE_SENDS.get(call.kind, engine.world_size),
         )
         self.ledger.launched_last(at, step.clock.now())
         self._attendance.calls += 1

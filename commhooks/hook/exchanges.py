@@ -45,6 +45,7 @@ class Exchanges:
         note: Callable[[RoundRecord], None] | None = None,
         further_rounds: int = 0,
         waits: bool = False,
+        dense_sends: float = 2.0,
     ) -> Future[Tensor]:
         """Hands an exchange to the driver for its device.
 
@@ -52,6 +53,7 @@ class Exchanges:
             note: gets its ledger rows, too.
             further_rounds: collectives after those of the scheme.
             waits: whether the caller waits for the future before it does anything else.
+            dense_sends: see :class:`ddp_core.Task`.
         """
         # A new key, not the index, which two buckets of one step may share (static graphs). With
         # ``ends_later`` ``step_landed`` commits: backward may raise after the last bucket.
@@ -67,6 +69,9 @@ class Exchanges:
             record=partial(_record, self._ledger, note),
             clock=clock_of(device, timed=step.timed),
             joins=commits and self._engine.keeps_memory,
+            dense_sends=dense_sends,
+            # On a GPU the caller's stream waits, and what else the GPU does meanwhile is unknown.
+            waited_for=waits and device.type == "cpu",
         )
         return self._drivers.run(task, device, step.group, waits=waits)
 

@@ -117,12 +117,13 @@ class Ledger:
 
         ``dense_bytes`` is given in a bucket's first round only, so that sums are right.
         ``wire_bytes`` is what one rank sends, by the formula of the collective, and
-        ``dense_wire_bytes`` what one rank would send in an all-reduce of the dense bytes: compare
-        these two. ``payload_bytes`` is what a rank hands to collectives, which send it several
+        ``dense_wire_bytes`` what one rank would send without compression (in an all-reduce; where
+        the host needs shards, in a reduce-scatter): compare these two. ``payload_bytes`` is what a rank hands to collectives, which send it several
         times or, on one rank, not at all.
         ``encode_s`` is the work before the collective, ``decode_s`` the work after the last
         collective. ``exposed_s`` is the part of a row's waiting and decoding that backward did not
-        hide: it came after the step's last bucket was launched, and no other row accounts for it.
+        hide: it came after the step's last bucket was launched, or the host waited for each bucket (FSDP
+        on a CPU), and no other row accounts for it.
         Times that are not known are NaN: on a GPU, those of most steps, see the class.
         """
         with needs("hook.report()", "pandas"):
@@ -197,7 +198,15 @@ class Ledger:
                 return rows[begin:]
         return rows
 
-    def summary(self, name: str, world_size: int, steps: int = 100, *, since: int = 0) -> Summary:
+    def summary(
+        self,
+        name: str,
+        world_size: int,
+        steps: int = 100,
+        *,
+        since: int = 0,
+        dense: str = "all-reduce",
+    ) -> Summary:
         """Describes in words what the latest ``steps`` steps sent, and how long backward waited.
 
         Steps that exchanged nothing do not count. A notebook shows the same as a table.
@@ -207,6 +216,7 @@ class Ledger:
             world_size: number of ranks.
             steps: number of steps, at most; fewer if fewer are kept.
             since: leaves out the steps before this step.
+            dense: what the bytes are compared with.
 
         Example:
             >>> print(hook.summary())
@@ -217,7 +227,7 @@ class Ledger:
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ValueError(f"summary(steps=...) is a whole number, 1 or more, got {steps!r}")
         rows = [row for row in self._latest(steps) if row.step >= since]
-        return summarise(rows, self._exposed, name, world_size)
+        return summarise(rows, self._exposed, name, world_size, dense)
 
 
 def _decoding(row: RoundRecord) -> float:
@@ -244,6 +254,8 @@ def _exposed(rows: Iterable[RoundRecord], ends: dict[int, float | Moment]) -> di
     covered: dict[int, float] = {}  # by step: up to when waiting is accounted for
     for row in sorted(rows, key=lambda row: (row.step, math.isnan(row.finished), row.finished)):
         end = ends.get(row.step)
+        if row.waited_for:
+            end = row.resumed
         if isinstance(end, Moment):
             end = ends[row.step] = _known(end)
         if end is None:

@@ -43,7 +43,9 @@ class Reporting(Running):
         """Describes in words what this scheme's latest steps sent; see :meth:`Ledger.summary`."""
         name = brief(without_flush(self.scheme))
         world_size = max(self._engine.world_size, 1)
-        return self.ledger.summary(name, world_size, steps, since=self._since)
+        return self.ledger.summary(
+            *(name, world_size, steps), since=self._since, dense=self.compared_with
+        )
 
     def metrics(self, prefix: str = "") -> dict[str, float]:
         """Returns numbers of the latest step, for any logger.
@@ -52,7 +54,7 @@ class Reporting(Running):
         ``dense_bytes``       of the gradients
         ``payload_bytes``     that this rank handed to collectives
         ``wire_bytes``        that this rank sent, by the formulas of the collectives
-        ``dense_wire_bytes``  that it would send in a dense all-reduce
+        ``dense_wire_bytes``  that it would send without compression
         ``encode_s``          seconds of work before collectives, summed over buckets
         ``wire_s``            seconds from issue to end of collectives, summed
         ``decode_s``          seconds of work after the last collectives, summed

@@ -59,6 +59,7 @@ class Running(Meeting):
         self._further_rounds = 0  # collectives in an exchange besides those of the scheme
         self._left: tuple[int, ...] = ()  # ranks of the present group that have handed over
         self.stays = ""  # why its host does not let the hook change its ranks
+        self.compared_with = "all-reduce"  # what its bytes are compared with, if it is dense
         self.shards_for = ""  # the host that needs one shard of each mean on each rank, if any
 
     @property

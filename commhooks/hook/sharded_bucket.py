@@ -31,6 +31,8 @@ class ShardedBucket:
         output: flat, takes the mean of what this rank needs; None: the gradient's own memory.
         then: goes on with the mean, by one collective at most, before the exchange is over.
         waits: whether the host waits for the mean before it does anything else.
+        dense_sends: how often ``(n - 1) / n`` of the gradient are sent without compression: twice in
+            an all-reduce, once in a reduce-scatter.
         left_alone: names of pieces that do not get the mean, since they are frozen.
     """
 
@@ -41,6 +43,7 @@ class ShardedBucket:
     output: Tensor | None = None
     then: Callable[[Tensor], Exchange] | None = None
     waits: bool = False
+    dense_sends: float = 2.0
     left_alone: Sequence[str] = ()
 
     def index(self) -> int:

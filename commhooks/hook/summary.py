@@ -53,14 +53,16 @@ def summarise(
     exposed: Callable[[Sequence[RoundRecord]], dict[int, float]],
     name: str,
     world_size: int,
+    exchange: str = "all-reduce",
 ) -> Summary:
-    """Compares the bytes on the wire with a dense all-reduce, and reports the exposed time.
+    """Compares the bytes on the wire with a dense exchange, and reports the exposed time.
 
     Args:
         rows: the rows of some steps.
         exposed: returns the seconds that each row keeps its step waiting, by ``id``.
         name: name of the scheme.
         world_size: number of ranks.
+        exchange: what is dense.
     """
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     if not rows:
@@ -77,7 +79,7 @@ def summarise(
         sent = "nothing is sent between ranks"
     else:
         sent = (
-            f"{_bytes(wire)} on the wire per step and rank, where a dense all-reduce sends "
+            f"{_bytes(wire)} on the wire per step and rank, where a dense {exchange} sends "
             f"{_bytes(dense)}: {_share(wire, dense)}"
         )
     # Sums of ``wire_s`` would count buckets that travel at the same time twice.
@@ -89,7 +91,7 @@ def summarise(
         ("scheme", f"{name} on {ranks}"),
         ("steps", span.removeprefix("steps ").removeprefix("step ")),
         ("sent per step and rank", _bytes(wire)),
-        ("a dense all-reduce sends", _bytes(dense)),
+        (f"a dense {exchange} sends", _bytes(dense)),
         ("share", _share(wire, dense) if dense else "nothing is sent between ranks"),
     ]
     text = f"{name} on {ranks}, {span}: {sent}."

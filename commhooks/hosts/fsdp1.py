@@ -45,7 +45,7 @@ def register_on_fsdp1(
     ranks = {name: 1 if _is_whole(unit) else group.size() for name, unit in units.items()}
     if max(ranks.values()) > 1:
         need_shards(hook.scheme, "FSDP1")
-        hook.shards_for = "FSDP1"
+        hook.shards_for, hook.compared_with = "FSDP1", "reduce-scatter"
     known = FlatParameters([_pieces(name, unit, ranks[name]) for name, unit in units.items()])
     device = next(iter(units.values())).compute_device
     hook._binding.adopt_sharded(model, known, group, device)
@@ -81,7 +81,7 @@ def reduce_unit(
     bucket = ShardedBucket(number, gradient, layout)
     if shard:
         parts = equal_shards(gradient.numel(), gradient.numel() // shard[0].numel())
-        bucket = replace(bucket, shards=parts, output=shard[0])
+        bucket = replace(bucket, shards=parts, output=shard[0], dense_sends=1.0)
     # Frozen ones beside trained ones (use_orig_params): their entries are zeros, and go nowhere.
     frozen = [name for name, one in originals.items() if not one.requires_grad]
     average(hook, replace(bucket, left_alone=frozen))

@@ -111,7 +111,8 @@ class SchemeReduceScatter(DefaultAllocMixin, ReduceScatter):
         numel, ranks = input_tensor.numel(), group.size()
         layout = self._module.layout(self._known, numel, ranks)
         shards = equal_shards(numel, ranks)
-        bucket = ShardedBucket(self._module.number, input_tensor, layout, shards, output_tensor)
+        given = (self._module.number, input_tensor, layout, shards, output_tensor)
+        bucket = ShardedBucket(*given, dense_sends=1.0)
         before = self._module.divided_before(input_tensor) if op == dist.ReduceOp.SUM else 1.0
         if not _keeps_units(self._hook):
             before = 1.0

@@ -68,7 +68,7 @@ def register_on_fsdp2(
     hook = made(process_group=group, seed=seed, history=history, **options)
     if between is None:
         need_shards(hook.scheme, "FSDP2")
-        hook.shards_for = "FSDP2"
+        hook.shards_for, hook.compared_with = "FSDP2", "reduce-scatter"
     shards, known = found.ranks, ShardedParameters(found.parameters, found.ranks.size())
     if between is not None and shards.size() > 1:
         known = OwnShards(found.parameters, shards.size(), shards.rank())

@@ -38,7 +38,8 @@ class RoundRecord(Timed):
     issued: float = 0.0  # the lane issued it
     done: float = 0.0  # the collective completed
     finished: float = 0.0  # decoding ended (last round only; else equal to done)
-    dense_wire_bytes: float = 0.0  # what one rank sends in an all-reduce of the dense bytes
+    dense_wire_bytes: float = 0.0  # what one rank would send without compression
+    waited_for: bool = False  # the host of the hook did nothing else meanwhile
     moments: dict[str, Moment] = field(default_factory=dict, repr=False)
 
 
@@ -47,6 +48,9 @@ class Task:
     """Runs a bucket's exchange; ``ticket`` orders the buckets of a driver.
 
     ``joins``: what follows the last collective reads what the exchanges before have written.
+    ``dense_sends``: how often ``(n - 1) / n`` of the dense bytes are sent without compression: 2 in
+    an all-reduce over ``n`` ranks, 1 in a reduce-scatter, ``n`` in an all-gather.
+    ``waited_for``: the caller waits for the result before it computes anything else.
     """
 
     exchange: Exchange
@@ -58,6 +62,8 @@ class Task:
     record: Callable[[RoundRecord], None] | None = None
     joins: bool = False
     clock: Clock = HOST  # of the rows' times
+    dense_sends: float = 2.0
+    waited_for: bool = False
     ticket: int = 0
     round: int = 0
     request: Collective | None = None
@@ -100,6 +106,7 @@ class Task:
             self._end()
             return None
         dense_bytes = self.dense_bytes if not self.rows else 0
+        ranks = self.world_size
         self.rows.append(
             RoundRecord(
                 self.step,
@@ -108,8 +115,9 @@ class Task:
                 self.request.name,
                 dense_bytes,
                 self.request.payload_nbytes,
-                self.request.wire_nbytes(self.world_size),
-                dense_wire_bytes=dense_bytes * 2 * (self.world_size - 1) / self.world_size,
+                self.request.wire_nbytes(ranks),
+                dense_wire_bytes=dense_bytes * self.dense_sends * (ranks - 1) / ranks,
+                waited_for=self.waited_for,
             )
         )
         put(self.rows[-1], "resumed", resumed)

@@ -359,3 +359,25 @@ def _resharded(rank: int, world_size: int) -> None:
 
 def test_parameters_that_stay_on_a_part_of_the_ranks_have_the_same_bits() -> None:
     run_ranks(_resharded, 4)
+
+
+def _compared(rank: int, world_size: int) -> list[Any]:
+    model = sharded(model_of())
+    hook = commhooks.register(model, "none")
+    backward(model, 0, rank)
+    rows = hook.report()
+    said = hook.summary()
+    collectives = commhooks.Collectives("none")
+    whole = torch.ones(world_size, 1000)
+    collectives.reduce_scatter(torch.empty(1000), whole)
+    collectives.all_gather(whole, torch.ones(1000))
+    return [rows, said, collectives.report()]
+
+
+def test_bytes_are_compared_with_those_of_the_hosts_own_collective() -> None:
+    for rows, said, calls in run_ranks(_compared, 3):
+        assert (rows.wire_bytes == rows.dense_wire_bytes).all()
+        assert (rows.exposed_s > 0).all()
+        assert "where a dense reduce-scatter sends" in said
+        assert "as much" in said
+        assert (calls.wire_bytes == calls.dense_wire_bytes).all()

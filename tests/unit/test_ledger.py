@@ -3,6 +3,7 @@
 import pickle
 import re
 from pathlib import Path
+from typing import Any
 
 import pandas
 import pytest
@@ -15,7 +16,7 @@ from commhooks.schemes import PowerSGD
 from ddp_core import AllReduce, RoundRecord, Task, simulate
 
 
-def row(step: int, bucket: int = 0, round_: int = 0, **times: float) -> RoundRecord:
+def row(step: int, bucket: int = 0, round_: int = 0, **times: Any) -> RoundRecord:
     dense = 100 if round_ == 0 else 0
     return RoundRecord(step, bucket, round_, "all_reduce", dense, 40, 60.0, **times)
 
@@ -249,3 +250,14 @@ def test_a_summary_is_a_string_in_a_terminal_and_a_table_in_a_notebook() -> None
 def test_a_notebook_shows_words_where_nothing_was_exchanged() -> None:
     said = HookState("int8").summary()
     assert said._repr_html_() == f"<p>{said}</p>"
+
+
+def test_what_a_host_waits_for_is_exposed_as_a_whole() -> None:
+    ledger = Ledger()
+    for bucket in range(2):
+        begin = 10.0 * bucket
+        times = {"resumed": begin, "yielded": begin + 1, "done": begin + 3, "finished": begin + 4}
+        ledger.add(row(0, bucket, **times, waited_for=True))
+    ledger.launched_last(0, 20.0)
+    assert ledger.report()["exposed_s"].tolist() == [4.0, 4.0]
+    assert "backward did not hide 8 s" in ledger.summary("int8", 2)
