@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
@@ -12,7 +12,7 @@ from commhooks.core.scheme import Scheme
 from commhooks.core.settings import checked, need_dataclass, shown
 from commhooks.errors import OptionError, SchemeError, UnknownSchemeError
 
-__all__ = ["build", "factory_of", "options_of", "register_scheme", "scheme_names"]
+__all__ = ["build", "factory_of", "need_known", "options_of", "register_scheme", "scheme_names"]
 
 Factory = Callable[..., Scheme]
 F = TypeVar("F", bound=Factory)
@@ -96,6 +96,11 @@ def factory_of(name: str) -> Factory:
         UnknownSchemeError: no scheme has that name; the message suggests the nearest.
     """
     factory = _factories.get(name)
+    if name == "auto":
+        raise UnknownSchemeError(
+            "'auto' is no scheme by itself: it measures a model and chooses one of the schemes, in "
+            "commhooks.register(model, 'auto')"
+        )
     if factory is None:
         hint = _nearest(name.lower(), scheme_names())
         raise UnknownSchemeError(
@@ -149,13 +154,7 @@ def build(name: str, options: Mapping[str, Any], *, wrapper_options: Sequence[st
     factory = factory_of(name)
     known = options_of(factory)
     if known is not None:
-        for option in options:
-            if option not in known:
-                every = [*known, *wrapper_options]
-                raise OptionError(
-                    f"scheme {name!r} has no option {option!r}{_hint(option, every)} "
-                    f"Options: {', '.join(every)}"
-                )
+        need_known(f"scheme {name!r}", options, [*known, *wrapper_options])
         empty = inspect.Parameter.empty
         missing = [key for key, value in known.items() if value is empty and key not in options]
         if missing:
@@ -173,6 +172,15 @@ def build(name: str, options: Mapping[str, Any], *, wrapper_options: Sequence[st
     if not isinstance(built, Scheme):
         raise SchemeError(f"scheme {name!r}: its function returns a Scheme, got {shown(built)}")
     return built
+
+
+def need_known(what: str, options: Iterable[str], every: Sequence[str]) -> None:
+    """Raises OptionError unless all ``options`` of ``what`` are among ``every``."""
+    for option in options:
+        if option not in every:
+            raise OptionError(
+                f"{what} has no option {option!r}{_hint(option, every)} Options: {', '.join(every)}"
+            )
 
 
 def _hint(option: str, every: Sequence[str]) -> str:

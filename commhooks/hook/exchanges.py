@@ -12,8 +12,9 @@ from torch import Tensor
 
 from commhooks.core.layout import Layout
 from commhooks.hook.coalesce import Coalescer, Group
-from commhooks.hook.engine import Engine
+from commhooks.hook.engine import Engine, measures
 from commhooks.hook.ledger import Ledger
+from commhooks.hook.sharded_bucket import ShardedBucket
 from commhooks.hook.step import Step
 from ddp_core import Drivers, Exchange, RoundRecord, Streams, Task, clock_of
 
@@ -74,6 +75,39 @@ class Exchanges:
             waited_for=waits and device.type == "cpu",
         )
         return self._drivers.run(task, device, step.group, waits=waits)
+
+    def start_bucket(
+        self,
+        step: Step,
+        bucket: Any,
+        buffer: Tensor,
+        find_layout: Callable[[], Layout],
+        *,
+        is_last: bool,
+    ) -> Future[Tensor]:
+        """Exchanges one bucket by itself."""
+        # What a host asks for besides the mean.
+        wanted = getattr(bucket, "wanted", dict[str, Any])()
+        exchange = self._engine.exchange(buffer, find_layout, bucket.index(), **wanted)
+        further_rounds, waits, dense_sends = 0, False, 2.0
+        if isinstance(bucket, ShardedBucket):
+            waits, dense_sends = bucket.waits, bucket.dense_sends
+            step.left_alone.update(bucket.left_alone)
+            if bucket.then is not None:
+                exchange, further_rounds = bucket.continued(exchange), 1
+            further_rounds += bucket.shards is not None and measures(self._engine)
+        return self.start(
+            step,
+            exchange,
+            bucket=bucket.index(),
+            dense_bytes=buffer.numel() * buffer.element_size(),
+            device=buffer.device,
+            is_last=is_last,
+            note=getattr(bucket, "note", None),
+            further_rounds=further_rounds,
+            waits=waits,
+            dense_sends=dense_sends,
+        )
 
     def agree(self, step: Step, beside: Sequence[dist.ProcessGroup]) -> None:
         """Agrees on the verdict of a step whose ranks have different parts of the means.

@@ -118,12 +118,12 @@ class Ledger:
         ``dense_bytes`` is given in a bucket's first round only, so that sums are right.
         ``wire_bytes`` is what one rank sends, by the formula of the collective, and
         ``dense_wire_bytes`` what one rank would send without compression (in an all-reduce; where
-        the host needs shards, in a reduce-scatter): compare these two. ``payload_bytes`` is what a rank hands to collectives, which send it several
-        times or, on one rank, not at all.
+        the host needs shards, in a reduce-scatter): compare these two. ``payload_bytes`` is what a
+        rank hands to collectives, which send it several times or, on one rank, not at all.
         ``encode_s`` is the work before the collective, ``decode_s`` the work after the last
         collective. ``exposed_s`` is the part of a row's waiting and decoding that backward did not
-        hide: it came after the step's last bucket was launched, or the host waited for each bucket (FSDP
-        on a CPU), and no other row accounts for it.
+        hide: it came after the step's last bucket was launched, or the host waited for each bucket
+        (FSDP on a CPU), and no other row accounts for it.
         Times that are not known are NaN: on a GPU, those of most steps, see the class.
         """
         with needs("hook.report()", "pandas"):

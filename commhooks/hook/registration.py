@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.core.scheme import Scheme
-from commhooks.errors import RegistrationError
+from commhooks.errors import OptionError, RegistrationError
 from commhooks.hook.attachment import AttachmentGuard
 from commhooks.hook.bucket_groups import BucketLayout, group_function, layout_facts
 from commhooks.hook.handshake import MEETING
@@ -80,6 +80,11 @@ def register(
     if not dist.is_available() or not dist.is_initialized():
         raise RegistrationError(
             "register: no process group; call torch.distributed.init_process_group first"
+        )
+    if verify != "warn" and verify_every is None:
+        raise OptionError(
+            f"register(verify={verify!r}): nothing is verified without verify_every=..., a number "
+            f"of steps"
         )
     if host := _host_of(model):
         _need_defaults(

@@ -22,7 +22,7 @@ from torch import Tensor
 from commhooks.core.layout import Layout
 from commhooks.hook.binding import Binding
 from commhooks.hook.coalesce import Coalescer
-from commhooks.hook.engine import Engine, measures
+from commhooks.hook.engine import Engine
 from commhooks.hook.exchanges import Exchanges
 from commhooks.hook.ledger import Ledger
 from commhooks.hook.regrouping import Regrouping
@@ -87,24 +87,8 @@ class Runner:
         elif buffer.numel() > self._engine.traits.most_entries:
             future = self._exchanges.start_cut(step, bucket, buffer, find_layout)
         else:
-            exchange = self._engine.exchange(
-                buffer, find_layout, bucket.index(), **_parts_of(bucket)
-            )
-            sharded = isinstance(bucket, ShardedBucket)
-            step.left_alone.update(bucket.left_alone if sharded else ())
-            goes_on = sharded and bucket.then is not None
-            compares = sharded and bucket.shards is not None and measures(self._engine)
-            future = self._exchanges.start(
-                step,
-                bucket.continued(exchange) if goes_on else exchange,
-                further_rounds=int(goes_on) + int(compares),
-                waits=sharded and bucket.waits,
-                dense_sends=bucket.dense_sends if sharded else 2.0,
-                bucket=bucket.index(),
-                dense_bytes=buffer.numel() * buffer.element_size(),
-                device=buffer.device,
-                is_last=is_last,
-                note=getattr(bucket, "note", None),
+            future = self._exchanges.start_bucket(
+                step, bucket, buffer, find_layout, is_last=is_last
             )
         if is_last:
             self.no_more_buckets()
@@ -247,12 +231,6 @@ class Runner:
         else:
             groups = self._coalescer.groups() if coalesces else self._coalescer.one_by_one()
         self._exchanges.start_groups(step, groups)
-
-
-def _parts_of(bucket: Any) -> dict[str, Any]:
-    """Returns what a host asks for besides the mean of a bucket: arguments of the engine."""
-    wanted = getattr(bucket, "wanted", None)
-    return {} if wanted is None else wanted()
 
 
 def _layout_of(binding: Binding, bucket: Any) -> Layout:

@@ -8,7 +8,7 @@ from html import escape
 
 from ddp_core import RoundRecord
 
-__all__ = ["Summary", "summarise"]
+__all__ = ["Summary", "size_of", "summarise"]
 
 _WORDS = {
     2: "half",
@@ -79,8 +79,8 @@ def summarise(
         sent = "nothing is sent between ranks"
     else:
         sent = (
-            f"{_bytes(wire)} on the wire per step and rank, where a dense {exchange} sends "
-            f"{_bytes(dense)}: {_share(wire, dense)}"
+            f"{size_of(wire)} on the wire per step and rank, where a dense {exchange} sends "
+            f"{size_of(dense)}: {_share(wire, dense)}"
         )
     # Sums of ``wire_s`` would count buckets that travel at the same time twice.
     waits = exposed(rows)
@@ -90,8 +90,8 @@ def summarise(
     facts = [
         ("scheme", f"{name} on {ranks}"),
         ("steps", span.removeprefix("steps ").removeprefix("step ")),
-        ("sent per step and rank", _bytes(wire)),
-        (f"a dense {exchange} sends", _bytes(dense)),
+        ("sent per step and rank", size_of(wire)),
+        (f"a dense {exchange} sends", size_of(dense)),
         ("share", _share(wire, dense) if dense else "nothing is sent between ranks"),
     ]
     text = f"{name} on {ranks}, {span}: {sent}."
@@ -106,7 +106,8 @@ def summarise(
     return Summary(text, facts)
 
 
-def _bytes(value: float) -> str:
+def size_of(value: float) -> str:
+    """Returns a number of bytes with a unit."""
     for unit in ("B", "kB", "MB"):
         if value < 999.5:  # what three digits round to 1000 gets the next unit
             return f"{value:.3g} {unit}"

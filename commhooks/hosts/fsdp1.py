@@ -42,6 +42,7 @@ def register_on_fsdp1(
     units = _units(model)
     group = _group(list(units.values()))
     hook = HookState(scheme, process_group=group, seed=seed, history=history, **options)
+    hook._attendance.dismiss()  # the guard says where it would not run
     ranks = {name: 1 if _is_whole(unit) else group.size() for name, unit in units.items()}
     if max(ranks.values()) > 1:
         need_shards(hook.scheme, "FSDP1")
@@ -51,7 +52,6 @@ def register_on_fsdp1(
     hook._binding.adopt_sharded(model, known, group, device)
     if verification is not None:
         attach(hook, verification, further_rounds=int(max(ranks.values()) > 1))
-    hook._attendance.dismiss()  # the guard says where it would not run
     hook.stays = "its host decides over which ranks it shards; register a hook on a model of others"
     hook.agree("commhooks.register", {"host": "FSDP1"}, MEETING)
     for number, (unit, layout) in enumerate(zip(units.values(), known.layouts, strict=True)):

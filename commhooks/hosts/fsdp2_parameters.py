@@ -79,7 +79,7 @@ def gather_parameters(
             f"to nearest without rotation, such as "
             f'make("int8", stochastic=False, error_feedback=False)'
         )
-    found = Found.of(model)
+    found = Found.of(model, "gather_parameters")
     taken = [module.group._all_gather_comm for module in found.modules]
     if any(type(one) is not DefaultAllGather for one in taken):
         raise RegistrationError(

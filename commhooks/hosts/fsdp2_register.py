@@ -50,6 +50,11 @@ def register_on_fsdp2(
             scheme replaces FSDP2's reduce-scatter.
         verification: of its steps; None: none.
     """
+    if between is not None and not isinstance(between, DeviceMesh | dist.ProcessGroup):
+        raise RegistrationError(
+            f"register(between=...): a process group or a mesh of one dimension, such as "
+            f'mesh["replicate"], got {between!r}'
+        )
     found = Found.of(model)
     place = _INSIDE if between is None else _BETWEEN
     for module in found.modules:
@@ -66,6 +71,7 @@ def register_on_fsdp2(
         kind: Any = resolve_name("commhooks.predict.sharded_auto:ShardedAutoHook")
         made = partial(kind, shards=between is None)
     hook = made(process_group=group, seed=seed, history=history, **options)
+    hook._attendance.dismiss()  # the guard says where it would not run
     if between is None:
         need_shards(hook.scheme, "FSDP2")
         hook.shards_for, hook.compared_with = "FSDP2", "reduce-scatter"
@@ -76,7 +82,6 @@ def register_on_fsdp2(
     hook._binding.adopt_sharded(model, known, group, found.modules[0].group.device)
     if verification is not None:
         attach(hook, verification, further_rounds=int(between is None))
-    hook._attendance.dismiss()  # the guard says where it would not run
     hook.stays = "its host decides over which ranks it shards; register a hook on a model of others"
     other = _other_hook(found, place)
     hook._binding.beside = _beside(found, between, other)
@@ -148,21 +153,24 @@ class Found(NamedTuple):
     ranks: dist.ProcessGroup
 
     @classmethod
-    def of(cls, model: nn.Module) -> Found:
+    def of(cls, model: nn.Module, call: str = "register") -> Found:
         groups = list(_groups(model).values())
         if not groups:
-            raise RegistrationError("register: no FSDP2 module of this model has parameters")
+            raise RegistrationError(
+                f"{call}: {type(model).__name__} has no FSDP2 module with parameters; shard it "
+                f"before, fully_shard(model)"
+            )
         if any(not isinstance(group.mesh_info, FSDPMeshInfo) for group in groups):
             raise RegistrationError(
-                "register: a model of replicate() on FSDP2 averages its gradients by an all-reduce "
-                "that takes no scheme; commhooks.hosts.replicate(model, scheme) does the same with "
-                "a scheme"
+                f"{call}: a model of replicate() on FSDP2 gathers nothing, and averages its "
+                f"gradients by an all-reduce that takes no scheme; commhooks.hosts.replicate("
+                f"model, scheme) does the same with a scheme"
             )
         ranks = groups[0]._reduce_scatter_process_group
         if any(group._reduce_scatter_process_group is not ranks for group in groups):
             raise RegistrationError(
-                "register: the FSDP2 modules of this model are sharded over different ranks; "
-                "register each of them by itself"
+                f"{call}: the FSDP2 modules of this model are sharded over different ranks; take "
+                f"each of them by itself"
             )
         by_id = {id(value): name for name, value in model.named_parameters()}
         plain = plain_names(by_id.values())

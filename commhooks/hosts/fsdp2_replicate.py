@@ -59,6 +59,11 @@ def replicate(
         raise RegistrationError(
             f"replicate(mesh=...): two named dimensions, the first of one rank, got {mesh}"
         )
+    modules, own = list(modules), set(model.modules())
+    if strange := [type(one).__name__ for one in modules if one not in own]:
+        raise RegistrationError(
+            f"replicate(modules=...): parts of the model, and {', '.join(strange[:3])} is none"
+        )
     shard, between = (mesh[name] for name in mesh.mesh_dim_names)
     settings = {"reshard_after_forward": False, **(fully_shard_options or {})}
     for module in [*modules, model]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from commhooks.core.scheme import Scheme
 from commhooks.core.settings import shown
+from commhooks.errors import OptionError
 from commhooks.predict.device import Device
 from commhooks.predict.fabric import Fabric
 from commhooks.predict.planned import PredictionError
@@ -80,6 +81,11 @@ def made_candidates(candidates: Iterable[str] | Mapping[str, Scheme]) -> dict[st
     Raises:
         ValueError: a scheme is no average of gradients.
     """
+    if isinstance(candidates, str):
+        raise OptionError(
+            f"candidates=... is a list of names, or schemes by name: [{candidates!r}], not "
+            f"{candidates!r}"
+        )
     given = (
         dict(candidates)
         if isinstance(candidates, Mapping)

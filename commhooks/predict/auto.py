@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from commhooks.checkpoint.form import read
+from commhooks.core.registry import need_known
 from commhooks.core.scheme import Scheme
 from commhooks.core.settings import fitting
 from commhooks.errors import CheckpointError
@@ -48,7 +49,7 @@ class AutoHook(HookState):
     Example:
         >>> hook = commhooks.register(ddp_model, "auto", error=0.05)
         >>> print(hook.plan)  # after some steps
-        auto runs int8 in buckets of 4 MiB: 34 % faster than dense steps. ...
+        auto runs int8 in buckets of 4 MiB: 34 % less time than dense steps. ...
     """
 
     def __init__(
@@ -62,7 +63,9 @@ class AutoHook(HookState):
         process_group: dist.ProcessGroup | None = None,
         seed: int = 0,
         history: int = 100_000,
+        **unknown: Any,
     ) -> None:
+        need_known("'auto'", unknown, ("candidates", "error", "measure_steps", "link_s"))
         self._candidates = made_candidates(candidates)
         self._begins_anew = False
         steps = fitting("auto", "measure_steps", measure_steps, int)

@@ -13,6 +13,7 @@ from torch import nn
 
 from commhooks.errors import RegistrationError
 from commhooks.hook.parameters import find_ddp
+from commhooks.hook.summary import size_of
 from commhooks.predict.gaps import Gap, Kind, gap_of, kind_of
 from commhooks.predict.turns import KINDS, Facts, Travel, Turns
 
@@ -210,7 +211,7 @@ def _measured(one: Headroom) -> list[str]:
     )
     return [
         f"commhooks headroom: {facts.world_size} ranks over {facts.backend}, "
-        f"{facts.dense_nbytes / 1e6:.3g} MB of gradients in "
+        f"{size_of(facts.dense_nbytes)} of gradients in "
         f"{facts.buckets} bucket{'s' * (facts.buckets != 1)} a step",
         "",
         "communication       step [ms]    middle half of the steps [ms]    steps",

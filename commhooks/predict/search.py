@@ -195,7 +195,7 @@ class Search:
             seconds, option = best
             stage = Stage.DONE if self._raced_again else Stage.KEPT
             self.cap_mb, self.choice, scheme = option.cap_mb, option, option.scheme
-            verdict = f"auto runs {option}: {100 * (1 - seconds / dense_s):.0f} % faster"
+            verdict = f"auto runs {option}: {100 * (1 - seconds / dense_s):.0f} % less time"
         self._dense_s = dense_s
         self._enter(stage, scheme)
         lines = [f"dense: {1e3 * self._dense_s:.1f} ms per step"]

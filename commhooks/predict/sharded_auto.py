@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from commhooks.core.registry import need_known
 from commhooks.core.scheme import Scheme
 from commhooks.hook.sharded_bucket import need_shards
 from commhooks.predict.advise import Option, error_of, made_candidates
@@ -92,7 +93,9 @@ class ShardedAutoHook(AutoHook):
         process_group: dist.ProcessGroup | None = None,
         seed: int = 0,
         history: int = 100_000,
+        **unknown: Any,
     ) -> None:
+        need_known("'auto' on FSDP2", unknown, ("candidates", "error", "measure_steps"))
         if shards:
             for scheme in made_candidates(candidates).values():
                 need_shards(scheme, "FSDP2")

@@ -17,14 +17,20 @@ if TYPE_CHECKING:
 
 __all__ = ["Page"]
 
-# Wide tables and pictures scroll within the page, so that a phone shows text at its own width.
+# Wide tables and pictures scroll within the page, so that a phone shows text at its own width;
+# shadows at their sides, which stay where they are, tell that there is more.
 _STYLE = """
 :root { color-scheme: light; }
 body { font: 16px/1.5 system-ui, sans-serif; color: #1b1f24; background: #fff;
        max-width: 60rem; margin: 0 auto; padding: 1rem; }
 h1 { font-size: 1.5rem; line-height: 1.2; overflow-wrap: anywhere; }
 h2 { font-size: 1.2rem; margin-top: 2rem; }
-.wide { overflow-x: auto; }
+.wide { overflow-x: auto; background:
+  linear-gradient(to right, #fff 30%, #fff0) left / 2rem 100%,
+  linear-gradient(to left, #fff 30%, #fff0) right / 2rem 100%,
+  radial-gradient(farthest-side at 0 50%, #1b1f2466, #1b1f2400) left / 0.8rem 100%,
+  radial-gradient(farthest-side at 100% 50%, #1b1f2466, #1b1f2400) right / 0.8rem 100%;
+  background-repeat: no-repeat; background-attachment: local, local, scroll, scroll; }
 .wide svg { min-width: 28rem; width: 100%; height: auto; display: block; }
 table { border-collapse: collapse; font-size: 0.9rem; font-variant-numeric: tabular-nums; }
 th, td { padding: 0.25rem 0.75rem 0.25rem 0; text-align: left; white-space: nowrap;
@@ -69,6 +75,12 @@ class Page:
             rows: values, one per column.
             caption: below the table.
         """
+        rows = [tuple(row) for row in rows]
+        if wrong := [row for row in rows if len(row) != len(columns)]:
+            raise ValueError(
+                f"Page.table: {len(columns)} columns ({', '.join(columns)}), and a row of "
+                f"{len(wrong[0])}: {wrong[0]}"
+            )
         columns_of_text = [_texts(values) for values in zip(*rows, strict=True)]
         numeric = [right for _, right in columns_of_text] or [False] * len(columns)
         head = _row("th", columns, numeric)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from commhooks.hook.ledger import Ledger
-from commhooks.report.colours import BLUE, GREEN, ORANGE, RED
+from commhooks.report.colours import BLUE, GREEN, ORANGE
 from ddp_core import RoundRecord, needs
 
 if TYPE_CHECKING:
@@ -98,8 +98,10 @@ def _draw(axes: Axes, found: Sequence[Span], launched_last: float) -> None:
         axes.barh(0, 0, color=colour, label=kind) for kind, colour in COLOURS.items()
     ]
     if not math.isnan(launched_last):
-        label = "last bucket begins"
-        line = axes.axvline(1e3 * (launched_last - zero), color=RED, linestyle="--", label=label)
+        label = "backward ends"
+        line = axes.axvline(
+            1e3 * (launched_last - zero), color="black", linestyle="--", label=label
+        )
         handles.append(line)
     axes.invert_yaxis()
     axes.legend(

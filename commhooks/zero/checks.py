@@ -31,7 +31,13 @@ def need_model(model: nn.Module) -> CoreDDP:
     Raises:
         RegistrationError: it is torch's, has a hook, or has parameters that cannot be sharded.
     """
-    ddp = find_ddp(model)
+    try:
+        ddp = find_ddp(model)
+    except RegistrationError as error:
+        raise RegistrationError(
+            f"ZeroOptimizer: it takes ddp_core.DistributedDataParallel(module), got "
+            f"{type(model).__name__}"
+        ) from error
     if not isinstance(ddp, CoreDDP):
         raise RegistrationError(
             "ZeroOptimizer: torch's DistributedDataParallel writes the mean of all gradients on "

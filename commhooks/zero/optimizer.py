@@ -193,7 +193,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             )
         if pieces is None:
             return {}
-        groups = self._saved_groups()
+        groups = saving.groups(self.param_groups, self._groups, self.hook._binding.names)
         return {"version": saving.VERSION, "hook": hook, "groups": groups, "pieces": pieces}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -206,7 +206,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             CheckpointError: it is foreign, or of another model, other groups or other ranks.
         """
         known = self.hook._parameters
-        saving.check(state_dict, self._saved_groups(), known.shapes)
+        own = saving.groups(self.param_groups, self._groups, self.hook._binding.names)
+        saving.check(state_dict, own, known.shapes)
         self.hook.load_state_dict(state_dict["hook"])
         self._model.reducer.rebuild()  # the saved run's buckets
         self._shards.cut()
@@ -217,19 +218,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
             group.update({key: value for key, value in saved.items() if key != "names"})
             group["params"] = self._shards.values(parameters)
         self.param_groups[0]["params"] += [self._shards.told]
-        own = {value: group for group in self.param_groups for value in group["params"]}
+        group_of = {value: group for group in self.param_groups for value in group["params"]}
         for piece in self._shards.pieces():
-            settings = own.get(piece.value, {})
+            settings = group_of.get(piece.value, {})
             state = saving.load_piece(piece, state_dict["pieces"], known, settings)
             if state:
                 self.state[piece.value] = state
         self._shards.loaded()
-
-    def _saved_groups(self) -> list[dict[str, Any]]:
-        return [
-            {
-                **{key: value for key, value in group.items() if key != "params"},
-                "names": self.hook._binding.names(parameters),
-            }
-            for group, (_, parameters) in zip(self.param_groups, self._groups, strict=True)
-        ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,11 +14,38 @@ from commhooks.hook.gather import gather
 from commhooks.hook.parameters import Parameters
 from commhooks.zero.shard import Piece, copied
 
-__all__ = ["FIELDS", "VERSION", "check", "gathered", "home_of", "load_piece", "saved_pieces"]
+__all__ = [
+    "FIELDS",
+    "VERSION",
+    "check",
+    "gathered",
+    "groups",
+    "home_of",
+    "load_piece",
+    "saved_pieces",
+]
 
 VERSION = 1
 FIELDS = ("version", "hook", "groups", "pieces")
 Saved = dict[str, dict[str, Any]]  # by name: begin and end, exact values, state
+
+
+def groups(
+    present: Iterable[Mapping[str, Any]],
+    members: Iterable[tuple[Any, Sequence[Tensor]]],
+    names: Callable[[Iterable[Tensor]], list[str]],
+) -> list[dict[str, Any]]:
+    """Returns settings and names of each group, as states have them.
+
+    Args:
+        present: groups of the optimizer.
+        members: whose they are.
+        names: returns the names of parameters.
+    """
+    return [
+        {**{key: value for key, value in group.items() if key != "params"}, "names": names(own)}
+        for group, (_, own) in zip(present, members, strict=True)
+    ]
 
 
 def saved_pieces(pieces: Iterable[Piece], states: Mapping[Tensor, Any]) -> Saved:

@@ -385,7 +385,7 @@ def lazy_device(order: Order) -> Iterator[LazyDevice]:
 
 def _forget_tables() -> None:
     """Empties caches: some hold tensors by device, and every lazy device has the same name."""
-    for name, module in list(sys.modules.items()):
+    for name, module in list(sys.modules.copy().items()):
         if name.startswith("commhooks.") and "runtime" not in name:
             for value in list(vars(module).values()):
                 if hasattr(value, "cache_clear"):

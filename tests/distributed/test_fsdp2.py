@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commhooks
 from commhooks.core import Bucket, SchemeExchange
 from commhooks.errors import RegistrationError
-from commhooks.hosts import gather_parameters
+from commhooks.hosts import gather_parameters, replicate
 from commhooks.schemes import Dense
 from commhooks.wrappers import AveragedFeedback
 from tests.distributed.harness import run_ranks
@@ -450,6 +450,16 @@ def _refused(rank: int, world_size: int) -> list[str]:
             commhooks.register(model, name, **options)
         messages.append(str(raised.value))
     model = sharded(model_of())
+    with pytest.raises(commhooks.errors.OptionError, match="did you mean 'candidates'"):
+        commhooks.register(model, "auto", candidate=["int8"])
+    with pytest.raises(commhooks.errors.OptionError, match="without verify_every"):
+        commhooks.register(model, "int8", verify="raise")
+    with pytest.raises(RegistrationError, match="got 'replicate'"):
+        commhooks.register(model, "int8", between="replicate")
+    with pytest.raises(RegistrationError, match="gather_parameters: Sequential has no FSDP2"):
+        gather_parameters(model_of())
+    with pytest.raises(RegistrationError, match="Linear is none"):
+        replicate(model_of(), "int8", modules=[nn.Linear(2, 2)])
     commhooks.register(model, "int8")
     with pytest.raises(RegistrationError, match="already has the hook"):
         commhooks.register(model, "int8")

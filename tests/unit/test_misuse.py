@@ -35,6 +35,9 @@ from commhooks.core.scheme import SchemeExchange
 from commhooks.errors import OptionError, SchemeError
 from commhooks.hook.bucket_groups import group_function
 from commhooks.optim import OneBitAdam
+from commhooks.predict.advise import made_candidates
+from commhooks.predict.auto import AutoHook
+from commhooks.report.page import Page
 from commhooks.research.budget import allocate
 from commhooks.research.trace import replay
 from commhooks.research.wire import encode
@@ -169,6 +172,13 @@ SETTINGS: list[tuple[Call, str]] = [
     (lambda: PowerSGDState(None, start_powerSGD_iter=2.5), r"start_step=...\) is a whole number"),
     (lambda: OneBitAdam([torch.ones(2)], "onebit_adam"), r"this one is 'onebit_adam'"),
     (lambda: OneBitAdam([torch.ones(2)], HookState("int8")), r"this one runs Blockwise"),
+    (lambda: make("auto"), r"in commhooks.register\(model, 'auto'\)"),
+    (lambda: made_candidates("int8"), r"a list of names, or schemes by name: \['int8'\]"),
+    (lambda: AutoHook(None, candidate=["int8"]), r"did you mean 'candidates'\?"),
+    (
+        lambda: Page("x").table(("a", "b"), [(1,)]),
+        r"2 columns \(a, b\), and a row of 1",
+    ),
     (lambda: allocate([], [Dense()], bits="1"), r"allocate\(bits=...\) is a finite number"),
 ]
 
