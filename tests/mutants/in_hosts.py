@@ -235,8 +235,7 @@ MUTANTS: list[Mutant] = [
         "commhooks/hook/calls.py",
         (
             "a call does not wait for the one before of its name",
-            "            self._wait_for(name)\n"
-            "            self._drivers.join()\n",
+            "            self._wait_for(name)\n            self._drivers.join()\n",
             "            pass\n",
             f"{FUNCTIONS}::test_calls_that_overlap_give_what_they_give_one_after_the_other",
         ),
