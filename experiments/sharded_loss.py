@@ -70,7 +70,8 @@ def _replicated(model: Any, seed: int) -> nn.Module:
     """Returns DDP by FSDP2: sharded over one rank, replicated over all."""
     mesh = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("replicate", "shard"))
     sharded = _sharded(model, mesh["shard"])
-    commhooks.register(sharded, "powersgd", between=mesh["replicate"], rank=4, seed=seed)
+    options = {"rank": 4, "start_step": 10}  # as in experiments.convergence
+    commhooks.register(sharded, "powersgd", between=mesh["replicate"], seed=seed, **options)
     return sharded
 
 
