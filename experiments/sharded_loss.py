@@ -30,6 +30,7 @@ from experiments.tasks import CharTransformer, characters
 
 BASE = "DDP, bf16"
 RANKS = 4
+POWERSGD = {"rank": 4, "start_step": 10}  # as in experiments.convergence
 
 
 def _sharded(model: CharTransformer, mesh: Any) -> nn.Module:
@@ -70,9 +71,14 @@ def _replicated(model: Any, seed: int) -> nn.Module:
     """Returns DDP by FSDP2: sharded over one rank, replicated over all."""
     mesh = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("replicate", "shard"))
     sharded = _sharded(model, mesh["shard"])
-    options = {"rank": 4, "start_step": 10}  # as in experiments.convergence
-    commhooks.register(sharded, "powersgd", between=mesh["replicate"], seed=seed, **options)
+    commhooks.register(sharded, "powersgd", between=mesh["replicate"], seed=seed, **POWERSGD)
     return sharded
+
+
+def _ddp_powersgd(model: nn.Module, seed: int) -> nn.Module:
+    ddp = DistributedDataParallel(model)
+    commhooks.register(ddp, "powersgd", seed=seed, **POWERSGD)
+    return ddp
 
 
 CASES: dict[str, Callable[[Any, int], nn.Module]] = {
@@ -82,6 +88,7 @@ CASES: dict[str, Callable[[Any, int], nn.Module]] = {
     "FSDP2, int4, 8-bit feedback": _fsdp2(_four_bits),
     "HSDP, int8 inside, int4 between": _hsdp,
     "replicate, powersgd rank 4": _replicated,
+    "DDP, powersgd rank 4": _ddp_powersgd,  # the same scheme without the host
 }
 
 

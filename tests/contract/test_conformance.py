@@ -27,6 +27,8 @@ from ddp_core import AllReduce
 from tests.contract.cases import make, registered
 
 AVERAGING = [name for name in registered() if make(name).traits.averages]
+# One of each kind of exchange; tests/contract/test_laws.py has laws of all in every run.
+AT_EVERY_RUN = {"none", "bf16", "int4", "topk", "random_block", "powersgd", "eden", "terngrad", "demo"}
 CONVERGENCE = "three nodes that disagree find their common optimum"
 LONG = "random_k"  # a quarter of a minute for its seven thousand steps
 
@@ -37,7 +39,13 @@ def _no_overflow_warning(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_no_overflow_warning")
-@pytest.mark.parametrize("name", AVERAGING)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in AT_EVERY_RUN else pytest.mark.slow)
+        for name in AVERAGING
+    ],
+)
 def test_registered_schemes_obey_every_law(name: str) -> None:
     laws = [text for text in laws_of(make(name)) if (name, text) != (LONG, CONVERGENCE)]
     broken = [v for v in check_scheme(lambda: make(name), laws) if not v.holds]

@@ -170,7 +170,9 @@ def unoptimized(folder: Path) -> dict[str, str]:
     return {"CC": str(compiler), "CXX": str(compiler)}
 
 
-@pytest.fixture(scope="module", params=["quick", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module", params=[pytest.param(kind, marks=pytest.mark.slow) for kind in ("quick", "full")]
+)
 def wheel(request: pytest.FixtureRequest, source: Path) -> Path:
     """One for all workers; as it is published in ``make test-all``."""
 
@@ -180,6 +182,19 @@ def wheel(request: pytest.FixtureRequest, source: Path) -> Path:
 
     (found,) = (builds.built(f"wheel-{request.param}", make) / "dist").glob("*.whl")
     return found
+
+
+def test_all_packages_are_named() -> None:
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    at = {place: name for name, place in project["package-dir"].items()}
+    found = set()
+    for top in ("commhooks", "ddp_core", "kernels"):
+        for file in (ROOT / top).rglob("__init__.py"):
+            if not (ROOT / top).is_symlink():
+                place = file.parent.relative_to(ROOT).as_posix()
+                found.add(at.get(place, place.replace("/", ".")))
+    assert found == set(project["packages"])
 
 
 def test_a_wheel_runs_with_torch_and_numpy_only(wheel: Path, bare: Environment) -> None:
