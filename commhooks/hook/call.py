@@ -137,7 +137,8 @@ class Call:
         """Runs the call as an exchange of ``engine``, and returns ``into``."""
         exact, ranks, into = self.is_plain(engine.scheme), engine.world_size, _real(self.into)
         run: Run = engine.scheme.exchange
-        raw, output, shards = _real(self.given).reshape(-1), None, None
+        # A view of one dimension may have gaps, which neither kernels nor Gloo know of.
+        raw, output, shards = _real(self.given).reshape(-1).contiguous(), None, None
         if self.kind != "all_reduce":
             output = into.view(-1) if into.is_contiguous() else raw.new_empty(into.numel())
         if self.kind == "reduce_scatter":

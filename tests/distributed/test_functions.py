@@ -111,6 +111,8 @@ KINDS: dict[str, Any] = {
     },
     "transposed": lambda rank: numbers(0, rank, 50, 30).t(),
     "strided": lambda rank: numbers(0, rank, 50, 30)[::2, 1::3],
+    "a row with gaps": lambda rank: numbers(0, rank, 3000)[::2],
+    "a column": lambda rank: numbers(0, rank, 1500, 2)[:, :1],
     "a number": lambda rank: numbers(0, rank, 1)[0],
     "empty": lambda rank: numbers(0, rank, 0, 3),
     "a leaf": lambda rank: _leaf(numbers(0, rank, 50, 30)),
@@ -182,6 +184,11 @@ def _halves(rank: int, world_size: int) -> dict[str, Any]:
             whole.norm()
         )
         found.setdefault("bits", []).append(mine.clone())
+    row = own.flatten()[::2]
+    for name in ("none", "int8"):
+        commhooks.all_gather(gaps := torch.empty(world_size, row.numel()), row, name)
+        error = gaps - whole.view(world_size, -1)[:, ::2]
+        found[f"all_gather of gaps {name}"] = float(error.norm()) < 0.1 * float(whole.norm())
     number = torch.empty(world_size, dtype=torch.int64)
     commhooks.all_gather(number, torch.tensor([rank]), "int8")
     found["whole numbers"] = number.tolist() == list(range(world_size))
