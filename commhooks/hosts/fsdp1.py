@@ -20,10 +20,11 @@ from commhooks.core.shards import equal_shards
 from commhooks.errors import RegistrationError
 from commhooks.hook.handshake import MEETING
 from commhooks.hook.parameters import Parameter, memory_order
-from commhooks.hook.sharded_bucket import ShardedBucket, average, need_shards
+from commhooks.hook.settle import settle
+from commhooks.hook.sharded_bucket import ShardedBucket, average
 from commhooks.hook.sharded_parameters import FlatParameters
 from commhooks.hook.state import HookState
-from commhooks.hook.verify import Verification, attach
+from commhooks.hook.verify import Verification
 from commhooks.hosts.guard import Guard
 
 __all__ = ["register_on_fsdp1"]
@@ -42,17 +43,11 @@ def register_on_fsdp1(
     units = _units(model)
     group = _group(list(units.values()))
     hook = HookState(scheme, process_group=group, seed=seed, history=history, **options)
-    hook._attendance.dismiss()  # the guard says where it would not run
     ranks = {name: 1 if _is_whole(unit) else group.size() for name, unit in units.items()}
-    if max(ranks.values()) > 1:
-        need_shards(hook.scheme, "FSDP1")
-        hook.shards_for, hook.compared_with = "FSDP1", "reduce-scatter"
     known = FlatParameters([_pieces(name, unit, ranks[name]) for name, unit in units.items()])
     device = next(iter(units.values())).compute_device
-    hook._binding.adopt_sharded(model, known, group, device)
-    if verification is not None:
-        attach(hook, verification, further_rounds=int(max(ranks.values()) > 1))
-    hook.stays = "its host decides over which ranks it shards; register a hook on a model of others"
+    shards_for = "FSDP1" if max(ranks.values()) > 1 else ""
+    settle(hook, model, known, group, device, shards_for=shards_for, verification=verification)
     hook.agree("commhooks.register", {"host": "FSDP1"}, MEETING)
     for number, (unit, layout) in enumerate(zip(units.values(), known.layouts, strict=True)):
         # As FSDP1's own register_comm_hook, which gives all units one state: a hook could not

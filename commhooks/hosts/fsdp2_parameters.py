@@ -20,7 +20,7 @@ from commhooks.core.dense import Dense
 from commhooks.core.scheme import Scheme
 from commhooks.errors import RegistrationError
 from commhooks.hosts.collectives import Collectives
-from commhooks.hosts.fsdp2_register import Found
+from commhooks.hosts.fsdp2_found import Found
 from commhooks.schemes.casts import TwoPhaseCast
 from commhooks.schemes.quantized import Blockwise
 from commhooks.wrappers.cast import Cast

@@ -6,28 +6,27 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pkgutil import resolve_name
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 
-from commhooks.checkpoint.names import plain_names
 from commhooks.core.scheme import Scheme
 from commhooks.errors import RegistrationError
 from commhooks.hook.handshake import MEETING
-from commhooks.hook.sharded_bucket import need_shards
-from commhooks.hook.sharded_parameters import OwnShards, Sharded, ShardedParameters
+from commhooks.hook.settle import settle
+from commhooks.hook.sharded_parameters import OwnShards, ShardedParameters
 from commhooks.hook.state import HookState
-from commhooks.hook.verify import Verification, attach
-from commhooks.hosts.fsdp2 import BetweenNodes, Module, SchemeReduceScatter
+from commhooks.hook.verify import Verification
+from commhooks.hosts.fsdp2 import BetweenNodes, SchemeReduceScatter
+from commhooks.hosts.fsdp2_found import Found, groups_of, parameter_of
 from commhooks.hosts.guard import Guard
 from commhooks.wrappers.make import describe
 
-__all__ = ["Found", "register_on_fsdp2"]
+__all__ = ["register_on_fsdp2"]
 
 # Attributes of FSDP2's groups of parameters, where a communication is replaced.
 _INSIDE, _BETWEEN = "_reduce_scatter_comm", "_all_reduce_hook"
@@ -56,6 +55,7 @@ def register_on_fsdp2(
             f'mesh["replicate"], got {between!r}'
         )
     found = Found.of(model)
+    _warn_of_others(model, found)
     place = _INSIDE if between is None else _BETWEEN
     for module in found.modules:
         _need_free(getattr(module.group, place))
@@ -71,18 +71,12 @@ def register_on_fsdp2(
         kind: Any = resolve_name("commhooks.predict.sharded_auto:ShardedAutoHook")
         made = partial(kind, shards=between is None)
     hook = made(process_group=group, seed=seed, history=history, **options)
-    hook._attendance.dismiss()  # the guard says where it would not run
-    if between is None:
-        need_shards(hook.scheme, "FSDP2")
-        hook.shards_for, hook.compared_with = "FSDP2", "reduce-scatter"
     shards, known = found.ranks, ShardedParameters(found.parameters, found.ranks.size())
     if between is not None and shards.size() > 1:
         known = OwnShards(found.parameters, shards.size(), shards.rank())
         hook._binding.shards = shards
-    hook._binding.adopt_sharded(model, known, group, found.modules[0].group.device)
-    if verification is not None:
-        attach(hook, verification, further_rounds=int(between is None))
-    hook.stays = "its host decides over which ranks it shards; register a hook on a model of others"
+    device, shards_for = found.modules[0].group.device, "FSDP2" if between is None else ""
+    settle(hook, model, known, group, device, shards_for=shards_for, verification=verification)
     other = _other_hook(found, place)
     hook._binding.beside = _beside(found, between, other)
     facts = {
@@ -101,7 +95,7 @@ def register_on_fsdp2(
     def has_hook(group: Any) -> bool:
         return getattr(getattr(group, place), "_hook", None) is hook
 
-    model.register_forward_pre_hook(Guard(hook, _groups(model), _groups, has_hook))
+    model.register_forward_pre_hook(Guard(hook, groups_of(model), groups_of, has_hook))
     return hook
 
 
@@ -145,71 +139,10 @@ def _beside(
     return [group for group in groups if group.size() > 1]
 
 
-class Found(NamedTuple):
-    """Holds the FSDP2 modules of a model, their parameters, and the ranks of the shards."""
-
-    modules: list[Module]
-    parameters: list[Sharded]
-    ranks: dist.ProcessGroup
-
-    @classmethod
-    def of(cls, model: nn.Module, call: str = "register") -> Found:
-        groups = list(_groups(model).values())
-        if not groups:
-            raise RegistrationError(
-                f"{call}: {type(model).__name__} has no FSDP2 module with parameters; shard it "
-                f"before, fully_shard(model)"
-            )
-        if any(not isinstance(group.mesh_info, FSDPMeshInfo) for group in groups):
-            raise RegistrationError(
-                f"{call}: a model of replicate() on FSDP2 gathers nothing, and averages its "
-                f"gradients by an all-reduce that takes no scheme; commhooks.hosts.replicate("
-                f"model, scheme) does the same with a scheme"
-            )
-        ranks = groups[0]._reduce_scatter_process_group
-        if any(group._reduce_scatter_process_group is not ranks for group in groups):
-            raise RegistrationError(
-                f"{call}: the FSDP2 modules of this model are sharded over different ranks; take "
-                f"each of them by itself"
-            )
-        by_id = {id(value): name for name, value in model.named_parameters()}
-        plain = plain_names(by_id.values())
-        pairs = [(one, group) for group in groups for one in group.fsdp_params]
-        sharded = {id(one): id(_parameter(one)) for one, _ in pairs}
-        names = {one: plain[by_id[value]] for one, value in sharded.items()}
-        _warn_of_others(model, set(sharded.values()))
-        parameters = [_sharded(one, names[id(one)], group) for one, group in pairs]
-        modules = [Module(number, group, names) for number, group in enumerate(groups)]
-        return cls(modules, parameters, ranks)
-
-
-def _groups(model: nn.Module) -> dict[str, Any]:
-    """Returns FSDP2's groups of parameters, by the name of the (first) module that has each."""
-    found: dict[str, Any] = {}
-    for name, module in model.named_modules():
-        groups = (
-            module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else []
-        )
-        if len(groups) > 1:
-            raise RegistrationError(
-                f"register: the parameters of the FSDP2 module {name or 'root'} are on several "
-                f"meshes (shard_placement_fn), and it takes no reduction from outside"
-            )
-        # Modules that were sharded together, fully_shard([a, b]), have one.
-        if groups and groups[0] not in found.values():
-            found[name] = groups[0]
-    return found
-
-
-def _parameter(sharded: Any) -> nn.Parameter:
-    """Returns what the module has now, which FSDP2 takes note of in the first forward pass."""
-    place = sharded._module_info
-    parameter: nn.Parameter = getattr(place.module, place.param_name)
-    return parameter
-
-
-def _warn_of_others(model: nn.Module, sharded: set[int]) -> None:
+def _warn_of_others(model: nn.Module, found: Found) -> None:
     """Warns if a model trains parameters that no FSDP2 module has."""
+    modules = [one.group.fsdp_params for one in found.modules]
+    sharded = {id(parameter_of(one)) for some in modules for one in some}
     trained = {name: id(one) for name, one in model.named_parameters() if one.requires_grad}
     others = [name for name, one in trained.items() if one not in sharded]
     if others:
@@ -218,15 +151,8 @@ def _warn_of_others(model: nn.Module, sharded: set[int]) -> None:
             f"so averaged by nobody: ranks drift apart. Shard the whole model as well, "
             f"fully_shard(model), or average what was left out on purpose (ignored_params)",
             RuntimeWarning,
-            stacklevel=5,
+            stacklevel=4,
         )
-
-
-def _sharded(parameter: Any, name: str, group: Any) -> Sharded:
-    policy = group.mp_policy
-    dtype = policy.reduce_dtype or policy.param_dtype or parameter.sharded_param.dtype
-    trained = parameter.sharded_param.requires_grad
-    return Sharded(name, parameter._orig_size, dtype, parameter.fsdp_placement.dim, trained)
 
 
 def _replicas(found: Found, between: DeviceMesh | dist.ProcessGroup) -> dist.ProcessGroup:

@@ -70,6 +70,9 @@ MUTANTS: list[Mutant] = [
             "group = found.ranks",
             f"{FSDP2}::test_between_nodes_any_scheme_averages[int8-0.03]",
         ),
+    ),
+    *planted(
+        "commhooks/hosts/fsdp2_found.py",
         (
             "every parameter counts as cut along its rows",
             "parameter._orig_size, dtype, parameter.fsdp_placement.dim, trained)",
@@ -82,6 +85,9 @@ MUTANTS: list[Mutant] = [
             "Module(0, group, names)",
             f"{FSDP2}::test_none_has_the_bits_of_fsdp2_itself[1-2]",
         ),
+    ),
+    *planted(
+        "commhooks/hosts/fsdp2_register.py",
         (
             "between nodes all ranks have the pieces of the first",
             "shards.size(), shards.rank())",
@@ -307,7 +313,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hosts/fsdp2_register.py",
+        "commhooks/hosts/fsdp2_found.py",
         (
             "modules that were sharded together are reduced as two",
             "if groups and groups[0] not in found.values():",

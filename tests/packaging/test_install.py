@@ -171,7 +171,8 @@ def unoptimized(folder: Path) -> dict[str, str]:
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(kind, marks=pytest.mark.slow) for kind in ("quick", "full")]
+    scope="module",
+    params=[pytest.param(kind, marks=pytest.mark.slow) for kind in ("quick", "full")],
 )
 def wheel(request: pytest.FixtureRequest, source: Path) -> Path:
     """One for all workers; as it is published in ``make test-all``."""
