@@ -71,16 +71,14 @@ class Module:
 
     def reduced_units(self, reduced: Tensor) -> float:
         """Returns what FSDP2 hands to its all-reduce hook, over the mean of this node's ranks."""
-        ranks, factor = self.group._reduce_scatter_process_group.size(), None
-        before, _, op, _ = self._dividers(reduced)
+        ranks = self.group._reduce_scatter_process_group.size()
         given = self.group.gradient_divide_factor
+        before, _, op, _ = self._dividers(reduced)
         if ranks == 1:  # no reduce-scatter: it divides by what was asked for at once
-            factor = (before or 1) * (given or 1)
-        elif op == dist.ReduceOp.AVG:
-            factor = ranks
-        else:
-            factor = before or 1 if op == dist.ReduceOp.SUM else given
-        return float(ranks / factor)
+            return 1.0 / ((before or 1.0) * (given or 1.0))
+        if op == dist.ReduceOp.AVG:
+            return 1.0
+        return float(ranks / ((before or 1.0) if op == dist.ReduceOp.SUM else given))
 
     def _dividers(self, gradient: Tensor) -> Any:
         group, mesh = self.group, self.group.mesh_info
