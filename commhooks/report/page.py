@@ -31,13 +31,16 @@ h2 { font-size: 1.2rem; margin-top: 2rem; }
   radial-gradient(farthest-side at 0 50%, #1b1f2466, #1b1f2400) left / 0.8rem 100%,
   radial-gradient(farthest-side at 100% 50%, #1b1f2466, #1b1f2400) right / 0.8rem 100%;
   background-repeat: no-repeat; background-attachment: local, local, scroll, scroll; }
-.wide svg { min-width: 28rem; width: 100%; height: auto; display: block; }
+.wide svg { width: 100%; height: auto; display: block; }
 table { border-collapse: collapse; font-size: 0.9rem; font-variant-numeric: tabular-nums; }
 th, td { padding: 0.25rem 0.75rem 0.25rem 0; text-align: left; white-space: nowrap;
          border-bottom: 1px solid #d8dee4; }
 td.number, th.number { text-align: right; }
 figure { margin: 1rem 0; } figcaption { color: #57606a; font-size: 0.9rem; }
 """
+
+
+_PAGE_REM = 60  # width of the page, as above
 
 
 class Page:
@@ -98,7 +101,9 @@ class Page:
         with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": f"{len(self._parts)}"}):
             figure.savefig(buffer, format="svg", metadata={"Date": None})
         svg = buffer.getvalue()
-        svg = svg[svg.index("<svg") :]
+        # Letters of 8 points stay readable on a phone, on which the picture scrolls.
+        least = min(5 * float(figure.get_figwidth()), _PAGE_REM - 2)
+        svg = svg[svg.index("<svg") :].replace("<svg", f'<svg style="min-width:{least:.0f}rem"', 1)
         # Identifiers of two pictures on a page must differ.
         mark = f"f{len(self._parts)}-"
         svg = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{mark}", svg)

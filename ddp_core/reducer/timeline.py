@@ -252,8 +252,9 @@ def _draw(axes: Axes, times: StepTimes) -> None:
             color=color,
         )
 
-    forward, gradients, exposed = "#9aa5b1", "#4c78a8", "#e45756"
-    wire = ("#54a24b", "#88d27a", "#b6e3ab")
+    # Of Okabe and Ito, told apart by all eyes; later rounds are lighter.
+    forward, gradients, exposed = "#7F7F7F", "#0072B2", "#D55E00"
+    wire = ("#56B4E9", "#8FCDF1", "#C6E5F8")
     span(-1, times.forward_began, times.backward_began, forward)
     span(-1, times.backward_began, times.backward_ended, gradients)
     for bucket in times.buckets:
