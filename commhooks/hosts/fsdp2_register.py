@@ -11,11 +11,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 
 from commhooks.core.scheme import Scheme
-from commhooks.errors import RegistrationError
+from commhooks.errors import HookNotAttachedError, RegistrationError
 from commhooks.hook.handshake import MEETING
 from commhooks.hook.settle import settle
 from commhooks.hook.sharded_parameters import OwnShards, ShardedParameters
@@ -95,8 +96,26 @@ def register_on_fsdp2(
     def has_hook(group: Any) -> bool:
         return getattr(getattr(group, place), "_hook", None) is hook
 
-    model.register_forward_pre_hook(Guard(hook, groups_of(model), groups_of, has_hook))
+    guard = Guard(hook, groups_of(model), groups_of, has_hook, _need_reset)
+    model.register_forward_pre_hook(guard)
     return hook
+
+
+def _need_reset(model: nn.Module) -> None:
+    """Raises if FSDP2 takes the pass that begins for a part of one that has raised.
+
+    It would compute with parameters that it gathered before, and leave gradients unreduced.
+    """
+    states: list[Any] = [
+        one._get_fsdp_state() for one in model.modules() if isinstance(one, FSDPModule)
+    ]
+    if any(state._state_ctx.post_backward_final_callback_queued for state in states):
+        raise HookNotAttachedError(
+            "commhooks: the last backward pass has raised, and FSDP2 is still in it: the gradients "
+            "of the next one would be wrong. Call reset_iter_state() of the root FSDP2 module and "
+            "zero_grad() on all ranks after such a pass; where this torch has no reset_iter_state, "
+            "resume from a checkpoint"
+        )
 
 
 def _need_free(present: Any) -> None:

@@ -23,6 +23,7 @@ class Guard:
         units: the parts of the model that the host reduces one by one, by name; all have the hook.
         present: returns those that a model has now.
         has_hook: whether one of them has the hook still.
+        need_ready: raises if the host cannot begin a pass, since the one before has raised.
     """
 
     def __init__(
@@ -31,9 +32,10 @@ class Guard:
         units: Mapping[str, Any],
         present: Callable[[nn.Module], Mapping[str, Any]],
         has_hook: Callable[[Any], bool],
+        need_ready: Callable[[nn.Module], None] | None = None,
     ) -> None:
         self._hook, self._units = hook, dict(units)
-        self._present, self._has_hook = present, has_hook
+        self._present, self._has_hook, self._need_ready = present, has_hook, need_ready
         self._looks = True
 
     # Not traced by torch.compile: it acts on state that changes from step to step.
@@ -54,4 +56,7 @@ class Guard:
                 f"since (set_custom_reduce_scatter, set_all_reduce_hook, another hook). Register "
                 f"after the last module was sharded, and leave the reductions"
             )
+        # Activation checkpointing runs forward passes within backward.
+        if self._need_ready is not None and torch._C._current_graph_task_id() < 0:
+            self._need_ready(module)
         self._hook.forward_begins()

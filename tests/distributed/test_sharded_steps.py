@@ -154,6 +154,36 @@ def test_a_backward_pass_that_raised_changes_no_later_step() -> None:
     run_ranks(_after_error, 2)
 
 
+def _without_reset(rank: int, world_size: int, replicated: bool) -> None:
+    found = []
+    for fails in (False, True):
+        model: Any = model_of()
+        if replicated:
+            hook = commhooks.hosts.replicate(model, "int4", modules=[model[0], model[2]])
+        else:
+            hook = commhooks.register(sharded(model), "int4", block=64)
+        backward(model, 0, rank)
+        if fails:
+            handle = model[2].register_forward_hook(lambda *given: Raises.apply(given[2]))
+            with pytest.raises(ValueError, match="planned"):
+                backward(model, 9, rank)
+            handle.remove()
+            model.zero_grad()
+            with pytest.raises(HookNotAttachedError, match=r"reset_iter_state\(\)"):
+                backward(model, 1, rank)
+            model.reset_iter_state()
+        model.zero_grad()
+        backward(model, 1, rank)
+        found.append(gradients(model))
+        assert hook.step == 2
+    assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
+
+
+@pytest.mark.parametrize("replicated", [False, True])
+def test_a_pass_after_one_that_raised_needs_a_reset(replicated: bool) -> None:
+    run_ranks(_without_reset, 2, replicated)
+
+
 def _compiled(rank: int, world_size: int) -> None:
     plain, ours = sharded(model_of()), sharded(model_of())
     hook = commhooks.register(ours, "none")
