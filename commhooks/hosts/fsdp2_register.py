@@ -96,19 +96,18 @@ def register_on_fsdp2(
     def has_hook(group: Any) -> bool:
         return getattr(getattr(group, place), "_hook", None) is hook
 
-    guard = Guard(hook, groups_of(model), groups_of, has_hook, _need_reset)
-    model.register_forward_pre_hook(guard)
+    # Looked up once: a model may have thousands of modules.
+    states = [one._get_fsdp_state() for one in model.modules() if isinstance(one, FSDPModule)]
+    need_ready = partial(_need_reset, states)
+    model.register_forward_pre_hook(Guard(hook, groups_of(model), groups_of, has_hook, need_ready))
     return hook
 
 
-def _need_reset(model: nn.Module) -> None:
+def _need_reset(states: list[Any]) -> None:
     """Raises if FSDP2 takes the pass that begins for a part of one that has raised.
 
     It would compute with parameters that it gathered before, and leave gradients unreduced.
     """
-    states: list[Any] = [
-        one._get_fsdp_state() for one in model.modules() if isinstance(one, FSDPModule)
-    ]
     if any(state._state_ctx.post_backward_final_callback_queued for state in states):
         raise HookNotAttachedError(
             "commhooks: the last backward pass has raised, and FSDP2 is still in it: the gradients "

@@ -32,7 +32,7 @@ class Guard:
         units: Mapping[str, Any],
         present: Callable[[nn.Module], Mapping[str, Any]],
         has_hook: Callable[[Any], bool],
-        need_ready: Callable[[nn.Module], None] | None = None,
+        need_ready: Callable[[], None] | None = None,
     ) -> None:
         self._hook, self._units = hook, dict(units)
         self._present, self._has_hook, self._need_ready = present, has_hook, need_ready
@@ -58,5 +58,5 @@ class Guard:
             )
         # Activation checkpointing runs forward passes within backward.
         if self._need_ready is not None and torch._C._current_graph_task_id() < 0:
-            self._need_ready(module)
+            self._need_ready()
         self._hook.forward_begins()
