@@ -17,7 +17,7 @@ from commhooks.checkpoint.names import is_padding, padding_name, plain_name
 from commhooks.core.layout import Layout
 from commhooks.core.scheme import Scheme
 from commhooks.core.shards import equal_shards
-from commhooks.errors import RegistrationError
+from commhooks.errors import HookNotAttachedError, RegistrationError
 from commhooks.hook.handshake import MEETING
 from commhooks.hook.parameters import Parameter, memory_order
 from commhooks.hook.settle import settle
@@ -58,8 +58,22 @@ def register_on_fsdp1(
     def has_hook(unit: Any) -> bool:
         return unit._comm_hook is reduce_unit and unit._comm_hook_state[0] is hook
 
-    model.register_forward_pre_hook(Guard(hook, units, _units, has_hook))
+    model.register_forward_pre_hook(Guard(hook, units, _units, has_hook, _need_over))
     return hook
+
+
+def _need_over(model: nn.Module) -> None:
+    """Raises if FSDP1 takes the pass that begins for a part of one that has raised.
+
+    The gradients of that pass would be wrong, and FSDP1 has no method that forgets the other one.
+    """
+    units: list[Any] = [one for one in model.modules() if isinstance(one, FullyShardedDataParallel)]
+    if any(getattr(unit, "_post_backward_callback_queued", False) for unit in units):
+        raise HookNotAttachedError(
+            "commhooks: the last backward pass has raised, and FSDP1 is still in it: the gradients "
+            "of the next one would be wrong. End the processes and resume from a checkpoint; FSDP2 "
+            "(fully_shard) has reset_iter_state()"
+        )
 
 
 def reduce_unit(

@@ -179,6 +179,32 @@ def test_what_cannot_run_is_refused() -> None:
     run_ranks(_refused, 2, ignore_warnings=QUIET)
 
 
+def _after_error(rank: int, world_size: int, strategy: str) -> None:
+    model = _unit(strategy)
+    hook = commhooks.register(model, "int4", block=64)
+    backward(model, 0, rank)
+
+    def fail(gradient: Tensor) -> None:
+        raise ValueError("planned")
+
+    def forward(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        output.register_hook(fail)
+
+    handle = next(iter(model.module.children())).register_forward_hook(forward)  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="planned"):
+        backward(model, 9, rank)
+    handle.remove()
+    model.zero_grad()
+    with pytest.raises(HookNotAttachedError, match="resume from a checkpoint"):
+        backward(model, 1, rank)
+    assert hook.step == 1
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_a_pass_after_one_that_raised_is_an_error(strategy: str) -> None:
+    run_ranks(_after_error, 2, strategy, ignore_warnings=QUIET)
+
+
 def _frozen_later(rank: int, world_size: int, strategy: str) -> None:
     model = _unit(strategy)
     hook = commhooks.register(model, "int4", block=64)
