@@ -7,6 +7,7 @@ rank's contiguous shard of it, which may begin anywhere within a parameter.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,16 +59,16 @@ def register_on_fsdp1(
     def has_hook(unit: Any) -> bool:
         return unit._comm_hook is reduce_unit and unit._comm_hook_state[0] is hook
 
-    model.register_forward_pre_hook(Guard(hook, units, _units, has_hook, _need_over))
+    need_over = partial(_need_over, FullyShardedDataParallel.fsdp_modules(model))
+    model.register_forward_pre_hook(Guard(hook, units, _units, has_hook, need_over))
     return hook
 
 
-def _need_over(model: nn.Module) -> None:
+def _need_over(units: list[Any]) -> None:
     """Raises if FSDP1 takes the pass that begins for a part of one that has raised.
 
     The gradients of that pass would be wrong, and FSDP1 has no method that forgets the other one.
     """
-    units: list[Any] = [one for one in model.modules() if isinstance(one, FullyShardedDataParallel)]
     if any(getattr(unit, "_post_backward_callback_queued", False) for unit in units):
         raise HookNotAttachedError(
             "commhooks: the last backward pass has raised, and FSDP1 is still in it: the gradients "
