@@ -13,7 +13,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from commhooks.cli.arguments import listed, need_folders, schemes_of, settings_of, workload_of
+from commhooks.cli.arguments import (
+    listed,
+    need_folders,
+    note_of,
+    schemes_of,
+    settings_of,
+    workload_of,
+)
 from commhooks.cli.simulate import short
 from commhooks.predict.advise import CANDIDATES, MARGIN, Option, advise, best_of
 from commhooks.predict.device import device as device_of
@@ -86,6 +93,8 @@ def advise_on(
     faster = [one for one in beyond if one.step.step_s < (1 - MARGIN) * best.step.step_s]
     if faster:
         console.print(_beyond(faster[0], error), highlight=False, soft_wrap=True)
+    if note := note_of(links, ranks):
+        console.print(f"\n{note}", highlight=False, soft_wrap=True)
     if out is not None:
         _write([*options, *beyond], out)
         typer.echo(f"wrote {out}")

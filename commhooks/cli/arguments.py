@@ -15,10 +15,19 @@ from commhooks import Scheme
 from commhooks.cli.user_schemes import load_files, made, sentence
 from commhooks.predict.counted import counted
 from commhooks.predict.device import Device
+from commhooks.predict.fabric import Fabric
 from commhooks.predict.models import MODELS, Model, model
 from commhooks.predict.workload import Workload, load_workload
 
-__all__ = ["listed", "need_folders", "numbers_of", "schemes_of", "settings_of", "workload_of"]
+__all__ = [
+    "listed",
+    "need_folders",
+    "note_of",
+    "numbers_of",
+    "schemes_of",
+    "settings_of",
+    "workload_of",
+]
 
 
 def need_folders(*files: Path | None) -> None:
@@ -117,3 +126,13 @@ def _own(target: str) -> Model | Workload:
             f"commhooks.predict, got {type(result).__name__}"
         )
     return counted(module, *inputs)
+
+
+def note_of(fabric: Fabric, ranks: int) -> str:
+    """Returns a sentence where a prediction uses a link that nobody has measured, or nothing."""
+    if not fabric.copied or ranks <= fabric.ranks_per_node:
+        return ""
+    return (
+        f"{fabric.name}: from one machine. More than {fabric.ranks_per_node} ranks are predicted "
+        f"as if the link between machines were the one inside: run commhooks link on several."
+    )

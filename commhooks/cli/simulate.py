@@ -13,7 +13,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from commhooks.cli.arguments import listed, need_folders, numbers_of, schemes_of, workload_of
+from commhooks.cli.arguments import (
+    listed,
+    need_folders,
+    note_of,
+    numbers_of,
+    schemes_of,
+    workload_of,
+)
 from commhooks.predict.device import device as device_of
 from commhooks.predict.fabric import Fabric
 from commhooks.predict.fabric import fabric as fabric_of
@@ -81,6 +88,8 @@ def simulate(options: Options) -> None:
         console.print(f"\n{fabric.name}", style="bold", highlight=False)
         console.print(_table(found, fabric))
         console.print("\n".join(_where(found, index)), highlight=False)
+        if note := note_of(fabric, max(numbers_of(options.ranks))):
+            console.print(note, highlight=False)
     console.print(
         f"\nspeed-up: over bf16. sent: by each rank, and by a node to other nodes. pays: at\n"
         f"which bandwidths between nodes it saves {100 * MARGIN:.0f} % of bf16's step or more.",

@@ -22,7 +22,8 @@ def brief(scheme: Scheme) -> str:
         >>> brief(make("powersgd", rank=4, start_step=100))
         'DelayedStart(ErrorFeedback(PowerSGD(rank=4)), start_step=100)'
     """
-    for name in scheme_names():
+    # Of two names for one scheme, that of ``switch("none")`` and of all pages.
+    for name in ("none", *scheme_names()):
         try:
             if make(name) == scheme:
                 return name

@@ -76,7 +76,8 @@ def _difference(field: str, values: list[Any], odd: int) -> str:
                     f"{field} differ between ranks at position {position}: rank 0 has {item}, "
                     f"rank {odd} has {other} (ranks that differ from rank 0: {ranks})"
                 )
+    verb = "differ" if " and " in field else "differs"
     return (
-        f"{field} differs between ranks: rank 0 has {mine!r}, rank {odd} has {theirs!r} "
+        f"{field} {verb} between ranks: rank 0 has {mine!r}, rank {odd} has {theirs!r} "
         f"(ranks that differ from rank 0: {ranks})"
     )

@@ -80,13 +80,16 @@ def need_shards(scheme: Scheme, host: str, call: str = "register") -> None:
         call: the public call that gives it the scheme.
     """
     if not scheme.traits.shards:
+        between = (
+            ". Between replicas of FSDP2 (HSDP) any scheme runs: "
+            "register(model, scheme, between=mesh)"
+        )
         raise RegistrationError(
             f"{call}: {scheme} averages whole buckets, and {host} needs one shard of each on each "
             f"rank: it would send and keep what no rank needs. Schemes that exchange blocks of "
             f"entries run here: none, fp16, bf16, int8, int4, fp8, mxfp8, onebit, eden, topk, and "
             f"a codec in commhooks.wrappers.TwoPhase(...), also in ErrorFeedback or "
-            f"AveragedFeedback. Between replicas of FSDP2 (HSDP) any scheme runs: "
-            f"register(model, scheme, between=mesh)"
+            f"AveragedFeedback{between if host == 'FSDP2' else ''}"
         )
     if scheme.traits.coalesce:
         raise RegistrationError(

@@ -59,7 +59,6 @@ class HookState(Moving):
             raise TypeError(f"HookState(scheme, model): a module, got {type(model).__name__}")
         history = fitting("HookState", "history", history, int)
         self._init(make(scheme, **options), seed, history, process_group)
-        self._attendance.report_at_the_end_of(self, f"HookState({describe(self.scheme)})")
         if model is not None:
             self._adopt(model)
             if isinstance(model, DistributedDataParallel):
@@ -68,6 +67,8 @@ class HookState(Moving):
                 # Gradients of another module show nothing: its host (DiLoCo, local steps) may call
                 # the hook in some steps only, and outside of backward.
                 self._attendance.dismiss()
+        # Now that nothing raises any more: a refused hook is an error already.
+        self._attendance.report_at_the_end_of(self, f"HookState({describe(self.scheme)})")
 
     def switch(self, scheme: str | Scheme, **options: Any) -> None:
         """Runs another scheme from the next step on; all ranks call it, between two steps.

@@ -50,14 +50,14 @@ class SchemeAllGather(DefaultAllocMixin, AllGather):
 
 
 def gather_parameters(
-    model: nn.Module, scheme: Scheme | None = None, *, seed: int = 0
+    model: nn.Module, scheme: str | Scheme | None = None, *, seed: int = 0
 ) -> Collectives:
     """Makes FSDP2 gather parameters by a scheme; all ranks call it, after the last ``fully_shard``.
 
     Args:
         model: of FSDP2.
-        scheme: keeps no memory and rounds equal values equally, so that forward and backward have
-            the same weights; int8 to nearest by default.
+        scheme: a name or a scheme that keeps no memory and rounds equal values equally, so that
+            forward and backward have the same weights; int8 to nearest by default.
         seed: base of random draws, the same on every rank.
 
     Returns:
@@ -70,7 +70,7 @@ def gather_parameters(
     Example:
         >>> gathered = commhooks.hosts.gather_parameters(model)
     """
-    built = make("int8", stochastic=False, error_feedback=False) if scheme is None else scheme
+    built = make("int8", stochastic=False, error_feedback=False) if scheme is None else make(scheme)
     random = any(getattr(built, name, False) for name in ("stochastic", "rotate"))
     if random or not isinstance(built, Dense | Cast | TwoPhaseCast | Blockwise):
         raise RegistrationError(

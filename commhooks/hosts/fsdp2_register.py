@@ -61,6 +61,8 @@ def register_on_fsdp2(
     for module in found.modules:
         _need_free(getattr(module.group, place))
     if between is None and found.ranks.size() == 1:
+        if _averages_itself(found):
+            raise RegistrationError(f"register: the model is sharded over one rank, and {_OWN}")
         raise RegistrationError(
             "register: the model is sharded over one rank, so FSDP2 reduces nothing; to average "
             "between replicas: register(model, scheme, between=mesh)"
@@ -173,15 +175,22 @@ def _warn_of_others(model: nn.Module, found: Found) -> None:
         )
 
 
+_OWN = (
+    "FSDP2 averages over the replicas itself, since the model was sharded with a mesh of two "
+    "dimensions; shard it over the ranks of a node only: "
+    'fully_shard(module, mesh=mesh["shard"]), then '
+    'register(model, scheme, between=mesh["replicate"])'
+)
+
+
+def _averages_itself(found: Found) -> bool:
+    return any(isinstance(one.group.mesh_info, DDPMeshInfo) for one in found.modules)
+
+
 def _replicas(found: Found, between: DeviceMesh | dist.ProcessGroup) -> dist.ProcessGroup:
     group = between.get_group() if isinstance(between, DeviceMesh) else between
-    if any(isinstance(one.group.mesh_info, DDPMeshInfo) for one in found.modules):
-        raise RegistrationError(
-            "register(between=...): FSDP2 averages over these replicas itself, since the model was "
-            "sharded with a mesh of two dimensions; shard it over the ranks of a node only: "
-            'fully_shard(module, mesh=mesh["shard"]), then '
-            'register(model, scheme, between=mesh["replicate"])'
-        )
+    if _averages_itself(found):
+        raise RegistrationError(f"register(between=...): {_OWN}")
     same = set(dist.get_process_group_ranks(group)) & set(dist.get_process_group_ranks(found.ranks))
     if len(same) > 1:
         raise RegistrationError(

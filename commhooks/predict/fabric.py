@@ -13,6 +13,9 @@ __all__ = ["PRESETS", "Fabric", "Library", "Link", "fabric", "load_fabric", "sav
 
 Library = Literal["gloo", "mpi", "nccl"]
 
+# What ``source`` says of a fabric that was measured on one node.
+COPIED = "commhooks link, on one node: the link between nodes is a copy of that inside"
+
 
 @dataclass(frozen=True)
 class Link:
@@ -71,6 +74,11 @@ class Fabric:
     start_s: float = 0.0
     core_s_per_byte: float = 0.0
     source: str = ""
+
+    @property
+    def copied(self) -> bool:
+        """Whether its link between nodes was not measured, but is that inside of one."""
+        return self.source == COPIED
 
     def __post_init__(self) -> None:
         if self.library not in get_args(Library):

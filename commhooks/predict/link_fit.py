@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from commhooks.predict.collectives import collective_seconds
-from commhooks.predict.fabric import Fabric, Library, Link
+from commhooks.predict.fabric import COPIED, Fabric, Library, Link
 
 __all__ = ["COLLECTIVES", "Layout", "Part", "Time", "fitted", "modelled"]
 
@@ -69,8 +69,7 @@ def fitted(layout: Layout, times: Sequence[Time], library: Library) -> Fabric:
 
     if one_node:
         here = _nearest(layout, times, "inside", inside)
-        note = "commhooks link, on one node: the link between nodes is a copy of that inside"
-        return replace(inside(here), source=note)
+        return replace(inside(here), source=COPIED)
     if layout.per_node == 1:
         link = _nearest(layout, times, "between", lambda one: replace(empty, between=one))
         return replace(empty, between=link)

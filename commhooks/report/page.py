@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Page"]
 
+_LONG = 60  # letters of a cell that is a sentence
+
 # Wide tables and pictures scroll within the page, so that a phone shows text at its own width;
 # shadows at their sides, which stay where they are, tell that there is more.
 _STYLE = """
@@ -36,6 +38,7 @@ table { border-collapse: collapse; font-size: 0.9rem; font-variant-numeric: tabu
 th, td { padding: 0.25rem 0.75rem 0.25rem 0; text-align: left; white-space: nowrap;
          border-bottom: 1px solid #d8dee4; }
 td.number, th.number { text-align: right; }
+td.long { white-space: normal; min-width: 16rem; }
 figure { margin: 1rem 0; } figcaption { color: #57606a; font-size: 0.9rem; }
 """
 
@@ -140,8 +143,15 @@ def _texts(values: Sequence[object]) -> tuple[list[str], bool]:
 
 
 def _row(tag: str, texts: Sequence[str], numeric: Sequence[bool]) -> str:
-    kinds = (' class="number"' if number else "" for number in numeric)
     cells = (
-        f"<{tag}{kind}>{escape(text)}</{tag}>" for text, kind in zip(texts, kinds, strict=True)
+        f"<{tag}{_kind(text, number)}>{escape(text)}</{tag}>"
+        for text, number in zip(texts, numeric, strict=True)
     )
     return f"<tr>{''.join(cells)}</tr>"
+
+
+def _kind(text: str, number: bool) -> str:
+    """Returns the class of a cell: a sentence breaks into lines, numbers are on the right."""
+    if number:
+        return ' class="number"'
+    return ' class="long"' if len(text) > _LONG else ""

@@ -43,7 +43,8 @@ def write_page(hook: HookState, path: str | Path, title: str = "") -> None:
     page.text(summary)
     rows = hook.report()
     if len(rows):
-        page.table(("", ""), summary.facts[1:])
+        # The paragraph above has the plan of "auto", in whole sentences.
+        page.table(("", ""), [fact for fact in summary.facts[1:] if fact[0] != "plan"])
         page.section("A step over time")
         _timeline(page, hook)
         page.section("Bytes of each bucket")
@@ -62,7 +63,7 @@ def _timeline(page: Page, hook: HookState) -> None:
     except ValueError:
         page.text("No step has known times.")
         return
-    page.figure(figure, "What comes after the last bucket has begun is not hidden by backward.")
+    page.figure(figure, "What comes after backward ends is not hidden by it.")
 
 
 def _bytes(page: Page, rows: pd.DataFrame) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from commhooks.errors import CheckpointError, MismatchError
+from commhooks.errors import CheckpointError, MismatchError, RegistrationError
 from commhooks.hosts import replicate
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_fsdp2 import backward, gradients, model_of, sharded
@@ -140,7 +140,7 @@ def _other_options(rank: int, world_size: int) -> None:
     mesh = mesh_of(2, 2)
     model = sharded(model_of((33, 6)), mesh["shard"])
     block = 64 if mesh["shard"].get_local_rank() == 0 else 128
-    with pytest.raises(MismatchError, match="scheme and options differs"):
+    with pytest.raises(MismatchError, match="scheme and options differ between"):
         commhooks.register(model, "int4", between=mesh["replicate"], block=block)
     if rank == 3:  # its replica finds out, and the two others hear of it
         block = 256
@@ -150,6 +150,16 @@ def _other_options(rank: int, world_size: int) -> None:
 
 def test_shards_with_other_options_are_told() -> None:
     run_ranks(_other_options, 4)
+
+
+def _averaged_by_fsdp2(rank: int, world_size: int) -> None:
+    model = sharded(model_of((33, 6)), mesh_of(2, 1))
+    with pytest.raises(RegistrationError, match=r"averages over the replicas itself"):
+        commhooks.register(model, "int8")
+
+
+def test_replicas_of_one_rank_that_fsdp2_averages_are_told_how_to_be_sharded() -> None:
+    run_ranks(_averaged_by_fsdp2, 2)
 
 
 # ---- saved states

@@ -703,7 +703,7 @@ def _refusals(rank: int, world_size: int) -> None:
             ZeroOptimizer(model, *(args or (torch.optim.AdamW,)), **settings)
         train(model, torch.optim.SGD(model.parameters()), rank, 0, 1)
 
-    refused("averages whole buckets", scheme="powersgd")
+    refused(r"averages whole buckets.* or AveragedFeedback$", scheme="powersgd")
     refused("does not pack", gather="powersgd")
     refused("would grow", gather=commhooks.make("int4", stochastic=True, rotate=False))
     refused("matrix", torch.optim.Adafactor)

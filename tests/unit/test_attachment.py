@@ -252,6 +252,19 @@ def drop(*names, scope):
     gc.collect()
 
 
+def test_no_compression_has_the_name_that_pages_give_it():
+    assert repr(HookState("none")) == "HookState(none, step=0)"
+    assert repr(HookState("allreduce")) == "HookState(none, step=0)"
+
+
+def test_a_hook_that_was_refused_does_not_warn_as_well(recwarn):
+    ddp = DistributedDataParallel(layers(), process_group=commhooks.process_group("int8"))
+    with pytest.raises(RegistrationError, match=r"group\.attach"):
+        commhooks.register(ddp, "int8")
+    gc.collect()
+    assert not [one for one in recwarn if "never called" in str(one.message)]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_state_whose_model_trained_without_it_warns_when_it_is_dropped(kind):
     ddp = kind(layers())

@@ -63,7 +63,17 @@ def test_a_page_tells_the_plan_of_auto(group: None, tmp_path: Path) -> None:
         ddp(torch.randn(2, 8)).sum().backward()
     assert ("plan", "auto: nothing is decided yet") in hook.summary().facts  # type: ignore[attr-defined]
     hook.page(tmp_path / "run.html")
-    assert "auto: nothing is decided yet" in (tmp_path / "run.html").read_text()
+    page = (tmp_path / "run.html").read_text()
+    assert page.count("auto: nothing is decided yet") == 1  # not in a table's cell as well
+    assert page.count("<td>plan</td>") == 0
+
+
+def test_a_sentence_in_a_cell_breaks_into_lines() -> None:
+    page = Page("findings")
+    page.table(("what", "step"), [("a word or two", 1), ("many " * 20, 2)])
+    html = page.html()
+    assert "<td>a word or two</td>" in html
+    assert '<td class="long">many ' in html
 
 
 class _Tags(HTMLParser):

@@ -426,6 +426,21 @@ def test_simulate_takes_a_recorded_step_and_a_measured_link(tmp_path: Path) -> N
     assert "slow" in done.output
 
 
+@pytest.mark.parametrize("command", ["simulate", "advise"])
+def test_a_link_that_was_measured_on_one_machine_is_told(command: str, tmp_path: Path) -> None:
+    from commhooks.predict import save_fabric
+    from commhooks.predict.fabric import COPIED
+
+    link = Link(1e-4, 1e9)
+    here = Fabric("here", link, inside=link, ranks_per_node=2, library="gloo", source=COPIED)
+    save_fabric(here, tmp_path / "link.json")
+    for ranks, told in (("2", False), ("4", True)):
+        given = (command, "--model", "lstm", "--fabric", tmp_path / "link.json", "--ranks", ranks)
+        done = CliRunner().invoke(app, list(map(str, given)))
+        assert done.exit_code == 0, done.output
+        assert ("run commhooks link" in " ".join(done.output.split())) == told
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
