@@ -120,7 +120,8 @@ def _reason(told: dict[str, Any], code: int, killed: bool, limit: float) -> str:
     if told.get("fsdp"):
         return (
             "the script uses FSDP, which has no communication hooks for buckets of gradients: only "
-            "DistributedDataParallel can be measured."
+            "DistributedDataParallel can be measured. On FSDP2, "
+            'commhooks.register(model, "auto") times schemes while it trains.'
         )
     if "own_hook" in told:
         return (
