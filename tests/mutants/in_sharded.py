@@ -60,8 +60,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "replicas that FSDP2 averages over are averaged over again",
-            "if any(isinstance(one.group.mesh_info, DDPMeshInfo) for one in found.modules):",
-            "if not found.modules:",
+            "return any(isinstance(one.group.mesh_info, DDPMeshInfo) for one in found.modules)",
+            "return not found.modules",
             REFUSED,
         ),
         (
