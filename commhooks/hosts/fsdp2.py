@@ -111,9 +111,9 @@ class SchemeReduceScatter(DefaultAllocMixin, ReduceScatter):
         shards = equal_shards(numel, ranks)
         given = (self._module.number, input_tensor, layout, shards, output_tensor)
         bucket = ShardedBucket(*given, dense_sends=1.0)
-        before = self._module.divided_before(input_tensor) if op == dist.ReduceOp.SUM else 1.0
-        if not _keeps_units(self._hook):
-            before = 1.0
+        before = 1.0
+        if op == dist.ReduceOp.SUM and _keeps_units(self._hook):
+            before = self._module.divided_before(input_tensor)
         if before != 1:
             input_tensor.mul_(before)
         average(self._hook, bucket)
