@@ -22,6 +22,7 @@ from commhooks.predict.link_fit import modelled
 __all__ = ["link"]
 
 _LOCAL = 2  # processes that the command starts if nobody has started any
+_POOR = 1.25  # misfit from which on the table warns: predictions claim a tenth
 _START_S = 120.0  # for these to import torch and find each other
 
 
@@ -111,6 +112,13 @@ def _show(found: LinkReport) -> None:
         f"{found.seconds:.1f} s in all",
         highlight=False,
     )
+    if found.misfit > _POOR:
+        console.print(
+            f"The fit is poor: half of these measurements are off by a factor of "
+            f"{found.misfit:.1f} or more, and so are predictions for this link. Measure again "
+            f"while nothing else runs, and longer (--budget)",
+            highlight=False,
+        )
 
 
 def _words(link: Link) -> str:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from commhooks.errors import MissingRankError, RegistrationError
 from commhooks.predict.fabric import Fabric, Link
 from commhooks.predict.link_cells import REQUESTS, Cell, Size
-from commhooks.predict.link_fit import COLLECTIVES, Layout, Part, Time, fitted
+from commhooks.predict.link_fit import COLLECTIVES, Layout, Part, Time, fitted, modelled
 from ddp_core import AllReduce
 from ddp_core.exchange.lane_groups import backend_for, group_store, is_gloo
 
@@ -56,6 +56,12 @@ class LinkReport:
     device: str
     rounds: int
     seconds: float
+
+    @property
+    def misfit(self) -> float:
+        """Returns by what factor the fit misses the measurements, in the median: 1 is perfect."""
+        pairs = [(modelled(self.layout, one, self.fabric), one.seconds) for one in self.times]
+        return statistics.median(max(pair) / min(pair) for pair in pairs)
 
 
 def measure_link(

@@ -11,9 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from commhooks.cli.app import app
+from commhooks.cli.link import _show
 from commhooks.errors import RegistrationError
 from commhooks.predict import Fabric, Link, load_fabric, save_fabric
-from commhooks.predict.link import measure_link
+from commhooks.predict.link import LinkReport, measure_link
 from commhooks.predict.link_fit import COLLECTIVES, Layout, Part, Time, fitted, modelled
 
 SIZES = [2**power for power in range(10, 27, 2)]
@@ -49,6 +50,21 @@ def test_a_planted_link_is_found(latency: float, bandwidth: float) -> None:
     assert_near(found.between, planted)
     assert found.inside is None
     assert found.ranks_per_node == 1
+
+
+@pytest.mark.parametrize(
+    ("factor", "warns"), [(1.0, False), (1.2, False), (1.5, True), (0.5, True)]
+)
+def test_a_poor_fit_is_named_below_the_table(
+    factor: float, warns: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout, link = Layout(4, 1), Link(1e-4, 1e8)
+    times = [one._replace(seconds=one.seconds * factor) for one in rings("between", 4, link)]
+    report = LinkReport(Fabric("x", link, library="gloo"), layout, tuple(times), "cpu", 3, 1.0)
+    assert report.misfit == pytest.approx(max(factor, 1 / factor))
+    _show(report)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert (f"off by a factor of {report.misfit:.1f} or more" in shown) is warns
 
 
 def test_ranks_of_one_node_have_a_link_inside_and_a_copy_of_it_between() -> None:
