@@ -550,6 +550,7 @@ def _many_hooks_one_order(rank: int, world_size: int) -> Tensor:
     return parameters(model)
 
 
+@pytest.mark.slow
 def test_thirty_six_buckets_of_two_rounds_keep_their_order():
     assert equal_bits(run_ranks(_many_hooks_one_order, 3))
 

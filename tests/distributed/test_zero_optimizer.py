@@ -810,6 +810,7 @@ def _characters(rank: int, world_size: int, how: str, steps: int) -> float:
     return task.evaluate(model.module)[0]
 
 
+@pytest.mark.slow
 def test_a_transformer_trains_as_with_bf16() -> None:
     losses = {how: run_ranks(_characters, 2, how, 40)[0] for how in ("bf16", "int8")}
     assert losses["bf16"] < 3.6  # of log(128) = 4.85

@@ -83,15 +83,14 @@ def test_missing_cuda_kernels_are_told_once():
 
 def test_the_environment_sets_the_mode():
     program = "import commhooks.kernels as k; print(k.implementations('cpu')['quantize'])"
-    for mode, words in (("definition", "asked for"), ("auto", "kernel")):
-        done = subprocess.run(
-            [sys.executable, "-c", program],
-            env={"COMMHOOKS_KERNELS": mode},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert words in done.stdout
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"COMMHOOKS_KERNELS": "definition"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "asked for" in done.stdout
     done = subprocess.run(
         [sys.executable, "-c", program],
         env={"COMMHOOKS_KERNELS": "fast"},

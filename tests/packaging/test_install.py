@@ -257,6 +257,7 @@ def test_a_wheel_serves_every_python_and_old_systems(wheel: Path, tmp_path: Path
     assert "PATH" not in needed  # of the machine that built it
 
 
+@pytest.mark.slow
 def test_without_a_compiler_it_says_so_and_runs_pytorch_code(
     source: Path, tmp_path: Path, environment: Environment
 ) -> None:
