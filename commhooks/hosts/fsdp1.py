@@ -10,22 +10,20 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from commhooks.checkpoint.names import is_padding, padding_name, plain_name
 from commhooks.core.layout import Layout
 from commhooks.core.scheme import Scheme
 from commhooks.core.shards import equal_shards
 from commhooks.errors import HookNotAttachedError, RegistrationError
 from commhooks.hook.handshake import MEETING
-from commhooks.hook.parameters import Parameter, memory_order
 from commhooks.hook.settle import settle
 from commhooks.hook.sharded_bucket import ShardedBucket, average
 from commhooks.hook.sharded_parameters import FlatParameters
 from commhooks.hook.state import HookState
 from commhooks.hook.verify import Verification
+from commhooks.hosts.fsdp1_layout import originals, pieces
 from commhooks.hosts.guard import Guard
 
 __all__ = ["register_on_fsdp1"]
@@ -45,7 +43,7 @@ def register_on_fsdp1(
     group = _group(list(units.values()))
     hook = HookState(scheme, process_group=group, seed=seed, history=history, **options)
     ranks = {name: 1 if _is_whole(unit) else group.size() for name, unit in units.items()}
-    known = FlatParameters([_pieces(name, unit, ranks[name]) for name, unit in units.items()])
+    known = FlatParameters([pieces(name, unit, ranks[name]) for name, unit in units.items()])
     device = next(iter(units.values())).compute_device
     shards_for = "FSDP1" if max(ranks.values()) > 1 else ""
     settle(hook, model, known, group, device, shards_for=shards_for, verification=verification)
@@ -54,7 +52,7 @@ def register_on_fsdp1(
         # As FSDP1's own register_comm_hook, which gives all units one state: a hook could not
         # tell which unit it is called for.
         unit._comm_hook = reduce_unit
-        unit._comm_hook_state = (hook, number, layout, _originals(unit, layout))
+        unit._comm_hook_state = (hook, number, layout, originals(unit, layout))
 
     def has_hook(unit: Any) -> bool:
         return unit._comm_hook is reduce_unit and unit._comm_hook_state[0] is hook
@@ -87,13 +85,13 @@ def reduce_unit(
         gradient: the whole flat gradient, padded where it is sharded; takes the mean if it is not.
         shard: takes the mean of this rank's shard; missing where nothing is sharded.
     """
-    hook, number, layout, originals = state
+    hook, number, layout, parameters = state
     bucket = ShardedBucket(number, gradient, layout)
     if shard:
         parts = equal_shards(gradient.numel(), gradient.numel() // shard[0].numel())
         bucket = replace(bucket, shards=parts, output=shard[0], dense_sends=1.0)
     # Frozen ones beside trained ones (use_orig_params): their entries are zeros, and go nowhere.
-    frozen = [name for name, one in originals.items() if not one.requires_grad]
+    frozen = [name for name, one in parameters.items() if not one.requires_grad]
     average(hook, replace(bucket, left_alone=frozen))
 
 
@@ -129,39 +127,3 @@ def _group(units: list[Any]) -> Any:
             "register each of them by itself"
         )
     return units[0].process_group
-
-
-def _pieces(name: str, unit: Any, ranks: int) -> list[tuple[Parameter, bool]]:
-    """Returns what is in a unit's flat gradient, with padding, and whether each is trained."""
-    flat, prefix = unit._handle.flat_param, f"{name}." if name else ""
-    names = [plain_name(f"{prefix}{one}") for one in flat._fqns]
-    originals = flat._params or [flat] * len(names)
-    # A parameter lies there as in its own memory: channels-last weights have their channels last.
-    orders = [
-        memory_order(torch.empty_strided(shape, stride, device="meta"))
-        for shape, stride in zip(flat._shapes, flat._strides, strict=True)
-    ]
-    named = zip(names, flat._shapes, originals, orders, strict=True)
-    sizes = zip(flat._numels_with_padding, flat._is_padding_mask, strict=True)
-    found = [
-        (padding_name(f"{prefix}{place}"), torch.Size([numel]), flat, (0,))
-        if padded
-        else next(named)
-        for place, (numel, padded) in enumerate(sizes)
-    ]
-    total = sum(shape.numel() for _, shape, *_ in found)
-    found.append((padding_name(f"{prefix}end"), torch.Size([-total % ranks]), flat, (0,)))
-    return [
-        (Parameter(own, _sizes(shape, order), flat.dtype, order), original.requires_grad)
-        for own, shape, original, order in found
-    ]
-
-
-def _sizes(shape: torch.Size, order: tuple[int, ...]) -> torch.Size:
-    return torch.Size(shape[dimension] for dimension in order)
-
-
-def _originals(unit: Any, layout: Layout) -> dict[str, Tensor]:
-    """Returns the parameters in a flat gradient, by name; none if only the whole is known."""
-    names = [name for name in layout.names if not is_padding(name)]
-    return dict(zip(names, unit._handle.flat_param._params or (), strict=False))

@@ -12,7 +12,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from commhooks.checkpoint.names import plain_names
 from commhooks.errors import RegistrationError
 from commhooks.hook.sharded_parameters import Sharded
-from commhooks.hosts.fsdp2 import Module
+from commhooks.hosts.fsdp2_module import Module
 
 __all__ = ["Found", "groups_of", "parameter_of"]
 

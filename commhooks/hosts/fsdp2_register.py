@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pkgutil import resolve_name
@@ -12,25 +11,28 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 
 from commhooks.core.scheme import Scheme
-from commhooks.errors import HookNotAttachedError, RegistrationError
+from commhooks.errors import HookNotAttachedError
 from commhooks.hook.handshake import MEETING
 from commhooks.hook.settle import settle
 from commhooks.hook.sharded_parameters import OwnShards, ShardedParameters
 from commhooks.hook.state import HookState
 from commhooks.hook.verify import Verification
-from commhooks.hosts.fsdp2 import BetweenNodes, SchemeReduceScatter
-from commhooks.hosts.fsdp2_found import Found, groups_of, parameter_of
+from commhooks.hosts.fsdp2 import BetweenNodes, InPlace, SchemeReduceScatter
+from commhooks.hosts.fsdp2_checks import (
+    need_between,
+    need_free,
+    need_replicas,
+    need_shards,
+    warn_of_others,
+)
+from commhooks.hosts.fsdp2_found import Found, groups_of
 from commhooks.hosts.guard import Guard
 from commhooks.wrappers.make import describe
 
 __all__ = ["register_on_fsdp2"]
-
-# Attributes of FSDP2's groups of parameters, where a communication is replaced.
-_INSIDE, _BETWEEN = "_reduce_scatter_comm", "_all_reduce_hook"
 
 
 def register_on_fsdp2(
@@ -50,29 +52,14 @@ def register_on_fsdp2(
             scheme replaces FSDP2's reduce-scatter.
         verification: of its steps; None: none.
     """
-    if between is not None and not isinstance(between, DeviceMesh | dist.ProcessGroup):
-        raise RegistrationError(
-            f"register(between=...): a process group or a mesh of one dimension, such as "
-            f'mesh["replicate"], got {between!r}'
-        )
+    need_between(between)
     found = Found.of(model)
-    _warn_of_others(model, found)
-    place = _INSIDE if between is None else _BETWEEN
-    for module in found.modules:
-        _need_free(getattr(module.group, place))
-    if between is None and found.ranks.size() == 1:
-        if _averages_itself(found):
-            raise RegistrationError(f"register: the model is sharded over one rank, and {_OWN}")
-        raise RegistrationError(
-            "register: the model is sharded over one rank, so FSDP2 reduces nothing; to average "
-            "between replicas: register(model, scheme, between=mesh)"
-        )
-    group = found.ranks if between is None else _replicas(found, between)
-    made: Callable[..., HookState] = partial(HookState, scheme)
-    if scheme == "auto":
-        # By its name: it predicts with hooks, so that its module is above this one.
-        kind: Any = resolve_name("commhooks.predict.sharded_auto:ShardedAutoHook")
-        made = partial(kind, shards=between is None)
+    warn_of_others(model, found)
+    kind: type[InPlace] = SchemeReduceScatter if between is None else BetweenNodes
+    other_kind: type[InPlace] = BetweenNodes if between is None else SchemeReduceScatter
+    need_free(found, kind)
+    group = need_shards(found) if between is None else need_replicas(found, between)
+    made = _maker(scheme, shards=between is None)
     hook = made(process_group=group, seed=seed, history=history, **options)
     shards, known = found.ranks, ShardedParameters(found.parameters, found.ranks.size())
     if between is not None and shards.size() > 1:
@@ -80,23 +67,22 @@ def register_on_fsdp2(
         hook._binding.shards = shards
     device, shards_for = found.modules[0].group.device, "FSDP2" if between is None else ""
     settle(hook, model, known, group, device, shards_for=shards_for, verification=verification)
-    other = _other_hook(found, place)
-    hook._binding.beside = _beside(found, between, other)
+    other = other_kind.hook_of(found.modules[0].group)
+    hook._binding.beside = _other_nodes(found, other) if between is None else _other_shards(found)
     facts = {
-        "host": f"FSDP2 {place}",
+        "host": f"FSDP2 {kind.place}",
         "other place": None if other is None else describe(other.scheme),
     }
     hook.agree("commhooks.register", facts, MEETING)
     if other is not None:
         inside, outside = (hook, other) if between is None else (other, hook)
-        inside._binding.beside[:] = _beside(found, None, outside)
+        inside._binding.beside[:] = _other_nodes(found, outside)
         inside._runner.continue_in(outside._runner)
-    kind_of = SchemeReduceScatter if between is None else BetweenNodes
     for module in found.modules:
-        setattr(module.group, place, kind_of(hook, module, known))
+        setattr(module.group, kind.place, kind(hook, module, known))
 
     def has_hook(group: Any) -> bool:
-        return getattr(getattr(group, place), "_hook", None) is hook
+        return kind.hook_of(group) is hook
 
     # Looked up once: a model may have thousands of modules.
     states = [one._get_fsdp_state() for one in model.modules() if isinstance(one, FSDPModule)]
@@ -119,83 +105,40 @@ def _need_reset(states: list[Any]) -> None:
         )
 
 
-def _need_free(present: Any) -> None:
-    """Raises unless a module reduces its gradients as FSDP2 does by itself."""
-    if isinstance(present, SchemeReduceScatter | BetweenNodes):
-        raise RegistrationError(
-            f"register: this model already has the hook {present._hook}; change its scheme with "
-            f"hook.switch(...)"
-        )
-    if present is not None and type(present) is not DefaultReduceScatter:
-        raise RegistrationError(
-            f"register: FSDP2 reduces by {present} already (set_custom_reduce_scatter, "
-            f"set_all_reduce_hook, set_allocate_memory_from_process_group_for_comm or "
-            f"set_symm_mem_for_comm), in whose place the scheme would be; leave that call out"
-        )
+def _maker(scheme: str | Scheme, *, shards: bool) -> Callable[..., HookState]:
+    """Returns what makes the hook.
+
+    Args:
+        shards: it runs as FSDP2's reduce-scatter.
+    """
+    if scheme == "auto":
+        # By its name: it predicts with hooks, so that its module is above this one.
+        kind: Any = resolve_name("commhooks.predict.sharded_auto:ShardedAutoHook")
+        return partial(kind, shards=shards)
+    return partial(HookState, scheme)
 
 
-def _other_hook(found: Found, place: str) -> HookState | None:
-    """Returns the hook that the model has in the other place: within nodes, or between them."""
-    other = getattr(found.modules[0].group, _BETWEEN if place == _INSIDE else _INSIDE)
-    return other._hook if isinstance(other, SchemeReduceScatter | BetweenNodes) else None
+# A loss scaler skips a step on all ranks, so a hook agrees also with ranks that have other parts of
+# what it averages: one between nodes with the other shards, one within a node with the other nodes.
 
 
-def _beside(
-    found: Found, between: DeviceMesh | dist.ProcessGroup | None, other: HookState | None
-) -> list[dist.ProcessGroup]:
-    """Returns the ranks that have other parts of what a hook averages.
+def _other_shards(found: Found) -> list[dist.ProcessGroup]:
+    """Returns the ranks that a hook between nodes agrees with besides its own."""
+    return _of_several(found.ranks)
 
-    A loss scaler skips a step on all ranks, so a hook between nodes agrees with the other shards,
-    and one within a node with the other nodes.
+
+def _other_nodes(found: Found, between: HookState | None) -> list[dist.ProcessGroup]:
+    """Returns the ranks that a hook within nodes agrees with besides its own.
+
+    Args:
+        between: the hook between nodes; None: FSDP2 averages between them, if there are several.
     """
     if between is not None:
-        groups = [found.ranks]
-    elif other is not None:
-        groups = [other._binding.group()]
-    else:
-        infos = [one.group.mesh_info for one in found.modules]
-        native = [one.replicate_process_group for one in infos if isinstance(one, DDPMeshInfo)]
-        groups = native[:1]
+        return _of_several(between._binding.group())
+    infos = [one.group.mesh_info for one in found.modules]
+    native = [one.replicate_process_group for one in infos if isinstance(one, DDPMeshInfo)]
+    return _of_several(*native[:1])
+
+
+def _of_several(*groups: dist.ProcessGroup) -> list[dist.ProcessGroup]:
     return [group for group in groups if group.size() > 1]
-
-
-def _warn_of_others(model: nn.Module, found: Found) -> None:
-    """Warns if a model trains parameters that no FSDP2 module has."""
-    modules = [one.group.fsdp_params for one in found.modules]
-    sharded = {id(parameter_of(one)) for some in modules for one in some}
-    trained = {name: id(one) for name, one in model.named_parameters() if one.requires_grad}
-    others = [name for name, one in trained.items() if one not in sharded]
-    if others:
-        warnings.warn(
-            f"register: {', '.join(others[:3])}{', ...' * (len(others) > 3)}: in no FSDP2 module, "
-            f"so averaged by nobody: ranks drift apart. Shard the whole model as well, "
-            f"fully_shard(model), or average what was left out on purpose (ignored_params)",
-            RuntimeWarning,
-            stacklevel=4,
-        )
-
-
-_OWN = (
-    "FSDP2 averages over the replicas itself, since the model was sharded with a mesh of two "
-    "dimensions; shard it over the ranks of a node only: "
-    'fully_shard(module, mesh=mesh["shard"]), then '
-    'register(model, scheme, between=mesh["replicate"])'
-)
-
-
-def _averages_itself(found: Found) -> bool:
-    return any(isinstance(one.group.mesh_info, DDPMeshInfo) for one in found.modules)
-
-
-def _replicas(found: Found, between: DeviceMesh | dist.ProcessGroup) -> dist.ProcessGroup:
-    group = between.get_group() if isinstance(between, DeviceMesh) else between
-    if _averages_itself(found):
-        raise RegistrationError(f"register(between=...): {_OWN}")
-    same = set(dist.get_process_group_ranks(group)) & set(dist.get_process_group_ranks(found.ranks))
-    if len(same) > 1:
-        raise RegistrationError(
-            f"register(between=...): ranks {sorted(same)} have different shards of one replica, "
-            f"and a mean over them is none of gradients; give the mesh or group of those ranks "
-            f'that have the same shard, such as mesh["replicate"]'
-        )
-    return group

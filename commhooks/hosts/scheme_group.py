@@ -7,7 +7,6 @@ tensors goes to the backends of the group inside.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,30 +19,15 @@ from commhooks.errors import RegistrationError
 from commhooks.hook.call import Handle
 from commhooks.hook.state import HookState
 from commhooks.hosts.attached import AttachedModel
-from commhooks.hosts.carrier import discard
 from commhooks.hosts.collectives import Collectives
+from commhooks.hosts.passing_group import PassingGroup, not_traced
 
 __all__ = ["NAME", "SchemeGroup"]
 
 NAME = "commhooks"  # of the backend
-# What torch looks up in a Python class first. Where it finds nothing it calls the backend with the
-# interpreter's lock held, which waits for ever if a thread of Gloo drops a Python object meanwhile:
-# that thread has Gloo's own lock, and wants the interpreter's. Some names are of one version only.
-_PASSED_ON = (
-    *("allgather", "allreduce_coalesced", "barrier", "broadcast", "recv", "reduce_scatter"),
-    *("send", "all_gather_single_coalesced", "all_to_all_single"),
-    *("reduce_scatter_single_coalesced", "allgather_into_tensor_coalesced", "alltoall_base"),
-    "reduce_scatter_tensor_coalesced",
-)
 
 
-_NOTHING_TO_CONNECT = SimpleNamespace(supports_splitting=False)
-
-# Reducers call collectives while torch.compile looks at every Python function that runs.
-_not_traced = torch._disable_dynamo(recursive=True)  # type: ignore[attr-defined]
-
-
-class SchemeGroup(dist.ProcessGroup):
+class SchemeGroup(PassingGroup):
     """Averages by a scheme, and is otherwise the group that it was made of.
 
     The scheme runs in ``all_reduce`` with ``ReduceOp.SUM`` or ``AVG`` of one floating tensor of at
@@ -57,7 +41,6 @@ class SchemeGroup(dist.ProcessGroup):
     """
 
     hook: HookState
-    _name = ""
     _attached: AttachedModel | None = None
 
     def __init__(
@@ -69,16 +52,9 @@ class SchemeGroup(dist.ProcessGroup):
         *,
         owns: bool = False,
     ) -> None:
-        super().__init__(inside.rank(), inside.size())  # type: ignore[call-arg]
-        self.inside, self.least, self._seed, self._owns = inside, least, seed, owns
-        self._scheme, self._shows_backends = scheme, owns
+        super().__init__(inside, owns=owns)
+        self.least, self._scheme, self._seed = least, scheme, seed
         self._calls = self.hook = Collectives(scheme, inside, seed=seed)
-        kinds = dist.ProcessGroup.BackendType
-        for device in inside._device_types:
-            backend = inside._get_backend(device)
-            # What is not passed on below goes straight to the backend, in C++.
-            kind = getattr(kinds, backend.name().upper(), kinds.CUSTOM)
-            self._register_backend(device, kind, backend)
 
     def attach(self, model: nn.Module) -> HookState:
         """Tells the group the parameters of a model, by whose names a scheme keeps its memory.
@@ -106,7 +82,7 @@ class SchemeGroup(dist.ProcessGroup):
         self.hook = self._attached.hook
         return self.hook
 
-    @_not_traced
+    @not_traced
     def allreduce(  # type: ignore[override]
         self, tensors: list[Tensor], opts: Any = None
     ) -> Any:
@@ -146,45 +122,8 @@ class SchemeGroup(dist.ProcessGroup):
         """Stops what runs the scheme; a group inside that is somebody else's goes on."""
         for hook in (self._calls, self.hook):
             hook._close()
-        if self._owns:
-            discard(self.inside)
-
-    # torch tells its name to a group that it makes. The base class would hand name and description
-    # to the backends, which are those of the group inside, and rename that: a DeviceMesh, which
-    # finds groups by name, would then take this group for it.
-    def _set_group_name(self, name: str) -> None:
-        self._name = name
-
-    def _set_group_desc(self, description: str) -> None:
-        pass
-
-    @property
-    def group_name(self) -> str:  # type: ignore[override]
-        """Returns the name by which torch.distributed knows the group."""
-        return self._name
-
-    def show_backends(self) -> None:
-        """Hears that torch.distributed has made the group."""
-        self._shows_backends = True
-
-    # torch connects the backends of a group that it makes, if the default group has a device: those
-    # of a group that was there before would get a second communicator, and leave one behind.
-    def _get_backend(self, device: torch.device) -> Any:
-        return super()._get_backend(device) if self._shows_backends else _NOTHING_TO_CONNECT
+        super().shutdown()
 
     def getBackendName(self) -> str:
         """Returns the name of the backend."""
         return NAME
-
-
-def _passed_on(name: str) -> Any:
-    @_not_traced
-    def method(self: SchemeGroup, *args: Any, **options: Any) -> Any:
-        return getattr(self.inside, name)(*args, **options)
-
-    return method
-
-
-for _name in _PASSED_ON:
-    if hasattr(dist.ProcessGroup, _name):
-        setattr(SchemeGroup, _name, _passed_on(_name))

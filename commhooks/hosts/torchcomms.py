@@ -6,7 +6,6 @@ position. A group of torch.distributed carries the bytes.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,15 +17,13 @@ from commhooks.core.scheme import Scheme, slots_of
 from commhooks.errors import RegistrationError
 from commhooks.hosts.carrier import carrier, discard
 from commhooks.hosts.collectives import Collectives
+from commhooks.hosts.torchcomms_methods import METHODS
 from commhooks.wrappers.make import make
 from ddp_core import group_store, group_timeout
 
 __all__ = ["SchemeBackend", "register_backend"]
 
 _BY_SCHEME = {"all_reduce": "all_reduce", "reduce_scatter_single": "reduce_scatter"}
-_SPLITS = "output_split_sizes input_split_sizes"
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def register_backend(
@@ -112,30 +109,6 @@ class SchemeBackend:
         return can and means and tensor.is_floating_point() and tensor.numel() >= self.least
 
 
-def _waited(function: Any, async_op: bool, **options: Any) -> Any:
-    work = function(**options)
-    return work if async_op else work.wait() and None
-
-
-# By method: the function of torch, and its names of the arguments in torchcomms' order.
-_METHODS: dict[str, tuple[Any, str]] = {
-    "all_reduce": (dist.all_reduce, "tensor op"),
-    "reduce_scatter_single": (_reduce_scatter, "output input op"),
-    "reduce": (dist.reduce, "tensor group_dst op"),
-    "broadcast": (dist.broadcast, "tensor group_src"),
-    "all_gather": (dist.all_gather, "tensor_list tensor"),
-    "all_gather_single": (_all_gather, "output_tensor input_tensor"),
-    "all_to_all": (dist.all_to_all, "output_tensor_list input_tensor_list"),
-    "all_to_all_single": (dist.all_to_all_single, "output input"),
-    "all_to_all_v_single": (dist.all_to_all_single, f"output input {_SPLITS}"),
-    "scatter": (dist.scatter, "tensor scatter_list group_src"),
-    "gather": (dist.gather, "gather_list tensor group_dst"),
-    "barrier": (dist.barrier, ""),
-    "send": (partial(_waited, dist.isend), "tensor group_dst"),
-    "recv": (partial(_waited, dist.irecv), "tensor group_src"),
-}
-
-
 def _method(name: str, function: Any, arguments: str) -> Any:
     names = [*arguments.split(), "async_op"]
 
@@ -150,5 +123,5 @@ def _method(name: str, function: Any, arguments: str) -> Any:
     return method
 
 
-for _name, _of_torch in _METHODS.items():
+for _name, _of_torch in METHODS.items():
     setattr(SchemeBackend, _name, _method(_name, *_of_torch))

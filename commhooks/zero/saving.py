@@ -15,7 +15,6 @@ from commhooks.hook.parameters import Parameters
 from commhooks.zero.shard import Piece, copied
 
 __all__ = [
-    "FIELDS",
     "VERSION",
     "check",
     "gathered",
@@ -26,7 +25,7 @@ __all__ = [
 ]
 
 VERSION = 1
-FIELDS = ("version", "hook", "groups", "pieces")
+_FIELDS = ("version", "hook", "groups", "pieces")
 Saved = dict[str, dict[str, Any]]  # by name: begin and end, exact values, state
 
 
@@ -114,10 +113,10 @@ def check(state: object, groups: Sequence[Mapping[str, Any]], shapes: Mapping[st
     Raises:
         CheckpointError: it is foreign, newer, or of another model or other groups.
     """
-    if not isinstance(state, Mapping) or any(field not in state for field in FIELDS):
+    if not isinstance(state, Mapping) or any(field not in state for field in _FIELDS):
         raise CheckpointError(
             f"ZeroOptimizer.load_state_dict: takes what its state_dict() returned, with "
-            f"{', '.join(FIELDS)}; the state of a plain optimizer is not one"
+            f"{', '.join(_FIELDS)}; the state of a plain optimizer is not one"
         )
     if state["version"] != VERSION:
         raise CheckpointError(

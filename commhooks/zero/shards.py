@@ -159,14 +159,14 @@ class Shards:
 
     # ---- steps
 
-    def step(self) -> bool:
-        """Steps all buckets with gradients and makes parameters final; returns whether any was."""
+    def step(self) -> None:
+        """Steps all buckets with gradients, and makes parameters final."""
         self.drop_with_stand_ins()
         arrived = [shard for shard in self._all if shard.arrived]
         if not self.finite:
             for shard in arrived:
                 shard.roll_back(self.optimizer.state)
-            return False
+            return
         if self.in_backward and any(shard.gathered is None for shard in arrived):
             raise RegistrationError(
                 "ZeroOptimizer.step: with in_backward=True buckets are stepped once in each "
@@ -187,7 +187,6 @@ class Shards:
             if shard.gathered is not None:
                 self._gather.apply(shard, shard.gathered)
         _show(gradients)
-        return bool(arrived)
 
     def _step(self, shard: BucketShard, gradients: dict[nn.Parameter, Tensor | None]) -> None:
         """Steps the pieces of one shard; no other piece has a gradient meanwhile."""

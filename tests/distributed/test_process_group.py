@@ -233,7 +233,7 @@ def _attached(rank: int, world_size: int, mode: str) -> dict[str, Any]:
         # What one has saved goes on in the other.
         plain.load_state_dict(hook.state_dict())
         found[f"{name} saved"] = plain.step == STEPS
-        known = [one.gradient for _, one in group._attached._buckets]
+        known = [one.gradient for _, one in group._attached._buckets._known]
         found[f"{name} small"] = not any(one.untyped_storage().nbytes() for one in known)
         hook.close()
         plain.close()

@@ -454,10 +454,13 @@ MUTANTS: list[Mutant] = [
             "pass",
             f"{GROUP}::test_an_attached_model_is_as_one_with_a_hook",
         ),
+    ),
+    *planted(
+        "commhooks/hosts/reducer_buckets.py",
         (
             "buckets of one size are the first of them",
-            "self._next, known = found + 1,",
-            "self._next, known = 0,",
+            "self._next = at + 1",
+            "self._next = 0",
             f"{GROUP}::test_an_attached_model_is_as_one_with_a_hook",
         ),
         (
@@ -468,17 +471,20 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
+        "commhooks/hosts/passing_group.py",
+        (
+            "a group renames the group inside",
+            "        self._name = name\n",
+            "        super()._set_group_name(name)\n        self._name = name\n",
+            f"{GROUP}::test_all_but_large_sums_of_floats_passes_as_it_is",
+        ),
+    ),
+    *planted(
         "commhooks/hosts/scheme_group.py",
         (
             "the largest of numbers is averaged",
             "averages = op == dist.ReduceOp.SUM or op == dist.ReduceOp.AVG",
             "averages = True",
-            f"{GROUP}::test_all_but_large_sums_of_floats_passes_as_it_is",
-        ),
-        (
-            "a group renames the group inside",
-            "        self._name = name\n",
-            "        super()._set_group_name(name)\n        self._name = name\n",
             f"{GROUP}::test_all_but_large_sums_of_floats_passes_as_it_is",
         ),
         (

@@ -13,7 +13,7 @@ QUORUM = "tests/distributed/test_torchft.py::test_a_hook_follows_the_quorum[int8
 
 MUTANTS: list[Mutant] = [
     *planted(
-        "commhooks/hosts/attached.py",
+        "commhooks/hosts/reducer_buckets.py",
         (
             "buckets of another model run the scheme",
             "        if not self._computed.isdisjoint(bucket.members):\n",
@@ -22,8 +22,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "a pass without synchronisation counts as one with",
-            "        self._reduces = model.require_backward_grad_sync\n",
-            "        self._reduces = True\n",
+            "self._next, self._reduces = 0, model.require_backward_grad_sync",
+            "self._next, self._reduces = 0, True",
             f"{GROUP}::test_another_model_over_the_group_travels_as_it_is[plain]",
         ),
     ),

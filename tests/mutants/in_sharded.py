@@ -37,6 +37,9 @@ MUTANTS: list[Mutant] = [
             "else float(ranks)",
             f"{FACTOR}[False]",
         ),
+    ),
+    *planted(
+        "commhooks/hosts/fsdp2_module.py",
         (
             "a missing gradient is not noticed",
             "if total != numel:",
@@ -54,21 +57,24 @@ MUTANTS: list[Mutant] = [
         "commhooks/hosts/fsdp2_register.py",
         (
             "another reduction of FSDP2 is not noticed",
-            'return getattr(getattr(group, place), "_hook", None) is hook',
-            "return getattr(group, place) is not None",
+            "return kind.hook_of(group) is hook",
+            "return getattr(group, kind.place) is not None",
             REFUSED,
         ),
+        (
+            "between nodes the ranks of a node are averaged",
+            "group = need_shards(found) if between is None else need_replicas(found, between)",
+            "group = found.ranks",
+            f"{FSDP2}::test_between_nodes_any_scheme_averages[int8-0.03]",
+        ),
+    ),
+    *planted(
+        "commhooks/hosts/fsdp2_checks.py",
         (
             "replicas that FSDP2 averages over are averaged over again",
             "return any(isinstance(one.group.mesh_info, DDPMeshInfo) for one in found.modules)",
             "return not found.modules",
             REFUSED,
-        ),
-        (
-            "between nodes the ranks of a node are averaged",
-            "group = found.ranks if between is None else _replicas(found, between)",
-            "group = found.ranks",
-            f"{FSDP2}::test_between_nodes_any_scheme_averages[int8-0.03]",
         ),
     ),
     *planted(
@@ -199,17 +205,20 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hosts/fsdp1.py",
+        "commhooks/hosts/fsdp1_layout.py",
         (
             "parameters of all units have the same names",
             'plain_name(f"{prefix}{one}")',
             "plain_name(one)",
             f"{FSDP1}::test_what_one_host_saves_another_loads[fsdp1-ddp]",
         ),
+    ),
+    *planted(
+        "commhooks/hosts/fsdp1.py",
         (
             "all units have one number",
-            "(hook, number, layout, _originals(",
-            "(hook, 0, layout, _originals(",
+            "(hook, number, layout, originals(",
+            "(hook, 0, layout, originals(",
             f"{FSDP1}::test_the_mean_arrives[True-FULL_SHARD]",
         ),
         (
@@ -307,7 +316,7 @@ MUTANTS: list[Mutant] = [
         "commhooks/hosts/fsdp2.py",
         (
             "the divide factor does not count replicas",
-            "            units *= self._hook.world_size\n",
+            "            units *= self.hook.world_size\n",
             "            pass\n",
             f"{STEPS}::test_the_divide_factor_stands_for_all_ranks_also_between_nodes",
         ),

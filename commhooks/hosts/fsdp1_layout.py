@@ -1,0 +1,50 @@
+"""Describes what lies in the flat gradient of an FSDP1 unit: parameters, and padding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commhooks.checkpoint.names import is_padding, padding_name, plain_name
+from commhooks.core.layout import Layout
+from commhooks.hook.parameters import Parameter, memory_order
+
+__all__ = ["originals", "pieces"]
+
+
+def pieces(name: str, unit: Any, ranks: int) -> list[tuple[Parameter, bool]]:
+    """Returns what is in a unit's flat gradient, with padding, and whether each is trained."""
+    flat, prefix = unit._handle.flat_param, f"{name}." if name else ""
+    names = [plain_name(f"{prefix}{one}") for one in flat._fqns]
+    values = flat._params or [flat] * len(names)
+    # A parameter lies there as in its own memory: channels-last weights have their channels last.
+    orders = [
+        memory_order(torch.empty_strided(shape, stride, device="meta"))
+        for shape, stride in zip(flat._shapes, flat._strides, strict=True)
+    ]
+    named = zip(names, flat._shapes, values, orders, strict=True)
+    sizes = zip(flat._numels_with_padding, flat._is_padding_mask, strict=True)
+    found = [
+        (padding_name(f"{prefix}{place}"), torch.Size([numel]), flat, (0,))
+        if padded
+        else next(named)
+        for place, (numel, padded) in enumerate(sizes)
+    ]
+    total = sum(shape.numel() for _, shape, *_ in found)
+    found.append((padding_name(f"{prefix}end"), torch.Size([-total % ranks]), flat, (0,)))
+    return [
+        (Parameter(own, _sizes(shape, order), flat.dtype, order), value.requires_grad)
+        for own, shape, value, order in found
+    ]
+
+
+def _sizes(shape: torch.Size, order: tuple[int, ...]) -> torch.Size:
+    return torch.Size(shape[dimension] for dimension in order)
+
+
+def originals(unit: Any, layout: Layout) -> dict[str, Tensor]:
+    """Returns the parameters in a flat gradient, by name; none if only the whole is known."""
+    names = [name for name in layout.names if not is_padding(name)]
+    return dict(zip(names, unit._handle.flat_param._params or (), strict=False))

@@ -1,0 +1,103 @@
+"""Refuses FSDP2 models on which no scheme can run, and warns of parameters nobody averages."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
+
+from commhooks.errors import RegistrationError
+from commhooks.hosts.fsdp2 import InPlace
+from commhooks.hosts.fsdp2_found import Found, parameter_of
+
+__all__ = [
+    "need_between",
+    "need_free",
+    "need_replicas",
+    "need_shards",
+    "warn_of_others",
+]
+
+_OWN = (
+    "FSDP2 averages over the replicas itself, since the model was sharded with a mesh of two "
+    "dimensions; shard it over the ranks of a node only: "
+    'fully_shard(module, mesh=mesh["shard"]), then '
+    'register(model, scheme, between=mesh["replicate"])'
+)
+
+
+def warn_of_others(model: nn.Module, found: Found) -> None:
+    """Warns if a model trains parameters that no FSDP2 module has."""
+    modules = [one.group.fsdp_params for one in found.modules]
+    sharded = {id(parameter_of(one)) for some in modules for one in some}
+    trained = {name: id(one) for name, one in model.named_parameters() if one.requires_grad}
+    others = [name for name, one in trained.items() if one not in sharded]
+    if others:
+        warnings.warn(
+            f"register: {', '.join(others[:3])}{', ...' * (len(others) > 3)}: in no FSDP2 module, "
+            f"so averaged by nobody: ranks drift apart. Shard the whole model as well, "
+            f"fully_shard(model), or average what was left out on purpose (ignored_params)",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+def need_free(found: Found, kind: type[InPlace]) -> None:
+    """Raises unless all modules communicate as FSDP2 does by itself, where a hook is to be."""
+    for module in found.modules:
+        present, hook = getattr(module.group, kind.place), kind.hook_of(module.group)
+        if hook is not None:
+            raise RegistrationError(
+                f"register: this model already has the hook {hook}; change its scheme with "
+                f"hook.switch(...)"
+            )
+        if present is not None and type(present) is not DefaultReduceScatter:
+            raise RegistrationError(
+                f"register: FSDP2 reduces by {present} already (set_custom_reduce_scatter, "
+                f"set_all_reduce_hook, set_allocate_memory_from_process_group_for_comm or "
+                f"set_symm_mem_for_comm), in whose place the scheme would be; leave that call out"
+            )
+
+
+def need_between(between: object) -> None:
+    """Raises unless there are replicas to average over, or none were given."""
+    if between is not None and not isinstance(between, DeviceMesh | dist.ProcessGroup):
+        raise RegistrationError(
+            f"register(between=...): a process group or a mesh of one dimension, such as "
+            f'mesh["replicate"], got {between!r}'
+        )
+
+
+def need_shards(found: Found) -> dist.ProcessGroup:
+    """Returns the ranks over which FSDP2 reduces; raises if that is one rank, and so nothing."""
+    if found.ranks.size() > 1:
+        return found.ranks
+    if _averages_itself(found):
+        raise RegistrationError(f"register: the model is sharded over one rank, and {_OWN}")
+    raise RegistrationError(
+        "register: the model is sharded over one rank, so FSDP2 reduces nothing; to average "
+        "between replicas: register(model, scheme, between=mesh)"
+    )
+
+
+def need_replicas(found: Found, between: DeviceMesh | dist.ProcessGroup) -> dist.ProcessGroup:
+    """Returns the ranks to average over; raises unless they are replicas that nobody averages."""
+    group = between.get_group() if isinstance(between, DeviceMesh) else between
+    if _averages_itself(found):
+        raise RegistrationError(f"register(between=...): {_OWN}")
+    same = set(dist.get_process_group_ranks(group)) & set(dist.get_process_group_ranks(found.ranks))
+    if len(same) > 1:
+        raise RegistrationError(
+            f"register(between=...): ranks {sorted(same)} have different shards of one replica, "
+            f"and a mean over them is none of gradients; give the mesh or group of those ranks "
+            f'that have the same shard, such as mesh["replicate"]'
+        )
+    return group
+
+
+def _averages_itself(found: Found) -> bool:
+    return any(isinstance(one.group.mesh_info, DDPMeshInfo) for one in found.modules)

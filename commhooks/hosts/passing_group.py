@@ -1,0 +1,90 @@
+"""Defines ``PassingGroup``, a process group that passes everything on to the group inside."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commhooks.hosts.carrier import discard
+
+__all__ = ["PassingGroup", "not_traced"]
+
+# What torch looks up in a Python class first. Where it finds nothing it calls the backend with the
+# interpreter's lock held, which waits for ever if a thread of Gloo drops a Python object meanwhile:
+# that thread has Gloo's own lock, and wants the interpreter's. Some names are of one version only.
+_PASSED_ON = (
+    *("allgather", "allreduce_coalesced", "barrier", "broadcast", "recv", "reduce_scatter"),
+    *("send", "all_gather_single_coalesced", "all_to_all_single"),
+    *("reduce_scatter_single_coalesced", "allgather_into_tensor_coalesced", "alltoall_base"),
+    "reduce_scatter_tensor_coalesced",
+)
+
+_NOTHING_TO_CONNECT = SimpleNamespace(supports_splitting=False)
+
+# Reducers call collectives while torch.compile looks at every Python function that runs.
+not_traced = torch._disable_dynamo(recursive=True)  # type: ignore[attr-defined]
+
+
+class PassingGroup(dist.ProcessGroup):
+    """Has the ranks and the backends of another group, and sends by it.
+
+    Args:
+        inside: that group.
+        owns: shuts it down together with this one; else it is somebody else's.
+    """
+
+    _name = ""
+
+    def __init__(self, inside: dist.ProcessGroup, *, owns: bool) -> None:
+        super().__init__(inside.rank(), inside.size())  # type: ignore[call-arg]
+        self.inside, self._owns, self._shows_backends = inside, owns, owns
+        kinds = dist.ProcessGroup.BackendType
+        for device in inside._device_types:
+            backend = inside._get_backend(device)
+            # What is not passed on below goes straight to the backend, in C++.
+            kind = getattr(kinds, backend.name().upper(), kinds.CUSTOM)
+            self._register_backend(device, kind, backend)
+
+    def shutdown(self) -> None:
+        """Shuts down the group inside; one that is somebody else's goes on."""
+        if self._owns:
+            discard(self.inside)
+
+    # torch tells its name to a group that it makes. The base class would hand name and description
+    # to the backends, which are those of the group inside, and rename that: a DeviceMesh, which
+    # finds groups by name, would then take this group for it.
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, description: str) -> None:
+        pass
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        """Returns the name by which torch.distributed knows the group."""
+        return self._name
+
+    def show_backends(self) -> None:
+        """Hears that torch.distributed has made the group."""
+        self._shows_backends = True
+
+    # torch connects the backends of a group that it makes, if the default group has a device: those
+    # of a group that was there before would get a second communicator, and leave one behind.
+    def _get_backend(self, device: torch.device) -> Any:
+        return super()._get_backend(device) if self._shows_backends else _NOTHING_TO_CONNECT
+
+
+def _passed_on(name: str) -> Any:
+    @not_traced
+    def method(self: PassingGroup, *args: Any, **options: Any) -> Any:
+        return getattr(self.inside, name)(*args, **options)
+
+    return method
+
+
+for _name in _PASSED_ON:
+    if hasattr(dist.ProcessGroup, _name):
+        setattr(PassingGroup, _name, _passed_on(_name))
