@@ -76,7 +76,6 @@ VARIANTS = {
     "tests/distributed/test_verify.py::test_training_is_the_same_bit_for_bit": 2,
     "tests/distributed/test_verify_shards.py::test_error_cosine_and_norm": 2,
     "tests/distributed/test_verify_shards.py::test_no_scheme_is_accused": 3,
-    "tests/distributed/test_wire_bytes.py::test_an_interface_sends_what_the_ledger_says": 2,
     "tests/distributed/test_zero_optimizer.py::test_all_ranks_have_equal_parameters": 3,
     "tests/distributed/test_zero_optimizer.py::test_pairs_of_features_have_the_bits": 5,
     "tests/distributed/test_zero_optimizer.py::test_two_ranks_have_the_bits": 3,

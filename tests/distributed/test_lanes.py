@@ -358,7 +358,6 @@ def test_a_step_after_close_is_a_clear_error():
 
 EXIT_PATHS = {
     "end of the script": "",
-    "close, no destroy": "hook.close()",
     "destroy, no close": "dist.destroy_process_group()",
     "close after destroy": "dist.destroy_process_group(); hook.close()",
     "hook in a cycle": "hook.me = hook; model.me = model; del hook, model",

@@ -24,7 +24,7 @@ def _network_namespaces() -> None:
     [
         pytest.param("none", {}, marks=pytest.mark.slow),  # all-reduces, of which PowerSGD has two
         pytest.param("fp16", {}, marks=pytest.mark.slow),
-        ("bf16", {"fp32_sum": True}),
+        pytest.param("bf16", {"fp32_sum": True}, marks=pytest.mark.slow),
         ("powersgd", {"rank": 4}),
     ],
     ids=["allreduce", "fp16", "bf16 with fp32 sum", "PowerSGD 4"],

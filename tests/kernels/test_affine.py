@@ -44,7 +44,8 @@ def test_kernels_equal_the_definition():
         for block in BLOCKS if n < 10_000 else BLOCKS[3:]:
             x = make(n, dtype)
             expected = outputs(lambda op, *args: op.definition(*args), x, block)
-            for machine in machines(orders=(0, 5) if n < 10_000 else ()):
+            orders = () if n >= 10_000 else (0, 5) if make is tricky else (5,)
+            for machine in machines(orders=orders):
                 with on(machine, KERNELS) as run:
                     got = outputs(run, x, block)
                 assert all(map(same, expected, got)), (machine, make, n, dtype, block)

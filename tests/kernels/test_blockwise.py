@@ -111,12 +111,12 @@ def agree(machines: list[str], x: Tensor, format: str, block: int, **case: bool)
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_kernels_equal_the_definition(format):
-    for (dtype, block), n, residual, noise in itertools.product(
-        TRIED, SIZES, (False, True), (False, True)
-    ):
+    pairs = itertools.cycle([(False, False), (True, True), (False, True), (True, False)])
+    for (dtype, block), n in itertools.product(TRIED, SIZES):
         if block >= FORMATS[format].unit:
             make = unaligned if n % 2 else tricky
-            agree(machines(), make(n, dtype), format, block, residual=residual, noise=noise)
+            for residual, noise in itertools.islice(pairs, 2 + (dtype == torch.float32)):
+                agree(machines(), make(n, dtype), format, block, residual=residual, noise=noise)
 
 
 @pytest.mark.parametrize("format", ["int8", "int4", "e4m3", "sign"])
