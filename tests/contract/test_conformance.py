@@ -29,15 +29,11 @@ from tests.contract.cases import make, registered
 AVERAGING = [name for name in registered() if make(name).traits.averages]
 # One of each kind of exchange; tests/contract/test_laws.py has laws of all in every run.
 AT_EVERY_RUN = {
-    "none",
-    "bf16",
     "int4",
-    "topk",
-    "random_block",
+    "int8",
     "powersgd",
-    "eden",
+    "qsgd",
     "terngrad",
-    "demo",
 }
 CONVERGENCE = "three nodes that disagree find their common optimum"
 LONG = "random_k"  # a quarter of a minute for its seven thousand steps

@@ -99,7 +99,6 @@ def _joins_a_compiled_model(rank: int, world_size: int, cases: list[Any]) -> Non
         assert again.step == saved_at + 3, (options, saved_at, idle)
 
 
-@pytest.mark.slow
 def test_a_rank_without_inputs_joins_a_compiled_model():
     """Whether it goes on from the first step, from later ones, or from none."""
     fixed = {"find_unused_parameters": True}

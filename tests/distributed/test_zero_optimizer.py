@@ -114,6 +114,7 @@ FEATURES = (
     *("groups", "schedule", "accumulation", "two passes", "unused", "static graph"),
     *("mixed precision", "view", "in backward", "one bucket", "recomputed"),
 )
+AT_EVERY_RUN = {"accumulation", "two passes", "unused"}
 REFUSED = [{"in backward", other} for other in ("unused", "static graph", "mixed precision")]
 
 
@@ -194,7 +195,10 @@ def _pairs(rank: int, world_size: int, first: str) -> None:
             _pair(rank, features)
 
 
-@pytest.mark.parametrize("first", FEATURES)
+@pytest.mark.parametrize(
+    "first",
+    [pytest.param(one, marks=() if one in AT_EVERY_RUN else pytest.mark.slow) for one in FEATURES],
+)
 def test_pairs_of_features_have_the_bits_of_plain_training(first: str) -> None:
     run_ranks(_pairs, 2, first)
 
@@ -337,7 +341,7 @@ def _nothing_is_lost(rank: int, world_size: int, gather: str) -> tuple[float, fl
     return float((exact - held).norm()), float((exact - start).norm())
 
 
-@pytest.mark.parametrize("gather", ["int8", "int4", "onebit", "topk", "eden"])
+@pytest.mark.parametrize("gather", ["eden", "int8", "int4", "topk", "onebit"])
 def test_what_ranks_have_and_what_the_owner_keeps_are_the_exact_parameters(gather: str) -> None:
     for unsent, moved in run_ranks(_nothing_is_lost, 2, gather):
         # Without feedback errors of 30 steps would add up.
