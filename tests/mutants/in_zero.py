@@ -156,7 +156,7 @@ MUTANTS: list[Mutant] = [
             "differences replace parameters",
             "torch._foreach_add_(parameters, values)",
             "torch._foreach_copy_(parameters, values)",
-            f"{LOST}[int8]",
+            LOST,
         ),
     ),
     *planted(
