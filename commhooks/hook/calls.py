@@ -38,6 +38,8 @@ class Calls(HookState):
     memory, which both of them read and write.
     """
 
+    _called = "Collectives"  # what the program calls, for messages
+
     def _init(
         self,
         scheme: Scheme,
@@ -99,7 +101,7 @@ class Calls(HookState):
             need_no_capture(device, self.scheme, agreed=self._agreed)
         if not self._agreed:
             self._binding.also_on = device
-            self.agree(f"Collectives.{call.kind}, the first call or the first after loading")
+            self.agree(f"{self._called}.{call.kind}, the first call or the first after loading")
         if keeps:
             self._wait_for(name)
             self._drivers.join()

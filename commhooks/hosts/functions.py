@@ -15,7 +15,7 @@ from torch import Tensor
 from commhooks.core.scheme import Scheme, slots_of
 from commhooks.errors import RegistrationError
 from commhooks.hook.binding import need_group
-from commhooks.hook.call import Handle
+from commhooks.hook.call import Call, Handle, sums
 from commhooks.hosts.collectives import SUM, Collectives
 from commhooks.wrappers.make import describe
 
@@ -53,8 +53,8 @@ def all_reduce(
     Example:
         >>> commhooks.all_reduce(tensor, "int8", op=dist.ReduceOp.AVG)
     """
-    found = collectives_of(scheme, group, "all_reduce", **options)
-    return found.all_reduce(tensor, op=op, async_op=async_op)
+    call = Call("all_reduce", tensor, tensor, sums("all_reduce", op))
+    return collectives_of(scheme, group, call, **options).run(call, None, async_op)
 
 
 def reduce_scatter(
@@ -77,8 +77,8 @@ def reduce_scatter(
     Example:
         >>> commhooks.reduce_scatter(output, input, "int8")
     """
-    found = collectives_of(scheme, group, "reduce_scatter", **options)
-    return found.reduce_scatter(output, input, op=op, async_op=async_op)
+    call = Call("reduce_scatter", input, output, sums("reduce_scatter", op))
+    return collectives_of(scheme, group, call, **options).run(call, None, async_op)
 
 
 def all_gather(
@@ -100,31 +100,38 @@ def all_gather(
     Example:
         >>> commhooks.all_gather(output, input, "fp8")
     """
-    found = collectives_of(scheme, group, "all_gather", **options)
-    return found.all_gather(output, input, async_op=async_op)
+    call = Call("all_gather", input, output)
+    return collectives_of(scheme, group, call, **options).run(call, None, async_op)
 
 
 def collectives_of(
-    scheme: str | Scheme, group: dist.ProcessGroup | None, call: str, **options: Any
+    scheme: str | Scheme, group: dist.ProcessGroup | None, call: Call, **options: Any
 ) -> Collectives:
-    """Returns the object in which the functions run, made at the first call."""
+    """Returns the object that makes a call, which is made itself at the first one.
+
+    Raises:
+        RegistrationError: there is no process group, or the scheme keeps memory between calls.
+    """
     need_group(group)
     close_idle()
     group = group or dist.group.WORLD
     if group is None:
         raise RegistrationError(
-            f"commhooks.{call}: no process group; call torch.distributed.init_process_group first"
+            f"commhooks.{call.kind}: no process group; call torch.distributed.init_process_group "
+            f"first"
         )
     key = (scheme if isinstance(scheme, str) else describe(scheme), repr(sorted(options.items())))
     found = _made.get(group, {}).get(key)
     if found is None:
         found = Collectives(scheme, group, **options)
         if slots_of(found.scheme):
+            call.need(found.scheme)
             raise RegistrationError(
-                f"commhooks.{call}: {found.scheme} keeps memory between calls, which belongs to a "
-                f"tensor by name: collectives = commhooks.Collectives(scheme, group), then "
-                f"collectives.{call}(..., name=...)"
+                f"commhooks.{call.kind}: {found.scheme} keeps memory between calls, which belongs "
+                f"to a tensor by name: collectives = commhooks.Collectives(scheme, group), then "
+                f"collectives.{call.kind}(..., name=...)"
             )
+        found._called = "commhooks"
         _made.setdefault(group, {})[key] = found
         if _is_known(group):
             _registered.add(group)

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks.core import Bucket, SchemeExchange
+from commhooks.hook.call import Call
 from commhooks.hosts import functions
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import equal_bits, outcome
@@ -491,6 +492,7 @@ def _refusals(rank: int, world_size: int) -> dict[str, Any]:
         "sparse": outcome(commhooks.all_reduce, torch.ones(5).to_sparse(), "int8"),
         "whole mean": outcome(commhooks.all_reduce, torch.ones(5, dtype=torch.int32), op=AVG),
         "no parts": outcome(commhooks.reduce_scatter, torch.ones(300), x, "global_qsgd"),
+        "no parts, memory": outcome(commhooks.reduce_scatter, torch.ones(300), x, "powersgd"),
         "no payload": outcome(commhooks.all_gather, torch.ones(1200), x, "global_qsgd"),
         "pickle": outcome(pickle.dumps, stateful),
         "copy": outcome(copy.deepcopy, stateful),
@@ -523,11 +525,12 @@ EXPECTED = {
     "sparse": ("TypeError", "dense tensors"),
     "whole mean": ("ValueError", "is not whole; use SUM"),
     "no parts": ("RegistrationError", "use all_reduce, or int8"),
+    "no parts, memory": ("RegistrationError", "use all_reduce, or int8"),
     "no payload": ("RegistrationError", "has no payload"),
     "pickle": ("TypeError", "state_dict"),
     "copy": ("TypeError", "state_dict"),
     "group": ("TypeError", "ProcessGroup"),
-    "ranks differ": ("MismatchError", "scheme and options"),
+    "ranks differ": ("MismatchError", "commhooks.all_reduce, the first call"),
     "calls differ": ("MismatchError", "all_gather"),
 }
 
@@ -558,10 +561,10 @@ def _kept(rank: int, world_size: int) -> list[Any]:
     dist.destroy_process_group(group)
     commhooks.all_reduce(torch.ones(600), "int8")
     counts.append((threads(), sum(map(len, functions._made.values()))))
-    first = functions.collectives_of("int8", None, "all_reduce")
+    call = Call("all_reduce", torch.ones(600), torch.ones(600))
+    first = functions.collectives_of("int8", None, call)
     schemes = [
-        functions.collectives_of("int8", None, "all_reduce", block=block).scheme
-        for block in (64, 128)
+        functions.collectives_of("int8", None, call, block=block).scheme for block in (64, 128)
     ]
     return [counts, first.ledger.payload_bytes > 0 and schemes[0] != schemes[1], first.calls]
 
