@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.errors import RegistrationError
+from commhooks.hook.parameters import memory_order
 from commhooks.hook.reducer_bucket import ReducerBucket
 
 __all__ = ["ReducerBuckets"]
@@ -32,6 +33,7 @@ class ReducerBuckets:
     def __init__(self, model: DistributedDataParallel) -> None:
         self._known: list[tuple[tuple[int, torch.dtype], ReducerBucket]] = []
         self._next = self._looks = 0
+        self._ranks = model.process_group.size()
         self._reduces = False  # this pass, whose gradients are not accumulated (no_sync)
         self._computed: set[Tensor] = set()  # gradients of this pass
         self._told: list[Any] = []  # handles of what tells it
@@ -53,7 +55,7 @@ class ReducerBuckets:
         """Returns the bucket that a tensor is, whose gradients then count as reduced.
 
         Args:
-            unused: a pass may leave parameters out: a bucket of those alone is zeros.
+            unused: a pass may leave out all parameters of a bucket (``find_unused_parameters``).
         """
         key = (tensor.numel(), tensor.dtype)
         for at in chain(range(self._next, len(self._known)), range(self._next)):
@@ -70,7 +72,24 @@ class ReducerBuckets:
             return False
         if not self._computed.isdisjoint(bucket.members):
             return True
-        return unused and not bool(tensor.any())
+        return unused and self._is_left_out(bucket, tensor)
+
+    def _is_left_out(self, bucket: ReducerBucket, tensor: Tensor) -> bool:
+        """Whether a tensor has this rank's part of a bucket of which it has used nothing.
+
+        That is what the gradients were before the pass: zeros, unless steps add up.
+        """
+        before = [one.grad for one in bucket.members]
+        memory = tensor.untyped_storage().data_ptr()
+        if any(one is not None and one.untyped_storage().data_ptr() == memory for one in before):
+            return True  # gradient_as_bucket_view
+        shares = [
+            tensor.new_zeros(member.numel())
+            if gradient is None
+            else gradient.permute(memory_order(member)).reshape(-1)
+            for member, gradient in zip(bucket.members, before, strict=True)
+        ]
+        return torch.equal(tensor, torch.cat(shares).mul_(1.0 / self._ranks))
 
     def _look(self, model: DistributedDataParallel, step: int) -> None:
         self._looked_at, self._looks = step, self._looks + 1

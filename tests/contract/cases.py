@@ -145,6 +145,10 @@ REPRESENTATIVES = {
 }
 
 
+# Its mean is packed by the codec that all begin with, under feedback.
+SECOND_ROUNDING = ("quantization_pertensor", "two_phase")
+
+
 class Case(NamedTuple):
     """A registered name in a variant."""
 
@@ -157,6 +161,7 @@ class Case(NamedTuple):
         return (
             self.variant == "plain"
             or self.name in REPRESENTATIVES
+            or (self.name, self.variant) == SECOND_ROUNDING
             or repr(self.scheme) == repr(make(self.name))
         )
 

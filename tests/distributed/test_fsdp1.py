@@ -69,6 +69,23 @@ def _schemes(rank: int, world_size: int) -> None:
         assert 0 < float((near - wanted).norm() / wanted.norm()) < 0.4
 
 
+def _odd(rank: int, world_size: int) -> None:
+    """Three entries on two ranks, which nothing pads as nothing is cut."""
+    model = FullyShardedDataParallel(
+        nn.Linear(2, 1),
+        sharding_strategy=ShardingStrategy.NO_SHARD,
+        device_id=torch.device("cpu"),
+        use_orig_params=True,
+    )
+    hook = commhooks.register(model, "topk", ratio=0.4)
+    model(torch.ones(1, 2) * (rank + 1)).sum().backward()
+    assert hook.step == 1
+
+
+def test_whole_gradients_have_no_padding() -> None:
+    run_ranks(_odd, 2, ignore_warnings=QUIET)
+
+
 def test_the_mean_arrives_from_memory_of_a_schemes_own() -> None:
     run_ranks(_schemes, 2, ignore_warnings=QUIET)
 
@@ -171,6 +188,9 @@ def _refused(rank: int, world_size: int) -> None:
         commhooks.register(hybrid, "int8")
     units = FullyShardedDataParallel.fsdp_modules(model)
     units[-1]._comm_hook = None
+    with pytest.raises(HookNotAttachedError, match=r"not run on 4: .*another reduction"):
+        backward(model, 0, rank)
+    units[-1]._comm_hook = lambda _state, _gradient, shard: shard.zero_()
     with pytest.raises(HookNotAttachedError, match=r"not run on 4: .*another reduction"):
         backward(model, 0, rank)
 

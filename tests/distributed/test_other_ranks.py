@@ -181,7 +181,7 @@ def _equal_on_all_ranks(found: list[Any], names: list[str]) -> None:
             assert equal_bits(list(grads)) or name == "gossip", name  # each has its own there
 
 
-@pytest.mark.parametrize("host", CLASSES)
+@pytest.mark.parametrize("host", [pytest.param("torch", marks=pytest.mark.slow), "core"])
 def test_four_ranks_become_two_and_then_three(host: str) -> None:
     names = list(SCHEMES) if host == "torch" else ["topk", "powersgd", "ef21"]
     _equal_on_all_ranks(run_ranks(_changes, 4, host, names, False, timeout=120), names)

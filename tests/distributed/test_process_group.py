@@ -287,6 +287,8 @@ def _beside_others(rank: int, world_size: int, options: dict[str, Any]) -> dict[
         if step % 2:
             with model.no_sync():
                 model(inputs).square().sum().backward()
+            (left,) = train(same, rank, 1, step)
+            found[f"{step}: dense beside what accumulates"] = torch.equal(left, mean)
             model.zero_grad()
         loss = model(inputs).square().sum()
         (own,) = train(same, rank, 1, step)
@@ -305,6 +307,51 @@ def test_another_model_over_the_group_travels_as_it_is(mode: str) -> None:
     ignored = (".*find_unused_parameters=True was specified.*",)
     for found in run_ranks(_beside_others, 2, MODES[mode], ignore_warnings=ignored):
         assert all(found.values()), found
+
+
+class _Unused(nn.Module):
+    """Layers of one size, of which two have gradients in every other step only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(3))
+        self.uses_all = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        layers = self.layers if self.uses_all else self.layers[:1]
+        for layer in layers:
+            x = layer(x)
+        return x
+
+
+def _one_size(rank: int, world_size: int, accumulates: bool, view: bool) -> None:
+    group = commhooks.process_group("topk", ratio=0.1)
+    options = {
+        "bucket_cap_mb": 0.0005,
+        "find_unused_parameters": True,
+        "gradient_as_bucket_view": view,
+    }
+    torch.manual_seed(0)
+    inside = _Unused()
+    model = DistributedDataParallel(copy.deepcopy(inside), process_group=group, **options)
+    lone = DistributedDataParallel(inside, **options)
+    hook, alone = group.attach(model), commhooks.register(lone, "topk", ratio=0.1)
+    for step in range(5):
+        for one in (model, lone):
+            if not accumulates:
+                one.zero_grad()
+            one.module.uses_all = step % 2 == 0 or (rank == 0 and step == 3)
+            one(batch(step, rank, 8, 16)).square().sum().backward()
+        assert torch.equal(gradients(model), gradients(lone)), step
+        rows = hook.ledger._rows
+        assert sorted(row.bucket for row in rows if row.step == step) == [0, 1, 2], step
+    assert hook.calls == alone.calls
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_buckets_without_gradients_are_told_apart(accumulates: bool, view: bool) -> None:
+    run_ranks(_one_size, 2, accumulates, view)
 
 
 def _copied(rank: int, world_size: int) -> dict[str, bool]:
@@ -388,6 +435,7 @@ def _refusals(rank: int, world_size: int) -> dict[str, Any]:
     shared.attach(model)
     found["attached"] = outcome(shared.attach, model)
     model._update_process_group(dist.new_group([0, 1]))
+    dist.barrier()  # a rank that ends closes what the other still connects
     found["moved"] = outcome(train, model, rank, 1)
     return found
 

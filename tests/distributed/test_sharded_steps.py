@@ -114,6 +114,8 @@ def _adds_up(rank: int, world_size: int, build: Callable[[], nn.Module]) -> tupl
         mean /= world_size
         assert mean.any(), name
         worst = max(worst, float((value - mean).norm() / mean.norm()))
+    buckets = {row.bucket for row in hook.ledger._rows}
+    assert buckets == set(range(len(buckets))), "a group of parameters counts twice"
     return worst, hook.step
 
 

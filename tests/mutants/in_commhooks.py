@@ -248,7 +248,7 @@ MUTANTS: list[Mutant] = [
             "the second rounding's loss is one rank's share",
             "unsent[begin:end].add_(error, alpha=float(weight))",
             "unsent[begin:end].add_(error)",
-            f"{FEEDBACK}::test_onebit_with_feedback",
+            "tests/contract/test_laws.py::test_applied_and_residual_sum_to_the_gradients",
         ),
     ),
     *planted(
@@ -460,7 +460,7 @@ MUTANTS: list[Mutant] = [
             "buckets of one size are the first of them",
             "self._next = at + 1",
             "self._next = 0",
-            f"{GROUP}::test_an_attached_model_is_as_one_with_a_hook",
+            f"{GROUP}::test_buckets_without_gradients_are_told_apart",
         ),
         (
             "the buckets of the first step are those of all",
@@ -508,7 +508,7 @@ MUTANTS: list[Mutant] = [
             "a loaded hook draws by its own seed",
             'engine.step, engine.seed = loaded.common["step"], loaded.common["seed"]',
             'engine.step = loaded.common["step"]',
-            f"{DISTRIBUTED}/test_resume.py::test_kill_and_resume_is_no_interruption_bit_for_bit",
+            f"{DISTRIBUTED}/test_functions.py::test_saved_and_loaded_calls_go_on_bit_for_bit",
         ),
     ),
     *planted(

@@ -178,8 +178,9 @@ MUTANTS: list[Mutant] = [
         (
             "the owner of a shard computes with its exact parameters",
             "return self._collectives.all_gather(output_tensor, input_tensor, async_op=async_op)",
-            "self._collectives.all_gather(output_tensor, input_tensor)\n"
-            "        output_tensor.view(group.size(), -1)[group.rank()] = input_tensor.view(-1)",
+            "kept = input_tensor.clone()\n"
+            "        self._collectives.all_gather(output_tensor, input_tensor)\n"
+            "        output_tensor.view(group.size(), -1)[group.rank()] = kept.view(-1)",
             f"{FSDP2}::test_gathered_parameters_are_rounded_alike_on_all_ranks",
         ),
         (
@@ -225,7 +226,7 @@ MUTANTS: list[Mutant] = [
             "whole gradients are padded as if they were cut",
             "1 if _is_whole(unit) else group.size()",
             "group.size()",
-            f"{FSDP1}::test_the_mean_arrives_from_memory_of_a_schemes_own",
+            f"{FSDP1}::test_whole_gradients_have_no_padding",
         ),
         (
             "another hook of a unit is not noticed",
