@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,8 @@ from ddp_core.reducer.step import ReducerSettings
 
 __all__ = ["Parts"]
 
-_numbers = itertools.count()  # all ranks construct their modules in the same order
+# By group: all of its ranks construct their modules in the same order, or come to it in that order.
+_numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
 
 
 class Parts:
@@ -85,7 +87,7 @@ class Parts:
             replica.group,
             self.settings,
             precision=self.precision,
-            name=str(next(_numbers)),
+            name=str(next(_numbers.setdefault(replica.group, itertools.count()))),
         )
         self.reducer.backward.unreduced.synchronises = partial(_synchronises, self._model)
         self.hooks.attach(self.reducer)
