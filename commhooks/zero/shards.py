@@ -146,7 +146,7 @@ class Shards:
                 "ZeroOptimizer.clip_grad_norm_: with in_backward=True buckets are stepped before "
                 "the norm over all of them is known; make it with in_backward=False"
             )
-        self._model.reducer.before_collectives()
+        self._model._parts.before_collectives()
         self.drop_with_stand_ins()
         values, largest = [piece.value for piece in self.pieces()], norm_type == math.inf
         grads = [one.grad for one in values if one.grad is not None]
@@ -173,8 +173,8 @@ class Shards:
                 "ZeroOptimizer.step: with in_backward=True buckets are stepped once in each "
                 "backward pass, and this step was made: call zero_grad() after it"
             )
-        if arrived:
-            self._model.reducer.before_collectives()
+        if arrived and not self.in_backward:
+            self._model._parts.before_collectives()
         shown = [self.told, *(piece.value for piece in self.pieces())]
         gradients = {value: value.grad for value in shown}
         _show(dict.fromkeys(gradients))

@@ -87,7 +87,7 @@ class ForwardPass:
         if plans.at_point:
             parts.buffers.sync_next = True  # whatever ran within `hold`
         if plans.grads or self._module._join_config.enable or parts.buffers.are_due:
-            reducer.before_collectives()
+            parts.before_collectives()
         work = announce(self._module, parts.replica, plans)
         if plans.grads:
             reducer.prepare_for_forward()

@@ -212,11 +212,6 @@ class Reducer:
         if self.in_flight.step.is_open and backward_number() == NO_BACKWARD:
             self.in_flight.abandon()
 
-    def before_collectives(self) -> None:
-        """After a backward pass that raised, raises unless all ranks raised at the same place."""
-        self.drop_raised_step()
-        self.launcher.abandonments.agree()
-
     def shadow(self, *, at_point: bool = False) -> None:
         """Takes part in a backward pass or a ``reduce`` with zeros: there is no more input."""
         shadow(self.in_flight, self.plan, at_point=at_point)
