@@ -146,7 +146,6 @@ class Shards:
                 "ZeroOptimizer.clip_grad_norm_: with in_backward=True buckets are stepped before "
                 "the norm over all of them is known; make it with in_backward=False"
             )
-        self._model._parts.before_collectives()
         self.drop_with_stand_ins()
         values, largest = [piece.value for piece in self.pieces()], norm_type == math.inf
         grads = [one.grad for one in values if one.grad is not None]
@@ -179,11 +178,10 @@ class Shards:
         gradients = {value: value.grad for value in shown}
         _show(dict.fromkeys(gradients))
         under_way: list[tuple[BucketShard, Future[Tensor]]] = []
-        for shard in arrived:
-            if not self.in_backward:
-                self._step(shard, {piece.value: gradients[piece.value] for piece in shard.pieces})
-                # Values of one bucket travel while the next one is stepped.
-                under_way.append((shard, self._send(shard)))
+        for shard in () if self.in_backward else arrived:
+            self._step(shard, {piece.value: gradients[piece.value] for piece in shard.pieces})
+            # Values of one bucket travel while the next one is stepped.
+            under_way.append((shard, self._send(shard)))
         for shard, future in under_way:
             shard.gathered = future.wait()
         for shard in arrived:
