@@ -146,6 +146,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Returns:
             The norm before, the same on all ranks; not finite if a gradient of any rank is not.
         """
+        self._model._parts.before_collectives()
         return self._shards.clip(max_norm, norm_type)
 
     @torch.no_grad()

@@ -172,15 +172,16 @@ class Shards:
                 "ZeroOptimizer.step: with in_backward=True buckets are stepped once in each "
                 "backward pass, and this step was made: call zero_grad() after it"
             )
+        if arrived and not self.in_backward:
+            self._model._parts.before_collectives()
         shown = [self.told, *(piece.value for piece in self.pieces())]
         gradients = {value: value.grad for value in shown}
         _show(dict.fromkeys(gradients))
         under_way: list[tuple[BucketShard, Future[Tensor]]] = []
-        for shard in arrived:
-            if not self.in_backward:
-                self._step(shard, {piece.value: gradients[piece.value] for piece in shard.pieces})
-                # Values of one bucket travel while the next one is stepped.
-                under_way.append((shard, self._send(shard)))
+        for shard in () if self.in_backward else arrived:
+            self._step(shard, {piece.value: gradients[piece.value] for piece in shard.pieces})
+            # Values of one bucket travel while the next one is stepped.
+            under_way.append((shard, self._send(shard)))
         for shard, future in under_way:
             shard.gathered = future.wait()
         for shard in arrived:

@@ -86,6 +86,8 @@ class ForwardPass:
             return
         if plans.at_point:
             parts.buffers.sync_next = True  # whatever ran within `hold`
+        if plans.grads or self._module._join_config.enable or parts.buffers.are_due:
+            parts.before_collectives()
         work = announce(self._module, parts.replica, plans)
         if plans.grads:
             reducer.prepare_for_forward()

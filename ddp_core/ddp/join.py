@@ -42,6 +42,7 @@ class ShadowHook(JoinHook):
     def main_hook(self) -> None:
         """Takes part in one step of the others."""
         parts, buffers = self._parts, self._parts.buffers
+        parts.before_collectives()
         plans = hear_of_plans(parts.replica)
         if plans.grads:
             parts.reducer.prepare_for_forward()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from functools import partial
 from typing import Any
@@ -24,7 +23,9 @@ from ddp_core.reducer.step import ReducerSettings
 
 __all__ = ["Parts"]
 
-_numbers = itertools.count()  # all ranks construct their modules in the same order
+# By group: all of its ranks construct their modules in the same order, or come to it in that order.
+_reducers: weakref.WeakKeyDictionary[dist.ProcessGroup, list[weakref.ref[TorchReducer]]]
+_reducers = weakref.WeakKeyDictionary()
 
 
 class Parts:
@@ -80,13 +81,15 @@ class Parts:
         self.precision = None
         if config is not None:
             self.precision = Precision(config, replica.module, trained, replica.ignored)
+        of_group = _reducers.setdefault(replica.group, [])
         self.reducer = TorchReducer(
             trained,
             replica.group,
             self.settings,
             precision=self.precision,
-            name=str(next(_numbers)),
+            name=str(len(of_group)),
         )
+        of_group.append(weakref.ref(self.reducer))
         self.reducer.backward.unreduced.synchronises = partial(_synchronises, self._model)
         self.hooks.attach(self.reducer)
         if self.precision is not None:
@@ -134,6 +137,17 @@ class Parts:
         if has_optimizer_in_backward(parameters):
             take_over(parameters)
             self.reducer.in_flight.optimizer = OptimizersInBackward()
+
+    def before_collectives(self) -> None:
+        """After a backward pass that raised, raises unless all ranks raised at the same place.
+
+        Also of other models: their buckets travel in the same group.
+        """
+        for known in _reducers.get(self.replica.group, ()):
+            reducer = known()
+            if reducer is not None:
+                reducer.drop_raised_step()
+                reducer.launcher.abandonments.agree()
 
     def synchronise_buffers(self, *, joins: bool, awaits: bool, candidate: bool = True) -> None:
         """Makes buffers equal on all ranks.

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,13 +14,17 @@ from torch import Tensor
 
 from ddp_core.exchange.errors import CollectiveError, PeerError
 from ddp_core.exchange.lane_groups import group_store
+from ddp_core.reducer.abandoned import Abandonments
 
 __all__ = [
     "SLICE",
     "FailureBoard",
     "FutureNotDone",
+    "Place",
     "failed",
+    "never_completed",
     "peer_error",
+    "rebuild_failed",
     "wait_for_future",
     "wait_for_work",
 ]
@@ -29,18 +33,30 @@ __all__ = [
 SLICE = timedelta(seconds=1)
 
 
+class Place(NamedTuple):
+    """What a rank waits for."""
+
+    attempt: int  # steps, counting those that raised
+    step: int
+    bucket: int  # -1: a message of the step
+
+
 class FailureBoard:
     """Tells ranks, by the process group's store, which of them have failed.
 
     Args:
         group: ranks that share the board.
         name: distinguishes boards of one group; the same on all ranks.
+
+    Attributes:
+        abandonments: steps that ranks have dropped, see :class:`Abandonments`.
     """
 
     def __init__(self, group: dist.ProcessGroup, name: str) -> None:
         self._rank = group.rank()
         self._name = name
         self._store = group_store(group)  # without one, failures time out instead
+        self.abandonments = Abandonments(group, self._store, name)
 
     def report(self, attempt: int, text: str) -> None:
         """Tells the other ranks; never raises."""
@@ -48,22 +64,24 @@ class FailureBoard:
             with contextlib.suppress(Exception):  # the store's host may be gone
                 self._store.compare_set(self._key(attempt), "", f"rank {self._rank}: {text}")
 
-    def look(self, attempt: int) -> str | None:
-        """Returns what another rank has reported in this attempt."""
-        text = None
+    def look(self, place: Place) -> str | None:
+        """Returns what another rank has reported that will not come to this place."""
+        text: str | None = None
         if self._store is not None:
             with contextlib.suppress(Exception):
-                if self._store.check([self._key(attempt)]):
-                    text = self._store.get(self._key(attempt)).decode()
-        return None if text is None or text.startswith(f"rank {self._rank}:") else text
+                if self._store.check([self._key(place.attempt)]):
+                    text = self._store.get(self._key(place.attempt)).decode()
+        if text is None or text.startswith(f"rank {self._rank}:"):
+            return self.abandonments.look(place.step, place.bucket)
+        return text
 
-    def check(self, attempt: int) -> None:
-        """Raises if another rank has reported a failure in this attempt.
+    def check(self, place: Place) -> None:
+        """Raises if another rank has reported that it will not come to this place.
 
         Raises:
             PeerError: with the other rank's message.
         """
-        text = self.look(attempt)
+        text = self.look(place)
         if text is not None:
             raise peer_error(text)
 
@@ -80,7 +98,7 @@ def peer_error(text: str) -> PeerError:
     )
 
 
-def wait_for_work(work: dist.Work, device: torch.device, board: FailureBoard, attempt: int) -> None:
+def wait_for_work(work: dist.Work, device: torch.device, board: FailureBoard, place: Place) -> None:
     """Waits for a collective; looks at the board while it does not end.
 
     On CUDA waiting orders streams and returns at once; a thread looks at the board, see
@@ -96,7 +114,7 @@ def wait_for_work(work: dist.Work, device: torch.device, board: FailureBoard, at
         except RuntimeError:
             if work.is_completed():  # it failed; otherwise the slice is over
                 raise
-        board.check(attempt)
+        board.check(place)
 
 
 class FutureNotDone(Exception):
@@ -106,7 +124,7 @@ class FutureNotDone(Exception):
 def wait_for_future(
     future: Any,
     board: FailureBoard,
-    attempt: int,
+    place: Place,
     *,
     of_tensor: bool = True,
     limit: timedelta | None = None,
@@ -121,7 +139,7 @@ def wait_for_future(
         future.add_done_callback(lambda _: done.set())
         end = None if limit is None else time.monotonic() + limit.total_seconds()
         while not done.wait(SLICE.total_seconds()):
-            board.check(attempt)
+            board.check(place)
             if end is not None and time.monotonic() > end:
                 raise FutureNotDone
     value = future.wait()
@@ -155,6 +173,26 @@ def failed(
     )
     failure.__cause__ = error
     return failure
+
+
+def never_completed(purpose: str, limit: timedelta | None) -> RuntimeError:
+    """Says that a hook keeps its future for an abandoned step open."""
+    return RuntimeError(
+        f"a step was abandoned, and the future that the hook returned {purpose} was not completed "
+        f"within {limit}, the process group's timeout. A hook that holds buckets back lets them go "
+        f"in a method step_abandoned() of its state, see register_comm_hook"
+    )
+
+
+def rebuild_failed(error: BaseException, step: int) -> CollectiveError:
+    """Says that ranks could not agree on buckets."""
+    return CollectiveError(
+        f"agreeing on new buckets failed before step {step}: {error}. A peer died, or the ranks do "
+        f"not run the same code",
+        step=step,
+        bucket=0,
+        round=0,
+    )
 
 
 def _round_in(text: str) -> int:

@@ -103,8 +103,8 @@ class InFlight:
         step = self.step
         if not step.complete and not step.abandoned:
             step.abandoned = True
-            self.launcher.forget_step()
-            self.launcher.events.step_abandoned()
+            begun = step.is_open or step.marked or step.outcomes
+            self.launcher.step_abandoned(len(step.outcomes) if begun else None)
 
     def abandon(self) -> None:
         """Drops a step whose backward pass raised; what it has launched must not write any more."""

@@ -22,7 +22,9 @@ from ddp_core.reducer.events import StepEvents
 from ddp_core.reducer.failures import (
     FailureBoard,
     FutureNotDone,
+    Place,
     failed,
+    never_completed,
     wait_for_future,
     wait_for_work,
 )
@@ -85,7 +87,9 @@ class Launcher:
         self.step = 0  # synchronised backward passes
         self.attempt = 0  # the same, counting those that raised
         self.error = ""  # the latest one's words
+        self._told = False  # by another rank, in this step, that it has failed
         self._board = FailureBoard(group, name)
+        self.abandonments = self._board.abandonments
         self._device = device
         self._side: Any = None  # the stream of messages, made when it is needed first
         # Where waiting does not keep the host, a thread looks at the board.
@@ -106,7 +110,7 @@ class Launcher:
     def step_begins(self) -> None:
         """Hears, on the thread of the training loop, of a forward pass that is over."""
         self.attempt += 1
-        self._thread = threading.get_ident()
+        self._thread, self._told = threading.get_ident(), False
         if self._watch is not None:
             self._watch.check()
 
@@ -115,10 +119,19 @@ class Launcher:
         if self._watch is not None:
             self._watch.all_enqueued()
 
-    def forget_step(self) -> None:
-        """Hears that the step has raised here."""
+    def step_abandoned(self, launched: int | None) -> None:
+        """Hears that the step will not land; of so many buckets, if its backward pass began."""
+        self._forget()
+        if launched is not None:
+            self.abandonments.note(self.step, launched, told=self._told)
+        self.events.step_abandoned()
+
+    def _forget(self) -> None:
         if self._watch is not None:
             self._watch.forget()
+
+    def _place(self, bucket: int = -1) -> Place:
+        return Place(self.attempt, self.step, bucket)
 
     def launch(self, bucket: HeldBucket, *, is_last: bool, times: BucketTimes | None) -> Outcome:
         """Starts the exchange of a full bucket."""
@@ -126,7 +139,7 @@ class Launcher:
             times.mark("launched")
         try:
             if self._watch is not None:
-                self._watch.launched(self.attempt, self._thread)
+                self._watch.launched(self._place(bucket.number), self._thread)
             with named_range("launch", bucket.number):
                 if self.hook is None:
                     return self._all_reduce(bucket, times)
@@ -141,13 +154,7 @@ class Launcher:
         except RuntimeError as error:
             raise failed(error, "all_reduce", self.step, bucket.number) from error
         if times is not None:
-            nbytes = bucket.nbytes
-            record = RoundRecord(self.step, bucket.number, 0, "all_reduce", nbytes, nbytes, 0.0)
-            put(record, "issued", times.clock.now())
-            times.rounds.append(record)
-            # A sparse sum is written when it is waited for: on a GPU there is no earlier end of it.
-            if not (isinstance(work, SparseSum) and bucket.buffer.device.type != "cpu"):
-                _when_done(work.get_future(), bucket.buffer.device, _stamp(times, record))
+            _record(work, bucket, self.step, times)
         return Outcome(bucket.buffer.device, work=work)
 
     def _run_hook(self, bucket: HeldBucket, is_last: bool, times: BucketTimes | None) -> Outcome:
@@ -175,26 +182,27 @@ class Launcher:
         """
         if times is not None:
             times.mark("wait_began")
+        place = self._place(bucket.number)
         try:
             if self._watch is not None:
                 self._watch.check()
             result = bucket.buffer
             with named_range("wait", bucket.number):
                 if outcome.future is not None:
-                    result = wait_for_future(outcome.future, self._board, self.attempt)
+                    result = wait_for_future(outcome.future, self._board, place)
                 elif outcome.work is not None:
-                    wait_for_work(outcome.work, bucket.buffer.device, self._board, self.attempt)
+                    wait_for_work(outcome.work, bucket.buffer.device, self._board, place)
         except Exception as error:
-            told = self._board.look(self.attempt)
+            told = self._board.look(place)
             self._report(bucket, error)
             raise failed(error, "the exchange", self.step, bucket.number, told) from error
         if times is not None:
             times.mark("wait_ended")
         return result
 
-    def await_work(self, work: dist.Work, device: torch.device) -> None:
-        """Waits for another collective of the step."""
-        wait_for_work(work, device, self._board, self.attempt)
+    def await_work(self, work: dist.Work, device: torch.device, *, after: int = -1) -> None:
+        """Waits for another collective of the step, sent after bucket ``after``."""
+        wait_for_work(work, device, self._board, self._place(after))
 
     def beside(self) -> AbstractContextManager[object]:
         """Returns a stream that waits for messages, which are read while a GPU computes."""
@@ -220,7 +228,7 @@ class Launcher:
     def await_futures(self, futures: list[Any]) -> None:
         """Waits for futures of the buffer hook."""
         for future in futures:
-            wait_for_future(future, self._board, self.attempt, of_tensor=False)
+            wait_for_future(future, self._board, self._place(), of_tensor=False)
 
     def settle(self, bucket: HeldBucket, outcome: Outcome) -> None:
         """Waits until the exchange of an abandoned step does not write any more.
@@ -229,7 +237,7 @@ class Launcher:
             RuntimeError: a hook keeps its future open for longer than collectives may take.
         """
         if outcome.future is not None:
-            self._settle_future(outcome.future, f"for bucket {bucket.number}")
+            self._settle_future(outcome.future, f"for bucket {bucket.number}", bucket.number)
             return
         with contextlib.suppress(CollectiveError):  # the step has raised already
             self.finish(bucket, outcome, None)
@@ -239,29 +247,25 @@ class Launcher:
         for future in futures:
             self._settle_future(future, "for buffers")
 
-    def _settle_future(self, future: Any, purpose: str) -> None:
-        limit = group_timeout(self.group)
+    def _settle_future(self, future: Any, purpose: str, bucket: int = -1) -> None:
+        limit, place = group_timeout(self.group), self._place(bucket)
         try:
-            wait_for_future(future, self._board, self.attempt, of_tensor=False, limit=limit)
+            wait_for_future(future, self._board, place, of_tensor=False, limit=limit)
         except FutureNotDone:
-            raise RuntimeError(
-                f"a step was abandoned, and the future that the hook returned {purpose} was not "
-                f"completed within {limit}, the process group's timeout. A hook that holds buckets "
-                f"back lets them go in a method step_abandoned() of its state, see "
-                f"register_comm_hook"
-            ) from None
+            raise never_completed(purpose, limit) from None
         except Exception:  # the step has raised already
             return
 
     def _report(self, bucket: HeldBucket, error: Exception) -> None:
         """Tells the other ranks, which would wait for this one; hearsay is not passed on."""
-        self.forget_step()
+        self._forget()
+        self._told |= isinstance(error, PeerError)
         if not isinstance(error, PeerError):
             self.report(f"bucket {bucket.number}: {type(error).__name__}: {error}")
 
     def report(self, text: str) -> None:
         """Tells the other ranks that this one will not go on; the logging data have it, too."""
-        self.forget_step()
+        self._forget()
         self.error = text
         self._board.report(self.attempt, f"step {self.step}, {text}")
 
@@ -278,6 +282,17 @@ def _when_done(future: Any, device: torch.device, call: Callable[[object], None]
         future.add_done_callback(call)
     else:
         future.then(call)  # the other way promises no stream
+
+
+def _record(work: Any, bucket: HeldBucket, step: int, times: BucketTimes) -> None:
+    """Records the all-reduce of a bucket."""
+    nbytes, device = bucket.nbytes, bucket.buffer.device
+    record = RoundRecord(step, bucket.number, 0, "all_reduce", nbytes, nbytes, 0.0)
+    put(record, "issued", times.clock.now())
+    times.rounds.append(record)
+    # A sparse sum is written when it is waited for: on a GPU there is no earlier end of it.
+    if not (isinstance(work, SparseSum) and device.type != "cpu"):
+        _when_done(work.get_future(), device, _stamp(times, record))
 
 
 def _stamp(times: BucketTimes, record: RoundRecord | None) -> Callable[[object], None]:

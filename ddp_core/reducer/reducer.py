@@ -7,9 +7,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ddp_core.exchange.errors import CollectiveError
 from ddp_core.reducer.accumulators import NO_BACKWARD, Accumulators, backward_number
 from ddp_core.reducer.backward import Backward
+from ddp_core.reducer.failures import rebuild_failed
 from ddp_core.reducer.graph_errors import GraphErrors
 from ddp_core.reducer.held import HeldBucket
 from ddp_core.reducer.history import History
@@ -69,7 +69,10 @@ class Reducer:
         )
         self._installed.install(self.plan.initial())
         self._errors = GraphErrors(self.parameters, self.launcher)
-        kind, launcher = settings.weighted, self.launcher
+        kind, launcher, buckets = settings.weighted, self.launcher, self.buckets
+        self.usage.used.wait_for = lambda work: launcher.await_work(
+            work, device, after=len(buckets) - 1
+        )
         weights = None if kind is None else Weights(kind, self.parameters, launcher, device)
         self.in_flight = InFlight(
             self.buckets,
@@ -128,6 +131,7 @@ class Reducer:
             # A forward pass outside had no backward pass: torch's class would average the next.
             self.in_flight.step.expecting = False
         else:
+            self.launcher.abandonments.agree()
             self.rebuild()
 
     def is_recomputed(self) -> bool:
@@ -177,18 +181,11 @@ class Reducer:
 
     def rebuild(self) -> None:
         """Lays buckets out anew, once the order of gradients is known or a layout was asked for."""
-        number = self.launcher.step
         self.plan.compare_loaded()  # outside of the try: its error says what to do
         try:
             members = self.plan.rebuild(self._installed.members)
         except RuntimeError as error:
-            raise CollectiveError(
-                f"agreeing on new buckets failed before step {number}: {error}. A peer died, or "
-                f"the ranks do not run the same code",
-                step=number,
-                bucket=0,
-                round=0,
-            ) from error
+            raise rebuild_failed(error, self.launcher.step) from error
         if members is not None and members != self._installed.members:
             self._installed.install(members)
 
@@ -222,6 +219,7 @@ class Reducer:
     def follow(self, before: Reducer) -> None:
         """Goes on where another reducer of the same model (with other ranks) has stopped."""
         self.launcher.step = before.launcher.step
+        self.launcher.abandonments.first_step = before.launcher.step
         self.history.timeline = before.timeline
         self.history.on_recorded = before.history.on_recorded
         self.in_flight.optimizer = before.in_flight.optimizer

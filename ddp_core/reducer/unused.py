@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,9 @@ class UsedMap:
 
     A parameter that no rank has used keeps its gradient as it is, so that an optimizer with
     momentum or weight decay does not move it.
+
+    Attributes:
+        wait_for: waits for the sum.
     """
 
     def __init__(self, numel: int, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -38,6 +41,7 @@ class UsedMap:
         self._counts: torch.Tensor | None = None
         self._work: dist.Work | None = None
         self._everywhere: list[int] | None = None
+        self.wait_for: Callable[[dist.Work], object] = dist.Work.wait
 
     def mark(self, index: int) -> None:
         """Takes note that this rank has used the parameter in this step (or within ``no_sync``)."""
@@ -107,7 +111,7 @@ class UsedMap:
     def wait(self) -> None:
         """Waits for the sum."""
         if self._work is not None:
-            self._work.wait()
+            self.wait_for(self._work)
             self._work = None
 
     def finish_step(self) -> bytearray:

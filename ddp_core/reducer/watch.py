@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from ddp_core.exchange.errors import PeerError
 from ddp_core.exchange.lane_groups import backend_for
-from ddp_core.reducer.failures import SLICE, FailureBoard, peer_error
+from ddp_core.reducer.failures import SLICE, FailureBoard, Place, peer_error
 
 __all__ = ["Watch"]
 
@@ -29,7 +29,7 @@ __all__ = ["Watch"]
 class _Pending:
     """A step with exchanges that the device may not have done."""
 
-    attempt: int
+    place: Place  # the bucket that was enqueued last
     thread: int  # that of the training loop
     is_over: Callable[[], bool] | None = None  # None: more is to be enqueued
 
@@ -55,19 +55,20 @@ class Watch:
         self._interrupted: int | None = None
         self._error: PeerError | None = None
 
-    def launched(self, attempt: int, thread: int) -> None:
+    def launched(self, place: Place, thread: int) -> None:
         """Hears of an exchange that is about to be enqueued.
 
         Args:
-            attempt: as the board counts steps.
+            place: its step, and the bucket.
             thread: the identifier of the training loop's.
 
         Raises:
             PeerError: another rank has failed, and the group is aborted.
         """
         self.check()
-        if self._pending is None or self._pending.attempt != attempt:
-            self._pending = _Pending(attempt, thread)
+        if self._pending is None or self._pending.place.attempt != place.attempt:
+            self._pending = _Pending(place, thread)
+        self._pending.place = place
         if self._thread is None:
             me = weakref.ref(self)
             self._thread = threading.Thread(
@@ -116,7 +117,7 @@ class Watch:
             if pending.is_over is not None and self._ask(pending.is_over):
                 self._pending = None
                 return
-        text = self._board.look(pending.attempt)
+        text = self._board.look(pending.place)
         if text is None or self._pending is not pending:
             return
         self._error = peer_error(text)

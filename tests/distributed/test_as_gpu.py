@@ -17,6 +17,7 @@ import commhooks
 import ddp_core
 from ddp_core import PeerError
 from ddp_core.reducer import watch
+from ddp_core.reducer.failures import Place
 from ddp_core.reducer.watch import Watch
 from tests.distributed.as_gpu import GPU, as_gpu
 from tests.distributed.harness import run_ranks
@@ -124,8 +125,8 @@ def test_messages_at_a_named_point_wait_for_nothing_else() -> None:
 class Board:
     """Has a report of the fourth step."""
 
-    def look(self, attempt: int) -> str | None:
-        return "rank 1: step 3, bucket 0: ValueError: no" if attempt == 4 else None
+    def look(self, place: Place) -> str | None:
+        return "rank 1: step 3, bucket 0: ValueError: no" if place.attempt == 4 else None
 
 
 @pytest.fixture
@@ -141,7 +142,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def _enqueue(watched: Any, attempt: int) -> None:
-    watched.watch.launched(attempt, threading.get_ident())
+    watched.watch.launched(Place(attempt, attempt - 1, 0), threading.get_ident())
     watched.device.work(5)
     watched.watch.all_enqueued()
 
@@ -163,7 +164,7 @@ def test_whoever_waits_for_the_gpu_hears_of_a_rank_that_has_failed(watched: Any)
     with pytest.raises(PeerError, match=r"rank 1: step 3, bucket 0.*resume from the last"):
         _use_gradients(watched.device)
     with pytest.raises(PeerError, match="rank 1"):
-        watched.watch.launched(5, 0)
+        watched.watch.launched(Place(5, 4, 0), 0)
 
 
 def test_the_error_comes_once_where_the_reducer_raises_it(watched: Any) -> None:
@@ -238,3 +239,39 @@ def test_a_hook_that_raises_ends_the_step_on_all_ranks(mode: str) -> None:
     assert waits.startswith("PeerError: another rank failed in this step")
     assert "ValueError: this hook cannot go on" in waits
     assert "this hook cannot go on" in fails
+
+
+def _enqueued(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def _raise(grad: torch.Tensor) -> None:
+    raise ArithmeticError("on purpose")
+
+
+def _peer_goes_on(rank: int, world_size: int) -> str:
+    with as_gpu(1e6) as gpu:
+        backend = SimpleNamespace(abort=gpu.synchronize)
+        model = ddp_core.DistributedDataParallel(mlp(), bucket_cap_mb=2e-3)
+        model.register_comm_hook(None, _enqueued)
+        with mock.patch.object(watch, "backend_for", return_value=backend):
+            model(batch(0, rank, 4, 16)).float().square().mean().backward()
+            gpu.synchronize()
+            if rank == 1:
+                loss = model(batch(1, rank, 4, 16)).float().square().mean()
+                next(model.parameters()).register_hook(_raise)
+                with pytest.raises(ArithmeticError):
+                    loss.backward()
+            with pytest.raises(RuntimeError) as caught:
+                train(model, gpu, rank)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_a_rank_that_goes_on_after_a_raise_ends_the_step_on_all_ranks() -> None:
+    waits, goes_on = run_ranks(_peer_goes_on, 2)
+    assert waits.startswith("PeerError: another rank failed in this step")
+    assert goes_on.startswith("MismatchError: ")
+    for text in (waits, goes_on):
+        assert "rank 1 dropped step 1 after" in text

@@ -14,6 +14,7 @@ STEPS = f"{DISTRIBUTED}/test_ddp_steps.py"
 
 RESUME = f"{DISTRIBUTED}/test_resume.py"
 HOLD = f"{DISTRIBUTED}/test_ddp_hold.py"
+ABANDONED = f"{DISTRIBUTED}/test_ddp_abandoned.py"
 WEIGHTS = f"{DISTRIBUTED}/test_ddp_weights.py"
 PARALLEL = f"{DISTRIBUTED}/test_tensor_parallel.py"
 
@@ -567,6 +568,33 @@ MUTANTS: list[Mutant] = [
             'if not self.future.done() or self.device.type == "cpu":',
             "if True:",
             "tests/unit/test_on_cuda.py::test_a_bucket_is_done_when_the_device_has_exchanged_it",
+        ),
+    ),
+    *planted(
+        "ddp_core/reducer/abandoned.py",
+        (
+            "a rank that dropped a step elsewhere goes on",
+            "        if first != mine:\n",
+            "        if False:\n",
+            f"{ABANDONED}::test_different_places_are_an_error_on_both",
+        ),
+        (
+            "a rank that waits for another's dropped bucket waits on",
+            "elif outcome is None and theirs[:2] <= (step - self.first_step, bucket):",
+            "elif outcome is None and theirs[:2] < (0, 0):",
+            f"{ABANDONED}::test_hooks_with_memory",
+        ),
+        (
+            "dropped steps stay in the store",
+            "                self._forget(self._number - 1)\n",
+            "",
+            f"{ABANDONED}::test_ranks_that_raise_alike_go_on_again_and_again",
+        ),
+        (
+            "a rank that came to the others counts all its steps",
+            "_Dropped(step - self.first_step, launched, told)",
+            "_Dropped(step, launched, told)",
+            f"{ABANDONED}::test_another_process_group_is_a_new_beginning",
         ),
     ),
     *planted(
