@@ -75,7 +75,7 @@ def _odd(rank: int, world_size: int) -> None:
         nn.Linear(2, 1),
         sharding_strategy=ShardingStrategy.NO_SHARD,
         device_id=torch.device("cpu"),
-        use_orig_params=True,
+        use_orig_params=False,
     )
     hook = commhooks.register(model, "topk", ratio=0.4)
     model(torch.ones(1, 2) * (rank + 1)).sum().backward()
