@@ -424,15 +424,17 @@ def test_a_switch_sends_what_was_held() -> None:
 def _switched_at_once(rank: int, world_size: int) -> float:
     """Calls are under way with a scheme that keeps what the next one does not."""
     collectives = commhooks.Collectives("powersgd", rank=1)
-    tensors = [numbers(0, rank + 2 * number, *SHAPE) for number in range(20)]
-    total = sum(tensors, torch.zeros(SHAPE))
+    # Large enough to be under way still, and too few for one to have kept anything yet.
+    shape, calls = (2000, 1500), 2
+    tensors = [numbers(0, rank + 2 * number, *shape) for number in range(calls)]
+    total = sum(tensors, torch.zeros(shape))
     dist.all_reduce(total)
     for number, tensor in enumerate(tensors):
         collectives.all_reduce(tensor, str(number), async_op=True)
     collectives.switch("none")
-    applied = sum(tensors, torch.zeros(SHAPE))
-    for number in range(20):
-        tensor = torch.zeros(SHAPE)
+    applied = sum(tensors, torch.zeros(shape))
+    for number in range(calls):
+        tensor = torch.zeros(shape)
         collectives.all_reduce(tensor, str(number))
         applied += tensor
     return float((total - applied).abs().max())

@@ -125,7 +125,7 @@ MUTANTS: list[Mutant] = [
             "padding of another number of ranks is taken",
             "if rest is None or list(rest.shape) != shape:",
             "if rest is None:",
-            f"{LOADS}[3-2-fsdp2-fsdp2]",
+            "tests/unit/test_sharded_parameters.py",
         ),
         (
             "a loaded piece is the next rank's",
@@ -286,7 +286,7 @@ MUTANTS: list[Mutant] = [
             "a unit's padding of another number of ranks is taken",
             "if saved is None or saved.shape != piece.shape:",
             "if saved is None:",
-            f"{FSDP1}::test_a_state_loads_on_fewer_ranks",
+            "tests/unit/test_sharded_parameters.py",
         ),
     ),
     *planted(
