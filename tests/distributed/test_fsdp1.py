@@ -174,6 +174,8 @@ def _refused(rank: int, world_size: int) -> None:
     commhooks.register(model, "int8")._attendance.excused = True
     with pytest.raises(RegistrationError, match="already has a hook"):
         commhooks.register(model, "int8")
+    with pytest.raises(RegistrationError, match="auto"):
+        commhooks.register(_unit("FULL_SHARD"), "auto")
     with pytest.raises(RegistrationError, match="for models of FSDP2"):
         commhooks.register(_unit("FULL_SHARD"), "int8", between=dist.group.WORLD)
     one = dist.new_group([rank], use_local_synchronization=True)

@@ -65,7 +65,7 @@ MUTANTS: list[Mutant] = [
             "memory that another stream reads is given back",
             "tensor.record_stream(stream)",
             "pass",
-            f"{UNIT}/test_lazy_streams.py::test_what_is_kept_moves_to_other_buckets_in_every_order",
+            f"{UNIT}/test_lazy_hosts.py::test_a_caller_may_give_back_what_a_call_reads",
         ),
     ),
     *planted(

@@ -125,7 +125,8 @@ MUTANTS: list[Mutant] = [
             "padding of another number of ranks is taken",
             "if rest is None or list(rest.shape) != shape:",
             "if rest is None:",
-            "tests/unit/test_sharded_parameters.py",
+            "tests/unit/test_sharded_parameters.py"
+            "::test_padding_stays_with_as_many_ranks_and_is_left_out_on_others",
         ),
         (
             "a loaded piece is the next rank's",
@@ -247,7 +248,7 @@ MUTANTS: list[Mutant] = [
             "a search is registered on a host that chooses its buckets",
             'scheme="auto" if scheme == "auto" and host != "FSDPModule" else None,',
             "scheme=None,",
-            REFUSED,
+            f"{FSDP1}::test_what_cannot_run_is_refused",
         ),
     ),
     *planted(
@@ -286,7 +287,8 @@ MUTANTS: list[Mutant] = [
             "a unit's padding of another number of ranks is taken",
             "if saved is None or saved.shape != piece.shape:",
             "if saved is None:",
-            "tests/unit/test_sharded_parameters.py",
+            "tests/unit/test_sharded_parameters.py"
+            "::test_padding_of_a_unit_stays_with_as_many_ranks_only",
         ),
     ),
     *planted(
