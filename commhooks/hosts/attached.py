@@ -20,7 +20,13 @@ from commhooks.hook.state import HookState
 from commhooks.hosts.reducer_buckets import ReducerBuckets
 from ddp_core import DistributedDataParallel as CoreDDP
 
-__all__ = ["AttachedModel"]
+__all__ = ["STAYS", "AttachedModel"]
+
+# The reducer divides by the ranks of its group, whatever the hook averages over.
+STAYS = (
+    "it runs in a process group, whose ranks are settled; make process_group(scheme, group) of the "
+    "others, wrap the module again over it, attach it, and load this hook's state_dict(gather=True)"
+)
 
 
 class AttachedModel:
@@ -51,6 +57,7 @@ class AttachedModel:
                 "hook; commhooks.register(model, scheme) with a plain process group does the same"
             )
         self.hook = HookState(scheme, model, process_group=ranks, seed=seed)
+        self.hook.stays = STAYS
         self.hook.agree("process_group(...).attach", {}, MEETING)
         self._model = weakref.ref(model)
         self._buckets = ReducerBuckets(model)

@@ -90,6 +90,7 @@ def gather_parameters(
     # Not those of the reduce-scatter, which may have a group of its own.
     ranks = found.modules[0].group.mesh_info.shard_process_group
     collectives = Collectives(built, ranks, seed=seed)
+    collectives.stays = "FSDP2 decides over which ranks it gathers; shard a model over the others"
     for module in found.modules:
         module.group._all_gather_comm = SchemeAllGather(collectives)
     return collectives

@@ -18,7 +18,7 @@ from commhooks.core.scheme import Scheme, slots_of
 from commhooks.errors import RegistrationError
 from commhooks.hook.call import Handle
 from commhooks.hook.state import HookState
-from commhooks.hosts.attached import AttachedModel
+from commhooks.hosts.attached import STAYS, AttachedModel
 from commhooks.hosts.collectives import Collectives
 from commhooks.hosts.passing_group import PassingGroup, not_traced
 
@@ -55,6 +55,7 @@ class SchemeGroup(PassingGroup):
         super().__init__(inside, owns=owns)
         self.least, self._scheme, self._seed = least, scheme, seed
         self._calls = self.hook = Collectives(scheme, inside, seed=seed)
+        self._calls.stays = STAYS
 
     def attach(self, model: nn.Module) -> HookState:
         """Tells the group the parameters of a model, by whose names a scheme keeps its memory.

@@ -63,11 +63,12 @@ class Gather:
     def apply(self, shard: BucketShard, gathered: Tensor) -> None:
         """Writes what :meth:`exchange` returned into the parameters: the same bits on all ranks."""
         parameters = [parameter.detach() for parameter in shard.parameters]
-        values, packed = views_of(gathered, parameters), self.packs(shard)
-        if packed:
-            torch._foreach_add_(parameters, values)
-        else:
-            torch._foreach_copy_(parameters, values)
+        views, packed = views_of(gathered, parameters), self.packs(shard)
+        rows = zip(shard.parameters, parameters, views, strict=True)
+        kept = [(into, view) for one, into, view in rows if one not in shard.dropped]
+        if kept:
+            write = torch._foreach_add_ if packed else torch._foreach_copy_
+            write([into for into, _ in kept], [view for _, view in kept])
         shard.settle(rounded=packed or shard.dtype != shard.exact.dtype)
 
 

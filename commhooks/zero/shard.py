@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from commhooks.core.layout import Layout
 from commhooks.core.packed import spans
 from commhooks.core.shards import Span
+from commhooks.errors import RegistrationError
 
 __all__ = ["BucketShard", "Piece", "copied"]
 
@@ -49,6 +50,7 @@ class BucketShard:
         pieces: the parts of parameters in it.
         arrived: whether a gradient has arrived since the optimizer's ``zero_grad``.
         gathered: what the ranks have sent, until it is applied; None: nothing waits.
+        dropped: parameters that what was gathered leaves alone.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class BucketShard:
         self.spans: tuple[Span, ...] = tuple(spans(layout.numel, world_size, unit))
         self.arrived, self._flat = False, flat
         self.gathered: Tensor | None = None
+        self.dropped: Collection[nn.Parameter] = ()
         first = self.parameters[0]
         self.dtype = first.dtype
         begin, end = self.spans[rank]
@@ -80,6 +83,7 @@ class BucketShard:
                 entries = slice(start - offset, stop - offset)
                 self.pieces.append(Piece(name, parameter, entries, value))
         self._before: tuple[Tensor, list[dict[str, Any]]] | None = None
+        self._versions: list[int] = []
         self.exact.copy_(self.held())
         self._left = self.exact  # what all ranks had after the latest step
 
@@ -108,7 +112,7 @@ class BucketShard:
         Args:
             rounded: ranks have other values than the exact ones.
         """
-        self._before = self.gathered = None
+        self._before, self.gathered, self.dropped = None, None, ()
         self._left = self.held() if rounded else self.exact
 
     def parts(self, flat: Tensor) -> list[tuple[Piece, Tensor]]:
@@ -137,18 +141,48 @@ class BucketShard:
         """Keeps a copy of the exact values and of the optimizer's state of them."""
         kept = [copied(states.get(piece.value, {})) for piece in self.pieces]
         self._before = self.exact.clone(), kept
+        self._versions = self._present_versions()
 
-    @torch.no_grad()
+    def need_unwritten(self) -> None:
+        """Raises if a parameter was written since that copy; ``.data`` leaves no sign of it."""
+        rows = zip(self.layout.names, self._versions, self._present_versions(), strict=False)
+        written = [name for name, before, now in rows if before != now]
+        if written and self._before is not None:
+            raise RegistrationError(
+                f"ZeroOptimizer.step: {', '.join(written[:3])}{', ...' * (len(written) > 3)} "
+                f"written since backward, where in_backward=True has stepped the values before; "
+                f"write parameters after step(), or before backward"
+            )
+
+    def _present_versions(self) -> list[int]:
+        return [parameter._version for parameter in self.parameters]
+
+    def drop(self, parameters: Collection[nn.Parameter], states: MutableMapping[Any, Any]) -> None:
+        """Drops the gradients of some parameters, and takes back what was stepped by them."""
+        for piece in self.pieces:
+            if piece.parameter in parameters:
+                piece.value.grad = None
+        self._take_back(parameters, states)
+
     def roll_back(self, states: MutableMapping[Any, Any]) -> None:
         """Returns to that copy, if there is one."""
-        if self._before is not None:
-            exact, kept = self._before
-            self.exact.copy_(exact)
-            for piece, state in zip(self.pieces, kept, strict=True):
+        self._take_back(set(self.parameters), states)
+        self._before, self.gathered, self.dropped = None, None, ()
+
+    @torch.no_grad()
+    def _take_back(
+        self, parameters: Collection[nn.Parameter], states: MutableMapping[Any, Any]
+    ) -> None:
+        if self._before is None:
+            return
+        self.dropped = parameters
+        exact, kept = self._before
+        for (piece, before), state in zip(self.parts(exact), kept, strict=True):
+            if piece.parameter in parameters:
+                piece.value.copy_(before)
                 states.pop(piece.value, None)
                 if state:  # an empty one would be taken for one that has begun
                     states[piece.value] = state
-        self._before = self.gathered = None
 
 
 def copied(state: Mapping[str, Any], device: str | torch.device | None = None) -> dict[str, Any]:

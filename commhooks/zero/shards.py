@@ -123,9 +123,7 @@ class Shards:
             self.zero_grad()
             return
         for shard in arrived:
-            for piece in shard.pieces:
-                if not stand(piece.parameter):
-                    piece.value.grad = None
+            shard.drop({one for one in shard.parameters if not stand(one)}, self.optimizer.state)
 
     def zero_grad(self) -> None:
         """Drops the gradients, and takes back what was stepped and not applied."""
@@ -172,6 +170,8 @@ class Shards:
                 "ZeroOptimizer.step: with in_backward=True buckets are stepped once in each "
                 "backward pass, and this step was made: call zero_grad() after it"
             )
+        for shard in arrived:
+            shard.need_unwritten()
         if arrived and not self.in_backward:
             self._model._parts.before_collectives()
         shown = [self.told, *(piece.value for piece in self.pieces())]

@@ -596,6 +596,8 @@ def _gathered_in_a_node(rank: int, world_size: int) -> None:
     model = sharded(model_of(), mesh["shard"])
     gathered = gather_parameters(model)
     assert gathered.world_size == 2
+    with pytest.raises(RegistrationError, match="over which ranks it gathers"):
+        gathered.change_group(mesh["replicate"].get_group())
     backward(model, 0, rank)
     assert gathered.calls > 0
     output = model(torch.ones(2, 33)).detach()

@@ -434,8 +434,13 @@ def _refusals(rank: int, world_size: int) -> dict[str, Any]:
     model = wrapped(shared)
     shared.attach(model)
     found["attached"] = outcome(shared.attach, model)
-    model._update_process_group(dist.new_group([0, 1]))
+    others = dist.new_group([0, 1])
     dist.barrier()  # a rank that ends closes what the other still connects
+    found["changed"] = outcome(shared.hook.change_group, others)
+    found["left"] = outcome(shared.hook.leave, [1])
+    unattached = commhooks.process_group("int8")
+    found["unattached changed"] = outcome(unattached.hook.change_group, others)
+    model._update_process_group(others)
     found["moved"] = outcome(train, model, rank, 1)
     return found
 
@@ -452,6 +457,9 @@ EXPECTED = {
     "core": ("RegistrationError", "commhooks.register"),
     "join": ("RegistrationError", "runs with join"),
     "attached": ("RegistrationError", "has a model already"),
+    "changed": ("RegistrationError", "process_group(scheme, group)"),
+    "left": ("RegistrationError", "process_group(scheme, group)"),
+    "unattached changed": ("RegistrationError", "process_group(scheme, group)"),
     "moved": ("RegistrationError", "over another process group"),
 }
 

@@ -45,8 +45,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "exact values are not taken back",
-            "self.exact.copy_(exact)",
-            "exact.copy_(self.exact)",
+            "piece.value.copy_(before)",
+            "before.copy_(piece.value)",
             OVERFLOW,
         ),
     ),
@@ -79,6 +79,12 @@ MUTANTS: list[Mutant] = [
             "codec.error.variance > 1",
             "codec.error.variance > 1000",
             f"{TEST}::test_what_cannot_be_combined_is_refused",
+        ),
+        (
+            "parameters whose gradient was dropped take what was gathered",
+            " if one not in shard.dropped]",
+            "]",
+            f"{TEST}::test_gradients_that_the_model_drops_are_dropped[True-none]",
         ),
     ),
     *planted(
@@ -154,8 +160,8 @@ MUTANTS: list[Mutant] = [
         "commhooks/zero/gather.py",
         (
             "differences replace parameters",
-            "torch._foreach_add_(parameters, values)",
-            "torch._foreach_copy_(parameters, values)",
+            "torch._foreach_add_ if packed else torch._foreach_copy_",
+            "torch._foreach_copy_",
             LOST,
         ),
     ),
@@ -255,11 +261,14 @@ MUTANTS: list[Mutant] = [
             "            return\n",
             f"{TEST}::test_gradients_that_the_model_drops_are_dropped",
         ),
+    ),
+    *planted(
+        "commhooks/zero/shard.py",
         (
             "a parameter without a gradient is stepped",
-            "                if not stand(piece.parameter):\n",
-            "                if False:\n",
-            f"{TEST}::test_gradients_that_the_model_drops_are_dropped[False]",
+            "                piece.value.grad = None\n        self._take_back",
+            "                pass\n        self._take_back",
+            f"{TEST}::test_gradients_that_the_model_drops_are_dropped[False-none]",
         ),
     ),
     *planted(
