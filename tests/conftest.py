@@ -81,7 +81,6 @@ VARIANTS = {
     "tests/emulator/test_emulator.py::test_cuda_kernels_are_clean_under_sanitizers": 2,
     "tests/fuzz/test_catches.py::test_a_planted_bug_is_found": 2,
     "tests/fuzz/test_fuzz.py::test_random_configurations": 2,
-    "tests/kernels/test_blockwise.py::test_kernels_equal_the_definition[": 3,
     "tests/kernels/test_blockwise.py::test_kernels_equal_the_definition_on_large": 2,
     "tests/kernels/test_nvrtc.py::test_every_kernel_compiles_and_spills_nothing": 4,
     "tests/kernels/test_rotated.py::test_kernels_equal_the_definition": 2,

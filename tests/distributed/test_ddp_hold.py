@@ -153,6 +153,21 @@ def test_hold_goes_with_passes_that_average_and_with_no_sync() -> None:
     run_ranks(_mixed_with_others, 2)
 
 
+def _held_again(rank: int, world_size: int) -> None:
+    model = DistributedDataParallel(mlp(), **SMALL)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with model.hold():
+        add_pass(model, 0, 0, rank)
+        model.reduce()
+        optimizer.step()
+        add_pass(model, 0, 1, rank)
+        assert "hold" in (outcome(optimizer.step) or ("", ""))[1]
+
+
+def test_passes_after_reduce_within_hold_are_held() -> None:
+    run_ranks(_held_again, 2)
+
+
 class Recorder:
     """A hook's state that writes down what it hears."""
 
@@ -514,6 +529,10 @@ def _nothing_to_reduce(rank: int, world_size: int) -> None:
     assert nothing in (outcome(model.reduce) or ("", ""))[1]
     torch.testing.assert_close(gradients(model), averaged(before))
     assert hook.step == 2
+    with model.hold():
+        add_pass(model, 2, 0, rank)
+    model.zero_grad()
+    assert nothing in (outcome(model.reduce) or ("", ""))[1]
 
 
 def test_a_second_reduce_is_an_error_on_all_ranks() -> None:

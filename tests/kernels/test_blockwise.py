@@ -25,6 +25,7 @@ TRIED = (
     (torch.float16, 256),
     (torch.bfloat16, 256),
 )
+AT_EVERY_RUN = {"int8", "int4", "e4m3", "mx_e5m2", "sign"}  # each has code of its own
 KERNELS = {
     "blockwise.cu": [
         *(
@@ -109,7 +110,10 @@ def agree(machines: list[str], x: Tensor, format: str, block: int, **case: bool)
             assert same(value, got[name]), (machine, x.dtype, block, x.numel(), case, name)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    "format",
+    [pytest.param(one, marks=() if one in AT_EVERY_RUN else pytest.mark.slow) for one in FORMATS],
+)
 def test_kernels_equal_the_definition(format):
     pairs = itertools.cycle([(False, False), (True, True), (False, True), (True, False)])
     for (dtype, block), n in itertools.product(TRIED, SIZES):

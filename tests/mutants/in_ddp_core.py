@@ -679,7 +679,7 @@ MUTANTS: list[Mutant] = [
             "reduce ends hold",
             "                    self._set_holding(held)\n",
             "                    pass\n",
-            f"{HOLD}::test_hold_goes_with_passes_that_average_and_with_no_sync",
+            f"{HOLD}::test_passes_after_reduce_within_hold_are_held",
         ),
     ),
     *planted(
