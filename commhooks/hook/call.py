@@ -90,9 +90,10 @@ class Call:
         many = {"all_reduce": (1, 1), "reduce_scatter": (1, world_size)}
         less, more = many.get(self.kind, (world_size, 1))
         if given.numel() * less != into.numel() * more:
+            larger, smaller = ("input", "output") if more > less else ("output", "input")
             raise ValueError(
-                f"{call}(output, input): one of the two has {world_size} times the entries of the "
-                f"other, a part for each rank; got output {tuple(into.shape)} and input "
+                f"{call}(output, input): {larger} needs {world_size} times the entries of "
+                f"{smaller}, a part for each rank; got output {tuple(into.shape)} and input "
                 f"{tuple(given.shape)}"
             )
         if (given.dtype, given.device) != (into.dtype, into.device):
