@@ -84,7 +84,8 @@ class Call:
         call, (given, into) = f"commhooks.{self.kind}", (self.given, self.into)
         for tensor in (given, into):
             if not isinstance(tensor, Tensor):
-                raise TypeError(f"{call} takes tensors, got {type(tensor).__name__}")
+                one = ", one output for all ranks" * (self.kind == "all_gather")
+                raise TypeError(f"{call} takes tensors{one}, got {type(tensor).__name__}")
             if tensor.layout != torch.strided:
                 raise TypeError(f"{call} takes dense tensors, got one of {tensor.layout}")
         many = {"all_reduce": (1, 1), "reduce_scatter": (1, world_size)}

@@ -57,8 +57,9 @@ def gather_parameters(
 
     Args:
         model: a model of FSDP2.
-        scheme: a name, which rounds to nearest here, or a scheme that keeps no memory and rounds
-            equal values equally: forward and backward have to compute with the same weights.
+        scheme: a name, which rounds to nearest here (not "int4", whose rotation is random), or a
+            scheme that keeps no memory and rounds equal values equally: forward and backward have
+            to compute with the same weights.
         seed: base of random draws, the same on every rank.
 
     Returns:
