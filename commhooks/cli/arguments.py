@@ -86,12 +86,16 @@ def _value(text: str) -> Any:
 def workload_of(
     name: str | None, timeline: Path | None, batch: int | None, device: Device
 ) -> Workload:
-    """Returns the step of a model (a built-in name, or ``path.py:factory``) or of a timeline."""
+    """Returns the step of a model (a built-in name, or ``FILE.py:FUNCTION``) or of a timeline."""
     if (name is None) == (timeline is None):
         raise typer.BadParameter("give either --model or --timeline")
     if timeline is not None:
         if batch is not None:
             raise typer.BadParameter("--batch: a recorded timeline has the batch of its run")
+        if not timeline.is_file():
+            raise typer.BadParameter(
+                f"--timeline {timeline}: no such file; commhooks.predict.save_workload writes one"
+            )
         return load_workload(timeline)
     source = model(name) if name in MODELS else _own(name or "")
     if isinstance(source, Workload):
@@ -100,11 +104,11 @@ def workload_of(
 
 
 def _own(target: str) -> Model | Workload:
-    """Returns what ``path.py:factory`` makes, as a model or a workload."""
+    """Returns what ``FILE.py:FUNCTION`` makes, as a model or a workload."""
     path, colon, name = target.rpartition(":")
     if not colon or not path.endswith(".py"):
         raise typer.BadParameter(
-            f"--model {target}: neither path.py:factory nor one of {', '.join(MODELS)}"
+            f"--model {target}: neither FILE.py:FUNCTION nor one of {', '.join(MODELS)}"
         )
     if not Path(path).is_file():
         raise typer.BadParameter(f"--model {target}: no file {path}")

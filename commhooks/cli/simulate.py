@@ -36,7 +36,7 @@ class Options:
     """Holds the arguments of the command, as they were given.
 
     Attributes:
-        model: a built-in name, or ``path.py:factory``.
+        model: a built-in name, or ``FILE.py:FUNCTION``.
         timeline: file of :func:`commhooks.predict.save_workload`, instead of a model.
         schemes, ranks, fabric: lists with commas.
         device: a name.

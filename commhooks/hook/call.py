@@ -84,15 +84,17 @@ class Call:
         call, (given, into) = f"commhooks.{self.kind}", (self.given, self.into)
         for tensor in (given, into):
             if not isinstance(tensor, Tensor):
-                raise TypeError(f"{call} takes tensors, got {type(tensor).__name__}")
+                one = ", one output for all ranks" * (self.kind == "all_gather")
+                raise TypeError(f"{call} takes tensors{one}, got {type(tensor).__name__}")
             if tensor.layout != torch.strided:
                 raise TypeError(f"{call} takes dense tensors, got one of {tensor.layout}")
         many = {"all_reduce": (1, 1), "reduce_scatter": (1, world_size)}
         less, more = many.get(self.kind, (world_size, 1))
         if given.numel() * less != into.numel() * more:
+            larger, smaller = ("input", "output") if more > less else ("output", "input")
             raise ValueError(
-                f"{call}(output, input): one of the two has {world_size} times the entries of the "
-                f"other, a part for each rank; got output {tuple(into.shape)} and input "
+                f"{call}(output, input): {larger} needs {world_size} times the entries of "
+                f"{smaller}, a part for each rank; got output {tuple(into.shape)} and input "
                 f"{tuple(given.shape)}"
             )
         if (given.dtype, given.device) != (into.dtype, into.device):

@@ -60,7 +60,8 @@ def find_ddp(model: object) -> DistributedDataParallel:
         )
     raise RegistrationError(
         f"register: {type(model).__name__} is not wrapped in DistributedDataParallel, so nothing "
-        f"would call the hook: model = torch.nn.parallel.DistributedDataParallel(model) first"
+        f"would call the hook: model = torch.nn.parallel.DistributedDataParallel(model) first; for "
+        f"FSDP2, torch.distributed.fsdp.fully_shard(model) first"
     )
 
 

@@ -31,8 +31,9 @@ class ShardedBucket:
         output: flat, takes the mean of what this rank needs; None: the gradient's own memory.
         then: goes on with the mean, by one collective at most, before the exchange is over.
         waits: whether the host waits for the mean before it does anything else.
-        dense_sends: how often ``(n - 1) / n`` of the gradient are sent without compression: twice
-            in an all-reduce, once in a reduce-scatter.
+        dense_sends: how often ``(n - 1) / n`` of the gradient would be sent without compression:
+            twice in an all-reduce (also where its second half is what ``then`` does), once in a
+            reduce-scatter.
         left_alone: names of pieces that do not get the mean, since they are frozen.
     """
 

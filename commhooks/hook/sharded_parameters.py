@@ -20,10 +20,10 @@ from commhooks.core.layout import Layout
 from commhooks.core.slot import Slot
 from commhooks.hook.parameters import Parameter, Parameters
 
-__all__ = ["FlatParameters", "OwnShards", "Sharded", "ShardedParameters"]
+__all__ = ["FlatParameters", "OwnShards", "ShardedParameter", "ShardedParameters"]
 
 
-class Sharded(NamedTuple):
+class ShardedParameter(NamedTuple):
     """Describes one parameter that a host cuts into a piece for each rank.
 
     Attributes:
@@ -55,7 +55,7 @@ class ShardedParameters(Parameters):
         world_size: number of ranks, and so of pieces.
     """
 
-    def __init__(self, parameters: Sequence[Sharded], world_size: int) -> None:
+    def __init__(self, parameters: Sequence[ShardedParameter], world_size: int) -> None:
         super().__init__()
         self._world_size = world_size
         self._layout_of: dict[tuple[str, ...], Layout] = {}
@@ -162,7 +162,7 @@ class ShardedParameters(Parameters):
     def _name(self, name: str, rank: int) -> str:
         return name if self._world_size == 1 else piece_name(name, rank)
 
-    def _piece(self, parameter: Sharded, rank: int) -> Parameter:
+    def _piece(self, parameter: ShardedParameter, rank: int) -> Parameter:
         shape = list(parameter.shape)
         shape[parameter.dim] = -(-shape[parameter.dim] // self._world_size)
         order = tuple(range(len(shape)))
@@ -182,7 +182,7 @@ class OwnShards(ShardedParameters):
         rank: of this process among them.
     """
 
-    def __init__(self, parameters: Sequence[Sharded], world_size: int, rank: int) -> None:
+    def __init__(self, parameters: Sequence[ShardedParameter], world_size: int, rank: int) -> None:
         super().__init__(parameters, world_size)
         self._rank = rank
         own = {self._name(parameter.name, rank) for parameter in parameters}

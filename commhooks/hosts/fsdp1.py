@@ -18,13 +18,13 @@ from commhooks.core.scheme import Scheme
 from commhooks.core.shards import equal_shards
 from commhooks.errors import HookNotAttachedError, RegistrationError
 from commhooks.hook.handshake import MEETING
-from commhooks.hook.settle import settle
 from commhooks.hook.sharded_bucket import ShardedBucket, average
+from commhooks.hook.sharded_host import fit_to_host
 from commhooks.hook.sharded_parameters import FlatParameters
 from commhooks.hook.state import HookState
 from commhooks.hook.verify import Verification
 from commhooks.hosts.fsdp1_layout import originals, pieces
-from commhooks.hosts.guard import Guard
+from commhooks.hosts.guard import HostGuard
 
 __all__ = ["register_on_fsdp1"]
 
@@ -46,7 +46,7 @@ def register_on_fsdp1(
     known = FlatParameters([pieces(name, unit, ranks[name]) for name, unit in units.items()])
     device = next(iter(units.values())).compute_device
     shards_for = "FSDP1" if max(ranks.values()) > 1 else ""
-    settle(hook, model, known, group, device, shards_for=shards_for, verification=verification)
+    fit_to_host(hook, model, known, group, device, shards_for=shards_for, verification=verification)
     hook.agree("commhooks.register", {"host": "FSDP1"}, MEETING)
     for number, (unit, layout) in enumerate(zip(units.values(), known.layouts, strict=True)):
         # As FSDP1's own register_comm_hook, which gives all units one state: a hook could not
@@ -57,13 +57,13 @@ def register_on_fsdp1(
     def has_hook(unit: Any) -> bool:
         return unit._comm_hook is reduce_unit and unit._comm_hook_state[0] is hook
 
-    need_over = partial(_need_over, FullyShardedDataParallel.fsdp_modules(model))
-    model.register_forward_pre_hook(Guard(hook, units, _units, has_hook, need_over))
+    need_ready = partial(_need_ready, FullyShardedDataParallel.fsdp_modules(model))
+    model.register_forward_pre_hook(HostGuard(hook, units, _units, has_hook, need_ready))
     return hook
 
 
-def _need_over(units: list[Any]) -> None:
-    """Raises if FSDP1 takes the pass that begins for a part of one that has raised.
+def _need_ready(units: list[Any]) -> None:
+    """Raises if the last backward pass has raised, and FSDP1 takes the next one for a part of it.
 
     The gradients of that pass would be wrong, and FSDP1 has no method that forgets the other one.
     """

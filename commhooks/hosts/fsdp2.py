@@ -4,6 +4,12 @@ FSDP2 hands over the gradients of a module, one piece of every parameter for eac
 the mean of this rank's pieces only. A scheme then runs the first of its two phases: the gradient is
 rounded once and not twice, and half of the bytes travel. Between nodes (HSDP) the pieces of a rank
 are averaged with those of the same rank on other nodes, by any scheme.
+
+One bucket, step by step: ``register_on_fsdp2`` puts a :class:`SchemeReduceScatter` on each module's
+group of parameters. In backward FSDP2 calls it with the flat gradient (``input_tensor``). It looks
+up which pieces lie there (:meth:`FSDP2Module.layout`), makes a ``ShardedBucket`` of them, and
+``average`` starts the hook's exchange, waits for it, and leaves the mean of this rank's shard in
+``output_tensor``. What FSDP2 divides by itself, before or after, is undone last.
 """
 
 from __future__ import annotations
@@ -19,27 +25,27 @@ from commhooks.core.shards import equal_shards
 from commhooks.hook.sharded_bucket import ShardedBucket, average
 from commhooks.hook.sharded_parameters import ShardedParameters
 from commhooks.hook.state import HookState
-from commhooks.hosts.fsdp2_module import Module
+from commhooks.hosts.fsdp2_module import FSDP2Module
 from ddp_core import borrow_memory
 
-__all__ = ["BetweenNodes", "InPlace", "SchemeReduceScatter"]
+__all__ = ["BetweenNodes", "Replacement", "SchemeReduceScatter"]
 
 
-class InPlace:
-    """Holds what a hook needs in place of one communication of an FSDP2 module.
+class Replacement:
+    """Runs a hook in place of one communication of an FSDP2 module.
 
     Args:
-        hook: that runs.
-        module: whose gradients it averages.
+        hook: the hook that runs.
+        module: the module whose gradients it averages.
         known: the parameters of all modules.
 
     Attributes:
-        place: the attribute of FSDP2's groups of parameters by which they communicate.
+        place: the attribute of FSDP2's groups of parameters that holds the communication.
     """
 
     place: ClassVar[str]
 
-    def __init__(self, hook: HookState, module: Module, known: ShardedParameters) -> None:
+    def __init__(self, hook: HookState, module: FSDP2Module, known: ShardedParameters) -> None:
         self.hook, self._module, self._known = hook, module, known
 
     @classmethod
@@ -49,7 +55,7 @@ class InPlace:
         return present.hook if isinstance(present, cls) else None
 
 
-class SchemeReduceScatter(InPlace, DefaultAllocMixin, ReduceScatter):
+class SchemeReduceScatter(Replacement, DefaultAllocMixin, ReduceScatter):
     """Reduces and scatters the gradients of one FSDP2 module by a hook's scheme."""
 
     place = "_reduce_scatter_comm"
@@ -62,11 +68,16 @@ class SchemeReduceScatter(InPlace, DefaultAllocMixin, ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
+        # ``async_op`` is False: FSDP2 reads ``output_tensor`` in stream order.
         numel, ranks = input_tensor.numel(), group.size()
-        layout = self._module.layout(self._known, numel, ranks)
-        shards = equal_shards(numel, ranks)
-        given = (self._module.number, input_tensor, layout, shards, output_tensor)
-        bucket = ShardedBucket(*given, dense_sends=1.0)
+        bucket = ShardedBucket(
+            self._module.number,
+            input_tensor,
+            self._module.layout(self._known, numel, ranks),
+            shards=equal_shards(numel, ranks),
+            output=output_tensor,
+            dense_sends=1.0,
+        )
         before = 1.0
         if op == dist.ReduceOp.SUM and _keeps_units(self.hook):
             before = self._module.divided_before(input_tensor)
@@ -80,7 +91,7 @@ class SchemeReduceScatter(InPlace, DefaultAllocMixin, ReduceScatter):
         output_tensor.mul_(ranks / factor)
 
 
-class BetweenNodes(InPlace):
+class BetweenNodes(Replacement):
     """Averages the reduced gradients of one FSDP2 module over replicas by a hook's scheme."""
 
     place = "_all_reduce_hook"

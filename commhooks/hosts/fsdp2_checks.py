@@ -11,14 +11,14 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 
 from commhooks.errors import RegistrationError
-from commhooks.hosts.fsdp2 import InPlace
-from commhooks.hosts.fsdp2_found import Found, parameter_of
+from commhooks.hosts.fsdp2 import Replacement
+from commhooks.hosts.fsdp2_model import FSDP2Model, parameter_of
 
 __all__ = [
     "need_between",
     "need_free",
-    "need_replicas",
-    "need_shards",
+    "replica_ranks",
+    "shard_ranks",
     "warn_of_others",
 ]
 
@@ -30,7 +30,7 @@ _OWN = (
 )
 
 
-def warn_of_others(model: nn.Module, found: Found) -> None:
+def warn_of_others(model: nn.Module, found: FSDP2Model) -> None:
     """Warns if a model trains parameters that no FSDP2 module has."""
     modules = [one.group.fsdp_params for one in found.modules]
     sharded = {id(parameter_of(one)) for some in modules for one in some}
@@ -39,14 +39,14 @@ def warn_of_others(model: nn.Module, found: Found) -> None:
     if others:
         warnings.warn(
             f"register: {', '.join(others[:3])}{', ...' * (len(others) > 3)}: in no FSDP2 module, "
-            f"so averaged by nobody: ranks drift apart. Shard the whole model as well, "
-            f"fully_shard(model), or average what was left out on purpose (ignored_params)",
+            f"so nothing averages their gradients, and ranks drift apart. Call fully_shard(model) "
+            f"before register; average parameters that you left out on purpose (ignored_params)",
             RuntimeWarning,
             stacklevel=4,
         )
 
 
-def need_free(found: Found, kind: type[InPlace]) -> None:
+def need_free(found: FSDP2Model, kind: type[Replacement]) -> None:
     """Raises unless all modules communicate as FSDP2 does by itself, where a hook is to be."""
     for module in found.modules:
         present, hook = getattr(module.group, kind.place), kind.hook_of(module.group)
@@ -72,8 +72,8 @@ def need_between(between: object) -> None:
         )
 
 
-def need_shards(found: Found) -> dist.ProcessGroup:
-    """Returns the ranks over which FSDP2 reduces; raises if that is one rank, and so nothing."""
+def shard_ranks(found: FSDP2Model) -> dist.ProcessGroup:
+    """Returns the ranks over which FSDP2 reduces; raises if there is one only."""
     if found.ranks.size() > 1:
         return found.ranks
     if _averages_itself(found):
@@ -84,7 +84,7 @@ def need_shards(found: Found) -> dist.ProcessGroup:
     )
 
 
-def need_replicas(found: Found, between: DeviceMesh | dist.ProcessGroup) -> dist.ProcessGroup:
+def replica_ranks(found: FSDP2Model, between: DeviceMesh | dist.ProcessGroup) -> dist.ProcessGroup:
     """Returns the ranks to average over; raises unless they are replicas that nobody averages."""
     group = between.get_group() if isinstance(between, DeviceMesh) else between
     if _averages_itself(found):
@@ -92,12 +92,12 @@ def need_replicas(found: Found, between: DeviceMesh | dist.ProcessGroup) -> dist
     same = set(dist.get_process_group_ranks(group)) & set(dist.get_process_group_ranks(found.ranks))
     if len(same) > 1:
         raise RegistrationError(
-            f"register(between=...): ranks {sorted(same)} have different shards of one replica, "
-            f"and a mean over them is none of gradients; give the mesh or group of those ranks "
-            f'that have the same shard, such as mesh["replicate"]'
+            f"register(between=...): ranks {sorted(same)} hold different shards of one replica, so "
+            f"a mean over them would mix gradients of different parameters; pass the mesh or group "
+            f'of ranks that hold the same shard, such as mesh["replicate"]'
         )
     return group
 
 
-def _averages_itself(found: Found) -> bool:
+def _averages_itself(found: FSDP2Model) -> bool:
     return any(isinstance(one.group.mesh_info, DDPMeshInfo) for one in found.modules)

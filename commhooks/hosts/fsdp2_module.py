@@ -13,10 +13,10 @@ from commhooks.core.layout import Layout
 from commhooks.errors import RegistrationError
 from commhooks.hook.sharded_parameters import ShardedParameters
 
-__all__ = ["Module"]
+__all__ = ["FSDP2Module"]
 
 
-class Module:
+class FSDP2Module:
     """Describes one FSDP2 module: its number, and the parameters whose gradients it reduces.
 
     Args:

@@ -6,6 +6,7 @@ the same on every rank (Wang et al., ZeRO++, 2023: quantised weights).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from commhooks.core.dense import Dense
 from commhooks.core.scheme import Scheme
 from commhooks.errors import RegistrationError
 from commhooks.hosts.collectives import Collectives
-from commhooks.hosts.fsdp2_found import Found
+from commhooks.hosts.fsdp2_model import FSDP2Model
 from commhooks.schemes.casts import TwoPhaseCast
 from commhooks.schemes.quantized import Blockwise
 from commhooks.wrappers.cast import Cast
@@ -50,36 +51,37 @@ class SchemeAllGather(DefaultAllocMixin, AllGather):
 
 
 def gather_parameters(
-    model: nn.Module, scheme: str | Scheme | None = None, *, seed: int = 0
+    model: nn.Module, scheme: str | Scheme = "int8", *, seed: int = 0
 ) -> Collectives:
     """Makes FSDP2 gather parameters by a scheme; all ranks call it, after the last ``fully_shard``.
 
     Args:
-        model: of FSDP2.
-        scheme: a name or a scheme that keeps no memory and rounds equal values equally, so that
-            forward and backward have the same weights; int8 to nearest by default.
+        model: a model of FSDP2.
+        scheme: a name, which rounds to nearest here (not "int4", whose rotation is random), or a
+            scheme that keeps no memory and rounds equal values equally: forward and backward have
+            to compute with the same weights.
         seed: base of random draws, the same on every rank.
 
     Returns:
-        The collectives that run, with ledger and reports.
+        The collectives that gather, with ledger and reports.
 
     Raises:
-        RegistrationError: the scheme keeps memory or draws random bits, the model is none of FSDP2,
-            or gathers in another way already.
+        RegistrationError: the scheme keeps memory or draws random bits, or the model is not one of
+            FSDP2, or gathers in another way already.
 
     Example:
         >>> gathered = commhooks.hosts.gather_parameters(model)
     """
-    built = make("int8", stochastic=False, error_feedback=False) if scheme is None else make(scheme)
+    built = _to_nearest(scheme) if isinstance(scheme, str) else make(scheme)
     random = any(getattr(built, name, False) for name in ("stochastic", "rotate"))
     if random or not isinstance(built, Dense | Cast | TwoPhaseCast | Blockwise):
         raise RegistrationError(
             f"gather_parameters: {built} keeps memory or draws random bits, so that forward and "
-            f"backward would have different weights; take none, a cast, or blocks that are rounded "
-            f"to nearest without rotation, such as "
+            f"backward would have different weights; take a name such as none, bf16, int8 or fp8, "
+            f"or blocks that are rounded to nearest without rotation, such as "
             f'make("int8", stochastic=False, error_feedback=False)'
         )
-    found = Found.of(model, "gather_parameters")
+    found = FSDP2Model.of(model, "gather_parameters")
     taken = [module.group._all_gather_comm for module in found.modules]
     if any(type(one) is not DefaultAllGather for one in taken):
         raise RegistrationError(
@@ -94,3 +96,12 @@ def gather_parameters(
     for module in found.modules:
         module.group._all_gather_comm = SchemeAllGather(collectives)
     return collectives
+
+
+def _to_nearest(name: str) -> Scheme:
+    """Returns the scheme of a name, without feedback or random rounding."""
+    built: Any = make(name, error_feedback=False)
+    if getattr(built, "stochastic", False):
+        built = replace(built, stochastic=False)
+    found: Scheme = built
+    return found

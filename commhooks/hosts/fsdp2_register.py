@@ -16,20 +16,20 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 from commhooks.core.scheme import Scheme
 from commhooks.errors import HookNotAttachedError
 from commhooks.hook.handshake import MEETING
-from commhooks.hook.settle import settle
+from commhooks.hook.sharded_host import fit_to_host
 from commhooks.hook.sharded_parameters import OwnShards, ShardedParameters
 from commhooks.hook.state import HookState
 from commhooks.hook.verify import Verification
-from commhooks.hosts.fsdp2 import BetweenNodes, InPlace, SchemeReduceScatter
+from commhooks.hosts.fsdp2 import BetweenNodes, Replacement, SchemeReduceScatter
 from commhooks.hosts.fsdp2_checks import (
     need_between,
     need_free,
-    need_replicas,
-    need_shards,
+    replica_ranks,
+    shard_ranks,
     warn_of_others,
 )
-from commhooks.hosts.fsdp2_found import Found, groups_of
-from commhooks.hosts.guard import Guard
+from commhooks.hosts.fsdp2_model import FSDP2Model, groups_of
+from commhooks.hosts.guard import HostGuard
 from commhooks.wrappers.make import describe
 
 __all__ = ["register_on_fsdp2"]
@@ -50,23 +50,31 @@ def register_on_fsdp2(
     Args:
         between: replicas to average over after FSDP2 has reduced over its own ranks; None: the
             scheme replaces FSDP2's reduce-scatter.
-        verification: of its steps; None: none.
+        verification: how steps are verified; None: not at all.
+
+    Raises:
+        RegistrationError: the model or the scheme cannot run so; see ``fsdp2_checks``.
+        MismatchError: the ranks differ.
     """
     need_between(between)
-    found = Found.of(model)
+    found = FSDP2Model.of(model)
     warn_of_others(model, found)
-    kind: type[InPlace] = SchemeReduceScatter if between is None else BetweenNodes
-    other_kind: type[InPlace] = BetweenNodes if between is None else SchemeReduceScatter
+    kinds: list[type[Replacement]] = [SchemeReduceScatter, BetweenNodes]
+    kind, other_kind = kinds if between is None else reversed(kinds)
     need_free(found, kind)
-    group = need_shards(found) if between is None else need_replicas(found, between)
+    group = shard_ranks(found) if between is None else replica_ranks(found, between)
+
     made = _maker(scheme, shards=between is None)
     hook = made(process_group=group, seed=seed, history=history, **options)
-    shards, known = found.ranks, ShardedParameters(found.parameters, found.ranks.size())
+    shards = found.ranks
+    known = ShardedParameters(found.parameters, shards.size())
     if between is not None and shards.size() > 1:
         known = OwnShards(found.parameters, shards.size(), shards.rank())
         hook._binding.shards = shards
-    device, shards_for = found.modules[0].group.device, "FSDP2" if between is None else ""
-    settle(hook, model, known, group, device, shards_for=shards_for, verification=verification)
+    device = found.modules[0].group.device
+    shards_for = "FSDP2" if between is None else ""
+    fit_to_host(hook, model, known, group, device, shards_for=shards_for, verification=verification)
+
     other = other_kind.hook_of(found.modules[0].group)
     hook._binding.beside = _other_nodes(found, other) if between is None else _other_shards(found)
     facts = {
@@ -78,21 +86,26 @@ def register_on_fsdp2(
         inside, outside = (hook, other) if between is None else (other, hook)
         inside._binding.beside[:] = _other_nodes(found, outside)
         inside._runner.continue_in(outside._runner)
+
     for module in found.modules:
         setattr(module.group, kind.place, kind(hook, module, known))
+    model.register_forward_pre_hook(_guard(model, hook, kind))
+    return hook
+
+
+def _guard(model: nn.Module, hook: HookState, kind: type[Replacement]) -> HostGuard:
+    """Returns what checks before each forward pass that all modules still have the hook."""
 
     def has_hook(group: Any) -> bool:
         return kind.hook_of(group) is hook
 
     # Looked up once: a model may have thousands of modules.
     states = [one._get_fsdp_state() for one in model.modules() if isinstance(one, FSDPModule)]
-    need_ready = partial(_need_reset, states)
-    model.register_forward_pre_hook(Guard(hook, groups_of(model), groups_of, has_hook, need_ready))
-    return hook
+    return HostGuard(hook, groups_of(model), groups_of, has_hook, partial(_need_ready, states))
 
 
-def _need_reset(states: list[Any]) -> None:
-    """Raises if FSDP2 takes the pass that begins for a part of one that has raised.
+def _need_ready(states: list[Any]) -> None:
+    """Raises if the last backward pass has raised, and FSDP2 takes the next one for a part of it.
 
     It would compute with parameters that it gathered before, and leave gradients unreduced.
     """
@@ -122,12 +135,12 @@ def _maker(scheme: str | Scheme, *, shards: bool) -> Callable[..., HookState]:
 # what it averages: one between nodes with the other shards, one within a node with the other nodes.
 
 
-def _other_shards(found: Found) -> list[dist.ProcessGroup]:
+def _other_shards(found: FSDP2Model) -> list[dist.ProcessGroup]:
     """Returns the ranks that a hook between nodes agrees with besides its own."""
     return _of_several(found.ranks)
 
 
-def _other_nodes(found: Found, between: HookState | None) -> list[dist.ProcessGroup]:
+def _other_nodes(found: FSDP2Model, between: HookState | None) -> list[dist.ProcessGroup]:
     """Returns the ranks that a hook within nodes agrees with besides its own.
 
     Args:

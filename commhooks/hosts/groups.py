@@ -46,11 +46,14 @@ def process_group(
     """
     need_group(group)
     inside = group or dist.group.WORLD
-    if inside is None or isinstance(inside, SchemeGroup):
-        what = "no process group" if inside is None else f"{inside.hook} runs in it already"
+    if inside is None:
         raise RegistrationError(
-            f"process_group(scheme, group): {what}; it takes a group of torch.distributed "
-            f"(init_process_group or new_group)"
+            "process_group: no process group; call torch.distributed.init_process_group first"
+        )
+    if isinstance(inside, SchemeGroup):
+        raise RegistrationError(
+            f"process_group(scheme, group): {inside.hook} runs in it already; pass a group of "
+            f"torch.distributed that runs no scheme (init_process_group or new_group)"
         )
     settings = Settings.of("process_group", scheme, least=least, seed=seed, **options)
     settings.compare("commhooks.process_group", inside)

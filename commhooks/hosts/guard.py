@@ -1,4 +1,4 @@
-"""Defines ``Guard``, which sees before each forward pass that a host would still run the hook."""
+"""Defines ``HostGuard``, which checks before each forward pass that a host still runs the hook."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from commhooks.checkpoint.names import plain_name
 from commhooks.errors import HookNotAttachedError
 from commhooks.hook.state import HookState
 
-__all__ = ["Guard"]
+__all__ = ["HostGuard"]
 
 
-class Guard:
-    """Tells a hook when a forward pass begins; raises, as a forward pre-hook, if it would not run.
+class HostGuard:
+    """Tells a hook, as a forward pre-hook, that a pass begins; raises if the hook would not run.
 
     Args:
         hook: that the host runs.
@@ -53,8 +53,8 @@ class Guard:
             raise HookNotAttachedError(
                 f"commhooks: {self._hook} would not run on {', '.join(lost[:5])}"
                 f"{', ...' * (len(lost) > 5)}: sharded after register, or given another reduction "
-                f"since (set_custom_reduce_scatter, set_all_reduce_hook, another hook). Register "
-                f"after the last module was sharded, and leave the reductions"
+                f"since (set_custom_reduce_scatter, set_all_reduce_hook, another hook). Call "
+                f"register after the last fully_shard, and set no other reduction afterwards"
             )
         # Activation checkpointing runs forward passes within backward.
         if self._need_ready is not None and torch._C._current_graph_task_id() < 0:

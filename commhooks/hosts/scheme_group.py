@@ -68,10 +68,11 @@ class SchemeGroup(PassingGroup):
             The state of the hook, which saves, loads, switches and reports.
         """
         if not isinstance(model, DistributedDataParallel) or model.process_group is not self:
+            over = " over another group" * isinstance(model, DistributedDataParallel)
             raise RegistrationError(
-                f"process_group(...).attach(model): DistributedDataParallel(module, "
-                f"process_group=group) of this group, got {type(model).__name__}; for a model of "
-                f"replicate() on FSDP2 see commhooks.hosts.replicate"
+                f"process_group(...).attach(model): takes DistributedDataParallel(module, "
+                f"process_group=group) over this group, got {type(model).__name__}{over}; for a "
+                f"model of replicate() on FSDP2 see commhooks.hosts.replicate"
             )
         if self._attached is not None and self._attached.lives:
             raise RegistrationError(

@@ -136,7 +136,15 @@ def need_elementwise(kind: Any, settings: Mapping[str, Any], device: torch.devic
 
     Raises:
         RegistrationError: it does not, as Adafactor, LBFGS, Muon or Shampoo.
+        TypeError: an optimizer was given instead of its class.
     """
+    if isinstance(kind, torch.optim.Optimizer):
+        name = type(kind).__name__
+        raise TypeError(
+            f"ZeroOptimizer(model, optimizer): takes a class, and its settings as keyword "
+            f"arguments, as in ZeroOptimizer(model, torch.optim.AdamW, lr=1e-3); got an object of "
+            f"{name}"
+        )
     values = torch.linspace(-1, 1, 64, dtype=torch.float32, device=device)
     gradients = (0.4 * values + 0.1).sin()
     name = getattr(kind, "__name__", str(kind))

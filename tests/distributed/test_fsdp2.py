@@ -575,6 +575,7 @@ def _gathered(rank: int, world_size: int) -> float:
     for one, parameter in zip(before, ours.parameters(), strict=True):
         assert torch.equal(one, parameter.full_tensor())  # type: ignore[attr-defined]
     assert gather_parameters(sharded(model_of()), "bf16").scheme == commhooks.make("bf16")
+    assert gather_parameters(sharded(model_of()), "int8").scheme == gathered.scheme
     everyone = [torch.empty_like(outputs[1]) for _ in range(world_size)]
     dist.all_gather(everyone, outputs[1])
     assert all(torch.equal(one, outputs[1]) for one in everyone)

@@ -521,7 +521,7 @@ EXPECTED = {
     "another dtype": ("ValueError", "torch.float64"),
     "name": ("TypeError", "a text"),
     "closed": ("RegistrationError", "make another"),
-    "sizes": ("ValueError", "2 times the entries"),
+    "sizes": ("ValueError", "input needs 2 times the entries"),
     "dtypes": ("ValueError", "both of one dtype"),
     "no tensor": ("TypeError", "takes tensors, got list"),
     "sparse": ("TypeError", "dense tensors"),

@@ -447,7 +447,7 @@ def _refusals(rank: int, world_size: int) -> dict[str, Any]:
 
 EXPECTED = {
     "unattached": ("RegistrationError", "group.attach(model)"),
-    "another": ("RegistrationError", "of this group"),
+    "another": ("RegistrationError", "over another group"),
     "module": ("RegistrationError", "got Sequential"),
     "hook": ("RegistrationError", "runs a scheme already"),
     "twice": ("RegistrationError", "runs in it already"),

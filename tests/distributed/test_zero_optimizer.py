@@ -864,6 +864,12 @@ def test_an_optimizer_is_tried_where_it_will_step() -> None:
     assert tried == [{"meta"}]
 
 
+def test_an_object_in_place_of_an_optimizers_class_is_refused() -> None:
+    made = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(3))])
+    with pytest.raises(TypeError, match=r"takes a class.*AdamW, lr="):
+        need_elementwise(made, {}, torch.device("cpu"))
+
+
 @pytest.mark.parametrize(
     ("key", "settings", "there"),
     [

@@ -63,7 +63,7 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "between nodes the ranks of a node are averaged",
-            "group = need_shards(found) if between is None else need_replicas(found, between)",
+            "group = shard_ranks(found) if between is None else replica_ranks(found, between)",
             "group = found.ranks",
             f"{FSDP2}::test_between_nodes_any_scheme_averages[int8-0.03]",
         ),
@@ -78,17 +78,17 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hosts/fsdp2_found.py",
+        "commhooks/hosts/fsdp2_model.py",
         (
             "every parameter counts as cut along its rows",
-            "parameter._orig_size, dtype, parameter.fsdp_placement.dim, trained)",
-            "parameter._orig_size, dtype, 0, trained)",
+            "dtype, parameter.fsdp_placement.dim, trained",
+            "dtype, 0, trained",
             f"{FSDP2}::test_parameters_may_be_cut_along_their_columns",
         ),
         (
             "all FSDP2 modules have one number",
-            "Module(number, group, names)",
-            "Module(0, group, names)",
+            "FSDP2Module(number, group, names)",
+            "FSDP2Module(0, group, names)",
             f"{FSDP2}::test_none_has_the_bits_of_fsdp2_itself[1-2]",
         ),
     ),
@@ -325,7 +325,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hosts/fsdp2_found.py",
+        "commhooks/hosts/fsdp2_model.py",
         (
             "modules that were sharded together are reduced as two",
             "if groups and groups[0] not in found.values():",

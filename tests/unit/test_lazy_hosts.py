@@ -16,7 +16,7 @@ from commhooks.core.layout import Layout
 from commhooks.hook.engine import Engine
 from commhooks.hook.ledger import Ledger
 from commhooks.hook.parameters import Parameters
-from commhooks.hook.sharded_parameters import OwnShards, Sharded, ShardedParameters
+from commhooks.hook.sharded_parameters import OwnShards, ShardedParameter, ShardedParameters
 from commhooks.hosts.fsdp2 import BetweenNodes, SchemeReduceScatter
 from commhooks.zero.gather import Gather
 from commhooks.zero.shards import Shards
@@ -182,7 +182,8 @@ def reduced(machine: LazyDevice, name: str, *, between: bool, ahead: bool) -> li
         ahead: the stream of the reduce-scatter runs before that of the all-reduce does.
     """
     shapes = [
-        Sharded(f"p{number}", torch.Size([16, 16]), torch.float32, 0, True) for number in range(3)
+        ShardedParameter(f"p{number}", torch.Size([16, 16]), torch.float32, 0, True)
+        for number in range(3)
     ]
     known = OwnShards(shapes, 1, 0) if between else ShardedParameters(shapes, 1)
     model = nn.ParameterList([torch.zeros(SIZE) for _ in range(3)])

@@ -11,21 +11,32 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
 from commhooks.checkpoint.names import plain_names
 from commhooks.errors import RegistrationError
-from commhooks.hook.sharded_parameters import Sharded
-from commhooks.hosts.fsdp2_module import Module
+from commhooks.hook.sharded_parameters import ShardedParameter
+from commhooks.hosts.fsdp2_module import FSDP2Module
 
-__all__ = ["Found", "groups_of", "parameter_of"]
+__all__ = ["FSDP2Model", "groups_of", "parameter_of"]
 
 
-class Found(NamedTuple):
-    """Holds the FSDP2 modules of a model, their parameters, and the ranks of the shards."""
+class FSDP2Model(NamedTuple):
+    """Describes a model that was sharded by FSDP2.
 
-    modules: list[Module]
-    parameters: list[Sharded]
+    Attributes:
+        modules: those that reduce gradients, in the order of ``named_modules``.
+        parameters: of all these modules.
+        ranks: the ranks that FSDP2 shards and reduces over.
+    """
+
+    modules: list[FSDP2Module]
+    parameters: list[ShardedParameter]
     ranks: dist.ProcessGroup
 
     @classmethod
-    def of(cls, model: nn.Module, call: str = "register") -> Found:
+    def of(cls, model: nn.Module, call: str = "register") -> FSDP2Model:
+        """Reads them from a model; raises RegistrationError unless all have the same ranks.
+
+        Args:
+            call: the public call, for the messages.
+        """
         groups = list(groups_of(model, call).values())
         if not groups:
             raise RegistrationError(
@@ -50,7 +61,7 @@ class Found(NamedTuple):
         sharded = {id(one): id(parameter_of(one)) for one, _ in pairs}
         names = {one: plain[by_id[value]] for one, value in sharded.items()}
         parameters = [_sharded(one, names[id(one)], group) for one, group in pairs]
-        modules = [Module(number, group, names) for number, group in enumerate(groups)]
+        modules = [FSDP2Module(number, group, names) for number, group in enumerate(groups)]
         return cls(modules, parameters, ranks)
 
 
@@ -73,14 +84,19 @@ def groups_of(model: nn.Module, call: str = "register") -> dict[str, Any]:
 
 
 def parameter_of(sharded: Any) -> nn.Parameter:
-    """Returns what the module has now, which FSDP2 takes note of in the first forward pass."""
+    """Returns the parameter that the module has now.
+
+    It may have been replaced since ``fully_shard``; FSDP2 looks again in the first forward pass.
+    """
     place = sharded._module_info
     parameter: nn.Parameter = getattr(place.module, place.param_name)
     return parameter
 
 
-def _sharded(parameter: Any, name: str, group: Any) -> Sharded:
+def _sharded(parameter: Any, name: str, group: Any) -> ShardedParameter:
     policy = group.mp_policy
     dtype = policy.reduce_dtype or policy.param_dtype or parameter.sharded_param.dtype
     trained = parameter.sharded_param.requires_grad
-    return Sharded(name, parameter._orig_size, dtype, parameter.fsdp_placement.dim, trained)
+    return ShardedParameter(
+        name, parameter._orig_size, dtype, parameter.fsdp_placement.dim, trained
+    )

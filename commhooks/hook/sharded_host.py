@@ -1,4 +1,4 @@
-"""Fits a new hook to a host that shards parameters over ranks, such as FSDP."""
+"""Fits a new hook to a host that reduces gradients itself and shards parameters, such as FSDP."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from commhooks.hook.sharded_bucket import need_shards
 from commhooks.hook.state import HookState
 from commhooks.hook.verify import Verification, attach
 
-__all__ = ["settle"]
+__all__ = ["fit_to_host"]
 
 
-def settle(
+def fit_to_host(
     hook: HookState,
     model: nn.Module,
     known: Parameters,
@@ -24,14 +24,17 @@ def settle(
     shards_for: str,
     verification: Verification | None,
 ) -> None:
-    """Fits a hook that has not met other ranks yet to its host.
+    """Fits a new hook to its host, before the hook meets the other ranks (``HookState.agree``).
 
     Args:
-        known: the model's parameters as buckets have them.
+        hook: the hook, made without a model.
+        model: the model that the host has sharded.
+        known: the model's parameters as they lie in the host's buckets.
         group: ranks to average over.
-        device: of gradients.
-        shards_for: the host, if it needs one shard of each mean on each rank; "": whole means.
-        verification: of its steps; None: none.
+        device: the device of the gradients.
+        shards_for: name of the host if each rank needs only its shard of the mean; "" if each rank
+            needs the whole mean.
+        verification: how steps are verified; None: not at all.
 
     Raises:
         RegistrationError: the scheme cannot return a shard.
