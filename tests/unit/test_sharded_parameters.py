@@ -7,7 +7,7 @@ import torch
 
 from commhooks.checkpoint.names import padding_name
 from commhooks.hook.parameters import Parameter
-from commhooks.hook.sharded_parameters import FlatParameters, Sharded, ShardedParameters
+from commhooks.hook.sharded_parameters import FlatParameters, ShardedParameter, ShardedParameters
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 7])
@@ -15,7 +15,7 @@ from commhooks.hook.sharded_parameters import FlatParameters, Sharded, ShardedPa
 def test_padding_stays_with_as_many_ranks_and_is_left_out_on_others(
     before: int, ranks: int
 ) -> None:
-    one = Sharded("weight", torch.Size([5, 2]), torch.float32, 0, True)
+    one = ShardedParameter("weight", torch.Size([5, 2]), torch.float32, 0, True)
     saving, loading = (ShardedParameters([one], number) for number in (before, ranks))
     size = -(-5 // before)
     whole = torch.arange(1.0, 2 * size * before + 1).view(-1, 2)
