@@ -184,11 +184,12 @@ def _host_of(model: object) -> str | None:
 
 
 def _need_defaults(**arguments: object) -> None:
-    given = [name for name, value in arguments.items() if value is not None]
+    given = [f"{name}={value!r}" for name, value in arguments.items() if value is not None]
     if given:
         raise RegistrationError(
-            f"register: {', '.join(given)}: not for models of FSDP and replicate(), which decide "
-            f"themselves over which ranks, and in which buckets, they reduce"
+            f"register({', '.join(given)}): not for models of FSDP and replicate(), which decide "
+            f"themselves over which ranks, and in which buckets, they reduce; leave it out, or "
+            f"name a scheme"
         )
 
 

@@ -139,7 +139,7 @@ class Parts:
             self.reducer.in_flight.optimizer = OptimizersInBackward()
 
     def before_collectives(self) -> None:
-        """After a backward pass that raised, raises unless all ranks raised at the same place.
+        """Raises after a backward pass that raised, unless all ranks raised at the same place.
 
         Also of other models: their buckets travel in the same group.
         """

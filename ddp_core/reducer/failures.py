@@ -34,7 +34,7 @@ SLICE = timedelta(seconds=1)
 
 
 class Place(NamedTuple):
-    """What a rank waits for."""
+    """Describes what a rank waits for."""
 
     attempt: int  # steps, counting those that raised
     step: int

@@ -45,10 +45,10 @@ def _model(host: str) -> tuple[nn.Module, dict[str, Any]]:
     return sharded(model_of(), mesh["shard"]), {"between": mesh["replicate"]}
 
 
-def _accused(rank: int, world_size: int, host: str) -> list[str]:
+def _accused(rank: int, world_size: int, host: str, few: bool) -> list[str]:
     found = []
     schemes = INSIDE
-    if host != "fsdp2":
+    if few:
         schemes = {name: INSIDE[name] for name in ("int8", "int4 with feedback", "guard")}
     if host == "hsdp":
         schemes = {**schemes, "powersgd": "powersgd"}
@@ -74,10 +74,15 @@ def _accused(rank: int, world_size: int, host: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("host", "ranks"), [("fsdp2", 3), ("fsdp1", 2), ("hsdp", 4)])
-def test_no_scheme_is_accused_and_training_is_the_same_bit_for_bit(host: str, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("host", "ranks", "few"),
+    [("fsdp2", 3, True), ("fsdp2", 3, False), ("fsdp1", 2, True), ("hsdp", 4, True)],
+)
+def test_no_scheme_is_accused_and_training_is_the_same_bit_for_bit(
+    host: str, ranks: int, few: bool
+) -> None:
     quiet = QUIET if host == "fsdp1" else ()
-    assert run_ranks(_accused, ranks, host, ignore_warnings=quiet, timeout=120)[0] == []
+    assert run_ranks(_accused, ranks, host, few, ignore_warnings=quiet, timeout=120)[0] == []
 
 
 def _numbers(rank: int, world_size: int, reduced: torch.dtype | None) -> list[float]:
