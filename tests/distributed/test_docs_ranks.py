@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import re
+import socket
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -54,3 +58,28 @@ def _runs(rank: int, world_size: int, page: str, directory: str) -> bool:
 @pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md", "docs/guides/checkpoint.md"])
 def test_a_page_runs_on_two_ranks(page, tmp_path):
     assert run_ranks(_runs, 2, page, str(tmp_path), ignore_warnings=(".*",)) == [True, True]
+
+
+def _script(rank: int, world_size: int, page: str) -> str:
+    """Runs the first script of a page as torchrun would; returns what it printed."""
+    port: list[Any] = [None]
+    if rank == 0:
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = [free.getsockname()[1]]
+    torch.distributed.broadcast_object_list(port)
+    torch.distributed.destroy_process_group()
+    ranks = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank}
+    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": port[0]}
+    os.environ |= {name: str(value) for name, value in (ranks | place).items()}
+    code = re.search(r"^```py\n(.*?)^```$", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    assert code is not None
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(code[1], page, "exec"), {"__name__": "__main__"})
+    return printed.getvalue()
+
+
+def test_the_script_of_fsdp_runs_as_it_is():
+    printed, _ = run_ranks(_script, 2, "docs/hosts/fsdp.md", ignore_warnings=(".*",))
+    assert "int8" in printed
