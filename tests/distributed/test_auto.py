@@ -210,7 +210,6 @@ def _resume_undecided(rank: int, world_size: int) -> tuple[bool, int, bool]:
     return before, again.step - steps, again._search.over
 
 
-@pytest.mark.slow
 def test_a_run_that_stopped_before_the_decision_searches_anew() -> None:
     for before, step, after in run_ranks(_resume_undecided, 2):
         assert not before

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ import commhooks
 from commhooks.core import Bucket, SchemeExchange
 from commhooks.hook.call import Call
 from commhooks.hosts import functions
+from commhooks.schemes.sparse import TopK
+from commhooks.wrappers import ErrorFeedback
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import equal_bits, outcome
 
@@ -421,11 +424,19 @@ def test_a_switch_sends_what_was_held() -> None:
         assert gathered == 0
 
 
+class _SlowTopK(TopK):
+    """Keeps its residual some time after its mean has come."""
+
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        mean = yield from super().exchange(bucket)
+        time.sleep(0.5)
+        return mean
+
+
 def _switched_at_once(rank: int, world_size: int) -> float:
     """Calls are under way with a scheme that keeps what the next one does not."""
-    collectives = commhooks.Collectives("powersgd", rank=1)
-    # Large enough to be under way still, and too few for one to have kept anything yet.
-    shape, calls = (2000, 1500), 2
+    collectives = commhooks.Collectives(ErrorFeedback(_SlowTopK(0.1)))
+    shape, calls = SHAPE, 2
     tensors = [numbers(0, rank + 2 * number, *shape) for number in range(calls)]
     total = sum(tensors, torch.zeros(shape))
     dist.all_reduce(total)

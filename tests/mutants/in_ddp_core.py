@@ -576,7 +576,7 @@ MUTANTS: list[Mutant] = [
             "a rank that dropped a step elsewhere goes on",
             "        if first != mine:\n",
             "        if False:\n",
-            f"{ABANDONED}::test_different_places_are_an_error_on_both",
+            f"{UNIT}/test_abandonments.py::test_only_ranks_that_have_dropped_alike_go_on",
         ),
         (
             "a rank that waits for another's dropped bucket waits on",

@@ -20,12 +20,6 @@ MUTANTS: list[Mutant] = [
             BITS,
         ),
         (
-            "parameters that no rank has used are stepped",
-            "if piece.parameter in left_alone:",
-            "if piece.parameter in ():",
-            f"{PAIRS}[unused]",
-        ),
-        (
             "a second gradient replaces the first",
             "piece.value.grad += part",
             "piece.value.grad = part",

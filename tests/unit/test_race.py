@@ -67,5 +67,5 @@ def test_noise_does_not_decide() -> None:
 
 
 def test_a_race_that_noise_never_lets_end_ends_after_six_rounds() -> None:
-    race = _run({"a": 1.0, "b": 1.0}, 2.0, 1)
-    assert len(race.entries[0].times) <= 6 * 8
+    races = [_run({"a": 1.0, "b": 1.0}, 2.0, seed) for seed in range(40)]
+    assert max(len(race.entries[0].times) for race in races) == 6 * 8
