@@ -507,6 +507,25 @@ def test_a_step_that_overflows_on_one_rank_changes_nothing_on_any(
     run_ranks(_overflow, 2, in_backward, first)
 
 
+def _accumulated_in_vain(rank: int, world_size: int) -> None:
+    model, plain = wrapped(model_of()), wrapped(model_of())
+    zero = ZeroOptimizer(model, torch.optim.AdamW, lr=1e-2)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for one, stepping in ((model, zero), (plain, optimizer)):
+        for step in range(3):
+            with one.no_sync():
+                one(inputs_of(9 + step, rank)).square().mean().backward()
+            stepping.zero_grad()  # a batch that the program has thought better of
+            one(inputs_of(step, rank)).square().mean().backward()
+            stepping.step()
+            stepping.zero_grad()
+    assert same(model, plain)
+
+
+def test_zero_grad_drops_what_was_accumulated() -> None:
+    run_ranks(_accumulated_in_vain, 2)
+
+
 def _scaler(rank: int, world_size: int) -> float:
     model = wrapped(model_of())
     zero = ZeroOptimizer(model, torch.optim.AdamW, lr=1e-2)

@@ -198,7 +198,7 @@ MUTANTS: list[Mutant] = [
             "what no_sync has accumulated counts in the next step, too",
             "            parameter.grad = None\n\n    @torch.no_grad()\n    def clip",
             "            pass\n\n    @torch.no_grad()\n    def clip",
-            f"{PAIRS}[accumulation]",
+            f"{TEST}::test_zero_grad_drops_what_was_accumulated",
         ),
         (
             "a scheme that averages whole buckets is taken",
@@ -215,12 +215,6 @@ MUTANTS: list[Mutant] = [
             "dist.all_reduce(wrong, dist.ReduceOp.MAX, group=group)",
             "dist.all_reduce(wrong.clone(), dist.ReduceOp.MAX, group=group)",
             OVERFLOW,
-        ),
-        (
-            "a scaler sees finite gradients on the other ranks",
-            "mean.fill_(torch.nan)",
-            "mean",
-            f"{TEST}::test_a_gradient_scaler_sees_the_verdict_of_all_ranks",
         ),
     ),
     *planted(
