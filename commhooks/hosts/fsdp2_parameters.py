@@ -1,7 +1,8 @@
 """Sends the parameters that FSDP2 gathers before forward and backward by a scheme.
 
 The owner of a shard keeps and updates it in full precision; what all ranks compute with is rounded,
-the same on every rank (Wang et al., ZeRO++, 2023: quantised weights).
+the same on every rank (Wang et al., ZeRO++, 2023: quantised weights; for their differences see
+``fsdp2_differences.py``).
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from commhooks.core.dense import Dense
 from commhooks.core.scheme import Scheme
 from commhooks.errors import RegistrationError
 from commhooks.hosts.collectives import Collectives
+from commhooks.hosts.fsdp2_differences import DifferencesAllGather, GatheredDifferences
 from commhooks.hosts.fsdp2_model import FSDP2Model
+from commhooks.schemes._differences import codec_of_differences
 from commhooks.schemes.casts import TwoPhaseCast
 from commhooks.schemes.quantized import Blockwise
 from commhooks.wrappers.cast import Cast
@@ -51,7 +54,7 @@ class SchemeAllGather(DefaultAllocMixin, AllGather):
 
 
 def gather_parameters(
-    model: nn.Module, scheme: str | Scheme = "int8", *, seed: int = 0
+    model: nn.Module, scheme: str | Scheme = "int8", *, differences: bool = False, seed: int = 0
 ) -> Collectives:
     """Makes FSDP2 gather parameters by a scheme; all ranks call it, after the last ``fully_shard``.
 
@@ -59,28 +62,24 @@ def gather_parameters(
         model: a model of FSDP2.
         scheme: a name, which rounds to nearest here (not "int4", whose rotation is random), or a
             scheme that keeps no memory and rounds equal values equally: forward and backward have
-            to compute with the same weights.
+            to compute with the same weights. With ``differences``: any that packs blocks, "int4"
+            among them.
+        differences: sends what has changed since the last gather, and nothing in backward. Rounding
+            errors do not add up, and become as small as the steps of training. Every rank keeps all
+            parameters, in the dtype in which they are gathered.
         seed: base of random draws, the same on every rank.
 
     Returns:
-        The collectives that gather, with ledger and reports.
+        The collectives that gather, with ledger and reports; ``begin_anew()`` with ``differences``.
 
     Raises:
-        RegistrationError: the scheme keeps memory or draws random bits, or the model is not one of
-            FSDP2, or gathers in another way already.
+        RegistrationError: the scheme keeps memory or draws random bits, or packs no differences, or
+            the model is not one of FSDP2, or gathers in another way already.
 
     Example:
         >>> gathered = commhooks.hosts.gather_parameters(model)
     """
-    built = _to_nearest(scheme) if isinstance(scheme, str) else make(scheme)
-    random = any(getattr(built, name, False) for name in ("stochastic", "rotate"))
-    if random or not isinstance(built, Dense | Cast | TwoPhaseCast | Blockwise):
-        raise RegistrationError(
-            f"gather_parameters: {built} keeps memory or draws random bits, so that forward and "
-            f"backward would have different weights; take a name such as none, bf16, int8 or fp8, "
-            f"or blocks that are rounded to nearest without rotation, such as "
-            f'make("int8", stochastic=False, error_feedback=False)'
-        )
+    built = _codec(scheme) if differences else _same_each_time(scheme)
     found = FSDP2Model.of(model, "gather_parameters")
     taken = [module.group._all_gather_comm for module in found.modules]
     if any(type(one) is not DefaultAllGather for one in taken):
@@ -91,11 +90,41 @@ def gather_parameters(
         )
     # Not those of the reduce-scatter, which may have a group of its own.
     ranks = found.modules[0].group.mesh_info.shard_process_group
-    collectives = Collectives(built, ranks, seed=seed)
+    made = GatheredDifferences if differences else Collectives
+    collectives = made(built, ranks, seed=seed)
     collectives.stays = "FSDP2 decides over which ranks it gathers; shard a model over the others"
     for module in found.modules:
-        module.group._all_gather_comm = SchemeAllGather(collectives)
+        module.group._all_gather_comm = (
+            DifferencesAllGather(collectives)
+            if isinstance(collectives, GatheredDifferences)
+            else SchemeAllGather(collectives)
+        )
     return collectives
+
+
+def _codec(scheme: str | Scheme) -> Scheme:
+    """Returns what packs differences."""
+    built = codec_of_differences(scheme, "gather_parameters(differences=True)")
+    if built is None:
+        raise RegistrationError(
+            "gather_parameters(differences=True): none rounds nothing, and its differences have as "
+            "many bytes as the parameters; leave differences out, or take int8 or int4"
+        )
+    return built
+
+
+def _same_each_time(scheme: str | Scheme) -> Scheme:
+    """Returns a scheme that rounds equal values equally, without feedback."""
+    built = _to_nearest(scheme) if isinstance(scheme, str) else make(scheme)
+    random = any(getattr(built, name, False) for name in ("stochastic", "rotate"))
+    if random or not isinstance(built, Dense | Cast | TwoPhaseCast | Blockwise):
+        raise RegistrationError(
+            f"gather_parameters: {built} keeps memory or draws random bits, so that forward and "
+            f"backward would have different weights; take a name such as none, bf16, int8 or fp8, "
+            f"or blocks that are rounded to nearest without rotation, such as "
+            f'make("int8", stochastic=False, error_feedback=False)'
+        )
+    return built
 
 
 def _to_nearest(name: str) -> Scheme:

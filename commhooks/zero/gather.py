@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from commhooks.core.dense import Dense
-from commhooks.core.packed import PackedCodec, to_shards
+from commhooks.core.packed import to_shards
 from commhooks.core.scheme import Scheme
-from commhooks.errors import RegistrationError
 from commhooks.hook.engine import Engine
-from commhooks.schemes.casts import TwoPhaseCast
-from commhooks.wrappers.make import make
+from commhooks.schemes._differences import codec_of_differences
 from commhooks.zero.shard import BucketShard
 from ddp_core import Exchange
 from ddp_core.reducer.views import views_of
 
 __all__ = ["Gather"]
-
-_CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Gather:
@@ -38,7 +30,7 @@ class Gather:
     """
 
     def __init__(self, scheme: str | Scheme) -> None:
-        self.codec = _codec_of(scheme)
+        self.codec = codec_of_differences(scheme, "ZeroOptimizer(gather=...)")
 
     def packs(self, shard: BucketShard) -> bool:
         """Whether differences of this bucket are packed: a small payload would save nothing."""
@@ -70,26 +62,3 @@ class Gather:
             write = torch._foreach_add_ if packed else torch._foreach_copy_
             write([into for into, _ in kept], [view for _, view in kept])
         shard.settle(rounded=packed or shard.dtype != shard.exact.dtype)
-
-
-def _codec_of(scheme: str | Scheme) -> PackedCodec | None:
-    codec: Any = make(scheme, error_feedback=False)
-    if codec == make("none"):
-        return None
-    if isinstance(scheme, str) and scheme in _CASTS:
-        return TwoPhaseCast(_CASTS[scheme])
-    if not isinstance(codec, PackedCodec) or codec.traits.returns != "mean":
-        raise RegistrationError(
-            f"ZeroOptimizer(gather=...): {codec} does not pack a shard by itself; there are none, "
-            f"bf16, fp16, int8, int4, fp8, mxfp8, onebit, eden, topk"
-        )
-    if isinstance(scheme, str) and getattr(codec, "stochastic", False):
-        # The owner keeps the error: to nearest, which makes half of it, loses nothing.
-        nearest: PackedCodec = replace(codec, stochastic=False)  # type: ignore[type-var]
-        return nearest
-    if not math.isfinite(codec.error.variance) or codec.error.variance > 1:
-        raise RegistrationError(
-            f"ZeroOptimizer(gather=...): {codec} has a variance of {codec.error.variance:.3g}, and "
-            f"what the owner has not sent would grow; use more bits, or one that rounds to nearest"
-        )
-    return codec
