@@ -37,7 +37,7 @@ from ddp_core import DistributedDataParallel
 from experiments.hosts import joined, messages_from_hosts
 from experiments.models import MODELS
 from experiments.namespaces import reason_not_to_run, sent_nbytes
-from experiments.network_page import written
+from experiments.network_page import told, written
 
 # Factors of low rank travel in 16 bits, which costs nothing in quality (experiments.convergence).
 SCHEMES = (
@@ -326,7 +326,7 @@ def _table(rows: list[dict[str, Any]], title: str) -> Table:
     table = Table("hook", "step", "over noop", "sent", "predicted", "error", title=title)
     for row in rows:
         table.add_row(
-            row["scheme"],
+            told(row["scheme"]),
             f"{row['step_ms']:.1f} ms",
             f"{row['over_noop']:.2f}",
             f"{row['sent_mb']:.2f} MB",

@@ -13,10 +13,19 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 from commhooks.report.colours import OKABE_ITO
 from commhooks.report.page import Page
 
-__all__ = ["plotted", "written"]
+__all__ = ["plotted", "told", "written"]
 
 # What the picture of step times shows, in this order.
-SHOWN = ("torch none", "none", "bf16", "int8", "int4", "powersgd:rank=2", "topk", "auto")
+SHOWN = ("torch none", "none", "bf16", "int8", "int4", "acpsgd 2 bf16", "topk", "auto")
+
+
+def told(scheme: str) -> str:
+    """Returns a scheme with options in short: "acpsgd 2 bf16"."""
+    return (
+        scheme.translate(str.maketrans(":,", "  ", '"'))
+        .replace("rank=", "")
+        .replace("wire_dtype=", "")
+    )
 
 
 def where(row: pd.Series) -> str:
@@ -83,6 +92,7 @@ def written(rows: Sequence[dict[str, object]], path: Path, picture: Path) -> Non
     for name in ("predicted_ms", "error"):
         table[name] = pd.to_numeric(table[name], errors="coerce")
     table["cell"] = table.apply(where, axis=1)
+    table["hook_name"] = table.hook_name.map(told)
     figure = plotted(table)
     figure.savefig(picture, dpi=110)
     page = Page("Training over limited links, measured and predicted")

@@ -15,6 +15,7 @@ BETWEEN = f"{FSDP2}::test_between_nodes_what_was_not_sent_is_kept_and_saved"
 OWN_MEMORY = "test_a_mean_that_a_scheme_returns_in_memory_of_its_own_arrives"
 
 STEPS = "tests/distributed/test_sharded_steps.py"
+DIFFERENCES = "tests/distributed/test_gathered_differences.py"
 
 MUTANTS: list[Mutant] = [
     *planted(
@@ -51,6 +52,39 @@ MUTANTS: list[Mutant] = [
             "for one in self.group.fsdp_params if one.sharded_param.requires_grad]",
             "for one in self.group.fsdp_params]",
             f"{FSDP2}::test_frozen_parameters_are_left_out_of_buckets_and_states",
+        ),
+    ),
+    *planted(
+        "commhooks/hosts/fsdp2_differences.py",
+        (
+            "differences are sent again in backward",
+            "and backward_number() != NO_BACKWARD:",
+            "and False:",
+            f"{DIFFERENCES}::test_activation_checkpoints_have_the_weights_of_forward",
+        ),
+        (
+            "differences are to nothing",
+            "self.into.copy_(held.add_(changed.into))",
+            "self.into.copy_(changed.into)",
+            f"{DIFFERENCES}::test_errors_are_those_of_a_step[int8]",
+        ),
+        (
+            "values that are not finite stay in differences",
+            "held.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)",
+            "pass",
+            f"{DIFFERENCES}::test_loaded_parameters_and_those_that_were_not_finite",
+        ),
+        (
+            "differences are added up after a gather that failed",
+            "        self.module.held = None\n        # NaN",
+            "        # NaN",
+            f"{DIFFERENCES}::test_nothing_is_held_of_a_gather_that_failed",
+        ),
+        (
+            "other parameters are sent as differences",
+            "for module in self.modules:\n            module.held = None",
+            "pass",
+            f"{DIFFERENCES}::test_loaded_parameters_and_those_that_were_not_finite",
         ),
     ),
     *planted(
