@@ -1,7 +1,7 @@
 """Times each host with the scheme ``none`` beside the host itself, in turns.
 
-Run ``python -m experiments.host_cost``: two processes over Gloo; a step is a forward and a backward
-pass of the character transformer.
+Run ``python -m experiments.host_cost``: two processes over Gloo, each with cores of its own; a step
+is a forward and a backward pass of the character transformer.
 """
 
 from __future__ import annotations
@@ -147,7 +147,9 @@ def main(
     out: Annotated[Path, typer.Option(help="The table.")] = Path("results/host_cost.csv"),
 ) -> None:
     """Prints the step time with ``none`` over the host's own."""
-    rows = list(track(run_ranks(time_hosts, RANKS, pairs), "hosts", total=len(HOSTS)))
+    rows = list(
+        track(run_ranks(time_hosts, RANKS, pairs, own_cores=True), "hosts", total=len(HOSTS))
+    )
     out.parent.mkdir(parents=True, exist_ok=True)
     pd.DataFrame(rows).to_csv(out, index=False, float_format="%.4g")
     table = Table("host", "its own step", "with none", "added")

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from experiments.namespaces import made_hosts
+from experiments.processes import keep_to_own_cores
 
 __all__ = ["Message", "joined", "messages_from_hosts", "run_on_hosts"]
 
@@ -175,7 +176,8 @@ def joined() -> Iterator[int]:
     """Joins the process group in the process of a rank, with one thread; yields the rank."""
     # Ctrl-C reaches all processes of a terminal; the study handles it, and ends its ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _take_own_cores()
+    # Hosts share no cores, as machines do not.
+    keep_to_own_cores(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     threading.Thread(target=_end_with_study, daemon=True).start()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
@@ -183,18 +185,6 @@ def joined() -> Iterator[int]:
     # No rank closes its connections while another one still uses them.
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _take_own_cores() -> None:
-    """Keeps this rank on its share of the cores: hosts do not wait for each other's threads."""
-    # The scheduler wakes a host's threads on the other host's core, where they wait until a tick
-    # (4 ms) for whoever computes there. One value per bucket then costs 3 to 12 % of a step, where
-    # it costs 0 to 1 % on cores of its own.
-    cores = sorted(os.sched_getaffinity(0))
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    share = max(1, len(cores) // ranks)
-    first = rank * share % len(cores)
-    os.sched_setaffinity(0, cores[first : first + share])
 
 
 def _end_with_study() -> None:

@@ -6,6 +6,7 @@ For studies only: training runs use torchrun.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import queue
 import signal
 import sys
@@ -18,13 +19,31 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["run_ranks"]
+__all__ = ["keep_to_own_cores", "run_ranks"]
 
 Send = Callable[[Any], None]
 
 
-def run_ranks(worker: Callable[..., None], world_size: int, *args: Any) -> Iterator[Any]:
+def keep_to_own_cores(rank: int, ranks: int) -> None:
+    """Keeps a rank on its share of the cores; to be called before it starts threads.
+
+    The scheduler would wake a rank's threads on the core where another rank computes, and they
+    would wait for its next tick (4 ms). One value per bucket then costs 3 to 12 % of a step, and 0
+    to 1 % on cores of its own.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    share = max(1, len(cores) // ranks)
+    first = rank * share % len(cores)
+    os.sched_setaffinity(0, cores[first : first + share])
+
+
+def run_ranks(
+    worker: Callable[..., None], world_size: int, *args: Any, own_cores: bool = False
+) -> Iterator[Any]:
     """Runs ``worker(rank, world_size, send, *args)`` in each process; yields what they send.
+
+    Args:
+        own_cores: see :func:`keep_to_own_cores`.
 
     Raises:
         RuntimeError: a process failed; the message has its traceback.
@@ -36,7 +55,9 @@ def run_ranks(worker: Callable[..., None], world_size: int, *args: Any) -> Itera
         # A file, not a port: several studies may run at once.
         store = f"file://{folder}/store"
         processes = [
-            context.Process(target=_rank, args=(worker, rank, world_size, store, messages, args))
+            context.Process(
+                target=_rank, args=(worker, rank, world_size, store, messages, args, own_cores)
+            )
             for rank in range(world_size)
         ]
         for process in processes:
@@ -67,9 +88,17 @@ def run_ranks(worker: Callable[..., None], world_size: int, *args: Any) -> Itera
 
 
 def _rank(
-    worker: Callable[..., None], rank: int, world_size: int, store: str, messages: Any, args: Any
+    worker: Callable[..., None],
+    rank: int,
+    world_size: int,
+    store: str,
+    messages: Any,
+    args: Any,
+    own_cores: bool,
 ) -> None:
     try:
+        if own_cores:
+            keep_to_own_cores(rank, world_size)
         # Ctrl-C reaches all processes of a terminal; the parent handles it, and ends its ranks.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         torch.set_num_threads(1)  # ranks share the cores
