@@ -20,6 +20,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_by_fsdp2
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -87,6 +89,32 @@ def _group(with_hook: bool) -> nn.Module:
     return DistributedDataParallel(CharTransformer(64), process_group=group)
 
 
+def _backend(with_hook: bool) -> nn.Module:
+    group = None
+    if with_hook:
+        commhooks.register_backend("none")
+        group = dist.new_group(backend="commhooks")
+    return DistributedDataParallel(CharTransformer(64), process_group=group)
+
+
+def _composable(with_hook: bool) -> nn.Module:
+    model: nn.Module = replicate(CharTransformer(64))
+    if with_hook:
+        commhooks.register(model, "none")
+    return model
+
+
+def _replicated_by_fsdp2(with_hook: bool) -> nn.Module:
+    model: Any = CharTransformer(64)
+    if with_hook:
+        commhooks.hosts.replicate(model, "none", modules=model.blocks)
+        return model
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for block in model.blocks:
+        replicate_by_fsdp2(block, mesh=mesh)
+    return replicate_by_fsdp2(model, mesh=mesh)
+
+
 HOSTS: dict[str, Callable[[bool], nn.Module]] = {
     "torch's DDP": _ddp,
     "ddp_core": _core,
@@ -94,6 +122,9 @@ HOSTS: dict[str, Callable[[bool], nn.Module]] = {
     "HSDP, one shard": _replicated,
     "FSDP1": _fsdp1,
     "process_group": _group,
+    'backend "commhooks"': _backend,
+    "replicate(), composable": _composable,
+    "replicate() of FSDP2, hosts.replicate": _replicated_by_fsdp2,
 }
 
 

@@ -19,7 +19,7 @@ from commhooks.errors import RegistrationError
 from commhooks.hook.engine import Engine
 from ddp_core import AllGather, AllReduce, Exchange, ReduceScatter, event_after
 
-__all__ = ["Call", "Handle", "Kind", "plain", "sums"]
+__all__ = ["Call", "Handle", "Kind", "plain", "sums", "written"]
 
 Kind = Literal["all_reduce", "reduce_scatter", "all_gather"]
 Run = Callable[[Bucket], SchemeExchange]
@@ -142,7 +142,9 @@ class Call:
         # A view of one dimension may have gaps, which neither kernels nor Gloo know of.
         raw, output, shards = _real(self.given).reshape(-1).contiguous(), None, None
         if self.kind != "all_reduce":
-            output = into.view(-1) if into.is_contiguous() else raw.new_empty(into.numel())
+            # A tensor of inference mode is written at the end only.
+            fits = into.is_contiguous() and not into.is_inference()
+            output = into.view(-1) if fits else raw.new_empty(into.numel())
         if self.kind == "reduce_scatter":
             shards = equal_shards(raw.numel(), ranks)
             raw = raw if exact else raw.clone()  # schemes may overwrite a gradient
@@ -157,8 +159,15 @@ class Call:
             raw, layout, number, shards=shards, output=output, run=run, agree=agree and not exact
         )
         if arrived.data_ptr() != into.data_ptr():
-            into.copy_(arrived.view(into.shape))
+            written(into, arrived.view(into.shape))
         return self.into
+
+
+def written(into: Tensor, values: Tensor) -> None:
+    """Writes values to a tensor, which may be one of inference mode."""
+    # Threads of drivers are not in the mode of the caller.
+    with torch.inference_mode(into.is_inference()):
+        into.copy_(values)
 
 
 def sums(kind: Kind, op: Any) -> bool:

@@ -68,7 +68,9 @@ class Calls(HookState):
         self._bind()
         call.check(self._engine.world_size)
         call.need(self.scheme)
-        future = self._start(call, self._named(call, name), async_op)
+        # Tensors of inference mode could not be written by the threads that go on with the call.
+        with torch.inference_mode(False), torch.no_grad():
+            future = self._start(call, self._named(call, name), async_op)
         if async_op:
             return Handle(future, call.given.device)
         future.wait()

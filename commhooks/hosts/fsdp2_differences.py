@@ -21,43 +21,28 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 
 from commhooks.core.layout import Layout
 from commhooks.core.scheme import Scheme
-from commhooks.hook.call import Call
+from commhooks.hook.call import Call, written
 from commhooks.hook.engine import Engine
 from commhooks.hosts.collectives import Collectives
-from ddp_core import Exchange
+from ddp_core import Exchange, borrow_memory
 from ddp_core.reducer.accumulators import NO_BACKWARD, backward_number
 
-__all__ = ["DifferencesAllGather", "GatheredDifferences"]
-
-
-class GatheredDifferences(Collectives):
-    """Gathers parameters as differences; see :func:`commhooks.hosts.gather_parameters`."""
-
-    def __init__(self, scheme: Scheme, group: dist.ProcessGroup, *, seed: int) -> None:
-        super().__init__(scheme, group, seed=seed)
-        self.modules: list[DifferencesAllGather] = []
-
-    def begin_anew(self) -> None:
-        """Makes the next forward pass send the parameters themselves; all ranks call it.
-
-        For after loading other parameters into the model: their differences would be as large as
-        they are, and rounded as coarsely.
-        """
-        for module in self.modules:
-            module.held = None
+__all__ = ["DifferencesAllGather"]
 
 
 class DifferencesAllGather(DefaultAllocMixin, AllGather):
     """Gathers the parameters of one FSDP2 module as differences.
 
     Attributes:
-        held: what all ranks have, of one rank after the other. None: the next gather is exact.
+        held: what all ranks have, one rank's after the other's. None: the next gather is exact.
+        sent: this rank's shard as it was when the difference to it was sent.
     """
 
-    def __init__(self, collectives: GatheredDifferences) -> None:
+    def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
         self.held: Tensor | None = None
-        collectives.modules.append(self)
+        self.sent: Tensor | None = None
+        self._used_in = NO_BACKWARD  # the backward pass, since the last gather outside of one
 
     def __call__(
         self,
@@ -68,15 +53,21 @@ class DifferencesAllGather(DefaultAllocMixin, AllGather):
     ) -> Any:
         if group.size() != self._collectives.world_size:  # see ``SchemeAllGather``
             return DefaultAllGather()(output_tensor, input_tensor, group, async_op)
-        held = self.held
-        if held is not None and _kind(held) != _kind(output_tensor):
-            held = self.held = None  # another mixed precision
-        if held is not None and backward_number() != NO_BACKWARD:
-            # The weights of the forward pass, also where checkpoints run it again: no message.
-            output_tensor.copy_(held)
+        if self.held is not None and _kind(self.held) != _kind(output_tensor):
+            self.held = None  # of another mixed precision
+        if self.held is not None and self._has_gathered_for(backward_number()):
+            # The weights of forward, also where a checkpoint runs it again: no message.
+            borrow_memory(self.held)
+            written(output_tensor, self.held)
             return None
-        call = _Differences("all_gather", input_tensor, output_tensor, module=self)
+        call = _Differences("all_gather", input_tensor, output_tensor, gather=self)
         return self._collectives.run(call, None, async_op)
+
+    def _has_gathered_for(self, backward: int) -> bool:
+        """Whether a backward pass is under way, and the first since the last gather outside."""
+        first = self._used_in in (NO_BACKWARD, backward)
+        self._used_in = backward
+        return backward != NO_BACKWARD and first
 
 
 @dataclass(frozen=True)
@@ -84,30 +75,34 @@ class _Differences(Call):
     """Gathers what has changed since a module's parameters were gathered last.
 
     Attributes:
-        module: has what was gathered, and takes what is.
+        gather: of the module.
     """
 
-    module: Any = None
+    gather: Any = None
 
     def is_plain(self, scheme: Scheme) -> bool:
-        return self.module.held is None or super().is_plain(scheme)
+        return self.gather.held is None or super().is_plain(scheme)
 
     def exchange(self, engine: Engine, layout: Layout, number: int, *, agree: bool) -> Exchange:
-        held = self.module.held
-        if self.is_plain(engine.scheme):
-            yield from super().exchange(engine, layout, number, agree=agree)
-            self.module.held = self.into.clone()
-            return self.into
+        held, gather, now = self.gather.held, self.gather, self.given.clone()
         # Until the exchange has ended: after one that failed, ranks may hold different values.
-        self.module.held = None
+        plain, gather.held = self.is_plain(engine.scheme), None
+        if plain:
+            yield from super().exchange(engine, layout, number, agree=agree)
+            gather.held, gather.sent = self.into.clone(), now
+            return self.into
+        borrow_memory(held)
         # NaN and infinity would stay in all differences. Every rank holds the same bits.
         held.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         wide = torch.promote_types(held.dtype, torch.float32)
-        own = self.given - held.view(engine.world_size, -1)[engine.rank].to(wide)
+        own = now - held.view(engine.world_size, -1)[engine.rank].to(wide)
+        # Zeros change nothing: forward passes between two steps have the same weights, and so has
+        # the backward pass through all of them. Each rank decides for its own shard.
+        own = torch.where((now != gather.sent).any(), own, 0.0)
         changed = Call("all_gather", own, torch.empty_like(held, dtype=wide))
         yield from changed.exchange(engine, layout, number, agree=agree)
-        self.into.copy_(held.add_(changed.into))
-        self.module.held = held
+        written(self.into, held.add_(changed.into))
+        gather.held, gather.sent = held, now
         return self.into
 
 

@@ -22,7 +22,8 @@ from commhooks.core.dense import Dense
 from commhooks.core.scheme import Scheme
 from commhooks.errors import RegistrationError
 from commhooks.hosts.collectives import Collectives
-from commhooks.hosts.fsdp2_differences import DifferencesAllGather, GatheredDifferences
+from commhooks.hosts.fsdp2_differences import DifferencesAllGather
+from commhooks.hosts.fsdp2_gathered import GatheredParameters
 from commhooks.hosts.fsdp2_model import FSDP2Model
 from commhooks.schemes._differences import codec_of_differences
 from commhooks.schemes.casts import TwoPhaseCast
@@ -55,7 +56,7 @@ class SchemeAllGather(DefaultAllocMixin, AllGather):
 
 def gather_parameters(
     model: nn.Module, scheme: str | Scheme = "int8", *, differences: bool = False, seed: int = 0
-) -> Collectives:
+) -> GatheredParameters:
     """Makes FSDP2 gather parameters by a scheme; all ranks call it, after the last ``fully_shard``.
 
     Args:
@@ -64,13 +65,14 @@ def gather_parameters(
             scheme that keeps no memory and rounds equal values equally: forward and backward have
             to compute with the same weights. With ``differences``: any that packs blocks, "int4"
             among them.
-        differences: sends what has changed since the last gather, and nothing in backward. Rounding
-            errors do not add up, and become as small as the steps of training. Every rank keeps all
-            parameters, in the dtype in which they are gathered.
+        differences: sends what has changed since the last gather, and nothing in backward. The next
+            difference makes up for what rounding leaves of one: errors do not add up, and are a
+            share of the last step. Every rank keeps all parameters, in the dtype of the gather.
         seed: base of random draws, the same on every rank.
 
     Returns:
-        The collectives that gather, with ledger and reports; ``begin_anew()`` with ``differences``.
+        The collectives that gather, with ledger and reports. After ``close()`` FSDP2 gathers by
+        itself; ``begin_anew()`` is for differences, once other parameters were written.
 
     Raises:
         RegistrationError: the scheme keeps memory or draws random bits, or packs no differences, or
@@ -79,9 +81,17 @@ def gather_parameters(
     Example:
         >>> gathered = commhooks.hosts.gather_parameters(model)
     """
-    built = _codec(scheme) if differences else _same_each_time(scheme)
+    allowed = _codec if differences else _same_each_time
+    built = allowed(scheme)
+    if differences and type(built) is Dense:
+        raise RegistrationError(
+            "gather_parameters(differences=True): none rounds nothing, so there is nothing to make "
+            "up for; take int8 or int4, or leave differences out (fully_shard("
+            "reshard_after_forward=False) saves the gather of backward)"
+        )
     found = FSDP2Model.of(model, "gather_parameters")
-    taken = [module.group._all_gather_comm for module in found.modules]
+    groups = [module.group for module in found.modules]
+    taken = [group._all_gather_comm for group in groups]
     if any(type(one) is not DefaultAllGather for one in taken):
         raise RegistrationError(
             f"gather_parameters: FSDP2 gathers by {type(taken[0]).__name__} already "
@@ -89,28 +99,16 @@ def gather_parameters(
             f"set_allocate_memory_from_process_group_for_comm), in whose place the scheme would be"
         )
     # Not those of the reduce-scatter, which may have a group of its own.
-    ranks = found.modules[0].group.mesh_info.shard_process_group
-    made = GatheredDifferences if differences else Collectives
-    collectives = made(built, ranks, seed=seed)
-    collectives.stays = "FSDP2 decides over which ranks it gathers; shard a model over the others"
-    for module in found.modules:
-        module.group._all_gather_comm = (
-            DifferencesAllGather(collectives)
-            if isinstance(collectives, GatheredDifferences)
-            else SchemeAllGather(collectives)
-        )
+    ranks = groups[0].mesh_info.shard_process_group
+    collectives = GatheredParameters(built, ranks, seed=seed, allowed=allowed)
+    gather = DifferencesAllGather if differences else SchemeAllGather
+    collectives.install(model, groups, lambda: gather(collectives))
     return collectives
 
 
 def _codec(scheme: str | Scheme) -> Scheme:
-    """Returns what packs differences."""
-    built = codec_of_differences(scheme, "gather_parameters(differences=True)")
-    if built is None:
-        raise RegistrationError(
-            "gather_parameters(differences=True): none rounds nothing, and its differences have as "
-            "many bytes as the parameters; leave differences out, or take int8 or int4"
-        )
-    return built
+    """Returns what packs differences, or the scheme "none"."""
+    return codec_of_differences(scheme, "gather_parameters(differences=True)") or Dense()
 
 
 def _same_each_time(scheme: str | Scheme) -> Scheme:

@@ -1,6 +1,6 @@
 """Finds the codec that packs differences: what an owner has, minus what all other ranks have.
 
-What rounding leaves is a part of the next difference, so nothing is lost.
+What rounding leaves of one difference is a part of the next.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def codec_of_differences(scheme: str | Scheme, call: str) -> PackedCodec | None:
         return TwoPhaseCast(_CASTS[scheme])
     if not isinstance(codec, PackedCodec) or codec.traits.returns != "mean":
         raise RegistrationError(
-            f"{call}: {codec} does not pack a shard by itself; there are none, bf16, fp16, int8, "
-            f"int4, fp8, mxfp8, onebit, eden, topk"
+            f"{call}: {codec} does not pack a shard by itself; choose bf16, fp16, int8, int4, fp8, "
+            f"mxfp8, onebit, eden or topk"
         )
     if isinstance(scheme, str) and getattr(codec, "stochastic", False):
         # The owner keeps the error: to nearest, which makes half of it, loses nothing.
