@@ -89,8 +89,8 @@ MUTANTS: list[Mutant] = [
         (
             "values that are not finite stay in differences",
             "held.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)",
-            "held.nan_to_num_(nan=0.0, posinf=torch.inf, neginf=0.0)",
-            f"{DIFFERENCES}::test_loaded_parameters_and_those_that_were_not_finite",
+            "pass",
+            f"{DIFFERENCES}::test_values_that_are_not_finite_do_not_stay",
         ),
         (
             "differences are added up after a gather that failed",
@@ -105,7 +105,7 @@ MUTANTS: list[Mutant] = [
             "a loaded model is sent as differences",
             "collectives.begin_anew()",
             "pass",
-            f"{DIFFERENCES}::test_loaded_parameters_and_those_that_were_not_finite",
+            f"{DIFFERENCES}::test_loaded_parameters",
         ),
         (
             "parameters are gathered by any scheme",
