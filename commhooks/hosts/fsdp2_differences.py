@@ -55,7 +55,7 @@ class DifferencesAllGather(DefaultAllocMixin, AllGather):
             return DefaultAllGather()(output_tensor, input_tensor, group, async_op)
         if self.held is not None and _kind(self.held) != _kind(output_tensor):
             self.held = None  # of another mixed precision
-        if self.held is not None and self._has_gathered_for(backward_number()):
+        if self._has_gathered_for(backward_number()) and self.held is not None:
             # The weights of forward, also where a checkpoint runs it again: no message.
             borrow_memory(self.held)
             written(output_tensor, self.held)
