@@ -30,7 +30,8 @@ def told(scheme: str) -> str:
 
 def where(row: pd.Series) -> str:
     """Returns a cell of the matrix in words."""
-    rate = f"{row.mbit:g} Mbit/s" if row.mbit else "no limit"
+    rate = f"{row.mbit:g} Mbit/s" if row.mbit < 1000 else f"{row.mbit / 1000:g} Gbit/s"
+    rate = rate if row.mbit else "no limit"
     delay = f", {row.delay_ms:g} ms" if row.delay_ms else ""
     return f"{row.model}, {row.hosts:g} hosts, {rate}{delay}"
 
@@ -61,7 +62,7 @@ def plotted(table: pd.DataFrame) -> Figure:
 def _over_noop(axis: mpl.axes.Axes, table: pd.DataFrame) -> None:
     cells = list(dict.fromkeys(table.cell))
     marks = dict(zip(SHOWN, ("|", "s", "o", "^", "v", "D", "P", "*"), strict=True))
-    colours = dict(zip(SHOWN, ("0.3", *OKABE_ITO), strict=False))
+    colours = {**dict(zip(SHOWN, ("0.3", *OKABE_ITO), strict=False)), "auto": "black"}
     for name in SHOWN:
         rows = table[table.hook_name == name]
         axis.scatter(
