@@ -58,6 +58,14 @@ def _fsdp2(scheme: Callable[[], Any]) -> Callable[[Any, int], nn.Module]:
     return build
 
 
+def _differences(model: Any, seed: int) -> nn.Module:
+    """Returns SDP4Bit's gathered weights: what has changed in them, in 4 bits."""
+    sharded = _sharded(model, init_device_mesh("cpu", (RANKS,)))
+    commhooks.register(sharded, "int8", seed=seed)
+    commhooks.hosts.gather_parameters(sharded, "int4", differences=True, seed=seed)
+    return sharded
+
+
 def _hsdp(model: Any, seed: int) -> nn.Module:
     """Returns SDP4Bit's two levels: 8 bits within a node, 4 bits with feedback between nodes."""
     mesh = init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("replicate", "shard"))
@@ -67,12 +75,17 @@ def _hsdp(model: Any, seed: int) -> nn.Module:
     return sharded
 
 
-def _replicated(model: Any, seed: int) -> nn.Module:
+def _replicated(rank: int) -> Callable[[Any, int], nn.Module]:
     """Returns DDP by FSDP2: sharded over one rank, replicated over all."""
-    mesh = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("replicate", "shard"))
-    sharded = _sharded(model, mesh["shard"])
-    commhooks.register(sharded, "powersgd", between=mesh["replicate"], seed=seed, **POWERSGD)
-    return sharded
+
+    def build(model: Any, seed: int) -> nn.Module:
+        mesh = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("replicate", "shard"))
+        sharded = _sharded(model, mesh["shard"])
+        settings = {**POWERSGD, "rank": rank}
+        commhooks.register(sharded, "powersgd", between=mesh["replicate"], seed=seed, **settings)
+        return sharded
+
+    return build
 
 
 def _ddp_powersgd(model: nn.Module, seed: int) -> nn.Module:
@@ -86,8 +99,10 @@ CASES: dict[str, Callable[[Any, int], nn.Module]] = {
     "FSDP2, none": _fsdp2(lambda: "none"),
     "FSDP2, int8": _fsdp2(lambda: "int8"),
     "FSDP2, int4, 8-bit feedback": _fsdp2(_four_bits),
+    "FSDP2, int8, parameters as int4 differences": _differences,
     "HSDP, int8 inside, int4 between": _hsdp,
-    "replicate, powersgd rank 4": _replicated,
+    "replicate, powersgd rank 4": _replicated(4),
+    "replicate, powersgd rank 8": _replicated(8),
     "DDP, powersgd rank 4": _ddp_powersgd,  # the same scheme without the host
 }
 
