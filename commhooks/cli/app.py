@@ -15,6 +15,7 @@ from commhooks.cli import commands as _commands
 from commhooks.cli import headroom as _headroom
 from commhooks.cli import link as _link
 from commhooks.cli import simulate as _simulate
+from commhooks.cli.fabrics import print_presets
 from commhooks.cli.user_schemes import load_files
 from commhooks.errors import Error, MissingPackageError
 
@@ -190,6 +191,15 @@ def simulate(
     bucket_mb: Annotated[float, typer.Option(min=0.001, help="MiB of a full bucket.")] = 25.0,
     csv: Annotated[Path | None, typer.Option(help="File for all numbers.")] = None,
     plot: Annotated[Path | None, typer.Option(help="File for a picture, with matplotlib.")] = None,
+    fabrics: Annotated[
+        bool,
+        typer.Option(
+            "--fabrics",
+            callback=print_presets,
+            is_eager=True,
+            help="Prints the presets, and where their numbers are from.",
+        ),
+    ] = False,
 ) -> None:
     """Predicts what schemes would save, and where they stop paying, for a model and a fabric."""
     _simulate.simulate(

@@ -23,8 +23,8 @@ from commhooks.cli.arguments import (
 )
 from commhooks.predict.device import device as device_of
 from commhooks.predict.fabric import Fabric
-from commhooks.predict.fabric import fabric as fabric_of
 from commhooks.predict.models import MODELS
+from commhooks.predict.presets import fabric as fabric_of
 from commhooks.predict.simulate import BASELINE, MARGIN, Comparison, Row, compare, write_csv
 from commhooks.predict.simulate_plot import draw
 

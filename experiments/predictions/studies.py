@@ -76,7 +76,7 @@ def diloco() -> Iterator[Row]:
 # "unshaped": what the data sheet of these machines (g6e.2xlarge) says.
 _BITS = {"50m": 50e6, "200m": 200e6, "1g": 1e9, "5g": 5e9, "unshaped": 20e9}
 _UNSHAPED = (
-    0.84  # share of a rate that TCP reaches without a limit, between the presets' for 10 and 25
+    0.84  # assumed share of a rate that TCP reaches without a limit, as of the presets 10gbe, 25gbe
 )
 
 

@@ -41,13 +41,18 @@ def test_no_gain_is_predicted_where_compression_lost(tables: dict, study: str) -
     assert (table.measured < 0.98).any()
 
 
-def test_the_preset_is_what_was_fitted() -> None:
+@pytest.mark.parametrize(
+    ("preset", "cluster"), [("dgx-h100", "dgx-h100-ndr400x8"), ("p6-b200", "p6-b200-efav4")]
+)
+def test_the_preset_is_what_was_fitted(preset: str, cluster: str) -> None:
     from experiments.predictions.parameters import parameters
 
-    fitted = parameters()["all_reduce"]["dgx-h100-ndr400x8"]
-    preset = PRESETS["dgx-h100"].between
+    fitted = parameters()["all_reduce"][cluster]
     for name in ("latency", "bandwidth", "chunk_s"):
-        assert getattr(preset, name) == pytest.approx(fitted[name], rel=0.1)
+        # Three digits.
+        assert getattr(PRESETS[preset].between, name) == pytest.approx(fitted[name], rel=0.005)
+    # The fit takes the tree for all sizes.
+    assert PRESETS[preset].tree_nbytes == PRESETS["dgx-h100"].tree_nbytes == 2**40
 
 
 def local(scheme: str = "none", **options: object) -> float:
