@@ -43,6 +43,7 @@ def advise_on(
     error: float,
     device: str,
     batch: int | None,
+    accumulate: int,
     out: Path | None,
 ) -> None:
     """Prints the fastest options, and the one to take.
@@ -59,7 +60,7 @@ def advise_on(
     need_folders(out)
     try:
         computing, links = device_of(device), fabric_of(fabric)
-        workload = workload_of(model, timeline, batch, computing)
+        workload = workload_of(model, timeline, batch, computing, accumulate=accumulate)
         every = advise(
             workload,
             ranks=ranks,

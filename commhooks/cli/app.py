@@ -186,8 +186,11 @@ def simulate(
     ranks: Annotated[str, typer.Option(help="With commas.")] = "2,8,64,1024",
     device: Annotated[str, typer.Option(help="That computes model and schemes.")] = "a100",
     batch: Annotated[
-        int | None, typer.Option(min=1, help="Samples of a rank's step; the model's by default.")
+        int | None, typer.Option(min=1, help="Samples of a rank's pass; the model's by default.")
     ] = None,
+    accumulate: Annotated[
+        int, typer.Option(min=1, help="Forward and backward passes of a step.")
+    ] = 1,
     bucket_mb: Annotated[float, typer.Option(min=0.001, help="MiB of a full bucket.")] = 25.0,
     csv: Annotated[Path | None, typer.Option(help="File for all numbers.")] = None,
     plot: Annotated[Path | None, typer.Option(help="File for a picture, with matplotlib.")] = None,
@@ -204,7 +207,8 @@ def simulate(
     """Predicts what schemes would save, and where they stop paying, for a model and a fabric."""
     _simulate.simulate(
         _simulate.Options(
-            model, timeline, schemes, ranks, fabric, device, batch, bucket_mb, csv, plot
+            *(model, timeline, schemes, ranks, fabric, device),
+            *(batch, accumulate, bucket_mb, csv, plot),
         )
     )
 
@@ -228,8 +232,11 @@ def advise(
     ] = 0.05,
     device: Annotated[str, typer.Option(help="That computes model and schemes.")] = "a100",
     batch: Annotated[
-        int | None, typer.Option(min=1, help="Samples of a rank's step; the model's by default.")
+        int | None, typer.Option(min=1, help="Samples of a rank's pass; the model's by default.")
     ] = None,
+    accumulate: Annotated[
+        int, typer.Option(min=1, help="Forward and backward passes of a step.")
+    ] = 1,
     csv: Annotated[Path | None, typer.Option(help="File for all predictions.")] = None,
 ) -> None:
     """Says which scheme to take, with which bucket size, or that compression does not pay."""
@@ -242,5 +249,6 @@ def advise(
         error=error,
         device=device,
         batch=batch,
+        accumulate=accumulate,
         out=csv,
     )

@@ -84,9 +84,27 @@ def _value(text: str) -> Any:
 
 
 def workload_of(
+    name: str | None,
+    timeline: Path | None,
+    batch: int | None,
+    device: Device,
+    *,
+    accumulate: int = 1,
+) -> Workload:
+    """Returns the step of a model (a built-in name, or ``FILE.py:FUNCTION``) or of a timeline.
+
+    Args:
+        name, timeline: one of both.
+        batch: samples of a rank's pass.
+        device: computes a model's passes.
+        accumulate: forward and backward passes of a step.
+    """
+    return _one_pass(name, timeline, batch, device).accumulated(accumulate)
+
+
+def _one_pass(
     name: str | None, timeline: Path | None, batch: int | None, device: Device
 ) -> Workload:
-    """Returns the step of a model (a built-in name, or ``FILE.py:FUNCTION``) or of a timeline."""
     if (name is None) == (timeline is None):
         raise typer.BadParameter("give either --model or --timeline")
     if timeline is not None:

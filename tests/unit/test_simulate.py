@@ -170,6 +170,23 @@ def test_a_workload_survives_a_file(tmp_path: Path) -> None:
         load_workload(tmp_path / "w.json")
 
 
+def test_accumulation_adds_passes_and_exposes_as_much() -> None:
+    one, many = SMALL, SMALL.accumulated(4)
+    passes = 3 * (one.forward_s + one.backward_s)
+    assert many.compute_s == pytest.approx(one.compute_s + passes)
+    for name in ("none", "powersgd"):
+        step, more = (
+            predict_step(make(name), workload, ranks=4, fabric=SLOW, device=A100)
+            for workload in (one, many)
+        )
+        assert step.exposed_s > 0
+        assert more.exposed_s == pytest.approx(step.exposed_s)
+        assert more.step_s == pytest.approx(step.step_s + passes)
+    assert one.accumulated(1) == one
+    with pytest.raises(ValueError, match="passes"):
+        one.accumulated(0)
+
+
 # ---- many steps at once
 
 SMALL = Workload(
@@ -424,6 +441,15 @@ def test_simulate_takes_a_recorded_step_and_a_measured_link(tmp_path: Path) -> N
     assert done.exit_code == 0, done.output
     assert "small" in done.output
     assert "slow" in done.output
+
+
+@pytest.mark.parametrize("command", ["simulate", "advise"])
+def test_a_step_of_several_passes_computes_longer(command: str) -> None:
+    given = (command, "--model", "resnet50", "--ranks", "2", "--schemes", "int8")
+    for passes, told in (("1", "25.6 ms"), ("4", "101 ms")):
+        done = CliRunner().invoke(app, [*given, "--accumulate", passes])
+        assert done.exit_code == 0, done.output
+        assert f"{told} of computing" in " ".join(done.output.split())
 
 
 @pytest.mark.parametrize("command", ["simulate", "advise"])
