@@ -184,7 +184,9 @@ def simulate(
         str, typer.Option(help="With commas; options after colons: bf16,powersgd:rank=4.")
     ] = "none,bf16,int8,int4,powersgd",
     ranks: Annotated[str, typer.Option(help="With commas.")] = "2,8,64,1024",
-    device: Annotated[str, typer.Option(help="That computes model and schemes.")] = "a100",
+    device: Annotated[
+        str, typer.Option(help="That computes model and schemes; here: schemes are timed.")
+    ] = "a100",
     batch: Annotated[
         int | None, typer.Option(min=1, help="Samples of a rank's pass; the model's by default.")
     ] = None,
@@ -230,7 +232,9 @@ def advise(
     error: Annotated[
         float, typer.Option(min=0, help="Largest relative squared error of an exchange.")
     ] = 0.05,
-    device: Annotated[str, typer.Option(help="That computes model and schemes.")] = "a100",
+    device: Annotated[
+        str, typer.Option(help="That computes model and schemes; here: schemes are timed.")
+    ] = "a100",
     batch: Annotated[
         int | None, typer.Option(min=1, help="Samples of a rank's pass; the model's by default.")
     ] = None,

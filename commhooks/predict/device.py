@@ -51,7 +51,8 @@ class Device:
 class ThisDevice(Device):
     """Describes the device at hand, by timing exchanges of each scheme.
 
-    A scheme is timed on two buckets; on others, times follow the bytes and calls of each part.
+    A scheme is timed on two buckets; on others, times follow the bytes and calls of each part. So
+    they do above 64 ranks, whose messages would all have to be in memory.
 
     Args:
         device: a device of PyTorch.
@@ -66,7 +67,7 @@ class ThisDevice(Device):
         self, scheme: Scheme, shapes: tuple[torch.Size, ...], ranks: int
     ) -> tuple[float, ...]:
         work = planned(scheme, shapes, ranks).work
-        rates: list[_Rate] = self._rates(scheme, ranks)  # type: ignore[attr-defined]
+        rates: list[_Rate] = self._rates(scheme, min(ranks, _RANKS))  # type: ignore[attr-defined]
         # A bucket of vectors alone may have another number of parts: the last rate is of them all.
         known = rates[:-1] if len(work) == len(rates) - 1 else [rates[-1]] * len(work)
         return tuple(
@@ -80,6 +81,7 @@ class _Rate(NamedTuple):
     byte_s: float
 
 
+_RANKS = 64  # with so many at most a scheme is timed
 _SMALL, _LARGE = ((torch.Size([256, 256]),), (torch.Size([1024, 2048]),))
 
 
@@ -122,13 +124,15 @@ DEVICES: dict[str, Device] = {
 
 
 def device(name: str | Device) -> Device:
-    """Returns a device by name.
+    """Returns a device by name; "here" is the accelerator of this machine, or its processor.
 
     Raises:
         ValueError: there is no such device; the message lists those that there are.
     """
     if isinstance(name, Device):
         return name
+    if name == "here":
+        return ThisDevice(torch.accelerator.current_accelerator() or "cpu")
     if name not in DEVICES:
-        raise ValueError(f"device({shown(name)}): devices are {', '.join(DEVICES)}")
+        raise ValueError(f"device({shown(name)}): devices are {', '.join(DEVICES)}, here")
     return DEVICES[name]

@@ -444,6 +444,16 @@ def test_simulate_takes_a_recorded_step_and_a_measured_link(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("command", ["simulate", "advise"])
+def test_schemes_are_timed_here_for_a_recorded_step(command: str, tmp_path: Path) -> None:
+    save_workload(SMALL, tmp_path / "w.json")
+    given = (command, "--timeline", tmp_path / "w.json", "--device", "here", "--ranks", "2",
+             "--schemes", "bf16")  # fmt: skip
+    done = CliRunner().invoke(app, list(map(str, given)))
+    assert done.exit_code == 0, done.output
+    assert "cpu" in done.output
+
+
+@pytest.mark.parametrize("command", ["simulate", "advise"])
 def test_a_step_of_several_passes_computes_longer(command: str) -> None:
     given = (command, "--model", "resnet50", "--ranks", "2", "--schemes", "int8")
     for passes, told in (("1", "25.6 ms"), ("4", "101 ms")):
@@ -482,6 +492,8 @@ def test_a_link_that_was_measured_on_one_machine_is_told(command: str, tmp_path:
         (["--model", "lstm", "--schemes", "powersgd:rank=x"], "rank"),
         (["--model", "lstm", "--fabric", "10gb"], "presets are 1gbe"),
         (["--model", "lstm", "--device", "a10"], "devices are cpu"),
+        (["--model", "lstm", "--device", "here"], "times schemes, not lstm: record a step"),
+        (["--model", "OWN:build", "--device", "here"], "times schemes, not"),
         (["--model", "lstm", "--ranks", "2,many"], "whole numbers with commas"),
         (["--model", "lstm", "--ranks", "1"], "2 at least"),
         (["--model", "lstm", "--csv", "/none/s.csv"], "there is no folder /none"),
