@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -95,9 +96,19 @@ class Fabric:
             )
 
 
-def save_fabric(fabric: Fabric, path: str | Path) -> None:
-    """Writes a fabric as JSON, for :func:`load_fabric` and ``--fabric``."""
-    Path(path).write_text(json.dumps(asdict(fabric), indent=2) + "\n", encoding="utf-8")
+def save_fabric(
+    fabric: Fabric, path: str | Path, *, measured: Mapping[str, Any] | None = None
+) -> None:
+    """Writes a fabric as JSON, for :func:`load_fabric` and ``--fabric``.
+
+    Args:
+        fabric: the links.
+        path: of the file.
+        measured: what the fabric was fitted to, in JSON's types; it is written as well, for
+            readers: :func:`load_fabric` does not return it.
+    """
+    content = asdict(fabric) | ({} if measured is None else {"measured": measured})
+    Path(path).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def load_fabric(path: str | Path) -> Fabric:
@@ -109,6 +120,7 @@ def load_fabric(path: str | Path) -> Fabric:
     """
     try:
         values: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+        values.pop("measured", None)  # for readers of the file
         between, inside = values.pop("between"), values.pop("inside", None)
         return Fabric(
             between=Link(**between), inside=None if inside is None else Link(**inside), **values
