@@ -10,7 +10,7 @@ import torch
 
 from commhooks.core.scheme import Scheme
 from commhooks.core.settings import shown
-from commhooks.predict.codec import time_parts
+from commhooks.predict.codec import time_addition, time_parts
 from commhooks.predict.planned import Work, planned
 
 __all__ = ["DEVICES", "Device", "ThisDevice", "device"]
@@ -62,6 +62,12 @@ class ThisDevice(Device):
         super().__init__(str(device), float("inf"), 0.0, float("nan"), source="timed here")
         rates = cache(partial(_rates, torch.device(device)))
         object.__setattr__(self, "_rates", rates)
+        memory = cache(partial(_memory, torch.device(device)))
+        object.__setattr__(self, "_memory", memory)
+
+    def seconds(self, work: Work) -> float:
+        rate: _Rate = self._memory()  # type: ignore[attr-defined]
+        return rate.call_s * work.calls + rate.byte_s * work.nbytes
 
     def parts(
         self, scheme: Scheme, shapes: tuple[torch.Size, ...], ranks: int
@@ -98,6 +104,13 @@ def _rates(device: torch.device, scheme: Scheme, ranks: int) -> list[_Rate]:
         Work(sum(one.nbytes for one in parts), sum(one.calls for one in parts)) for parts in work
     ]
     return [*parts, _rate((sums[0], sums[1]), (sum(times[0]), sum(times[1])))]
+
+
+def _memory(device: torch.device) -> _Rate:
+    """Returns the seconds per call and per byte of an operation that adds two tensors."""
+    sizes = (_SMALL[0].numel(), _LARGE[0].numel())
+    work = tuple(Work(12 * numel, 1) for numel in sizes)
+    return _rate(work, tuple(time_addition(numel, device) for numel in sizes))
 
 
 def _rate(work: tuple[Work, ...], seconds: tuple[float, ...]) -> _Rate:

@@ -53,7 +53,8 @@ class Fabric:
             SHARP). None: it cannot.
         tree_nbytes: size up to which NCCL takes its double tree between nodes, which it decides by
             what it assumes about the links. None: the faster of ring and tree.
-        start_s: seconds that a job's first collective takes more.
+        start_s: seconds that a job's first collective takes more. No prediction counts it: it is
+            one wait of a run, whatever the number of steps.
         core_s_per_byte: seconds of a processor core per byte that a rank sends and receives as
             much, where processors move the bytes (TCP); backward waits for as long on a full
             machine.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import commhooks
 from commhooks.predict import DEVICES, PRESETS, Device, Layer, Workload
@@ -69,6 +70,39 @@ def test_local_steps_divide_the_exchange_by_their_number() -> None:
     assert step.step_s == pytest.approx(0.09 + step.exchange_s / 10)
     assert step.utilisation == pytest.approx(0.09 / step.step_s)
     assert step.payload_nbytes == 100_000_000
+
+
+def test_with_a_delay_only_what_is_before_the_first_message_is_exposed() -> None:
+    class Counts(Device):
+        """Takes a second before, and three after each message; the outer optimizer 10."""
+
+        def parts(self, scheme, shapes, ranks):  # type: ignore[no-untyped-def]
+            return (1.0, 3.0)
+
+        def seconds(self, work):  # type: ignore[no-untyped-def]
+            return 10.0
+
+    device = Counts("counts", 1.0, 0.0, float("nan"))
+    waits = {
+        delay: 50 * (local(every=50, device=device, delay=delay) - 0.09) for delay in (0, 20, 49)
+    }
+    wire = 50 * (local(every=50) - 0.09)
+    assert waits[0] == pytest.approx(10 + 1 + 3 + wire)
+    assert waits[20] == pytest.approx(10 + 1 + 3 + wire - 20 * 0.09)
+    assert waits[49] == pytest.approx(10 + 1)
+
+
+def test_the_outer_optimizer_takes_what_its_memory_takes() -> None:
+    device = Device("some", 1e9, 1e-6, float("nan"))
+    # A distance and a step with momentum: 64 bytes for each of 25 M entries, and 6 calls for each
+    # of 10 parameters. `none` computes an average besides.
+    mean = sum(device.parts(commhooks.make("none"), tuple(map(_shape, MODEL.layers)), 2))
+    more = 10 * (local(device=device) - local())
+    assert more == pytest.approx(64 * 25e6 / 1e9 + 60e-6 + mean)
+
+
+def _shape(layer: Layer) -> torch.Size:
+    return torch.Size(layer.shape)
 
 
 def test_streaming_hides_what_is_shorter_than_the_delay() -> None:

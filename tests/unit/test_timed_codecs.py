@@ -13,7 +13,7 @@ from commhooks import Bucket, Scheme
 from commhooks.core.bucket import SchemeExchange
 from commhooks.predict import Fabric, Layer, Link, ThisDevice, Workload, device, predict_step
 from commhooks.predict.codec import time_parts
-from commhooks.predict.planned import planned
+from commhooks.predict.planned import Work, planned
 
 SHAPES = (torch.Size([300, 400]),)
 BEFORE_S, AFTER_S = 0.01, 0.03
@@ -64,6 +64,13 @@ def test_what_is_timed_here_makes_a_predicted_step_longer() -> None:
     assert steps["cpu"].codec_s == pytest.approx(BEFORE_S + AFTER_S, abs=2 * LATE_S)
     assert steps["cpu"].exposed_s == pytest.approx(steps["cpu"].codec_s)
     assert steps["h100"].codec_s < 1e-3
+
+
+def test_memory_is_timed_for_what_is_no_scheme() -> None:
+    here = ThisDevice()
+    one, more = (here.seconds(Work(nbytes, 1)) for nbytes in (10**8, 10**9))
+    # Between 0.1 GB/s and 10 TB/s.
+    assert 1e-5 < one < more < 10
 
 
 def test_here_is_a_device_of_this_machine() -> None:
