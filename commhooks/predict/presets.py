@@ -136,22 +136,22 @@ _A100, _H100, _B200 = (
 _FIT = "between nodes fitted to published nccl-tests (experiments.predictions), inside as"
 _SMALL = f"latency {_ASSUMED}: that of p6-b200"
 _CLUSTERS = (
-    # Nodes of 8 GPUs; NCCL takes its tree between them at all sizes that were measured.
+    # Nodes of 8 GPUs; NCCL takes its tree between them at all sizes that were fitted.
     _nodes(
         "dgx-a100",
-        Link(27.6e-6, 192e9),
+        Link(27.5e-6, 192e9),
         f"NCCL's source (24 GB/s per card), not measured; latency {_ASSUMED}: that of dgx-h100",
         box=_A100,
     ),
     _nodes(
         "dgx-h100",
-        Link(27.6e-6, 406e9, 3.2e-6),
+        Link(27.5e-6, 406e9, 3.2e-6),
         f"{_FIT} nvlink-h100",
         box=_H100,
         tree_nbytes=2**40,
     ),
     _nodes(
-        "p6-b200", Link(101e-6, 450e9, 9.91e-6), f"{_FIT} nvlink-b200", box=_B200, tree_nbytes=2**40
+        "p6-b200", Link(101e-6, 449e9, 9.43e-6), f"{_FIT} nvlink-b200", box=_B200, tree_nbytes=2**40
     ),
     # Amazon's network cards (EFA), version 1 to 3.
     _nodes("p4d", Link(101e-6, 42.5e9), f"{_TESTS}: 340 Gbit/s; {_SMALL}", box=_A100),

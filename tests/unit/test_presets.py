@@ -29,7 +29,7 @@ def test_rows_have_the_numbers_of_the_presets() -> None:
     assert list(rows) == list(PRESETS)
     assert rows["wan-4g"][:2] == ["15 ms, 0.47 GB/s", ""]
     assert rows["dgx-h100"][:2] == [
-        "27.6 us, 406 GB/s, 3.2 us per chunk",
+        "27.5 us, 406 GB/s, 3.2 us per chunk",
         "8 ranks, 3.4 us, 370 GB/s, switch 274 GB/s",
     ]
 
