@@ -16,9 +16,9 @@ from commhooks.predict.codec import time_parts
 from commhooks.predict.planned import Work, planned
 
 SHAPES = (torch.Size([300, 400]),)
-BEFORE_S, AFTER_S = 0.01, 0.03
-# A sleep ends late, the more so where other processes run.
-LATE_S = 0.02
+BEFORE_S, AFTER_S = 0.04, 0.08
+# A sleep ends late, the more so where other processes run. Neither is taken for the other, or both.
+LATE_S = 0.035
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def test_what_is_timed_here_makes_a_predicted_step_longer() -> None:
         one.name: predict_step(Sleeps(), work, ranks=2, fabric=fabric, device=one)
         for one in (ThisDevice(), device("h100"))
     }
-    assert steps["cpu"].codec_s == pytest.approx(BEFORE_S + AFTER_S, abs=2 * LATE_S)
+    assert BEFORE_S + AFTER_S <= steps["cpu"].codec_s <= BEFORE_S + AFTER_S + 2 * LATE_S
     assert steps["cpu"].exposed_s == pytest.approx(steps["cpu"].codec_s)
     assert steps["h100"].codec_s < 1e-3
 
