@@ -24,7 +24,7 @@ from commhooks.cli.arguments import (
 from commhooks.cli.simulate import short
 from commhooks.predict.advise import CANDIDATES, MARGIN, Option, advise, best_of
 from commhooks.predict.device import device as device_of
-from commhooks.predict.fabric import fabric as fabric_of
+from commhooks.predict.presets import fabric as fabric_of
 from commhooks.predict.workload import Workload
 
 __all__ = ["CANDIDATES", "advise_on"]
@@ -43,6 +43,7 @@ def advise_on(
     error: float,
     device: str,
     batch: int | None,
+    accumulate: int,
     out: Path | None,
 ) -> None:
     """Prints the fastest options, and the one to take.
@@ -59,7 +60,7 @@ def advise_on(
     need_folders(out)
     try:
         computing, links = device_of(device), fabric_of(fabric)
-        workload = workload_of(model, timeline, batch, computing)
+        workload = workload_of(model, timeline, batch, computing, accumulate=accumulate)
         every = advise(
             workload,
             ranks=ranks,

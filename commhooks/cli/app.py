@@ -15,6 +15,7 @@ from commhooks.cli import commands as _commands
 from commhooks.cli import headroom as _headroom
 from commhooks.cli import link as _link
 from commhooks.cli import simulate as _simulate
+from commhooks.cli.fabrics import print_presets
 from commhooks.cli.user_schemes import load_files
 from commhooks.errors import Error, MissingPackageError
 
@@ -183,18 +184,33 @@ def simulate(
         str, typer.Option(help="With commas; options after colons: bf16,powersgd:rank=4.")
     ] = "none,bf16,int8,int4,powersgd",
     ranks: Annotated[str, typer.Option(help="With commas.")] = "2,8,64,1024",
-    device: Annotated[str, typer.Option(help="That computes model and schemes.")] = "a100",
+    device: Annotated[
+        str, typer.Option(help="That computes model and schemes; here: schemes are timed.")
+    ] = "a100",
     batch: Annotated[
-        int | None, typer.Option(min=1, help="Samples of a rank's step; the model's by default.")
+        int | None, typer.Option(min=1, help="Samples of a rank's pass; the model's by default.")
     ] = None,
+    accumulate: Annotated[
+        int, typer.Option(min=1, help="Forward and backward passes of a step.")
+    ] = 1,
     bucket_mb: Annotated[float, typer.Option(min=0.001, help="MiB of a full bucket.")] = 25.0,
     csv: Annotated[Path | None, typer.Option(help="File for all numbers.")] = None,
     plot: Annotated[Path | None, typer.Option(help="File for a picture, with matplotlib.")] = None,
+    fabrics: Annotated[
+        bool,
+        typer.Option(
+            "--fabrics",
+            callback=print_presets,
+            is_eager=True,
+            help="Prints the presets, and where their numbers are from.",
+        ),
+    ] = False,
 ) -> None:
     """Predicts what schemes would save, and where they stop paying, for a model and a fabric."""
     _simulate.simulate(
         _simulate.Options(
-            model, timeline, schemes, ranks, fabric, device, batch, bucket_mb, csv, plot
+            *(model, timeline, schemes, ranks, fabric, device),
+            *(batch, accumulate, bucket_mb, csv, plot),
         )
     )
 
@@ -216,10 +232,15 @@ def advise(
     error: Annotated[
         float, typer.Option(min=0, help="Largest relative squared error of an exchange.")
     ] = 0.05,
-    device: Annotated[str, typer.Option(help="That computes model and schemes.")] = "a100",
+    device: Annotated[
+        str, typer.Option(help="That computes model and schemes; here: schemes are timed.")
+    ] = "a100",
     batch: Annotated[
-        int | None, typer.Option(min=1, help="Samples of a rank's step; the model's by default.")
+        int | None, typer.Option(min=1, help="Samples of a rank's pass; the model's by default.")
     ] = None,
+    accumulate: Annotated[
+        int, typer.Option(min=1, help="Forward and backward passes of a step.")
+    ] = 1,
     csv: Annotated[Path | None, typer.Option(help="File for all predictions.")] = None,
 ) -> None:
     """Says which scheme to take, with which bucket size, or that compression does not pay."""
@@ -232,5 +253,6 @@ def advise(
         error=error,
         device=device,
         batch=batch,
+        accumulate=accumulate,
         out=csv,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import runpy
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import nn
 from commhooks import Scheme
 from commhooks.cli.user_schemes import load_files, made, sentence
 from commhooks.predict.counted import counted
-from commhooks.predict.device import Device
+from commhooks.predict.device import DEVICES, Device
 from commhooks.predict.fabric import Fabric
 from commhooks.predict.models import MODELS, Model, model
 from commhooks.predict.workload import Workload, load_workload
@@ -84,9 +85,27 @@ def _value(text: str) -> Any:
 
 
 def workload_of(
+    name: str | None,
+    timeline: Path | None,
+    batch: int | None,
+    device: Device,
+    *,
+    accumulate: int = 1,
+) -> Workload:
+    """Returns the step of a model (a built-in name, or ``FILE.py:FUNCTION``) or of a timeline.
+
+    Args:
+        name, timeline: one of both.
+        batch: samples of a rank's pass.
+        device: computes a model's passes.
+        accumulate: forward and backward passes of a step.
+    """
+    return _one_pass(name, timeline, batch, device).accumulated(accumulate)
+
+
+def _one_pass(
     name: str | None, timeline: Path | None, batch: int | None, device: Device
 ) -> Workload:
-    """Returns the step of a model (a built-in name, or ``FILE.py:FUNCTION``) or of a timeline."""
     if (name is None) == (timeline is None):
         raise typer.BadParameter("give either --model or --timeline")
     if timeline is not None:
@@ -100,6 +119,11 @@ def workload_of(
     source = model(name) if name in MODELS else _own(name or "")
     if isinstance(source, Workload):
         return source
+    if math.isnan(device.flops):
+        raise typer.BadParameter(
+            f"--device here times schemes, not {name}: record a step (commhooks.predict.record) "
+            f"and give it as --timeline, or name a device that is known: {', '.join(DEVICES)}"
+        )
     return source.workload(device, batch=batch)
 
 

@@ -51,7 +51,7 @@ def link(out: Path | None, budget_s: float, device: Literal["cpu", "cuda"] | Non
         if dist.get_rank() == 0:
             _show(found)
             if out is not None:
-                save_fabric(found.fabric, out)
+                save_fabric(found.fabric, out, measured=found.measured)
                 typer.echo(f"wrote {out}")
     finally:
         dist.destroy_process_group()

@@ -23,8 +23,8 @@ from commhooks.cli.arguments import (
 )
 from commhooks.predict.device import device as device_of
 from commhooks.predict.fabric import Fabric
-from commhooks.predict.fabric import fabric as fabric_of
 from commhooks.predict.models import MODELS
+from commhooks.predict.presets import fabric as fabric_of
 from commhooks.predict.simulate import BASELINE, MARGIN, Comparison, Row, compare, write_csv
 from commhooks.predict.simulate_plot import draw
 
@@ -40,7 +40,8 @@ class Options:
         timeline: file of :func:`commhooks.predict.save_workload`, instead of a model.
         schemes, ranks, fabric: lists with commas.
         device: a name.
-        batch: samples of a rank's step.
+        batch: samples of a rank's pass.
+        accumulate: forward and backward passes of a step.
         bucket_mb: MiB at which a bucket is full.
         csv, plot: files to write.
     """
@@ -52,6 +53,7 @@ class Options:
     fabric: str
     device: str
     batch: int | None
+    accumulate: int
     bucket_mb: float
     csv: Path | None
     plot: Path | None
@@ -67,7 +69,10 @@ def simulate(options: Options) -> None:
     try:
         device = device_of(options.device)
         fabrics = [fabric_of(name) for name in listed(options.fabric)]
-        workload = workload_of(options.model, options.timeline, options.batch, device)
+        workload = workload_of(
+            *(options.model, options.timeline, options.batch, device),
+            accumulate=options.accumulate,
+        )
         found = compare(
             workload,
             schemes_of(listed(options.schemes)),

@@ -5,12 +5,13 @@ from commhooks.predict.auto import AutoHook
 from commhooks.predict.collectives import collective_seconds
 from commhooks.predict.counted import counted
 from commhooks.predict.device import DEVICES, Device, ThisDevice, device
-from commhooks.predict.fabric import PRESETS, Fabric, Link, fabric, load_fabric, save_fabric
+from commhooks.predict.fabric import Fabric, Link, load_fabric, save_fabric
 from commhooks.predict.headroom import Headroom
 from commhooks.predict.link import measure_link
 from commhooks.predict.local import LocalStep, predict_local
 from commhooks.predict.models import MODELS, Model, model
 from commhooks.predict.planned import Message, Planned, PredictionError, Work, planned
+from commhooks.predict.presets import PRESETS, fabric
 from commhooks.predict.recorded import Recorder, record
 from commhooks.predict.simulate import Comparison, Row, compare
 from commhooks.predict.step import Step, Steps, predict_step, predict_steps

@@ -18,7 +18,7 @@ from commhooks.hook.engine import Engine
 from commhooks.predict.planned import LATE, answered
 from ddp_core import as_request
 
-__all__ = ["time_parts"]
+__all__ = ["time_addition", "time_parts"]
 
 # Bytes that drive everything else out of a cache, as backward does between two parts.
 _CACHE = 64 * 2**20
@@ -57,17 +57,21 @@ def time_parts(
     return tuple(statistics.median(parts) for parts in zip(*runs, strict=True))
 
 
+def time_addition(numel: int, device: torch.device, *, repeats: int = 5) -> float:
+    """Returns the seconds in which two tensors of float32 are added to a third one."""
+    a, b, out = torch.ones(3, numel, device=device)
+    leave, now = _leaving(device), _clock(device)
+    runs = []
+    for _ in range(repeats + 1):
+        begin = leave()
+        torch.add(a, b, out=out)
+        runs.append(now() - begin)
+    return statistics.median(runs[1:])
+
+
 def _moments(engine: Engine, gradient: Tensor, layout: Layout) -> Iterator[tuple[float, float]]:
     """Yields begin and end of each part of one exchange, in seconds."""
-    now, other = _clock(gradient.device), gradient.new_empty(_CACHE // 4)
-    trim = _trim(gradient.device)
-
-    def leave() -> float:
-        """Leaves caches and memory as backward leaves them; returns the time."""
-        other.zero_()
-        trim(0)
-        return now()
-
+    now, leave = _clock(gradient.device), _leaving(gradient.device)
     engine.begin_bucket(0, is_last=True)
     begin = leave()
     exchange = engine.exchange(gradient, layout)
@@ -83,6 +87,19 @@ def _moments(engine: Engine, gradient: Tensor, layout: Layout) -> Iterator[tuple
             request = as_request(exchange.send(result))
     except StopIteration:
         yield begin, now()
+
+
+def _leaving(device: torch.device) -> Callable[[], float]:
+    """Returns what leaves caches and memory as backward leaves them, and tells the time then."""
+    now, trim = _clock(device), _trim(device)
+    other = torch.empty(_CACHE // 4, device=device)
+
+    def leave() -> float:
+        other.zero_()
+        trim(0)
+        return now()
+
+    return leave
 
 
 def _clock(device: torch.device) -> Callable[[], float]:

@@ -10,7 +10,7 @@ import torch
 
 from commhooks.core.scheme import Scheme
 from commhooks.core.settings import shown
-from commhooks.predict.codec import time_parts
+from commhooks.predict.codec import time_addition, time_parts
 from commhooks.predict.planned import Work, planned
 
 __all__ = ["DEVICES", "Device", "ThisDevice", "device"]
@@ -51,7 +51,8 @@ class Device:
 class ThisDevice(Device):
     """Describes the device at hand, by timing exchanges of each scheme.
 
-    A scheme is timed on two buckets; on others, times follow the bytes and calls of each part.
+    A scheme is timed on two buckets; on others, times follow the bytes and calls of each part. So
+    they do above 64 ranks, whose messages would all have to be in memory.
 
     Args:
         device: a device of PyTorch.
@@ -61,12 +62,18 @@ class ThisDevice(Device):
         super().__init__(str(device), float("inf"), 0.0, float("nan"), source="timed here")
         rates = cache(partial(_rates, torch.device(device)))
         object.__setattr__(self, "_rates", rates)
+        memory = cache(partial(_memory, torch.device(device)))
+        object.__setattr__(self, "_memory", memory)
+
+    def seconds(self, work: Work) -> float:
+        rate: _Rate = self._memory()  # type: ignore[attr-defined]
+        return rate.call_s * work.calls + rate.byte_s * work.nbytes
 
     def parts(
         self, scheme: Scheme, shapes: tuple[torch.Size, ...], ranks: int
     ) -> tuple[float, ...]:
         work = planned(scheme, shapes, ranks).work
-        rates: list[_Rate] = self._rates(scheme, ranks)  # type: ignore[attr-defined]
+        rates: list[_Rate] = self._rates(scheme, min(ranks, _RANKS))  # type: ignore[attr-defined]
         # A bucket of vectors alone may have another number of parts: the last rate is of them all.
         known = rates[:-1] if len(work) == len(rates) - 1 else [rates[-1]] * len(work)
         return tuple(
@@ -80,6 +87,7 @@ class _Rate(NamedTuple):
     byte_s: float
 
 
+_RANKS = 64  # with so many at most a scheme is timed
 _SMALL, _LARGE = ((torch.Size([256, 256]),), (torch.Size([1024, 2048]),))
 
 
@@ -96,6 +104,13 @@ def _rates(device: torch.device, scheme: Scheme, ranks: int) -> list[_Rate]:
         Work(sum(one.nbytes for one in parts), sum(one.calls for one in parts)) for parts in work
     ]
     return [*parts, _rate((sums[0], sums[1]), (sum(times[0]), sum(times[1])))]
+
+
+def _memory(device: torch.device) -> _Rate:
+    """Returns the seconds per call and per byte of an operation that adds two tensors."""
+    sizes = (_SMALL[0].numel(), _LARGE[0].numel())
+    work = tuple(Work(12 * numel, 1) for numel in sizes)
+    return _rate(work, tuple(time_addition(numel, device) for numel in sizes))
 
 
 def _rate(work: tuple[Work, ...], seconds: tuple[float, ...]) -> _Rate:
@@ -122,13 +137,15 @@ DEVICES: dict[str, Device] = {
 
 
 def device(name: str | Device) -> Device:
-    """Returns a device by name.
+    """Returns a device by name; "here" is the accelerator of this machine, or its processor.
 
     Raises:
         ValueError: there is no such device; the message lists those that there are.
     """
     if isinstance(name, Device):
         return name
+    if name == "here":
+        return ThisDevice(torch.accelerator.current_accelerator() or "cpu")
     if name not in DEVICES:
-        raise ValueError(f"device({shown(name)}): devices are {', '.join(DEVICES)}")
+        raise ValueError(f"device({shown(name)}): devices are {', '.join(DEVICES)}, here")
     return DEVICES[name]

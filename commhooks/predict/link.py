@@ -58,6 +58,16 @@ class LinkReport:
     seconds: float
 
     @property
+    def measured(self) -> dict[str, Any]:
+        """Returns the measurements in JSON's types, for :func:`commhooks.predict.save_fabric`."""
+        about = {
+            "ranks": self.layout.ranks,
+            "per_node": self.layout.per_node,
+            "device": self.device,
+        }
+        return {**about, "rounds": self.rounds, "times": [one._asdict() for one in self.times]}
+
+    @property
     def misfit(self) -> float:
         """Returns by what factor the fit misses the measurements, in the median: 1 is perfect."""
         pairs = [(modelled(self.layout, one, self.fabric), one.seconds) for one in self.times]

@@ -11,13 +11,16 @@ from commhooks.core.scheme import Scheme
 from commhooks.predict.collectives import collective_seconds
 from commhooks.predict.device import Device
 from commhooks.predict.fabric import Fabric
-from commhooks.predict.planned import planned
+from commhooks.predict.planned import Work, planned
 from commhooks.predict.workload import Workload
 
 __all__ = ["LocalStep", "predict_local"]
 
 # Linux: a TCP connection that was idle for longer than this begins again with ten segments.
 _IDLE_S, _FIRST_NBYTES = 0.2, 10 * 1448
+# Read and written per entry in float32, and operations per parameter: the distance (12 bytes), and
+# Nesterov's momentum, step and copy (8, 12, 12, 12, 8).
+_OUTER_NBYTES, _OUTER_CALLS = 64, 6
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,8 @@ class LocalStep:
         step_s: seconds of a step, averaged over a period.
         compute_s: seconds of a step without communication.
         exchange_s: seconds from the begin to the end of an exchange of one fragment.
-        exposed_s: seconds of an exchange in which training waits.
+        exposed_s: seconds in which training waits for an exchange, with the arithmetic of the outer
+            optimizer.
         payload_nbytes: bytes that a rank hands to collectives in a period.
     """
 
@@ -58,13 +62,17 @@ def predict_local(
 ) -> LocalStep:
     """Predicts :class:`commhooks.DiLoCo` and :func:`commhooks.local.local_sgd`.
 
+    With a delay, steps go on after the first part of the scheme's computations, those before its
+    first message. Later ones are taken to be hidden, as messages are. ``Fabric.start_s`` is not
+    counted.
+
     Args:
         scheme: of the exchanges.
         workload: a step without communication.
         every: steps between two exchanges of a parameter.
         ranks: number of ranks.
         fabric: the links between them.
-        device: computes the scheme's part.
+        device: computes the scheme's part and the outer optimizer's.
         fragments, delay: of streaming DiLoCo.
         tcp: whether the lines are TCP, which starts slowly after a pause; by default if the
             fabric's library is not NCCL.
@@ -84,18 +92,20 @@ def predict_local(
     apart = every // fragments
     idle_s = apart * workload.compute_s
     slow = _restart_s(fabric) if (fabric.library != "nccl" if tcp is None else tcp) else 0.0
-    times, payload = [], 0
+    times, exposed, payload = [], [], 0
     for shapes in _fragments(workload, fragments):
         exchange = planned(scheme, shapes, ranks)
-        seconds = sum(device.parts(scheme, shapes, ranks))
+        first, *others = device.parts(scheme, shapes, ranks)
+        seconds = sum(others) + (slow if idle_s > _IDLE_S else 0.0)
         for message in exchange.messages:
             payload += message.nbytes
             one = collective_seconds(
                 message.collective, message.nbytes, ranks=ranks, fabric=fabric, part=message.ranks
             )
             seconds += float(one)
-        times.append(seconds + (slow if idle_s > _IDLE_S else 0.0))
-    exposed = [max(0.0, one - delay * workload.compute_s) for one in times]
+        times.append(first + seconds)
+        waits = first + max(0.0, seconds - delay * workload.compute_s)
+        exposed.append(waits + device.seconds(_outer(shapes)))
     return LocalStep(
         step_s=workload.compute_s + sum(exposed) / every,
         compute_s=workload.compute_s,
@@ -103,6 +113,11 @@ def predict_local(
         exposed_s=max(exposed),
         payload_nbytes=payload,
     )
+
+
+def _outer(shapes: tuple[torch.Size, ...]) -> Work:
+    """Returns what is computed before and after an exchange: a distance, and a step from it."""
+    return Work(_OUTER_NBYTES * sum(shape.numel() for shape in shapes), _OUTER_CALLS * len(shapes))
 
 
 def _fragments(workload: Workload, count: int) -> list[tuple[torch.Size, ...]]:

@@ -159,7 +159,18 @@ class Workload:
         )
 
     def accumulated(self, passes: int) -> Workload:
-        """Returns the workload of ``passes`` backward passes per exchange."""
+        """Returns the workload of ``passes`` backward passes per exchange.
+
+        Only the last one has an exchange beside it, so the exposed time stays what it is.
+
+        Args:
+            passes: forward and backward passes of a step, 1 or more.
+
+        Raises:
+            ValueError: there is no pass.
+        """
+        if passes < 1:
+            raise ValueError(f"Workload.accumulated(passes) is 1 or more, got {passes}")
         before = (passes - 1) * (self.forward_s + self.backward_s)
         return replace(self, forward_s=self.forward_s + before)
 

@@ -20,7 +20,15 @@ from numpy.typing import NDArray
 from commhooks.predict import PRESETS, Fabric, Link
 from commhooks.predict.collectives import collective_seconds
 
-__all__ = ["fit", "fitted_rows", "parameters", "published", "quantised_seconds", "seconds"]
+__all__ = [
+    "fit",
+    "fitted_rows",
+    "nodes_of",
+    "parameters",
+    "published",
+    "quantised_seconds",
+    "seconds",
+]
 
 _FOLDER = Path(__file__).parent / "published"
 _FILE = Path(__file__).with_name("parameters.json")
@@ -67,11 +75,20 @@ def seconds(table: pd.DataFrame) -> NDArray[np.float64]:
     return np.asarray(share * table.bytes / (1e9 * table.busbw_GBps), dtype=np.float64)
 
 
+def nodes_of(cluster: str) -> Fabric:
+    """Returns the preset whose nodes a cluster of ``all_reduce.csv`` has: links inside of them.
+
+    What the unnamed cluster has inside of its nodes is not known, and is not what limits it.
+    """
+    return PRESETS["p6-b200" if cluster.startswith("p6-b200") else "dgx-h100"]
+
+
 def _fit_all_reduce() -> dict[str, dict[str, float]]:
     table = published("all_reduce")
     table = table[fitted_rows(table) & (table.ranks > table.gpus_per_node)]
     return {
-        str(cluster): _link(rows, PRESETS["dgx-h100"]) for cluster, rows in table.groupby("cluster")
+        str(cluster): _link(rows, nodes_of(str(cluster)))
+        for cluster, rows in table.groupby("cluster")
     }
 
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 import commhooks
-from commhooks.predict import PRESETS, Device, Fabric, Link, Workload, predict_step
+from commhooks.predict import Device, Fabric, Link, Workload, predict_step
 from commhooks.predict.collectives import collective_seconds
 from commhooks.predict.local import predict_local
 from commhooks.predict.models import model
 from experiments.predictions.parameters import (
     fitted_rows,
+    nodes_of,
     parameters,
     published,
     quantised_seconds,
@@ -34,14 +36,7 @@ def all_reduce() -> Iterator[Row]:
     table = table.assign(used=fitted_rows(table), us=1e6 * seconds(table))
     for (cluster, ranks), rows in table[table.ranks > 8].groupby(["cluster", "ranks"]):
         link = Link(**parameters()["all_reduce"][cluster])
-        fabric = Fabric(
-            cluster,
-            between=link,
-            inside=PRESETS["dgx-h100"].inside,
-            ranks_per_node=8,
-            multicast=PRESETS["dgx-h100"].multicast,
-            tree_nbytes=PRESETS["dgx-h100"].tree_nbytes,
-        )
+        fabric = replace(nodes_of(cluster), between=link)
         times = collective_seconds("all_reduce", rows.bytes, ranks=int(ranks), fabric=fabric)
         for row, predicted in zip(rows.itertuples(), 1e6 * times, strict=True):
             yield {
@@ -76,7 +71,7 @@ def diloco() -> Iterator[Row]:
 # "unshaped": what the data sheet of these machines (g6e.2xlarge) says.
 _BITS = {"50m": 50e6, "200m": 200e6, "1g": 1e9, "5g": 5e9, "unshaped": 20e9}
 _UNSHAPED = (
-    0.84  # share of a rate that TCP reaches without a limit, between the presets' for 10 and 25
+    0.84  # assumed share of a rate that TCP reaches without a limit, as of the presets 10gbe, 25gbe
 )
 
 

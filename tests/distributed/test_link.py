@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -137,6 +138,8 @@ def test_the_command_writes_a_file_that_simulate_reads(
     fabric = load_fabric(file)
     assert isinstance(fabric, Fabric)
     assert fabric.library == "gloo"
+    times = json.loads(file.read_text())["measured"]["times"]
+    assert {one["collective"] for one in times} == {"all_reduce", "all_gather", "all_to_all"}
     predicted = invoke("simulate", "--model", "resnet18", "--fabric", str(file), "--ranks", "2",
                        "--schemes", "none,bf16")  # fmt: skip
     assert predicted.exit_code == 0, predicted.output

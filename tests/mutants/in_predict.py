@@ -10,6 +10,7 @@ ADVISE, HEADROOM, AUTO = (
     f"{UNIT}/test_headroom.py",
     f"{DISTRIBUTED}/test_auto.py",
 )
+LOCAL = f"{UNIT}/test_predicted_local.py"
 FAR = f"{DISTRIBUTED}/test_link.py::test_a_long_delay_leaves_the_bandwidth_known"
 
 MUTANTS: list[Mutant] = [
@@ -159,6 +160,48 @@ MUTANTS: list[Mutant] = [
             'f"node {global_rank // int(local)}"',
             'f"node {global_rank % int(local)}"',
             f"{DISTRIBUTED}/test_link.py::test_nodes_are_told_by_torchruns_number_of_local_ranks",
+        ),
+    ),
+    *planted(
+        "commhooks/predict/local.py",
+        (
+            "a delay hides what is before the first message",
+            "waits = first + max(0.0, seconds - delay * workload.compute_s)",
+            "waits = max(0.0, first + seconds - delay * workload.compute_s)",
+            f"{LOCAL}::test_with_a_delay_only_what_is_before_the_first_message_is_exposed",
+        ),
+        (
+            "the outer optimizer takes no time",
+            "exposed.append(waits + device.seconds(_outer(shapes)))",
+            "exposed.append(waits)",
+            f"{LOCAL}::test_the_outer_optimizer_takes_what_its_memory_takes",
+        ),
+    ),
+    *planted(
+        "commhooks/predict/workload.py",
+        (
+            "each of several passes has an optimizer step",
+            "(passes - 1) * (self.forward_s + self.backward_s)",
+            "(passes - 1) * self.compute_s",
+            f"{UNIT}/test_simulate.py::test_accumulation_adds_passes_and_exposes_as_much",
+        ),
+    ),
+    *planted(
+        "commhooks/predict/device.py",
+        (
+            "schemes are timed with messages of all ranks",
+            "self._rates(scheme, min(ranks, _RANKS))",
+            "self._rates(scheme, ranks)",
+            f"{UNIT}/test_timed_codecs.py::test_messages_of_many_ranks_are_not_all_in_memory",
+        ),
+    ),
+    *planted(
+        "commhooks/predict/codec.py",
+        (
+            "the time of a part begins before the message",
+            "            begin = leave()\n            request",
+            "            leave()\n            request",
+            f"{UNIT}/test_timed_codecs.py::test_the_parts_of_an_exchange_are_timed_apart",
         ),
     ),
     *planted(

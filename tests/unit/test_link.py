@@ -124,6 +124,16 @@ def test_a_fabric_comes_back_from_its_file(tmp_path: Path) -> None:
     assert load_fabric(tmp_path / "link.json") == fabric
 
 
+def test_the_measurements_are_in_the_file_beside_the_fabric(tmp_path: Path) -> None:
+    layout, times = Layout(4, 4), rings("inside", 4, Link(2e-5, 3e9))
+    report = LinkReport(fitted(layout, times, "gloo"), layout, tuple(times), "cpu", 3, 1.0)
+    save_fabric(report.fabric, tmp_path / "link.json", measured=report.measured)
+    assert load_fabric(tmp_path / "link.json") == report.fabric
+    found = json.loads((tmp_path / "link.json").read_text())["measured"]
+    assert [Time(**one) for one in found["times"]] == times
+    assert (found["ranks"], found["per_node"], found["rounds"]) == (4, 4, 3)
+
+
 GOOD: dict[str, Any] = {"name": "x", "between": {"latency": 1e-5, "bandwidth": 1e9}}
 BAD = {
     "empty": "",

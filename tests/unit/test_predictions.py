@@ -1,18 +1,12 @@
-"""Tests that predictions keep to what others measured, and local steps to arithmetic."""
+"""Tests that predictions keep to what others measured."""
 
 from __future__ import annotations
 
 import pytest
 
-import commhooks
-from commhooks.predict import DEVICES, PRESETS, Device, Layer, Workload
-from commhooks.predict.local import predict_local
+from commhooks.predict import PRESETS
 from experiments.predictions.__main__ import judged, summary, wrong_signs
 from experiments.predictions.studies import STUDIES, tabulated
-
-FREE = Device("free", float("inf"), 0.0, float("nan"))
-# 100 MB of parameters, a step of 90 ms.
-MODEL = Workload.of("model", [Layer(f"w{i}", (500, 5000), 1.0) for i in range(10)], forward_s=0.03)
 
 
 @pytest.fixture(scope="module")
@@ -41,50 +35,15 @@ def test_no_gain_is_predicted_where_compression_lost(tables: dict, study: str) -
     assert (table.measured < 0.98).any()
 
 
-def test_the_preset_is_what_was_fitted() -> None:
+@pytest.mark.parametrize(
+    ("preset", "cluster"), [("dgx-h100", "dgx-h100-ndr400x8"), ("p6-b200", "p6-b200-efav4")]
+)
+def test_the_preset_is_what_was_fitted(preset: str, cluster: str) -> None:
     from experiments.predictions.parameters import parameters
 
-    fitted = parameters()["all_reduce"]["dgx-h100-ndr400x8"]
-    preset = PRESETS["dgx-h100"].between
+    fitted = parameters()["all_reduce"][cluster]
     for name in ("latency", "bandwidth", "chunk_s"):
-        assert getattr(preset, name) == pytest.approx(fitted[name], rel=0.1)
-
-
-def local(scheme: str = "none", **options: object) -> float:
-    settings = {"every": 10, "ranks": 2, "fabric": PRESETS["1gbe"], "device": FREE, **options}
-    return predict_local(commhooks.make(scheme), MODEL, **settings).step_s
-
-
-def test_local_steps_divide_the_exchange_by_their_number() -> None:
-    step = predict_local(
-        commhooks.make("none"), MODEL, every=10, ranks=2, fabric=PRESETS["1gbe"], device=FREE
-    )
-    # Two ranks exchange 100 MB at 0.94 of 125 MB/s.
-    assert step.exchange_s == pytest.approx(100e6 / 117.5e6, rel=0.01)
-    assert step.step_s == pytest.approx(0.09 + step.exchange_s / 10)
-    assert step.utilisation == pytest.approx(0.09 / step.step_s)
-    assert step.payload_nbytes == 100_000_000
-
-
-def test_streaming_hides_what_is_shorter_than_the_delay() -> None:
-    # A tenth of the model travels for 0.085 s; a step takes 0.09 s.
-    assert local(every=20, fragments=10, delay=1) == pytest.approx(0.09)
-    assert local(every=20, fragments=10) == pytest.approx(0.09 + 10 * 0.0853 / 20, rel=0.01)
-
-
-def test_an_idle_line_starts_slowly_where_it_is_long() -> None:
-    wan = PRESETS["wan-4g"]
-    idle, busy = (local(every=50, fabric=wan, tcp=tcp) for tcp in (True, False))
-    # 10 segments to 14 MB in flight: ten doublings, of which nine are lost, of 30 ms each.
-    assert 50 * (idle - busy) == pytest.approx(9 * 0.03, rel=0.1)
-    assert local(every=1, fabric=wan, tcp=True) == pytest.approx(local(every=1, fabric=wan))
-
-
-@pytest.mark.parametrize("wrong", [{"every": 0}, {"fragments": 3}, {"delay": 10}, {"delay": -1}])
-def test_settings_that_do_not_fit_are_refused(wrong: dict) -> None:
-    with pytest.raises(ValueError, match="every is a multiple of fragments"):
-        local(**wrong)
-
-
-def test_devices_cost_time() -> None:
-    assert local("int8", device=DEVICES["cpu"]) > local("int8")
+        # Three digits.
+        assert getattr(PRESETS[preset].between, name) == pytest.approx(fitted[name], rel=0.005)
+    # The fit takes the tree for all sizes.
+    assert PRESETS[preset].tree_nbytes == PRESETS["dgx-h100"].tree_nbytes == 2**40

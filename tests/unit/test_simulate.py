@@ -170,6 +170,23 @@ def test_a_workload_survives_a_file(tmp_path: Path) -> None:
         load_workload(tmp_path / "w.json")
 
 
+def test_accumulation_adds_passes_and_exposes_as_much() -> None:
+    one, many = SMALL, SMALL.accumulated(4)
+    passes = 3 * (one.forward_s + one.backward_s)
+    assert many.compute_s == pytest.approx(one.compute_s + passes)
+    for name in ("none", "powersgd"):
+        step, more = (
+            predict_step(make(name), workload, ranks=4, fabric=SLOW, device=A100)
+            for workload in (one, many)
+        )
+        assert step.exposed_s > 0
+        assert more.exposed_s == pytest.approx(step.exposed_s)
+        assert more.step_s == pytest.approx(step.step_s + passes)
+    assert one.accumulated(1) == one
+    with pytest.raises(ValueError, match="passes"):
+        one.accumulated(0)
+
+
 # ---- many steps at once
 
 SMALL = Workload(
@@ -427,6 +444,25 @@ def test_simulate_takes_a_recorded_step_and_a_measured_link(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("command", ["simulate", "advise"])
+def test_schemes_are_timed_here_for_a_recorded_step(command: str, tmp_path: Path) -> None:
+    save_workload(SMALL, tmp_path / "w.json")
+    given = (command, "--timeline", tmp_path / "w.json", "--device", "here", "--ranks", "2",
+             "--schemes", "bf16")  # fmt: skip
+    done = CliRunner().invoke(app, list(map(str, given)))
+    assert done.exit_code == 0, done.output
+    assert "cpu" in done.output
+
+
+@pytest.mark.parametrize("command", ["simulate", "advise"])
+def test_a_step_of_several_passes_computes_longer(command: str) -> None:
+    given = (command, "--model", "resnet50", "--ranks", "2", "--schemes", "int8")
+    for passes, told in (("1", "25.6 ms"), ("4", "101 ms")):
+        done = CliRunner().invoke(app, [*given, "--accumulate", passes])
+        assert done.exit_code == 0, done.output
+        assert f"{told} of computing" in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize("command", ["simulate", "advise"])
 def test_a_link_that_was_measured_on_one_machine_is_told(command: str, tmp_path: Path) -> None:
     from commhooks.predict import save_fabric
     from commhooks.predict.fabric import COPIED
@@ -456,6 +492,8 @@ def test_a_link_that_was_measured_on_one_machine_is_told(command: str, tmp_path:
         (["--model", "lstm", "--schemes", "powersgd:rank=x"], "rank"),
         (["--model", "lstm", "--fabric", "10gb"], "presets are 1gbe"),
         (["--model", "lstm", "--device", "a10"], "devices are cpu"),
+        (["--model", "lstm", "--device", "here"], "times schemes, not lstm: record a step"),
+        (["--model", "OWN:build", "--device", "here"], "times schemes, not"),
         (["--model", "lstm", "--ranks", "2,many"], "whole numbers with commas"),
         (["--model", "lstm", "--ranks", "1"], "2 at least"),
         (["--model", "lstm", "--csv", "/none/s.csv"], "there is no folder /none"),

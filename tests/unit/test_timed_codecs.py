@@ -1,0 +1,94 @@
+"""What schemes compute, timed on the device at hand: with a scheme that sleeps for a known time."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from commhooks import Bucket, Scheme
+from commhooks.core.bucket import SchemeExchange
+from commhooks.predict import Fabric, Layer, Link, ThisDevice, Workload, device, predict_step
+from commhooks.predict.codec import time_parts
+from commhooks.predict.planned import Work, planned
+
+SHAPES = (torch.Size([300, 400]),)
+BEFORE_S, AFTER_S = 0.04, 0.08
+# A sleep ends late, the more so where other processes run. Neither is taken for the other, or both.
+LATE_S = 0.035
+
+
+@dataclass(frozen=True)
+class Sleeps(Scheme):
+    """Averages; sleeps before and after its message."""
+
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        _sleep(bucket, BEFORE_S)
+        mean = yield from bucket.all_reduce()
+        _sleep(bucket, AFTER_S)
+        return mean
+
+
+def _sleep(bucket: Bucket, seconds: float) -> None:
+    bucket.gradient.clone()  # an operation, so that a plan knows of work
+    if bucket.gradient.device.type != "meta":  # a plan, which takes no time
+        time.sleep(seconds)
+
+
+def assert_sleeps(parts: tuple[float, ...]) -> None:
+    before, after = parts
+    assert BEFORE_S <= before <= BEFORE_S + LATE_S
+    assert AFTER_S <= after <= AFTER_S + LATE_S
+
+
+def test_the_parts_of_an_exchange_are_timed_apart() -> None:
+    assert_sleeps(time_parts(Sleeps(), SHAPES, 4, torch.device("cpu")))
+
+
+def test_this_device_gives_the_time_of_buckets_that_it_has_not_timed() -> None:
+    here = ThisDevice()
+    assert_sleeps(here.parts(Sleeps(), SHAPES, 4))
+    assert_sleeps(here.parts(Sleeps(), 2 * SHAPES, 4))
+
+
+def test_what_is_timed_here_makes_a_predicted_step_longer() -> None:
+    work = Workload.of("small", [Layer("w", (300, 400), 1.0)], forward_s=0.01)
+    fabric = Fabric("fast", Link(0.0, 1e15))
+    steps = {
+        one.name: predict_step(Sleeps(), work, ranks=2, fabric=fabric, device=one)
+        for one in (ThisDevice(), device("h100"))
+    }
+    assert BEFORE_S + AFTER_S <= steps["cpu"].codec_s <= BEFORE_S + AFTER_S + 2 * LATE_S
+    assert steps["cpu"].exposed_s == pytest.approx(steps["cpu"].codec_s)
+    assert steps["h100"].codec_s < 1e-3
+
+
+def test_memory_is_timed_for_what_is_no_scheme() -> None:
+    here = ThisDevice()
+    one, more = (here.seconds(Work(nbytes, 1)) for nbytes in (10**8, 10**9))
+    # Between 0.1 GB/s and 10 TB/s.
+    assert 1e-5 < one < more < 10
+
+
+def test_here_is_a_device_of_this_machine() -> None:
+    here = device("here")
+    assert isinstance(here, ThisDevice)
+    there = torch.accelerator.current_accelerator()
+    assert here.name == ("cpu" if there is None else str(there))
+
+
+def test_messages_of_many_ranks_are_not_all_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def timed(scheme: Scheme, shapes: tuple[torch.Size, ...], ranks: int, _: object) -> tuple:
+        asked.append(ranks)
+        return tuple(1.0 for _ in planned(scheme, shapes, ranks).work)
+
+    monkeypatch.setattr(sys.modules["commhooks.predict.device"], "time_parts", timed)
+    here = ThisDevice()
+    for ranks in (2, 64, 65, 4096):
+        here.parts(Sleeps(), SHAPES, ranks)
+    assert asked == [2, 2, 64, 64]
