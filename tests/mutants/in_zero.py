@@ -12,6 +12,15 @@ LOST = f"{TEST}::test_what_ranks_have_and_what_the_owner_keeps_are_the_exact_par
 
 MUTANTS: list[Mutant] = [
     *planted(
+        "commhooks/schemes/_differences.py",
+        (
+            "variances that grow are taken",
+            "codec.error.variance > 1",
+            "codec.error.variance > 1000",
+            f"{TEST}::test_what_cannot_be_combined_is_refused",
+        ),
+    ),
+    *planted(
         "commhooks/zero/shard.py",
         (
             "a piece begins at the shard's begin within the bucket, not within the parameter",
@@ -67,12 +76,6 @@ MUTANTS: list[Mutant] = [
             "        mean = (yield from scheme.all_gather(bucket, shard.spans)).mean\n"
             "        mean[slice(*shard.spans[engine.rank])] = own\n        return mean\n",
             f"{TEST}::test_all_ranks_have_equal_parameters_after_every_step",
-        ),
-        (
-            "variances that grow are taken",
-            "codec.error.variance > 1",
-            "codec.error.variance > 1000",
-            f"{TEST}::test_what_cannot_be_combined_is_refused",
         ),
         (
             "parameters whose gradient was dropped take what was gathered",
