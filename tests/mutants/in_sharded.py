@@ -253,8 +253,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "parameters are gathered over all ranks",
-            "collectives = Collectives(built, ranks, seed=seed)",
-            "collectives = Collectives(built, None, seed=seed)",
+            "GatheredParameters(built, ranks, seed=seed, allowed=allowed)",
+            "GatheredParameters(built, None, seed=seed, allowed=allowed)",
             f"{FSDP2}::test_parameters_are_gathered_among_the_ranks_that_have_their_shards",
         ),
     ),

@@ -69,16 +69,19 @@ MUTANTS: list[Mutant] = [
             f"{TEST}::test_all_ranks_have_equal_parameters_after_every_step",
         ),
         (
-            "variances that grow are taken",
-            "codec.error.variance > 1",
-            "codec.error.variance > 1000",
-            f"{TEST}::test_what_cannot_be_combined_is_refused",
-        ),
-        (
             "parameters whose gradient was dropped take what was gathered",
             " if one not in shard.dropped]",
             "]",
             f"{TEST}::test_gradients_that_the_model_drops_are_dropped[True-none]",
+        ),
+    ),
+    *planted(
+        "commhooks/schemes/_differences.py",
+        (
+            "variances that grow are taken",
+            "codec.error.variance > 1",
+            "codec.error.variance > 1000",
+            f"{TEST}::test_what_cannot_be_combined_is_refused",
         ),
     ),
     *planted(
