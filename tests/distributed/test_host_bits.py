@@ -37,35 +37,34 @@ SCHEMES: dict[str, Scheme] = {
     "topk": commhooks.make("topk", ratio=0.1),
     "powersgd": commhooks.make("powersgd", rank=2),
 }
-Host = Callable[[Scheme, int], list[Tensor]]
+Host = Callable[[Scheme, nn.Module], nn.Module]  # returns the model that trains
+Called = Callable[[Tensor, Tensor], Any]  # reduces a gradient into the second tensor
+Caller = Callable[[Scheme], Called]
 
 
-def given(step: int, rank: int) -> Tensor:
-    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(100 * step + rank))
+def given(step: int, rank: int, shape: tuple[int, int] = SHAPE) -> Tensor:
+    """The gradient of the weight."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def layer() -> nn.Linear:
-    return nn.Linear(SHAPE[1], SHAPE[0], bias=False)
-
-
-def reduced(model: nn.Module, rank: int) -> list[Tensor]:
-    """The gradients of each step: whole, or this rank's shard. Before, they are what is given."""
+def reduced(model: nn.Module, rank: int, shape: tuple[int, int] = SHAPE) -> list[Tensor]:
+    """The gradients of each step: whole, or this rank's shards."""
     found = []
     for step in range(STEPS):
         model.zero_grad()
-        (model(torch.eye(SHAPE[1])).t() * given(step, rank)).sum().backward()
-        (parameter,) = model.parameters()
-        grad: Any = parameter.grad
-        local: Tensor = grad.to_local() if hasattr(grad, "to_local") else grad
-        found.append(local.detach().reshape(-1).clone())
+        (model(torch.eye(shape[1])).t() * given(step, rank, shape)).sum().backward()
+        grads: list[Any] = [parameter.grad for parameter in model.parameters()]
+        local = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in grads]
+        # FSDP1 leaves a parameter without a gradient whose shard is on the other rank.
+        flat = [grad.detach().reshape(-1) for grad in local if grad is not None]
+        found.append(torch.cat(flat))
     return found
 
 
-def called(rank: int, call: Callable[[Tensor, Tensor], None], shards: int) -> list[Tensor]:
-    """The same of a call that reduces its first argument into the second."""
+def called(call: Called, rank: int, *, shards: int) -> list[Tensor]:
     found = []
     for step in range(STEPS):
-        gradient = given(step, rank)
+        gradient = given(step, rank).view(-1) if shards > 1 else given(step, rank)
         into = gradient if shards == 1 else torch.empty(gradient.numel() // shards)
         call(gradient, into)
         found.append(into.reshape(-1))
@@ -75,90 +74,89 @@ def called(rank: int, call: Callable[[Tensor, Tensor], None], shards: int) -> li
 # ---- hosts that give each rank the whole mean
 
 
-def torch_ddp(scheme: Scheme, rank: int) -> list[Tensor]:
-    model = DistributedDataParallel(layer())
+def torch_ddp(scheme: Scheme, net: nn.Module) -> nn.Module:
+    model = DistributedDataParallel(net)
     commhooks.register(model, scheme)
-    return reduced(model, rank)
+    return model
 
 
-def core_ddp(scheme: Scheme, rank: int) -> list[Tensor]:
-    model = ddp_core.DistributedDataParallel(layer())
+def core_ddp(scheme: Scheme, net: nn.Module) -> nn.Module:
+    model = ddp_core.DistributedDataParallel(net)
     commhooks.register(model, scheme)
-    return reduced(model, rank)
+    return model
 
 
-def composable_ddp(scheme: Scheme, rank: int) -> list[Tensor]:
-    model = composable(layer())
+def composable_ddp(scheme: Scheme, net: nn.Module) -> nn.Module:
+    model = composable(net)
     commhooks.register(model, scheme)
-    return reduced(model, rank)
+    return model
 
 
-def _in_group(group: Any, rank: int, attached: bool) -> list[Tensor]:
-    model = DistributedDataParallel(layer(), process_group=group)
+def _in_group(group: Any, net: nn.Module, attached: bool) -> nn.Module:
+    model = DistributedDataParallel(net, process_group=group)
     if attached:
         group.attach(model)
-    return reduced(model, rank)
+    return model
 
 
-def group(scheme: Scheme, rank: int) -> list[Tensor]:
-    return _in_group(commhooks.process_group(scheme), rank, False)
+def group(scheme: Scheme, net: nn.Module) -> nn.Module:
+    return _in_group(commhooks.process_group(scheme), net, False)
 
 
-def attached_group(scheme: Scheme, rank: int) -> list[Tensor]:
-    return _in_group(commhooks.process_group(scheme), rank, True)
+def attached_group(scheme: Scheme, net: nn.Module) -> nn.Module:
+    return _in_group(commhooks.process_group(scheme), net, True)
 
 
-def backend(scheme: Scheme, rank: int) -> list[Tensor]:
+def backend(scheme: Scheme, net: nn.Module) -> nn.Module:
     commhooks.register_backend(scheme)
-    return _in_group(dist.new_group(backend="commhooks"), rank, False)
+    return _in_group(dist.new_group(backend="commhooks"), net, False)
 
 
-def attached_backend(scheme: Scheme, rank: int) -> list[Tensor]:
+def attached_backend(scheme: Scheme, net: nn.Module) -> nn.Module:
     commhooks.register_backend(scheme)
-    return _in_group(dist.new_group(backend="commhooks"), rank, True)
+    return _in_group(dist.new_group(backend="commhooks"), net, True)
 
 
-def on_fsdp_over_group(scheme: Scheme, rank: int) -> list[Tensor]:
-    ranks = list(range(dist.get_world_size()))
-    names = ("replicate",)
-    made = commhooks.process_group(scheme)
-    mesh = DeviceMesh.from_group(made, "cpu", mesh=ranks, mesh_dim_names=names)
-    return reduced(on_fsdp(layer(), mesh=mesh), rank)
+def on_fsdp_over_group(scheme: Scheme, net: nn.Module) -> nn.Module:
+    made, ranks = commhooks.process_group(scheme), list(range(dist.get_world_size()))
+    mesh = DeviceMesh.from_group(made, "cpu", mesh=ranks, mesh_dim_names=("replicate",))
+    return on_fsdp(net, mesh=mesh)
 
 
-def replicated(scheme: Scheme, rank: int) -> list[Tensor]:
-    model = layer()
-    commhooks.hosts.replicate(model, scheme)
-    return reduced(model, rank)
+def replicated(scheme: Scheme, net: nn.Module) -> nn.Module:
+    commhooks.hosts.replicate(net, scheme)
+    return net
 
 
-def between(scheme: Scheme, rank: int) -> list[Tensor]:
-    names = ("replicate", "shard")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=names)
-    model = fully_shard(layer(), mesh=mesh["shard"])
-    commhooks.register(model, scheme, between=mesh["replicate"])
-    return reduced(model, rank)
+def _mesh(*sizes: int) -> DeviceMesh:
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
 
 
-def _fsdp1(scheme: Scheme, rank: int, strategy: ShardingStrategy) -> list[Tensor]:
-    device = torch.device("cpu")
-    options = {"sharding_strategy": strategy, "device_id": device, "use_orig_params": True}
-    model = FullyShardedDataParallel(layer(), **options)  # type: ignore[arg-type]
+def between(scheme: Scheme, net: nn.Module) -> nn.Module:
+    mesh = _mesh(dist.get_world_size(), 1)
+    fully_shard(net, mesh=mesh["shard"])
+    commhooks.register(net, scheme, between=mesh["replicate"])
+    return net
+
+
+def _fsdp1(scheme: Scheme, net: nn.Module, strategy: ShardingStrategy) -> nn.Module:
+    options = {"device_id": torch.device("cpu"), "use_orig_params": True}
+    model = FullyShardedDataParallel(net, sharding_strategy=strategy, **options)  # type: ignore[arg-type]
     commhooks.register(model, scheme)
-    return reduced(model, rank)
+    return model
 
 
-def fsdp1_whole(scheme: Scheme, rank: int) -> list[Tensor]:
-    return _fsdp1(scheme, rank, ShardingStrategy.NO_SHARD)
+def fsdp1_whole(scheme: Scheme, net: nn.Module) -> nn.Module:
+    return _fsdp1(scheme, net, ShardingStrategy.NO_SHARD)
 
 
-def collectives(scheme: Scheme, rank: int) -> list[Tensor]:
+def collectives(scheme: Scheme) -> Called:
     made = commhooks.Collectives(scheme)
-    return called(rank, lambda x, _: made.all_reduce(x, "weight", op=AVG), 1)
+    return lambda x, _: made.all_reduce(x, "weight", op=AVG)
 
 
-def function(scheme: Scheme, rank: int) -> list[Tensor]:
-    return called(rank, lambda x, _: commhooks.all_reduce(x, scheme, op=AVG), 1)
+def function(scheme: Scheme) -> Called:
+    return lambda x, _: commhooks.all_reduce(x, scheme, op=AVG)
 
 
 def _comm(scheme: Scheme) -> Any:
@@ -168,55 +166,52 @@ def _comm(scheme: Scheme) -> Any:
         return stand.new_comm("commhooks")
 
 
-def torchcomms(scheme: Scheme, rank: int) -> list[Tensor]:
+def torchcomms(scheme: Scheme) -> Called:
     comm = _comm(scheme)
-    return called(rank, lambda x, _: comm.all_reduce(x, comms.AVG, False), 1)
+    return lambda x, _: comm.all_reduce(x, comms.AVG, False)
 
 
 # ---- hosts that give each rank its shard of the mean
 
 
-def fsdp2(scheme: Scheme, rank: int) -> list[Tensor]:
-    model = fully_shard(layer(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    commhooks.register(model, scheme)
-    return reduced(model, rank)
+def fsdp2(scheme: Scheme, net: nn.Module) -> nn.Module:
+    fully_shard(net, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    commhooks.register(net, scheme)
+    return net
 
 
-def inside(scheme: Scheme, rank: int) -> list[Tensor]:
-    names = ("replicate", "shard")
-    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=names)
-    model = fully_shard(layer(), mesh=mesh["shard"])
-    commhooks.register(model, "none", between=mesh["replicate"])
-    commhooks.register(model, scheme)
-    return reduced(model, rank)
+def inside(scheme: Scheme, net: nn.Module) -> nn.Module:
+    mesh = _mesh(1, dist.get_world_size())
+    fully_shard(net, mesh=mesh["shard"])
+    commhooks.register(net, "none", between=mesh["replicate"])
+    commhooks.register(net, scheme)
+    return net
 
 
-def fsdp1(scheme: Scheme, rank: int) -> list[Tensor]:
-    return _fsdp1(scheme, rank, ShardingStrategy.FULL_SHARD)
+def fsdp1(scheme: Scheme, net: nn.Module) -> nn.Module:
+    return _fsdp1(scheme, net, ShardingStrategy.FULL_SHARD)
 
 
-def scattering(scheme: Scheme, rank: int) -> list[Tensor]:
+def scattering(scheme: Scheme) -> Called:
     made = commhooks.Collectives(scheme)
-    return called(rank, lambda x, part: made.reduce_scatter(part, x, "weight", op=AVG), 2)
+    return lambda x, part: made.reduce_scatter(part, x, "weight", op=AVG)
 
 
-def scattering_function(scheme: Scheme, rank: int) -> list[Tensor]:
-    return called(rank, lambda x, part: commhooks.reduce_scatter(part, x, scheme, op=AVG), 2)
+def scattering_function(scheme: Scheme) -> Called:
+    return lambda x, part: commhooks.reduce_scatter(part, x, scheme, op=AVG)
 
 
-def megatron(scheme: Scheme, rank: int) -> list[Tensor]:
+def megatron(scheme: Scheme) -> Called:
     call = ReduceScatter(scheme)
-    return called(rank, lambda x, part: call(part, x.view(-1), AVG, None, False), 2)
+    return lambda x, part: call(part, x, AVG, None, False)
 
 
-def torchcomms_shards(scheme: Scheme, rank: int) -> list[Tensor]:
+def torchcomms_shards(scheme: Scheme) -> Called:
     comm = _comm(scheme)
-    return called(
-        rank, lambda x, part: comm.reduce_scatter_single(part, x.view(-1), comms.AVG, False), 2
-    )
+    return lambda x, part: comm.reduce_scatter_single(part, x, comms.AVG, False)
 
 
-# Each group's first host is the one that the others are compared with.
+# The first host of each kind is the one that the others are compared with.
 WHOLE: dict[str, Host] = {
     "torch's DDP": torch_ddp,
     "ddp_core": core_ddp,
@@ -229,6 +224,8 @@ WHOLE: dict[str, Host] = {
     "hosts.replicate": replicated,
     "between nodes": between,
     "FSDP1, NO_SHARD": fsdp1_whole,
+}
+WHOLE_CALLS: dict[str, Caller] = {
     "Collectives.all_reduce": collectives,
     "all_reduce": function,
     "torchcomms": torchcomms,
@@ -237,63 +234,122 @@ SHARDS: dict[str, Host] = {
     "FSDP2": fsdp2,
     "FSDP2, in a mesh with between": inside,
     "FSDP1": fsdp1,
+}
+SHARD_CALLS: dict[str, Caller] = {
     "Collectives.reduce_scatter": scattering,
     "reduce_scatter": scattering_function,
     "Megatron-Core": megatron,
     "torchcomms, shards": torchcomms_shards,
 }
-# These do not know the parameter's name.
+# These do not know the parameter's name, which memory belongs to.
 NAMELESS = {
     *("process_group", "backend", "replicate() on FSDP2, over a group", "all_reduce", "torchcomms"),
     *("reduce_scatter", "Megatron-Core", "torchcomms, shards"),
 }
 # Random bits are keyed by names: that of the parameter, in FSDP2 that of its first piece
-# ("weight#0"), without one that of the call. So these draw others than the first of their group.
+# ("weight#0"), without one that of the call. So these draw others than the first of their kind.
 DRAW_OTHERS = {*NAMELESS, "FSDP1", "Collectives.reduce_scatter"}
 RANDOM = {"int8"}
 # An all-reduce of codes rounds the mean, too; a shard has the largest entries of its own.
 DIFFERENT_HALVES = {"int8", "int8, to nearest", "topk"}
 
 
-def hosts_of(scheme: Scheme) -> dict[str, Host]:
-    hosts = {**WHOLE, **(SHARDS if scheme.traits.shards else {})}
-    memory = bool(slots_of(scheme))
-    return {name: host for name, host in hosts.items() if not (memory and name in NAMELESS)}
+def run_on(scheme: Scheme, host: str) -> bool:
+    """Whether a host takes a scheme."""
+    shards = host in SHARDS or host in SHARD_CALLS
+    if slots_of(scheme) and host in NAMELESS:
+        return False
+    return scheme.traits.shards or not shards
 
 
 def _all_hosts(rank: int, world_size: int, scheme: Scheme) -> dict[str, list[Tensor]]:
-    return {name: host(scheme, rank) for name, host in hosts_of(scheme).items()}
+    found = {}
+    for name, host in {**WHOLE, **SHARDS}.items():
+        if run_on(scheme, name):
+            found[name] = reduced(host(scheme, nn.Linear(*SHAPE[::-1], bias=False)), rank)
+    for name, call in {**WHOLE_CALLS, **SHARD_CALLS}.items():
+        if run_on(scheme, name):
+            shards = 1 if name in WHOLE_CALLS else world_size
+            found[name] = called(call(scheme), rank, shards=shards)
+    return found
 
 
-def check_law(scheme: Scheme, means: list[Tensor], rank: int, host: str) -> None:
+def gradient(step: int, rank: int, shape: tuple[int, int] = SHAPE, bias: bool = False) -> Tensor:
+    """What autograd gives on a rank, flat."""
+    weight = given(step, rank, shape)
+    return torch.cat([weight.view(-1), weight.sum(1)]) if bias else weight.view(-1)
+
+
+def check_law(scheme: Scheme, found: Tensor, exact: Tensor, size: float, host: str) -> None:
+    """The error is within what the scheme declares, of the larger gradient of both ranks."""
     law = law_of(scheme, 2)
     assert law.rounding is not None
-    for step, mean in enumerate(means):
-        grads = [given(step, one).view(-1) for one in range(2)]
-        size = max(float(grad.norm()) for grad in grads)
-        exact = sum(grads, torch.zeros(())) / 2
-        if mean.numel() < exact.numel():
-            exact = exact.chunk(2)[rank]
-        assert (mean - exact).norm() <= (law.rounding + law.variance**0.5) * size, (host, step)
+    assert (found - exact).norm() <= (law.rounding + law.variance**0.5) * size, host
 
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_hosts_of_one_layout_give_the_same_bits(name: str) -> None:
     scheme = SCHEMES[name]
+    both = [[gradient(step, rank) for rank in range(2)] for step in range(STEPS)]
     for rank, found in enumerate(run_ranks(_all_hosts, 2, scheme, ignore_warnings=QUIET)):
         wholes, shards = found["torch's DDP"], found.get("FSDP2")
-        for host, means in found.items():
-            if name in RANDOM and host in DRAW_OTHERS:
-                check_law(scheme, means, rank, host)
-                continue
-            wanted = wholes if host in WHOLE else shards
-            assert wanted is not None
-            assert all(map(torch.equal, means, wanted)), host
         parts = [whole.chunk(2)[rank] for whole in wholes]
+        for host, means in found.items():
+            sharded = host in SHARDS or host in SHARD_CALLS
+            if name in RANDOM and host in DRAW_OTHERS:
+                for mean, (one, other) in zip(means, both, strict=True):
+                    exact, size = (one + other) / 2, max(float(one.norm()), float(other.norm()))
+                    check_law(scheme, mean, exact.chunk(2)[rank] if sharded else exact, size, host)
+            else:
+                wanted = shards if sharded else wholes
+                assert wanted is not None
+                assert all(map(torch.equal, means, wanted)), host
         if shards is not None:
             assert all(map(torch.equal, shards, parts)) == (name not in DIFFERENT_HALVES)
-        dense = [(given(step, 0) + given(step, 1)).view(-1) / 2 for step in range(STEPS)]
+        dense = [(one + other) / 2 for one, other in both]
         assert any(map(torch.equal, wholes, dense)) == (name == "none")
+
+
+# ---- a bias and an odd number of rows, which hosts lay out and fill up each in its own way
+
+ODD = (33, 64)
+CUT = 17 * ODD[1]  # entries of the weight in FSDP2's first shard
+# Each entry by itself, or each matrix.
+WHATEVER_LAYOUT = ("none", "bf16", "powersgd")
+
+
+def _odd(rank: int, world_size: int, scheme: Scheme) -> dict[str, list[Tensor]]:
+    return {
+        name: reduced(host(scheme, nn.Linear(*ODD[::-1])), rank, ODD)
+        for name, host in {**WHOLE, **SHARDS}.items()
+        if run_on(scheme, name)
+    }
+
+
+def whole(host: str, first: Tensor, second: Tensor) -> Tensor:
+    """The gradient, of what both ranks have."""
+    if host not in SHARDS:
+        assert torch.equal(first, second)
+        return first
+    if host == "FSDP1":  # one flat tensor, cut anywhere
+        return torch.cat([first, second])
+    rest = ODD[0] * ODD[1] - CUT
+    return torch.cat([first[:CUT], second[:rest], first[CUT:], second[rest:]])
+
+
+@pytest.mark.parametrize("name", [*WHATEVER_LAYOUT, "int8"])
+def test_hosts_of_other_layouts_have_the_error_of_the_scheme(name: str) -> None:
+    scheme = SCHEMES[name]
+    ranks = run_ranks(_odd, 2, scheme, ignore_warnings=QUIET)
+    for step in range(STEPS):
+        one, other = (gradient(step, rank, ODD, bias=True) for rank in range(2))
+        wanted, size = (one + other) / 2, max(float(one.norm()), float(other.norm()))
+        means = {host: whole(host, *(rank[host][step] for rank in ranks)) for host in ranks[0]}
+        for host, mean in means.items():
+            if name in WHATEVER_LAYOUT:
+                assert torch.equal(mean, means["torch's DDP"]), (host, step)
+            else:
+                check_law(scheme, mean, wanted, size, host)
 
 
 # ---- without a scheme: the bits of the host itself
