@@ -189,7 +189,10 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 def plain(kind: Kind, total: bool) -> Run:
-    """Returns an exchange without a scheme, of the same bits as torch's own collective."""
+    """Returns an exchange without a scheme, of the same bits as torch's own collective.
+
+    The mean of an all-reduce has those of DistributedDataParallel, which divides before the sum.
+    """
 
     def run(bucket: Bucket) -> SchemeExchange:
         op: Literal["sum", "mean"] = "sum" if total else "mean"

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -97,27 +98,64 @@ def backend(name: str) -> None:
     train(DistributedDataParallel(model(), process_group=group))
 
 
+def on_fsdp2(name: str) -> None:
+    group, ranks = commhooks.process_group(made(name)), list(range(dist.get_world_size()))
+    mesh = DeviceMesh.from_group(group, "cpu", mesh=ranks, mesh_dim_names=("replicate",))
+    train(replicate_with_fsdp(model(), mesh=mesh))
+
+
 def replicated(name: str) -> None:
     net = model()
     commhooks.hosts.replicate(net, made(name), modules=[net[0]])  # type: ignore[index]
     train(net)
 
 
-def fsdp2(name: str) -> None:
+def _sharded() -> nn.Module:
     net, mesh = model(), init_device_mesh("cpu", (dist.get_world_size(),))
     fully_shard(net[0], mesh=mesh)  # type: ignore[index]
     fully_shard(net, mesh=mesh)
+    return net
+
+
+def fsdp2(name: str) -> None:
+    net = _sharded()
     commhooks.register(net, made(name))
     train(net)
 
 
-def hsdp(name: str) -> None:
+def _hsdp() -> tuple[nn.Module, DeviceMesh]:
     names = ("replicate", "shard")
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=names)
     net = model()
     fully_shard(net, mesh=mesh["shard"])
-    commhooks.register(net, made(name), between=mesh["replicate"])
+    return net, mesh["replicate"]
+
+
+def hsdp(name: str) -> None:
+    net, nodes = _hsdp()
+    commhooks.register(net, made(name), between=nodes)
     train(net)
+
+
+def hsdp_inside(name: str) -> None:
+    net, nodes = _hsdp()
+    commhooks.register(net, "none", between=nodes)
+    commhooks.register(net, made(name))
+    train(net)
+
+
+def _gathers(name: str, differences: bool) -> None:
+    net = _sharded()
+    hosts.gather_parameters(net, name, differences=differences)
+    train(net)
+
+
+def gathers(name: str) -> None:
+    _gathers(name, False)
+
+
+def gathers_differences(name: str) -> None:
+    _gathers(name, True)
 
 
 def _fsdp1(name: str, strategy: ShardingStrategy) -> None:
@@ -136,13 +174,21 @@ def fsdp1_whole(name: str) -> None:
     _fsdp1(name, ShardingStrategy.NO_SHARD)
 
 
-def zero(name: str) -> None:
+def _zero(**options: Any) -> None:
     net = ddp_core.DistributedDataParallel(model())
-    optimizer = commhooks.ZeroOptimizer(net, torch.optim.SGD, scheme=made(name), lr=1e-3)
+    optimizer = commhooks.ZeroOptimizer(net, torch.optim.SGD, lr=1e-3, **options)
     for _ in range(STEPS):
         net(torch.ones(8, 32)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def zero(name: str) -> None:
+    _zero(scheme=made(name))
+
+
+def zero_gathers(name: str) -> None:
+    _zero(gather=name)
 
 
 def diloco(name: str) -> None:
@@ -179,6 +225,18 @@ def reduce_scatter(name: str) -> None:
     found.close()
 
 
+def reduce_scatter_function(name: str) -> None:
+    part = 64 * 64 // dist.get_world_size()
+    for _ in range(STEPS):
+        commhooks.reduce_scatter(torch.empty(part), _tensor().view(-1), made(name))
+
+
+def all_gather_function(name: str) -> None:
+    for _ in range(STEPS):
+        whole = torch.empty(dist.get_world_size() * 64 * 64)
+        commhooks.all_gather(whole, _tensor().view(-1), made(name))
+
+
 def all_gather(name: str) -> None:
     found, ranks = commhooks.Collectives(made(name)), dist.get_world_size()
     for _ in range(STEPS):
@@ -202,33 +260,56 @@ def torchcomms(name: str) -> None:
     comm.finalize()
 
 
-HOSTS: dict[str, tuple[Callable[[str], None], int]] = {
-    "torch's DDP": (torch_ddp, 2),
-    "`ddp_core`": (core_ddp, 2),
-    "`replicate()`, composable": (composable, 2),
-    "`process_group`": (group, 2),
-    "`process_group`, attached": (attached_group, 2),
-    "backend `commhooks`": (backend, 2),
-    "`hosts.replicate` (FSDP2)": (replicated, 2),
-    "FSDP2": (fsdp2, 2),
-    "HSDP, between nodes": (hsdp, 4),
-    "FSDP1": (fsdp1, 2),
-    "FSDP1, `NO_SHARD`": (fsdp1_whole, 2),
-    "`ZeroOptimizer`": (zero, 2),
-    "`DiLoCo`": (diloco, 2),
-    "`all_reduce`": (all_reduce, 2),
-    "`Collectives.all_reduce`": (collectives, 2),
-    "`Collectives.reduce_scatter`": (reduce_scatter, 2),
-    "`Collectives.all_gather`": (all_gather, 2),
-    "Megatron-Core": (megatron, 2),
-    "torchcomms": (torchcomms, 2),
+# By table: what runs a scheme, and the number of ranks.
+TABLES: dict[str, dict[str, tuple[Callable[[str], None], int]]] = {
+    "Gradients of a model": {
+        "torch's DDP": (torch_ddp, 2),
+        "`ddp_core`": (core_ddp, 2),
+        "`replicate()`, composable": (composable, 2),
+        "`process_group`": (group, 2),
+        "`process_group`, attached": (attached_group, 2),
+        "backend `commhooks`": (backend, 2),
+        "`replicate()` on FSDP2, over a `process_group`": (on_fsdp2, 2),
+        "`hosts.replicate` (FSDP2)": (replicated, 2),
+        "FSDP2": (fsdp2, 2),
+        "HSDP, between nodes": (hsdp, 4),
+        "HSDP, within nodes": (hsdp_inside, 4),
+        "FSDP1": (fsdp1, 2),
+        "FSDP1, `NO_SHARD`": (fsdp1_whole, 2),
+        "`ZeroOptimizer`": (zero, 2),
+        "Megatron-Core": (megatron, 2),
+    },
+    "Parameters, and tensors of your own": {
+        "`gather_parameters` (FSDP2)": (gathers, 2),
+        "`gather_parameters`, `differences=True`": (gathers_differences, 2),
+        "`ZeroOptimizer`, `gather=`": (zero_gathers, 2),
+        "`DiLoCo`": (diloco, 2),
+        "`all_reduce`": (all_reduce, 2),
+        "`reduce_scatter`": (reduce_scatter_function, 2),
+        "`all_gather`": (all_gather_function, 2),
+        "`Collectives.all_reduce`": (collectives, 2),
+        "`Collectives.reduce_scatter`": (reduce_scatter, 2),
+        "`Collectives.all_gather`": (all_gather, 2),
+        "torchcomms": (torchcomms, 2),
+    },
 }
+HOSTS = {host: how for table in TABLES.values() for host, how in table.items()}
 
 # Why a host refuses a scheme: what its error says, and a few words for the page.
 REASONS = {
+    "weights": (
+        ("different weights",),
+        "keeps memory, draws random bits or drops entries: forward and backward would not have the "
+        "same, or the right, weights",
+    ),
+    "nothing": (("rounds nothing",), "rounds nothing, so that differences make up for nothing"),
+    "coarse": (
+        ("would grow",),
+        "rounds so coarsely that what is not sent would grow; `eden` runs with 2 bits or more",
+    ),
     "whole": (("averages whole",), "exchanges whole buckets, not shards of them"),
     "memory": (("keeps memory",), "keeps memory, which belongs to tensors with names"),
-    "payload": (("no payload",), "has no payload of one rank's tensor alone"),
+    "payload": (("no payload", "does not pack"), "has no payload of one rank's tensor alone"),
     "other": (
         ("returns no mean", "something else", "another result"),
         "returns something else than the average, or not the same to all ranks",
@@ -278,23 +359,30 @@ def page_of(found: dict[str, dict[str, str]]) -> str:
         "A number: it is refused when it is registered or called, for this reason:",
         "",
         *(f"{number}. The scheme {REASONS[key][1]}." for number, key in enumerate(keys, 1)),
-        "",
-        "| scheme | " + " | ".join(found) + " |",
-        "|---|" + "---|" * len(found),
     ]
-    for name in scheme_names():
-        cells = [
-            str(keys.index(reason_of(row[name])) + 1) if row[name] else "✓"
-            for row in found.values()
+    for table, hosts_of_table in TABLES.items():
+        lines += [
+            "",
+            f"## {table}",
+            "",
+            "| scheme | " + " | ".join(hosts_of_table) + " |",
+            "|---|" + "---|" * len(hosts_of_table),
         ]
-        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+        for name in scheme_names():
+            texts = [found[host][name] for host in hosts_of_table]
+            cells = [str(keys.index(reason_of(text)) + 1) if text else "✓" for text in texts]
+            lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
     lines += [
         "",
         "Lightning, Fabric, Accelerate, the Trainer of Transformers and Ray Train wrap a model in",
         "torch's DDP, so that its column holds for them. A group of the backend `commhooks` takes",
-        "an attached model as `process_group` does. The adapters of Megatron-Core and torchcomms",
-        "are called here as these call them. `python -m tests.distributed.host_matrix`",
-        "writes this page, and a test compares it with what runs.",
+        "an attached model as `process_group` does. A group that DistributedDataParallel uses is",
+        "asked for sums, one that FSDP2 uses for averages, so that `noop` and `signsgd` run there.",
+        "`gather_parameters` and `gather=` were given the name of the scheme, which is then made",
+        "without error feedback, and rounds to nearest. The adapters of Megatron-Core and",
+        "torchcomms are called here as these call them.",
+        "`python -m tests.distributed.host_matrix` writes this page, and a test compares it with",
+        "what runs.",
         "",
     ]
     return "\n".join(lines)

@@ -254,6 +254,13 @@ MUTANTS: list[Mutant] = [
     *planted(
         "commhooks/core/piece.py",
         (
+            "all ranks round with the same noise",
+            'return self._bits(f"{self._phase}/0", shared=False)',
+            'return self._bits(f"{self._phase}/0", shared=True)',
+            f"{UNIT}/test_halves.py"
+            "::test_random_roundings_of_equal_gradients_average_out_over_ranks",
+        ),
+        (
             "all shards round with the same noise",
             "return bits.row(self._index) if self._index else bits",
             "return bits",

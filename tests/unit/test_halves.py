@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor
+from torch.testing import assert_close
 
 import commhooks
 from commhooks import ErrorFeedback, Scheme, make
@@ -15,6 +16,7 @@ from commhooks.core.packed import PackedCodec
 from commhooks.core.shards import Span, equal_shards
 from commhooks.errors import SchemeError
 from commhooks.hook.engine import Engine
+from commhooks.hook.verdict import law_of
 from commhooks.schemes import Blockwise, Dense, TopK, TwoPhaseCast
 from commhooks.schemes.minmax import MinMaxPerChannel
 from commhooks.wrappers import EF21, Cast, Guard, PerParameter, Rule, TwoPhase
@@ -162,6 +164,101 @@ def test_feedback_loses_nothing_of_either_half(inside, half):
     else:
         torch.testing.assert_close(applied[0] + torch.cat(held), total, atol=1e-5, rtol=0)
     assert max(float(one.abs().max()) for one in held) > 0
+
+
+# ---- on many ranks, laid out as FSDP2 does: a piece of each parameter for every rank
+
+MANY = {
+    "8 ranks": (8, (512, 1024, 256)),
+    "8 ranks, cut anywhere": (8, (500, 1001, 7)),
+    "64 ranks": (64, (256, 128)),
+    "64 ranks, cut anywhere": (64, (301, 13)),
+}
+WITHOUT_MEMORY = {
+    **{name: make(name) for name in ("none", "fp16", "bf16", "int8", "fp8")},
+    "bf16 in 32 bits": TwoPhaseCast(torch.bfloat16),
+    "eden": make("eden", bits=4),
+}
+WITH_FEEDBACK = {
+    **{name: make(name, block=64) for name in ("int4", "onebit")},
+    "mxfp8": make("mxfp8"),
+    "topk": make("topk", ratio=0.1),
+    "bf16 in 32 bits": ErrorFeedback(TwoPhaseCast(torch.bfloat16)),
+    "eden": ErrorFeedback(make("eden", bits=4)),
+}
+
+
+class Ranks:
+    """Engines of many ranks, and one bucket."""
+
+    def __init__(self, scheme: Scheme, count: int, pieces: tuple[int, ...]) -> None:
+        self.engines = [Engine(scheme, rank=rank, world_size=count) for rank in range(count)]
+        names = [f"{place}#{rank}" for rank in range(count) for place in range(len(pieces))]
+        self.layout = Layout(names, [(size,) for _ in range(count) for size in pieces])
+        self.shards = equal_shards(self.layout.numel, count)
+
+    def gradients(self, step: int) -> list[Tensor]:
+        n = self.layout.numel
+        return [numbers(100 * step + engine.rank, n) for engine in self.engines]
+
+    def reduce_scatter(self, gradients: list[Tensor]) -> list[Tensor]:
+        exchanges = []
+        for engine, gradient in zip(self.engines, gradients, strict=True):
+            engine.begin_bucket(0, is_last=True)
+            given = (gradient.clone(), self.layout)
+            exchanges.append(engine.exchange(*given, shards=self.shards, agree=True))
+        return simulate(exchanges)
+
+    def kept(self, rank: int) -> Tensor:
+        values = [self.engines[rank].memory.get("residual", name) for name in self.layout.names]
+        return torch.cat([value.view(-1) for value in values if value is not None])
+
+
+def mean_of(tensors: list[Tensor]) -> Tensor:
+    return torch.stack(tensors).double().mean(0)
+
+
+@pytest.mark.parametrize(("count", "pieces"), MANY.values(), ids=MANY)
+@pytest.mark.parametrize("name", WITHOUT_MEMORY)
+def test_on_many_ranks_each_shard_is_as_near_the_mean_as_its_scheme_declares(name, count, pieces):
+    scheme = WITHOUT_MEMORY[name]
+    ranks = Ranks(scheme, count, pieces)
+    grads = ranks.gradients(0)
+    rounding = law_of(scheme, count).rounding
+    assert rounding is not None
+    for (begin, end), found in zip(ranks.shards, ranks.reduce_scatter(grads), strict=True):
+        parts = [grad[begin:end] for grad in grads]
+        size = max(float(part.norm()) for part in parts)
+        # Errors of ranks are independent, so that their mean has a variance of 1 / ranks. A draw
+        # of hundreds of entries is near what is expected of it.
+        allowed = rounding + 1.2 * (scheme.traits.error.variance / count) ** 0.5
+        assert (found.double() - mean_of(parts)).norm() < allowed * size
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_random_roundings_of_equal_gradients_average_out_over_ranks(name):
+    def error(count: int) -> float:
+        ranks = Ranks(make(name), count, (64 * 384 // count,))
+        grads = ranks.gradients(0)[:1] * count
+        return distance(torch.cat(ranks.reduce_scatter(grads)), grads[0])
+
+    # 24,576 entries, so that a draw is near what is expected of it.
+    assert error(64) < 1.1 * error(1) / 8
+
+
+@pytest.mark.parametrize(("count", "pieces"), MANY.values(), ids=MANY)
+@pytest.mark.parametrize("name", WITH_FEEDBACK)
+def test_on_many_ranks_what_is_sent_and_what_is_kept_are_the_gradients(name, count, pieces):
+    ranks = Ranks(WITH_FEEDBACK[name], count, pieces)
+    sent = total = torch.zeros(ranks.layout.numel, dtype=torch.float64)
+    for step in range(2):
+        grads = ranks.gradients(step)
+        total = total + mean_of(grads)
+        sent = sent + torch.cat(ranks.reduce_scatter(grads)).double()
+    kept = mean_of([ranks.kept(rank) for rank in range(count)])
+    assert kept.norm() > 0
+    # Each step adds up to 64 numbers below 16 in float32, in two places.
+    assert_close(sent + kept, total, rtol=0, atol=2 * 2 * 64 * 16 * 2**-24)
 
 
 def test_guard_measures_the_error_of_shards():
