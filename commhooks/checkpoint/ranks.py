@@ -12,7 +12,7 @@ rank within the job: two groups of ranks (shards of a model) have the same ranks
 ``layout`` has the names of the parameters of each bucket, ``bucket_bytes`` the sizes at which
 buckets were full (empty if they are not known, or not final yet), ``arrival`` the names of all
 parameters in the order in which gradients came (empty if that is not known). Where parameters are
-DTensors (tensor parallelism), a rank's part also has ``placement``, which says of which pieces it is.
+DTensors (tensor parallelism), a rank's part also has ``placement``: which pieces it is of.
 """
 
 from __future__ import annotations
