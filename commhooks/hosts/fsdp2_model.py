@@ -100,11 +100,7 @@ def _sharded(parameter: Any, name: str, group: Any) -> ShardedParameter:
     trained = parameter.sharded_param.requires_grad
     # Its name in torch 2.9: of the DTensor that was there before FSDP2.
     spec = getattr(parameter, "_unsharded_dtensor_spec", getattr(parameter, "_tp_spec", None))
+    piece = piece_here(spec)
     return ShardedParameter(
-        name,
-        parameter._orig_size,
-        dtype,
-        parameter.fsdp_placement.dim,
-        trained,
-        piece_here(spec),
+        name, parameter._orig_size, dtype, parameter.fsdp_placement.dim, trained, piece
     )
