@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commhooks
 from commhooks.checkpoint.checksum import checksum
-from commhooks.errors import CheckpointError
+from commhooks.errors import CheckpointError, MismatchError
 from ddp_core import DistributedDataParallel
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_fsdp2 import backward, model_of, sharded
@@ -122,6 +122,17 @@ def _torch(rank: int, world_size: int) -> None:
 
 def test_the_shards_that_torch_has_made_are_known_too() -> None:
     run_ranks(_torch, 2, ignore_warnings=QUIET)
+
+
+def _averaged(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
+    model = parallelize_module(model_of((33, 64, 7)), mesh, PLAN)
+    with pytest.raises(MismatchError, match=r"0\.weight .* piece 0 of 2 .* piece 1 of 2"):
+        commhooks.register(DistributedDataParallel(model), "none")
+
+
+def test_a_mean_over_other_pieces_is_refused() -> None:
+    run_ranks(_averaged, 2, ignore_warnings=QUIET)
 
 
 def _not_cut(rank: int, world_size: int) -> None:
