@@ -40,11 +40,11 @@ def checksum(common: Mapping[str, Any], part: Mapping[str, Any]) -> str:
     fields = {field: common[field] for field in FIELDS if field in common}
     # One checksum per rank, not of the whole: files of several ranks may be merged or split.
     places = [part["rank"], part["global_rank"], part["leader"]]
-    arrival = [part["arrival"]] if "arrival" in part else []
+    further = [part[field] for field in ("arrival", "placement") if field in part]
     values: dict[tuple[str, ...], Tensor] = {
         (key, name): value for key, names in part["memory"].items() for name, value in names.items()
     }
-    return digest([fields, places, *arrival], values)
+    return digest([fields, places, *further], values)
 
 
 def digest(plain: object, tensors: Mapping[tuple[str, ...], Tensor]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from commhooks.checkpoint.checksum import FIELDS, checksum
 from commhooks.checkpoint.names import renamed
+from commhooks.checkpoint.placement import read_placement
 from commhooks.errors import CheckpointError
 
 __all__ = [
@@ -65,6 +67,7 @@ class Part(NamedTuple):
         leader: the smallest global rank of the group, which identifies the group.
         arrival: names of all parameters, in the order in which gradients came in the last step;
             empty if that is not known, None if the model was not ``ddp_core``'s.
+        placement: by parameter, the piece that the rank trains; of those that are cut.
     """
 
     rank: int
@@ -73,6 +76,7 @@ class Part(NamedTuple):
     memory: MemoryDict
     checksum: str | None = None
     arrival: Sequence[str] | None = None
+    placement: Mapping[str, str] = MappingProxyType({})
 
 
 class SavedBuckets(NamedTuple):
@@ -273,6 +277,7 @@ def _part(state: StateDict, field: str, call: str, verify: bool) -> Part:
             f"{call}: 'arrival' of {field!r} is a list of parameter names, none twice, got "
             f"{_short(arrival)}; the file is damaged"
         )
+    placement = read_placement(part.get("placement"), field, call)
     # After the tensors, which the checksum reads. A checksum in version 1 is a damaged version 2.
     wanted, stored = None, part.get("checksum")
     if verify and not first_version:
@@ -280,9 +285,10 @@ def _part(state: StateDict, field: str, call: str, verify: bool) -> Part:
     if verify and (type(stored) is not type(wanted) or stored != wanted):
         raise CheckpointError(
             f"{call}: the checksum of {field!r} is wrong: the state was changed after it was "
-            f"saved, or the file is damaged. Load an older checkpoint"
+            f"saved, or the file is damaged. Load an older checkpoint. (Of another host, "
+            f"torch.distributed.checkpoint's load reads a part only: call commhooks.load_dcp)"
         )
-    return Part(rank, global_rank, leader, memory, wanted, arrival)
+    return Part(rank, global_rank, leader, memory, wanted, arrival, placement)
 
 
 def read_memory(stored: Any, field: str, call: str) -> MemoryDict:

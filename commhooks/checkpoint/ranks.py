@@ -11,7 +11,8 @@ merges equal keys of several ranks (torch.distributed.checkpoint) keeps all of t
 rank within the job: two groups of ranks (shards of a model) have the same ranks within the group.
 ``layout`` has the names of the parameters of each bucket, ``bucket_bytes`` the sizes at which
 buckets were full (empty if they are not known, or not final yet), ``arrival`` the names of all
-parameters in the order in which gradients came (empty if that is not known).
+parameters in the order in which gradients came (empty if that is not known). Where parameters are
+DTensors (tensor parallelism), a rank's part also has ``placement``: which pieces it is of.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ __all__ = [
     "memory_for_rank",
     "merged",
     "needed_ranks",
+    "of_pieces_here",
     "parts_of_group",
     "resizes_of",
     "structure",
@@ -136,6 +138,36 @@ def parts_of_group(parts: Sequence[Part], leader: int | None) -> dict[int, Part]
         )
     wanted = leader if len(leaders) > 1 else leaders[0]
     return {part.rank: part for part in parts if part.leader == wanted}
+
+
+def of_pieces_here(saved: Saved, here: Mapping[str, str], find: Callable[[str], str]) -> Saved:
+    """Returns a state with the parts of those ranks that had the pieces that this rank has.
+
+    Args:
+        here: this rank's pieces by parameter, of those that are cut; see :class:`Part`.
+        find: tells the name here of a parameter in the state.
+
+    Raises:
+        CheckpointError: there are none.
+    """
+    others, fitting = [], []
+    for part in saved.parts:
+        other = [name for name, its in part.placement.items() if its != here.get(find(name), "")]
+        if other:
+            others.append((part.placement[other[0]], other[0]))
+        else:
+            fitting.append(part)
+    if not fitting:
+        piece, name = others[0]
+        raise CheckpointError(
+            f"load_state_dict: the state is of another part of the model: of {name!r} it has "
+            f"{piece}, and this rank trains {here.get(find(name)) or 'all of it'}. Give each rank "
+            f"what ranks with its pieces saved: state_dict(gather=True) of their group, the list "
+            f"of the states of all ranks, or from torch.distributed.checkpoint use "
+            f"commhooks.load_dcp. What a scheme keeps is not cut anew for another number of ranks "
+            f"of tensor parallelism"
+        )
+    return Saved(saved.common, fitting)
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -34,7 +34,7 @@ def facts_of(
         loaded: the buckets of a loaded state in which no step was taken yet.
     """
     # A pending flush is no difference: a rank without a residual exchanges the same.
-    registered = without_flush(scheme)
+    registered, pieces = without_flush(scheme), binding.parameters.placement
     return {
         "scheme and options": describe(registered),
         "commhooks version": __version__,
@@ -52,7 +52,8 @@ def facts_of(
             fact for inside in walk(scheme) for fact in inside.environment(engine.world_size)
         ],
         "parameters": [
-            f"{name} {tuple(shape)} {dtype}" for name, shape, dtype, _ in binding.parameters
+            f"{name} {tuple(shape)} {dtype} {pieces.get(name, '')}".rstrip()
+            for name, shape, dtype, _ in binding.parameters
         ],
     }
 

@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.checkpoint.names import is_padding, plain_name, plain_names
+from commhooks.checkpoint.placement import piece_here
 from commhooks.core.layout import Layout
 from commhooks.core.slot import Slot
 from commhooks.errors import RegistrationError
 from commhooks.wrappers.feedback import RESIDUAL
 from ddp_core import DistributedDataParallel as CoreDDP
+from ddp_core.ddp.tensor_parallel import dtensor_spec
 
 __all__ = [
     "Parameter",
@@ -113,9 +115,13 @@ class Parameters:
     Args:
         model: DistributedDataParallel, whose prefix is left out of the names, or any module;
             None: no parameters.
+
+    Attributes:
+        placement: the pieces that this rank trains, by name, of the parameters that are cut.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
+        self.placement: dict[str, str] = {}
         self._names = {} if model is None else _names_by_id(model)
         self._aliases = {} if model is None else _aliases(model, self._names)
         ignored = set() if model is None else _ignored(model)
@@ -146,6 +152,8 @@ class Parameters:
         real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
         order = memory_order(real)
         name = self._names[id(parameter)]
+        if piece := piece_here(dtensor_spec(parameter)):
+            self.placement[name] = piece
         shape = torch.Size(real.shape[dimension] for dimension in order)
         return Parameter(name, shape, real.dtype, order)
 

@@ -60,6 +60,9 @@ def needs_joining(hook: Running, scheme: Scheme, kept: Iterable[Kept], leader: i
         leader: the smallest global rank of the hook's group.
     """
     whole, here = carried(hook, scheme), hook._parameters.shapes
+    # A hook within nodes knows pieces of these names, too, but saves and loads whole parameters.
+    if hook._binding.shards is None:
+        here = {}
     pieces = [one for one in kept if one.key in whole and piece_of(one.name)[1] is not None]
     if len({one.leader for one in pieces}) > 1:
         own = [one for one in pieces if one.leader == leader]

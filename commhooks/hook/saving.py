@@ -22,9 +22,11 @@ from commhooks.checkpoint.form import (
 )
 from commhooks.checkpoint.memory import check_complete, check_memory
 from commhooks.checkpoint.pieces import whole_values
+from commhooks.checkpoint.placement import stored_placement
 from commhooks.checkpoint.ranks import (
     memory_for_rank,
     needed_ranks,
+    of_pieces_here,
     parts_of_group,
     resizes_of,
     structure,
@@ -144,13 +146,15 @@ def _own_state(hook: Running) -> dict[str, Any]:
         "bucket_bytes": list(buckets.bucket_bytes),
         "plan": hook.saved_plan(),
     }
-    part = {
+    part: dict[str, Any] = {
         "rank": rank,
         "global_rank": global_rank,
         "leader": leader,
         "arrival": None if buckets.arrival is None else list(buckets.arrival),
         "memory": memory,
     }
+    if placement := stored_placement(hook._parameters.placement):
+        part["placement"] = placement
     return {**common, f"rank{global_rank}": {**part, "checksum": checksum(common, part)}}
 
 
@@ -231,6 +235,7 @@ def prepare(
         )
     if not fits:
         saved = saved.with_keys([RESIDUAL])
+    saved = of_pieces_here(saved, hook._parameters.placement, hook._parameters.find)
     _, _, leader = _places(hook)
     saved, foreign = resharded(hook, scheme, saved, leader)
     resizes = resizes_of(scheme)
@@ -297,6 +302,7 @@ def needed_fields(
         for field, part in parts.items()
     }
     saved = read({**state, **seen}, verify=False)
+    saved = of_pieces_here(saved, hook._parameters.placement, hook._parameters.find)
     leader, engine = _places(hook)[2], hook._engine
     leaders = {f"rank{part.global_rank}": part.leader for part in saved.parts}
     kept = [

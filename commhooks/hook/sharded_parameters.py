@@ -32,6 +32,7 @@ class ShardedParameter(NamedTuple):
         dtype: of its gradient when it is reduced.
         dim: the dimension that is cut.
         trained: whether it is trained when the hook is registered.
+        piece: which piece of a larger parameter it is (tensor parallelism); "" if it is none.
     """
 
     name: str
@@ -39,6 +40,7 @@ class ShardedParameter(NamedTuple):
     dtype: torch.dtype
     dim: int
     trained: bool
+    piece: str = ""
 
 
 class ShardedParameters(Parameters):
@@ -60,6 +62,7 @@ class ShardedParameters(Parameters):
         self._world_size = world_size
         self._layout_of: dict[tuple[str, ...], Layout] = {}
         self._sharded = {parameter.name: parameter for parameter in parameters}
+        self.placement = {one.name: one.piece for one in parameters if one.piece}
         self._trained: list[Parameter] = []
         for parameter in parameters:
             for rank in range(world_size):

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
 from commhooks.checkpoint.names import plain_names
+from commhooks.checkpoint.placement import piece_here
 from commhooks.errors import RegistrationError
 from commhooks.hook.sharded_parameters import ShardedParameter
 from commhooks.hosts.fsdp2_module import FSDP2Module
@@ -97,6 +98,9 @@ def _sharded(parameter: Any, name: str, group: Any) -> ShardedParameter:
     policy = group.mp_policy
     dtype = policy.reduce_dtype or policy.param_dtype or parameter.sharded_param.dtype
     trained = parameter.sharded_param.requires_grad
+    # Its name in torch 2.9: of the DTensor that was there before FSDP2.
+    spec = getattr(parameter, "_unsharded_dtensor_spec", getattr(parameter, "_tp_spec", None))
+    piece = piece_here(spec)
     return ShardedParameter(
-        name, parameter._orig_size, dtype, parameter.fsdp_placement.dim, trained
+        name, parameter._orig_size, dtype, parameter.fsdp_placement.dim, trained, piece
     )

@@ -12,9 +12,21 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-__all__ = ["localize"]
+__all__ = ["dtensor_spec", "localize"]
+
+
+# Torch's own name for it, ``_st_info``, would make its transform take our shards for its own.
+_SPEC = "_dtensor_spec"
+
+
+def dtensor_spec(parameter: Tensor) -> Any:
+    """Returns mesh and placements of the DTensor that a local shard is of; None for others.
+
+    Also of the shards that torch's DistributedDataParallel has made.
+    """
+    return getattr(parameter, _SPEC, None) or getattr(parameter, "_st_info", None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +89,7 @@ def localize(module: nn.Module) -> None:
                 continue
             if id(parameter) not in locals_of:
                 local = nn.Parameter(parameter.to_local().detach(), parameter.requires_grad)
+                setattr(local, _SPEC, parameter._spec)
                 locals_of[id(parameter)] = local
             local = locals_of[id(parameter)]
             places.append(_Place(owner, name, local, parameter._spec))

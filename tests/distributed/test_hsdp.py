@@ -255,7 +255,9 @@ def test_a_mesh_loads_what_other_hosts_have_saved(first: str, ranks: int) -> Non
     _need_equal(_mean(saved), _mean(loaded))
 
 
-@pytest.mark.parametrize(("second", "ranks"), [pytest.param("2x3", 6, marks=SLOW), ("ddp", 2)])
+@pytest.mark.parametrize(
+    ("second", "ranks"), [pytest.param("2x3", 6, marks=SLOW), ("ddp", 2), ("fsdp2", 2)]
+)
 def test_the_states_of_all_ranks_are_put_together(second: str, ranks: int) -> None:
     states = saved_on("2x2", 4, gather=False)
     loaded = run_ranks(_load, ranks, second, "int4", states)[0]
@@ -383,7 +385,11 @@ def _with_dcp(rank: int, world_size: int, host: str, folder: str, load: bool) ->
 
 @pytest.mark.parametrize(
     ("second", "ranks"),
-    [("2x1", 2), pytest.param("2x2", 4, marks=SLOW), pytest.param("ddp", 3, marks=SLOW)],
+    [
+        ("2x1", 2),
+        ("fsdp2", 2),
+        *(pytest.param(*one, marks=SLOW) for one in (("2x2", 4), ("ddp", 3))),
+    ],
 )
 def test_a_distributed_checkpoint_loads_on_another_mesh(
     second: str, ranks: int, tmp_path: Path

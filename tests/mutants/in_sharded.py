@@ -16,6 +16,12 @@ OWN_MEMORY = "test_a_mean_that_a_scheme_returns_in_memory_of_its_own_arrives"
 
 STEPS = "tests/distributed/test_sharded_steps.py"
 DIFFERENCES = "tests/distributed/test_gathered_differences.py"
+PLACEMENT = "tests/distributed/test_placement.py"
+COLUMNS = (
+    f"{PLACEMENT}::test_residuals_of_another_column_are_refused_and_those_of_the_own_are_found"
+)
+FSDP2_REFUSED = "tests/distributed/test_fsdp2_refused.py"
+TOGETHER = "tests/distributed/test_hsdp.py::test_the_states_of_all_ranks_are_put_together"
 
 MUTANTS: list[Mutant] = [
     *planted(
@@ -401,6 +407,63 @@ MUTANTS: list[Mutant] = [
             "class Handle(dist.Work):",
             "class Handle:",
             f"{STEPS}::test_parameters_that_are_gathered_ahead_are_waited_for",
+        ),
+    ),
+    *planted(
+        "commhooks/checkpoint/ranks.py",
+        (
+            "residuals of another column are taken",
+            'if its != here.get(find(name), "")]',
+            "if not its]",
+            f"{COLUMNS}[ddp_core]",
+        ),
+    ),
+    *planted(
+        "commhooks/hosts/fsdp2_model.py",
+        (
+            "FSDP2 does not say which pieces it has",
+            "piece = piece_here(spec)",
+            'piece = ""',
+            f"{COLUMNS}[fsdp2]",
+        ),
+        (
+            "modules that are sharded over other ranks are taken",
+            "if any(group._reduce_scatter_process_group is not ranks for group in groups):",
+            "if ranks is None:",
+            f"{FSDP2_REFUSED}::test_modules_that_are_sharded_over_different_ranks_are_refused",
+        ),
+        (
+            "parameters on a second mesh are not looked at",
+            "if len(groups) > 1:",
+            "if len(groups) > 2:",
+            f"{FSDP2_REFUSED}::test_a_module_on_several_meshes_is_refused",
+        ),
+    ),
+    *planted(
+        "commhooks/hosts/fsdp2_checks.py",
+        (
+            "a reduction of the user's own is replaced",
+            "type(present) is not DefaultReduceScatter:",
+            "type(present) is type(None):",
+            f"{FSDP2_REFUSED}::test_memory_of_the_process_group_is_refused",
+        ),
+    ),
+    *planted(
+        "commhooks/hook/resharding.py",
+        (
+            "pieces from between nodes are those of a hook within them",
+            "if hook._binding.shards is None:",
+            "if hook._binding.group() is None:",
+            f"{TOGETHER}[fsdp2-2]",
+        ),
+    ),
+    *planted(
+        "ddp_core/ddp/tensor_parallel.py",
+        (
+            "local shards forget whose they are",
+            "setattr(local, _SPEC, parameter._spec)",
+            "setattr(local, _SPEC, None)",
+            f"{COLUMNS}[ddp_core]",
         ),
     ),
 ]

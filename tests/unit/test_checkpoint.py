@@ -23,7 +23,13 @@ from commhooks.checkpoint import flatten_state, unflatten_state
 from commhooks.checkpoint.checksum import FIELDS, checksum
 from commhooks.checkpoint.form import FORMAT, VERSION, read
 from commhooks.checkpoint.memory import check_complete, check_memory
-from commhooks.checkpoint.ranks import memory_for_rank, needed_ranks, resizes_of, structure
+from commhooks.checkpoint.ranks import (
+    memory_for_rank,
+    needed_ranks,
+    of_pieces_here,
+    resizes_of,
+    structure,
+)
 from commhooks.core.scheme import slots_of
 from commhooks.core.step_info import StepInfo
 from commhooks.errors import CheckpointError
@@ -189,6 +195,10 @@ DAMAGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "an arrival of numbers": (in_part("arrival", [0, 1]), "'arrival' of 'rank0' is a list"),
     "another arrival": (in_part("arrival", ["weight", "bias"]), "checksum of 'rank0' is wrong"),
     "no arrival": (in_part("arrival", []), "checksum of 'rank0' is wrong"),
+    "a placement in words": (in_part("placement", "all"), "'placement' of 'rank0' is a list"),
+    "an empty placement": (in_part("placement", [[]]), "'placement' of 'rank0' is a list"),
+    "a placement of numbers": (in_part("placement", [["", 0]]), "'placement' of 'rank0' is a list"),
+    "a placement": (in_part("placement", [["p", "bias"]]), "checksum of 'rank0' is wrong"),
     "a group led by nobody": (in_part("leader", 5), "led by rank 5"),
     "no checksum": (in_part("checksum", None), "checksum of 'rank0' is wrong"),
     "another checksum": (in_part("checksum", "0" * 64), "checksum of 'rank0' is wrong"),
@@ -378,6 +388,22 @@ def test_a_groups_state_is_taken_by_the_rank_within_the_group() -> None:
     for rank in range(2):
         _, memory = memory_for_rank(moved, rank, 2, PER_RANK, leader=0)
         assert same(memory["residual"], residual(rank))
+
+
+def test_parts_of_other_pieces_of_the_model_are_left_out_or_refused() -> None:
+    cut = [saved(rank, 2, first) for first in (0, 2) for rank in range(2)]
+    for number, state in enumerate(cut):
+        state[f"rank{number}"]["placement"] = [[f"piece {number // 2} of 2", "weight"]]
+    states = [sealed(state) for state in cut]
+    whole = read(states)
+    for piece in range(2):
+        fitting = of_pieces_here(whole, {"new.weight": f"piece {piece} of 2"}, "new.{}".format)
+        assert [part.global_rank for part in fitting.parts] == [2 * piece, 2 * piece + 1]
+    for here, text in (({}, "all of it"), ({"weight": "piece 2 of 3"}, "piece 2 of 3")):
+        with pytest.raises(CheckpointError, match=f"has piece 0 of 2, and this rank trains {text}"):
+            of_pieces_here(whole, here, str)
+    # A state that does not tell is taken: of a model without DTensors, or of an earlier release.
+    assert of_pieces_here(read(saved()), {"weight": "piece 0 of 2"}, str).parts
 
 
 def test_ranks_of_unlike_models_are_not_added_up() -> None:

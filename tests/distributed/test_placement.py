@@ -1,0 +1,154 @@
+"""Saved states say which piece of the model they are of, beside tensor parallelism."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import commhooks
+from commhooks.checkpoint.checksum import checksum
+from commhooks.errors import CheckpointError, MismatchError
+from ddp_core import DistributedDataParallel
+from tests.distributed.harness import run_ranks
+from tests.distributed.test_fsdp2 import backward, model_of, sharded
+
+PLAN: dict[str, Any] = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+# What all ranks of the other dimension have alike, the bias of the second layer, is not cut.
+PIECES = [
+    ["piece {} of 2 along dimension 0", "0.weight", "0.bias"],
+    ["piece {} of 2 along dimension 1", "2.weight"],
+]
+QUIET = (".*TypedStorage", ".*returned a view tensor")
+
+
+def _hook_on(host: str, mesh: Any) -> tuple[nn.Module, commhooks.HookState]:
+    model: nn.Module = parallelize_module(model_of((33, 64, 7)), mesh["tp"], PLAN)
+    if host == "fsdp2":
+        model = sharded(model, mesh["dp"])
+        return model, commhooks.register(model, "int4", block=64)
+    kind = TorchDDP if host == "torch" else DistributedDataParallel
+    model = kind(model, device_mesh=mesh["dp"])
+    return model, commhooks.register(model, "topk", ratio=0.1)
+
+
+def _residuals(hook: commhooks.HookState) -> dict[str, Tensor]:
+    part = hook.state_dict()[f"rank{dist.get_rank()}"]
+    return dict(part["memory"]["residual"])
+
+
+def _same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def _everyone(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _columns(rank: int, world_size: int, host: str, folder: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    replica, column = rank // 2, rank % 2
+    model, hook = _hook_on(host, mesh)
+    for step in range(2):
+        backward(model, step, replica)
+    kept, own = _residuals(hook), hook.state_dict()
+    placement = [[piece.format(column), *names] for piece, *names in PIECES]
+    assert own[f"rank{rank}"]["placement"] == placement
+    gathered = hook.state_dict(gather=True)
+    assert [gathered[f"rank{one}"]["placement"] for one in (column, column + 2)] == [placement] * 2
+    every, wholes = _everyone(own), _everyone(gathered)
+    dcp.save({"hook": hook}, checkpoint_id=folder)
+
+    _, again = _hook_on(host, mesh)
+    wrong = rf"of '0.weight' it has piece {1 - column} of 2 .* this rank trains piece {column} of 2"
+    for theirs in (every[rank ^ 1], wholes[rank ^ 1]):
+        with pytest.raises(CheckpointError, match=wrong):
+            again.load_state_dict(theirs)
+    assert again.step == 0
+    for state in (own, gathered, every, wholes[:2]):
+        _, again = _hook_on(host, mesh)
+        again.load_state_dict(state)
+        assert _same(_residuals(again), kept)
+    dcp.load({"hook": (again := _hook_on(host, mesh)[1])}, checkpoint_id=folder)
+    assert _same(_residuals(again), kept)
+
+    # Earlier releases did not say, and took it.
+    old = copy.deepcopy(every[rank ^ 1])
+    part = old[f"rank{rank ^ 1}"]
+    del part["placement"]
+    part["checksum"] = checksum(old, part)
+    again.load_state_dict(old)
+
+    # The same columns on other ranks: (tp, dp) is (rank // 2, rank % 2) now.
+    turned = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
+    wanted = _everyone(kept)[2 * (rank % 2) + rank // 2]
+    for load in (
+        lambda hook: hook.load_state_dict(every),
+        lambda hook: commhooks.load_dcp(hook, folder),
+    ):
+        _, again = _hook_on(host, turned)
+        load(again)
+        assert _same(_residuals(again), wanted)
+
+
+@pytest.mark.parametrize("host", ["ddp_core", "fsdp2"])
+def test_residuals_of_another_column_are_refused_and_those_of_the_own_are_found(
+    host: str, tmp_path: Any
+) -> None:
+    run_ranks(_columns, 4, host, str(tmp_path), ignore_warnings=QUIET)
+
+
+def _torch(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    _, hook = _hook_on("torch", mesh)
+    placement = [[piece.format(rank), *names] for piece, *names in PIECES]
+    assert hook.state_dict()[f"rank{rank}"]["placement"] == placement
+    hook._attendance.excused = True
+
+
+def test_the_shards_that_torch_has_made_are_known_too() -> None:
+    run_ranks(_torch, 2, ignore_warnings=QUIET)
+
+
+def _averaged(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
+    model = parallelize_module(model_of((33, 64, 7)), mesh, PLAN)
+    with pytest.raises(MismatchError, match=r"0\.weight .* piece 0 of 2 .* piece 1 of 2"):
+        commhooks.register(DistributedDataParallel(model), "none")
+
+
+def test_a_mean_over_other_pieces_is_refused() -> None:
+    run_ranks(_averaged, 2, ignore_warnings=QUIET)
+
+
+def _not_cut(rank: int, world_size: int) -> None:
+    """A dimension of one rank cuts nothing, nor is there anything to say without DTensors."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    _, alone = _hook_on("ddp_core", mesh)
+    model = DistributedDataParallel(model_of((33, 64, 7)))
+    plain = commhooks.register(model, "topk", ratio=0.1)
+    backward(model, 0, rank)
+    state = plain.state_dict(gather=True)
+    fields = {"rank", "global_rank", "leader", "arrival", "memory", "checksum"}
+    assert state["rank0"].keys() == fields
+    alone.load_state_dict(state)
+    plain.load_state_dict(alone.state_dict(gather=True))
+    assert "placement" not in alone.state_dict()[f"rank{rank}"]
+
+
+def test_what_is_not_cut_says_nothing_and_loads_anywhere() -> None:
+    run_ranks(_not_cut, 2, ignore_warnings=QUIET)
