@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from commhooks.core.scheme import Scheme
 from commhooks.errors import RegistrationError
 from commhooks.hook import HookState, comm_hook
-from commhooks.hosts.torchft_collectives import group_inside
+from commhooks.hosts.torchft_quorum import group_inside
 from ddp_core import completed
 
 __all__ = ["register"]

@@ -8,22 +8,16 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commhooks.core.scheme import Scheme, slots_of
-from commhooks.errors import RegistrationError
+from commhooks.core.scheme import Scheme
 from commhooks.hook.call import Handle
-from commhooks.hosts.collectives import Collectives
-from commhooks.wrappers.make import describe, make
+from commhooks.hosts.torchft_quorum import calls_of
 
-__all__ = ["allreduce_quantized", "group_inside", "reduce_scatter_quantized"]
-
-# What runs a scheme in a group of torchft's, and the group of torch's that was inside then.
-_made: WeakKeyDictionary[Any, dict[tuple[str, str], tuple[Collectives, Any]]] = WeakKeyDictionary()
+__all__ = ["allreduce_quantized", "reduce_scatter_quantized"]
 
 
 def allreduce_quantized(
@@ -60,7 +54,7 @@ def allreduce_quantized(
         >>> torchft.manager.allreduce_quantized = partial(allreduce_quantized, scheme="int8")
     """
     device, op = tensors[0].device, getattr(opts, "reduceOp", opts)
-    calls = _calls(process_group, device, scheme, options)
+    calls = calls_of(process_group, device, scheme, options)
     with _after(sync_stream, device):
         works = [
             calls.all_reduce(one, f"tensor {place}", op=op, async_op=True)
@@ -90,7 +84,7 @@ def reduce_scatter_quantized(
         opts, process_group, sync_stream, scheme, options: see :func:`allreduce_quantized`.
     """
     device, op = output.device, getattr(opts, "reduceOp", opts)
-    calls = _calls(process_group, device, scheme, options)
+    calls = calls_of(process_group, device, scheme, options)
     ranks, works, begin = calls.world_size, [], 0
     with _after(sync_stream, device):
         for place, one in enumerate(inputs):
@@ -101,38 +95,6 @@ def reduce_scatter_quantized(
             name = f"parts of tensor {place}"
             works.append(calls.reduce_scatter(part, rows, name, op=op, async_op=True))
     return _all(works, device, process_group, opts)
-
-
-def group_inside(process_group: Any) -> Any:
-    """Returns the group of torch's that torchft's wrappers have inside."""
-    while getattr(process_group, "_pg", None) is not None:
-        process_group = process_group._pg
-    return process_group
-
-
-def _calls(
-    process_group: Any, device: torch.device, scheme: str | Scheme, options: dict[str, Any]
-) -> Collectives:
-    """Returns what makes a call, which has followed the quorum."""
-    named = scheme if isinstance(scheme, str) else describe(scheme)
-    key, made = (named, repr(sorted(options.items()))), _made.setdefault(process_group, {})
-    calls, before = made.get(key, (None, None))
-    if calls is None:
-        built = make(scheme, **options)
-        if slots_of(built):
-            raise RegistrationError(
-                f"torchft: {built} keeps memory of each tensor between calls, and torchft does not "
-                f"name tensors; commhooks.hosts.torchft.register keeps it by parameter"
-            )
-        # A group of this rank alone until there is a quorum; nothing is sent in it.
-        calls = Collectives(built, dist.ProcessGroup(0, 1))  # type: ignore[call-arg]
-    inside = group_inside(process_group)
-    if inside is not before:
-        # Not made anew: random draws would begin again with every quorum.
-        calls._binding.also_on = device
-        calls.change_group(inside)
-        made[key] = (calls, inside)
-    return calls
 
 
 def _after(stream: torch.Stream | None, device: torch.device) -> AbstractContextManager[Any]:

@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
-from commhooks.core.scheme import Scheme, slots_of
+from commhooks.core.scheme import Scheme
 from commhooks.core.settings import fitting
-from commhooks.errors import RegistrationError
 from commhooks.hosts.scattering_group import averages
 from commhooks.hosts.torchft_collectives import allreduce_quantized
+from commhooks.hosts.torchft_quorum import fit_for_torchft
 from commhooks.wrappers.make import make
 from ddp_core import needs
 
@@ -33,7 +33,8 @@ class SchemeProcessGroup(ProcessGroupWrapper):
         options: of the scheme, see :func:`commhooks.make`.
 
     Raises:
-        RegistrationError: the scheme keeps memory, and torchft does not name tensors.
+        RegistrationError: the scheme keeps memory, and torchft does not name tensors; or it
+            returns no mean, and torchft asks for sums.
 
     Example:
         >>> manager = torchft.Manager(pg=SchemeProcessGroup(ProcessGroupGloo(), "int8"), ...)
@@ -48,14 +49,8 @@ class SchemeProcessGroup(ProcessGroupWrapper):
         **options: Any,
     ) -> None:
         super().__init__(pg=group)
-        self._scheme, self._least = make(scheme, **options), least
-        fitting("SchemeProcessGroup", "least", least, int)
-        if slots_of(self._scheme):
-            raise RegistrationError(
-                f"SchemeProcessGroup: {self._scheme} keeps memory of each tensor between calls, "
-                f"and torchft does not name tensors; commhooks.hosts.torchft.register keeps it by "
-                f"parameter"
-            )
+        self._scheme = fit_for_torchft(make(scheme, **options))
+        self._least = fitting("SchemeProcessGroup", "least", least, int)
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> Any:
         """Reduces by the scheme what it is for, and else by the group inside."""

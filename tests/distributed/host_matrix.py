@@ -24,6 +24,7 @@ import commhooks.hosts.torchcomms
 import ddp_core
 from commhooks import hosts
 from commhooks.hosts.megatron import ReduceScatter
+from commhooks.hosts.torchft_collectives import allreduce_quantized
 from tests.distributed.comms import SUM, Stand
 from tests.distributed.harness import run_ranks
 
@@ -202,6 +203,12 @@ def torchcomms(name: str) -> None:
     comm.finalize()
 
 
+def torchft(name: str) -> None:
+    scheme: Any = made(name)
+    for _ in range(STEPS):
+        allreduce_quantized([_tensor()], dist.ReduceOp.SUM, dist.group.WORLD, scheme=scheme).wait()
+
+
 HOSTS: dict[str, tuple[Callable[[str], None], int]] = {
     "torch's DDP": (torch_ddp, 2),
     "`ddp_core`": (core_ddp, 2),
@@ -222,6 +229,7 @@ HOSTS: dict[str, tuple[Callable[[str], None], int]] = {
     "`Collectives.all_gather`": (all_gather, 2),
     "Megatron-Core": (megatron, 2),
     "torchcomms": (torchcomms, 2),
+    "torchft, `allreduce_quantized`": (torchft, 2),
 }
 
 # Why a host refuses a scheme: what its error says, and a few words for the page.
@@ -292,9 +300,10 @@ def page_of(found: dict[str, dict[str, str]]) -> str:
         "",
         "Lightning, Fabric, Accelerate, the Trainer of Transformers and Ray Train wrap a model in",
         "torch's DDP, so that its column holds for them. A group of the backend `commhooks` takes",
-        "an attached model as `process_group` does. The adapters of Megatron-Core and torchcomms",
-        "are called here as these call them. `python -m tests.distributed.host_matrix`",
-        "writes this page, and a test compares it with what runs.",
+        "an attached model as `process_group` does. The adapters of Megatron-Core, torchcomms and",
+        "torchft are called here as these call them; a hook of `commhooks.hosts.torchft.register`",
+        "is one on torch's DDP. `python -m tests.distributed.host_matrix` writes this page, and a",
+        "test compares it with what runs.",
         "",
     ]
     return "\n".join(lines)

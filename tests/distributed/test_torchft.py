@@ -497,10 +497,11 @@ def test_torchfts_diloco_exchanges_by_a_scheme() -> None:
 
 
 @_needs_torchft
-def test_a_group_that_compresses_takes_no_scheme_with_memory() -> None:
+def test_a_group_that_compresses_refuses_what_torchft_cannot_have() -> None:
     from torchft import ProcessGroupGloo
 
     from commhooks.hosts.torchft_group import SchemeProcessGroup
 
-    with pytest.raises(RegistrationError, match="keeps memory"):
-        SchemeProcessGroup(ProcessGroupGloo(), "topk")
+    for name, why in {"topk": "keeps memory", "signsgd": "returns no mean"}.items():
+        with pytest.raises(RegistrationError, match=why):
+            SchemeProcessGroup(ProcessGroupGloo(), name)

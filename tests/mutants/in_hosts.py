@@ -170,13 +170,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hosts/torchft_collectives.py",
+        "commhooks/hosts/torchft_quorum.py",
         (
             "a function stays with the first quorum",
             "if inside is not before:",
             "if before is None:",
             f"{TORCHFT}::test_tensors_are_reduced_by_a_scheme_in_each_quorum",
         ),
+    ),
+    *planted(
+        "commhooks/hosts/torchft_collectives.py",
         (
             "rows that are missing are those of others",
             "missing = -len(one) % ranks",
