@@ -24,10 +24,10 @@ test: $(VENV)/dev
 test-all: test
 	$(RUN) -m pytest --numprocesses $(WORKERS) --dist worksteal -m slow
 
-# Lightning, Accelerate, Transformers, Ray and Megatron-Core, in an environment of their own: it sees what is in
-# $(VENV), torch among it, and adds the frameworks. Scripts run in two processes; about ten minutes.
+# Lightning, Accelerate, Transformers, Ray, Megatron-Core and torchft, in an environment of their own: it sees what is
+# in $(VENV), torch among it, and adds the frameworks. Scripts run in two processes; about ten minutes.
 test-frameworks: $(VENV)/frameworks
-	$(FRAMEWORKS)/bin/python -m pytest -p no:cacheprovider tests/frameworks
+	$(FRAMEWORKS)/bin/python -m pytest -p no:cacheprovider tests/frameworks tests/distributed/test_torchft.py
 
 $(VENV)/frameworks: $(VENV)/dev pyproject.toml
 	$(RUN) -m venv --clear $(FRAMEWORKS)

@@ -14,6 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 __all__ = ["Attendance"]
 
+_ADVICE = (
+    "Was it registered (commhooks.register(model, ...), or model.register_comm_hook(state, "
+    "commhooks.comm_hook)), and is the loss computed through the DistributedDataParallel? "
+    "Lightning's DDPStrategy(ddp_comm_hook=...) registers on CUDA only"
+)
+
 
 class Attendance:
     """Counts the calls of a hook, and warns after the hook's state is gone if there were none.
@@ -30,10 +36,16 @@ class Attendance:
         self._handles: list[Any] = []
         self._seen: set[int] = set()
 
-    def report_at_the_end_of(self, state: object, what: str) -> None:
-        """Warns when ``state`` is dropped, or the interpreter ends, if it was never called."""
+    def report_at_the_end_of(self, state: object, what: str, advice: str = _ADVICE) -> None:
+        """Warns when ``state`` is dropped, or the interpreter ends, if it was never called.
+
+        Args:
+            state: what should be called.
+            what: its name in the warning.
+            advice: what may be the matter.
+        """
         # A finalizer also runs at exit. It must not hold the state, which would never be dropped.
-        weakref.finalize(state, self._end, what)
+        weakref.finalize(state, self._end, what, advice)
 
     def watch(self, state: object, model: DistributedDataParallel) -> None:
         """Watches, until the hook is called, whether the model trains without it."""
@@ -53,7 +65,9 @@ class Attendance:
     def _look(self, state: Any, model: Any, place: int, _: Tensor) -> None:
         """Takes note of a gradient of a watched parameter."""
         ddp = model()
-        others = [hook for hook in getattr(ddp, "_comm_hooks", ()) if hook[1] is not state()]
+        # What is registered may stand for the state, and call it (torchft).
+        named = [hook[1] for hook in getattr(ddp, "_comm_hooks", ())]
+        others = [one for one in named if getattr(one, "stands_for", one) is not state()]
         # Two backward passes without a call are training. In the first one the hook's call may
         # still come, since a bucket is launched after its gradients.
         if not self.calls and not others and getattr(ddp, "require_backward_grad_sync", False):
@@ -63,7 +77,7 @@ class Attendance:
             for handle in self._handles:
                 handle.remove()
 
-    def _end(self, what: str) -> None:
+    def _end(self, what: str, advice: str) -> None:
         # With a model, training decides. Without, a state that was neither called nor used for
         # anything else is suspicious only where there are other ranks to average with.
         if self.calls or (not self._trained if self._knows_model else self.excused):
@@ -72,10 +86,7 @@ class Attendance:
             return
         trained = ", though its model was trained" if self._trained else ""
         warnings.warn(
-            f"{what} was never called{trained}: no gradient was averaged by it. Was it registered "
-            f"(commhooks.register(model, ...), or model.register_comm_hook(state, "
-            f"commhooks.comm_hook)), and is the loss computed through the DistributedDataParallel? "
-            f"Lightning's DDPStrategy(ddp_comm_hook=...) registers on CUDA only",
+            f"{what} was never called{trained}: no gradient was averaged by it. {advice}",
             RuntimeWarning,
             stacklevel=1,
         )

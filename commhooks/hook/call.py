@@ -50,6 +50,14 @@ class Handle(dist.Work):
         self._future.wait()
         return True
 
+    def synchronize(self) -> None:
+        """Does what :meth:`wait` does."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """Does what :meth:`wait` does."""
+        self.wait()
+
     def is_completed(self) -> bool:
         """Whether the call is over, on the device, too."""
         if self._device.type == "cpu" or not self._future.done():

@@ -1,4 +1,4 @@
-"""Defines ``process_group``, which makes a process group whose all-reduce runs a scheme."""
+"""Defines ``process_group``, which makes a process group that averages by a scheme."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ def process_group(
     seed: int = 0,
     **options: Any,
 ) -> SchemeGroup:
-    """Makes a process group whose all-reduce runs a scheme; all ranks of ``group`` call it.
+    """Makes a process group that averages by a scheme; all ranks of ``group`` call it.
+
+    The scheme runs in all-reduce and reduce-scatter, all other collectives are those of ``group``.
 
     Args:
         scheme: a name or a scheme. One that keeps memory needs ``attach(model)`` before the first
             step.
         group: ranks and backends; the default group by default.
-        least: number of entries from which on a floating tensor is compressed; smaller ones,
-            integers and all other collectives travel as they are.
+        least: number of entries from which on a floating tensor is compressed; smaller ones and
+            integers travel as they are.
         seed: base of the scheme's random draws, the same on every rank.
         options: of the scheme, see :func:`commhooks.make`.
 

@@ -11,17 +11,26 @@ from torch import Tensor
 
 from commhooks.core.scheme import Scheme, slots_of
 from commhooks.errors import RegistrationError
+from commhooks.hook.attendance import Attendance
 from commhooks.hosts.functions import reduce_scatter
-from commhooks.wrappers.make import make
+from commhooks.wrappers.make import describe, make
 
 __all__ = ["ReduceScatter"]
+
+_ADVICE = (
+    "Megatron-Core calls it if it takes the place of param_and_grad_buffer."
+    "reduce_scatter_with_fp32_accumulation before DistributedDataParallel is made, with "
+    "DistributedDataParallelConfig(reduce_scatter_with_fp32_accumulation=True, "
+    "use_distributed_optimizer=True)"
+)
 
 
 class ReduceScatter:
     """Reduces and scatters the gradients of a bucket by a scheme.
 
     Takes the place of Megatron-Core's ``reduce_scatter_with_fp32_accumulation``, whose arguments it
-    has, with ``DistributedDataParallelConfig(reduce_scatter_with_fp32_accumulation=True)``.
+    has, with ``DistributedDataParallelConfig(reduce_scatter_with_fp32_accumulation=True)``. Warns
+    at the end if it was never called.
 
     Args:
         scheme: a name or a scheme that keeps nothing between calls, such as "int8".
@@ -45,6 +54,9 @@ class ReduceScatter:
                 f"{why if memory else 'averages whole buckets, not shards of them'}; int8, fp8, "
                 f"eden, fp16 and bf16 do neither"
             )
+        self._attendance = Attendance()
+        what = f"commhooks.hosts.megatron.ReduceScatter({describe(self._scheme)})"
+        self._attendance.report_at_the_end_of(self, what, _ADVICE)
 
     def __call__(
         self,
@@ -67,6 +79,7 @@ class ReduceScatter:
         Raises:
             ValueError: another ``op``, or sizes that do not fit.
         """
+        self._attendance.calls += 1
         with _at_once(group):
             return reduce_scatter(
                 output_tensor, input_tensor, self._scheme, op=op, group=group, async_op=async_op

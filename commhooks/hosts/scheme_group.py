@@ -1,8 +1,8 @@
-"""Defines ``SchemeGroup``, a process group whose all-reduce runs a scheme.
+"""Defines ``SchemeGroup``, a process group whose all-reduce and reduce-scatter run a scheme.
 
 Programs that take a process group and no hook compress with it: DistributedDataParallel without a
-hook, ``replicate()`` of FSDP2 over a mesh of the group. Everything but the all-reduce of floating
-tensors goes to the backends of the group inside.
+hook, ``replicate()`` and ``fully_shard`` of FSDP2 over a mesh of the group. Everything but the
+all-reduce and the reduce-scatter of floating tensors goes to the backends of the group inside.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from commhooks.errors import RegistrationError
 from commhooks.hook.call import Handle
 from commhooks.hook.state import HookState
 from commhooks.hosts.attached import STAYS, AttachedModel
-from commhooks.hosts.collectives import Collectives
-from commhooks.hosts.passing_group import PassingGroup, not_traced
+from commhooks.hosts.passing_group import not_traced
+from commhooks.hosts.scattering_group import ScatteringGroup, averages
 
 __all__ = ["NAME", "SchemeGroup"]
 
 NAME = "commhooks"  # of the backend
 
 
-class SchemeGroup(PassingGroup):
+class SchemeGroup(ScatteringGroup):
     """Averages by a scheme, and is otherwise the group that it was made of.
 
-    The scheme runs in ``all_reduce`` with ``ReduceOp.SUM`` or ``AVG`` of one floating tensor of at
-    least ``least`` entries; after :meth:`attach`, in that of the model's buckets only.
+    The scheme runs in ``all_reduce`` and ``reduce_scatter_tensor`` with ``ReduceOp.SUM`` or ``AVG``
+    of one floating tensor of at least ``least`` entries; after :meth:`attach`, in the all-reduces
+    of the model's buckets only.
 
     Attributes:
         hook: what runs the scheme, with ledger and reports: :class:`commhooks.Collectives`, or a
@@ -52,9 +53,8 @@ class SchemeGroup(PassingGroup):
         *,
         owns: bool = False,
     ) -> None:
-        super().__init__(inside, owns=owns)
-        self.least, self._scheme, self._seed = least, scheme, seed
-        self._calls = self.hook = Collectives(scheme, inside, seed=seed)
+        super().__init__(inside, scheme, least, seed, owns=owns)
+        self.hook = self._calls
         self._calls.stays = STAYS
 
     def attach(self, model: nn.Module) -> HookState:
@@ -90,17 +90,11 @@ class SchemeGroup(PassingGroup):
     ) -> Any:
         """Reduces by the scheme what it is for, and else by the group inside."""
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-        future = self._run(tensors[0], op) if self._fits(tensors, op) else None
+        fits = len(tensors) == 1 and averages(tensors[0], op)
+        future = self._run(tensors[0], op) if fits else None
         if future is None:
             return self.inside.allreduce(tensors, *([] if opts is None else [opts]))
         return Handle(future.then(lambda done: [done.value()]), tensors[0].device)
-
-    def _fits(self, tensors: list[Tensor], op: Any) -> bool:
-        one = tensors[0]
-        # ``op`` on the left: torch compares the two kinds of operations in this order only.
-        averages = op == dist.ReduceOp.SUM or op == dist.ReduceOp.AVG
-        dense = one.layout == torch.strided and one.is_floating_point()
-        return len(tensors) == 1 and averages and dense
 
     def _run(self, tensor: Tensor, op: Any) -> torch.futures.Future[Tensor] | None:
         """Starts the exchange of a tensor by the scheme; None: it is not for the scheme."""

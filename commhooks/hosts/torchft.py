@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from commhooks.core.scheme import Scheme
 from commhooks.errors import RegistrationError
 from commhooks.hook import HookState, comm_hook
+from commhooks.hosts.torchft_quorum import group_inside
 from ddp_core import completed
 
 __all__ = ["register"]
@@ -60,10 +61,15 @@ def register(
 
 
 class _Follower:
-    """Takes the hook along to the manager's group before a step's first bucket."""
+    """Takes the hook along to the manager's group before a step's first bucket.
+
+    Attributes:
+        stands_for: the hook that it calls.
+    """
 
     def __init__(self, manager: Any, hook: HookState) -> None:
         self._manager, self._hook = manager, hook
+        self.stands_for = hook
         self._group: Any = None
 
     def start(self, bucket: Any) -> Future[Tensor]:
@@ -84,7 +90,7 @@ class _Follower:
 
     def _follow(self) -> None:
         self._manager.wait_quorum()
-        group = _inner(self._manager._pg)
+        group = group_inside(self._manager._pg)
         if group is not self._group:
             self._hook.change_group(group)
             self._group = group
@@ -109,10 +115,3 @@ def _limit(manager: Any) -> None:
         from torchft.futures import stream_timeout
 
         stream_timeout(manager._pg.abort, manager._timeout)
-
-
-def _inner(group: Any) -> Any:
-    """Returns the group of torch's that torchft's wrappers have inside."""
-    while getattr(group, "_pg", None) is not None:
-        group = group._pg
-    return group

@@ -25,6 +25,7 @@ import commhooks.hosts.torchcomms
 import ddp_core
 from commhooks import hosts
 from commhooks.hosts.megatron import ReduceScatter
+from commhooks.hosts.torchft_collectives import allreduce_quantized
 from tests.distributed.comms import SUM, Stand
 from tests.distributed.harness import run_ranks
 
@@ -260,6 +261,12 @@ def torchcomms(name: str) -> None:
     comm.finalize()
 
 
+def torchft(name: str) -> None:
+    scheme: Any = made(name)
+    for _ in range(STEPS):
+        allreduce_quantized([_tensor()], dist.ReduceOp.SUM, dist.group.WORLD, scheme=scheme).wait()
+
+
 # By table: what runs a scheme, and the number of ranks.
 TABLES: dict[str, dict[str, tuple[Callable[[str], None], int]]] = {
     "Gradients of a model": {
@@ -291,6 +298,7 @@ TABLES: dict[str, dict[str, tuple[Callable[[str], None], int]]] = {
         "`Collectives.reduce_scatter`": (reduce_scatter, 2),
         "`Collectives.all_gather`": (all_gather, 2),
         "torchcomms": (torchcomms, 2),
+        "torchft, `allreduce_quantized`": (torchft, 2),
     },
 }
 HOSTS = {host: how for table in TABLES.values() for host, how in table.items()}
@@ -379,8 +387,9 @@ def page_of(found: dict[str, dict[str, str]]) -> str:
         "an attached model as `process_group` does. A group that DistributedDataParallel uses is",
         "asked for sums, one that FSDP2 uses for averages, so that `noop` and `signsgd` run there.",
         "`gather_parameters` and `gather=` were given the name of the scheme, which is then made",
-        "without error feedback, and rounds to nearest. The adapters of Megatron-Core and",
-        "torchcomms are called here as these call them.",
+        "without error feedback, and rounds to nearest. The adapters of Megatron-Core, torchcomms",
+        "and torchft are called here as these call them; a hook of",
+        "`commhooks.hosts.torchft.register` is one on torch's DDP.",
         "`python -m tests.distributed.host_matrix` writes this page, and a test compares it with",
         "what runs.",
         "",

@@ -185,6 +185,11 @@ def _default_group(rank: int, world_size: int) -> dict[str, Any]:
     for module in (model[0], model[2], model):
         on_fsdp(module, mesh=mesh)
     found["replicate"] = near(_local(model, rank), dense)
+    calls = dist.group.WORLD.hook.calls
+    model = mlp(32, 4)
+    fully_shard(model, mesh=mesh)
+    _local(model, rank)
+    found["fully_shard by the scheme"] = dist.group.WORLD.hook.calls > calls
     model = mlp(32, 4)
     fully_shard(model, mesh=mesh)
     commhooks.register(model, "none")

@@ -6,7 +6,9 @@ modules read, so that these tests run everywhere.
 
 from __future__ import annotations
 
+import gc
 import sys
+import warnings
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -307,6 +309,26 @@ def _megatron(rank: int, world_size: int) -> None:
 
 def test_megatrons_function_sums_inside_its_coalescing_manager() -> None:
     run_ranks(_megatron, 2)
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_megatrons_function_warns_at_the_end_if_it_was_never_called(
+    called: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call = ReduceScatter("int8")
+        if called:
+            with pytest.raises(Exception, match="process group"):
+                call(torch.ones(2), torch.ones(4), dist.ReduceOp.SUM, None, False)
+        del call
+        gc.collect()
+    told = [str(one.message) for one in caught if "never called" in str(one.message)]
+    assert len(told) == (not called)
+    if told:
+        assert "ReduceScatter(" in told[0]
+        assert "before DistributedDataParallel is made" in told[0]
 
 
 def test_megatron_is_given_no_scheme_that_needs_names_or_whole_buckets() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate as composable
 from torch.distributed._composable.replicate_with_fsdp import replicate as on_fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
@@ -519,6 +520,92 @@ def test_replicas_on_fsdp2_average_by_a_scheme() -> None:
         assert all(map(torch.equal, own, bits[0]))
         assert found.pop("wrong mesh")[0] == "RegistrationError"
         assert all(found.values()), found
+
+
+# ---- reduce-scatter, by which FSDP reduces
+
+
+def _sharded(rank: int, world_size: int) -> dict[str, Any]:
+    ranks = list(range(world_size))
+
+    def model_over(group: Any, dtype: Any = None) -> nn.Module:
+        mesh = DeviceMesh.from_group(group, "cpu", mesh=ranks, mesh_dim_names=("shard",))
+        model = mlp(32, 4)
+        for module in (model[0], model[2], model):
+            fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
+        return model
+
+    def shards(model: nn.Module) -> list[Tensor]:
+        means = []
+        for step in range(STEPS):
+            model.zero_grad()
+            model(batch(step, rank, 8, 32)).square().sum().backward()
+            means.append(
+                torch.cat([p.grad.to_local().double().view(-1) for p in model.parameters()])
+            )
+        return means
+
+    dense, found = shards(model_over(dist.group.WORLD)), {}
+    for name, dtype in (("int8", None), ("int8", torch.float16), ("none", None), ("fp8", None)):
+        group = commhooks.process_group(name, least=1)
+        means = shards(model_over(group, dtype))
+        errors = [
+            float((one - two).norm() / two.norm()) for one, two in zip(means, dense, strict=True)
+        ]
+        near = max(errors) == 0 if name == "none" else 0 < min(errors) < max(errors) < 0.06
+        found[f"{name} {dtype}"] = near and group.hook.calls == 3 * STEPS
+    ledger = group.hook.ledger
+    found["bytes"] = ledger.wire_bytes < 0.4 * ledger.dense_bytes
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_fully_shard_over_a_group_is_compressed(ranks: int) -> None:
+    for found in run_ranks(_sharded, ranks):
+        assert all(found.values()), found
+
+
+def _not_scattered(rank: int, world_size: int) -> dict[str, Any]:
+    whole, part = torch.ones(world_size * 2000), torch.empty(2000)
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+    def told(name: str, **options: Any) -> list[str]:
+        group = commhooks.process_group(name)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                scatter(part, whole, group=group, **options)
+        assert part.tolist() == [world_size if options.get("op") != dist.ReduceOp.MAX else 1] * 2000
+        return [str(one.message) for one in caught]
+
+    found = {name: told(name) for name in ("qsgd", "terngrad", "none")}
+    found["largest"] = told("int8", op=dist.ReduceOp.MAX)
+    group = commhooks.process_group("int8")
+    parts = list(whole.view(world_size, -1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            dist.reduce_scatter(part, parts, group=group)
+    found["list"] = [str(one.message) for one in caught]
+    small = torch.empty(10)
+    scatter(small, whole[: 10 * world_size], group=group)
+    found["compressed"] = group.hook.calls
+    found["memory"] = outcome(scatter, part, whole, group=commhooks.process_group("topk"))
+    return found
+
+
+def test_a_reduce_scatter_that_is_not_compressed_is_told_once() -> None:
+    for found in run_ranks(_not_scattered, 2):
+        assert found["memory"][0] == "RegistrationError"
+        assert "commhooks.register(model, scheme)" in found["memory"][1]
+        assert found["none"] == found["largest"] == []
+        for name in ("qsgd", "terngrad", "list"):
+            (text,) = found[name]
+            call = "reduce_scatter" if name == "list" else "reduce_scatter_tensor"
+            assert text.startswith(f"{call} of 4000 entries")
+            assert "travels as it is" in text
+            assert "commhooks.register(model, scheme)" in text
+        assert found["compressed"] == 0
 
 
 def _composable(rank: int, world_size: int) -> dict[str, bool]:

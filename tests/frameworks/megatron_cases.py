@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +26,19 @@ STEPS = 3
 SCHEMES = ("none", "bf16", "int8")
 
 
-def shards(overlap: bool, dtype: torch.dtype) -> list[Tensor]:
-    """This rank's part of the gradients of each step."""
+def wrapped(overlap: bool, dtype: torch.dtype, by_function: bool = True) -> Any:
     config = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
         overlap_grad_reduce=overlap,
-        reduce_scatter_with_fp32_accumulation=True,
+        reduce_scatter_with_fp32_accumulation=by_function,
         bucket_size=500,  # several buckets, where they overlap
     )
     layers = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=1)
-    model = DistributedDataParallel(layers, config, network().to(dtype))
+    return DistributedDataParallel(layers, config, network().to(dtype))
+
+
+def trained(model: Any, dtype: torch.dtype) -> list[Tensor]:
+    """This rank's part of the gradients of each step."""
     rank, found = dist.get_rank(), []
     for step in range(STEPS):
         model.zero_grad_buffer()
@@ -45,12 +50,20 @@ def shards(overlap: bool, dtype: torch.dtype) -> list[Tensor]:
     return found
 
 
-def reduces(folder: Path) -> dict[str, Any]:
-    """The largest error against Megatron-Core's own reduce-scatter, by scheme."""
+def shards(overlap: bool, dtype: torch.dtype) -> list[Tensor]:
+    return trained(wrapped(overlap, dtype), dtype)
+
+
+def begin() -> None:
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
     parallel_state.initialize_model_parallel()
+
+
+def reduces(folder: Path) -> dict[str, Any]:
+    """The largest error against Megatron-Core's own reduce-scatter, by scheme."""
+    begin()
     own, errors = param_and_grad_buffer.reduce_scatter_with_fp32_accumulation, {}
     for overlap in (False, True):
         for dtype in (torch.float32, torch.bfloat16):
@@ -65,5 +78,26 @@ def reduces(folder: Path) -> dict[str, Any]:
     return errors
 
 
+def left_out(folder: Path) -> dict[str, Any]:
+    """What is told at the end of a function that Megatron-Core did not call."""
+    begin()
+    own, told = param_and_grad_buffer.reduce_scatter_with_fp32_accumulation, {}
+    for how in ("in time", "after the model was made", "without the setting"):
+        late = how == "after the model was made"
+        model = wrapped(False, torch.float32) if late else None
+        param_and_grad_buffer.reduce_scatter_with_fp32_accumulation = ReduceScatter("int8")
+        if model is None:
+            model = wrapped(False, torch.float32, how == "in time")
+        trained(model, torch.float32)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            del model
+            param_and_grad_buffer.reduce_scatter_with_fp32_accumulation = own
+            gc.collect()
+        told[how] = [str(one.message) for one in caught if "never called" in str(one.message)]
+    dist.destroy_process_group()
+    return told
+
+
 if __name__ == "__main__":
-    main(reduces=reduces)
+    main(reduces=reduces, left_out=left_out)

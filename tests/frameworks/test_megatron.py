@@ -22,3 +22,12 @@ def test_megatron_gets_shards_of_gradients_by_a_scheme(tmp_path: Path) -> None:
             scheme, dtype, _ = what.split()
             exact = scheme == "none" and dtype == "torch.float32"
             assert (error == 0) if exact else (error <= ALLOWED[scheme]), (what, error)
+
+
+def test_a_function_that_megatron_does_not_call_is_warned_of_at_the_end(tmp_path: Path) -> None:
+    for told in cases("megatron_cases.py", "left_out", tmp_path):
+        assert told.pop("in time") == []
+        for how in ("after the model was made", "without the setting"):
+            (text,) = told[how]
+            assert "ReduceScatter(" in text
+            assert "before DistributedDataParallel is made" in text

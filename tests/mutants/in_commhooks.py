@@ -486,13 +486,22 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hosts/scheme_group.py",
+        "commhooks/hosts/scattering_group.py",
         (
             "the largest of numbers is averaged",
-            "averages = op == dist.ReduceOp.SUM or op == dist.ReduceOp.AVG",
-            "averages = True",
+            "mean = op == dist.ReduceOp.SUM or op == dist.ReduceOp.AVG",
+            "mean = True",
             f"{GROUP}::test_all_but_large_sums_of_floats_passes_as_it_is",
         ),
+        (
+            "what fully_shard reduces over a group travels as it is",
+            "        return True, handle\n",
+            "        return False, None\n",
+            f"{GROUP}::test_fully_shard_over_a_group_is_compressed",
+        ),
+    ),
+    *planted(
+        "commhooks/hosts/scheme_group.py",
         (
             "small tensors are compressed",
             "if tensor.numel() < self.least:",

@@ -9,7 +9,8 @@ FUNCTIONS = "tests/distributed/test_functions.py"
 GROUP = "tests/distributed/test_process_group.py"
 GROUP_REFUSES = f"{GROUP}::test_what_a_group_cannot_do_is_refused_with_what_to_do"
 LAZY = "tests/unit/test_lazy_hosts.py"
-QUORUM = "tests/distributed/test_torchft.py::test_a_hook_follows_the_quorum[int8]"
+TORCHFT = "tests/distributed/test_torchft.py"
+QUORUM = f"{TORCHFT}::test_a_hook_follows_the_quorum[int8]"
 
 MUTANTS: list[Mutant] = [
     *planted(
@@ -152,11 +153,47 @@ MUTANTS: list[Mutant] = [
             "AttachedModel(model, self._scheme, self.inside, 0)",
             f"{GROUP}::test_an_attached_model_is_as_one_with_a_hook[plain]",
         ),
+    ),
+    *planted(
+        "commhooks/hosts/scattering_group.py",
         (
             "a group draws by a seed of its own",
-            "self._calls = self.hook = Collectives(scheme, inside, seed=seed)",
-            "self._calls = self.hook = Collectives(scheme, inside)",
+            "self._calls = Collectives(scheme, inside, seed=seed)",
+            "self._calls = Collectives(scheme, inside)",
             f"{GROUP}::test_two_ranks_without_a_hook_get_the_bits_of_a_hook",
+        ),
+        (
+            "what a group does not compress is not told of",
+            "        self._told.add(call)\n",
+            "        return\n",
+            f"{GROUP}::test_a_reduce_scatter_that_is_not_compressed_is_told_once",
+        ),
+    ),
+    *planted(
+        "commhooks/hosts/torchft_quorum.py",
+        (
+            "a function stays with the first quorum",
+            "if inside is not before:",
+            "if before is None:",
+            f"{TORCHFT}::test_tensors_are_reduced_by_a_scheme_in_each_quorum",
+        ),
+    ),
+    *planted(
+        "commhooks/hosts/torchft_collectives.py",
+        (
+            "rows that are missing are those of others",
+            "missing = -len(one) % ranks",
+            "missing = len(one) % ranks",
+            f"{TORCHFT}::test_each_rank_gets_its_rows_of_each_tensor",
+        ),
+    ),
+    *planted(
+        "commhooks/hook/attendance.py",
+        (
+            "a hook that another object stands for is not watched",
+            'getattr(one, "stands_for", one)',
+            "one",
+            f"{TORCHFT}::test_a_loss_computed_beside_the_wrapper_warns_at_the_end",
         ),
     ),
     *planted(

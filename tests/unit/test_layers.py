@@ -22,7 +22,11 @@ ALLOWED = {
     "commhooks": {"torch", "ddp_core"},
 }
 # What a module of a framework may import as well: its framework.
-FRAMEWORKS = {"lightning.py": {"lightning"}, "transformers.py": {"transformers"}}
+FRAMEWORKS = {
+    "lightning.py": {"lightning"},
+    "torchft_group.py": {"torchft"},
+    "transformers.py": {"transformers"},
+}
 # What it may import later, inside a function; "*" stands for all of its modules.
 LATER = {
     ("kernels", "cuda.py"): {"cupy", "numpy"},
