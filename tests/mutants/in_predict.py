@@ -123,6 +123,12 @@ MUTANTS: list[Mutant] = [
             f"{AUTO}::test_a_step_takes_as_long_as_on_its_slowest_rank",
         ),
         (
+            "dense steps go on in the buckets that were tried last",
+            'Stage.DONE, None, make("none")',
+            'Stage.DONE, self.cap_mb, make("none")',
+            f"{AUTO}::test_where_no_scheme_is_faster_none_runs_on_all_ranks",
+        ),
+        (
             "each rank tries what it has predicted itself",
             "self._of_all(mine)[0]",
             "mine",
