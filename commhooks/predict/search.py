@@ -201,13 +201,14 @@ class Search:
         lines = [f"dense: {1e3 * self._dense_s:.1f} ms per step"]
         lines += [option.told(took) for took, option in tried]
         self.plan = f"{verdict} than dense steps. {'; '.join(lines)}."
-        LOG.info(self.plan)
+        LOG.info("%s", self.plan)
 
     def _keep_or_race_again(self, seconds: float) -> None:
         """Ends the search, or races the choice against dense steps if it seems to have lost."""
         self.plan += f" It took {1e3 * seconds:.1f} ms per step since."
         if seconds <= self._dense_s:
             self._stage = Stage.DONE
+            LOG.info("%s The choice holds.", self.plan)
             return
         # The machine may have become slower for all schemes: only turns can tell.
         LOG.info("%s That is more than dense steps took: compared once more.", self.plan)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
-from unittest import mock
+from unittest import TestCase, mock
 
 import pytest
 import torch
@@ -310,6 +310,26 @@ def test_a_choice_that_seems_to_have_lost_is_raced_against_dense_steps(
     assert search.over
     assert (search.choice is not None) == kept == ("auto runs a" in search.plan)
     assert (search.cap_mb == 8.0) == kept
+
+
+@pytest.mark.parametrize(
+    ("since", "verdict"),
+    [(0.9, "The choice holds."), (1.1, "That is more than dense steps took: compared once more.")],
+)
+def test_the_plan_and_its_comparison_are_logged(since: float, verdict: str) -> None:
+    search = Search(mock.Mock(step=0), mock.Mock(), {}, error=0.05, steps=2, link_s=0.1)
+    search._race = _raced((_option("a", 0.9), 0.9), (_option("none", 1.0), 1.0))
+    with TestCase().assertLogs("commhooks", "INFO") as log:  # caplog is off, see pyproject.toml
+        search._try_next()
+        decided = search.plan
+        search._keep_or_race_again(since)
+    took = f"It took {1e3 * since:.1f} ms per step since."
+    assert [record.getMessage() for record in log.records] == [
+        decided,
+        f"{decided} {took} {verdict}",
+    ]
+    assert decided.startswith("auto runs a in buckets of 8 MiB: 10 % less time")
+    assert "none in buckets of 8 MiB: 1000.0 ms per step, predicted 1000.0 ms" in decided
 
 
 def test_a_wrong_setting_is_refused_before_training() -> None:
