@@ -113,7 +113,7 @@ def _rows(model: str, mbit: float, turns: int, long: int) -> Iterator[dict[str, 
         found = run_ranks(compare, 2, model, turns, long, own_cores=True)
     for row in found:
         # Two ranks: each sends every byte once.
-        yield row | {"mbit": mbit, "line_ms": 8e3 * row["dense_mb"] / mbit if mbit else 0.0}
+        yield {"mbit": mbit} | row | {"line_ms": 8e3 * row["dense_mb"] / mbit if mbit else 0.0}
 
 
 def _turns(model: str, scheme: str, every: int, turns: int) -> tuple[list[float], list[float]]:
