@@ -245,6 +245,23 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
+        "commhooks/predict/tried.py",
+        (
+            "a second race is taken for the first",
+            "if before is None else (before, raced)",
+            "if before is None else (raced, before)",
+            f"{UNIT}/test_report.py"
+            "::test_a_page_tells_what_was_predicted_of_candidates_and_what_measured",
+        ),
+        (
+            "of a scheme that was not tried the last option is told",
+            "best.setdefault(option.name, option)",
+            "best[option.name] = option",
+            f"{UNIT}/test_report.py"
+            "::test_a_page_tells_what_was_predicted_of_candidates_and_what_measured",
+        ),
+    ),
+    *planted(
         "commhooks/hook/engine.py",
         (
             "a finding is in the first bucket, wherever it is",
