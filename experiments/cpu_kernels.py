@@ -94,7 +94,7 @@ def _draw(table: pd.DataFrame, path: Path) -> None:
     figure, axes = plt.subplots(figsize=(8, 0.34 * len(wide) + 1.2), layout="constrained")
     wide.plot.barh(ax=axes, logx=True, color=["#b0b7c3", "#3b6ea5"], width=0.75)
     axes.axvline(1.0, color="black", linewidth=0.8)
-    axes.set_xlabel("time over that of a copy of the bucket (logarithmic)")
+    axes.set_xlabel("time over that of a copy of the bucket (ratio, logarithmic)")
     axes.set_ylabel("")
     axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2)
     axes.spines[["top", "right"]].set_visible(False)

@@ -37,6 +37,7 @@ from ddp_core import DistributedDataParallel
 from experiments.hosts import joined, messages_from_hosts
 from experiments.models import MODELS
 from experiments.namespaces import reason_not_to_run, sent_nbytes
+from experiments.network_front import made
 from experiments.network_page import told, written
 
 # Factors of low rank travel in 16 bits, which costs nothing in quality (experiments.convergence).
@@ -72,13 +73,6 @@ class Settings:
     delay_s: float = 0.0
     turns: int = 9
     seconds: float = 0.6
-
-
-def made(text: str) -> commhooks.Scheme:
-    """Returns a scheme from a name with options, as "powersgd:rank=2"."""
-    name, _, options = text.partition(":")
-    pairs = (option.split("=") for option in options.split(",") if option)
-    return commhooks.make(name, **{key: json.loads(value) for key, value in pairs})
 
 
 class _Run:

@@ -12,6 +12,7 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from commhooks.report.colours import OKABE_ITO
 from commhooks.report.page import Page
+from experiments.network_front import ABOUT, exchange_errors, fronts
 
 __all__ = ["plotted", "told", "written"]
 
@@ -81,7 +82,7 @@ def _over_noop(axis: mpl.axes.Axes, table: pd.DataFrame) -> None:
     axis.set_yticks(range(len(cells)), cells, fontsize=8)
     axis.invert_yaxis()
     axis.grid(axis="x", color="0.9")
-    axis.set(xlabel="step over the step without communication")
+    axis.set(xlabel="step time over that without communication (ratio)")
     axis.figure.legend(
         *axis.get_legend_handles_labels(), fontsize=8, loc="outside lower center", ncols=8
     )
@@ -92,6 +93,7 @@ def written(rows: Sequence[dict[str, object]], path: Path, picture: Path) -> Non
     table = pd.DataFrame(rows).rename(columns={"scheme": "hook_name"})
     for name in ("predicted_ms", "error"):
         table[name] = pd.to_numeric(table[name], errors="coerce")
+    table["exchange_error"] = exchange_errors(table)
     table["cell"] = table.apply(where, axis=1)
     table["hook_name"] = table.hook_name.map(told)
     figure = plotted(table)
@@ -104,6 +106,10 @@ def written(rows: Sequence[dict[str, object]], path: Path, picture: Path) -> Non
         f"cores; a step is the median of several turns."
     )
     page.figure(figure, "left: prediction and measurement; right: what each hook costs")
+    page.section("Step time against error")
+    page.text(ABOUT)
+    for model, front in fronts(table):
+        page.figure(front, f"{model}: no hook is better in both than those on the line")
     for cell, some in table.groupby("cell", sort=False):
         page.section(str(cell))
         columns = ("step_ms", "over_noop", "exposed_ms", "sent_mb", "predicted_ms")

@@ -113,7 +113,7 @@ def _draw(table: pd.DataFrame, path: Path) -> None:
         spread = [part["over bf16"] - part.q1, part.q3 - part["over bf16"]]
         panel.errorbar(part["over bf16"], part.scheme, xerr=spread, fmt="none", color="#444", lw=1)
         panel.axvline(1, color="#444", lw=0.8)
-        panel.set(title=rate, xlabel="step time over bf16's")
+        panel.set(title=rate, xlabel="step time over bf16's (ratio)")
         panel.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=110)
     plt.close(figure)

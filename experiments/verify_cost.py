@@ -10,13 +10,19 @@ differ by more than the verification adds. So it is also measured where it is la
 steps with ``verify_every=8``: ``verified_ms`` is what a verified step adds, the median difference
 of the two blocks of a turn, which includes the messages under the plain steps behind it. ``added``
 is ``verified_ms / (100 plain_ms)``, the share that it adds at ``verify_every=100``.
+
+``--rates 0,1000,200`` adds lines of 1 Gbit/s and 200 Mbit/s between two hosts, which need what
+``experiments/namespaces.py`` needs; 0 is the loopback device. ``line_ms`` is the time of a dense
+all-reduce at the rate of the line: a verified step adds that at most, beside its arithmetic.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,10 +36,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+from experiments.hosts import joined, messages_from_hosts
 from experiments.models import Model
+from experiments.namespaces import reason_not_to_run
 from experiments.processes import run_ranks
 
-TABLE_WIDTH = 110
+TABLE_WIDTH = 140
 EVERY = 100  # of the blocks that are compared as they are
 SHORT = 8  # steps of a block with one verified step, for the difference
 SCHEMES: dict[str, dict[str, Any]] = {"int8": {}, "powersgd": {"rank": 4}}
@@ -72,6 +80,7 @@ def compare(
     rank: int, world_size: int, send: Callable[[Any], None], model: str, turns: int, long: int
 ) -> None:
     """Runs blocks of steps with and without verification in turn, for every scheme, in a rank."""
+    numel = sum(parameter.numel() for parameter in MODELS[model].build().parameters())
     for scheme in SCHEMES:
         plain, added = _turns(model, scheme, SHORT, turns)
         row = {"model": model, "scheme": scheme, "plain_ms": 1e3 * statistics.median(plain)}
@@ -83,7 +92,28 @@ def compare(
         low, middle, high = statistics.quantiles(ratios, n=4)
         row |= {"step_ratio": middle, "ratio_q1": low, "ratio_q3": high}
         if rank == 0:
-            send(row | {"turns": turns, "long_turns": long})
+            send(row | {"dense_mb": 4e-6 * numel, "turns": turns, "long_turns": long})
+
+
+def run_rank(task: dict[str, Any]) -> None:
+    """Compares in the process of a host; prints an object for each scheme."""
+    with joined() as rank:
+        compare(rank, 2, lambda row: print(json.dumps(row), flush=True), **task)
+
+
+def _rows(model: str, mbit: float, turns: int, long: int) -> Iterator[dict[str, Any]]:
+    """Yields the rows of a model on a line; 0 Mbit/s: the loopback device."""
+    if mbit:
+        task = {"model": model, "turns": turns, "long": long}
+        messages = messages_from_hosts(
+            "experiments.verify_cost", task, rate=f"{mbit:g}mbit", timeout=900
+        )
+        found: Iterator[dict[str, Any]] = (message.content for message in messages)
+    else:
+        found = run_ranks(compare, 2, model, turns, long, own_cores=True)
+    for row in found:
+        # Two ranks: each sends every byte once.
+        yield {"mbit": mbit} | row | {"line_ms": 8e3 * row["dense_mb"] / mbit if mbit else 0.0}
 
 
 def _turns(model: str, scheme: str, every: int, turns: int) -> tuple[list[float], list[float]]:
@@ -137,26 +167,31 @@ def _seconds(ddp: DistributedDataParallel, x: Tensor, count: int) -> float:
 def main(
     turns: Annotated[int, typer.Option(help="Turns of short blocks.", min=5)] = 31,
     long: Annotated[int, typer.Option(help=f"Turns of blocks of {EVERY} steps.", min=3)] = 4,
+    rates: Annotated[str, typer.Option(help="Mbit/s; 0: the loopback device.")] = "0",
     out: Annotated[Path, typer.Option(help="Where the table goes.")] = Path(
         "results/verify_cost/verify_cost.csv"
     ),
 ) -> None:
     """Prints what verification adds; 0.01 is a percent of the step time."""
+    lines = [float(rate) for rate in rates.split(",")]
+    if any(lines) and (reason := reason_not_to_run()):
+        sys.exit(f"experiments.verify_cost --rates {rates}: {reason}")
     console, rows = Console(), []
     if console.width < TABLE_WIDTH:  # rich wraps lines at 80 columns if the output is a pipe
         console = Console(width=TABLE_WIDTH)
     with Progress(console=console) as progress:
-        bar = progress.add_task("measuring", total=len(MODELS) * len(SCHEMES))
-        for model in MODELS:
-            for row in run_ranks(compare, 2, model, turns, long):
+        bar = progress.add_task("measuring", total=len(lines) * len(MODELS) * len(SCHEMES))
+        for mbit in lines:
+            where = f"{mbit:g} Mbit/s" if mbit else "loopback"
+            for row in (row for model in MODELS for row in _rows(model, mbit, turns, long)):
                 rows.append(row)
                 progress.console.print(
-                    f"{row['model']}, {row['scheme']}: a verified step adds "
+                    f"{where}, {row['model']}, {row['scheme']}: a verified step adds "
                     f"{row['verified_ms']:.2f} ms to {row['plain_ms']:.2f} ms, "
                     f"{100 * row['added']:.2f} % at verify_every={EVERY}; step time "
                     f"{row['step_ratio']:.3f} ({row['ratio_q1']:.3f} to {row['ratio_q3']:.3f})"
                 )
-                progress.update(bar, advance=1, description=f"{model}: {row['scheme']}")
+                progress.update(bar, advance=1, description=f"{row['model']}: {row['scheme']}")
     table = pd.DataFrame(rows)
     console.print(table.to_string(index=False, float_format="{:.4f}".format))
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -165,4 +200,7 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    if sys.argv[1:2] == ["--as-rank"]:
+        run_rank(json.loads(sys.argv[2]))
+    else:
+        typer.run(main)

@@ -174,8 +174,9 @@ def drawn(points: Sequence[Point]) -> Figure:
         from matplotlib.figure import Figure  # pyplot would look for a display
 
     kinds = list(dict.fromkeys(point.gradients for point in points))
-    figure = Figure(figsize=(6.6 * len(kinds), 6.4), layout="constrained")
-    axes = figure.subplots(1, len(kinds), squeeze=False)[0]
+    # One below the other: side by side, letters would be too small at the width of a page.
+    figure = Figure(figsize=(7.0, 6.2 * len(kinds)), layout="constrained")
+    axes = figure.subplots(len(kinds), 1, squeeze=False)[:, 0]
     for kind, panel in zip(kinds, axes, strict=True):
         shown = [point for point in points if point.gradients == kind and point.error > 1e-12]
         # Room above for what loses nearly all of a random gradient, and on the right for the rest.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from commhooks.hook.brief import brief
 from commhooks.hook.running import Running
@@ -15,7 +15,25 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-__all__ = ["Reporting"]
+__all__ = ["Reporting", "Tried"]
+
+
+class Tried(NamedTuple):
+    """Holds a candidate of ``register(model, "auto")``; NaN: not predicted, or not measured.
+
+    Attributes:
+        candidate: the scheme and its bucket size, in words.
+        predicted_s: seconds that a step was predicted to take.
+        measured_s: seconds that it took when candidates ran in turns, the median.
+        again_s: the same where the choice was compared with dense steps once more.
+        steps: number of steps that ``measured_s`` is the median of.
+    """
+
+    candidate: str
+    predicted_s: float
+    measured_s: float
+    again_s: float
+    steps: int
 
 
 class Reporting(Running):
@@ -34,6 +52,11 @@ class Reporting(Running):
         """Returns the number of ranks that gradients are averaged over."""
         self._bind()
         return self._engine.world_size
+
+    @property
+    def tried(self) -> Sequence[Tried]:
+        """Returns what ``register(model, "auto")`` has predicted and measured; empty without it."""
+        return ()
 
     def report(self) -> pd.DataFrame:
         """Returns a row per step, bucket and round; see :meth:`commhooks.hook.Ledger.report`."""

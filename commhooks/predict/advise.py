@@ -67,6 +67,11 @@ class Option:
     def __str__(self) -> str:
         return f"{self.name} in buckets of {self.cap_mb:g} MiB"
 
+    @property
+    def predicted_s(self) -> float:
+        """Returns the seconds of a step; NaN: nothing was predicted."""
+        return self.step.step_s
+
     def told(self, took: float) -> str:
         """Returns what a step took, in words, beside what was predicted."""
         return f"{self}: {1e3 * took:.1f} ms per step, predicted {1e3 * self.step.step_s:.1f} ms"

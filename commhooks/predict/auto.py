@@ -15,6 +15,7 @@ from commhooks.core.registry import need_known
 from commhooks.core.scheme import Scheme
 from commhooks.core.settings import fitting
 from commhooks.errors import CheckpointError
+from commhooks.hook.reporting import Tried
 from commhooks.hook.state import HookState
 from commhooks.hook.summary import Summary
 from commhooks.predict.advise import CANDIDATES, made_candidates
@@ -90,6 +91,10 @@ class AutoHook(HookState):
     def decided(self) -> bool:
         """Whether the search is over."""
         return self._search.over
+
+    @property
+    def tried(self) -> list[Tried]:
+        return self._search.tried
 
     @property
     def bucket_cap_mb(self) -> float | None:

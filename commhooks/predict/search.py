@@ -20,12 +20,14 @@ from torch import nn
 
 from commhooks.core.scheme import Scheme
 from commhooks.hook.handshake import MEETING
+from commhooks.hook.reporting import Tried
 from commhooks.hook.running import Running
 from commhooks.predict.advise import CAPS_MB, Option, advise, scheme_of
 from commhooks.predict.device import ThisDevice
 from commhooks.predict.link import measure_link
-from commhooks.predict.race import Race
+from commhooks.predict.race import Entry, Race
 from commhooks.predict.recorded import Recorder
+from commhooks.predict.tried import tried_of
 from commhooks.wrappers.make import make
 from ddp_core import DistributedDataParallel as CoreDDP
 
@@ -86,12 +88,18 @@ class Search:
         self._last = (-1, 0.0)  # the latest step, and when it began
         self._dense_s = 0.0
         self._recorder: Recorder | None = None
+        self._predicted: list[Option] = []
         self._race: Race[Option] = Race([])
-        self._raced_again = False
+        self._first: list[Entry[Option]] | None = None  # of the first race, if there is another one
 
     @property
     def over(self) -> bool:
         return self._stage is Stage.DONE
+
+    @property
+    def tried(self) -> list[Tried]:
+        """Returns all candidates with what was predicted and measured so far."""
+        return tried_of(self._predicted, self._race.entries, before=self._first)
 
     def end(self, plan: str) -> None:
         """Ends the search with a decision that was taken elsewhere."""
@@ -102,7 +110,7 @@ class Search:
 
     def begin(self) -> None:
         """Begins the search, or begins it anew: after a state of an undecided search was loaded."""
-        self._last, self._race, self._raced_again = (-1, 0.0), Race([]), False
+        self._last, self._race, self._first, self._predicted = (-1, 0.0), Race([]), None, []
         self._enter(Stage.DENSE, make("none"))
 
     def forward_begins(self) -> None:
@@ -153,24 +161,17 @@ class Search:
             workload = recorder.workload(type(self._model()).__name__, group)
         gradients = recorder.gradients()
         recorder.close()
-        fabric = measure_link(group, budget_s=self._link_s)
-        device = ThisDevice(next(self._model().parameters()).device)
         options = advise(
             workload,
-            ranks=group.size(),
-            fabric=fabric,
-            device=device,
+            **_measured(self._model(), group, self._link_s),
             candidates=self._candidates,
             error=self._error,
-            caps_mb=_caps(self._model()),
             gradients=gradients,
         )
-        to_try = promising(self._agreed_on(options))
-        LOG.info(
-            "auto: a dense step takes %.1f ms; to be tried: %s",
-            1e3 * self._dense_s,
-            ", ".join(str(one) for one in to_try) or "nothing",
-        )
+        self._predicted = self._agreed_on(options)
+        to_try = promising(self._predicted)
+        names = ", ".join(map(str, to_try)) or "nothing"
+        LOG.info("auto: a dense step takes %.1f ms; to be tried: %s", 1e3 * self._dense_s, names)
         self._race = Race(to_try)
         self._try_next()
 
@@ -193,7 +194,7 @@ class Search:
             verdict = "auto runs none: do not compress, nothing that was tried is faster"
         else:
             seconds, option = best
-            stage = Stage.DONE if self._raced_again else Stage.KEPT
+            stage = Stage.KEPT if self._first is None else Stage.DONE
             self.cap_mb, self.choice, scheme = option.cap_mb, option, option.scheme
             verdict = f"auto runs {option}: {100 * (1 - seconds / dense_s):.0f} % less time"
         self._dense_s = dense_s
@@ -201,20 +202,21 @@ class Search:
         lines = [f"dense: {1e3 * self._dense_s:.1f} ms per step"]
         lines += [option.told(took) for took, option in tried]
         self.plan = f"{verdict} than dense steps. {'; '.join(lines)}."
-        LOG.info(self.plan)
+        LOG.info("%s", self.plan)
 
     def _keep_or_race_again(self, seconds: float) -> None:
         """Ends the search, or races the choice against dense steps if it seems to have lost."""
         self.plan += f" It took {1e3 * seconds:.1f} ms per step since."
         if seconds <= self._dense_s:
             self._stage = Stage.DONE
+            LOG.info("%s The choice holds.", self.plan)
             return
         # The machine may have become slower for all schemes: only turns can tell.
         LOG.info("%s That is more than dense steps took: compared once more.", self.plan)
         choice = self.choice
         dense = [entry.what for entry in self._race.entries if entry.what.name == "none"]
         assert choice is not None
-        self._race, self._raced_again, self.choice = Race([choice, *dense]), True, None
+        self._first, self._race, self.choice = self._race.entries, Race([choice, *dense]), None
         self._try_next()
 
     # ---- parts
@@ -247,6 +249,16 @@ class Search:
         with self._hook._binding.on_device():
             dist.all_gather_object(found, value, group=group)
         return found
+
+
+def _measured(model: nn.Module, group: dist.ProcessGroup, link_s: float) -> dict[str, Any]:
+    """Returns what predictions have to know of ranks, links, device and buckets."""
+    return {
+        "ranks": group.size(),
+        "fabric": measure_link(group, budget_s=link_s),
+        "device": ThisDevice(next(model.parameters()).device),
+        "caps_mb": _caps(model),
+    }
 
 
 def _caps(model: nn.Module) -> Sequence[float]:

@@ -7,6 +7,7 @@ no bucket size to choose and little to predict: the candidates run in turns, and
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -36,6 +37,10 @@ class _Entry(Option):
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def predicted_s(self) -> float:
+        return math.nan
 
     def told(self, took: float) -> str:
         return f"{self.name}: {1e3 * took:.1f} ms per step"

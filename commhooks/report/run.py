@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
+    from commhooks.hook.reporting import Tried
     from commhooks.hook.state import HookState
     from commhooks.hook.verdict import Verified
     from commhooks.hook.verify import Verification
@@ -45,6 +46,10 @@ def write_page(hook: HookState, path: str | Path, title: str = "") -> None:
     if len(rows):
         # The paragraph above has the plan of "auto", in whole sentences.
         page.table(("", ""), [fact for fact in summary.facts[1:] if fact[0] != "plan"])
+    if hook.tried:
+        page.section("Candidates")
+        _tried(page, hook.tried)
+    if len(rows):
         page.section("A step over time")
         _timeline(page, hook)
         page.section("Bytes of each bucket")
@@ -64,6 +69,24 @@ def _timeline(page: Page, hook: HookState) -> None:
         page.text("No step has known times.")
         return
     page.figure(figure, "What comes after backward ends is not hidden by it.")
+
+
+def _tried(page: Page, tried: Sequence[Tried]) -> None:
+    columns: dict[str, list[object]] = {
+        "candidate": [one.candidate for one in tried],
+        "predicted (ms)": [1e3 * one.predicted_s for one in tried],
+        "measured (ms)": [1e3 * one.measured_s for one in tried],
+        "steps": [one.steps for one in tried],
+        "once more (ms)": [1e3 * one.again_s for one in tried],
+    }
+    # On FSDP2 nothing is predicted, and few choices are compared once more.
+    known = {name: some for name, some in columns.items() if any(one == one for one in some)}
+    page.table(
+        list(known),
+        zip(*known.values(), strict=True),
+        "Times of a step. Measured: the median of steps that ran in turns with the others, on the "
+        "slowest rank; empty where a candidate was not tried.",
+    )
 
 
 def _bytes(page: Page, rows: pd.DataFrame) -> None:
@@ -102,7 +125,7 @@ def _steps(rows: pd.DataFrame) -> Figure:
     style: dict[str, Any] = {"marker": "." if len(steps) < 60 else "", "linewidth": 1}
     above.plot(steps.index, steps.dense_wire_bytes / 1e6, color=GREY, label="dense", **style)
     above.plot(steps.index, steps.wire_bytes / 1e6, color=BLUE, label="sent", **style)
-    above.set(ylabel="MB on the wire", ylim=(0, None))
+    above.set(ylabel="on the wire (MB)", ylim=(0, None))
     above.legend(frameon=False, fontsize=8)
     waits = steps.exposed_s.dropna()
     below.plot(waits.index, 1e3 * waits, color=RED, **style)
@@ -164,7 +187,7 @@ def _error_bars(worst: Sequence[Verified]) -> Figure:
     places = range(len(worst), 0, -1)  # the largest above
     axes.barh(places, sizes, color=BLUE)
     axes.set_yticks(places, [row.parameter for row in worst], fontsize=8, parse_math=False)
-    axes.set(xlabel="error over the norm of the dense mean")
+    axes.set(xlabel="error over the norm of the dense mean (ratio)")
     positive = [size for size in sizes if size > 0]
     if positive and max(positive) > 100 * min(positive):
         axes.set_xscale("log")

@@ -63,7 +63,7 @@ def _when_it_pays(chosen: pd.DataFrame) -> Any:
     axes.axhline(1, color=INK, linewidth=0.8, linestyle="--")
     names = [f"{name}\n(sends nothing)" if name == FLOOR else name for name in chosen.index]
     axes.set_xticks(range(len(chosen)), [name.replace(", ", ",\n") for name in names], fontsize=9)
-    axes.set_ylabel("step time, none = 1")
+    axes.set_ylabel("step time over that of none (ratio)")
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_ylim(top=1.25 * float(chosen.max(axis=None)))  # room for the legend
     axes.legend(frameon=False, fontsize=9, ncols=2, loc="upper right")
@@ -91,7 +91,7 @@ def _step_time(table: pd.DataFrame) -> Any:
         )
         axes.axvline(1, color=INK, linewidth=0.8, linestyle="--")
         how = rows["how"].iloc[0]
-        axes.set(title=f"{_with_link(link)} ({how})", xlabel="step time, none = 1")
+        axes.set(title=f"{_with_link(link)} ({how})", xlabel="step time over that of none (ratio)")
         axes.tick_params(axis="y", labelsize=8)
         axes.margins(y=0.01)
         axes.spines[["top", "right"]].set_visible(False)
@@ -108,11 +108,11 @@ def _bytes_and_error(table: pd.DataFrame) -> Any:
     rows = rows[rows["update_error"].notna()].sort_values("sent_mb", ascending=False)
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 6), sharey=True, layout="constrained")
     left.plot(rows["sent_mb"], rows["scheme"], "o", color=SAVES)
-    left.set(xscale="log", xlabel="MB a process sends in a step")
+    left.set(xscale="log", xlabel="sent per process and step (MB)")
     # An exact average has an error of 0, which a logarithmic axis does not show.
     right.plot(rows["update_error"].clip(lower=1e-5), rows["scheme"], "o", color=SAVES)
     right.axvline(1, color=INK, linewidth=0.8, linestyle="--")
-    right.set(xscale="log", xlabel="error of what the optimizer got over the run")
+    right.set(xscale="log", xlabel="error of what the optimizer got (relative)")
     for axes in (left, right):
         axes.grid(alpha=0.3, linewidth=0.5)
         axes.set_axisbelow(True)

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from commhooks.report.page import Page
 from experiments.predictions.parameters import fit
-from experiments.predictions.plot import plotted
+from experiments.predictions.plot import UNITS, plotted
 from experiments.predictions.studies import STUDIES, tabulated, unseen
 
 # The medians, or for DiLoCo the largest error, that predictions are meant to keep to.
@@ -115,8 +115,10 @@ def _page(found: pd.DataFrame, tables: dict[str, pd.DataFrame], figure: Figure) 
     page.figure(figure, "measured and predicted")
     for study, table in tables.items():
         page.section(study.replace("_", " "))
-        shown = [column for column in table.columns if table[column].notna().any()]
-        page.table(shown, table[shown].itertuples(index=False, name=None))
+        shown = [name for name in table.columns[1:] if table[name].notna().any()]
+        times = ("predicted", "measured")
+        heads = [f"{name} ({UNITS[study]})" if name in times else name for name in shown]
+        page.table(heads, table[shown].itertuples(index=False, name=None))
     return page
 
 

@@ -7,16 +7,23 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullFormatter, StrMethodFormatter
 
-__all__ = ["plotted"]
+__all__ = ["UNITS", "plotted"]
 
 # Okabe and Ito's colours, which people with colour blindness tell apart.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
 _TITLES = {
-    "all_reduce": "all-reduce, 32 to 8192 GPUs (microseconds)",
-    "diloco": "steps over slow lines (milliseconds)",
-    "grace": "ResNet-50 at 1 Gbit/s (milliseconds)",
-    "grace_signs": "over dense at 10 Gbit/s (ratio of times)",
-    "quickreduce": "over dense, 4 MI300 (ratio of times)",
+    "all_reduce": "all-reduce, 32 to 8192 GPUs",
+    "diloco": "steps over slow lines",
+    "grace": "ResNet-50 at 1 Gbit/s",
+    "grace_signs": "steps at 10 Gbit/s, over dense",
+    "quickreduce": "all-reduce of 4 MI300, over dense",
+}
+UNITS = {
+    "all_reduce": "microseconds",
+    "diloco": "milliseconds per step",
+    "grace": "milliseconds per step",
+    "grace_signs": "ratio of times",
+    "quickreduce": "ratio of times",
 }
 
 
@@ -51,7 +58,8 @@ def plotted(tables: dict[str, pd.DataFrame]) -> Figure:
                     one.set_major_locator(FixedLocator([300, 500, 1000, 2000]))
                     one.set_major_formatter(StrMethodFormatter("{x:.0f}"))
                     one.set_minor_formatter(NullFormatter())
-        axis.set(title=_TITLES[study], xlabel="measured", ylabel="predicted")
+        unit = UNITS[study]
+        axis.set(title=_TITLES[study], xlabel=f"measured ({unit})", ylabel=f"predicted ({unit})")
         axis.legend(fontsize=8, loc="upper left")
     legend = list(axes)[len(tables) :] or [figure.axes[-1]]
     legend[0].axis("off")

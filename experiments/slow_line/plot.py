@@ -38,7 +38,7 @@ def drawn(table: pd.DataFrame) -> Figure:
         axis.axhline(90, color="0.6", linewidth=0.8)
         axis.set_xscale("log", base=2)
         axis.set_xticks([8, 32, 128], ["8", "32", "128"])
-        axis.set(title=str(Line(mbit)), ylim=(-3, 103), xlabel="H, steps between exchanges")
+        axis.set(title=str(Line(mbit)), ylim=(-3, 103), xlabel="H (steps between exchanges)")
     grid["50"].set_ylabel("time computing (%)")
     handles: dict[str, object] = {}
     for mbit in GOALS:

@@ -6,9 +6,9 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
-from unittest import mock
+from unittest import TestCase, mock
 
 import pytest
 import torch
@@ -16,12 +16,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+from commhooks.core import Bucket, Scheme
+from commhooks.core.bucket import SchemeExchange
 from commhooks.core.dense import Dense
 from commhooks.predict.advise import Option, made_candidates, scheme_of
 from commhooks.predict.race import Race
-from commhooks.predict.search import Search, chosen, promising
+from commhooks.predict.search import Search, Stage, chosen, promising
 from commhooks.predict.split import Split
 from commhooks.predict.step import Step
+from commhooks.wrappers.base import Wrapper
+from commhooks.wrappers.feedback import without_flush
 from ddp_core import DistributedDataParallel as CoreDDP
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import mlp
@@ -80,6 +84,70 @@ def test_a_slow_line_gets_a_scheme_within_the_budget_of_error(kind: str) -> None
     for one in ranks[1:]:
         assert (one["scheme"], one["step"]) == (ranks[0]["scheme"], ranks[0]["step"])
         assert torch.equal(one["parameters"], ranks[0]["parameters"])
+
+
+SLEEPS = [0.0]  # seconds, of this process
+
+
+@dataclass(frozen=True)
+class Slow(Wrapper):
+    """Sleeps before it encodes."""
+
+    scheme: Scheme
+
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        time.sleep(SLEEPS[0])
+        return (yield from self.scheme.exchange(bucket))
+
+
+# From which stage on all candidates but none are slow, for how long, and the line's seconds per
+# byte: on a slow line they are predicted to win, and are tried.
+NONE_IS_BEST = {
+    "predicted to be slow": (Stage.DENSE, 0.02, 0.0),
+    "slow when tried": (Stage.TRIAL, 0.15, 1e-7),
+    "slow once chosen": (Stage.KEPT, 0.15, 1e-7),
+}
+
+
+def _without_winner(rank: int, world_size: int, case: str) -> dict[str, Any]:
+    begins, sleep, seconds_per_byte = NONE_IS_BEST[case]
+    ddp = CoreDDP(mlp(256, 2))
+    slow = {name: Slow(commhooks.make(name)) for name in ("bf16", "int8")}
+    hook: Any = commhooks.register(ddp, "auto", candidates=slow, measure_steps=3, link_s=0.2)
+    cap_mb, raced = hook.bucket_cap_mb, []
+    with _slow_line(seconds_per_byte):
+        while not hook.decided and hook.step < 300:  # races go on while times are noisy
+            if hook._search._stage is begins:
+                SLEEPS[0] = sleep
+            torch.manual_seed(10 * hook.step + rank)
+            ddp.zero_grad()
+            ddp(torch.randn(8, 256)).square().mean().backward()
+            raced.append(str(hook.scheme))
+    gradients = [one.grad.reshape(-1) for one in ddp.parameters() if one.grad is not None]
+    return {
+        "plan": hook.plan,
+        "told": hook.plan in hook.summary(),
+        "raced": raced,
+        "scheme": without_flush(hook.scheme) == commhooks.make("none"),
+        "buckets": hook.bucket_cap_mb == cap_mb,
+        "saved": hook.saved_plan(),
+        "step": hook.step,
+        "gradients": torch.cat(gradients),
+    }
+
+
+@pytest.mark.parametrize("case", NONE_IS_BEST)
+def test_where_no_scheme_is_faster_none_runs_on_all_ranks(case: str) -> None:
+    first, second = run_ranks(_without_winner, 2, case)
+    assert "auto runs none" in first["plan"], first["plan"]
+    assert first["scheme"]
+    assert first["buckets"]
+    assert first["told"]
+    assert first["saved"] == '{"undecided": false}'
+    tried = any("Slow" in scheme for scheme in first["raced"])
+    assert tried == ("int8" in first["plan"]) == (case != "predicted to be slow")
+    assert torch.equal(first.pop("gradients"), second.pop("gradients"))
+    assert first == second
 
 
 def _option(name: str, seconds: float, error: float = 0.0) -> Option:
@@ -242,6 +310,26 @@ def test_a_choice_that_seems_to_have_lost_is_raced_against_dense_steps(
     assert search.over
     assert (search.choice is not None) == kept == ("auto runs a" in search.plan)
     assert (search.cap_mb == 8.0) == kept
+
+
+@pytest.mark.parametrize(
+    ("since", "verdict"),
+    [(0.9, "The choice holds."), (1.1, "That is more than dense steps took: compared once more.")],
+)
+def test_the_plan_and_its_comparison_are_logged(since: float, verdict: str) -> None:
+    search = Search(mock.Mock(step=0), mock.Mock(), {}, error=0.05, steps=2, link_s=0.1)
+    search._race = _raced((_option("a", 0.9), 0.9), (_option("none", 1.0), 1.0))
+    with TestCase().assertLogs("commhooks", "INFO") as log:  # caplog is off, see pyproject.toml
+        search._try_next()
+        decided = search.plan
+        search._keep_or_race_again(since)
+    took = f"It took {1e3 * since:.1f} ms per step since."
+    assert [record.getMessage() for record in log.records] == [
+        decided,
+        f"{decided} {took} {verdict}",
+    ]
+    assert decided.startswith("auto runs a in buckets of 8 MiB: 10 % less time")
+    assert "none in buckets of 8 MiB: 1000.0 ms per step, predicted 1000.0 ms" in decided
 
 
 def test_a_wrong_setting_is_refused_before_training() -> None:

@@ -71,9 +71,15 @@ class Wrong(Wrapper):
         return result
 
 
+def _bucket_of(step: int, parameter: str) -> int:
+    """The bucket of a parameter of ``_train``: a layer is a bucket, the last layer the first."""
+    # Both classes have all parameters in one bucket until the first backward pass is over.
+    return 0 if step == 0 else {"4": 0, "2": 1, "0": 2}[parameter[0]]
+
+
 def _train(rank: int, world_size: int, wrong: Scheme, kind: str, action: Any) -> dict[str, Any]:
     torch.manual_seed(0)
-    ddp = KINDS[kind](mlp(16, 2), bucket_cap_mb=0.002)
+    ddp = KINDS[kind](mlp(16, 3), bucket_cap_mb=1088 / 2**20)  # a layer
     hook = commhooks.register(ddp, wrong, verify_every=2, verify=action)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -84,7 +90,8 @@ def _train(rank: int, world_size: int, wrong: Scheme, kind: str, action: Any) ->
         frame = hook.verification.report()
     texts = [str(one.message) for one in caught if "commhooks:" in str(one.message)]
     found = [one[:5] for one in hook.verification.findings]
-    return {"found": found, "texts": texts, "rows": len(frame), "steps": set(frame["step"])}
+    rows = list(zip(frame["step"], frame["bucket"], frame["parameter"], strict=True))
+    return {"found": found, "texts": texts, "rows": rows}
 
 
 @pytest.mark.parametrize(
@@ -113,15 +120,19 @@ def test_a_planted_bug_is_named_with_step_rank_and_parameter(
     found = ranks[0]["found"]
     assert found
     name, what, which = expected
-    for step, _, parameter, text, on in found:
+    for step, bucket, parameter, text, on in found:
         assert (text, on) == (what, which)
+        assert bucket == _bucket_of(step, parameter)
         assert name is None or (step, parameter) == (2, name)
     assert all(one["found"] == found for one in ranks)
-    assert ranks[0]["rows"] == 8
-    assert ranks[0]["steps"] == {0, 2}
+    rows = ranks[0]["rows"]
+    assert len(rows) == 2 * 6
+    assert {step for step, _, _ in rows} == {0, 2}
+    assert all(bucket == _bucket_of(step, parameter) for step, bucket, parameter in rows)
     warned = ranks[which[0]]["texts"]
     assert warned
-    assert all(part in warned[-1] for part in ("step", "rank", "bucket", "parameter"))
+    places = [(f"step {one[0]}, rank", f"bucket {one[1]}, parameter {one[2]!r}") for one in found]
+    assert any(step in warned[-1] and place in warned[-1] for step, place in places)
 
 
 def _raises(rank: int, world_size: int) -> str:
@@ -135,8 +146,7 @@ def _raises(rank: int, world_size: int) -> str:
 def test_with_raise_every_rank_raises_before_the_next_step() -> None:
     texts = run_ranks(_raises, 2)
     assert texts[0] == texts[1]
-    assert "step 2, rank 1, bucket" in texts[0]
-    assert "'2.weight'" in texts[0]
+    assert "step 2, rank 1, bucket 1, parameter '2.weight'" in texts[0]
 
 
 def _with_nan(rank: int, world_size: int, name: str) -> list[Any]:

@@ -123,6 +123,12 @@ MUTANTS: list[Mutant] = [
             f"{AUTO}::test_a_step_takes_as_long_as_on_its_slowest_rank",
         ),
         (
+            "dense steps go on in the buckets that were tried last",
+            'Stage.DONE, None, make("none")',
+            'Stage.DONE, self.cap_mb, make("none")',
+            f"{AUTO}::test_where_no_scheme_is_faster_none_runs_on_all_ranks",
+        ),
+        (
             "each rank tries what it has predicted itself",
             "self._of_all(mine)[0]",
             "mine",
@@ -236,6 +242,39 @@ MUTANTS: list[Mutant] = [
             "begin = device_free",
             f"{UNIT}/test_simulate.py::"
             "test_all_steps_at_once_are_those_of_single_predictions_and_of_the_plain_rule",
+        ),
+    ),
+    *planted(
+        "commhooks/predict/tried.py",
+        (
+            "a second race is taken for the first",
+            "if before is None else (before, raced)",
+            "if before is None else (raced, before)",
+            f"{UNIT}/test_report.py"
+            "::test_a_page_tells_what_was_predicted_of_candidates_and_what_measured",
+        ),
+        (
+            "of a scheme that was not tried the last option is told",
+            "best.setdefault(option.name, option)",
+            "best[option.name] = option",
+            f"{UNIT}/test_report.py"
+            "::test_a_page_tells_what_was_predicted_of_candidates_and_what_measured",
+        ),
+    ),
+    *planted(
+        "commhooks/hook/engine.py",
+        (
+            "a finding is in the first bucket, wherever it is",
+            "what = (number, bucket.layout,",
+            "what = (0, bucket.layout,",
+            f"{DISTRIBUTED}/test_verify.py::"
+            "test_a_planted_bug_is_named_with_step_rank_and_parameter",
+        ),
+        (
+            "a finding counts buckets as they were launched",
+            "what = (number, bucket.layout,",
+            "what = (len(step.measured), bucket.layout,",
+            f"{DISTRIBUTED}/test_verify_shards.py::test_a_shard_that_is_decoded_wrongly_is_named",
         ),
     ),
     *planted(

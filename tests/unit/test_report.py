@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 import commhooks
+from commhooks.core.dense import Dense
 from commhooks.hook.ledger import Ledger
 from commhooks.hook.verdict import Finding, Verified
+from commhooks.predict.advise import Option
+from commhooks.predict.race import Race
+from commhooks.predict.step import Step
 from commhooks.report import Page
 from commhooks.report.labels import spread
 from commhooks.report.timeline import chrome_trace, draw, spans
@@ -66,6 +72,53 @@ def test_a_page_tells_the_plan_of_auto(group: None, tmp_path: Path) -> None:
     page = (tmp_path / "run.html").read_text()
     assert page.count("auto: nothing is decided yet") == 1  # not in a table's cell as well
     assert page.count("<td>plan</td>") == 0
+
+
+def _option(name: str, seconds: float) -> Option:
+    return Option(name, Dense(), 8.0, Step(seconds, 1.0, 0.0, 0.0, 0, 0.0, 1), 0.0)
+
+
+def _raced(*found: tuple[Option, float]) -> Race[Option]:
+    race = Race([option for option, _ in found])
+    for _, seconds in found:
+        race.add([seconds] * 8)
+    return race
+
+
+def _rows_of(page: str) -> list[list[str]]:
+    """The cells of the first table."""
+    body = page.partition("<tbody>")[2].partition("</tbody>")[0]
+    return [re.findall("<td[^>]*>(.*?)</td>", row) for row in body.split("</tr>")[:-1]]
+
+
+@pytest.mark.usefixtures("group")
+def test_a_page_tells_what_was_predicted_of_candidates_and_what_measured(tmp_path: Path) -> None:
+    hook: Any = commhooks.register(DistributedDataParallel(nn.Linear(8, 8)), "auto")
+    fast, dense, slow = _option("int8", 0.0105), _option("none", 0.02), _option("topk", 0.03)
+    # The best one of a scheme is told, also where it was not tried.
+    hook._search._predicted = [fast, dense, slow, _option("topk", 0.04)]
+    hook._search._race = _raced((fast, 0.0245), (dense, 0.022))
+    hook.page(tmp_path / "run.html")
+    page = (tmp_path / "run.html").read_text()
+    assert "once more" not in page
+    assert _rows_of(page) == [
+        ["none in buckets of 8 MiB", "20.00", "22.00", "8"],
+        ["int8 in buckets of 8 MiB", "10.50", "24.50", "8"],
+        ["topk in buckets of 8 MiB", "30.00", "", "0"],
+    ]
+    hook._search._first, hook._search._race = hook._search._race.entries, _raced((fast, 0.0265))
+    hook.page(tmp_path / "run.html")
+    page = (tmp_path / "run.html").read_text()
+    assert "once more (ms)" in page
+    assert [row[-1] for row in _rows_of(page)] == ["", "26.50", ""]
+
+
+@pytest.mark.usefixtures("group")
+def test_a_run_without_auto_has_tried_nothing(tmp_path: Path) -> None:
+    hook = commhooks.register(DistributedDataParallel(nn.Linear(8, 8)), "int8")
+    assert not hook.tried
+    hook.page(tmp_path / "run.html")
+    assert "Candidates" not in (tmp_path / "run.html").read_text()
 
 
 def test_a_sentence_in_a_cell_breaks_into_lines() -> None:

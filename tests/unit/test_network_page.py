@@ -1,0 +1,42 @@
+"""The page of the network study: which hooks have a known error, and what is on the front."""
+
+from __future__ import annotations
+
+import math
+
+import pandas as pd
+
+from experiments.network_front import exchange_errors, fronts
+
+
+def _table() -> pd.DataFrame:
+    hooks = {
+        "none": 50.0,
+        "bf16": 30.0,
+        "int8": 40.0,
+        "topk": 10.0,
+        "torch none": 55.0,
+        "auto": 9.0,
+    }
+    rows = [("tiny layers", f"tiny layers, {rate}", *one) for rate in "ab" for one in hooks.items()]
+    table = pd.DataFrame(rows, columns=["model", "cell", "hook_name", "step_ms"])
+    table["exchange_error"] = exchange_errors(table)
+    return table
+
+
+def test_errors_are_those_of_hooks_whose_arithmetic_is_known() -> None:
+    errors = _table().set_index("hook_name").exchange_error[:6]
+    assert errors["none"] == 0
+    assert 0 < errors["bf16"] < errors["int8"] < errors["topk"] < 1
+    assert math.isnan(errors["torch none"])
+    assert math.isnan(errors["auto"])
+
+
+def test_a_hook_that_another_one_beats_in_both_is_not_on_the_front() -> None:
+    ((model, figure),) = fronts(_table())
+    assert model == "tiny layers"
+    first, second, empty = figure.axes
+    assert first.get_title() == "a"
+    (front,) = (line for line in second.lines if line.get_drawstyle() == "steps-post")
+    assert list(front.get_xdata()) == [10.0, 30.0, 50.0]  # int8 is slower than bf16, and less exact
+    assert not empty.axison
