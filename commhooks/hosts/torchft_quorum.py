@@ -31,7 +31,7 @@ def fit_for_torchft(scheme: Scheme) -> Scheme:
             f"torchft: {scheme} keeps memory of each tensor between calls, and torchft does not "
             f"name tensors; commhooks.hosts.torchft.register keeps it by parameter"
         )
-    one = torch.empty(1, device="cpu")
+    one = torch.empty(1, dtype=torch.float32, device="cpu")
     Call("all_reduce", one, one, total=True).need(scheme)
     return scheme
 
