@@ -17,13 +17,14 @@ DTensors (tensor parallelism), a rank's part also has ``placement``: which piece
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 from torch import Tensor
 
 from commhooks.checkpoint.form import MemoryDict, Part, Saved, StateDict, read
+from commhooks.checkpoint.names import whole_name
 from commhooks.core.scheme import Scheme, children, slots_of
 from commhooks.errors import CheckpointError
 from commhooks.wrappers.feedback import RESIDUAL
@@ -140,19 +141,31 @@ def parts_of_group(parts: Sequence[Part], leader: int | None) -> dict[int, Part]
     return {part.rank: part for part in parts if part.leader == wanted}
 
 
-def of_pieces_here(saved: Saved, here: Mapping[str, str], find: Callable[[str], str]) -> Saved:
+def of_pieces_here(
+    saved: Saved,
+    here: Mapping[str, str],
+    find: Callable[[str], str],
+    kept: Mapping[int, Collection[str]] | None = None,
+) -> Saved:
     """Returns a state with the parts of those ranks that had the pieces that this rank has.
+
+    Parameters of which a part keeps nothing are not compared.
 
     Args:
         here: this rank's pieces by parameter, of those that are cut; see :class:`Part`.
         find: tells the name here of a parameter in the state.
+        kept: names of values by global rank; None: those in the parts.
 
     Raises:
         CheckpointError: there are none.
     """
     others, fitting = [], []
     for part in saved.parts:
-        other = [name for name, its in part.placement.items() if its != here.get(find(name), "")]
+        values = (name for of_key in part.memory.values() for name in of_key)
+        wholes = {whole_name(name) for name in (values if kept is None else kept[part.global_rank])}
+        names = wholes | set(map(find, wholes))
+        pieces = {name: its for name, its in part.placement.items() if find(name) in names}
+        other = [name for name, its in pieces.items() if its != here.get(find(name), "")]
         if other:
             others.append((part.placement[other[0]], other[0]))
         else:

@@ -9,6 +9,7 @@ import torch
 from commhooks._version import __version__
 from commhooks.checkpoint.checksum import digest
 from commhooks.checkpoint.form import SavedBuckets
+from commhooks.checkpoint.names import whole_name
 from commhooks.checkpoint.ranks import resizes_of
 from commhooks.core.scheme import Scheme, walk
 from commhooks.errors import CheckpointError
@@ -52,7 +53,7 @@ def facts_of(
             fact for inside in walk(scheme) for fact in inside.environment(engine.world_size)
         ],
         "parameters": [
-            f"{name} {tuple(shape)} {dtype} {pieces.get(name, '')}".rstrip()
+            f"{name} {tuple(shape)} {dtype} {pieces.get(whole_name(name), '')}".rstrip()
             for name, shape, dtype, _ in binding.parameters
         ],
     }

@@ -302,7 +302,12 @@ def needed_fields(
         for field, part in parts.items()
     }
     saved = read({**state, **seen}, verify=False)
-    saved = of_pieces_here(saved, hook._parameters.placement, hook._parameters.find)
+    names = {
+        part.global_rank: {name for rank, _, name in shapes if rank == f"rank{part.global_rank}"}
+        for part in saved.parts
+    }
+    placement, find = hook._parameters.placement, hook._parameters.find
+    saved = of_pieces_here(saved, placement, find, names)
     leader, engine = _places(hook)[2], hook._engine
     leaders = {f"rank{part.global_rank}": part.leader for part in saved.parts}
     kept = [

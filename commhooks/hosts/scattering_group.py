@@ -16,8 +16,9 @@ from torch import Tensor
 from commhooks.core.dense import Dense
 from commhooks.core.scheme import Scheme, slots_of
 from commhooks.errors import RegistrationError
-from commhooks.hosts.collectives import Collectives
+from commhooks.hook.call import Handle
 from commhooks.hosts.passing_group import PassingGroup, not_traced
+from commhooks.hosts.unnamed_calls import UnnamedCalls
 
 __all__ = ["ScatteringGroup", "averages"]
 
@@ -51,9 +52,13 @@ class ScatteringGroup(PassingGroup):
         self, inside: dist.ProcessGroup, scheme: Scheme, least: int, seed: int, *, owns: bool
     ) -> None:
         super().__init__(inside, owns=owns)
-        self.least, self._scheme, self._seed = least, scheme, seed
-        self._calls = Collectives(scheme, inside, seed=seed)
+        self.least, self._seed = least, seed
+        self._calls = UnnamedCalls(scheme, inside, seed=seed)
         self._told: set[str] = set()
+
+    @property
+    def _scheme(self) -> Scheme:
+        return self._calls.scheme  # after a switch another one
 
     def _scatter(self, output: Tensor, input: Tensor, opts: Any) -> tuple[bool, Any]:
         """Returns whether the scheme has made a reduce-scatter, and its handle."""
@@ -73,7 +78,11 @@ class ScatteringGroup(PassingGroup):
         handle = self._calls.reduce_scatter(
             output, input, name, op=opts.reduceOp, async_op=async_op
         )
-        return True, handle
+        if handle is None:
+            return True, None
+        # A list, as the future of a backend has.
+        future = handle.get_future().then(lambda done: [done.value()])
+        return True, Handle(future, output.device)
 
     def _warn(self, call: str, tensors: Sequence[Any], op: Any) -> None:
         # A list has the parts of all ranks.
@@ -117,10 +126,11 @@ def _by_scheme(name: str) -> Any:
 
 def _list(name: str) -> Any:
     @not_traced
-    def method(self: ScatteringGroup, *given: Any) -> Any:
-        if hasattr(given[-1], "reduceOp"):
-            self._warn(name, given[-2], given[-1].reduceOp)
-        return getattr(self.inside, name)(*given)
+    def method(self: ScatteringGroup, *given: Any, **options: Any) -> Any:
+        *tensors, opts = (*given, *options.values())
+        if tensors and hasattr(opts, "reduceOp"):
+            self._warn(name, tensors[-1], opts.reduceOp)
+        return getattr(self.inside, name)(*given, **options)
 
     return method
 

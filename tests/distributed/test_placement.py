@@ -135,6 +135,45 @@ def test_a_mean_over_other_pieces_is_refused() -> None:
     run_ranks(_averaged, 2, ignore_warnings=QUIET)
 
 
+def _between_columns(rank: int, world_size: int) -> None:
+    names = ("replicate", "shard", "tp")
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=names)
+    model: nn.Module = parallelize_module(model_of((33, 64, 7)), mesh["tp"], PLAN)
+    model = sharded(model, mesh["shard"])
+    with pytest.raises(MismatchError, match=r"0\.weight#. .* piece 0 of 2 .* piece 1 of 2"):
+        commhooks.register(model, "none", between=mesh["tp"])
+
+
+def test_a_mean_between_columns_is_refused() -> None:
+    run_ranks(_between_columns, 4, ignore_warnings=QUIET)
+
+
+def _nothing_kept(rank: int, world_size: int, folder: str) -> None:
+    """What a scheme without memory saves is of any part of any model."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+
+    def hooked() -> tuple[nn.Module, commhooks.HookState]:
+        model = parallelize_module(model_of((33, 64, 7)), mesh["tp"], PLAN)
+        model = DistributedDataParallel(model, device_mesh=mesh["dp"])
+        return model, commhooks.register(model, "int8")
+
+    model, hook = hooked()
+    for step in range(2):
+        backward(model, step, 0)
+    dcp.save({"hook": hook}, checkpoint_id=folder)
+    for theirs in _everyone(hook.state_dict(gather=True)):
+        _, again = hooked()
+        again.load_state_dict(theirs)
+        assert again.step == 2
+    _, again = hooked()
+    commhooks.load_dcp(again, folder)
+    assert again.step == 2
+
+
+def test_states_without_memory_load_on_any_piece(tmp_path: Any) -> None:
+    run_ranks(_nothing_kept, 2, str(tmp_path), ignore_warnings=QUIET)
+
+
 def _not_cut(rank: int, world_size: int) -> None:
     """A dimension of one rank cuts nothing, nor is there anything to say without DTensors."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))

@@ -608,6 +608,35 @@ def test_a_reduce_scatter_that_is_not_compressed_is_told_once() -> None:
         assert found["compressed"] == 0
 
 
+def _switched(rank: int, world_size: int) -> dict[str, Any]:
+    whole, part = torch.ones(world_size * 2000), torch.empty(2000)
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    group = commhooks.process_group("int8")
+    found = {"memory": outcome(group.hook.switch, "topk")}
+    scatter(part, whole, group=group)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        group.hook.switch("qsgd")
+        scatter(part, whole, group=group)
+        group.hook.switch("bf16")
+        work = scatter(part, whole, group=group, async_op=True)
+        work.wait()
+        group.allreduce_coalesced([whole], opts=dist.AllreduceCoalescedOptions()).wait()
+    found["told"] = [str(one.message).split(" of ")[0] for one in caught]
+    found["calls"] = group.hook.calls
+    found["value"] = [one.shape for one in work.get_future().value()]
+    return found
+
+
+def test_a_group_runs_the_scheme_that_it_was_switched_to() -> None:
+    for found in run_ranks(_switched, 2):
+        assert found["memory"][0] == "RegistrationError"
+        assert "keeps memory by parameter" in found["memory"][1]
+        assert found["told"] == ["reduce_scatter_tensor", "allreduce_coalesced"]
+        assert found["calls"] == 2  # with int8 and bf16
+        assert found["value"] == [torch.Size([2000])]
+
+
 def _composable(rank: int, world_size: int) -> dict[str, bool]:
     found = {}
     for when in ("before", "after"):
