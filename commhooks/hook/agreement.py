@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -11,14 +12,18 @@ from commhooks.checkpoint.checksum import digest
 from commhooks.checkpoint.form import SavedBuckets
 from commhooks.checkpoint.names import whole_name
 from commhooks.checkpoint.ranks import resizes_of
+from commhooks.core.dense import Dense
 from commhooks.core.scheme import Scheme, walk
 from commhooks.errors import CheckpointError
 from commhooks.hook.binding import Binding
 from commhooks.hook.engine import Engine
+from commhooks.schemes.casts import TwoPhaseCast
+from commhooks.wrappers.cast import Cast
 from commhooks.wrappers.feedback import without_flush
 from commhooks.wrappers.make import describe
+from commhooks.wrappers.per_parameter import PerParameter
 
-__all__ = ["facts_of", "need_own_memory"]
+__all__ = ["facts_of", "need_own_memory", "warn_of_uncut"]
 
 _OWN = "its own"
 
@@ -57,6 +62,29 @@ def facts_of(
             for name, shape, dtype, _ in binding.parameters
         ],
     }
+
+
+def warn_of_uncut(scheme: Scheme, binding: Binding) -> None:
+    """Warns of parameters that ranks of tensor parallelism have in common, and will not keep equal.
+
+    Their gradients share blocks, scales or selections with those of cut parameters, which differ
+    between these ranks, and so are rounded differently.
+    """
+    inside = without_flush(scheme)
+    casts = isinstance(inside, Cast | TwoPhaseCast) and not getattr(inside, "stochastic", False)
+    if isinstance(inside, Dense | PerParameter) or casts or not binding.parameters.placement:
+        return
+    pieces = binding.parameters.placement
+    uncut = [name for name, *_ in binding.parameters if not pieces.get(whole_name(name))]
+    if uncut:
+        warnings.warn(
+            f"{inside} rounds the gradients of {', '.join(uncut[:3])} ({len(uncut)} parameters "
+            f"that tensor parallelism does not cut) together with those of its pieces, differently "
+            f"on each of its ranks, where these parameters drift apart. Use none, bf16 or fp16, or "
+            f"with DistributedDataParallel a PerParameter scheme with none for them",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
 
 def need_own_memory(engine: Engine, binding: Binding) -> None:

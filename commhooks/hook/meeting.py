@@ -13,7 +13,7 @@ from torch import nn
 from commhooks.checkpoint.form import SavedBuckets
 from commhooks.core.scheme import Scheme
 from commhooks.errors import RegistrationError
-from commhooks.hook.agreement import facts_of, need_own_memory
+from commhooks.hook.agreement import facts_of, need_own_memory, warn_of_uncut
 from commhooks.hook.binding import Binding
 from commhooks.hook.continuation import Continuation
 from commhooks.hook.engine import Engine
@@ -126,6 +126,7 @@ class Meeting:
         # After the handshake, which compares the memory's origin: a pickled state on a wrong rank
         # is then an error on all ranks, and not on one rank while the others wait.
         need_own_memory(self._engine, self._binding)
+        warn_of_uncut(self.scheme, self._binding)
         self._agreed = self._continuation.handed_over = True
         # On a GPU one group serves all rounds (``ddp_core.Drivers``): there are no lanes.
         if devices <= {"cpu"}:

@@ -495,8 +495,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "what fully_shard reduces over a group travels as it is",
-            "        return True, handle\n",
-            "        return False, None\n",
+            "done, handle = self._scatter(output, input, opts)",
+            "done, handle = False, None",
             f"{GROUP}::test_fully_shard_over_a_group_is_compressed",
         ),
     ),

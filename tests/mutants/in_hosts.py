@@ -158,8 +158,8 @@ MUTANTS: list[Mutant] = [
         "commhooks/hosts/scattering_group.py",
         (
             "a group draws by a seed of its own",
-            "self._calls = Collectives(scheme, inside, seed=seed)",
-            "self._calls = Collectives(scheme, inside)",
+            "self._calls = UnnamedCalls(scheme, inside, seed=seed)",
+            "self._calls = UnnamedCalls(scheme, inside)",
             f"{GROUP}::test_two_ranks_without_a_hook_get_the_bits_of_a_hook",
         ),
         (
