@@ -88,7 +88,10 @@ def _trained(rank: int, world_size: int, name: str) -> None:
     assert ledger.payload_bytes < (1 + 6 * share) / 7 * ledger.dense_bytes  # the first is exact
 
 
-@pytest.mark.parametrize("name", list(LEFT))
+@pytest.mark.parametrize(
+    "name",
+    [name if name[:3] == "int" else pytest.param(name, marks=pytest.mark.slow) for name in LEFT],
+)
 def test_errors_are_those_of_the_last_step(name: str) -> None:
     run_ranks(_trained, 2, name)
 
