@@ -19,7 +19,7 @@ from commhooks.hook.binding import Binding
 from commhooks.hook.engine import Engine
 from commhooks.schemes.casts import TwoPhaseCast
 from commhooks.wrappers.cast import Cast
-from commhooks.wrappers.feedback import without_flush
+from commhooks.wrappers.feedback import ErrorFeedback, without_flush
 from commhooks.wrappers.make import describe
 from commhooks.wrappers.per_parameter import PerParameter
 
@@ -70,11 +70,9 @@ def warn_of_uncut(scheme: Scheme, binding: Binding) -> None:
     Their gradients share blocks, scales or selections with those of cut parameters, which differ
     between these ranks, and so are rounded differently.
     """
-    inside = without_flush(scheme)
-    casts = isinstance(inside, Cast | TwoPhaseCast) and not getattr(inside, "stochastic", False)
-    if isinstance(inside, Dense | PerParameter) or casts or not binding.parameters.placement:
+    pieces, inside = binding.parameters.placement, without_flush(scheme)
+    if not pieces or isinstance(inside, PerParameter) or _rounds_alone(inside):
         return
-    pieces = binding.parameters.placement
     uncut = [name for name, *_ in binding.parameters if not pieces.get(whole_name(name))]
     if uncut:
         warnings.warn(
@@ -85,6 +83,14 @@ def warn_of_uncut(scheme: Scheme, binding: Binding) -> None:
             RuntimeWarning,
             stacklevel=4,
         )
+
+
+def _rounds_alone(scheme: Scheme) -> bool:
+    """Whether a scheme rounds each entry by itself, and equal ones equally."""
+    while isinstance(scheme, ErrorFeedback | Cast) and not getattr(scheme, "stochastic", False):
+        scheme = scheme.scheme
+    casts = isinstance(scheme, TwoPhaseCast) and not getattr(scheme, "stochastic", False)
+    return casts or isinstance(scheme, Dense)
 
 
 def need_own_memory(engine: Engine, binding: Binding) -> None:

@@ -178,12 +178,15 @@ def test_states_without_memory_load_on_any_piece(tmp_path: Any) -> None:
 def _drifting(rank: int, world_size: int) -> None:
     """What is rounded beside pieces differs between columns: this is told, and none is exact."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    for name, told in (("int8", True), ("bf16", False), ("none", False)):
+    low_rank = commhooks.make("powersgd", wire_dtype="bf16", error_feedback=False)
+    feedback = commhooks.make("bf16", error_feedback=True)
+    exact = [(scheme, False) for scheme in ("bf16", feedback, "none")]
+    for scheme, told in [("int8", True), (low_rank, True), *exact]:
         model = parallelize_module(model_of((33, 64, 7)), mesh["tp"], PLAN)
         ours = DistributedDataParallel(model, device_mesh=mesh["dp"])
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            commhooks.register(ours, name)
+            commhooks.register(ours, scheme)
         texts = [str(one.message) for one in caught if "does not cut" in str(one.message)]
         assert bool(texts) == told
         assert not told or "2.bias (1 parameters" in texts[0]
