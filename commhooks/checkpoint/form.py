@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from commhooks.checkpoint.checksum import FIELDS, checksum
-from commhooks.checkpoint.names import renamed
 from commhooks.checkpoint.placement import read_placement
+from commhooks.core.names import renamed
 from commhooks.errors import CheckpointError
 
 __all__ = [

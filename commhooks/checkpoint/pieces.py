@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from commhooks.checkpoint.form import MemoryDict, Part, Saved
-from commhooks.checkpoint.names import padding_name, piece_of
+from commhooks.core.names import padding_name, piece_of
 from commhooks.errors import CheckpointError
 
 __all__ = ["of_one_group", "whole_values"]

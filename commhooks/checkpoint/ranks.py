@@ -24,7 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from commhooks.checkpoint.form import MemoryDict, Part, Saved, StateDict, read
-from commhooks.checkpoint.names import whole_name
+from commhooks.core.names import whole_name
 from commhooks.core.scheme import Scheme, children, slots_of
 from commhooks.errors import CheckpointError
 from commhooks.wrappers.feedback import RESIDUAL

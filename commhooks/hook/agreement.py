@@ -10,20 +10,17 @@ import torch
 from commhooks._version import __version__
 from commhooks.checkpoint.checksum import digest
 from commhooks.checkpoint.form import SavedBuckets
-from commhooks.checkpoint.names import whole_name
 from commhooks.checkpoint.ranks import resizes_of
-from commhooks.core.dense import Dense
+from commhooks.core.names import whole_name
 from commhooks.core.scheme import Scheme, walk
+from commhooks.core.traits import Exact
 from commhooks.errors import CheckpointError
 from commhooks.hook.binding import Binding
 from commhooks.hook.engine import Engine
-from commhooks.schemes.casts import TwoPhaseCast
-from commhooks.wrappers.cast import Cast
-from commhooks.wrappers.feedback import ErrorFeedback, without_flush
+from commhooks.wrappers.feedback import without_feedback, without_flush
 from commhooks.wrappers.make import describe
-from commhooks.wrappers.per_parameter import PerParameter
 
-__all__ = ["facts_of", "need_own_memory", "warn_of_uncut"]
+__all__ = ["facts_of", "need_own_memory", "not_to_round"]
 
 _OWN = "its own"
 
@@ -64,33 +61,41 @@ def facts_of(
     }
 
 
-def warn_of_uncut(scheme: Scheme, binding: Binding) -> None:
-    """Warns of parameters that ranks of tensor parallelism have in common, and will not keep equal.
+def not_to_round(scheme: Scheme, binding: Binding) -> frozenset[str]:
+    """Returns the parameters of buckets that a scheme must not round.
 
-    Their gradients share blocks, scales or selections with those of cut parameters, which differ
-    between these ranks, and so are rounded differently.
+    These are what ranks of tensor parallelism have in common, and have to keep equal: norms, and
+    biases of row-wise layers. Most schemes would round them together with the pieces of other
+    parameters, which differ between these ranks.
+
+    Warns where such a scheme gives the optimizer something else than a mean, which no exact mean
+    may stand for.
     """
     pieces, inside = binding.parameters.placement, without_flush(scheme)
-    if not pieces or isinstance(inside, PerParameter) or _rounds_alone(inside):
-        return
-    uncut = [name for name, *_ in binding.parameters if not pieces.get(whole_name(name))]
-    if uncut:
-        warnings.warn(
-            f"{inside} rounds the gradients of {', '.join(uncut[:3])} ({len(uncut)} parameters "
-            f"that tensor parallelism does not cut) together with those of its pieces, differently "
-            f"on each of its ranks, where these parameters drift apart. Use none, bf16 or fp16, or "
-            f"with DistributedDataParallel a PerParameter scheme with none for them",
-            RuntimeWarning,
-            stacklevel=4,
-        )
+    if not pieces or _rounds_alone(inside):
+        return frozenset()
+    uncut = [name for name in binding.parameters.shapes if not pieces.get(whole_name(name))]
+    if not uncut or inside.traits.returns == "mean":
+        return frozenset(uncut)
+    warnings.warn(
+        f"{inside} rounds the gradients of {', '.join(uncut[:3])} ({len(uncut)} parameters that "
+        f"tensor parallelism does not cut) together with those of its pieces, differently on each "
+        f"of its ranks, where these parameters drift apart. Use a scheme that returns the mean of "
+        f"gradients: such parameters then travel exactly",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+    return frozenset()
 
 
 def _rounds_alone(scheme: Scheme) -> bool:
     """Whether a scheme rounds each entry by itself, and equal ones equally."""
-    while isinstance(scheme, ErrorFeedback | Cast) and not getattr(scheme, "stochastic", False):
-        scheme = scheme.scheme
-    casts = isinstance(scheme, TwoPhaseCast) and not getattr(scheme, "stochastic", False)
-    return casts or isinstance(scheme, Dense)
+    # Random draws are numbered by entry, and pieces may differ in size.
+    if any(getattr(inside, "stochastic", False) for inside in walk(scheme)):
+        return False
+    traits = without_feedback(scheme).traits
+    # Updates are no rounded means, whatever their traits say; gossip sums in full precision.
+    return isinstance(traits.error, Exact) and (traits.returns != "update" or not traits.agrees)
 
 
 def need_own_memory(engine: Engine, binding: Binding) -> None:

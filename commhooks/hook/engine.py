@@ -9,6 +9,7 @@ import copy
 import threading
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from commhooks.errors import SchemeError
 from commhooks.hook.measurement import Measurement, Observer
 from commhooks.hook.shard_measurement import ShardMeasurement
 from commhooks.kernels import all_finite
+from commhooks.wrappers.parts import Exactly
 from ddp_core import AllReduce, Exchange
 
 __all__ = ["Engine", "measures"]
@@ -57,11 +59,11 @@ class Engine:
         self.memory = Memory()  # before the scheme, which says what may be kept in it
         self.scheme, self.rank, self.world_size = scheme, rank, world_size
         self.seed = check_seed(seed)
-        self.step = 0
-        self.skipped = 0  # number of steps whose writes were dropped
+        self.step = self.skipped = 0  # skipped: number of steps whose writes were dropped
         self.observer: Observer | None = None
         self.onward: Engine | None = None  # averages the means of this one further
         self.notes_finite = False  # for an engine that averages before this one
+        self.exactly = Exactly()  # the parameters that no scheme may round
         self._lock = threading.Lock()  # backward's thread ends steps, the lanes' finishes exchanges
         self._open: _Step | None = None
 
@@ -197,7 +199,7 @@ class Engine:
             else:
                 bucket = self.bucket(grad, find_layout, shards, output)
                 measurement = _measure(self, step, number, bucket)
-                result = yield from (run or self.scheme.exchange)(bucket)
+                result = yield from (run or partial(self.exactly.exchange, self.scheme))(bucket)
                 mean = values = _checked(self.scheme, result, bucket.output)
                 finite = result.finite
                 if measurement is not None:

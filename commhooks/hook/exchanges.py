@@ -66,7 +66,7 @@ class Exchanges:
             bucket=bucket,
             dense_bytes=dense_bytes,
             world_size=self._engine.world_size,
-            max_rounds=self._engine.traits.rounds + further_rounds,
+            max_rounds=self._engine.traits.rounds + self._engine.exactly.rounds + further_rounds,
             record=partial(_record, self._ledger, note),
             clock=clock_of(device, timed=step.timed),
             joins=commits and self._engine.keeps_memory,

@@ -13,13 +13,14 @@ from torch import nn
 from commhooks.checkpoint.form import SavedBuckets
 from commhooks.core.scheme import Scheme
 from commhooks.errors import RegistrationError
-from commhooks.hook.agreement import facts_of, need_own_memory, warn_of_uncut
+from commhooks.hook.agreement import facts_of, need_own_memory, not_to_round
 from commhooks.hook.binding import Binding
 from commhooks.hook.continuation import Continuation
 from commhooks.hook.engine import Engine
 from commhooks.hook.handshake import handshake
 from commhooks.hook.parameters import Parameters
 from commhooks.hook.verify import Verification
+from commhooks.wrappers.parts import Exactly
 from commhooks.wrappers.per_parameter import warn_of_idle_rules
 from ddp_core import Drivers, MismatchError, MissingRankError
 
@@ -39,6 +40,7 @@ class Meeting:
     _continuation: Continuation
     verification: Verification | None
     _agreed: bool
+    _further_rounds: int
     # Names the run of these ranks: the present one, and the one before the ranks last changed.
     _run: tuple[str, str]
 
@@ -126,7 +128,7 @@ class Meeting:
         # After the handshake, which compares the memory's origin: a pickled state on a wrong rank
         # is then an error on all ranks, and not on one rank while the others wait.
         need_own_memory(self._engine, self._binding)
-        warn_of_uncut(self.scheme, self._binding)
+        self._send_exactly(self.scheme)
         self._agreed = self._continuation.handed_over = True
         # On a GPU one group serves all rounds (``ddp_core.Drivers``): there are no lanes.
         if devices <= {"cpu"}:
@@ -134,6 +136,11 @@ class Meeting:
         if self.verification is not None:
             binding = self._binding
             self.verification.open(binding.group(), devices, self._drivers.join, binding.beside)
+
+    def _send_exactly(self, scheme: Scheme) -> None:
+        """Sends by itself, from the next step on, what ``scheme`` must not round."""
+        exactly = self._engine.exactly = Exactly(not_to_round(scheme, self._binding))
+        self._drivers.ensure(scheme.traits.rounds + exactly.rounds + self._further_rounds)
 
     def _meet(
         self,

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from commhooks.checkpoint.names import is_padding, plain_name, plain_names
 from commhooks.checkpoint.placement import piece_here
 from commhooks.core.layout import Layout
+from commhooks.core.names import is_padding, plain_name, plain_names
 from commhooks.core.slot import Slot
 from commhooks.errors import RegistrationError
 from commhooks.wrappers.feedback import RESIDUAL

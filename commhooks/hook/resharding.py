@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 
 from commhooks.checkpoint.form import MemoryDict, Saved
-from commhooks.checkpoint.names import is_padding, piece_of, whole_name
 from commhooks.checkpoint.pieces import of_one_group
 from commhooks.checkpoint.ranks import parts_of_group
+from commhooks.core.names import is_padding, piece_of, whole_name
 from commhooks.core.scheme import Scheme, slots_of
 from commhooks.hook.running import Running
 from commhooks.wrappers.feedback import RESIDUAL_SLOT

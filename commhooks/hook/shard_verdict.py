@@ -8,7 +8,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-from commhooks.checkpoint.names import is_padding, whole_name
+from commhooks.core.names import is_padding, whole_name
 from commhooks.hook.shard_measurement import ShardMeasurement
 from commhooks.hook.verdict import Finding, Law, Verified, apply_law
 

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from commhooks.checkpoint.names import (
+from commhooks.core.layout import Layout
+from commhooks.core.names import (
     is_padding,
     padding_name,
     piece_name,
@@ -16,7 +17,6 @@ from commhooks.checkpoint.names import (
     plain_name,
     whole_name,
 )
-from commhooks.core.layout import Layout
 from commhooks.core.slot import Slot
 from commhooks.hook.parameters import Parameter, Parameters
 

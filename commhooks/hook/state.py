@@ -119,7 +119,7 @@ class HookState(Moving):
                 memory.drop(key)
         self._engine.scheme, self._since = built, self.step
         warn_of_idle_rules(built, self._parameters)
-        self._drivers.ensure(built.traits.rounds + self._further_rounds)
+        self._send_exactly(built)
         # The new scheme may want other buckets: ``bucket_cap_mb``, or a layout by the scheme.
         if isinstance(self._binding.model, CoreDDP):
             self._binding.model.refresh_layout()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.replicate import replicate
 
-from commhooks.checkpoint.names import plain_names
+from commhooks.core.names import plain_names
 from commhooks.core.scheme import Scheme
 from commhooks.errors import RegistrationError
 from commhooks.hook.attachment import Unfrozen

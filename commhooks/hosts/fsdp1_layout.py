@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commhooks.checkpoint.names import is_padding, padding_name, plain_name
 from commhooks.core.layout import Layout
+from commhooks.core.names import is_padding, padding_name, plain_name
 from commhooks.hook.parameters import Parameter, memory_order
 
 __all__ = ["originals", "pieces"]

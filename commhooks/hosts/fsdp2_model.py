@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
-from commhooks.checkpoint.names import plain_names
 from commhooks.checkpoint.placement import piece_here
+from commhooks.core.names import plain_names
 from commhooks.errors import RegistrationError
 from commhooks.hook.sharded_parameters import ShardedParameter
 from commhooks.hosts.fsdp2_module import FSDP2Module

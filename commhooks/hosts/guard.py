@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from commhooks.checkpoint.names import plain_name
+from commhooks.core.names import plain_name
 from commhooks.errors import HookNotAttachedError
 from commhooks.hook.state import HookState
 

@@ -11,16 +11,16 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from commhooks.core.bucket import Bucket, Result, SchemeExchange
+from commhooks.core.bucket import Bucket, SchemeExchange
+from commhooks.core.names import whole_name
 from commhooks.core.scheme import Scheme, walk
 from commhooks.core.settings import check_settings, shown
 from commhooks.core.slot import Slot
 from commhooks.core.traits import Traits
 from commhooks.wrappers.base import Choice
 from commhooks.wrappers.feedback import flushing, keeps_residual
-from ddp_core import AllReduce, Collective, as_request
+from commhooks.wrappers.parts import Part, side_by_side, whole_of
 
 __all__ = ["ROLES", "PerParameter", "Rule", "role_of", "warn_of_idle_rules"]
 
@@ -84,7 +84,8 @@ class Rule:
                 )
 
     def matches(self, name: str, shape: torch.Size, dtype: torch.dtype) -> bool:
-        """Whether a parameter meets all conditions of this rule."""
+        """Whether a parameter, or a rank's piece of it (FSDP2), meets all conditions."""
+        name = whole_name(name)
         return (
             fnmatch.fnmatchcase(name, self.name)
             and self.min_dim <= len(shape) <= self.max_dim
@@ -135,8 +136,7 @@ class PerParameter(Choice):
     def traits(self) -> Traits:
         # The sum: collectives that cannot be merged run one after the other.
         rounds = sum(scheme.traits.rounds for scheme in self.schemes)
-        # Parameters are picked out of the bucket, so that its shards are none of what is left.
-        return super().traits._replace(rounds=rounds, shards=False)
+        return super().traits._replace(rounds=rounds)
 
     def bucket_group(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Hashable:
         which = self.choose(name, shape, dtype)
@@ -170,13 +170,9 @@ class PerParameter(Choice):
         if len(chosen) == 1:  # the usual case with ``layout="scheme"``: nothing is copied
             (which,) = chosen
             return (yield from schemes[which].exchange(bucket))
-        parts = [_Part(schemes[which], bucket, chosen[which]) for which in sorted(chosen)]
-        yield from _side_by_side(parts)
-        for part in parts:
-            part.put_back(bucket)
-        flags = [part.result.finite for part in parts if part.result.finite is not None]
-        finite = torch.stack(flags).all() if len(flags) == len(parts) else None
-        return Result(bucket.output, unsent=bucket.unsent, finite=finite)
+        parts = [Part(schemes[which], bucket, chosen[which]) for which in sorted(chosen)]
+        yield from side_by_side(parts)
+        return whole_of(parts, bucket)
 
 
 def warn_of_idle_rules(
@@ -216,83 +212,3 @@ def _idle(rule: Rule, names: Sequence[str], hidden: bool) -> str:
     near = difflib.get_close_matches(rule.name.strip("*"), names, n=3, cutoff=0.4)
     listed = f"the nearest are {', '.join(near)}" if near else f"it has {', '.join(names[:3])}, ..."
     return f"{which} matches none of the model's {len(names)} parameters; {listed}"
-
-
-class _Part:
-    """Runs one scheme over some parameters of a bucket, gathered into a bucket of their own."""
-
-    def __init__(self, scheme: Scheme, bucket: Bucket, positions: list[int]) -> None:
-        layout = bucket.layout
-        self.scheme = scheme
-        self.spans = [(layout.offsets[i], layout.offsets[i + 1]) for i in positions]
-        # A copy: the parameters are not contiguous. The residual is in it; kernels do not add it.
-        gradient = torch.cat([bucket.gradient[begin:end] for begin, end in self.spans])
-        kept = bucket.unsent is not None
-        self.bucket = bucket.replace(
-            raw=gradient,
-            residual=None,
-            unsent=torch.empty_like(gradient, dtype=bucket.wide_dtype) if kept else None,
-            output=torch.empty_like(gradient, dtype=bucket.output.dtype),
-            layout=layout.pick(positions),
-        )
-        self.exchange = scheme.exchange(self.bucket)
-        self.request: Collective | None = None
-        self.result = Result(gradient)
-
-    def advance(self, answer: Tensor | None) -> None:
-        """Runs to the next request, or to the end."""
-        try:
-            yielded = next(self.exchange) if answer is None else self.exchange.send(answer)
-            self.request = as_request(yielded)
-        except StopIteration as stop:
-            self.request, self.result = None, stop.value
-
-    def put_back(self, bucket: Bucket) -> None:
-        """Copies the mean and what was not sent to the parameters' spans of the bucket."""
-        if bucket.unsent is not None:
-            self.result = self.bucket.completed(self.result)
-            assert self.result.unsent is not None
-            self._put(self.result.unsent, bucket.unsent)
-        self._put(self.result.mean, bucket.output)
-
-    def _put(self, flat: Tensor, into: Tensor) -> None:
-        pieces = flat.split(self.bucket.layout.sizes)
-        for (begin, end), piece in zip(self.spans, pieces, strict=True):
-            into[begin:end].copy_(piece)
-
-
-def _side_by_side(parts: list[_Part]) -> SchemeExchange:
-    """Runs the exchanges of all parts together, and merges all-reduces of one operation and dtype.
-
-    Every rank has the same parts in the same order, so all ranks merge the same requests.
-    """
-    for part in parts:
-        part.advance(None)
-    while waiting := [part for part in parts if part.request is not None]:
-        first = waiting[0].request
-        assert first is not None
-        # Gathered payloads are not merged: theirs would be rows of different schemes.
-        together = [part for part in waiting if _mergeable(first, part.request)] or waiting[:1]
-        if len(together) == 1:
-            together[0].advance((yield first))
-            continue
-        requests = [part.request for part in together if part.request is not None]
-        merged = first.like(torch.cat([request.tensor.view(-1) for request in requests]))
-        arrived = yield merged
-        sizes = [request.tensor.numel() for request in requests]
-        # What a cast around this wrapper rounded, for the feedback inside each part.
-        shares = merged.sent.split(sizes) if merged.sent is not None else [None] * len(sizes)
-        for part, request, piece, share in zip(
-            together, requests, arrived.split(sizes), shares, strict=True
-        ):
-            request.sent = None if share is None else share.view(request.tensor.shape)
-            part.advance(request.tensor.copy_(piece.view(request.tensor.shape)))
-    return parts[0].result
-
-
-def _mergeable(first: Collective, other: Collective | None) -> bool:
-    return (
-        isinstance(first, AllReduce)
-        and isinstance(other, AllReduce)
-        and (first.op, first.tensor.dtype) == (other.op, other.tensor.dtype)
-    )

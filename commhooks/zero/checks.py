@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from commhooks.core.scheme import Scheme
 from commhooks.errors import RegistrationError
+from commhooks.hook.agreement import not_to_round
+from commhooks.hook.binding import Binding
 from commhooks.hook.parameters import find_ddp
 from commhooks.zero.stand_ins import InShards
 from ddp_core import DistributedDataParallel as CoreDDP
@@ -17,6 +20,7 @@ __all__ = [
     "Group",
     "groups_of",
     "need_elementwise",
+    "need_equal_values",
     "need_known_use",
     "need_model",
     "need_none_accumulated",
@@ -62,6 +66,22 @@ def need_model(model: nn.Module) -> CoreDDP:
                 f"part of a flat tensor of real numbers; use another optimizer for this model"
             )
     return ddp
+
+
+def need_equal_values(codec: Scheme | None, binding: Binding) -> None:
+    """Raises unless ranks of tensor parallelism gather equal values of what they have in common.
+
+    Raises:
+        RegistrationError: a codec would round these together with their pieces of others.
+    """
+    shared = frozenset() if codec is None else not_to_round(codec, binding)
+    if shared:
+        raise RegistrationError(
+            f"ZeroOptimizer(gather=...): {codec} rounds {', '.join(sorted(shared)[:3])} together "
+            f"with pieces of tensor parallelism, differently on each of its ranks, which do not "
+            f"cut these {len(shared)} parameters and have to keep them equal; use gather='none' "
+            f"or 'bf16'"
+        )
 
 
 def need_known_use(ddp: CoreDDP) -> None:

@@ -18,6 +18,7 @@ from commhooks.zero import saving
 from commhooks.zero.checks import (
     groups_of,
     need_elementwise,
+    need_equal_values,
     need_known_use,
     need_model,
     need_none_accumulated,
@@ -93,6 +94,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         sends = Gather(gather)
         self.hook = ZeroHook(scheme, ddp, seed=seed, history=history)
         need_shards(self.hook.scheme, "ZeroOptimizer", "ZeroOptimizer(scheme=...)")
+        need_equal_values(sends.codec, self.hook._binding)
         self._model = ddp
         names = self.hook._binding.names
         facts: dict[str, Any] = {
@@ -103,7 +105,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         }
         if in_backward:
             need_known_use(ddp)
-            self.hook._drivers.ensure(self.hook.scheme.traits.rounds + 1)
+            self.hook._further_rounds = 1  # the gather
         self.hook.agree("commhooks.ZeroOptimizer", facts, MEETING)
         ddp.register_comm_hook(self.hook, comm_hook)
         ddp.register_forward_pre_hook(AttachmentGuard(self.hook, ddp))

@@ -59,14 +59,18 @@ def test_the_mean_arrives(strategy: str, original: bool) -> None:
 def _schemes(rank: int, world_size: int) -> None:
     """A scheme that returns memory of its own, and on whole gradients one that keeps some."""
     for strategy in ("FULL_SHARD", "NO_SHARD"):
-        plain, ours, kept = (_unit(strategy) for _ in range(3))
+        plain, ours, kept, chosen = (_unit(strategy) for _ in range(4))
         commhooks.register(ours, Elsewhere())
         commhooks.register(kept, "int4", block=64)
-        for model in (plain, ours, kept):
+        rules = [commhooks.Rule(commhooks.make("int8"), name="*.weight", min_numel=100)]
+        commhooks.register(chosen, commhooks.PerParameter(rules, default=commhooks.make("none")))
+        for model in (plain, ours, kept, chosen):
             backward(model, 0, rank)
-        wanted, found, near = map(_flat, (plain, ours, kept))
+        wanted, found, near, other = map(_flat, (plain, ours, kept, chosen))
         assert torch.equal(wanted, found)
         assert 0 < float((near - wanted).norm() / wanted.norm()) < 0.4
+        assert 0 < float((other - wanted).norm() / wanted.norm()) < 0.02
+        assert (other == wanted).float().mean() > 0.01  # biases
 
 
 def _odd(rank: int, world_size: int) -> None:

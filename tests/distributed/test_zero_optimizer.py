@@ -14,6 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import commhooks
@@ -311,6 +313,36 @@ def _codec(rank: int, world_size: int, gather: Any, in_backward: bool) -> None:
 @pytest.mark.parametrize("gather", GATHERS)
 def test_all_ranks_have_equal_parameters_after_every_step(gather: str) -> None:
     run_ranks(_codec, 3, gather, gather in ("int8", "int4"))
+
+
+def _beside_pieces(rank: int, world_size: int) -> None:
+    """What tensor parallelism does not cut stays equal on its ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plan: Any = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+
+    def made(**settings: Any) -> tuple[Any, ZeroOptimizer]:
+        inside = nn.Sequential(nn.Linear(33, 64), nn.ReLU(), nn.Linear(64, 7))
+        parallelize_module(inside, mesh["tp"], plan)
+        model = DistributedDataParallel(inside, device_mesh=mesh["dp"])
+        return model, ZeroOptimizer(model, torch.optim.AdamW, lr=1e-2, **settings)
+
+    with pytest.raises(RegistrationError, match=r"rounds 2\.bias together .* gather='none'"):
+        made(gather="int8")
+    for in_backward, gather in ((False, "none"), (True, "bf16")):
+        torch.manual_seed(0)
+        model, zero = made(scheme="int8", gather=gather, in_backward=in_backward)
+        for step in range(3):
+            model(torch.randn(4, 33) + rank // 2 + step).square().sum().backward()
+            zero.step()
+            zero.zero_grad()
+        bias = dict(model.named_parameters())["module.2.bias"].detach()
+        everyone = [torch.empty_like(bias) for _ in range(2)]
+        dist.all_gather(everyone, bias, group=mesh["tp"].get_group())
+        assert torch.equal(*everyone)
+
+
+def test_beside_tensor_parallelism_what_is_not_cut_stays_equal() -> None:
+    run_ranks(_beside_pieces, 4, ignore_warnings=(".*TypedStorage",))
 
 
 class _Linear(nn.Module):
@@ -728,7 +760,7 @@ def _refusals(rank: int, world_size: int) -> None:
             ZeroOptimizer(model, *(args or (torch.optim.AdamW,)), **settings)
         train(model, torch.optim.SGD(model.parameters()), rank, 0, 1)
 
-    refused(r"averages whole buckets.* or AveragedFeedback$", scheme="powersgd")
+    refused(r"averages whole buckets.* or PerParameter$", scheme="powersgd")
     refused("does not pack", gather="powersgd")
     refused("would grow", gather=commhooks.make("int4", stochastic=True, rotate=False))
     refused("matrix", torch.optim.Adafactor)

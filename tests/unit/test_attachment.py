@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commhooks
 import ddp_core
 from commhooks import HookState, comm_hook
-from commhooks.checkpoint.names import plain_name, plain_names
+from commhooks.core.names import plain_name, plain_names
 from commhooks.errors import RegistrationError
 from commhooks.hook import parameters as _model
 from ddp_core import DistributedDataParallel as CoreDDP

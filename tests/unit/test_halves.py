@@ -20,6 +20,7 @@ from commhooks.hook.verdict import law_of
 from commhooks.schemes import Blockwise, Dense, TopK, TwoPhaseCast
 from commhooks.schemes.minmax import MinMaxPerChannel
 from commhooks.wrappers import EF21, Cast, Guard, PerParameter, Rule, TwoPhase
+from commhooks.wrappers.parts import Exactly
 from ddp_core import simulate
 
 RANKS = 3
@@ -185,6 +186,9 @@ WITH_FEEDBACK = {
     "topk": make("topk", ratio=0.1),
     "bf16 in 32 bits": ErrorFeedback(TwoPhaseCast(torch.bfloat16)),
     "eden": ErrorFeedback(make("eden", bits=4)),
+    "per parameter": ErrorFeedback(
+        PerParameter([Rule(Dense(), name="1")], default=Blockwise("int4", 64))
+    ),
 }
 
 
@@ -304,16 +308,57 @@ def test_what_only_averages_says_so():
     assert TopK(0.1).gathers
 
 
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda scheme: EF21(scheme),
-        lambda scheme: PerParameter([Rule(Dense(), max_dim=1)], default=scheme),
-    ],
-    ids=["EF21", "PerParameter"],
-)
-def test_wrappers_that_look_at_whole_buckets_say_that_they_return_no_shards(wrap):
+def test_a_wrapper_that_looks_at_whole_buckets_says_that_it_returns_no_shards():
     scheme = Blockwise("int4", 64)
     assert scheme.traits.shards
     assert ErrorFeedback(scheme).traits.shards
-    assert not wrap(scheme).traits.shards
+    assert not EF21(scheme).traits.shards
+
+
+# ---- parts of a bucket
+
+LAYOUT = Layout(["a", "b", "c"], [(280,), (10, 3), (390,)])  # cut within "a" and "c", or at none
+
+
+@pytest.mark.parametrize("exact", ["a", "b", "c", "ab", "abc", ""])
+@pytest.mark.parametrize("how", ["a rule", "what no scheme may round", "feedback around a rule"])
+@pytest.mark.parametrize("cut", [None, CUTS["anywhere"]], ids=["whole", "shards"])
+def test_some_parameters_are_averaged_exactly_beside_others(exact: str, how: str, cut):
+    """ "c" is in no part of the first rank: its mean cannot be cut as schemes cut it."""
+    scheme: Scheme = Blockwise("int4", 64)
+    if how != "what no scheme may round":
+        scheme = PerParameter([Rule(Dense(), name=one) for one in exact], default=scheme)
+    if how == "feedback around a rule":
+        scheme = ErrorFeedback(scheme)
+    engines = [Engine(scheme, rank=rank, world_size=RANKS) for rank in range(RANKS)]
+    total = applied = torch.zeros(700)
+    for step in range(3):
+        grads = [numbers(10 * step + rank, 700) for rank in range(RANKS)]
+        exchanges = []
+        for engine, grad in zip(engines, grads, strict=True):
+            if how == "what no scheme may round":
+                engine.exactly = Exactly(exact)
+            engine.begin_bucket(0, is_last=True)
+            exchanges.append(engine.exchange(grad.clone(), LAYOUT, shards=cut, agree=True))
+        found = simulate(exchanges)
+        mean = found[0] if cut is None else torch.cat(found)
+        dense = torch.stack(grads).mean(0)
+        for name, one, other in zip("abc", LAYOUT.views(mean), LAYOUT.views(dense), strict=True):
+            assert (distance(one, other) < 1e-6) == (name in exact), name
+        total, applied = total + dense, applied + mean
+    if how == "feedback around a rule":
+        kept = [
+            torch.cat([e.memory.get("residual", name).view(-1) for name in "abc"]) for e in engines
+        ]
+        assert_close(applied + torch.stack(kept).mean(0), total, rtol=0, atol=1e-5)
+
+
+def test_rules_know_the_pieces_of_a_parameter_by_its_name():
+    rule = Rule(Dense(), name="*.bias", role="bias")
+    assert rule.matches("layer.bias#3", torch.Size([4]), torch.float32)
+    ranks = Ranks(PerParameter([Rule(Dense(), name="1")], default=make("int8")), 8, (500, 40))
+    grads = ranks.gradients(0)
+    found = ranks.layout.views(torch.cat(ranks.reduce_scatter(grads)))
+    wanted = ranks.layout.views(mean_of(grads).float())
+    for name, one, other in zip(ranks.layout.names, found, wanted, strict=True):
+        assert (distance(one, other) < 1e-6) == name.startswith("1#")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from commhooks.checkpoint.names import padding_name
+from commhooks.core.names import padding_name
 from commhooks.hook.parameters import Parameter
 from commhooks.hook.sharded_parameters import FlatParameters, ShardedParameter, ShardedParameters
 
