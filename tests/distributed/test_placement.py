@@ -197,7 +197,7 @@ def _stay_equal(rank: int, world_size: int, host: str) -> None:
             continue
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            hook = commhooks.register(model, given, **options)
+            hook = commhooks.register(model, given, verify_every=2, verify="raise", **options)
             if name == "switched":
                 hook.switch("int4")
         told = any("does not cut" in str(one.message) for one in caught)
