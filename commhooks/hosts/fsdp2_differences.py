@@ -70,7 +70,7 @@ class DifferencesAllGather(DefaultAllocMixin, AllGather):
             self.held = None  # of another mixed precision
         # For the gradients of a module FSDP2 asks for the weights that it has run with: those held,
         # without a message. All ranks are at the same place, so that they decide alike. A module
-        # that runs within backward gathers: its parameters may be new, which a rank knows of its own
+        # that runs within backward gathers: its parameters may be new, and a rank knows of its own
         # shard only.
         for_gradients = self._group._training_state == TrainingState.PRE_BACKWARD
         if in_backward and for_gradients and self.held is not None:
