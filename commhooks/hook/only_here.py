@@ -1,4 +1,4 @@
-"""Defines ``OnlyHere``, a forward pre-hook that stays behind when its module is copied."""
+"""Defines ``OnlyHere``, a hook of a module that stays behind when the module is copied."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ __all__ = ["OnlyHere"]
 
 
 class OnlyHere:
-    """Calls a function before each forward pass of a module, and not of its copies.
+    """Calls a function where a module calls its hooks, and not for its copies.
 
-    A module that is copied or pickled takes its pre-hooks along, as averages of weights are made
-    (``copy.deepcopy(model)``). The hook that a pre-hook belongs to runs for the first one only.
+    A module that is copied or pickled takes its hooks along, as averages of weights are made
+    (``copy.deepcopy(model)``). What one of these belongs to is that of the first module only.
 
     Args:
-        call: gets module and inputs, as forward pre-hooks do; None: this is of a copy.
+        call: gets module and inputs, as forward pre-hooks do, or module and keys, as hooks of
+            ``load_state_dict``; None: this is of a copy.
     """
 
     def __init__(self, call: Callable[[nn.Module, Any], None] | None) -> None:

@@ -18,12 +18,14 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
     DefaultAllocMixin,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from commhooks.core.layout import Layout
 from commhooks.core.scheme import Scheme
-from commhooks.hook.call import Call, written
+from commhooks.hook.call import written
 from commhooks.hook.engine import Engine
 from commhooks.hosts.collectives import Collectives
+from commhooks.hosts.fsdp2_parts import GatherInParts, Parts
 from ddp_core import Exchange, borrow_memory
 from ddp_core.reducer.accumulators import NO_BACKWARD, backward_number
 
@@ -36,13 +38,21 @@ class DifferencesAllGather(DefaultAllocMixin, AllGather):
     Attributes:
         held: what all ranks have, one rank's after the other's. None: the next gather is exact.
         sent: this rank's shard as it was when the difference to it was sent.
+
+    Args:
+        collectives: run the gathers.
+        group: FSDP2's group of the module's parameters.
     """
 
-    def __init__(self, collectives: Collectives) -> None:
-        self._collectives = collectives
+    def __init__(self, collectives: Collectives, group: Any) -> None:
+        self._collectives, self._group, self._parts = collectives, group, Parts.of(group)
         self.held: Tensor | None = None
         self.sent: Tensor | None = None
-        self._used_in = NO_BACKWARD  # the backward pass, since the last gather outside of one
+        self._anew = False
+
+    def begin_anew(self, *_: Any) -> None:
+        """Makes the next gather outside of backward exact."""
+        self._anew = True
 
     def __call__(
         self,
@@ -53,38 +63,40 @@ class DifferencesAllGather(DefaultAllocMixin, AllGather):
     ) -> Any:
         if group.size() != self._collectives.world_size:  # see ``SchemeAllGather``
             return DefaultAllGather()(output_tensor, input_tensor, group, async_op)
+        in_backward = backward_number() != NO_BACKWARD
+        if self._anew and not in_backward:  # backward has the weights of forward
+            self.held, self._anew = None, False
         if self.held is not None and _kind(self.held) != _kind(output_tensor):
             self.held = None  # of another mixed precision
-        if self._has_gathered_for(backward_number()) and self.held is not None:
-            # The weights of forward, also where a checkpoint runs it again: no message.
+        # For the gradients of a module FSDP2 asks for the weights that it has run with: those held,
+        # without a message. All ranks are at the same place, so that they decide alike. A module
+        # that runs within backward gathers: its parameters may be new, and a rank knows of its own
+        # shard only.
+        for_gradients = self._group._training_state == TrainingState.PRE_BACKWARD
+        if in_backward and for_gradients and self.held is not None:
             borrow_memory(self.held)
             written(output_tensor, self.held)
             return None
-        call = _Differences("all_gather", input_tensor, output_tensor, gather=self)
+        parts = self._parts
+        call = _Differences("all_gather", input_tensor, output_tensor, parts=parts, of=self)
         return self._collectives.run(call, None, async_op)
-
-    def _has_gathered_for(self, backward: int) -> bool:
-        """Whether a backward pass is under way, and the first since the last gather outside."""
-        first = self._used_in in (NO_BACKWARD, backward)
-        self._used_in = backward
-        return backward != NO_BACKWARD and first
 
 
 @dataclass(frozen=True)
-class _Differences(Call):
+class _Differences(GatherInParts):
     """Gathers what has changed since a module's parameters were gathered last.
 
     Attributes:
-        gather: of the module.
+        of: the module's gather.
     """
 
-    gather: Any = None
+    of: Any = None
 
     def is_plain(self, scheme: Scheme) -> bool:
-        return self.gather.held is None or super().is_plain(scheme)
+        return self.of.held is None or super().is_plain(scheme)
 
     def exchange(self, engine: Engine, layout: Layout, number: int, *, agree: bool) -> Exchange:
-        held, gather, now = self.gather.held, self.gather, self.given.clone()
+        held, gather, now, parts = self.of.held, self.of, self.given.clone(), self.parts
         # Until the exchange has ended: after one that failed, ranks may hold different values.
         plain, gather.held = self.is_plain(engine.scheme), None
         if plain:
@@ -92,16 +104,23 @@ class _Differences(Call):
             gather.held, gather.sent = self.into.clone(), now
             return self.into
         borrow_memory(held)
+        rows = held.view(engine.world_size, -1)
+        before = rows[engine.rank]
+        # Zeros change nothing: forward passes between two steps have the same weights, and so have
+        # modules that run again within backward. Each rank decides for its own shard. It sends if
+        # what was sent has overflowed, too.
+        sends = (now != gather.sent).any() | ~before.isfinite().all()
         # NaN and infinity would stay in all differences. Every rank holds the same bits.
         held.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-        wide = torch.promote_types(held.dtype, torch.float32)
-        own = now - held.view(engine.world_size, -1)[engine.rank].to(wide)
-        # Zeros change nothing: forward passes between two steps have the same weights, and so has
-        # the backward pass through all of them. Each rank decides for its own shard.
-        own = torch.where((now != gather.sent).any(), own, 0.0)
-        changed = Call("all_gather", own, torch.empty_like(held, dtype=wide))
-        yield from changed.exchange(engine, layout, number, agree=agree)
-        written(self.into, held.add_(changed.into))
+        own = now - before.to(torch.promote_types(held.dtype, torch.float32))
+        change = parts.take(torch.where(sends, own, 0.0), packed=True)
+        exact = parts.take(now, packed=False)
+        changed, others = yield from self.gather(engine, layout, number, change, exact, agree=agree)
+        # In ``rows`` itself where all entries are packed.
+        packed = parts.take(rows, packed=True).add_(changed)
+        if parts.mixed:
+            rows.copy_(parts.joined(packed, others))
+        written(self.into, held)
         gather.held, gather.sent = held, now
         return self.into
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 from commhooks.core.scheme import Scheme
+from commhooks.hook.only_here import OnlyHere
 from commhooks.hosts.collectives import Collectives
 from commhooks.hosts.fsdp2_differences import DifferencesAllGather
 from commhooks.wrappers.make import make
@@ -38,31 +38,29 @@ class GatheredParameters(Collectives):
         self.stays = "FSDP2 decides over which ranks it gathers; shard a model over the others"
         self._allowed = allowed
         self._groups: Sequence[Any] = ()
+        self._handles: list[Any] = []  # of hooks of modules
 
-    def install(self, model: nn.Module, groups: Sequence[Any], gather: Callable[[], Any]) -> None:
-        """Makes FSDP2's groups of parameters of a model gather by ``gather()``."""
+    def install(self, groups: Sequence[Any], gather: Callable[[Any], Any]) -> None:
+        """Makes FSDP2's groups of parameters gather by ``gather(group)``."""
         self._groups = groups
         for group in groups:
-            group._all_gather_comm = gather()
-        me = weakref.ref(self)
-
-        def loaded(*_: Any) -> None:
-            collectives = me()
-            if collectives is not None:
-                collectives.begin_anew()
-
-        model.register_load_state_dict_post_hook(loaded)
+            group._all_gather_comm = one = gather(group)
+            if isinstance(one, DifferencesAllGather):
+                # After a load of the model, of one of its modules, or of a part of that.
+                begins = OnlyHere(one.begin_anew)
+                for module in _owners(group):
+                    self._handles.append(module.register_load_state_dict_post_hook(begins))
 
     def begin_anew(self) -> None:
         """Makes the next forward pass send parameters, not differences; all ranks call it.
 
-        For after other parameters were written into the model, as their differences are rounded as
-        coarsely as they are large. ``load_state_dict`` of the model does it by itself.
+        For after other parameters were written into the model in place, as their differences are
+        rounded as coarsely as they are large. ``load_state_dict``, of the model or of a module in
+        it, does it by itself. A backward pass has the weights of its forward pass all the same.
         """
-        self.wait()
         for group in self._groups:
             if isinstance(group._all_gather_comm, DifferencesAllGather):
-                group._all_gather_comm.held = None
+                group._all_gather_comm.begin_anew()
 
     def switch(self, scheme: str | Scheme, **options: Any) -> None:
         """Gathers by another scheme from the next call on; "none" sends parameters as they are."""
@@ -72,5 +70,13 @@ class GatheredParameters(Collectives):
         """Ends all calls; FSDP2 gathers by itself from then on. Safe to call twice."""
         for group in self._groups:
             group._all_gather_comm = DefaultAllGather()
-        self._groups = ()
+        for handle in self._handles:
+            handle.remove()
+        self._groups, self._handles = (), []
         super().close()
+
+
+def _owners(group: Any) -> set[nn.Module]:
+    """Returns the modules that have the parameters of FSDP2's group themselves."""
+    places = [one._module_info for one in group.fsdp_params]
+    return {module for one in places for module in (one.module, *one.shared_modules)}

@@ -15,7 +15,7 @@ from commhooks.errors import RegistrationError
 from commhooks.hook.sharded_parameters import ShardedParameter
 from commhooks.hosts.fsdp2_module import FSDP2Module
 
-__all__ = ["FSDP2Model", "groups_of", "parameter_of"]
+__all__ = ["FSDP2Model", "groups_of", "parameter_of", "spec_of"]
 
 
 class FSDP2Model(NamedTuple):
@@ -94,13 +94,17 @@ def parameter_of(sharded: Any) -> nn.Parameter:
     return parameter
 
 
+def spec_of(sharded: Any) -> Any:
+    """Returns the spec of the DTensor that a parameter was before FSDP2; None: it was none."""
+    # The second is its name in torch 2.9.
+    return getattr(sharded, "_unsharded_dtensor_spec", getattr(sharded, "_tp_spec", None))
+
+
 def _sharded(parameter: Any, name: str, group: Any) -> ShardedParameter:
     policy = group.mp_policy
     dtype = policy.reduce_dtype or policy.param_dtype or parameter.sharded_param.dtype
     trained = parameter.sharded_param.requires_grad
-    # Its name in torch 2.9: of the DTensor that was there before FSDP2.
-    spec = getattr(parameter, "_unsharded_dtensor_spec", getattr(parameter, "_tp_spec", None))
-    piece = piece_here(spec)
+    piece = piece_here(spec_of(parameter))
     return ShardedParameter(
         name, parameter._orig_size, dtype, parameter.fsdp_placement.dim, trained, piece
     )

@@ -19,12 +19,14 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 )
 
 from commhooks.core.dense import Dense
-from commhooks.core.scheme import Scheme
+from commhooks.core.scheme import Scheme, walk
 from commhooks.errors import RegistrationError
 from commhooks.hosts.collectives import Collectives
 from commhooks.hosts.fsdp2_differences import DifferencesAllGather
 from commhooks.hosts.fsdp2_gathered import GatheredParameters
 from commhooks.hosts.fsdp2_model import FSDP2Model
+from commhooks.hosts.fsdp2_parts import GatherInParts, Parts
+from commhooks.kernels import FORMATS
 from commhooks.schemes._differences import codec_of_differences
 from commhooks.schemes.casts import TwoPhaseCast
 from commhooks.schemes.quantized import Blockwise
@@ -33,12 +35,19 @@ from commhooks.wrappers.make import make
 
 __all__ = ["gather_parameters"]
 
+_FEWEST_BITS = 4
+
 
 class SchemeAllGather(DefaultAllocMixin, AllGather):
-    """Gathers the parameters of one FSDP2 module."""
+    """Gathers the parameters of one FSDP2 module.
 
-    def __init__(self, collectives: Collectives) -> None:
-        self._collectives = collectives
+    Args:
+        collectives: run the gathers.
+        group: FSDP2's group of the module's parameters.
+    """
+
+    def __init__(self, collectives: Collectives, group: Any) -> None:
+        self._collectives, self._parts = collectives, Parts.of(group)
 
     def __call__(
         self,
@@ -51,7 +60,8 @@ class SchemeAllGather(DefaultAllocMixin, AllGather):
             # What the forward pass has left on a part of the ranks (reshard_after_forward=8), which
             # was rounded when it was gathered.
             return DefaultAllGather()(output_tensor, input_tensor, group, async_op)
-        return self._collectives.all_gather(output_tensor, input_tensor, async_op=async_op)
+        call = GatherInParts("all_gather", input_tensor, output_tensor, parts=self._parts)
+        return self._collectives.run(call, None, async_op)
 
 
 def gather_parameters(
@@ -62,9 +72,9 @@ def gather_parameters(
     Args:
         model: a model of FSDP2.
         scheme: a name, which rounds to nearest here (not "int4", whose rotation is random), or a
-            scheme that keeps no memory and rounds equal values equally: forward and backward have
-            to compute with the same weights. With ``differences``: any that packs blocks, "int4"
-            among them.
+            scheme of 4 bits or more that keeps no memory and rounds equal values equally: forward
+            and backward have to compute with the same weights. With ``differences``: any that packs
+            blocks, "int4" among them.
         differences: sends what has changed since the last gather, and nothing in backward. The next
             difference makes up for what rounding leaves of one: errors do not add up, and are a
             share of the last step. Every rank keeps all parameters, in the dtype of the gather.
@@ -75,8 +85,8 @@ def gather_parameters(
         itself; ``begin_anew()`` is for differences, once other parameters were written.
 
     Raises:
-        RegistrationError: the scheme keeps memory or draws random bits, or packs no differences, or
-            the model is not one of FSDP2, or gathers in another way already.
+        RegistrationError: the scheme keeps memory, draws random bits or has fewer than 4, or packs
+            no differences, or the model is not one of FSDP2, or gathers in another way already.
 
     Example:
         >>> gathered = commhooks.hosts.gather_parameters(model)
@@ -102,7 +112,7 @@ def gather_parameters(
     ranks = groups[0].mesh_info.shard_process_group
     collectives = GatheredParameters(built, ranks, seed=seed, allowed=allowed)
     gather = DifferencesAllGather if differences else SchemeAllGather
-    collectives.install(model, groups, lambda: gather(collectives))
+    collectives.install(groups, lambda group: gather(collectives, group))
     return collectives
 
 
@@ -114,14 +124,24 @@ def _codec(scheme: str | Scheme) -> Scheme:
 def _same_each_time(scheme: str | Scheme) -> Scheme:
     """Returns a scheme that rounds equal values equally, without feedback."""
     built = _to_nearest(scheme) if isinstance(scheme, str) else make(scheme)
-    random = any(getattr(built, name, False) for name in ("stochastic", "rotate"))
-    if random or not isinstance(built, Dense | Cast | TwoPhaseCast | Blockwise):
+    inside = list(walk(built))
+    random = any(getattr(one, name, False) for one in inside for name in ("stochastic", "rotate"))
+    if random or not all(
+        isinstance(one, Dense | Cast | TwoPhaseCast | Blockwise) for one in inside
+    ):
         raise RegistrationError(
-            f"gather_parameters: {built} keeps memory or draws random bits, so that forward and "
-            f"backward would have different weights; take a name such as none, bf16, int8 or fp8, "
-            f"or blocks that are rounded to nearest without rotation, such as "
+            f"gather_parameters: {built} keeps memory, draws random bits or drops entries, so that "
+            f"forward and backward would have different weights; take a name such as none, bf16, "
+            f"int8 or fp8, or blocks that are rounded to nearest without rotation, such as "
             f'make("int8", stochastic=False, error_feedback=False)'
         )
+    for one in inside:
+        if isinstance(one, Blockwise) and FORMATS[one.format].bits < _FEWEST_BITS:
+            raise RegistrationError(
+                f"gather_parameters: {built} sends fewer than {_FEWEST_BITS} bits of a parameter, "
+                f"with which no model computes; take none, bf16, fp16, int8, fp8 or mxfp8, or "
+                f"differences=True, which makes up for what rounding leaves"
+            )
     return built
 
 

@@ -310,6 +310,10 @@ REASONS = {
         "keeps memory, draws random bits or drops entries: forward and backward would not have the "
         "same, or the right, weights",
     ),
+    "bits": (
+        ("fewer than 4 bits",),
+        "has too few bits for parameters themselves; with `differences=True` it runs",
+    ),
     "nothing": (("rounds nothing",), "rounds nothing, so that differences make up for nothing"),
     "coarse": (
         ("would grow",),

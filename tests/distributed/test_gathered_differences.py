@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,11 +16,20 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import commhooks
 from commhooks.errors import RegistrationError
+from commhooks.hook.only_here import OnlyHere
 from commhooks.hosts import gather_parameters
+from commhooks.schemes import Blockwise
+from commhooks.wrappers import Cast
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_fsdp2 import backward, gradients, model_of, sharded
 
@@ -40,6 +51,7 @@ def _exact(model: nn.Module) -> list[Tensor]:
     return [one.full_tensor().detach().clone() for one in model.parameters()]  # type: ignore[attr-defined]
 
 
+@torch.no_grad()
 def _distance(ones: list[Tensor], others: list[Tensor]) -> float:
     pairs = zip(ones, others, strict=True)
     return sum(float((one - other).square().sum()) for one, other in pairs) ** 0.5
@@ -88,18 +100,27 @@ def _trained(rank: int, world_size: int, name: str) -> None:
     assert ledger.payload_bytes < (1 + 6 * share) / 7 * ledger.dense_bytes  # the first is exact
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name[:3] == "int" else pytest.param(name, marks=pytest.mark.slow) for name in LEFT],
-)
-def test_errors_are_those_of_the_last_step(name: str) -> None:
-    run_ranks(_trained, 2, name)
+def _trained_by(rank: int, world_size: int, *names: str) -> None:
+    for name in names:
+        _trained(rank, world_size, name)
+
+
+def test_errors_are_those_of_the_last_step() -> None:
+    run_ranks(_trained_by, 2, "int8", "int4")
+
+
+@pytest.mark.slow
+def test_errors_of_other_schemes_are_those_of_the_last_step() -> None:
+    run_ranks(_trained_by, 2, "bf16", "fp8", "mxfp8", "eden")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [3, 5])
 def test_errors_on_other_numbers_of_ranks(world_size: int) -> None:
-    run_ranks(_trained, world_size, "int4")
+    run_ranks(_trained_by, world_size, "int4")
+
+
+# ---- what is gathered, and when
 
 
 def _in_16_bits(rank: int, world_size: int) -> None:
@@ -114,10 +135,6 @@ def _in_16_bits(rank: int, world_size: int) -> None:
     assert _distance(found, wanted) < 0.002 * _size(wanted)
 
 
-def test_parameters_in_16_bits() -> None:
-    run_ranks(_in_16_bits, 2)
-
-
 def _first(rank: int, world_size: int) -> None:
     plain, ours = sharded(model_of(SIZES)), sharded(model_of(SIZES))
     gather_parameters(ours, "int4", differences=True)
@@ -125,11 +142,6 @@ def _first(rank: int, world_size: int) -> None:
         backward(model, 0, rank)
     wanted, found = map(gradients, (plain, ours))
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_the_first_step_is_exact(world_size: int) -> None:
-    run_ranks(_first, world_size)
 
 
 def _steps(
@@ -148,28 +160,37 @@ def _steps(
     return list(found.values())
 
 
-def _recomputed(rank: int, world_size: int, reentrant: bool) -> None:
+def _recomputed(rank: int, world_size: int) -> None:
     """Forward runs again in backward, with the weights that it had."""
-    results = []
-    kind = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
-    for checkpoints in (False, True):
+    results: list[list[Tensor]] = []
+    calls = []
+    for kind in (None, CheckpointImpl.REENTRANT, CheckpointImpl.NO_REENTRANT):
         inner = sharded(model_of(SIZES))
         # Around the FSDP2 modules, which are gathered again where forward runs again.
-        ours = nn.Sequential(checkpoint_wrapper(inner, kind)) if checkpoints else inner
-        gather_parameters(inner, "int4", differences=True)
+        ours = inner if kind is None else nn.Sequential(checkpoint_wrapper(inner, kind))
+        gathered = gather_parameters(inner, "int8", differences=True)
         results.append(_steps(ours, rank, needs_grad=True))
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpoints_have_the_weights_of_forward(reentrant: bool) -> None:
-    run_ranks(_recomputed, 2, reentrant, ignore_warnings=(".*use_reentrant.*",))
+        calls.append(gathered.calls)
+    # A reentrant one runs first. Else the last layer has its weights for its gradient already, and
+    # has asked for those of the layer before: without messages.
+    assert calls == [9, 18, 9 + 3]
+    # Inside of an FSDP2 module nothing is gathered again.
+    layered = model_of(SIZES)
+    for name, layer in list(layered.named_children()):
+        setattr(layered, name, checkpoint_wrapper(layer, CheckpointImpl.NO_REENTRANT))
+    for layer in [*layered.children()][::2]:
+        fully_shard(layer)
+    gathered = gather_parameters(fully_shard(layered), "int8", differences=True)
+    results.append(_steps(layered, rank, needs_grad=True))
+    assert gathered.calls == 9
+    for found in results[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(results[0], found, strict=True))
 
 
 def _twice(rank: int, world_size: int) -> None:
     """Forward passes between two steps, and backward through both, have the same weights."""
     model = sharded(model_of(SIZES))
-    gather_parameters(model, "int4", differences=True)
+    gathered = gather_parameters(model, "int4", differences=True)
     _steps(model, rank)
     ones = torch.ones(2, 33)
     outputs = [model(ones) for _ in range(3)]
@@ -177,16 +198,19 @@ def _twice(rank: int, world_size: int) -> None:
         outputs.append(model(ones))
     assert all(torch.equal(one, outputs[0]) for one in outputs)
     held = _held(model)
-    (outputs[0].sum() + outputs[1].sum()).backward(retain_graph=True)
-    first = gradients(model)
-    (outputs[0].sum() + outputs[1].sum()).backward()
-    second = gradients(model)
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    assert _distance(_held(model), held) == 0
-
-
-def test_passes_between_two_steps_have_the_same_weights() -> None:
-    run_ranks(_twice, 2)
+    assert _distance(held, _exact(model)) > 0
+    # Backward sends nothing, whether it is the first one or not, and has the weights of forward
+    # also where the next gather is to be exact.
+    calls, found = gathered.calls, []
+    for turn in range(3):
+        (outputs[0].sum() + outputs[1].sum()).backward(retain_graph=turn < 2)
+        found.append(gradients(model))
+        if turn == 1:
+            gathered.begin_anew()
+    assert gathered.calls == calls
+    for one in found[1:]:
+        assert all(torch.equal(one[name], value) for name, value in found[0].items())
+    assert _distance(_held(model), _exact(model)) == 0
 
 
 def _inference(rank: int, world_size: int, differences: bool) -> None:
@@ -201,11 +225,6 @@ def _inference(rank: int, world_size: int, differences: bool) -> None:
             output = model(ones)
         assert torch.equal(output.clone(), model(ones).detach())
         _steps(model, rank)
-
-
-@pytest.mark.parametrize("differences", [True, False])
-def test_inference_mode(differences: bool) -> None:
-    run_ranks(_inference, 2, differences)
 
 
 def _ahead_of_time(rank: int, world_size: int) -> None:
@@ -226,12 +245,8 @@ def _ahead_of_time(rank: int, world_size: int) -> None:
         assert all(torch.equal(one, other) for one, other in zip(results[0], found, strict=True))
 
 
-def test_when_fsdp2_gathers_changes_no_bit() -> None:
-    run_ranks(_ahead_of_time, 2)
-
-
 def _only_in_backward(rank: int, world_size: int) -> None:
-    """A module that runs within backward only has the weights of each step."""
+    """A module that runs within backward has the weights of each step, evaluated before or not."""
     model = sharded(model_of(SIZES))
     gather_parameters(model, "int8", differences=True)
     seen: list[Tensor] = []
@@ -250,17 +265,19 @@ def _only_in_backward(rank: int, world_size: int) -> None:
                     one.reshard()
             return gradient
 
-    for _ in range(3):
-        Head.apply(torch.ones(2, requires_grad=True)).sum().backward()
+    before = None
+    for evaluates in (False, False, True):
+        if evaluates:
+            with torch.no_grad():
+                before = model(torch.ones(2, 33))
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.5)
+        Head.apply(torch.ones(2, requires_grad=True)).sum().backward()
     assert not torch.equal(seen[0], seen[1])
-    assert not torch.equal(seen[1], seen[2])
-
-
-def test_a_module_that_runs_in_backward_only_has_new_weights() -> None:
-    run_ranks(_only_in_backward, 2)
+    assert before is not None
+    assert not torch.equal(seen[2], before)
+    assert _distance(_held(model), _exact(model)) < 0.01 * _size(_exact(model))
 
 
 def _switched(rank: int, world_size: int) -> None:
@@ -282,12 +299,10 @@ def _switched(rank: int, world_size: int) -> None:
     rounded = gather_parameters(model, "int8")
     with pytest.raises(RegistrationError, match="different weights"):
         rounded.switch("int8", stochastic=True)
+    with pytest.raises(RegistrationError, match="fewer than 4 bits"):
+        rounded.switch("onebit")
     rounded.switch("int8")
     assert not rounded.scheme.stochastic  # type: ignore[attr-defined]
-
-
-def test_another_scheme_has_the_same_conditions() -> None:
-    run_ranks(_switched, 2)
 
 
 def _beside(rank: int, world_size: int) -> None:
@@ -306,20 +321,12 @@ def _beside(rank: int, world_size: int) -> None:
     assert _equal_on_all_ranks(_exact(model))
 
 
-def test_beside_hooks_accumulation_and_evaluation() -> None:
-    run_ranks(_beside, 4)
-
-
 def _on_a_part(rank: int, world_size: int) -> None:
     models = [sharded(model_of(SIZES), reshard_after_forward=after) for after in (True, 2)]
     for model in models:
         gather_parameters(model, "int8", differences=True)
     wanted, found = (_steps(model, rank) for model in models)
     assert all(torch.equal(one, other) for one, other in zip(wanted, found, strict=True))
-
-
-def test_parameters_that_stay_on_a_part_of_the_ranks() -> None:
-    run_ranks(_on_a_part, 4)
 
 
 def _loaded(rank: int, world_size: int) -> None:
@@ -333,6 +340,12 @@ def _loaded(rank: int, world_size: int) -> None:
         for parameter in model.parameters():
             parameter.data.add_(1.0)
     assert 0 < _distance(_held(model), _exact(model)) < 0.2 * _size(_exact(model))
+    # A part of the model: its parameters alone are sent as they are.
+    layer: Any = model[0]  # type: ignore[index]
+    layer.load_state_dict({name: 3 * value for name, value in layer.state_dict().items()})
+    model[2].weight.data.add_(1.0)  # type: ignore[index]
+    off = [float((a - b).abs().max()) for a, b in zip(_held(model), _exact(model), strict=True)]
+    assert off[0] == off[1] == 0 < off[2]
     handles = [one.unshard(async_op=True) for one in model.modules() if isinstance(one, FSDPModule)]
     gathered.begin_anew()
     for handle in handles:
@@ -344,8 +357,18 @@ def _loaded(rank: int, world_size: int) -> None:
     assert _distance(_held(model), _exact(model)) == 0
 
 
-def test_loaded_parameters() -> None:
-    run_ranks(_loaded, 2)
+def _loaded_inside(rank: int, world_size: int) -> None:
+    """Of one FSDP2 module: modules in it load, and copies of them are modules of their own."""
+    model: Any = fully_shard(model_of(SIZES))
+    gathered = gather_parameters(model, "int4", differences=True)
+    _steps(model, rank)
+    copy.deepcopy(model[0]).load_state_dict(model[0].state_dict())
+    assert _distance(_held(model), _exact(model)) > 0
+    model[0].load_state_dict(model[0].state_dict())
+    assert _distance(_held(model), _exact(model)) == 0
+    gathered.close()
+    hooks = [hook for one in model.modules() for hook in one._load_state_dict_post_hooks.values()]
+    assert not any(isinstance(hook, OnlyHere) for hook in hooks)
 
 
 def _not_finite(rank: int, world_size: int) -> None:
@@ -366,8 +389,18 @@ def _not_finite(rank: int, world_size: int) -> None:
             assert _distance(found, _exact(model)) < 0.05 * size
 
 
-def test_values_that_are_not_finite_do_not_stay() -> None:
-    run_ranks(_not_finite, 2)
+def _overflowed(rank: int, world_size: int) -> None:
+    """A difference that is too large for its codec is sent again, though nothing has changed."""
+    model = sharded(model_of(SIZES))
+    gather_parameters(model, "fp16", differences=True)
+    for value in (-1e5, 1e5):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(value)
+        found = _held(model)
+    assert not any(one.isfinite().any() for one in found)
+    found = _held(model)
+    assert _distance(found, _exact(model)) < 0.001 * _size(found)
 
 
 def _ahead(rank: int, world_size: int) -> None:
@@ -383,10 +416,6 @@ def _ahead(rank: int, world_size: int) -> None:
         one.reshard()
     assert all(torch.equal(one, other) for one, other in zip(values, _held(model), strict=True))
     assert _distance(values, _exact(model)) < 0.001 * _size(values)
-
-
-def test_parameters_that_are_gathered_ahead() -> None:
-    run_ranks(_ahead, 2)
 
 
 def _failed(rank: int, world_size: int) -> None:
@@ -408,10 +437,6 @@ def _failed(rank: int, world_size: int) -> None:
     assert gathered._groups[0]._all_gather_comm.held is None
 
 
-def test_nothing_is_held_of_a_gather_that_failed() -> None:
-    run_ranks(_failed, 2)
-
-
 def _refused(rank: int, world_size: int) -> None:
     model = sharded(model_of())
     for scheme, message in (
@@ -421,12 +446,121 @@ def _refused(rank: int, world_size: int) -> None:
     ):
         with pytest.raises(RegistrationError, match=message):
             gather_parameters(model, scheme, differences=True)
-    with pytest.raises(RegistrationError, match="take a name such as none"):
-        gather_parameters(model, "int4")
+    for refused in ("int4", Cast(commhooks.make("topk", error_feedback=False))):
+        with pytest.raises(RegistrationError, match="take a name such as none"):
+            gather_parameters(model, refused)
+    for few in ("onebit", Blockwise("int2"), Cast(Blockwise("sign"))):
+        with pytest.raises(RegistrationError, match=r"fewer than 4 bits .* fp8 or mxfp8, or diff"):
+            gather_parameters(model, few)
     gather_parameters(model, "int4", differences=True)
     with pytest.raises(RegistrationError, match="DifferencesAllGather already"):
         gather_parameters(model)
 
 
-def test_refusals() -> None:
-    run_ranks(_refused, 2)
+# ---- several nodes, and tensor parallelism
+
+
+def _replicas(rank: int, world_size: int) -> None:
+    """Nodes that call the model alike have the same weights; others have the same parameters."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = sharded(model_of(SIZES), mesh)
+    gathered = gather_parameters(model, "int4", differences=True)
+    assert gathered.world_size == 2
+    for _ in range(2):
+        _steps(model, rank)
+        assert _equal_on_all_ranks(_held(model))
+    if rank < 2:
+        with torch.no_grad():
+            model(torch.ones(2, 33))
+    _steps(model, rank)
+    found = _held(model)
+    assert not _equal_on_all_ranks(found)  # another rotation of the same differences
+    assert _equal_on_all_ranks(_exact(model))
+    assert _distance(found, _exact(model)) < 0.01 * _size(found)
+
+
+PLAN: dict[str, Any] = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+UNCUT = ("2.bias", "4.weight", "4.bias")  # the first is in a module with a piece
+
+
+def _pieces(model: nn.Module, mesh: Any) -> dict[str, Tensor]:
+    """Returns the parameters of this rank of tensor parallelism, exact, on the ranks of FSDP2."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        local: Any = parameter
+        shards = [torch.empty(0)] * mesh["dp"].size()
+        dist.all_gather_object(shards, local.to_local(), group=mesh["dp"].get_group())
+        found[name] = torch.cat(shards)
+    return found
+
+
+def _columns(rank: int, world_size: int) -> None:
+    """Parameters that tensor parallelism does not cut stay equal on its ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for name, differences in (("int8", False), ("bf16", False), ("int8", True), ("int4", True)):
+        model = sharded(
+            parallelize_module(model_of((33, 256, 130, 7)), mesh["tp"], PLAN), mesh["dp"]
+        )
+        model._set_unshard_async_op(name == "int4")  # type: ignore[operator]
+        gathered = gather_parameters(model, name, differences=differences)
+        _steps(model, mesh["dp"].get_local_rank())
+        names = [name for name, _ in model.named_parameters()]
+        values = [one.to_local() if isinstance(one, DTensor) else one for one in _held(model)]
+        found = dict(zip(names, values, strict=True))
+        exact = _pieces(model, mesh)
+        assert _equal_on_all_ranks([found[name] for name in UNCUT])
+        assert torch.equal(found["2.bias"], exact["2.bias"])
+        for name in ("2.weight", "4.weight"):
+            assert 0 < _distance([found[name]], [exact[name]]) < 0.02 * _size([exact[name]])
+        ledger = gathered.ledger
+        assert ledger.payload_bytes < 0.55 * ledger.dense_bytes
+
+
+# ---- all of these, in few process starts
+
+
+def _each(rank: int, world_size: int, *cases: Any) -> None:
+    for case in cases:
+        case(rank, world_size)
+
+
+def test_the_first_step_is_exact() -> None:
+    run_ranks(_first, 3)
+
+
+def test_when_and_as_what_fsdp2_gathers() -> None:
+    run_ranks(_each, 2, _first, _in_16_bits, _ahead_of_time, _ahead)
+
+
+def test_backward_has_the_weights_of_forward() -> None:
+    run_ranks(_each, 2, _twice, _recomputed, ignore_warnings=(".*use_reentrant.*",))
+
+
+def test_a_module_that_runs_in_backward_has_new_weights() -> None:
+    run_ranks(_only_in_backward, 2)
+
+
+def test_inference_mode() -> None:
+    run_ranks(
+        _each, 2, partial(_inference, differences=True), partial(_inference, differences=False)
+    )
+
+
+def test_loaded_parameters() -> None:
+    run_ranks(_each, 2, _loaded, _loaded_inside)
+
+
+def test_values_that_are_not_finite_do_not_stay() -> None:
+    run_ranks(_each, 2, _not_finite, _overflowed)
+
+
+def test_schemes_that_are_refused_and_gathers_that_fail() -> None:
+    run_ranks(_each, 2, _switched, _refused, _failed)
+
+
+def test_several_nodes_and_parts_of_the_ranks() -> None:
+    run_ranks(_each, 4, _beside, _on_a_part, _replicas)
+
+
+def test_beside_tensor_parallelism() -> None:
+    run_ranks(_columns, 4, ignore_warnings=(".*returned a view tensor",))

@@ -64,33 +64,39 @@ MUTANTS: list[Mutant] = [
         "commhooks/hosts/fsdp2_differences.py",
         (
             "differences are sent again in backward",
-            "return backward != NO_BACKWARD and first",
-            "return False",
-            f"{DIFFERENCES}::test_errors_are_those_of_the_last_step[int8]",
+            "if in_backward and for_gradients and self.held is not None:",
+            "if False:",
+            f"{DIFFERENCES}::test_errors_are_those_of_the_last_step",
         ),
         (
-            "a module that runs in backward only keeps its first weights",
-            "return backward != NO_BACKWARD and first",
-            "return backward != NO_BACKWARD",
-            f"{DIFFERENCES}::test_a_module_that_runs_in_backward_only_has_new_weights",
+            "a module that runs in backward keeps its old weights",
+            "if in_backward and for_gradients and self.held is not None:",
+            "if in_backward and self.held is not None:",
+            f"{DIFFERENCES}::test_a_module_that_runs_in_backward_has_new_weights",
+        ),
+        (
+            "backward has other weights than forward once the next gather is to be exact",
+            "if self._anew and not in_backward:",
+            "if self._anew:",
+            f"{DIFFERENCES}::test_backward_has_the_weights_of_forward",
         ),
         (
             "differences are to nothing",
-            "written(self.into, held.add_(changed.into))",
-            "written(self.into, changed.into)",
-            f"{DIFFERENCES}::test_errors_are_those_of_the_last_step[int8]",
+            "packed = parts.take(rows, packed=True).add_(changed)",
+            "packed = parts.take(rows, packed=True).copy_(changed)",
+            f"{DIFFERENCES}::test_errors_are_those_of_the_last_step",
         ),
         (
             "differences are to what was sent last, so that errors add up",
-            "own = now - held.view(engine.world_size, -1)[engine.rank].to(wide)",
-            "own = now - gather.sent.to(wide)",
-            f"{DIFFERENCES}::test_errors_are_those_of_the_last_step[int4]",
+            "own = now - before.to(torch.promote_types(held.dtype, torch.float32))",
+            "own = now - gather.sent.to(torch.promote_types(held.dtype, torch.float32))",
+            f"{DIFFERENCES}::test_errors_are_those_of_the_last_step",
         ),
         (
             "weights change between two forward passes",
-            "own = torch.where((now != gather.sent).any(), own, 0.0)",
-            "pass",
-            f"{DIFFERENCES}::test_passes_between_two_steps_have_the_same_weights",
+            "parts.take(torch.where(sends, own, 0.0), packed=True)",
+            "parts.take(own, packed=True)",
+            f"{DIFFERENCES}::test_backward_has_the_weights_of_forward",
         ),
         (
             "values that are not finite stay in differences",
@@ -99,25 +105,61 @@ MUTANTS: list[Mutant] = [
             f"{DIFFERENCES}::test_values_that_are_not_finite_do_not_stay",
         ),
         (
+            "what has overflowed is not sent again",
+            "(now != gather.sent).any() | ~before.isfinite().all()",
+            "(now != gather.sent).any()",
+            f"{DIFFERENCES}::test_values_that_are_not_finite_do_not_stay",
+        ),
+        (
             "differences are added up after a gather that failed",
             "plain, gather.held = self.is_plain(engine.scheme), None",
             "plain = self.is_plain(engine.scheme)",
-            f"{DIFFERENCES}::test_nothing_is_held_of_a_gather_that_failed",
+            f"{DIFFERENCES}::test_schemes_that_are_refused_and_gathers_that_fail",
         ),
     ),
     *planted(
         "commhooks/hosts/fsdp2_gathered.py",
         (
             "a loaded model is sent as differences",
-            "collectives.begin_anew()",
-            "pass",
+            "begins = OnlyHere(one.begin_anew)",
+            "begins = OnlyHere(None)",
+            f"{DIFFERENCES}::test_loaded_parameters",
+        ),
+        (
+            "a module inside an FSDP2 module loads unnoticed",
+            "for module in _owners(group):",
+            "for module in group.modules:",
             f"{DIFFERENCES}::test_loaded_parameters",
         ),
         (
             "parameters are gathered by any scheme",
             "super().switch(self._allowed(make(scheme, **options) if options else scheme))",
             "super().switch(scheme, **options)",
-            f"{DIFFERENCES}::test_another_scheme_has_the_same_conditions",
+            f"{DIFFERENCES}::test_schemes_that_are_refused_and_gathers_that_fail",
+        ),
+    ),
+    *planted(
+        "commhooks/hosts/fsdp2_parameters.py",
+        (
+            "parameters are gathered as signs",
+            "_FEWEST_BITS = 4",
+            "_FEWEST_BITS = 1",
+            f"{DIFFERENCES}::test_schemes_that_are_refused_and_gathers_that_fail",
+        ),
+        (
+            "what is inside a cast is not looked at",
+            "inside = list(walk(built))",
+            "inside = [built]",
+            f"{DIFFERENCES}::test_schemes_that_are_refused_and_gathers_that_fail",
+        ),
+    ),
+    *planted(
+        "commhooks/hosts/fsdp2_parts.py",
+        (
+            "parameters that are not cut share blocks with pieces",
+            "(n, cut == every)",
+            "(n, True)",
+            f"{DIFFERENCES}::test_beside_tensor_parallelism",
         ),
     ),
     *planted(
@@ -245,16 +287,16 @@ MUTANTS: list[Mutant] = [
         "commhooks/hosts/fsdp2_parameters.py",
         (
             "the owner of a shard computes with its exact parameters",
-            "return self._collectives.all_gather(output_tensor, input_tensor, async_op=async_op)",
+            "return self._collectives.run(call, None, async_op)",
             "kept = input_tensor.clone()\n"
-            "        self._collectives.all_gather(output_tensor, input_tensor)\n"
+            "        self._collectives.run(call, None, False)\n"
             "        output_tensor.view(group.size(), -1)[group.rank()] = kept.view(-1)",
             f"{FSDP2}::test_gathered_parameters_are_rounded_alike_on_all_ranks",
         ),
         (
             "gathered parameters are rounded at random",
-            "random = any(getattr(built, name, False)",
-            "random = all(getattr(built, name, False)",
+            "random = any(getattr(one, name, False)",
+            "random = all(getattr(one, name, False)",
             f"{FSDP2}::test_gathered_parameters_are_rounded_alike_on_all_ranks",
         ),
         (
@@ -422,7 +464,7 @@ MUTANTS: list[Mutant] = [
         "commhooks/hosts/fsdp2_model.py",
         (
             "FSDP2 does not say which pieces it has",
-            "piece = piece_here(spec)",
+            "piece = piece_here(spec_of(parameter))",
             'piece = ""',
             f"{COLUMNS}[fsdp2]",
         ),

@@ -1,0 +1,146 @@
+"""Gathers some entries of an FSDP2 module as they are, beside those that a codec packs.
+
+Beside tensor parallelism a module may have pieces of cut parameters and parameters that are not cut
+(norms, biases of row-wise layers). The latter are equal on the ranks of tensor parallelism, and
+have to stay so: in a block with a piece they would be rounded differently on each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from commhooks.core.bytes import as_bytes
+from commhooks.core.layout import Layout
+from commhooks.core.scheme import Scheme
+from commhooks.hook.call import Call, written
+from commhooks.hook.engine import Engine
+from commhooks.hosts.fsdp2_model import spec_of
+from ddp_core import AllGather, Collective, Exchange
+
+__all__ = ["GatherInParts", "Parts"]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Tells which entries of a rank's shard are packed.
+
+    Attributes:
+        runs: numbers of entries, one run after the other, each with whether it is packed.
+    """
+
+    runs: tuple[tuple[int, bool], ...] = ()
+
+    @classmethod
+    def of(cls, group: Any) -> Parts:
+        """Returns the parts of FSDP2's group of parameters, a run for each.
+
+        Without tensor parallelism, and in a module of which all or none is cut, all is packed:
+        where none is, its ranks pack equal messages.
+        """
+        cuts = [_cuts(spec_of(one)) for one in group.fsdp_params]
+        every = frozenset[Any]().union(*cuts)
+        numels = [one.padded_sharded_param_size.numel() for one in group.fsdp_params]
+        return cls(tuple((n, cut == every) for n, cut in zip(numels, cuts, strict=True)))
+
+    @property
+    def mixed(self) -> bool:
+        """Whether some entries are not packed."""
+        return not all(packed for _, packed in self.runs)
+
+    def fit(self, numel: int) -> bool:
+        """Whether these are parts of so many entries, of which some are packed."""
+        packed = sum(n for n, packed in self.runs if packed)
+        return packed > 0 and sum(n for n, _ in self.runs) == numel
+
+    def take(self, rows: Tensor, *, packed: bool) -> Tensor:
+        """Returns the entries of each row that are packed, or the others; ``rows`` if it is all."""
+        if not self.mixed:
+            return rows if packed else rows[..., :0]
+        pieces = rows.split([n for n, _ in self.runs], dim=-1)
+        chosen = [one for one, (_, this) in zip(pieces, self.runs, strict=True) if this == packed]
+        return torch.cat(chosen, dim=-1)
+
+    def joined(self, packed: Tensor, exact: Tensor) -> Tensor:
+        """Returns rows whose parts :meth:`take` would return."""
+        parts = {
+            this: iter(rows.split([n for n, kind in self.runs if kind == this], dim=-1))
+            for this, rows in ((True, packed), (False, exact))
+        }
+        return torch.cat([next(parts[this]) for _, this in self.runs], dim=-1)
+
+
+@dataclass(frozen=True)
+class GatherInParts(Call):
+    """Describes an all-gather of which some entries travel as they are, in the same message.
+
+    Attributes:
+        parts: of ``given``.
+    """
+
+    parts: Parts = Parts()
+
+    def is_plain(self, scheme: Scheme) -> bool:
+        # A tensor of the user's own form (``fsdp_pre_all_gather``) does not say where parts begin.
+        unknown = self.parts.mixed and not self.parts.fit(self.given.numel())
+        return unknown or super().is_plain(scheme)
+
+    def exchange(self, engine: Engine, layout: Layout, number: int, *, agree: bool) -> Exchange:
+        if self.is_plain(engine.scheme) or not self.parts.mixed:
+            return (yield from super().exchange(engine, layout, number, agree=agree))
+        packed, exact = (self.parts.take(self.given, packed=this) for this in (True, False))
+        rows = yield from self.gather(engine, layout, number, packed, exact, agree=agree)
+        written(self.into, self.parts.joined(*rows).view(self.into.shape))
+        return self.into
+
+    def gather(
+        self,
+        engine: Engine,
+        layout: Layout,
+        number: int,
+        packed: Tensor,
+        exact: Tensor,
+        *,
+        agree: bool,
+    ) -> Generator[Collective, Tensor, tuple[Tensor, Tensor]]:
+        """Gathers ``packed`` by the scheme and ``exact`` as it is; returns rows, one for a rank."""
+        into = packed.new_empty(engine.world_size * packed.numel())
+        exchange = Call("all_gather", packed, into).exchange(engine, layout, number, agree=agree)
+        if exact.numel():
+            others = yield from _beside(exchange, exact)
+        else:
+            others = exact.new_empty(engine.world_size, 0)
+            yield from exchange
+        return into.view(engine.world_size, -1), others
+
+
+def _beside(exchange: Exchange, exact: Tensor) -> Generator[Collective, Tensor, Tensor]:
+    """Runs an exchange of one all-gather, at the end of whose message ``exact`` travels, too."""
+    with closing(exchange):  # also where the collective fails
+        own = next(exchange).tensor
+        arrived: Tensor = yield AllGather(torch.cat([as_bytes(own), as_bytes(exact)]))
+        rows, others = arrived.split([own.nbytes, exact.nbytes], dim=1)
+        # Copies: a row may begin at an address that no wider dtype can be viewed at.
+        beside: Tensor = others.contiguous().view(exact.dtype)
+        try:
+            exchange.send(rows.contiguous().view(own.dtype).view(-1, *own.shape))
+        except StopIteration:
+            return beside
+        raise AssertionError("schemes gather by one collective")
+
+
+def _cuts(spec: Any) -> frozenset[tuple[int, ...]]:
+    """Returns between which ranks a parameter is cut, given the spec of its DTensor."""
+    if spec is None:
+        return frozenset()
+    return frozenset(
+        tuple(dist.get_process_group_ranks(spec.mesh.get_group(dim)))
+        for dim, placement in enumerate(spec.placements)
+        if spec.mesh.size(dim) > 1 and not placement.is_replicate()
+    )
