@@ -1,4 +1,4 @@
-"""Defines three models that load a reducer differently: convolutions, attention, tiny layers."""
+"""Defines models that load a reducer differently: convolutions, attention, tiny layers."""
 
 from __future__ import annotations
 
@@ -73,6 +73,11 @@ MODELS: dict[str, Model] = {
     "transformer": Model(  # 13 M parameters, tied embedding
         lambda: CharTransformer(96, width=512, depth=4),
         lambda batch: torch.randint(0, 128, (batch, 96)),
+        3,
+    ),
+    "words": Model(  # 14 M parameters, 3 M of which are one tied embedding
+        lambda: CharTransformer(96, width=384, depth=6, vocabulary=8192),
+        lambda batch: torch.randint(0, 8192, (batch, 96)),
         3,
     ),
     "tiny layers": Model(_Tiny, lambda batch: torch.randn(batch, 64), 64),

@@ -49,6 +49,10 @@ SCHEMES = (
 )
 # On torch's DistributedDataParallel; PowerSGD with the repair that it needs on Gloo.
 TORCH = ("torch none", "torch fp16", "torch powersgd")
+# Our schemes on torch's class: with gradients as views of one bucket, which is what its arguments
+# allow to save.
+ON_TORCH = " on torch"
+_ONE_BUCKET_MB = 1000.0
 CAP_MB = 8.0  # ddp_core's default on the CPU
 _NOOP, _ONE = "noop", "one value"
 
@@ -92,6 +96,11 @@ class _Run:
         if scheme in TORCH:
             self.ddp: Any = TorchDDP(model.build())
             _register_of_torch(self.ddp, scheme)
+        elif scheme.endswith(ON_TORCH):
+            self.ddp = TorchDDP(
+                model.build(), gradient_as_bucket_view=True, bucket_cap_mb=_ONE_BUCKET_MB
+            )
+            self.hook = commhooks.register(self.ddp, made(scheme.removesuffix(ON_TORCH)))
         else:
             self.ddp = DistributedDataParallel(model.build())
             # Every candidate is allowed, and "auto" is compared with all of them.
@@ -144,7 +153,7 @@ class _Run:
 
 
 def _is_candidate(name: str) -> bool:
-    return name not in (*TORCH, "auto")
+    return name not in (*TORCH, "auto") and not name.endswith(ON_TORCH)
 
 
 class _OfBuckets:
@@ -256,10 +265,14 @@ def _predicted(
     for scheme in runs:
         if scheme == "torch powersgd":  # its arithmetic is another one than ours
             continue
-        same = {"torch none": "none", "torch fp16": "fp16"}.get(scheme, scheme)
+        same = {"torch none": "none", "torch fp16": "fp16"}.get(
+            scheme, scheme.removesuffix(ON_TORCH)
+        )
         of_hook = scheme in ("auto", _ONE)
         built = runs[scheme].hook.scheme if of_hook else made(same)
         cap_mb = 25.0 if scheme in TORCH or built.traits.rounds > 1 else CAP_MB
+        if scheme.endswith(ON_TORCH):
+            cap_mb = _ONE_BUCKET_MB
         if scheme == "auto":
             cap_mb = runs[scheme].hook.bucket_cap_mb or CAP_MB
         dist.barrier()  # all ranks time the same scheme at once, as in training

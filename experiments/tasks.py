@@ -89,9 +89,11 @@ class _Block(nn.Module):
 class CharTransformer(nn.Module):
     """A causal transformer over bytes: 4 layers, 128 wide, tied embedding; 0.8 M parameters."""
 
-    def __init__(self, length: int, width: int = 128, depth: int = 4) -> None:
+    def __init__(
+        self, length: int, width: int = 128, depth: int = 4, *, vocabulary: int = 128
+    ) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(128, width)
+        self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(length, width)
         self.blocks = nn.Sequential(*(_Block(width, 4) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
