@@ -12,6 +12,7 @@ from torch import Tensor
 from commhooks.core.layout import Layout
 from commhooks.core.memory import Memory, staged_in
 from commhooks.core.scheme import Scheme
+from commhooks.kernels import squared_norms
 from commhooks.wrappers.feedback import RESIDUAL, keeps_residual
 from commhooks.wrappers.schedules import running_at
 from ddp_core import Collective
@@ -21,8 +22,6 @@ __all__ = ["ROWS", "Comparison", "Measurement", "Observer", "norms_of", "sketche
 # What a rank tells the others of each parameter: norms of its gradient, of the averaged gradient,
 # of their difference and of its residual, and the hash of the averaged gradient.
 ROWS = ("gradient", "mean", "difference", "residual", "hash")
-_PART = 2**17  # entries whose squares are added in float32
-_SMALL = 1e-15  # entries whose squares vanish in float32 are no part of a larger norm
 _WIDTH = 64  # numbers of a sketch
 _CHUNK = 2**17  # integers that are hashed at a time: they stay in a CPU's cache, and in its heap
 
@@ -66,7 +65,7 @@ class Measurement:
         self.balance: Tensor | None = None
         self._step = step
         self._keeps_residual = keeps_residual(running_at(scheme, step))
-        self._own = norms_of(self._views(self.difference))
+        self._own = norms_of(self.difference, self.layout.sizes)
 
     def finish(self, mean: Tensor, memory: Memory) -> None:
         """Notes the result of the exchange.
@@ -76,7 +75,7 @@ class Measurement:
             memory: with the residual before this step, and the one that the step has staged.
         """
         flat, zeros = mean.detach().view(-1), torch.zeros_like(self._own)
-        averaged, hashes = norms_of(self._views(flat)), _hashes(flat, self.layout.sizes)
+        averaged, hashes = norms_of(flat, self.layout.sizes), _hashes(flat, self.layout.sizes)
         residual = zeros
         if self._keeps_residual:
             sent = self.difference.clone()
@@ -86,7 +85,7 @@ class Measurement:
             # A residual that is flushed in this step is part of what the ranks have to average.
             residual = self._add_residual(self.difference, memory)
         self.difference.sub_(flat)
-        away = norms_of(self._views(self.difference))
+        away = norms_of(self.difference, self.layout.sizes)
         self.rows = torch.stack([self._own, averaged, away, residual, hashes.view(torch.float64)])
 
     def compare(self) -> Comparison:
@@ -104,7 +103,7 @@ class Measurement:
                 if flat is None:
                     continue
                 flat = flat.view(-1)
-                sizes = norms_of(flat.split(layout.sizes))
+                sizes = norms_of(flat, layout.sizes)
                 if layout.names == self.layout.names:
                     values.add_(flat, alpha=sign)
                     norms += sizes
@@ -128,29 +127,17 @@ class Measurement:
     def errors(self) -> tuple[Tensor, Tensor | None]:
         """Returns the norms of ``difference`` and ``balance`` per parameter, on the CPU."""
         balance = None if self.balance is None else self.balance.norm(dim=1).cpu()
-        return norms_of(self._views(self.difference)).cpu(), balance
+        return norms_of(self.difference, self.layout.sizes).cpu(), balance
 
 
-def norms_of(views: Sequence[Tensor]) -> Tensor:
-    """Returns the norm of each tensor, in float64, where no square overflows."""
-    views = list(views)
-    if views[0].device.type != "cpu":
-        return torch.stack(torch._foreach_norm(views, 2, dtype=torch.float64))
-    # In float32 six times as fast: exact enough for parts, whose squares are added in float64.
-    parts: list[Tensor] = []
-    owners: list[int] = []
-    for owner, view in enumerate(views):
-        some = view.split(_PART) if view.numel() > _PART else (view,)
-        parts += some
-        owners += [owner] * len(some)
-    norms = torch.stack(torch._foreach_norm(parts, 2, dtype=_wide(parts[0]))).double()
-    if len(parts) > len(views):
-        norms = _sums(norms.square_(), owners, len(views)).sqrt_()
-    # Squares leave the range of float32, above it and below: zero may be the norm of small entries.
-    doubtful = ~(norms.isfinite() & (norms > _SMALL))
-    for place in doubtful.nonzero().view(-1).tolist():
-        norms[place] = torch.linalg.vector_norm(views[place], dtype=torch.float64)
-    return norms
+def norms_of(flat: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Returns the norm of each of successive parts, in float64, where no square overflows."""
+    # A loop over parts, each with calls of its own, took most of the time of a verified step.
+    if flat.device.type != "cpu" or flat.dtype == torch.float64:
+        return torch.stack(torch._foreach_norm(flat.split(list(sizes)), 2, dtype=torch.float64))
+    squares = torch.empty(len(sizes), dtype=torch.float64, device="cpu")
+    squared_norms(flat, squares, tuple(sizes))
+    return squares.sqrt_()
 
 
 def _sums(values: Tensor, owners: Sequence[int], count: int) -> Tensor:

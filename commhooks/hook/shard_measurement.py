@@ -73,8 +73,9 @@ class ShardMeasurement(Measurement):
         if here:
             columns = torch.tensor([column for column, _ in here], device=self.rows.device)
             cuts = [slice(first - begin, last - begin) for _, (first, last) in here]
+            sizes = [last - first for _, (first, last) in here]  # one after the other
             for row, flat in enumerate((mean, dense - mean, dense), 2):
-                self.rows[row, columns] = norms_of([flat[cut] for cut in cuts])
+                self.rows[row, columns] = norms_of(flat, sizes)
             dots = [torch.dot(mean[cut], dense[cut]) for cut in cuts]
             self.rows[5, columns] = torch.stack(dots).double()
         del self.difference, self._mean  # as large as the gradient of all ranks
