@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 
 from commhooks.core.layout import Layout
 from commhooks.core.scheme import Scheme
-from commhooks.hook.call import Call, written
+from commhooks.hook.call import Call, write_into
 from commhooks.hook.engine import Engine
 from commhooks.hosts.collectives import Collectives
 from ddp_core import Exchange, borrow_memory
@@ -58,7 +58,7 @@ class DifferencesAllGather(DefaultAllocMixin, AllGather):
         if self._has_gathered_for(backward_number()) and self.held is not None:
             # The weights of forward, also where a checkpoint runs it again: no message.
             borrow_memory(self.held)
-            written(output_tensor, self.held)
+            write_into(output_tensor, self.held)
             return None
         call = _Differences("all_gather", input_tensor, output_tensor, gather=self)
         return self._collectives.run(call, None, async_op)
@@ -101,7 +101,7 @@ class _Differences(Call):
         own = torch.where((now != gather.sent).any(), own, 0.0)
         changed = Call("all_gather", own, torch.empty_like(held, dtype=wide))
         yield from changed.exchange(engine, layout, number, agree=agree)
-        written(self.into, held.add_(changed.into))
+        write_into(self.into, held.add_(changed.into))
         gather.held, gather.sent = held, now
         return self.into
 

@@ -417,7 +417,7 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "a tensor with gaps does not get the result",
-            "written(into, arrived.view(into.shape))",
+            "write_into(into, arrived.view(into.shape))",
             "pass",
             f"{FUNCTIONS}::test_tensors_of_any_kind_are_reduced_in_place",
         ),
