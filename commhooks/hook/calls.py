@@ -22,6 +22,7 @@ from commhooks.hook.exchanges import Exchanges
 from commhooks.hook.named_tensors import NamedTensors
 from commhooks.hook.state import HookState
 from commhooks.hook.step import Step
+from commhooks.hook.tracing import not_traced
 from ddp_core import Exchange, borrow_memory, clock_of, completed
 
 __all__ = ["Calls"]
@@ -61,6 +62,7 @@ class Calls(HookState):
         group = self._binding.group()
         self._engine.rank, self._engine.world_size = group.rank(), group.size()
 
+    @not_traced
     def run(self, call: Call, name: str | None, async_op: bool) -> Handle | None:
         """Makes a call, and waits for its end unless ``async_op``."""
         if self._closed:

@@ -17,7 +17,8 @@ from commhooks.core.dense import Dense
 from commhooks.core.scheme import Scheme, slots_of
 from commhooks.errors import RegistrationError
 from commhooks.hook.call import Handle
-from commhooks.hosts.passing_group import PassingGroup, not_traced
+from commhooks.hook.tracing import not_traced
+from commhooks.hosts.passing_group import PassingGroup
 from commhooks.hosts.unnamed_calls import UnnamedCalls
 
 __all__ = ["ScatteringGroup", "averages"]

@@ -271,6 +271,12 @@ MUTANTS: list[Mutant] = [
     *planted(
         "commhooks/hook/calls.py",
         (
+            "the compiler looks into calls",
+            "    @not_traced\n    def run(",
+            "    def run(",
+            f"{FUNCTIONS}::test_graphs_of_compiled_functions_break_at_calls",
+        ),
+        (
             "a call does not wait for the one before of its name",
             "            self._wait_for(name)\n            self._drivers.join()\n",
             "            pass\n",
