@@ -217,6 +217,10 @@ class Calls(HookState):
         self._tensors = self._binding.parameters = self._tensors.and_also(tensors)
         self._first_step = first or 0
 
+    def ranks_changed(self) -> None:
+        """Forgets the calls of the ranks before: what had not ended was given up with them."""
+        self._pending.clear()  # whoever has a handle hears of it
+
     def _take_up(self, buckets: SavedBuckets) -> None:
         """Ignores the buckets of a state, since every call is an exchange of its own."""
 
