@@ -494,6 +494,12 @@ MUTANTS: list[Mutant] = [
             f"{GROUP}::test_all_but_large_sums_of_floats_passes_as_it_is",
         ),
         (
+            "a reduce-scatter is as large as its output",
+            "or input.numel() < self.least:",
+            "or output.numel() < self.least:",
+            f"{GROUP}::test_a_reduce_scatter_that_is_not_compressed_is_told_once",
+        ),
+        (
             "what fully_shard reduces over a group travels as it is",
             "done, handle = self._scatter(output, input, opts)",
             "done, handle = False, None",
