@@ -117,12 +117,10 @@ class Calls(HookState):
         engine, agree = self._engine.at(at), keeps and call.kind == "reduce_scatter"
         step = Step(at, self._binding.group(), holds=False, timed=self.ledger.times(at))
         step.clock = clock_of(device, timed=step.timed)
-        layout = Layout([name], [call.given.shape])
+        exchange = call.exchange(engine, Layout([name], [call.given.shape]), number, agree=agree)
         future = Exchanges(engine, self._drivers, self.ledger).start(
             step,
-            self._counted(
-                engine, call, call.exchange(engine, layout, number, agree=agree), async_op
-            ),
+            self._counted(engine, call, exchange, async_op),
             bucket=number,
             dense_bytes=call.given.nbytes,
             device=device,
@@ -142,9 +140,8 @@ class Calls(HookState):
                 borrow_memory(tensor)
         result = yield from exchange
         self._engine.skipped += engine.skipped
-        # Else the caller's stream has waited, for what is its own. A future keeps the memory of its
-        # value from being used again until a GPU has come there: hosts that gather parameters layer
-        # by layer would need that of several layers.
+        # Else the caller's stream has waited. A future keeps its value's memory until a GPU has
+        # come there: hosts that gather parameters layer by layer would need that of several.
         return result if async_op else result.new_empty(0)
 
     def wait(self) -> None:
