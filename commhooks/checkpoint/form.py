@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -39,7 +38,8 @@ __all__ = [
 ]
 
 FORMAT = "commhooks.hook_state"
-VERSION = 2  # 1 had no checksum and no global ranks
+# 1 had no checksum and no global ranks; 2 did not tell that a rank trains whole parameters.
+VERSION = 3
 COMMON = ("format", "version", "scheme", "structure", "step", "seed", "world_size")
 
 StateDict = Mapping[str, Any]
@@ -67,7 +67,8 @@ class Part(NamedTuple):
         leader: the smallest global rank of the group, which identifies the group.
         arrival: names of all parameters, in the order in which gradients came in the last step;
             empty if that is not known, None if the model was not ``ddp_core``'s.
-        placement: by parameter, the piece that the rank trains; of those that are cut.
+        placement: by parameter, the piece that the rank trains, of those that are cut; None if the
+            state does not tell.
     """
 
     rank: int
@@ -76,7 +77,7 @@ class Part(NamedTuple):
     memory: MemoryDict
     checksum: str | None = None
     arrival: Sequence[str] | None = None
-    placement: Mapping[str, str] = MappingProxyType({})
+    placement: Mapping[str, str] | None = None
 
 
 class SavedBuckets(NamedTuple):
@@ -277,7 +278,9 @@ def _part(state: StateDict, field: str, call: str, verify: bool) -> Part:
             f"{call}: 'arrival' of {field!r} is a list of parameter names, none twice, got "
             f"{_short(arrival)}; the file is damaged"
         )
-    placement = read_placement(part.get("placement"), field, call)
+    placement = None
+    if "placement" in part or state["version"] > 2:
+        placement = read_placement(part.get("placement", []), field, call)
     # After the tensors, which the checksum reads. A checksum in version 1 is a damaged version 2.
     wanted, stored = None, part.get("checksum")
     if verify and not first_version:

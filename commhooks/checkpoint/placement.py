@@ -6,12 +6,15 @@ state is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from commhooks.errors import CheckpointError
 
 __all__ = ["piece_here", "read_placement", "stored_placement"]
+
+_ALONG = re.compile(r" along dimension (\d{1,9})")
 
 
 def piece_here(spec: Any) -> str:
@@ -24,14 +27,33 @@ def piece_here(spec: Any) -> str:
     if spec is None:
         return ""
     # In words of our own: what placements print may differ between releases of torch.
-    return ", ".join(
-        f"piece {rank} of {size} "
-        + (f"along dimension {one.dim}" if hasattr(one, "dim") else f"by {one}")
+    return _in_order(
+        f"piece {rank} of {size} {_cut(one)}"
         for one, rank, size in zip(
             spec.placements, spec.mesh.get_coordinate(), spec.mesh.shape, strict=True
         )
         if size > 1 and not one.is_replicate()
     )
+
+
+def _cut(placement: Any) -> str:
+    if not hasattr(placement, "dim"):
+        return f"by {placement}"
+    stride = getattr(placement, "split_factor", 1)
+    return f"along dimension {placement.dim}" + (f" in steps of {stride}" if stride > 1 else "")
+
+
+def _in_order(pieces: Iterable[str]) -> str:
+    """Joins pieces by the dimension that they are along, whichever order a mesh is in.
+
+    Those along one dimension stay in their order, in which they were cut one after the other.
+    """
+
+    def dimension(piece: str) -> int:
+        found = _ALONG.search(piece)
+        return -1 if found is None else int(found[1])
+
+    return ", ".join(sorted(pieces, key=dimension))
 
 
 def stored_placement(pieces: Mapping[str, str]) -> list[list[str]]:
@@ -43,16 +65,17 @@ def stored_placement(pieces: Mapping[str, str]) -> list[list[str]]:
 
 
 def read_placement(stored: object, field: str, call: str) -> dict[str, str]:
-    """Returns pieces by parameter; none from a state that does not tell.
+    """Returns pieces by parameter, whatever order they were written in.
 
     Raises:
         CheckpointError: ``stored`` is not what ``stored_placement`` returned.
     """
-    groups = [] if stored is None else stored
-    if type(groups) is not list or not all(
-        type(one) is list and one and all(type(text) is str for text in one) for one in groups
+    if type(stored) is not list or not all(
+        type(one) is list and one and all(type(text) is str for text in one) for one in stored
     ):
         raise CheckpointError(
             f"{call}: 'placement' of {field!r} is a list of lists of text; the file is damaged"
         )
-    return {name: piece for piece, *names in groups for name in names}
+    # Earlier releases wrote them in the order of the mesh.
+    ordered = [(_in_order(re.split(", (?=piece )", piece)), names) for piece, *names in stored]
+    return {name: piece for piece, names in ordered for name in names}

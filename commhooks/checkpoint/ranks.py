@@ -12,7 +12,8 @@ rank within the job: two groups of ranks (shards of a model) have the same ranks
 ``layout`` has the names of the parameters of each bucket, ``bucket_bytes`` the sizes at which
 buckets were full (empty if they are not known, or not final yet), ``arrival`` the names of all
 parameters in the order in which gradients came (empty if that is not known). Where parameters are
-DTensors (tensor parallelism), a rank's part also has ``placement``: which pieces it is of.
+DTensors (tensor parallelism), a rank's part also has ``placement``: which pieces it is of. Without
+it a part is of whole parameters, or was saved in version 2, which does not tell.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ __all__ = [
     "memory_for_rank",
     "merged",
     "needed_ranks",
-    "of_pieces_here",
     "parts_of_group",
     "resizes_of",
     "structure",
+    "with_own_pieces",
 ]
 
 
@@ -141,7 +142,7 @@ def parts_of_group(parts: Sequence[Part], leader: int | None) -> dict[int, Part]
     return {part.rank: part for part in parts if part.leader == wanted}
 
 
-def of_pieces_here(
+def with_own_pieces(
     saved: Saved,
     here: Mapping[str, str],
     find: Callable[[str], str],
@@ -149,7 +150,7 @@ def of_pieces_here(
 ) -> Saved:
     """Returns a state with the parts of those ranks that had the pieces that this rank has.
 
-    Parameters of which a part keeps nothing are not compared.
+    Parameters of which a part keeps nothing are not compared, nor parts that do not tell.
 
     Args:
         here: this rank's pieces by parameter, of those that are cut; see :class:`Part`.
@@ -162,19 +163,19 @@ def of_pieces_here(
     others, fitting = [], []
     for part in saved.parts:
         values = (name for of_key in part.memory.values() for name in of_key)
-        wholes = {whole_name(name) for name in (values if kept is None else kept[part.global_rank])}
-        names = wholes | set(map(find, wholes))
-        pieces = {name: its for name, its in part.placement.items() if find(name) in names}
-        other = [name for name, its in pieces.items() if its != here.get(find(name), "")]
-        if other:
-            others.append((part.placement[other[0]], other[0]))
+        names = values if kept is None else kept[part.global_rank]
+        wholes = dict.fromkeys(find(whole_name(name)) for name in names)
+        pieces = {find(name): its for name, its in (part.placement or {}).items()}
+        other = [name for name in wholes if pieces.get(name, "") != here.get(name, "")]
+        if other and part.placement is not None:
+            others.append((pieces.get(other[0]) or "all of it", other[0]))
         else:
             fitting.append(part)
     if not fitting:
         piece, name = others[0]
         raise CheckpointError(
             f"load_state_dict: the state is of another part of the model: of {name!r} it has "
-            f"{piece}, and this rank trains {here.get(find(name)) or 'all of it'}. Give each rank "
+            f"{piece}, and this rank trains {here.get(name) or 'all of it'}. Give each rank "
             f"what ranks with its pieces saved: state_dict(gather=True) of their group, the list "
             f"of the states of all ranks, or from torch.distributed.checkpoint use "
             f"commhooks.load_dcp. What a scheme keeps is not cut anew for another number of ranks "

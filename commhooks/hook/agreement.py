@@ -99,7 +99,7 @@ def _rounds_alone(scheme: Scheme) -> bool:
 
 
 def need_own_memory(engine: Engine, binding: Binding) -> None:
-    """Raises CheckpointError if a pickled state is on another rank than it was pickled on."""
+    """Raises CheckpointError if a pickled state is of another rank, or of other pieces."""
     whose = _origin(engine, binding)
     if whose != _OWN:
         raise CheckpointError(
@@ -111,10 +111,17 @@ def need_own_memory(engine: Engine, binding: Binding) -> None:
 
 def _origin(engine: Engine, binding: Binding) -> str:
     """Returns whose memory an unpickled state holds, in words that are equal if all is well."""
-    here = (engine.rank, engine.world_size)
-    keys = {key for key, _, _ in engine.memory.items()}
-    # Memory that is the same on every rank may come from any of them.
-    if binding.pickled_on in (None, here) or not keys & set(resizes_of(engine.scheme)):
+    origin, here = binding.pickled_on, (engine.rank, engine.world_size)
+    pieces = binding.parameters.placement
+    if origin is None:
         return _OWN
-    rank, world_size = binding.pickled_on
-    return f"of rank {rank} of {world_size}"
+    if origin.placement is not None:
+        for name in dict.fromkeys(whole_name(name) for _, name, _ in engine.memory.items()):
+            its, own = (of.get(name, "all") for of in (origin.placement, pieces))
+            if its != own:
+                return f"of a rank that trained {its} of {name!r}, where this one trains {own}"
+    # Memory that is the same on every rank may come from any of them.
+    keys = {key for key, _, _ in engine.memory.items()}
+    if origin[:2] == here or not keys & set(resizes_of(engine.scheme)):
+        return _OWN
+    return f"of rank {origin.rank} of {origin.world_size}"

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from commhooks.errors import HookNotAttachedError, RegistrationError
 from commhooks.hook.parameters import not_reduced
 from commhooks.hook.running import Running
+from commhooks.hook.tracing import not_traced
 from ddp_core import DistributedDataParallel as CoreDDP
 
 __all__ = ["AttachmentGuard", "Unfrozen"]
@@ -65,7 +66,7 @@ class AttachmentGuard:
         return self._ddp is not None and self._ddp() is module
 
     # Not traced by torch.compile: it acts on state that changes from step to step.
-    @torch._disable_dynamo(recursive=True)  # type: ignore[attr-defined]
+    @not_traced
     def __call__(self, module: nn.Module, inputs: Any) -> None:
         if not self.attached_to(module):
             raise HookNotAttachedError(

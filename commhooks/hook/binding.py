@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,20 @@ from commhooks.hook.parameters import Parameters, find_owner
 from ddp_core import DistributedDataParallel as CoreDDP
 from ddp_core import on_device, on_device_of
 
-__all__ = ["Binding", "need_group"]
+__all__ = ["Binding", "Origin", "need_group"]
+
+
+class Origin(NamedTuple):
+    """Describes the rank on which an unpickled state was pickled.
+
+    Attributes:
+        placement: the pieces that it trained, by name, of the parameters that are cut; None if the
+            pickle does not tell.
+    """
+
+    rank: int
+    world_size: int
+    placement: Mapping[str, str] | None
 
 
 def need_group(group: object) -> None:
@@ -48,7 +61,7 @@ class Binding:
             group they agree on whether a step was finite.
         shards: the ranks that keep the other shards of what this rank keeps; None: it keeps whole
             parameters.
-        pickled_on: rank and world size on which an unpickled state was pickled; None for others.
+        pickled_on: where an unpickled state was pickled; None for others.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
@@ -57,7 +70,7 @@ class Binding:
         self.also_on: torch.device | None = None
         self.beside: list[dist.ProcessGroup] = []
         self.shards: dist.ProcessGroup | None = None
-        self.pickled_on: tuple[int, int] | None = None
+        self.pickled_on: Origin | None = None
         self._process_group = process_group
         self._follows_model = False  # the group is the model's
         # Weak: DistributedDataParallel holds the state, and no cycle should keep a model alive.
@@ -122,7 +135,7 @@ class Binding:
     def group(self) -> dist.ProcessGroup:
         """Returns the process group to average over."""
         if self._process_group is not None:
-            return _plain(self._process_group)
+            return _inside_of(self._process_group)
         if not dist.is_initialized():
             raise RegistrationError(
                 "no process group: call torch.distributed.init_process_group before a hook is "
@@ -130,7 +143,7 @@ class Binding:
             )
         world = dist.group.WORLD
         assert world is not None
-        return _plain(world)
+        return _inside_of(world)
 
     def check_group(self) -> None:
         """Raises if the model averages over another process group than the hook."""
@@ -194,7 +207,7 @@ class Binding:
         return [known for value in parameters if (known := self.parameters.name(value))]
 
 
-def _plain(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def _inside_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Returns the group inside of one that runs a scheme, which would run in the hook's sums."""
     inside: dist.ProcessGroup = getattr(group, "inside", group)
     return inside

@@ -19,7 +19,7 @@ from commhooks.errors import RegistrationError
 from commhooks.hook.engine import Engine
 from ddp_core import AllGather, AllReduce, Exchange, ReduceScatter, event_after
 
-__all__ = ["Call", "Handle", "Kind", "plain", "sums", "written"]
+__all__ = ["Call", "Handle", "Kind", "plain", "sums", "write_into"]
 
 Kind = Literal["all_reduce", "reduce_scatter", "all_gather"]
 Run = Callable[[Bucket], SchemeExchange]
@@ -167,11 +167,11 @@ class Call:
             raw, layout, number, shards=shards, output=output, run=run, agree=agree and not exact
         )
         if arrived.data_ptr() != into.data_ptr():
-            written(into, arrived.view(into.shape))
+            write_into(into, arrived.view(into.shape))
         return self.into
 
 
-def written(into: Tensor, values: Tensor) -> None:
+def write_into(into: Tensor, values: Tensor) -> None:
     """Writes values to a tensor, which may be one of inference mode."""
     # Threads of drivers are not in the mode of the caller.
     with torch.inference_mode(into.is_inference()):

@@ -22,6 +22,7 @@ from commhooks.hook.exchanges import Exchanges
 from commhooks.hook.named_tensors import NamedTensors
 from commhooks.hook.state import HookState
 from commhooks.hook.step import Step
+from commhooks.hook.tracing import not_traced
 from ddp_core import Exchange, borrow_memory, clock_of, completed
 
 __all__ = ["Calls"]
@@ -61,6 +62,7 @@ class Calls(HookState):
         group = self._binding.group()
         self._engine.rank, self._engine.world_size = group.rank(), group.size()
 
+    @not_traced
     def run(self, call: Call, name: str | None, async_op: bool) -> Handle | None:
         """Makes a call, and waits for its end unless ``async_op``."""
         if self._closed:
@@ -115,12 +117,10 @@ class Calls(HookState):
         engine, agree = self._engine.at(at), keeps and call.kind == "reduce_scatter"
         step = Step(at, self._binding.group(), holds=False, timed=self.ledger.times(at))
         step.clock = clock_of(device, timed=step.timed)
-        layout = Layout([name], [call.given.shape])
+        exchange = call.exchange(engine, Layout([name], [call.given.shape]), number, agree=agree)
         future = Exchanges(engine, self._drivers, self.ledger).start(
             step,
-            self._counted(
-                engine, call, call.exchange(engine, layout, number, agree=agree), async_op
-            ),
+            self._counted(engine, call, exchange, async_op),
             bucket=number,
             dense_bytes=call.given.nbytes,
             device=device,
@@ -140,9 +140,8 @@ class Calls(HookState):
                 borrow_memory(tensor)
         result = yield from exchange
         self._engine.skipped += engine.skipped
-        # Else the caller's stream has waited, for what is its own. A future keeps the memory of its
-        # value from being used again until a GPU has come there: hosts that gather parameters layer
-        # by layer would need that of several layers.
+        # Else the caller's stream has waited. A future keeps its value's memory until a GPU has
+        # come there: hosts that gather parameters layer by layer would need that of several.
         return result if async_op else result.new_empty(0)
 
     def wait(self) -> None:
@@ -214,6 +213,10 @@ class Calls(HookState):
         self._steps, tensors, first = _tensors_of(plan)
         self._tensors = self._binding.parameters = self._tensors.and_also(tensors)
         self._first_step = first or 0
+
+    def ranks_changed(self) -> None:
+        """Forgets the calls of the ranks before: what had not ended was given up with them."""
+        self._pending.clear()  # whoever has a handle hears of it
 
     def _take_up(self, buckets: SavedBuckets) -> None:
         """Ignores the buckets of a state, since every call is an exchange of its own."""

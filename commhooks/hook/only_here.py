@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
+
+from commhooks.hook.tracing import not_traced
 
 __all__ = ["OnlyHere"]
 
@@ -26,7 +27,7 @@ class OnlyHere:
         self._call = call
 
     # Not traced by torch.compile: it acts on state that changes from step to step.
-    @torch._disable_dynamo(recursive=True)  # type: ignore[attr-defined]
+    @not_traced
     def __call__(self, module: nn.Module, inputs: Any) -> None:
         if self._call is not None:
             self._call(module, inputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from commhooks.checkpoint.form import (
@@ -13,18 +14,23 @@ from commhooks.checkpoint.form import (
     read_memory,
     whole_number,
 )
+from commhooks.checkpoint.placement import read_placement, stored_placement
 from commhooks.checkpoint.plain_scheme import from_plain, to_plain
 from commhooks.core.scheme import Scheme
 from commhooks.errors import CheckpointError
+from commhooks.hook.binding import Origin
 from commhooks.hook.running import Running
 
-__all__ = ["buckets_of", "check_pickled", "to_pickle"]
+__all__ = ["buckets_of", "check_pickled", "origin_of", "to_pickle"]
+
+_PICKLE = "the pickled HookState"
 
 
 def to_pickle(hook: Running) -> dict[str, Any]:
     """Returns the pickled form: everything except model, process group and ledger."""
     engine, hook._attendance.excused = hook._engine, True
-    here = (engine.rank, engine.world_size)
+    origin = _origin(hook)
+    placement = None if origin is None else origin.placement
     memory: MemoryDict = {}
     buckets = hook._continuation.saved(hook._binding.core_telling(hook))
     # Copies: values are views of flat buffers, and a saved view brings the whole buffer along.
@@ -39,9 +45,21 @@ def to_pickle(hook: Running) -> dict[str, Any]:
         "layout": [list(names) for names in buckets.layout],
         "bucket_bytes": list(buckets.bucket_bytes),
         "arrival": None if buckets.arrival is None else list(buckets.arrival),
-        # A state that is pickled again before it ran still has the memory of where it came from.
-        "ranks": here if engine.world_size else hook._binding.pickled_on,
+        "ranks": None if origin is None else origin[:2],
+        "placement": None if placement is None else stored_placement(placement),
     }
+
+
+def _origin(hook: Running) -> Origin | None:
+    """Returns whose memory a hook has; None if its ranks are not known."""
+    engine, origin = hook._engine, hook._binding.pickled_on
+    # A state that is pickled again before it ran still has the memory of where it came from.
+    if not engine.world_size:
+        return origin
+    placement: Mapping[str, str] | None = hook._parameters.placement
+    if origin is not None and not len(hook._parameters):  # it has not met its model
+        placement = origin.placement
+    return Origin(engine.rank, engine.world_size, placement)
 
 
 def check_pickled(saved: Any) -> Scheme:
@@ -52,28 +70,39 @@ def check_pickled(saved: Any) -> Scheme:
     """
     # A pickle has no checksum, so types and ranges are all there is to check.
     if not isinstance(saved, dict):
-        raise CheckpointError("the pickled HookState is damaged: it is no dict")
+        raise CheckpointError(f"{_PICKLE} is damaged: it is no dict")
     numbers = {"seed": (-(2**63), 2**63 - 1), "step": (0, MAX_STEP), "history": (1, 2**62)}
     for field, (least, most) in numbers.items():
         if not whole_number(saved.get(field), least, most):
-            raise CheckpointError(f"the pickled HookState is damaged: its {field!r} is no number")
+            raise CheckpointError(f"{_PICKLE} is damaged: its {field!r} is no number")
     ranks = saved.get("ranks")
     if ranks is not None and not (
         isinstance(ranks, tuple) and len(ranks) == 2 and all(type(rank) is int for rank in ranks)
     ):
-        raise CheckpointError("the pickled HookState is damaged: its 'ranks' are no numbers")
-    read_memory(saved.get("memory"), "memory", "the pickled HookState")
+        raise CheckpointError(f"{_PICKLE} is damaged: its 'ranks' are no numbers")
+    origin_of(saved)
+    read_memory(saved.get("memory"), "memory", _PICKLE)
     layout, limits, arrival = buckets_of(saved)
-    check_layout(layout, "the pickled HookState")
-    check_layout([[] if arrival is None else arrival], "the pickled HookState")
-    check_limits(limits, "the pickled HookState")
+    check_layout(layout, _PICKLE)
+    check_layout([[] if arrival is None else arrival], _PICKLE)
+    check_limits(limits, _PICKLE)
     # A scheme that is no dataclass has no plain form, and is pickled as it is.
     scheme = saved.get("scheme")
     if not isinstance(scheme, Scheme):
         scheme = from_plain(scheme)
     if not isinstance(scheme, Scheme):
-        raise CheckpointError("the pickled HookState is damaged: it has no scheme")
+        raise CheckpointError(f"{_PICKLE} is damaged: it has no scheme")
     return scheme
+
+
+def origin_of(saved: dict[str, Any]) -> Origin | None:
+    """Returns where a state was pickled; None if it did not know its ranks yet."""
+    if saved.get("ranks") is None:
+        return None
+    stored = saved.get("placement")  # pickles of earlier releases do not tell
+    placement = None if stored is None else read_placement(stored, "memory", _PICKLE)
+    rank, world_size = saved["ranks"]
+    return Origin(rank, world_size, placement)
 
 
 def buckets_of(saved: dict[str, Any]) -> SavedBuckets:

@@ -26,10 +26,10 @@ from commhooks.checkpoint.placement import stored_placement
 from commhooks.checkpoint.ranks import (
     memory_for_rank,
     needed_ranks,
-    of_pieces_here,
     parts_of_group,
     resizes_of,
     structure,
+    with_own_pieces,
 )
 from commhooks.core.scheme import Scheme
 from commhooks.errors import CheckpointError, RegistrationError
@@ -235,7 +235,7 @@ def prepare(
         )
     if not fits:
         saved = saved.with_keys([RESIDUAL])
-    saved = of_pieces_here(saved, hook._parameters.placement, hook._parameters.find)
+    saved = with_own_pieces(saved, hook._parameters.placement, hook._parameters.find)
     _, _, leader = _places(hook)
     saved, foreign = resharded(hook, scheme, saved, leader)
     resizes = resizes_of(scheme)
@@ -303,11 +303,11 @@ def needed_fields(
     }
     saved = read({**state, **seen}, verify=False)
     names = {
-        part.global_rank: {name for rank, _, name in shapes if rank == f"rank{part.global_rank}"}
+        part.global_rank: [name for rank, _, name in shapes if rank == f"rank{part.global_rank}"]
         for part in saved.parts
     }
     placement, find = hook._parameters.placement, hook._parameters.find
-    saved = of_pieces_here(saved, placement, find, names)
+    saved = with_own_pieces(saved, placement, find, names)
     leader, engine = _places(hook)[2], hook._engine
     leaders = {f"rank{part.global_rank}": part.leader for part in saved.parts}
     kept = [

@@ -196,7 +196,7 @@ class HookState(Moving):
         scheme = pickling.check_pickled(saved)
         self._since = 0
         self._init(scheme, saved["seed"], saved["history"])
-        self._binding.pickled_on = saved.get("ranks")
+        self._binding.pickled_on = pickling.origin_of(saved)
         self._engine.step = saved["step"]
         self._engine.memory.load(saved["memory"])
         self._continuation.hold(pickling.buckets_of(saved))

@@ -7,17 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from commhooks.checkpoint.placement import piece_here
 from commhooks.core.layout import Layout
 from commhooks.core.names import is_padding, padding_name, plain_name
 from commhooks.hook.parameters import Parameter, memory_order
 
-__all__ = ["originals", "pieces"]
+__all__ = ["originals", "pieces", "placement_in"]
 
 
 def pieces(name: str, unit: Any, ranks: int) -> list[tuple[Parameter, bool]]:
     """Returns what is in a unit's flat gradient, with padding, and whether each is trained."""
-    flat, prefix = unit._handle.flat_param, f"{name}." if name else ""
-    names = [plain_name(f"{prefix}{one}") for one in flat._fqns]
+    flat, prefix = unit._handle.flat_param, _prefix(name)
+    names = _names(name, flat)
     values = flat._params or [flat] * len(names)
     # A parameter lies there as in its own memory: channels-last weights have their channels last.
     orders = [
@@ -38,6 +39,23 @@ def pieces(name: str, unit: Any, ranks: int) -> list[tuple[Parameter, bool]]:
         (Parameter(own, _sizes(shape, order), flat.dtype, order), value.requires_grad)
         for own, shape, value, order in found
     ]
+
+
+def placement_in(name: str, unit: Any) -> dict[str, str]:
+    """Returns the pieces in a unit's flat gradient, of parameters that tensor parallelism cuts."""
+    flat = unit._handle.flat_param
+    # FSDP1 keeps what a DTensor was; another extension than torch's own may keep anything.
+    found = zip(_names(name, flat), flat._param_extensions, strict=True)
+    told = {one: piece_here(spec) for one, spec in found if hasattr(spec, "placements")}
+    return {one: piece for one, piece in told.items() if piece}
+
+
+def _prefix(name: str) -> str:
+    return f"{name}." if name else ""
+
+
+def _names(name: str, flat: Any) -> list[str]:
+    return [plain_name(f"{_prefix(name)}{one}") for one in flat._fqns]
 
 
 def _sizes(shape: torch.Size, order: tuple[int, ...]) -> torch.Size:

@@ -22,7 +22,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from commhooks.core.layout import Layout
 from commhooks.core.scheme import Scheme
-from commhooks.hook.call import written
+from commhooks.hook.call import write_into
 from commhooks.hook.engine import Engine
 from commhooks.hosts.collectives import Collectives
 from commhooks.hosts.fsdp2_parts import GatherInParts, Parts
@@ -75,7 +75,7 @@ class DifferencesAllGather(DefaultAllocMixin, AllGather):
         for_gradients = self._group._training_state == TrainingState.PRE_BACKWARD
         if in_backward and for_gradients and self.held is not None:
             borrow_memory(self.held)
-            written(output_tensor, self.held)
+            write_into(output_tensor, self.held)
             return None
         parts = self._parts
         call = _Differences("all_gather", input_tensor, output_tensor, parts=parts, of=self)
@@ -120,7 +120,7 @@ class _Differences(GatherInParts):
         packed = parts.take(rows, packed=True).add_(changed)
         if parts.mixed:
             rows.copy_(parts.joined(packed, others))
-        written(self.into, held)
+        write_into(self.into, held)
         gather.held, gather.sent = held, now
         return self.into
 

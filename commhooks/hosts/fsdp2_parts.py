@@ -19,7 +19,7 @@ from torch import Tensor
 from commhooks.core.bytes import as_bytes
 from commhooks.core.layout import Layout
 from commhooks.core.scheme import Scheme
-from commhooks.hook.call import Call, written
+from commhooks.hook.call import Call, write_into
 from commhooks.hook.engine import Engine
 from commhooks.hosts.fsdp2_model import spec_of
 from ddp_core import AllGather, Collective, Exchange
@@ -96,7 +96,7 @@ class GatherInParts(Call):
             return (yield from super().exchange(engine, layout, number, agree=agree))
         packed, exact = (self.parts.take(self.given, packed=this) for this in (True, False))
         rows = yield from self.gather(engine, layout, number, packed, exact, agree=agree)
-        written(self.into, self.parts.joined(*rows).view(self.into.shape))
+        write_into(self.into, self.parts.joined(*rows).view(self.into.shape))
         return self.into
 
     def gather(

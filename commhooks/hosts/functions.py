@@ -16,6 +16,7 @@ from commhooks.core.scheme import Scheme, slots_of
 from commhooks.errors import RegistrationError
 from commhooks.hook.binding import need_group
 from commhooks.hook.call import Call, Handle, sums
+from commhooks.hook.tracing import not_traced
 from commhooks.hosts.collectives import SUM, Collectives
 from commhooks.wrappers.make import describe
 
@@ -25,6 +26,7 @@ _made: dict[dist.ProcessGroup, dict[tuple[str, str], Collectives]] = {}
 _registered: set[dist.ProcessGroup] = set()  # those of them that torch.distributed had made
 
 
+@not_traced
 def all_reduce(
     tensor: Tensor,
     scheme: str | Scheme = "none",
@@ -57,6 +59,7 @@ def all_reduce(
     return collectives_of(scheme, group, call, **options).run(call, None, async_op)
 
 
+@not_traced
 def reduce_scatter(
     output: Tensor,
     input: Tensor,
@@ -81,6 +84,7 @@ def reduce_scatter(
     return collectives_of(scheme, group, call, **options).run(call, None, async_op)
 
 
+@not_traced
 def all_gather(
     output: Tensor,
     input: Tensor,

@@ -11,6 +11,7 @@ from torch import nn
 from commhooks.core.names import plain_name
 from commhooks.errors import HookNotAttachedError
 from commhooks.hook.state import HookState
+from commhooks.hook.tracing import not_traced
 
 __all__ = ["HostGuard"]
 
@@ -39,7 +40,7 @@ class HostGuard:
         self._looks = True
 
     # Not traced by torch.compile: it acts on state that changes from step to step.
-    @torch._disable_dynamo(recursive=True)  # type: ignore[attr-defined]
+    @not_traced
     def __call__(self, module: nn.Module, inputs: Any) -> None:
         if not torch.is_grad_enabled():
             return

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commhooks.hook.tracing import not_traced
 from commhooks.hosts.carrier import discard
 
-__all__ = ["PassingGroup", "not_traced"]
+__all__ = ["PassingGroup"]
 
 # What torch looks up in a Python class first. Where it finds nothing it calls the backend with the
 # interpreter's lock held, which waits for ever if a thread of Gloo drops a Python object meanwhile:
@@ -23,9 +24,6 @@ _PASSED_ON = (
 )
 
 _NOTHING_TO_CONNECT = SimpleNamespace(supports_splitting=False)
-
-# Reducers call collectives while torch.compile looks at every Python function that runs.
-not_traced = torch._disable_dynamo(recursive=True)  # type: ignore[attr-defined]
 
 
 class PassingGroup(dist.ProcessGroup):
@@ -78,6 +76,7 @@ class PassingGroup(dist.ProcessGroup):
 
 
 def _passed_on(name: str) -> Any:
+    # Reducers call collectives while torch.compile looks at every Python function that runs.
     @not_traced
     def method(self: PassingGroup, *args: Any, **options: Any) -> Any:
         return getattr(self.inside, name)(*args, **options)

@@ -17,7 +17,8 @@ from commhooks.core.dense import Dense
 from commhooks.core.scheme import Scheme, slots_of
 from commhooks.errors import RegistrationError
 from commhooks.hook.call import Handle
-from commhooks.hosts.passing_group import PassingGroup, not_traced
+from commhooks.hook.tracing import not_traced
+from commhooks.hosts.passing_group import PassingGroup
 from commhooks.hosts.unnamed_calls import UnnamedCalls
 
 __all__ = ["ScatteringGroup", "averages"]
@@ -86,7 +87,7 @@ class ScatteringGroup(PassingGroup):
 
     def _warn(self, call: str, tensors: Sequence[Any], op: Any) -> None:
         # A list has the parts of all ranks.
-        flat = [one for given in tensors for one in ([given] if _is(given) else given)]
+        flat = [one for given in tensors for one in ([given] if _is_tensor(given) else given)]
         numel = sum(one.numel() for one in flat if one.is_floating_point())
         averages = not any(op == other for other in _NO_AVERAGES)
         silent = self._attached is not None or type(self._scheme) is Dense or call in self._told
@@ -110,7 +111,7 @@ def averages(tensor: Tensor, op: Any) -> bool:
     return mean and tensor.layout == torch.strided and tensor.is_floating_point()
 
 
-def _is(given: Any) -> bool:
+def _is_tensor(given: Any) -> bool:
     return isinstance(given, Tensor)
 
 
@@ -124,7 +125,7 @@ def _by_scheme(name: str) -> Any:
     return method
 
 
-def _list(name: str) -> Any:
+def _for_list(name: str) -> Any:
     @not_traced
     def method(self: ScatteringGroup, *given: Any, **options: Any) -> Any:
         *tensors, opts = (*given, *options.values())
@@ -135,7 +136,7 @@ def _list(name: str) -> Any:
     return method
 
 
-for _names, _made in ((_BY_SCHEME, _by_scheme), (_LISTS, _list)):
+for _names, _made in ((_BY_SCHEME, _by_scheme), (_LISTS, _for_list)):
     for _name in _names:
         if hasattr(dist.ProcessGroup, _name):
             setattr(ScatteringGroup, _name, _made(_name))

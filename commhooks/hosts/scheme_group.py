@@ -18,8 +18,8 @@ from commhooks.core.scheme import Scheme, slots_of
 from commhooks.errors import RegistrationError
 from commhooks.hook.call import Handle
 from commhooks.hook.state import HookState
+from commhooks.hook.tracing import not_traced
 from commhooks.hosts.attached import STAYS, AttachedModel
-from commhooks.hosts.passing_group import not_traced
 from commhooks.hosts.scattering_group import ScatteringGroup, averages
 
 __all__ = ["NAME", "SchemeGroup"]

@@ -70,7 +70,7 @@ def make(scheme: str | Scheme, **options: Any) -> Scheme:
         built = scheme
     else:
         raise TypeError(
-            f"a scheme is given by name or as a Scheme, got {_what(scheme)}: "
+            f"a scheme is given by name or as a Scheme, got {_kind_of(scheme)}: "
             f"commhooks.scheme_names() lists the names"
         )
     for inside in walk(built):
@@ -101,7 +101,7 @@ def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
     return _DTYPES[dtype]
 
 
-def _what(scheme: object) -> str:
+def _kind_of(scheme: object) -> str:
     if isinstance(scheme, type) and issubclass(scheme, Scheme):
         return f"the class {scheme.__name__}, not {scheme.__name__}(...)"
     return type(scheme).__name__

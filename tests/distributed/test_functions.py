@@ -32,6 +32,49 @@ def numbers(step: int, rank: int, *shape: int, dtype: torch.dtype = torch.float3
     return torch.randn(*shape, generator=generator).to(dtype)
 
 
+# ---- in compiled functions
+
+
+def _by_functions(x: Tensor) -> Tensor:
+    y, part, whole = 2 * x, torch.empty(4), torch.empty(8)
+    commhooks.all_reduce(y, "bf16")
+    commhooks.reduce_scatter(part, y, "bf16")
+    commhooks.all_gather(whole, part, "bf16")
+    return whole + 1
+
+
+def _later(x: Tensor) -> Tensor:
+    y = 2 * x
+    handle = commhooks.all_reduce(y, "bf16", async_op=True)
+    assert handle is not None
+    handle.wait()
+    return y + 1
+
+
+def _compiled(rank: int, world_size: int) -> None:
+    def by_name() -> Any:
+        collectives = commhooks.Collectives("topk", ratio=0.5)
+
+        def function(x: Tensor) -> Tensor:
+            y = 2 * x
+            collectives.all_reduce(y, "weight")
+            return y + 1
+
+        return function
+
+    for plain, compiled in ((_by_functions,) * 2, (_later,) * 2, (by_name(), by_name())):
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="all_reduce"):
+            torch.compile(compiled, backend="eager", fullgraph=True)(torch.ones(8))
+        split = torch.compile(compiled, backend="eager")
+        for step in range(2):  # also by what was compiled
+            x = numbers(step, rank, 8)
+            assert torch.equal(split(x), plain(x))
+
+
+def test_graphs_of_compiled_functions_break_at_calls() -> None:
+    run_ranks(_compiled, 2)
+
+
 # ---- every scheme against a hook
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -27,7 +27,7 @@ from tests.distributed.harness import run_ranks
 from tests.distributed.training import batch, mlp
 
 AVG, SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
-SHAPE, STEPS = (32, 64), 3  # rows of a weight in two shards, without padding
+SHAPE, STEPS = (32, 64), 2  # rows of a weight in two shards, without padding
 QUIET = (".*FSDP", ".*deprecated", ".*NO_SHARD")
 SCHEMES: dict[str, Scheme] = {
     "none": commhooks.make("none"),
@@ -53,12 +53,16 @@ def reduced(model: nn.Module, rank: int, shape: tuple[int, int] = SHAPE) -> list
     for step in range(STEPS):
         model.zero_grad()
         (model(torch.eye(shape[1])).t() * given(step, rank, shape)).sum().backward()
-        grads: list[Any] = [parameter.grad for parameter in model.parameters()]
-        local = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in grads]
-        # FSDP1 leaves a parameter without a gradient whose shard is on the other rank.
-        flat = [grad.detach().reshape(-1) for grad in local if grad is not None]
-        found.append(torch.cat(flat))
+        found.append(_flat(model))
     return found
+
+
+def _flat(model: nn.Module) -> Tensor:
+    """The gradients that this rank has, one after the other."""
+    grads: list[Any] = [parameter.grad for parameter in model.parameters()]
+    local = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in grads]
+    # FSDP1 leaves a parameter without a gradient whose shard is on the other rank.
+    return torch.cat([grad.detach().reshape(-1) for grad in local if grad is not None])
 
 
 def called(call: Called, rank: int, *, shards: int) -> list[Tensor]:
@@ -139,15 +143,15 @@ def between(scheme: Scheme, net: nn.Module) -> nn.Module:
     return net
 
 
-def _fsdp1(scheme: Scheme, net: nn.Module, strategy: ShardingStrategy) -> nn.Module:
-    options = {"device_id": torch.device("cpu"), "use_orig_params": True}
-    model = FullyShardedDataParallel(net, sharding_strategy=strategy, **options)  # type: ignore[arg-type]
-    commhooks.register(model, scheme)
-    return model
+def _fsdp1(net: nn.Module, strategy: str) -> nn.Module:
+    options: Any = {"device_id": torch.device("cpu"), "use_orig_params": True}
+    return FullyShardedDataParallel(net, sharding_strategy=ShardingStrategy[strategy], **options)
 
 
 def fsdp1_whole(scheme: Scheme, net: nn.Module) -> nn.Module:
-    return _fsdp1(scheme, net, ShardingStrategy.NO_SHARD)
+    model = _fsdp1(net, "NO_SHARD")
+    commhooks.register(model, scheme)
+    return model
 
 
 def collectives(scheme: Scheme) -> Called:
@@ -189,7 +193,9 @@ def inside(scheme: Scheme, net: nn.Module) -> nn.Module:
 
 
 def fsdp1(scheme: Scheme, net: nn.Module) -> nn.Module:
-    return _fsdp1(scheme, net, ShardingStrategy.FULL_SHARD)
+    model = _fsdp1(net, "FULL_SHARD")
+    commhooks.register(model, scheme)
+    return model
 
 
 def scattering(scheme: Scheme) -> Called:
@@ -262,7 +268,10 @@ def run_on(scheme: Scheme, host: str) -> bool:
     return scheme.traits.shards or not shards
 
 
-def _all_hosts(rank: int, world_size: int, scheme: Scheme) -> dict[str, list[Tensor]]:
+Found = dict[str, list[Tensor]]  # gradients of each step, by host
+
+
+def _all_hosts(scheme: Scheme, rank: int, world_size: int) -> Found:
     found = {}
     for name, host in {**WHOLE, **SHARDS}.items():
         if run_on(scheme, name):
@@ -287,11 +296,11 @@ def check_law(scheme: Scheme, found: Tensor, exact: Tensor, size: float, host: s
     assert (found - exact).norm() <= (law.rounding + law.variance**0.5) * size, host
 
 
-@pytest.mark.parametrize("name", SCHEMES)
-def test_hosts_of_one_layout_give_the_same_bits(name: str) -> None:
+def check_one_layout(name: str, ranks: Sequence[Found]) -> None:
+    """Hosts of one layout give the same bits."""
     scheme = SCHEMES[name]
     both = [[gradient(step, rank) for rank in range(2)] for step in range(STEPS)]
-    for rank, found in enumerate(run_ranks(_all_hosts, 2, scheme, ignore_warnings=QUIET)):
+    for rank, found in enumerate(ranks):
         wholes, shards = found["torch's DDP"], found.get("FSDP2")
         parts = [whole.chunk(2)[rank] for whole in wholes]
         for host, means in found.items():
@@ -303,11 +312,11 @@ def test_hosts_of_one_layout_give_the_same_bits(name: str) -> None:
             else:
                 wanted = shards if sharded else wholes
                 assert wanted is not None
-                assert all(map(torch.equal, means, wanted)), host
+                assert all(map(torch.equal, means, wanted)), (name, host)
         if shards is not None:
-            assert all(map(torch.equal, shards, parts)) == (name not in DIFFERENT_HALVES)
+            assert all(map(torch.equal, shards, parts)) == (name not in DIFFERENT_HALVES), name
         dense = [(one + other) / 2 for one, other in both]
-        assert any(map(torch.equal, wholes, dense)) == (name == "none")
+        assert any(map(torch.equal, wholes, dense)) == (name == "none"), name
 
 
 # ---- a bias and an odd number of rows, which hosts lay out and fill up each in its own way
@@ -318,7 +327,7 @@ CUT = 17 * ODD[1]  # entries of the weight in FSDP2's first shard
 WHATEVER_LAYOUT = ("none", "bf16", "powersgd")
 
 
-def _odd(rank: int, world_size: int, scheme: Scheme) -> dict[str, list[Tensor]]:
+def _odd(scheme: Scheme, rank: int) -> Found:
     return {
         name: reduced(host(scheme, nn.Linear(*ODD[::-1])), rank, ODD)
         for name, host in {**WHOLE, **SHARDS}.items()
@@ -337,19 +346,35 @@ def whole(host: str, first: Tensor, second: Tensor) -> Tensor:
     return torch.cat([first[:CUT], second[:rest], first[CUT:], second[rest:]])
 
 
-@pytest.mark.parametrize("name", [*WHATEVER_LAYOUT, "int8"])
-def test_hosts_of_other_layouts_have_the_error_of_the_scheme(name: str) -> None:
+def check_other_layouts(name: str, ranks: Sequence[Found]) -> None:
+    """Hosts of other layouts have the error of the scheme."""
     scheme = SCHEMES[name]
-    ranks = run_ranks(_odd, 2, scheme, ignore_warnings=QUIET)
     for step in range(STEPS):
         one, other = (gradient(step, rank, ODD, bias=True) for rank in range(2))
         wanted, size = (one + other) / 2, max(float(one.norm()), float(other.norm()))
         means = {host: whole(host, *(rank[host][step] for rank in ranks)) for host in ranks[0]}
         for host, mean in means.items():
             if name in WHATEVER_LAYOUT:
-                assert torch.equal(mean, means["torch's DDP"]), (host, step)
+                assert torch.equal(mean, means["torch's DDP"]), (name, host, step)
             else:
                 check_law(scheme, mean, wanted, size, host)
+
+
+# All in one start of the ranks, which takes as long as the steps of one scheme.
+def _by_schemes(rank: int, world_size: int) -> dict[str, tuple[Found, Found]]:
+    odd = {*WHATEVER_LAYOUT, "int8"}
+    return {
+        name: (_all_hosts(scheme, rank, world_size), _odd(scheme, rank) if name in odd else {})
+        for name, scheme in SCHEMES.items()
+    }
+
+
+def test_hosts_of_one_layout_give_the_same_bits_and_others_have_the_error_of_the_scheme() -> None:
+    ranks = run_ranks(_by_schemes, 2, ignore_warnings=QUIET)
+    for name in SCHEMES:
+        alike, odd = zip(*(found[name] for found in ranks), strict=True)
+        check_one_layout(name, alike)
+        check_other_layouts(name, odd)
 
 
 # ---- without a scheme: the bits of the host itself
@@ -360,9 +385,7 @@ def _trained(model: nn.Module, rank: int) -> list[Tensor]:
     for step in range(STEPS):
         model.zero_grad()
         model(batch(step, rank, 8, 32)).square().sum().backward()
-        grads: list[Any] = [parameter.grad for parameter in model.parameters()]
-        local = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in grads]
-        found.append(torch.cat([grad.view(-1) for grad in local]))
+        found.append(_flat(model))
     return found
 
 
@@ -375,6 +398,11 @@ def _models(rank: int, world_size: int) -> dict[str, list[list[Tensor]]]:
     for module in (plain[0], plain[2], plain):  # type: ignore[index]
         on_fsdp(module, mesh=mesh)
     found["hosts.replicate"] = [_trained(model, rank) for model in (ours, plain)]
+
+    for strategy in ("FULL_SHARD", "NO_SHARD"):
+        ours, plain = (_fsdp1(mlp(32, 4), strategy) for _ in range(2))
+        commhooks.register(ours, "none")
+        found[f"FSDP1, {strategy}"] = [_trained(model, rank) for model in (ours, plain)]
 
     small: Any = {"bucket_cap_mb": 0.004}
     ours, plain = (composable(mlp(32, 4), **small) for _ in range(2))
@@ -424,22 +452,22 @@ def near(one: Tensor, other: Tensor) -> bool:
     return float((one - other).norm()) < 4 * 2**-24 * float(other.norm())
 
 
-# Gloo divides after the sum, as FSDP2's all-reduce and ``ReduceOp.AVG`` ask it to; with "none" each
-# rank multiplies by 1/n before it, as DistributedDataParallel does. Powers of two are exact.
-DIVIDES_LATER = {"hosts.replicate", "mean"}
+# Gloo divides after the sum, as FSDP2's all-reduce and ``ReduceOp.AVG`` ask it to, and FSDP1, too,
+# but for a power of two. With "none" each rank multiplies by 1/n before the sum, as
+# DistributedDataParallel does, unless it gets a part only. Powers of two are exact.
+DIVIDES_LATER = {"hosts.replicate", "mean", "FSDP1, NO_SHARD"}
+
+
+def _without_a_scheme(rank: int, world_size: int) -> Any:
+    return _models(rank, world_size), _calls(rank, world_size)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_without_a_scheme_hosts_give_their_own_bits(ranks: int) -> None:
-    for found in run_ranks(_models, ranks, ignore_warnings=QUIET):
-        for host, (ours, own) in found.items():
+def test_without_a_scheme_hosts_and_calls_give_their_own_bits(ranks: int) -> None:
+    for models, calls in run_ranks(_without_a_scheme, ranks, ignore_warnings=QUIET):
+        for host, (ours, own) in models.items():
             same = near if host in DIVIDES_LATER and ranks == 3 else torch.equal
             assert all(map(same, ours, own)), host
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_without_a_scheme_calls_give_the_bits_of_torch(ranks: int) -> None:
-    for found in run_ranks(_calls, ranks, ignore_warnings=QUIET):
-        for call, (wanted, *others) in found.items():
+        for call, (wanted, *others) in calls.items():
             same = near if call in DIVIDES_LATER and ranks == 3 else torch.equal
             assert all(same(one, wanted) for one in others), call

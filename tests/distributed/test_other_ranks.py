@@ -547,3 +547,30 @@ def _joins_calls(rank: int, world_size: int, name: str) -> list[Tensor]:
 def test_calls_of_ranks_that_join_are_counted_as_those_of_the_others(name: str) -> None:
     for means in zip(*run_ranks(_joins_calls, 3, name), strict=True):
         assert equal_bits(list(means))
+
+
+def _after_a_call_that_failed(rank: int, world_size: int) -> Tensor | None:
+    """Rank 2 does not come to a call, which the others give up to go on without it."""
+    collectives = commhooks.Collectives("topk", ratio=0.3)
+    tensor = torch.randn(500, generator=torch.Generator().manual_seed(rank))
+    collectives.all_reduce(tensor.clone(), "weight", op=dist.ReduceOp.AVG)
+    store: Any = dist.distributed_c10d._get_default_store()
+    if rank == 2:
+        store.wait(["0 has changed", "1 has changed"])
+        return None
+    handle = collectives.all_reduce(tensor.clone(), "weight", async_op=True)
+    assert handle is not None
+    collectives.change_group(group_of(0, 1))
+    store.set(f"{rank} has changed", "")
+    with pytest.raises(RuntimeError, match="was given up: its ranks have changed"):
+        handle.wait()
+    for _ in range(2):  # of the same name
+        collectives.all_reduce(mean := tensor.clone(), "weight", op=dist.ReduceOp.AVG)
+    collectives.wait()
+    collectives.close()
+    return mean
+
+
+def test_calls_that_failed_are_forgotten_where_the_ranks_change() -> None:
+    *pair, _ = run_ranks(_after_a_call_that_failed, 3)
+    assert equal_bits(pair)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -22,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commhooks
 from commhooks.checkpoint.checksum import checksum
+from commhooks.checkpoint.placement import piece_here
 from commhooks.errors import CheckpointError, MismatchError
 from ddp_core import DistributedDataParallel
 from tests.distributed.harness import run_ranks
@@ -33,13 +37,20 @@ PIECES = [
     ["piece {} of 2 along dimension 0", "0.weight", "0.bias"],
     ["piece {} of 2 along dimension 1", "2.weight"],
 ]
-QUIET = (".*TypedStorage", ".*returned a view tensor", ".*tensor parallelism does not cut")
+QUIET = (
+    *(".*TypedStorage", ".*returned a view tensor", ".*tensor parallelism does not cut"),
+    *(".*FSDP", ".*deprecated"),
+)
 
 
 def _hook_on(host: str, mesh: Any) -> tuple[nn.Module, commhooks.HookState]:
     model: nn.Module = parallelize_module(model_of((33, 64, 7)), mesh["tp"], PLAN)
     if host == "fsdp2":
         model = sharded(model, mesh["dp"])
+        return model, commhooks.register(model, "int4", block=64)
+    if host == "fsdp1":
+        cpu = torch.device("cpu")
+        model = FullyShardedDataParallel(model, device_mesh=mesh["dp"], device_id=cpu)
         return model, commhooks.register(model, "int4", block=64)
     kind = TorchDDP if host == "torch" else DistributedDataParallel
     model = kind(model, device_mesh=mesh["dp"])
@@ -88,10 +99,15 @@ def _columns(rank: int, world_size: int, host: str, folder: str) -> None:
     dcp.load({"hook": (again := _hook_on(host, mesh)[1])}, checkpoint_id=folder)
     assert _same(_residuals(again), kept)
 
-    # Earlier releases did not say, and took it.
-    old = copy.deepcopy(every[rank ^ 1])
-    part = old[f"rank{rank ^ 1}"]
+    # Without a placement it is of whole parameters; earlier releases did not say, and took it.
+    whole = copy.deepcopy(every[rank ^ 1])
+    part = whole[f"rank{rank ^ 1}"]
     del part["placement"]
+    part["checksum"] = checksum(whole, part)
+    wrong = rf"of '0.weight' it has all of it, and this rank trains piece {column} of 2"
+    with pytest.raises(CheckpointError, match=wrong):
+        again.load_state_dict(whole)
+    old = {**whole, "version": 2}
     part["checksum"] = checksum(old, part)
     again.load_state_dict(old)
 
@@ -107,7 +123,7 @@ def _columns(rank: int, world_size: int, host: str, folder: str) -> None:
         assert _same(_residuals(again), wanted)
 
 
-@pytest.mark.parametrize("host", ["ddp_core", "fsdp2"])
+@pytest.mark.parametrize("host", ["ddp_core", "fsdp2", "fsdp1"])
 def test_residuals_of_another_column_are_refused_and_those_of_the_own_are_found(
     host: str, tmp_path: Any
 ) -> None:
@@ -118,12 +134,64 @@ def _torch(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     _, hook = _hook_on("torch", mesh)
     placement = [[piece.format(rank), *names] for piece, *names in PIECES]
-    assert hook.state_dict()[f"rank{rank}"]["placement"] == placement
+    state = hook.state_dict()
+    assert state[f"rank{rank}"]["placement"] == placement
     hook._attendance.excused = True
+
+    uncut = commhooks.register(TorchDDP(model_of((33, 64, 7))), "topk", ratio=0.1)
+    with pytest.raises(CheckpointError, match=r"it has piece .* this rank trains all of it"):
+        uncut.load_state_dict(state)
+    uncut._attendance.excused = True
 
 
 def test_the_shards_that_torch_has_made_are_known_too() -> None:
     run_ranks(_torch, 2, ignore_warnings=QUIET)
+
+
+def _pickled(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model, hook = _hook_on("ddp_core", mesh)
+    backward(model, 0, 0)
+    every = _everyone(pickle.dumps(hook))
+    # A copy that has not met its model yet still is of the rank that it came from.
+    again = pickle.dumps(pickle.loads(every[rank ^ 1]))
+    old = pickle.loads(every[rank ^ 1])
+    old._binding.pickled_on = old._binding.pickled_on._replace(placement=None)
+    for state, refused in ((every[rank ^ 1], True), (again, True), (every[rank], False)):
+        _train_unpickled(mesh, pickle.loads(state), refused)
+    _train_unpickled(mesh, old, False)  # earlier releases did not say
+
+
+def _train_unpickled(mesh: Any, state: Any, refused: bool) -> None:
+    model = parallelize_module(model_of((33, 64, 7)), mesh["tp"], PLAN)
+    model = DistributedDataParallel(model, device_mesh=mesh["dp"])
+    model.register_comm_hook(state, commhooks.comm_hook)
+    if not refused:
+        backward(model, 1, 0)
+        return
+    with pytest.raises(CheckpointError, match=r"trained piece . of 2 along dimension 0 of '0\."):
+        backward(model, 1, 0)
+
+
+def test_a_pickle_of_another_column_is_refused() -> None:
+    run_ranks(_pickled, 2, ignore_warnings=QUIET)
+
+
+def _piece(*cuts: tuple[Any, int, int]) -> str:
+    """A piece by the placement, the number of ranks and the rank of each dimension of a mesh."""
+    placements, sizes, ranks = zip(*cuts, strict=True)
+    mesh = SimpleNamespace(shape=sizes, get_coordinate=lambda: ranks)
+    return piece_here(SimpleNamespace(placements=placements, mesh=mesh))
+
+
+def test_pieces_are_told_alike_on_turned_meshes() -> None:
+    first, second, whole = (Shard(0), 2, 1), (Shard(1), 3, 2), (Replicate(), 4, 3)
+    text = "piece 1 of 2 along dimension 0, piece 2 of 3 along dimension 1"
+    assert _piece(first, second) == _piece(second, whole, first) == text
+    # One dimension that is cut twice: the second cut is within the piece of the first.
+    other = (Shard(0), 3, 2)
+    assert _piece(first, other) != _piece(other, first)
+    assert _piece(other, (Shard(1), 2, 0), first) == _piece((Shard(1), 2, 0), other, first)
 
 
 def _averaged(rank: int, world_size: int) -> None:

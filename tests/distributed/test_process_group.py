@@ -590,6 +590,11 @@ def _not_scattered(rank: int, world_size: int) -> dict[str, Any]:
     small = torch.empty(10)
     scatter(small, whole[: 10 * world_size], group=group)
     found["compressed"] = group.hook.calls
+    # ``least`` is of the input, not of this rank's part.
+    groups = [commhooks.process_group("int8", least=whole.numel() + more) for more in (0, 1)]
+    for group in groups:
+        scatter(part, whole, group=group)
+    found["large enough"] = [group.hook.calls for group in groups]
     found["memory"] = outcome(scatter, part, whole, group=commhooks.process_group("topk"))
     return found
 
@@ -606,6 +611,7 @@ def test_a_reduce_scatter_that_is_not_compressed_is_told_once() -> None:
             assert "travels as it is" in text
             assert "commhooks.register(model, scheme)" in text
         assert found["compressed"] == 0
+        assert found["large enough"] == [1, 0]
 
 
 def _switched(rank: int, world_size: int) -> dict[str, Any]:

@@ -417,7 +417,7 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "a tensor with gaps does not get the result",
-            "written(into, arrived.view(into.shape))",
+            "write_into(into, arrived.view(into.shape))",
             "pass",
             f"{FUNCTIONS}::test_tensors_of_any_kind_are_reduced_in_place",
         ),
@@ -492,6 +492,12 @@ MUTANTS: list[Mutant] = [
             "mean = op == dist.ReduceOp.SUM or op == dist.ReduceOp.AVG",
             "mean = True",
             f"{GROUP}::test_all_but_large_sums_of_floats_passes_as_it_is",
+        ),
+        (
+            "a reduce-scatter is as large as its output",
+            "or input.numel() < self.least:",
+            "or output.numel() < self.least:",
+            f"{GROUP}::test_a_reduce_scatter_that_is_not_compressed_is_told_once",
         ),
         (
             "what fully_shard reduces over a group travels as it is",

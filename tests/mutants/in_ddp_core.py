@@ -709,6 +709,13 @@ MUTANTS: list[Mutant] = [
             f"{UNIT}/test_halves.py::test_each_rank_gets_its_part_of_the_mean_with_one_rounding",
         ),
         (
+            "a mean of three ranks has other bits than torch's",
+            "self.tensor.mul_(1.0 / group.size())",
+            "self.tensor.div_(group.size())",
+            f"{DISTRIBUTED}/test_host_bits.py"
+            "::test_without_a_scheme_hosts_and_calls_give_their_own_bits[3]",
+        ),
+        (
             "a mean is scattered as a sum",
             'op = dist.ReduceOp.AVG if self.op == "mean" else dist.ReduceOp.SUM',
             "op = dist.ReduceOp.SUM",

@@ -271,6 +271,19 @@ MUTANTS: list[Mutant] = [
     *planted(
         "commhooks/hook/calls.py",
         (
+            "the compiler looks into calls",
+            "    @not_traced\n    def run(",
+            "    def run(",
+            f"{FUNCTIONS}::test_graphs_of_compiled_functions_break_at_calls",
+        ),
+        (
+            "calls of other ranks that failed are raised where the ranks have changed",
+            "self._pending.clear()",
+            "pass",
+            "tests/distributed/test_other_ranks.py"
+            "::test_calls_that_failed_are_forgotten_where_the_ranks_change",
+        ),
+        (
             "a call does not wait for the one before of its name",
             "            self._wait_for(name)\n            self._drivers.join()\n",
             "            pass\n",

@@ -319,7 +319,7 @@ MUTANTS: list[Mutant] = [
         "commhooks/hosts/fsdp1_layout.py",
         (
             "parameters of all units have the same names",
-            'plain_name(f"{prefix}{one}")',
+            'plain_name(f"{_prefix(name)}{one}")',
             "plain_name(one)",
             f"{FSDP1}::test_what_one_host_saves_another_loads[fsdp1-ddp]",
         ),
@@ -455,9 +455,43 @@ MUTANTS: list[Mutant] = [
         "commhooks/checkpoint/ranks.py",
         (
             "residuals of another column are taken",
-            'if its != here.get(find(name), "")]',
-            "if not its]",
+            'if pieces.get(name, "") != here.get(name, "")]',
+            "if False]",
             f"{COLUMNS}[ddp_core]",
+        ),
+    ),
+    *planted(
+        "commhooks/checkpoint/form.py",
+        (
+            "states of whole parameters are taken for pieces",
+            'if "placement" in part or state["version"] > 2:',
+            'if "placement" in part:',
+            "tests/unit/test_checkpoint.py"
+            "::test_parts_of_other_pieces_of_the_model_are_left_out_or_refused",
+        ),
+    ),
+    *planted(
+        "commhooks/checkpoint/placement.py",
+        (
+            "a turned mesh has other pieces",
+            "sorted(pieces, key=dimension)",
+            "pieces",
+            f"{PLACEMENT}::test_pieces_are_told_alike_on_turned_meshes",
+        ),
+        (
+            "cuts of one dimension may be in any order",
+            "sorted(pieces, key=dimension)",
+            "sorted(pieces)",
+            f"{PLACEMENT}::test_pieces_are_told_alike_on_turned_meshes",
+        ),
+    ),
+    *planted(
+        "commhooks/hook/agreement.py",
+        (
+            "a pickle of another column is taken",
+            "            if its != own:",
+            "            if False:",
+            f"{PLACEMENT}::test_a_pickle_of_another_column_is_refused",
         ),
     ),
     *planted(
@@ -497,6 +531,15 @@ MUTANTS: list[Mutant] = [
             "if hook._binding.shards is None:",
             "if hook._binding.group() is None:",
             f"{TOGETHER}[fsdp2-2]",
+        ),
+    ),
+    *planted(
+        "commhooks/hosts/fsdp1_layout.py",
+        (
+            "FSDP1 does not say which pieces it has",
+            "told.items() if piece}",
+            "told.items() if False}",
+            f"{COLUMNS}[fsdp1]",
         ),
     ),
     *planted(

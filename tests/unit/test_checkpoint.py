@@ -26,9 +26,9 @@ from commhooks.checkpoint.memory import check_complete, check_memory
 from commhooks.checkpoint.ranks import (
     memory_for_rank,
     needed_ranks,
-    of_pieces_here,
     resizes_of,
     structure,
+    with_own_pieces,
 )
 from commhooks.core.scheme import slots_of
 from commhooks.core.step_info import StepInfo
@@ -275,7 +275,8 @@ def test_shapes_dtypes_and_names_are_under_the_checksum() -> None:
 
 
 def test_the_bytes_of_a_checksum_are_those_of_the_version() -> None:
-    common = {**saved(), "scheme": "S", "structure": "S"}  # whatever the scheme is printed as
+    # Whatever the scheme is printed as. The third version has the bytes of the second.
+    common = {**saved(), "version": 2, "scheme": "S", "structure": "S"}
     part = common["rank0"]
     assert checksum(common, part).startswith("d8e7e8077ce326c3")
     del common["plan"]  # as before hooks that choose had their choice in the state
@@ -397,13 +398,20 @@ def test_parts_of_other_pieces_of_the_model_are_left_out_or_refused() -> None:
     states = [sealed(state) for state in cut]
     whole = read(states)
     for piece in range(2):
-        fitting = of_pieces_here(whole, {"new.weight": f"piece {piece} of 2"}, "new.{}".format)
+        fitting = with_own_pieces(whole, {"new.weight": f"piece {piece} of 2"}, "new.{}".format)
         assert [part.global_rank for part in fitting.parts] == [2 * piece, 2 * piece + 1]
     for here, text in (({}, "all of it"), ({"weight": "piece 2 of 3"}, "piece 2 of 3")):
         with pytest.raises(CheckpointError, match=f"has piece 0 of 2, and this rank trains {text}"):
-            of_pieces_here(whole, here, str)
-    # A state that does not tell is taken: of a model without DTensors, or of an earlier release.
-    assert of_pieces_here(read(saved()), {"weight": "piece 0 of 2"}, str).parts
+            with_own_pieces(whole, here, str)
+    # It is of whole parameters where it has no placement, but in earlier releases it did not tell.
+    with pytest.raises(CheckpointError, match="has all of it, and this rank trains piece 0 of 2"):
+        with_own_pieces(read(saved()), {"weight": "piece 0 of 2"}, str)
+    earlier = sealed({**saved(), "version": 2})
+    assert with_own_pieces(read(earlier), {"weight": "piece 0 of 2"}, str).parts
+    turned = [["piece 1 of 2 along dimension 1, piece 0 of 3 along dimension 0", "weight"]]
+    earlier["rank0"]["placement"] = turned
+    here = {"weight": "piece 0 of 3 along dimension 0, piece 1 of 2 along dimension 1"}
+    assert with_own_pieces(read(sealed(earlier)), here, str).parts
 
 
 def test_ranks_of_unlike_models_are_not_added_up() -> None:
