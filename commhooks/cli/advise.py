@@ -10,7 +10,6 @@ from pathlib import Path
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from commhooks.cli.arguments import (
@@ -61,12 +60,13 @@ def advise_on(
     try:
         computing, links = device_of(device), fabric_of(fabric)
         workload = workload_of(model, timeline, batch, computing, accumulate=accumulate)
+        candidates = schemes_of(listed("--schemes", schemes))
         every = advise(
             workload,
             ranks=ranks,
             fabric=links,
             device=computing,
-            candidates=schemes_of(listed(schemes)),
+            candidates=candidates,
             error=math.inf,
         )
         options = advise(
@@ -74,12 +74,12 @@ def advise_on(
             ranks=ranks,
             fabric=links,
             device=computing,
-            candidates=schemes_of(listed(schemes)),
+            candidates=candidates,
             error=error,
         )
     except ValueError as wrong:
         raise typer.BadParameter(str(wrong)) from wrong
-    console = Console()
+    console = Console(markup=False)  # names come from files
     console.print(
         f"{workload.name}, {workload.numel / 1e6:,.1f} M parameters, on {ranks:,} x "
         f"{computing.name} over {links.name}: {short(1e3 * workload.compute_s)} ms of computing "
@@ -117,7 +117,7 @@ def _table(options: Sequence[Option], beyond: Sequence[Option], error: float) ->
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
     table.add_column("scheme", overflow="fold")
     for column in ("buckets|[MiB]", "step|[ms]", "exposed|[ms]", "speed-up|", "error|"):
-        table.add_column(escape(column.replace("|", "\n")), justify="right", no_wrap=True)
+        table.add_column(column.replace("|", "\n"), justify="right", no_wrap=True)
     for group in (options, beyond):
         for one in _fastest(group):
             table.add_row(

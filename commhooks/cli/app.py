@@ -18,8 +18,11 @@ from commhooks.cli import simulate as _simulate
 from commhooks.cli.fabrics import print_presets
 from commhooks.cli.user_schemes import load_files
 from commhooks.errors import Error, MissingPackageError
+from commhooks.predict.step import MOST_RANKS
 
 __all__ = ["app", "load_files"]
+
+_MOST = 10**9  # of samples and of passes: more would not fit into the arithmetic
 
 
 class _Commands(TyperGroup):
@@ -158,7 +161,9 @@ def link(
     out: Annotated[
         Path | None, typer.Option(help="File for the fabric, which other commands take.")
     ] = None,
-    budget: Annotated[float, typer.Option(min=0.1, help="Seconds of the measurement.")] = 10,
+    budget: Annotated[
+        float, typer.Option(min=0.1, max=3600, help="Seconds of the measurement.")
+    ] = 10,
     device: Annotated[
         Literal["cpu", "cuda"] | None,
         typer.Option(help="Of the tensors: CPU over Gloo, CUDA over NCCL (if there is one each)."),
@@ -183,23 +188,28 @@ def simulate(
     schemes: Annotated[
         str, typer.Option(help="With commas; options after colons: bf16,powersgd:rank=4.")
     ] = "none,bf16,int8,int4,powersgd",
-    ranks: Annotated[str, typer.Option(help="With commas.")] = "2,8,64,1024",
+    ranks: Annotated[
+        str, typer.Option(help=f"With commas, each from 2 to {MOST_RANKS:,}.")
+    ] = "2,8,64,1024",
     device: Annotated[
         str, typer.Option(help="That computes model and schemes; here: schemes are timed.")
     ] = "a100",
     batch: Annotated[
-        int | None, typer.Option(min=1, help="Samples of a rank's pass; the model's by default.")
+        int | None,
+        typer.Option(min=1, max=_MOST, help="Samples of a rank's pass; the model's by default."),
     ] = None,
     accumulate: Annotated[
-        int, typer.Option(min=1, help="Forward and backward passes of a step.")
+        int, typer.Option(min=1, max=_MOST, help="Forward and backward passes of a step.")
     ] = 1,
-    bucket_mb: Annotated[float, typer.Option(min=0.001, help="MiB of a full bucket.")] = 25.0,
+    bucket_mb: Annotated[
+        float, typer.Option(min=0.001, max=1e6, help="MiB of a full bucket.")
+    ] = 25.0,
     csv: Annotated[Path | None, typer.Option(help="File for all numbers.")] = None,
     plot: Annotated[Path | None, typer.Option(help="File for a picture, with matplotlib.")] = None,
-    fabrics: Annotated[
+    list_fabrics: Annotated[
         bool,
         typer.Option(
-            "--fabrics",
+            "--list-fabrics",
             callback=print_presets,
             is_eager=True,
             help="Prints the presets, and where their numbers are from.",
@@ -209,8 +219,17 @@ def simulate(
     """Predicts what schemes would save, and where they stop paying, for a model and a fabric."""
     _simulate.simulate(
         _simulate.Options(
-            *(model, timeline, schemes, ranks, fabric, device),
-            *(batch, accumulate, bucket_mb, csv, plot),
+            model=model,
+            timeline=timeline,
+            schemes=schemes,
+            ranks=ranks,
+            fabric=fabric,
+            device=device,
+            batch=batch,
+            accumulate=accumulate,
+            bucket_mb=bucket_mb,
+            csv=csv,
+            plot=plot,
         )
     )
 
@@ -225,7 +244,7 @@ def advise(
         Path | None, typer.Option(help="A recorded step, instead of a model.")
     ] = None,
     fabric: Annotated[str, typer.Option(help="A preset, or a file of commhooks link.")] = "10gbe",
-    ranks: Annotated[int, typer.Option(min=2)] = 8,
+    ranks: Annotated[int, typer.Option(min=2, max=MOST_RANKS)] = 8,
     schemes: Annotated[
         str, typer.Option(help="With commas; options after colons: bf16,powersgd:rank=4.")
     ] = ",".join(_advise.CANDIDATES),
@@ -236,10 +255,11 @@ def advise(
         str, typer.Option(help="That computes model and schemes; here: schemes are timed.")
     ] = "a100",
     batch: Annotated[
-        int | None, typer.Option(min=1, help="Samples of a rank's pass; the model's by default.")
+        int | None,
+        typer.Option(min=1, max=_MOST, help="Samples of a rank's pass; the model's by default."),
     ] = None,
     accumulate: Annotated[
-        int, typer.Option(min=1, help="Forward and backward passes of a step.")
+        int, typer.Option(min=1, max=_MOST, help="Forward and backward passes of a step.")
     ] = 1,
     csv: Annotated[Path | None, typer.Option(help="File for all predictions.")] = None,
 ) -> None:

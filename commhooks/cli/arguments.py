@@ -6,6 +6,7 @@ import ast
 import math
 import runpy
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,17 @@ from torch import nn
 
 from commhooks import Scheme
 from commhooks.cli.user_schemes import load_files, made, sentence
+from commhooks.core.settings import shown
 from commhooks.predict.counted import counted
 from commhooks.predict.device import DEVICES, Device
 from commhooks.predict.fabric import Fabric
 from commhooks.predict.models import MODELS, Model, model
+from commhooks.predict.planned import PredictionError
+from commhooks.predict.presets import fabric
 from commhooks.predict.workload import Workload, load_workload
 
 __all__ = [
+    "fabrics_of",
     "listed",
     "need_folders",
     "note_of",
@@ -32,30 +37,66 @@ __all__ = [
 
 
 def need_folders(*files: Path | None) -> None:
-    """Raises if the folder of a file that is to be written does not exist."""
+    """Raises if a file that is to be written is a folder, or its folder does not exist."""
     for path in files:
-        if path is not None and not path.absolute().parent.is_dir():
+        if path is None:
+            continue
+        if path.is_dir():
+            raise typer.BadParameter(f"{path} is a folder; name a file")
+        if not path.absolute().parent.is_dir():
             raise typer.BadParameter(f"{path}: there is no folder {path.absolute().parent}")
 
 
-def listed(text: str) -> list[str]:
-    """Returns the words of a list with commas."""
-    return [word.strip() for word in text.split(",") if word.strip()]
+def listed(option: str, text: str) -> list[str]:
+    """Returns the words of a list with commas, each once.
+
+    Args:
+        option: its name, for the message.
+        text: the list.
+
+    Raises:
+        typer.BadParameter: there is no word.
+    """
+    words = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    if not words:
+        raise typer.BadParameter(f"{option} {shown(text)}: give one or more, with commas")
+    return words
 
 
 def numbers_of(text: str) -> list[int]:
     """Returns numbers of ranks."""
     try:
-        return [int(word) for word in listed(text)]
+        return [int(word) for word in listed("--ranks", text)]
     except ValueError:
-        raise typer.BadParameter(f"--ranks {text}: whole numbers with commas: 2,8,64") from None
+        raise typer.BadParameter(
+            f"--ranks {shown(text)}: whole numbers with commas, as in 2,8,64"
+        ) from None
+
+
+def fabrics_of(text: str) -> list[Fabric]:
+    """Returns presets and fabrics of files; those that share a name are called as they are given.
+
+    All files of ``commhooks link`` have the same name inside.
+    """
+    words = listed("--fabric", text)
+    found = [fabric(word) for word in words]
+    names = [one.name for one in found]
+    return [
+        replace(one, name=word) if names.count(one.name) > 1 else one
+        for word, one in zip(words, found, strict=True)
+    ]
 
 
 def schemes_of(words: Sequence[str]) -> dict[str, Scheme]:
     """Makes schemes; files with more are loaded, and theirs are compared as well."""
-    added = load_files([Path(word) for word in words if word.endswith(".py")])
-    words = [word for word in words if not word.endswith(".py")]
-    return {word: _scheme(word) for word in [*words, *added]}
+    files = [word for word in words if word.endswith(".py")]
+    added = load_files([Path(file) for file in files])
+    named = [word for word in words if word not in files]
+    if not named and not added:
+        raise typer.BadParameter(
+            f"{', '.join(files)}: no scheme is registered there; see commhooks.register_scheme"
+        )
+    return {word: _scheme(word) for word in [*named, *added]}
 
 
 def _scheme(word: str) -> Scheme:
@@ -73,6 +114,8 @@ def settings_of(word: str) -> tuple[str, dict[str, Any]]:
             raise typer.BadParameter(
                 f"--schemes {word}: options follow a name as in powersgd:rank=4:start_step=10"
             )
+        if key in options:
+            raise typer.BadParameter(f"--schemes {word}: {key} is given twice")
         options[key] = _value(value)
     return name, options
 
@@ -100,7 +143,13 @@ def workload_of(
         device: computes a model's passes.
         accumulate: forward and backward passes of a step.
     """
-    return _one_pass(name, timeline, batch, device).accumulated(accumulate)
+    workload = _one_pass(name, timeline, batch, device).accumulated(accumulate)
+    if not workload.numel or not workload.compute_s:
+        raise typer.BadParameter(
+            f"{workload.name}: {workload.numel:,} parameters and {workload.compute_s:g} s of "
+            f"computing per step: there is nothing to exchange, or nothing to compare it with"
+        )
+    return workload
 
 
 def _one_pass(
@@ -153,14 +202,19 @@ def _own(target: str) -> Model | Workload:
             f"--model {target}: {name}() returns (module, example input, ...), or a Workload of "
             f"commhooks.predict, got {type(result).__name__}"
         )
-    return counted(module, *inputs)
+    try:
+        return counted(module, *inputs)
+    except PredictionError:
+        raise
+    except Exception as error:  # a user's forward pass may raise anything
+        raise typer.BadParameter(f"{target}: {sentence(error, Path(path))}") from error
 
 
-def note_of(fabric: Fabric, ranks: int) -> str:
+def note_of(links: Fabric, ranks: int) -> str:
     """Returns a sentence where a prediction uses a link that nobody has measured, or nothing."""
-    if not fabric.copied or ranks <= fabric.ranks_per_node:
+    if not links.copied or ranks <= links.ranks_per_node:
         return ""
     return (
-        f"{fabric.name}: from one machine. More than {fabric.ranks_per_node} ranks are predicted "
+        f"{links.name}: from one machine. More than {links.ranks_per_node} ranks are predicted "
         f"as if the link between machines were the one inside: run commhooks link on several."
     )

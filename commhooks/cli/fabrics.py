@@ -1,4 +1,4 @@
-"""Prints the fabrics that predictions know by name (``--fabrics``)."""
+"""Prints the fabrics that predictions know by name (``--list-fabrics``)."""
 
 from __future__ import annotations
 

@@ -18,6 +18,8 @@ import typer
 
 import commhooks
 from commhooks.cli import on_start
+from commhooks.cli.arguments import need_folders
+from commhooks.core.settings import shown
 from commhooks.predict.in_script import ORDER
 
 __all__ = ["headroom"]
@@ -35,6 +37,7 @@ def headroom(command: Sequence[str], steps: int, time_limit: float, out: Path | 
         time_limit: seconds from now on.
         out: file for the numbers, as JSON.
     """
+    need_folders(out)
     if out is not None:
         out.touch()  # now: a wrong path costs no measurement
     whole = [sys.executable, *command] if command[0].endswith(".py") else list(command)
@@ -89,6 +92,8 @@ def _run(command: list[str], environment: dict[str, str], limit: float) -> tuple
         process = subprocess.Popen(command, env=environment, start_new_session=True)
     except OSError as error:
         raise typer.BadParameter(f"cannot run {command[0]}: {error.strerror}") from error
+    except ValueError as error:  # a zero byte
+        raise typer.BadParameter(f"cannot run {shown(command[0])}: {error}") from error
 
     def forward(number: int, _: Any) -> None:
         _signal(process, number)

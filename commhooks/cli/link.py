@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from commhooks.cli.arguments import need_folders
 from commhooks.predict.fabric import Link, save_fabric
 from commhooks.predict.link import LinkReport, link_report
 from commhooks.predict.link_fit import modelled
@@ -34,8 +35,7 @@ def link(out: Path | None, budget_s: float, device: Literal["cpu", "cuda"] | Non
         budget_s: seconds of the measurement.
         device: of the tensors; "cuda" where each rank has a GPU, by default.
     """
-    if out is not None and not out.absolute().parent.is_dir():
-        raise typer.BadParameter(f"--out {out}: there is no folder {out.absolute().parent}")
+    need_folders(out)
     if "RANK" not in os.environ:
         return _with_local_ranks(out, budget_s, device)
     local, mates = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
@@ -107,6 +107,10 @@ def _show(found: LinkReport) -> None:
         console.print(f"inside a node: {_words(fabric.inside)}", highlight=False)
     if nodes > 1:
         console.print(f"between nodes: {_words(fabric.between)}", highlight=False)
+    if fabric.library == "gloo":
+        console.print(
+            f"two messages at once share {fabric.overlap:.0%} of the latency", highlight=False
+        )
     console.print(
         f"medians of {found.rounds} rounds of all; spread: of the middle half of them. "
         f"{found.seconds:.1f} s in all",

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from commhooks.cli.arguments import (
+    fabrics_of,
     listed,
     need_folders,
     note_of,
@@ -22,11 +22,9 @@ from commhooks.cli.arguments import (
     workload_of,
 )
 from commhooks.predict.device import device as device_of
-from commhooks.predict.fabric import Fabric
 from commhooks.predict.models import MODELS
-from commhooks.predict.presets import fabric as fabric_of
 from commhooks.predict.simulate import BASELINE, MARGIN, Comparison, Row, compare, write_csv
-from commhooks.predict.simulate_plot import draw
+from commhooks.predict.simulate_plot import check_format, draw
 
 __all__ = ["MODELS", "Options", "short", "simulate"]
 
@@ -67,15 +65,15 @@ def simulate(options: Options) -> None:
     """
     need_folders(options.csv, options.plot)
     try:
-        device = device_of(options.device)
-        fabrics = [fabric_of(name) for name in listed(options.fabric)]
+        if options.plot is not None:
+            check_format(options.plot)  # now: a wrong ending costs no prediction
+        device, fabrics = device_of(options.device), fabrics_of(options.fabric)
         workload = workload_of(
-            *(options.model, options.timeline, options.batch, device),
-            accumulate=options.accumulate,
+            options.model, options.timeline, options.batch, device, accumulate=options.accumulate
         )
         found = compare(
             workload,
-            schemes_of(listed(options.schemes)),
+            schemes_of(listed("--schemes", options.schemes)),
             ranks=numbers_of(options.ranks),
             fabrics=fabrics,
             device=device,
@@ -83,7 +81,7 @@ def simulate(options: Options) -> None:
         )
     except ValueError as error:  # PredictionError is reported for all commands
         raise typer.BadParameter(str(error)) from error
-    console = Console()
+    console = Console(markup=False)  # names come from files
     console.print(
         f"{workload.name}, {workload.numel / 1e6:,.1f} M parameters, on {device.name}: "
         f"{short(1e3 * workload.compute_s)} ms of computing per step",
@@ -91,7 +89,7 @@ def simulate(options: Options) -> None:
     )
     for index, fabric in enumerate(fabrics):
         console.print(f"\n{fabric.name}", style="bold", highlight=False)
-        console.print(_table(found, fabric))
+        console.print(_table(row for row in found.rows() if row.fabric == fabric.name))
         console.print("\n".join(_where(found, index)), highlight=False)
         if note := note_of(fabric, max(numbers_of(options.ranks))):
             console.print(note, highlight=False)
@@ -111,7 +109,7 @@ def simulate(options: Options) -> None:
 # ---- results
 
 
-def _table(found: Comparison, fabric: Fabric) -> Table:
+def _table(rows: Iterable[Row]) -> Table:
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
     table.add_column("ranks", justify="right")
     table.add_column("scheme", overflow="fold")
@@ -123,11 +121,9 @@ def _table(found: Comparison, fabric: Fabric) -> Table:
         "by node|[MB]",
         "pays|[Gbit/s]",
     ):
-        table.add_column(escape(column.replace("|", "\n")), justify="right", no_wrap=True)
+        table.add_column(column.replace("|", "\n"), justify="right", no_wrap=True)
     before = None
-    for row in found.rows():
-        if row.fabric != fabric.name:
-            continue
+    for row in rows:
         if before not in (None, row.ranks):
             table.add_section()
         table.add_row(

@@ -5,19 +5,21 @@ take arrays of sizes.
 
 | collective | Gloo | MPI | NCCL |
 |---|---|---|---|
-| all_reduce | ring | ring, recursive doubling | ring, double tree (NVLS inside nodes) |
+| all_reduce | ring in segments | ring, recursive doubling | ring, double tree (NVLS inside nodes) |
 | all_gather | ring | ring, recursive doubling | ring, recursive doubling (PAT) |
 | all_to_all | pairwise | pairwise | pairwise |
 
 References: Thakur et al., Optimization of collective communication operations in MPICH, 2005 (ring,
 recursive doubling, pairwise); Sanders et al., Two-tree algorithms, 2009; NCCL's source, version
-2.22 (``src/graph/tuning.cc``).
+2.22 (``src/graph/tuning.cc``); Gloo's source (``gloo/allreduce.cc``).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -25,9 +27,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from commhooks.predict.fabric import Fabric, Link
 
-__all__ = ["collective_seconds"]
+__all__ = ["collective_seconds", "shared_seconds"]
 
 Seconds = NDArray[np.float64]
+_SEGMENT_NBYTES = 2**20  # of Gloo's all-reduce, at most
 
 
 class _Ranks(NamedTuple):
@@ -87,6 +90,42 @@ def collective_seconds(
     return fastest
 
 
+def shared_seconds(
+    collective: str,
+    nbytes: ArrayLike,
+    *,
+    ranks: int,
+    fabric: Fabric,
+    part: Sequence[int] | None = None,
+) -> Seconds:
+    """Returns the part of a collective's time in which messages of other buckets may travel.
+
+    It is latency; in the rest the links carry nothing else.
+
+    Args:
+        collective, nbytes, ranks, fabric, part: see :func:`collective_seconds`.
+    """
+    if not fabric.overlap:
+        return np.zeros(np.shape(nbytes))
+    own = _without_overlap(fabric)
+    whole, busy = (
+        collective_seconds(collective, nbytes, ranks=ranks, fabric=one, part=part)
+        for one in (fabric, own)
+    )
+    return whole - busy
+
+
+@cache
+def _without_overlap(fabric: Fabric) -> Fabric:
+    """Returns the fabric less the latency that messages share."""
+
+    def own(link: Link) -> Link:
+        return replace(link, latency=(1 - fabric.overlap) * link.latency)
+
+    inside = None if fabric.inside is None else own(fabric.inside)
+    return replace(fabric, between=own(fabric.between), inside=inside, overlap=0.0)
+
+
 def _ring(sizes: Seconds, members: _Ranks, fabric: Fabric, *, share: float, turns: int) -> Seconds:
     """Returns the time of ``turns`` rounds through a ring of all ranks.
 
@@ -112,6 +151,24 @@ def _ring(sizes: Seconds, members: _Ranks, fabric: Fabric, *, share: float, turn
 
 def _ring_all_reduce(sizes: Seconds, members: _Ranks, fabric: Fabric) -> Seconds:
     return _ring(sizes, members, fabric, share=1 / members.size, turns=2)
+
+
+def _gloo_all_reduce(sizes: Seconds, members: _Ranks, fabric: Fabric) -> Seconds:
+    """Returns the time of Gloo's ring, which sends each part of the data in segments.
+
+    A rank has two segments under way. On a long line it waits for their arrival before it sends
+    the next two, although the line is free.
+    """
+    time = _ring_all_reduce(sizes, members, fabric)
+    if not fabric.overlap:
+        return time
+    link = fabric.between if members.nodes > 1 else _inside(fabric)
+    busy = members.groups if members.nodes > 1 else 1
+    waits = fabric.overlap * link.latency - _SEGMENT_NBYTES * busy / link.bandwidth
+    pairs = np.ceil(sizes / members.size / (2 * _SEGMENT_NBYTES))
+    steps = 2 * (members.size - 1)
+    waiting: Seconds = steps * np.maximum(pairs - 1, 0) * max(waits, 0.0)
+    return time + waiting
 
 
 def _ring_all_gather(sizes: Seconds, members: _Ranks, fabric: Fabric) -> Seconds:
@@ -191,7 +248,7 @@ def _inside(fabric: Fabric) -> Link:
 
 # What the library has, of which it takes the fastest.
 _ALGORITHMS: dict[tuple[str, str], tuple[_Algorithm, ...]] = {
-    ("gloo", "all_reduce"): (_ring_all_reduce,),
+    ("gloo", "all_reduce"): (_gloo_all_reduce,),
     ("gloo", "all_gather"): (_ring_all_gather,),
     ("gloo", "all_to_all"): (_pairwise,),
     ("mpi", "all_reduce"): (_ring_all_reduce, _doubling_all_reduce),

@@ -6,7 +6,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
+
+from commhooks.core.settings import Bound, check_settings
 
 __all__ = ["Fabric", "Library", "Link", "load_fabric", "save_fabric"]
 
@@ -28,10 +30,11 @@ class Link:
     """
 
     latency: float
-    bandwidth: float
+    bandwidth: Bound
     chunk_s: float = 0.0
 
     def __post_init__(self) -> None:
+        check_settings(self)
         if not (self.latency >= 0 and self.bandwidth > 0 and self.chunk_s >= 0):
             raise ValueError(
                 f"Link(latency, bandwidth, chunk_s): 0 or more, above 0, 0 or more, got {self}"
@@ -58,6 +61,9 @@ class Fabric:
         core_s_per_byte: seconds of a processor core per byte that a rank sends and receives as
             much, where processors move the bytes (TCP); backward waits for as long on a full
             machine.
+        overlap: share of the latency that passes for messages of several buckets at once, where
+            they are under way together: 1 on a long line, 0 where latency is a processor's work,
+            or where messages follow each other on one stream (NCCL).
         source: where the numbers are from.
 
     Example:
@@ -69,10 +75,11 @@ class Fabric:
     inside: Link | None = None
     ranks_per_node: int = 1
     library: Library = "nccl"
-    multicast: float | None = None
-    tree_nbytes: float | None = None
+    multicast: Bound | None = None
+    tree_nbytes: Bound | None = None
     start_s: float = 0.0
     core_s_per_byte: float = 0.0
+    overlap: float = 0.0
     source: str = ""
 
     @property
@@ -81,11 +88,22 @@ class Fabric:
         return self.source == COPIED
 
     def __post_init__(self) -> None:
-        if self.library not in get_args(Library):
+        check_settings(self)
+        if not (self.start_s >= 0 and self.core_s_per_byte >= 0):
             raise ValueError(
-                f"Fabric(library=...): {', '.join(get_args(Library))}, got {self.library!r}"
+                f"Fabric(start_s, core_s_per_byte): seconds, 0 or more, got {self.start_s!r} and "
+                f"{self.core_s_per_byte!r}"
             )
-        if not isinstance(self.ranks_per_node, int) or self.ranks_per_node < 1:
+        if self.multicast is not None and not self.multicast > 0:
+            raise ValueError(
+                f"Fabric(multicast=...): bytes per second, above 0, got {self.multicast!r}"
+            )
+        if not 0 <= self.overlap <= 1 or (self.overlap and self.library != "gloo"):
+            raise ValueError(
+                f"Fabric(overlap=...): from 0 to 1, and 0 unless the library is gloo, got "
+                f"{self.overlap!r} on {self.library}"
+            )
+        if self.ranks_per_node < 1:
             raise ValueError(
                 f"Fabric(ranks_per_node=...): a whole number, 1 or more, got "
                 f"{self.ranks_per_node!r}"

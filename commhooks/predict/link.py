@@ -20,6 +20,7 @@ from commhooks.errors import MissingRankError, RegistrationError
 from commhooks.predict.fabric import Fabric, Link
 from commhooks.predict.link_cells import REQUESTS, Cell, Size
 from commhooks.predict.link_fit import COLLECTIVES, Layout, Part, Time, fitted, modelled
+from commhooks.predict.link_overlap import measured_overlap
 from ddp_core import AllReduce
 from ddp_core.exchange.lane_groups import backend_for, group_store, is_gloo
 
@@ -182,7 +183,11 @@ class _Measurement:
             rounds.append(agreed)
         times = [_time(self._parts[cell.part].part, cell, [one[index] for one in rounds])
                  for index, cell in enumerate(cells)]  # fmt: skip
-        fit = fitted(self._layout, times, "gloo" if self._device.type == "cpu" else "nccl")
+        if self._device.type == "cpu":
+            overlap = measured_overlap(everyone, self._highest, self._budget)
+            fit = fitted(self._layout, times, "gloo", overlap=overlap)
+        else:
+            fit = fitted(self._layout, times, "nccl")
         # Rank 0's numbers: two processors may round differently.
         links = [one and [one.latency, one.bandwidth] for one in (fit.between, fit.inside)]
         if self._rank == 0:

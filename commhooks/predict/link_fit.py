@@ -48,7 +48,9 @@ class Time(NamedTuple):
     high_s: float
 
 
-def fitted(layout: Layout, times: Sequence[Time], library: Library) -> Fabric:
+def fitted(
+    layout: Layout, times: Sequence[Time], library: Library, *, overlap: float = 0.0
+) -> Fabric:
     """Returns the fabric under which the model's times come nearest to measured ones.
 
     Nearest by the sum of absolute logarithms of their ratios: small and large sizes count alike,
@@ -60,9 +62,12 @@ def fitted(layout: Layout, times: Sequence[Time], library: Library) -> Fabric:
         layout: of the ranks.
         times: the measurements.
         library: what carried them.
+        overlap: of the latencies of several messages; see :class:`commhooks.predict.Fabric`.
     """
     one_node = layout.per_node == layout.ranks
-    empty = Fabric("measured", Link(0.0, 1.0), library=library, source="commhooks link")
+    empty = Fabric(
+        "measured", Link(0.0, 1.0), library=library, overlap=overlap, source="commhooks link"
+    )
 
     def inside(link: Link) -> Fabric:
         return replace(empty, between=link, inside=link, ranks_per_node=layout.per_node)

@@ -1,4 +1,9 @@
-"""Simulates exchanges of buckets beside backward, for many cases at once."""
+"""Simulates exchanges of buckets beside backward, for many cases at once.
+
+The links carry the bytes of one message after the other. Latency is shared where the fabric says so
+(``Fabric.overlap``): lanes (:mod:`ddp_core.exchange.lanes`) issue a bucket's n-th message without
+waiting for the n-th messages of earlier buckets.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Parts", "pipelined"]
+__all__ = ["AT_ONCE", "Parts", "pipelined"]
 
 Times = NDArray[np.float64]
+# All-reduces that run at once in a lane: torch gives each group of Gloo two threads. Messages
+# between pairs, of which all-gather and all-to-all consist, need no thread.
+AT_ONCE = 2
 
 
 @dataclass(frozen=True)
@@ -24,6 +32,8 @@ class Parts:
         rounds: number of messages, by bucket and case.
         codec: seconds of computations.
         wire: seconds of messages.
+        shared: seconds of these that are latency, in which the links carry other messages.
+        limited: whether a message is one of ``AT_ONCE`` at most in its lane.
         core: seconds of a processor that moves the bytes of messages.
     """
 
@@ -31,6 +41,8 @@ class Parts:
     rounds: NDArray[np.int64]
     codec: Times
     wire: Times
+    shared: Times
+    limited: NDArray[np.bool_]
     core: Times
 
     @classmethod
@@ -42,6 +54,8 @@ class Parts:
             codec=np.zeros((buckets, rounds + 1, *cases)),
             # As long as ``codec``: one index finds both.
             wire=np.zeros((buckets, rounds + 1, *cases)),
+            shared=np.zeros((buckets, rounds + 1, *cases)),
+            limited=np.zeros((buckets, rounds + 1, *cases), dtype=np.bool_),
             core=np.zeros((buckets, rounds + 1, *cases)),
         )
 
@@ -49,9 +63,11 @@ class Parts:
 def pipelined(parts: Parts, *, backward_ends: float, contention: float) -> Times:
     """Returns the seconds after which all exchanges and backward are over, by case.
 
-    The device computes one part after the other, and the links carry one message after the other,
-    in the order in which they are due. While backward runs, the schemes' computations, and the
-    processor's part in moving bytes, delay it by the ``contention``.
+    The device computes one part after the other, and the links carry the bytes of one message after
+    the other, in the order in which they are due; a message has arrived after its latency, in which
+    the links carry others. A message that waits for a place in its lane has its time on the links
+    all the same, which is a little too early. While backward runs, the schemes' computations, and
+    the processor's part in moving bytes, delay it by the ``contention``.
 
     Args:
         parts: of all cases.
@@ -62,7 +78,11 @@ def pipelined(parts: Parts, *, backward_ends: float, contention: float) -> Times
     count = int(np.prod(cases))
     due = parts.ready.reshape(buckets, count).copy()  # when a bucket's next part may begin
     rounds = parts.rounds.reshape(buckets, count)
-    codec, wire, core = (one.reshape(-1, count) for one in (parts.codec, parts.wire, parts.core))
+    codec, wire, shared, limited, core = (
+        one.reshape(-1, count)
+        for one in (parts.codec, parts.wire, parts.shared, parts.limited, parts.core)
+    )
+    places = np.zeros((width, AT_ONCE, count))  # when each place of a lane is free again
     part = np.zeros((buckets, count), dtype=np.int64)
     case = np.arange(count)
     link_free, device_free, delay = (np.zeros(count) for _ in range(3))
@@ -86,13 +106,20 @@ def pipelined(parts: Parts, *, backward_ends: float, contention: float) -> Times
         finished = np.where(last, np.maximum(finished, device_free), finished)
 
         begin = np.maximum(link_free, device_free)
-        seconds = np.where(last, 0.0, wire[at, case])
+        latency = shared[at, case]
+        seconds = np.where(last, 0.0, wire[at, case] - latency)
         beside = np.clip(
             (backward_ends + delay - begin) / np.where(seconds > 0, seconds, 1.0), 0.0, 1.0
         )
         delay = delay + np.where(seconds > 0, contention * core[at, case] * beside, 0.0)
         link_free = np.where(last, link_free, begin + seconds)
-        due[bucket, case] = np.where(last, np.inf, link_free)
+        lane = np.minimum(number, width - 1)
+        place = places[lane, :, case].argmin(axis=1)
+        free, takes_place = places[lane, place, case], ~last & limited[at, case]
+        sent = np.where(takes_place, np.maximum(link_free, free + seconds), link_free)
+        arrived = sent + latency
+        places[lane, place, case] = np.where(takes_place, arrived, free)
+        due[bucket, case] = np.where(last, np.inf, arrived)
         part[bucket, case] = number + 1
     ends: Times = np.maximum(finished, backward_ends + delay).reshape(cases)
     return ends

@@ -15,16 +15,52 @@ _NVLINK_S, _PCIE_S, _NET_S = 3.4e-6, 5.7e-6, 5e-6
 _TUNER = "latency of NCCL's tuner"
 # Kept in github.com/stas00/ml-engineering, folder network.
 _TESTS = "nccl-tests (ml-engineering)"
+_TOPOLOGY = "NCCL's source (topo.h), not measured"
 _SLIDE = "NVIDIA's talk S72583 (GTC 2025)"
 # Marks what no source says.
 _ASSUMED = "assumed"
 
 
 def _line(
-    name: str, gbit: float, share: float, latency: float, source: str, library: Library = "nccl"
+    name: str,
+    *,
+    gbit: float,
+    share: float,
+    latency: float,
+    source: str,
+    library: Library = "nccl",
+    overlap: float = 0.0,
 ) -> Fabric:
-    """Returns machines with one rank each, on lines of a rate in Gbit/s."""
-    return Fabric(name, Link(latency, gbit / 8 * 1e9 * share), library=library, source=source)
+    """Returns machines with one rank each, on lines of a rate in Gbit/s.
+
+    Args:
+        gbit: the rate.
+        share: of the rate, that data have.
+        latency, source, library, overlap: see :class:`Fabric`.
+    """
+    link = Link(latency, gbit / 8 * 1e9 * share)
+    return Fabric(name, link, library=library, overlap=overlap, source=source)
+
+
+def _card(name: str, *, gbit: float) -> Fabric:
+    """Returns machines with one card each, which reads and writes memory by itself (RDMA)."""
+    # NCCL counts 12 GB/s per 100 Gbit/s.
+    source = "NCCL's source (topo.h: 12 GB/s per 100 Gbit/s; tuning.cc), not measured"
+    return _line(name, gbit=gbit, share=0.96, latency=_NET_S, source=source)
+
+
+def _long_line(name: str, *, gbit: float, round_trip: float) -> Fabric:
+    """Returns machines on a line whose latency is the way, which messages are on together."""
+    return _line(
+        name,
+        gbit=gbit,
+        share=0.94,
+        latency=round_trip / 2,
+        source=f"{_ASSUMED}: a line of {1e3 * round_trip:.0f} ms there and back, the share of "
+        f"1gbe; messages of several buckets share its latency",
+        library="gloo",
+        overlap=1.0,
+    )
 
 
 def _box(
@@ -64,66 +100,85 @@ def _nodes(
 
 _LINES = (
     _line(
-        *("1gbe", 1, 0.94, 60e-6),
-        f"bandwidth measured here (docs/results, line_share); latency {_ASSUMED}",
-        "gloo",
-    ),
-    _line("2.5gbe", 2.5, 0.94, 60e-6, f"{_ASSUMED}: the share of 1gbe", "gloo"),
-    _line(
-        *("10gbe", 10, 0.88, 40e-6),
-        f"{_ASSUMED}: 0.88 of the rate; latency near MG-WFBP's code (37 us on 8 machines)",
-        "gloo",
-    ),
-    _line("25gbe", 25, 0.83, 30e-6, f"{_ASSUMED}: 0.83 of the rate"),
-    _line(
-        *("40gbe", 40, 0.80, 25e-6),
-        f"{_ASSUMED}: 0.8 of the rate; the cluster of 1-bit Adam reached 0.5 GB/s (iperf)",
-    ),
-    _line("100gbe", 100, 0.80, 20e-6, f"{_ASSUMED}: 0.8 of the rate, by TCP"),
-    # One card, which reads and writes memory by itself (RDMA): NCCL counts 12 GB/s per 100 Gbit/s.
-    *(
-        _line(
-            *(name, gbit, 0.96, _NET_S),
-            "NCCL's source (topo.h: 12 GB/s per 100 Gbit/s; tuning.cc), not measured",
-        )
-        for name, gbit in (
-            *(("200gbe", 200), ("400gbe", 400)),
-            *(("edr", 100), ("hdr", 200), ("ndr", 400)),
-        )
+        "1gbe",
+        gbit=1,
+        share=0.94,
+        latency=60e-6,
+        source=f"bandwidth measured here (docs/results, line_share); latency {_ASSUMED}",
+        library="gloo",
     ),
     _line(
-        *("qdr", 40, 0.8, 7e-6),
-        f"data sheet: 8 of 10 bits are data; latency {_ASSUMED}: that of fdr",
+        "2.5gbe",
+        gbit=2.5,
+        share=0.94,
+        latency=60e-6,
+        source=f"{_ASSUMED}: the share of 1gbe",
+        library="gloo",
     ),
     _line(
-        *("fdr", 56, 0.72, 7e-6),
-        "MG-WFBP's code: 5 GB/s, rings of 4, 8 and 16 machines take 42, 98 and 236 us",
+        "10gbe",
+        gbit=10,
+        share=0.88,
+        latency=40e-6,
+        source=f"{_ASSUMED}: 0.88 of the rate; latency near MG-WFBP's code (37 us on 8 machines)",
+        library="gloo",
     ),
-    *(
-        _line(
-            *(name, gbit, 0.94, round_trip / 2),
-            f"{_ASSUMED}: a line of {1e3 * round_trip:.0f} ms there and back, the share of 1gbe",
-            "gloo",
-        )
-        for name, gbit, round_trip in (("wan-500m", 0.5, 0.06), ("wan-4g", 4, 0.03))
+    _line("25gbe", gbit=25, share=0.83, latency=30e-6, source=f"{_ASSUMED}: 0.83 of the rate"),
+    _line(
+        "40gbe",
+        gbit=40,
+        share=0.80,
+        latency=25e-6,
+        source=f"{_ASSUMED}: 0.8 of the rate; the cluster of 1-bit Adam reached 0.5 GB/s (iperf)",
     ),
+    _line(
+        "100gbe",
+        gbit=100,
+        share=0.80,
+        latency=20e-6,
+        source=f"{_ASSUMED}: 0.8 of the rate, by TCP",
+    ),
+    _card("200gbe", gbit=200),
+    _card("400gbe", gbit=400),
+    _card("edr", gbit=100),
+    _card("hdr", gbit=200),
+    _card("ndr", gbit=400),
+    _line(
+        "qdr",
+        gbit=40,
+        share=0.8,
+        latency=7e-6,
+        source=f"data sheet: 8 of 10 bits are data; latency {_ASSUMED}: that of fdr",
+    ),
+    _line(
+        "fdr",
+        gbit=56,
+        share=0.72,
+        latency=7e-6,
+        source="MG-WFBP's code: 5 GB/s, rings of 4, 8 and 16 machines take 42, 98 and 236 us",
+    ),
+    _long_line("wan-500m", gbit=0.5, round_trip=0.06),
+    _long_line("wan-4g", gbit=4, round_trip=0.03),
 )
 _BOXES = (
     _box("pcie3", 10e9, _PCIE_S, f"{_ASSUMED}: 10 of 12 GB/s in NCCL's source (topo.h)"),
-    *(
-        _box(f"pcie{generation}", bandwidth, _PCIE_S, "NCCL's source (topo.h), not measured")
-        for generation, bandwidth in ((4, 24e9), (5, 48e9), (6, 96e9))
-    ),
+    _box("pcie4", 24e9, _PCIE_S, _TOPOLOGY),
+    _box("pcie5", 48e9, _PCIE_S, _TOPOLOGY),
+    _box("pcie6", 96e9, _PCIE_S, _TOPOLOGY),
     _box("nvlink-v100", 120e9, _NVLINK_S, f"{_ASSUMED}: 0.8 of the data sheet"),
     _box("nvlink-a100", 235e9, _NVLINK_S, _TESTS),
     # The switch sums: 480 and 846 GB/s, as nccl-tests count 2 * 7/8 of the bytes.
     _box(
-        *("nvlink-h100", 370e9, _NVLINK_S),
+        "nvlink-h100",
+        370e9,
+        _NVLINK_S,
         f"{_SLIDE}: 370 GB/s, 480 summed by the switch",
         multicast=480e9 / 1.75,
     ),
     _box(
-        *("nvlink-b200", 680e9, _NVLINK_S),
+        "nvlink-b200",
+        680e9,
+        _NVLINK_S,
         f"{_TESTS}: 682 GB/s, 846 summed by the switch",
         multicast=846e9 / 1.75,
     ),

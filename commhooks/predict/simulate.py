@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from commhooks.core.scheme import Scheme
+from commhooks.core.settings import shown
 from commhooks.predict.device import Device
 from commhooks.predict.fabric import Fabric, Link
-from commhooks.predict.step import Steps, predict_steps
+from commhooks.predict.step import MOST_RANKS, Steps, predict_steps
 from commhooks.predict.workload import Workload
 from commhooks.wrappers.make import make
 
@@ -23,7 +24,7 @@ __all__ = ["BANDWIDTHS", "BASELINE", "MARGIN", "Comparison", "Row", "compare", "
 BASELINE = "bf16"
 # A scheme pays if it saves this share of the step: predictions are not more exact than that.
 MARGIN = 0.02
-WORLD_SIZES = tuple(2**power for power in range(1, 15))  # 2 to 16,384
+WORLD_SIZES = tuple(2**power for power in range(1, 15))  # 2 to MOST_RANKS
 # Bytes per second: 10 Mbit/s to 10 Tbit/s.
 BANDWIDTHS = 1.25e6 * 10.0 ** np.linspace(0, 6, 121)
 
@@ -166,13 +167,13 @@ def compare(
     Args:
         workload: the step without communication.
         schemes: by the names that are shown.
-        ranks: numbers of ranks, 2 or more each.
+        ranks: numbers of ranks, 2 to 16,384 each.
         fabrics: the links.
         device: computes the schemes' part.
         cap_mb: MiB at which a bucket is full.
 
     Raises:
-        ValueError: a number of ranks is below 2.
+        ValueError: a number of ranks is below 2 or above 16,384, or there is no fabric.
         PredictionError: a scheme cannot be predicted; the message says why.
 
     Example:
@@ -180,8 +181,13 @@ def compare(
         ...                 ranks=[8], fabrics=[fabric("10gbe")], device=DEVICES["a100"])
         >>> [(row.scheme, row.step_s) for row in found.rows()]
     """
-    if not ranks or min(ranks) < 2:
-        raise ValueError(f"compare(ranks=...): one number or more, 2 at least, got {list(ranks)}")
+    if not ranks or min(ranks) < 2 or max(ranks) > MOST_RANKS:
+        raise ValueError(
+            f"compare(ranks=...): one number or more, 2 at least and {MOST_RANKS:,} at most, got "
+            f"{shown(list(ranks))}"
+        )
+    if not fabrics:
+        raise ValueError("compare(fabrics=...): one or more, got none")
     asked = tuple(dict.fromkeys(ranks))
     sizes = tuple(sorted({*asked, *WORLD_SIZES}))
     compared = {BASELINE: make(BASELINE)} | dict(schemes)

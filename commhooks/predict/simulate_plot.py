@@ -8,15 +8,35 @@ from typing import Any
 
 import numpy as np
 
+from commhooks.core.settings import shown
 from commhooks.predict.simulate import BANDWIDTHS, BASELINE, Comparison
 from ddp_core import needs
 
-__all__ = ["draw"]
+__all__ = ["check_format", "draw"]
 
 # Okabe and Ito: colours that everyone can tell apart. Grey is for bf16.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442")
 _LINES, _GREY = ("-", "--", ":"), "#555555"
+_SPEED_UP = "speed-up over bf16 (times)"
 _TICKS = tuple(base * 10.0**power for power in range(-3, 4) for base in (1, 2, 5))
+
+
+def check_format(path: Path) -> None:
+    """Checks that a picture can be written under a name, before anything is computed for it.
+
+    Raises:
+        ValueError: its ending is not that of a format.
+        MissingPackageError: matplotlib is not installed.
+    """
+    with needs("The picture", "matplotlib"):
+        from matplotlib.figure import Figure
+    known = Figure().canvas.get_supported_filetypes()
+    # Without an ending matplotlib would add one, and write another file than the one named.
+    if path.suffix[1:].lower() not in known:
+        raise ValueError(
+            f"the ending of a picture's name says its format, got {shown(str(path))}: one of "
+            f"{', '.join(f'.{ending}' for ending in sorted(known))}"
+        )
 
 
 def draw(comparison: Comparison, path: Path) -> None:
@@ -47,7 +67,7 @@ def draw(comparison: Comparison, path: Path) -> None:
         gbit = 8 * BANDWIDTHS / 1e9
         _lines(comparison, right, gbit, over_bandwidth[:, middle, f])
         own = 8 * fabric.between.bandwidth / 1e9
-        right.set_ylabel("step with bf16 / step")
+        right.set_ylabel(_SPEED_UP)
         right.axvline(own, color=_GREY, linewidth=0.8, linestyle=":")
         right.annotate(
             f"{fabric.name}", (own, 0.99), xycoords=("data", "axes fraction"),
@@ -57,7 +77,7 @@ def draw(comparison: Comparison, path: Path) -> None:
         right.set(xscale="log", xlim=(gbit[0], gbit[-1]), xlabel="bandwidth between nodes [Gbit/s]")
         right.xaxis.set_major_formatter("{x:,g}")
         right.set_title(f"{count:,} ranks, latency as on {fabric.name}")
-        left.set_ylabel("step with bf16 / step")
+        left.set_ylabel(_SPEED_UP)
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.suptitle(f"{comparison.workload.name}: speed-up over bf16 (predicted)")
     figure.legend(handles, labels, loc="outside lower center", ncols=min(5, len(labels)))

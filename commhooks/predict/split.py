@@ -13,12 +13,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from commhooks.core.scheme import Scheme
-from commhooks.predict.collectives import collective_seconds
 from commhooks.predict.device import Device
 from commhooks.predict.fabric import Fabric
 from commhooks.predict.pipeline import Parts, pipelined
 from commhooks.predict.planned import planned
-from commhooks.predict.step import Step
+from commhooks.predict.step import Step, message_seconds
 from commhooks.predict.workload import Buckets, Workload
 from commhooks.wrappers.per_parameter import PerParameter, Rule
 
@@ -125,14 +124,10 @@ def _exchanges(
             seconds = device.parts(scheme, shapes, ranks)
             parts.rounds[b, s] = len(plan.messages)
             parts.codec[b, : len(seconds), s] = seconds
+            wire, shared = message_seconds(plan.messages, ranks, [fabric])
             for m, message in enumerate(plan.messages):
-                parts.wire[b, m, s] = collective_seconds(
-                    message.collective,
-                    np.array([message.nbytes], dtype=np.float64),
-                    ranks=ranks,
-                    fabric=fabric,
-                    part=message.ranks,
-                )[0]
+                parts.wire[b, m, s], parts.shared[b, m, s] = wire[m, 0], shared[m, 0]
+                parts.limited[b, m, s] = message.collective == "all_reduce"
                 parts.core[b, m, s] = message.wire_nbytes * fabric.core_s_per_byte
     return parts
 
@@ -148,5 +143,7 @@ def _chosen(parts: Parts, which: np.ndarray) -> Parts:
         rounds=parts.rounds[each, which],
         codec=parts.codec[by_part],
         wire=parts.wire[by_part],
+        shared=parts.shared[by_part],
+        limited=parts.limited[by_part],
         core=parts.core[by_part],
     )

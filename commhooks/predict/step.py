@@ -5,21 +5,33 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from commhooks.core.scheme import Scheme
-from commhooks.predict.collectives import collective_seconds
+from commhooks.core.settings import shown
+from commhooks.predict.collectives import collective_seconds, shared_seconds
 from commhooks.predict.device import Device
 from commhooks.predict.fabric import Fabric
 from commhooks.predict.pipeline import Parts, pipelined
 from commhooks.predict.planned import Message, Planned, planned
 from commhooks.predict.workload import Buckets, Layer, Workload
 
-__all__ = ["Step", "Steps", "exchanges_of", "predict_step", "predict_steps"]
+__all__ = [
+    "MOST_RANKS",
+    "Step",
+    "Steps",
+    "exchanges_of",
+    "message_seconds",
+    "predict_step",
+    "predict_steps",
+]
+
+# A plan holds what each rank sends to each other one: of more ranks it takes minutes and gigabytes.
+MOST_RANKS = 2**14
 
 Times = NDArray[np.float64]
 Layout = Literal["scheme"] | None  # as of ``register``
@@ -32,7 +44,7 @@ class Step:
     Attributes:
         step_s: seconds of the step.
         compute_s: seconds that it would take without communication and without a scheme.
-        wire_s: seconds in which the links are busy.
+        wire_s: seconds of all messages, each by itself.
         codec_s: seconds of the scheme's computations.
         exposed_s: ``step_s - compute_s``: what communication and the scheme cost.
         payload_nbytes: bytes that a rank hands to collectives.
@@ -113,7 +125,7 @@ def predict_step(
     Args:
         scheme: the scheme, wrappers included: its own payloads, rounds and computations count.
         workload: the step without communication.
-        ranks: number of ranks, 1 or more.
+        ranks: number of ranks, 1 to ``MOST_RANKS`` (16,384).
         fabric: the links between them.
         device: computes the scheme's part.
         cap_mb: MiB at which a bucket is full.
@@ -158,8 +170,14 @@ def predict_steps(
         layout: see :func:`predict_step`.
 
     Raises:
+        ValueError: a number of ranks is below 1 or above ``MOST_RANKS``.
         PredictionError: a scheme reads values of the gradient, and so cannot be predicted.
     """
+    if wrong := [count for count in ranks if not 1 <= count <= MOST_RANKS]:
+        raise ValueError(
+            f"predict_steps(ranks=...): numbers of ranks from 1 to {MOST_RANKS:,}, got "
+            f"{shown(wrong)}"
+        )
     buckets = _Buckets(workload, cap_mb, layout)
     exchanges = [
         [
@@ -254,21 +272,26 @@ def _fill_wire(
             continue
         *at, messages = (list(one) for one in zip(*places, strict=True))
         index = (at[0], at[1], at[2], r)
-        parts.wire[index] = _message_seconds(messages, count, fabrics)
+        parts.wire[index], parts.shared[index] = message_seconds(messages, count, fabrics)
+        limited = [message.collective == "all_reduce" for message in messages]
+        parts.limited[index] = np.array(limited)[:, None]
         sent = np.array([message.wire_nbytes for message in messages])
         parts.core[index] = sent[:, None] * core_s
 
 
-def _message_seconds(messages: Sequence[Message], ranks: int, fabrics: Sequence[Fabric]) -> Times:
-    """Returns the times of messages, by message and fabric."""
+def message_seconds(
+    messages: Sequence[Message], ranks: int, fabrics: Sequence[Fabric]
+) -> tuple[Times, Times]:
+    """Returns the times of messages by message and fabric, and what part of them is shared."""
     kinds: dict[tuple[str, tuple[int, ...] | None], list[int]] = defaultdict(list)
     for index, message in enumerate(messages):
         kinds[message.collective, message.ranks].append(index)
     nbytes = np.array([message.nbytes for message in messages], dtype=np.float64)
-    times = np.empty((len(messages), len(fabrics)))
+    times = np.empty((2, len(messages), len(fabrics)))
     for (collective, part), indices in kinds.items():
         for f, fabric in enumerate(fabrics):
-            times[indices, f] = collective_seconds(
-                collective, nbytes[indices], ranks=ranks, fabric=fabric, part=part
-            )
-    return times
+            sizes = nbytes[indices]
+            where: dict[str, Any] = {"ranks": ranks, "fabric": fabric, "part": part}
+            times[0, indices, f] = collective_seconds(collective, sizes, **where)
+            times[1, indices, f] = shared_seconds(collective, sizes, **where)
+    return times[0], times[1]

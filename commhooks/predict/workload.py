@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -14,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from commhooks.core.settings import check_settings, shown
 from ddp_core.reducer.layout import assign_buckets
 
 __all__ = ["Buckets", "Layer", "Workload", "load_workload", "save_workload"]
@@ -35,6 +37,17 @@ class Layer:
     name: str
     shape: tuple[int, ...]
     flops: float
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        whole = isinstance(self.shape, tuple) and all(
+            isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in self.shape
+        )
+        if not whole or self.flops < 0:
+            raise ValueError(
+                f"Layer(shape, flops): a tuple of whole numbers, 0 or more each, and a number, 0 "
+                f"or more, got {shown(self.shape)} and {self.flops!r} for {shown(self.name)}"
+            )
 
     @property
     def numel(self) -> int:
@@ -81,6 +94,23 @@ class Workload:
     optimizer_s: float = 0.0
     ready_s: tuple[float, ...] | None = None
     behind_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        for name in ("forward_s", "backward_s", "optimizer_s", "behind_s"):
+            if getattr(self, name) < 0:
+                raise ValueError(
+                    f"Workload({name}=...): seconds, 0 or more, got {getattr(self, name)!r}"
+                )
+        if self.ready_s is not None:
+            times = np.array(self.ready_s)
+            if times.shape != (len(self.layers),) or not (
+                times.dtype.kind in "iuf" and np.isfinite(times).all() and (times >= 0).all()
+            ):
+                raise ValueError(
+                    f"Workload(ready_s=...): finite seconds, 0 or more, one for each of "
+                    f"{len(self.layers)} layers, got {shown(self.ready_s)}"
+                )
 
     @classmethod
     def of(cls, name: str, layers: Iterable[Layer], *, forward_s: float) -> Workload:
@@ -134,7 +164,15 @@ class Workload:
         Args:
             cap_mb, first_mb: MiB at which a bucket, and the first one, are full.
             kind_of: what a scheme asks for: parameters of different kinds share no bucket.
+
+        Raises:
+            ValueError: ``cap_mb`` or ``first_mb`` is not a finite number above 0.
         """
+        if not (0 < cap_mb < math.inf and 0 < first_mb < math.inf):
+            raise ValueError(
+                f"Workload.buckets(cap_mb, first_mb): MiB, finite and above 0, got {cap_mb!r} and "
+                f"{first_mb!r}"
+            )
         order = np.argsort(self.arrivals, kind="stable").tolist()
         # Gradients that come together come in reverse order, as backward computes them.
         order.sort(key=lambda index: (self.arrivals[index], -index))
@@ -196,5 +234,5 @@ def load_workload(path: str | Path) -> Workload:
         return Workload(
             layers=layers, ready_s=None if ready_s is None else tuple(ready_s), **values
         )
-    except (UnicodeDecodeError, json.JSONDecodeError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"load_workload({str(path)!r}): not a workload's file: {error}") from error

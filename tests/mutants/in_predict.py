@@ -243,6 +243,48 @@ MUTANTS: list[Mutant] = [
             f"{UNIT}/test_simulate.py::"
             "test_all_steps_at_once_are_those_of_single_predictions_and_of_the_plain_rule",
         ),
+        (
+            "any number of all-reduces run at once in a lane",
+            "free, takes_place = places[lane, place, case], ~last & limited[at, case]",
+            "free, takes_place = places[lane, place, case], np.zeros_like(last)",
+            f"{UNIT}/test_simulate.py::test_two_all_reduces_run_at_once_in_a_lane",
+        ),
+        (
+            "the links carry nothing else while a message is on its way",
+            "arrived = sent + latency",
+            "arrived = link_free = sent + latency",
+            f"{UNIT}/test_simulate.py::"
+            "test_messages_between_pairs_share_the_latency_and_bytes_follow_each_other",
+        ),
+    ),
+    *planted(
+        "commhooks/predict/collectives.py",
+        (
+            "Gloo sends all segments at once",
+            "np.maximum(pairs - 1, 0)",
+            "np.zeros_like(pairs)",
+            f"{UNIT}/test_predicted_collectives.py::"
+            "test_gloo_has_two_segments_of_an_all_reduce_under_way",
+        ),
+    ),
+    *planted(
+        "commhooks/predict/link_overlap.py",
+        (
+            "messages that follow each other are taken to share their latency",
+            "2 - statistics.median(two / one",
+            "3 - statistics.median(two / one",
+            f"{UNIT}/test_link.py::"
+            "test_two_messages_at_once_tell_what_share_of_the_latency_they_have_in_common",
+        ),
+    ),
+    *planted(
+        "commhooks/cli/arguments.py",
+        (
+            "two files of commhooks link keep the one name that both have",
+            "if names.count(one.name) > 1 else one",
+            "if False else one",
+            f"{UNIT}/test_simulate.py::test_two_files_of_link_are_told_apart",
+        ),
     ),
     *planted(
         "commhooks/predict/tried.py",

@@ -173,6 +173,11 @@ def test_the_command_says_when_not_to_compress(tmp_path: Path) -> None:
         (("--model", "resnet50", "--fabric", "nofabric"), "nofabric"),
         (("--model", "resnet50", "--schemes", "noop"), "no average"),
         (("--model", "resnet50", "--ranks", "1"), "ranks"),
+        (("--model", "resnet50", "--ranks", "100000000"), "ranks"),
+        (("--model", "resnet50", "--schemes", ","), "give one or more"),
+        (("--model", "resnet50", "--fabric", ""), "fabric('')"),
+        (("--model", "resnet50", "--csv", "/"), "is a folder"),
+        (("--model", "resnet50", "--batch", "9" * 400), "batch"),
         ((), "--model or --timeline"),
     ],
 )

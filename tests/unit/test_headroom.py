@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from commhooks.cli import headroom as command
+from commhooks.cli.app import app
 from commhooks.predict.headroom import Headroom
 from commhooks.predict.turns import BLOCK, KINDS, WARM_UP, Facts, Travel, _by_turn, _schedule
 
@@ -191,6 +193,21 @@ def test_the_schedule_of_steps_is_the_one_by_which_they_are_sorted() -> None:
 )
 def test_each_reason_for_no_answer_has_words(told: dict[str, Any], said: str) -> None:
     assert said in command._reason(told, 0, False, 600.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--out", "/", "--", "true"], "is a folder"),
+        (["--out", "/none/x.json", "--", "true"], "there is no folder"),
+        (["--", "a\0b"], "cannot run 'a\\x00b'"),
+        (["--", "/none/x"], "cannot run /none/x"),
+    ],
+)
+def test_a_wrong_command_is_a_sentence(arguments: list[str], said: str) -> None:
+    done = CliRunner().invoke(app, ["headroom", *arguments], env={"COLUMNS": "100"})
+    assert done.exit_code == 2
+    assert said in done.output
 
 
 def test_a_script_that_failed_is_not_told_to_train_longer() -> None:

@@ -16,6 +16,7 @@ from commhooks.errors import RegistrationError
 from commhooks.predict import Fabric, Link, load_fabric, save_fabric
 from commhooks.predict.link import LinkReport, measure_link
 from commhooks.predict.link_fit import COLLECTIVES, Layout, Part, Time, fitted, modelled
+from commhooks.predict.link_overlap import shared
 
 SIZES = [2**power for power in range(10, 27, 2)]
 
@@ -106,6 +107,23 @@ def test_sizes_that_were_left_out_are_not_needed() -> None:
     assert_near(fitted(Layout(2, 1), times, "gloo").between, planted)
 
 
+@pytest.mark.parametrize(
+    ("pairs", "overlap"),
+    [
+        ([(0.081, 0.0818), (0.081, 0.082), (0.081, 0.4)], 0.99),  # a long line, and an odd time
+        ([(0.003, 0.0076), (0.0002, 0.004), (0.003, 0.006)], 0.0),  # work of a processor
+        ([(0.004, 0.006)] * 3, 0.5),
+        ([(0.004, 0.003)] * 3, 1.0),
+    ],
+)
+def test_two_messages_at_once_tell_what_share_of_the_latency_they_have_in_common(
+    pairs: list[tuple[float, float]], overlap: float
+) -> None:
+    assert shared(pairs) == pytest.approx(overlap, abs=0.01)
+    fabric = fitted(Layout(2, 1), rings("between", 2, Link(1e-4, 1e8)), "gloo", overlap=overlap)
+    assert fabric.overlap == overlap
+
+
 # ---- the file
 
 
@@ -145,6 +163,17 @@ BAD = {
     "another key": json.dumps(GOOD | {"speed": 3}),
     "another library": json.dumps(GOOD | {"library": "carrier pigeons"}),
     "no link inside": json.dumps(GOOD | {"ranks_per_node": 4}),
+    "a latency without end": json.dumps(GOOD | {"between": {"latency": 1e400, "bandwidth": 1e9}}),
+    "a latency that is no number": json.dumps(
+        GOOD | {"between": {"latency": float("nan"), "bandwidth": 1e9}}
+    ),
+    "a name that is a number": json.dumps(GOOD | {"name": 3}),
+    "core seconds in words": json.dumps(GOOD | {"core_s_per_byte": "few"}),
+    "negative core seconds": json.dumps(GOOD | {"core_s_per_byte": -1.0}),
+    "a switch without a rate": json.dumps(GOOD | {"multicast": 0}),
+    "a tree in words": json.dumps(GOOD | {"tree_nbytes": "x"}),
+    "more than the whole latency": json.dumps(GOOD | {"library": "gloo", "overlap": 1.5}),
+    "a stream on which messages overlap": json.dumps(GOOD | {"overlap": 1.0}),
     "half a rank": json.dumps(GOOD | {"ranks_per_node": 0.5}),
     "no ranks": json.dumps(GOOD | {"ranks_per_node": 0}),
 }
@@ -190,3 +219,7 @@ def test_the_command_looks_for_the_folder_before_it_measures(tmp_path: Path) -> 
     done = invoke("link", "--out", str(tmp_path / "nowhere" / "link.json"))
     assert done.exit_code == 2
     assert "there is no folder" in done.output
+    done = invoke("link", "--out", str(tmp_path))
+    assert done.exit_code == 2
+    assert "is a folder" in done.output
+    assert invoke("link", "--budget", "inf").exit_code == 2

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from commhooks.predict import PRESETS, Fabric, Link
-from commhooks.predict.collectives import collective_seconds
+from commhooks.predict.collectives import collective_seconds, shared_seconds
 
 LATENCY, BANDWIDTH = 10e-6, 1e9
 LINE = Fabric("line", Link(LATENCY, BANDWIDTH), library="gloo")
@@ -100,6 +100,33 @@ def test_a_switch_that_sums_is_faster_than_a_ring_of_the_same_links() -> None:
     share = 2 * 7 / 8 * 2**30
     assert share / seconds("all_reduce", 2**30, 8, ring) == pytest.approx(232e9, rel=0.02)
     assert share / seconds("all_reduce", 2**30, 8, switch) == pytest.approx(480e9, rel=0.02)
+
+
+def test_gloo_has_two_segments_of_an_all_reduce_under_way() -> None:
+    # Measured with 20 ms of delay over 1 Gbit/s, two ranks: 8 MiB take 243 ms, of which the bytes
+    # take 70 and two steps 81.
+    far = replace(LINE, between=Link(0.0405, 119e6), overlap=1.0)
+    assert seconds("all_reduce", 2**23, 2, far) == pytest.approx(0.243, rel=0.15)
+    # A segment takes as long as the latency: nothing waits.
+    near = replace(far, between=Link(2**20 / 119e6, 119e6))
+    assert seconds("all_reduce", 2**23, 2, near) == seconds(
+        "all_reduce", 2**23, 2, replace(near, overlap=0.0)
+    )
+    # Four segments of each of two parts: one wait per part, besides that for the first.
+    more = seconds("all_reduce", 2**23, 2, far) - seconds(
+        "all_reduce", 2**23, 2, replace(far, overlap=0.0)
+    )
+    assert more == pytest.approx(2 * (0.0405 - 2**20 / 119e6))
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_links_are_busy_but_for_the_latency_that_messages_share(collective: str) -> None:
+    for inside in (LINE, replace(BOXES, library="gloo")):
+        for overlap in (0.0, 0.5, 1.0):
+            fabric = replace(inside, overlap=overlap)
+            shared = shared_seconds(collective, [1e6, 2e6], ranks=8, fabric=fabric)
+            latency = seconds(collective, 0, 8, fabric)
+            assert shared == pytest.approx(overlap * latency)
 
 
 def test_one_rank_waits_for_nobody() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -36,12 +37,14 @@ from commhooks.predict import (
     predict_step,
     predict_steps,
     record,
+    save_fabric,
     save_workload,
 )
+from commhooks.predict.collectives import collective_seconds, shared_seconds
 from commhooks.predict.models import MODELS
-from commhooks.predict.pipeline import Parts, pipelined
+from commhooks.predict.pipeline import AT_ONCE, Parts, pipelined
 from commhooks.predict.simulate import MARGIN, Row
-from commhooks.predict.step import exchanges_of
+from commhooks.predict.step import MOST_RANKS, exchanges_of
 
 A100 = DEVICES["a100"]
 
@@ -170,6 +173,63 @@ def test_a_workload_survives_a_file(tmp_path: Path) -> None:
         load_workload(tmp_path / "w.json")
 
 
+LAYER = {"name": "w", "shape": [10, 10], "flops": 1.0}
+STEP = {"name": "x", "layers": [LAYER], "forward_s": 0.1, "backward_s": 0.2}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"name": 3},
+        {"forward_s": -1},
+        {"forward_s": math.nan},
+        {"forward_s": math.inf},
+        {"forward_s": "long"},
+        {"behind_s": "long"},
+        {"behind_s": -1.0},
+        {"ready_s": [1, 2, 3]},
+        {"ready_s": [math.nan]},
+        {"ready_s": [-1]},
+        {"ready_s": ["soon"]},
+        {"ready_s": 5},
+        {"layers": [LAYER | {"shape": [-1]}]},
+        {"layers": [LAYER | {"shape": [2.5]}]},
+        {"layers": [LAYER | {"shape": "ab"}]},
+        {"layers": [LAYER | {"flops": -1}]},
+        {"layers": [LAYER | {"flops": "many"}]},
+        {"layers": [LAYER | {"name": None}]},
+    ],
+    ids=str,
+)
+def test_a_workload_of_wrong_numbers_is_refused_with_its_name(
+    tmp_path: Path, wrong: dict[str, Any]
+) -> None:
+    file = tmp_path / "w.json"
+    file.write_text(json.dumps(STEP))
+    assert load_workload(file).numel == 100
+    file.write_text(json.dumps(STEP | wrong))
+    with pytest.raises(ValueError, match=r"w\.json.*not a workload's file"):
+        load_workload(file)
+    for command in ("simulate", "advise"):
+        done = CliRunner().invoke(app, [command, "--timeline", str(file)])
+        assert done.exit_code == 2, done.output
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0, math.inf, math.nan])
+def test_a_bucket_has_a_size(wrong: float) -> None:
+    for sizes in ({"cap_mb": wrong}, {"first_mb": wrong}):
+        with pytest.raises(ValueError, match=r"Workload\.buckets\(cap_mb, first_mb\)"):
+            SMALL.buckets(**sizes)
+
+
+def test_too_many_ranks_are_refused_before_they_are_counted() -> None:
+    for ranks in (0, MOST_RANKS + 1, 10**400):
+        with pytest.raises(ValueError, match=r"numbers of ranks from 1 to 16,384"):
+            predict_step(make("none"), SMALL, ranks=ranks, fabric=SLOW, device=A100)
+    with pytest.raises(ValueError, match="one or more, got none"):
+        compare(SMALL, {}, ranks=[2], fabrics=[], device=A100)
+
+
 def test_accumulation_adds_passes_and_exposes_as_much() -> None:
     one, many = SMALL, SMALL.accumulated(4)
     passes = 3 * (one.forward_s + one.backward_s)
@@ -193,6 +253,8 @@ SMALL = Workload(
     "small", tuple(Layer(f"w{i}", (300, 400), 1.0) for i in range(9)), 0.001, 0.003, 0.0005
 )
 SLOW = Fabric("slow", Link(1e-4, 2e8), library="gloo", core_s_per_byte=2e-9)
+# A line on which messages of several buckets are under way together.
+FAR = Fabric("far", Link(0.02, 1e8), library="gloo", core_s_per_byte=2e-9, overlap=0.75)
 # A node of four, so that hierarchical schemes and links inside nodes take part.
 NODES = Fabric("nodes", Link(1e-5, 1e9), inside=Link(1e-6, 1e10), ranks_per_node=4)
 # Schemes that have no message, one, two, other ones with many ranks, or parts of the ranks.
@@ -207,12 +269,16 @@ def in_order_of_time(
     core: Sequence[Sequence[float]],
     workload: Workload,
     contention: float,
+    *,
+    shared: Sequence[Sequence[float]],
+    limited: Sequence[Sequence[bool]],
 ) -> float:
     """Returns the end of a step, event after event: the rule in plain Python."""
     ends = workload.forward_s + workload.backward_s
     link_free = device_free = delay = 0.0
     finished = ends
     due = [(moment, bucket, 0) for bucket, moment in enumerate(ready)]
+    places = [[0.0] * AT_ONCE for _ in range(max(map(len, wire), default=0))]
     while due:
         due.sort()
         moment, bucket, part = due.pop(0)
@@ -223,19 +289,24 @@ def in_order_of_time(
         if part == len(wire[bucket]):
             finished = max(finished, device_free)
             continue
-        begin, seconds = max(link_free, device_free), wire[bucket][part]
-        link_free = begin + seconds
+        latency = shared[bucket][part]
+        begin, seconds = max(link_free, device_free), wire[bucket][part] - latency
+        sent = link_free = begin + seconds
         if seconds:
             beside = min(max((ends + delay - begin) / seconds, 0.0), 1.0)
             delay += contention * core[bucket][part] * beside
-        due.append((link_free, bucket, part + 1))
+        if limited[bucket][part]:
+            free = min(places[part])
+            sent = max(sent, free + seconds)
+            places[part].remove(free)
+            places[part].append(sent + latency)
+        due.append((sent + latency, bucket, part + 1))
     return max(finished, ends + delay) + workload.optimizer_s
 
 
 def test_all_steps_at_once_are_those_of_single_predictions_and_of_the_plain_rule() -> None:
-    from commhooks.predict.collectives import collective_seconds
-
-    schemes, fabrics, device = [make(name) for name in NAMES], [SLOW, NODES], DEVICES["cpu"]
+    schemes, device = [make(name) for name in NAMES], DEVICES["cpu"]
+    fabrics = [SLOW, NODES, FAR]
     steps = predict_steps(schemes, SMALL, ranks=RANKS, fabrics=fabrics, device=device, cap_mb=1)
     for s, scheme in enumerate(schemes):
         for r, ranks in enumerate(RANKS):
@@ -247,19 +318,26 @@ def test_all_steps_at_once_are_those_of_single_predictions_and_of_the_plain_rule
                 )
                 assert found.step_s == single.step_s, (scheme, ranks, fabric.name)
                 assert found.wire_nbytes == single.wire_nbytes
-                wire = [
+                wire, shared = (
                     [
-                        float(
-                            collective_seconds(
-                                one.collective,
-                                one.nbytes,
-                                ranks=ranks,
-                                fabric=fabric,
-                                part=one.ranks,
+                        [
+                            float(
+                                seconds_of(
+                                    one.collective,
+                                    one.nbytes,
+                                    ranks=ranks,
+                                    fabric=fabric,
+                                    part=one.ranks,
+                                )
                             )
-                        )
-                        for one in exchange.messages
+                            for one in exchange.messages
+                        ]
+                        for exchange in exchanges
                     ]
+                    for seconds_of in (collective_seconds, shared_seconds)
+                )
+                limited = [
+                    [one.collective == "all_reduce" for one in exchange.messages]
                     for exchange in exchanges
                 ]
                 core = [
@@ -268,7 +346,14 @@ def test_all_steps_at_once_are_those_of_single_predictions_and_of_the_plain_rule
                 ]
                 codec = [device.parts(scheme, shapes, ranks) for shapes in buckets.shapes]
                 end = in_order_of_time(
-                    buckets.ready.tolist(), codec, wire, core, SMALL, device.contention
+                    buckets.ready.tolist(),
+                    codec,
+                    wire,
+                    core,
+                    SMALL,
+                    device.contention,
+                    shared=shared,
+                    limited=limited,
                 )
                 assert found.step_s == end, (scheme, ranks, fabric.name)
                 assert found.wire_s == pytest.approx(sum(map(sum, wire)))
@@ -283,6 +368,8 @@ def test_cases_of_different_sizes_do_not_disturb_each_other() -> None:
     # Whole numbers, so that many events are due at the same time.
     for array in (parts.codec, parts.wire, parts.core):
         array[:] = random.integers(0, 4, array.shape)
+    parts.shared[:] = random.integers(0, 1 + parts.wire.astype(np.int64))
+    parts.limited[:] = random.integers(0, 2, parts.limited.shape)
     parts.ready[:] = np.sort(random.integers(0, 12, parts.ready.shape), axis=0)
     parts.rounds[:] = random.integers(0, rounds + 1, parts.rounds.shape)
     have = random.integers(0, buckets + 1, count)
@@ -299,8 +386,55 @@ def test_cases_of_different_sizes_do_not_disturb_each_other() -> None:
             [parts.core[b, :n, case].tolist() for b, n in enumerate(sent)],
             workload,
             0.5,
+            shared=[parts.shared[b, :n, case].tolist() for b, n in enumerate(sent)],
+            limited=[parts.limited[b, :n, case].tolist() for b, n in enumerate(sent)],
         )
         assert ends[case] == expected, case
+
+
+LONG = Fabric("long line", Link(0.04, 1e8), library="gloo", overlap=1.0)
+
+
+def on_long_line(scheme: str, fabric: Fabric = LONG, **options: Any) -> float:
+    """Returns the seconds that a step of two ranks takes beyond its computing."""
+    device = Device("free", math.inf, 0.0, math.nan)
+    return predict_step(
+        make(scheme), EVENLY, ranks=2, fabric=fabric, device=device, cap_mb=1, **options
+    ).exposed_s
+
+
+# Nine buckets of 1 MiB, which are all ready when backward ends.
+EVENLY = Workload(
+    "evenly", tuple(Layer(f"w{i}", (512, 512), float(i == 8)) for i in range(9)), 0.1, 0.1
+)
+
+
+def test_messages_between_pairs_share_the_latency_and_bytes_follow_each_other() -> None:
+    # Measured over 1 Gbit/s with 20 ms of delay: one all-gather of 1 MiB takes 49 ms, eight at once
+    # take 110 ms.
+    buckets, exchanges = exchanges_of(make("topk"), EVENLY, 2, cap_mb=1)
+    assert len(buckets.ready) == 9
+    sent = sum(one.messages[0].nbytes for one in exchanges) / 1e8
+    assert on_long_line("topk") == pytest.approx(0.04 + sent)
+    one_by_one = replace(LONG, overlap=0.0)
+    assert on_long_line("topk", one_by_one) == pytest.approx(9 * 0.04 + sent)
+
+
+def test_two_all_reduces_run_at_once_in_a_lane() -> None:
+    # Of nine buckets the last one's is the fifth in its place; each takes two times the latency.
+    bytes_s = 2**20 / 1e8
+    assert on_long_line("none") == pytest.approx(5 * (2 * 0.04 + bytes_s), rel=0.1)
+    assert torch.distributed.ProcessGroupGloo._Options()._threads == AT_ONCE
+
+
+def test_one_bucket_takes_as_long_whatever_the_messages_of_others_share() -> None:
+    one = replace(EVENLY, layers=EVENLY.layers[:1])
+    for name in ("none", "int8", "powersgd", "topk"):
+        times = [
+            predict_step(make(name), one, ranks=2, fabric=fabric, device=A100).step_s
+            for fabric in (LONG, replace(LONG, overlap=0.0))
+        ]
+        assert times[0] == pytest.approx(times[1])
 
 
 def test_initial_values_are_not_computed_for_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,6 +514,14 @@ def steps():
 
 def wrong():
     return 3
+
+
+def nothing():
+    return nn.ReLU(), torch.empty(3)
+
+
+def words():
+    return nn.Linear(3, 3), "three"
 
 
 def fails():
@@ -477,6 +619,43 @@ def test_a_link_that_was_measured_on_one_machine_is_told(command: str, tmp_path:
         assert ("run commhooks link" in " ".join(done.output.split())) == told
 
 
+def test_two_files_of_link_are_told_apart(tmp_path: Path) -> None:
+    # Both have the name "measured" inside.
+    for name, bandwidth in (("slow", 1e8), ("fast", 1e10)):
+        save_fabric(Fabric("measured", Link(1e-4, bandwidth)), tmp_path / f"{name}.json")
+    files = f"{tmp_path / 'slow.json'},{tmp_path / 'fast.json'},{tmp_path / 'slow.json'}"
+    done = simulate(
+        *("--model", "lstm", "--schemes", "none", "--ranks", "2", "--fabric", files),
+        *("--csv", tmp_path / "s.csv"),
+    )
+    assert done.exit_code == 0, done.output
+    with (tmp_path / "s.csv").open() as file:
+        table = [(row["fabric"], row["scheme"]) for row in csv.DictReader(file)]
+    assert table == [
+        (str(tmp_path / f"{name}.json"), scheme)
+        for name in ("slow", "fast")
+        for scheme in ("bf16", "none")
+    ]
+    assert sum(" none " in line for line in done.output.splitlines()) == 2
+
+
+@pytest.mark.parametrize("command", ["simulate", "advise"])
+def test_a_name_in_a_file_is_no_markup(command: str, tmp_path: Path) -> None:
+    save_fabric(Fabric("[red]mine[/nope]", Link(1e-4, 1e9)), tmp_path / "link.json")
+    save_workload(replace(SMALL, name="[b]step[/none]"), tmp_path / "step.json")
+    done = CliRunner().invoke(
+        app,
+        [
+            *(command, "--timeline", str(tmp_path / "step.json"), "--ranks", "2"),
+            *("--fabric", str(tmp_path / "link.json"), "--schemes", "none"),
+        ],
+        env={"COLUMNS": "200"},
+    )
+    assert done.exit_code == 0, done.output
+    assert "[red]mine[/nope]" in done.output
+    assert "[b]step[/none]" in done.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -485,7 +664,7 @@ def test_a_link_that_was_measured_on_one_machine_is_told(command: str, tmp_path:
         (["--model", "none.py:build"], "no file none.py"),
         (["--model", "OWN:absent"], "has no absent"),
         (["--model", "OWN:wrong"], r"returns \(module, example input"),
-        (["--model", "OWN:fails"], "line 20: RuntimeError: no such data"),
+        (["--model", "OWN:fails"], "line 28: RuntimeError: no such data"),
         (["--timeline", "none.json"], "no such file"),
         (["--model", "lstm", "--schemes", "int9"], "no scheme 'int9'"),
         (["--model", "lstm", "--schemes", "powersgd:rank"], "powersgd:rank=4"),
@@ -497,6 +676,25 @@ def test_a_link_that_was_measured_on_one_machine_is_told(command: str, tmp_path:
         (["--model", "lstm", "--ranks", "2,many"], "whole numbers with commas"),
         (["--model", "lstm", "--ranks", "1"], "2 at least"),
         (["--model", "lstm", "--csv", "/none/s.csv"], "there is no folder /none"),
+        (["--model", "lstm", "--csv", "/"], "is a folder; name a file"),
+        (["--model", "lstm", "--bucket-mb", "inf"], "--bucket-mb"),
+        (["--model", "lstm", "--fabric", ""], "--fabric '': give one or more, with commas"),
+        (["--model", "lstm", "--fabric", ","], "--fabric ',': give one or more, with commas"),
+        (["--model", "lstm", "--schemes", ""], "--schemes '': give one or more, with commas"),
+        (["--model", "lstm", "--schemes", "OWN"], "no scheme is registered there"),
+        (["--model", "lstm", "--schemes", "powersgd:rank=4:rank=5"], "rank is given twice"),
+        (["--model", "lstm", "--ranks", ""], "--ranks '': give one or more, with commas"),
+        (["--model", "lstm", "--ranks", "16385"], "2 at least and 16,384 at most"),
+        (["--model", "lstm", "--ranks", "2,100000000"], "2 at least and 16,384 at most"),
+        (["--model", "lstm", "--ranks", "9" * 400], "2 at least and 16,384 at most"),
+        (["--model", "lstm", "--batch", "9" * 400], "--batch"),
+        (["--model", "lstm", "--accumulate", "9" * 400], "--accumulate"),
+        (["--model", "OWN:nothing"], "0 parameters and 0 s"),
+        (["--model", "OWN:words"], "words: .*TypeError: linear"),
+        (["--model", "lstm", "--plot", "x.txt"], "says its format, got 'x.txt': one of .*.png"),
+        (["--model", "lstm", "--plot", "x"], "says its format, got 'x': one of"),
+        (["--model", "lstm", "--plot", "/"], "is a folder; name a file"),
+        (["--model", "lstm", "--list-fabric"], "No such option: --list-fabric"),
     ],
 )
 def test_a_wrong_argument_is_one_sentence(own: Path, arguments: list[str], message: str) -> None:
