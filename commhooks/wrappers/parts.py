@@ -72,12 +72,15 @@ class Part:
             flat, here: entries of the part, and which of its entries they are.
             into, there: entries of the bucket, and which of its entries they are.
         """
-        offsets = self.bucket.layout.offsets
-        for (begin, end), offset in zip(self.spans, offsets, strict=False):
+        targets, sources = [], []
+        for (begin, end), offset in zip(self.spans, self.bucket.layout.offsets, strict=False):
             first, last = max(begin, there[0]), min(end, there[1])
             if first < last:
-                source = offset - begin - here[0]
-                into[first - there[0] : last - there[0]].copy_(flat[first + source : last + source])
+                shift = offset - begin - here[0]
+                targets.append(into[first - there[0] : last - there[0]])
+                sources.append(flat[first + shift : last + shift])
+        if targets:  # together: on a GPU each by itself would be a launch
+            torch._foreach_copy_(targets, sources)
 
 
 def _shards_of(spans: Sequence[Span], shards: Sequence[Span]) -> Sequence[Span] | None:
