@@ -17,7 +17,7 @@ from commhooks.core.traits import Exact
 from commhooks.errors import CheckpointError
 from commhooks.hook.binding import Binding
 from commhooks.hook.engine import Engine
-from commhooks.wrappers.feedback import without_feedback, without_flush
+from commhooks.wrappers.feedback import without_flush
 from commhooks.wrappers.make import describe
 
 __all__ = ["facts_of", "need_own_memory", "not_to_round"]
@@ -83,19 +83,25 @@ def not_to_round(scheme: Scheme, binding: Binding) -> frozenset[str]:
         f"of its ranks, where these parameters drift apart. Use a scheme that returns the mean of "
         f"gradients: such parameters then travel exactly",
         RuntimeWarning,
-        stacklevel=4,
+        stacklevel=5,
     )
     return frozenset()
 
 
 def _rounds_alone(scheme: Scheme) -> bool:
-    """Whether a scheme rounds each entry by itself, and equal ones equally."""
-    # Random draws are numbered by entry, and pieces may differ in size.
-    if any(getattr(inside, "stochastic", False) for inside in walk(scheme)):
-        return False
-    traits = without_feedback(scheme).traits
-    # Updates are no rounded means, whatever their traits say; gossip sums in full precision.
-    return isinstance(traits.error, Exact) and (traits.returns != "update" or not traits.agrees)
+    """Whether a scheme rounds each entry by itself, and equal ones equally.
+
+    Asks all schemes inside: wrappers with feedback, and those around them, count as exact.
+    """
+    for inside in walk(scheme):
+        traits = inside.traits
+        # Random draws are numbered by entry, and pieces may differ in size.
+        if getattr(inside, "stochastic", False) or not isinstance(traits.error, Exact):
+            return False
+        # Updates are no rounded means, whatever their traits say; gossip sums in full precision.
+        if traits.returns == "update" and traits.agrees:
+            return False
+    return True
 
 
 def need_own_memory(engine: Engine, binding: Binding) -> None:

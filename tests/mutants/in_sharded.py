@@ -488,6 +488,13 @@ MUTANTS: list[Mutant] = [
     *planted(
         "commhooks/hook/agreement.py",
         (
+            "what is rounded inside feedback and another wrapper counts as exact",
+            "for inside in walk(scheme):\n        traits",
+            "for inside in (scheme,):\n        traits",
+            "tests/unit/test_agreement.py"
+            "::test_what_is_rounded_inside_any_wrapper_leaves_out_what_is_not_cut",
+        ),
+        (
             "a pickle of another column is taken",
             "            if its != own:",
             "            if False:",
