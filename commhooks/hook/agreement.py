@@ -1,4 +1,4 @@
-"""Lists the facts that all ranks of a hook must have in common, for the handshake."""
+"""Tells what ranks must have in common: facts of the handshake, memory, uncut parameters."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def facts_of(
 
 
 def not_to_round(scheme: Scheme, binding: Binding) -> frozenset[str]:
-    """Returns the parameters of buckets that a scheme must not round.
+    """Returns the names of the parameters that a scheme must not round.
 
-    These are what ranks of tensor parallelism have in common, and have to keep equal: norms, and
+    Ranks of tensor parallelism have parameters in common that they have to keep equal: norms, and
     biases of row-wise layers. Most schemes would round them together with the pieces of other
     parameters, which differ between these ranks.
 
-    Warns where such a scheme gives the optimizer something else than a mean, which no exact mean
-    may stand for.
+    Warns, and returns none, where such a scheme gives the optimizer something else than a mean: an
+    exact mean cannot take its place.
     """
     pieces, inside = binding.parameters.placement, without_flush(scheme)
     if not pieces or _rounds_alone(inside):
@@ -109,7 +109,7 @@ def need_own_memory(engine: Engine, binding: Binding) -> None:
     whose = _origin(engine, binding)
     if whose != _OWN:
         raise CheckpointError(
-            f"the unpickled HookState holds the memory {whose}, this is rank {engine.rank} "
+            f"the unpickled HookState holds the memory {whose}; this is rank {engine.rank} "
             f"of {engine.world_size}. Residuals differ per rank: save "
             f"hook.state_dict(gather=True), or let every rank pickle its own"
         )
@@ -123,7 +123,7 @@ def _origin(engine: Engine, binding: Binding) -> str:
         return _OWN
     if origin.placement is not None:
         for name in dict.fromkeys(whole_name(name) for _, name, _ in engine.memory.items()):
-            its, own = (of.get(name, "all") for of in (origin.placement, pieces))
+            its, own = origin.placement.get(name, "all"), pieces.get(name, "all")
             if its != own:
                 return f"of a rank that trained {its} of {name!r}, where this one trains {own}"
     # Memory that is the same on every rank may come from any of them.
