@@ -37,16 +37,19 @@ def piece_here(spec: Any) -> str:
 
 
 def _cut(placement: Any) -> str:
+    """Returns how a placement cuts a parameter."""
     if not hasattr(placement, "dim"):
         return f"by {placement}"
+    # Above 1 where a later dimension of the mesh cuts first (torch's ``_StridedShard``): the
+    # pieces then are others than those of the same numbers without.
     stride = getattr(placement, "split_factor", 1)
     return f"along dimension {placement.dim}" + (f" in steps of {stride}" if stride > 1 else "")
 
 
 def _in_order(pieces: Iterable[str]) -> str:
-    """Joins pieces by the dimension that they are along, whichever order a mesh is in.
+    """Joins texts of cuts, ordered by the parameter's dimension: meshes may be in any order.
 
-    Those along one dimension stay in their order, in which they were cut one after the other.
+    Cuts along one dimension keep their order, since each is within the piece of the one before.
     """
 
     def dimension(piece: str) -> int:
@@ -65,10 +68,10 @@ def stored_placement(pieces: Mapping[str, str]) -> list[list[str]]:
 
 
 def read_placement(stored: object, field: str, call: str) -> dict[str, str]:
-    """Returns pieces by parameter, whatever order they were written in.
+    """Returns pieces by parameter, given what :func:`stored_placement` returned.
 
     Raises:
-        CheckpointError: ``stored`` is not what ``stored_placement`` returned.
+        CheckpointError: ``stored`` is something else.
     """
     if type(stored) is not list or not all(
         type(one) is list and one and all(type(text) is str for text in one) for one in stored

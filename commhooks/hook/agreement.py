@@ -1,4 +1,4 @@
-"""Lists the facts that all ranks of a hook must have in common, for the handshake."""
+"""Tells what ranks must have in common: facts of the handshake, memory, uncut parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from commhooks.core.traits import Exact
 from commhooks.errors import CheckpointError
 from commhooks.hook.binding import Binding
 from commhooks.hook.engine import Engine
-from commhooks.wrappers.feedback import without_feedback, without_flush
+from commhooks.wrappers.feedback import without_flush
 from commhooks.wrappers.make import describe
 
 __all__ = ["facts_of", "need_own_memory", "not_to_round"]
@@ -62,14 +62,14 @@ def facts_of(
 
 
 def not_to_round(scheme: Scheme, binding: Binding) -> frozenset[str]:
-    """Returns the parameters of buckets that a scheme must not round.
+    """Returns the names of the parameters that a scheme must not round.
 
-    These are what ranks of tensor parallelism have in common, and have to keep equal: norms, and
+    Ranks of tensor parallelism have parameters in common that they have to keep equal: norms, and
     biases of row-wise layers. Most schemes would round them together with the pieces of other
     parameters, which differ between these ranks.
 
-    Warns where such a scheme gives the optimizer something else than a mean, which no exact mean
-    may stand for.
+    Warns, and returns none, where such a scheme gives the optimizer something else than a mean: an
+    exact mean cannot take its place.
     """
     pieces, inside = binding.parameters.placement, without_flush(scheme)
     if not pieces or _rounds_alone(inside):
@@ -83,19 +83,25 @@ def not_to_round(scheme: Scheme, binding: Binding) -> frozenset[str]:
         f"of its ranks, where these parameters drift apart. Use a scheme that returns the mean of "
         f"gradients: such parameters then travel exactly",
         RuntimeWarning,
-        stacklevel=4,
+        stacklevel=5,
     )
     return frozenset()
 
 
 def _rounds_alone(scheme: Scheme) -> bool:
-    """Whether a scheme rounds each entry by itself, and equal ones equally."""
-    # Random draws are numbered by entry, and pieces may differ in size.
-    if any(getattr(inside, "stochastic", False) for inside in walk(scheme)):
-        return False
-    traits = without_feedback(scheme).traits
-    # Updates are no rounded means, whatever their traits say; gossip sums in full precision.
-    return isinstance(traits.error, Exact) and (traits.returns != "update" or not traits.agrees)
+    """Whether a scheme rounds each entry by itself, and equal ones equally.
+
+    Asks all schemes inside: wrappers with feedback, and those around them, count as exact.
+    """
+    for inside in walk(scheme):
+        traits = inside.traits
+        # Random draws are numbered by entry, and pieces may differ in size.
+        if getattr(inside, "stochastic", False) or not isinstance(traits.error, Exact):
+            return False
+        # Updates are no rounded means, whatever their traits say; gossip sums in full precision.
+        if traits.returns == "update" and traits.agrees:
+            return False
+    return True
 
 
 def need_own_memory(engine: Engine, binding: Binding) -> None:
@@ -103,7 +109,7 @@ def need_own_memory(engine: Engine, binding: Binding) -> None:
     whose = _origin(engine, binding)
     if whose != _OWN:
         raise CheckpointError(
-            f"the unpickled HookState holds the memory {whose}, this is rank {engine.rank} "
+            f"the unpickled HookState holds the memory {whose}; this is rank {engine.rank} "
             f"of {engine.world_size}. Residuals differ per rank: save "
             f"hook.state_dict(gather=True), or let every rank pickle its own"
         )
@@ -117,7 +123,7 @@ def _origin(engine: Engine, binding: Binding) -> str:
         return _OWN
     if origin.placement is not None:
         for name in dict.fromkeys(whole_name(name) for _, name, _ in engine.memory.items()):
-            its, own = (of.get(name, "all") for of in (origin.placement, pieces))
+            its, own = origin.placement.get(name, "all"), pieces.get(name, "all")
             if its != own:
                 return f"of a rank that trained {its} of {name!r}, where this one trains {own}"
     # Memory that is the same on every rank may come from any of them.

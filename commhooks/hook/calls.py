@@ -215,8 +215,8 @@ class Calls(HookState):
         self._first_step = first or 0
 
     def ranks_changed(self) -> None:
-        """Forgets the calls of the ranks before: what had not ended was given up with them."""
-        self._pending.clear()  # whoever has a handle hears of it
+        """Forgets calls of the former ranks; handles of those that had not ended raise."""
+        self._pending.clear()
 
     def _take_up(self, buckets: SavedBuckets) -> None:
         """Ignores the buckets of a state, since every call is an exchange of its own."""

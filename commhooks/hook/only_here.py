@@ -15,8 +15,8 @@ __all__ = ["OnlyHere"]
 class OnlyHere:
     """Calls a function where a module calls its hooks, and not for its copies.
 
-    A module that is copied or pickled takes its hooks along, as averages of weights are made
-    (``copy.deepcopy(model)``). What one of these belongs to is that of the first module only.
+    A module that is copied or pickled takes its hooks along (``copy.deepcopy(model)`` makes
+    averages of weights). The function is for the first module only.
 
     Args:
         call: gets module and inputs, as forward pre-hooks do, or module and keys, as hooks of

@@ -80,7 +80,7 @@ def check_pickled(saved: Any) -> Scheme:
         isinstance(ranks, tuple) and len(ranks) == 2 and all(type(rank) is int for rank in ranks)
     ):
         raise CheckpointError(f"{_PICKLE} is damaged: its 'ranks' are no numbers")
-    origin_of(saved)
+    origin_of(saved)  # raises if it is damaged
     read_memory(saved.get("memory"), "memory", _PICKLE)
     layout, limits, arrival = buckets_of(saved)
     check_layout(layout, _PICKLE)

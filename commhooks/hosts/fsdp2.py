@@ -9,7 +9,9 @@ One bucket, step by step: ``register_on_fsdp2`` puts a :class:`SchemeReduceScatt
 group of parameters. In backward FSDP2 calls it with the flat gradient (``input_tensor``). It looks
 up which pieces lie there (:meth:`FSDP2Module.layout`), makes a ``ShardedBucket`` of them, and
 ``average`` starts the hook's exchange, waits for it, and leaves the mean of this rank's shard in
-``output_tensor``. What FSDP2 divides by itself, before or after, is undone last.
+``output_tensor``. The exchange is ``Engine.exchange``, which runs the scheme; beside tensor
+parallelism ``Exactly`` cuts the bucket in two before, and averages exactly what is not cut between
+those ranks. What FSDP2 divides by itself, before or after, is undone last.
 """
 
 from __future__ import annotations

@@ -36,7 +36,8 @@ class DifferencesAllGather(DefaultAllocMixin, AllGather):
     """Gathers the parameters of one FSDP2 module as differences.
 
     Attributes:
-        held: what all ranks have, one rank's after the other's. None: the next gather is exact.
+        held: what all ranks have gathered, one shard after the other. None: the next gather is
+            exact.
         sent: this rank's shard as it was when the difference to it was sent.
 
     Args:
@@ -78,7 +79,7 @@ class DifferencesAllGather(DefaultAllocMixin, AllGather):
             write_into(output_tensor, self.held)
             return None
         parts = self._parts
-        call = _Differences("all_gather", input_tensor, output_tensor, parts=parts, of=self)
+        call = _Differences("all_gather", input_tensor, output_tensor, parts=parts, holder=self)
         return self._collectives.run(call, None, async_op)
 
 
@@ -87,21 +88,22 @@ class _Differences(GatherInParts):
     """Gathers what has changed since a module's parameters were gathered last.
 
     Attributes:
-        of: the module's gather.
+        holder: the module's ``DifferencesAllGather``, which holds what was gathered last.
     """
 
-    of: Any = None
+    holder: Any = None
 
     def is_plain(self, scheme: Scheme) -> bool:
-        return self.of.held is None or super().is_plain(scheme)
+        return self.holder.held is None or super().is_plain(scheme)
 
     def exchange(self, engine: Engine, layout: Layout, number: int, *, agree: bool) -> Exchange:
-        held, gather, now, parts = self.of.held, self.of, self.given.clone(), self.parts
-        # Until the exchange has ended: after one that failed, ranks may hold different values.
-        plain, gather.held = self.is_plain(engine.scheme), None
+        holder, parts, now = self.holder, self.parts, self.given.clone()
+        held, plain = holder.held, self.is_plain(engine.scheme)
+        # Nothing, until the exchange has ended: after a failure ranks may hold different values.
+        holder.held = None
         if plain:
             yield from super().exchange(engine, layout, number, agree=agree)
-            gather.held, gather.sent = self.into.clone(), now
+            holder.held, holder.sent = self.into.clone(), now
             return self.into
         borrow_memory(held)
         rows = held.view(engine.world_size, -1)
@@ -109,19 +111,19 @@ class _Differences(GatherInParts):
         # Zeros change nothing: forward passes between two steps have the same weights, and so have
         # modules that run again within backward. Each rank decides for its own shard. It sends if
         # what was sent has overflowed, too.
-        sends = (now != gather.sent).any() | ~before.isfinite().all()
+        sends = (now != holder.sent).any() | ~before.isfinite().all()
         # NaN and infinity would stay in all differences. Every rank holds the same bits.
         held.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         own = now - before.to(torch.promote_types(held.dtype, torch.float32))
         change = parts.take(torch.where(sends, own, 0.0), packed=True)
         exact = parts.take(now, packed=False)
         changed, others = yield from self.gather(engine, layout, number, change, exact, agree=agree)
-        # In ``rows`` itself where all entries are packed.
+        # Where all entries are packed, ``packed`` is ``rows`` itself, and this adds in place.
         packed = parts.take(rows, packed=True).add_(changed)
         if parts.mixed:
             rows.copy_(parts.joined(packed, others))
         write_into(self.into, held)
-        gather.held, gather.sent = held, now
+        holder.held, holder.sent = held, now
         return self.into
 
 

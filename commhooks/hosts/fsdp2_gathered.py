@@ -77,6 +77,9 @@ class GatheredParameters(Collectives):
 
 
 def _owners(group: Any) -> set[nn.Module]:
-    """Returns the modules that have the parameters of FSDP2's group themselves."""
+    """Returns the modules of which an FSDP2 group's parameters are attributes.
+
+    Each of them may be loaded by itself; the module that FSDP2 wraps may only be around them.
+    """
     places = [one._module_info for one in group.fsdp_params]
     return {module for one in places for module in (one.module, *one.shared_modules)}

@@ -85,8 +85,9 @@ def gather_parameters(
         itself; ``begin_anew()`` is for differences, once other parameters were written.
 
     Raises:
-        RegistrationError: the scheme keeps memory, draws random bits or has fewer than 4, or packs
-            no differences, or the model is not one of FSDP2, or gathers in another way already.
+        RegistrationError: the scheme keeps memory, draws random bits, drops entries or sends fewer
+            than 4 bits of each, or packs no differences, or the model is not one of FSDP2, or
+            gathers in another way already.
 
     Example:
         >>> gathered = commhooks.hosts.gather_parameters(model)
@@ -138,8 +139,8 @@ def _same_each_time(scheme: str | Scheme) -> Scheme:
     for one in inside:
         if isinstance(one, Blockwise) and FORMATS[one.format].bits < _FEWEST_BITS:
             raise RegistrationError(
-                f"gather_parameters: {built} sends fewer than {_FEWEST_BITS} bits of a parameter, "
-                f"with which no model computes; take none, bf16, fp16, int8, fp8 or mxfp8, or "
+                f"gather_parameters: {built} sends fewer than {_FEWEST_BITS} bits of an entry, too "
+                f"few for a model to compute with; take none, bf16, fp16, int8, fp8 or mxfp8, or "
                 f"differences=True, which makes up for what rounding leaves"
             )
     return built

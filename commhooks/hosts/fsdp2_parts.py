@@ -29,10 +29,10 @@ __all__ = ["GatherInParts", "Parts"]
 
 @dataclass(frozen=True)
 class Parts:
-    """Tells which entries of a rank's shard are packed.
+    """Tells which entries of a rank's shard a codec packs; the others travel exactly.
 
     Attributes:
-        runs: numbers of entries, one run after the other, each with whether it is packed.
+        runs: of successive entries: how many they are, and whether they are packed.
     """
 
     runs: tuple[tuple[int, bool], ...] = ()
@@ -41,11 +41,12 @@ class Parts:
     def of(cls, group: Any) -> Parts:
         """Returns the parts of FSDP2's group of parameters, a run for each.
 
-        Without tensor parallelism, and in a module of which all or none is cut, all is packed:
-        where none is, its ranks pack equal messages.
+        A parameter is packed if it is cut between all the ranks between which any of its group is.
+        So all is packed without tensor parallelism, and where it cuts all or none of a group: in
+        the latter case its ranks pack equal messages.
         """
         cuts = [_cuts(spec_of(one)) for one in group.fsdp_params]
-        every = frozenset[Any]().union(*cuts)
+        every: frozenset[tuple[int, ...]] = frozenset().union(*cuts)
         numels = [one.padded_sharded_param_size.numel() for one in group.fsdp_params]
         return cls(tuple((n, cut == every) for n, cut in zip(numels, cuts, strict=True)))
 
@@ -68,7 +69,7 @@ class Parts:
         return torch.cat(chosen, dim=-1)
 
     def joined(self, packed: Tensor, exact: Tensor) -> Tensor:
-        """Returns rows whose parts :meth:`take` would return."""
+        """Undoes :meth:`take`: returns the rows that have these entries."""
         parts = {
             this: iter(rows.split([n for n, kind in self.runs if kind == this], dim=-1))
             for this, rows in ((True, packed), (False, exact))
@@ -121,7 +122,10 @@ class GatherInParts(Call):
 
 
 def _beside(exchange: Exchange, exact: Tensor) -> Generator[Collective, Tensor, Tensor]:
-    """Runs an exchange of one all-gather, at the end of whose message ``exact`` travels, too."""
+    """Runs an exchange of one all-gather, and sends ``exact`` at the end of its message.
+
+    Returns what all ranks have sent as ``exact``, a row for each.
+    """
     with closing(exchange):  # also where the collective fails
         own = next(exchange).tensor
         arrived: Tensor = yield AllGather(torch.cat([as_bytes(own), as_bytes(exact)]))
@@ -136,7 +140,7 @@ def _beside(exchange: Exchange, exact: Tensor) -> Generator[Collective, Tensor, 
 
 
 def _cuts(spec: Any) -> frozenset[tuple[int, ...]]:
-    """Returns between which ranks a parameter is cut, given the spec of its DTensor."""
+    """Returns the groups of ranks between which a parameter is cut, given its DTensor's spec."""
     if spec is None:
         return frozenset()
     return frozenset(

@@ -1,4 +1,4 @@
-"""Runs schemes over parts of a bucket: some of its parameters each, gathered into one tensor."""
+"""Runs schemes over parts of a bucket, each of which has some of its parameters."""
 
 from __future__ import annotations
 
@@ -149,8 +149,8 @@ def _mergeable(first: Collective, other: Collective | None) -> bool:
 class Exactly:
     """Averages some parameters of a bucket exactly, and the others by a scheme.
 
-    The exact ones travel in a message of their own: neither what they are rounded with nor the
-    order of a sum may depend on the others.
+    The exact ones travel in a message of their own. In one with the others, whose sizes may differ
+    between ranks of tensor parallelism, their sums could be in another order and have other bits.
 
     Args:
         names: of these parameters, as in the layouts of buckets.
@@ -166,7 +166,7 @@ class Exactly:
 
     def exchange(self, scheme: Scheme, bucket: Bucket) -> SchemeExchange:
         """Exchanges a bucket."""
-        if not self._names:  # nor is the layout looked up
+        if not self._names:  # before the layout is looked up, which most schemes never need
             return (yield from scheme.exchange(bucket))
         exact, others = self._split(bucket.layout)
         dense = flushing(Dense())  # sends what another scheme has kept of them
@@ -178,9 +178,11 @@ class Exactly:
         return whole_of(parts, bucket)
 
     def _split(self, layout: Layout) -> tuple[list[int], list[int]]:
+        """Returns the positions of the exact parameters, and of the others."""
         if layout not in self._positions:
-            split: tuple[list[int], list[int]] = ([], [])
+            exact: list[int] = []
+            others: list[int] = []
             for position, name in enumerate(layout.names):
-                split[name not in self._names].append(position)
-            self._positions[layout] = split
+                (exact if name in self._names else others).append(position)
+            self._positions[layout] = exact, others
         return self._positions[layout]

@@ -69,18 +69,22 @@ def need_model(model: nn.Module) -> CoreDDP:
 
 
 def need_equal_values(codec: Scheme | None, binding: Binding) -> None:
-    """Raises unless ranks of tensor parallelism gather equal values of what they have in common.
+    """Raises unless ranks of tensor parallelism gather equal values of uncut parameters.
+
+    Args:
+        codec: packs the values; None: they travel as they are.
 
     Raises:
-        RegistrationError: a codec would round these together with their pieces of others.
+        RegistrationError: the codec would round them together with pieces of cut parameters, which
+            differ between these ranks.
     """
     shared = frozenset() if codec is None else not_to_round(codec, binding)
     if shared:
         raise RegistrationError(
             f"ZeroOptimizer(gather=...): {codec} rounds {', '.join(sorted(shared)[:3])} together "
-            f"with pieces of tensor parallelism, differently on each of its ranks, which do not "
-            f"cut these {len(shared)} parameters and have to keep them equal; use gather='none' "
-            f"or 'bf16'"
+            f"with pieces of other parameters, and so differently on each rank of tensor "
+            f"parallelism, which does not cut these {len(shared)} parameters: they would drift "
+            f"apart; use gather='none' or 'bf16'"
         )
 
 

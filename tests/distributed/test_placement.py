@@ -250,7 +250,7 @@ def _stay_equal(rank: int, world_size: int, host: str) -> None:
     columns = mesh["tp"].get_group()
     kind = {"torch": TorchDDP, "ddp_core": DistributedDataParallel}.get(host)
     rules = commhooks.PerParameter(
-        [commhooks.Rule(commhooks.make("int8"), name="2.*")], commhooks.make("int4")
+        [commhooks.Rule(commhooks.make("topk"), name="2.*")], commhooks.make("int4")
     )
     for name in [*commhooks.scheme_names(), "switched", "per parameter", "bf16 with feedback"]:
         model: nn.Module = parallelize_module(model_of((33, 64, 7)), mesh["tp"], PLAN)

@@ -89,7 +89,7 @@ MUTANTS: list[Mutant] = [
         (
             "differences are to what was sent last, so that errors add up",
             "own = now - before.to(torch.promote_types(held.dtype, torch.float32))",
-            "own = now - gather.sent.to(torch.promote_types(held.dtype, torch.float32))",
+            "own = now - holder.sent.to(torch.promote_types(held.dtype, torch.float32))",
             f"{DIFFERENCES}::test_errors_are_those_of_the_last_step",
         ),
         (
@@ -106,14 +106,14 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "what has overflowed is not sent again",
-            "(now != gather.sent).any() | ~before.isfinite().all()",
-            "(now != gather.sent).any()",
+            "(now != holder.sent).any() | ~before.isfinite().all()",
+            "(now != holder.sent).any()",
             f"{DIFFERENCES}::test_values_that_are_not_finite_do_not_stay",
         ),
         (
             "differences are added up after a gather that failed",
-            "plain, gather.held = self.is_plain(engine.scheme), None",
-            "plain = self.is_plain(engine.scheme)",
+            "        holder.held = None\n",
+            "",
             f"{DIFFERENCES}::test_schemes_that_are_refused_and_gathers_that_fail",
         ),
     ),
@@ -487,6 +487,13 @@ MUTANTS: list[Mutant] = [
     ),
     *planted(
         "commhooks/hook/agreement.py",
+        (
+            "what is rounded inside feedback and another wrapper counts as exact",
+            "for inside in walk(scheme):\n        traits",
+            "for inside in (scheme,):\n        traits",
+            "tests/unit/test_agreement.py"
+            "::test_what_is_rounded_inside_any_wrapper_leaves_out_what_is_not_cut",
+        ),
         (
             "a pickle of another column is taken",
             "            if its != own:",
