@@ -8,13 +8,44 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
 
 from commhooks.errors import CheckpointError
 
-__all__ = ["piece_here", "read_placement", "stored_placement"]
+__all__ = ["Cut", "cut_of", "piece_here", "read_placement", "stored_placement"]
 
 _ALONG = re.compile(r" along dimension (\d{1,9})")
+
+
+class Cut(NamedTuple):
+    """Says which piece of a parameter a rank trains, and who has the others.
+
+    Attributes:
+        piece: in words; "" for all of it.
+        between: the groups of ranks between which the parameter is cut. The ranks of other groups
+            have the same piece, and have to keep it equal.
+    """
+
+    piece: str = ""
+    between: frozenset[tuple[int, ...]] = frozenset()
+
+
+def cut_of(spec: Any) -> Cut:
+    """Returns how a parameter is cut.
+
+    Args:
+        spec: see :func:`piece_here`.
+    """
+    if spec is None:
+        return Cut()
+    between = frozenset(
+        tuple(dist.get_process_group_ranks(spec.mesh.get_group(dim)))
+        for dim, placement in enumerate(spec.placements)
+        if spec.mesh.size(dim) > 1 and not placement.is_replicate()
+    )
+    return Cut(piece_here(spec), between)
 
 
 def piece_here(spec: Any) -> str:

@@ -1,8 +1,7 @@
-"""Tells what ranks must have in common: facts of the handshake, memory, uncut parameters."""
+"""Tells what ranks must have in common: facts of the handshake, and whose memory they hold."""
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -13,14 +12,13 @@ from commhooks.checkpoint.form import SavedBuckets
 from commhooks.checkpoint.ranks import resizes_of
 from commhooks.core.names import whole_name
 from commhooks.core.scheme import Scheme, walk
-from commhooks.core.traits import Exact
 from commhooks.errors import CheckpointError
 from commhooks.hook.binding import Binding
 from commhooks.hook.engine import Engine
 from commhooks.wrappers.feedback import without_flush
 from commhooks.wrappers.make import describe
 
-__all__ = ["facts_of", "need_own_memory", "not_to_round"]
+__all__ = ["facts_of", "need_own_memory"]
 
 _OWN = "its own"
 
@@ -59,49 +57,6 @@ def facts_of(
             for name, shape, dtype, _ in binding.parameters
         ],
     }
-
-
-def not_to_round(scheme: Scheme, binding: Binding) -> frozenset[str]:
-    """Returns the names of the parameters that a scheme must not round.
-
-    Ranks of tensor parallelism have parameters in common that they have to keep equal: norms, and
-    biases of row-wise layers. Most schemes would round them together with the pieces of other
-    parameters, which differ between these ranks.
-
-    Warns, and returns none, where such a scheme gives the optimizer something else than a mean: an
-    exact mean cannot take its place.
-    """
-    pieces, inside = binding.parameters.placement, without_flush(scheme)
-    if not pieces or _rounds_alone(inside):
-        return frozenset()
-    uncut = [name for name in binding.parameters.shapes if not pieces.get(whole_name(name))]
-    if not uncut or inside.traits.returns == "mean":
-        return frozenset(uncut)
-    warnings.warn(
-        f"{inside} rounds the gradients of {', '.join(uncut[:3])} ({len(uncut)} parameters that "
-        f"tensor parallelism does not cut) together with those of its pieces, differently on each "
-        f"of its ranks, where these parameters drift apart. Use a scheme that returns the mean of "
-        f"gradients: such parameters then travel exactly",
-        RuntimeWarning,
-        stacklevel=5,
-    )
-    return frozenset()
-
-
-def _rounds_alone(scheme: Scheme) -> bool:
-    """Whether a scheme rounds each entry by itself, and equal ones equally.
-
-    Asks all schemes inside: wrappers with feedback, and those around them, count as exact.
-    """
-    for inside in walk(scheme):
-        traits = inside.traits
-        # Random draws are numbered by entry, and pieces may differ in size.
-        if getattr(inside, "stochastic", False) or not isinstance(traits.error, Exact):
-            return False
-        # Updates are no rounded means, whatever their traits say; gossip sums in full precision.
-        if traits.returns == "update" and traits.agrees:
-            return False
-    return True
 
 
 def need_own_memory(engine: Engine, binding: Binding) -> None:

@@ -22,10 +22,10 @@ from commhooks.core.settings import check_seed
 from commhooks.core.shards import Span
 from commhooks.core.step_info import Counters, StepInfo
 from commhooks.errors import SchemeError
+from commhooks.hook.exactly import Exactly
 from commhooks.hook.measurement import Measurement, Observer
 from commhooks.hook.shard_measurement import ShardMeasurement
 from commhooks.kernels import all_finite
-from commhooks.wrappers.parts import Exactly
 from ddp_core import AllReduce, Exchange
 
 __all__ = ["Engine", "measures"]

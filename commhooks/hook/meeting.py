@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
@@ -13,14 +14,14 @@ from torch import nn
 from commhooks.checkpoint.form import SavedBuckets
 from commhooks.core.scheme import Scheme
 from commhooks.errors import RegistrationError
-from commhooks.hook.agreement import facts_of, need_own_memory, not_to_round
+from commhooks.hook.agreement import facts_of, need_own_memory
 from commhooks.hook.binding import Binding
 from commhooks.hook.continuation import Continuation
 from commhooks.hook.engine import Engine
+from commhooks.hook.exactly import Exactly, shared_and_rounded
 from commhooks.hook.handshake import handshake
 from commhooks.hook.parameters import Parameters
 from commhooks.hook.verify import Verification
-from commhooks.wrappers.parts import Exactly
 from commhooks.wrappers.per_parameter import warn_of_idle_rules
 from ddp_core import Drivers, MismatchError, MissingRankError
 
@@ -138,8 +139,22 @@ class Meeting:
             self.verification.open(binding.group(), devices, self._drivers.join, binding.beside)
 
     def _send_exactly(self, scheme: Scheme) -> None:
-        """Sends by itself, from the next step on, what ``scheme`` must not round."""
-        exactly = self._engine.exactly = Exactly(not_to_round(scheme, self._binding))
+        """Averages exactly, from the next step on, what ranks of tensor parallelism share.
+
+        Warns where ``scheme`` returns something else than a mean, whose place a mean cannot take.
+        """
+        shared = shared_and_rounded(scheme, self._parameters)
+        if shared and scheme.traits.returns != "mean":
+            warnings.warn(
+                f"{scheme} rounds the gradients of {', '.join(sorted(shared)[:3])} ({len(shared)} "
+                f"parameters that ranks of tensor parallelism have in common) together with those "
+                f"of pieces, differently on each of these ranks, where these parameters drift "
+                f"apart. Use a scheme that returns the mean of gradients: it sends them exactly",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+            shared = frozenset()
+        exactly = self._engine.exactly = Exactly(shared)
         self._drivers.ensure(scheme.traits.rounds + exactly.rounds + self._further_rounds)
 
     def _meet(

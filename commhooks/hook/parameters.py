@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from commhooks.checkpoint.placement import piece_here
+from commhooks.checkpoint.placement import Cut, cut_of
 from commhooks.core.layout import Layout
 from commhooks.core.names import is_padding, plain_name, plain_names
 from commhooks.core.slot import Slot
@@ -117,11 +117,11 @@ class Parameters:
             None: no parameters.
 
     Attributes:
-        placement: the pieces that this rank trains, by name, of the parameters that are cut.
+        cuts: which piece of each parameter this rank trains, by the name of the whole one.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        self.placement: dict[str, str] = {}
+        self.cuts: dict[str, Cut] = {}
         self._names = {} if model is None else _names_by_id(model)
         self._aliases = {} if model is None else _aliases(model, self._names)
         ignored = set() if model is None else _ignored(model)
@@ -152,13 +152,17 @@ class Parameters:
         real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
         order = memory_order(real)
         name = self._names[id(parameter)]
-        if piece := piece_here(dtensor_spec(parameter)):
-            self.placement[name] = piece
+        self.cuts[name] = cut_of(dtensor_spec(parameter))
         shape = torch.Size(real.shape[dimension] for dimension in order)
         return Parameter(name, shape, real.dtype, order)
 
     def __iter__(self) -> Iterator[Parameter]:
         return iter(self._by_id.values())
+
+    @property
+    def placement(self) -> dict[str, str]:
+        """Returns the pieces that this rank trains, by name, of the parameters that are cut."""
+        return {name: cut.piece for name, cut in self.cuts.items() if cut.piece}
 
     def __len__(self) -> int:
         return len(self._by_id)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from commhooks.checkpoint.placement import Cut
 from commhooks.core.layout import Layout
 from commhooks.core.names import (
     is_padding,
@@ -32,7 +33,7 @@ class ShardedParameter(NamedTuple):
         dtype: of its gradient when it is reduced.
         dim: the dimension that is cut.
         trained: whether it is trained when the hook is registered.
-        piece: which piece of a larger parameter it is (tensor parallelism); "" if it is none.
+        cut: which piece of a larger parameter it is (tensor parallelism).
     """
 
     name: str
@@ -40,7 +41,7 @@ class ShardedParameter(NamedTuple):
     dtype: torch.dtype
     dim: int
     trained: bool
-    piece: str = ""
+    cut: Cut = Cut()
 
 
 class ShardedParameters(Parameters):
@@ -62,7 +63,7 @@ class ShardedParameters(Parameters):
         self._world_size = world_size
         self._layout_of: dict[tuple[str, ...], Layout] = {}
         self._sharded = {parameter.name: parameter for parameter in parameters}
-        self.placement = {one.name: one.piece for one in parameters if one.piece}
+        self.cuts = {one.name: one.cut for one in parameters}
         self._trained: list[Parameter] = []
         for parameter in parameters:
             for rank in range(world_size):

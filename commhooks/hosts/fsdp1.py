@@ -23,7 +23,7 @@ from commhooks.hook.sharded_host import fit_to_host
 from commhooks.hook.sharded_parameters import FlatParameters
 from commhooks.hook.state import HookState
 from commhooks.hook.verify import Verification
-from commhooks.hosts.fsdp1_layout import originals, pieces, placement_in
+from commhooks.hosts.fsdp1_layout import cuts_in, originals, pieces
 from commhooks.hosts.guard import HostGuard
 
 __all__ = ["register_on_fsdp1"]
@@ -45,7 +45,7 @@ def register_on_fsdp1(
     ranks = {name: 1 if _is_whole(unit) else group.size() for name, unit in units.items()}
     known = FlatParameters([pieces(name, unit, ranks[name]) for name, unit in units.items()])
     for name, unit in units.items():
-        known.placement |= placement_in(name, unit)
+        known.cuts |= cuts_in(name, unit)
     device = next(iter(units.values())).compute_device
     shards_for = "FSDP1" if max(ranks.values()) > 1 else ""
     fit_to_host(hook, model, known, group, device, shards_for=shards_for, verification=verification)

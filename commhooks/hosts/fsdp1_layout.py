@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commhooks.checkpoint.placement import piece_here
+from commhooks.checkpoint.placement import Cut, cut_of
 from commhooks.core.layout import Layout
 from commhooks.core.names import is_padding, padding_name, plain_name
 from commhooks.hook.parameters import Parameter, memory_order
 
-__all__ = ["originals", "pieces", "placement_in"]
+__all__ = ["cuts_in", "originals", "pieces"]
 
 
 def pieces(name: str, unit: Any, ranks: int) -> list[tuple[Parameter, bool]]:
@@ -41,13 +41,12 @@ def pieces(name: str, unit: Any, ranks: int) -> list[tuple[Parameter, bool]]:
     ]
 
 
-def placement_in(name: str, unit: Any) -> dict[str, str]:
-    """Returns the pieces in a unit's flat gradient, of parameters that tensor parallelism cuts."""
+def cuts_in(name: str, unit: Any) -> dict[str, Cut]:
+    """Returns how tensor parallelism cuts the parameters in a unit's flat gradient."""
     flat = unit._handle.flat_param
     # FSDP1 keeps what a DTensor was; another extension than torch's own may keep anything.
     found = zip(_names(name, flat), flat._param_extensions, strict=True)
-    told = {one: piece_here(spec) for one, spec in found if hasattr(spec, "placements")}
-    return {one: piece for one, piece in told.items() if piece}
+    return {one: cut_of(spec) for one, spec in found if hasattr(spec, "placements")}
 
 
 def _prefix(name: str) -> str:

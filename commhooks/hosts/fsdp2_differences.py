@@ -25,7 +25,7 @@ from commhooks.core.scheme import Scheme
 from commhooks.hook.call import write_into
 from commhooks.hook.engine import Engine
 from commhooks.hosts.collectives import Collectives
-from commhooks.hosts.fsdp2_parts import GatherInParts, Parts
+from commhooks.hosts.fsdp2_packing import GatherPacked, Packing
 from ddp_core import Exchange, borrow_memory
 from ddp_core.reducer.accumulators import NO_BACKWARD, backward_number
 
@@ -46,7 +46,7 @@ class DifferencesAllGather(DefaultAllocMixin, AllGather):
     """
 
     def __init__(self, collectives: Collectives, group: Any) -> None:
-        self._collectives, self._group, self._parts = collectives, group, Parts.of(group)
+        self._collectives, self._group, self._packing = collectives, group, Packing.of(group)
         self.held: Tensor | None = None
         self.sent: Tensor | None = None
         self._anew = False
@@ -78,13 +78,13 @@ class DifferencesAllGather(DefaultAllocMixin, AllGather):
             borrow_memory(self.held)
             write_into(output_tensor, self.held)
             return None
-        parts = self._parts
-        call = _Differences("all_gather", input_tensor, output_tensor, parts=parts, holder=self)
+        packing = self._packing
+        call = _Differences("all_gather", input_tensor, output_tensor, packing=packing, holder=self)
         return self._collectives.run(call, None, async_op)
 
 
 @dataclass(frozen=True)
-class _Differences(GatherInParts):
+class _Differences(GatherPacked):
     """Gathers what has changed since a module's parameters were gathered last.
 
     Attributes:
@@ -97,7 +97,7 @@ class _Differences(GatherInParts):
         return self.holder.held is None or super().is_plain(scheme)
 
     def exchange(self, engine: Engine, layout: Layout, number: int, *, agree: bool) -> Exchange:
-        holder, parts, now = self.holder, self.parts, self.given.clone()
+        holder, packing, now = self.holder, self.packing, self.given.clone()
         held, plain = holder.held, self.is_plain(engine.scheme)
         # Nothing, until the exchange has ended: after a failure ranks may hold different values.
         holder.held = None
@@ -115,13 +115,13 @@ class _Differences(GatherInParts):
         # NaN and infinity would stay in all differences. Every rank holds the same bits.
         held.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         own = now - before.to(torch.promote_types(held.dtype, torch.float32))
-        change = parts.take(torch.where(sends, own, 0.0), packed=True)
-        exact = parts.take(now, packed=False)
+        change = packing.take(torch.where(sends, own, 0.0), packed=True)
+        exact = packing.take(now, packed=False)
         changed, others = yield from self.gather(engine, layout, number, change, exact, agree=agree)
         # Where all entries are packed, ``packed`` is ``rows`` itself, and this adds in place.
-        packed = parts.take(rows, packed=True).add_(changed)
-        if parts.mixed:
-            rows.copy_(parts.joined(packed, others))
+        packed = packing.take(rows, packed=True).add_(changed)
+        if packing.mixed:
+            rows.copy_(packing.joined(packed, others))
         write_into(self.into, held)
         holder.held, holder.sent = held, now
         return self.into

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
-from commhooks.checkpoint.placement import piece_here
+from commhooks.checkpoint.placement import cut_of
 from commhooks.core.names import plain_names
 from commhooks.errors import RegistrationError
 from commhooks.hook.sharded_parameters import ShardedParameter
@@ -104,7 +104,7 @@ def _sharded(parameter: Any, name: str, group: Any) -> ShardedParameter:
     policy = group.mp_policy
     dtype = policy.reduce_dtype or policy.param_dtype or parameter.sharded_param.dtype
     trained = parameter.sharded_param.requires_grad
-    piece = piece_here(spec_of(parameter))
+    cut = cut_of(spec_of(parameter))
     return ShardedParameter(
-        name, parameter._orig_size, dtype, parameter.fsdp_placement.dim, trained, piece
+        name, parameter._orig_size, dtype, parameter.fsdp_placement.dim, trained, cut
     )

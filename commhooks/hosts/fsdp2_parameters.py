@@ -25,7 +25,7 @@ from commhooks.hosts.collectives import Collectives
 from commhooks.hosts.fsdp2_differences import DifferencesAllGather
 from commhooks.hosts.fsdp2_gathered import GatheredParameters
 from commhooks.hosts.fsdp2_model import FSDP2Model
-from commhooks.hosts.fsdp2_parts import GatherInParts, Parts
+from commhooks.hosts.fsdp2_packing import GatherPacked, Packing
 from commhooks.kernels import FORMATS
 from commhooks.schemes._differences import codec_of_differences
 from commhooks.schemes.casts import TwoPhaseCast
@@ -47,7 +47,7 @@ class SchemeAllGather(DefaultAllocMixin, AllGather):
     """
 
     def __init__(self, collectives: Collectives, group: Any) -> None:
-        self._collectives, self._parts = collectives, Parts.of(group)
+        self._collectives, self._packing = collectives, Packing.of(group)
 
     def __call__(
         self,
@@ -60,7 +60,7 @@ class SchemeAllGather(DefaultAllocMixin, AllGather):
             # What the forward pass has left on a part of the ranks (reshard_after_forward=8), which
             # was rounded when it was gathered.
             return DefaultAllGather()(output_tensor, input_tensor, group, async_op)
-        call = GatherInParts("all_gather", input_tensor, output_tensor, parts=self._parts)
+        call = GatherPacked("all_gather", input_tensor, output_tensor, packing=self._packing)
         return self._collectives.run(call, None, async_op)
 
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
 from commhooks.core.bucket import Bucket, Result, SchemeExchange
-from commhooks.core.dense import Dense
-from commhooks.core.layout import Layout
 from commhooks.core.scheme import Scheme
 from commhooks.core.shards import Span
-from commhooks.wrappers.feedback import flushing
 from ddp_core import AllReduce, Collective, as_request
 
-__all__ = ["Exactly", "Part", "side_by_side", "whole_of"]
+__all__ = ["Part", "side_by_side", "whole_of"]
 
 
 class Part:
@@ -144,45 +141,3 @@ def _mergeable(first: Collective, other: Collective | None) -> bool:
         and isinstance(other, AllReduce)
         and (first.op, first.tensor.dtype) == (other.op, other.tensor.dtype)
     )
-
-
-class Exactly:
-    """Averages some parameters of a bucket exactly, and the others by a scheme.
-
-    The exact ones travel in a message of their own. In one with the others, whose sizes may differ
-    between ranks of tensor parallelism, their sums could be in another order and have other bits.
-
-    Args:
-        names: of these parameters, as in the layouts of buckets.
-
-    Attributes:
-        rounds: number of collectives per bucket besides those of the scheme.
-    """
-
-    def __init__(self, names: Collection[str] = ()) -> None:
-        self._names = frozenset(names)
-        self.rounds = int(bool(names))
-        self._positions: dict[Layout, tuple[list[int], list[int]]] = {}
-
-    def exchange(self, scheme: Scheme, bucket: Bucket) -> SchemeExchange:
-        """Exchanges a bucket."""
-        if not self._names:  # before the layout is looked up, which most schemes never need
-            return (yield from scheme.exchange(bucket))
-        exact, others = self._split(bucket.layout)
-        dense = flushing(Dense())  # sends what another scheme has kept of them
-        if not exact or not others:
-            return (yield from (dense if exact else scheme).exchange(bucket))
-        parts = [Part(dense, bucket, exact), Part(scheme, bucket, others)]
-        for part in parts:
-            part.result = yield from part.exchange
-        return whole_of(parts, bucket)
-
-    def _split(self, layout: Layout) -> tuple[list[int], list[int]]:
-        """Returns the positions of the exact parameters, and of the others."""
-        if layout not in self._positions:
-            exact: list[int] = []
-            others: list[int] = []
-            for position, name in enumerate(layout.names):
-                (exact if name in self._names else others).append(position)
-            self._positions[layout] = exact, others
-        return self._positions[layout]

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from commhooks.core.scheme import Scheme
 from commhooks.errors import RegistrationError
-from commhooks.hook.agreement import not_to_round
-from commhooks.hook.binding import Binding
-from commhooks.hook.parameters import find_ddp
+from commhooks.hook.exactly import shared_and_rounded
+from commhooks.hook.parameters import Parameters, find_ddp
 from commhooks.zero.stand_ins import InShards
 from ddp_core import DistributedDataParallel as CoreDDP
 
@@ -68,7 +67,7 @@ def need_model(model: nn.Module) -> CoreDDP:
     return ddp
 
 
-def need_equal_values(codec: Scheme | None, binding: Binding) -> None:
+def need_equal_values(codec: Scheme | None, parameters: Parameters) -> None:
     """Raises unless ranks of tensor parallelism gather equal values of uncut parameters.
 
     Args:
@@ -78,7 +77,7 @@ def need_equal_values(codec: Scheme | None, binding: Binding) -> None:
         RegistrationError: the codec would round them together with pieces of cut parameters, which
             differ between these ranks.
     """
-    shared = frozenset() if codec is None else not_to_round(codec, binding)
+    shared = frozenset() if codec is None else shared_and_rounded(codec, parameters)
     if shared:
         raise RegistrationError(
             f"ZeroOptimizer(gather=...): {codec} rounds {', '.join(sorted(shared)[:3])} together "

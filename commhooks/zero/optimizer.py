@@ -94,7 +94,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         sends = Gather(gather)
         self.hook = ZeroHook(scheme, ddp, seed=seed, history=history)
         need_shards(self.hook.scheme, "ZeroOptimizer", "ZeroOptimizer(scheme=...)")
-        need_equal_values(sends.codec, self.hook._binding)
+        need_equal_values(sends.codec, self.hook._parameters)
         self._model = ddp
         names = self.hook._binding.names
         facts: dict[str, Any] = {

@@ -64,7 +64,7 @@ def _run(rank: int, world_size: int, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["none", "int8", "powersgd"])
 def test_shards_are_averaged_and_names_stay(name: str) -> None:
-    run_ranks(_run, 4, name, ignore_warnings=(".*tensor parallelism does not cut",))
+    run_ranks(_run, 4, name)
 
 
 class _Tied(nn.Module):

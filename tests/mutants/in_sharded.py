@@ -82,8 +82,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "differences are to nothing",
-            "packed = parts.take(rows, packed=True).add_(changed)",
-            "packed = parts.take(rows, packed=True).copy_(changed)",
+            "packed = packing.take(rows, packed=True).add_(changed)",
+            "packed = packing.take(rows, packed=True).copy_(changed)",
             f"{DIFFERENCES}::test_errors_are_those_of_the_last_step",
         ),
         (
@@ -94,8 +94,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "weights change between two forward passes",
-            "parts.take(torch.where(sends, own, 0.0), packed=True)",
-            "parts.take(own, packed=True)",
+            "packing.take(torch.where(sends, own, 0.0), packed=True)",
+            "packing.take(own, packed=True)",
             f"{DIFFERENCES}::test_backward_has_the_weights_of_forward",
         ),
         (
@@ -154,7 +154,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hosts/fsdp2_parts.py",
+        "commhooks/hosts/fsdp2_packing.py",
         (
             "parameters that are not cut share blocks with pieces",
             "(n, cut == every)",
@@ -486,14 +486,30 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hook/agreement.py",
+        "commhooks/hook/exactly.py",
         (
             "what is rounded inside feedback and another wrapper counts as exact",
             "for inside in walk(scheme):\n        traits",
             "for inside in (scheme,):\n        traits",
-            "tests/unit/test_agreement.py"
+            "tests/unit/test_exactly.py"
             "::test_what_is_rounded_inside_any_wrapper_leaves_out_what_is_not_cut",
         ),
+        (
+            "one dimension of tensor parallelism that cuts is enough",
+            "Cut()).between != every",
+            "Cut()).between == frozenset()",
+            "tests/unit/test_exactly.py"
+            "::test_a_parameter_is_shared_along_each_dimension_that_does_not_cut_it",
+        ),
+        (
+            "uncut parameters travel with the others",
+            "        exact, others = self._split(bucket.layout)\n",
+            "        exact, others = [], list(range(len(bucket.layout)))\n",
+            "tests/unit/test_halves.py::test_some_parameters_are_averaged_exactly_beside_others",
+        ),
+    ),
+    *planted(
+        "commhooks/hook/agreement.py",
         (
             "a pickle of another column is taken",
             "            if its != own:",
@@ -505,7 +521,7 @@ MUTANTS: list[Mutant] = [
         "commhooks/hosts/fsdp2_model.py",
         (
             "FSDP2 does not say which pieces it has",
-            "piece = piece_here(spec_of(parameter))",
+            "cut = cut_of(spec_of(parameter))",
             'piece = ""',
             f"{COLUMNS}[fsdp2]",
         ),
@@ -544,8 +560,8 @@ MUTANTS: list[Mutant] = [
         "commhooks/hosts/fsdp1_layout.py",
         (
             "FSDP1 does not say which pieces it has",
-            "told.items() if piece}",
-            "told.items() if False}",
+            'cut_of(spec) for one, spec in found if hasattr(spec, "placements")}',
+            "cut_of(spec) for one, spec in found if False}",
             f"{COLUMNS}[fsdp1]",
         ),
     ),

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import warnings
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from commhooks.checkpoint.placement import Cut
 from commhooks.core.scheme import Scheme
-from commhooks.hook.agreement import not_to_round
+from commhooks.hook.exactly import shared_and_rounded
 from commhooks.wrappers import EF21, Cast, Coalesced, Guard, PerParameter, Rule, Schedule
 from commhooks.wrappers.make import make
 
-PARAMETERS = SimpleNamespace(
-    placement={"weight": "piece 0 of 2 along dimension 0"},
+PARAMETERS: Any = SimpleNamespace(
+    cuts={"weight": Cut("piece 0 of 2 along dimension 0", frozenset([(0, 1)]))},
     shapes={"weight": torch.Size([4, 3]), "norm": torch.Size([3])},
 )
-BINDING: Any = SimpleNamespace(parameters=PARAMETERS)
 TOPK = make("topk")  # with feedback, which makes it exact over steps
 
 
@@ -33,19 +32,32 @@ TOPK = make("topk")  # with feedback, which makes it exact over steps
     ids=lambda scheme: type(scheme).__name__,
 )
 def test_what_is_rounded_inside_any_wrapper_leaves_out_what_is_not_cut(scheme: Scheme) -> None:
-    assert not_to_round(scheme, BINDING) == {"norm"}
+    assert shared_and_rounded(scheme, PARAMETERS) == {"norm"}
 
 
 @pytest.mark.parametrize("name", ["none", "bf16", "fp16", "gossip", "noop"])
 def test_what_rounds_each_entry_alone_leaves_nothing_out(name: str) -> None:
     rules = PerParameter([Rule(make("none"), max_dim=1)], default=make(name))
     for scheme in (make(name), rules):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert not not_to_round(scheme, BINDING)
+        assert not shared_and_rounded(scheme, PARAMETERS)
 
 
 @pytest.mark.parametrize("name", ["signsgd", "onebit_adam", "demo", "dgc"])
-def test_what_returns_no_mean_is_told(name: str) -> None:
-    with pytest.warns(RuntimeWarning, match=r"rounds the gradients of norm \(1 parameters"):
-        assert not not_to_round(make(name), BINDING)
+def test_updates_are_no_rounded_means(name: str) -> None:
+    assert shared_and_rounded(make(name), PARAMETERS) == {"norm"}
+
+
+def test_a_parameter_is_shared_along_each_dimension_that_does_not_cut_it() -> None:
+    one, other = (0, 1), (0, 2)
+    cuts = {
+        "both": Cut("", frozenset([one, other])),
+        "first": Cut("", frozenset([one])),
+        "second#1": Cut("", frozenset([other])),
+    }
+    names = [*cuts, "neither", "end#padding"]
+    cuts["second"] = cuts.pop("second#1")
+    parameters: Any = SimpleNamespace(cuts=cuts, shapes=dict.fromkeys(names))
+    assert shared_and_rounded(TOPK, parameters) == {"first", "second#1", "neither"}
+    del cuts["both"], cuts["second"]
+    parameters.shapes = {"first": None}
+    assert not shared_and_rounded(TOPK, parameters)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from commhooks.checkpoint.placement import cut_of
 from commhooks.core.bytes import as_bytes
 from commhooks.core.layout import Layout
 from commhooks.core.scheme import Scheme
@@ -24,11 +24,11 @@ from commhooks.hook.engine import Engine
 from commhooks.hosts.fsdp2_model import spec_of
 from ddp_core import AllGather, Collective, Exchange
 
-__all__ = ["GatherInParts", "Parts"]
+__all__ = ["GatherPacked", "Packing"]
 
 
 @dataclass(frozen=True)
-class Parts:
+class Packing:
     """Tells which entries of a rank's shard a codec packs; the others travel exactly.
 
     Attributes:
@@ -38,14 +38,14 @@ class Parts:
     runs: tuple[tuple[int, bool], ...] = ()
 
     @classmethod
-    def of(cls, group: Any) -> Parts:
-        """Returns the parts of FSDP2's group of parameters, a run for each.
+    def of(cls, group: Any) -> Packing:
+        """Returns the packing of FSDP2's group of parameters, a run for each.
 
         A parameter is packed if it is cut between all the ranks between which any of its group is.
         So all is packed without tensor parallelism, and where it cuts all or none of a group: in
         the latter case its ranks pack equal messages.
         """
-        cuts = [_cuts(spec_of(one)) for one in group.fsdp_params]
+        cuts = [cut_of(spec_of(one)).between for one in group.fsdp_params]
         every: frozenset[tuple[int, ...]] = frozenset().union(*cuts)
         numels = [one.padded_sharded_param_size.numel() for one in group.fsdp_params]
         return cls(tuple((n, cut == every) for n, cut in zip(numels, cuts, strict=True)))
@@ -56,7 +56,7 @@ class Parts:
         return not all(packed for _, packed in self.runs)
 
     def fit(self, numel: int) -> bool:
-        """Whether these are parts of so many entries, of which some are packed."""
+        """Whether these are runs of so many entries, of which some are packed."""
         packed = sum(n for n, packed in self.runs if packed)
         return packed > 0 and sum(n for n, _ in self.runs) == numel
 
@@ -70,34 +70,35 @@ class Parts:
 
     def joined(self, packed: Tensor, exact: Tensor) -> Tensor:
         """Undoes :meth:`take`: returns the rows that have these entries."""
-        parts = {
+        pieces = {
             this: iter(rows.split([n for n, kind in self.runs if kind == this], dim=-1))
             for this, rows in ((True, packed), (False, exact))
         }
-        return torch.cat([next(parts[this]) for _, this in self.runs], dim=-1)
+        return torch.cat([next(pieces[this]) for _, this in self.runs], dim=-1)
 
 
 @dataclass(frozen=True)
-class GatherInParts(Call):
+class GatherPacked(Call):
     """Describes an all-gather of which some entries travel as they are, in the same message.
 
     Attributes:
-        parts: of ``given``.
+        packing: of ``given``.
     """
 
-    parts: Parts = Parts()
+    packing: Packing = Packing()
 
     def is_plain(self, scheme: Scheme) -> bool:
-        # A tensor of the user's own form (``fsdp_pre_all_gather``) does not say where parts begin.
-        unknown = self.parts.mixed and not self.parts.fit(self.given.numel())
+        # A tensor of the user's own form (``fsdp_pre_all_gather``) does not say which entries are
+        # whose.
+        unknown = self.packing.mixed and not self.packing.fit(self.given.numel())
         return unknown or super().is_plain(scheme)
 
     def exchange(self, engine: Engine, layout: Layout, number: int, *, agree: bool) -> Exchange:
-        if self.is_plain(engine.scheme) or not self.parts.mixed:
+        if self.is_plain(engine.scheme) or not self.packing.mixed:
             return (yield from super().exchange(engine, layout, number, agree=agree))
-        packed, exact = (self.parts.take(self.given, packed=this) for this in (True, False))
+        packed, exact = (self.packing.take(self.given, packed=this) for this in (True, False))
         rows = yield from self.gather(engine, layout, number, packed, exact, agree=agree)
-        write_into(self.into, self.parts.joined(*rows).view(self.into.shape))
+        write_into(self.into, self.packing.joined(*rows).view(self.into.shape))
         return self.into
 
     def gather(
@@ -137,14 +138,3 @@ def _beside(exchange: Exchange, exact: Tensor) -> Generator[Collective, Tensor, 
         except StopIteration:
             return beside
         raise AssertionError("schemes gather by one collective")
-
-
-def _cuts(spec: Any) -> frozenset[tuple[int, ...]]:
-    """Returns the groups of ranks between which a parameter is cut, given its DTensor's spec."""
-    if spec is None:
-        return frozenset()
-    return frozenset(
-        tuple(dist.get_process_group_ranks(spec.mesh.get_group(dim)))
-        for dim, placement in enumerate(spec.placements)
-        if spec.mesh.size(dim) > 1 and not placement.is_replicate()
-    )
