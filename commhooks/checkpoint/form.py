@@ -280,7 +280,7 @@ def _part(state: StateDict, field: str, call: str, verify: bool) -> Part:
         )
     placement = None
     if "placement" in part or state["version"] > 2:
-        placement = read_placement(part.get("placement", []), field, call)
+        placement = read_placement(part.get("placement", []), f"{call}: 'placement' of {field!r}")
     # After the tensors, which the checksum reads. A checksum in version 1 is a damaged version 2.
     wanted, stored = None, part.get("checksum")
     if verify and not first_version:

@@ -98,8 +98,11 @@ def stored_placement(pieces: Mapping[str, str]) -> list[list[str]]:
     return list(names.values())
 
 
-def read_placement(stored: object, field: str, call: str) -> dict[str, str]:
+def read_placement(stored: object, what: str) -> dict[str, str]:
     """Returns pieces by parameter, given what :func:`stored_placement` returned.
+
+    Args:
+        what: begins the message of an error.
 
     Raises:
         CheckpointError: ``stored`` is something else.
@@ -107,9 +110,7 @@ def read_placement(stored: object, field: str, call: str) -> dict[str, str]:
     if type(stored) is not list or not all(
         type(one) is list and one and all(type(text) is str for text in one) for one in stored
     ):
-        raise CheckpointError(
-            f"{call}: 'placement' of {field!r} is a list of lists of text; the file is damaged"
-        )
+        raise CheckpointError(f"{what} is a list of lists of text; the file is damaged")
     # Earlier releases wrote them in the order of the mesh.
     ordered = [(_in_order(re.split(", (?=piece )", piece)), names) for piece, *names in stored]
     return {name: piece for piece, names in ordered for name in names}

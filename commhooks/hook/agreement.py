@@ -65,8 +65,8 @@ def need_own_memory(engine: Engine, binding: Binding) -> None:
     if whose != _OWN:
         raise CheckpointError(
             f"the unpickled HookState holds the memory {whose}; this is rank {engine.rank} "
-            f"of {engine.world_size}. Residuals differ per rank: save "
-            f"hook.state_dict(gather=True), or let every rank pickle its own"
+            f"of {engine.world_size}. Residuals differ per rank: let every rank pickle its own, or "
+            f"save hook.state_dict(gather=True), beside tensor parallelism once for each piece"
         )
 
 

@@ -100,7 +100,7 @@ def origin_of(saved: dict[str, Any]) -> Origin | None:
     if saved.get("ranks") is None:
         return None
     stored = saved.get("placement")  # pickles of earlier releases do not tell
-    placement = None if stored is None else read_placement(stored, "memory", _PICKLE)
+    placement = None if stored is None else read_placement(stored, f"{_PICKLE}: 'placement'")
     rank, world_size = saved["ranks"]
     return Origin(rank, world_size, placement)
 
