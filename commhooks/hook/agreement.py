@@ -17,7 +17,8 @@ from commhooks.core.traits import Exact
 from commhooks.errors import CheckpointError
 from commhooks.hook.binding import Binding
 from commhooks.hook.engine import Engine
-from commhooks.wrappers.feedback import without_feedback, without_flush
+from commhooks.wrappers.feedback import Feedback, without_flush
+from commhooks.wrappers.guard import Guard
 from commhooks.wrappers.make import describe
 
 __all__ = ["facts_of", "need_own_memory", "not_to_round"]
@@ -90,12 +91,19 @@ def not_to_round(scheme: Scheme, binding: Binding) -> frozenset[str]:
 
 def _rounds_alone(scheme: Scheme) -> bool:
     """Whether a scheme rounds each entry by itself, and equal ones equally."""
-    # Random draws are numbered by entry, and pieces may differ in size.
-    if any(getattr(inside, "stochastic", False) for inside in walk(scheme)):
+    return all(map(_is_alone, walk(scheme)))
+
+
+def _is_alone(inside: Scheme) -> bool:
+    """Whether one scheme, without those inside, rounds each entry by itself."""
+    # Random draws are numbered by entry, and pieces may differ in size. A guard decides by bucket.
+    if getattr(inside, "stochastic", False) or isinstance(inside, Guard):
         return False
-    traits = without_feedback(scheme).traits
+    traits = inside.traits
+    # Feedback is exact over steps only, and says so wherever it is: what is inside of it tells.
+    exact = isinstance(inside, Feedback) or isinstance(traits.error, Exact)
     # Updates are no rounded means, whatever their traits say; gossip sums in full precision.
-    return isinstance(traits.error, Exact) and (traits.returns != "update" or not traits.agrees)
+    return exact and (traits.returns != "update" or not traits.agrees)
 
 
 def need_own_memory(engine: Engine, binding: Binding) -> None:

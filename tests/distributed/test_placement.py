@@ -27,6 +27,10 @@ import commhooks
 from commhooks.checkpoint.checksum import checksum
 from commhooks.checkpoint.placement import piece_here
 from commhooks.errors import CheckpointError, MismatchError
+from commhooks.hook.agreement import not_to_round
+from commhooks.hook.binding import Binding
+from commhooks.hook.parameters import Parameters
+from commhooks.wrappers import EF21, Cast, DelayedStart, Guard, PeriodicDense
 from ddp_core import DistributedDataParallel
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_fsdp2 import backward, model_of, sharded
@@ -252,16 +256,22 @@ def _stay_equal(rank: int, world_size: int, host: str) -> None:
     rules = commhooks.PerParameter(
         [commhooks.Rule(commhooks.make("int8"), name="2.*")], commhooks.make("int4")
     )
-    for name in [*commhooks.scheme_names(), "switched", "per parameter", "bf16 with feedback"]:
+    onebit = commhooks.make("onebit", block=64)
+    wrapped: dict[str, commhooks.Scheme] = {
+        "per parameter": rules,
+        "rules with feedback": commhooks.PerParameter([commhooks.Rule(onebit, name="*")], onebit),
+        "delayed": DelayedStart(onebit, 1),
+        "now and then dense": PeriodicDense(onebit, 3),
+        "differences": EF21(commhooks.make("topk", ratio=0.1, error_feedback=False)),
+    }
+    options_of = {"bf16 with feedback": {"error_feedback": True}}
+    for name in [*commhooks.scheme_names(), "switched", *wrapped, *options_of]:
         model: nn.Module = parallelize_module(model_of((33, 64, 7)), mesh["tp"], PLAN)
         model = sharded(model, mesh["dp"]) if kind is None else kind(model, device_mesh=mesh["dp"])
-        given: Any = {"switched": "none", "per parameter": rules}.get(name, name.split()[0])
-        options = {"error_feedback": True} if "feedback" in name else {}
-        if (
-            kind is None
-            and name not in ("switched", "per parameter")
-            and not commhooks.make(given, **options).traits.shards
-        ):
+        given: Any = wrapped.get(name, "none" if name == "switched" else name.split()[0])
+        options = options_of.get(name, {})
+        scheme = given if name in wrapped else commhooks.make(given, **options)
+        if kind is None and not scheme.traits.shards:
             continue
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -289,6 +299,32 @@ def test_parameters_that_are_not_cut_stay_equal_over_the_ranks_of_tensor_paralle
     host: str,
 ) -> None:
     run_ranks(_stay_equal, 4, host, ignore_warnings=QUIET)
+
+
+def test_what_rounds_each_entry_by_itself_rounds_what_is_not_cut() -> None:
+    binding, make = Binding(None), commhooks.make
+    binding.parameters = Parameters(model_of((33, 64, 7)))
+    binding.parameters.placement = dict.fromkeys(["0.weight", "0.bias", "2.weight"], "a piece")
+    bf16, topk = make("bf16"), make("topk", error_feedback=False)
+    for alone in (
+        *(make("none"), bf16, make("fp16", fp32_sum=True), make("bf16", error_feedback=True)),
+        *(make("noop"), make("gossip"), DelayedStart(bf16, 3), PeriodicDense(bf16, 3)),
+        commhooks.PerParameter([commhooks.Rule(bf16, name="*")], make("none")),
+    ):
+        assert not not_to_round(alone, binding), alone
+    for together in (
+        *(
+            make("topk"),
+            topk,
+            EF21(topk),
+            DelayedStart(make("topk"), 3),
+            make("bf16", stochastic=True),
+        ),
+        *(Cast(make("topk"), torch.bfloat16), PeriodicDense(make("topk"), 3)),
+        # It decides for a bucket as a whole, by how its pieces are rounded.
+        Guard(bf16),
+    ):
+        assert not_to_round(together, binding) == {"2.bias"}, together
 
 
 def _not_cut(rank: int, world_size: int) -> None:

@@ -493,6 +493,18 @@ MUTANTS: list[Mutant] = [
             "            if False:",
             f"{PLACEMENT}::test_a_pickle_of_another_column_is_refused",
         ),
+        (
+            "feedback in a schedule counts as exact",
+            "all(map(_is_alone, walk(scheme)))",
+            "_is_alone(scheme)",
+            f"{PLACEMENT}::test_what_rounds_each_entry_by_itself_rounds_what_is_not_cut",
+        ),
+        (
+            "a guard decides for parameters that are not cut",
+            " or isinstance(inside, Guard)",
+            "",
+            f"{PLACEMENT}::test_what_rounds_each_entry_by_itself_rounds_what_is_not_cut",
+        ),
     ),
     *planted(
         "commhooks/hosts/fsdp2_model.py",
