@@ -11,7 +11,7 @@ from commhooks._version import __version__
 from commhooks.checkpoint.checksum import digest
 from commhooks.checkpoint.form import SavedBuckets
 from commhooks.checkpoint.ranks import resizes_of
-from commhooks.core.names import whole_name
+from commhooks.core.names import is_padding, whole_name
 from commhooks.core.scheme import Scheme, walk
 from commhooks.core.traits import Exact
 from commhooks.errors import CheckpointError
@@ -75,11 +75,14 @@ def not_to_round(scheme: Scheme, binding: Binding) -> frozenset[str]:
     pieces, inside = binding.parameters.placement, without_flush(scheme)
     if not pieces or _rounds_alone(inside):
         return frozenset()
-    uncut = [name for name in binding.parameters.shapes if not pieces.get(whole_name(name))]
+    # Frozen ones, too, which may be trained later; padding is no parameter.
+    names = (name for name in binding.parameters.shapes if not is_padding(name))
+    uncut = [name for name in names if whole_name(name) not in pieces]
     if not uncut or inside.traits.returns == "mean":
         return frozenset(uncut)
+    wholes = list(dict.fromkeys(map(whole_name, uncut)))
     warnings.warn(
-        f"{inside} rounds the gradients of {', '.join(uncut[:3])} ({len(uncut)} parameters that "
+        f"{inside} rounds the gradients of {', '.join(wholes[:3])} ({len(wholes)} parameters that "
         f"tensor parallelism does not cut) together with those of its pieces, differently on each "
         f"of its ranks, where these parameters drift apart. Use a scheme that returns the mean of "
         f"gradients: such parameters then travel exactly",

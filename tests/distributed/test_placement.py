@@ -21,11 +21,13 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commhooks
 from commhooks.checkpoint.checksum import checksum
 from commhooks.checkpoint.placement import piece_here
+from commhooks.core.names import is_padding, whole_name
 from commhooks.errors import CheckpointError, MismatchError
 from commhooks.hook.agreement import not_to_round
 from commhooks.hook.binding import Binding
@@ -192,6 +194,9 @@ def test_pieces_are_told_alike_on_turned_meshes() -> None:
     first, second, whole = (Shard(0), 2, 1), (Shard(1), 3, 2), (Replicate(), 4, 3)
     text = "piece 1 of 2 along dimension 0, piece 2 of 3 along dimension 1"
     assert _piece(first, second) == _piece(second, whole, first) == text
+    # Rows that are apart from each other, as where another dimension of the mesh cuts first.
+    apart = (_StridedShard(0, split_factor=3), 2, 1)
+    assert _piece(apart) == "piece 1 of 2 along dimension 0 in steps of 3"
     # One dimension that is cut twice: the second cut is within the piece of the first.
     other = (Shard(0), 3, 2)
     assert _piece(first, other) != _piece(other, first)
@@ -278,7 +283,11 @@ def _stay_equal(rank: int, world_size: int, host: str) -> None:
             hook = commhooks.register(model, given, verify_every=2, verify="raise", **options)
             if name == "switched":
                 hook.switch("int4")
-        told = any("does not cut" in str(one.message) for one in caught)
+        words = [str(one.message) for one in caught if "does not cut" in str(one.message)]
+        told = bool(words)
+        assert all("of 2.bias (1 parameters" in one for one in words), words  # no pieces of it
+        exactly = set() if told else not_to_round(hook.scheme, hook._binding)
+        assert {whole_name(one) for one in exactly} <= {"2.bias"}, name
         assert told == (hook.scheme.traits.returns == "update" and name != "gossip"), name
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         for step in range(3):
@@ -325,6 +334,24 @@ def test_what_rounds_each_entry_by_itself_rounds_what_is_not_cut() -> None:
         Guard(bf16),
     ):
         assert not_to_round(together, binding) == {"2.bias"}, together
+
+
+def _padded(rank: int, world_size: int) -> None:
+    """Where tensor parallelism cuts everything, nothing else travels, nor is there a warning."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model: Any = parallelize_module(model_of((33, 64, 7)), mesh["tp"], PLAN)
+    model[2].bias = None
+    cpu = torch.device("cpu")
+    model = FullyShardedDataParallel(model, device_mesh=mesh["dp"], device_id=cpu)
+    hook = commhooks.register(model, "signsgd")
+    hook.switch("int4")
+    assert any(map(is_padding, hook._parameters.shapes))
+    assert not not_to_round(hook.scheme, hook._binding)
+    backward(model, 0, rank // 2)
+
+
+def test_padding_is_no_parameter() -> None:
+    run_ranks(_padded, 4, ignore_warnings=(*QUIET[:2], *QUIET[3:]))
 
 
 def _not_cut(rank: int, world_size: int) -> None:

@@ -484,6 +484,12 @@ MUTANTS: list[Mutant] = [
             "sorted(pieces)",
             f"{PLACEMENT}::test_pieces_are_told_alike_on_turned_meshes",
         ),
+        (
+            "rows that are apart are told as rows that are not",
+            ' + (f" in steps of {stride}" if stride > 1 else "")',
+            "",
+            f"{PLACEMENT}::test_pieces_are_told_alike_on_turned_meshes",
+        ),
     ),
     *planted(
         "commhooks/hook/agreement.py",
