@@ -32,7 +32,7 @@ from commhooks.errors import CheckpointError, MismatchError
 from commhooks.hook.agreement import not_to_round
 from commhooks.hook.binding import Binding
 from commhooks.hook.parameters import Parameters
-from commhooks.wrappers import EF21, Cast, DelayedStart, Guard, PeriodicDense
+from commhooks.wrappers import EF21, AveragedFeedback, Cast, DelayedStart, Guard, PeriodicDense
 from ddp_core import DistributedDataParallel
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_fsdp2 import backward, model_of, sharded
@@ -117,6 +117,17 @@ def _columns(rank: int, world_size: int, host: str, folder: str) -> None:
     part["checksum"] = checksum(old, part)
     again.load_state_dict(old)
 
+    if host == "fsdp2":  # bytes are of a rank's pieces, and go by the names of these
+        packed = AveragedFeedback(commhooks.make("int4", error_feedback=False))
+        model = sharded(parallelize_module(model_of((33, 64, 7)), mesh["tp"], PLAN), mesh["dp"])
+        hook = commhooks.register(model, packed)
+        backward(model, 0, replica)
+        theirs = _everyone(hook.state_dict())
+        wrong = rf"it has piece {1 - column} of 2 .* this rank trains piece {column} of 2"
+        with pytest.raises(CheckpointError, match=wrong):
+            hook.load_state_dict(theirs[rank ^ 1])
+        hook.load_state_dict(theirs[rank])
+
     # The same columns on other ranks: (tp, dp) is (rank // 2, rank % 2) now.
     turned = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
     wanted = _everyone(kept)[2 * (rank % 2) + rank // 2]
@@ -161,11 +172,18 @@ def _pickled(rank: int, world_size: int) -> None:
     every = _everyone(pickle.dumps(hook))
     # A copy that has not met its model yet still is of the rank that it came from.
     again = pickle.dumps(pickle.loads(every[rank ^ 1]))
+    asked = pickle.loads(every[rank ^ 1])
+    asked.state_dict()  # looks up which rank this is
+    asked = pickle.dumps(asked)
+    assert pickle.loads(asked)._binding.pickled_on == pickle.loads(again)._binding.pickled_on
     old = pickle.loads(every[rank ^ 1])
     old._binding.pickled_on = old._binding.pickled_on._replace(placement=None)
-    for state, refused in ((every[rank ^ 1], True), (again, True), (every[rank], False)):
+    older = pickle.loads(pickle.dumps(old))
+    theirs = (every[rank ^ 1], again, asked)
+    for state, refused in (*((one, True) for one in theirs), (every[rank], False)):
         _train_unpickled(mesh, pickle.loads(state), refused)
-    _train_unpickled(mesh, old, False)  # earlier releases did not say
+    for state in (old, older):  # earlier releases did not say
+        _train_unpickled(mesh, state, False)
 
 
 def _train_unpickled(mesh: Any, state: Any, refused: bool) -> None:

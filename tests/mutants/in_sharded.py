@@ -154,12 +154,42 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
+        "commhooks/wrappers/parts.py",
+        (
+            "what was kept of parameters that travel exactly is lost",
+            "dense = flushing(Dense())",
+            "dense = Dense()",
+            f"{HALVES}::test_what_was_kept_of_parameters_that_travel_exactly_is_sent_once",
+        ),
+        (
+            "one finite part stands for all",
+            "if len(flags) == len(parts) else None",
+            "if flags else None",
+            f"{HALVES}::test_what_is_not_finite_beside_others_changes_no_memory",
+        ),
+    ),
+    *planted(
+        "commhooks/hook/pickling.py",
+        (
+            "a pickle that was asked for its rank is of this rank",
+            " or (origin is not None and not hook._agreed)",
+            "",
+            f"{PLACEMENT}::test_a_pickle_of_another_column_is_refused",
+        ),
+    ),
+    *planted(
         "commhooks/hosts/fsdp2_parts.py",
         (
             "parameters that are not cut share blocks with pieces",
             "(n, cut == every)",
             "(n, True)",
             f"{DIFFERENCES}::test_beside_tensor_parallelism",
+        ),
+        (
+            "a tensor of the user's own form is taken apart",
+            "return unknown or super().is_plain(scheme)",
+            "return super().is_plain(scheme)",
+            f"{DIFFERENCES}::test_what_has_no_known_parts_travels_as_it_is",
         ),
     ),
     *planted(
@@ -453,6 +483,12 @@ MUTANTS: list[Mutant] = [
     ),
     *planted(
         "commhooks/checkpoint/ranks.py",
+        (
+            "bytes of another column's pieces are taken",
+            "find(whole_name(name)) for name in names",
+            "find(name) for name in names",
+            COLUMNS,
+        ),
         (
             "residuals of another column are taken",
             'if pieces.get(name, "") != here.get(name, "")]',

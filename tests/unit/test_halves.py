@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -383,6 +384,30 @@ def test_what_was_kept_of_parameters_that_travel_exactly_is_sent_once(feedback: 
         wanted += torch.stack(kept).mean(0) if step == 1 else 0.0
         assert_close(mean, wanted, rtol=0, atol=1e-5)
         assert all(engine.memory.get("residual", "a") is None for engine in engines)
+
+
+@pytest.mark.parametrize("name", ["powersgd", "topk", "aligned_topk", "int4"])
+@pytest.mark.parametrize("wrong", ["a", "b"])
+def test_what_is_not_finite_beside_others_changes_no_memory(name: str, wrong: str):
+    """Some schemes know whether their own part is finite, and the other part may not be."""
+    engines = [Engine(make(name), rank=rank, world_size=RANKS) for rank in range(RANKS)]
+    before: list[Any] = []
+    for step in range(2):
+        grads = [numbers(10 * step + rank, 700) for rank in range(RANKS)]
+        if step == 1:
+            before = [[value.clone() for *_, value in engine.memory.items()] for engine in engines]
+            LAYOUT.views(grads[1])["ab".index(wrong)].view(-1)[3] = torch.nan
+        exchanges = []
+        for engine, grad in zip(engines, grads, strict=True):
+            engine.exactly = Exactly("a")
+            engine.begin_bucket(0, is_last=True)
+            exchanges.append(engine.exchange(grad.clone(), LAYOUT))
+        simulate(exchanges)
+    for engine, values in zip(engines, before, strict=True):
+        after = [value for *_, value in engine.memory.items()]
+        assert values
+        assert all(map(torch.equal, values, after))
+        assert engine.skipped == 1
 
 
 def test_rules_know_the_pieces_of_a_parameter_by_its_name():
