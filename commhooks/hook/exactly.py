@@ -17,6 +17,7 @@ from commhooks.core.scheme import Scheme, walk
 from commhooks.core.traits import Exact
 from commhooks.hook.parameters import Parameters
 from commhooks.wrappers.feedback import flushing, without_flush
+from commhooks.wrappers.guard import Guard
 from commhooks.wrappers.parts import Part, whole_of
 
 __all__ = ["Exactly", "shared_and_rounded"]
@@ -46,8 +47,10 @@ def _rounds_alone(scheme: Scheme) -> bool:
     """
     for inside in walk(scheme):
         traits = inside.traits
-        # Random draws are numbered by entry, and pieces may differ in size.
-        if getattr(inside, "stochastic", False) or not isinstance(traits.error, Exact):
+        if not isinstance(traits.error, Exact):
+            return False
+        # Random draws are numbered by entry, and pieces may differ in size. A guard judges buckets.
+        if getattr(inside, "stochastic", False) or isinstance(inside, Guard):
             return False
         # Updates are no rounded means, whatever their traits say; gossip sums in full precision.
         if traits.returns == "update" and traits.agrees:

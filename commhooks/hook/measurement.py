@@ -136,7 +136,8 @@ def norms_of(flat: Tensor, sizes: Sequence[int]) -> Tensor:
     if flat.device.type != "cpu" or flat.dtype == torch.float64:
         return torch.stack(torch._foreach_norm(flat.split(list(sizes)), 2, dtype=torch.float64))
     squares = torch.empty(len(sizes), dtype=torch.float64, device="cpu")
-    squared_norms(flat, squares, tuple(sizes))
+    # A scheme's own view may have gaps, which kernels do not know of.
+    squared_norms(flat.contiguous(), squares, tuple(sizes))
     return squares.sqrt_()
 
 

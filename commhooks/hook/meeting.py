@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from commhooks.checkpoint.form import SavedBuckets
+from commhooks.core.names import whole_name
 from commhooks.core.scheme import Scheme
 from commhooks.errors import RegistrationError
 from commhooks.hook.agreement import facts_of, need_own_memory
@@ -145,8 +146,9 @@ class Meeting:
         """
         shared = shared_and_rounded(scheme, self._parameters)
         if shared and scheme.traits.returns != "mean":
+            names = sorted({whole_name(name) for name in shared})
             warnings.warn(
-                f"{scheme} rounds the gradients of {', '.join(sorted(shared)[:3])} ({len(shared)} "
+                f"{scheme} rounds the gradients of {', '.join(names[:3])} ({len(names)} "
                 f"parameters that ranks of tensor parallelism have in common) together with those "
                 f"of pieces, differently on each of these ranks, where these parameters drift "
                 f"apart. Use a scheme that returns the mean of gradients: it sends them exactly",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from commhooks.checkpoint.form import (
@@ -53,13 +52,11 @@ def to_pickle(hook: Running) -> dict[str, Any]:
 def _origin(hook: Running) -> Origin | None:
     """Returns whose memory a hook has; None if its ranks are not known."""
     engine, origin = hook._engine, hook._binding.pickled_on
-    # A state that is pickled again before it ran still has the memory of where it came from.
-    if not engine.world_size:
+    # A state that is pickled again before it ran still has the memory of where it came from, also
+    # where it has been asked for its rank here.
+    if not engine.world_size or (origin is not None and not hook._agreed):
         return origin
-    placement: Mapping[str, str] | None = hook._parameters.placement
-    if origin is not None and not len(hook._parameters):  # it has not met its model
-        placement = origin.placement
-    return Origin(engine.rank, engine.world_size, placement)
+    return Origin(engine.rank, engine.world_size, hook._parameters.placement)
 
 
 def check_pickled(saved: Any) -> Scheme:

@@ -28,6 +28,7 @@ import commhooks
 from commhooks.errors import RegistrationError
 from commhooks.hook.only_here import OnlyHere
 from commhooks.hosts import gather_parameters
+from commhooks.hosts.fsdp2_packing import GatherPacked, Packing
 from commhooks.schemes import Blockwise
 from commhooks.wrappers import Cast
 from tests.distributed.harness import run_ranks
@@ -560,6 +561,20 @@ def test_schemes_that_are_refused_and_gathers_that_fail() -> None:
 
 def test_several_nodes_and_parts_of_the_ranks() -> None:
     run_ranks(_each, 4, _beside, _on_a_part, _replicas)
+
+
+def test_what_has_no_known_parts_travels_as_it_is() -> None:
+    """A tensor of the user's own form, or one of which nothing is to be packed."""
+    parts = Packing(((3, True), (2, False)))
+    codec = Blockwise("int8", 64)
+    for mine, numel, plain in (
+        (parts, 5, False),
+        (parts, 6, True),
+        (Packing(((5, False),)), 5, True),
+    ):
+        given = torch.zeros(numel)
+        call = GatherPacked("all_gather", given, given.new_zeros(2 * numel), packing=mine)
+        assert call.is_plain(codec) == plain
 
 
 def test_beside_tensor_parallelism() -> None:

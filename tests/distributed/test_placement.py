@@ -21,12 +21,16 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commhooks
 from commhooks.checkpoint.checksum import checksum
 from commhooks.checkpoint.placement import piece_here
+from commhooks.core.names import is_padding, whole_name
 from commhooks.errors import CheckpointError, MismatchError
+from commhooks.hook.exactly import shared_and_rounded
+from commhooks.wrappers import EF21, AveragedFeedback, DelayedStart, PeriodicDense
 from ddp_core import DistributedDataParallel
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_fsdp2 import backward, model_of, sharded
@@ -111,6 +115,17 @@ def _columns(rank: int, world_size: int, host: str, folder: str) -> None:
     part["checksum"] = checksum(old, part)
     again.load_state_dict(old)
 
+    if host == "fsdp2":  # bytes are of a rank's pieces, and go by the names of these
+        packed = AveragedFeedback(commhooks.make("int4", error_feedback=False))
+        model = sharded(parallelize_module(model_of((33, 64, 7)), mesh["tp"], PLAN), mesh["dp"])
+        hook = commhooks.register(model, packed)
+        backward(model, 0, replica)
+        theirs = _everyone(hook.state_dict())
+        wrong = rf"it has piece {1 - column} of 2 .* this rank trains piece {column} of 2"
+        with pytest.raises(CheckpointError, match=wrong):
+            hook.load_state_dict(theirs[rank ^ 1])
+        hook.load_state_dict(theirs[rank])
+
     # The same columns on other ranks: (tp, dp) is (rank // 2, rank % 2) now.
     turned = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
     wanted = _everyone(kept)[2 * (rank % 2) + rank // 2]
@@ -155,11 +170,18 @@ def _pickled(rank: int, world_size: int) -> None:
     every = _everyone(pickle.dumps(hook))
     # A copy that has not met its model yet still is of the rank that it came from.
     again = pickle.dumps(pickle.loads(every[rank ^ 1]))
+    asked = pickle.loads(every[rank ^ 1])
+    asked.state_dict()  # looks up which rank this is
+    asked = pickle.dumps(asked)
+    assert pickle.loads(asked)._binding.pickled_on == pickle.loads(again)._binding.pickled_on
     old = pickle.loads(every[rank ^ 1])
     old._binding.pickled_on = old._binding.pickled_on._replace(placement=None)
-    for state, refused in ((every[rank ^ 1], True), (again, True), (every[rank], False)):
+    older = pickle.loads(pickle.dumps(old))
+    theirs = (every[rank ^ 1], again, asked)
+    for state, refused in (*((one, True) for one in theirs), (every[rank], False)):
         _train_unpickled(mesh, pickle.loads(state), refused)
-    _train_unpickled(mesh, old, False)  # earlier releases did not say
+    for state in (old, older):  # earlier releases did not say
+        _train_unpickled(mesh, state, False)
 
 
 def _train_unpickled(mesh: Any, state: Any, refused: bool) -> None:
@@ -188,6 +210,9 @@ def test_pieces_are_told_alike_on_turned_meshes() -> None:
     first, second, whole = (Shard(0), 2, 1), (Shard(1), 3, 2), (Replicate(), 4, 3)
     text = "piece 1 of 2 along dimension 0, piece 2 of 3 along dimension 1"
     assert _piece(first, second) == _piece(second, whole, first) == text
+    # Rows that are apart from each other, as where another dimension of the mesh cuts first.
+    apart = (_StridedShard(0, split_factor=3), 2, 1)
+    assert _piece(apart) == "piece 1 of 2 along dimension 0 in steps of 3"
     # One dimension that is cut twice: the second cut is within the piece of the first.
     other = (Shard(0), 3, 2)
     assert _piece(first, other) != _piece(other, first)
@@ -252,23 +277,33 @@ def _stay_equal(rank: int, world_size: int, host: str) -> None:
     rules = commhooks.PerParameter(
         [commhooks.Rule(commhooks.make("topk"), name="2.*")], commhooks.make("int4")
     )
-    for name in [*commhooks.scheme_names(), "switched", "per parameter", "bf16 with feedback"]:
+    onebit = commhooks.make("onebit", block=64)
+    wrapped: dict[str, commhooks.Scheme] = {
+        "per parameter": rules,
+        "rules with feedback": commhooks.PerParameter([commhooks.Rule(onebit, name="*")], onebit),
+        "delayed": DelayedStart(onebit, 1),
+        "now and then dense": PeriodicDense(onebit, 3),
+        "differences": EF21(commhooks.make("topk", ratio=0.1, error_feedback=False)),
+    }
+    options_of = {"bf16 with feedback": {"error_feedback": True}}
+    for name in [*commhooks.scheme_names(), "switched", *wrapped, *options_of]:
         model: nn.Module = parallelize_module(model_of((33, 64, 7)), mesh["tp"], PLAN)
         model = sharded(model, mesh["dp"]) if kind is None else kind(model, device_mesh=mesh["dp"])
-        given: Any = {"switched": "none", "per parameter": rules}.get(name, name.split()[0])
-        options = {"error_feedback": True} if "feedback" in name else {}
-        if (
-            kind is None
-            and name not in ("switched", "per parameter")
-            and not commhooks.make(given, **options).traits.shards
-        ):
+        given: Any = wrapped.get(name, "none" if name == "switched" else name.split()[0])
+        options = options_of.get(name, {})
+        scheme = given if name in wrapped else commhooks.make(given, **options)
+        if kind is None and not scheme.traits.shards:
             continue
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             hook = commhooks.register(model, given, verify_every=2, verify="raise", **options)
             if name == "switched":
                 hook.switch("int4")
-        told = any("have in common" in str(one.message) for one in caught)
+        words = [str(one.message) for one in caught if "have in common" in str(one.message)]
+        told = bool(words)
+        assert all("of 2.bias (1 parameters" in one for one in words), words  # no pieces of it
+        exactly = set() if told else shared_and_rounded(hook.scheme, hook._parameters)
+        assert {whole_name(one) for one in exactly} <= {"2.bias"}, name
         assert told == (hook.scheme.traits.returns == "update" and name != "gossip"), name
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         for step in range(3):
@@ -289,6 +324,24 @@ def test_parameters_that_are_not_cut_stay_equal_over_the_ranks_of_tensor_paralle
     host: str,
 ) -> None:
     run_ranks(_stay_equal, 4, host, ignore_warnings=QUIET)
+
+
+def _padded(rank: int, world_size: int) -> None:
+    """Where tensor parallelism cuts everything, nothing else travels, nor is there a warning."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model: Any = parallelize_module(model_of((33, 64, 7)), mesh["tp"], PLAN)
+    model[2].bias = None
+    cpu = torch.device("cpu")
+    model = FullyShardedDataParallel(model, device_mesh=mesh["dp"], device_id=cpu)
+    hook = commhooks.register(model, "signsgd")
+    hook.switch("int4")
+    assert any(map(is_padding, hook._parameters.shapes))
+    assert not shared_and_rounded(hook.scheme, hook._parameters)
+    backward(model, 0, rank // 2)
+
+
+def test_padding_is_no_parameter() -> None:
+    run_ranks(_padded, 4, ignore_warnings=(*QUIET[:2], *QUIET[3:]))
 
 
 def _not_cut(rank: int, world_size: int) -> None:

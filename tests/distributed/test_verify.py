@@ -18,7 +18,7 @@ from commhooks.core import Bucket, Scheme, Traits, Unbiased
 from commhooks.core.bucket import SchemeExchange
 from commhooks.core.dense import Dense
 from commhooks.errors import OptionError, VerificationError
-from commhooks.hook.measurement import _CHUNK, _hashes
+from commhooks.hook.measurement import _CHUNK, _hashes, norms_of
 from commhooks.hook.verdict import law_of
 from commhooks.hook.verify import Verification
 from commhooks.wrappers import DelayedStart, PeriodicDense, Schedule
@@ -355,6 +355,12 @@ def test_two_wrong_signs_do_not_cancel_in_a_hash(dtype: torch.dtype) -> None:
 
 
 # ---- a correct scheme breaks no law
+
+
+def test_norms_of_a_mean_with_gaps() -> None:
+    """Such as a column of what a scheme has received: the engine takes it, verified or not."""
+    mean = torch.arange(24.0).view(12, 2)[:, 1]
+    assert torch.equal(norms_of(mean, [5, 0, 7]), norms_of(mean.double(), [5, 0, 7]))
 
 
 def _mixed() -> dict[str, Scheme]:

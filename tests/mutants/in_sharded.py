@@ -154,12 +154,36 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
+        "commhooks/wrappers/parts.py",
+        (
+            "one finite part stands for all",
+            "if len(flags) == len(parts) else None",
+            "if flags else None",
+            f"{HALVES}::test_what_is_not_finite_beside_others_changes_no_memory",
+        ),
+    ),
+    *planted(
+        "commhooks/hook/pickling.py",
+        (
+            "a pickle that was asked for its rank is of this rank",
+            " or (origin is not None and not hook._agreed)",
+            "",
+            f"{PLACEMENT}::test_a_pickle_of_another_column_is_refused",
+        ),
+    ),
+    *planted(
         "commhooks/hosts/fsdp2_packing.py",
         (
             "parameters that are not cut share blocks with pieces",
             "(n, cut == every)",
             "(n, True)",
             f"{DIFFERENCES}::test_beside_tensor_parallelism",
+        ),
+        (
+            "a tensor of the user's own form is taken apart",
+            "return unknown or super().is_plain(scheme)",
+            "return super().is_plain(scheme)",
+            f"{DIFFERENCES}::test_what_has_no_known_parts_travels_as_it_is",
         ),
     ),
     *planted(
@@ -454,6 +478,12 @@ MUTANTS: list[Mutant] = [
     *planted(
         "commhooks/checkpoint/ranks.py",
         (
+            "bytes of another column's pieces are taken",
+            "find(whole_name(name)) for name in names",
+            "find(name) for name in names",
+            COLUMNS,
+        ),
+        (
             "residuals of another column are taken",
             'if pieces.get(name, "") != here.get(name, "")]',
             "if False]",
@@ -484,6 +514,12 @@ MUTANTS: list[Mutant] = [
             "sorted(pieces)",
             f"{PLACEMENT}::test_pieces_are_told_alike_on_turned_meshes",
         ),
+        (
+            "rows that are apart are told as rows that are not",
+            ' + (f" in steps of {stride}" if stride > 1 else "")',
+            "",
+            f"{PLACEMENT}::test_pieces_are_told_alike_on_turned_meshes",
+        ),
     ),
     *planted(
         "commhooks/hook/exactly.py",
@@ -491,6 +527,19 @@ MUTANTS: list[Mutant] = [
             "what is rounded inside feedback and another wrapper counts as exact",
             "for inside in walk(scheme):\n        traits",
             "for inside in (scheme,):\n        traits",
+            "tests/unit/test_exactly.py"
+            "::test_what_is_rounded_inside_any_wrapper_leaves_out_what_is_not_cut",
+        ),
+        (
+            "what was kept of parameters that travel exactly is lost",
+            "dense = flushing(Dense())",
+            "dense = Dense()",
+            f"{HALVES}::test_what_was_kept_of_parameters_that_travel_exactly_is_sent_once",
+        ),
+        (
+            "a guard decides for parameters that are not cut",
+            " or isinstance(inside, Guard)",
+            "",
             "tests/unit/test_exactly.py"
             "::test_what_is_rounded_inside_any_wrapper_leaves_out_what_is_not_cut",
         ),

@@ -11,7 +11,17 @@ import torch
 from commhooks.checkpoint.placement import Cut
 from commhooks.core.scheme import Scheme
 from commhooks.hook.exactly import shared_and_rounded
-from commhooks.wrappers import EF21, Cast, Coalesced, Guard, PerParameter, Rule, Schedule
+from commhooks.wrappers import (
+    EF21,
+    Cast,
+    Coalesced,
+    DelayedStart,
+    Guard,
+    PeriodicDense,
+    PerParameter,
+    Rule,
+    Schedule,
+)
 from commhooks.wrappers.make import make
 
 PARAMETERS: Any = SimpleNamespace(
@@ -27,7 +37,8 @@ TOPK = make("topk")  # with feedback, which makes it exact over steps
         *(TOPK, Guard(TOPK), Cast(TOPK), Coalesced(TOPK), Schedule(((0, make("none")), (9, TOPK)))),
         EF21(make("topk", error_feedback=False)),
         PerParameter([Rule(TOPK, name="w*")], default=make("onebit")),
-        make("bf16", stochastic=True),
+        *(make("bf16", stochastic=True), DelayedStart(TOPK, 3), PeriodicDense(TOPK, 3)),
+        Guard(make("bf16")),  # it judges whole buckets
     ],
     ids=lambda scheme: type(scheme).__name__,
 )
@@ -38,7 +49,9 @@ def test_what_is_rounded_inside_any_wrapper_leaves_out_what_is_not_cut(scheme: S
 @pytest.mark.parametrize("name", ["none", "bf16", "fp16", "gossip", "noop"])
 def test_what_rounds_each_entry_alone_leaves_nothing_out(name: str) -> None:
     rules = PerParameter([Rule(make("none"), max_dim=1)], default=make(name))
-    for scheme in (make(name), rules):
+    one = make(name)
+    wrapped = (DelayedStart(one, 3), PeriodicDense(one, 3)) if one.traits.returns == "mean" else ()
+    for scheme in (one, rules, *wrapped):
         assert not shared_and_rounded(scheme, PARAMETERS)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from commhooks.hook.verdict import law_of
 from commhooks.schemes import Blockwise, Dense, TopK, TwoPhaseCast
 from commhooks.schemes.minmax import MinMaxPerChannel
 from commhooks.wrappers import EF21, Cast, Guard, PerParameter, Rule, TwoPhase
+from commhooks.wrappers.feedback import FlushResidual
 from ddp_core import simulate
 
 RANKS = 3
@@ -351,6 +353,61 @@ def test_some_parameters_are_averaged_exactly_beside_others(exact: str, how: str
             torch.cat([e.memory.get("residual", name).view(-1) for name in "abc"]) for e in engines
         ]
         assert_close(applied + torch.stack(kept).mean(0), total, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("feedback", [True, False], ids=["feedback", "pending flush"])
+@pytest.mark.parametrize("cut", [None, CUTS["anywhere"]], ids=["whole", "shards"])
+def test_what_was_kept_of_parameters_that_travel_exactly_is_sent_once(feedback: bool, cut):
+    """By a switch, or a state that was saved before they travelled exactly."""
+    scheme: Scheme = Blockwise("int4", 64)
+    scheme = ErrorFeedback(scheme) if feedback else FlushResidual(scheme)
+    engines = [Engine(scheme, rank=rank, world_size=RANKS) for rank in range(RANKS)]
+    kept = [numbers(100 + rank, 280) for rank in range(RANKS)]
+    for engine, residual in zip(engines, kept, strict=True):
+        engine.exactly = Exactly("a")
+        engine.memory.load({"residual": {"a": residual.clone()}})
+    for step in range(3):
+        grads = [numbers(10 * step + rank, 700) for rank in range(RANKS)]
+        if step == 0:
+            grads[1][699] = torch.nan  # of another parameter: the residual waits
+        exchanges = []
+        for engine, grad in zip(engines, grads, strict=True):
+            engine.begin_bucket(0, is_last=True)
+            exchanges.append(engine.exchange(grad.clone(), LAYOUT, shards=cut, agree=True))
+        found = simulate(exchanges)
+        mean = (found[0] if cut is None else torch.cat(found))[:280]
+        wanted = torch.stack([grad[:280] for grad in grads]).mean(0)
+        if step == 0:
+            for engine, residual in zip(engines, kept, strict=True):
+                assert torch.equal(engine.memory.get("residual", "a"), residual)
+            continue
+        wanted += torch.stack(kept).mean(0) if step == 1 else 0.0
+        assert_close(mean, wanted, rtol=0, atol=1e-5)
+        assert all(engine.memory.get("residual", "a") is None for engine in engines)
+
+
+@pytest.mark.parametrize("name", ["powersgd", "topk", "aligned_topk", "int4"])
+@pytest.mark.parametrize("wrong", ["a", "b"])
+def test_what_is_not_finite_beside_others_changes_no_memory(name: str, wrong: str):
+    """Some schemes know whether their own part is finite, and the other part may not be."""
+    engines = [Engine(make(name), rank=rank, world_size=RANKS) for rank in range(RANKS)]
+    before: list[Any] = []
+    for step in range(2):
+        grads = [numbers(10 * step + rank, 700) for rank in range(RANKS)]
+        if step == 1:
+            before = [[value.clone() for *_, value in engine.memory.items()] for engine in engines]
+            LAYOUT.views(grads[1])["ab".index(wrong)].view(-1)[3] = torch.nan
+        exchanges = []
+        for engine, grad in zip(engines, grads, strict=True):
+            engine.exactly = Exactly("a")
+            engine.begin_bucket(0, is_last=True)
+            exchanges.append(engine.exchange(grad.clone(), LAYOUT))
+        simulate(exchanges)
+    for engine, values in zip(engines, before, strict=True):
+        after = [value for *_, value in engine.memory.items()]
+        assert values
+        assert all(map(torch.equal, values, after))
+        assert engine.skipped == 1
 
 
 def test_rules_know_the_pieces_of_a_parameter_by_its_name():
