@@ -46,6 +46,7 @@ class Moving(Reporting):
             What changed, see :class:`commhooks.hook.GroupChange`.
 
         Raises:
+            TypeError: ``group`` is no process group.
             RegistrationError: a step is under way, or the hook was closed.
             MismatchError: the ranks differ in scheme, versions or parameters, or (MissingRankError)
                 some did not come within the group's timeout.
@@ -54,6 +55,11 @@ class Moving(Reporting):
             >>> survivors = torch.distributed.new_group([0, 2, 3], use_local_synchronization=True)
             >>> change = hook.change_group(survivors)
         """
+        if group is None:
+            raise TypeError(
+                "HookState.change_group(group): takes the process group of the ranks from now on, "
+                "got None; torch.distributed.group.WORLD is the default group"
+            )
         need_group(group)
         core = self._binding.moves_itself(group)
         if core is not None:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from commhooks.core.layout import Layout
-from commhooks.core.scheme import Scheme
+from commhooks.core.scheme import Scheme, walk
 from commhooks.core.shards import Span
 from commhooks.errors import RegistrationError
 from ddp_core import Exchange
@@ -83,10 +83,12 @@ def need_shards(scheme: Scheme, host: str, call: str = "register") -> None:
     if not scheme.traits.shards:
         between = (
             ". Between replicas of FSDP2 (HSDP) any scheme runs: "
-            "register(model, scheme, between=mesh)"
+            'register(model, scheme, between=mesh["replicate"])'
         )
+        # The innermost: ``scheme`` may be a policy of many rules, of which one is the reason.
+        *_, whole = (one for one in walk(scheme) if not one.traits.shards)
         raise RegistrationError(
-            f"{call}: {scheme} averages whole buckets, and {host} needs one shard of each on each "
+            f"{call}: {whole} averages whole buckets, and {host} needs one shard of each on each "
             f"rank: it would send and keep what no rank needs. Schemes that exchange blocks of "
             f"entries run here: none, fp16, bf16, int8, int4, fp8, mxfp8, onebit, eden, topk, and "
             f"a codec in commhooks.wrappers.TwoPhase(...), also in ErrorFeedback, AveragedFeedback "

@@ -80,7 +80,7 @@ def shard_ranks(found: FSDP2Model) -> dist.ProcessGroup:
         raise RegistrationError(f"register: the model is sharded over one rank, and {_OWN}")
     raise RegistrationError(
         "register: the model is sharded over one rank, so FSDP2 reduces nothing; to average "
-        "between replicas: register(model, scheme, between=mesh)"
+        'between replicas: register(model, scheme, between=mesh["replicate"])'
     )
 
 

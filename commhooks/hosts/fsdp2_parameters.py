@@ -134,7 +134,8 @@ def _same_each_time(scheme: str | Scheme) -> Scheme:
             f"gather_parameters: {built} keeps memory, draws random bits or drops entries, so that "
             f"forward and backward would have different weights; take a name such as none, bf16, "
             f"int8 or fp8, or blocks that are rounded to nearest without rotation, such as "
-            f'make("int8", stochastic=False, error_feedback=False)'
+            f'make("int8", stochastic=False, error_feedback=False), or differences=True, which '
+            f"takes int4 and makes up for what rounding leaves"
         )
     for one in inside:
         if isinstance(one, Blockwise) and FORMATS[one.format].bits < _FEWEST_BITS:

@@ -48,10 +48,12 @@ def register(
         ...                                 find_unused_parameters=True)
         >>> hook = commhooks.hosts.torchft.register(model, manager, "int8")
     """
-    if model._comm_hooks or model.process_group.size() != 1:
+    wrapped = isinstance(model, DistributedDataParallel)
+    if not wrapped or model._comm_hooks or model.process_group.size() != 1:
         raise RegistrationError(
             "hosts.torchft.register: the model is torch's DistributedDataParallel without a hook, "
-            "over ProcessGroupDummy(0, 1): the manager's group is the hook's, not the model's"
+            f"over ProcessGroupDummy(0, 1), got {type(model).__name__}: the manager's group is the "
+            f"hook's, not the model's"
         )
     # A group of this rank alone until there is a quorum; nothing is sent in it.
     alone = dist.ProcessGroup(0, 1)  # type: ignore[call-arg]

@@ -195,7 +195,8 @@ def warn_of_idle_rules(
             after = [parameter for parameter in unclaimed if not rule.matches(*parameter)]
             if len(after) == len(unclaimed) and (rule.name != "*" or rule.role or rule.dtype):
                 hidden = any(rule.matches(*parameter) for parameter in facts)
-                warnings.warn(_idle(rule, [name for name, _, _ in facts], hidden), stacklevel=4)
+                names = list(dict.fromkeys(whole_name(name) for name, _, _ in facts))
+                warnings.warn(_idle(rule, names, hidden), stacklevel=4)
             unclaimed = after
 
 

@@ -8,7 +8,10 @@ rate, messages between pairs 94 % (4 hosts: 57 and 71 %, and 85 %).
 
 from __future__ import annotations
 
+import atexit
 import threading
+import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,6 +30,7 @@ __all__ = [
     "on_gloo",
 ]
 
+_PATIENCE = 5.0  # seconds for all threads together to end at the end of the interpreter
 _TAG = 0x9A125  # of these messages; the same peers' are matched in their order
 
 
@@ -87,10 +91,27 @@ def future_after(wait: Callable[[], object], thread: str) -> torch.futures.Futur
 
     # `then` turns an exception into the future's error; set_exception would hand C++ a value.
     future = arrived.then(value)
-    threading.Thread(
+    waiter = threading.Thread(
         target=_await, args=(wait, arrived, failures), name=thread, daemon=True
-    ).start()
+    )
+    _waiters.add(waiter)
+    waiter.start()
     return future
+
+
+# Daemons, since one whose other rank is silent waits until the group's timeout.
+_waiters: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+@atexit.register
+def _join_waiters() -> None:
+    """Lets threads end that have completed their futures: after that they drop the messages.
+
+    A daemon that drops a tensor while the interpreter ends aborts the process.
+    """
+    end = time.monotonic() + _PATIENCE
+    for waiter in list(_waiters):
+        waiter.join(timeout=max(0.0, end - time.monotonic()))
 
 
 def _await(

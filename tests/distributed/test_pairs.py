@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from typing import Any
 from unittest import mock
 
@@ -215,3 +217,25 @@ def _through_the_host(rank: int, world_size: int) -> bool:
 
 def test_gloo_sends_a_gpus_tensors_through_the_host() -> None:
     assert run_ranks(_through_the_host, 4) == [True] * 4
+
+
+_ENDS_AT_ONCE = """
+import time
+from ddp_core.exchange.pairs import future_after
+
+class Messages:
+    def __call__(self):
+        pass
+
+    def __del__(self):
+        time.sleep(0.3)
+        print("dropped", flush=True)
+
+future_after(Messages(), "waiter").wait()
+"""
+
+
+def test_messages_are_dropped_before_the_interpreter_ends() -> None:
+    """A daemon that drops a tensor later aborts the process ("terminate called ...")."""
+    ended = subprocess.run([sys.executable, "-c", _ENDS_AT_ONCE], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (0, "dropped\n"), ended.stderr

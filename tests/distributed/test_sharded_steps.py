@@ -271,8 +271,15 @@ def _switched(rank: int, world_size: int) -> None:
     for model in (sharded(model_of()), _unit(model_of())):
         hook = commhooks.register(model, "int8")
         backward(model, 0, rank)
-        with pytest.raises(RegistrationError, match=r"HookState.switch.* averages whole buckets"):
+        with pytest.raises(
+            RegistrationError, match=r"HookState.switch: PowerSGD\(.*\) averages whole"
+        ):
             hook.switch("powersgd", rank=2)
+        rules = [commhooks.Rule(commhooks.make("powersgd"), role="matrix")]
+        with pytest.raises(
+            RegistrationError, match=r"HookState.switch: PowerSGD\(.*\) averages whole"
+        ):
+            hook.switch(commhooks.PerParameter(rules, default=commhooks.make("int8")))
         with pytest.raises(RegistrationError, match="coalesce"):
             hook.switch("int8", coalesce=True)
         hook.switch("int4")

@@ -525,6 +525,12 @@ MUTANTS: list[Mutant] = [
             "(receive[(p + 1) % size], ranks[p]) for",
             f"{DISTRIBUTED}/test_pairs.py::test_rows_arrive_where_they_belong",
         ),
+        (
+            "threads still have messages while the interpreter ends",
+            "    _waiters.add(waiter)\n",
+            "",
+            f"{DISTRIBUTED}/test_pairs.py::test_messages_are_dropped_before_the_interpreter_ends",
+        ),
     ),
     *planted(
         "ddp_core/exchange/clocks.py",

@@ -478,6 +478,22 @@ def test_a_rule_that_never_matches_warns_when_the_model_is_known(
         HookState(Coalesced(scheme), model())
 
 
+def test_an_idle_rule_names_parameters_and_not_their_pieces() -> None:
+    pieces = [
+        (f"{name}#{rank}", torch.Size([4]), torch.float32, None)
+        for name in ("norm.weight", "head.weight")
+        for rank in range(2)
+    ]
+    scheme = PerParameter([Rule(Dense(), name="*.qkv.weight")], Dense())
+    with pytest.warns(UserWarning, match=r"the model's 2 parameters; the nearest are [^#]*$"):
+        warn_of_idle_rules(scheme, pieces)
+
+
+def test_change_group_without_a_group_says_what_it_takes() -> None:
+    with pytest.raises(TypeError, match=r"change_group\(group\).* got None; .*WORLD"):
+        HookState("int8", model()).change_group(None)  # type: ignore[arg-type]
+
+
 def test_rules_that_match_or_are_for_any_model_are_silent() -> None:
     scheme = PerParameter([Rule(FED, name="1.*"), Rule(Dense(), min_dim=4)], make("dgc"))
     with warnings.catch_warnings():
