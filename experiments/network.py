@@ -49,9 +49,8 @@ SCHEMES = (
 )
 # On torch's DistributedDataParallel; PowerSGD with the repair that it needs on Gloo.
 TORCH = ("torch none", "torch fp16", "torch powersgd")
-# Our schemes on torch's class: with gradients as views of one bucket, which is what its arguments
-# allow to save.
-ON_TORCH = " on torch"
+# Our schemes on torch's class, in one bucket; by default gradients are views of it.
+ON_TORCH, COPIES = " on torch", " by copies"
 _ONE_BUCKET_MB = 1000.0
 CAP_MB = 8.0  # ddp_core's default on the CPU
 _NOOP, _ONE = "noop", "one value"
@@ -96,11 +95,13 @@ class _Run:
         if scheme in TORCH:
             self.ddp: Any = TorchDDP(model.build())
             _register_of_torch(self.ddp, scheme)
-        elif scheme.endswith(ON_TORCH):
+        elif ON_TORCH in scheme:
             self.ddp = TorchDDP(
-                model.build(), gradient_as_bucket_view=True, bucket_cap_mb=_ONE_BUCKET_MB
+                model.build(),
+                gradient_as_bucket_view=not scheme.endswith(COPIES),
+                bucket_cap_mb=_ONE_BUCKET_MB,
             )
-            self.hook = commhooks.register(self.ddp, made(scheme.removesuffix(ON_TORCH)))
+            self.hook = commhooks.register(self.ddp, made(scheme.partition(ON_TORCH)[0]))
         else:
             self.ddp = DistributedDataParallel(model.build())
             # Every candidate is allowed, and "auto" is compared with all of them.
@@ -153,7 +154,7 @@ class _Run:
 
 
 def _is_candidate(name: str) -> bool:
-    return name not in (*TORCH, "auto") and not name.endswith(ON_TORCH)
+    return name not in (*TORCH, "auto") and ON_TORCH not in name
 
 
 class _OfBuckets:
@@ -266,12 +267,12 @@ def _predicted(
         if scheme == "torch powersgd":  # its arithmetic is another one than ours
             continue
         same = {"torch none": "none", "torch fp16": "fp16"}.get(
-            scheme, scheme.removesuffix(ON_TORCH)
+            scheme, scheme.partition(ON_TORCH)[0]
         )
         of_hook = scheme in ("auto", _ONE)
         built = runs[scheme].hook.scheme if of_hook else made(same)
         cap_mb = 25.0 if scheme in TORCH or built.traits.rounds > 1 else CAP_MB
-        if scheme.endswith(ON_TORCH):
+        if ON_TORCH in scheme:
             cap_mb = _ONE_BUCKET_MB
         if scheme == "auto":
             cap_mb = runs[scheme].hook.bucket_cap_mb or CAP_MB

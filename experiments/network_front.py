@@ -56,7 +56,7 @@ def exchange_errors(table: pd.DataFrame) -> list[float]:
 def _error(model: str, scheme: str) -> float:
     if scheme in ("auto", "one value") or scheme.startswith("torch "):
         return math.nan
-    built = made(scheme.removesuffix(" on torch"))
+    built = made(scheme.partition(" on torch")[0])
     return error_of(built, _gradients(model)) if built.traits.averages else math.nan
 
 

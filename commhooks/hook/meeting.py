@@ -14,6 +14,7 @@ from torch import nn
 from commhooks.checkpoint.form import SavedBuckets
 from commhooks.core.names import whole_name
 from commhooks.core.scheme import Scheme
+from commhooks.core.user_line import user_line
 from commhooks.errors import RegistrationError
 from commhooks.hook.agreement import facts_of, need_own_memory
 from commhooks.hook.binding import Binding
@@ -153,7 +154,7 @@ class Meeting:
                 f"of pieces, differently on each of these ranks, where these parameters drift "
                 f"apart. Use a scheme that returns the mean of gradients: it sends them exactly",
                 RuntimeWarning,
-                stacklevel=4,
+                stacklevel=user_line(),
             )
             shared = frozenset()
         exactly = self._engine.exactly = Exactly(shared)

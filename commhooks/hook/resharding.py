@@ -13,6 +13,7 @@ from commhooks.checkpoint.pieces import of_one_group
 from commhooks.checkpoint.ranks import parts_of_group
 from commhooks.core.names import is_padding, piece_of, whole_name
 from commhooks.core.scheme import Scheme, slots_of
+from commhooks.core.user_line import user_line
 from commhooks.hook.running import Running
 from commhooks.wrappers.feedback import RESIDUAL_SLOT
 
@@ -117,5 +118,5 @@ def _tell(hook: Running, foreign: list[str]) -> None:
             f"other pieces of the parameters: that begins anew. Residuals, momenta and all else "
             f"that is shaped as the parameters is carried over",
             RuntimeWarning,
-            stacklevel=5,
+            stacklevel=user_line(),
         )

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 
+from commhooks.core.user_line import user_line
 from commhooks.errors import RegistrationError
 from commhooks.hosts.fsdp2 import Replacement
 from commhooks.hosts.fsdp2_model import FSDP2Model, parameter_of
@@ -42,7 +43,7 @@ def warn_of_others(model: nn.Module, found: FSDP2Model) -> None:
             f"so nothing averages their gradients, and ranks drift apart. Call fully_shard(model) "
             f"before register; average parameters that you left out on purpose (ignored_params)",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=user_line(),
         )
 
 

@@ -18,6 +18,7 @@ from commhooks.core.scheme import Scheme, walk
 from commhooks.core.settings import check_settings, shown
 from commhooks.core.slot import Slot
 from commhooks.core.traits import Traits
+from commhooks.core.user_line import user_line
 from commhooks.wrappers.base import Choice
 from commhooks.wrappers.feedback import flushing, keeps_residual
 from commhooks.wrappers.parts import Part, side_by_side, whole_of
@@ -196,7 +197,7 @@ def warn_of_idle_rules(
             if len(after) == len(unclaimed) and (rule.name != "*" or rule.role or rule.dtype):
                 hidden = any(rule.matches(*parameter) for parameter in facts)
                 names = list(dict.fromkeys(whole_name(name) for name, _, _ in facts))
-                warnings.warn(_idle(rule, names, hidden), stacklevel=4)
+                warnings.warn(_idle(rule, names, hidden), stacklevel=user_line())
             unclaimed = after
 
 

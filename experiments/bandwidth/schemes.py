@@ -82,6 +82,8 @@ VARIANTS: dict[str, Entry] = {
     "powersgd, rank 4, fp16": Entry(
         "powersgd", {"rank": 4, "wire_dtype": "fp16"}, ("start_step", 10)
     ),
+    "acpsgd, rank 4, bf16": Entry("acpsgd", {"rank": 4, "wire_dtype": "bf16"}, ("start_step", 10)),
+    "acpsgd, rank 8, bf16": Entry("acpsgd", {"rank": 8, "wire_dtype": "bf16"}, ("start_step", 10)),
     "eden, 1 bit": Entry("eden", {"bits": 1}),
     "bf16, stochastic": Entry("bf16", {"stochastic": True}),
     "DiLoCo, every 11, int4": Entry("noop", outer={"scheme": "int4", "every": 11}),
