@@ -107,7 +107,10 @@ def _run(rank: int, world_size: int, folder: str) -> dict[str, Any]:
                 with pytest.raises(CheckpointError, match="of another part of the model"):
                     other.load_state_dict(theirs)
             other.load_state_dict(state)
-        assert _same(_kept(other), kept)
+        loaded = _kept(other)
+        # A file has a place for every parameter: of what nothing is kept it says zero.
+        assert not loaded.pop(f"2.bias#{shard}", torch.zeros(())).any()
+        assert _same(loaded, kept)
         backward(again, 3, place)
         assert _same(_local(again), wanted)
     return {"states": every, "wholes": wholes[:2]}
@@ -127,7 +130,7 @@ def _without_nodes(rank: int, world_size: int, saved: dict[str, Any], folder: st
         parts = [value for key, value in whole.items() if key.startswith("rank")]
         found = hook.state_dict()[f"rank{rank}"]["memory"]["residual"]
         wanted = parts[mesh["dp"].get_local_rank()]["memory"]["residual"]
-        for name, _ in model_of((33, 66, 7)).named_parameters():
+        for name in ("0.weight", "0.bias", "2.weight"):
             torch.testing.assert_close(found[name], wanted[name])
         backward(model, 4, mesh["dp"].get_local_rank())
         assert hook.step == 4
