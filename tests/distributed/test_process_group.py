@@ -476,6 +476,17 @@ def test_what_a_group_cannot_do_is_refused_with_what_to_do() -> None:
 # ---- data parallelism on FSDP2
 
 
+def _local_means(model: nn.Module, rank: int) -> list[Tensor]:
+    """Returns this rank's pieces of the averaged gradients of each step, flat."""
+    means = []
+    for step in range(STEPS):
+        model.zero_grad()
+        model(batch(step, rank, 8, 32)).square().sum().backward()
+        grads: list[Any] = [parameter.grad for parameter in model.parameters()]
+        means.append(torch.cat([grad.to_local().double().view(-1) for grad in grads]))
+    return means
+
+
 def _on_fsdp(rank: int, world_size: int) -> dict[str, Any]:
     dense = train(DistributedDataParallel(mlp(32, 4)), rank)
     found: dict[str, Any] = {}
@@ -484,16 +495,6 @@ def _on_fsdp(rank: int, world_size: int) -> dict[str, Any]:
         pairs = zip(means, dense, strict=True)
         return all(float((one - two).norm() / two.norm()) <= allowed for one, two in pairs)
 
-    def local(model: nn.Module) -> list[Tensor]:
-        means = []
-        for step in range(STEPS):
-            model.zero_grad()
-            model(batch(step, rank, 8, 32)).square().sum().backward()
-            means.append(
-                torch.cat([p.grad.to_local().double().view(-1) for p in model.parameters()])
-            )
-        return means
-
     group = commhooks.process_group("int8", least=1)
     mesh = DeviceMesh.from_group(
         group, "cpu", mesh=list(range(world_size)), mesh_dim_names=("replicate",)
@@ -501,12 +502,14 @@ def _on_fsdp(rank: int, world_size: int) -> dict[str, Any]:
     model = mlp(32, 4)
     for module in (model[0], model[2], model):
         on_fsdp(module, mesh=mesh)
-    found["over the group"] = near(local(model), 0.04) and group.hook.calls == 3 * STEPS
+    found["over the group"] = (
+        near(_local_means(model, rank), 0.04) and group.hook.calls == 3 * STEPS
+    )
 
     for name, allowed in {"none": 1e-6, "int8": 0.04, "powersgd": 3.0}.items():
         model = mlp(32, 4)
         hook = commhooks.hosts.replicate(model, name, modules=[model[0], model[2]])
-        means = local(model)
+        means = _local_means(model, rank)
         found[name] = near(means, allowed) and (hook.step, hook.calls) == (STEPS, 3 * STEPS)
         found.setdefault("bits", []).append(means[-1])
     found["wrong mesh"] = outcome(commhooks.hosts.replicate, mlp(), "none", mesh=mesh)
@@ -535,20 +538,10 @@ def _sharded(rank: int, world_size: int) -> dict[str, Any]:
             fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
         return model
 
-    def shards(model: nn.Module) -> list[Tensor]:
-        means = []
-        for step in range(STEPS):
-            model.zero_grad()
-            model(batch(step, rank, 8, 32)).square().sum().backward()
-            means.append(
-                torch.cat([p.grad.to_local().double().view(-1) for p in model.parameters()])
-            )
-        return means
-
-    dense, found = shards(model_over(dist.group.WORLD)), {}
+    dense, found = _local_means(model_over(dist.group.WORLD), rank), {}
     for name, dtype in (("int8", None), ("int8", torch.float16), ("none", None), ("fp8", None)):
         group = commhooks.process_group(name, least=1)
-        means = shards(model_over(group, dtype))
+        means = _local_means(model_over(group, dtype), rank)
         errors = [
             float((one - two).norm() / two.norm()) for one, two in zip(means, dense, strict=True)
         ]
