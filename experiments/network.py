@@ -25,11 +25,9 @@ import torch.distributed as dist
 import typer
 from rich.console import Console
 from rich.table import Table
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commhooks
-from commhooks.hook import as_hook
 from commhooks.predict import AutoHook, Recorder, ThisDevice, Workload, predict_step
 from commhooks.predict.link import measure_link
 from commhooks.predict.turns import OneValue
@@ -38,7 +36,8 @@ from experiments.hosts import joined, messages_from_hosts
 from experiments.models import MODELS
 from experiments.namespaces import reason_not_to_run, sent_nbytes
 from experiments.network_front import made
-from experiments.network_page import told, written
+from experiments.network_page import CHOICE, told, written
+from experiments.torch_hooks import SAME, TORCH, register_of_torch
 
 # Factors of low rank travel in 16 bits, which costs nothing in quality (experiments.convergence).
 SCHEMES = (
@@ -47,10 +46,9 @@ SCHEMES = (
     'acpsgd:rank=2,wire_dtype="bf16"',
     "topk",
 )
-# On torch's DistributedDataParallel; PowerSGD with the repair that it needs on Gloo.
-TORCH = ("torch none", "torch fp16", "torch powersgd")
 # Our schemes on torch's class, in one bucket; by default gradients are views of it.
 ON_TORCH, COPIES = " on torch", " by copies"
+_REPAIRED = ("batched_powersgd:rank=2 on torch", "quantization_pertensor on torch")
 _ONE_BUCKET_MB = 1000.0
 CAP_MB = 8.0  # ddp_core's default on the CPU
 _NOOP, _ONE = "noop", "one value"
@@ -87,14 +85,14 @@ class _Run:
         sent: bytes per step that left the interface, by turn.
     """
 
-    def __init__(self, settings: Settings, scheme: str) -> None:
+    def __init__(self, settings: Settings, scheme: str, like: AutoHook | None = None) -> None:
         torch.manual_seed(0)
         model = MODELS[settings.model]
         self.input = model.make_input(model.batch)
         self.hook: Any = None
         if scheme in TORCH:
             self.ddp: Any = TorchDDP(model.build())
-            _register_of_torch(self.ddp, scheme)
+            register_of_torch(self.ddp, scheme)
         elif ON_TORCH in scheme:
             self.ddp = TorchDDP(
                 model.build(),
@@ -102,6 +100,10 @@ class _Run:
                 bucket_cap_mb=_ONE_BUCKET_MB,
             )
             self.hook = commhooks.register(self.ddp, made(scheme.partition(ON_TORCH)[0]))
+        elif like is not None:
+            cap_mb = CAP_MB if like.bucket_cap_mb is None else like.bucket_cap_mb
+            self.ddp = DistributedDataParallel(model.build(), bucket_cap_mb=cap_mb)
+            self.hook = commhooks.register(self.ddp, like.scheme)
         else:
             self.ddp = DistributedDataParallel(model.build())
             # Every candidate is allowed, and "auto" is compared with all of them.
@@ -157,43 +159,15 @@ def _is_candidate(name: str) -> bool:
     return name not in (*TORCH, "auto") and ON_TORCH not in name
 
 
-class _OfBuckets:
-    """Keeps the state of torch's PowerSGD of each bucket, with a process group of its own.
-
-    Without it, callbacks of different buckets pair up each other's collectives on Gloo.
-    """
-
-    def __init__(self, count: int = 16) -> None:
-        groups = [dist.new_group() for _ in range(count)]
-        self.states = [
-            powerSGD_hook.PowerSGDState(
-                group, matrix_approximation_rank=2, start_powerSGD_iter=2, warm_start=True
-            )
-            for group in groups
-        ]
-        self.step = 0
-
-
-def _power_sgd(state: _OfBuckets, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    own = state.states[bucket.index()]
-    own.iter = state.step
-    state.step += bucket.is_last()
-    return powerSGD_hook.powerSGD_hook(own, bucket)
-
-
-def _register_of_torch(ddp: TorchDDP, scheme: str) -> None:
-    if scheme == "torch fp16":
-        ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    if scheme == "torch powersgd":
-        ddp.register_comm_hook(_OfBuckets(), as_hook(_power_sgd))
-
-
 def run_rank(settings: Settings) -> None:
     """Trains in the process of a rank; rank 0 prints an object for each scheme."""
     with joined() as rank:
         runs = {name: _Run(settings, name) for name in (_NOOP, _ONE, *settings.schemes)}
         for run in runs.values():
             run.warm_up(settings)
+        if "auto" in runs:
+            runs[CHOICE] = _Run(settings, CHOICE, runs["auto"].hook)
+            runs[CHOICE].warm_up(settings)
         arrivals = _recorded(runs[_NOOP], steps=10)
         order = list(runs)
         for turn in range(settings.turns):
@@ -264,18 +238,16 @@ def _predicted(
     workload = replace(workload, behind_s=_behind_s(runs, workload, **links))
     found = {}
     for scheme in runs:
-        if scheme == "torch powersgd":  # its arithmetic is another one than ours
+        if scheme in TORCH and scheme not in SAME:  # its arithmetic is another one than ours
             continue
-        same = {"torch none": "none", "torch fp16": "fp16"}.get(
-            scheme, scheme.partition(ON_TORCH)[0]
-        )
-        of_hook = scheme in ("auto", _ONE)
+        same = SAME.get(scheme, scheme.partition(ON_TORCH)[0])
+        of_hook = scheme in ("auto", CHOICE, _ONE)
         built = runs[scheme].hook.scheme if of_hook else made(same)
         cap_mb = 25.0 if scheme in TORCH or built.traits.rounds > 1 else CAP_MB
         if ON_TORCH in scheme:
             cap_mb = _ONE_BUCKET_MB
-        if scheme == "auto":
-            cap_mb = runs[scheme].hook.bucket_cap_mb or CAP_MB
+        if scheme in ("auto", CHOICE):
+            cap_mb = runs["auto"].hook.bucket_cap_mb or CAP_MB
         dist.barrier()  # all ranks time the same scheme at once, as in training
         step = predict_step(built, workload, cap_mb=cap_mb, **links)
         found[scheme] = {"predicted": step.step_s, "wire": step.wire_s, "codec": step.codec_s}
@@ -356,7 +328,7 @@ def main(
     delays: Annotated[str, typer.Option(help="Delays of a message, ms.")] = "0",
     hosts: Annotated[int, typer.Option(help="Number of hosts.")] = 2,
     schemes: Annotated[str, typer.Option(help="Hooks, separated by semicolons.")] = ";".join(
-        (*SCHEMES, *TORCH, "auto")
+        (*SCHEMES, *TORCH, *_REPAIRED, "auto")
     ),
     turns: Annotated[int, typer.Option(help="Turns of all hooks.", min=5)] = 9,
     out: Annotated[Path, typer.Option(help="The table is written there.")] = Path(

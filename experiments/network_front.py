@@ -54,7 +54,7 @@ def exchange_errors(table: pd.DataFrame) -> list[float]:
 
 @cache
 def _error(model: str, scheme: str) -> float:
-    if scheme in ("auto", "one value") or scheme.startswith("torch "):
+    if scheme in ("auto", "auto's choice", "one value") or scheme.startswith("torch "):
         return math.nan
     built = made(scheme.partition(" on torch")[0])
     return error_of(built, _gradients(model)) if built.traits.averages else math.nan

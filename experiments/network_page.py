@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +15,10 @@ from commhooks.report.colours import OKABE_ITO
 from commhooks.report.page import Page
 from experiments.network_front import ABOUT, exchange_errors, fronts
 
-__all__ = ["plotted", "told", "written"]
+__all__ = ["CHOICE", "auto_ratios", "plotted", "told", "written"]
+
+# What "auto" has chosen, registered by name in buckets of the same size: that both differ is noise.
+CHOICE = "auto's choice"
 
 # What the picture of step times shows, in this order.
 SHOWN = ("torch none", "none", "bf16", "int8", "int4", "acpsgd 2 bf16", "topk", "auto")
@@ -35,6 +39,25 @@ def where(row: pd.Series) -> str:
     rate = rate if row.mbit else "no limit"
     delay = f", {row.delay_ms:g} ms" if row.delay_ms else ""
     return f"{row.model}, {row.hosts:g} hosts, {rate}{delay}"
+
+
+def auto_ratios(table: pd.DataFrame) -> list[tuple[str, float, float]]:
+    """Returns for each cell the step of "auto" over that of the fastest fixed hook, and its choice.
+
+    Args:
+        table: with the columns "cell", "hook_name" and "step_ms". Hooks on torch's class, whose
+            reducer is another one, are left out. NaN: there is no such row.
+    """
+    found = []
+    for cell, rows in table.groupby("cell", sort=False):
+        steps = rows.set_index("hook_name").step_ms
+        if "auto" not in steps:
+            continue
+        others = {"auto", CHOICE, "noop", "one value"}
+        fixed = [name for name in steps.index if name not in others and "torch" not in name]
+        over = steps["auto"] / steps[fixed].min()
+        found.append((str(cell), float(over), float(steps["auto"] / steps.get(CHOICE, math.nan))))
+    return found
 
 
 def plotted(table: pd.DataFrame) -> Figure:
@@ -105,6 +128,11 @@ def written(rows: Sequence[dict[str, object]], path: Path, picture: Path) -> Non
         f"{judged.error.notna().sum()} steps. Hosts are network namespaces of one machine with two "
         f"cores; a step is the median of several turns."
     )
+    for cell, fastest, choice in auto_ratios(table):
+        page.text(
+            f"{cell}: auto took {fastest:.3f} of the fastest fixed hook of ddp_core, and "
+            f"{choice:.3f} of the same scheme registered by name, which is noise."
+        )
     page.figure(figure, "left: prediction and measurement; right: what each hook costs")
     page.section("Step time against error")
     page.text(ABOUT)

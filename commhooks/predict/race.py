@@ -17,7 +17,7 @@ __all__ = ["Entry", "Race"]
 
 T = TypeVar("T")
 
-_CLOSE = 0.02  # differences below this share of a step do not matter
+_CLOSE = 0.01  # differences below this share of a step do not matter
 _SURE = 2.0  # standard errors of a difference, from which it is no chance
 _MOST_ROUNDS = 6
 

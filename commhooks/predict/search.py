@@ -37,6 +37,8 @@ LOG = logging.getLogger("commhooks")
 
 # A scheme is kept if its steps take at most this share of dense ones.
 _WON = 0.98
+# Schemes within this share of the fastest one are as fast: the one with the smallest error is kept.
+_SAME = 0.01
 # After so many times the steps of a trial, the choice is compared with dense steps once more.
 _WATCHED = 5
 # Candidates that are predicted within this factor of the best one are tried, up to a number.
@@ -305,5 +307,5 @@ def chosen(tried: Sequence[tuple[float, Option]], dense_s: float) -> tuple[float
     fastest = min((took for took, _ in tried), default=dense_s)
     if fastest > _WON * dense_s:
         return None
-    near = [one for one in tried if one[0] <= min(fastest / _WON, _WON * dense_s)]
+    near = [one for one in tried if one[0] <= min((1 + _SAME) * fastest, _WON * dense_s)]
     return min(near, key=lambda one: (one[1].error, one[0]))

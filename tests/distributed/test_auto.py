@@ -182,7 +182,8 @@ def test_the_best_schemes_are_tried_in_the_fewest_buckets_as_well() -> None:
 def test_the_fastest_is_kept_unless_dense_or_a_more_exact_one_is_as_fast() -> None:
     fast, exact, dense = _option("a", 1.0, 0.1), _option("b", 1.0, 0.01), _option("none", 1.0)
     assert chosen([(1.0, fast), (1.5, exact), (2.0, dense)], 2.0) == (1.0, fast)
-    assert chosen([(1.0, fast), (1.01, exact), (2.0, dense)], 2.0) == (1.01, exact)
+    assert chosen([(1.0, fast), (1.005, exact), (2.0, dense)], 2.0) == (1.005, exact)
+    assert chosen([(1.0, fast), (1.015, exact), (2.0, dense)], 2.0) == (1.0, fast)
     assert chosen([(1.99, fast)], 2.0) is None
     assert chosen([], 2.0) is None
 

@@ -7,6 +7,10 @@ import math
 import pandas as pd
 
 from experiments.network_front import exchange_errors, fronts
+from experiments.network_page import CHOICE, auto_ratios
+
+
+_CHOICE = {"model": "tiny layers", "cell": "tiny layers, a", "hook_name": CHOICE, "step_ms": 12.0}
 
 
 def _table() -> pd.DataFrame:
@@ -40,3 +44,11 @@ def test_a_hook_that_another_one_beats_in_both_is_not_on_the_front() -> None:
     (front,) = (line for line in second.lines if line.get_drawstyle() == "steps-post")
     assert list(front.get_xdata()) == [10.0, 30.0, 50.0]  # int8 is slower than bf16, and less exact
     assert not empty.axison
+
+
+def test_auto_is_compared_with_the_fastest_fixed_hook_and_with_its_own_choice() -> None:
+    ((_, fastest, choice), (_, _, none)) = auto_ratios(
+        pd.concat([_table(), pd.DataFrame([_CHOICE])], ignore_index=True)
+    )
+    assert (fastest, choice) == (0.9, 0.75)  # topk takes 10, and the choice 12
+    assert math.isnan(none)
