@@ -128,7 +128,9 @@ def main(
     seeds: Annotated[int, typer.Option(help="Runs of each scheme.", min=1)] = 3,
     steps: Annotated[int, typer.Option(help="Training steps.", min=77)] = 330,
     world_size: Annotated[int, typer.Option(help="Gloo processes.", min=2)] = 2,
-    tasks: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(TASKS),
+    tasks: Annotated[
+        str, typer.Option(help=f"Of {', '.join(TASKS)}; comma-separated.")
+    ] = "digits,characters",
     only: Annotated[str, typer.Option(help="Hooks, separated by semicolons; all by default.")] = "",
     out: Annotated[Path, typer.Option(help="Folder of the tables.")] = Path("results/convergence"),
 ) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from experiments.tasks import CharTransformer
+from experiments.tasks import CharTransformer, NarrowLayers
 
 __all__ = ["MODELS", "Model"]
 
@@ -55,19 +55,6 @@ def resnet() -> nn.Module:
     return nn.Sequential(*layers)
 
 
-class _Tiny(nn.Module):
-    """500 layers: 2 M parameters in 1000 tensors, for the cost per parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(500))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + 0.05 * torch.tanh(layer(x))
-        return x
-
-
 MODELS: dict[str, Model] = {
     "resnet": Model(resnet, lambda batch: torch.randn(batch, 3, 32, 32), 12),
     "transformer": Model(  # 13 M parameters, tied embedding
@@ -80,5 +67,5 @@ MODELS: dict[str, Model] = {
         lambda batch: torch.randint(0, 8192, (batch, 96)),
         3,
     ),
-    "tiny layers": Model(_Tiny, lambda batch: torch.randn(batch, 64), 64),
+    "tiny layers": Model(NarrowLayers, lambda batch: torch.randn(batch, 64), 64),
 }

@@ -25,6 +25,7 @@ import torch.distributed as dist
 import typer
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commhooks
@@ -37,6 +38,7 @@ from experiments.models import MODELS
 from experiments.namespaces import reason_not_to_run, sent_nbytes
 from experiments.network_front import made
 from experiments.network_page import CHOICE, told, written
+from experiments.network_plans import Plan, plan_of
 from experiments.torch_hooks import SAME, TORCH, register_of_torch
 
 # Factors of low rank travel in 16 bits, which costs nothing in quality (experiments.convergence).
@@ -46,10 +48,7 @@ SCHEMES = (
     'acpsgd:rank=2,wire_dtype="bf16"',
     "topk",
 )
-# Our schemes on torch's class, in one bucket; by default gradients are views of it.
-ON_TORCH, COPIES = " on torch", " by copies"
 _REPAIRED = ("batched_powersgd:rank=2 on torch", "quantization_pertensor on torch")
-_ONE_BUCKET_MB = 1000.0
 CAP_MB = 8.0  # ddp_core's default on the CPU
 _NOOP, _ONE = "noop", "one value"
 
@@ -93,19 +92,13 @@ class _Run:
         if scheme in TORCH:
             self.ddp: Any = TorchDDP(model.build())
             register_of_torch(self.ddp, scheme)
-        elif ON_TORCH in scheme:
-            self.ddp = TorchDDP(
-                model.build(),
-                gradient_as_bucket_view=not scheme.endswith(COPIES),
-                bucket_cap_mb=_ONE_BUCKET_MB,
-            )
-            self.hook = commhooks.register(self.ddp, made(scheme.partition(ON_TORCH)[0]))
         elif like is not None:
             cap_mb = CAP_MB if like.bucket_cap_mb is None else like.bucket_cap_mb
             self.ddp = DistributedDataParallel(model.build(), bucket_cap_mb=cap_mb)
             self.hook = commhooks.register(self.ddp, like.scheme)
         else:
-            self.ddp = DistributedDataParallel(model.build())
+            plan = plan_of(scheme)
+            self.ddp = _reduced(model.build(), plan)
             # Every candidate is allowed, and "auto" is compared with all of them.
             if scheme == "auto":
                 made_of = {name: made(name) for name in settings.schemes if _is_candidate(name)}
@@ -113,7 +106,7 @@ class _Run:
                     self.ddp, "auto", candidates=made_of, error=9.0, measure_steps=6
                 )
             else:
-                wanted = OneValue() if scheme == _ONE else made(scheme)
+                wanted = OneValue() if scheme == _ONE else made(plan.scheme)
                 self.hook = commhooks.register(self.ddp, wanted)
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=1e-4)
         self.times: list[float] = []
@@ -155,8 +148,17 @@ class _Run:
         self.warms_up = self.steps > 1
 
 
+def _reduced(model: nn.Module, plan: Plan) -> Any:
+    """Returns the model in the plan's DistributedDataParallel."""
+    if plan.on_torch:
+        views = not plan.by_copies
+        return TorchDDP(model, gradient_as_bucket_view=views, bucket_cap_mb=plan.cap_mb)
+    return DistributedDataParallel(model, bucket_cap_mb=plan.cap_mb)
+
+
 def _is_candidate(name: str) -> bool:
-    return name not in (*TORCH, "auto") and ON_TORCH not in name
+    # Plans in buckets of other sizes are no schemes of their own.
+    return name not in (*TORCH, "auto") and plan_of(name).scheme == name
 
 
 def run_rank(settings: Settings) -> None:
@@ -240,12 +242,11 @@ def _predicted(
     for scheme in runs:
         if scheme in TORCH and scheme not in SAME:  # its arithmetic is another one than ours
             continue
-        same = SAME.get(scheme, scheme.partition(ON_TORCH)[0])
+        plan = plan_of(SAME.get(scheme, scheme))
         of_hook = scheme in ("auto", CHOICE, _ONE)
-        built = runs[scheme].hook.scheme if of_hook else made(same)
+        built = runs[scheme].hook.scheme if of_hook else made(plan.scheme)
         cap_mb = 25.0 if scheme in TORCH or built.traits.rounds > 1 else CAP_MB
-        if ON_TORCH in scheme:
-            cap_mb = _ONE_BUCKET_MB
+        cap_mb = plan.cap_mb or cap_mb
         if scheme in ("auto", CHOICE):
             cap_mb = runs["auto"].hook.bucket_cap_mb or CAP_MB
         dist.barrier()  # all ranks time the same scheme at once, as in training

@@ -1,4 +1,4 @@
-"""Defines the tasks of the studies: digits with a CNN, Python source with a transformer.
+"""Defines the tasks of the studies: digits, and Python source.
 
 The data are real and on every machine: scikit-learn's digits, and the source of the standard
 library.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sysconfig
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["TASKS", "CharTransformer", "Task", "characters", "digits"]
+__all__ = ["TASKS", "CharTransformer", "NarrowLayers", "Task", "characters", "digits", "narrow"]
 
 Batch = tuple[Tensor, Tensor]
 
@@ -67,6 +67,19 @@ class DigitsCnn(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.head(self.body(x))
         return logits
+
+
+class NarrowLayers(nn.Module):
+    """500 layers of 64 outputs with residuals: 2 M parameters in 1000 tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(500))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + 0.05 * torch.tanh(layer(x))
+        return x
 
 
 class _Block(nn.Module):
@@ -134,6 +147,15 @@ def digits(world_size: int, *, batch_size: int = 16, seed: int = 0) -> Task:
     return Task("digits", DigitsCnn, batch, evaluate, lr=0.02)
 
 
+def narrow(world_size: int, *, batch_size: int = 16, seed: int = 0) -> Task:
+    """Makes the task of the same digits for :class:`NarrowLayers`, whose inputs are the pixels."""
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Flatten(), NarrowLayers(), nn.Linear(64, 10))
+
+    return replace(digits(world_size, batch_size=batch_size, seed=seed), name="narrow", model=model)
+
+
 def characters(world_size: int, *, batch_size: int = 4, length: int = 64, seed: int = 0) -> Task:
     """Makes the task of the next byte of the standard library's source; holds out a tenth."""
     # The held-out part is contiguous: windows of training text may not overlap it.
@@ -182,4 +204,8 @@ def _library_source(limit: int) -> Tensor:
     return torch.frombuffer(bytearray(b"".join(pieces)[:limit]), dtype=torch.uint8).long()
 
 
-TASKS: dict[str, Callable[..., Task]] = {"digits": digits, "characters": characters}
+TASKS: dict[str, Callable[..., Task]] = {
+    "digits": digits,
+    "characters": characters,
+    "narrow": narrow,
+}

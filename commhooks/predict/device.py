@@ -11,6 +11,7 @@ import torch
 from commhooks.core.scheme import Scheme
 from commhooks.core.settings import shown
 from commhooks.predict.codec import time_addition, time_parts
+from commhooks.predict.contention import ALL, Contention, measure_contention
 from commhooks.predict.planned import Work, planned
 
 __all__ = ["DEVICES", "Device", "ThisDevice", "device"]
@@ -25,8 +26,7 @@ class Device:
         bandwidth: bytes per second that operations read and write.
         call_s: seconds that an operation takes beside its bytes.
         flops: floating-point operations per second in training, for built-in models.
-        contention: share of an exchange's computations that slows backward down, when both run:
-            1 if both wait for the same memory or cores.
+        contention: how much an exchange's computations slow backward down.
         source: where the numbers are from.
     """
 
@@ -34,8 +34,12 @@ class Device:
     bandwidth: float
     call_s: float
     flops: float
-    contention: float = 1.0
+    contention: Contention = ALL
     source: str = ""
+
+    def takes(self) -> Contention:
+        """Returns what an exchange's computations take from backward."""
+        return self.contention
 
     def seconds(self, work: Work) -> float:
         """Returns the time of some computations."""
@@ -52,7 +56,8 @@ class ThisDevice(Device):
     """Describes the device at hand, by timing exchanges of each scheme.
 
     A scheme is timed on two buckets; on others, times follow the bytes and calls of each part. So
-    they do above 64 ranks, whose messages would all have to be in memory.
+    they do above 64 ranks, whose messages would all have to be in memory. What its computations
+    take from backward is measured when it is asked for first.
 
     Args:
         device: a device of PyTorch.
@@ -60,10 +65,16 @@ class ThisDevice(Device):
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         super().__init__(str(device), float("inf"), 0.0, float("nan"), source="timed here")
+        contention = cache(partial(measure_contention, torch.device(device)))
+        object.__setattr__(self, "_contention", contention)
         rates = cache(partial(_rates, torch.device(device)))
         object.__setattr__(self, "_rates", rates)
         memory = cache(partial(_memory, torch.device(device)))
         object.__setattr__(self, "_memory", memory)
+
+    def takes(self) -> Contention:
+        found: Contention = self._contention()  # type: ignore[attr-defined]
+        return found
 
     def seconds(self, work: Work) -> float:
         rate: _Rate = self._memory()  # type: ignore[attr-defined]

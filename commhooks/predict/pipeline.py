@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from commhooks.predict.contention import Contention
+
 __all__ = ["AT_ONCE", "Parts", "pipelined"]
 
 Times = NDArray[np.float64]
@@ -60,7 +62,7 @@ class Parts:
         )
 
 
-def pipelined(parts: Parts, *, backward_ends: float, contention: float) -> Times:
+def pipelined(parts: Parts, *, backward_ends: float, contention: Contention) -> Times:
     """Returns the seconds after which all exchanges and backward are over, by case.
 
     The device computes one part after the other, and the links carry the bytes of one message after
@@ -72,7 +74,7 @@ def pipelined(parts: Parts, *, backward_ends: float, contention: float) -> Times
     Args:
         parts: of all cases.
         backward_ends: seconds from the begin of a step.
-        contention: see :class:`commhooks.predict.Device`.
+        contention: what computations take from backward.
     """
     buckets, width, *cases = parts.codec.shape
     count = int(np.prod(cases))
@@ -101,7 +103,8 @@ def pipelined(parts: Parts, *, backward_ends: float, contention: float) -> Times
         seconds = np.where(open_, codec[at, case], 0.0)
         begin = np.maximum(moment, device_free)
         device_free = begin + seconds
-        delay = delay + np.where(begin < backward_ends + delay, contention * seconds, 0.0)
+        taken = np.where(number == 0, contention.first, contention.later) * seconds
+        delay = delay + np.where(begin < backward_ends + delay, taken, 0.0)
         last = ~open_ | (number >= rounds[bucket, case])
         finished = np.where(last, np.maximum(finished, device_free), finished)
 
@@ -111,7 +114,7 @@ def pipelined(parts: Parts, *, backward_ends: float, contention: float) -> Times
         beside = np.clip(
             (backward_ends + delay - begin) / np.where(seconds > 0, seconds, 1.0), 0.0, 1.0
         )
-        delay = delay + np.where(seconds > 0, contention * core[at, case] * beside, 0.0)
+        delay = delay + np.where(seconds > 0, contention.later * core[at, case] * beside, 0.0)
         link_free = np.where(last, link_free, begin + seconds)
         lane = np.minimum(number, width - 1)
         place = places[lane, :, case].argmin(axis=1)

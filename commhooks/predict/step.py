@@ -204,7 +204,7 @@ def predict_steps(
     ends = pipelined(
         parts,
         backward_ends=workload.forward_s + workload.backward_s,
-        contention=device.contention,
+        contention=device.takes(),
     )
     communicating = np.count_nonzero(parts.rounds, axis=0)
     return Steps(

@@ -38,12 +38,13 @@ class GradBucket:
         views_of: Callable[[Tensor], list[Tensor]] | None = None,
         note: Callable[[RoundRecord], None] | None = None,
     ) -> None:
-        numel = sum(parameter.numel() for parameter in parameters)
-        if views_of is None and not buffer.is_sparse and buffer.shape != (numel,):
-            raise ValueError(
-                f"GradBucket(buffer=...) is flat with one entry per parameter entry ({numel}), "
-                f"got shape {tuple(buffer.shape)}"
-            )
+        if views_of is None and not buffer.is_sparse:
+            numel = sum(parameter.numel() for parameter in parameters)
+            if buffer.shape != (numel,):
+                raise ValueError(
+                    f"GradBucket(buffer=...) is flat with one entry per parameter entry ({numel}), "
+                    f"got shape {tuple(buffer.shape)}"
+                )
         self._index, self._buffer, self._is_last = index, buffer, is_last
         self._parameters, self._names = list(parameters), list(names)
         self._views_of = views_of

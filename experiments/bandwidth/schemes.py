@@ -82,6 +82,7 @@ VARIANTS: dict[str, Entry] = {
     "powersgd, rank 4, fp16": Entry(
         "powersgd", {"rank": 4, "wire_dtype": "fp16"}, ("start_step", 10)
     ),
+    "acpsgd, rank 2, bf16": Entry("acpsgd", {"rank": 2, "wire_dtype": "bf16"}, ("start_step", 10)),
     "acpsgd, rank 4, bf16": Entry("acpsgd", {"rank": 4, "wire_dtype": "bf16"}, ("start_step", 10)),
     "acpsgd, rank 8, bf16": Entry("acpsgd", {"rank": 8, "wire_dtype": "bf16"}, ("start_step", 10)),
     "eden, 1 bit": Entry("eden", {"bits": 1}),

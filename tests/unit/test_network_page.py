@@ -9,7 +9,6 @@ import pandas as pd
 from experiments.network_front import exchange_errors, fronts
 from experiments.network_page import CHOICE, auto_ratios
 
-
 _CHOICE = {"model": "tiny layers", "cell": "tiny layers, a", "hook_name": CHOICE, "step_ms": 12.0}
 
 

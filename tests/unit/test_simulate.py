@@ -41,6 +41,7 @@ from commhooks.predict import (
     save_workload,
 )
 from commhooks.predict.collectives import collective_seconds, shared_seconds
+from commhooks.predict.contention import Contention
 from commhooks.predict.models import MODELS
 from commhooks.predict.pipeline import AT_ONCE, Parts, pipelined
 from commhooks.predict.simulate import MARGIN, Row
@@ -268,7 +269,7 @@ def in_order_of_time(
     wire: Sequence[Sequence[float]],
     core: Sequence[Sequence[float]],
     workload: Workload,
-    contention: float,
+    contention: Contention,
     *,
     shared: Sequence[Sequence[float]],
     limited: Sequence[Sequence[bool]],
@@ -285,7 +286,8 @@ def in_order_of_time(
         begin = max(moment + (delay if part == 0 else 0.0), device_free)
         device_free = begin + codec[bucket][part]
         if begin < ends + delay:
-            delay += contention * codec[bucket][part]
+            taken = contention.later if part else contention.first
+            delay += taken * codec[bucket][part]
         if part == len(wire[bucket]):
             finished = max(finished, device_free)
             continue
@@ -294,7 +296,7 @@ def in_order_of_time(
         sent = link_free = begin + seconds
         if seconds:
             beside = min(max((ends + delay - begin) / seconds, 0.0), 1.0)
-            delay += contention * core[bucket][part] * beside
+            delay += contention.later * core[bucket][part] * beside
         if limited[bucket][part]:
             free = min(places[part])
             sent = max(sent, free + seconds)
@@ -351,7 +353,7 @@ def test_all_steps_at_once_are_those_of_single_predictions_and_of_the_plain_rule
                     wire,
                     core,
                     SMALL,
-                    device.contention,
+                    device.takes(),
                     shared=shared,
                     limited=limited,
                 )
@@ -359,6 +361,9 @@ def test_all_steps_at_once_are_those_of_single_predictions_and_of_the_plain_rule
                 assert found.wire_s == pytest.approx(sum(map(sum, wire)))
                 assert found.codec_s == pytest.approx(sum(map(sum, codec)))
                 assert found.rounds == sum(map(len, wire))
+
+
+_HALF = Contention(first=0.75, later=0.5)
 
 
 def test_cases_of_different_sizes_do_not_disturb_each_other() -> None:
@@ -375,7 +380,7 @@ def test_cases_of_different_sizes_do_not_disturb_each_other() -> None:
     have = random.integers(0, buckets + 1, count)
     for case in range(count):
         parts.ready[have[case] :, case] = np.inf
-    ends = pipelined(parts, backward_ends=12.0, contention=0.5)
+    ends = pipelined(parts, backward_ends=12.0, contention=_HALF)
     workload = Workload("whole", (), 4.0, 8.0)
     for case in range(count):
         sent = parts.rounds[: have[case], case]
@@ -385,7 +390,7 @@ def test_cases_of_different_sizes_do_not_disturb_each_other() -> None:
             [parts.wire[b, :n, case].tolist() for b, n in enumerate(sent)],
             [parts.core[b, :n, case].tolist() for b, n in enumerate(sent)],
             workload,
-            0.5,
+            _HALF,
             shared=[parts.shared[b, :n, case].tolist() for b, n in enumerate(sent)],
             limited=[parts.limited[b, :n, case].tolist() for b, n in enumerate(sent)],
         )
@@ -690,7 +695,7 @@ def test_a_name_in_a_file_is_no_markup(command: str, tmp_path: Path) -> None:
         (["--model", "lstm", "--batch", "9" * 400], "--batch"),
         (["--model", "lstm", "--accumulate", "9" * 400], "--accumulate"),
         (["--model", "OWN:nothing"], "0 parameters and 0 s"),
-        (["--model", "OWN:words"], "words: .*TypeError: linear"),
+        (["--model", "OWN:words"], "words.*: .*TypeError: linear"),
         (["--model", "lstm", "--plot", "x.txt"], "says its format, got 'x.txt': one of .*.png"),
         (["--model", "lstm", "--plot", "x"], "says its format, got 'x': one of"),
         (["--model", "lstm", "--plot", "/"], "is a folder; name a file"),
