@@ -3,6 +3,7 @@
 from commhooks.predict.advise import CANDIDATES, Option, advise, best_of, error_of
 from commhooks.predict.auto import AutoHook
 from commhooks.predict.collectives import collective_seconds
+from commhooks.predict.contention import Contention, measure_contention
 from commhooks.predict.counted import counted
 from commhooks.predict.device import DEVICES, Device, ThisDevice, device
 from commhooks.predict.fabric import Fabric, Link, load_fabric, save_fabric
@@ -25,6 +26,7 @@ __all__ = [
     "AutoHook",
     "Buckets",
     "Comparison",
+    "Contention",
     "Device",
     "Fabric",
     "Headroom",
@@ -53,6 +55,7 @@ __all__ = [
     "fabric",
     "load_fabric",
     "load_workload",
+    "measure_contention",
     "measure_link",
     "model",
     "planned",
