@@ -29,16 +29,24 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commhooks
-from commhooks.predict import AutoHook, Recorder, ThisDevice, Workload, predict_step
+from commhooks.predict import (
+    AutoHook,
+    Recorder,
+    ThisDevice,
+    Workload,
+    measure_contention,
+    predict_step,
+)
 from commhooks.predict.link import measure_link
 from commhooks.predict.turns import OneValue
+from commhooks.wrappers.feedback import without_flush
 from ddp_core import DistributedDataParallel
 from experiments.hosts import joined, messages_from_hosts
 from experiments.models import MODELS
 from experiments.namespaces import reason_not_to_run, sent_nbytes
 from experiments.network_front import made
-from experiments.network_page import CHOICE, told, written
-from experiments.network_plans import Plan, plan_of
+from experiments.network_page import UNJUDGED, told, written
+from experiments.network_setups import CHOICE, Setup, setup_of
 from experiments.torch_hooks import SAME, TORCH, register_of_torch
 
 # Factors of low rank travel in 16 bits, which costs nothing in quality (experiments.convergence).
@@ -48,8 +56,13 @@ SCHEMES = (
     'acpsgd:rank=2,wire_dtype="bf16"',
     "topk",
 )
-_REPAIRED = ("batched_powersgd:rank=2 on torch", "quantization_pertensor on torch")
+# In buckets as large as torch's, and copied as there.
+_REPAIRED = tuple(
+    f"{name} on torch in 25 MiB by copies"
+    for name in ("batched_powersgd:rank=2", "quantization_pertensor")
+)
 CAP_MB = 8.0  # ddp_core's default on the CPU
+_FIRST_MB = 1.0  # of the first bucket, on both classes
 _NOOP, _ONE = "noop", "one value"
 
 
@@ -59,7 +72,7 @@ class Settings:
 
     Attributes:
         model: of ``experiments.models``.
-        schemes: names with options, as "powersgd:rank=2".
+        schemes: as "powersgd:rank=2 on torch in 2 MiB", see :func:`setup_of`.
         rate: bits per second of the link. None: unlimited.
         delay_s: seconds that a message is on its way, one way.
         turns: turns of all schemes.
@@ -93,12 +106,13 @@ class _Run:
             self.ddp: Any = TorchDDP(model.build())
             register_of_torch(self.ddp, scheme)
         elif like is not None:
-            cap_mb = CAP_MB if like.bucket_cap_mb is None else like.bucket_cap_mb
-            self.ddp = DistributedDataParallel(model.build(), bucket_cap_mb=cap_mb)
-            self.hook = commhooks.register(self.ddp, like.scheme)
+            cap_mb = like.bucket_cap_mb
+            caps = None if cap_mb is None else [_FIRST_MB, cap_mb]
+            self.ddp = DistributedDataParallel(model.build(), bucket_cap_mb_list=caps)
+            self.hook = commhooks.register(self.ddp, without_flush(like.scheme))
         else:
-            plan = plan_of(scheme)
-            self.ddp = _reduced(model.build(), plan)
+            setup = setup_of(scheme)
+            self.ddp = _reduced(model.build(), setup)
             # Every candidate is allowed, and "auto" is compared with all of them.
             if scheme == "auto":
                 made_of = {name: made(name) for name in settings.schemes if _is_candidate(name)}
@@ -106,7 +120,7 @@ class _Run:
                     self.ddp, "auto", candidates=made_of, error=9.0, measure_steps=6
                 )
             else:
-                wanted = OneValue() if scheme == _ONE else made(plan.scheme)
+                wanted = OneValue() if scheme == _ONE else made(setup.scheme)
                 self.hook = commhooks.register(self.ddp, wanted)
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=1e-4)
         self.times: list[float] = []
@@ -148,17 +162,17 @@ class _Run:
         self.warms_up = self.steps > 1
 
 
-def _reduced(model: nn.Module, plan: Plan) -> Any:
-    """Returns the model in the plan's DistributedDataParallel."""
-    if plan.on_torch:
-        views = not plan.by_copies
-        return TorchDDP(model, gradient_as_bucket_view=views, bucket_cap_mb=plan.cap_mb)
-    return DistributedDataParallel(model, bucket_cap_mb=plan.cap_mb)
+def _reduced(model: nn.Module, setup: Setup) -> Any:
+    """Returns the model in the setup's DistributedDataParallel."""
+    if setup.on_torch:
+        views = not setup.by_copies
+        return TorchDDP(model, gradient_as_bucket_view=views, bucket_cap_mb=setup.cap_mb)
+    return DistributedDataParallel(model, bucket_cap_mb=setup.cap_mb)
 
 
 def _is_candidate(name: str) -> bool:
-    # Plans in buckets of other sizes are no schemes of their own.
-    return name not in (*TORCH, "auto") and plan_of(name).scheme == name
+    # The same scheme in buckets of another size is no other candidate.
+    return name not in (*TORCH, "auto") and setup_of(name).scheme == name
 
 
 def run_rank(settings: Settings) -> None:
@@ -235,22 +249,25 @@ def _predicted(
     """Returns predictions of all schemes of this package, and those of torch that are the same."""
     group = dist.group.WORLD
     assert group is not None
-    fabric, device = measure_link(group, budget_s=5), ThisDevice("cpu")
+    fabric = measure_link(group, budget_s=5)
+    dist.barrier()
+    device = ThisDevice("cpu", contention=measure_contention("cpu"))
     links: dict[str, Any] = {"ranks": group.size(), "fabric": fabric, "device": device}
     workload = replace(workload, behind_s=_behind_s(runs, workload, **links))
     found = {}
     for scheme in runs:
         if scheme in TORCH and scheme not in SAME:  # its arithmetic is another one than ours
             continue
-        plan = plan_of(SAME.get(scheme, scheme))
+        setup = setup_of(SAME.get(scheme, scheme))
         of_hook = scheme in ("auto", CHOICE, _ONE)
-        built = runs[scheme].hook.scheme if of_hook else made(plan.scheme)
+        built = runs[scheme].hook.scheme if of_hook else made(setup.scheme)
         cap_mb = 25.0 if scheme in TORCH or built.traits.rounds > 1 else CAP_MB
-        cap_mb = plan.cap_mb or cap_mb
+        # A size that is asked for is that of the first bucket, too.
+        first_mb, cap_mb = setup.cap_mb or _FIRST_MB, setup.cap_mb or cap_mb
         if scheme in ("auto", CHOICE):
             cap_mb = runs["auto"].hook.bucket_cap_mb or CAP_MB
         dist.barrier()  # all ranks time the same scheme at once, as in training
-        step = predict_step(built, workload, cap_mb=cap_mb, **links)
+        step = predict_step(built, workload, cap_mb=cap_mb, first_mb=first_mb, **links)
         found[scheme] = {"predicted": step.step_s, "wire": step.wire_s, "codec": step.codec_s}
     link = fabric.between
     found[_NOOP] |= {"latency": link.latency, "bandwidth": link.bandwidth}
@@ -319,7 +336,7 @@ def _table(rows: list[dict[str, Any]], title: str) -> Table:
 
 def _median_error(rows: list[dict[str, Any]]) -> float:
     table = pd.DataFrame(rows)
-    errors = pd.to_numeric(table[table.scheme != _NOOP].error, errors="coerce")
+    errors = pd.to_numeric(table[~table.scheme.isin(UNJUDGED)].error, errors="coerce")
     return float(errors.abs().median())
 
 
@@ -328,7 +345,7 @@ def main(
     rates: Annotated[str, typer.Option(help="Mbit/s; 0: unlimited.")] = "200,1000,10000,0",
     delays: Annotated[str, typer.Option(help="Delays of a message, ms.")] = "0",
     hosts: Annotated[int, typer.Option(help="Number of hosts.")] = 2,
-    schemes: Annotated[str, typer.Option(help="Hooks, separated by semicolons.")] = ";".join(
+    schemes: Annotated[str, typer.Option(help="As 'topk; bf16 on torch in 25 MiB'.")] = ";".join(
         (*SCHEMES, *TORCH, *_REPAIRED, "auto")
     ),
     turns: Annotated[int, typer.Option(help="Turns of all hooks.", min=5)] = 9,
@@ -348,7 +365,7 @@ def main(
         for rate, delay in product(map(float, rates.split(",")), map(float, delays.split(","))):
             if (model, hosts, rate, delay) in done:
                 continue
-            some = tuple(schemes.split(";"))
+            some = tuple(name.strip() for name in schemes.split(";"))
             settings = Settings(model, some, rate * 1e6 or None, delay / 1e3, turns)
             new = _rows(settings, hosts)
             where = f"{rate:g} Mbit/s" if rate else "unlimited"

@@ -19,7 +19,7 @@ import commhooks
 from commhooks.predict.advise import error_of
 from commhooks.report.colours import GREY, OKABE_ITO
 from experiments.models import MODELS
-from experiments.network_plans import plan_of
+from experiments.network_setups import CHOICE, setup_of
 
 __all__ = ["ABOUT", "exchange_errors", "fronts", "made"]
 
@@ -55,9 +55,9 @@ def exchange_errors(table: pd.DataFrame) -> list[float]:
 
 @cache
 def _error(model: str, scheme: str) -> float:
-    if scheme in ("auto", "auto's choice", "one value") or scheme.startswith("torch "):
+    if scheme in ("auto", CHOICE, "one value") or scheme.startswith("torch "):
         return math.nan
-    built = made(plan_of(scheme).scheme)
+    built = made(setup_of(scheme).scheme)
     return error_of(built, _gradients(model)) if built.traits.averages else math.nan
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import matplotlib as mpl
 import pandas as pd
@@ -14,11 +15,12 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 from commhooks.report.colours import OKABE_ITO
 from commhooks.report.page import Page
 from experiments.network_front import ABOUT, exchange_errors, fronts
+from experiments.network_setups import CHOICE, setup_of
 
-__all__ = ["CHOICE", "auto_ratios", "plotted", "told", "written"]
+__all__ = ["UNJUDGED", "AutoRatio", "auto_ratios", "plotted", "told", "written"]
 
-# What "auto" has chosen, registered by name in buckets of the same size: that both differ is noise.
-CHOICE = "auto's choice"
+# Hooks whose predictions do not count: one is what predictions begin with, one counts already.
+UNJUDGED = ("noop", CHOICE)
 
 # What the picture of step times shows, in this order.
 SHOWN = ("torch none", "none", "bf16", "int8", "int4", "acpsgd 2 bf16", "topk", "auto")
@@ -41,23 +43,49 @@ def where(row: pd.Series) -> str:
     return f"{row.model}, {row.hosts:g} hosts, {rate}{delay}"
 
 
-def auto_ratios(table: pd.DataFrame) -> list[tuple[str, float, float]]:
-    """Returns for each cell the step of "auto" over that of the fastest fixed hook, and its choice.
+class AutoRatio(NamedTuple):
+    """Compares "auto" with fixed hooks in one cell of the study.
+
+    Attributes:
+        cell: in words.
+        fastest: its step time over that of the fastest fixed hook of ddp_core.
+        choice: its step time over that of its own choice, registered by name. NaN: not measured.
+    """
+
+    cell: str
+    fastest: float
+    choice: float
+
+    def __str__(self) -> str:
+        own = "" if math.isnan(self.choice) else f" (and of its own choice: {self.choice:.3f})"
+        fastest = f"{self.fastest:.3f} of the fastest fixed hook's"
+        return f"{self.cell}: a step of auto took {fastest}{own}."
+
+
+def auto_ratios(table: pd.DataFrame) -> list[AutoRatio]:
+    """Returns how "auto" compares with fixed hooks in each cell that has it.
 
     Args:
-        table: with the columns "cell", "hook_name" and "step_ms". Hooks on torch's class, whose
-            reducer is another one, are left out. NaN: there is no such row.
+        table: with the columns "cell", "hook_name" (with options) and "step_ms".
     """
     found = []
     for cell, rows in table.groupby("cell", sort=False):
         steps = rows.set_index("hook_name").step_ms
-        if "auto" not in steps:
-            continue
-        others = {"auto", CHOICE, "noop", "one value"}
-        fixed = [name for name in steps.index if name not in others and "torch" not in name]
-        over = steps["auto"] / steps[fixed].min()
-        found.append((str(cell), float(over), float(steps["auto"] / steps.get(CHOICE, math.nan))))
+        if "auto" in steps:
+            fixed = [name for name in steps.index if _is_fixed(name)]
+            ratios = (
+                steps["auto"] / one for one in (steps[fixed].min(), steps.get(CHOICE, math.nan))
+            )
+            found.append(AutoRatio(str(cell), *map(float, ratios)))
     return found
+
+
+def _is_fixed(name: str) -> bool:
+    """Whether it is a fixed hook on our class that trains: one that "auto" could have chosen."""
+    if name in ("auto", CHOICE, "one value") or name.startswith("torch "):
+        return False
+    setup = setup_of(name)
+    return not setup.on_torch and setup.scheme != "noop"
 
 
 def plotted(table: pd.DataFrame) -> Figure:
@@ -118,21 +146,19 @@ def written(rows: Sequence[dict[str, object]], path: Path, picture: Path) -> Non
         table[name] = pd.to_numeric(table[name], errors="coerce")
     table["exchange_error"] = exchange_errors(table)
     table["cell"] = table.apply(where, axis=1)
+    ratios = auto_ratios(table)
     table["hook_name"] = table.hook_name.map(told)
     figure = plotted(table)
     figure.savefig(picture, dpi=110)
     page = Page("Training over limited links, measured and predicted")
-    judged = table[table.hook_name != "noop"]
+    judged = table[~table.hook_name.isin(UNJUDGED)]
     page.text(
         f"Median error of a predicted step: {100 * judged.error.abs().median():.1f} % of "
         f"{judged.error.notna().sum()} steps. Hosts are network namespaces of one machine with two "
         f"cores; a step is the median of several turns."
     )
-    for cell, fastest, choice in auto_ratios(table):
-        page.text(
-            f"{cell}: auto took {fastest:.3f} of the fastest fixed hook of ddp_core, and "
-            f"{choice:.3f} of the same scheme registered by name, which is noise."
-        )
+    for ratio in ratios:
+        page.text(str(ratio))
     page.figure(figure, "left: prediction and measurement; right: what each hook costs")
     page.section("Step time against error")
     page.text(ABOUT)

@@ -70,7 +70,7 @@ class DigitsCnn(nn.Module):
 
 
 class NarrowLayers(nn.Module):
-    """500 layers of 64 outputs with residuals: 2 M parameters in 1000 tensors."""
+    """500 layers of 64 outputs with skip connections: 2 M parameters in 1000 tensors."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """Registers torch's own communication hooks, PowerSGD with the repair that it needs on Gloo.
 
 A hook with several collectives issues the later ones in callbacks. Callbacks of different buckets
-run in another order on each rank, and on Gloo, whose messages have numbers, they pair up each
-other's collectives. So each bucket gets a process group of its own.
+may run in another order on each rank, and Gloo then pairs collectives of different buckets. So each
+bucket gets a process group of its own.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from commhooks.hook import as_hook
 
 __all__ = ["SAME", "TORCH", "register_of_torch"]
 
-# Names in the study. Other hooks of torch 2.13 do not run on Gloo: that for bf16 refuses processes
-# without NCCL or XCCL, batched PowerSGD raises an AssertionError (it passes a matrix to a function
-# that takes batches of them, on NCCL as well), and those that quantise take the first tensor of an
-# all-gather for all of them. The repaired forms of the latter are schemes of this package.
+# Names in the study. Three hooks of torch 2.13 fail on Gloo: `bf16_compress_hook` refuses processes
+# without NCCL or XCCL, `batched_powerSGD_hook` raises an AssertionError (on NCCL, too: it passes a
+# matrix where a batch of them is asked for), and the quantisation hooks take the first tensor of an
+# all-gather for all of them. Schemes of this package are the repaired forms of the last two.
 TORCH = ("torch none", "torch fp16", "torch powersgd")
 # Schemes of this package with the same messages and arithmetic.
 SAME = {"torch none": "none", "torch fp16": "fp16"}

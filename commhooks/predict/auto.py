@@ -30,10 +30,11 @@ __all__ = ["AutoHook"]
 class AutoHook(HookState):
     """Chooses the scheme of a model by measurement, in its first steps.
 
-    A search takes 50 to 250 steps: dense ones, dense ones without overlap, and some with each of up
-    to three schemes that are predicted to be the fastest, in turns with dense ones. Turns go on
-    until differences of 1 % are no chance, or for six rounds. The fastest scheme is kept if it
-    saves 2 % of a dense step or more; of those within 1 % of it, the one with the smallest error.
+    A search takes some 100 to 400 steps: dense ones, dense ones without overlap, and some with each
+    of up to three schemes that are predicted to be the fastest, in turns with dense ones. Turns go
+    on until differences of 1 % are not due to chance, or for six rounds. The fastest scheme is kept
+    if it saves 2 % of a dense step or more; of those within 1 % of it, the one with the smallest
+    error.
 
     Args:
         model: see :class:`commhooks.HookState`.

@@ -6,13 +6,13 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["ALL", "Contention", "measure_contention"]
+__all__ = ["TAKE_TURNS", "Contention", "measure_contention"]
 
-_STEP_S = 0.03  # of the step's computations in a turn, at least
+_STEP_S = 0.03  # of the step's computations in a turn, about
 _TURNS = 5
 _Work = Callable[[], object]
 
@@ -24,120 +24,164 @@ class Contention(NamedTuple):
 
     Attributes:
         first: for a bucket's computations before its first message.
-        later: for further ones, and for those that move the bytes of messages.
+        later: for those after a message.
+        moving: for a processor's moving the bytes of messages.
     """
 
     first: float
     later: float
+    moving: float
 
 
-ALL = Contention(1.0, 1.0)  # as on one core
+TAKE_TURNS = Contention(1.0, 1.0, 1.0)
 
 
 def measure_contention(device: torch.device | str = "cpu") -> Contention:
-    """Returns what an exchange's computations take from backward on the device at hand.
+    """Returns by how many seconds a step is longer per second of computations on the side.
 
     Products of matrices stand in for backward, and sums of large tensors for a scheme. On a CPU
-    both run in threads of their own, as messages and later computations do; a bucket's first ones
-    run in backward's thread. On a GPU all run on another stream than backward.
+    both run in threads of their own, as messages and the computations after them do; those before
+    the first message run in backward's thread (1). On a GPU all computations run on other streams
+    than backward, and moving bytes is not measured (1).
 
-    Takes half a second. Ranks that share a machine measure at the same time, as in training.
+    Takes half a second. Ranks that share a machine call it at the same time, as in training.
 
     Args:
-        device: a device of PyTorch.
+        device: a device of PyTorch. One without streams, or without 240 MB of free memory, is not
+            measured: all are 1.
 
     Example:
-        >>> 0 <= measure_contention("cpu").later <= 1
-        True
+        >>> measure_contention("cpu").first
+        1.0
     """
     device = torch.device(device)
-    on_cpu = device.type == "cpu"
-    beside = _beside_on_cpu if on_cpu else _beside_on_gpu
-    step, side = _works(device)
-    wait = _waits_for(device)
-    step_s, side_s = _seconds(step, wait), _seconds(side, wait)
-    calls = max(1, round(_STEP_S / step_s))
-    shares = []
-    for _ in range(_TURNS):
-        alone_s = _timed(lambda: _repeat(step, calls), wait)
-        took_s, side_calls = beside(step, calls, side, max(1, round(alone_s / side_s / 2)), device)
-        shares.append((took_s - alone_s) / (side_calls * side_s))
-    share = min(max(statistics.median(shares), 0.0), 1.0)
-    return Contention(1.0 if on_cpu else share, share)
+    if device.type == "cpu":
+        share = _share_on_cpu(*_works(device, width=512, entries=1 << 22))
+        return Contention(1.0, share, share)
+    module = torch.get_device_module(device.type)
+    if not all(hasattr(module, name) for name in ("Event", "Stream", "current_stream", "stream")):
+        return TAKE_TURNS
+    try:
+        works = _works(device, width=2048, entries=1 << 24)
+    except torch.OutOfMemoryError:
+        return TAKE_TURNS
+    share = _share_on_gpu(*works, module=module, device=device)
+    return Contention(share, share, 1.0)
 
 
-def _works(device: torch.device) -> tuple[_Work, _Work]:
-    """Returns an operation of a step and one of a scheme, which fill the device."""
-    width, entries = (512, 1 << 20) if device.type == "cpu" else (4096, 1 << 26)
-    a, b, product = torch.ones(3, width, width, device=device)
-    x, y, total = torch.ones(3, entries, device=device)
+def _works(device: torch.device, *, width: int, entries: int) -> tuple[_Work, _Work]:
+    """Returns an operation of a step and one of a scheme, whose tensors fit in no cache."""
+    a, b, product = torch.ones(3, width, width, dtype=torch.float32, device=device)
+    x, y, total = torch.ones(3, entries, dtype=torch.float32, device=device)
     return (lambda: torch.mm(a, b, out=product)), (lambda: torch.add(x, y, out=total))
 
 
-def _beside_on_cpu(
-    step: _Work, calls: int, side: _Work, _: int, __: torch.device
-) -> tuple[float, int]:
-    """Returns the seconds of the step's calls, and the side's calls in a thread meanwhile."""
-    over, done = threading.Event(), 0
-
-    def run() -> None:
-        nonlocal done
-        while not over.is_set():
-            side()
-            done += 1
-
-    thread = threading.Thread(target=run, name="commhooks contention")
-    thread.start()
-    try:
-        took_s = _timed(lambda: _repeat(step, calls), _nothing)
-    finally:
-        over.set()
-        thread.join()
-    return took_s, max(done, 1)
+def _share_on_cpu(step: _Work, side: _Work) -> float:
+    """Measures two threads on the cores of this process."""
+    step_s, side_s = _seconds(step), _seconds(side)
+    calls = max(1, round(_STEP_S / step_s))
+    shares = []
+    for _ in range(_TURNS):
+        alone_s = _timed(lambda: _repeat(step, calls))
+        with _Side(side) as beside:
+            before = beside.calls
+            took_s = _timed(lambda: _repeat(step, calls))
+            done = beside.calls - before
+        shares.append(_share(took_s - alone_s, done * side_s))
+    return statistics.median(shares)
 
 
-def _beside_on_gpu(
-    step: _Work, calls: int, side: _Work, side_calls: int, device: torch.device
-) -> tuple[float, int]:
-    """Returns the seconds of the step's calls, and the side's calls on a stream meanwhile.
+class _Side:
+    """Repeats an operation in another thread, within a ``with`` block."""
 
-    The side has half of the step's time, so that it is over first.
+    def __init__(self, work: _Work) -> None:
+        self.calls = 0
+        self._work, self._begun, self._over = work, threading.Event(), threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="contention", daemon=True)
+
+    def __enter__(self) -> _Side:
+        self._thread.start()
+        self._begun.wait()  # a thread's first operation starts PyTorch's threads
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            while not self._over.is_set():
+                self._work()
+                self.calls += 1
+                self._begun.set()
+        except BaseException as error:
+            self._error = error
+            self._begun.set()
+
+
+def _share_on_gpu(step: _Work, side: _Work, *, module: Any, device: torch.device) -> float:
+    """Measures two streams."""
+    # Of high priority, as those of exchanges (ddp_core.exchange.streams).
+    here, other = module.current_stream(device), module.Stream(device=device, priority=-1)
+
+    def seconds(stream: Any, *enqueue: _Work) -> float:
+        begin, end = (module.Event(enable_timing=True) for _ in range(2))
+        module.synchronize(device)
+        begin.record(stream)
+        for one in enqueue:
+            one()
+        end.record(stream)
+        module.synchronize(device)
+        return float(begin.elapsed_time(end)) / 1e3
+
+    def on_other(calls: int) -> None:
+        with module.stream(other):
+            _repeat(side, calls)
+
+    for _ in range(2):  # libraries and kernels are loaded
+        step_s, side_s = seconds(here, step), seconds(other, lambda: on_other(1))
+    calls = max(4, round(_STEP_S / step_s))
+    # The side is over before the step. Some of the step is enqueued first: its stream would be idle
+    # while the host enqueues the side.
+    side_calls, first = max(1, round(calls * step_s / side_s / 2)), calls // 4
+    shares = []
+    for _ in range(_TURNS):
+        alone_s = seconds(here, lambda: _repeat(step, calls))
+        side_s = seconds(other, lambda: on_other(side_calls))
+        took_s = seconds(
+            here,
+            lambda: _repeat(step, first),
+            lambda: on_other(side_calls),
+            lambda: _repeat(step, calls - first),
+        )
+        shares.append(_share(took_s - alone_s, side_s))
+    return statistics.median(shares)
+
+
+def _share(longer_s: float, side_s: float) -> float:
+    """Returns the share of the side's seconds by which the step is longer.
+
+    At most 1: more is noise, or caches that the stand-in loses and that a backward pass, whose
+    tensors fit in none, does not have.
     """
-    module = torch.get_device_module(device.type)
-    here, other = module.current_stream(device), module.Stream(device)
-    begin, end = (module.Event(enable_timing=True) for _ in range(2))
-    begin.record(here)
-    other.wait_event(begin)
-    with module.stream(other):
-        _repeat(side, side_calls)
-    _repeat(step, calls)
-    end.record(here)
-    module.synchronize(device)
-    return begin.elapsed_time(end) / 1e3, side_calls
+    return min(max(longer_s / side_s, 0.0), 1.0) if side_s else 0.0
 
 
-def _seconds(work: _Work, wait: _Work) -> float:
-    """Returns the seconds of a call, the median of some after two that warm up."""
+def _seconds(work: _Work) -> float:
+    """Returns the seconds of a call, the median of nine after two that warm up."""
     _repeat(work, 2)
-    return statistics.median(_timed(work, wait) for _ in range(9))
+    return statistics.median(_timed(work) for _ in range(9))
 
 
-def _timed(work: _Work, wait: _Work) -> float:
-    wait()
+def _timed(work: _Work) -> float:
     begin = time.perf_counter()
     work()
-    wait()
     return time.perf_counter() - begin
 
 
 def _repeat(work: _Work, calls: int) -> None:
     for _ in range(calls):
         work()
-
-
-def _waits_for(device: torch.device) -> _Work:
-    return _nothing if device.type == "cpu" else lambda: torch.accelerator.synchronize(device)
-
-
-def _nothing() -> None:
-    return

@@ -11,7 +11,7 @@ import torch
 from commhooks.core.scheme import Scheme
 from commhooks.core.settings import shown
 from commhooks.predict.codec import time_addition, time_parts
-from commhooks.predict.contention import ALL, Contention, measure_contention
+from commhooks.predict.contention import TAKE_TURNS, Contention, measure_contention
 from commhooks.predict.planned import Work, planned
 
 __all__ = ["DEVICES", "Device", "ThisDevice", "device"]
@@ -26,7 +26,7 @@ class Device:
         bandwidth: bytes per second that operations read and write.
         call_s: seconds that an operation takes beside its bytes.
         flops: floating-point operations per second in training, for built-in models.
-        contention: how much an exchange's computations slow backward down.
+        contention: what an exchange's computations take from backward.
         source: where the numbers are from.
     """
 
@@ -34,12 +34,8 @@ class Device:
     bandwidth: float
     call_s: float
     flops: float
-    contention: Contention = ALL
+    contention: Contention = TAKE_TURNS
     source: str = ""
-
-    def takes(self) -> Contention:
-        """Returns what an exchange's computations take from backward."""
-        return self.contention
 
     def seconds(self, work: Work) -> float:
         """Returns the time of some computations."""
@@ -56,25 +52,23 @@ class ThisDevice(Device):
     """Describes the device at hand, by timing exchanges of each scheme.
 
     A scheme is timed on two buckets; on others, times follow the bytes and calls of each part. So
-    they do above 64 ranks, whose messages would all have to be in memory. What its computations
-    take from backward is measured when it is asked for first.
+    they do above 64 ranks, whose messages would all have to be in memory.
 
     Args:
         device: a device of PyTorch.
+        contention: what :func:`commhooks.predict.measure_contention` returns for it.
     """
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
-        super().__init__(str(device), float("inf"), 0.0, float("nan"), source="timed here")
-        contention = cache(partial(measure_contention, torch.device(device)))
-        object.__setattr__(self, "_contention", contention)
+    def __init__(
+        self, device: torch.device | str = "cpu", *, contention: Contention = TAKE_TURNS
+    ) -> None:
+        super().__init__(
+            str(device), float("inf"), 0.0, float("nan"), contention, source="timed here"
+        )
         rates = cache(partial(_rates, torch.device(device)))
         object.__setattr__(self, "_rates", rates)
         memory = cache(partial(_memory, torch.device(device)))
         object.__setattr__(self, "_memory", memory)
-
-    def takes(self) -> Contention:
-        found: Contention = self._contention()  # type: ignore[attr-defined]
-        return found
 
     def seconds(self, work: Work) -> float:
         rate: _Rate = self._memory()  # type: ignore[attr-defined]
@@ -156,7 +150,8 @@ def device(name: str | Device) -> Device:
     if isinstance(name, Device):
         return name
     if name == "here":
-        return ThisDevice(torch.accelerator.current_accelerator() or "cpu")
+        here = torch.accelerator.current_accelerator() or torch.device("cpu")
+        return ThisDevice(here, contention=measure_contention(here))
     if name not in DEVICES:
         raise ValueError(f"device({shown(name)}): devices are {', '.join(DEVICES)}, here")
     return DEVICES[name]

@@ -69,12 +69,12 @@ def pipelined(parts: Parts, *, backward_ends: float, contention: Contention) -> 
     the other, in the order in which they are due; a message has arrived after its latency, in which
     the links carry others. A message that waits for a place in its lane has its time on the links
     all the same, which is a little too early. While backward runs, the schemes' computations, and
-    the processor's part in moving bytes, delay it by the ``contention``.
+    the processor's part in moving bytes, delay it as ``contention`` says.
 
     Args:
         parts: of all cases.
         backward_ends: seconds from the begin of a step.
-        contention: what computations take from backward.
+        contention: seconds by which backward is longer, per second of computations.
     """
     buckets, width, *cases = parts.codec.shape
     count = int(np.prod(cases))
@@ -114,7 +114,7 @@ def pipelined(parts: Parts, *, backward_ends: float, contention: Contention) -> 
         beside = np.clip(
             (backward_ends + delay - begin) / np.where(seconds > 0, seconds, 1.0), 0.0, 1.0
         )
-        delay = delay + np.where(seconds > 0, contention.later * core[at, case] * beside, 0.0)
+        delay = delay + np.where(seconds > 0, contention.moving * core[at, case] * beside, 0.0)
         link_free = np.where(last, link_free, begin + seconds)
         lane = np.minimum(number, width - 1)
         place = places[lane, :, case].argmin(axis=1)

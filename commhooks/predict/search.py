@@ -23,6 +23,7 @@ from commhooks.hook.handshake import MEETING
 from commhooks.hook.reporting import Tried
 from commhooks.hook.running import Running
 from commhooks.predict.advise import CAPS_MB, Option, advise, scheme_of
+from commhooks.predict.contention import measure_contention
 from commhooks.predict.device import ThisDevice
 from commhooks.predict.link import measure_link
 from commhooks.predict.race import Entry, Race
@@ -255,10 +256,14 @@ class Search:
 
 def _measured(model: nn.Module, group: dist.ProcessGroup, link_s: float) -> dict[str, Any]:
     """Returns what predictions have to know of ranks, links, device and buckets."""
+    device = next(model.parameters()).device
+    fabric = measure_link(group, budget_s=link_s)
+    # All ranks come from the last message of that, and measure this at the same time.
+    contention = measure_contention(device)
     return {
         "ranks": group.size(),
-        "fabric": measure_link(group, budget_s=link_s),
-        "device": ThisDevice(next(model.parameters()).device),
+        "fabric": fabric,
+        "device": ThisDevice(device, contention=contention),
         "caps_mb": _caps(model),
     }
 

@@ -83,7 +83,7 @@ def best_split(
     ends = pipelined(
         _chosen(exchanges, which),
         backward_ends=workload.forward_s + workload.backward_s,
-        contention=device.takes(),
+        contention=device.contention,
     )
     best = int(ends.argmin())
     first, last, lasting = cases[:, best].tolist()

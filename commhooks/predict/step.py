@@ -106,7 +106,7 @@ def exchanges_of(
     scheme: Scheme, workload: Workload, ranks: int, *, cap_mb: float = 25.0
 ) -> tuple[Buckets, list[Planned]]:
     """Returns the buckets of a step under a scheme, and the exchange of each."""
-    buckets = _Buckets(workload, cap_mb, None).of(scheme)
+    buckets = _Buckets(workload, cap_mb, 1.0, None).of(scheme)
     return buckets, [planned(scheme, shapes, ranks) for shapes in buckets.shapes]
 
 
@@ -118,6 +118,7 @@ def predict_step(
     fabric: Fabric,
     device: Device,
     cap_mb: float = 25.0,
+    first_mb: float = 1.0,
     layout: Layout = None,
 ) -> Step:
     """Predicts a step of a scheme.
@@ -128,7 +129,7 @@ def predict_step(
         ranks: number of ranks, 1 to ``MOST_RANKS`` (16,384).
         fabric: the links between them.
         device: computes the scheme's part.
-        cap_mb: MiB at which a bucket is full.
+        cap_mb, first_mb: MiB at which a bucket, and the first one, are full.
         layout: see :func:`commhooks.register`; on torch's class None is all there is.
 
     Example:
@@ -143,6 +144,7 @@ def predict_step(
         fabrics=[fabric],
         device=device,
         cap_mb=cap_mb,
+        first_mb=first_mb,
         layout=layout,
     )
     return steps[0, 0, 0]
@@ -156,6 +158,7 @@ def predict_steps(
     fabrics: Sequence[Fabric],
     device: Device,
     cap_mb: float = 25.0,
+    first_mb: float = 1.0,
     layout: Layout = None,
 ) -> Steps:
     """Predicts a step for all combinations of schemes, numbers of ranks and fabrics at once.
@@ -166,7 +169,7 @@ def predict_steps(
         ranks: numbers of ranks.
         fabrics: the links.
         device: computes the schemes' part.
-        cap_mb: MiB at which a bucket is full.
+        cap_mb, first_mb: MiB at which a bucket, and the first one, are full.
         layout: see :func:`predict_step`.
 
     Raises:
@@ -178,7 +181,7 @@ def predict_steps(
             f"predict_steps(ranks=...): numbers of ranks from 1 to {MOST_RANKS:,}, got "
             f"{shown(wrong)}"
         )
-    buckets = _Buckets(workload, cap_mb, layout)
+    buckets = _Buckets(workload, cap_mb, first_mb, layout)
     exchanges = [
         [
             [planned(scheme, shapes, count) for shapes in buckets.of(scheme).shapes]
@@ -204,7 +207,7 @@ def predict_steps(
     ends = pipelined(
         parts,
         backward_ends=workload.forward_s + workload.backward_s,
-        contention=device.takes(),
+        contention=device.contention,
     )
     communicating = np.count_nonzero(parts.rounds, axis=0)
     return Steps(
@@ -221,8 +224,9 @@ def predict_steps(
 class _Buckets:
     """Makes the buckets of a step; schemes that group parameters alike share them."""
 
-    def __init__(self, workload: Workload, cap_mb: float, layout: Layout) -> None:
-        self._workload, self._cap_mb, self._layout = workload, cap_mb, layout
+    def __init__(self, workload: Workload, cap_mb: float, first_mb: float, layout: Layout) -> None:
+        self._workload, self._layout = workload, layout
+        self._sizes = {"cap_mb": cap_mb, "first_mb": first_mb}
         self._made: dict[tuple[Hashable, ...], Buckets] = {}
         self._by_scheme: dict[Scheme, Buckets] = {}
 
@@ -232,7 +236,7 @@ class _Buckets:
             key = tuple(kinds.values())
             if key not in self._made:
                 self._made[key] = self._workload.buckets(
-                    cap_mb=self._cap_mb, kind_of=lambda name, shape: kinds[name]
+                    **self._sizes, kind_of=lambda name, shape: kinds[name]
                 )
             self._by_scheme[scheme] = self._made[key]
         return self._by_scheme[scheme]

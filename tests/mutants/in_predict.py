@@ -75,12 +75,58 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
+        "commhooks/predict/search.py",
+        (
+            "auto takes a scheme that is 2 % slower",
+            "_SAME = 0.01",
+            "_SAME = 0.02",
+            f"{AUTO}::test_the_fastest_is_kept_unless_dense_or_a_more_exact_one_is_as_fast",
+        ),
+    ),
+    *planted(
+        "commhooks/predict/pipeline.py",
+        (
+            "first and later computations take the same from backward",
+            "np.where(number == 0, contention.first, contention.later)",
+            "contention.first",
+            "tests/unit/test_simulate.py::test_cases_of_different_sizes_do_not_disturb_each_other",
+        ),
+        (
+            "moving bytes takes from backward what computing does",
+            "contention.moving * core[at, case]",
+            "contention.later * core[at, case]",
+            "tests/unit/test_simulate.py::test_cases_of_different_sizes_do_not_disturb_each_other",
+        ),
+    ),
+    *planted(
+        "commhooks/predict/contention.py",
+        (
+            "the side's stream queues behind the step's",
+            "priority=-1",
+            "priority=0",
+            "tests/unit/test_contention.py::test_on_a_gpu_two_streams_are_compared",
+        ),
+        (
+            "an error on the side is lost",
+            "raise self._error",
+            "return",
+            "tests/unit/test_contention.py"
+            "::test_an_error_on_the_side_is_raised_and_no_thread_is_left",
+        ),
+    ),
+    *planted(
         "commhooks/predict/race.py",
         (
             "noise decides a race",
             "if slower > max(noise, _CLOSE * best.median):",
             "if slower > _CLOSE * best.median:",
             "tests/unit/test_race.py::test_noise_does_not_decide",
+        ),
+        (
+            "a race ends while 2 % are not known",
+            "_CLOSE = 0.01",
+            "_CLOSE = 0.02",
+            "tests/unit/test_race.py::test_without_noise_one_round_decides",
         ),
         (
             "the order of turns is never reversed",

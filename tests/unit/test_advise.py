@@ -46,7 +46,7 @@ def seconds_of(assigned: list[str], cap_mb: float) -> float:
             parts.wire[b, m, 0] = _message_seconds(message)
             parts.core[b, m, 0] = message.wire_nbytes * WHERE["fabric"].core_s_per_byte
     ends = pipelined(
-        parts, backward_ends=SMALL.forward_s + SMALL.backward_s, contention=DEVICE.takes()
+        parts, backward_ends=SMALL.forward_s + SMALL.backward_s, contention=DEVICE.contention
     )
     return float(ends[0]) + SMALL.optimizer_s
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 import pandas as pd
+import pytest
 
 from experiments.network_front import exchange_errors, fronts
-from experiments.network_page import CHOICE, auto_ratios
-
-_CHOICE = {"model": "tiny layers", "cell": "tiny layers, a", "hook_name": CHOICE, "step_ms": 12.0}
+from experiments.network_page import auto_ratios
+from experiments.network_setups import CHOICE, Setup, setup_of
 
 
 def _table() -> pd.DataFrame:
@@ -46,8 +46,42 @@ def test_a_hook_that_another_one_beats_in_both_is_not_on_the_front() -> None:
 
 
 def test_auto_is_compared_with_the_fastest_fixed_hook_and_with_its_own_choice() -> None:
-    ((_, fastest, choice), (_, _, none)) = auto_ratios(
-        pd.concat([_table(), pd.DataFrame([_CHOICE])], ignore_index=True)
+    own = {"model": "tiny layers", "cell": "tiny layers, a"}
+    others = {
+        CHOICE: 12.0,
+        "noop": 1.0,
+        "noop in 2 MiB": 1.0,
+        "one value": 2.0,
+        "topk on torch": 5.0,
+    }
+    more = [{**own, "hook_name": name, "step_ms": took} for name, took in others.items()]
+    first, second = auto_ratios(pd.concat([_table(), pd.DataFrame(more)], ignore_index=True))
+    assert (first.fastest, first.choice) == (0.9, 0.75)  # topk takes 10, and the choice 12
+    assert str(first).endswith(
+        "took 0.900 of the fastest fixed hook's (and of its own choice: 0.750)."
     )
-    assert (fastest, choice) == (0.9, 0.75)  # topk takes 10, and the choice 12
-    assert math.isnan(none)
+    assert math.isnan(second.choice)
+    assert str(second).endswith("took 0.900 of the fastest fixed hook's.")
+
+
+@pytest.mark.parametrize(
+    ("text", "setup"),
+    [
+        ("topk", Setup("topk", False, None, False)),
+        ("one value", Setup("one value", False, None, False)),
+        ("bf16 in 1.5 MiB", Setup("bf16", False, 1.5, False)),
+        ("noop on torch", Setup("noop", True, 1000.0, False)),
+        (
+            'acpsgd:rank=4,wire_dtype="bf16" on torch in 2 MiB by copies',
+            Setup('acpsgd:rank=4,wire_dtype="bf16"', True, 2.0, True),
+        ),
+    ],
+)
+def test_a_setup_is_a_scheme_a_class_and_its_buckets(text: str, setup: Setup) -> None:
+    assert setup_of(text) == setup
+
+
+@pytest.mark.parametrize("text", ["", "topk by copies", "topk in 2 MiB by copies"])
+def test_a_setup_that_means_nothing_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="no setup"):
+        setup_of(text)

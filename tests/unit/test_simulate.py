@@ -296,7 +296,7 @@ def in_order_of_time(
         sent = link_free = begin + seconds
         if seconds:
             beside = min(max((ends + delay - begin) / seconds, 0.0), 1.0)
-            delay += contention.later * core[bucket][part] * beside
+            delay += contention.moving * core[bucket][part] * beside
         if limited[bucket][part]:
             free = min(places[part])
             sent = max(sent, free + seconds)
@@ -353,7 +353,7 @@ def test_all_steps_at_once_are_those_of_single_predictions_and_of_the_plain_rule
                     wire,
                     core,
                     SMALL,
-                    device.takes(),
+                    device.contention,
                     shared=shared,
                     limited=limited,
                 )
@@ -363,7 +363,7 @@ def test_all_steps_at_once_are_those_of_single_predictions_and_of_the_plain_rule
                 assert found.rounds == sum(map(len, wire))
 
 
-_HALF = Contention(first=0.75, later=0.5)
+_HALF = Contention(first=0.75, later=0.5, moving=0.25)
 
 
 def test_cases_of_different_sizes_do_not_disturb_each_other() -> None:
