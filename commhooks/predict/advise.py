@@ -149,6 +149,7 @@ def advise(
     candidates: Iterable[str] | Mapping[str, Scheme] = CANDIDATES,
     error: float = 0.05,
     caps_mb: Sequence[float] = CAPS_MB,
+    first_mb: float | None = None,
     gradients: Mapping[str, Tensor] | None = None,
 ) -> list[Option]:
     """Returns predictions of all candidates within the budget, the fastest first.
@@ -164,6 +165,8 @@ def advise(
         candidates: registered names, or schemes by name.
         error: largest relative squared error of an exchange, as measured on ``gradients``.
         caps_mb: bucket sizes, MiB.
+        first_mb: size of the first bucket, MiB. None: that of the others, as with
+            ``DistributedDataParallel(bucket_cap_mb=...)``.
         gradients: of the model; normal entries by default.
     """
     made = made_candidates(candidates)
@@ -174,20 +177,24 @@ def advise(
         if errors[name] <= error or name in ("none", "bf16")
     }
     where: dict[str, Any] = {"ranks": ranks, "fabric": fabric, "device": device}
+    sizes = {
+        cap_mb: {"cap_mb": cap_mb, "first_mb": cap_mb if first_mb is None else first_mb}
+        for cap_mb in caps_mb
+    }
     options = []
     for name, scheme in list(allowed.items()):
         try:
-            steps = [predict_step(scheme, workload, **where, cap_mb=cap_mb) for cap_mb in caps_mb]
+            steps = [predict_step(scheme, workload, **where, **one) for one in sizes.values()]
         except PredictionError:
             del allowed[name]
             continue
         options += [
             Option(name, scheme, cap_mb, step, errors[name])
-            for cap_mb, step in zip(caps_mb, steps, strict=True)
+            for cap_mb, step in zip(sizes, steps, strict=True)
         ]
     options.sort(key=lambda option: option.step.step_s)
     near = list(dict.fromkeys(option.cap_mb for option in options))[:_SPLIT_CAPS]
-    plans = [(cap_mb, best_split(allowed, workload, **where, cap_mb=cap_mb)) for cap_mb in near]
+    plans = [(cap, best_split(allowed, workload, **where, **sizes[cap])) for cap in near]
     found = [(*plan, cap_mb) for cap_mb, plan in plans if plan is not None]
     if found:
         split, step, cap_mb = min(found, key=lambda one: one[1].step_s)

@@ -264,16 +264,20 @@ def _measured(model: nn.Module, group: dist.ProcessGroup, link_s: float) -> dict
         "ranks": group.size(),
         "fabric": fabric,
         "device": ThisDevice(device, contention=contention),
-        "caps_mb": _caps(model),
+        **_sizes(model),
     }
 
 
-def _caps(model: nn.Module) -> Sequence[float]:
-    """Returns the bucket sizes that there can be, MiB."""
-    if isinstance(model, CoreDDP):
-        return CAPS_MB
-    cap = getattr(model, "bucket_bytes_cap", 25 * 2**20)  # torch's class keeps its buckets
-    return (cap / 2**20,)
+def _sizes(model: nn.Module) -> dict[str, Any]:
+    """Returns the sizes that buckets can have, and that of the first one, MiB."""
+    free = getattr(model, "bucket_bytes_cap_default", True)  # nobody has asked for a size
+    if free and isinstance(model, CoreDDP):
+        return {"caps_mb": CAPS_MB, "first_mb": 1.0}
+    # Buckets stay as they are.
+    cap_mb = getattr(model, "bucket_bytes_cap", 25 * 2**20) / 2**20
+    listed = getattr(model, "bucket_bytes_cap_list", None)
+    first_mb = listed[0] / 2**20 if listed else None
+    return {"caps_mb": (cap_mb,), "first_mb": 1.0 if free else first_mb}
 
 
 def promising(options: Sequence[Option]) -> list[Option]:

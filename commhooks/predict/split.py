@@ -62,6 +62,7 @@ def best_split(
     fabric: Fabric,
     device: Device,
     cap_mb: float,
+    first_mb: float = 1.0,
 ) -> tuple[Split, Step] | None:
     """Returns the fastest plan of two of the schemes, of all pairs and numbers of last buckets.
 
@@ -70,7 +71,7 @@ def best_split(
     Args:
         schemes: by name; see :func:`commhooks.predict.predict_step` for the other arguments.
     """
-    buckets = workload.buckets(cap_mb=cap_mb)
+    buckets = workload.buckets(cap_mb=cap_mb, first_mb=first_mb)
     count = len(buckets.ready)
     if count < 2 or len(schemes) < 2:
         return None

@@ -19,9 +19,9 @@ import commhooks
 from commhooks.core import Bucket, Scheme
 from commhooks.core.bucket import SchemeExchange
 from commhooks.core.dense import Dense
-from commhooks.predict.advise import Option, made_candidates, scheme_of
+from commhooks.predict.advise import CAPS_MB, Option, made_candidates, scheme_of
 from commhooks.predict.race import Race
-from commhooks.predict.search import Search, Stage, chosen, promising
+from commhooks.predict.search import Search, Stage, _sizes, chosen, promising
 from commhooks.predict.split import Split
 from commhooks.predict.step import Step
 from commhooks.wrappers.base import Wrapper
@@ -177,6 +177,22 @@ def test_the_best_schemes_are_tried_in_the_fewest_buckets_as_well() -> None:
     ]
     tried = [(one.name, one.cap_mb) for one in promising(options)]
     assert tried == [("a", 4.0), ("b", 50.0), ("c", 4.0), ("a", 25.0), ("none", 8.0)]
+
+
+def _sizes_of_models(rank: int, world_size: int) -> list[dict[str, Any]]:
+    asked: list[dict[str, Any]] = [{}, {"bucket_cap_mb": 5}, {"bucket_cap_mb_list": [2, 5]}]
+    models = [
+        kind(mlp(8, 2), **one) for kind in (CoreDDP, DistributedDataParallel) for one in asked
+    ]
+    return [_sizes(one) for one in models]
+
+
+def test_buckets_that_the_user_has_sized_stay_so() -> None:
+    """They were searched on our class, where they do not change either."""
+    core, *sized = run_ranks(_sizes_of_models, 2)[0]
+    assert core == {"caps_mb": CAPS_MB, "first_mb": 1.0}
+    asked = [{"caps_mb": (5.0,), "first_mb": None}, {"caps_mb": (5.0,), "first_mb": 2.0}]
+    assert sized == [*asked, {"caps_mb": (25.0,), "first_mb": 1.0}, *asked]
 
 
 def test_the_fastest_is_kept_unless_dense_or_a_more_exact_one_is_as_fast() -> None:

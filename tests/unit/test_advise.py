@@ -122,6 +122,19 @@ def test_options_keep_to_the_budget_and_dense_is_always_one() -> None:
         assert all(one.step.step_s < 0.98 * alone for one in options if one.split is not None)
 
 
+@pytest.mark.parametrize(("first_mb", "laid_out"), [(None, 0.5), (0.125, 0.125)])
+def test_the_first_bucket_is_as_large_as_bucket_cap_mb_makes_it(
+    first_mb: float | None, laid_out: float
+) -> None:
+    sizes = {"cap_mb": 0.5, "first_mb": laid_out}
+    options = advise(SMALL, **WHERE, candidates=["int8"], caps_mb=[0.5], first_mb=first_mb)
+    for one in options:
+        if one.split is None:
+            assert one.step == predict_step(one.scheme, SMALL, **WHERE, **sizes)
+    dense = [predict_step(SCHEMES["none"], SMALL, **WHERE, first_mb=one) for one in (0.5, 0.125)]
+    assert dense[0].step_s != dense[1].step_s
+
+
 def test_the_simpler_of_two_that_are_as_fast_is_taken() -> None:
     options = advise(SMALL, **WHERE, candidates=["int8"], error=1.0)
     one = options[0]
