@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from experiments.tasks import CharTransformer, NarrowLayers
+from experiments.tasks import CharTransformer, TinyLayers
 
 __all__ = ["MODELS", "Model"]
 
@@ -67,5 +67,5 @@ MODELS: dict[str, Model] = {
         lambda batch: torch.randint(0, 8192, (batch, 96)),
         3,
     ),
-    "tiny layers": Model(NarrowLayers, lambda batch: torch.randn(batch, 64), 64),
+    "tiny layers": Model(TinyLayers, lambda batch: torch.randn(batch, 64), 64),
 }

@@ -45,7 +45,7 @@ from experiments.hosts import joined, messages_from_hosts
 from experiments.models import MODELS
 from experiments.namespaces import reason_not_to_run, sent_nbytes
 from experiments.network_front import made
-from experiments.network_page import UNJUDGED, told, written
+from experiments.network_page import is_judged, told, written
 from experiments.network_setups import CHOICE, Setup, setup_of
 from experiments.torch_hooks import SAME, TORCH, register_of_torch
 
@@ -56,7 +56,7 @@ SCHEMES = (
     'acpsgd:rank=2,wire_dtype="bf16"',
     "topk",
 )
-# In buckets as large as torch's, and copied as there.
+# In buckets of 25 MiB, the first one, too, which torch fills with 1 MiB; copied as there.
 _REPAIRED = tuple(
     f"{name} on torch in 25 MiB by copies"
     for name in ("batched_powersgd:rank=2", "quantization_pertensor")
@@ -336,7 +336,7 @@ def _table(rows: list[dict[str, Any]], title: str) -> Table:
 
 def _median_error(rows: list[dict[str, Any]]) -> float:
     table = pd.DataFrame(rows)
-    errors = pd.to_numeric(table[~table.scheme.isin(UNJUDGED)].error, errors="coerce")
+    errors = pd.to_numeric(table[table.scheme.map(is_judged)].error, errors="coerce")
     return float(errors.abs().median())
 
 

@@ -17,10 +17,7 @@ from commhooks.report.page import Page
 from experiments.network_front import ABOUT, exchange_errors, fronts
 from experiments.network_setups import CHOICE, setup_of
 
-__all__ = ["UNJUDGED", "AutoRatio", "auto_ratios", "plotted", "told", "written"]
-
-# Hooks whose predictions do not count: one is what predictions begin with, one counts already.
-UNJUDGED = ("noop", CHOICE)
+__all__ = ["AutoRatio", "auto_ratios", "is_judged", "plotted", "told", "written"]
 
 # What the picture of step times shows, in this order.
 SHOWN = ("torch none", "none", "bf16", "int8", "int4", "acpsgd 2 bf16", "topk", "auto")
@@ -81,11 +78,20 @@ def auto_ratios(table: pd.DataFrame) -> list[AutoRatio]:
 
 
 def _is_fixed(name: str) -> bool:
-    """Whether it is a fixed hook on our class that trains: one that "auto" could have chosen."""
+    """Whether it is a fixed hook that trains on our class, in buckets of any size."""
     if name in ("auto", CHOICE, "one value") or name.startswith("torch "):
         return False
     setup = setup_of(name)
     return not setup.on_torch and setup.scheme != "noop"
+
+
+def is_judged(name: str) -> bool:
+    """Whether the prediction of a hook with this name counts.
+
+    Predictions begin with the steps of "noop" and of "one value". That of auto's choice is the one
+    of "auto".
+    """
+    return name not in ("one value", CHOICE) and setup_of(name).scheme != "noop"
 
 
 def plotted(table: pd.DataFrame) -> Figure:
@@ -93,7 +99,7 @@ def plotted(table: pd.DataFrame) -> Figure:
     mpl.use("agg")
     figure = Figure(figsize=(11, 5.2), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
-    known = table[table.predicted_ms.notna() & (table.hook_name != "noop")]
+    known = table[table.predicted_ms.notna() & table.judged]
     for colour, (name, rows) in zip(OKABE_ITO, known.groupby("model"), strict=False):
         left.scatter(rows.step_ms, rows.predicted_ms, s=12, color=colour, label=name, zorder=2)
     ends = known[["step_ms", "predicted_ms"]].min().min(), known.step_ms.max()
@@ -146,12 +152,13 @@ def written(rows: Sequence[dict[str, object]], path: Path, picture: Path) -> Non
         table[name] = pd.to_numeric(table[name], errors="coerce")
     table["exchange_error"] = exchange_errors(table)
     table["cell"] = table.apply(where, axis=1)
+    table["judged"] = table.hook_name.map(is_judged)
     ratios = auto_ratios(table)
     table["hook_name"] = table.hook_name.map(told)
     figure = plotted(table)
     figure.savefig(picture, dpi=110)
     page = Page("Training over limited links, measured and predicted")
-    judged = table[~table.hook_name.isin(UNJUDGED)]
+    judged = table[table.judged]
     page.text(
         f"Median error of a predicted step: {100 * judged.error.abs().median():.1f} % of "
         f"{judged.error.notna().sum()} steps. Hosts are network namespaces of one machine with two "

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["TASKS", "CharTransformer", "NarrowLayers", "Task", "characters", "digits", "narrow"]
+__all__ = ["TASKS", "CharTransformer", "Task", "TinyLayers", "characters", "digits", "tiny_layers"]
 
 Batch = tuple[Tensor, Tensor]
 
@@ -69,7 +69,7 @@ class DigitsCnn(nn.Module):
         return logits
 
 
-class NarrowLayers(nn.Module):
+class TinyLayers(nn.Module):
     """500 layers of 64 outputs with skip connections: 2 M parameters in 1000 tensors."""
 
     def __init__(self) -> None:
@@ -147,13 +147,15 @@ def digits(world_size: int, *, batch_size: int = 16, seed: int = 0) -> Task:
     return Task("digits", DigitsCnn, batch, evaluate, lr=0.02)
 
 
-def narrow(world_size: int, *, batch_size: int = 16, seed: int = 0) -> Task:
-    """Makes the task of the same digits for :class:`NarrowLayers`, whose inputs are the pixels."""
+def tiny_layers(world_size: int, *, batch_size: int = 16, seed: int = 0) -> Task:
+    """Makes the task of the same digits for :class:`TinyLayers`, whose inputs are the pixels."""
 
     def model() -> nn.Module:
-        return nn.Sequential(nn.Flatten(), NarrowLayers(), nn.Linear(64, 10))
+        return nn.Sequential(nn.Flatten(), TinyLayers(), nn.Linear(64, 10))
 
-    return replace(digits(world_size, batch_size=batch_size, seed=seed), name="narrow", model=model)
+    return replace(
+        digits(world_size, batch_size=batch_size, seed=seed), name="tiny layers", model=model
+    )
 
 
 def characters(world_size: int, *, batch_size: int = 4, length: int = 64, seed: int = 0) -> Task:
@@ -207,5 +209,5 @@ def _library_source(limit: int) -> Tensor:
 TASKS: dict[str, Callable[..., Task]] = {
     "digits": digits,
     "characters": characters,
-    "narrow": narrow,
+    "tiny layers": tiny_layers,
 }

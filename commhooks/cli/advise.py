@@ -89,7 +89,7 @@ def advise_on(
     beyond = [one for one in every if one.error > error and one.name not in ("none", "bf16")]
     console.print(_table(options, beyond, error))
     best = best_of(options)
-    for text in (_by_size(best.name, options), *_advice(best, options, workload)):
+    for text in (_by_size(best.name, options), *_advice(best, options, workload, error)):
         console.print(text, highlight=False, soft_wrap=True)
     faster = [one for one in beyond if one.step.step_s < (1 - MARGIN) * best.step.step_s]
     if faster:
@@ -143,7 +143,9 @@ def _by_size(name: str, options: Sequence[Option]) -> str:
     return f"\n{name} by bucket size: {listed}" if len(sizes) > 1 else ""
 
 
-def _advice(best: Option, options: Sequence[Option], workload: Workload) -> Iterator[str]:
+def _advice(
+    best: Option, options: Sequence[Option], workload: Workload, error: float
+) -> Iterator[str]:
     """Yields a sentence, and the lines of Python that follow from it."""
     over = f"{100 * (best.step.step_s / workload.compute_s - 1):.0f} % longer than computing alone"
     step = f"{short(1e3 * best.step.step_s)} ms per step"
@@ -159,7 +161,11 @@ def _advice(best: Option, options: Sequence[Option], workload: Workload) -> Iter
     yield f"\nTake {best}: {step}{'' if best.name == 'bf16' else gain}, {over}."
     yield wrap
     if best.split is not None:
-        yield '    hook = commhooks.register(model, "auto")  # finds such a plan by measurement'
+        names = [best.split.first, best.split.last]
+        yield "    # Finds such a plan by measurement:"
+        yield (
+            f'    hook = commhooks.register(model, "auto", candidates={names!r}, error={error:g})'
+        ).replace("'", '"')
         return
     name, settings = settings_of(best.name)
     arguments = [repr(name), *(f"{key}={value!r}" for key, value in settings.items())]

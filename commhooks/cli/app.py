@@ -202,8 +202,13 @@ def simulate(
         int, typer.Option(min=1, max=_MOST, help="Forward and backward passes of a step.")
     ] = 1,
     bucket_mb: Annotated[
-        float, typer.Option(min=0.001, max=1e6, help="MiB of a full bucket.")
-    ] = 25.0,
+        float | None,
+        typer.Option(
+            min=0.001,
+            max=1e6,
+            help="MiB of a full bucket (bucket_cap_mb); 1 for the first and 25 by default.",
+        ),
+    ] = None,
     csv: Annotated[Path | None, typer.Option(help="File for all numbers.")] = None,
     plot: Annotated[Path | None, typer.Option(help="File for a picture, with matplotlib.")] = None,
     list_fabrics: Annotated[

@@ -40,7 +40,7 @@ class Options:
         device: a name.
         batch: samples of a rank's pass.
         accumulate: forward and backward passes of a step.
-        bucket_mb: MiB at which a bucket is full.
+        bucket_mb: MiB at which a bucket is full; None: as without ``bucket_cap_mb``.
         csv, plot: files to write.
     """
 
@@ -52,7 +52,7 @@ class Options:
     device: str
     batch: int | None
     accumulate: int
-    bucket_mb: float
+    bucket_mb: float | None
     csv: Path | None
     plot: Path | None
 

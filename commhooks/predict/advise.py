@@ -36,8 +36,7 @@ __all__ = [
 # By the bits that they send: of each kind, the scheme that costs least to compute.
 CANDIDATES = ("none", "bf16", "int8", "int4", "onebit", "powersgd", "topk")
 CAPS_MB = (1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0, 100.0)
-# A scheme has to win by this share of the step: predictions are not more exact than that. "auto",
-# which measures, keeps to 1 %.
+# A scheme has to win by this share of the step: predictions are not more exact than that.
 MARGIN = 0.02
 # Bucket sizes for which plans of two schemes are predicted: those of the fastest single schemes.
 _SPLIT_CAPS = 3

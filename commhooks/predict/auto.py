@@ -30,7 +30,7 @@ __all__ = ["AutoHook"]
 class AutoHook(HookState):
     """Chooses the scheme of a model by measurement, in its first steps.
 
-    A search takes some 100 to 400 steps: dense ones, dense ones without overlap, and some with each
+    A search takes 20 to 400 steps: dense ones, dense ones without overlap, and some with each
     of up to three schemes that are predicted to be the fastest, in turns with dense ones. Turns go
     on until differences of 1 % are not due to chance, or for six rounds. The fastest scheme is kept
     if it saves 2 % of a dense step or more; of those within 1 % of it, the one with the smallest
@@ -149,7 +149,7 @@ class AutoHook(HookState):
         if choice is None:
             return json.dumps({"undecided": not self._search.over})
         split = None if choice.split is None else asdict(choice.split)
-        return json.dumps({"name": choice.name, "cap_mb": choice.cap_mb, "split": split})
+        return json.dumps({"name": choice.name, "cap_mb": self._search.cap_mb, "split": split})
 
     def follow_plan(self, plan: str, scheme: str) -> None:
         """Runs the choice of the ranks that this one joins; without a choice all begin anew."""

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import statistics
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 
 __all__ = ["TAKE_TURNS", "Contention", "measure_contention"]
 
+LOG = logging.getLogger("commhooks")
+
+_NEEDED = 300 * 2**20  # bytes of a GPU, its library's workspace included
 _STEP_S = 0.03  # of the step's computations in a turn, about
 _TURNS = 5
 _Work = Callable[[], object]
@@ -39,16 +44,16 @@ TAKE_TURNS = Contention(1.0, 1.0, 1.0)
 def measure_contention(device: torch.device | str = "cpu") -> Contention:
     """Returns by how many seconds a step is longer per second of computations on the side.
 
-    Products of matrices stand in for backward, and sums of large tensors for a scheme. On a CPU
-    both run in threads of their own, as messages and the computations after them do; those before
-    the first message run in backward's thread (1). On a GPU all computations run on other streams
-    than backward, and moving bytes is not measured (1).
+    Products of matrices stand in for backward, and sums of large tensors for a scheme. On a CPU the
+    products run in the caller's thread and the sums in another one, as the parts of an exchange
+    after its first message do. The part before it runs in backward's thread: its share is 1. On a
+    GPU the sums run on another stream. Moving bytes is not measured there: its share is 1.
 
     Takes half a second. Ranks that share a machine call it at the same time, as in training.
 
     Args:
-        device: a device of PyTorch. One without streams, or without 240 MB of free memory, is not
-            measured: all are 1.
+        device: a device of PyTorch. One without streams, or without 300 MiB of free memory, is not
+            measured: all shares are 1.
 
     Example:
         >>> measure_contention("cpu").first
@@ -58,19 +63,35 @@ def measure_contention(device: torch.device | str = "cpu") -> Contention:
     if device.type == "cpu":
         share = _share_on_cpu(*_works(device, width=512, entries=1 << 22))
         return Contention(1.0, share, share)
-    module = torch.get_device_module(device.type)
-    if not all(hasattr(module, name) for name in ("Event", "Stream", "current_stream", "stream")):
+    module, missing = _module_of(device)
+    if missing:
+        LOG.info("contention is not measured on %s, which has no %s: 1 is assumed", device, missing)
         return TAKE_TURNS
     try:
         works = _works(device, width=2048, entries=1 << 24)
+        share = _share_on_gpu(*works, module=module, device=device)
     except torch.OutOfMemoryError:
+        LOG.info("contention is not measured on %s, which has no memory left: 1 is assumed", device)
         return TAKE_TURNS
-    share = _share_on_gpu(*works, module=module, device=device)
     return Contention(share, share, 1.0)
 
 
+def _module_of(device: torch.device) -> tuple[Any, str]:
+    """Returns torch's module for a device, and what is missing to measure on it."""
+    module: Any = None
+    with suppress(RuntimeError, AttributeError):
+        module = torch.get_device_module(device.type)
+    for name in ("Stream", "Event", "current_stream", "stream", "synchronize"):
+        if not hasattr(module, name):
+            return module, name
+    # Asked beforehand: an allocation that fails empties the allocator's cache first.
+    if hasattr(module, "mem_get_info") and module.mem_get_info(device)[0] < _NEEDED:
+        return module, "300 MiB of free memory"
+    return module, ""
+
+
 def _works(device: torch.device, *, width: int, entries: int) -> tuple[_Work, _Work]:
-    """Returns an operation of a step and one of a scheme, whose tensors fit in no cache."""
+    """Returns an operation of a step and one of a scheme, whose tensors exceed most caches."""
     a, b, product = torch.ones(3, width, width, dtype=torch.float32, device=device)
     x, y, total = torch.ones(3, entries, dtype=torch.float32, device=device)
     return (lambda: torch.mm(a, b, out=product)), (lambda: torch.add(x, y, out=total))
@@ -79,7 +100,7 @@ def _works(device: torch.device, *, width: int, entries: int) -> tuple[_Work, _W
 def _share_on_cpu(step: _Work, side: _Work) -> float:
     """Measures two threads on the cores of this process."""
     step_s, side_s = _seconds(step), _seconds(side)
-    calls = max(1, round(_STEP_S / step_s))
+    calls = max(1, round(max(_STEP_S, 10 * side_s) / step_s))
     shares = []
     for _ in range(_TURNS):
         alone_s = _timed(lambda: _repeat(step, calls))
@@ -164,10 +185,10 @@ def _share_on_gpu(step: _Work, side: _Work, *, module: Any, device: torch.device
 def _share(longer_s: float, side_s: float) -> float:
     """Returns the share of the side's seconds by which the step is longer.
 
-    At most 1: more is noise, or caches that the stand-in loses and that a backward pass, whose
-    tensors fit in none, does not have.
+    At most 1: more is noise, or what the products' matrices lose of a cache. A backward pass reads
+    too much to find its tensors there anyway. Where nothing ran on the side, 1 is assumed.
     """
-    return min(max(longer_s / side_s, 0.0), 1.0) if side_s else 0.0
+    return min(max(longer_s / side_s, 0.0), 1.0) if side_s else 1.0
 
 
 def _seconds(work: _Work) -> float:

@@ -26,7 +26,8 @@ class Device:
         bandwidth: bytes per second that operations read and write.
         call_s: seconds that an operation takes beside its bytes.
         flops: floating-point operations per second in training, for built-in models.
-        contention: what an exchange's computations take from backward.
+        contention: seconds that they take from backward, see
+            :class:`commhooks.predict.Contention`.
         source: where the numbers are from.
     """
 
@@ -36,6 +37,13 @@ class Device:
     flops: float
     contention: Contention = TAKE_TURNS
     source: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.contention, Contention):
+            raise TypeError(
+                f"Device(contention=...) is a commhooks.predict.Contention, got "
+                f"{shown(self.contention)}"
+            )
 
     def seconds(self, work: Work) -> float:
         """Returns the time of some computations."""
@@ -150,7 +158,7 @@ def device(name: str | Device) -> Device:
     if isinstance(name, Device):
         return name
     if name == "here":
-        here = torch.accelerator.current_accelerator() or torch.device("cpu")
+        here = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
         return ThisDevice(here, contention=measure_contention(here))
     if name not in DEVICES:
         raise ValueError(f"device({shown(name)}): devices are {', '.join(DEVICES)}, here")

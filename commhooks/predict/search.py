@@ -183,7 +183,7 @@ class Search:
         if entry is None:
             self._decide()
             return
-        self.cap_mb = entry.what.cap_mb
+        self.cap_mb = self._chosen_size(entry.what)
         self._enter(Stage.TRIAL, entry.what.scheme)
 
     def _decide(self) -> None:
@@ -198,7 +198,7 @@ class Search:
         else:
             seconds, option = best
             stage = Stage.KEPT if self._first is None else Stage.DONE
-            self.cap_mb, self.choice, scheme = option.cap_mb, option, option.scheme
+            self.cap_mb, self.choice, scheme = self._chosen_size(option), option, option.scheme
             verdict = f"auto runs {option}: {100 * (1 - seconds / dense_s):.0f} % less time"
         self._dense_s = dense_s
         self._enter(stage, scheme)
@@ -244,6 +244,9 @@ class Search:
             for name, cap_mb, step, error, split in self._of_all(mine)[0]
         ]
 
+    def _chosen_size(self, option: Option) -> float | None:
+        return option.cap_mb if _chooses_sizes(self._model()) else None
+
     def _of_all(self, value: Any) -> list[Any]:
         """Gathers a value from all ranks, which have all come here, or raises."""
         self._hook._meet("auto", {"stage": self._stage.value, "step": self._hook.step}, MEETING)
@@ -268,16 +271,25 @@ def _measured(model: nn.Module, group: dist.ProcessGroup, link_s: float) -> dict
     }
 
 
+def _chooses_sizes(model: nn.Module) -> bool:
+    """Whether sizes of buckets are part of the choice: on our class, unless the user gave some."""
+    free = getattr(model, "bucket_bytes_cap_default", True)
+    return free and isinstance(model, CoreDDP)
+
+
 def _sizes(model: nn.Module) -> dict[str, Any]:
-    """Returns the sizes that buckets can have, and that of the first one, MiB."""
-    free = getattr(model, "bucket_bytes_cap_default", True)  # nobody has asked for a size
-    if free and isinstance(model, CoreDDP):
+    """Returns the sizes that buckets can have, and that of the first one, MiB.
+
+    Of a list of sizes the first and the last count, which holds for all buckets that follow.
+    """
+    if _chooses_sizes(model):
         return {"caps_mb": CAPS_MB, "first_mb": 1.0}
-    # Buckets stay as they are.
-    cap_mb = getattr(model, "bucket_bytes_cap", 25 * 2**20) / 2**20
     listed = getattr(model, "bucket_bytes_cap_list", None)
-    first_mb = listed[0] / 2**20 if listed else None
-    return {"caps_mb": (cap_mb,), "first_mb": 1.0 if free else first_mb}
+    cap = listed[-1] if listed else getattr(model, "bucket_bytes_cap", 25 * 2**20)
+    usual = getattr(model, "bucket_bytes_cap_default", True)
+    first = listed[0] if listed else 2**20 if usual else cap
+    # 0 gives each parameter a bucket of its own.
+    return {"caps_mb": (max(cap, 1) / 2**20,), "first_mb": max(first, 1) / 2**20}
 
 
 def promising(options: Sequence[Option]) -> list[Option]:

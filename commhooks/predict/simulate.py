@@ -160,7 +160,7 @@ def compare(
     ranks: Sequence[int],
     fabrics: Sequence[Fabric],
     device: Device,
-    cap_mb: float = 25.0,
+    cap_mb: float | None = None,
 ) -> Comparison:
     """Predicts steps of schemes, with "bf16" first, and where each stops paying.
 
@@ -170,7 +170,8 @@ def compare(
         ranks: numbers of ranks, 2 to 16,384 each.
         fabrics: the links.
         device: computes the schemes' part.
-        cap_mb: MiB at which a bucket is full.
+        cap_mb: MiB at which a bucket is full. None: 1 MiB for the first one and 25 MiB for others,
+            as DistributedDataParallel has them without ``bucket_cap_mb``.
 
     Raises:
         ValueError: a number of ranks is below 2 or above 16,384, or there is no fabric.
@@ -198,10 +199,10 @@ def compare(
         for bandwidth in BANDWIDTHS
     ]
 
+    sizes_mb = {} if cap_mb is None else {"cap_mb": cap_mb, "first_mb": cap_mb}
+
     def predicted(counts: Sequence[int], links: Sequence[Fabric]) -> Steps:
-        return predict_steps(
-            made, workload, ranks=counts, fabrics=links, device=device, cap_mb=cap_mb
-        )
+        return predict_steps(made, workload, ranks=counts, fabrics=links, device=device, **sizes_mb)
 
     # Links on which a byte between nodes takes a second, and nothing else takes any time.
     counting = [_counting(one) for one in fabrics]

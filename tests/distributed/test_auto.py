@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any
 from unittest import TestCase, mock
 
@@ -180,19 +181,24 @@ def test_the_best_schemes_are_tried_in_the_fewest_buckets_as_well() -> None:
 
 
 def _sizes_of_models(rank: int, world_size: int) -> list[dict[str, Any]]:
-    asked: list[dict[str, Any]] = [{}, {"bucket_cap_mb": 5}, {"bucket_cap_mb_list": [2, 5]}]
-    models = [
-        kind(mlp(8, 2), **one) for kind in (CoreDDP, DistributedDataParallel) for one in asked
-    ]
+    asked: list[dict[str, Any]] = [{}, {"bucket_cap_mb": 5}, {"bucket_cap_mb": 0}]
+    classes: list[Any] = [CoreDDP, DistributedDataParallel]
+    models = [one(mlp(8, 2), **sizes) for one in classes for sizes in asked]
+    # Torch's class has the argument since 2.12.
+    with_list = [one for one in classes if "bucket_cap_mb_list" in signature(one).parameters]
+    models += [one(mlp(8, 2), bucket_cap_mb_list=[2, 50, 5]) for one in with_list]
     return [_sizes(one) for one in models]
 
 
 def test_buckets_that_the_user_has_sized_stay_so() -> None:
     """They were searched on our class, where they do not change either."""
-    core, *sized = run_ranks(_sizes_of_models, 2)[0]
-    assert core == {"caps_mb": CAPS_MB, "first_mb": 1.0}
-    asked = [{"caps_mb": (5.0,), "first_mb": None}, {"caps_mb": (5.0,), "first_mb": 2.0}]
-    assert sized == [*asked, {"caps_mb": (25.0,), "first_mb": 1.0}, *asked]
+    found = run_ranks(_sizes_of_models, 2)[0]
+    byte = 1 / 2**20  # each parameter has a bucket of its own
+    asked = [{"caps_mb": (5.0,), "first_mb": 5.0}, {"caps_mb": (byte,), "first_mb": byte}]
+    assert found[:3] == [{"caps_mb": CAPS_MB, "first_mb": 1.0}, *asked]
+    assert found[3:6] == [{"caps_mb": (25.0,), "first_mb": 1.0}, *asked]
+    assert found[6:]
+    assert all(one == {"caps_mb": (5.0,), "first_mb": 2.0} for one in found[6:])
 
 
 def test_the_fastest_is_kept_unless_dense_or_a_more_exact_one_is_as_fast() -> None:
@@ -271,12 +277,19 @@ def _resume_each(rank: int, world_size: int) -> list[tuple[str, str]]:
     again = commhooks.register(CoreDDP(mlp()), "auto", candidates=["int8", "onebit"])
     again.load_state_dict(chose.state_dict(gather=True))
     found.append((str(split), str(again.scheme == chose.scheme and again.bucket_cap_mb == 4.0)))
+    sized: Any = commhooks.register(CoreDDP(mlp(), bucket_cap_mb=2), "auto", candidates=["int8"])
+    sized._search._race = _raced((replace(_option("int8", 0.5), cap_mb=2.0), 0.5))
+    sized._search._dense_s = 1.0
+    sized._search._decide()
+    found.append(
+        ("a size that was given is no choice", str('"cap_mb": null' in sized.saved_plan()))
+    )
     return found
 
 
 def test_a_resumed_run_has_the_settings_and_the_split_that_were_chosen() -> None:
     for found in run_ranks(_resume_each, 2):
-        assert [same for _, same in found] == ["True"] * 4, found
+        assert [same for _, same in found] == ["True"] * 5, found
 
 
 def _resume_undecided(rank: int, world_size: int) -> tuple[bool, int, bool]:
@@ -314,6 +327,7 @@ def test_a_choice_that_seems_to_have_lost_is_raced_against_dense_steps(
     again: tuple[float, float], kept: bool
 ) -> None:
     hook, installed = mock.Mock(step=0), []
+    hook._binding.model = mock.Mock(spec=CoreDDP, bucket_bytes_cap_default=True)
     search = Search(hook, installed.append, {}, error=0.05, steps=2, link_s=0.1)
     search._race = _raced((_option("a", 0.9), 0.9), (_option("none", 1.0), 1.0))
     search._try_next()

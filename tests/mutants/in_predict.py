@@ -77,6 +77,18 @@ MUTANTS: list[Mutant] = [
     *planted(
         "commhooks/predict/search.py",
         (
+            "auto tries sizes of buckets that stay as they are",
+            "return free and isinstance(model, CoreDDP)",
+            "return isinstance(model, CoreDDP)",
+            f"{AUTO}::test_buckets_that_the_user_has_sized_stay_so",
+        ),
+        (
+            "the largest of a list of sizes is the last one",
+            "cap = listed[-1] if listed else",
+            "cap = max(listed) if listed else",
+            f"{AUTO}::test_buckets_that_the_user_has_sized_stay_so",
+        ),
+        (
             "auto takes a scheme that is 2 % slower",
             "_SAME = 0.01",
             "_SAME = 0.02",
@@ -96,6 +108,21 @@ MUTANTS: list[Mutant] = [
             "contention.moving * core[at, case]",
             "contention.later * core[at, case]",
             "tests/unit/test_simulate.py::test_cases_of_different_sizes_do_not_disturb_each_other",
+        ),
+    ),
+    *planted(
+        "commhooks/predict/advise.py",
+        (
+            "the first bucket of an advice has 1 MiB",
+            "cap_mb if first_mb is None else first_mb",
+            "first_mb or 1.0",
+            f"{ADVISE}::test_the_first_bucket_is_as_large_as_bucket_cap_mb_makes_it",
+        ),
+        (
+            "the first bucket of a plan of two schemes has 1 MiB",
+            "best_split(allowed, workload, **where, **sizes[cap])",
+            "best_split(allowed, workload, **where, cap_mb=cap)",
+            f"{ADVISE}::test_the_first_bucket_is_as_large_as_bucket_cap_mb_makes_it",
         ),
     ),
     *planted(
@@ -123,7 +150,7 @@ MUTANTS: list[Mutant] = [
             "tests/unit/test_race.py::test_noise_does_not_decide",
         ),
         (
-            "a race ends while 2 % are not known",
+            "a race ends when differences of 2 % are known",
             "_CLOSE = 0.01",
             "_CLOSE = 0.02",
             "tests/unit/test_race.py::test_without_noise_one_round_decides",

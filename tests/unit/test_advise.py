@@ -131,6 +131,10 @@ def test_the_first_bucket_is_as_large_as_bucket_cap_mb_makes_it(
     for one in options:
         if one.split is None:
             assert one.step == predict_step(one.scheme, SMALL, **WHERE, **sizes)
+        else:
+            allowed = {name: commhooks.make(name) for name in ("none", "bf16", "int8")}
+            assert (one.split, one.step) == best_split(allowed, SMALL, **WHERE, **sizes)
+    assert any(one.split is not None for one in options)
     dense = [predict_step(SCHEMES["none"], SMALL, **WHERE, first_mb=one) for one in (0.5, 0.125)]
     assert dense[0].step_s != dense[1].step_s
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-import time
 from types import SimpleNamespace
+from typing import Any
+from unittest import TestCase
 
 import pytest
 import torch
 
-from commhooks.predict import DEVICES, ThisDevice
+from commhooks.predict import DEVICES, Device, ThisDevice
 from commhooks.predict.contention import (
     TAKE_TURNS,
     Contention,
@@ -18,7 +19,7 @@ from commhooks.predict.contention import (
     _share_on_gpu,
     measure_contention,
 )
-from tests.unit.pretended import Device
+from tests.unit import pretended
 
 CUDA = torch.device("cuda")
 
@@ -27,7 +28,46 @@ def test_the_share_is_what_the_step_is_longer_per_second_of_the_side() -> None:
     assert _share(0.5, 2.0) == 0.25
     assert _share(-0.1, 2.0) == 0
     assert _share(3.0, 2.0) == 1
-    assert _share(0.1, 0.0) == 0  # nothing ran on the side
+    assert _share(0.1, 0.0) == 1  # nothing ran on the side: nothing is known
+
+
+class _Lockstep:
+    """Has a clock of its own, and a side that runs once per step while it has a thread."""
+
+    def __init__(self, share: float) -> None:
+        self.share, self.now = share, 0.0
+        self._begins, self._ran = threading.Semaphore(0), threading.Semaphore(0)
+        self._thread: threading.Thread | None = None
+
+    def clock(self) -> float:
+        return self.now
+
+    def step(self) -> None:
+        """Takes a millisecond, and its share of the side's."""
+        self.now += 1e-3
+        if self._thread is not None and self._thread.is_alive():
+            self._begins.release()
+            assert self._ran.acquire(timeout=10)
+            self.now += self.share * 5e-4
+
+    def side(self) -> None:
+        """Takes half a millisecond."""
+        here = threading.current_thread()
+        if here is threading.main_thread():
+            self.now += 5e-4
+        elif self._thread is not here:
+            self._thread = here  # the first call, before anything is timed
+        elif self._begins.acquire(timeout=0.1):
+            self._ran.release()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
+def test_on_a_cpu_two_threads_are_compared(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = _Lockstep(share)
+    clock = SimpleNamespace(perf_counter=both.clock)
+    monkeypatch.setattr("commhooks.predict.contention.time", clock)
+    # The last call of a turn may not be counted yet: one of thirty.
+    assert _share_on_cpu(both.step, both.side) == pytest.approx(share, rel=0.07)
 
 
 def test_on_a_cpu_the_first_part_is_in_backward_and_no_thread_is_left() -> None:
@@ -47,21 +87,33 @@ def test_an_error_on_the_side_is_raised_and_no_thread_is_left() -> None:
             raise ArithmeticError("the side")
 
     with pytest.raises(ArithmeticError, match="the side"):
-        _share_on_cpu(lambda: time.sleep(1e-3), side)
+        _share_on_cpu(lambda: sum(range(10_000)), side)
     assert threading.active_count() == before
 
 
-class _Gpu(Device):
-    """Runs all streams one after the other, or the side at no cost."""
+class _Gpu(pretended.Device):
+    """Runs a side's work beside a step's; a share of it makes the step longer."""
 
-    def __init__(self, *, side_costs: bool) -> None:
+    def __init__(self, share: float) -> None:
         super().__init__()
-        self.side_costs = side_costs
+        self.share = share
         self.sides: list[SimpleNamespace] = []
+        self._timed: object = None  # the stream on which the latest event was recorded
 
     def Stream(self, device=None, priority=0):  # type: ignore[no-untyped-def]
         self.sides.append(SimpleNamespace(device=device, priority=priority))
         return self.sides[-1]
+
+    def Event(self, enable_timing=False):  # type: ignore[no-untyped-def]
+        event = super().Event(enable_timing)
+        record = event.record
+
+        def noted(stream: object) -> None:
+            self._timed = stream
+            record(stream)
+
+        event.record = noted
+        return event
 
     def synchronize(self, device=None):  # type: ignore[no-untyped-def]
         super().synchronize()
@@ -72,50 +124,39 @@ class _Gpu(Device):
 
     def side(self) -> None:
         assert self.current_stream() is self.sides[0]
-        timed_alone = self.alone
-        self.work(0.5 if self.side_costs or timed_alone else 0.0)
-
-    @property
-    def alone(self) -> bool:
-        """Whether the latest event was recorded on the side's stream: it is timed by itself."""
-        return self.begun in self.sides
-
-    begun: object = None
-
-    def Event(self, enable_timing=False):  # type: ignore[no-untyped-def]
-        event = super().Event(enable_timing)
-        record = event.record
-
-        def noted(stream=None):  # type: ignore[no-untyped-def]
-            self.begun = stream
-            record(stream)
-
-        event.record = noted
-        return event
+        alone = self._timed in self.sides
+        self.work(0.5 if alone else 0.5 * self.share)
 
 
-@pytest.mark.parametrize(("side_costs", "share"), [(True, 1.0), (False, 0.0)])
-def test_on_a_gpu_two_streams_are_compared(side_costs: bool, share: float) -> None:
-    gpu = _Gpu(side_costs=side_costs)
-    assert _share_on_gpu(gpu.step, gpu.side, module=gpu, device=CUDA) == share
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_on_a_gpu_two_streams_are_compared(share: float) -> None:
+    gpu = _Gpu(share)
+    assert _share_on_gpu(gpu.step, gpu.side, module=gpu, device=CUDA) == pytest.approx(share)
     assert [one.priority for one in gpu.sides] == [-1]  # as those of exchanges
 
 
 def test_a_device_without_streams_or_memory_is_not_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch, "get_device_module", lambda name: SimpleNamespace(Event=object))
-    assert measure_contention("mps") == TAKE_TURNS
-
     def no_room(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(torch, "get_device_module", lambda name: _Gpu(side_costs=True))
-    monkeypatch.setattr(torch, "ones", no_room)
-    assert measure_contention("cuda") == TAKE_TURNS
+    full: Any = _Gpu(1.0)
+    full.mem_get_info = lambda device: (2**20, 2**30)
+    with TestCase().assertLogs("commhooks", "INFO") as log:  # caplog is off, see pyproject.toml
+        for module in (SimpleNamespace(Event=object), full, _Gpu(1.0)):
+            monkeypatch.setattr(torch, "get_device_module", lambda name, module=module: module)
+            if module is not full and isinstance(module, _Gpu):
+                monkeypatch.setattr(torch, "ones", no_room)
+            assert measure_contention("cuda") == TAKE_TURNS
+    reasons = ["no Stream", "no 300 MiB of free memory", "no memory left"]
+    texts = [record.getMessage() for record in log.records]
+    assert all(reason in text for reason, text in zip(reasons, texts, strict=True))
 
 
 def test_what_was_measured_is_the_devices() -> None:
     measured = Contention(1.0, 0.25, 0.5)
     assert ThisDevice("cpu", contention=measured).contention == measured
     assert {one.contention for one in (*DEVICES.values(), ThisDevice())} == {TAKE_TURNS}
+    with pytest.raises(TypeError, match=r"Device\(contention=\.\.\.\) is a .*Contention, got 0.5"):
+        Device("own", 1e9, 1e-6, 1e12, contention=0.5)  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from experiments.network_front import exchange_errors, fronts
-from experiments.network_page import auto_ratios
+from experiments.network_page import auto_ratios, is_judged
 from experiments.network_setups import CHOICE, Setup, setup_of
 
 
@@ -85,3 +85,8 @@ def test_a_setup_is_a_scheme_a_class_and_its_buckets(text: str, setup: Setup) ->
 def test_a_setup_that_means_nothing_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="no setup"):
         setup_of(text)
+
+
+def test_predictions_that_begin_with_what_was_measured_do_not_count() -> None:
+    names = ["noop", "noop on torch", "one value", CHOICE, "none", "torch none", "topk on torch"]
+    assert [name for name in names if is_judged(name)] == ["none", "torch none", "topk on torch"]

@@ -363,7 +363,7 @@ def test_all_steps_at_once_are_those_of_single_predictions_and_of_the_plain_rule
                 assert found.rounds == sum(map(len, wire))
 
 
-_HALF = Contention(first=0.75, later=0.5, moving=0.25)
+_SHARES = Contention(first=0.75, later=0.5, moving=0.25)
 
 
 def test_cases_of_different_sizes_do_not_disturb_each_other() -> None:
@@ -380,7 +380,7 @@ def test_cases_of_different_sizes_do_not_disturb_each_other() -> None:
     have = random.integers(0, buckets + 1, count)
     for case in range(count):
         parts.ready[have[case] :, case] = np.inf
-    ends = pipelined(parts, backward_ends=12.0, contention=_HALF)
+    ends = pipelined(parts, backward_ends=12.0, contention=_SHARES)
     workload = Workload("whole", (), 4.0, 8.0)
     for case in range(count):
         sent = parts.rounds[: have[case], case]
@@ -390,7 +390,7 @@ def test_cases_of_different_sizes_do_not_disturb_each_other() -> None:
             [parts.wire[b, :n, case].tolist() for b, n in enumerate(sent)],
             [parts.core[b, :n, case].tolist() for b, n in enumerate(sent)],
             workload,
-            _HALF,
+            _SHARES,
             shared=[parts.shared[b, :n, case].tolist() for b, n in enumerate(sent)],
             limited=[parts.limited[b, :n, case].tolist() for b, n in enumerate(sent)],
         )

@@ -76,7 +76,7 @@ def test_memory_is_timed_for_what_is_no_scheme() -> None:
 def test_here_is_a_device_of_this_machine() -> None:
     here = device("here")
     assert isinstance(here, ThisDevice)
-    there = torch.accelerator.current_accelerator()
+    there = torch.accelerator.current_accelerator(check_available=True)
     assert here.name == ("cpu" if there is None else str(there))
 
 
