@@ -176,24 +176,27 @@ def advise(
         if errors[name] <= error or name in ("none", "bf16")
     }
     where: dict[str, Any] = {"ranks": ranks, "fabric": fabric, "device": device}
-    sizes = {
-        cap_mb: {"cap_mb": cap_mb, "first_mb": cap_mb if first_mb is None else first_mb}
-        for cap_mb in caps_mb
-    }
+    firsts = {cap_mb: cap_mb if first_mb is None else first_mb for cap_mb in caps_mb}
     options = []
     for name, scheme in list(allowed.items()):
         try:
-            steps = [predict_step(scheme, workload, **where, **one) for one in sizes.values()]
+            steps = [
+                predict_step(scheme, workload, **where, cap_mb=cap, first_mb=first)
+                for cap, first in firsts.items()
+            ]
         except PredictionError:
             del allowed[name]
             continue
         options += [
             Option(name, scheme, cap_mb, step, errors[name])
-            for cap_mb, step in zip(sizes, steps, strict=True)
+            for cap_mb, step in zip(firsts, steps, strict=True)
         ]
     options.sort(key=lambda option: option.step.step_s)
     near = list(dict.fromkeys(option.cap_mb for option in options))[:_SPLIT_CAPS]
-    plans = [(cap, best_split(allowed, workload, **where, **sizes[cap])) for cap in near]
+    plans = [
+        (cap, best_split(allowed, workload, **where, cap_mb=cap, first_mb=firsts[cap]))
+        for cap in near
+    ]
     found = [(*plan, cap_mb) for cap_mb, plan in plans if plan is not None]
     if found:
         split, step, cap_mb = min(found, key=lambda one: one[1].step_s)

@@ -183,7 +183,7 @@ class Search:
         if entry is None:
             self._decide()
             return
-        self.cap_mb = self._chosen_size(entry.what)
+        self.cap_mb = _chosen_size(entry.what, self._model())
         self._enter(Stage.TRIAL, entry.what.scheme)
 
     def _decide(self) -> None:
@@ -198,7 +198,8 @@ class Search:
         else:
             seconds, option = best
             stage = Stage.KEPT if self._first is None else Stage.DONE
-            self.cap_mb, self.choice, scheme = self._chosen_size(option), option, option.scheme
+            self.choice, scheme = option, option.scheme
+            self.cap_mb = _chosen_size(option, self._model())
             verdict = f"auto runs {option}: {100 * (1 - seconds / dense_s):.0f} % less time"
         self._dense_s = dense_s
         self._enter(stage, scheme)
@@ -244,9 +245,6 @@ class Search:
             for name, cap_mb, step, error, split in self._of_all(mine)[0]
         ]
 
-    def _chosen_size(self, option: Option) -> float | None:
-        return option.cap_mb if _chooses_sizes(self._model()) else None
-
     def _of_all(self, value: Any) -> list[Any]:
         """Gathers a value from all ranks, which have all come here, or raises."""
         self._hook._meet("auto", {"stage": self._stage.value, "step": self._hook.step}, MEETING)
@@ -275,6 +273,11 @@ def _chooses_sizes(model: nn.Module) -> bool:
     """Whether sizes of buckets are part of the choice: on our class, unless the user gave some."""
     free = getattr(model, "bucket_bytes_cap_default", True)
     return free and isinstance(model, CoreDDP)
+
+
+def _chosen_size(option: Option, model: nn.Module) -> float | None:
+    """Returns the size of buckets that an option chooses, MiB."""
+    return option.cap_mb if _chooses_sizes(model) else None
 
 
 def _sizes(model: nn.Module) -> dict[str, Any]:

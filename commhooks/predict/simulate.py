@@ -199,10 +199,12 @@ def compare(
         for bandwidth in BANDWIDTHS
     ]
 
-    sizes_mb = {} if cap_mb is None else {"cap_mb": cap_mb, "first_mb": cap_mb}
+    cap, first = (25.0, 1.0) if cap_mb is None else (cap_mb, cap_mb)
 
     def predicted(counts: Sequence[int], links: Sequence[Fabric]) -> Steps:
-        return predict_steps(made, workload, ranks=counts, fabrics=links, device=device, **sizes_mb)
+        return predict_steps(
+            made, workload, ranks=counts, fabrics=links, device=device, cap_mb=cap, first_mb=first
+        )
 
     # Links on which a byte between nodes takes a second, and nothing else takes any time.
     counting = [_counting(one) for one in fabrics]

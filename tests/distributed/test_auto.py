@@ -269,7 +269,8 @@ def _resume_each(rank: int, world_size: int) -> list[tuple[str, str]]:
         again = commhooks.register(CoreDDP(mlp()), "auto", candidates=["int4", "onebit", "int8"])
         again.load_state_dict(hook.state_dict(gather=True))
         found.append((scheme, str(again.scheme == hook.scheme)))
-    chose: Any = commhooks.register(CoreDDP(mlp()), "auto", candidates=["int8", "onebit"])
+    free, own = CoreDDP(mlp()), CoreDDP(mlp(), bucket_cap_mb=2)
+    chose: Any = commhooks.register(free, "auto", candidates=["int8", "onebit"])
     option = Option(str(split), scheme_of("", split, chose._candidates), 4.0, NO_STEP, 0.1, split)
     chose._search._race = _raced((option, 0.5))
     chose._search._dense_s = 1.0
@@ -277,7 +278,7 @@ def _resume_each(rank: int, world_size: int) -> list[tuple[str, str]]:
     again = commhooks.register(CoreDDP(mlp()), "auto", candidates=["int8", "onebit"])
     again.load_state_dict(chose.state_dict(gather=True))
     found.append((str(split), str(again.scheme == chose.scheme and again.bucket_cap_mb == 4.0)))
-    sized: Any = commhooks.register(CoreDDP(mlp(), bucket_cap_mb=2), "auto", candidates=["int8"])
+    sized: Any = commhooks.register(own, "auto", candidates=["int8"])
     sized._search._race = _raced((replace(_option("int8", 0.5), cap_mb=2.0), 0.5))
     sized._search._dense_s = 1.0
     sized._search._decide()

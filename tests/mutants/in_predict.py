@@ -120,7 +120,7 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "the first bucket of a plan of two schemes has 1 MiB",
-            "best_split(allowed, workload, **where, **sizes[cap])",
+            "best_split(allowed, workload, **where, cap_mb=cap, first_mb=firsts[cap])",
             "best_split(allowed, workload, **where, cap_mb=cap)",
             f"{ADVISE}::test_the_first_bucket_is_as_large_as_bucket_cap_mb_makes_it",
         ),
