@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from commhooks.core.names import plain_names
 from commhooks.predict.workload import Layer, Workload
 
 __all__ = ["Recorder", "record"]
@@ -38,7 +39,9 @@ class Recorder:
     """
 
     def __init__(self, model: nn.Module, *, sample: int = 0) -> None:
-        self._names = [name for name, one in model.named_parameters() if one.requires_grad]
+        # As a hook names them: the rules of a plan go by these names.
+        plain = plain_names(name for name, _ in model.named_parameters())
+        self._names = [plain[name] for name, one in model.named_parameters() if one.requires_grad]
         self._parameters = [one for one in model.parameters() if one.requires_grad]
         self._shapes = [tuple(one.shape) for one in self._parameters]
         self._steps: list[_Times] = []

@@ -20,10 +20,12 @@ import commhooks
 from commhooks.core import Bucket, Scheme
 from commhooks.core.bucket import SchemeExchange
 from commhooks.core.dense import Dense
+from commhooks.core.traits import Traits
 from commhooks.predict.advise import CAPS_MB, Option, made_candidates, scheme_of
 from commhooks.predict.race import Race
+from commhooks.predict.recorded import Recorder
 from commhooks.predict.search import Search, Stage, _sizes, chosen, promising
-from commhooks.predict.split import Split
+from commhooks.predict.split import Split, split_scheme
 from commhooks.predict.step import Step
 from commhooks.wrappers.base import Wrapper
 from commhooks.wrappers.feedback import without_flush
@@ -178,6 +180,50 @@ def test_the_best_schemes_are_tried_in_the_fewest_buckets_as_well() -> None:
     ]
     tried = [(one.name, one.cap_mb) for one in promising(options)]
     assert tried == [("a", 4.0), ("b", 50.0), ("c", 4.0), ("a", 25.0), ("none", 8.0)]
+
+
+@dataclass(frozen=True)
+class _Zeros(Scheme):
+    """Averages to zero."""
+
+    traits = Traits()
+
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        total = yield commhooks.AllReduce(bucket.gradient.clone(), "sum")
+        return commhooks.Result(torch.zeros_like(total))
+
+
+def _run_a_recorded_plan(rank: int, world_size: int) -> list[tuple[list[str], bool]]:
+    found = []
+    for kind in (CoreDDP, DistributedDataParallel):
+        ddp: Any = kind(mlp())
+        hook = commhooks.register(ddp, "none")
+
+        def step(ddp: Any = ddp) -> torch.Tensor:
+            ddp(torch.randn(4, 16)).square().mean().backward()
+            gradient: torch.Tensor = next(ddp.parameters()).grad
+            return gradient.clone()
+
+        recorder = Recorder(ddp)
+        for _ in range(2):
+            recorder.step_begins()
+            step()
+        recorder.step_begins()
+        recorder.close()
+        names = [layer.name for layer in recorder.workload("model").layers]
+        plan = Split("none", "zeros", 1, 2, tuple(names))
+        # A rule that matches no parameter warns, which is an error here.
+        hook.switch(split_scheme(plan, {"none": commhooks.make("none"), "zeros": _Zeros()}))
+        ddp.zero_grad()
+        found.append((sorted(names), bool((step() == 0).all())))
+    return found
+
+
+def test_a_plan_of_two_schemes_names_parameters_as_hooks_do() -> None:
+    """They had the prefix of DistributedDataParallel, so that the second scheme never ran."""
+    names = sorted(name for name, _ in mlp().named_parameters())
+    for found in run_ranks(_run_a_recorded_plan, 2):
+        assert found == [(names, True)] * 2
 
 
 def _sizes_of_models(rank: int, world_size: int) -> list[dict[str, Any]]:
