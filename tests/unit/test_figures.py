@@ -82,7 +82,7 @@ def test_every_row_of_the_readme_has_a_table() -> None:
 
 
 def test_figures_below_the_picture_are_those_of_its_table() -> None:
-    # Of all digits: the table of the picture has three, and 1.0252 would be 1.025 and then 1.02.
+    # Of all digits: the table of the picture has three, and 1.0251 would be 1.025 and then 1.02.
     study = pd.read_csv(RESULTS / "bandwidth" / "bandwidth.csv").set_index(["link", "scheme"])
     links, schemes = ("1 Gbit/s", "unlimited", "100 Mbit/s"), ("fp16", "powersgd, rank 4")
     expected = [study.over_none[link, scheme] for link in links for scheme in schemes]
