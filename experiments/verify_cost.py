@@ -40,24 +40,12 @@ from experiments.hosts import joined, messages_from_hosts
 from experiments.models import Model
 from experiments.namespaces import reason_not_to_run
 from experiments.processes import run_ranks
+from experiments.tasks import TinyLayers
 
 TABLE_WIDTH = 140
 EVERY = 100  # of the blocks that are compared as they are
 SHORT = 8  # steps of a block with one verified step, for the difference
 SCHEMES: dict[str, dict[str, Any]] = {"int8": {}, "powersgd": {"rank": 4}}
-
-
-class _Tiny(nn.Module):
-    """200 layers of 32: 0.2 M parameters in 400 tensors, for the cost per parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(200))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + 0.05 * torch.tanh(layer(x))
-        return x
 
 
 def _small_cnn() -> nn.Module:
@@ -72,7 +60,7 @@ def _small_cnn() -> nn.Module:
 
 MODELS = {
     "small CNN": Model(_small_cnn, lambda batch: torch.randn(batch, 3, 16, 16), 16),
-    "200 tiny layers": Model(_Tiny, lambda batch: torch.randn(batch, 32), 32),
+    "200 tiny layers": Model(lambda: TinyLayers(200, 32), lambda batch: torch.randn(batch, 32), 32),
 }
 
 

@@ -161,15 +161,23 @@ def _advice(
     yield f"\nTake {best}: {step}{'' if best.name == 'bf16' else gain}, {over}."
     yield wrap
     if best.split is not None:
-        names = [best.split.first, best.split.last]
+        made = [
+            f"{name!r}: commhooks.make({_arguments(name)})"
+            for name in (best.split.first, best.split.last)
+        ]
         yield "    # Finds such a plan by measurement:"
+        yield f"    candidates = {{{', '.join(made)}}}".replace("'", '"')
         yield (
-            f'    hook = commhooks.register(model, "auto", candidates={names!r}, error={error:g})'
-        ).replace("'", '"')
+            f'    hook = commhooks.register(model, "auto", candidates=candidates, error={error:g})'
+        )
         return
-    name, settings = settings_of(best.name)
-    arguments = [repr(name), *(f"{key}={value!r}" for key, value in settings.items())]
-    yield f"    hook = commhooks.register(model, {', '.join(arguments)})".replace("'", '"')
+    yield f"    hook = commhooks.register(model, {_arguments(best.name)})".replace("'", '"')
+
+
+def _arguments(text: str) -> str:
+    """Returns a scheme with options, "powersgd:rank=4", as the arguments of a call."""
+    name, settings = settings_of(text)
+    return ", ".join([repr(name), *(f"{key}={value!r}" for key, value in settings.items())])
 
 
 def _beyond(option: Option, error: float) -> str:

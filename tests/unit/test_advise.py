@@ -204,3 +204,16 @@ def test_a_wrong_argument_is_a_sentence(arguments: tuple[str, ...], message: str
     assert result.exit_code == 2
     assert message in result.output.replace("\n", " ")
     assert "Traceback" not in result.output
+
+
+def test_the_lines_for_a_plan_of_two_schemes_run() -> None:
+    from commhooks.cli.advise import _advice
+
+    one = advise(SMALL, **WHERE, candidates=["int8"], error=1.0)
+    split = Split("none", "powersgd:rank=4", 1, 2, ("w",))
+    plan = replace(one[0], name=str(split), split=split)
+    *_, made, hook = _advice(plan, [plan, *one], SMALL, 2.0)
+    names: dict[str, Any] = {"commhooks": commhooks}
+    exec(made.strip(), names)
+    assert names["candidates"]["powersgd:rank=4"] == commhooks.make("powersgd", rank=4)
+    assert hook.endswith('register(model, "auto", candidates=candidates, error=2)')
