@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commhooks
 from commhooks.hosts import SchemeGroup
 from tests.distributed.harness import run_ranks
-from tests.distributed.training import batch, equal_bits, gradients, mlp, outcome
+from tests.distributed.training import batch, equal_bits, gradients, local_means, mlp, outcome
 
 STEPS = 4
 SMALL = {"bucket_cap_mb": 0.004}  # several buckets
@@ -184,16 +184,16 @@ def _default_group(rank: int, world_size: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (world_size,))
     for module in (model[0], model[2], model):
         on_fsdp(module, mesh=mesh)
-    found["replicate"] = near(_local(model, rank), dense)
+    found["replicate"] = near(local_means(model, rank, STEPS), dense)
     calls = dist.group.WORLD.hook.calls
     model = mlp(32, 4)
     fully_shard(model, mesh=mesh)
-    _local(model, rank)
+    local_means(model, rank, STEPS)
     found["fully_shard by the scheme"] = dist.group.WORLD.hook.calls > calls
     model = mlp(32, 4)
     fully_shard(model, mesh=mesh)
     commhooks.register(model, "none")
-    train_sharded = _local(model, rank)
+    train_sharded = local_means(model, rank, STEPS)
     found["fully_shard"] = bool(train_sharded)
 
     begin_again(rank, world_size, pg_options={"scheme": "powersgd", "rank": 2})
@@ -208,16 +208,6 @@ def _reduced(x: Tensor, scheme: str) -> Tensor:
     total = x.clone()
     commhooks.all_reduce(total, scheme)
     return total
-
-
-def _local(model: nn.Module, rank: int) -> list[Tensor]:
-    means = []
-    for step in range(STEPS):
-        model.zero_grad()
-        model(batch(step, rank, 8, 32)).square().sum().backward()
-        grads: list[Any] = [parameter.grad for parameter in model.parameters()]
-        means.append(torch.cat([grad.to_local().double().view(-1) for grad in grads]))
-    return means
 
 
 def test_the_default_group_may_be_of_the_backend() -> None:

@@ -22,7 +22,15 @@ from torch.nn.parallel import DistributedDataParallel
 import commhooks
 import ddp_core
 from tests.distributed.harness import run_ranks
-from tests.distributed.training import batch, equal_bits, gradients, mlp, outcome, residuals
+from tests.distributed.training import (
+    batch,
+    equal_bits,
+    gradients,
+    local_means,
+    mlp,
+    outcome,
+    residuals,
+)
 
 STEPS = 5
 SMALL = {"bucket_cap_mb": 0.004}  # several buckets, some of them of equal size
@@ -476,17 +484,6 @@ def test_what_a_group_cannot_do_is_refused_with_what_to_do() -> None:
 # ---- data parallelism on FSDP2
 
 
-def _local_means(model: nn.Module, rank: int) -> list[Tensor]:
-    """Returns this rank's pieces of the averaged gradients of each step, flat."""
-    means = []
-    for step in range(STEPS):
-        model.zero_grad()
-        model(batch(step, rank, 8, 32)).square().sum().backward()
-        grads: list[Any] = [parameter.grad for parameter in model.parameters()]
-        means.append(torch.cat([grad.to_local().double().view(-1) for grad in grads]))
-    return means
-
-
 def _on_fsdp(rank: int, world_size: int) -> dict[str, Any]:
     dense = train(DistributedDataParallel(mlp(32, 4)), rank)
     found: dict[str, Any] = {}
@@ -503,13 +500,13 @@ def _on_fsdp(rank: int, world_size: int) -> dict[str, Any]:
     for module in (model[0], model[2], model):
         on_fsdp(module, mesh=mesh)
     found["over the group"] = (
-        near(_local_means(model, rank), 0.04) and group.hook.calls == 3 * STEPS
+        near(local_means(model, rank, STEPS), 0.04) and group.hook.calls == 3 * STEPS
     )
 
     for name, allowed in {"none": 1e-6, "int8": 0.04, "powersgd": 3.0}.items():
         model = mlp(32, 4)
         hook = commhooks.hosts.replicate(model, name, modules=[model[0], model[2]])
-        means = _local_means(model, rank)
+        means = local_means(model, rank, STEPS)
         found[name] = near(means, allowed) and (hook.step, hook.calls) == (STEPS, 3 * STEPS)
         found.setdefault("bits", []).append(means[-1])
     found["wrong mesh"] = outcome(commhooks.hosts.replicate, mlp(), "none", mesh=mesh)
@@ -538,10 +535,10 @@ def _sharded(rank: int, world_size: int) -> dict[str, Any]:
             fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
         return model
 
-    dense, found = _local_means(model_over(dist.group.WORLD), rank), {}
+    dense, found = local_means(model_over(dist.group.WORLD), rank, STEPS), {}
     for name, dtype in (("int8", None), ("int8", torch.float16), ("none", None), ("fp8", None)):
         group = commhooks.process_group(name, least=1)
-        means = _local_means(model_over(group, dtype), rank)
+        means = local_means(model_over(group, dtype), rank, STEPS)
         errors = [
             float((one - two).norm() / two.norm()) for one, two in zip(means, dense, strict=True)
         ]
