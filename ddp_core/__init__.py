@@ -5,6 +5,7 @@ Knows torch and no scheme: it takes hooks, and generators that yield collectives
 
 from ddp_core.ddp.ddp import DistributedDataParallel
 from ddp_core.exchange.clocks import Clock, Moment, clock_of, event_after
+from ddp_core.exchange.collective import overlapped
 from ddp_core.exchange.collectives import (
     AllGather,
     AllReduce,
@@ -43,6 +44,7 @@ from ddp_core.exchange.lane_groups import (
     is_gloo,
 )
 from ddp_core.exchange.lanes import Lanes
+from ddp_core.exchange.overlap import Overlap
 from ddp_core.exchange.simulate import simulate
 from ddp_core.exchange.streams import Streams
 from ddp_core.exchange.task import Exchange, RoundRecord, Task
@@ -72,6 +74,7 @@ __all__ = [
     "MissingRankError",
     "MixedPrecision",
     "Moment",
+    "Overlap",
     "PeerError",
     "ReduceScatter",
     "Reducer",
@@ -96,6 +99,7 @@ __all__ = [
     "needs",
     "on_device",
     "on_device_of",
+    "overlapped",
     "simulate",
     "stream_of",
 ]

@@ -164,7 +164,6 @@ def _power_sgd(x: Tensor, out: Tensor, residual: Tensor, rank: int = 4) -> list[
     table, factors = matrices.table, (left, right)
     # Without a tail: every entry is in a matrix.
     corrected = (out, residual, out, table, right, left, None, None, None)
-    kept = (*factors, *factors, out, table, residual, out, None, None, None, None)
     return [
         Case("PowerSGD 4, (g + e) Q", 12, 0.7, low_rank.multiply_right_op, corrected),
         Case(
@@ -179,10 +178,13 @@ def _power_sgd(x: Tensor, out: Tensor, residual: Tensor, rank: int = 4) -> list[
         ),
         Case(
             *("PowerSGD 4, decode", 4, 0.7, low_rank.expand_op),
-            (*factors, None, None, None, table, None, out, None, None, None, None),
+            (*factors, table, out, None, None, None),
             {"torch's hook": lambda: torch.bmm(p, q.mT, out=views[1])},
         ),
-        Case("PowerSGD 4, decode, feedback", 12, 0.7, low_rank.expand_op, kept),
+        Case(
+            *("PowerSGD 4, residual", 8, 0.7, low_rank.subtract_op),
+            (out, table, *factors, residual, None, None),
+        ),
     ]
 
 

@@ -37,6 +37,7 @@ from commhooks.kernels import (
     multiply_left,
     multiply_right,
     orthonormalize,
+    subtract_low_rank,
 )
 from commhooks.schemes import PowerSGD
 from commhooks.wrappers import Cast
@@ -123,8 +124,8 @@ class _Bucket:
         multiply_right(matrices, grad, right, left, residual=self.residual, total=grad)
         orthonormalize(matrices, left)
         multiply_left(matrices, grad, left, right)
-        sent = (left, right)
-        decode_low_rank(matrices, left, right, grad, sent=sent, total=grad, unsent=self.spare)
+        subtract_low_rank(matrices, grad, left, right, self.spare)
+        decode_low_rank(matrices, left, right, grad)
         self.residual, self.spare = self.spare, self.residual
 
     def torch_layout(self) -> None:

@@ -7,7 +7,14 @@ from .dct import dct
 from .finite import all_finite
 from .hadamard import hadamard
 from .levels import dequantize_levels, level_bytes, quantize_levels
-from .low_rank import Matrices, decode_low_rank, multiply_left, multiply_right, tail_table
+from .low_rank import (
+    Matrices,
+    decode_low_rank,
+    multiply_left,
+    multiply_right,
+    subtract_low_rank,
+    tail_table,
+)
 from .norms import quantize_norms
 from .orthonormal import orthonormalize, unit_rows
 from .parts import dequantize_parts, quantize_parts, squared_norms
@@ -61,6 +68,7 @@ __all__ = [
     "scatter_random",
     "scatter_sum",
     "squared_norms",
+    "subtract_low_rank",
     "tail_table",
     "top_k",
     "top_k_sampled",

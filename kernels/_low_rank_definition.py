@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 from ._matrices import Matrices, matrices_of, runs_of
-from ._tail import check_tail, gather, scatter
+from ._tail import check_table, check_tail, gather, scatter, subtract
 from .runtime.op import check, op
 
-__all__ = ["expand_op", "multiply_left_op", "multiply_right_op"]
+__all__ = ["expand_op", "multiply_left_op", "multiply_right_op", "subtract_op"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _BUCKETS = (*_DTYPES, torch.float64)
 _IN_PLACE = [("x", "total"), ("residual", "total")]
 
-# All three ops also carry the tail, which no matrix has: `tails` is its table.
+# All ops also carry the tail, which no matrix has: `tails` is its table.
 
 
 @op(
@@ -78,37 +78,47 @@ def multiply_left_op(
 
 
 @op(
-    "expand(Tensor left, Tensor right, Tensor? sent_left, Tensor? sent_right, Tensor? total,"
-    " Tensor table, Tensor(a!)? unsent, Tensor(b!) out, Tensor? finite, Tensor? tails,"
-    " Tensor? tail, Tensor? sent_tail) -> ()",
+    "expand(Tensor left, Tensor right, Tensor table, Tensor(a!) out, Tensor? finite,"
+    " Tensor? tails, Tensor? tail) -> ()",
     caller="decode_low_rank",
-    same=[("total", "unsent"), ("total", "out")],
 )
 def expand_op(
     left: Tensor,
     right: Tensor,
-    sent_left: Tensor | None,
-    sent_right: Tensor | None,
-    total: Tensor | None,
     table: Tensor,
-    unsent: Tensor | None,
     out: Tensor,
     finite: Tensor | None,
     tails: Tensor | None,
     tail: Tensor | None,
-    sent_tail: Tensor | None,
 ) -> None:
     for run in runs_of(table):
-        # Before `out`, which may be `total`.
-        if not (sent_left is None or sent_right is None or total is None or unsent is None):
-            sent = torch.bmm(run.left(sent_left).mT, run.right(sent_right))
-            torch.sub(run.bucket(total), sent, out=run.bucket(unsent))
         product = torch.bmm(run.left(left).mT, run.right(right))
         if finite is not None:
             product = torch.where(finite, product, float("nan"))
         run.bucket(out).copy_(product)
     if tails is not None and tail is not None:
-        scatter(tail, sent_tail, total, tails, unsent, out)
+        scatter(tail, tails, out)
+
+
+@op(
+    "subtract_low_rank(Tensor total, Tensor table, Tensor left, Tensor right, Tensor(a!) unsent,"
+    " Tensor? tails, Tensor? sent) -> ()",
+    same=[("total", "unsent")],
+)
+def subtract_op(
+    total: Tensor,
+    table: Tensor,
+    left: Tensor,
+    right: Tensor,
+    unsent: Tensor,
+    tails: Tensor | None,
+    sent: Tensor | None,
+) -> None:
+    for run in runs_of(table):
+        product = torch.bmm(run.left(left).mT, run.right(right))
+        torch.sub(run.bucket(total), product, out=run.bucket(unsent))
+    if tails is not None:
+        subtract(total, tails, sent, unsent)
 
 
 # Checks of arguments --------------------------------------------------------------------------
@@ -130,7 +140,7 @@ def _check_right(
     _check_factors("multiply_right", matrices, left, right, x, work)
     if own is not None:
         check("multiply_right", "own", own, like=x, dtypes=(work,), n=matrices.left_numel)
-    check_tail("multiply_right", tails, x, tail, None)
+    check_tail("multiply_right", tails, x, tail)
 
 
 @multiply_left_op.check
@@ -149,36 +159,45 @@ def _check_left(
     _check_factors("multiply_left", matrices, left, right, x, work)
     if own is not None:
         check("multiply_left", "own", own, like=x, dtypes=(work,), n=matrices.right_numel)
-    check_tail("multiply_left", tails, x, tail, None)
+    check_tail("multiply_left", tails, x, tail)
 
 
 @expand_op.check
 def _check_expand(
     left: Tensor,
     right: Tensor,
-    sent_left: Tensor | None,
-    sent_right: Tensor | None,
-    total: Tensor | None,
     table: Tensor,
-    unsent: Tensor | None,
     out: Tensor,
     finite: Tensor | None,
     tails: Tensor | None,
     tail: Tensor | None,
-    sent_tail: Tensor | None,
 ) -> None:
     matrices, work = _check_bucket("decode_low_rank", table, "out", out)
     _check_factors("decode_low_rank", matrices, left, right, out, work)
     if finite is not None:
         check("decode_low_rank", "finite", finite, like=out, dtypes=(torch.bool,), n=1)
-    check_tail("decode_low_rank", tails, out, tail, sent_tail)
-    if unsent is None:
-        return
-    if sent_left is None or sent_right is None or total is None:
-        raise ValueError("decode_low_rank(sent, total): needed for unsent")
-    _check_factors("decode_low_rank", matrices, sent_left, sent_right, out, work)
-    for name, tensor in (("total", total), ("unsent", unsent)):
-        check("decode_low_rank", name, tensor, like=out, dtypes=(work,), n=out.numel())
+    check_tail("decode_low_rank", tails, out, tail)
+
+
+@subtract_op.check
+def _check_subtract(
+    total: Tensor,
+    table: Tensor,
+    left: Tensor,
+    right: Tensor,
+    unsent: Tensor,
+    tails: Tensor | None,
+    sent: Tensor | None,
+) -> None:
+    caller = "subtract_low_rank"
+    check(caller, "total", total, like=total, dtypes=(torch.float32, torch.float64))
+    matrices, work = _check_bucket(caller, table, "total", total)
+    _check_factors(caller, matrices, left, right, total, work)
+    check(caller, "unsent", unsent, like=total, dtypes=(work,), n=total.numel())
+    if tails is not None:
+        check_table(caller, tails, total, sent)
+    elif sent is not None:
+        raise ValueError(f"{caller}(sent): only with a table of the tail")
 
 
 def _check_sum(
@@ -214,6 +233,7 @@ def _check_factors(
 @multiply_right_op.beyond_kernels
 @multiply_left_op.beyond_kernels
 @expand_op.beyond_kernels
+@subtract_op.beyond_kernels
 def _is_double(first: Tensor, *rest: Tensor | None) -> bool:
     """Returns whether the first argument is float64, for which there are no kernels."""
     # Its dtype decides: the checks have compared the other tensors with it.

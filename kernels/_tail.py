@@ -16,7 +16,7 @@ from torch import Tensor
 from ._matrices import _version_of
 from .runtime.op import check
 
-__all__ = ["check_tail", "gather", "on_device", "scatter", "tail_table"]
+__all__ = ["check_table", "check_tail", "gather", "on_device", "scatter", "subtract", "tail_table"]
 
 
 def tail_table(spans: Sequence[tuple[int, int]]) -> Tensor:
@@ -51,20 +51,16 @@ def gather(
             total[here] = values
 
 
-def scatter(
-    tail: Tensor,
-    sent: Tensor | None,
-    total: Tensor | None,
-    table: Tensor,
-    unsent: Tensor | None,
-    out: Tensor,
-) -> None:
-    """Writes ``tail`` to the pieces of ``out``, and ``total - sent`` to those of ``unsent``."""
+def scatter(tail: Tensor, table: Tensor, out: Tensor) -> None:
+    """Writes ``tail`` to the pieces of ``out``."""
     for here, there in _pieces(table):
-        if unsent is not None:  # before `out`, which may be `total`
-            rest = 0.0 if sent is None or total is None else total[here] - sent[there]
-            unsent[here] = rest
         out[here] = tail[there]
+
+
+def subtract(total: Tensor, table: Tensor, sent: Tensor | None, unsent: Tensor) -> None:
+    """Writes ``total - sent`` to the pieces of ``unsent``; None: all was sent."""
+    for here, there in _pieces(table):
+        unsent[here] = 0.0 if sent is None else total[here] - sent[there]
 
 
 @lru_cache(maxsize=4096)  # one per bucket, by the tensor and the number of writes to it
@@ -93,14 +89,17 @@ def _pieces(table: Tensor) -> tuple[tuple[slice, slice], ...]:
     return pieces
 
 
-def check_tail(
-    caller: str, table: Tensor | None, bucket: Tensor, tail: Tensor | None, sent: Tensor | None
-) -> None:
-    """Raises TypeError or ValueError unless the tensors are a tail of the bucket, or all None."""
+def check_tail(caller: str, table: Tensor | None, bucket: Tensor, tail: Tensor | None) -> None:
+    """Raises TypeError or ValueError unless the tensors are a tail of the bucket, or both None."""
     if table is None or tail is None:
-        if not table is tail is sent is None:
+        if table is not tail:
             raise ValueError(f"{caller}(tail): a table and a tensor, or neither")
         return
+    check_table(caller, table, bucket, tail)
+
+
+def check_table(caller: str, table: Tensor, bucket: Tensor, tail: Tensor | None) -> None:
+    """Raises TypeError or ValueError unless ``tail``, if there is one, is a tail of the bucket."""
     good = table.is_cpu and table.dtype == torch.int64
     pieces = _spans_of(table, _version_of(table)) if good else None
     if pieces is None:
@@ -111,21 +110,18 @@ def check_tail(
     end, length = (pieces[-1][0].stop, pieces[-1][1].stop) if pieces else (0, 0)
     if bucket.numel() < end:
         raise ValueError(f"{caller}: a bucket of {end} entries or more, got {bucket.numel()}")
-    work = torch.float64 if bucket.dtype == torch.float64 else torch.float32
-    check(caller, "tail", tail, like=bucket, dtypes=(work,), n=length)
-    if sent is not None:
-        check(caller, "sent_tail", sent, like=bucket, dtypes=(work,), n=length)
+    if tail is not None:
+        work = torch.promote_types(bucket.dtype, torch.float32)
+        check(caller, "tail", tail, like=bucket, dtypes=(work,), n=length)
 
 
-def on_device(
-    table: Tensor | None, tail: Tensor | None, device: torch.device
-) -> tuple[Tensor | None, int, int]:
+def on_device(table: Tensor | None, device: torch.device) -> tuple[Tensor | None, int, int]:
     """Returns the table on ``device``, copied once, and the numbers of pieces and of entries."""
-    if table is None or tail is None:
+    if table is None:
         return None, 0, 0
-    return _copied(table, _version_of(table), device), len(table) - 1, tail.numel()
+    return _copied(table, _version_of(table), device)
 
 
 @lru_cache(maxsize=4096)
-def _copied(table: Tensor, version: int, device: torch.device) -> Tensor:
-    return table.to(device)
+def _copied(table: Tensor, version: int, device: torch.device) -> tuple[Tensor, int, int]:
+    return table.to(device), len(table) - 1, int(table[-1, 1])

@@ -10,13 +10,22 @@ constexpr int kRanks = kWidth / kRows;  // rows of a right factor in the same lo
 constexpr int kDeep = 8;    // rows added to sums, or computed from two factors, at a time
 constexpr int kTile = 512;  // columns whose sums, or factors, fit the nearest cache
 constexpr int kSlab = 8;    // rows of a left factor in the same loop
+constexpr int kNear = 8192; // columns of which a few rows fit the second cache
 
 int least(i64 a, i64 b) { return (int)(a < b ? a : b); }
 
+// Prefetches what is read next while these entries are worked on, a line of 64 bytes at a time. All
+// lines at once would wait for each other, and nothing would ask for memory afterwards.
+template <class T> INLINE void fetch_line(const T* next, int i) {
+    if (next && i % (64 / (int)sizeof(T)) == 0) __builtin_prefetch(next + i);
+}
+
 // Converts entries to float32 and adds a residual, if there is one.
-template <class T> void gather(const T* x, const float* residual, int count, float* out) {
+template <class T>
+void gather(const T* x, const float* residual, int count, float* out, const float* next = nullptr) {
     int i = 0;
     for (; i + kWidth <= count; i += kWidth) {
+        fetch_line(next, i);
         Floats entries = load(x + i);
         if (residual) entries += load(residual + i);
         store_as(out + i, entries);
@@ -64,21 +73,24 @@ template <int N, int LANES = kWidth> void sums_of(Floats* partials, float* sums)
     }
 }
 
-// Writes the products of ROWS rows with RANKS rows of `q`, `distance` apart, to sums[rank][row].
-template <int ROWS, int RANKS>
-void dots(const float* const* rows, const float* q, i64 distance, int count, float* sums) {
+// Writes the products of ROWS rows with RANKS rows of `q` to sums[rank][row], and fetches as many
+// entries of ROWS rows from `next` on; rows of either are `columns` apart.
+template <int ROWS, int RANKS, class T>
+void dots(const float* const* rows, const float* q, i64 columns, int count, float* sums, const T* next) {
     constexpr int kSums = ROWS * RANKS;
     const int whole = count / kRow * kRow;
     Floats rest[ROWS + RANKS][kVectors];  // the ends that fill no row of vectors
     for (int n = 0; n < ROWS + RANKS && whole < count; ++n)
-        load_row((n < ROWS ? rows[n] : q + (n - ROWS) * distance) + whole, count - whole, rest[n]);
+        load_row((n < ROWS ? rows[n] : q + (n - ROWS) * columns) + whole, count - whole, rest[n]);
     Floats partials[kVectors][kSums];
     for (int v = 0; v < kVectors; ++v) {
         Floats sum[kSums];
         for (int n = 0; n < kSums; ++n) sum[n] = Floats{};
-        for (int i = v * kWidth; i < whole; i += kRow)
+        for (int i = v * kWidth; i < whole; i += kRow) {
+            for (int r = 0; r < ROWS && next; ++r) fetch_line(next + r * columns, i);
             for (int n = 0; n < kSums; ++n)
-                sum[n] += load(rows[n % ROWS] + i) * load(q + n / ROWS * distance + i);
+                sum[n] += load(rows[n % ROWS] + i) * load(q + n / ROWS * columns + i);
+        }
         if (whole < count)
             for (int n = 0; n < kSums; ++n) sum[n] += rest[n % ROWS][v] * rest[ROWS + n / ROWS][v];
         for (int n = 0; n < kSums; ++n) partials[v][n] = sum[n];
@@ -100,30 +112,33 @@ void right_product(const Matrix& one, const T* x, const float* residual, float* 
                    const float* right, float* left) {
     if (!one.columns) return clear(left, one.rank * one.rows);
     float copy[kRows][kSegment];
+    // What is fetched ahead: the next rows, or columns where rows would not stay in the cache. Those of
+    // `x` beside the first loop over ranks, those of `residual` beside the second if there is one.
+    const i64 ahead = one.columns <= kNear ? kRows * one.columns : kSegment;
+    const bool one_loop = one.rank <= kRanks;
     for (i64 i = 0; i < one.rows; i += kRows) {
         const int rows = least(one.rows - i, kRows);
         for (i64 j = 0; j < one.columns; j += kSegment) {
             const int count = least(one.columns - j, kSegment);
+            const i64 first = i * one.columns + j;
             const float* from[kRows];
             for (int r = 0; r < rows; ++r) {
-                const i64 at = (i + r) * one.columns + j;
-                if (sum) {
-                    gather(x + at, residual ? residual + at : nullptr, count, sum + at);
-                    from[r] = sum + at;
-                } else {
-                    from[r] = floats(x + at, count, copy[r]);
-                }
+                const i64 at = first + r * one.columns;
+                const float* rest = residual ? residual + at : nullptr;
+                if (sum) gather(x + at, rest, count, sum + at, rest && one_loop ? rest + ahead : nullptr);
+                from[r] = sum ? sum + at : floats(x + at, count, copy[r]);
             }
-            for (int r = 0; r < rows && !sum; ++r)  // while these rows are worked on
-                fetch(x + (i + kRows + r) * one.columns + j, count);
             for (i64 k = 0, ranks; k < one.rank; k += ranks) {
                 const float* q = right + k * one.columns + j;
                 float sums[kRows * kRanks];
                 ranks = rows == kRows && k + kRanks <= one.rank ? kRanks : 1;
+                const T* next = k == 0 ? x + first + ahead : nullptr;
+                const float* rest = k == kRanks && residual ? residual + first + ahead : nullptr;
                 if (rows < kRows)
-                    for (int r = 0; r < rows; ++r) dots<1, 1>(from + r, q, 0, count, sums + r);
-                else if (ranks == 1) dots<kRows, 1>(from, q, 0, count, sums);
-                else dots<kRows, kRanks>(from, q, one.columns, count, sums);
+                    for (int r = 0; r < rows; ++r) dots<1, 1>(from + r, q, 0, count, sums + r, rest);
+                else if (ranks == 1) dots<kRows, 1>(from, q, one.columns, count, sums, next);
+                else if (rest) dots<kRows, kRanks>(from, q, one.columns, count, sums, rest);
+                else dots<kRows, kRanks>(from, q, one.columns, count, sums, next);
                 for (int n = 0; n < ranks * rows; ++n) {
                     float* out = left + (k + n / rows) * one.rows + i + n % rows;
                     *out = j ? *out + sums[n] : sums[n];
@@ -133,16 +148,26 @@ void right_product(const Matrix& one, const T* x, const float* residual, float* 
     }
 }
 
-// Adds ROWS rows of a matrix, each times its entry of `p`, to `sums`, in their order.
-template <int ROWS> void add_rows(const float* const* x, const float* p, int count, float* sums) {
+// Adds ROWS rows of a matrix, each times its entries of RANKS rows of `p`, to as many rows of `sums`, in
+// their order. Fetches as many entries of `next` and `rest`: of `fetched` rows, `columns` apart.
+template <int ROWS, int RANKS, class T>
+void add_rows(const float* const* x, const float* p, i64 distance, int count, float (*sums)[kTile],
+              const T* next, const float* rest, int fetched, i64 columns) {
     int c = 0;
     for (; c + kWidth <= count; c += kWidth) {
-        Floats sum = load(sums + c);
-        for (int r = 0; r < ROWS; ++r) sum += load(x[r] + c) * p[r];
-        store_as(sums + c, sum);
+        for (int r = 0; r < fetched; ++r) fetch_line(next + r * columns, c);
+        for (int r = 0; r < fetched && rest; ++r) fetch_line(rest + r * columns, c);
+        Floats sum[RANKS];
+        for (int k = 0; k < RANKS; ++k) sum[k] = load(sums[k] + c);
+        for (int r = 0; r < ROWS; ++r) {
+            const Floats row = load(x[r] + c);
+            for (int k = 0; k < RANKS; ++k) sum[k] += row * p[k * distance + r];
+        }
+        for (int k = 0; k < RANKS; ++k) store_as(sums[k] + c, sum[k]);
     }
     for (; c < count; ++c)
-        for (int r = 0; r < ROWS; ++r) sums[c] += x[r][c] * p[r];
+        for (int r = 0; r < ROWS; ++r)
+            for (int k = 0; k < RANKS; ++k) sums[k][c] += x[r][c] * p[k * distance + r];
 }
 
 // Computes right = left @ (x + residual); `sum` receives x + residual.
@@ -167,11 +192,23 @@ void left_product(const Matrix& one, const T* x, const float* residual, float* s
                             gather(x + at, residual ? residual + at : nullptr, count, sum + at);
                         from[r] = sum ? sum + at : floats(x + at, count, copy[r]);
                     }
-                    for (int k = 0; k < ranks; ++k) {
+                    const i64 next = i + kDeep < end ? (i + kDeep) * one.columns + j
+                                                     : chunk * one.columns + j + kTile;
+                    for (int k = 0, some; k < ranks; k += some) {
+                        some = rows == kDeep && k + kRanks <= ranks ? kRanks : 1;
                         const float* p = left + (slab + k) * one.rows + i;
-                        if (rows == kDeep) add_rows<kDeep>(from, p, count, sums[k]);
-                        else
-                            for (int r = 0; r < rows; ++r) add_rows<1>(from + r, p + r, count, sums[k]);
+                        if (rows < kDeep) {
+                            for (int r = 0; r < rows; ++r)
+                                add_rows<1, 1>(from + r, p + r, 0, count, sums + k, x, residual, 0, 0);
+                            continue;
+                        }
+                        // Each of these loops fetches its share of the next rows.
+                        const int row = kDeep * k / ranks, end_row = kDeep * (k + some) / ranks;
+                        const i64 at = next + row * one.columns;
+                        const float* rest = residual ? residual + at : nullptr;
+                        auto add = some == 1 ? add_rows<kDeep, 1, T> : add_rows<kDeep, kRanks, T>;
+                        add(from, p, one.rows, count, sums + k, x + at, rest, slab ? 0 : end_row - row,
+                            one.columns);
                     }
                 }
                 for (int k = 0; k < ranks; ++k) {
@@ -204,49 +241,79 @@ INLINE void put(T* to, i64 count, const Floats (&row)[kVectors]) {
     for (i64 c = 0; c < count; ++c) to[c] = some[c];
 }
 
-// Says where a decoded matrix goes, and what the sent factors leave out of it.
+// Says where the product of two factors goes, and what it is subtracted from.
 template <class T> struct Expansion {
     const float *left, *right;
-    T* out;  // receives left^T @ right
     float start;  // of its sums: -0, as -0 + x is x, or NaN
-    const float *sent_left, *sent_right, *total;
-    float* unsent;  // receives total - sent_left^T @ sent_right; may be `total`, as may `out`
+    const float* total;  // REST: `out` receives `total` minus the product; may be `out`
+    T* out;
 };
 
-template <int ROWS, bool KEEP, bool STREAM, bool WHOLE, class T>
-INLINE void expand_part(const Matrix& one, const Expansion<T>& to, i64 i, i64 j, i64 count) {
+// `ahead`: from these entries to the next ones of `total`.
+template <int ROWS, bool REST, bool STREAM, bool WHOLE, class T>
+INLINE void expand_part(const Matrix& one, const Expansion<T>& to, i64 i, i64 j, i64 count, i64 ahead) {
     Floats sums[ROWS][kVectors];
-    if (KEEP) {
-        product<ROWS, WHOLE>(one, to.sent_left + i, to.sent_right + j, count, -0.0f, sums);
-        for (int r = 0; r < ROWS; ++r) {
-            const i64 at = (i + r) * one.columns + j;
-            Floats rest[kVectors];
-            load_row(to.total + at, WHOLE ? kRow : count, rest);
-            for (int v = 0; v < kVectors; ++v) rest[v] -= sums[r][v];
-            put<WHOLE, STREAM>(to.unsent + at, count, rest);
-        }
-    }
+    for (int r = 0; r < ROWS && REST; ++r) fetch(to.total + (i + r) * one.columns + j + ahead, kRow);
     product<ROWS, WHOLE>(one, to.left + i, to.right + j, count, to.start, sums);
-    for (int r = 0; r < ROWS; ++r)
-        put<WHOLE, STREAM && !KEEP>(to.out + (i + r) * one.columns + j, count, sums[r]);
+    for (int r = 0; r < ROWS; ++r) {
+        const i64 at = (i + r) * one.columns + j;
+        if (REST) {
+            Floats total[kVectors];
+            load_row(to.total + at, WHOLE ? kRow : count, total);
+            for (int v = 0; v < kVectors; ++v) sums[r][v] = total[v] - sums[r][v];
+        }
+        put<WHOLE, STREAM>(to.out + at, count, sums[r]);
+    }
 }
 
-template <int ROWS, bool KEEP, bool STREAM, class T>
-void expand_rows(const Matrix& one, const Expansion<T>& to, i64 i, i64 j, i64 end) {
-    for (; j + kRow <= end; j += kRow) expand_part<ROWS, KEEP, STREAM, true>(one, to, i, j, kRow);
-    if (j < end) expand_part<ROWS, KEEP, STREAM, false>(one, to, i, j, end - j);
+// `head`: entries before the first whole vector in memory.
+template <int ROWS, bool REST, bool STREAM, class T>
+void expand_rows(const Matrix& one, const Expansion<T>& to, i64 i, i64 j, i64 end, i64 head, i64 ahead) {
+    if (head) expand_part<ROWS, REST, STREAM, false>(one, to, i, j, head, ahead), j += head;
+    for (; j + kRow <= end; j += kRow) expand_part<ROWS, REST, STREAM, true>(one, to, i, j, kRow, ahead);
+    if (j < end) expand_part<ROWS, REST, STREAM, false>(one, to, i, j, end - j, ahead);
 }
 
-template <bool KEEP, bool STREAM, class T> void expand(const Matrix& one, const Expansion<T>& to) {
+template <bool REST, bool STREAM, class T>
+void expand(const Matrix& one, const Expansion<T>& to, int head) {
     constexpr int kSome = 8 / kVectors;
     for (i64 first = 0; first < one.rows; first += kDeep)
-        for (i64 j = 0; j < one.columns; j += kTile) {
-            const i64 columns = j + least(one.columns - j, kTile);
+        for (i64 j = 0, columns; j < one.columns; j = columns) {
+            columns = j + least(one.columns - j, j ? kTile : kTile + head);
             i64 i = first, rows = first + least(one.rows - first, kDeep);
-            for (; i + kSome <= rows; i += kSome) expand_rows<kSome, KEEP, STREAM>(one, to, i, j, columns);
-            for (; i < rows; ++i) expand_rows<1, KEEP, STREAM>(one, to, i, j, columns);
+            for (; i + kSome <= rows; i += kSome) {
+                const i64 down = kSome * one.columns, along = (first - i) * one.columns + columns - j;
+                const i64 ahead = i + kSome < rows ? down : along;
+                expand_rows<kSome, REST, STREAM>(one, to, i, j, columns, j ? 0 : head, ahead);
+            }
+            for (; i < rows; ++i)
+                expand_rows<1, REST, STREAM>(one, to, i, j, columns, j ? 0 : head, one.columns);
         }
     if constexpr (STREAM) end_of_stream();
+}
+
+// Counts the entries from `out` on to where a vector in memory begins.
+template <class T> int entries_before_vector(const T* out) {
+    return (int)(-(unsigned long)out % sizeof(Floats) / sizeof(T));
+}
+
+// Writes the products of all matrices of a bucket, or with REST `total` minus these.
+template <bool REST, class T>
+void expand_all(const Matrix* table, i64 count, const float* left, const float* right, const float* total,
+                float start, T* out) {
+    i64 n = 0;
+    for (i64 i = 0; i < count; ++i) n += table[i].rows * table[i].columns;
+    for (const Matrix* one = table; one < table + count; ++one) {
+        const i64 at = one->offset;
+        const Expansion<T> to = {left + one->left, right + one->right, start, REST ? total + at : nullptr,
+                                 out + at};
+        // Vectors are written past the cache where they begin at the same place in every row.
+        const int head = entries_before_vector(to.out);
+        const bool even = one->columns % kWidth == 0 && one->columns >= kRow + head;
+        const bool in_place = REST && (const void*)total == (const void*)out;
+        if (even && !in_place && worth_streaming(to.out + head, n)) expand<REST, sizeof(T) == 4>(*one, to, head);
+        else expand<REST, false>(*one, to, 0);
+    }
 }
 
 }  // namespace
@@ -271,28 +338,15 @@ EXPORT(multiply_left)(i64 dtype, const Matrix* table, i64 count, const void* x, 
     });
 }
 
-EXPORT(expand)(i64 dtype, const Matrix* table, i64 count, const float* left, const float* right,
-               const float* sent_left, const float* sent_right, const float* total, float* unsent,
-               void* out, const u8* finite) {
-    i64 n = 0;
-    for (i64 i = 0; i < count; ++i) n += table[i].rows * table[i].columns;
+EXPORT(expand)(i64 dtype, const Matrix* table, i64 count, const float* left, const float* right, void* out,
+               const u8* finite) {
     with_dtype((int)dtype, [&](auto type) {
-        for (const Matrix* one = table; one < table + count; ++one) {
-            using T = decltype(type);
-            const i64 at = one->offset;
-            const bool even = one->columns % kRow == 0;  // every row is whole vectors, as stores past the cache need
-            Expansion<T> to = {};
-            to.left = left + one->left, to.right = right + one->right, to.out = (T*)out + at;
-            to.start = finite && !*finite ? float_of(kNaN) : -0.0f;
-            if (unsent) {
-                to.sent_left = sent_left + one->left, to.sent_right = sent_right + one->right;
-                to.total = total + at, to.unsent = unsent + at;
-            }
-            if (unsent && unsent != total && even && worth_streaming(to.unsent, n))
-                expand<true, true>(*one, to);
-            else if (unsent) expand<true, false>(*one, to);
-            else if (even && worth_streaming(to.out, n)) expand<false, sizeof(T) == 4>(*one, to);
-            else expand<false, false>(*one, to);
-        }
+        expand_all<false>(table, count, left, right, nullptr, finite && !*finite ? float_of(kNaN) : -0.0f,
+                          (decltype(type)*)out);
     });
+}
+
+EXPORT(subtract_low_rank)(const Matrix* table, i64 count, const float* total, const float* left,
+                          const float* right, float* unsent) {
+    expand_all<true>(table, count, left, right, total, -0.0f, unsent);
 }

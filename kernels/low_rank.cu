@@ -258,23 +258,40 @@ INLINE void expand_block(const Matrix& one, const Block& block, const float* lef
     }
 }
 
-template <class T>
-__global__ void expand(const Matrix* table, i64 count, i64 tasks, const float* left, const float* right,
-                       const float* sent_left, const float* sent_right, const float* total,
-                       float* unsent, T* out, const u8* finite, const Piece* tails, i64 tail_count,
-                       i64 length, const float* tail, const float* sent_tail) {
-    const float start = finite && !*finite ? float_of(kNaN) : -0.0f;  // -0 + x is x
+// Calls on_block(matrix, its piece) and on_entry(place in the tail) for what this warp has to write.
+template <class OnBlock, class OnEntry>
+INLINE void each_task(const Matrix* table, i64 count, i64 tasks, i64 length, OnBlock on_block, OnEntry on_entry) {
     for (i64 task = warp(); task < tasks + pieces(length, kTask); task += warps()) {
         if (task >= tasks) {
             const i64 begin = (task - tasks) * kTask, end = begin + kTask < length ? begin + kTask : length;
-            for (i64 i = begin + lane(); i < end; i += kLanes)
-                scatter_entry(tails, tail_count, i, tail, sent_tail, total, unsent, out);
+            for (i64 i = begin + lane(); i < end; i += kLanes) on_entry(i);
             continue;
         }
         const Matrix& one = find(table, count, &Matrix::block_task, task);
-        const Block block = block_of(one, task);
-        // First `unsent`: `out` may be `total`.
-        if (unsent) expand_block<true>(one, block, sent_left, sent_right, total, -0.0f, unsent);
-        expand_block<false>(one, block, left, right, nullptr, start, out);
+        on_block(one, block_of(one, task));
     }
+}
+
+template <class T>
+__global__ void expand(const Matrix* table, i64 count, i64 tasks, const float* left, const float* right,
+                       T* out, const u8* finite, const Piece* tails, i64 tail_count, i64 length,
+                       const float* tail) {
+    const float start = finite && !*finite ? float_of(kNaN) : -0.0f;  // -0 + x is x
+    each_task(
+        table, count, tasks, length,
+        [&](const Matrix& one, const Block& block) {
+            expand_block<false>(one, block, left, right, nullptr, start, out);
+        },
+        [&](i64 i) { scatter_entry(tails, tail_count, i, tail, out); });
+}
+
+__global__ void subtract(const Matrix* table, i64 count, i64 tasks, const float* total, const float* left,
+                         const float* right, float* unsent, const Piece* tails, i64 tail_count, i64 length,
+                         const float* sent) {
+    each_task(
+        table, count, tasks, length,
+        [&](const Matrix& one, const Block& block) {
+            expand_block<true>(one, block, left, right, total, -0.0f, unsent);
+        },
+        [&](i64 i) { subtract_entry(tails, tail_count, i, sent, total, unsent); });
 }

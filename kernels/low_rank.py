@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from . import _tail
-from ._low_rank_definition import expand_op, multiply_left_op, multiply_right_op
-from ._matrices import Matrices, on_device, table_of
+from ._low_rank_definition import expand_op, multiply_left_op, multiply_right_op, subtract_op
+from ._matrices import Matrices, OnDevice, on_device, table_of
 from ._tail import tail_table
 from .runtime import cpu, cuda
 
@@ -24,6 +24,8 @@ __all__ = [
     "multiply_left_op",
     "multiply_right",
     "multiply_right_op",
+    "subtract_low_rank",
+    "subtract_op",
     "tail_table",
 ]
 
@@ -89,42 +91,50 @@ def decode_low_rank(
     right: Tensor,
     out: Tensor,
     *,
-    sent: tuple[Tensor, Tensor] | None = None,
-    total: Tensor | None = None,
-    unsent: Tensor | None = None,
     finite: Tensor | None = None,
     tail: tuple[Tensor, Tensor] | None = None,
-    sent_tail: Tensor | None = None,
 ) -> None:
     """Writes ``left^T @ right`` of each matrix to ``out``, and the tail to its places.
 
-    In the same pass, ``unsent`` receives what the sent factors leave out of ``total``:
-    ``total - sent[0]^T @ sent[1]``. Entries of no matrix and of no piece of the tail stay
-    unchanged. Kernels sum in the order of the rows of the factors, so that all machines get the
-    same bits.
+    Entries of no matrix and of no piece of the tail stay unchanged. Kernels sum in the order of the
+    rows of the factors, so that all machines get the same bits.
 
     Args:
         left, right: float32 (float64 for an ``out`` of float64).
         out: float32, float16, bfloat16 or float64, contiguous.
-        sent: the left and the right factors that this rank sent; required with ``unsent``.
-        total, unsent: dtype of the factors, as many entries as ``out``; ``unsent`` requires
-            ``total``. One of ``out`` and ``unsent`` may be ``total``.
         finite: one bool; where it is False, all entries of ``out`` in matrices become NaN.
         tail: a table of :func:`tail_table` and the tail, of the dtype of the factors.
-        sent_tail: like the tail, what this rank sent of it. None: all of it, as it is in ``total``.
 
     Raises:
         TypeError, ValueError: a tensor has the wrong dtype, size or device; the message names it.
     """
     table = table_of("decode_low_rank", matrices)
-    tails, received = tail or (None, None)
-    if unsent is None:  # nobody asks what was sent
-        expand_op(left, right, None, None, None, table, None, out, finite, tails, received, None)
-        return
-    if sent is None or total is None:
-        raise ValueError("decode_low_rank(sent, total): needed for unsent")
-    own_tail = sent_tail if tail else None
-    expand_op(left, right, *sent, total, table, unsent, out, finite, tails, received, own_tail)
+    expand_op(left, right, table, out, finite, *(tail or (None, None)))
+
+
+def subtract_low_rank(
+    matrices: Matrices,
+    total: Tensor,
+    left: Tensor,
+    right: Tensor,
+    unsent: Tensor,
+    *,
+    tail: tuple[Tensor, Tensor | None] | None = None,
+) -> None:
+    """Writes ``total - left^T @ right`` of each matrix to ``unsent``: what these factors leave out.
+
+    Args:
+        total: float32 or float64, contiguous.
+        left, right: the factors that this rank sent, of the same dtype.
+        unsent: same dtype, as many entries as ``total``; may be ``total``.
+        tail: a table of :func:`tail_table`, and what this rank sent of the tail, of the same dtype;
+            None: all of it, as it is in ``total``, so that nothing is left.
+
+    Raises:
+        TypeError, ValueError: a tensor has the wrong dtype, size or device; the message names it.
+    """
+    table = table_of("subtract_low_rank", matrices)
+    subtract_op(total, table, left, right, unsent, *(tail or (None, None)))
 
 
 # CPU kernels -----------------------------------------------------------------------------------
@@ -185,23 +195,31 @@ def _finish_cpu(
 def _expand_cpu(
     left: Tensor,
     right: Tensor,
-    sent_left: Tensor | None,
-    sent_right: Tensor | None,
-    total: Tensor | None,
     table: Tensor,
-    unsent: Tensor | None,
     out: Tensor,
     finite: Tensor | None,
     tails: Tensor | None,
     tail: Tensor | None,
-    sent_tail: Tensor | None,
 ) -> None:
     dtype = cpu.DTYPES[out.dtype]
-    source = (dtype, table, len(table) - 1, left, right)
-    cpu.call("expand", *source, sent_left, sent_right, total, unsent, out, finite)
+    cpu.call("expand", dtype, table, len(table) - 1, left, right, out, finite)
     if tails is not None and tail is not None:
-        into = (sent_tail, total, unsent, out)
-        cpu.call("scatter_tail", dtype, tails, len(tails) - 1, tail, *into)
+        cpu.call("scatter_tail", dtype, tails, len(tails) - 1, tail, out)
+
+
+@subtract_op.kernel("cpu")
+def _subtract_cpu(
+    total: Tensor,
+    table: Tensor,
+    left: Tensor,
+    right: Tensor,
+    unsent: Tensor,
+    tails: Tensor | None,
+    sent: Tensor | None,
+) -> None:
+    cpu.call("subtract_low_rank", table, len(table) - 1, total, left, right, unsent)
+    if tails is not None:
+        cpu.call("subtract_tail", tails, len(tails) - 1, total, sent, unsent)
 
 
 # CUDA kernels ----------------------------------------------------------------------------------
@@ -236,7 +254,7 @@ def _multiply_right_cuda(
     sums = torch.empty(there.block_sums, dtype=torch.float32, device=x.device)
     source = (there.table, there.matrices, there.block_tasks, x, residual, total, right, sums)
     _launch(x, "multiply_right", there.block_tasks, source)
-    pieces = _tail.on_device(tails, tail, x.device)
+    pieces = _tail.on_device(tails, x.device)
     added = (there.table, there.matrices, there.lefts, sums, left, own)
     warps = (there.lefts + pieces[2]) // 32 + 1
     _launch(x, "add_segments", warps, (*added, *pieces, x, residual, total, tail))
@@ -258,7 +276,7 @@ def _multiply_left_cuda(
     sums = torch.empty(there.chunk_sums, dtype=torch.float32, device=x.device)
     source = (there.table, there.matrices, there.chunk_tasks, x, residual, total, left, sums)
     _launch(x, "multiply_left", there.chunk_tasks, source)
-    pieces = _tail.on_device(tails, tail, x.device)
+    pieces = _tail.on_device(tails, x.device)
     added = (there.table, there.matrices, there.rights, sums, right, own)
     warps = (there.rights + pieces[2]) // 32 + 1
     _launch(x, "add_chunks", warps, (*added, *pieces, x, residual, total, tail))
@@ -268,20 +286,34 @@ def _multiply_left_cuda(
 def _expand_cuda(
     left: Tensor,
     right: Tensor,
-    sent_left: Tensor | None,
-    sent_right: Tensor | None,
-    total: Tensor | None,
     table: Tensor,
-    unsent: Tensor | None,
     out: Tensor,
     finite: Tensor | None,
     tails: Tensor | None,
     tail: Tensor | None,
-    sent_tail: Tensor | None,
 ) -> None:
-    there = on_device(table, out.device)
-    source = (there.table, there.matrices, there.block_tasks, left, right, sent_left, sent_right)
-    pieces = _tail.on_device(tails, tail, out.device)
-    warps = there.block_tasks + pieces[2] // 256 + 1  # kTask entries of the tail each
-    arguments = (*source, total, unsent, out, finite, *pieces, tail, sent_tail)
-    _launch(out, "expand", warps, arguments)
+    there, pieces = on_device(table, out.device), _tail.on_device(tails, out.device)
+    source = (there.table, there.matrices, there.block_tasks, left, right)
+    _launch(out, "expand", _tasks(there, pieces[2]), (*source, out, finite, *pieces, tail))
+
+
+@subtract_op.kernel("cuda")
+def _subtract_cuda(
+    total: Tensor,
+    table: Tensor,
+    left: Tensor,
+    right: Tensor,
+    unsent: Tensor,
+    tails: Tensor | None,
+    sent: Tensor | None,
+) -> None:
+    there, pieces = on_device(table, total.device), _tail.on_device(tails, total.device)
+    source = (there.table, there.matrices, there.block_tasks, total, left, right)
+    arguments = (*source, unsent, *pieces, sent)
+    warps = _tasks(there, pieces[2])
+    cuda.launch("low_rank.cu", "subtract", total.device, warps, arguments, threads=_THREADS)
+
+
+def _tasks(there: OnDevice, tail_numel: int) -> int:
+    """Returns the number of tasks, each for a warp: pieces of matrices, and of the tail."""
+    return there.block_tasks + tail_numel // 256 + 1  # kTask entries of the tail each

@@ -36,19 +36,24 @@ EXPORT(gather_tail)(i64 dtype, const i64* table, i64 pieces, const void* x, cons
     });
 }
 
-EXPORT(scatter_tail)(i64 dtype, const i64* table, i64 pieces, const float* tail, const float* sent,
-                     const float* total, float* unsent, void* out) {
+EXPORT(scatter_tail)(i64 dtype, const i64* table, i64 pieces, const float* tail, void* out) {
     with_dtype((int)dtype, [&](auto number) {
         each_row(table, pieces, [&](i64 at, i64 place, int count) {
-            Floats row[kVectors], rest[kVectors] = {};
-            if (unsent && sent) {  // before `out`, which may be `total`
-                load_row(total + at, count, rest);
-                load_row(sent + place, count, row);
-                for (int v = 0; v < kVectors; ++v) rest[v] -= row[v];
-            }
-            if (unsent) store_row(unsent + at, rest, count);
+            Floats row[kVectors];
             load_row(tail + place, count, row);
             store_row((decltype(number)*)out + at, row, count);
         });
+    });
+}
+
+EXPORT(subtract_tail)(const i64* table, i64 pieces, const float* total, const float* sent, float* unsent) {
+    each_row(table, pieces, [&](i64 at, i64 place, int count) {
+        Floats row[kVectors], rest[kVectors] = {};
+        if (sent) {
+            load_row(total + at, count, rest);
+            load_row(sent + place, count, row);
+            for (int v = 0; v < kVectors; ++v) rest[v] -= row[v];
+        }
+        store_row(unsent + at, rest, count);
     });
 }

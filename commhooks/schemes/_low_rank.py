@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -15,12 +15,14 @@ from commhooks.core.layout import Layout
 from commhooks.core.scheme import Scheme
 from commhooks.core.slot import Slot
 from commhooks.core.step_info import StepInfo
-from commhooks.kernels import all_finite
-from commhooks.schemes._low_rank_plan import as_matrix, compressed_rank
+from commhooks.kernels import all_finite, subtract_low_rank
+from commhooks.schemes._low_rank_plan import Plan, as_matrix, compressed_rank
+from ddp_core import AllReduce, Collective, overlapped
 
 __all__ = [
     "Factor",
     "and_fits",
+    "average_factor",
     "check_rank",
     "check_rate",
     "draw",
@@ -56,6 +58,40 @@ def work_buffer(bucket: Bucket) -> Tensor:
     keeps_raw = bucket.output.data_ptr() != bucket.raw.data_ptr()
     # 16 bits cannot hold the sum.
     return bucket.unsent if keeps_raw or bucket.raw.dtype != bucket.wide_dtype else bucket.raw
+
+
+def average_factor(
+    bucket: Bucket,
+    plan: Plan,
+    payload: Tensor,
+    *,
+    total: Tensor,
+    own: Tensor | None,
+    other: Tensor,
+    is_left: bool,
+) -> Generator[Collective, Tensor, Tensor]:
+    """Averages a payload: a factor of each matrix, and the tail.
+
+    While it is on its way, ``bucket.unsent`` receives what this rank's factor leaves out.
+
+    Args:
+        total: the sum of gradient and residual.
+        own: a copy of this rank's factor; None without feedback.
+        other: the second factor of each matrix, the same on every rank.
+        is_left: the payload has left factors.
+    """
+    request, unsent = AllReduce(payload), bucket.unsent
+    if own is None or unsent is None:
+        return (yield request)
+
+    def keep_unsent() -> None:
+        factor, tail = own, None  # None: all of the tail
+        if request.sent is not None:
+            factor, tail = request.sent.split((own.numel(), plan.tail_numel))
+        left, right = (factor, other) if is_left else (other, factor)
+        subtract_low_rank(plan.matrices, total, left, right, unsent, tail=plan.with_tail(tail))
+
+    return (yield from overlapped(request, keep_unsent))
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from commhooks.core.layout import Layout
 from commhooks.kernels import Matrices, tail_table
+
+Given = TypeVar("Given", Tensor, Tensor | None)
 
 __all__ = ["Plan", "as_matrix", "compressed_rank", "payload_numel", "plan_bucket"]
 
@@ -70,7 +73,7 @@ class Plan:
     factors: Layout
     tail_numel: int
 
-    def with_tail(self, tail: Tensor) -> tuple[Tensor, Tensor] | None:
+    def with_tail(self, tail: Given) -> tuple[Tensor, Given] | None:
         """Returns what kernels take: the table of the tail and ``tail``; None if there is none."""
         return (self.tail, tail) if self.tail_numel else None
 

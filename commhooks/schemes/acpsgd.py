@@ -24,12 +24,12 @@ from commhooks.kernels import (
 from commhooks.schemes._low_rank import (
     Factor,
     and_fits,
+    average_factor,
     check_rank,
     check_rate,
     work_buffer,
 )
 from commhooks.schemes._low_rank_plan import Plan, compressed_rank, plan_bucket
-from ddp_core import AllReduce
 
 __all__ = ["ACPSGD"]
 
@@ -100,30 +100,16 @@ class ACPSGD(Scheme):
             own=own,
             tail=plan.with_tail(tail),
         )
-        request = AllReduce(payload)
-        payload = yield request
+        payload = yield from average_factor(
+            *(bucket, plan, payload), total=total, own=own, other=fixed, is_left=even
+        )
         new, tail = payload.split(sizes)
         finite = all_finite(payload)  # of the mean: the same on every rank
         bucket.write(self.keeps[0 if even else 1], new)
-
-        own_tail = None
-        if request.sent is not None:
-            own, own_tail = request.sent.split(sizes)
-        sent = None
-        if own is not None:
-            sent = (own, fixed) if even else (fixed, own)
         left, right = (new, fixed) if even else (fixed, new)
-        output, unsent = bucket.output, bucket.unsent
-        decode_low_rank(
-            *(matrices, left, right, output),
-            sent=sent,
-            total=total,
-            unsent=unsent,
-            finite=finite,
-            tail=plan.with_tail(tail),
-            sent_tail=own_tail,
-        )
-        return Result(output, unsent=unsent, finite=and_fits(finite, output))
+        output = bucket.output
+        decode_low_rank(matrices, left, right, output, finite=finite, tail=plan.with_tail(tail))
+        return Result(output, unsent=bucket.unsent, finite=and_fits(finite, output))
 
     def _fixed(self, plan: Plan, bucket: Bucket, even: bool) -> Tensor:
         """Returns the factor of the step before, made orthonormal; random in the first step."""

@@ -27,6 +27,7 @@ from commhooks.kernels import (
 from commhooks.schemes._low_rank import (
     Factor,
     and_fits,
+    average_factor,
     check_rank,
     check_rate,
     draw,
@@ -131,8 +132,11 @@ class PowerSGD(Scheme):
         # Q = P^T M. Feedback needs this rank's own Q, and the all-reduce works in place.
         own = None if bucket.unsent is None else torch.empty_like(q)
         multiply_left(matrices, total, left, q, own=own)
-        second = AllReduce(payload)
-        payload = yield second
+        # The residual is M - P Q_i with this rank's own Q_i. The distance to the mean would collect
+        # what other ranks sent, and only its sum over ranks would be bounded.
+        payload = yield from average_factor(
+            *(bucket, plan, payload), total=total, own=own, other=left, is_left=False
+        )
         # One check covers both payloads: an entry of P that is not finite makes a whole row of Q
         # NaN (docs/design/kernels.md).
         finite = all_finite(payload)
@@ -140,23 +144,10 @@ class PowerSGD(Scheme):
         if self.warm_start:
             bucket.write(self.keeps[0], q)
 
-        # The residual is M - P Q_i with this rank's own Q_i. The distance to the mean would collect
-        # what other ranks sent, and only its sum over ranks would be bounded.
-        own_tail = None
-        if second.sent is not None:
-            own, own_tail = second.sent.split(sizes)
-        output, unsent = bucket.output, bucket.unsent
+        output = bucket.output
         # What is not finite spoils only some entries of P and Q: the kernel takes the flag.
-        decode_low_rank(
-            *(matrices, left, q, output),
-            sent=None if own is None else (left, own),
-            total=total,
-            unsent=unsent,
-            finite=finite,
-            tail=plan.with_tail(tail),
-            sent_tail=own_tail,
-        )
-        return Result(output, unsent=unsent, finite=and_fits(finite, output))
+        decode_low_rank(matrices, left, q, output, finite=finite, tail=plan.with_tail(tail))
+        return Result(output, unsent=bucket.unsent, finite=and_fits(finite, output))
 
     def _right_factors(self, plan: Plan, bucket: Bucket) -> Tensor:
         """Returns the right factors to start from, flat."""

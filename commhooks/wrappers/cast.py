@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -68,6 +69,9 @@ class Cast(Wrapper):
                     narrow, scale = self._narrow(request, bucket.world_size)
                     if keep_sent:
                         request.sent = narrow.tensor.to(tensor.dtype).mul_(scale)
+                    rounded = partial(_note_sent, request, narrow, scale, keep_sent)
+                    if request.overlap is not None:
+                        narrow.overlap = request.overlap.after(rounded)
                 try:
                     arrived = yield narrow
                 except Exception as error:  # a collective failed: the scheme may handle it
@@ -76,8 +80,7 @@ class Cast(Wrapper):
                 if passes:
                     request = as_request(inner.send(arrived))
                     continue
-                if keep_sent and narrow.sent is not None:  # rounded again, by a cast around this
-                    request.sent = narrow.sent.to(tensor.dtype).mul_(scale)
+                rounded()
                 # A mean was summed in shares of 1 / ranks; a sum has to be multiplied back.
                 wide = _widen(arrived, tensor, 1.0 if _is_mean(request) else scale)
                 if self.dtype == torch.float16 and bucket.step % _LOOK_EVERY == 0:
@@ -97,6 +100,12 @@ class Cast(Wrapper):
             return request.like(small), scale
         kind = AllReduce if isinstance(request, AllReduce) else ReduceScatter
         return kind(small, "sum"), scale
+
+
+def _note_sent(request: Collective, narrow: Collective, scale: float, keep: bool) -> None:
+    """Notes what was sent if it was rounded again, by a cast around this one."""
+    if keep and narrow.sent is not None:
+        request.sent = narrow.sent.to(request.tensor.dtype).mul_(scale)
 
 
 def _is_mean(request: Collective) -> bool:

@@ -1,24 +1,27 @@
-"""Defines ``Collective``, the base class of requests for a collective."""
+"""Defines ``Collective``, the base class of requests for a collective, and what asks for one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_core.exchange.overlap import Overlap
 from ddp_core.exchange.pairs import Pairs
 from ddp_core.exchange.sparse_sum import SparseSum
 
-__all__ = ["Collective", "as_request"]
+__all__ = ["Collective", "as_request", "overlapped"]
 
 
 class Collective:
     """Requests one collective over ``tensor``, as every rank does.
 
     ``sent`` is what this rank's contribution decodes to at the other end. None means the tensor
-    itself, bit for bit; a wrapper that rounds what travels (a cast) writes the rounded value there.
+    itself, bit for bit; a wrapper that rounds what travels (a cast) writes the rounded value there
+    before it passes the request on. ``overlap`` is work for while the collective is under way, see
+    :func:`ddp_core.overlapped`.
     """
 
     name: ClassVar[str]
@@ -30,6 +33,7 @@ class Collective:
             )
         self.tensor = tensor
         self.sent: Tensor | None = None
+        self.overlap: Overlap | None = None
 
     @property
     def payload_nbytes(self) -> int:
@@ -77,3 +81,26 @@ def as_request(yielded: object) -> Collective:
             f"results; it yielded a {type(yielded).__name__}"
         )
     return yielded
+
+
+def overlapped(
+    request: Collective, work: Callable[[], None]
+) -> Generator[Collective, Tensor, Tensor]:
+    """Requests a collective, does ``work`` while it is under way, and returns its result.
+
+    Args:
+        work: may not touch ``request.tensor``; may read ``request.sent``.
+
+    Example:
+        >>> import torch
+        >>> from ddp_core import AllReduce, simulate
+        >>> def average(x, kept):
+        ...     return (yield from overlapped(AllReduce(x), lambda: kept.mul_(2)))
+        >>> kept = torch.ones(1)
+        >>> simulate([average(torch.ones(1), kept)]), kept
+        ([tensor([1.])], tensor([2.]))
+    """
+    overlap = request.overlap = Overlap(work)
+    result = yield request
+    overlap.finish()
+    return result

@@ -106,6 +106,36 @@ def _shut_down(
         lent.pop().give_back()
 
 
+def _await(
+    task: Task,
+    future: torch.futures.Future[Any],
+    events: queue.SimpleQueue[_Event | None],
+) -> None:
+    """Does what a request has to do meanwhile; when that and the collective are over, says so."""
+    assert task.request is not None
+    row, ticket, overlap = task.rows[-1], task.ticket, task.request.overlap
+
+    # Both run on a thread of the group, which must not be left with the last reference to it: a
+    # group that is destroyed there waits for itself ("Resource deadlock avoided", abort). So
+    # neither the lanes nor the task, which lead to the group, are in the closures.
+    def note(future: torch.futures.Future[Any]) -> None:
+        row.done = clock()
+
+    def over(future: torch.futures.Future[Any]) -> None:
+        failure = None
+        try:
+            future.value()
+        except Exception as error:
+            failure = error
+        events.put((ticket, failure))
+
+    future.add_done_callback(note)
+    if overlap is not None:
+        overlap.run()
+    # Only now: the lanes' thread would go on with the exchange beside the work.
+    future.add_done_callback(over)
+
+
 class Lanes:
     """Drives exchanges over ``rounds`` lanes.
 
@@ -178,7 +208,10 @@ class Lanes:
             row = task.rows[-1]
             row.issued = clock()
             try:
-                request.issue(group).wait()
+                work = request.issue(group)
+                if request.overlap is not None:
+                    request.overlap.run()
+                work.wait()
                 error = None
             except Exception as failure:
                 error = task.failed(failure)
@@ -248,11 +281,15 @@ class Lanes:
 
     def _issue_ready(self, lane: _Lane) -> None:
         """Issues, in ticket order, all collectives of ``lane`` whose turn has come."""
+        issued = []
         while (task := self._next(lane)) is not None:
-            self._issue(lane, task)
+            issued.append((task, self._issue(lane, task)))
             with self._lock:
                 lane.issuing = False
                 lane.turn += 1
+        for task, future in issued:
+            if future is not None:
+                _await(task, future, self._events)
 
     def _next(self, lane: _Lane) -> Task | None:
         """Whose turn it is, if it has come; to be issued by the caller alone."""
@@ -266,29 +303,15 @@ class Lanes:
             lane.issuing = task is not None
             return task
 
-    def _issue(self, lane: _Lane, task: Task) -> None:
-        """Starts the pending collective of ``task``; its completion becomes an event."""
+    def _issue(self, lane: _Lane, task: Task) -> torch.futures.Future[Any] | None:
+        """Starts the pending collective of ``task``, and returns its future unless it failed."""
         assert task.request is not None
-        row, ticket, events = task.rows[-1], task.ticket, self._events
+        row = task.rows[-1]
         if lane.lent is not None:
             lane.lent.issued += 1
         row.issued = clock()
         try:
-            future = task.request.issue(lane.group).get_future()
+            return task.request.issue(lane.group).get_future()
         except Exception as error:
-            events.put((ticket, error))
-            return
-
-        # Runs on a thread of the group, which must not be left with the last reference to it: a
-        # group that is destroyed there waits for itself ("Resource deadlock avoided", abort). So
-        # neither the lanes nor the task, which lead to the group, are in the closure.
-        def done(future: torch.futures.Future[Any]) -> None:
-            row.done = clock()
-            failure = None
-            try:
-                future.value()
-            except Exception as error:
-                failure = error
-            events.put((ticket, failure))
-
-        future.add_done_callback(done)
+            self._events.put((task.ticket, error))
+            return None

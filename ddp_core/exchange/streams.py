@@ -128,7 +128,10 @@ class Streams:
             row = task.rows[-1]
             put(row, "issued", task.clock.now())
             try:
-                request.issue(self._group).wait()
+                work = request.issue(self._group)
+                if request.overlap is not None:
+                    request.overlap.run()
+                work.wait()
             except Exception as raised:
                 error = task.failed(raised)
             put(row, "done", task.clock.now())

@@ -24,11 +24,15 @@ INLINE void gather_entry(const Piece* pieces, i64 count, i64 i, const T* x, cons
     if (total) total[at] = entry;
 }
 
-// Writes entry `i` of a tail to its place in `out`, and what `sent` leaves out of `total` to `unsent`.
+// Writes entry `i` of a tail to its place in `out`.
 template <class T>
-INLINE void scatter_entry(const Piece* pieces, i64 count, i64 i, const float* tail, const float* sent,
-                          const float* total, float* unsent, T* out) {
+INLINE void scatter_entry(const Piece* pieces, i64 count, i64 i, const float* tail, T* out) {
+    store(out + place_of(pieces, count, i), tail[i]);
+}
+
+// Writes what `sent` leaves out of entry `i` of the tail of `total` to its place in `unsent`.
+INLINE void subtract_entry(const Piece* pieces, i64 count, i64 i, const float* sent, const float* total,
+                           float* unsent) {
     const i64 at = place_of(pieces, count, i);
-    if (unsent) unsent[at] = sent ? total[at] - sent[i] : 0.0f;  // before `out`: may be `total`
-    store(out + at, tail[i]);
+    unsent[at] = sent ? total[at] - sent[i] : 0.0f;
 }

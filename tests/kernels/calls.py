@@ -41,9 +41,12 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
         *(*low_rank_factors(), low_rank_factors()[1], TAIL, torch.zeros(40)),
     ),
     "expand": lambda: (
-        *(*low_rank_factors(), *low_rank_factors(), torch.randn(BUCKET), MATRICES.table),
-        *(torch.zeros(BUCKET), torch.zeros(BUCKET), torch.tensor(True)),
-        *(TAIL, torch.randn(40), torch.randn(40)),
+        *(*low_rank_factors(), MATRICES.table, torch.zeros(BUCKET), torch.tensor(True)),
+        *(TAIL, torch.randn(40)),
+    ),
+    "subtract_low_rank": lambda: (
+        *(torch.randn(BUCKET), MATRICES.table, *low_rank_factors(), torch.zeros(BUCKET)),
+        *(TAIL, torch.randn(40)),
     ),
     "orthonormalize": lambda: (low_rank_factors()[0], low_rank_factors()[0], MATRICES.table),
     "unit_rows": lambda: (*(low_rank_factors()[1] for _ in range(3)), MATRICES.table),

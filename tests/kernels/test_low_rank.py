@@ -15,6 +15,7 @@ from commhooks.kernels import (
     low_rank,
     multiply_left,
     multiply_right,
+    subtract_low_rank,
     tail_table,
     use_kernels,
 )
@@ -28,6 +29,7 @@ KERNELS = {
         for name in ("multiply_right", "multiply_left", "expand", "add_segments", "add_chunks")
         for dtype in CPP.values()
     ]
+    + ["subtract"]
 }
 # Offset, rows, columns, rank: gaps, equals in a row, one-sided shapes, all kinds of remainders.
 PLACES = (
@@ -67,30 +69,14 @@ def run_all(run: Any, x: Tensor) -> list[Tensor]:
             sums, again = x.clone(), torch.empty_like(made)
             run(op, sums, plain(NUMEL), sums, table, given, again, *NONE)  # over x
             results += [sums, again]
-    out = x.clone()
-    run(low_rank.expand_op, *factors(), None, None, None, table, None, out, *(None,) * 4)
-    results.append(out)
-    for flag in (True, False):
+    for flag in (None, torch.tensor(True), torch.tensor(False)):
         out = x.clone()
-        rest = torch.tensor(flag), *NONE
-        run(low_rank.expand_op, *factors(), None, None, None, table, None, out, *rest)
+        run(low_rank.expand_op, *factors(), table, out, flag, None, None)
         results.append(out)
-    total, unsent, out = plain(NUMEL, seed=7), plain(NUMEL), x.clone()
-    given = [
-        (total, unsent, out),
-        (total, total, out),
-        *([(out, unsent, out)] if x.dtype == torch.float32 else []),
-    ]
-    for tensors in given:  # apart, over the total, and over the bucket
-        total, unsent, out = (one.clone() for one in tensors)
-        if tensors[0] is tensors[1]:
-            unsent = total
-        elif tensors[0] is tensors[2]:
-            total = out
-        rest = (None, *NONE)
-        run(low_rank.expand_op, *factors(), *factors(3), total, table, unsent, out, *rest)
-        results += [total, unsent, out]
-    return results
+    total, unsent = plain(NUMEL, seed=7), plain(NUMEL)
+    run(low_rank.subtract_op, total, table, *factors(3), unsent, None, None)
+    run(low_rank.subtract_op, total, table, *factors(3), total, None, None)
+    return [*results, total, unsent]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -119,10 +105,8 @@ def test_products_are_those_of_the_matrices(dtype, mode):
         multiply_left(MATRICES, x, left, q)
         sums, q_of_sum = torch.zeros_like(total), torch.empty_like(q)
         multiply_left(MATRICES, x, left, q_of_sum, residual=residual, total=sums)
-        decode_low_rank(MATRICES, left, right, out, sent=sent, total=residual, unsent=rest)
-        alone = x.clone()
-        decode_low_rank(MATRICES, left, right, alone)
-    assert torch.equal(alone, out)
+        decode_low_rank(MATRICES, left, right, out)
+        subtract_low_rank(MATRICES, residual, *sent, rest)
     expected = x.double()
     where = 0, 0
     for offset, rows, columns, rank in PLACES:
@@ -151,22 +135,22 @@ def test_products_are_those_of_the_matrices(dtype, mode):
     assert torch.equal(out.double(), expected)  # what lies between matrices was left alone
 
 
+@pytest.mark.parametrize("offset", [0, 7])
 @pytest.mark.parametrize("columns", [1056, 1057])
-def test_large_results_are_those_of_small_ones(columns):
+def test_large_results_are_those_of_small_ones(columns, offset):
     """They are written past the cache; every row of ``left`` and ``right`` is tried alone too."""
-    matrices, some = Matrices([(0, 1000, columns, 2)]), Matrices([(0, 10, columns, 2)])
+    n, last = offset + 1000 * columns, 500 * columns + offset
+    matrices, some = Matrices([(offset, 1000, columns, 2)]), Matrices([(0, 10, columns, 2)])
     left, right = plain(matrices.left_numel), plain(matrices.right_numel, seed=1)
     few = left.view(2, 1000)[:, 500:510].contiguous().flatten()
-    total, piece = plain(1000 * columns, seed=2), slice(500 * columns, 510 * columns)
+    total, piece = plain(n, seed=2), slice(last, last + 10 * columns)
     for machine in machines(orders=()):
         results = []
         with on(machine, KERNELS) as run:
             for which, p, whole in ((matrices, left, total), (some, few, total[piece].clone())):
-                out, unsent, again = (torch.empty_like(whole) for _ in range(3))
-                both, rest = (which.table, unsent, again), (None, *NONE)
-                run(low_rank.expand_op, p, right, None, None, None, which.table, None, out, *rest)
-                run(low_rank.expand_op, p, right, p, right, whole, *both, *rest)
-                assert torch.equal(out, again), machine
+                out, unsent = torch.zeros_like(whole), whole.clone()
+                run(low_rank.expand_op, p, right, which.table, out, None, None, None)
+                run(low_rank.subtract_op, whole, which.table, p, right, unsent, None, None)
                 assert torch.equal(unsent, whole - out), machine
                 results.append(out)
         assert torch.equal(results[0][piece], results[1]), machine
@@ -232,15 +216,18 @@ def test_wrong_arguments_are_named(changes: Any, error: Any, words: str) -> None
         multiply_right(**(arguments | changes))
 
 
-def test_what_is_left_needs_what_was_sent():
+def test_tensors_of_a_difference_are_checked():
     left, right = factors()
-    out, unsent = bucket(), torch.zeros(NUMEL)
-    with pytest.raises(ValueError, match=r"decode_low_rank\(sent, total\): needed for unsent"):
-        decode_low_rank(MATRICES, left, right, out, unsent=unsent)
-    with pytest.raises(ValueError, match=r"\(total\): 26200 entries, got 3"):
-        decode_low_rank(
-            MATRICES, left, right, out, sent=(left, right), total=torch.ones(3), unsent=unsent
-        )
+    total = plain(NUMEL)
+    for changes, error, words in (
+        ({"unsent": torch.ones(3)}, ValueError, r"\(unsent\): 26200 entries, got 3"),
+        ({"unsent": total[::2]}, ValueError, r"\(unsent\)"),
+        ({"total": total.bfloat16()}, TypeError, r"\(total\): dtype is one of"),
+        ({"tail": (None, torch.ones(3))}, ValueError, r"\(sent\): only with a table of the tail"),
+    ):
+        arguments = {"total": total, "left": left, "right": right, "unsent": torch.zeros(NUMEL)}
+        with pytest.raises(error, match="subtract_low_rank" + words):
+            subtract_low_rank(MATRICES, **(arguments | changes))
 
 
 def fuzz(run: Any, rng: random.Random) -> None:
@@ -264,16 +251,9 @@ def fuzz(run: Any, rng: random.Random) -> None:
         tail = torch.empty(int(tails[-1, 1])) if rng.random() < 0.5 else None
         table = None if tail is None else tails
         run(op, x, residual, total, matrices.table, given, made, own, table, tail)
-    rest = None, table, tail
-    if rng.random() < 0.5:
-        run(
-            *(low_rank.expand_op, left, right, None, None, None, matrices.table),
-            *(None, x, *rest, None),
-        )
-    else:
-        sent = torch.randn_like(left), torch.randn_like(right)
-        sent_tail = None if tail is None or rng.random() < 0.5 else torch.randn_like(tail)
-        unsent = total if rng.random() < 0.5 and total is not None else torch.randn(len(x))
-        total = torch.randn(len(x)) if total is None else total
-        table = matrices.table
-        run(low_rank.expand_op, left, right, *sent, total, table, unsent, x, *rest, sent_tail)
+    run(low_rank.expand_op, left, right, matrices.table, x, None, table, tail)
+    sent = None if tail is None or rng.random() < 0.5 else torch.randn_like(tail)
+    total = torch.randn(len(x)) if total is None else total
+    unsent = total if rng.random() < 0.5 else torch.randn(len(x))
+    factors = torch.randn_like(left), torch.randn_like(right)
+    run(low_rank.subtract_op, total, matrices.table, *factors, unsent, table, sent)

@@ -12,9 +12,10 @@ from commhooks.kernels import (
     decode_low_rank,
     multiply_left,
     multiply_right,
+    subtract_low_rank,
     tail_table,
 )
-from commhooks.kernels.low_rank import expand_op, multiply_left_op, multiply_right_op
+from commhooks.kernels.low_rank import expand_op, multiply_left_op, multiply_right_op, subtract_op
 from tests.kernels.inputs import DTYPES, plain, same, tricky
 from tests.kernels.machines import machines, on
 from tests.kernels.test_low_rank import KERNELS
@@ -44,17 +45,13 @@ def outputs(run: Any, dtype: torch.dtype, *, full: bool) -> list[torch.Tensor]:
         found += [tail] if total is None else [tail, total[:4100]]
     out = torch.full((N,), 3.0).to(dtype)
     table, flag = MATRICES.table, torch.tensor(False)  # which leaves tails alone
-    if not full:
-        rest = (TABLE, tail, None)
-        run(expand_op, left, right, None, None, None, table, None, out, flag, *rest)
-        return [*found, out[:4100]]
-    for sent in (tail.roll(3), None):  # None: all was sent
-        for where in ("apart", "over the total"):
-            before = tricky(N).roll(2)
-            unsent = torch.full((N,), 2.0) if where == "apart" else before
-            both = (before, table, unsent, out, flag)
-            run(expand_op, left, right, left, right, *both, TABLE, tail, sent)
-            found += [out[:4100].clone(), unsent[:4100]]
+    run(expand_op, left, right, table, out, flag, TABLE, tail)
+    found.append(out[:4100])
+    for sent in (tail.roll(3), None) if full else ():  # None: all was sent
+        total, unsent = tricky(N).roll(2), torch.full((N,), 2.0)
+        run(subtract_op, total, table, left, right, unsent, TABLE, sent)
+        run(subtract_op, total, table, left, right, total, TABLE, sent)
+        found += [unsent[:4100], total[:4100]]
     return found
 
 
@@ -93,20 +90,13 @@ def test_what_was_gathered_goes_back_to_its_place(product: Any, dtype: torch.dty
     assert torch.equal(out, expected)
 
 
-def test_a_mean_may_overwrite_the_total() -> None:
-    total, unsent = torch.ones(N), torch.zeros(N)
-    tail, sent = torch.full((LENGTH,), 2.0), torch.full((LENGTH,), 0.25)
-    nothing = Matrices([]), torch.empty(0), torch.empty(0)
-    decode_low_rank(
-        *(*nothing, total),
-        sent=nothing[1:],
-        total=total,
-        unsent=unsent,
-        tail=(TABLE, tail),
-        sent_tail=sent,
-    )
-    assert unsent.sum() == 0.75 * LENGTH
-    assert total.sum() == N + LENGTH
+def test_what_was_sent_is_subtracted() -> None:
+    total, sent = torch.ones(N), torch.full((LENGTH,), 0.25)
+    nothing = torch.empty(0), torch.empty(0)
+    for given, expected in ((sent, 0.75 * LENGTH), (None, 0.0)):
+        unsent = torch.zeros(N)
+        subtract_low_rank(Matrices([]), total, *nothing, unsent, tail=(TABLE, given))
+        assert unsent.sum() == expected
 
 
 def test_wrong_arguments_are_named() -> None:

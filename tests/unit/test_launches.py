@@ -20,8 +20,8 @@ MOST = {
     "topk": (5, 6),
     "random_k": (7, 6),
     "signsgd": (6, 6),
-    "powersgd": (10, 9),
-    "acpsgd": (7, 7),
+    "powersgd": (11, 9),
+    "acpsgd": (8, 7),
 }
 
 
