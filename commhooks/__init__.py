@@ -70,7 +70,7 @@ from commhooks.research import Simulation
 from commhooks.wrappers import ErrorFeedback, PerParameter, Rule, Schedule
 from commhooks.wrappers.make import make
 from commhooks.zero import ZeroOptimizer
-from ddp_core import AllGather, AllReduce, AllToAll
+from ddp_core import AllGather, AllReduce, AllToAll, overlapped
 
 __all__ = [
     "AllGather",
@@ -105,6 +105,7 @@ __all__ = [
     "load_dcp",
     "make",
     "optim",
+    "overlapped",
     "process_group",
     "reduce_scatter",
     "register",

@@ -52,7 +52,7 @@ class Device:
     def parts(
         self, scheme: Scheme, shapes: tuple[torch.Size, ...], ranks: int
     ) -> tuple[float, ...]:
-        """Returns the seconds of each part of a bucket's exchange, between its collectives."""
+        """Returns the seconds of each part of a bucket's exchange, as ``Planned.work`` has them."""
         return tuple(self.seconds(work) for work in planned(scheme, shapes, ranks).work)
 
 

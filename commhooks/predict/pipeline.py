@@ -7,6 +7,7 @@ waiting for the n-th messages of earlier buckets.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,13 +27,15 @@ AT_ONCE = 2
 class Parts:
     """Holds what exchanges take: arrays by bucket, part of an exchange, and case.
 
-    An exchange computes, sends, computes, and so on: it has one computation more than messages.
+    An exchange computes, sends, computes, and so on: it has one computation more than messages. It
+    may also compute while a message travels.
 
     Attributes:
         ready: seconds from the begin of a step to a bucket's last gradient, by bucket and case.
             Infinite: the case has no such bucket.
         rounds: number of messages, by bucket and case.
         codec: seconds of computations.
+        overlap: seconds of computations while a message travels.
         wire: seconds of messages.
         shared: seconds of these that are latency, in which the links carry other messages.
         limited: whether a message is one of ``AT_ONCE`` at most in its lane.
@@ -42,6 +45,7 @@ class Parts:
     ready: Times
     rounds: NDArray[np.int64]
     codec: Times
+    overlap: Times
     wire: Times
     shared: Times
     limited: NDArray[np.bool_]
@@ -55,11 +59,25 @@ class Parts:
             rounds=np.zeros((buckets, *cases), dtype=np.int64),
             codec=np.zeros((buckets, rounds + 1, *cases)),
             # As long as ``codec``: one index finds both.
+            overlap=np.zeros((buckets, rounds + 1, *cases)),
             wire=np.zeros((buckets, rounds + 1, *cases)),
             shared=np.zeros((buckets, rounds + 1, *cases)),
             limited=np.zeros((buckets, rounds + 1, *cases), dtype=np.bool_),
             core=np.zeros((buckets, rounds + 1, *cases)),
         )
+
+    def fill(self, seconds: Sequence[float], at: tuple[int, ...]) -> None:
+        """Puts in what ``Device.parts`` returns for a bucket.
+
+        Args:
+            at: the bucket, and the case's first places; those that are left out get the same.
+        """
+        bucket, *case = at
+        index = (bucket, slice(None), *case)
+        for whole, some in ((self.codec, seconds[::2]), (self.overlap, seconds[1::2])):
+            for part, value in enumerate(some):
+                whole[index][part] = value
+        self.rounds[at] = len(seconds) // 2
 
 
 def pipelined(parts: Parts, *, backward_ends: float, contention: Contention) -> Times:
@@ -80,9 +98,12 @@ def pipelined(parts: Parts, *, backward_ends: float, contention: Contention) -> 
     count = int(np.prod(cases))
     due = parts.ready.reshape(buckets, count).copy()  # when a bucket's next part may begin
     rounds = parts.rounds.reshape(buckets, count)
-    codec, wire, shared, limited, core = (
+    codec, overlap, wire, shared, limited, core = (
         one.reshape(-1, count)
-        for one in (parts.codec, parts.wire, parts.shared, parts.limited, parts.core)
+        for one in (
+            *(parts.codec, parts.overlap, parts.wire),
+            *(parts.shared, parts.limited, parts.core),
+        )
     )
     places = np.zeros((width, AT_ONCE, count))  # when each place of a lane is free again
     part = np.zeros((buckets, count), dtype=np.int64)
@@ -108,7 +129,13 @@ def pipelined(parts: Parts, *, backward_ends: float, contention: Contention) -> 
         last = ~open_ | (number >= rounds[bucket, case])
         finished = np.where(last, np.maximum(finished, device_free), finished)
 
-        begin = np.maximum(link_free, device_free)
+        sends = device_free
+        seconds = np.where(last, 0.0, overlap[at, case])
+        taken = np.where(number == 0, contention.first, contention.later) * seconds
+        delay = delay + np.where(sends < backward_ends + delay, taken, 0.0)
+        device_free = sends + seconds
+
+        begin = np.maximum(link_free, sends)
         latency = shared[at, case]
         seconds = np.where(last, 0.0, wire[at, case] - latency)
         beside = np.clip(

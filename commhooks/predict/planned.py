@@ -45,7 +45,7 @@ class Message(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Describes what is computed between two collectives.
+    """Describes what is computed between two collectives, or while one travels.
 
     Attributes:
         nbytes: bytes that all operations read and write.
@@ -62,7 +62,8 @@ class Planned:
 
     Attributes:
         messages: its collectives, in order.
-        work: computations before, between and after them: one more than ``messages``.
+        work: computations, in order: before the first message, while it travels, between it and
+            the next one, and so on: twice as many as ``messages``, and one more.
     """
 
     messages: tuple[Message, ...]
@@ -153,7 +154,7 @@ class _Counter(TorchDispatchMode):
         self._nbytes = self._calls = 0
 
     def end_part(self) -> None:
-        """Ends a part of the exchange, at a collective or at the end."""
+        """Ends a part of the exchange: at a collective, before its result, or at the end."""
         self.work.append(Work(self._nbytes, self._calls))
         self._nbytes = self._calls = 0
 
@@ -200,6 +201,9 @@ def _run(engine: Engine, layout: Layout, counter: _Counter | None) -> list[Messa
                 if counter:
                     counter.end_part()
                 messages.append(_message(request, engine.world_size))
+                request.run_overlap()
+                if counter:
+                    counter.end_part()
                 request = as_request(exchange.send(answered(request, engine.world_size)))
     except StopIteration:
         if counter:

@@ -102,7 +102,7 @@ def best_split(
         + workload.behind_s * np.count_nonzero(taken.rounds),
         compute_s=workload.compute_s,
         wire_s=float(taken.wire.sum()),
-        codec_s=float(taken.codec.sum()),
+        codec_s=float(taken.codec.sum() + taken.overlap.sum()),
         payload_nbytes=sum(message.nbytes for message in messages),
         wire_nbytes=sum(message.wire_nbytes for message in messages),
         rounds=len(messages),
@@ -123,8 +123,7 @@ def _exchanges(
     for s, scheme in enumerate(schemes):
         for b, (shapes, plan) in enumerate(zip(buckets.shapes, plans[s], strict=True)):
             seconds = device.parts(scheme, shapes, ranks)
-            parts.rounds[b, s] = len(plan.messages)
-            parts.codec[b, : len(seconds), s] = seconds
+            parts.fill(seconds, (b, s))
             wire, shared = message_seconds(plan.messages, ranks, [fabric])
             for m, message in enumerate(plan.messages):
                 parts.wire[b, m, s], parts.shared[b, m, s] = wire[m, 0], shared[m, 0]
@@ -143,6 +142,7 @@ def _chosen(parts: Parts, which: np.ndarray) -> Parts:
         ready=parts.ready[each, which],
         rounds=parts.rounds[each, which],
         codec=parts.codec[by_part],
+        overlap=parts.overlap[by_part],
         wire=parts.wire[by_part],
         shared=parts.shared[by_part],
         limited=parts.limited[by_part],

@@ -201,8 +201,7 @@ def predict_steps(
         for r, count in enumerate(ranks):
             for b, shapes in enumerate(made.shapes):
                 seconds = device.parts(scheme, shapes, count)
-                parts.rounds[b, s, r] = len(seconds) - 1
-                parts.codec[b, : len(seconds), s, r] = np.array(seconds)[:, None]
+                parts.fill(seconds, (b, s, r))
     _fill_wire(parts, exchanges, ranks, fabrics)
     ends = pipelined(
         parts,
@@ -214,7 +213,7 @@ def predict_steps(
         compute_s=workload.compute_s,
         step_s=ends + workload.optimizer_s + workload.behind_s * communicating,
         wire_s=parts.wire.sum(axis=(0, 1)),
-        codec_s=parts.codec.sum(axis=(0, 1)),
+        codec_s=(parts.codec + parts.overlap).sum(axis=(0, 1)),
         payload_nbytes=_summed(exchanges, lambda one: one.nbytes).astype(np.int64),
         wire_nbytes=_summed(exchanges, lambda one: one.wire_nbytes),
         rounds=_summed(exchanges, lambda one: 1).astype(np.int64),

@@ -24,7 +24,7 @@ from commhooks.schemes._low_rank import (
     fresh_factors,
     random_factors,
 )
-from ddp_core import AllReduce
+from ddp_core import AllReduce, overlapped
 
 __all__ = ["BatchedPowerSGD"]
 
@@ -113,20 +113,23 @@ class BatchedPowerSGD(Scheme):
         q.zero_()
         for rows, part in parts:
             q[:, : part.shape[1]].addmm_(p[:, rows], part)
-        own_q = q if bucket.unsent is None else q.clone()
-        second = AllReduce(q)
-        q = yield second
+        second, own = AllReduce(q), None if bucket.unsent is None else q.clone()
+
+        def keep_unsent() -> None:
+            if bucket.unsent is None or own is None:
+                return
+            if bucket.unsent.data_ptr() != gradient.data_ptr():  # else the sum is already there
+                bucket.unsent.copy_(gradient)
+            sent = own if second.sent is None else second.sent
+            for rows, part in _square(bucket.unsent, side):
+                part.addmm_(p[:, rows].mT, sent[:, : part.shape[1]], alpha=-1)
+
+        q = yield from overlapped(second, keep_unsent)
         finite = finite & all_finite(q)
         q.add_(nan_unless(finite))
         if self.warm_start:
             bucket.write(self.keeps[0], q)
 
-        if bucket.unsent is not None:
-            if bucket.unsent.data_ptr() != gradient.data_ptr():  # else the sum is already there
-                bucket.unsent.copy_(gradient)
-            own_q = own_q if second.sent is None else second.sent
-            for rows, part in _square(bucket.unsent, side):
-                part.addmm_(p[:, rows].mT, own_q[:, : part.shape[1]], alpha=-1)
         for rows, part in _square(bucket.output, side):
             part.copy_(p[:, rows].mT @ q[:, : part.shape[1]])
         return Result(bucket.output, unsent=bucket.unsent, finite=and_fits(finite, bucket.output))

@@ -55,6 +55,11 @@ class Collective:
         """Returns what the scheme is sent back, once the work is done."""
         return self.tensor
 
+    def run_overlap(self) -> None:
+        """Does the work that is left for while the collective is under way, if there is any."""
+        if self.overlap is not None:
+            self.overlap.run()
+
     def like(self, tensor: Tensor) -> Collective:
         """Returns the same request over another tensor."""
         return type(self)(tensor)

@@ -113,7 +113,7 @@ def _await(
 ) -> None:
     """Does what a request has to do meanwhile; when that and the collective are over, says so."""
     assert task.request is not None
-    row, ticket, overlap = task.rows[-1], task.ticket, task.request.overlap
+    row, ticket = task.rows[-1], task.ticket
 
     # Both run on a thread of the group, which must not be left with the last reference to it: a
     # group that is destroyed there waits for itself ("Resource deadlock avoided", abort). So
@@ -130,8 +130,7 @@ def _await(
         events.put((ticket, failure))
 
     future.add_done_callback(note)
-    if overlap is not None:
-        overlap.run()
+    task.request.run_overlap()
     # Only now: the lanes' thread would go on with the exchange beside the work.
     future.add_done_callback(over)
 
@@ -209,8 +208,7 @@ class Lanes:
             row.issued = clock()
             try:
                 work = request.issue(group)
-                if request.overlap is not None:
-                    request.overlap.run()
+                request.run_overlap()
                 work.wait()
                 error = None
             except Exception as failure:

@@ -56,5 +56,11 @@ def simulate(ranks: Sequence[Generator[Collective, Tensor, T]]) -> list[T]:
                     f"simulate: in round {round}, rank 0 yields {signatures[0]}, "
                     f"rank {rank_index} yields {signature}"
                 )
+        # On even ranks before the collective and on odd ones after it: work that touches the tensor
+        # of its request shows.
+        for request in requests[::2]:
+            request.run_overlap()
         answers = list(type(requests[0]).combine(requests))
+        for request in requests[1::2]:
+            request.run_overlap()
         round += 1

@@ -129,8 +129,7 @@ class Streams:
             put(row, "issued", task.clock.now())
             try:
                 work = request.issue(self._group)
-                if request.overlap is not None:
-                    request.overlap.run()
+                request.run_overlap()
                 work.wait()
             except Exception as raised:
                 error = task.failed(raised)

@@ -18,7 +18,16 @@ from torch import nn
 
 import commhooks
 from commhooks import Result, Scheme, Traits
-from ddp_core import AllReduce, Lanes, ReduceScatter, Task, group_timeout
+from ddp_core import (
+    AllReduce,
+    Lanes,
+    ReduceScatter,
+    Streams,
+    Task,
+    group_store,
+    group_timeout,
+    overlapped,
+)
 from ddp_core.exchange.lane_groups import _pools
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import batch, ddp, equal_bits, mlp, outcome, parameters
@@ -129,6 +138,91 @@ def _average(tensor, rounds):
 
 def _task(exchange, bucket, world_size, max_rounds):
     return Task(exchange, 0, bucket, 4, world_size, max_rounds)
+
+
+# ---- work beside a collective
+
+
+def _run_by(driver, task):
+    """Runs a task to its end: on lanes, without their thread, or as a device's streams do."""
+    if driver == "streams":
+        return Streams(dist.group.WORLD).run(task, torch.device("cpu")).wait()
+    lanes = Lanes(dist.group.WORLD, rounds=2)
+    try:
+        return (lanes.run_here if driver == "here" else lanes.run)(task).wait()
+    finally:
+        lanes.close()
+
+
+def _works_meanwhile(rank, world_size, driver):
+    """Rank 1 begins each round when rank 0 has done its work beside the collective."""
+    store, order = group_store(dist.group.WORLD), []
+
+    def exchange():
+        tensor = torch.tensor([float(rank)])
+        for round in range(2):
+            if rank:
+                store.wait([f"{driver} {round}"], timedelta(seconds=20))
+
+            def work(round=round):
+                order.append(f"work {round}")
+                store.set(f"{driver} {round}", "")
+
+            tensor = yield from overlapped(AllReduce(tensor), work)
+            order.append(f"result {round}")
+        return tensor
+
+    return float(_run_by(driver, _task(exchange(), 0, world_size, 2))), order
+
+
+DRIVERS = pytest.mark.parametrize("driver", ["lanes", "here", "streams"])
+
+
+@DRIVERS
+def test_work_is_done_while_the_collective_is_under_way(driver):
+    order = ["work 0", "result 0", "work 1", "result 1"]
+    assert run_ranks(_works_meanwhile, 2, driver) == [(0.5, order)] * 2
+
+
+def _collective_ends_first(rank, world_size, driver):
+    tensor, resumed = torch.ones(1), threading.Event()
+    found = []
+
+    def work():
+        deadline = time.monotonic() + 20
+        while float(tensor) == 1.0 and time.monotonic() < deadline:
+            time.sleep(1e-3)
+        found.append(resumed.wait(0.2))
+
+    def exchange():
+        sum_ = yield from overlapped(AllReduce(tensor, "sum"), work)
+        resumed.set()
+        return sum_
+
+    return float(_run_by(driver, _task(exchange(), 0, world_size, 1))), found
+
+
+@DRIVERS
+def test_an_exchange_goes_on_when_its_work_is_done_too(driver):
+    assert run_ranks(_collective_ends_first, 2, driver) == [(2.0, [False])] * 2
+
+
+def _work_fails(rank, world_size, driver):
+    def work():
+        raise ValueError("no room")
+
+    def exchange():
+        return (yield from overlapped(AllReduce(torch.ones(1)), work))
+
+    with pytest.raises(RuntimeError) as caught:
+        _run_by(driver, _task(exchange(), 3, world_size, 1))
+    return str(caught.value)
+
+
+@DRIVERS
+def test_work_that_fails_is_a_failure_of_the_scheme(driver):
+    for message in run_ranks(_work_fails, 2, driver):
+        assert "the scheme failed in step 0, bucket 3, round 0: ValueError: no room" in message
 
 
 def _mixed_rounds(rank, world_size, rounds):

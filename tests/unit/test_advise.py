@@ -41,8 +41,7 @@ def seconds_of(assigned: list[str], cap_mb: float) -> float:
     parts.ready[:, 0] = buckets.ready
     for b, plan in enumerate(plans):
         # One bucket alone, whose message takes the same time wherever it is in a step.
-        parts.rounds[b, 0] = len(plan.messages)
-        parts.codec[b, : len(plan.work), 0] = [DEVICE.seconds(work) for work in plan.work]
+        parts.fill([DEVICE.seconds(work) for work in plan.work], (b, 0))
         for m, message in enumerate(plan.messages):
             parts.wire[b, m, 0] = _message_seconds(message)
             parts.core[b, m, 0] = message.wire_nbytes * WHERE["fabric"].core_s_per_byte

@@ -273,6 +273,7 @@ def in_order_of_time(
     *,
     shared: Sequence[Sequence[float]],
     limited: Sequence[Sequence[bool]],
+    overlap: Sequence[Sequence[float]],
 ) -> float:
     """Returns the end of a step, event after event: the rule in plain Python."""
     ends = workload.forward_s + workload.backward_s
@@ -292,7 +293,12 @@ def in_order_of_time(
             finished = max(finished, device_free)
             continue
         latency = shared[bucket][part]
-        begin, seconds = max(link_free, device_free), wire[bucket][part] - latency
+        sends = device_free
+        device_free = sends + overlap[bucket][part]
+        if sends < ends + delay:
+            taken = contention.later if part else contention.first
+            delay += taken * overlap[bucket][part]
+        begin, seconds = max(link_free, sends), wire[bucket][part] - latency
         sent = link_free = begin + seconds
         if seconds:
             beside = min(max((ends + delay - begin) / seconds, 0.0), 1.0)
@@ -346,20 +352,21 @@ def test_all_steps_at_once_are_those_of_single_predictions_and_of_the_plain_rule
                     [one.wire_nbytes * fabric.core_s_per_byte for one in exchange.messages]
                     for exchange in exchanges
                 ]
-                codec = [device.parts(scheme, shapes, ranks) for shapes in buckets.shapes]
+                parts = [device.parts(scheme, shapes, ranks) for shapes in buckets.shapes]
                 end = in_order_of_time(
                     buckets.ready.tolist(),
-                    codec,
+                    [seconds[::2] for seconds in parts],
                     wire,
                     core,
                     SMALL,
                     device.contention,
                     shared=shared,
                     limited=limited,
+                    overlap=[seconds[1::2] for seconds in parts],
                 )
                 assert found.step_s == end, (scheme, ranks, fabric.name)
                 assert found.wire_s == pytest.approx(sum(map(sum, wire)))
-                assert found.codec_s == pytest.approx(sum(map(sum, codec)))
+                assert found.codec_s == pytest.approx(sum(map(sum, parts)))
                 assert found.rounds == sum(map(len, wire))
 
 
@@ -371,7 +378,7 @@ def test_cases_of_different_sizes_do_not_disturb_each_other() -> None:
     count, buckets, rounds = 300, 4, 3
     parts = Parts.empty(buckets, rounds, (count,))
     # Whole numbers, so that many events are due at the same time.
-    for array in (parts.codec, parts.wire, parts.core):
+    for array in (parts.codec, parts.overlap, parts.wire, parts.core):
         array[:] = random.integers(0, 4, array.shape)
     parts.shared[:] = random.integers(0, 1 + parts.wire.astype(np.int64))
     parts.limited[:] = random.integers(0, 2, parts.limited.shape)
@@ -393,6 +400,7 @@ def test_cases_of_different_sizes_do_not_disturb_each_other() -> None:
             _SHARES,
             shared=[parts.shared[b, :n, case].tolist() for b, n in enumerate(sent)],
             limited=[parts.limited[b, :n, case].tolist() for b, n in enumerate(sent)],
+            overlap=[parts.overlap[b, :n, case].tolist() for b, n in enumerate(sent)],
         )
         assert ends[case] == expected, case
 

@@ -9,27 +9,29 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from commhooks import Bucket, Scheme
+from commhooks import Bucket, Result, Scheme
 from commhooks.core.bucket import SchemeExchange
 from commhooks.predict import Fabric, Layer, Link, ThisDevice, Workload, device, predict_step
 from commhooks.predict.codec import time_parts
 from commhooks.predict.planned import Work, planned
+from ddp_core import AllReduce, overlapped
 
 SHAPES = (torch.Size([300, 400]),)
-BEFORE_S, AFTER_S = 0.04, 0.08
+BEFORE_S, BESIDE_S, AFTER_S = 0.04, 0.2, 0.08
 # A sleep ends late, the more so where other processes run. Neither is taken for the other, or both.
 LATE_S = 0.035
 
 
 @dataclass(frozen=True)
 class Sleeps(Scheme):
-    """Averages; sleeps before and after its message."""
+    """Averages; sleeps before its message, while it travels, and after it."""
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
         _sleep(bucket, BEFORE_S)
-        mean = yield from bucket.all_reduce()
+        request = AllReduce(bucket.gradient)
+        mean = yield from overlapped(request, lambda: _sleep(bucket, BESIDE_S))
         _sleep(bucket, AFTER_S)
-        return mean
+        return Result(mean)
 
 
 def _sleep(bucket: Bucket, seconds: float) -> None:
@@ -39,8 +41,9 @@ def _sleep(bucket: Bucket, seconds: float) -> None:
 
 
 def assert_sleeps(parts: tuple[float, ...]) -> None:
-    before, after = parts
+    before, beside, after = parts
     assert BEFORE_S <= before <= BEFORE_S + LATE_S
+    assert BESIDE_S <= beside <= BESIDE_S + LATE_S
     assert AFTER_S <= after <= AFTER_S + LATE_S
 
 
@@ -61,7 +64,8 @@ def test_what_is_timed_here_makes_a_predicted_step_longer() -> None:
         one.name: predict_step(Sleeps(), work, ranks=2, fabric=fabric, device=one)
         for one in (ThisDevice(), device("h100"))
     }
-    assert BEFORE_S + AFTER_S <= steps["cpu"].codec_s <= BEFORE_S + AFTER_S + 2 * LATE_S
+    all_s = BEFORE_S + BESIDE_S + AFTER_S
+    assert all_s <= steps["cpu"].codec_s <= all_s + 3 * LATE_S
     assert steps["cpu"].exposed_s == pytest.approx(steps["cpu"].codec_s)
     assert steps["h100"].codec_s < 1e-3
 

@@ -178,6 +178,9 @@ CASTS = {
         )
     ),
     "two casts": ErrorFeedback(Cast(Cast(Dense(), torch.float16), torch.bfloat16)),
+    "two casts, residual meanwhile": Cast(
+        Cast(ErrorFeedback(PowerSGD()), torch.float16), torch.bfloat16
+    ),
     "two casts, feedback inside": Cast(Cast(ErrorFeedback(Dense()), torch.float16), torch.bfloat16),
 }
 
