@@ -44,7 +44,6 @@ from ddp_core.exchange.lane_groups import (
     is_gloo,
 )
 from ddp_core.exchange.lanes import Lanes
-from ddp_core.exchange.overlap import Overlap
 from ddp_core.exchange.simulate import simulate
 from ddp_core.exchange.streams import Streams
 from ddp_core.exchange.task import Exchange, RoundRecord, Task
@@ -74,7 +73,6 @@ __all__ = [
     "MissingRankError",
     "MixedPrecision",
     "Moment",
-    "Overlap",
     "PeerError",
     "ReduceScatter",
     "Reducer",

@@ -197,7 +197,7 @@ def _check_subtract(
     if tails is not None:
         check_table(caller, tails, total, sent)
     elif sent is not None:
-        raise ValueError(f"{caller}(sent): only with a table of the tail")
+        raise ValueError(f"{caller}(tail): a table is needed")
 
 
 def _check_sum(

@@ -14,8 +14,8 @@ constexpr int kNear = 8192; // columns of which a few rows fit the second cache
 
 int least(i64 a, i64 b) { return (int)(a < b ? a : b); }
 
-// Prefetches what is read next while these entries are worked on, a line of 64 bytes at a time. All
-// lines at once would wait for each other, and nothing would ask for memory afterwards.
+// Prefetches what is read next while these entries are worked on, a line of 64 bytes at a time. Fetching
+// all lines at once fills the queue of misses, and memory is idle afterwards.
 template <class T> INLINE void fetch_line(const T* next, int i) {
     if (next && i % (64 / (int)sizeof(T)) == 0) __builtin_prefetch(next + i);
 }
@@ -73,8 +73,8 @@ template <int N, int LANES = kWidth> void sums_of(Floats* partials, float* sums)
     }
 }
 
-// Writes the products of ROWS rows with RANKS rows of `q` to sums[rank][row], and fetches as many
-// entries of ROWS rows from `next` on; rows of either are `columns` apart.
+// Writes the products of ROWS rows with RANKS rows of `q` to sums[rank][row]. Also fetches as many
+// entries of ROWS rows from `next` on. Rows of `q` and of `next` are `columns` apart.
 template <int ROWS, int RANKS, class T>
 void dots(const float* const* rows, const float* q, i64 columns, int count, float* sums, const T* next) {
     constexpr int kSums = ROWS * RANKS;
@@ -135,9 +135,11 @@ void right_product(const Matrix& one, const T* x, const float* residual, float* 
                 const T* next = k == 0 ? x + first + ahead : nullptr;
                 const float* rest = k == kRanks && residual ? residual + first + ahead : nullptr;
                 if (rows < kRows)
-                    for (int r = 0; r < rows; ++r) dots<1, 1>(from + r, q, 0, count, sums + r, rest);
-                else if (ranks == 1) dots<kRows, 1>(from, q, one.columns, count, sums, next);
+                    for (int r = 0; r < rows; ++r)
+                        dots<1, 1>(from + r, q, 0, count, sums + r, (const T*)nullptr);
+                else if (rest && ranks == 1) dots<kRows, 1>(from, q, one.columns, count, sums, rest);
                 else if (rest) dots<kRows, kRanks>(from, q, one.columns, count, sums, rest);
+                else if (ranks == 1) dots<kRows, 1>(from, q, one.columns, count, sums, next);
                 else dots<kRows, kRanks>(from, q, one.columns, count, sums, next);
                 for (int n = 0; n < ranks * rows; ++n) {
                     float* out = left + (k + n / rows) * one.rows + i + n % rows;
@@ -149,7 +151,7 @@ void right_product(const Matrix& one, const T* x, const float* residual, float* 
 }
 
 // Adds ROWS rows of a matrix, each times its entries of RANKS rows of `p`, to as many rows of `sums`, in
-// their order. Fetches as many entries of `next` and `rest`: of `fetched` rows, `columns` apart.
+// their order. Also fetches as many entries of `fetched` rows of `next` and `rest`, `columns` apart.
 template <int ROWS, int RANKS, class T>
 void add_rows(const float* const* x, const float* p, i64 distance, int count, float (*sums)[kTile],
               const T* next, const float* rest, int fetched, i64 columns) {
@@ -192,8 +194,10 @@ void left_product(const Matrix& one, const T* x, const float* residual, float* s
                             gather(x + at, residual ? residual + at : nullptr, count, sum + at);
                         from[r] = sum ? sum + at : floats(x + at, count, copy[r]);
                     }
-                    const i64 next = i + kDeep < end ? (i + kDeep) * one.columns + j
-                                                     : chunk * one.columns + j + kTile;
+                    // The next rows of this tile, else the next tile's, else the next chunk's.
+                    const i64 next = i + kDeep < end           ? (i + kDeep) * one.columns + j
+                                     : j + kTile < one.columns ? chunk * one.columns + j + kTile
+                                                               : end * one.columns;
                     for (int k = 0, some; k < ranks; k += some) {
                         some = rows == kDeep && k + kRanks <= ranks ? kRanks : 1;
                         const float* p = left + (slab + k) * one.rows + i;
@@ -278,16 +282,19 @@ template <bool REST, bool STREAM, class T>
 void expand(const Matrix& one, const Expansion<T>& to, int head) {
     constexpr int kSome = 8 / kVectors;
     for (i64 first = 0; first < one.rows; first += kDeep)
-        for (i64 j = 0, columns; j < one.columns; j = columns) {
-            columns = j + least(one.columns - j, j ? kTile : kTile + head);
+        for (i64 j = 0, end; j < one.columns; j = end) {
+            end = j + least(one.columns - j, j ? kTile : kTile + head);
             i64 i = first, rows = first + least(one.rows - first, kDeep);
             for (; i + kSome <= rows; i += kSome) {
-                const i64 down = kSome * one.columns, along = (first - i) * one.columns + columns - j;
-                const i64 ahead = i + kSome < rows ? down : along;
-                expand_rows<kSome, REST, STREAM>(one, to, i, j, columns, j ? 0 : head, ahead);
+                // The next rows of this tile, else the next tile's, else those below.
+                const i64 next = i + kSome < rows    ? (i + kSome) * one.columns + j
+                                 : end < one.columns ? first * one.columns + end
+                                                     : rows * one.columns;
+                const i64 ahead = next - i * one.columns - j;
+                expand_rows<kSome, REST, STREAM>(one, to, i, j, end, j ? 0 : head, ahead);
             }
             for (; i < rows; ++i)
-                expand_rows<1, REST, STREAM>(one, to, i, j, columns, j ? 0 : head, one.columns);
+                expand_rows<1, REST, STREAM>(one, to, i, j, end, j ? 0 : head, one.columns);
         }
     if constexpr (STREAM) end_of_stream();
 }

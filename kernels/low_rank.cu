@@ -285,7 +285,7 @@ __global__ void expand(const Matrix* table, i64 count, i64 tasks, const float* l
         [&](i64 i) { scatter_entry(tails, tail_count, i, tail, out); });
 }
 
-__global__ void subtract(const Matrix* table, i64 count, i64 tasks, const float* total, const float* left,
+__global__ void subtract_low_rank(const Matrix* table, i64 count, i64 tasks, const float* total, const float* left,
                          const float* right, float* unsent, const Piece* tails, i64 tail_count, i64 length,
                          const float* sent) {
     each_task(

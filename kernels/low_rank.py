@@ -311,7 +311,9 @@ def _subtract_cuda(
     source = (there.table, there.matrices, there.block_tasks, total, left, right)
     arguments = (*source, unsent, *pieces, sent)
     warps = _tasks(there, pieces[2])
-    cuda.launch("low_rank.cu", "subtract", total.device, warps, arguments, threads=_THREADS)
+    cuda.launch(
+        "low_rank.cu", "subtract_low_rank", total.device, warps, arguments, threads=_THREADS
+    )
 
 
 def _tasks(there: OnDevice, tail_numel: int) -> int:

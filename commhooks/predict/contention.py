@@ -29,7 +29,7 @@ class Contention(NamedTuple):
 
     Attributes:
         first: for a bucket's computations before its first message.
-        later: for those after a message.
+        later: for those after a message, and while one travels.
         moving: for a processor's moving the bytes of messages.
     """
 

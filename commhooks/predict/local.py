@@ -96,13 +96,14 @@ def predict_local(
     for shapes in _fragments(workload, fragments):
         exchange = planned(scheme, shapes, ranks)
         first, *others = device.parts(scheme, shapes, ranks)
-        seconds = sum(others) + (slow if idle_s > _IDLE_S else 0.0)
-        for message in exchange.messages:
+        overlaps, later = others[::2], others[1::2]
+        seconds = sum(later) + (slow if idle_s > _IDLE_S else 0.0)
+        for message, overlap in zip(exchange.messages, overlaps, strict=True):
             payload += message.nbytes
             one = collective_seconds(
                 message.collective, message.nbytes, ranks=ranks, fabric=fabric, part=message.ranks
             )
-            seconds += float(one)
+            seconds += max(float(one), overlap)
         times.append(first + seconds)
         waits = first + max(0.0, seconds - delay * workload.compute_s)
         exposed.append(waits + device.seconds(_outer(shapes)))

@@ -73,10 +73,10 @@ class Parts:
             at: the bucket, and the case's first places; those that are left out get the same.
         """
         bucket, *case = at
-        index = (bucket, slice(None), *case)
-        for whole, some in ((self.codec, seconds[::2]), (self.overlap, seconds[1::2])):
-            for part, value in enumerate(some):
-                whole[index][part] = value
+        for part, value in enumerate(seconds):
+            whole = self.overlap if part % 2 else self.codec
+            place = (bucket, part // 2, *case)
+            whole[place] = value
         self.rounds[at] = len(seconds) // 2
 
 
@@ -98,13 +98,8 @@ def pipelined(parts: Parts, *, backward_ends: float, contention: Contention) -> 
     count = int(np.prod(cases))
     due = parts.ready.reshape(buckets, count).copy()  # when a bucket's next part may begin
     rounds = parts.rounds.reshape(buckets, count)
-    codec, overlap, wire, shared, limited, core = (
-        one.reshape(-1, count)
-        for one in (
-            *(parts.codec, parts.overlap, parts.wire),
-            *(parts.shared, parts.limited, parts.core),
-        )
-    )
+    arrays = parts.codec, parts.overlap, parts.wire, parts.shared, parts.limited, parts.core
+    codec, overlap, wire, shared, limited, core = (one.reshape(-1, count) for one in arrays)
     places = np.zeros((width, AT_ONCE, count))  # when each place of a lane is free again
     part = np.zeros((buckets, count), dtype=np.int64)
     case = np.arange(count)
@@ -131,8 +126,7 @@ def pipelined(parts: Parts, *, backward_ends: float, contention: Contention) -> 
 
         sends = device_free
         seconds = np.where(last, 0.0, overlap[at, case])
-        taken = np.where(number == 0, contention.first, contention.later) * seconds
-        delay = delay + np.where(sends < backward_ends + delay, taken, 0.0)
+        delay = delay + np.where(sends < backward_ends + delay, contention.later * seconds, 0.0)
         device_free = sends + seconds
 
         begin = np.maximum(link_free, sends)

@@ -1,4 +1,4 @@
-"""Parts that low-rank schemes share: checks of settings, random factors, finiteness."""
+"""Parts that low-rank schemes share: settings, random factors, messages, finiteness."""
 
 from __future__ import annotations
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from commhooks.core.layout import Layout
 from commhooks.kernels import Matrices, tail_table
 
-Given = TypeVar("Given", Tensor, Tensor | None)
-
 __all__ = ["Plan", "as_matrix", "compressed_rank", "payload_numel", "plan_bucket"]
+
+Tail = TypeVar("Tail", Tensor, Tensor | None)
 
 
 def payload_numel(
@@ -73,7 +73,7 @@ class Plan:
     factors: Layout
     tail_numel: int
 
-    def with_tail(self, tail: Given) -> tuple[Tensor, Given] | None:
+    def with_tail(self, tail: Tail) -> tuple[Tensor, Tail] | None:
         """Returns what kernels take: the table of the tail and ``tail``; None if there is none."""
         return (self.tail, tail) if self.tail_numel else None
 

@@ -113,18 +113,17 @@ class BatchedPowerSGD(Scheme):
         q.zero_()
         for rows, part in parts:
             q[:, : part.shape[1]].addmm_(p[:, rows], part)
-        second, own = AllReduce(q), None if bucket.unsent is None else q.clone()
+        second, own, unsent = AllReduce(q), q.clone(), bucket.unsent
 
         def keep_unsent() -> None:
-            if bucket.unsent is None or own is None:
-                return
-            if bucket.unsent.data_ptr() != gradient.data_ptr():  # else the sum is already there
-                bucket.unsent.copy_(gradient)
+            assert unsent is not None
+            if unsent.data_ptr() != gradient.data_ptr():  # else the sum is already there
+                unsent.copy_(gradient)
             sent = own if second.sent is None else second.sent
-            for rows, part in _square(bucket.unsent, side):
+            for rows, part in _square(unsent, side):
                 part.addmm_(p[:, rows].mT, sent[:, : part.shape[1]], alpha=-1)
 
-        q = yield from overlapped(second, keep_unsent)
+        q = (yield second) if unsent is None else (yield from overlapped(second, keep_unsent))
         finite = finite & all_finite(q)
         q.add_(nan_unless(finite))
         if self.warm_start:

@@ -80,7 +80,10 @@ class Cast(Wrapper):
                 if passes:
                     request = as_request(inner.send(arrived))
                     continue
-                rounded()
+                if narrow.overlap is None:
+                    rounded()
+                else:
+                    narrow.overlap.finish()
                 # A mean was summed in shares of 1 / ranks; a sum has to be multiplied back.
                 wide = _widen(arrived, tensor, 1.0 if _is_mean(request) else scale)
                 if self.dtype == torch.float16 and bucket.step % _LOOK_EVERY == 0:

@@ -1,4 +1,4 @@
-"""Defines ``Collective``, the base class of requests for a collective, and what asks for one."""
+"""Defines ``Collective``, the base class of requests, and ``overlapped``, for work beside one."""
 
 from __future__ import annotations
 
@@ -8,11 +8,50 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_core.exchange.overlap import Overlap
 from ddp_core.exchange.pairs import Pairs
 from ddp_core.exchange.sparse_sum import SparseSum
 
-__all__ = ["Collective", "as_request", "overlapped"]
+__all__ = ["Collective", "Overlap", "as_request", "overlapped"]
+
+
+class Overlap:
+    """Holds work that needs no result of a collective, and runs it once.
+
+    A driver that can calls ``run`` once the collective is under way. The exchange calls ``finish``
+    after it, so that the work is done whatever drives it.
+
+    Args:
+        work: may not touch the tensor of the request.
+    """
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work: Callable[[], None] | None = work
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        """Does the work, unless it is done; keeps what it raises for ``finish``."""
+        work, self._work = self._work, None
+        if work is None:
+            return
+        try:
+            work()
+        except Exception as error:  # of the exchange, and not of the driver
+            self._error = error
+
+    def finish(self) -> None:
+        """Does the work, unless it is done, and raises what it has raised."""
+        self.run()
+        if self._error is not None:
+            raise self._error
+
+    def after(self, first: Callable[[], None]) -> Overlap:
+        """Returns an overlap of ``first`` and then this, for a request that replaces its own."""
+
+        def both() -> None:
+            first()
+            self.run()
+
+        return Overlap(both)
 
 
 class Collective:
@@ -106,6 +145,9 @@ def overlapped(
         ([tensor([1.])], tensor([2.]))
     """
     overlap = request.overlap = Overlap(work)
-    result = yield request
+    try:
+        result = yield request
+    finally:
+        request.overlap = None  # the work has the request: nothing would free both if this fails
     overlap.finish()
     return result

@@ -31,9 +31,9 @@ from ddp_core.exchange.task import Task, clock
 
 __all__ = ["Lanes"]
 
-# The ticket whose collective is done, and how it failed. An event: all is to be given up, and the
-# event to be set then.
-_Event = tuple[int, Exception | None] | threading.Event
+# The ticket whose collective is done, and how it failed. A ticket alone: its collective has been
+# issued, and it has work meanwhile. An event: all is to be given up, and the event to be set then.
+_Event = tuple[int, Exception | None] | int | threading.Event
 _Completion = torch.futures.Future[None]
 _PATIENCE = 5.0  # seconds for the driver thread to come to what it is told
 
@@ -64,6 +64,9 @@ def _drive(lanes: weakref.ReferenceType[Lanes], events: queue.SimpleQueue[_Event
             return
         if event is None:
             stops = True
+        elif isinstance(event, int):
+            if alive is not None:
+                alive._work_beside(event)
         elif alive is not None:
             completion = alive._resume(*event)
         done = stops and (alive is None or not alive._under_way)
@@ -84,8 +87,8 @@ def _give_up(
     given_up.set()
     # Whoever drops a group with a collective under way waits for it, until the timeout if another
     # rank is silent. So this thread keeps the lanes, and with them the groups, until then.
-    for _ in range(left):
-        events.get()
+    while left:
+        left -= isinstance(events.get(), tuple)  # and not a ticket with work
     for one in lent:
         one.give_up()
 
@@ -104,35 +107,6 @@ def _shut_down(
                     one.spoiled = True
     while lent:
         lent.pop().give_back()
-
-
-def _await(
-    task: Task,
-    future: torch.futures.Future[Any],
-    events: queue.SimpleQueue[_Event | None],
-) -> None:
-    """Does what a request has to do meanwhile; when that and the collective are over, says so."""
-    assert task.request is not None
-    row, ticket = task.rows[-1], task.ticket
-
-    # Both run on a thread of the group, which must not be left with the last reference to it: a
-    # group that is destroyed there waits for itself ("Resource deadlock avoided", abort). So
-    # neither the lanes nor the task, which lead to the group, are in the closures.
-    def note(future: torch.futures.Future[Any]) -> None:
-        row.done = clock()
-
-    def over(future: torch.futures.Future[Any]) -> None:
-        failure = None
-        try:
-            future.value()
-        except Exception as error:
-            failure = error
-        events.put((ticket, failure))
-
-    future.add_done_callback(note)
-    task.request.run_overlap()
-    # Only now: the lanes' thread would go on with the exchange beside the work.
-    future.add_done_callback(over)
 
 
 class Lanes:
@@ -248,6 +222,12 @@ class Lanes:
             task.give_up()
         return len(tasks) - waiting
 
+    def _work_beside(self, ticket: int) -> None:
+        """Does the work that an exchange has while its collective is under way."""
+        request = self._under_way[ticket].request
+        assert request is not None
+        request.run_overlap()
+
     def _resume(self, ticket: int, error: Exception | None) -> _Completion | None:
         """Goes on with an exchange whose collective is done; see ``_step``."""
         task = self._under_way[ticket]
@@ -279,15 +259,11 @@ class Lanes:
 
     def _issue_ready(self, lane: _Lane) -> None:
         """Issues, in ticket order, all collectives of ``lane`` whose turn has come."""
-        issued = []
         while (task := self._next(lane)) is not None:
-            issued.append((task, self._issue(lane, task)))
+            self._issue(lane, task)
             with self._lock:
                 lane.issuing = False
                 lane.turn += 1
-        for task, future in issued:
-            if future is not None:
-                _await(task, future, self._events)
 
     def _next(self, lane: _Lane) -> Task | None:
         """Whose turn it is, if it has come; to be issued by the caller alone."""
@@ -301,15 +277,31 @@ class Lanes:
             lane.issuing = task is not None
             return task
 
-    def _issue(self, lane: _Lane, task: Task) -> torch.futures.Future[Any] | None:
-        """Starts the pending collective of ``task``, and returns its future unless it failed."""
+    def _issue(self, lane: _Lane, task: Task) -> None:
+        """Starts the pending collective of ``task``; its completion becomes an event."""
         assert task.request is not None
-        row = task.rows[-1]
+        row, ticket, events = task.rows[-1], task.ticket, self._events
         if lane.lent is not None:
             lane.lent.issued += 1
         row.issued = clock()
         try:
-            return task.request.issue(lane.group).get_future()
+            future = task.request.issue(lane.group).get_future()
         except Exception as error:
-            self._events.put((task.ticket, error))
-            return None
+            events.put((ticket, error))
+            return
+        if task.request.overlap is not None:
+            events.put(ticket)  # the work comes before the collective's own event
+
+        # Runs on a thread of the group, which must not be left with the last reference to it: a
+        # group that is destroyed there waits for itself ("Resource deadlock avoided", abort). So
+        # neither the lanes nor the task, which lead to the group, are in the closure.
+        def done(future: torch.futures.Future[Any]) -> None:
+            row.done = clock()
+            failure = None
+            try:
+                future.value()
+            except Exception as error:
+                failure = error
+            events.put((ticket, failure))
+
+        future.add_done_callback(done)

@@ -29,7 +29,7 @@ KERNELS = {
         for name in ("multiply_right", "multiply_left", "expand", "add_segments", "add_chunks")
         for dtype in CPP.values()
     ]
-    + ["subtract"]
+    + ["subtract_low_rank"]
 }
 # Offset, rows, columns, rank: gaps, equals in a row, one-sided shapes, all kinds of remainders.
 PLACES = (
@@ -223,7 +223,7 @@ def test_tensors_of_a_difference_are_checked():
         ({"unsent": torch.ones(3)}, ValueError, r"\(unsent\): 26200 entries, got 3"),
         ({"unsent": total[::2]}, ValueError, r"\(unsent\)"),
         ({"total": total.bfloat16()}, TypeError, r"\(total\): dtype is one of"),
-        ({"tail": (None, torch.ones(3))}, ValueError, r"\(sent\): only with a table of the tail"),
+        ({"tail": (None, torch.ones(3))}, ValueError, r"\(tail\): a table is needed"),
     ):
         arguments = {"total": total, "left": left, "right": right, "unsent": torch.zeros(NUMEL)}
         with pytest.raises(error, match="subtract_low_rank" + words):

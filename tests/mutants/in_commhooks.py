@@ -312,6 +312,12 @@ MUTANTS: list[Mutant] = [
             f"{UNIT}/test_scheme_bucket.py::test_a_cast_multiplies_a_sum_back",
         ),
         (
+            "a residual within two casts misses the second rounding",
+            "request.overlap.after(rounded)",
+            "request.overlap",
+            f"{WRAPPERS}::test_feedback_knows_what_a_cast_rounds",
+        ),
+        (
             "feedback is told a rank's share, not its whole",
             "request.sent = narrow.tensor.to(tensor.dtype).mul_(scale)",
             "request.sent = narrow.tensor.to(tensor.dtype)",

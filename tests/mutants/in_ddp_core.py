@@ -48,8 +48,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "a stream does not wait for the collective",
-            "request.issue(self._group).wait()",
-            "request.issue(self._group)",
+            "                work.wait()\n",
+            "",
             f"{UNIT}/test_lazy_streams.py::test_a_hook_gives_the_same_in_every_order",
         ),
     ),
@@ -475,11 +475,38 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
+        "ddp_core/exchange/collective.py",
+        (
+            "what work raises is lost",
+            "            raise self._error\n",
+            "            pass\n",
+            f"{DISTRIBUTED}/test_lanes.py::test_work_that_fails_is_a_failure_of_the_scheme",
+        ),
+        (
+            "work that no driver does is never done",
+            "        self.run()\n        if self._error",
+            "        if self._error",
+            f"{UNIT}/test_overlap.py::test_work_is_done_once_whoever_drives_the_exchange",
+        ),
+    ),
+    *planted(
         "ddp_core/exchange/lanes.py",
         (
+            "an exchange goes on before its work is done",
+            "            events.put(ticket)  # the work comes before the collective's own event\n",
+            "            future.add_done_callback(lambda _: events.put(ticket))\n",
+            f"{DISTRIBUTED}/test_lanes.py::test_work_is_done_while_the_collective_is_under_way",
+        ),
+        (
+            "work waits for its collective",
+            "                alive._work_beside(event)",
+            "                pass",
+            f"{DISTRIBUTED}/test_lanes.py::test_work_is_done_while_the_collective_is_under_way",
+        ),
+        (
             "a group is dropped with a collective under way",
-            "    for _ in range(left):\n        events.get()\n",
-            "",
+            "        left -= isinstance(events.get(), tuple)  # and not a ticket with work\n",
+            "        left = 0\n",
             f"{DISTRIBUTED}/test_other_ranks.py"
             "::test_lanes_are_given_up_without_waiting_for_a_silent_rank",
         ),

@@ -15,6 +15,15 @@ FAR = f"{DISTRIBUTED}/test_link.py::test_a_long_delay_leaves_the_bandwidth_known
 
 MUTANTS: list[Mutant] = [
     *planted(
+        "commhooks/predict/pipeline.py",
+        (
+            "work beside a message delays it",
+            "begin = np.maximum(link_free, sends)",
+            "begin = np.maximum(link_free, device_free)",
+            f"{UNIT}/test_simulate.py::test_cases_of_different_sizes_do_not_disturb_each_other",
+        ),
+    ),
+    *planted(
         "commhooks/predict/split.py",
         (
             "the second scheme of a plan has the first buckets",
@@ -311,8 +320,8 @@ MUTANTS: list[Mutant] = [
         "commhooks/predict/pipeline.py",
         (
             "links carry two messages at once",
-            "begin = np.maximum(link_free, device_free)",
-            "begin = device_free",
+            "begin = np.maximum(link_free, sends)",
+            "begin = sends",
             f"{UNIT}/test_simulate.py::"
             "test_all_steps_at_once_are_those_of_single_predictions_and_of_the_plain_rule",
         ),

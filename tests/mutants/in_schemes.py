@@ -133,13 +133,22 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/schemes/powersgd.py",
+        "commhooks/schemes/_low_rank.py",
         (
-            "PowerSGD keeps the difference to the mean, not to its own share",
-            "sent=None if own is None else (left, own)",
-            "sent=None if own is None else (left, q)",
+            "low-rank schemes keep the difference to the mean, not to a rank's own share",
+            "factor, tail = own, None",
+            "factor, tail = payload[: own.numel()], None",
             f"{LOW_RANK}::test_powersgd",
         ),
+        (
+            "left and right factors of what was sent are swapped",
+            "(factor, other) if is_left else (other, factor)",
+            "(factor, other) if not is_left else (other, factor)",
+            f"{LOW_RANK}::test_acpsgd",
+        ),
+    ),
+    *planted(
+        "commhooks/schemes/powersgd.py",
         (
             "PowerSGD does not orthonormalise",
             "        orthonormalize(matrices, left)  # the same bits on every rank\n",
@@ -159,12 +168,6 @@ MUTANTS: list[Mutant] = [
             "ACP-SGD begins with the other factor",
             "even = bucket.step % 2 == 0",
             "even = bucket.step % 2 == 1",
-            f"{LOW_RANK}::test_acpsgd",
-        ),
-        (
-            "ACP-SGD keeps the difference to the mean",
-            "sent = (own, fixed) if even else (fixed, own)",
-            "sent = (new, fixed) if even else (fixed, new)",
             f"{LOW_RANK}::test_acpsgd",
         ),
     ),

@@ -296,8 +296,7 @@ def in_order_of_time(
         sends = device_free
         device_free = sends + overlap[bucket][part]
         if sends < ends + delay:
-            taken = contention.later if part else contention.first
-            delay += taken * overlap[bucket][part]
+            delay += contention.later * overlap[bucket][part]
         begin, seconds = max(link_free, sends), wire[bucket][part] - latency
         sent = link_free = begin + seconds
         if seconds:
