@@ -121,11 +121,12 @@ class Ledger:
         the host needs shards, in a reduce-scatter): compare these two. ``payload_bytes`` is what a
         rank hands to collectives, which send it several times or, on one rank, not at all.
         ``encode_s`` is the work before the collective, ``decode_s`` the work after the last
-        collective. Work during a collective (:func:`ddp_core.overlapped`) is in ``wire_s``; on a
-        CPU, what takes longer than the last collective is in ``decode_s``. ``exposed_s`` is the
-        part of a row's waiting and decoding that backward did not hide: it came after the step's
-        last bucket was launched, or the host waited for each bucket (FSDP on a CPU), and no other
-        row accounts for it.
+        collective. Work during a collective (:func:`ddp_core.overlapped`) is in ``wire_s``. On a
+        CPU, what takes longer than the collective is in ``decode_s`` after the last one, and in no
+        column after others; where the host waits for each bucket (FSDP), it is in ``wire_s``, too.
+        ``exposed_s`` is the part of a row's waiting and decoding that backward did not hide: it
+        came after the step's last bucket was launched, or the host waited for each bucket, and no
+        other row accounts for it.
         Times that are not known are NaN: on a GPU, those of most steps, see the class.
         """
         with needs("hook.report()", "pandas"):

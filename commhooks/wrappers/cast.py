@@ -63,7 +63,7 @@ class Cast(Wrapper):
             request = as_request(next(inner))
             while True:
                 tensor = request.tensor
-                narrow, scale = request, 1.0
+                narrow, scale, overlap = request, 1.0, None
                 passes = tensor.dtype == self.dtype or not tensor.is_floating_point()
                 if not passes:
                     narrow, scale = self._narrow(request, bucket.world_size)
@@ -71,19 +71,22 @@ class Cast(Wrapper):
                         request.sent = narrow.tensor.to(tensor.dtype).mul_(scale)
                     rounded = partial(_note_sent, request, narrow, scale, keep_sent)
                     if request.overlap is not None:
-                        narrow.overlap = request.overlap.after(rounded)
+                        overlap = narrow.overlap = request.overlap.after(rounded)
                 try:
                     arrived = yield narrow
                 except Exception as error:  # a collective failed: the scheme may handle it
                     request = as_request(inner.throw(error))
                     continue
+                finally:
+                    if not passes:
+                        narrow.overlap = None  # it has the request: nothing would free both
                 if passes:
                     request = as_request(inner.send(arrived))
                     continue
-                if narrow.overlap is None:
+                if overlap is None:
                     rounded()
                 else:
-                    narrow.overlap.finish()
+                    overlap.finish()
                 # A mean was summed in shares of 1 / ranks; a sum has to be multiplied back.
                 wide = _widen(arrived, tensor, 1.0 if _is_mean(request) else scale)
                 if self.dtype == torch.float16 and bucket.step % _LOOK_EVERY == 0:

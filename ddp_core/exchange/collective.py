@@ -21,7 +21,7 @@ class Overlap:
     after it, so that the work is done whatever drives it.
 
     Args:
-        work: may not touch the tensor of the request.
+        work: must not read or write the tensor of the request.
     """
 
     def __init__(self, work: Callable[[], None]) -> None:
@@ -132,8 +132,13 @@ def overlapped(
 ) -> Generator[Collective, Tensor, Tensor]:
     """Requests a collective, does ``work`` while it is under way, and returns its result.
 
+    ``work`` runs once if the collective succeeds: in the lanes' thread, on a GPU on the stream of
+    the exchange, or after the collective where nothing does it before. What it raises is raised
+    here. If the collective fails, it may not have run.
+
     Args:
-        work: may not touch ``request.tensor``; may read ``request.sent``.
+        request: the collective.
+        work: must not read or write ``request.tensor``; may read ``request.sent``.
 
     Example:
         >>> import torch

@@ -174,6 +174,12 @@ MUTANTS: list[Mutant] = [
     *planted(
         "commhooks/schemes/batched_powersgd.py",
         (
+            "feedback of one matrix misses the rounding of a cast",
+            "sent = own if second.sent is None else second.sent",
+            "sent = own",
+            f"{UNIT}/test_wrappers.py::test_feedback_knows_what_a_cast_rounds",
+        ),
+        (
             "the batched scheme keeps twice what is left of its residual",
             "alpha=-1)",
             "alpha=-0.5)",

@@ -32,10 +32,10 @@ def test_local_steps_divide_the_exchange_by_their_number() -> None:
 
 def test_with_a_delay_only_what_is_before_the_first_message_is_exposed() -> None:
     class Counts(Device):
-        """Takes a second before, and three after each message; the outer optimizer 10."""
+        """Takes 1 s before a message, 1 ms beside it, 3 s after it; the outer optimizer 10 s."""
 
         def parts(self, scheme, shapes, ranks):  # type: ignore[no-untyped-def]
-            return (1.0, 3.0)
+            return (1.0, 1e-3, 3.0)
 
         def seconds(self, work):  # type: ignore[no-untyped-def]
             return 10.0

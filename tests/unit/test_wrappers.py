@@ -178,6 +178,8 @@ CASTS = {
         )
     ),
     "two casts": ErrorFeedback(Cast(Cast(Dense(), torch.float16), torch.bfloat16)),
+    "cast inside, one matrix": ErrorFeedback(Cast(BatchedPowerSGD(), torch.float16)),
+    "cast outside, one matrix": Cast(ErrorFeedback(BatchedPowerSGD()), torch.float16),
     "two casts, residual meanwhile": Cast(
         Cast(ErrorFeedback(PowerSGD()), torch.float16), torch.bfloat16
     ),
