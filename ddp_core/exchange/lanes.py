@@ -206,8 +206,9 @@ class Lanes:
         given_up = threading.Event()
         if self._threads:
             self._events.put(given_up)
-            # For decoding at most; only TORCH_DISTRIBUTED_DEBUG=DETAIL makes that thread wait for
-            # other ranks, and it then drops the groups by itself, later.
+            # For decoding, and work beside collectives, at most; only with
+            # TORCH_DISTRIBUTED_DEBUG=DETAIL does that thread wait for other ranks, and it then
+            # drops the groups by itself, later.
             if not given_up.wait(_PATIENCE):
                 return
         while self._lent:
