@@ -2,7 +2,8 @@
 
 Run ``python -m experiments.verify_cost``. Two Gloo ranks train a small convolutional network and
 200 tiny layers. Two hooks of one scheme take turns on two copies of the model, one with
-verification and one without; the order is reversed in every second turn.
+verification and one without; the order is reversed in every second turn. The result is compared
+with a sketch of the dense mean, and with the dense mean (``verify_with``).
 
 ``step_ratio`` is the step time with ``verify_every=100`` over that without, in blocks of 100 steps,
 each with one verified step: the median over turns, with quartiles. Two runs of the same code
@@ -13,7 +14,7 @@ is ``verified_ms / (100 plain_ms)``, the share that it adds at ``verify_every=10
 
 ``--rates 0,1000,200`` adds lines of 1 Gbit/s and 200 Mbit/s between two hosts, which need what
 ``experiments/namespaces.py`` needs; 0 is the loopback device. ``line_ms`` is the time of a dense
-all-reduce at the rate of the line: a verified step adds that at most, beside its arithmetic.
+all-reduce at the rate of the line, which ``verify_with="dense"`` adds at most, beside arithmetic.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,6 +38,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+from commhooks.hook.verify import VerifyWith
 from experiments.hosts import joined, messages_from_hosts
 from experiments.models import Model
 from experiments.namespaces import reason_not_to_run
@@ -46,6 +49,7 @@ TABLE_WIDTH = 140
 EVERY = 100  # of the blocks that are compared as they are
 SHORT = 8  # steps of a block with one verified step, for the difference
 SCHEMES: dict[str, dict[str, Any]] = {"int8": {}, "powersgd": {"rank": 4}}
+REFERENCES: tuple[VerifyWith, ...] = ("sketch", "dense")
 
 
 def _small_cnn() -> nn.Module:
@@ -69,13 +73,14 @@ def compare(
 ) -> None:
     """Runs blocks of steps with and without verification in turn, for every scheme, in a rank."""
     numel = sum(parameter.numel() for parameter in MODELS[model].build().parameters())
-    for scheme in SCHEMES:
-        plain, added = _turns(model, scheme, SHORT, turns)
-        row = {"model": model, "scheme": scheme, "plain_ms": 1e3 * statistics.median(plain)}
+    for scheme, reference in product(SCHEMES, REFERENCES):
+        plain, added = _turns(model, scheme, reference, SHORT, turns)
+        row = {"model": model, "scheme": scheme, "verify_with": reference}
+        row["plain_ms"] = 1e3 * statistics.median(plain)
         low, middle, high = (1e3 * SHORT * one for one in statistics.quantiles(added, n=4))
         row |= {"verified_ms": middle, "verified_q1": low, "verified_q3": high}
         row["added"] = middle / (EVERY * row["plain_ms"])
-        plain, added = _turns(model, scheme, EVERY, long)
+        plain, added = _turns(model, scheme, reference, EVERY, long)
         ratios = [1 + more / one for one, more in zip(plain, added, strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
         row |= {"step_ratio": middle, "ratio_q1": low, "ratio_q3": high}
@@ -84,7 +89,7 @@ def compare(
 
 
 def run_rank(task: dict[str, Any]) -> None:
-    """Compares in the process of a host; prints an object for each scheme."""
+    """Compares in the process of a host; prints an object for each scheme and reference."""
     with joined() as rank:
         compare(rank, 2, lambda row: print(json.dumps(row), flush=True), **task)
 
@@ -104,17 +109,20 @@ def _rows(model: str, mbit: float, turns: int, long: int) -> Iterator[dict[str, 
         yield {"mbit": mbit} | row | {"line_ms": 8e3 * row["dense_mb"] / mbit if mbit else 0.0}
 
 
-def _turns(model: str, scheme: str, every: int, turns: int) -> tuple[list[float], list[float]]:
+def _turns(
+    model: str, scheme: str, reference: VerifyWith, every: int, turns: int
+) -> tuple[list[float], list[float]]:
     """Returns per turn the seconds of a plain step, and what verification adds to one on average.
 
     A block has ``every`` steps, of which one is verified.
     """
     build, make_input, batch = MODELS[model]
     runners: dict[str, tuple[DistributedDataParallel, commhooks.HookState]] = {}
-    for kind, verify_every in (("plain", None), ("verified", every)):
+    verified: dict[str, Any] = {"verify_every": every, "verify_with": reference}
+    for kind, arguments in (("plain", {}), ("verified", verified)):
         torch.manual_seed(0)
         ddp = DistributedDataParallel(build(), gradient_as_bucket_view=True)
-        hook = commhooks.register(ddp, scheme, verify_every=verify_every, **SCHEMES[scheme])
+        hook = commhooks.register(ddp, scheme, **arguments, **SCHEMES[scheme])
         runners[kind] = (ddp, hook)
     torch.manual_seed(dist.get_rank())
     x = make_input(batch)
@@ -168,13 +176,15 @@ def main(
     if console.width < TABLE_WIDTH:  # rich wraps lines at 80 columns if the output is a pipe
         console = Console(width=TABLE_WIDTH)
     with Progress(console=console) as progress:
-        bar = progress.add_task("measuring", total=len(lines) * len(MODELS) * len(SCHEMES))
+        cases = len(lines) * len(MODELS) * len(SCHEMES) * len(REFERENCES)
+        bar = progress.add_task("measuring", total=cases)
         for mbit in lines:
             where = f"{mbit:g} Mbit/s" if mbit else "loopback"
             for row in (row for model in MODELS for row in _rows(model, mbit, turns, long)):
                 rows.append(row)
                 progress.console.print(
-                    f"{where}, {row['model']}, {row['scheme']}: a verified step adds "
+                    f"{where}, {row['model']}, {row['scheme']}, {row['verify_with']}: a verified "
+                    f"step adds "
                     f"{row['verified_ms']:.2f} ms to {row['plain_ms']:.2f} ms, "
                     f"{100 * row['added']:.2f} % at verify_every={EVERY}; step time "
                     f"{row['step_ratio']:.3f} ({row['ratio_q1']:.3f} to {row['ratio_q3']:.3f})"

@@ -28,7 +28,7 @@ from commhooks.hook.shard_measurement import ShardMeasurement
 from commhooks.kernels import all_finite
 from ddp_core import AllReduce, Exchange
 
-__all__ = ["Engine", "measures"]
+__all__ = ["Engine", "measures_densely"]
 
 
 @dataclass(eq=False)
@@ -277,20 +277,22 @@ def _agreed(step: _Step, onward: Engine | None = None) -> Exchange:
     return worst
 
 
-def measures(engine: Engine) -> bool:
-    """Whether the buckets of this step are measured: those of shards by one more collective."""
-    return engine.observer is not None and engine.observer.wants(engine.step, engine.scheme)
+def measures_densely(engine: Engine) -> bool:
+    """Whether shards of this step are compared with the dense mean, by one more collective."""
+    observer = engine.observer
+    return observer is not None and observer.dense and observer.wants(engine.step, engine.scheme)
 
 
 def _measure(engine: Engine, step: _Step, number: int, bucket: Bucket) -> Measurement | None:
     """Begins to measure a bucket, if an observer wants that."""
-    if not measures(engine):
+    observer = engine.observer
+    if observer is None or not observer.wants(engine.step, engine.scheme):
         return None
     what = (number, bucket.layout, bucket.raw, engine.scheme, engine.step)
     one = (
-        Measurement(*what)
+        Measurement(*what, dense=observer.dense)
         if bucket.shards is None
-        else ShardMeasurement(*what, bucket.shards, engine.rank)
+        else ShardMeasurement(*what, bucket.shards, engine.rank, dense=observer.dense)
     )
     # In the order of launches, which is the same on all ranks; exchanges may end in another.
     step.measured.append(one)

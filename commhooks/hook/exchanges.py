@@ -12,7 +12,7 @@ from torch import Tensor
 
 from commhooks.core.layout import Layout
 from commhooks.hook.coalesce import Coalescer, Group
-from commhooks.hook.engine import Engine, measures
+from commhooks.hook.engine import Engine, measures_densely
 from commhooks.hook.ledger import Ledger
 from commhooks.hook.sharded_bucket import ShardedBucket
 from commhooks.hook.step import Step
@@ -95,7 +95,7 @@ class Exchanges:
             step.left_alone.update(bucket.left_alone)
             if bucket.then is not None:
                 exchange, further_rounds = bucket.continued(exchange), 1
-            further_rounds += bucket.shards is not None and measures(self._engine)
+            further_rounds += bucket.shards is not None and measures_densely(self._engine)
         return self.start(
             step,
             exchange,

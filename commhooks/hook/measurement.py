@@ -12,17 +12,17 @@ from torch import Tensor
 from commhooks.core.layout import Layout
 from commhooks.core.memory import Memory, staged_in
 from commhooks.core.scheme import Scheme
+from commhooks.hook.sketch import dots_of, sketches_of
 from commhooks.kernels import squared_norms
 from commhooks.wrappers.feedback import RESIDUAL, keeps_residual
 from commhooks.wrappers.schedules import running_at
 from ddp_core import Collective
 
-__all__ = ["ROWS", "Comparison", "Measurement", "Observer", "norms_of", "sketches_of"]
+__all__ = ["ROWS", "Comparison", "Measurement", "Observer", "norms_of"]
 
 # What a rank tells the others of each parameter: norms of its gradient, of the averaged gradient,
 # of their difference and of its residual, and the hash of the averaged gradient.
 ROWS = ("gradient", "mean", "difference", "residual", "hash")
-_WIDTH = 64  # numbers of a sketch
 _CHUNK = 2**17  # integers that are hashed at a time: they stay in a CPU's cache, and in its heap
 
 
@@ -30,7 +30,13 @@ Comparison = Generator[Collective, Tensor, None]
 
 
 class Observer(Protocol):
-    """Takes part in the steps of an engine without a change to what they compute."""
+    """Takes part in the steps of an engine without a change to what they compute.
+
+    Attributes:
+        dense: compares with the dense mean itself, and not with a sketch of it.
+    """
+
+    dense: bool
 
     def wants(self, step: int, scheme: Scheme) -> bool:
         """Whether the buckets of a step are to be measured."""
@@ -42,30 +48,37 @@ class Observer(Protocol):
 class Measurement:
     """Compares the averaged gradient of one bucket with this rank's own.
 
-    The mean over ranks of ``difference`` is the error of the averaged gradient: the dense mean
-    minus the result of the exchange. One tensor thus serves as the copy of the gradient and as the
-    operand of the all-reduce.
+    The mean over ranks of the gradient minus the average is the error of the averaged gradient: the
+    dense mean minus the result of the exchange. One tensor thus serves as the copy of the gradient
+    and as what the ranks average, or sketch and average the sketches of.
 
     Attributes:
         bucket: the bucket's number in the ledger.
         layout: its parameters.
-        difference: gradient minus average, flat, in float32 (float64 if the gradient is).
-        balance: sketches, per parameter, of what this rank has sent minus the average. Their mean
-            over ranks is zero but for rounding; None for schemes that keep no residual.
         rows: float64 of shape ``(len(ROWS), parameters)``; the hashes' bits are those of integers.
+        sketches: a row for each kind of vector whose mean over ranks is wanted.
         dtype: of the gradient.
+
+    Args:
+        dense: asks for the mean of the differences themselves, and not of their sketches.
     """
 
     def __init__(
-        self, bucket: int, layout: Layout, gradient: Tensor, scheme: Scheme, step: int = 0
+        self,
+        bucket: int,
+        layout: Layout,
+        gradient: Tensor,
+        scheme: Scheme,
+        step: int = 0,
+        *,
+        dense: bool = False,
     ) -> None:
         self.bucket, self.layout, self.dtype = bucket, layout, gradient.dtype
         # Now, since the exchange may write its result over the gradient.
-        self.difference = gradient.detach().to(_wide(gradient), copy=True).view(-1)
-        self.balance: Tensor | None = None
-        self._step = step
+        self._difference = gradient.detach().to(_wide(gradient), copy=True).view(-1)
+        self._step, self._dense = step, dense
         self._keeps_residual = keeps_residual(running_at(scheme, step))
-        self._own = norms_of(self.difference, self.layout.sizes)
+        self._own = norms_of(self._difference, self.layout.sizes)
 
     def finish(self, mean: Tensor, memory: Memory) -> None:
         """Notes the result of the exchange.
@@ -77,16 +90,22 @@ class Measurement:
         flat, zeros = mean.detach().view(-1), torch.zeros_like(self._own)
         averaged, hashes = norms_of(flat, self.layout.sizes), _hashes(flat, self.layout.sizes)
         residual = zeros
+        sketches = []
         if self._keeps_residual:
-            sent = self.difference.clone()
+            # What this rank has sent minus the average, whose mean is zero but for rounding.
+            sent = self._difference.clone()
             residual = self._add_residual(sent, memory)
-            self.balance = sketches_of(self._views(sent.sub_(flat)), self._step)
+            sketches.append(self._sketch(sent.sub_(flat)))
         else:
             # A residual that is flushed in this step is part of what the ranks have to average.
-            residual = self._add_residual(self.difference, memory)
-        self.difference.sub_(flat)
-        away = norms_of(self.difference, self.layout.sizes)
+            residual = self._add_residual(self._difference, memory)
+        self._difference.sub_(flat)
+        away = norms_of(self._difference, self.layout.sizes)
         self.rows = torch.stack([self._own, averaged, away, residual, hashes.view(torch.float64)])
+        if not self._dense:
+            sketches.append(self._sketch(self._difference))
+            del self._difference
+        self._note(sketches)
 
     def compare(self) -> Comparison:
         """Asks for what the comparison needs while the bucket is exchanged: nothing."""
@@ -120,14 +139,30 @@ class Measurement:
         views: Sequence[Tensor] = flat.split(self.layout.sizes)
         return views
 
-    def operands(self) -> list[Tensor]:
-        """Returns the tensors of which the mean over ranks is to be computed, in place."""
-        return [self.difference] if self.balance is None else [self.difference, self.balance]
+    def _sketch(self, flat: Tensor) -> Tensor:
+        return sketches_of(self._views(flat), self._step)
 
-    def errors(self) -> tuple[Tensor, Tensor | None]:
-        """Returns the norms of ``difference`` and ``balance`` per parameter, on the CPU."""
-        balance = None if self.balance is None else self.balance.norm(dim=1).cpu()
-        return norms_of(self.difference, self.layout.sizes).cpu(), balance
+    def _note(self, sketches: list[Tensor]) -> None:
+        self.sketches = torch.stack(sketches) if sketches else self._own.new_zeros((0, 0))
+
+    def operands(self) -> list[Tensor]:
+        """Returns the tensors besides ``sketches`` whose mean is to be computed, in place."""
+        return [self._difference] if self._dense else []
+
+    def errors(self, sketches: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns the norms of the error and of what got lost, per parameter, on the CPU.
+
+        Args:
+            sketches: their mean over ranks, on the CPU.
+
+        Returns:
+            error: norms of the dense mean minus the average.
+            balance: norms of what the ranks have sent minus the average; None without feedback.
+        """
+        sizes = self.layout.sizes
+        norms = [dots_of(sketch, sketch, sizes).sqrt() for sketch in sketches]
+        balance = norms.pop(0) if self._keeps_residual else None
+        return norms_of(self._difference, sizes).cpu() if self._dense else norms.pop(), balance
 
 
 def norms_of(flat: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -149,45 +184,6 @@ def _sums(values: Tensor, owners: Sequence[int], count: int) -> Tensor:
 
 def _wide(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
-
-
-def sketches_of(views: Sequence[Tensor], step: int) -> Tensor:
-    """Returns ``_WIDTH`` numbers per tensor that are linear in it and have its norm, up to 20 %.
-
-    Entries are added with random signs, the same on all ranks. So the mean of the ranks' sketches
-    shows the norm of the mean, in a message of a few bytes.
-    """
-    generator = torch.Generator().manual_seed(step)
-    signs = torch.randint(0, 2, (_CHUNK // _WIDTH,), generator=generator, device="cpu")
-    signs = signs.mul_(2).sub_(1).to(views[0].device, views[0].dtype)
-    sketches = views[0].new_zeros((len(views), _WIDTH), dtype=torch.float64)
-    # Tensors of one size together: models of many small layers have few sizes.
-    of_size: dict[int, list[int]] = {}
-    for place, view in enumerate(views):
-        of_size.setdefault(view.numel(), []).append(place)
-    for size, places in of_size.items():
-        together = max(1, _CHUNK // max(size, 1))
-        for begin in range(0, len(places), together):
-            some = places[begin : begin + together]
-            rows = torch.stack([views[place] for place in some]) if len(some) > 1 else None
-            rows = views[some[0]].view(1, -1) if rows is None else rows
-            sketch = _sketches_of_rows(rows, signs)
-            if len(some) == len(views):
-                return sketch
-            sketches[torch.tensor(some, device=sketches.device)] = sketch
-    return sketches
-
-
-def _sketches_of_rows(rows: Tensor, signs: Tensor) -> Tensor:
-    """Returns the sketch of each row of a matrix."""
-    sketches = rows.new_zeros((len(rows), _WIDTH), dtype=torch.float64)
-    for part in rows.split(_CHUNK, 1):
-        count = part.shape[1] // _WIDTH
-        whole = count * _WIDTH
-        if count:
-            sketches += signs[:count] @ part[:, :whole].reshape(len(part), count, _WIDTH)
-        sketches[:, : part.shape[1] - whole] += part[:, whole:]
-    return sketches
 
 
 def _hashes(flat: Tensor, sizes: Sequence[int]) -> Tensor:

@@ -31,7 +31,15 @@ __all__ = ["Meeting"]
 
 # Facts that ranks with other parts of the gradients have in common, too: they decide whether a rank
 # takes part in the verdict of a step.
-_SHARED = ("host", "scheme and options", "commhooks version", "seed", "step", "verify_every")
+_SHARED = (
+    "host",
+    "scheme and options",
+    "commhooks version",
+    "seed",
+    "step",
+    "verify_every",
+    "verify_with",
+)
 
 
 class Meeting:
@@ -107,7 +115,10 @@ class Meeting:
         """Returns the facts that must be the same on all ranks."""
         to_come = self._continuation.to_come(self._agreed)
         facts = facts_of(scheme, self._engine, self._binding, to_come)
-        return facts | {"verify_every": getattr(self.verification, "every", None)}
+        return facts | {
+            "verify_every": getattr(self.verification, "every", None),
+            "verify_with": getattr(self.verification, "reference", None),
+        }
 
     def _agree_after_load(self) -> None:
         if not self._agreed:

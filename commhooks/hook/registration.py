@@ -19,7 +19,7 @@ from commhooks.hook.handshake import MEETING
 from commhooks.hook.hook_function import comm_hook
 from commhooks.hook.parameters import find_ddp
 from commhooks.hook.state import HookState
-from commhooks.hook.verify import Verification, Verify, attach
+from commhooks.hook.verify import Verification, Verify, VerifyWith, attach
 from commhooks.wrappers.feedback import keeps_residual
 from ddp_core import DistributedDataParallel as CoreDDP
 
@@ -36,6 +36,7 @@ def register(
     history: int = 100_000,
     verify_every: int | None = None,
     verify: Verify = "warn",
+    verify_with: VerifyWith = "sketch",
     between: Any = None,
     **options: Any,
 ) -> HookState:
@@ -56,10 +57,12 @@ def register(
             shape, all vectors together), or a function of name and parameter; None: any.
         seed: base of the scheme's random draws, the same on every rank.
         history: rows kept for ``report``, one per bucket and round; totals count all rows.
-        verify_every: number of steps after which the dense mean is computed as well, see
+        verify_every: number of steps after which the result is compared with the dense mean, see
             :class:`commhooks.hook.Verification`; None: never. Not for ``replicate()``.
         verify: what happens where ranks differ, or an error breaks the scheme's law: "warn" or
             "raise".
+        verify_with: "sketch": compares with a sketch of the dense mean, a small message; "dense":
+            with the dense mean itself.
         between: for FSDP2: replicas to average over after FSDP2 has reduced within a node (HSDP), a
             process group or a mesh of one dimension; any scheme.
         options: options of the scheme, see :func:`commhooks.make`.
@@ -81,11 +84,13 @@ def register(
         raise RegistrationError(
             "register: no process group; call torch.distributed.init_process_group first"
         )
-    if verify != "warn" and verify_every is None:
-        raise OptionError(
-            f"register(verify={verify!r}): nothing is verified without verify_every=..., a number "
-            f"of steps"
-        )
+    if verify_every is None:
+        for name, given, default in (("", verify, "warn"), ("_with", verify_with, "sketch")):
+            if given != default:
+                raise OptionError(
+                    f"register(verify{name}={given!r}): nothing is verified without "
+                    f"verify_every=..., a number of steps"
+                )
     if host := _host_of(model):
         _need_defaults(
             process_group=process_group,
@@ -94,7 +99,7 @@ def register(
             scheme="auto" if scheme == "auto" and host != "FSDPModule" else None,
         )
         if host != "DDP" and verify_every is not None:
-            options["verification"] = Verification(verify_every, verify, history)
+            options["verification"] = Verification(verify_every, verify, history, verify_with)
         if host == "FSDPModule":
             options["between"] = between
         elif between is not None:
@@ -126,7 +131,7 @@ def register(
         ddp, process_group=process_group, seed=seed, history=history, **options
     )
     if verify_every is not None:
-        attach(state, Verification(verify_every, verify, history))
+        attach(state, Verification(verify_every, verify, history, verify_with))
     group = None if layout is None else group_function(layout, state)
     facts: dict[str, Any] = {
         "DistributedDataParallel": f"{type(ddp).__module__}.{type(ddp).__qualname__}"

@@ -9,14 +9,19 @@ import torch
 from torch import Tensor
 
 from commhooks.core.names import is_padding, whole_name
-from commhooks.hook.shard_measurement import ShardMeasurement
+from commhooks.hook.shard_measurement import Compared, ShardMeasurement
 from commhooks.hook.verdict import Finding, Law, Verified, apply_law
 
 __all__ = ["judge_shards"]
 
 
 def judge_shards(
-    law: Law, step: int, one: ShardMeasurement, ranks: Tensor, balance: Tensor | None
+    law: Law,
+    step: int,
+    one: ShardMeasurement,
+    ranks: Tensor,
+    compared: Compared,
+    balance: Tensor | None,
 ) -> tuple[list[Verified], list[Finding]]:
     """Returns the rows and findings of one bucket; the same on every rank.
 
@@ -25,9 +30,9 @@ def judge_shards(
         step: its number.
         one: the bucket.
         ranks: the rows of all ranks, float64 of shape ``(ranks, rows, pieces)``.
-        balance: norms per piece.
+        compared, balance: see ``ShardMeasurement.compared``.
     """
-    own, kept, mean, error, dense, dot = ranks.unbind(1)
+    own, kept, mean, *_ = ranks.unbind(1)
     names = [whole_name(name) for name in one.layout.names]
     findings: list[Finding] = []
 
@@ -48,13 +53,16 @@ def judge_shards(
     if not law.averages:
         return rows, findings
     for name, columns in pieces.items():
-        norm, off, size = (float(part[:, columns].norm()) for part in (dense, error, mean))
-        both = norm * size
+        dense, error, dot = (
+            float(part[columns].sum()) for part in (compared.dense, compared.error, compared.dot)
+        )
+        norm, off = math.sqrt(dense), math.sqrt(error)
+        both = norm * float(mean[:, columns].norm())
         rows.append(
             Verified(
                 *(step, one.bucket, name),
                 error=off / norm if norm else (math.inf if off else 0.0),
-                cosine=min(1.0, float(dot[:, columns].sum()) / both) if both else math.nan,
+                cosine=min(1.0, dot / both) if both else math.nan,
                 norm=norm,
             )
         )
@@ -67,6 +75,8 @@ def judge_shards(
             find(position, kind, owners, text)
 
         sizes = torch.sqrt((own.square() + kept.square()).sum(1))
-        errors = error.square().sum(0).sqrt()
-        apply_law(law, find_in_shard, one.dtype, sizes, errors, balance, one.layout.numel)
+        apply_law(
+            *(law, find_in_shard, one.dtype, sizes, mean),
+            *(compared.error.sqrt(), balance, one.layout.numel),
+        )
     return rows, findings

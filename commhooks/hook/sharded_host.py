@@ -46,5 +46,6 @@ def fit_to_host(
     hook._binding.adopt_sharded(model, known, group, device)
     if verification is not None:
         # The dense mean of a shard travels in the bucket's own exchange.
-        attach(hook, verification, further_rounds=int(bool(shards_for)))
+        further_rounds = int(bool(shards_for) and verification.dense)
+        attach(hook, verification, further_rounds=further_rounds)
     hook.stays = "its host decides over which ranks it shards; register a hook on a model of others"

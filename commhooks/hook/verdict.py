@@ -212,7 +212,7 @@ def judge(
         )
     if finite:
         sizes = torch.sqrt((own.square() + kept.square()).sum(1))
-        apply_law(law, find, dtype, sizes, error, balance, layout.numel)
+        apply_law(law, find, dtype, sizes, mean, error, balance, layout.numel)
     return rows, findings
 
 
@@ -221,19 +221,31 @@ def apply_law(
     find: Callable[[int, str, list[int], str], None],
     dtype: torch.dtype,
     sizes: Tensor,
+    mean: Tensor,
     error: Tensor,
     balance: Tensor | None,
     numel: int,
 ) -> None:
-    """Compares a bucket's error with what the law allows; ``sizes``: per rank, of its share."""
+    """Compares a bucket's error with what the law allows.
+
+    Args:
+        law: of the scheme.
+        find: notes a finding: position, kind, ranks and text.
+        dtype: of the gradient.
+        sizes: norms of what each rank has to contribute.
+        mean: norms of the averaged gradient, per rank and parameter.
+        error, balance: norms per parameter, see ``Measurement.errors``.
+        numel: of the bucket.
+    """
     everyone = list(range(len(sizes)))
-    measured = balance if balance is not None else error
-    bad = (~measured.isfinite()).nonzero().view(-1).tolist()
+    bad = (~mean.isfinite()).any(0).nonzero().view(-1).tolist()
     if bad:
         text = "the average is not finite, though the gradients of all ranks are"
         find(bad[0], "not finite", everyone, f"{text} ({law.name})")
         return
-    if law.rounding is None:
+    measured = balance if balance is not None else error
+    # Differences and sums of numbers near the end of the range are beyond it.
+    if law.rounding is None or not measured.isfinite().all():
         return
     rounding = max(law.rounding, 4 * torch.finfo(dtype).eps)
     allowed = rounding * float(sizes.mean()) + math.sqrt(law.variance) * float(sizes.max())

@@ -11,13 +11,22 @@ import torch.distributed as dist
 from commhooks.errors import VerificationError
 from commhooks.hook.verdict import Finding, Verified
 
-__all__ = ["Told", "Verify", "count_of", "need_right", "numbers_of", "warn_of", "worst_of"]
+__all__ = [
+    "Told",
+    "Verify",
+    "VerifyWith",
+    "in_words",
+    "need_right",
+    "numbers_of",
+    "warn_of",
+]
 
 Verify = Literal["warn", "raise"]
+VerifyWith = Literal["sketch", "dense"]
 Told = tuple[str, str, tuple[int, ...]]  # kind, parameter, ranks
 
 
-def worst_of(rows: list[Verified]) -> str:
+def _worst_of(rows: list[Verified]) -> str:
     """Returns a sentence on the parameter with the largest error of a step."""
     known = [row for row in rows if row.error == row.error]
     if not known:
@@ -26,6 +35,15 @@ def worst_of(rows: list[Verified]) -> str:
     return (
         f", the last is {worst.step}. Its largest error is {worst.error:.3g} of the dense mean, of "
         f"{worst.parameter!r}, at a cosine of {worst.cosine:.5g}"
+    )
+
+
+def in_words(name: str, steps: int, rows: list[Verified], findings: list[Finding]) -> str:
+    """Returns what is known of the verified steps of a scheme, and the last findings."""
+    found = [f"\n  {finding}" for finding in findings[-10:]]
+    return (
+        f"{name}: {_count_of(steps, 'step')} verified{_worst_of(rows)}. "
+        f"{_count_of(len(findings), 'finding')}{':' if found else '.'}{''.join(found)}"
     )
 
 
@@ -54,7 +72,7 @@ def warn_of(found: list[Finding], rank: int, action: Verify, warned: set[Told]) 
         warnings.warn(f"commhooks: {first}{more}", RuntimeWarning, stacklevel=2)
 
 
-def count_of(number: int, what: str) -> str:
+def _count_of(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
 
 

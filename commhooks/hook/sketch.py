@@ -1,0 +1,93 @@
+"""Computes sketches of vectors: some numbers that are linear in a vector and show its norm.
+
+The mean of the ranks' sketches is the sketch of their mean. So the norm of a mean is known, up to
+some percent, from a message that is a small fraction of the vectors.
+
+Source: the tug-of-war sketch of Alon, Matias and Szegedy (1996); in disjoint parts, as by Charikar,
+Chen and Farach-Colton (2002).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+__all__ = ["dots_of", "sketches_of", "width_of"]
+
+# Numbers of a sketch. Primes, so that the entries of a matrix's column are added up in all of them.
+_WIDTHS = (1021, 509, 251, 127, 61)
+_ENTRIES = 64  # per number, at least, in all but the narrowest
+_CHUNK = 2**17  # entries that are added up at a time: they stay in a CPU's cache
+
+
+def width_of(size: int) -> int:
+    """Returns how many numbers the sketch of a vector has: as many as entries, up to 61.
+
+    The standard deviation of the norm is 1 / sqrt(2 * width) of it: 9 % where it is 61, and 2 %
+    where it is 1021. The norm is exact where all entries have a number of their own.
+    """
+    return next((width for width in _WIDTHS if size >= _ENTRIES * width), min(size, _WIDTHS[-1]))
+
+
+def sketches_of(vectors: Sequence[Tensor], step: int) -> Tensor:
+    """Returns the sketches of vectors, one after the other, in a flat tensor of their dtype.
+
+    Entries are added up with random signs, the same on all ranks.
+
+    Args:
+        vectors: flat, at least one.
+        step: its number; draws other signs.
+    """
+    found: list[Tensor] = list(vectors)
+    # Vectors of one size together: models of many small layers have few sizes.
+    of_size: dict[int, list[int]] = {}
+    for place, vector in enumerate(vectors):
+        of_size.setdefault(vector.numel(), []).append(place)
+    for size, places in of_size.items():
+        together = max(1, _CHUNK // max(size, 1))
+        for begin in range(0, len(places), together):
+            some = places[begin : begin + together]
+            rows = torch.stack([vectors[place] for place in some]) if len(some) > 1 else None
+            rows = vectors[some[0]].view(1, -1) if rows is None else rows
+            for place, sketch in zip(some, _sketches_of_rows(rows, step), strict=True):
+                found[place] = sketch
+    return torch.cat(found)
+
+
+def dots_of(one: Tensor, other: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Returns the scalar products of vectors by their sketches, in float64.
+
+    Args:
+        one, other: what ``sketches_of`` returns, or their sums.
+        sizes: numbers of entries of the vectors.
+    """
+    products = (one.double() * other.double()).split([width_of(size) for size in sizes])
+    return torch.stack([part.sum() for part in products])
+
+
+def _sketches_of_rows(rows: Tensor, step: int) -> Tensor:
+    """Returns the sketch of each row of a matrix."""
+    width = width_of(rows.shape[1])
+    sketches = rows.new_zeros((len(rows), width))
+    signs = _signs(rows.device, rows.dtype)
+    for number, part in enumerate(rows.split(_CHUNK // max(width, 1) * width or 1, 1)):
+        # Signs of other parts and steps are others: those from another place on.
+        first = (40503 * step + 30011 * number) % _CHUNK
+        signed = part * signs[first : first + part.shape[1]]
+        count = part.shape[1] // max(width, 1)
+        whole = count * width
+        if count:
+            sketches += signed[:, :whole].view(len(part), count, width).sum(1)
+        sketches[:, : part.shape[1] - whole] += signed[:, whole:]
+    return sketches
+
+
+@lru_cache(maxsize=8)
+def _signs(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Returns random signs, the same on all ranks."""
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randint(0, 2, (2 * _CHUNK,), generator=generator, device="cpu")
+    return signs.mul_(2).sub_(1).to(device, dtype)
