@@ -237,11 +237,11 @@ def apply_law(
         error, balance: norms per parameter, see ``Measurement.errors``.
         numel: of the bucket.
     """
-    everyone = list(range(len(sizes)))
     bad = (~mean.isfinite()).any(0).nonzero().view(-1).tolist()
     if bad:
         text = "the average is not finite, though the gradients of all ranks are"
-        find(bad[0], "not finite", everyone, f"{text} ({law.name})")
+        which = (~mean[:, bad[0]].isfinite()).nonzero().view(-1).tolist()
+        find(bad[0], "not finite", which, f"{text} ({law.name})")
         return
     measured = balance if balance is not None else error
     # Differences and sums of numbers near the end of the range are beyond it.
@@ -266,7 +266,7 @@ def apply_law(
         if size
         else f"the average of {law.name} has a norm of {total:.3g}, though all gradients are zero"
     )
-    find(int(measured.argmax()), "error", everyone, text)
+    find(int(measured.argmax()), "error", list(range(len(sizes))), text)
 
 
 def _odd_ones(ranks: Tensor, mean: Tensor) -> list[tuple[int, list[int]]]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -66,6 +69,8 @@ class Wrong(Wrapper):
         if part is not None and bucket.step >= 2:
             if self.what == "decodes" and spoils:
                 part[3].add_(1e-7)
+            if self.what == "overflows" and spoils:
+                part[3] = torch.inf
             if self.what == "loses":  # on all ranks, and says that it has sent it
                 part[:5].zero_()
         return result
@@ -77,10 +82,12 @@ def _bucket_of(step: int, parameter: str) -> int:
     return 0 if step == 0 else {"4": 0, "2": 1, "0": 2}[parameter[0]]
 
 
-def _train(rank: int, world_size: int, wrong: Scheme, kind: str, action: Any) -> dict[str, Any]:
+def _train(
+    rank: int, world_size: int, wrong: Scheme, kind: str, action: Any, reference: Any = "sketch"
+) -> dict[str, Any]:
     torch.manual_seed(0)
     ddp = KINDS[kind](mlp(16, 3), bucket_cap_mb=1088 / 2**20)  # a layer
-    hook = commhooks.register(ddp, wrong, verify_every=2, verify=action)
+    hook = commhooks.register(ddp, wrong, verify_every=2, verify=action, verify_with=reference)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(4):
@@ -92,6 +99,16 @@ def _train(rank: int, world_size: int, wrong: Scheme, kind: str, action: Any) ->
     found = [one[:5] for one in hook.verification.findings]
     rows = list(zip(frame["step"], frame["bucket"], frame["parameter"], strict=True))
     return {"found": found, "texts": texts, "rows": rows}
+
+
+def _train_twice(
+    rank: int, world_size: int, wrong: Scheme, kind: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    sketch, dense = (
+        _train(rank, world_size, wrong, kind, "warn", reference)
+        for reference in ("sketch", "dense")
+    )
+    return sketch, dense
 
 
 @pytest.mark.parametrize(
@@ -116,7 +133,13 @@ def _train(rank: int, world_size: int, wrong: Scheme, kind: str, action: Any) ->
 def test_a_planted_bug_is_named_with_step_rank_and_parameter(
     wrong: Scheme, kind: str, expected: tuple[str | None, str, tuple[int, ...]]
 ) -> None:
-    ranks = run_ranks(_train, 3, wrong, kind, "warn")
+    for ranks in zip(*run_ranks(_train_twice, 3, wrong, kind), strict=True):
+        _check_planted(ranks, expected)
+
+
+def _check_planted(
+    ranks: Sequence[dict[str, Any]], expected: tuple[str | None, str, tuple[int, ...]]
+) -> None:
     found = ranks[0]["found"]
     assert found
     name, what, which = expected
@@ -133,6 +156,12 @@ def test_a_planted_bug_is_named_with_step_rank_and_parameter(
     assert warned
     places = [(f"step {one[0]}, rank", f"bucket {one[1]}, parameter {one[2]!r}") for one in found]
     assert any(step in warned[-1] and place in warned[-1] for step, place in places)
+
+
+def test_an_average_that_overflows_is_named_with_its_rank() -> None:
+    for one in run_ranks(_train, 2, Wrong(Dense(), "overflows"), "torch", "warn"):
+        kinds = ["ranks differ", "not finite"]
+        assert one["found"] == [(2, 1, "2.weight", kind, (1,)) for kind in kinds]
 
 
 def _raises(rank: int, world_size: int) -> str:
@@ -178,7 +207,7 @@ def test_a_gradient_that_is_not_finite_is_named_with_its_rank_and_warned_of_once
 # ---- training does not notice
 
 
-def _weights(rank: int, kind: str, mode: str, every: int | None) -> Tensor:
+def _weights(rank: int, kind: str, mode: str, **verified: Any) -> Tensor:
     torch.manual_seed(0)
     unused = mode == "unused"
     model: nn.Module = Branches() if unused else mlp(16, 2)
@@ -193,7 +222,7 @@ def _weights(rank: int, kind: str, mode: str, every: int | None) -> Tensor:
         "coalesced": ("powersgd", {"rank": 1, "coalesce": True}),
         "update": ("dgc", {}),
     }.get(mode, ("topk", {"ratio": 0.2}))
-    hook = commhooks.register(ddp, name, verify_every=every, **options)
+    hook = commhooks.register(ddp, name, **verified, **options)
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0, enabled=mode == "scaler")
     saved: Any = None
@@ -216,7 +245,7 @@ def _weights(rank: int, kind: str, mode: str, every: int | None) -> Tensor:
             saved = hook.state_dict()
         if mode == "loaded" and step == 4:
             hook.load_state_dict(saved)
-    if every:
+    if verified:
         assert hook.verification is not None
         hook.verification.report()
         wrong = [one for one in hook.verification.findings if one.kind != "not finite"]
@@ -233,11 +262,14 @@ MODES += ["switch", "loaded", "update"]
 def _same(rank: int, world_size: int, kind: str) -> list[str]:
     warnings.filterwarnings("ignore", "commhooks:")
     warnings.filterwarnings("ignore", ".*")
-    return [
-        mode
-        for mode in MODES
-        if not torch.equal(_weights(rank, kind, mode, None), _weights(rank, kind, mode, 1))
-    ]
+    found = []
+    for mode in MODES:
+        unverified = _weights(rank, kind, mode)
+        for reference in ("sketch", "dense"):
+            verified = _weights(rank, kind, mode, verify_every=1, verify_with=reference)
+            if not torch.equal(unverified, verified):
+                found.append(f"{mode}, {reference}")
+    return found
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -314,11 +346,26 @@ def test_ranks_that_verify_other_steps_are_told() -> None:
     assert all("verify_every" in text for text in run_ranks(_differs, 2))
 
 
+def _differs_in_reference(rank: int, world_size: int) -> str:
+    references: list[Any] = ["sketch", "dense"]
+    with pytest.raises(commhooks.errors.MismatchError) as caught:
+        commhooks.register(
+            CoreDDP(mlp(16, 2)), "int8", verify_every=1, verify_with=references[rank]
+        )
+    return str(caught.value)
+
+
+def test_ranks_that_verify_with_other_references_are_told() -> None:
+    assert all("verify_with" in text for text in run_ranks(_differs_in_reference, 2))
+
+
 def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(OptionError, match="1 or more"):
         Verification(0)
     with pytest.raises(OptionError, match="'warn' or 'raise'"):
         Verification(1, "ignore")  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="'sketch' or 'dense'"):
+        Verification(1, reference="mean")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
@@ -410,13 +457,13 @@ def test_a_scheme_that_changes_is_judged_by_the_part_that_runs() -> None:
     assert found == expected
 
 
-def _all_accused(rank: int, world_size: int, dtype: torch.dtype) -> dict[str, str]:
+def _all_accused(rank: int, world_size: int, dtype: torch.dtype, reference: Any) -> dict[str, str]:
     warnings.filterwarnings("ignore", "commhooks:")
     found = {}
     for name in registered():
         torch.manual_seed(0)
         ddp = DistributedDataParallel(mlp(16, 2).to(dtype), bucket_cap_mb=0.002)
-        hook = commhooks.register(ddp, make_case(name), verify_every=1)
+        hook = commhooks.register(ddp, make_case(name), verify_every=1, verify_with=reference)
         for step in range(4):
             torch.manual_seed(10 * step + rank)
             ddp.zero_grad()
@@ -431,9 +478,56 @@ def _all_accused(rank: int, world_size: int, dtype: torch.dtype) -> dict[str, st
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_registered_scheme_is_accused(dtype: torch.dtype) -> None:
-    assert run_ranks(_all_accused, 2, dtype) == [{}, {}]
+@pytest.mark.parametrize(
+    ("dtype", "reference"),
+    [(torch.float32, "sketch"), (torch.bfloat16, "sketch"), (torch.bfloat16, "dense")],
+)
+def test_no_registered_scheme_is_accused(dtype: torch.dtype, reference: str) -> None:
+    assert run_ranks(_all_accused, 2, dtype, reference) == [{}, {}]
+
+
+def _reports(rank: int, world_size: int, name: str) -> list[Any]:
+    """Rows of the same steps by both references, and the errors as computed from gradients."""
+    frames, away = [], {}
+    for reference in ("sketch", "dense"):
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(mlp(96, 2), bucket_cap_mb=0.01)
+        hook = commhooks.register(ddp, name, verify_every=1, verify_with=reference)
+        for step in range(3):
+            torch.manual_seed(10 * step + rank)
+            ddp.zero_grad()
+            x = torch.randn(4, 96)
+            exact = torch.autograd.grad(ddp.module(x).square().mean(), list(ddp.parameters()))
+            ddp(x).square().mean().backward()
+            for (key, one), own in zip(ddp.module.named_parameters(), exact, strict=True):
+                dist.all_reduce(own)
+                own /= world_size
+                assert one.grad is not None
+                away[step, key] = float((one.grad - own).norm() / own.norm())
+        assert hook.verification is not None
+        frames.append(hook.verification.report())
+        hook.close()
+    keys = ["step", "bucket", "parameter"]
+    assert frames[0][keys].equals(frames[1][keys])
+    columns = [frame[["error", "cosine", "norm"]].to_numpy() for frame in frames]
+    exact_error = [away[key] for key in zip(frames[0]["step"], frames[0]["parameter"], strict=True)]
+    return [frames[0]["parameter"].tolist(), *columns, exact_error]
+
+
+@pytest.mark.parametrize("name", ["int8", "topk", "powersgd"])
+def test_errors_of_sketches_are_near_those_of_gradients(name: str) -> None:
+    ((parameters, sketch, dense, exact), _) = run_ranks(_reports, 2, name)
+    assert len(parameters) == 3 * 4
+    near = np.testing.assert_allclose
+    near(dense[:, 0], exact, rtol=1e-3, atol=1e-6)
+    for parameter, one, other in zip(parameters, sketch, dense, strict=True):
+        # A matrix of 9,216 entries has a sketch of 127 numbers, a bias of 96 one of 61.
+        rest = 4 * (2 * (127 if "weight" in parameter else 61)) ** -0.5
+        error, cosine, norm = other
+        near(one[0], error, rtol=rest, atol=1e-6)
+        # What the error has to do with these is small where the error is.
+        near(one[1], cosine, rtol=0, atol=rest * min(1.0, error) ** 2 + 1e-6)
+        near(one[2], norm, rtol=rest * min(1.0, error) ** 2 + 1e-6)
 
 
 @pytest.mark.parametrize(("name", "world_size"), [("intsgd", 2), ("global_qsgd", 64)])
@@ -462,6 +556,7 @@ def _of_size(rank: int, world_size: int) -> dict[str, Any]:
         ("topk", torch.float32, 1e-30),
         ("none", torch.float32, 1e-42),
         ("int8", torch.float32, 1e30),
+        ("none", torch.float32, 2e37),  # sums in sketches are beyond the range
         ("none", torch.float16, 1e-7),
         ("none", torch.bfloat16, 1e-7),
     ]

@@ -385,37 +385,4 @@ MUTANTS: list[Mutant] = [
             "::test_a_page_tells_what_was_predicted_of_candidates_and_what_measured",
         ),
     ),
-    *planted(
-        "commhooks/hook/engine.py",
-        (
-            "a finding is in the first bucket, wherever it is",
-            "what = (number, bucket.layout,",
-            "what = (0, bucket.layout,",
-            f"{DISTRIBUTED}/test_verify.py::"
-            "test_a_planted_bug_is_named_with_step_rank_and_parameter",
-        ),
-        (
-            "a finding counts buckets as they were launched",
-            "what = (number, bucket.layout,",
-            "what = (len(step.measured), bucket.layout,",
-            f"{DISTRIBUTED}/test_verify_shards.py::test_a_shard_that_is_decoded_wrongly_is_named",
-        ),
-    ),
-    *planted(
-        "commhooks/hook/verdict.py",
-        (
-            "ranks that differ are not found",
-            "differ = (hashes != hashes[0]).any(0)",
-            "differ = (hashes != hashes).any(0)",
-            f"{DISTRIBUTED}/test_verify.py::"
-            "test_a_planted_bug_is_named_with_step_rank_and_parameter",
-        ),
-        (
-            "the law allows any error",
-            "if total <= allowed:",
-            "if total <= 100 * allowed + 100:",
-            f"{DISTRIBUTED}/test_verify.py::"
-            "test_a_planted_bug_is_named_with_step_rank_and_parameter",
-        ),
-    ),
 ]

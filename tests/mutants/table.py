@@ -10,6 +10,7 @@ from tests.mutants import (
     in_predict,
     in_schemes,
     in_sharded,
+    in_verify,
     in_zero,
 )
 from tests.mutants.mutant import Mutant
@@ -24,5 +25,6 @@ MUTANTS: list[Mutant] = [
     *in_ddp_core.MUTANTS,
     *in_kernels.MUTANTS,
     *in_predict.MUTANTS,
+    *in_verify.MUTANTS,
     *in_zero.MUTANTS,
 ]

@@ -1,0 +1,120 @@
+"""Bugs in the verification of steps."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant, planted
+
+VERIFY = "tests/distributed/test_verify.py"
+SHARDS = "tests/distributed/test_verify_shards.py"
+PLANTED = f"{VERIFY}::test_a_planted_bug_is_named_with_step_rank_and_parameter"
+NORM = "tests/unit/test_sketch.py::test_a_norm_is_known_to_some_percent"
+NEAR = f"{VERIFY}::test_errors_of_sketches_are_near_those_of_gradients"
+WHOLE = f"{SHARDS}::test_error_cosine_and_norm_are_those_of_whole_parameters"
+
+MUTANTS: list[Mutant] = [
+    *planted(
+        "commhooks/hook/engine.py",
+        (
+            "a finding is in the first bucket, wherever it is",
+            "what = (number, bucket.layout,",
+            "what = (0, bucket.layout,",
+            PLANTED,
+        ),
+        (
+            "a finding counts buckets as they were launched",
+            "what = (number, bucket.layout,",
+            "what = (len(step.measured), bucket.layout,",
+            f"{SHARDS}::test_a_shard_that_is_decoded_wrongly_is_named",
+        ),
+    ),
+    *planted(
+        "commhooks/hook/verdict.py",
+        (
+            "ranks that differ are not found",
+            "differ = (hashes != hashes[0]).any(0)",
+            "differ = (hashes != hashes).any(0)",
+            PLANTED,
+        ),
+        (
+            "the law allows any error",
+            "if total <= allowed:",
+            "if total <= 100 * allowed + 100:",
+            PLANTED,
+        ),
+    ),
+    *planted(
+        "commhooks/hook/sketch.py",
+        (
+            "entries are added up without signs",
+            "signed = part * signs[first : first + part.shape[1]]",
+            "signed = part * 1.0",
+            f"{NORM}[constant]",
+        ),
+        (
+            "a column of a matrix is one number of a sketch",
+            "_WIDTHS = (1021, 509, 251, 127, 61)",
+            "_WIDTHS = (1024, 512, 256, 128, 64)",
+            f"{NORM}[column]",
+        ),
+        (
+            "parts of a vector have the same signs",
+            "+ 30011 * number",
+            "+ 0 * number",
+            f"{NORM}[large and constant]",
+        ),
+        (
+            "sketches are in the order of sizes",
+            "found[place] = sketch",
+            "found[places.index(place)] = sketch",
+            "tests/unit/test_sketch.py::test_the_mean_of_sketches_is_the_sketch_of_the_mean",
+        ),
+    ),
+    *planted(
+        "commhooks/hook/measurement.py",
+        (
+            "what the ranks have sent is sketched with the average in it",
+            "sketches.append(self._sketch(sent.sub_(flat)))",
+            "sketches.append(self._sketch(sent))",
+            f"{VERIFY}::test_no_registered_scheme_is_accused",
+        ),
+        (
+            "the error is sketched before the average is subtracted",
+            "        self._difference.sub_(flat)\n        away",
+            "        self._difference = self._difference - 0.5 * flat\n        away",
+            NEAR,
+        ),
+    ),
+    *planted(
+        "commhooks/hook/shard_measurement.py",
+        (
+            "a rank subtracts its own share of the average only",
+            "self._difference[begin:end].sub_(flat, alpha=ranks)",
+            "self._difference[begin:end].sub_(flat)",
+            WHOLE,
+        ),
+        (
+            "the error counts twice in a shard's cosine",
+            "dot = size + dots_of(dense - error, error, sizes)",
+            "dot = size + dots_of(dense, error, sizes)",
+            WHOLE,
+        ),
+    ),
+    *planted(
+        "commhooks/hook/verified_step.py",
+        (
+            "sketches are added up, and not averaged",
+            "requests.append(AllReduce(self._sketches))",
+            'requests.append(AllReduce(self._sketches, "sum"))',
+            NEAR,
+        ),
+    ),
+    *planted(
+        "commhooks/hook/meeting.py",
+        (
+            "ranks may compare with other references",
+            'getattr(self.verification, "reference", None)',
+            "None",
+            f"{VERIFY}::test_ranks_that_verify_with_other_references_are_told",
+        ),
+    ),
+]

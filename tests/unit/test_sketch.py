@@ -1,0 +1,102 @@
+"""Sketches: linear, the same on every rank, and near the norm whatever a vector looks like."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from commhooks.hook.sketch import _CHUNK, _signs, dots_of, sketches_of, width_of
+
+DRAWS = 60
+
+
+def _matrix(
+    rows: int, columns: int, *, row: int | None = None, column: int | None = None
+) -> Tensor:
+    """A matrix that is zero except for ones in one row or one column, as a flat tensor."""
+    matrix = torch.zeros(rows, columns)
+    matrix[slice(None) if row is None else row, slice(None) if column is None else column] = 1.0
+    return matrix.view(-1)
+
+
+def _few(size: int) -> Tensor:
+    vector = torch.zeros(size)
+    vector[torch.randperm(size)[:20]] = torch.randn(20)
+    return vector
+
+
+VECTORS = {
+    "normal": lambda: torch.randn(4096),
+    "constant": lambda: torch.ones(4096),
+    "column": lambda: _matrix(64, 64, column=3),
+    "row": lambda: _matrix(64, 64, row=3),
+    "few": lambda: _few(4096),
+    "large": lambda: torch.randn(3 * _CHUNK + 5),
+    "large and constant": lambda: torch.ones(8 * _CHUNK),
+    "large column": lambda: _matrix(1024, 1024, column=3),
+    "many of one size": lambda: torch.ones(4096),
+}
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_a_norm_is_known_to_some_percent(name: str) -> None:
+    torch.manual_seed(0)
+    vector = VECTORS[name]()
+    size, copies = vector.numel(), 70 if name.startswith("many") else 1
+    ratios = []
+    for step in range(DRAWS):
+        sketches = sketches_of([vector] * copies, step)
+        squares = dots_of(sketches, sketches, [size] * copies)
+        assert len(set(squares.tolist())) == 1
+        ratios.append(float(squares[0].sqrt() / vector.norm()))
+    # Of 60 draws none is further away than four standard deviations.
+    assert float((torch.tensor(ratios) - 1).abs().max()) < 4 * (2 * width_of(size)) ** -0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_up_to_61_entries_are_all_there(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    vectors = [torch.randn(size, dtype=dtype) for size in (0, 1, 61, 7, 61, 0)]
+    sizes = [len(vector) for vector in vectors]
+    sketches = sketches_of(vectors, 5)
+    assert sketches.dtype == dtype
+    assert sketches.numel() == sum(sizes)
+    torch.testing.assert_close(sketches.abs(), torch.cat(vectors).abs(), rtol=0, atol=0)
+
+
+def test_the_mean_of_sketches_is_the_sketch_of_the_mean() -> None:
+    torch.manual_seed(0)
+    sizes = [_CHUNK + 3, 500, 500, 9000, 2]
+    ranks = [[torch.randn(size, dtype=torch.float64) for size in sizes] for _ in range(3)]
+    mean = [torch.stack(one).mean(0) for one in zip(*ranks, strict=True)]
+    together = torch.stack([sketches_of(one, 7) for one in ranks]).mean(0)
+    torch.testing.assert_close(together, sketches_of(mean, 7))
+    # In the order of the vectors, whatever order they are computed in.
+    one_by_one = torch.cat([sketches_of([vector], 7) for vector in mean])
+    torch.testing.assert_close(together, one_by_one)
+
+
+def test_products_are_those_of_the_vectors() -> None:
+    torch.manual_seed(0)
+    sizes, vectors = [40, 50_000], [torch.randn(40), torch.randn(50_000)]
+    others = [vector + 0.1 * torch.randn(len(vector)) for vector in vectors]
+    found = dots_of(sketches_of(vectors, 1), sketches_of(others, 1), sizes)
+    wanted = torch.stack([torch.dot(*pair) for pair in zip(vectors, others, strict=True)]).double()
+    torch.testing.assert_close(found[0], wanted[0], rtol=1e-5, atol=0)
+    assert abs(float(found[1] / wanted[1]) - 1) < 4 * (2 / width_of(50_000)) ** 0.5
+
+
+def test_a_step_draws_other_signs() -> None:
+    vector = torch.ones(4096)
+    assert torch.equal(sketches_of([vector], 3), sketches_of([vector], 3))
+    assert not torch.equal(sketches_of([vector], 3), sketches_of([vector], 4))
+    device = torch.device("cpu")
+    assert float(_signs(device, torch.float32).mean().abs()) < 0.01
+
+
+def test_a_value_that_is_not_finite_shows_in_its_own_parameter_only() -> None:
+    vectors = [torch.ones(300), torch.ones(300), torch.ones(300)]
+    vectors[1][7] = torch.nan
+    sketches = sketches_of(vectors, 0)
+    assert dots_of(sketches, sketches, [300] * 3).isfinite().tolist() == [True, False, True]
