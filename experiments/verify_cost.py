@@ -5,12 +5,10 @@ Run ``python -m experiments.verify_cost``. Two Gloo ranks train a small convolut
 verification and one without; the order is reversed in every second turn. The result is compared
 with a sketch of the dense mean, and with the dense mean (``verify_with``).
 
-``step_ratio`` is the step time with ``verify_every=100`` over that without, in blocks of 100 steps,
-each with one verified step: the median over turns, with quartiles. Two runs of the same code
-differ by more than the verification adds. So it is also measured where it is larger, in blocks of 8
-steps with ``verify_every=8``: ``verified_ms`` is what a verified step adds, the median difference
-of the two blocks of a turn, which includes the messages under the plain steps behind it. ``added``
-is ``verified_ms / (100 plain_ms)``, the share that it adds at ``verify_every=100``.
+Two runs of 100 steps of the same code differ by more than one verified step adds. So blocks have 8
+steps, with ``verify_every=8``: ``verified_ms`` is what a verified step adds, the median difference
+of the two blocks of a turn, with quartiles, which includes the messages under the plain steps
+behind it. ``added`` is ``verified_ms / (100 plain_ms)``, the share at ``verify_every=100``.
 
 ``--rates 0,1000,200`` adds lines of 1 Gbit/s and 200 Mbit/s between two hosts, which need what
 ``experiments/namespaces.py`` needs; 0 is the loopback device. ``line_ms`` is the time of a dense
@@ -46,8 +44,8 @@ from experiments.processes import run_ranks
 from experiments.tasks import TinyLayers
 
 TABLE_WIDTH = 140
-EVERY = 100  # of the blocks that are compared as they are
-SHORT = 8  # steps of a block with one verified step, for the difference
+EVERY = 100  # of which the share is told
+BLOCK = 8  # steps, of which one is verified
 SCHEMES: dict[str, dict[str, Any]] = {"int8": {}, "powersgd": {"rank": 4}}
 REFERENCES: tuple[VerifyWith, ...] = ("sketch", "dense")
 
@@ -69,23 +67,19 @@ MODELS = {
 
 
 def compare(
-    rank: int, world_size: int, send: Callable[[Any], None], model: str, turns: int, long: int
+    rank: int, world_size: int, send: Callable[[Any], None], model: str, turns: int
 ) -> None:
     """Runs blocks of steps with and without verification in turn, for every scheme, in a rank."""
     numel = sum(parameter.numel() for parameter in MODELS[model].build().parameters())
     for scheme, reference in product(SCHEMES, REFERENCES):
-        plain, added = _turns(model, scheme, reference, SHORT, turns)
+        plain, added = _turns(model, scheme, reference, turns)
         row = {"model": model, "scheme": scheme, "verify_with": reference}
         row["plain_ms"] = 1e3 * statistics.median(plain)
-        low, middle, high = (1e3 * SHORT * one for one in statistics.quantiles(added, n=4))
+        low, middle, high = (1e3 * BLOCK * one for one in statistics.quantiles(added, n=4))
         row |= {"verified_ms": middle, "verified_q1": low, "verified_q3": high}
         row["added"] = middle / (EVERY * row["plain_ms"])
-        plain, added = _turns(model, scheme, reference, EVERY, long)
-        ratios = [1 + more / one for one, more in zip(plain, added, strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        row |= {"step_ratio": middle, "ratio_q1": low, "ratio_q3": high}
         if rank == 0:
-            send(row | {"dense_mb": 4e-6 * numel, "turns": turns, "long_turns": long})
+            send(row | {"dense_mb": 4e-6 * numel, "turns": turns})
 
 
 def run_rank(task: dict[str, Any]) -> None:
@@ -94,31 +88,28 @@ def run_rank(task: dict[str, Any]) -> None:
         compare(rank, 2, lambda row: print(json.dumps(row), flush=True), **task)
 
 
-def _rows(model: str, mbit: float, turns: int, long: int) -> Iterator[dict[str, Any]]:
+def _rows(model: str, mbit: float, turns: int) -> Iterator[dict[str, Any]]:
     """Yields the rows of a model on a line; 0 Mbit/s: the loopback device."""
     if mbit:
-        task = {"model": model, "turns": turns, "long": long}
+        task = {"model": model, "turns": turns}
         messages = messages_from_hosts(
             "experiments.verify_cost", task, rate=f"{mbit:g}mbit", timeout=900
         )
         found: Iterator[dict[str, Any]] = (message.content for message in messages)
     else:
-        found = run_ranks(compare, 2, model, turns, long, own_cores=True)
+        found = run_ranks(compare, 2, model, turns, own_cores=True)
     for row in found:
         # Two ranks: each sends every byte once.
         yield {"mbit": mbit} | row | {"line_ms": 8e3 * row["dense_mb"] / mbit if mbit else 0.0}
 
 
 def _turns(
-    model: str, scheme: str, reference: VerifyWith, every: int, turns: int
+    model: str, scheme: str, reference: VerifyWith, turns: int
 ) -> tuple[list[float], list[float]]:
-    """Returns per turn the seconds of a plain step, and what verification adds to one on average.
-
-    A block has ``every`` steps, of which one is verified.
-    """
+    """Returns per turn the seconds of a plain step, and what verification adds to one on average."""
     build, make_input, batch = MODELS[model]
     runners: dict[str, tuple[DistributedDataParallel, commhooks.HookState]] = {}
-    verified: dict[str, Any] = {"verify_every": every, "verify_with": reference}
+    verified: dict[str, Any] = {"verify_every": BLOCK, "verify_with": reference}
     for kind, arguments in (("plain", {}), ("verified", verified)):
         torch.manual_seed(0)
         ddp = DistributedDataParallel(build(), gradient_as_bucket_view=True)
@@ -128,12 +119,12 @@ def _turns(
     x = make_input(batch)
     for ddp, _ in runners.values():
         # Also a first verification. Later ones are in the middle of a block.
-        _seconds(ddp, x, every // 2)
+        _seconds(ddp, x, BLOCK // 2)
     found: dict[str, list[float]] = {"plain": [], "verified": []}
     for turn in range(turns):
         # The order is reversed, so that no hook always runs behind the same one.
         for kind, (ddp, _) in list(runners.items())[:: 1 if turn % 2 == 0 else -1]:
-            found[kind].append(_seconds(ddp, x, every) / every)
+            found[kind].append(_seconds(ddp, x, BLOCK) / BLOCK)
     verification = runners["verified"][1].verification
     assert verification is not None
     verification.report()
@@ -161,8 +152,7 @@ def _seconds(ddp: DistributedDataParallel, x: Tensor, count: int) -> float:
 
 
 def main(
-    turns: Annotated[int, typer.Option(help="Turns of short blocks.", min=5)] = 31,
-    long: Annotated[int, typer.Option(help=f"Turns of blocks of {EVERY} steps.", min=3)] = 4,
+    turns: Annotated[int, typer.Option(help=f"Turns of blocks of {BLOCK} steps.", min=5)] = 81,
     rates: Annotated[str, typer.Option(help="Mbit/s; 0: the loopback device.")] = "0",
     out: Annotated[Path, typer.Option(help="Where the table goes.")] = Path(
         "results/verify_cost/verify_cost.csv"
@@ -180,14 +170,13 @@ def main(
         bar = progress.add_task("measuring", total=cases)
         for mbit in lines:
             where = f"{mbit:g} Mbit/s" if mbit else "loopback"
-            for row in (row for model in MODELS for row in _rows(model, mbit, turns, long)):
+            for row in (row for model in MODELS for row in _rows(model, mbit, turns)):
                 rows.append(row)
                 progress.console.print(
                     f"{where}, {row['model']}, {row['scheme']}, {row['verify_with']}: a verified "
-                    f"step adds "
-                    f"{row['verified_ms']:.2f} ms to {row['plain_ms']:.2f} ms, "
-                    f"{100 * row['added']:.2f} % at verify_every={EVERY}; step time "
-                    f"{row['step_ratio']:.3f} ({row['ratio_q1']:.3f} to {row['ratio_q3']:.3f})"
+                    f"step adds {row['verified_ms']:.1f} ms ({row['verified_q1']:.1f} to "
+                    f"{row['verified_q3']:.1f}) to {row['plain_ms']:.1f} ms, "
+                    f"{100 * row['added']:.2f} % at verify_every={EVERY}"
                 )
                 progress.update(bar, advance=1, description=f"{row['model']}: {row['scheme']}")
     table = pd.DataFrame(rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import Protocol
 
@@ -192,11 +193,7 @@ def _hashes(flat: Tensor, sizes: Sequence[int]) -> Tensor:
     # change of one entry changes the sum. An entry of 64 bits counts as two.
     wide = flat.element_size() == 8
     integer = torch.int16 if flat.element_size() == 2 else torch.int32
-    places = torch.arange(
-        min(_CHUNK, flat.numel() * (1 + wide)), dtype=torch.int32, device=flat.device
-    )
-    low = places.mul(0x4C957F2D & ~1).add_(0x2545F491)
-    high = places.mul_(0x5851F42D).add_(0x14057B7F) if integer == torch.int32 else None
+    low, high = _multipliers(flat.device)
     sums: list[Tensor] = []
     owners: list[int] = []
     parameter, left = 0, sizes[0] if sizes else 0
@@ -213,9 +210,9 @@ def _hashes(flat: Tensor, sizes: Sequence[int]) -> Tensor:
         if not spans:
             continue
         bits = chunk.add(0.0).view(integer).to(torch.int32)
-        upper = None if high is None else bits >> 16
+        upper = bits >> 16 if integer == torch.int32 else None
         bits.mul_(low[: len(bits)])
-        if high is not None and upper is not None:
+        if upper is not None:
             # An odd multiple of the sign bit is the sign bit again, so that every second pair of
             # signs would cancel: the upper bits count a second time, further down.
             bits.add_(upper.mul_(high[: len(bits)]))
@@ -224,6 +221,13 @@ def _hashes(flat: Tensor, sizes: Sequence[int]) -> Tensor:
         sums.append(found.mul_(2 * number + 1))
     none = torch.zeros(0, dtype=torch.int64, device=flat.device)
     return _sums(torch.cat([none, *sums]), owners, len(sizes))
+
+
+@lru_cache(maxsize=8)
+def _multipliers(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns odd numbers, one per place in a chunk, for the lower and the upper bits."""
+    places = torch.arange(_CHUNK, dtype=torch.int32, device=device)
+    return places.mul(0x4C957F2D & ~1).add_(0x2545F491), places.mul(0x5851F42D).add_(0x14057B7F)
 
 
 def _sums_of_spans(values: Tensor, sizes: Sequence[int]) -> Tensor:

@@ -64,8 +64,11 @@ def dots_of(one: Tensor, other: Tensor, sizes: Sequence[int]) -> Tensor:
         one, other: what ``sketches_of`` returns, or their sums.
         sizes: numbers of entries of the vectors.
     """
-    products = (one.double() * other.double()).split([width_of(size) for size in sizes])
-    return torch.stack([part.sum() for part in products])
+    products = one.double() * other.double()
+    # Not differences of one running sum, in which small products behind large ones are lost.
+    widths = torch.tensor([width_of(size) for size in sizes], device=one.device)
+    owners = torch.arange(len(sizes), device=one.device).repeat_interleave(widths)
+    return products.new_zeros(len(sizes)).index_add_(0, owners, products)
 
 
 def _sketches_of_rows(rows: Tensor, step: int) -> Tensor:
