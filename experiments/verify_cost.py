@@ -106,7 +106,7 @@ def _rows(model: str, mbit: float, turns: int) -> Iterator[dict[str, Any]]:
 def _turns(
     model: str, scheme: str, reference: VerifyWith, turns: int
 ) -> tuple[list[float], list[float]]:
-    """Returns per turn the seconds of a plain step, and what verification adds to one on average."""
+    """Returns per turn the seconds of a plain step, and what one in ``BLOCK`` adds on average."""
     build, make_input, batch = MODELS[model]
     runners: dict[str, tuple[DistributedDataParallel, commhooks.HookState]] = {}
     verified: dict[str, Any] = {"verify_every": BLOCK, "verify_with": reference}

@@ -1,4 +1,4 @@
-"""Runs ``commhooks advise``: predicts every scheme with every bucket size and says what to take."""
+"""Runs ``commhooks advise``: predicts candidates with every bucket size and says what to take."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _table(options: Sequence[Option], beyond: Sequence[Option], error: float) ->
                 short(1e3 * one.step.step_s),
                 short(1e3 * one.step.exposed_s),
                 f"{_bf16(options) / one.step.step_s:.2f}",
-                f"{one.error:.1g}",
+                f"{one.error:.{2 if one.error > 0.1 else 1}g}",
             )
         table.add_section()
     table.caption = (
@@ -147,7 +147,11 @@ def _advice(
     best: Option, options: Sequence[Option], workload: Workload, error: float
 ) -> Iterator[str]:
     """Yields a sentence, and the lines of Python that follow from it."""
-    over = f"{100 * (best.step.step_s / workload.compute_s - 1):.0f} % longer than computing alone"
+    times = best.step.step_s / workload.compute_s
+    longer = (
+        f"{100 * (times - 1):.0f} % longer than" if times < 2 else f"{times:.1f} times as long as"
+    )
+    over = f"{longer} computing alone"
     step = f"{short(1e3 * best.step.step_s)} ms per step"
     wrap = f"    model = DistributedDataParallel(module, bucket_cap_mb={best.cap_mb:g})"
     if best.name == "none":
