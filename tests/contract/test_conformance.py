@@ -169,6 +169,17 @@ class LosesWhatItKeeps(Levels):
         return Result(result.mean)
 
 
+class TakesAllAsSent(Scheme):
+    """Sends half, and does not ask what a cast has made of it."""
+
+    traits = Traits(error=Biased())
+
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        sent = bucket.gradient / 2
+        mean = yield AllReduce(sent.clone())
+        return Result(mean, sent=sent)
+
+
 @dataclass(frozen=True)
 class Forgets(Levels):
     """State outside the memory that a checkpoint keeps."""
@@ -239,6 +250,7 @@ PLANTED: tuple[tuple[type[Scheme], str], ...] = (
     (EvenOnly, "any size"),
     (SumNotMean, "biased or not"),
     (LosesWhatItKeeps, "sum to the gradients"),
+    (TakesAllAsSent, "what a cast around the scheme rounds"),
     (Forgets, "save, load"),
     (SendsTooLittle, "stay bounded"),
     (Noisier, "variance"),
