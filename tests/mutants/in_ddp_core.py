@@ -511,6 +511,13 @@ MUTANTS: list[Mutant] = [
             "::test_lanes_are_given_up_without_waiting_for_a_silent_rank",
         ),
         (
+            "work counts as a collective that has ended",
+            "left -= isinstance(events.get(), tuple)",
+            "left -= events.get() is not None",
+            "tests/unit/test_overlap.py"
+            "::test_lanes_that_are_given_up_keep_their_groups_until_their_collectives_have_ended",
+        ),
+        (
             "exchanges that were given up never end",
             "            task.give_up()",
             "            pass",

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Callable, Generator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +15,7 @@ from torch import Tensor
 from commhooks import AllReduce, ErrorFeedback, PerParameter, Rule, Simulation, overlapped
 from commhooks.schemes import ACPSGD, PowerSGD
 from ddp_core import Collective, simulate
+from ddp_core.exchange.lanes import _give_up
 
 Average = Generator[Collective, Tensor, Tensor]
 
@@ -87,3 +92,14 @@ def test_parts_whose_messages_are_merged_keep_the_same_residual(scheme: ACPSGD |
         torch.testing.assert_close(means[0][0], means[1][0])
         for rank in range(2):
             torch.testing.assert_close(whole.memory(rank), parts.memory(rank))
+
+
+def test_lanes_that_are_given_up_keep_their_groups_until_their_collectives_have_ended() -> None:
+    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    for event in (0, 1, (1, None), (0, None)):  # work beside both collectives, then their ends
+        events.put(event)
+    left: list[int] = []
+    group = SimpleNamespace(give_up=lambda: left.append(events.qsize()))
+    lanes: Any = SimpleNamespace(_lent=[group], _fail_all=lambda: 2)
+    _give_up(lanes, threading.Event(), events)
+    assert left == [0]
