@@ -156,6 +156,11 @@ def _errors(page: Page, verification: Verification) -> None:
             for row in worst
         ]
         caption = f"{len(worst)} of {len(rows)} parameters, the largest errors first."
+        if not verification.dense:
+            caption += (
+                " Errors of parameters of more than 61 entries are estimates by sketches, with a "
+                "standard deviation of 2 to 9 %."
+            )
         page.table(("parameter", "bucket", "error", "cosine", "norm of dense mean"), shown, caption)
     else:
         page.text(
