@@ -226,8 +226,10 @@ def _hashes(flat: Tensor, sizes: Sequence[int]) -> Tensor:
 @lru_cache(maxsize=8)
 def _multipliers(device: torch.device) -> tuple[Tensor, Tensor]:
     """Returns odd numbers, one per place in a chunk, for the lower and the upper bits."""
-    places = torch.arange(_CHUNK, dtype=torch.int32, device=device)
-    return places.mul(0x4C957F2D & ~1).add_(0x2545F491), places.mul(0x5851F42D).add_(0x14057B7F)
+    # A copy from the host is over when it returns: any stream of a GPU may read what is kept.
+    places = torch.arange(_CHUNK, dtype=torch.int32, device="cpu")
+    low = places.mul(0x4C957F2D & ~1).add_(0x2545F491)
+    return low.to(device), places.mul(0x5851F42D).add_(0x14057B7F).to(device)
 
 
 def _sums_of_spans(values: Tensor, sizes: Sequence[int]) -> Tensor:

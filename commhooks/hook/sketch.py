@@ -93,4 +93,5 @@ def _signs(device: torch.device, dtype: torch.dtype) -> Tensor:
     """Returns random signs, the same on all ranks."""
     generator = torch.Generator().manual_seed(0)
     signs = torch.randint(0, 2, (2 * _CHUNK,), generator=generator, device="cpu")
-    return signs.mul_(2).sub_(1).to(device, dtype)
+    # A copy from the host is over when it returns: any stream of a GPU may read what is kept.
+    return signs.mul_(2).sub_(1).to(dtype).to(device)
