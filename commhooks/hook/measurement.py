@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from commhooks.wrappers.feedback import RESIDUAL, keeps_residual
 from commhooks.wrappers.schedules import running_at
 from ddp_core import Collective
 
-__all__ = ["ROWS", "Comparison", "Measurement", "Observer", "norms_of"]
+__all__ = ["ROWS", "Comparison", "Errors", "Measurement", "Observer", "norms_of"]
 
 # What a rank tells the others of each parameter: norms of its gradient, of the averaged gradient,
 # of their difference and of its residual, and the hash of the averaged gradient.
@@ -44,6 +44,20 @@ class Observer(Protocol):
 
     def step_over(self, step: int, scheme: Scheme, measured: list[Measurement]) -> None:
         """Takes the measurements of a step in which no exchange failed."""
+
+
+class Errors(NamedTuple):
+    """Holds norms per parameter, on the CPU.
+
+    Attributes:
+        error: of the dense mean minus the average.
+        balance: of what the ranks have sent minus the average; None without error feedback.
+        dense: of the dense mean, from its own sketch; None where the error is known exactly.
+    """
+
+    error: Tensor
+    balance: Tensor | None
+    dense: Tensor | None
 
 
 class Measurement:
@@ -78,8 +92,9 @@ class Measurement:
         # Now, since the exchange may write its result over the gradient.
         self._difference = gradient.detach().to(_wide(gradient), copy=True).view(-1)
         self._step, self._dense = step, dense
-        self._keeps_residual = keeps_residual(running_at(scheme, step))
-        self._own = norms_of(self._difference, self.layout.sizes)
+        running = running_at(scheme, step)
+        self._averages = running.traits.returns == "mean"  # otherwise there is no error to sketch
+        self._keeps_residual = keeps_residual(running)
 
     def finish(self, mean: Tensor, memory: Memory) -> None:
         """Notes the result of the exchange.
@@ -88,33 +103,42 @@ class Measurement:
             mean: the averaged gradient.
             memory: with the residual before this step, and the one that the step has staged.
         """
-        flat, zeros = mean.detach().view(-1), torch.zeros_like(self._own)
-        averaged, hashes = norms_of(flat, self.layout.sizes), _hashes(flat, self.layout.sizes)
-        residual = zeros
-        sketches = []
-        if self._keeps_residual:
-            # What this rank has sent minus the average, whose mean is zero but for rounding.
-            sent = self._difference.clone()
-            residual = self._add_residual(sent, memory)
-            sketches.append(self._sketch(sent.sub_(flat)))
-        else:
-            # A residual that is flushed in this step is part of what the ranks have to average.
-            residual = self._add_residual(self._difference, memory)
+        flat, sizes = mean.detach().view(-1), self.layout.sizes
+        averaged, hashes = norms_of(flat, sizes), _hashes(flat, sizes)
+        own, residual, sent = self._sent(memory)
         self._difference.sub_(flat)
-        away = norms_of(self._difference, self.layout.sizes)
-        self.rows = torch.stack([self._own, averaged, away, residual, hashes.view(torch.float64)])
+        away = norms_of(self._difference, sizes)
+        self.rows = torch.stack([own, averaged, away, residual, hashes.view(torch.float64)])
+        if not self._averages:
+            self._keep([])
+            return
+        # What the ranks have sent minus the average has a mean of zero, but for rounding.
+        sketches = [] if sent is None else [self._sketch(sent.sub_(flat))]
         if not self._dense:
             sketches.append(self._sketch(self._difference))
-            del self._difference
-        self._note(sketches)
+            self._mean = self._sketch(flat.to(self._difference.dtype))
+        self._keep(sketches)
 
     def compare(self) -> Comparison:
         """Asks for what the comparison needs while the bucket is exchanged: nothing."""
         yield from ()
 
+    def _sent(self, memory: Memory) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Returns norms of what is to be averaged and of residuals, and what this rank has sent.
+
+        The last is None for a scheme that keeps no residual.
+        """
+        if not self._keeps_residual:
+            # A residual that is flushed in this step is part of what the ranks have to average.
+            residual = self._add_residual(self._difference, memory)
+            return norms_of(self._difference, self.layout.sizes), residual, None
+        sent = self._difference.clone()
+        residual = self._add_residual(sent, memory)
+        return norms_of(self._difference, self.layout.sizes), residual, sent
+
     def _add_residual(self, values: Tensor, memory: Memory) -> Tensor:
         """Adds the residual, subtracts the one that the step leaves, returns the norms of both."""
-        norms = torch.zeros_like(self._own)
+        norms = values.new_zeros(len(self.layout), dtype=torch.float64)
         positions = {name: position for position, name in enumerate(self.layout.names)}
         for layout, *before_and_after in staged_in(memory, RESIDUAL):
             if layout.names[0] not in positions:  # of another bucket
@@ -143,27 +167,32 @@ class Measurement:
     def _sketch(self, flat: Tensor) -> Tensor:
         return sketches_of(self._views(flat), self._step)
 
-    def _note(self, sketches: list[Tensor]) -> None:
-        self.sketches = torch.stack(sketches) if sketches else self._own.new_zeros((0, 0))
+    def _keep(self, sketches: list[Tensor]) -> None:
+        """Keeps what the ranks will compare, and no copy of the gradient beside sketches."""
+        self.sketches = torch.stack(sketches) if sketches else self.rows.new_zeros((0, 0))
+        if not (self._dense and self._averages):
+            del self._difference
 
     def operands(self) -> list[Tensor]:
         """Returns the tensors besides ``sketches`` whose mean is to be computed, in place."""
         return [self._difference] if self._dense else []
 
-    def errors(self, sketches: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns the norms of the error and of what got lost, per parameter, on the CPU.
+    def errors(self, sketches: Tensor) -> Errors:
+        """Returns norms of the error, of what got lost and of the dense mean.
 
         Args:
             sketches: their mean over ranks, on the CPU.
-
-        Returns:
-            error: norms of the dense mean minus the average.
-            balance: norms of what the ranks have sent minus the average; None without feedback.
         """
-        sizes = self.layout.sizes
-        norms = [dots_of(sketch, sketch, sizes).sqrt() for sketch in sketches]
-        balance = norms.pop(0) if self._keeps_residual else None
-        return norms_of(self._difference, sizes).cpu() if self._dense else norms.pop(), balance
+        sizes, means = self.layout.sizes, [*sketches]
+        balance = _norms(means.pop(0), sizes) if self._keeps_residual else None
+        if self._dense:
+            return Errors(norms_of(self._difference, sizes).cpu(), balance, None)
+        (error,) = means
+        return Errors(_norms(error, sizes), balance, _norms(error + self._mean.cpu(), sizes))
+
+
+def _norms(sketches: Tensor, sizes: Sequence[int]) -> Tensor:
+    return dots_of(sketches, sketches, sizes).sqrt()
 
 
 def norms_of(flat: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -229,7 +258,7 @@ def _multipliers(device: torch.device) -> tuple[Tensor, Tensor]:
     # A copy from the host is over when it returns: any stream of a GPU may read what is kept.
     places = torch.arange(_CHUNK, dtype=torch.int32, device="cpu")
     low = places.mul(0x4C957F2D & ~1).add_(0x2545F491)
-    return low.to(device), places.mul(0x5851F42D).add_(0x14057B7F).to(device)
+    return low.to(device), places.mul_(0x5851F42D & ~1).add_(0x14057B7F).to(device)
 
 
 def _sums_of_spans(values: Tensor, sizes: Sequence[int]) -> Tensor:

@@ -6,7 +6,7 @@ of the shard comes by one more reduce-scatter in the bucket's own exchange.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from commhooks.core.layout import Layout
 from commhooks.core.memory import Memory
+from commhooks.core.names import is_padding, whole_name
 from commhooks.core.scheme import Scheme
 from commhooks.core.shards import Span, to_rows
 from commhooks.hook.measurement import Comparison, Measurement, norms_of
@@ -22,23 +23,29 @@ from ddp_core import ReduceScatter
 
 __all__ = ["Compared", "ShardMeasurement"]
 
-# What a rank tells the others of each piece of a parameter: norms of its gradient and residual; of
-# the part in its shard the norm of the averaged gradient; and where the dense mean is known, norms
-# of the error and of the dense mean, and the product of the two means.
+# What a rank tells the others of each parameter: norms of its gradient and residual; of the part in
+# its shard the norm of the averaged gradient; and where the dense mean is known, norms of the error
+# and of the dense mean, and the product of the two means.
 _ROWS = ("gradient", "residual", "mean", "error", "dense", "dot")
 
 
 class Compared(NamedTuple):
-    """Holds sums over all ranks' shards, per piece of a parameter, on the CPU.
+    """Holds how far the averages of all shards are from the dense mean, on the CPU.
 
     Attributes:
-        error, dense: squared norms of the dense mean minus the average, and of the dense mean.
-        dot: the product of dense mean and average.
+        error, norm, mean: norms of the error, of the dense mean and of the average, per parameter.
+        dot: the products of dense mean and average, per parameter.
+        parts: norms of parts of what a law limits: of the error, or of what got lost where feedback
+            keeps it.
+        places: for each part the parameter's name, and the ranks that have it in their shards.
     """
 
     error: Tensor
-    dense: Tensor
+    norm: Tensor
+    mean: Tensor
     dot: Tensor
+    parts: Tensor
+    places: Sequence[tuple[str, list[int]]]
 
 
 class ShardMeasurement(Measurement):
@@ -64,92 +71,135 @@ class ShardMeasurement(Measurement):
     ) -> None:
         super().__init__(bucket, layout, gradient, scheme, step, dense=dense)
         self.shards, self._rank = shards, rank
+        # Rows are of whole parameters: of all pieces, there would be ranks times as many.
+        names = [whole_name(name) for name in layout.names if not is_padding(name)]
+        self.names = [*dict.fromkeys(names)]
+        numbers = {name: number for number, name in enumerate(self.names)}
+        self._owners = {
+            piece: numbers[whole_name(name)]
+            for piece, name in enumerate(layout.names)
+            if not is_padding(name)
+        }
 
     def finish(self, mean: Tensor, memory: Memory) -> None:
-        flat, residual = mean.detach().view(-1), torch.zeros_like(self._own)
+        flat = mean.detach().view(-1)
         (begin, end), ranks = self.shards[self._rank], len(self.shards)
+        own, residual, sent = self._sent(memory)
+        self.rows = own.new_zeros(len(_ROWS), len(self.names))
+        everywhere = range(len(self.layout))
+        self._fill("gradient", everywhere, own)
+        self._fill("residual", everywhere, residual)
+        self._fill_shard("mean", flat)
+        if not self._averages:
+            self._keep([])
+            return
         sketches = []
-        if self._keeps_residual:
-            sent = self._difference.clone()
-            residual = self._add_residual(sent, memory)
+        if sent is not None:
             # Of the mean over ranks, one rank subtracts all.
             sent[begin:end].sub_(flat, alpha=ranks)
             sketches.append(self._sketch(sent))
-        else:
-            residual = self._add_residual(self._difference, memory)
-        self.rows = self._own.new_zeros(len(_ROWS), len(self.layout))
-        self.rows[0], self.rows[1] = self._own, residual
-        self._fill({"mean": flat})
         if self._dense:
             self._mean = flat
         else:
             sketches.append(self._sketch(self._difference))
             self._difference[begin:end].sub_(flat, alpha=ranks)
             sketches.append(self._sketch(self._difference))
-            del self._difference  # as large as the gradient of all ranks
-        self._note(sketches)
+        self._keep(sketches)
 
     def compare(self) -> Comparison:
-        if not self._dense:
+        if not (self._dense and self._averages):
             return
         request = ReduceScatter(to_rows(self._difference, self.shards), "mean")
         arrived = yield request
         begin, end = self.shards[self._rank]
         dense = arrived.view(-1)[: end - begin]
         mean = self._mean.to(dense.dtype)
-        self._fill({"error": dense - mean, "dense": dense})
-        for column, cut in self._here():
-            self.rows[_ROWS.index("dot"), column] = torch.dot(mean[cut], dense[cut])
-        del self._difference, self._mean
+        self._fill_shard("error", dense - mean)
+        self._fill_shard("dense", dense)
+        dots = self.rows[_ROWS.index("dot")]
+        for piece, cut in self._here():
+            if piece in self._owners:
+                dots[self._owners[piece]] += torch.dot(mean[cut], dense[cut])
+        del self._difference, self._mean  # as large as the gradient of all ranks
 
-    def _fill(self, vectors: Mapping[str, Tensor]) -> None:
-        """Notes the norms of vectors that are as long as this rank's shard."""
+    def _fill_shard(self, name: str, flat: Tensor) -> None:
+        """Notes the norms of a vector that is as long as this rank's shard."""
         here = self._here()
-        if not here:
-            return
-        columns = torch.tensor([column for column, _ in here], device=self.rows.device)
-        sizes = [cut.stop - cut.start for _, cut in here]  # one after the other
-        for name, flat in vectors.items():
-            self.rows[_ROWS.index(name), columns] = norms_of(flat, sizes)
+        if here:
+            sizes = [cut.stop - cut.start for _, cut in here]  # one after the other
+            self._fill(name, [piece for piece, _ in here], norms_of(flat, sizes))
+
+    def _fill(self, name: str, pieces: Sequence[int], norms: Tensor) -> None:
+        """Notes the norms of whole parameters, given those of some pieces."""
+        which = [place for place, piece in enumerate(pieces) if piece in self._owners]
+        owners = [self._owners[pieces[place]] for place in which]
+        places, into = (torch.tensor(one, device=norms.device) for one in (which, owners))
+        squares = norms.new_zeros(len(self.names))
+        if which:
+            squares.index_add_(0, into, norms[places].square())
+        self.rows[_ROWS.index(name)] = squares.sqrt()
 
     def _here(self) -> list[tuple[int, slice]]:
         """Returns the pieces that are in this rank's shard, and where in it they are."""
         begin, end = self.shards[self._rank]
         found = []
-        for column, (first, size) in enumerate(
-            zip(self.layout.offsets, self.layout.sizes, strict=False)
-        ):
+        spans = zip(self.layout.offsets, self.layout.sizes, strict=False)
+        for piece, (first, size) in enumerate(spans):
             part = max(first, begin) - begin, min(first + size, end) - begin
             if part[0] < part[1]:
-                found.append((column, slice(*part)))
+                found.append((piece, slice(*part)))
         return found
 
     def operands(self) -> list[Tensor]:
         return []
 
-    def compared(self, ranks: Tensor, sketches: Tensor) -> tuple[Compared, Tensor | None]:
+    def compared(self, ranks: Tensor, sketches: Tensor) -> Compared:
         """Compares the averaged gradient with the dense mean.
 
         Args:
             ranks: the rows of all ranks.
             sketches: their mean over ranks, on the CPU.
-
-        Returns:
-            compared: sums for each piece.
-            balance: norms of what the ranks have sent minus the average; None without feedback.
         """
         sizes, means = self.layout.sizes, [*sketches]
-        balance = None
+        parts, places = None, [(self.layout.names[i], self._ranks_of(i)) for i in range(len(sizes))]
         if self._keeps_residual:
             sent = means.pop(0)
-            balance = dots_of(sent, sent, sizes).sqrt()
-        rows = {name: ranks[:, row] for row, name in enumerate(_ROWS)}
+            parts = dots_of(sent, sent, sizes).sqrt()
+        mean = ranks[:, _ROWS.index("mean")].square().sum(0)
         if self._dense:
-            error, dense = (rows[name].square().sum(0) for name in ("error", "dense"))
-            return Compared(error, dense, rows["dot"].sum(0)), balance
-        dense, error = means
-        square, size = dots_of(error, error, sizes), rows["mean"].square().sum(0)
-        # Dense mean = average + error. The norm of the average is known, so that only products with
-        # the error, which mostly is the smaller one, are as inexact as sketches are.
-        dot = size + dots_of(dense - error, error, sizes)
-        return Compared(square, (2 * dot - size + square).clamp_min(0.0), dot), balance
+            rows = {name: ranks[:, row] for row, name in enumerate(_ROWS)}
+            error, norm = (rows[name].square().sum(0) for name in ("error", "dense"))
+            dot = rows["dot"].sum(0)
+            if parts is None:
+                parts = rows["error"].reshape(-1)
+                places = [(name, [rank]) for rank in range(len(ranks)) for name in self.names]
+        else:
+            dense, away = means
+            errors = dots_of(away, away, sizes)
+            parts = errors.sqrt() if parts is None else parts
+            error, norm, near, far = (
+                self._summed(one)
+                for one in (
+                    errors,
+                    dots_of(dense, dense, sizes),
+                    # Of average and error, and of average and dense mean.
+                    dots_of(dense - away, away, sizes),
+                    dots_of(dense - away, dense, sizes),
+                )
+            )
+            # The norm of the average is exact. Products are off by a share of their factors, so
+            # that of average = dense mean - error the smaller one is taken.
+            dot = torch.where(error < norm, mean + near, far)
+            norm = torch.where(error < norm, mean + 2 * near + error, norm).clamp_min(0.0)
+        return Compared(error.sqrt(), norm.sqrt(), mean.sqrt(), dot, parts, places)
+
+    def _summed(self, of_pieces: Tensor) -> Tensor:
+        """Returns sums over the pieces of each parameter."""
+        into, places = [*self._owners.values()], [*self._owners]
+        sums = of_pieces.new_zeros(len(self.names))
+        return sums.index_add_(0, torch.tensor(into), of_pieces[places]) if places else sums
+
+    def _ranks_of(self, piece: int) -> list[int]:
+        """Returns the ranks that have a part of a piece in their shards."""
+        first, size = self.layout.offsets[piece], self.layout.sizes[piece]
+        return [rank for rank, (a, b) in enumerate(self.shards) if a < first + size and first < b]

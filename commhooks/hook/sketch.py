@@ -50,8 +50,11 @@ def sketches_of(vectors: Sequence[Tensor], step: int) -> Tensor:
         together = max(1, _CHUNK // max(size, 1))
         for begin in range(0, len(places), together):
             some = places[begin : begin + together]
-            rows = torch.stack([vectors[place] for place in some]) if len(some) > 1 else None
-            rows = vectors[some[0]].view(1, -1) if rows is None else rows
+            rows = (
+                torch.stack([vectors[place] for place in some])
+                if len(some) > 1
+                else vectors[some[0]].view(1, -1)
+            )
             for place, sketch in zip(some, _sketches_of_rows(rows, step), strict=True):
                 found[place] = sketch
     return torch.cat(found)
@@ -75,23 +78,30 @@ def _sketches_of_rows(rows: Tensor, step: int) -> Tensor:
     """Returns the sketch of each row of a matrix."""
     width = width_of(rows.shape[1])
     sketches = rows.new_zeros((len(rows), width))
-    signs = _signs(rows.device, rows.dtype)
-    for number, part in enumerate(rows.split(_CHUNK // max(width, 1) * width or 1, 1)):
-        # Signs of other parts and steps are others: those from another place on.
-        first = (40503 * step + 30011 * number) % _CHUNK
-        signed = part * signs[first : first + part.shape[1]]
-        count = part.shape[1] // max(width, 1)
-        whole = count * width
-        if count:
-            sketches += signed[:, :whole].view(len(part), count, width).sum(1)
+    if not width:
+        return sketches
+    one, other = _signs(rows.device, rows.dtype)
+    for number, part in enumerate(rows.split(_CHUNK // width * width, 1)):
+        # Signs are products of two tables, each read from another place in every part and step:
+        # shifted by multiples of a width, a single table meets itself in the same numbers.
+        first, second = (
+            (40503 * step + 30011 * number) % _CHUNK,
+            (9973 * step + 7919 * number) % _CHUNK,
+        )
+        signed = part * one[first : first + part.shape[1]]
+        signed *= other[second : second + part.shape[1]]
+        whole = part.shape[1] // width * width
+        if whole:
+            sketches += signed[:, :whole].view(len(part), -1, width).sum(1)
         sketches[:, : part.shape[1] - whole] += signed[:, whole:]
     return sketches
 
 
 @lru_cache(maxsize=8)
-def _signs(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Returns random signs, the same on all ranks."""
+def _signs(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns two tables of random signs, the same on all ranks."""
     generator = torch.Generator().manual_seed(0)
-    signs = torch.randint(0, 2, (2 * _CHUNK,), generator=generator, device="cpu")
+    signs = torch.randint(0, 2, (2, 2 * _CHUNK), generator=generator, device="cpu")
     # A copy from the host is over when it returns: any stream of a GPU may read what is kept.
-    return signs.mul_(2).sub_(1).to(dtype).to(device)
+    one, other = signs.mul_(2).sub_(1).to(dtype).to(device)
+    return one, other

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -20,7 +20,17 @@ from commhooks.wrappers.cast import Cast
 from commhooks.wrappers.feedback import ErrorFeedback, Feedback, keeps_residual, without_flush
 from commhooks.wrappers.schedules import running_at
 
-__all__ = ["Finding", "Law", "Verified", "apply_law", "judge", "law_of"]
+__all__ = [
+    "Finding",
+    "Law",
+    "Verified",
+    "broken_law",
+    "judge",
+    "law_of",
+    "lost_values",
+    "row_of",
+    "text_of_lost",
+]
 
 # A declared variance is an expectation. The squared error of one draw is far below this multiple of
 # it in a bucket of many entries; with few entries and levels at random it may come near.
@@ -164,8 +174,7 @@ def judge(
     step: int,
     one: Measurement,
     ranks: Tensor,
-    error: Tensor,
-    balance: Tensor | None,
+    sketches: Tensor,
 ) -> tuple[list[Verified], list[Finding]]:
     """Returns the rows and findings of one bucket; the same on every rank.
 
@@ -174,7 +183,7 @@ def judge(
         step: its number.
         one: the bucket.
         ranks: the rows of all ranks, float64 of shape ``(ranks, len(ROWS), parameters)``.
-        error, balance: norms per parameter, see ``Measurement.errors``.
+        sketches: of the bucket, their mean over ranks.
     """
     bucket, layout, dtype = one.bucket, one.layout, one.dtype
     own, mean, away, kept = (ranks[:, ROWS.index(row)] for row in ROWS[:4])
@@ -195,58 +204,95 @@ def judge(
             find(position, "ranks differ", which, _difference(law, which, len(ranks)))
     if not law.averages:
         return rows, findings
-    dots = ((own.square() + mean.square() - away.square()) / 2).mean(0)
+    error, balance, dense = one.errors(sketches)
     averaged = mean.square().mean(0)
-    # |dense|^2, as dense = average + error; below zero by rounding only.
-    norms = (error.square() + 2 * (dots - averaged) + averaged).clamp_min(0.0).sqrt()
-    columns = (norms.tolist(), error.tolist(), dots.tolist(), averaged.sqrt().tolist())
-    for name, norm, off, dot, size in zip(layout.names, *columns, strict=True):
-        both = norm * size
-        rows.append(
-            Verified(
-                *(step, bucket, name),
-                error=off / norm if norm else (math.inf if off else 0.0),
-                cosine=min(1.0, dot / both) if both else math.nan,
-                norm=norm,
-            )
-        )
+    dots = ((own.square() + mean.square() - away.square()) / 2).mean(0)
+    norms = _dense_norms(error.square(), dots, averaged, None if dense is None else dense.square())
+    columns = (error.tolist(), norms.tolist(), averaged.sqrt().tolist(), dots.tolist())
+    for name, *numbers in zip(layout.names, *columns, strict=True):
+        rows.append(row_of(step, bucket, name, *numbers))
     if finite:
+        if lost := lost_values(mean):
+            position, which = lost
+            find(position, "not finite", which, text_of_lost(law))
+            return rows, findings
         sizes = torch.sqrt((own.square() + kept.square()).sum(1))
-        apply_law(law, find, dtype, sizes, mean, error, balance, layout.numel)
+        measured = balance if balance is not None else error
+        if text := broken_law(law, dtype, sizes, measured, layout.numel):
+            find(int(measured.argmax()), "error", list(range(len(sizes))), text)
     return rows, findings
 
 
-def apply_law(
-    law: Law,
-    find: Callable[[int, str, list[int], str], None],
-    dtype: torch.dtype,
-    sizes: Tensor,
-    mean: Tensor,
-    error: Tensor,
-    balance: Tensor | None,
-    numel: int,
-) -> None:
-    """Compares a bucket's error with what the law allows.
+def _dense_norms(error: Tensor, dots: Tensor, mean: Tensor, dense: Tensor | None) -> Tensor:
+    """Returns the norms of the dense mean, which is average + error.
+
+    Args:
+        error: squared norms of the error.
+        dots: products of dense mean and average.
+        mean: squared norms of the average.
+        dense: squared norms of the dense mean by its sketch; None if the error is exact.
+    """
+    summed = (error + 2 * (dots - mean) + mean).clamp_min(0.0)  # below zero by rounding only
+    if dense is None:
+        return summed.sqrt()
+    # Both are off by a share, of the error and of the dense mean: with error feedback, the error
+    # may be many times the dense mean.
+    return torch.where(error < dense, summed, dense).sqrt()
+
+
+def row_of(
+    step: int, bucket: int, name: str, error: float, norm: float, mean: float, dot: float
+) -> Verified:
+    """Returns a row of the report.
+
+    Args:
+        step, bucket, name: where.
+        error, norm, mean: norms of the error, of the dense mean and of the average.
+        dot: the product of dense mean and average.
+    """
+    both = norm * mean
+    known = both > 0 and math.isfinite(both) and math.isfinite(dot)
+    return Verified(
+        *(step, bucket, name),
+        error=error / norm if norm else (math.inf if error else 0.0),
+        cosine=max(-1.0, min(1.0, dot / both)) if known else math.nan,
+        norm=norm,
+    )
+
+
+def text_of_lost(law: Law) -> str:
+    """Returns what is said of values that ``lost_values`` finds."""
+    return f"the average is not finite, though the gradients of all ranks are ({law.name})"
+
+
+def lost_values(mean: Tensor) -> tuple[int, list[int]] | None:
+    """Returns the first parameter whose average is not finite, and on which ranks.
+
+    Args:
+        mean: norms of the averaged gradient, per rank and parameter.
+    """
+    bad = ~mean.isfinite()
+    if not bad.any():
+        return None
+    position = int(bad.any(0).nonzero()[0])
+    return position, bad[:, position].nonzero().view(-1).tolist()
+
+
+def broken_law(
+    law: Law, dtype: torch.dtype, sizes: Tensor, measured: Tensor, numel: int
+) -> str | None:
+    """Returns in words by how much a bucket's error is larger than the law allows.
 
     Args:
         law: of the scheme.
-        find: notes a finding: position, kind, ranks and text.
         dtype: of the gradient.
         sizes: norms of what each rank has to contribute.
-        mean: norms of the averaged gradient, per rank and parameter.
-        error, balance: norms per parameter, see ``Measurement.errors``.
+        measured: norms of the parts of the error, or of what got lost where feedback keeps it.
         numel: of the bucket.
     """
-    bad = (~mean.isfinite()).any(0).nonzero().view(-1).tolist()
-    if bad:
-        text = "the average is not finite, though the gradients of all ranks are"
-        which = (~mean[:, bad[0]].isfinite()).nonzero().view(-1).tolist()
-        find(bad[0], "not finite", which, f"{text} ({law.name})")
-        return
-    measured = balance if balance is not None else error
     # Differences and sums of numbers near the end of the range are beyond it.
     if law.rounding is None or not measured.isfinite().all():
-        return
+        return None
     rounding = max(law.rounding, 4 * torch.finfo(dtype).eps)
     allowed = rounding * float(sizes.mean()) + math.sqrt(law.variance) * float(sizes.max())
     # Near the end of the range the distance of two numbers is fixed; every rank's share is rounded.
@@ -257,16 +303,15 @@ def apply_law(
     # one larger than itself.
     total = float(measured.norm())
     if total <= allowed:
-        return
+        return None
     size = float(sizes.mean())
     what = "what the ranks have sent" if law.residual else "the dense mean"
-    text = (
+    return (
         f"the average of {law.name} differs from {what} by {total / size:.3g} of the bucket's "
         f"gradients, of which most is in this parameter; its law allows {allowed / size:.3g}"
         if size
         else f"the average of {law.name} has a norm of {total:.3g}, though all gradients are zero"
     )
-    find(int(measured.argmax()), "error", list(range(len(sizes))), text)
 
 
 def _odd_ones(ranks: Tensor, mean: Tensor) -> list[tuple[int, list[int]]]:

@@ -27,15 +27,21 @@ class VerifiedStep:
         law: of the scheme that ran.
         measured: its buckets, at least one.
         group: the ranks; issues the collectives.
+        lent: what counts the collectives of a group that was borrowed for them.
 
     Attributes:
         works: of the collectives.
     """
 
     def __init__(
-        self, step: int, law: Law, measured: list[Measurement], group: dist.ProcessGroup
+        self,
+        step: int,
+        law: Law,
+        measured: list[Measurement],
+        group: dist.ProcessGroup,
+        lent: LaneGroup | None,
     ) -> None:
-        self.step, self.law, self.measured = step, law, measured
+        self.step, self.law, self.measured, self._lent = step, law, measured, lent
         # Rows of all ranks: only this rank's are filled in before the sum.
         self._table, self._sketches = _table(measured, group), _joined(measured)
         requests = [AllReduce(self._table, "sum")]
@@ -44,16 +50,22 @@ class VerifiedStep:
                 requests.append(AllReduce(self._sketches))
             for one in measured:
                 requests += [AllReduce(part) for part in one.operands()]
+        if lent is not None:
+            lent.issued += len(requests)  # before: what fails to be issued leaves the group spoiled
         self.works: list[Any] = [request.issue(group) for request in requests]
 
     def ready(self) -> bool:
         """Whether all collectives have ended."""
         return all(work.is_completed() for work in self.works)
 
-    def wait(self, lent: LaneGroup | None) -> None:
-        """Waits for the collectives, and counts them in the group that was borrowed for them."""
+    def wait(self) -> None:
+        """Waits for the collectives.
+
+        Raises:
+            CollectiveError: one failed, since a peer did.
+        """
         for number, work in enumerate(self.works):
-            _finish(work, lent, self.step, number)
+            _finish(work, self._lent, self.step, number)
 
     def judge(self) -> tuple[list[Finding], list[Verified]]:
         """Returns findings and rows of the step; the same on every rank."""
@@ -67,9 +79,9 @@ class VerifiedStep:
             of_all = ranks[:, begin:end].reshape(len(ranks), *one.rows.shape)
             sketches, step = flat.view(one.sketches.shape), (self.law, self.step)
             if isinstance(one, ShardMeasurement):
-                judged, found = judge_shards(*step, one, of_all, *one.compared(of_all, sketches))
+                judged, found = judge_shards(*step, one, of_all, sketches)
             else:
-                judged, found = judge(*step, one, of_all, *one.errors(sketches))
+                judged, found = judge(*step, one, of_all, sketches)
             rows += judged
             findings += found
             begin = end

@@ -127,10 +127,8 @@ class Verification:
         if group is None:
             return
         self._join()
-        pending = VerifiedStep(step, law_of(scheme, group.size(), step), measured, group)
-        if self._lent is not None:
-            self._lent.issued += len(pending.works)
-        self._pending.append(pending)
+        law = law_of(scheme, group.size(), step)
+        self._pending.append(VerifiedStep(step, law, measured, group, self._lent))
         self._untold = True
 
     # ---- what the hook calls
@@ -223,7 +221,7 @@ class Verification:
         with self._judging:
             while self._pending and (wait or self._pending[0].ready()):
                 pending = self._pending.popleft()
-                pending.wait(self._lent)
+                pending.wait()
                 found, rows = pending.judge()
                 self.findings += found
                 self._rows += rows

@@ -20,8 +20,10 @@ from commhooks import PerParameter, Rule, Simulation
 from commhooks.core import Bucket, Scheme, Traits, Unbiased
 from commhooks.core.bucket import SchemeExchange
 from commhooks.core.dense import Dense
+from commhooks.core.layout import Layout
+from commhooks.core.memory import Memory
 from commhooks.errors import OptionError, VerificationError
-from commhooks.hook.measurement import _CHUNK, _hashes, norms_of
+from commhooks.hook.measurement import _CHUNK, Measurement, _hashes, norms_of
 from commhooks.hook.verdict import law_of
 from commhooks.hook.verify import Verification
 from commhooks.wrappers import DelayedStart, PeriodicDense, Schedule
@@ -486,19 +488,22 @@ def test_no_registered_scheme_is_accused(dtype: torch.dtype, reference: str) -> 
     assert run_ranks(_all_accused, 2, dtype, reference) == [{}, {}]
 
 
-def _reports(rank: int, world_size: int, name: str) -> list[Any]:
+def _reports(rank: int, world_size: int, name: str, steps: int, **options: Any) -> list[Any]:
     """Rows of the same steps by both references, and the errors as computed from gradients."""
     frames, away = [], {}
     for reference in ("sketch", "dense"):
         torch.manual_seed(0)
         ddp = DistributedDataParallel(mlp(96, 2), bucket_cap_mb=0.01)
-        hook = commhooks.register(ddp, name, verify_every=1, verify_with=reference)
-        for step in range(3):
+        hook = commhooks.register(ddp, name, verify_every=1, verify_with=reference, **options)
+        for step in range(steps):
             torch.manual_seed(10 * step + rank)
             ddp.zero_grad()
             x = torch.randn(4, 96)
-            exact = torch.autograd.grad(ddp.module(x).square().mean(), list(ddp.parameters()))
-            ddp(x).square().mean().backward()
+            # What feedback sends late is many times the gradients once these shrink.
+            size = 1.0 if step < 20 else 0.1
+            loss = ddp.module(x).square().mean() * size
+            exact = torch.autograd.grad(loss, list(ddp.parameters()))
+            (ddp(x).square().mean() * size).backward()
             for (key, one), own in zip(ddp.module.named_parameters(), exact, strict=True):
                 dist.all_reduce(own)
                 own /= world_size
@@ -516,7 +521,7 @@ def _reports(rank: int, world_size: int, name: str) -> list[Any]:
 
 @pytest.mark.parametrize("name", ["int8", "topk", "powersgd"])
 def test_errors_of_sketches_are_near_those_of_gradients(name: str) -> None:
-    ((parameters, sketch, dense, exact), _) = run_ranks(_reports, 2, name)
+    ((parameters, sketch, dense, exact), _) = run_ranks(_reports, 2, name, 3)
     assert len(parameters) == 3 * 4
     near = np.testing.assert_allclose
     near(dense[:, 0], exact, rtol=1e-3, atol=1e-6)
@@ -528,6 +533,74 @@ def test_errors_of_sketches_are_near_those_of_gradients(name: str) -> None:
         # What the error has to do with these is small where the error is.
         near(one[1], cosine, rtol=0, atol=rest * min(1.0, error) ** 2 + 1e-6)
         near(one[2], norm, rtol=rest * min(1.0, error) ** 2 + 1e-6)
+
+
+def _lagging(rank: int, world_size: int) -> list[Any]:
+    return _reports(rank, world_size, "topk", 30, ratio=0.01)
+
+
+def test_errors_many_times_the_dense_mean_are_told_as_well() -> None:
+    """The norm of the dense mean is then not what remains of larger, inexact numbers."""
+    ((parameters, sketch, dense, exact), _) = run_ranks(_lagging, 2)
+    np.testing.assert_allclose(dense[:, 0], exact, rtol=1e-3, atol=1e-6)
+    weights = np.array(["weight" in parameter for parameter in parameters])
+    assert float(dense[weights, 0].max()) > 3
+    off = np.abs(sketch / dense - 1)[weights]
+    # Of two sketches each, of 127 numbers.
+    assert float(off[:, [0, 2]].max()) < 4 * 2**0.5 * (2 * 127) ** -0.5
+    assert float(np.nanmax(np.abs(sketch[:, 1] - dense[:, 1]))) < 0.25
+    assert float(np.nanmax(np.abs(sketch[:, 1]))) <= 1
+
+
+def _flushed(rank: int, world_size: int, reference: Any) -> list[float]:
+    ddp = CoreDDP(nn.Linear(64, 64, bias=False))
+    hook = commhooks.register(ddp, "topk", verify_every=1, verify_with=reference, ratio=0.01)
+    for step in range(6):
+        if step == 5:
+            hook.switch("none")
+        torch.manual_seed(10 * step + rank)
+        ddp.zero_grad()
+        ddp(torch.randn(4, 64)).square().mean().backward()
+    assert hook.verification is not None
+    row = hook.verification.report().iloc[-1]
+    assert ddp.module.weight.grad is not None
+    return [row["error"], row["cosine"], row["norm"] / float(ddp.module.weight.grad.norm())]
+
+
+@pytest.mark.parametrize("reference", ["sketch", "dense"])
+def test_a_flushed_residual_is_part_of_the_dense_mean(reference: str) -> None:
+    ((error, cosine, norm), _) = run_ranks(_flushed, 2, reference)
+    assert error < 1e-5
+    assert cosine > 1 - 1e-5
+    assert abs(norm - 1) < 1e-5
+
+
+@pytest.mark.parametrize("reference", ["sketch", "dense"])
+def test_what_is_not_finite_has_no_cosine(reference: str) -> None:
+    ((cosines,), _) = run_ranks(_cosines_of_nan, 2, reference)
+    assert np.isnan(cosines["2.bias"])
+    assert cosines["0.bias"] > 0.9
+
+
+def _cosines_of_nan(rank: int, world_size: int, reference: Any) -> list[dict[str, float]]:
+    ddp = DistributedDataParallel(mlp(16, 2))
+    hook = commhooks.register(ddp, "none", verify_every=1, verify_with=reference)
+    ddp.module[2].bias.register_hook(lambda grad: grad * (torch.nan if rank else 1.0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ddp(torch.randn(4, 16)).square().mean().backward()
+        assert hook.verification is not None
+        frame = hook.verification.report()
+    return [dict(zip(frame["parameter"], frame["cosine"], strict=True))]
+
+
+def test_no_copy_of_the_gradient_is_kept_beside_sketches() -> None:
+    scheme, layout = commhooks.make("int8"), Layout(["weight"], [(64, 64)])
+    for dense in (False, True):
+        one = Measurement(0, layout, torch.randn(4096), scheme, dense=dense)
+        one.finish(torch.randn(4096), Memory())
+        assert hasattr(one, "_difference") == dense
+        assert one.sketches.numel() == (0 if dense else 61)
 
 
 @pytest.mark.parametrize(("name", "world_size"), [("intsgd", 2), ("global_qsgd", 64)])

@@ -34,6 +34,8 @@ VECTORS = {
     "few": lambda: _few(4096),
     "large": lambda: torch.randn(3 * _CHUNK + 5),
     "large and constant": lambda: torch.ones(8 * _CHUNK),
+    "larger and constant": lambda: torch.ones(64 * _CHUNK),
+    "behind the last whole row": lambda: torch.arange(96.0).ge(61).float(),
     "large column": lambda: _matrix(1024, 1024, column=3),
     "many of one size": lambda: torch.ones(4096),
 }
@@ -52,6 +54,16 @@ def test_a_norm_is_known_to_some_percent(name: str) -> None:
         ratios.append(float(squares[0].sqrt() / vector.norm()))
     # Of 60 draws none is further away than four standard deviations.
     assert float((torch.tensor(ratios) - 1).abs().max()) < 4 * (2 * width_of(size)) ** -0.5
+
+
+def test_a_sketch_is_as_wide_as_documented() -> None:
+    widths = {0: 0, 61: 61, 62: 61, 8127: 61, 8128: 127, 65_343: 509, 65_344: 1021, 10**9: 1021}
+    assert {size: width_of(size) for size in widths} == widths
+    found = []
+    for step in range(200):
+        sketches = sketches_of([torch.randn(8128)], step)
+        found.append(float(dots_of(sketches, sketches, [8128]).sqrt()) / 8128**0.5)
+    assert abs(float(torch.tensor(found).std()) * (2 * 127) ** 0.5 - 1) < 0.25
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -91,8 +103,9 @@ def test_a_step_draws_other_signs() -> None:
     vector = torch.ones(4096)
     assert torch.equal(sketches_of([vector], 3), sketches_of([vector], 3))
     assert not torch.equal(sketches_of([vector], 3), sketches_of([vector], 4))
-    device = torch.device("cpu")
-    assert float(_signs(device, torch.float32).mean().abs()) < 0.01
+    for signs in _signs(torch.device("cpu"), torch.float32):
+        assert float(signs.mean().abs()) < 0.01
+        assert torch.equal(signs.abs(), torch.ones_like(signs))
 
 
 def test_a_value_that_is_not_finite_shows_in_its_own_parameter_only() -> None:
