@@ -17,7 +17,7 @@ from torch import Tensor
 
 __all__ = ["dots_of", "sketches_of", "width_of"]
 
-# Numbers of a sketch. Primes, so that the entries of a matrix's column are added up in all of them.
+# Numbers of a sketch. Primes, so that whatever is periodic is spread over all of them.
 _WIDTHS = (1021, 509, 251, 127, 61)
 _ENTRIES = 64  # per number, at least, in all but the narrowest
 _CHUNK = 2**17  # entries that are added up at a time: they stay in a CPU's cache
@@ -76,29 +76,49 @@ def dots_of(one: Tensor, other: Tensor, sizes: Sequence[int]) -> Tensor:
 
 def _sketches_of_rows(rows: Tensor, step: int) -> Tensor:
     """Returns the sketch of each row of a matrix."""
-    width = width_of(rows.shape[1])
-    sketches = rows.new_zeros((len(rows), width))
+    many, width = len(rows), width_of(rows.shape[1])
+    sketches = rows.new_zeros((many, width))
     if not width:
         return sketches
-    one, other = _signs(rows.device, rows.dtype)
+    # In lines of a few more places than numbers, entries of one column of a matrix do not fall
+    # into one number, whatever its width: not in every step.
+    line = width + 1 + _mixed(step) % max(1, width // 8)
+    spread = rows.new_zeros(0)
     for number, part in enumerate(rows.split(_CHUNK // width * width, 1)):
-        # Signs are products of two tables, each read from another place in every part and step:
-        # shifted by multiples of a width, a single table meets itself in the same numbers.
-        first, second = (
-            (40503 * step + 30011 * number) % _CHUNK,
-            (9973 * step + 7919 * number) % _CHUNK,
+        lines, rest = divmod(part.shape[1], width)
+        used = (lines + 1) * line
+        if spread.numel() != many * -(-used // width) * width:
+            spread = rows.new_zeros((many, -(-used // width) * width))
+        signs = _signs_of(part, step, number)
+        into, whole = spread[:, :used].view(many, lines + 1, line), lines * width
+        torch.mul(
+            part[:, :whole].view(many, lines, width),
+            signs[:whole].view(lines, width),
+            out=into[:, :lines, :width],
         )
-        signed = part * one[first : first + part.shape[1]]
-        signed *= other[second : second + part.shape[1]]
-        whole = part.shape[1] // width * width
-        if whole:
-            sketches += signed[:, :whole].view(len(part), -1, width).sum(1)
-        sketches[:, : part.shape[1] - whole] += signed[:, whole:]
+        into[:, lines, :rest] = part[:, whole:] * signs[whole:]
+        sketches += spread.view(many, -1, width).sum(1)
     return sketches
 
 
+def _mixed(step: int) -> int:
+    """Returns a number that is as good as random for steps of any distance (Knuth's hash)."""
+    return step * 2654435761 % 2**32 >> 16
+
+
+def _signs_of(part: Tensor, step: int, number: int) -> Tensor:
+    """Returns signs for a part of each row: products of two tables, read from other places each.
+
+    Shifted by multiples of a width, a single table would meet itself in the same numbers.
+    """
+    one, other = _tables(part.device, part.dtype)
+    first, second = (40503 * step + 30011 * number) % _CHUNK, (9973 * step + 7919 * number) % _CHUNK
+    size = part.shape[1]
+    return one[first : first + size] * other[second : second + size]
+
+
 @lru_cache(maxsize=8)
-def _signs(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _tables(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Returns two tables of random signs, the same on all ranks."""
     generator = torch.Generator().manual_seed(0)
     signs = torch.randint(0, 2, (2, 2 * _CHUNK), generator=generator, device="cpu")

@@ -6,6 +6,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -132,6 +133,33 @@ def test_error_cosine_and_norm_are_those_of_whole_parameters(
     scheme: str, reduced: torch.dtype | None, reference: str, most: float
 ) -> None:
     assert max(run_ranks(_numbers, 3, scheme, reduced, reference)[0]) < most
+
+
+def _lagging(rank: int, world_size: int) -> list[Any]:
+    """Rows of steps whose gradients shrink, so that feedback sends many times the dense mean."""
+    found = []
+    for reference in ("sketch", "dense"):
+        model = sharded(model_of((96, 96, 96)))
+        hook = commhooks.register(model, "topk", ratio=0.01, verify_every=1, verify_with=reference)
+        for step in range(24):
+            torch.manual_seed(10 * step + rank)
+            model.zero_grad()
+            (model(torch.randn(4, 96)).square().mean() * (1.0 if step < 15 else 0.1)).backward()
+        assert hook.verification is not None
+        frame = hook.verification.report()
+        weights = frame[frame["parameter"].str.contains("weight")]
+        found.append(weights[["error", "cosine", "norm"]].to_numpy())
+        hook.close()
+    return found
+
+
+def test_errors_many_times_the_dense_mean_are_told_as_well() -> None:
+    ((sketch, dense), _) = run_ranks(_lagging, 2)
+    assert float(dense[:, 0].max()) > 3
+    # Pieces of half a matrix have sketches of 61 numbers.
+    off = np.abs(sketch / dense - 1)
+    assert float(off[:, [0, 2]].max()) < 4 * 2**0.5 * (2 * 2 * 61) ** -0.5
+    assert float(np.nanmax(np.abs(sketch[:, 1] - dense[:, 1]))) < 0.25
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,18 @@ MUTANTS: list[Mutant] = [
             PLANTED,
         ),
         (
+            "the norm of the dense mean is what remains of a larger error",
+            "torch.where(error < dense, summed, dense)",
+            "summed",
+            f"{VERIFY}::test_errors_many_times_the_dense_mean_are_told_as_well",
+        ),
+        (
+            "a cosine of NaN is 1",
+            "if known else math.nan",
+            "if both else math.nan",
+            f"{VERIFY}::test_what_is_not_finite_has_no_cosine",
+        ),
+        (
             "the law allows any error",
             "if total <= allowed:",
             "if total <= 100 * allowed + 100:",
@@ -46,9 +58,21 @@ MUTANTS: list[Mutant] = [
         "commhooks/hook/sketch.py",
         (
             "entries are added up without signs",
-            "signed = part * signs[first : first + part.shape[1]]",
-            "signed = part * 1.0",
+            "signed = part * one[first : first + part.shape[1]]",
+            "signed = part * other[:1]",
             f"{NORM}[constant]",
+        ),
+        (
+            "signs are those of one table",
+            "signed *= other[second : second + part.shape[1]]",
+            "signed *= other[:1]",
+            f"{NORM}[larger and constant]",
+        ),
+        (
+            "entries behind the last whole row are left out",
+            "sketches[:, : part.shape[1] - whole] += signed[:, whole:]",
+            "pass",
+            f"{NORM}[behind the last whole row]",
         ),
         (
             "a column of a matrix is one number of a sketch",
@@ -58,8 +82,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "parts of a vector have the same signs",
-            "+ 30011 * number",
-            "+ 0 * number",
+            "+ 30011 * number) % _CHUNK",
+            "+ 0 * number) % _CHUNK",
             f"{NORM}[large and constant]",
         ),
         (
@@ -73,8 +97,8 @@ MUTANTS: list[Mutant] = [
         "commhooks/hook/measurement.py",
         (
             "what the ranks have sent is sketched with the average in it",
-            "sketches.append(self._sketch(sent.sub_(flat)))",
-            "sketches.append(self._sketch(sent))",
+            "[self._sketch(sent.sub_(flat))]",
+            "[self._sketch(sent)]",
             f"{VERIFY}::test_no_registered_scheme_is_accused",
         ),
         (
@@ -82,6 +106,12 @@ MUTANTS: list[Mutant] = [
             "        self._difference.sub_(flat)\n        away",
             "        self._difference = self._difference - 0.5 * flat\n        away",
             NEAR,
+        ),
+        (
+            "a copy of the gradient is kept beside its sketch",
+            "            del self._difference\n",
+            "            pass\n",
+            f"{VERIFY}::test_no_copy_of_the_gradient_is_kept_beside_sketches",
         ),
     ),
     *planted(
@@ -94,9 +124,15 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "the error counts twice in a shard's cosine",
-            "dot = size + dots_of(dense - error, error, sizes)",
-            "dot = size + dots_of(dense, error, sizes)",
+            "dots_of(dense - away, away, sizes),",
+            "dots_of(dense, away, sizes),",
             WHOLE,
+        ),
+        (
+            "the norm of a shard's dense mean is what remains of a larger error",
+            "torch.where(error < norm, mean + 2 * near + error, norm)",
+            "(mean + 2 * near + error)",
+            f"{SHARDS}::test_errors_many_times_the_dense_mean_are_told_as_well",
         ),
     ),
     *planted(

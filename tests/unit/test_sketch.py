@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks.hook.sketch import _CHUNK, _signs, dots_of, sketches_of, width_of
+from commhooks.hook.sketch import _CHUNK, _tables, dots_of, sketches_of, width_of
 
 DRAWS = 60
 
@@ -30,6 +30,8 @@ VECTORS = {
     "normal": lambda: torch.randn(4096),
     "constant": lambda: torch.ones(4096),
     "column": lambda: _matrix(64, 64, column=3),
+    "column of twice the width": lambda: _matrix(64, 122, column=3),
+    "column of the width": lambda: _matrix(70, 1021, column=3),
     "row": lambda: _matrix(64, 64, row=3),
     "few": lambda: _few(4096),
     "large": lambda: torch.randn(3 * _CHUNK + 5),
@@ -99,11 +101,11 @@ def test_products_are_those_of_the_vectors() -> None:
     assert abs(float(found[1] / wanted[1]) - 1) < 4 * (2 / width_of(50_000)) ** 0.5
 
 
-def test_a_step_draws_other_signs() -> None:
+def test_a_step_draws_other_tables() -> None:
     vector = torch.ones(4096)
     assert torch.equal(sketches_of([vector], 3), sketches_of([vector], 3))
     assert not torch.equal(sketches_of([vector], 3), sketches_of([vector], 4))
-    for signs in _signs(torch.device("cpu"), torch.float32):
+    for signs in _tables(torch.device("cpu"), torch.float32):
         assert float(signs.mean().abs()) < 0.01
         assert torch.equal(signs.abs(), torch.ones_like(signs))
 
