@@ -38,6 +38,7 @@ _SHARED = (
     "seed",
     "step",
     "verify_every",
+    "verify",
     "verify_with",
 )
 
@@ -117,6 +118,7 @@ class Meeting:
         facts = facts_of(scheme, self._engine, self._binding, to_come)
         return facts | {
             "verify_every": getattr(self.verification, "every", None),
+            "verify": getattr(self.verification, "action", None),
             "verify_with": getattr(self.verification, "reference", None),
         }
 
@@ -149,7 +151,9 @@ class Meeting:
             self._drivers.open_lanes(self._binding.group())
         if self.verification is not None:
             binding = self._binding
-            self.verification.open(binding.group(), devices, self._drivers.join, binding.beside)
+            self.verification.open(
+                binding.group(), devices, self._drivers.join, binding.beside, owner=self
+            )
 
     def _send_exactly(self, scheme: Scheme) -> None:
         """Averages exactly, from the next step on, what ranks of tensor parallelism share.

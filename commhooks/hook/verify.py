@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from commhooks.core.scheme import Scheme
 from commhooks.core.settings import fitting
-from commhooks.errors import OptionError, RegistrationError
+from commhooks.errors import CollectiveError, OptionError, RegistrationError
 from commhooks.hook.measurement import Measurement
 from commhooks.hook.verdict import Finding, Verified, law_of
 from commhooks.hook.verified import (
@@ -83,6 +84,7 @@ class Verification:
         self._group: dist.ProcessGroup | None = None
         self._lent: LaneGroup | None = None
         self._join: Callable[[], None] = _nothing
+        self._disarm: Callable[[], object] = _nothing
         self._unraised: list[Finding] = []
         self._beside: Sequence[dist.ProcessGroup] = ()
         self._untold = False  # a step was verified, and the ranks beside have not heard of it
@@ -94,6 +96,8 @@ class Verification:
         devices: Set[str],
         join: Callable[[], None],
         beside: Sequence[dist.ProcessGroup] = (),
+        *,
+        owner: object,
     ) -> None:
         """Takes the ranks to compare; a collective.
 
@@ -102,6 +106,7 @@ class Verification:
             devices: types of those that the model is on.
             join: makes the caller's stream wait for the exchanges.
             beside: groups of ranks that have other parts of the gradients, and raise as well.
+            owner: the hook; with it, or at exit, the last verified step is looked at.
         """
         self._beside = beside
         if self._group is not None:
@@ -112,8 +117,8 @@ class Verification:
         if devices <= {"cpu"} and is_gloo(host_backend(group)):
             (self._lent,) = borrow(group, 1)
             self._group = self._lent.group
-            # Also at interpreter exit, before Gloo's threads lose the interpreter.
-            self._give_back = weakref.finalize(self, self._lent.give_back)
+        # At interpreter exit before Gloo's threads lose the interpreter.
+        self._disarm = weakref.finalize(owner, self.close).detach
 
     # ---- what the engine calls
 
@@ -140,21 +145,31 @@ class Verification:
             VerificationError: a step broke its law, and ``action`` is "raise".
             CollectiveError: the verification failed, since a peer did.
         """
+        raises = self.action == "raise"
         if self._pending or self._unraised or self._untold:
-            raises, untold, self._untold = self.action == "raise", self._untold, False
-            self._settle(wait=raises or step % self.every == 0, tells=raises and untold)
+            untold, self._untold = self._untold, False
+            self._collect(wait=raises or step % self.every == 0)
+            wrong, self._unraised = self._unraised, []
+            if raises:
+                # All ranks beside this one come here in the same step, and raise as well.
+                need_right(wrong, self._beside if untold else ())
 
     def close(self) -> None:
-        """Gives back the process group; what has not come in some seconds is dropped."""
+        """Warns of what was found, and gives back the process group.
+
+        What has not come in some seconds is dropped, also where a peer has failed.
+        """
+        self._disarm()
         end = time.monotonic() + _AT_CLOSE
         while self._pending and not self._pending[0].ready() and time.monotonic() < end:
             time.sleep(1e-3)
-        if not self._pending or self._pending[0].ready():
-            self.action = "warn"
-            self._settle(wait=False)
+        with contextlib.suppress(CollectiveError):
+            self._collect(wait=False)
+        if self._group is not None:
+            warn_of(self._unraised, self._group.rank(), "warn", self._warned)
         if self._lent is not None:
             self._lent.spoiled |= bool(self._pending)
-            self._give_back()
+            self._lent.give_back()
         self._pending.clear()
         self._group = self._lent = None
 
@@ -166,8 +181,8 @@ class Verification:
         works = [work for one in self._pending for work in one.works]
         self._pending.clear()
         if self._lent is not None:
-            self._give_back.detach()
             self._lent.give_up(works)
+        self._disarm()
         self._group = self._lent = None
 
     # ---- results
@@ -177,16 +192,16 @@ class Verification:
 
         ``error`` is the norm of the averaged gradient minus the dense mean, over that of the dense
         mean; ``cosine`` is of the angle between the two; ``norm`` is the dense mean's. With error
-        feedback the error of a step is what later steps send.
+        feedback the error of a step is what later steps send. No finding is raised here.
         """
         with needs("hook.verification.report()", "pandas"):
             import pandas as pd
-        self._settle(wait=True)
+        self._collect(wait=True)
         frame: pd.DataFrame = pd.DataFrame(list(self._rows), columns=list(Verified._fields))
         return frame
 
     def latest(self, *, wait: bool = False) -> list[Verified]:
-        """Returns the report's rows of the last verified step; raises no finding.
+        """Returns the report's rows of the last verified step.
 
         Args:
             wait: for what is under way; False: of the last step whose result was looked at.
@@ -197,24 +212,16 @@ class Verification:
 
     def metrics(self) -> dict[str, float]:
         """Returns numbers of the last verified step, see :meth:`HookState.metrics`."""
+        self._collect(wait=False)
         return numbers_of(self._latest, len(self.findings))
 
     def __str__(self) -> str:
-        self._settle(wait=False)
+        self._collect(wait=False)
         if not self.steps:
             return "no step was verified yet"
         return in_words(self._last, self.steps, self._latest, list(self.findings))
 
     # ---- inside
-
-    def _settle(self, *, wait: bool, tells: bool = False) -> None:
-        """Judges the steps whose collectives have ended, and raises what is to be raised."""
-        with self._judging:
-            self._collect(wait=wait)
-            wrong, self._unraised = self._unraised, []
-        if self.action == "raise":
-            # All ranks beside this one come here in the same step, and raise as well.
-            need_right(wrong, self._beside if tells else ())
 
     def _collect(self, *, wait: bool) -> None:
         """Judges the steps whose collectives have ended, and raises none of their findings."""

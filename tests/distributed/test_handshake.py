@@ -94,12 +94,14 @@ def _differ_in(field, odd, monkeypatch):
     elif field == "environment":
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "2" if odd else "1")
         _agree(scheme="sdp4bit")
-    elif field == "verify_every":
-        commhooks.register(DistributedDataParallel(mlp()), "none", verify_every=2 if odd else 3)
+    elif field.startswith("verify"):
+        verified = {"verify_every": 3, **({field: VERIFIED[field]} if odd else {})}
+        commhooks.register(DistributedDataParallel(mlp()), "none", **verified)
     elif field == "parameters":
         _register_own(None, name="zero" if odd else "0")
 
 
+VERIFIED = {"verify_every": 2, "verify": "raise", "verify_with": "dense"}
 SKIPPED = "trained before, with buckets that torch skips"
 FIELDS = [
     "call",
@@ -116,7 +118,7 @@ FIELDS = [
     "world size",
     "memory",
     "environment",
-    "verify_every",
+    *VERIFIED,
     "parameters",
 ]
 

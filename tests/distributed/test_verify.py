@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import subprocess
+import sys
 import time
 import warnings
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -348,17 +354,121 @@ def test_ranks_that_verify_other_steps_are_told() -> None:
     assert all("verify_every" in text for text in run_ranks(_differs, 2))
 
 
-def _differs_in_reference(rank: int, world_size: int) -> str:
-    references: list[Any] = ["sketch", "dense"]
-    with pytest.raises(commhooks.errors.MismatchError) as caught:
-        commhooks.register(
-            CoreDDP(mlp(16, 2)), "int8", verify_every=1, verify_with=references[rank]
-        )
-    return str(caught.value)
+# ---- what the last steps show
 
 
-def test_ranks_that_verify_with_other_references_are_told() -> None:
-    assert all("verify_with" in text for text in run_ranks(_differs_in_reference, 2))
+def _wrong_hook(action: Any) -> tuple[CoreDDP, Any]:
+    """A model after three steps, the last of which is verified and wrong on rank 1."""
+    torch.manual_seed(0)
+    ddp = CoreDDP(mlp(16, 3))
+    hook = commhooks.register(ddp, Wrong(Dense(), "decodes"), verify_every=2, verify=action)
+    for _ in range(3):
+        ddp(torch.randn(4, 16)).square().mean().backward()
+    return ddp, hook
+
+
+def _told(ends: Callable[[], object]) -> bool:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ends()
+    return any("other bits here" in str(one.message) for one in caught)
+
+
+def _ends(rank: int, world_size: int, action: Any) -> dict[str, bool]:
+    found = {}
+    ddp, hook = _wrong_hook(action)
+    found["closed"] = _told(hook.close)
+    ddp, hook = _wrong_hook(action)
+    hook.verification.latest(wait=True)  # as a page does, which raises nothing and tells of all
+    found["closed, looked at before"] = _told(hook.close) or action == "warn"
+    ddp, hook = _wrong_hook(action)
+    found["removed"] = _told(partial(commhooks.unregister, ddp))
+    held = [_wrong_hook(action)]
+    lost = weakref.ref(held[0][1])
+    found["dropped"] = _told(lambda: (held.clear(), gc.collect()))
+    found["gone"] = lost() is None
+    return found
+
+
+@pytest.mark.parametrize("action", ["warn", "raise"])
+def test_a_finding_in_the_last_step_is_told_however_a_hook_ends(action: str) -> None:
+    for found in run_ranks(_ends, 2, action, ignore_warnings=("commhooks:",)):
+        assert all(found.values()), found
+
+
+AT_EXIT = """
+import torch, torch.distributed as dist, commhooks
+from commhooks.core.dense import Dense
+from ddp_core import DistributedDataParallel
+from tests.distributed.test_verify import Wrong
+from tests.distributed.training import mlp
+
+dist.init_process_group("gloo", init_method="file://{path}", rank=0, world_size=1)
+model = DistributedDataParallel(mlp(16, 2))
+commhooks.register(model, Wrong(Dense(), "encodes", on=0), verify_every=2, verify="raise")
+for _ in range(3):
+    model(torch.randn(4, 16)).square().mean().backward()
+"""
+
+
+def test_a_finding_in_the_last_step_is_told_at_exit(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", AT_EXIT.format(path=tmp_path / "store")],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "step 2, rank 0, bucket 0, parameter '2.weight': the average of" in done.stderr
+
+
+def _looks(rank: int, world_size: int) -> list[str]:
+    with pytest.raises(OptionError, match="nothing is verified without"):
+        commhooks.register(CoreDDP(mlp(16, 2)), "int8", verify_with="dense")
+    ddp, hook = _wrong_hook("raise")
+    seen = []
+    if rank == 0:  # one rank alone looks at it, which raises nothing
+        hook.verification.report()
+        hook.metrics()
+        seen.append(str(hook.verification))
+    with pytest.raises(VerificationError) as caught:
+        ddp(torch.randn(4, 16))
+    return [*seen, str(caught.value)]
+
+
+def test_whoever_looks_at_a_finding_all_ranks_raise_in_the_next_step() -> None:
+    first, second = run_ranks(_looks, 2)
+    assert "finding" in first[0]
+    assert first[1] == second[0]
+
+
+class _Failed:
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        raise RuntimeError("on purpose")
+
+
+def _closes_after_a_failure(rank: int, world_size: int) -> list[Any]:
+    found: list[Any] = []
+    for removes in (False, True):
+        ddp = CoreDDP(mlp(16, 2))
+        hook = commhooks.register(ddp, "int8", verify_every=1)
+        ddp(torch.randn(4, 16)).square().mean().backward()
+        verification = hook.verification
+        assert verification is not None
+        lent = verification._lent
+        assert lent is not None
+        verification._pending[0].works.append(_Failed())
+        commhooks.unregister(ddp) if removes else hook.close()
+        found += [lent.spoiled, verification._lent is None, len(verification._pending)]
+    return found
+
+
+def test_a_hook_closes_where_a_peer_failed_in_the_verification() -> None:
+    assert run_ranks(_closes_after_a_failure, 2) == [[True, True, 0] * 2] * 2
 
 
 def test_wrong_arguments_are_refused() -> None:
@@ -384,6 +494,12 @@ def test_a_hash_depends_on_every_bit_and_its_place(dtype: torch.dtype) -> None:
     assert (_hashes(swapped, sizes) != before).nonzero().view(-1).tolist() == [1]
     assert torch.equal(_hashes(torch.zeros(4), [4]), _hashes(-torch.zeros(4), [4]))
     assert _hashes(x[:0], [0, 0]).tolist() == [0, 0]
+
+
+def test_a_hash_depends_on_the_order_of_chunks() -> None:
+    x = torch.randn(_CHUNK, generator=torch.Generator().manual_seed(0))
+    swapped = torch.cat([*x.chunk(2)][::-1])
+    assert _hashes(swapped, [_CHUNK]) != _hashes(x, [_CHUNK])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -601,6 +717,26 @@ def test_no_copy_of_the_gradient_is_kept_beside_sketches() -> None:
         one.finish(torch.randn(4096), Memory())
         assert hasattr(one, "_difference") == dense
         assert one.sketches.numel() == (0 if dense else 61)
+    one = Measurement(0, layout, torch.randn(4096, dtype=torch.float64), scheme)
+    one.finish(torch.randn(4096, dtype=torch.float64), Memory())
+    assert one.sketches.dtype == torch.float64
+
+
+def _shrinking(rank: int, world_size: int, name: str, factor: float) -> list[str]:
+    ddp = CoreDDP(mlp(16, 2))
+    hook = commhooks.register(ddp, name, verify_every=1)
+    for step in range(6):
+        torch.manual_seed(10 * step + rank)
+        ddp.zero_grad()
+        (ddp(torch.randn(4, 16)).square().mean() * factor**step).backward()
+    assert hook.verification is not None
+    hook.verification.report()
+    return list(map(str, hook.verification.findings))
+
+
+@pytest.mark.parametrize("name", ["acpsgd", "topk", "int4"])
+def test_residuals_larger_than_gradients_break_no_law(name: str) -> None:
+    assert run_ranks(_shrinking, 2, name, 0.001) == [[], []]
 
 
 @pytest.mark.parametrize(("name", "world_size"), [("intsgd", 2), ("global_qsgd", 64)])

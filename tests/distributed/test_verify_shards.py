@@ -135,6 +135,29 @@ def test_error_cosine_and_norm_are_those_of_whole_parameters(
     assert max(run_ranks(_numbers, 3, scheme, reduced, reference)[0]) < most
 
 
+def _accused_after(rank: int, world_size: int) -> list[str]:
+    """Findings after a residual is flushed, and where residuals are larger than gradients."""
+    found = []
+    for reference in ("sketch", "dense"):
+        model = sharded(model_of())
+        hook = commhooks.register(model, "topk", verify_every=1, verify_with=reference)
+        for step in range(8):
+            if step == 3:
+                hook.switch("int8")
+            if step == 5:
+                hook.switch(commhooks.make("int4", block=64))
+            backward(model, step, rank, 0.001 ** max(0, step - 5))
+        assert hook.verification is not None
+        hook.verification.report()
+        found += [f"{reference}: {one}" for one in hook.verification.findings]
+        hook.close()
+    return found
+
+
+def test_residuals_are_part_of_what_shards_have_to_average() -> None:
+    assert run_ranks(_accused_after, 2)[0] == []
+
+
 def _lagging(rank: int, world_size: int) -> list[Any]:
     """Rows of steps whose gradients shrink, so that feedback sends many times the dense mean."""
     found = []
