@@ -25,6 +25,7 @@ from commhooks.predict.advise import CANDIDATES, MARGIN, Option, advise, best_of
 from commhooks.predict.device import device as device_of
 from commhooks.predict.presets import fabric as fabric_of
 from commhooks.predict.workload import Workload
+from commhooks.wrappers.feedback import has_feedback
 
 __all__ = ["CANDIDATES", "advise_on"]
 
@@ -185,10 +186,13 @@ def _arguments(text: str) -> str:
 
 
 def _beyond(option: Option, error: float) -> str:
+    later = "feedback sends it in later steps"
+    if not has_feedback(option.scheme):
+        later = "it is unbiased, so that it averages out over ranks and steps"
     return (
         f"\n{option.name} would take {short(1e3 * option.step.step_s)} ms. Its error of "
-        f"{option.error:.2g} is above {error:g}: feedback sends it in later steps, and whether the "
-        f"model still learns has to be tried."
+        f"{option.error:.2g} is above {error:g}: {later}, and whether the model still learns has "
+        f"to be tried."
     )
 
 

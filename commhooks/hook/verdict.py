@@ -335,7 +335,7 @@ def _difference(law: Law, which: list[int], count: int) -> str:
     others = [rank for rank in range(count) if rank not in which]
     listed = ", ".join(map(str, others[:16])) + ", ..." * (len(others) > 16)
     if len(others) == 1:
-        why = "one of the two is wrong" if count == 2 else "no two ranks need agree"
+        why = "at least one of the two is wrong" if count == 2 else "no two ranks need agree"
     else:
         why = "which agree"
     return (

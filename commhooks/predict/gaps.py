@@ -54,6 +54,10 @@ class Gap:
         """Whether the noise is such that it may be a good part of a step."""
         return self.seconds + self.noise_s > _WORTH * kind.median_s
 
+    def is_impossible(self, kind: Kind) -> bool:
+        """Whether sending less took longer by more than chance: something else took the time."""
+        return -self.seconds > max(self.noise_s, _SMALL * kind.median_s)
+
 
 def kind_of(seconds: Sequence[float]) -> Kind:
     """Returns the median of step times, and the middle half."""

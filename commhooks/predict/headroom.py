@@ -93,6 +93,8 @@ class Headroom:
         what is exposed does not go with the bytes. "bf16": use it, and nothing stronger.
         "compress": a stronger scheme may pay. "unclear": the steps' times differ too much.
         """
+        if self.beside_dense.is_impossible(self.dense):
+            return "unclear"
         if not self.beside_dense.is_large(self.dense):
             if self.beside_dense.may_be_worth(self.dense):
                 return "unclear"

@@ -38,14 +38,18 @@ class _Script:
         self.measured: DistributedDataParallel | None = None
         self.turns: Turns | None = None
         self.ends = 0
+        self.rank = 0  # of the measured model; the script may destroy its group before it ends
 
     def tell(self, **facts: Any) -> None:
         """Leaves facts for the command that has started this script; one rank per machine does."""
-        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        if torch.distributed.is_initialized():
+            self.rank = torch.distributed.get_rank()
         # On a machine that the command does not run on, there is no such folder.
-        if int(os.environ.get("LOCAL_RANK", rank)) == 0 and self.status.parent.is_dir():
+        if int(os.environ.get("LOCAL_RANK", self.rank)) == 0 and self.status.parent.is_dir():
             told = json.loads(self.status.read_text()) if self.status.exists() else {}
-            self.status.write_text(json.dumps(told | facts))
+            whole = self.status.with_suffix(".new")  # no reader finds half of it
+            whole.write_text(json.dumps(told | facts))
+            whole.replace(self.status)
 
     def before_forward(self, ddp: DistributedDataParallel, inputs: Any) -> None:
         """Marks the begin of a step; ends the process after the last one."""

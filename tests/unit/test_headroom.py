@@ -101,6 +101,13 @@ def test_noise_is_no_reason_to_say_do_not_compress() -> None:
     assert "until then use dense" in words(found)
 
 
+def test_steps_that_send_less_and_take_longer_are_no_answer() -> None:
+    found = planted(0.2, 0.21, 0.25, 0.24)
+    assert found.verdict == "unclear"
+    assert "Do not compress" not in words(found)
+    assert planted(0.2, 0.2, 0.201, 0.2).verdict == "hidden"  # as small as what is not told
+
+
 def test_noise_beside_bf16_is_no_reason_to_say_do_not_compress_more() -> None:
     found = planted(0.5, 0.2, 0.19, 0.1, differ=0.08)
     assert found.verdict == "unclear"
