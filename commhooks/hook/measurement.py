@@ -88,6 +88,7 @@ class Measurement:
         *,
         dense: bool = False,
     ) -> None:
+        self.sketches: Tensor
         self.bucket, self.layout, self.dtype = bucket, layout, gradient.dtype
         # Now, since the exchange may write its result over the gradient.
         self._difference = gradient.detach().to(_wide(gradient), copy=True).view(-1)
@@ -113,11 +114,13 @@ class Measurement:
             self._keep([])
             return
         # What the ranks have sent minus the average has a mean of zero, but for rounding.
-        sketches = [] if sent is None else [self._sketch(sent.sub_(flat))]
+        flats = [] if sent is None else [sent.sub_(flat)]
         if not self._dense:
-            sketches.append(self._sketch(self._difference))
-            self._mean = self._sketch(flat.to(self._difference.dtype))
-        self._keep(sketches)
+            flats += [self._difference, flat.to(self._difference.dtype)]
+        self._keep(flats)
+        if not self._dense:
+            # All ranks have the average: its sketch is not sent.
+            self.sketches, self._mean = self.sketches[:-1], self.sketches[-1]
 
     def compare(self) -> Comparison:
         """Asks for what the comparison needs while the bucket is exchanged: nothing."""
@@ -164,12 +167,13 @@ class Measurement:
         views: Sequence[Tensor] = flat.split(self.layout.sizes)
         return views
 
-    def _sketch(self, flat: Tensor) -> Tensor:
-        return sketches_of(self._views(flat), self._step)
-
-    def _keep(self, sketches: list[Tensor]) -> None:
-        """Keeps what the ranks will compare, and no copy of the gradient beside sketches."""
-        self.sketches = torch.stack(sketches) if sketches else self.rows.new_zeros((0, 0))
+    def _keep(self, flats: list[Tensor]) -> None:
+        """Keeps sketches of what the ranks will compare, and no copy of the gradient beside."""
+        self.sketches = (
+            sketches_of(flats, self.layout.sizes, self._step)
+            if flats
+            else self.rows.new_zeros((0, 0))
+        )
         if not (self._dense and self._averages):
             del self._difference
 

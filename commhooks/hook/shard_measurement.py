@@ -93,18 +93,18 @@ class ShardMeasurement(Measurement):
         if not self._averages:
             self._keep([])
             return
-        sketches = []
+        flats = []
         if sent is not None:
             # Of the mean over ranks, one rank subtracts all.
             sent[begin:end].sub_(flat, alpha=ranks)
-            sketches.append(self._sketch(sent))
+            flats.append(sent)
         if self._dense:
             self._mean = flat
         else:
-            sketches.append(self._sketch(self._difference))
-            self._difference[begin:end].sub_(flat, alpha=ranks)
-            sketches.append(self._sketch(self._difference))
-        self._keep(sketches)
+            error = self._difference.clone()
+            error[begin:end].sub_(flat, alpha=ranks)
+            flats += [self._difference, error]
+        self._keep(flats)
 
     def compare(self) -> Comparison:
         if not (self._dense and self._averages):

@@ -13,7 +13,7 @@ from commhooks.hook.verdict import (
     Verified,
     broken_law,
     lost_values,
-    row_of,
+    rows_of,
     text_of_lost,
 )
 
@@ -45,9 +45,7 @@ def judge_shards(
     if not law.averages:
         return [], findings
     compared = one.compared(ranks, sketches)
-    columns = (part.tolist() for part in compared[:4])
-    named = zip(one.names, *columns, strict=True)
-    rows = [row_of(step, one.bucket, name, *numbers) for name, *numbers in named]
+    rows = rows_of(step, one.bucket, one.names, *compared[:4])
     if own.isfinite().all() and kept.isfinite().all():
         if lost := lost_values(mean):
             position, which = lost

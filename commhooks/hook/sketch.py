@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -32,32 +33,46 @@ def width_of(size: int) -> int:
     return next((width for width in _WIDTHS if size >= _ENTRIES * width), min(size, _WIDTHS[-1]))
 
 
-def sketches_of(vectors: Sequence[Tensor], step: int) -> Tensor:
-    """Returns the sketches of vectors, one after the other, in a flat tensor of their dtype.
+def sketches_of(flats: Sequence[Tensor], sizes: Sequence[int], step: int) -> Tensor:
+    """Returns a row of sketches, one after the other, for each flat tensor; in its dtype.
 
     Entries are added up with random signs, the same on all ranks.
 
     Args:
-        vectors: flat, at least one.
+        flats: at least one; each holds vectors of these sizes.
+        sizes: numbers of entries.
         step: its number; draws other signs.
     """
-    found: list[Tensor] = list(vectors)
+    total, groups = _places(tuple(sizes), flats[0].device)
+    found = flats[0].new_empty((len(flats), total))
+    vectors = [flat.split(list(sizes)) for flat in flats]
     # Vectors of one size together: models of many small layers have few sizes.
-    of_size: dict[int, list[int]] = {}
-    for place, vector in enumerate(vectors):
-        of_size.setdefault(vector.numel(), []).append(place)
-    for size, places in of_size.items():
+    for size, owners, places in groups:
+        chosen = [each[owner] for each in vectors for owner in owners]
+        into = torch.cat([places + number * total for number in range(len(flats))])
         together = max(1, _CHUNK // max(size, 1))
-        for begin in range(0, len(places), together):
-            some = places[begin : begin + together]
-            rows = (
-                torch.stack([vectors[place] for place in some])
-                if len(some) > 1
-                else vectors[some[0]].view(1, -1)
-            )
-            for place, sketch in zip(some, _sketches_of_rows(rows, step), strict=True):
-                found[place] = sketch
-    return torch.cat(found)
+        for begin in range(0, len(chosen), together):
+            some = chosen[begin : begin + together]
+            rows = torch.stack(some) if len(some) > 1 else some[0].view(1, -1)
+            found.view(-1)[into[begin : begin + together]] = _sketches_of_rows(rows, step)
+    return found
+
+
+@lru_cache(maxsize=256)
+def _places(
+    sizes: tuple[int, ...], device: torch.device
+) -> tuple[int, list[tuple[int, list[int], Tensor]]]:
+    """Returns how many numbers the sketches of vectors have, and where those of each size are."""
+    of_size: dict[int, list[int]] = {}
+    for owner, size in enumerate(sizes):
+        of_size.setdefault(size, []).append(owner)
+    begins = [0, *accumulate(width_of(size) for size in sizes)]
+    groups = []
+    for size, owners in of_size.items():
+        first = torch.tensor([begins[owner] for owner in owners], device="cpu")
+        places = first.unsqueeze(1) + torch.arange(width_of(size), device="cpu")
+        groups.append((size, owners, places.to(device)))
+    return begins[-1], groups
 
 
 def dots_of(one: Tensor, other: Tensor, sizes: Sequence[int]) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ __all__ = [
     "judge",
     "law_of",
     "lost_values",
-    "row_of",
+    "rows_of",
     "text_of_lost",
 ]
 
@@ -187,7 +187,6 @@ def judge(
     """
     bucket, layout, dtype = one.bucket, one.layout, one.dtype
     own, mean, away, kept = (ranks[:, ROWS.index(row)] for row in ROWS[:4])
-    rows: list[Verified] = []
     findings: list[Finding] = []
 
     def find(position: int, kind: str, which: list[int], text: str) -> None:
@@ -203,14 +202,12 @@ def judge(
         for position, which in _odd_ones(ranks, mean):
             find(position, "ranks differ", which, _difference(law, which, len(ranks)))
     if not law.averages:
-        return rows, findings
+        return [], findings
     error, balance, dense = one.errors(sketches)
     averaged = mean.square().mean(0)
     dots = ((own.square() + mean.square() - away.square()) / 2).mean(0)
     norms = _dense_norms(error.square(), dots, averaged, None if dense is None else dense.square())
-    columns = (error.tolist(), norms.tolist(), averaged.sqrt().tolist(), dots.tolist())
-    for name, *numbers in zip(layout.names, *columns, strict=True):
-        rows.append(row_of(step, bucket, name, *numbers))
+    rows = rows_of(step, bucket, layout.names, error, norms, averaged.sqrt(), dots)
     if finite:
         if lost := lost_values(mean):
             position, which = lost
@@ -240,24 +237,29 @@ def _dense_norms(error: Tensor, dots: Tensor, mean: Tensor, dense: Tensor | None
     return torch.where(error < dense, summed, dense).sqrt()
 
 
-def row_of(
-    step: int, bucket: int, name: str, error: float, norm: float, mean: float, dot: float
-) -> Verified:
-    """Returns a row of the report.
+def rows_of(
+    step: int,
+    bucket: int,
+    names: Sequence[str],
+    error: Tensor,
+    norm: Tensor,
+    mean: Tensor,
+    dot: Tensor,
+) -> list[Verified]:
+    """Returns the report's rows of some parameters.
 
     Args:
-        step, bucket, name: where.
+        step, bucket, names: where.
         error, norm, mean: norms of the error, of the dense mean and of the average.
-        dot: the product of dense mean and average.
+        dot: the products of dense mean and average.
     """
+    none = torch.where(error == 0, 0.0, math.inf)
+    errors = torch.where(norm == 0, none, error / norm)
     both = norm * mean
-    known = both > 0 and math.isfinite(both) and math.isfinite(dot)
-    return Verified(
-        *(step, bucket, name),
-        error=error / norm if norm else (math.inf if error else 0.0),
-        cosine=max(-1.0, min(1.0, dot / both)) if known else math.nan,
-        norm=norm,
-    )
+    known = (both > 0) & both.isfinite() & dot.isfinite()
+    cosines = torch.where(known, (dot / both).clamp(-1.0, 1.0), math.nan)
+    columns = (errors.tolist(), cosines.tolist(), norm.tolist())
+    return [Verified(step, bucket, *row) for row in zip(names, *columns, strict=True)]
 
 
 def text_of_lost(law: Law) -> str:

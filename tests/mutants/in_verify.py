@@ -42,6 +42,12 @@ MUTANTS: list[Mutant] = [
             f"{VERIFY}::test_errors_many_times_the_dense_mean_are_told_as_well",
         ),
         (
+            "residuals are no part of what ranks contribute",
+            "sizes = torch.sqrt((own.square() + kept.square()).sum(1))",
+            "sizes = torch.sqrt(own.square().sum(1))",
+            f"{VERIFY}::test_residuals_larger_than_gradients_break_no_law",
+        ),
+        (
             "a cosine of NaN is 1",
             "if known else math.nan",
             "if both else math.nan",
@@ -58,33 +64,33 @@ MUTANTS: list[Mutant] = [
         "commhooks/hook/sketch.py",
         (
             "entries are added up without signs",
-            "signed = part * one[first : first + part.shape[1]]",
-            "signed = part * other[:1]",
+            "return one[first : first + size] * other[second : second + size]",
+            "return torch.ones_like(one[:size])",
             f"{NORM}[constant]",
         ),
         (
             "signs are those of one table",
-            "signed *= other[second : second + part.shape[1]]",
-            "signed *= other[:1]",
+            "return one[first : first + size] * other[second : second + size]",
+            "return one[first : first + size]",
             f"{NORM}[larger and constant]",
         ),
         (
-            "entries behind the last whole row are left out",
-            "sketches[:, : part.shape[1] - whole] += signed[:, whole:]",
-            "pass",
-            f"{NORM}[behind the last whole row]",
+            "parts of a vector have the same signs",
+            "signs = _signs_of(part, step, number)",
+            "signs = _signs_of(part, step, 0)",
+            f"{NORM}[large and constant]",
         ),
         (
             "a column of a matrix is one number of a sketch",
-            "_WIDTHS = (1021, 509, 251, 127, 61)",
-            "_WIDTHS = (1024, 512, 256, 128, 64)",
-            f"{NORM}[column]",
+            "line = width + 1 + _mixed(step) % max(1, width // 8)",
+            "line = width",
+            f"{NORM}[column of twice the width]",
         ),
         (
-            "parts of a vector have the same signs",
-            "+ 30011 * number) % _CHUNK",
-            "+ 0 * number) % _CHUNK",
-            f"{NORM}[large and constant]",
+            "entries behind the last whole row are left out",
+            "into[:, lines, :rest] = part[:, whole:] * signs[whole:]",
+            "pass",
+            f"{NORM}[behind the last whole row]",
         ),
         (
             "sketches are in the order of sizes",
@@ -95,6 +101,18 @@ MUTANTS: list[Mutant] = [
     ),
     *planted(
         "commhooks/hook/measurement.py",
+        (
+            "a residual that shards flush is left out",
+            "residual = self._add_residual(self._difference, memory)",
+            "residual = self._add_residual(self._difference.clone(), memory)",
+            f"{SHARDS}::test_residuals_are_part_of_what_shards_have_to_average",
+        ),
+        (
+            "chunks of a hash count alike",
+            "sums.append(found.mul_(2 * number + 1))",
+            "sums.append(found)",
+            f"{VERIFY}::test_a_hash_depends_on_the_order_of_chunks",
+        ),
         (
             "what the ranks have sent is sketched with the average in it",
             "[self._sketch(sent.sub_(flat))]",
@@ -151,6 +169,36 @@ MUTANTS: list[Mutant] = [
             'getattr(self.verification, "reference", None)',
             "None",
             f"{VERIFY}::test_ranks_that_verify_with_other_references_are_told",
+        ),
+    ),
+    *planted(
+        "commhooks/hook/verify.py",
+        (
+            "a hook that is dropped tells of no finding",
+            "self._disarm = weakref.finalize(owner, self.close).detach",
+            "self._disarm = _nothing",
+            f"{VERIFY}::test_a_finding_in_the_last_step_is_told_however_a_hook_ends",
+        ),
+        (
+            "a finding that was looked at is not told when a hook closes",
+            'warn_of(self._unraised, self._group.rank(), "warn", self._warned)',
+            "pass",
+            f"{VERIFY}::test_a_finding_in_the_last_step_is_told_however_a_hook_ends",
+        ),
+        (
+            "closing raises where a peer has failed",
+            "with contextlib.suppress(CollectiveError):",
+            "if True:",
+            f"{VERIFY}::test_a_hook_closes_where_a_peer_failed_in_the_verification",
+        ),
+    ),
+    *planted(
+        "commhooks/predict/gaps.py",
+        (
+            "sending less may take longer",
+            "return -self.seconds > max(self.noise_s, _SMALL * kind.median_s)",
+            "return False",
+            "tests/unit/test_headroom.py::test_steps_that_send_less_and_take_longer_are_no_answer",
         ),
     ),
 ]

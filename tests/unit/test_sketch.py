@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +11,11 @@ from torch import Tensor
 from commhooks.hook.sketch import _CHUNK, _tables, dots_of, sketches_of, width_of
 
 DRAWS = 60
+
+
+def sketch(vectors: Sequence[Tensor], step: int) -> Tensor:
+    sizes = [vector.numel() for vector in vectors]
+    return sketches_of([torch.cat([*vectors])], sizes, step)[0]
 
 
 def _matrix(
@@ -50,7 +57,7 @@ def test_a_norm_is_known_to_some_percent(name: str) -> None:
     size, copies = vector.numel(), 70 if name.startswith("many") else 1
     ratios = []
     for step in range(DRAWS):
-        sketches = sketches_of([vector] * copies, step)
+        sketches = sketch([vector] * copies, step)
         squares = dots_of(sketches, sketches, [size] * copies)
         assert len(set(squares.tolist())) == 1
         ratios.append(float(squares[0].sqrt() / vector.norm()))
@@ -63,7 +70,7 @@ def test_a_sketch_is_as_wide_as_documented() -> None:
     assert {size: width_of(size) for size in widths} == widths
     found = []
     for step in range(200):
-        sketches = sketches_of([torch.randn(8128)], step)
+        sketches = sketch([torch.randn(8128)], step)
         found.append(float(dots_of(sketches, sketches, [8128]).sqrt()) / 8128**0.5)
     assert abs(float(torch.tensor(found).std()) * (2 * 127) ** 0.5 - 1) < 0.25
 
@@ -73,7 +80,7 @@ def test_up_to_61_entries_are_all_there(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     vectors = [torch.randn(size, dtype=dtype) for size in (0, 1, 61, 7, 61, 0)]
     sizes = [len(vector) for vector in vectors]
-    sketches = sketches_of(vectors, 5)
+    sketches = sketch(vectors, 5)
     assert sketches.dtype == dtype
     assert sketches.numel() == sum(sizes)
     torch.testing.assert_close(sketches.abs(), torch.cat(vectors).abs(), rtol=0, atol=0)
@@ -84,10 +91,10 @@ def test_the_mean_of_sketches_is_the_sketch_of_the_mean() -> None:
     sizes = [_CHUNK + 3, 500, 500, 9000, 2]
     ranks = [[torch.randn(size, dtype=torch.float64) for size in sizes] for _ in range(3)]
     mean = [torch.stack(one).mean(0) for one in zip(*ranks, strict=True)]
-    together = torch.stack([sketches_of(one, 7) for one in ranks]).mean(0)
-    torch.testing.assert_close(together, sketches_of(mean, 7))
+    together = torch.stack([sketch(one, 7) for one in ranks]).mean(0)
+    torch.testing.assert_close(together, sketch(mean, 7))
     # In the order of the vectors, whatever order they are computed in.
-    one_by_one = torch.cat([sketches_of([vector], 7) for vector in mean])
+    one_by_one = torch.cat([sketch([vector], 7) for vector in mean])
     torch.testing.assert_close(together, one_by_one)
 
 
@@ -95,7 +102,7 @@ def test_products_are_those_of_the_vectors() -> None:
     torch.manual_seed(0)
     sizes, vectors = [40, 50_000], [torch.randn(40), torch.randn(50_000)]
     others = [vector + 0.1 * torch.randn(len(vector)) for vector in vectors]
-    found = dots_of(sketches_of(vectors, 1), sketches_of(others, 1), sizes)
+    found = dots_of(sketch(vectors, 1), sketch(others, 1), sizes)
     wanted = torch.stack([torch.dot(*pair) for pair in zip(vectors, others, strict=True)]).double()
     torch.testing.assert_close(found[0], wanted[0], rtol=1e-5, atol=0)
     assert abs(float(found[1] / wanted[1]) - 1) < 4 * (2 / width_of(50_000)) ** 0.5
@@ -103,8 +110,8 @@ def test_products_are_those_of_the_vectors() -> None:
 
 def test_a_step_draws_other_tables() -> None:
     vector = torch.ones(4096)
-    assert torch.equal(sketches_of([vector], 3), sketches_of([vector], 3))
-    assert not torch.equal(sketches_of([vector], 3), sketches_of([vector], 4))
+    assert torch.equal(sketch([vector], 3), sketch([vector], 3))
+    assert not torch.equal(sketch([vector], 3), sketch([vector], 4))
     for signs in _tables(torch.device("cpu"), torch.float32):
         assert float(signs.mean().abs()) < 0.01
         assert torch.equal(signs.abs(), torch.ones_like(signs))
@@ -113,5 +120,14 @@ def test_a_step_draws_other_tables() -> None:
 def test_a_value_that_is_not_finite_shows_in_its_own_parameter_only() -> None:
     vectors = [torch.ones(300), torch.ones(300), torch.ones(300)]
     vectors[1][7] = torch.nan
-    sketches = sketches_of(vectors, 0)
+    sketches = sketch(vectors, 0)
     assert dots_of(sketches, sketches, [300] * 3).isfinite().tolist() == [True, False, True]
+
+
+def test_several_tensors_at_once_have_the_sketches_of_each() -> None:
+    torch.manual_seed(0)
+    sizes = [300, 7, 300, 70_000, 0, 7]
+    flats = [torch.randn(sum(sizes)) for _ in range(3)]
+    together = sketches_of(flats, sizes, 4)
+    for row, flat in zip(together, flats, strict=True):
+        torch.testing.assert_close(row, sketches_of([flat], sizes, 4)[0])
