@@ -44,14 +44,15 @@ class Verification:
     The ranks exchange sketches or gradients after the step, in a process group of its own on Gloo,
     while training goes on. The result is looked at when a later step begins and it has come; with
     ``action="raise"`` the next step waits for it. A second verified step waits for the first.
+    When the hook ends or the program does, what was found in the last steps is a warning.
 
     Args:
         every: verifies the steps that are multiples of this number.
         action: what a finding is: "warn": a warning; "raise": :class:`VerificationError` on every
             rank. A gradient that is not finite is a warning in any case, as loss scalers want it.
         history: number of parameters' rows, and of findings, that are kept.
-        reference: "sketch": compares with a sketch of the dense mean, a message of about 1/64 of
-            it. Errors of parameters of up to 61 entries are exact; those of others are estimates
+        reference: "sketch": compares with a sketch of the dense mean, which is a small part of its
+            bytes. Errors of parameters of up to 61 entries are exact; those of others are estimates
             with a standard deviation of 9 % (up to 8,000 entries) to 2 % (from 65,000 on).
             "dense": with the dense mean itself, an all-reduce in float32 (float64 if they are).
 

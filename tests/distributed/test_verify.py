@@ -411,9 +411,10 @@ for _ in range(3):
 """
 
 
-def test_a_finding_in_the_last_step_is_told_at_exit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", ["", "dist.destroy_process_group()"])
+def test_a_finding_in_the_last_step_is_told_at_exit(end: str, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", AT_EXIT.format(path=tmp_path / "store")],
+        [sys.executable, "-c", AT_EXIT.format(path=tmp_path / "store") + end],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
