@@ -56,7 +56,7 @@ class Gap:
 
     def is_impossible(self, kind: Kind) -> bool:
         """Whether sending less took longer by more than chance: something else took the time."""
-        return -self.seconds > max(self.noise_s, _SMALL * kind.median_s)
+        return self.seconds < -max(self.noise_s, _SMALL * kind.median_s)
 
 
 def kind_of(seconds: Sequence[float]) -> Kind:
