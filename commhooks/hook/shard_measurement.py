@@ -133,7 +133,9 @@ class ShardMeasurement(Measurement):
         """Notes the norms of whole parameters, given those of some pieces."""
         which = [place for place, piece in enumerate(pieces) if piece in self._owners]
         owners = [self._owners[pieces[place]] for place in which]
-        places, into = (torch.tensor(one, device=norms.device) for one in (which, owners))
+        places, into = (
+            torch.tensor(one, dtype=torch.int64, device=norms.device) for one in (which, owners)
+        )
         squares = norms.new_zeros(len(self.names))
         if which:
             squares.index_add_(0, into, norms[places].square())
@@ -197,7 +199,8 @@ class ShardMeasurement(Measurement):
         """Returns sums over the pieces of each parameter."""
         into, places = [*self._owners.values()], [*self._owners]
         sums = of_pieces.new_zeros(len(self.names))
-        return sums.index_add_(0, torch.tensor(into), of_pieces[places]) if places else sums
+        owners = torch.tensor(into, dtype=torch.int64, device=of_pieces.device)
+        return sums.index_add_(0, owners, of_pieces[places]) if places else sums
 
     def _ranks_of(self, piece: int) -> list[int]:
         """Returns the ranks that have a part of a piece in their shards."""

@@ -411,7 +411,9 @@ for _ in range(3):
 """
 
 
-@pytest.mark.parametrize("end", ["", "dist.destroy_process_group()"])
+@pytest.mark.parametrize(
+    "end", ["dist.destroy_process_group()", pytest.param("", marks=pytest.mark.slow)]
+)
 def test_a_finding_in_the_last_step_is_told_at_exit(end: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", AT_EXIT.format(path=tmp_path / "store") + end],
@@ -599,7 +601,11 @@ def _all_accused(rank: int, world_size: int, dtype: torch.dtype, reference: Any)
 
 @pytest.mark.parametrize(
     ("dtype", "reference"),
-    [(torch.float32, "sketch"), (torch.bfloat16, "sketch"), (torch.bfloat16, "dense")],
+    [
+        (torch.float32, "sketch"),
+        (torch.bfloat16, "sketch"),
+        pytest.param(torch.bfloat16, "dense", marks=pytest.mark.slow),
+    ],
 )
 def test_no_registered_scheme_is_accused(dtype: torch.dtype, reference: str) -> None:
     assert run_ranks(_all_accused, 2, dtype, reference) == [{}, {}]
