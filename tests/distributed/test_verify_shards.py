@@ -82,7 +82,12 @@ def _accused(rank: int, world_size: int, host: str, few: bool) -> list[str]:
 
 @pytest.mark.parametrize(
     ("host", "ranks", "few"),
-    [("fsdp2", 3, True), ("fsdp2", 3, False), ("fsdp1", 2, True), ("hsdp", 4, True)],
+    [
+        pytest.param("fsdp2", 3, True, marks=pytest.mark.slow),  # with the other references
+        ("fsdp2", 3, False),
+        ("fsdp1", 2, True),
+        ("hsdp", 4, True),
+    ],
 )
 def test_no_scheme_is_accused_and_training_is_the_same_bit_for_bit(
     host: str, ranks: int, few: bool
