@@ -18,7 +18,7 @@ from torch import Tensor
 
 __all__ = ["dots_of", "sketches_of", "width_of"]
 
-# Numbers of a sketch. Primes, so that whatever is periodic is spread over all of them.
+# Numbers of a sketch. Primes, so that lines of any other length end at all of them in turn.
 _WIDTHS = (1021, 509, 251, 127, 61)
 _ENTRIES = 64  # per number, at least, in all but the narrowest
 _CHUNK = 2**17  # entries that are added up at a time: they stay in a CPU's cache
