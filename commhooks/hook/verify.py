@@ -169,8 +169,8 @@ class Verification:
         if self._group is not None:
             warn_of(self._unraised, self._group.rank(), "warn", self._warned)
         if self._lent is not None:
-            self._lent.spoiled |= bool(self._pending)
-            self._lent.give_back()
+            works = [work for one in self._pending for work in one.works]
+            self._lent.give_up(works) if works else self._lent.give_back()  # waits for no peer
         self._pending.clear()
         self._group = self._lent = None
 
