@@ -10,6 +10,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from commhooks.core.dense import Dense
 from commhooks.core.layout import Layout
 from commhooks.core.memory import Memory
 from commhooks.errors import OptionError, VerificationError
+from commhooks.hook import verify as _verify
 from commhooks.hook.measurement import _CHUNK, Measurement, _hashes, norms_of
 from commhooks.hook.verdict import law_of
 from commhooks.hook.verify import Verification
@@ -354,6 +356,31 @@ def _differs(rank: int, world_size: int) -> str:
 
 def test_ranks_that_verify_other_steps_are_told() -> None:
     assert all("verify_every" in text for text in run_ranks(_differs, 2))
+
+
+def _closes_before_a_late_peer(rank: int, world_size: int) -> bool:
+    ddp = CoreDDP(mlp(16, 2))
+    hook = commhooks.register(ddp, "int8", verify_every=1)
+    store = dist.distributed_c10d._get_default_store()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_verify, "_AT_CLOSE", 0.1)
+        if rank == 1:
+            step_over = Verification.step_over
+
+            def late(*arguments: Any) -> None:
+                store.wait(["closed"], timedelta(seconds=10))  # raises if it never comes
+                step_over(*arguments)
+
+            patch.setattr(Verification, "step_over", late)
+        ddp(torch.randn(4, 16)).square().mean().backward()
+        hook.close()
+    if rank == 0:
+        store.set("closed", "")
+    return hook.verification is not None and not hook.verification._pending
+
+
+def test_a_hook_closes_without_a_peer_that_is_late() -> None:
+    assert run_ranks(_closes_before_a_late_peer, 2) == [True, True]
 
 
 # ---- what the last steps show

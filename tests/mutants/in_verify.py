@@ -186,6 +186,12 @@ MUTANTS: list[Mutant] = [
             f"{VERIFY}::test_a_finding_in_the_last_step_is_told_however_a_hook_ends",
         ),
         (
+            "closing waits for a late peer",
+            "self._lent.give_up(works) if works else self._lent.give_back()",
+            "self._lent.give_back()",
+            f"{VERIFY}::test_a_hook_closes_without_a_peer_that_is_late",
+        ),
+        (
             "closing raises where a peer has failed",
             "with contextlib.suppress(CollectiveError):",
             "if True:",
