@@ -200,7 +200,10 @@ def _norms(sketches: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def norms_of(flat: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Returns the norm of each of successive parts, in float64, where no square overflows."""
+    """Returns the norm of each of successive parts, in float64.
+
+    No square overflows but those of float64 entries above 1e154.
+    """
     # A loop over parts, each with calls of its own, took most of the time of a verified step.
     if flat.device.type != "cpu" or flat.dtype == torch.float64:
         return torch.stack(torch._foreach_norm(flat.split(list(sizes)), 2, dtype=torch.float64))
