@@ -6,7 +6,7 @@ of the shard comes by one more reduce-scatter in the bucket's own exchange.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -37,7 +37,8 @@ class Compared(NamedTuple):
         dot: the products of dense mean and average, per parameter.
         parts: norms of parts of what a law limits: of the error, or of what got lost where feedback
             keeps it.
-        places: for each part the parameter's name, and the ranks that have it in their shards.
+        place: returns, for the number of a part, its parameter and the ranks that have it in their
+            shards.
     """
 
     error: Tensor
@@ -45,7 +46,7 @@ class Compared(NamedTuple):
     mean: Tensor
     dot: Tensor
     parts: Tensor
-    places: Sequence[tuple[str, list[int]]]
+    place: Callable[[int], tuple[str, list[int]]]
 
 
 class ShardMeasurement(Measurement):
@@ -162,38 +163,40 @@ class ShardMeasurement(Measurement):
             ranks: the rows of all ranks.
             sketches: their mean over ranks, on the CPU.
         """
-        sizes, means = self.layout.sizes, [*sketches]
-        parts, places = None, [(self.layout.names[i], self._ranks_of(i)) for i in range(len(sizes))]
-        if self._keeps_residual:
-            sent = means.pop(0)
-            parts = dots_of(sent, sent, sizes).sqrt()
+        means = [*sketches]
+        balance = means.pop(0) if self._keeps_residual else None
+        found = self._of_rows(ranks) if self._dense else self._of_sketches(ranks, *means)
+        if balance is None:
+            return found
+        sizes = self.layout.sizes
+        return found._replace(parts=dots_of(balance, balance, sizes).sqrt(), place=self._piece)
+
+    def _of_rows(self, ranks: Tensor) -> Compared:
+        """Compares by what each rank knows of its shard of the dense mean."""
+        rows = {name: ranks[:, row] for row, name in enumerate(_ROWS)}
+        error, norm, mean = (
+            rows[name].square().sum(0).sqrt() for name in ("error", "dense", "mean")
+        )
+
+        def place(part: int) -> tuple[str, list[int]]:
+            rank, number = divmod(part, len(self.names))
+            return self.names[number], [rank]
+
+        return Compared(error, norm, mean, rows["dot"].sum(0), rows["error"].reshape(-1), place)
+
+    def _of_sketches(self, ranks: Tensor, dense: Tensor, away: Tensor) -> Compared:
+        """Compares by sketches of the dense mean and of the error."""
+        sizes, average = self.layout.sizes, dense - away
+        errors = dots_of(away, away, sizes)
+        error, norm = self._summed(errors), self._summed(dots_of(dense, dense, sizes))
+        near = self._summed(dots_of(average, away, sizes))
+        far = self._summed(dots_of(average, dense, sizes))
         mean = ranks[:, _ROWS.index("mean")].square().sum(0)
-        if self._dense:
-            rows = {name: ranks[:, row] for row, name in enumerate(_ROWS)}
-            error, norm = (rows[name].square().sum(0) for name in ("error", "dense"))
-            dot = rows["dot"].sum(0)
-            if parts is None:
-                parts = rows["error"].reshape(-1)
-                places = [(name, [rank]) for rank in range(len(ranks)) for name in self.names]
-        else:
-            dense, away = means
-            errors = dots_of(away, away, sizes)
-            parts = errors.sqrt() if parts is None else parts
-            error, norm, near, far = (
-                self._summed(one)
-                for one in (
-                    errors,
-                    dots_of(dense, dense, sizes),
-                    # Of average and error, and of average and dense mean.
-                    dots_of(dense - away, away, sizes),
-                    dots_of(dense - away, dense, sizes),
-                )
-            )
-            # The norm of the average is exact. Products are off by a share of their factors, so
-            # that of average = dense mean - error the smaller one is taken.
-            dot = torch.where(error < norm, mean + near, far)
-            norm = torch.where(error < norm, mean + 2 * near + error, norm).clamp_min(0.0)
-        return Compared(error.sqrt(), norm.sqrt(), mean.sqrt(), dot, parts, places)
+        # The norm of the average is exact. Products are off by a share of their factors, so that
+        # of average = dense mean - error the smaller one is taken.
+        dot = torch.where(error < norm, mean + near, far)
+        norm = torch.where(error < norm, mean + 2 * near + error, norm).clamp_min(0.0)
+        return Compared(error.sqrt(), norm.sqrt(), mean.sqrt(), dot, errors.sqrt(), self._piece)
 
     def _summed(self, of_pieces: Tensor) -> Tensor:
         """Returns sums over the pieces of each parameter."""
@@ -202,7 +205,9 @@ class ShardMeasurement(Measurement):
         owners = torch.tensor(into, dtype=torch.int64, device=of_pieces.device)
         return sums.index_add_(0, owners, of_pieces[places]) if places else sums
 
-    def _ranks_of(self, piece: int) -> list[int]:
-        """Returns the ranks that have a part of a piece in their shards."""
-        first, size = self.layout.offsets[piece], self.layout.sizes[piece]
-        return [rank for rank, (a, b) in enumerate(self.shards) if a < first + size and first < b]
+    def _piece(self, number: int) -> tuple[str, list[int]]:
+        """Returns the parameter of a piece, and the ranks that have some of it in their shards."""
+        first, size = self.layout.offsets[number], self.layout.sizes[number]
+        spans = enumerate(self.shards)
+        ranks = [rank for rank, (a, b) in spans if a < first + size and first < b]
+        return whole_name(self.layout.names[number]), ranks

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from commhooks.core.names import whole_name
 from commhooks.hook.shard_measurement import ShardMeasurement
 from commhooks.hook.verdict import (
     Finding,
@@ -53,6 +52,6 @@ def judge_shards(
             return rows, findings
         sizes = torch.sqrt((own.square() + kept.square()).sum(1))
         if text := broken_law(law, one.dtype, sizes, compared.parts, one.layout.numel):
-            name, which = compared.places[int(compared.parts.argmax())]
-            find(whole_name(name), "error", which, text)
+            name, which = compared.place(int(compared.parts.argmax()))
+            find(name, "error", which, text)
     return rows, findings

@@ -142,8 +142,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "the error counts twice in a shard's cosine",
-            "dots_of(dense - away, away, sizes),",
-            "dots_of(dense, away, sizes),",
+            "dots_of(average, away, sizes)",
+            "dots_of(dense, away, sizes)",
             WHOLE,
         ),
         (
