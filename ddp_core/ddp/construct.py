@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,6 @@ __all__ = [
     "replica",
     "warn_of_check_reduction",
     "warn_that_static_finds_unused",
-    "weighting",
 ]
 
 
@@ -46,24 +45,6 @@ def process_group(group: dist.ProcessGroup | None, device_mesh: Any) -> dist.Pro
         )
     assert dist.group.WORLD is not None
     return dist.group.WORLD
-
-
-def weighting(
-    weighted: Any, delayed: Sequence[tuple[str, nn.Parameter]]
-) -> Literal["mean", "sum"] | None:
-    """Returns what losses are of what weights count, if ranks have weights."""
-    if weighted not in (None, "mean", "sum"):
-        raise ValueError(
-            f"DistributedDataParallel(weighted=...) takes 'mean', 'sum' or None: what the loss of "
-            f"a pass is of what weight(n) counts; got {weighted!r}"
-        )
-    if weighted is not None and delayed:
-        raise ValueError(
-            "DistributedDataParallel(weighted=...) does not go with "
-            "delay_all_reduce_named_params: those parameters are averaged apart, without weights"
-        )
-    kind: Literal["mean", "sum"] | None = weighted
-    return kind
 
 
 def delayed(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -43,8 +43,8 @@ class DistributedDataParallel(ReductionMethods, TorchMethods, TorchDDP):
     A subclass of torch's, so that ``isinstance`` checks (checkpoints, trainers, optimizers) hold;
     what it does is here and in :class:`ddp_core.Reducer`. Beyond torch's: hooks can be replaced and
     removed between steps, a scheme can ask for its own bucket layout, every bucket leaves a
-    timeline, a rank that fails tells the others, gradients are averaged at a named point
-    (:meth:`hold`, :meth:`reduce`), and ranks count by their tokens (:meth:`weight`).
+    timeline, a rank that fails tells the others, and gradients are averaged at a named point
+    (:meth:`hold`, :meth:`reduce`).
 
     Args:
         module: the model.
@@ -65,7 +65,6 @@ class DistributedDataParallel(ReductionMethods, TorchMethods, TorchDDP):
             ``find_unused_parameters`` the ranks agree on them in a small all-reduce before the
             first bucket, so they may use different parameters (torch's need the same on all).
         forward_sync_buffers: take rank 0's buffers before every forward.
-        weighted: ranks count by :meth:`weight`; "mean" or "sum" says what a loss is of it.
         check_reduction, dim, batched_grad_copy: accepted for compatibility; small gradients are
             always copied in batches.
 
@@ -101,7 +100,6 @@ class DistributedDataParallel(ReductionMethods, TorchMethods, TorchDDP):
         bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
-        weighted: Literal["mean", "sum"] | None = None,
     ) -> None:
         # Not torch's constructor: that would make torch's reducer, too.
         nn.Module.__init__(self)
@@ -132,7 +130,6 @@ class DistributedDataParallel(ReductionMethods, TorchMethods, TorchDDP):
             as_view=gradient_as_bucket_view,
             skip_unused=skip_all_reduce_unused_params,
             dtype=_construct.reduced_dtype(mixed_precision),
-            weighted=_construct.weighting(weighted, delayed),
         )
         sync_buffers = _first(forward_sync_buffers, broadcast_buffers, True)
         trained = replica.trained()
@@ -146,7 +143,7 @@ class DistributedDataParallel(ReductionMethods, TorchMethods, TorchDDP):
         )
         if trained and init_sync:
             # First, for a broadcast into tensors of other sizes would hang or mix them up.
-            verify_across_ranks(trained, group, weighted=weighted)
+            verify_across_ranks(trained, group)
             # `broadcast_buffers=False` leaves them alone at the start, too.
             own_buffers = forward_sync_buffers is None and broadcast_buffers is False
             replica.take_from(0, buffers=not own_buffers)

@@ -1,10 +1,9 @@
-"""When gradients are averaged and what each rank's counts, as the user says."""
+"""When gradients are averaged, as the user says."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -18,7 +17,7 @@ __all__ = ["ReductionMethods"]
 
 
 class ReductionMethods:
-    """Gives DistributedDataParallel ``hold``, ``reduce`` and ``weight``; a mixin."""
+    """Gives DistributedDataParallel ``hold`` and ``reduce``; a mixin."""
 
     _parts: Parts
     require_backward_grad_sync: bool
@@ -84,37 +83,3 @@ class ReductionMethods:
                     self._set_holding(held)
             if parts.delayed is not None:
                 parts.delayed.reduce()
-
-    def weight(self, n: Any) -> None:
-        """Says how much the gradients of the backward passes to come count: tokens, say.
-
-        The averaged gradient is that of the mean over everything that was counted, on all ranks
-        and in all passes of the step. Losses are means of what ``n`` counts, or sums of it, as
-        ``DistributedDataParallel(weighted=...)`` says. It holds until the next call; of two calls
-        before a backward pass the latter holds. Every rank calls it in every step, with 0 where it
-        has nothing: its gradient then counts as zeros, even if it is not a number.
-
-        Args:
-            n: a number, or a tensor of one (on a GPU it is waited for).
-
-        Raises:
-            RuntimeError: ``weighted`` was not given.
-            TypeError, ValueError: it is no number, or NaN, infinite or negative; or 0 after
-                other passes of the step, if losses are means.
-
-        Example:
-            >>> ddp_model = ddp_core.DistributedDataParallel(model, weighted="mean")
-            >>> ddp_model.weight(mask.sum())
-            >>> (ddp_model(inputs).square() * mask).sum().div(mask.sum()).backward()
-        """
-        parts = self._parts
-        weights = parts.reducer.in_flight.weights if parts.reduces else None
-        if weights is None:
-            raise RuntimeError(
-                "weight(n) needs DistributedDataParallel(..., weighted='mean') where the loss of a "
-                "pass is a mean of what n counts, or weighted='sum' where it is a sum"
-            )
-        if backward_number() != NO_BACKWARD:
-            raise RuntimeError("weight(n) within a backward pass: call it before backward")
-        parts.reducer.drop_raised_step()  # and its weights
-        weights.give(n)

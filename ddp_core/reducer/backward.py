@@ -52,7 +52,7 @@ class Backward:
         self._plan, self._history, self._errors = plan, history, errors
         self._precision, self._opened_in = precision, NO_BACKWARD  # number of the open pass
         self.late = LateGradients(flight.parameters, flight.usage, errors)
-        self.unreduced = Unreduced(flight.parameters, self.late, errors, flight.weights)
+        self.unreduced = Unreduced(flight.parameters, self.late, errors)
         self.accumulators = Accumulators([one.parameter for one in flight.parameters], self)
 
     @property
@@ -72,7 +72,7 @@ class Backward:
         if usage.tracks and self._parameters[index].parameter.grad is not None:
             usage.used.mark(index)
         if not step.is_open and (step.expecting or self._precision is not None):
-            self._open(step, index)
+            self._open(step)
         if not step.expecting:  # no_sync, hold, or a second backward pass without a forward
             self.unreduced.gradient_came(index)
             return
@@ -98,7 +98,7 @@ class Backward:
         if step.expecting and not self._usage.learns and not step.unused_marked:
             self._mark_unused(step)
 
-    def _open(self, step: Step, index: int = -1) -> None:
+    def _open(self, step: Step) -> None:
         """The first gradient of a backward pass, or of a reentrant one within it."""
         step.is_open = True  # still open at the next forward: it has raised
         self._opened_in = backward_number()
@@ -109,7 +109,7 @@ class Backward:
             self.unreduced.forward_was_recomputed()
         if not step.expecting:
             return
-        self.unreduced.pass_averages(index)
+        self.unreduced.pass_averages()
         if self._plan.loaded:
             self._errors.loaded()
         self._flight.settle_scale()

@@ -135,13 +135,6 @@ class FlatBucket(HeldBucket):
         if in_place:
             torch._foreach_div_([self.views[slot] for slot in in_place], divisor)
 
-    @torch.no_grad()
-    def weigh(self, factor: float) -> None:
-        if factor == 0:
-            self.buffer.zero_()
-        elif factor != 1:
-            self.buffer.mul_(factor)
-
     # ---- results out
 
     @torch.no_grad()

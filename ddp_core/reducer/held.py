@@ -64,10 +64,6 @@ class HeldBucket(ABC):
         """
 
     @abstractmethod
-    def weigh(self, factor: float) -> None:
-        """Multiplies the buffer; 0 gives zeros, though a gradient without weight may be NaN."""
-
-    @abstractmethod
     def scatter(self, result: Tensor, unused: Sequence[bool] | None = None) -> None:
         """Puts the averaged gradient of every parameter in its ``grad``.
 

@@ -21,7 +21,6 @@ from ddp_core.reducer.ranges import named_range
 from ddp_core.reducer.step import Step
 from ddp_core.reducer.timeline import BucketTimes
 from ddp_core.reducer.unused import Usage
-from ddp_core.reducer.weights import Weights
 
 __all__ = ["InFlight"]
 
@@ -37,7 +36,6 @@ class InFlight:
         errors: raises where a bucket gets a gradient twice.
         left_alone: finds the parameters whose gradients nobody writes to.
         precision: exchanges parameters for low-precision ones, if given.
-        weights: what each rank's gradient counts, if ranks say so.
 
     Attributes:
         step: the one under way, or an idle one.
@@ -54,12 +52,10 @@ class InFlight:
         errors: GraphErrors,
         left_alone: LeftAlone,
         precision: Precision | None,
-        weights: Weights | None,
     ) -> None:
         self.buckets, self.parameters = buckets, parameters
         self.launcher, self.usage, self._errors = launcher, usage, errors
-        self._precision, self.weights = precision, weights
-        self.left_alone, self.step = left_alone, Step()
+        self._precision, self.left_alone, self.step = precision, left_alone, Step()
         self.optimizer: StepsInBackward | None = None
         self._world_size = launcher.group.size()
         self._effective: dist.Work | None = None  # counts the ranks that have input (join)
@@ -82,9 +78,7 @@ class InFlight:
     def settle_scale(self) -> None:
         """Sets by what sums are divided: the number of ranks, or of those that still have input."""
         self.step.divisor = self._world_size
-        if self.weights is not None:  # they say what ranks count; one without input has none
-            self.weights.send()
-        elif self._effective is not None:
+        if self._effective is not None:
             self._effective.wait()
             self.step.divisor = int(self._effective.get_future().value()[0].item())
         # A hook averages by itself.
@@ -118,8 +112,6 @@ class InFlight:
             self.launcher.settle(bucket, outcome)
         self.launcher.settle_futures(self._futures)
         self.usage.has_old_marks = True
-        if self.weights is not None:
-            self.weights.step_ended()
         self.begin(Step())
 
     def _finish_abandoned(self) -> None:
@@ -153,8 +145,6 @@ class InFlight:
                 gradients = [parameter.grad for parameter in bucket.parameters]
                 bucket.fill(gradients, None if step.scale is None else step.divisor)
         try:
-            if self.weights is not None:
-                bucket.weigh(self.weights.factor())
             return self.send(bucket)
         except Exception:
             # The others will not come to what follows: no later bucket is launched.

@@ -93,13 +93,8 @@ def _thawed(owner: weakref.ref[Any], name: str, _: Tensor) -> None:
     )
 
 
-def verify_across_ranks(
-    parameters: Sequence[Trained], group: dist.ProcessGroup, *, weighted: str | None = None
-) -> None:
+def verify_across_ranks(parameters: Sequence[Trained], group: dist.ProcessGroup) -> None:
     """Raises on every rank if the ranks' parameters differ in number, shape, strides or dtype.
-
-    Args:
-        weighted: decides what messages a step has, so it has to be the same, too.
 
     Raises:
         MismatchError: names the first parameter that differs.
@@ -111,19 +106,12 @@ def verify_across_ranks(
     text = repr([fact[1:] for fact in facts]).encode()
     digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
     device = parameters[0].parameter.device if parameters else torch.device("cpu")
-    kinds = (None, "mean", "sum")
-    mine = torch.tensor([len(facts), digest, kinds.index(weighted)], device=device)
-    # Three numbers first: names and shapes of a large model travel only where they differ.
+    mine = torch.tensor([len(facts), digest], device=device)
+    # Two numbers first: names and shapes of a large model travel only where they differ.
     everyone = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(everyone, mine, group=group)
     if all(torch.equal(other, mine) for other in everyone):  # equal here on all ranks or on none
         return
-    weightings = [kinds[int(other[2])] for other in everyone]
-    if len(set(weightings)) > 1:
-        raise MismatchError(
-            f"DistributedDataParallel(weighted=...) has to be the same on all ranks, got "
-            f"{', '.join(f'{kind!r} on rank {rank}' for rank, kind in enumerate(weightings))}"
-        )
     details: list[Any] = [None] * group.size()
     with on_device_of(one.parameter for one in parameters):
         dist.all_gather_object(details, facts, group=group)

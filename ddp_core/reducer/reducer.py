@@ -24,7 +24,6 @@ from ddp_core.reducer.shadow import shadow
 from ddp_core.reducer.step import ReducerSettings, Step
 from ddp_core.reducer.timeline import Timeline
 from ddp_core.reducer.unused import Usage
-from ddp_core.reducer.weights import Weights
 
 __all__ = ["Reducer"]
 
@@ -69,11 +68,10 @@ class Reducer:
         )
         self._installed.install(self.plan.initial())
         self._errors = GraphErrors(self.parameters, self.launcher)
-        kind, launcher, buckets = settings.weighted, self.launcher, self.buckets
+        launcher, buckets = self.launcher, self.buckets
         self.usage.used.wait_for = lambda work: launcher.await_work(
             work, device, after=len(buckets) - 1
         )
-        weights = None if kind is None else Weights(kind, self.parameters, launcher, device)
         self.in_flight = InFlight(
             self.buckets,
             self.parameters,
@@ -82,7 +80,6 @@ class Reducer:
             errors=self._errors,
             left_alone=LeftAlone(self.buckets, self.usage, self.launcher, as_view=as_view),
             precision=precision,
-            weights=weights,
         )
         self.history = History(self.buckets)
         self.backward = Backward(

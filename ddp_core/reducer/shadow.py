@@ -25,23 +25,16 @@ def shadow(flight: InFlight, plan: BucketPlan, *, at_point: bool) -> None:
         flight.tell_abandoned()
         flight.begin(Step())
         raise
-    finally:
-        if flight.weights is not None:
-            flight.weights.step_ended()
 
 
 def _exchange_zeros(flight: InFlight, plan: BucketPlan) -> None:
     """The collectives of the others' step, in their order: see `Backward.finish`."""
     step, usage, launcher = flight.step, flight.usage, flight.launcher
-    if flight.weights is not None:
-        flight.weights.send()
     if usage.finds:
         usage.used.forget_step()
     elif usage.learns:
         usage.learn_of_others()
     step.needed = usage.agree_on_needed(flight.buckets, range(len(flight.parameters)))
-    if flight.weights is not None:
-        flight.weights.factor()  # raises where the others do
     for bucket in flight.buckets:
         bucket.clear()
         step.outcomes.append(flight.send(bucket))

@@ -46,13 +46,6 @@ class SparseBucket(HeldBucket):
         self.buffer = values.clone() if divisor is None else values / divisor
 
     @torch.no_grad()
-    def weigh(self, factor: float) -> None:
-        if factor == 0:
-            self.clear()
-        elif factor != 1:
-            self.buffer = self.buffer * factor
-
-    @torch.no_grad()
     def scatter(self, result: Tensor, unused: Sequence[bool] | None = None) -> None:
         if unused is not None and unused[0]:
             return

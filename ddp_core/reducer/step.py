@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import nn
@@ -26,7 +25,6 @@ class ReducerSettings:
     as_view: bool = False
     skip_unused: bool = False
     dtype: torch.dtype | None = None  # of the buckets; the parameters' own by default
-    weighted: Literal["mean", "sum"] | None = None  # what losses are of what weights count
 
 
 @dataclass(slots=True)

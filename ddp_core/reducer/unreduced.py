@@ -13,7 +13,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ddp_core.reducer.graph_errors import GraphErrors
 from ddp_core.reducer.late import LateGradients
 from ddp_core.reducer.parameters import Trained
-from ddp_core.reducer.weights import Weights
 
 __all__ = ["Unreduced"]
 
@@ -31,7 +30,6 @@ class Unreduced:
         parameters: of the model.
         late: finds out which of them come after their step.
         errors: raises where backward alone is within ``no_sync`` or ``hold``.
-        weights: what each rank's gradient counts, if ranks say so.
 
     Attributes:
         holding: whether passes are within ``hold``.
@@ -45,10 +43,8 @@ class Unreduced:
         parameters: Sequence[Trained],
         late: LateGradients,
         errors: GraphErrors,
-        weights: Weights | None,
     ) -> None:
-        self._parameters, self._late = parameters, late
-        self._errors, self._weights = errors, weights
+        self._parameters, self._late, self._errors = parameters, late, errors
         self.holding = self.came = False
         self.synchronises: Callable[[], bool] = _always
         self.forward_synchronised = True
@@ -63,8 +59,6 @@ class Unreduced:
     def gradient_came(self, index: int) -> None:
         """Takes note of a gradient that is not averaged now."""
         self.came = True
-        if self._weights is not None:
-            self._weights.gradient_came(index)
         if self.holding:
             self._order.pop(index, None)
             self._order[index] = None
@@ -78,13 +72,11 @@ class Unreduced:
         self._late.forward_was_recomputed()
         self.forward_synchronised = False
 
-    def pass_averages(self, index: int) -> None:
-        """Takes note of a backward pass that averages, with its first gradient; -1: it has none."""
+    def pass_averages(self) -> None:
+        """Takes note of a backward pass that averages, with its first gradient."""
         if self.forward_synchronised and not self.synchronises():
             self._errors.only_backward()
         self.averaging_begins()
-        if self._weights is not None:
-            self._weights.gradient_came(index)
 
     def averaging_begins(self) -> None:
         """Lets optimizers step again, those in backward first."""
@@ -96,8 +88,6 @@ class Unreduced:
         """Forgets what came before: it was averaged."""
         self.came = False
         self._order.clear()
-        if self._weights is not None:
-            self._weights.step_ended()
 
     def _arm(self, why: str) -> None:
         if self._disarm is not None:

@@ -211,19 +211,18 @@ def optimizer_in_backward(device: str, group: Any = None) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
 
 
-def held_and_weighted(device: str, group: Any = None) -> None:
-    """A reduction at a named point gives what the end of backward gives, with weights as well."""
+def held(device: str, group: Any = None) -> None:
+    """A reduction at a named point gives what the end of backward gives."""
     found: list[list[Tensor]] = []
-    for held in (False, True):
-        model = network("ours", device, group, weighted="sum")
+    for holds in (False, True):
+        model = network("ours", device, group)
         hook = commhooks.register(model, "int8", process_group=group, block=64)
         found.append([])
         for step in range(3):
             model.zero_grad()
-            model.weight(torch.tensor(1.5 + step + hook.rank, device=device))
-            with model.hold() if held else nullcontext():
+            with model.hold() if holds else nullcontext():
                 model([one.to(device) for one in given(step, hook.rank)]).backward()
-            if held:
+            if holds:
                 model.reduce()
             found[-1] += averages(model)
         hook.close()
@@ -314,7 +313,7 @@ BODIES: dict[str, Callable[..., Any]] = {
     "grad scaler": grad_scaler,
     "saved and switched": lambda *a: saved_and_switched(a[0], "powersgd", *a[1:]),
     "optimizer in backward": optimizer_in_backward,
-    "held and weighted": held_and_weighted,
+    "held": held,
     "unused parameters": lambda *a: unused_parameters(a[0], "int8", *a[1:]),
     "diloco": diloco,
     "called": called,

@@ -95,10 +95,9 @@ def test_an_optimizer_in_backward_steps_what_the_gpu_has_averaged(scheme: str, m
 
 
 def _held(rank: int) -> torch.Tensor:
-    model = ddp_core.DistributedDataParallel(mlp(depth=6), bucket_cap_mb=2e-3, weighted="sum")
+    model = ddp_core.DistributedDataParallel(mlp(depth=6), bucket_cap_mb=2e-3)
     for step in range(3):
         model.zero_grad(set_to_none=step != 1)
-        model.weight(1.5 + rank)
         with model.hold():
             model(batch(step, rank, 4, 16)).square().sum().backward()
         model.reduce()
@@ -112,7 +111,7 @@ def _held_as_on_the_cpu(rank: int, world_size: int) -> None:
         with mock.patch.object(gpu, "stream", streams):
             assert equal_bits([expected, _held(rank)])
         # Messages that the host reads are on a stream that waits for nothing else.
-        assert streams.call_count >= 6
+        assert streams.call_count >= 3
 
 
 def test_messages_at_a_named_point_wait_for_nothing_else() -> None:

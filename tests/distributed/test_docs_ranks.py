@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import os
 import re
@@ -17,6 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+import ddp_core
 from tests.distributed.harness import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -58,6 +60,43 @@ def _runs(rank: int, world_size: int, page: str, directory: str) -> bool:
 @pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md", "docs/guides/checkpoint.md"])
 def test_a_page_runs_on_two_ranks(page, tmp_path):
     assert run_ranks(_runs, 2, page, str(tmp_path), ignore_warnings=(".*",)) == [True, True]
+
+
+def _recipe(rank: int, world_size: int, host: str, scheme: str | None) -> Any:
+    """The gradient after the lines of the page, and that of all tokens at once."""
+    lengths = [[5, 0, 8], [3, 40, 0]]  # by rank; the pass that averages is empty on one of them
+    (code,) = [
+        block
+        for block in BLOCK.findall((ROOT / "docs/guides/hold.md").read_text())
+        if "all_reduce(total)" in block
+    ]
+    draw = torch.Generator().manual_seed(rank)
+    batches = [torch.randn(length, 64, generator=draw) for length in lengths[rank]]
+    batches.insert(0, torch.zeros(5, 64))  # counts, and its gradient is 0
+    net = nn.Sequential(nn.Linear(64, 32, bias=False), nn.ReLU(), nn.Linear(32, 4, bias=False))
+    dense = copy.deepcopy(net)
+    wrap = DistributedDataParallel if host == "torch" else ddp_core.DistributedDataParallel
+    ddp_model = wrap(net)
+    if scheme is not None:
+        commhooks.register(ddp_model, scheme)
+    names = {"torch": torch, "dist": torch.distributed, "contextlib": contextlib}
+    names |= {"ddp_model": ddp_model, "micro_batches": batches}
+    exec(compile(code, "hold.md", "exec"), names)
+    everyone: list[Any] = [None, None]
+    torch.distributed.all_gather_object(everyone, torch.cat(batches))
+    dense.load_state_dict(net.state_dict())
+    dense(torch.cat(everyone)).square().mean(1).mean().backward()
+    pairs = zip(net.parameters(), dense.parameters(), strict=True)
+    return [(one.grad, two.grad) for one, two in pairs]
+
+
+@pytest.mark.parametrize("scheme", [None, "none", "int8"])
+@pytest.mark.parametrize("host", ["torch", "core"])
+def test_means_over_tokens_are_those_of_all_tokens_at_once(host, scheme):
+    for found in run_ranks(_recipe, 2, host, scheme):
+        for ours, dense in found:
+            allowed = 0.05 if scheme == "int8" else 1e-5
+            assert float((ours - dense).norm() / dense.norm()) < allowed
 
 
 def _script(rank: int, world_size: int, page: str) -> str:

@@ -15,7 +15,6 @@ STEPS = f"{DISTRIBUTED}/test_ddp_steps.py"
 RESUME = f"{DISTRIBUTED}/test_resume.py"
 HOLD = f"{DISTRIBUTED}/test_ddp_hold.py"
 ABANDONED = f"{DISTRIBUTED}/test_ddp_abandoned.py"
-WEIGHTS = f"{DISTRIBUTED}/test_ddp_weights.py"
 PARALLEL = f"{DISTRIBUTED}/test_tensor_parallel.py"
 
 MUTANTS: list[Mutant] = [
@@ -226,66 +225,6 @@ MUTANTS: list[Mutant] = [
             "            parts.buffers.sync_next = True  # whatever ran within `hold`\n",
             "            pass\n",
             f"{HOLD}::test_ranks_run_as_many_passes_as_they_like_and_nothing_travels_between",
-        ),
-    ),
-    *planted(
-        "ddp_core/reducer/weights.py",
-        (
-            "the sum of weights is rounded more than once",
-            "math.fsum(total for _, total in rows)",
-            "sum(total for _, total in rows)",
-            f"{UNIT}/test_weights.py::test_equal_weights_have_the_factor_one",
-        ),
-        (
-            "means of passes are added whatever they count",
-            "                grad.mul_(ratio)\n",
-            "                pass\n",
-            f"{WEIGHTS}::test_the_gradient_is_that_of_the_mean_over_all_tokens",
-        ),
-        (
-            "weights of dropped gradients count",
-            "        if self._passes and not self._any_gradient():\n            self._begin()",
-            "        if False:\n            self._begin()",
-            f"{WEIGHTS}::test_zero_grad_drops_the_weights_of_what_it_drops",
-        ),
-        (
-            "a rank that forgets its weight has none",
-            "            self._lacks_weight = True\n",
-            "            pass\n",
-            f"{WEIGHTS}::test_a_weight_that_is_missing_is_an_error_on_all_ranks",
-        ),
-        (
-            "a gradient that was kept is weighted again",
-            "if not self._passes and self._any_gradient(but=index):",
-            "if False:",
-            f"{WEIGHTS}::test_a_weight_that_is_missing_is_an_error_on_all_ranks",
-        ),
-    ),
-    *planted(
-        "ddp_core/reducer/flat.py",
-        (
-            "a gradient of nothing is multiplied by 0",
-            "            self.buffer.zero_()\n        elif factor != 1:",
-            "            self.buffer.mul_(0)\n        elif factor != 1:",
-            f"{WEIGHTS}::test_the_gradient_is_that_of_the_mean_over_all_tokens",
-        ),
-    ),
-    *planted(
-        "ddp_core/reducer/in_flight.py",
-        (
-            "a weighted mean is divided by the ranks with input, too",
-            "        elif self._effective is not None:\n",
-            "        if self._effective is not None:\n",
-            f"{WEIGHTS}::test_ranks_without_inputs_weigh_nothing",
-        ),
-    ),
-    *planted(
-        "ddp_core/reducer/parameters.py",
-        (
-            "ranks with and without weights train together",
-            "    if len(set(weightings)) > 1:\n",
-            "    if False:\n",
-            f"{WEIGHTS}::test_what_cannot_be_weighted_is_refused",
         ),
     ),
     *planted(
@@ -678,33 +617,6 @@ MUTANTS: list[Mutant] = [
             "always_call=True",
             "always_call=False",
             f"{PARALLEL}::test_a_forward_pass_that_raised_leaves_no_old_tensors",
-        ),
-    ),
-    *planted(
-        "ddp_core/reducer/weights.py",
-        (
-            "the factor of a weight misses the number of ranks",
-            "self._factor = unit * ranks / everything",
-            "self._factor = unit / everything",
-            f"{UNIT}/test_weights.py::test_factors_average_to_one",
-        ),
-        (
-            "the weight of the latest pass is that of all",
-            "self._total += self._given",
-            "self._total = self._given",
-            f"{WEIGHTS}::test_held_passes_count_with_their_weights",
-        ),
-        (
-            "one weight for several passes counts in each",
-            "        if not self._counted:\n",
-            "        if True:\n",
-            f"{WEIGHTS}::test_one_weight_holds_for_several_passes",
-        ),
-        (
-            "a weight that is told after its passes is missing",
-            'if self._kind == "sum" and self._passes and self._given is not None:',
-            'if self._kind == "sum" and not self._passes and self._given is not None:',
-            f"{WEIGHTS}::test_one_weight_holds_for_several_passes[sum]",
         ),
     ),
     *planted(
