@@ -58,8 +58,6 @@ VARIANTS = {
     "tests/distributed/test_hsdp.py::test_a_mesh_loads_what_other_hosts": 2,
     "tests/distributed/test_lanes.py::test_36_buckets_of_two_rounds": 2,
     "tests/distributed/test_other_ranks.py::test_ranks_go_on_without_one": 2,
-    "tests/distributed/test_process_group.py::test_an_attached_model_is_as_one": 3,
-    "tests/distributed/test_process_group.py::test_another_model_over_the_group": 3,
     "tests/distributed/test_resume.py::test_a_state_saved_as_regrouping_ends": 2,
     "tests/distributed/test_resume.py::test_kill_and_resume_is_no_interruption_bit_for_bit": 7,
     "tests/distributed/test_resume.py::test_other_world_size_keeps_the_mean": 2,

@@ -99,12 +99,11 @@ class Binding:
         self.static_graph = bool(getattr(model, "static_graph", False))
         if isinstance(model, DistributedDataParallel):
             if self._process_group is None:
-                if hasattr(model.process_group, "attach"):
+                if _inside_of(model.process_group) is not model.process_group:
                     raise RegistrationError(
                         "the process group of this model runs a scheme already "
-                        "(commhooks.process_group), which a hook would run twice: "
-                        "group.attach(model) returns its hook; or wrap the module with the group "
-                        "that it was made of"
+                        "(commhooks.process_group), beside which a hook would run: wrap the module "
+                        "with the group that it was made of, and register the scheme"
                     )
                 self._process_group = model.process_group
             self._follows_model = self._process_group is model.process_group

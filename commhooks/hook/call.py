@@ -19,7 +19,7 @@ from commhooks.errors import RegistrationError
 from commhooks.hook.engine import Engine
 from ddp_core import AllGather, AllReduce, Exchange, ReduceScatter, event_after
 
-__all__ = ["Call", "Handle", "Kind", "plain", "sums", "write_into"]
+__all__ = ["Call", "Handle", "Kind", "sums", "write_into"]
 
 Kind = Literal["all_reduce", "reduce_scatter", "all_gather"]
 Run = Callable[[Bucket], SchemeExchange]
@@ -149,7 +149,9 @@ class Call:
         run: Run = engine.scheme.exchange
         # A view of one dimension may have gaps, which neither kernels nor Gloo know of.
         raw, output, shards = _real(self.given).reshape(-1).contiguous(), None, None
-        if self.kind != "all_reduce":
+        if self.kind == "all_reduce":
+            raw = raw.clone() if raw.is_inference() else raw  # it is reduced in place
+        else:
             # A tensor of inference mode is written at the end only.
             fits = into.is_contiguous() and not into.is_inference()
             output = into.view(-1) if fits else raw.new_empty(into.numel())
@@ -157,7 +159,7 @@ class Call:
             shards = equal_shards(raw.numel(), ranks)
             raw = raw if exact else raw.clone()  # schemes may overwrite a gradient
         if exact:
-            run = plain(self.kind, self.total)
+            run = _unrounded(self.kind, self.total)
         elif output is not None and self.kind == "all_gather":
             parts = equal_shards(output.numel(), ranks)
             run = _gathering(engine.scheme, parts)
@@ -196,7 +198,7 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(plain) if plain.is_complex() else plain
 
 
-def plain(kind: Kind, total: bool) -> Run:
+def _unrounded(kind: Kind, total: bool) -> Run:
     """Returns an exchange without a scheme, of the same bits as torch's own collective.
 
     The mean of an all-reduce has those of DistributedDataParallel, which divides before the sum.

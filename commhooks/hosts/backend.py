@@ -13,7 +13,7 @@ from commhooks.core.settings import check_seed, fitting
 from commhooks.errors import RegistrationError
 from commhooks.hook.handshake import MEETING, handshake
 from commhooks.hosts.carrier import carrier
-from commhooks.hosts.scheme_group import NAME, SchemeGroup
+from commhooks.hosts.scheme_group import NAME, SchemeGroup, need_no_memory
 from commhooks.wrappers.make import describe, make
 
 __all__ = ["Settings", "make_known", "register_backend"]
@@ -37,7 +37,9 @@ class Settings(NamedTuple):
         **options: Any,
     ) -> Settings:
         """Checks the arguments of ``call``."""
-        return cls(make(scheme, **options), fitting(call, "least", least, int), check_seed(seed))
+        built = make(scheme, **options)
+        need_no_memory(call, built)
+        return cls(built, fitting(call, "least", least, int), check_seed(seed))
 
     def compare(self, call: str, group: dist.ProcessGroup) -> None:
         """Raises MismatchError on all ranks of ``group`` where theirs differ."""

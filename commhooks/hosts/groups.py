@@ -30,8 +30,7 @@ def process_group(
     The scheme runs in all-reduce and reduce-scatter, all other collectives are those of ``group``.
 
     Args:
-        scheme: a name or a scheme. One that keeps memory needs ``attach(model)`` before the first
-            step.
+        scheme: a name or a scheme that keeps no memory.
         group: ranks and backends; the default group by default.
         least: number of entries from which on a floating tensor is compressed; smaller ones and
             integers travel as they are.
@@ -39,7 +38,8 @@ def process_group(
         options: of the scheme, see :func:`commhooks.make`.
 
     Raises:
-        RegistrationError: there is no process group, or ``group`` runs a scheme already.
+        RegistrationError: there is no process group, ``group`` runs a scheme already, or the
+            scheme keeps memory, which belongs to names that a group does not know.
         MismatchError: the ranks differ in scheme, options or versions.
 
     Example:

@@ -7,42 +7,79 @@ all-reduce and the reduce-scatter of floating tensors goes to the backends of th
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
+from commhooks.core.dense import Dense
 from commhooks.core.scheme import Scheme, slots_of
 from commhooks.errors import RegistrationError
 from commhooks.hook.call import Handle
-from commhooks.hook.state import HookState
 from commhooks.hook.tracing import not_traced
-from commhooks.hosts.attached import STAYS, AttachedModel
-from commhooks.hosts.scattering_group import ScatteringGroup, averages
+from commhooks.hosts.collectives import Collectives
+from commhooks.hosts.passing_group import PassingGroup
+from commhooks.wrappers.make import make
 
-__all__ = ["NAME", "SchemeGroup"]
+__all__ = ["NAME", "SchemeGroup", "averages", "need_no_memory"]
 
 NAME = "commhooks"  # of the backend
 
+# Two names of one method, of which a version of torch calls one.
+_BY_SCHEME = ("reduce_scatter_single", "_reduce_scatter_base")
+# These reduce a list of tensors at once.
+_LISTS = (
+    *("allreduce_coalesced", "reduce_scatter"),
+    *("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
+)
 
-class SchemeGroup(ScatteringGroup):
+_NO_AVERAGES = (dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT)
+_STAYS = (
+    "it runs in a process group, whose ranks are settled; make process_group(scheme, group) of the "
+    "others, and wrap the module again over it"
+)
+
+
+def need_no_memory(call: str, scheme: Scheme) -> None:
+    """Raises RegistrationError if a scheme keeps memory by name, since a group knows no names."""
+    if slots_of(scheme):
+        raise RegistrationError(
+            f"{call}: {scheme} keeps memory by parameter, and a process group knows no names; "
+            f"commhooks.register(model, scheme) runs it on a model over a plain group, and "
+            f"commhooks.Collectives(scheme) on tensors with names"
+        )
+
+
+class _UnnamedCalls(Collectives):
+    """Runs the calls of a process group, in which tensors of one size are not told apart."""
+
+    def switch(self, scheme: str | Scheme, **options: Any) -> None:
+        """Runs another scheme from the next call on, which keeps no memory."""
+        built = make(scheme, **options)
+        need_no_memory("process_group(...).hook.switch", built)
+        super().switch(built)
+
+
+class SchemeGroup(PassingGroup):
     """Averages by a scheme, and is otherwise the group that it was made of.
 
     The scheme runs in ``all_reduce`` and ``reduce_scatter_tensor`` with ``ReduceOp.SUM`` or ``AVG``
-    of one floating tensor of at least ``least`` entries; after :meth:`attach`, in the all-reduces
-    of the model's buckets only.
+    of one floating tensor of at least ``least`` entries. The group warns once of each call that
+    averages floating tensors and that the scheme is not for.
+
+    Args:
+        inside: that group.
+        scheme: what runs; it keeps no memory.
+        least: number of entries from which on a tensor is compressed.
+        seed: base of random draws.
+        owns: see :class:`PassingGroup`.
 
     Attributes:
-        hook: what runs the scheme, with ledger and reports: :class:`commhooks.Collectives`, or a
-            :class:`commhooks.HookState` once a model is attached.
-        inside: the group that all others go to.
-        least: number of entries from which on a tensor is compressed.
+        hook: what runs the scheme, with ledger and reports: a :class:`commhooks.Collectives`.
     """
-
-    hook: HookState
-    _attached: AttachedModel | None = None
 
     def __init__(
         self,
@@ -53,36 +90,20 @@ class SchemeGroup(ScatteringGroup):
         *,
         owns: bool = False,
     ) -> None:
-        super().__init__(inside, scheme, least, seed, owns=owns)
-        self.hook = self._calls
-        self._calls.stays = STAYS
+        super().__init__(inside, owns=owns)
+        self.least = least
+        self.hook = _UnnamedCalls(scheme, inside, seed=seed)
+        self.hook.stays = _STAYS
+        self._told: set[str] = set()
 
-    def attach(self, model: nn.Module) -> HookState:
-        """Tells the group the parameters of a model, by whose names a scheme keeps its memory.
+    @property
+    def _scheme(self) -> Scheme:
+        return self.hook.scheme  # after a switch another one
 
-        Args:
-            model: torch's DistributedDataParallel over this group; all ranks attach it, before the
-                first step.
-
-        Returns:
-            The state of the hook, which saves, loads, switches and reports.
-        """
-        if not isinstance(model, DistributedDataParallel) or model.process_group is not self:
-            over = " over another group" * isinstance(model, DistributedDataParallel)
-            raise RegistrationError(
-                f"process_group(...).attach(model): takes DistributedDataParallel(module, "
-                f"process_group=group) over this group, got {type(model).__name__}{over}; for a "
-                f"model of replicate() on FSDP2 see commhooks.hosts.replicate"
-            )
-        if self._attached is not None and self._attached.lives:
-            raise RegistrationError(
-                f"process_group(...).attach(model): the group has a model already, whose hook is "
-                f"group.hook ({self.hook}); make a group for each model, "
-                f"commhooks.process_group(scheme)"
-            )
-        self._attached = AttachedModel(model, self._scheme, self.inside, self._seed)
-        self.hook = self._attached.hook
-        return self.hook
+    def shutdown(self) -> None:
+        """Stops what runs the scheme; a group inside that is somebody else's goes on."""
+        self.hook._close()
+        super().shutdown()
 
     @not_traced
     def allreduce(  # type: ignore[override]
@@ -91,35 +112,101 @@ class SchemeGroup(ScatteringGroup):
         """Reduces by the scheme what it is for, and else by the group inside."""
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         fits = len(tensors) == 1 and averages(tensors[0], op)
-        future = self._run(tensors[0], op) if fits else None
-        if future is None:
+        if not fits or tensors[0].numel() < self.least:
             return self.inside.allreduce(tensors, *([] if opts is None else [opts]))
-        return Handle(future.then(lambda done: [done.value()]), tensors[0].device)
-
-    def _run(self, tensor: Tensor, op: Any) -> torch.futures.Future[Tensor] | None:
-        """Starts the exchange of a tensor by the scheme; None: it is not for the scheme."""
-        if self._attached is not None:
-            return self._attached.start(tensor, op)
-        if tensor.numel() < self.least:
-            return None
-        if slots_of(self._scheme):
-            raise RegistrationError(
-                f"all_reduce of {tensor.numel()} entries in a process group of {self._scheme}, "
-                f"which keeps memory by parameter: tell the group the names first, "
-                f"group.attach(model), with the DistributedDataParallel that was made with it"
-            )
+        (tensor,) = tensors
         # By its size, which is the same on all ranks, with or without a backward pass (join).
         name = f"{tensor.numel()} entries of {tensor.dtype}"
-        handle = self._calls.all_reduce(tensor, name, op=op, async_op=True)
+        handle = self.hook.all_reduce(tensor, name, op=op, async_op=True)
         assert handle is not None
-        return handle.get_future()
-
-    def shutdown(self) -> None:
-        """Stops what runs the scheme; a group inside that is somebody else's goes on."""
-        for hook in (self._calls, self.hook):
-            hook._close()
-        super().shutdown()
+        future = handle.get_future().then(lambda done: [done.value()])
+        return Handle(future, tensor.device)
 
     def getBackendName(self) -> str:
         """Returns the name of the backend."""
         return NAME
+
+    def _scatter(self, output: Tensor, input: Tensor, opts: Any) -> tuple[bool, Any]:
+        """Returns whether the scheme has made a reduce-scatter, and its handle."""
+        if input.numel() < self.least:
+            return False, None
+        fits = averages(input, opts.reduceOp)
+        if not (fits and self._scheme.traits.shards):
+            self._warn("reduce_scatter_tensor", [input], opts.reduceOp)
+            return False, None
+        name, async_op = f"{input.numel()} entries of {input.dtype}", opts.asyncOp
+        handle = self.hook.reduce_scatter(output, input, name, op=opts.reduceOp, async_op=async_op)
+        if handle is None:
+            return True, None
+        # A list, as the future of a backend has.
+        future = handle.get_future().then(lambda done: [done.value()])
+        return True, Handle(future, output.device)
+
+    def _warn(self, call: str, tensors: Sequence[Any], op: Any) -> None:
+        # A list has the parts of all ranks.
+        flat = [one for given in tensors for one in ([given] if _is_tensor(given) else given)]
+        numel = sum(one.numel() for one in flat if _is_real(one))
+        averages = not any(op == other for other in _NO_AVERAGES)
+        silent = type(self._scheme) is Dense or call in self._told
+        if silent or not averages or numel < self.least:
+            return
+        self._told.add(call)
+        warnings.warn(
+            f"{call} of {numel} entries in a process group of {self._scheme} travels as it is, not "
+            f"compressed: such a group compresses all_reduce, and by schemes that reduce shards "
+            f"reduce_scatter_tensor, of one floating tensor with SUM or AVG. For models of FSDP, "
+            f"commhooks.register(model, scheme) over a plain process group is the way",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+def averages(tensor: Tensor, op: Any) -> bool:
+    """Whether a call asks for the sum or the mean of a tensor that a scheme can take."""
+    # ``op`` on the left: torch compares the two kinds of operations in this order only.
+    mean = op == dist.ReduceOp.SUM or op == dist.ReduceOp.AVG
+    return mean and tensor.layout == torch.strided and _is_real(tensor)
+
+
+def _is_real(tensor: Tensor) -> bool:
+    """Whether a tensor is of floating numbers that are no halves of complex ones.
+
+    torch hands complex numbers to a group as ``torch.view_as_real``, whose last dimension has 2
+    entries. The reducer flattens that, and what the tensor is a view of tells. (A real tensor with
+    2 columns may be meant, which nothing tells from complex numbers in inference mode or of
+    functional collectives: it travels exactly, too.)
+    """
+    base = tensor._base
+    pairs = tensor.shape[-1:] == (2,) or (base is not None and base.is_complex())
+    return tensor.is_floating_point() and not pairs
+
+
+def _is_tensor(given: Any) -> bool:
+    return isinstance(given, Tensor)
+
+
+def _by_scheme(name: str) -> Any:
+    @not_traced
+    def method(self: SchemeGroup, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        opts = dist.ReduceScatterOptions() if opts is None else opts
+        done, handle = self._scatter(output, input, opts)
+        return handle if done else getattr(self.inside, name)(output, input, opts)
+
+    return method
+
+
+def _for_list(name: str) -> Any:
+    @not_traced
+    def method(self: SchemeGroup, *given: Any, **options: Any) -> Any:
+        *tensors, opts = (*given, *options.values())
+        if tensors and hasattr(opts, "reduceOp"):
+            self._warn(name, tensors[-1], opts.reduceOp)
+        return getattr(self.inside, name)(*given, **options)
+
+    return method
+
+
+for _names, _made in ((_BY_SCHEME, _by_scheme), (_LISTS, _for_list)):
+    for _name in _names:
+        if hasattr(dist.ProcessGroup, _name):
+            setattr(SchemeGroup, _name, _made(_name))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from commhooks.core.scheme import Scheme
 from commhooks.core.settings import fitting
-from commhooks.hosts.scattering_group import averages
+from commhooks.hosts.scheme_group import averages
 from commhooks.hosts.torchft_collectives import allreduce_quantized
 from commhooks.hosts.torchft_quorum import fit_for_torchft
 from commhooks.wrappers.make import make

@@ -31,6 +31,7 @@ from ddp_core.reducer.failures import (
 from ddp_core.reducer.held import HeldBucket
 from ddp_core.reducer.ranges import named_range
 from ddp_core.reducer.timeline import BucketTimes
+from ddp_core.reducer.views import as_numbers
 from ddp_core.reducer.watch import Watch
 
 __all__ = ["CommHook", "Launcher", "Outcome", "name_of"]
@@ -150,7 +151,9 @@ class Launcher:
 
     def _all_reduce(self, bucket: HeldBucket, times: BucketTimes | None) -> Outcome:
         try:
-            work: Any = AllReduce(bucket.buffer, "sum").issue(self.group)
+            # A group that rounds (commhooks.process_group) leaves complex numbers alone.
+            numbers = as_numbers(bucket.buffer, bucket.parameters[0])
+            work: Any = AllReduce(numbers, "sum").issue(self.group)
         except RuntimeError as error:
             raise failed(error, "all_reduce", self.step, bucket.number) from error
         if times is not None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["flat_buffer", "same_memory", "views_of"]
+__all__ = ["as_numbers", "flat_buffer", "same_memory", "views_of"]
 
 
 def flat_buffer(parameters: Sequence[Tensor], dtype: torch.dtype | None) -> Tensor:
@@ -26,6 +26,13 @@ def flat_buffer(parameters: Sequence[Tensor], dtype: torch.dtype | None) -> Tens
         dtype=kind.to_real() if kind.is_complex else kind,
         device=first.device,
     )
+
+
+def as_numbers(buffer: Tensor, parameter: Tensor) -> Tensor:
+    """Returns a buffer as numbers of its parameters' kind: complex ones, where those are."""
+    if parameter.is_complex() and not buffer.is_complex():
+        return torch.view_as_complex(buffer.view(-1, 2))
+    return buffer
 
 
 def views_of(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:

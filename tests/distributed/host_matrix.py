@@ -86,13 +86,6 @@ def group(name: str) -> None:
     train(DistributedDataParallel(model(), process_group=group))
 
 
-def attached_group(name: str) -> None:
-    group = commhooks.process_group(made(name))
-    net = DistributedDataParallel(model(), process_group=group)
-    group.attach(net)
-    train(net)
-
-
 def backend(name: str) -> None:
     commhooks.register_backend(made(name))
     group = dist.new_group(backend="commhooks")
@@ -274,7 +267,6 @@ TABLES: dict[str, dict[str, tuple[Callable[[str], None], int]]] = {
         "`ddp_core`": (core_ddp, 2),
         "`replicate()`, composable": (composable, 2),
         "`process_group`": (group, 2),
-        "`process_group`, attached": (attached_group, 2),
         "backend `commhooks`": (backend, 2),
         "`replicate()` on FSDP2, over a `process_group`": (on_fsdp2, 2),
         "`hosts.replicate` (FSDP2)": (replicated, 2),
@@ -387,9 +379,8 @@ def page_of(found: dict[str, dict[str, str]]) -> str:
     lines += [
         "",
         "Lightning, Fabric, Accelerate, the Trainer of Transformers and Ray Train wrap a model in",
-        "torch's DDP, so that its column holds for them. A group of the backend `commhooks` takes",
-        "an attached model as `process_group` does. A group that DistributedDataParallel uses is",
-        "asked for sums, one that FSDP2 uses for averages, so that `noop` and `signsgd` run there.",
+        "torch's DDP, so that its column holds for them. DistributedDataParallel asks a group for",
+        "sums, FSDP2 for averages, so that `noop` and `signsgd` run there.",
         "`gather_parameters` and `gather=` were given the name of the scheme, which is then made",
         "without error feedback, and rounds to nearest. The adapters of Megatron-Core, torchcomms",
         "and torchft are called here as these call them; a hook of",

@@ -200,6 +200,45 @@ def test_tensors_of_any_kind_are_reduced_in_place(ranks: int) -> None:
         assert equal_bits([found[kind]["int8"] for found in everyone]), kind
 
 
+def _in_all_calls(rank: int, world_size: int, made: Any) -> list[Tensor]:
+    """What calls write, to tensors that ``made`` gives."""
+    nearest = {"stochastic": False, "error_feedback": False}
+    schemes: dict[str, dict[str, Any]] = {"none": {}, "int8": nearest, "topk": {}, "powersgd": {}}
+    whole, row = numbers(0, rank, world_size * 30, 17), numbers(1, rank, 30, 17)
+    found = []
+    for name, options in schemes.items():
+        calls = commhooks.Collectives(name, **options)
+        reduced, part, gathered = made(whole), made(row), made(whole)
+        for op in (AVG, SUM):
+            calls.all_reduce(reduced, "reduced", op=op)
+        if calls.scheme.traits.shards:
+            calls.reduce_scatter(part, made(whole), "scattered")
+            calls.all_gather(gathered, made(row), "gathered", async_op=True)
+            calls.wait()
+        found += [reduced, part, gathered]
+    group = commhooks.process_group("int8", least=1, **nearest)
+    dist.all_reduce(through := made(whole), group=group)
+    commhooks.all_reduce(by_function := made(whole), "int8", **nearest)
+    return [*found, through, by_function]
+
+
+def _of_inference_mode(rank: int, world_size: int) -> list[bool]:
+    def inference(tensor: Tensor) -> Tensor:
+        with torch.inference_mode():
+            return tensor.clone()
+
+    wanted = _in_all_calls(rank, world_size, torch.clone)
+    found = [_in_all_calls(rank, world_size, inference)]
+    with torch.inference_mode():
+        found.append(_in_all_calls(rank, world_size, torch.clone))
+        assert all(one.is_inference() for one in found[-1])
+    return [all(map(torch.equal, one, wanted)) for one in found]
+
+
+def test_tensors_of_inference_mode_are_written_in_and_outside_of_it() -> None:
+    assert run_ranks(_of_inference_mode, 2) == [[True, True]] * 2
+
+
 # ---- reduce-scatter and all-gather
 
 

@@ -96,29 +96,13 @@ def composable_ddp(scheme: Scheme, net: nn.Module) -> nn.Module:
     return model
 
 
-def _in_group(group: Any, net: nn.Module, attached: bool) -> nn.Module:
-    model = DistributedDataParallel(net, process_group=group)
-    if attached:
-        group.attach(model)
-    return model
-
-
 def group(scheme: Scheme, net: nn.Module) -> nn.Module:
-    return _in_group(commhooks.process_group(scheme), net, False)
-
-
-def attached_group(scheme: Scheme, net: nn.Module) -> nn.Module:
-    return _in_group(commhooks.process_group(scheme), net, True)
+    return DistributedDataParallel(net, process_group=commhooks.process_group(scheme))
 
 
 def backend(scheme: Scheme, net: nn.Module) -> nn.Module:
     commhooks.register_backend(scheme)
-    return _in_group(dist.new_group(backend="commhooks"), net, False)
-
-
-def attached_backend(scheme: Scheme, net: nn.Module) -> nn.Module:
-    commhooks.register_backend(scheme)
-    return _in_group(dist.new_group(backend="commhooks"), net, True)
+    return DistributedDataParallel(net, process_group=dist.new_group(backend="commhooks"))
 
 
 def on_fsdp_over_group(scheme: Scheme, net: nn.Module) -> nn.Module:
@@ -223,9 +207,7 @@ WHOLE: dict[str, Host] = {
     "ddp_core": core_ddp,
     "composable replicate()": composable_ddp,
     "process_group": group,
-    "process_group, attached": attached_group,
     "backend": backend,
-    "backend, attached": attached_backend,
     "replicate() on FSDP2, over a group": on_fsdp_over_group,
     "hosts.replicate": replicated,
     "between nodes": between,

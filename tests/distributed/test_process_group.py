@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import io
-import pickle
 import threading
 import warnings
 from typing import Any
@@ -12,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate as composable
 from torch.distributed._composable.replicate_with_fsdp import replicate as on_fsdp
@@ -24,15 +22,14 @@ import ddp_core
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import (
     batch,
-    equal_bits,
     gradients,
     local_means,
     mlp,
     outcome,
-    residuals,
 )
 
 STEPS = 5
+scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 SMALL = {"bucket_cap_mb": 0.004}  # several buckets, some of them of equal size
 
 
@@ -128,6 +125,74 @@ def test_all_but_large_sums_of_floats_passes_as_it_is(ranks: int) -> None:
         assert all(found.values()), found
 
 
+class _Complex(nn.Module):
+    """A layer of complex numbers, and one of reals."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Parameter(torch.randn(32, 64, dtype=torch.complex64))
+        self.second = nn.Parameter(torch.randn(64, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(torch.complex64) @ self.first).abs() @ self.second
+
+
+def _complex(rank: int, world_size: int) -> dict[str, bool]:
+    """What torch makes of complex numbers before it calls the group, against a plain group."""
+    commhooks.register_backend("int8")
+    x = torch.randn(3000, dtype=torch.complex64, generator=torch.Generator().manual_seed(rank))
+
+    def coalesced(given: Tensor, place: Any) -> Tensor:
+        with dist._coalescing_manager(group=place):
+            dist.all_reduce(given, group=place)
+        return given
+
+    def scattered(given: Tensor, place: Any) -> Tensor:
+        part = given.new_empty(len(given) // world_size)
+        scatter(part, given, group=place)
+        return part
+
+    def all_reduced(given: Tensor, place: Any) -> Tensor:
+        dist.all_reduce(given, group=place)
+        return given
+
+    calls = {
+        "all_reduce": lambda place: all_reduced(x.clone(), place),
+        "slice": lambda place: all_reduced(x.clone().view(50, 60)[3:47], place),
+        "inference": torch.inference_mode()(lambda place: all_reduced(x.clone(), place)),
+        "of reals": lambda place: all_reduced(
+            torch.view_as_complex(torch.view_as_real(x).clone()), place
+        ),
+        "reduce_scatter": lambda place: scattered(x.clone(), place),
+        "coalesced": lambda place: coalesced(x.clone(), place),
+        "functional": lambda place: functional.all_reduce(x, "sum", place) + 0,
+    }
+    inputs, plain = batch(0, rank, 8, 32), dist.group.WORLD
+    for name, wrap in {
+        "torch": DistributedDataParallel,
+        "core": ddp_core.DistributedDataParallel,
+    }.items():
+
+        def of_model(place: Any, wrap: Any = wrap) -> Tensor:
+            model = wrap(_Complex(), process_group=place)
+            model(inputs).sum().backward()
+            return model.module.first.grad  # type: ignore[no-any-return]
+
+        calls[name] = of_model
+    groups = [commhooks.process_group("int8"), dist.new_group(backend="commhooks")]
+    return {
+        f"{name} {kind}": torch.equal(call(group), call(plain))
+        for name, call in calls.items()
+        for kind, group in zip(("group", "backend"), groups, strict=True)
+    }
+
+
+def test_complex_numbers_travel_exactly() -> None:
+    for found in run_ranks(_complex, 2):
+        assert all(found.values()), found
+
+
 def _subgroups(rank: int, world_size: int) -> list[Any]:
     """Groups of groups, one after the other, and of ranks of which only some come."""
     sums: list[Any] = []
@@ -154,15 +219,12 @@ def test_a_group_of_some_ranks_is_made_again_and_again() -> None:
 
 
 def _none(rank: int, world_size: int) -> dict[str, bool]:
-    found = {}
-    for attached in (False, True):
-        group = commhooks.process_group("none", least=1)
-        model = wrapped(group)
-        hook = group.attach(model) if attached else group.hook
-        ours = train(model, rank)
-        found[f"bits {attached}"] = all(map(torch.equal, ours, train(wrapped(), rank)))
-        found[f"ledger {attached}"] = hook.ledger.dense_bytes > 0
-    return found
+    group = commhooks.process_group("none", least=1)
+    ours = train(wrapped(group), rank)
+    return {
+        "bits": all(map(torch.equal, ours, train(wrapped(), rank))),
+        "ledger": group.hook.ledger.dense_bytes > 0,
+    }
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -209,267 +271,37 @@ def test_two_ranks_without_a_hook_get_the_bits_of_a_hook() -> None:
         assert all(found.values()), found
 
 
-ATTACHED: dict[str, dict[str, Any]] = {
-    "powersgd": {"rank": 2},
-    "topk": {"ratio": 0.1},
-    "int4": {},
-    "onebit": {},
-    "onebit_adam": {"freeze_step": 2},
-    "acpsgd": {"rank": 1, "start_step": 1},
-    "int8": {"coalesce": True},
-}
-MODES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "static": {"static_graph": True},
-    "view": {"gradient_as_bucket_view": True},
-    "unused": {"find_unused_parameters": True},
-}
-
-
-def _attached(rank: int, world_size: int, mode: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, options in ATTACHED.items():
-        group = commhooks.process_group(name, seed=3, **options)
-        model = wrapped(group, **MODES[mode])
-        hook = group.attach(model)
-        other = wrapped(**MODES[mode])
-        plain = commhooks.register(other, name, seed=3, **options)
-        pairs = zip(train(model, rank), train(other, rank), strict=True)
-        found[name] = [float((one - two).abs().max() / two.abs().max()) for one, two in pairs]
-        kept = [residuals(one, mlp(32, 4)) for one in (hook, plain)]
-        found[f"{name} kept"] = torch.equal(*kept) if world_size == 2 else True
-        found[f"{name} steps"] = (hook.step, hook.calls) == (STEPS, plain.calls)
-        # What one has saved goes on in the other.
-        plain.load_state_dict(hook.state_dict())
-        found[f"{name} saved"] = plain.step == STEPS
-        known = [one.gradient for _, one in group._attached._buckets._known]
-        found[f"{name} small"] = not any(one.untyped_storage().nbytes() for one in known)
-        hook.close()
-        plain.close()
-    return found
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_an_attached_model_is_as_one_with_a_hook(mode: str) -> None:
-    """On two ranks bit for bit; on more, division and multiplication by their number round."""
-    ignored = (".*find_unused_parameters=True was specified.*",)
-    for found in run_ranks(_attached, 2, mode, ignore_warnings=ignored, timeout=100):
-        for what, one in found.items():
-            assert one == ([0.0] * STEPS if isinstance(one, list) else True), (what, one)
-
-
-def _attached_on_three(rank: int, world_size: int) -> list[Any]:
-    group = commhooks.process_group("powersgd", rank=2)
-    model = wrapped(group)
-    group.attach(model)
-    other = wrapped()
-    commhooks.register(other, "powersgd", rank=2)
-    means = train(model, rank)
-    near = [
-        float((one - two).norm() / two.norm())
-        for one, two in zip(means, train(other, rank), strict=True)
-    ]
-    return [near, means[-1]]
-
-
-def test_three_ranks_differ_from_a_hook_by_rounding_only() -> None:
-    everyone = run_ranks(_attached_on_three, 3)
-    assert equal_bits([means for _, means in everyone])
-    for near, _ in everyone:
-        assert max(near) < 1e-4
-
-
-def _beside_others(rank: int, world_size: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Trains a model of a group beside others over it, with buckets of the same sizes, and not."""
-    group = commhooks.process_group("topk", ratio=0.1)
-    model, lone = wrapped(group, **options), wrapped(**options)
-    same = wrapped(group, **options)
-    small = DistributedDataParallel(mlp(24, 2), process_group=group)
-    hook, alone = group.attach(model), commhooks.register(lone, "topk", ratio=0.1)
-    dense, found = wrapped(**options), {}
-    for step in range(STEPS):
-        inputs = batch(step, rank, 8, 32)
-        (expected,) = train(lone, rank, 1, step)
-        (mean,) = train(dense, rank, 1, step)
-        model.zero_grad()
-        # As a discriminator beside a generator: the attached model's pass is open, or accumulates.
-        if step % 2:
-            with model.no_sync():
-                model(inputs).square().sum().backward()
-            (left,) = train(same, rank, 1, step)
-            found[f"{step}: dense beside what accumulates"] = torch.equal(left, mean)
-            model.zero_grad()
-        loss = model(inputs).square().sum()
-        (own,) = train(same, rank, 1, step)
-        small(batch(step, rank, 8, 24)).square().sum().backward()
-        loss.backward()
-        (after,) = train(same, rank, 1, step)
-        found[f"{step}: its own"] = torch.equal(gradients(model), expected)
-        found[f"{step}: dense"] = torch.equal(own, mean) and torch.equal(after, mean)
-    found["kept"] = torch.equal(*(residuals(one, mlp(32, 4)) for one in (hook, alone)))
-    found["calls"] = hook.calls == alone.calls
-    return found
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_another_model_over_the_group_travels_as_it_is(mode: str) -> None:
-    ignored = (".*find_unused_parameters=True was specified.*",)
-    for found in run_ranks(_beside_others, 2, MODES[mode], ignore_warnings=ignored):
-        assert all(found.values()), found
-
-
-class _Unused(nn.Module):
-    """Layers of one size, of which two have gradients in every other step only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(3))
-        self.uses_all = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        layers = self.layers if self.uses_all else self.layers[:1]
-        for layer in layers:
-            x = layer(x)
-        return x
-
-
-def _one_size(rank: int, world_size: int, accumulates: bool, view: bool) -> None:
-    group = commhooks.process_group("topk", ratio=0.1)
-    options = {
-        "bucket_cap_mb": 0.0005,
-        "find_unused_parameters": True,
-        "gradient_as_bucket_view": view,
-    }
-    torch.manual_seed(0)
-    inside = _Unused()
-    model = DistributedDataParallel(copy.deepcopy(inside), process_group=group, **options)
-    lone = DistributedDataParallel(inside, **options)
-    hook, alone = group.attach(model), commhooks.register(lone, "topk", ratio=0.1)
-    for step in range(5):
-        for one in (model, lone):
-            if not accumulates:
-                one.zero_grad()
-            one.module.uses_all = step % 2 == 0 or (rank == 0 and step == 3)
-            one(batch(step, rank, 8, 16)).square().sum().backward()
-        assert torch.equal(gradients(model), gradients(lone)), step
-        rows = hook.ledger._rows
-        assert sorted(row.bucket for row in rows if row.step == step) == [0, 1, 2], step
-    assert hook.calls == alone.calls
-
-
-@pytest.mark.parametrize("view", [False, True])
-@pytest.mark.parametrize("accumulates", [False, True])
-def test_buckets_without_gradients_are_told_apart(accumulates: bool, view: bool) -> None:
-    run_ranks(_one_size, 2, accumulates, view)
-
-
-def _copied(rank: int, world_size: int) -> dict[str, bool]:
-    group = commhooks.process_group("topk", ratio=0.1)
-    model = wrapped(group)
-    hook = group.attach(model)
-    train(model, rank, 2)
-    inputs, file = batch(0, rank, 8, 32), io.BytesIO()
-    torch.save(model.module, file)
-    file.seek(0)
-    copies = [copy.deepcopy(model.module), torch.load(file, weights_only=False)]
-    for one in copies:
-        one(inputs).square().sum().backward()
-    found = {"copies": all(torch.equal(one(inputs), model.module(inputs)) for one in copies)}
-    train(model, rank, 1, first=2)
-    return found | {"steps": hook.step == 3, "pickled": len(pickle.dumps(hook)) > 0}
-
-
-def test_the_module_of_an_attached_model_is_copied_and_saved() -> None:
-    for found in run_ranks(_copied, 2):
-        assert all(found.values()), found
-
-
-def _accumulated_and_resumed(rank: int, world_size: int) -> dict[str, Any]:
-    def made() -> tuple[DistributedDataParallel, commhooks.HookState]:
-        group = commhooks.process_group("topk", ratio=0.1)
-        model = wrapped(group)
-        return model, group.attach(model)
-
-    model, hook = made()
-    train(model, rank, 3)
-    with model.no_sync():
-        model(batch(50, rank, 8, 32)).square().sum().backward()
-    step = hook.step
-    saved, expected = hook.state_dict(gather=True), train(model, rank, 3, first=3)
-    again, other = made()
-    other.load_state_dict(saved)
-    return {
-        "no_sync is no step": step == 3,
-        "resumed": all(map(torch.equal, expected, train(again, rank, 3, first=3))),
-        "metrics": other.metrics()["wire_bytes"] > 0,
-        "report": len(other.ledger._rows) > 0,
-    }
-
-
-def test_an_attached_model_accumulates_saves_and_resumes() -> None:
-    for found in run_ranks(_accumulated_and_resumed, 2):
-        assert all(found.values()), found
-
-
 # ---- what is refused
 
 
 def _refusals(rank: int, world_size: int) -> dict[str, Any]:
-    group = commhooks.process_group("topk")
-    model = wrapped(group, bucket_cap_mb=25)
-    plain = wrapped()
+    group = commhooks.process_group("int8")
+    others = dist.new_group([0, 1])
     found = {
-        "unattached": outcome(train, model, rank, 1),
-        "another": outcome(group.attach, plain),
-        "module": outcome(group.attach, plain.module),
-        "hook": outcome(commhooks.register, model, "int8"),
+        "memory": outcome(commhooks.process_group, "topk"),
+        "switch": outcome(group.hook.switch, "topk"),
+        "hook": outcome(commhooks.register, wrapped(group), "int8"),
         "twice": outcome(commhooks.process_group, "int8", group),
         "own": outcome(dist.new_group, backend="commhooks"),
         "least": outcome(commhooks.process_group, "int8", least=100 * (rank + 1)),
         "unknown": outcome(commhooks.process_group, "int7"),
     }
-    core = ddp_core.DistributedDataParallel(mlp(32, 2), process_group=group)
-    found["core"] = outcome(group.attach, core)
-    joined = commhooks.process_group("int4")
-    model = wrapped(joined)
-    joined.attach(model)
-
-    def join() -> None:
-        with model.join():
-            train(model, rank, 1 + rank)
-
-    found["join"] = outcome(join)
-    shared = commhooks.process_group("int4")
-    model = wrapped(shared)
-    shared.attach(model)
-    found["attached"] = outcome(shared.attach, model)
-    others = dist.new_group([0, 1])
     dist.barrier()  # a rank that ends closes what the other still connects
-    found["changed"] = outcome(shared.hook.change_group, others)
-    found["left"] = outcome(shared.hook.leave, [1])
-    unattached = commhooks.process_group("int8")
-    found["unattached changed"] = outcome(unattached.hook.change_group, others)
-    model._update_process_group(others)
-    found["moved"] = outcome(train, model, rank, 1)
+    found["changed"] = outcome(group.hook.change_group, others)
+    found["left"] = outcome(group.hook.leave, [1])
     return found
 
 
 EXPECTED = {
-    "unattached": ("RegistrationError", "group.attach(model)"),
-    "another": ("RegistrationError", "over another group"),
-    "module": ("RegistrationError", "got Sequential"),
+    "memory": ("RegistrationError", "commhooks.register(model, scheme)"),
+    "switch": ("RegistrationError", "keeps memory by parameter"),
     "hook": ("RegistrationError", "runs a scheme already"),
     "twice": ("RegistrationError", "runs in it already"),
     "own": ("RegistrationError", "commhooks.register_backend"),
     "least": ("MismatchError", "least"),
     "unknown": ("UnknownSchemeError", "int8"),
-    "core": ("RegistrationError", "commhooks.register"),
-    "join": ("RegistrationError", "runs with join"),
-    "attached": ("RegistrationError", "has a model already"),
     "changed": ("RegistrationError", "process_group(scheme, group)"),
     "left": ("RegistrationError", "process_group(scheme, group)"),
-    "unattached changed": ("RegistrationError", "process_group(scheme, group)"),
-    "moved": ("RegistrationError", "over another process group"),
 }
 
 
@@ -557,7 +389,6 @@ def test_fully_shard_over_a_group_is_compressed(ranks: int) -> None:
 
 def _not_scattered(rank: int, world_size: int) -> dict[str, Any]:
     whole, part = torch.ones(world_size * 2000), torch.empty(2000)
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
     def told(name: str, **options: Any) -> list[str]:
         group = commhooks.process_group(name)
@@ -585,14 +416,11 @@ def _not_scattered(rank: int, world_size: int) -> dict[str, Any]:
     for group in groups:
         scatter(part, whole, group=group)
     found["large enough"] = [group.hook.calls for group in groups]
-    found["memory"] = outcome(scatter, part, whole, group=commhooks.process_group("topk"))
     return found
 
 
 def test_a_reduce_scatter_that_is_not_compressed_is_told_once() -> None:
     for found in run_ranks(_not_scattered, 2):
-        assert found["memory"][0] == "RegistrationError"
-        assert "commhooks.register(model, scheme)" in found["memory"][1]
         assert found["none"] == found["largest"] == []
         for name in ("qsgd", "terngrad", "list"):
             (text,) = found[name]
@@ -606,9 +434,8 @@ def test_a_reduce_scatter_that_is_not_compressed_is_told_once() -> None:
 
 def _switched(rank: int, world_size: int) -> dict[str, Any]:
     whole, part = torch.ones(world_size * 2000), torch.empty(2000)
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     group = commhooks.process_group("int8")
-    found = {"memory": outcome(group.hook.switch, "topk")}
+    found: dict[str, Any] = {}
     scatter(part, whole, group=group)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -626,8 +453,6 @@ def _switched(rank: int, world_size: int) -> dict[str, Any]:
 
 def test_a_group_runs_the_scheme_that_it_was_switched_to() -> None:
     for found in run_ranks(_switched, 2):
-        assert found["memory"][0] == "RegistrationError"
-        assert "keeps memory by parameter" in found["memory"][1]
         assert found["told"] == ["reduce_scatter_tensor", "allreduce_coalesced"]
         assert found["calls"] == 2  # with int8 and bf16
         assert found["value"] == [torch.Size([2000])]

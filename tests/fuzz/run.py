@@ -78,7 +78,6 @@ class Run:
             self.reference.to(self.low)
         self.in_backward = "in_backward" in case.setting
         self.hook: Any = None
-        self.through: Any = None  # the process group that runs the scheme, if one does
         self.steps = 0  # synchronised ones that ended, with the hook
         self.is_exact = True  # goes on as the run that it resumes, bit for bit
         self.counts = True  # whether hook.step is to be that
@@ -104,10 +103,6 @@ class Run:
             options["device_mesh"] = init_device_mesh("cpu", (self.world,))
         else:
             options["process_group"] = self.group
-        if "through_group" in case.setting:
-            scheme = build(case.scheme, case.options, case.wrap)
-            self.through = commhooks.process_group(scheme, self.group, seed=case.seed)
-            options["process_group"] = self.through
         host = ddp_core.DistributedDataParallel if case.host == "core" else DistributedDataParallel
         if "hold" in case.setting and not hasattr(host, "hold"):
             raise TypeError("torch's DistributedDataParallel has no hold()")
@@ -121,9 +116,6 @@ class Run:
     def register(self) -> None:
         """Registers the scheme."""
         case, options = self.case, {}
-        if "through_group" in case.setting:
-            self.hook = self.through.attach(self.ddp)
-            return
         for name in ("scheme", "shape"):
             if f"layout_{name}" in case.setting:
                 options["layout"] = name

@@ -416,6 +416,12 @@ MUTANTS: list[Mutant] = [
     *planted(
         "commhooks/hook/call.py",
         (
+            "a tensor of inference mode is reduced in its own memory",
+            "raw.clone() if raw.is_inference() else raw",
+            "raw",
+            f"{FUNCTIONS}::test_tensors_of_inference_mode_are_written_in_and_outside_of_it",
+        ),
+        (
             "a sum is a mean",
             "mean = result.mean.mul_(ranks) if own else result.mean * ranks",
             "mean = result.mean",
@@ -459,30 +465,6 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hosts/attached.py",
-        (
-            "a hook gets what the reducer has divided",
-            "tensor.mul_(self.hook.world_size)",
-            "pass",
-            f"{GROUP}::test_an_attached_model_is_as_one_with_a_hook",
-        ),
-    ),
-    *planted(
-        "commhooks/hosts/reducer_buckets.py",
-        (
-            "buckets of one size are the first of them",
-            "self._next = at + 1",
-            "self._next = 0",
-            f"{GROUP}::test_buckets_without_gradients_are_told_apart",
-        ),
-        (
-            "the buckets of the first step are those of all",
-            "if self._looks < _LOOKS and",
-            "if self._looks < 1 and",
-            f"{GROUP}::test_an_attached_model_is_as_one_with_a_hook",
-        ),
-    ),
-    *planted(
         "commhooks/hosts/passing_group.py",
         (
             "a group renames the group inside",
@@ -492,7 +474,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hosts/scattering_group.py",
+        "commhooks/hosts/scheme_group.py",
         (
             "the largest of numbers is averaged",
             "mean = op == dist.ReduceOp.SUM or op == dist.ReduceOp.AVG",
@@ -501,8 +483,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "a reduce-scatter is as large as its output",
-            "or input.numel() < self.least:",
-            "or output.numel() < self.least:",
+            "if input.numel() < self.least:",
+            "if output.numel() < self.least:",
             f"{GROUP}::test_a_reduce_scatter_that_is_not_compressed_is_told_once",
         ),
         (
@@ -516,9 +498,21 @@ MUTANTS: list[Mutant] = [
         "commhooks/hosts/scheme_group.py",
         (
             "small tensors are compressed",
-            "if tensor.numel() < self.least:",
-            "if tensor.numel() < 2:",
+            "or tensors[0].numel() < self.least:",
+            "or tensors[0].numel() < 2:",
             f"{GROUP}::test_all_but_large_sums_of_floats_passes_as_it_is",
+        ),
+        (
+            "complex numbers that torch hands over as pairs are compressed",
+            "pairs = tensor.shape[-1:] == (2,) or",
+            "pairs = False or",
+            f"{GROUP}::test_complex_numbers_travel_exactly",
+        ),
+        (
+            "complex numbers of a reducer's flat bucket are compressed",
+            "(base is not None and base.is_complex())",
+            "False",
+            f"{GROUP}::test_complex_numbers_travel_exactly",
         ),
     ),
     *planted(

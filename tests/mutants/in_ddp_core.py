@@ -543,6 +543,12 @@ MUTANTS: list[Mutant] = [
     *planted(
         "ddp_core/reducer/launch.py",
         (
+            "complex gradients are handed to a group as reals",
+            "as_numbers(bucket.buffer, bucket.parameters[0])",
+            "bucket.buffer",
+            "tests/distributed/test_process_group.py::test_complex_numbers_travel_exactly",
+        ),
+        (
             "what is enqueued on a GPU counts as done",
             'if not self.future.done() or self.device.type == "cpu":',
             "if True:",

@@ -14,21 +14,6 @@ QUORUM = f"{TORCHFT}::test_a_hook_follows_the_quorum[int8]"
 
 MUTANTS: list[Mutant] = [
     *planted(
-        "commhooks/hosts/reducer_buckets.py",
-        (
-            "buckets of another model run the scheme",
-            "        if not self._computed.isdisjoint(bucket.members):\n",
-            "        if True:\n",
-            f"{GROUP}::test_another_model_over_the_group_travels_as_it_is[plain]",
-        ),
-        (
-            "a pass without synchronisation counts as one with",
-            "self._next, self._reduces = 0, model.require_backward_grad_sync",
-            "self._next, self._reduces = 0, True",
-            f"{GROUP}::test_another_model_over_the_group_travels_as_it_is[plain]",
-        ),
-    ),
-    *planted(
         "commhooks/hosts/fsdp2.py",
         (
             "memory is in units of what FSDP2 has divided",
@@ -143,23 +128,17 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "what runs a scheme stays after its group",
-            "            hook._close()\n",
-            "            pass\n",
+            "        self.hook._close()\n",
+            "",
             f"{GROUP}::test_a_group_of_some_ranks_is_made_again_and_again",
-        ),
-        (
-            "an attached model draws by a seed of its own",
-            "AttachedModel(model, self._scheme, self.inside, self._seed)",
-            "AttachedModel(model, self._scheme, self.inside, 0)",
-            f"{GROUP}::test_an_attached_model_is_as_one_with_a_hook[plain]",
         ),
     ),
     *planted(
-        "commhooks/hosts/scattering_group.py",
+        "commhooks/hosts/scheme_group.py",
         (
             "a group draws by a seed of its own",
-            "self._calls = UnnamedCalls(scheme, inside, seed=seed)",
-            "self._calls = UnnamedCalls(scheme, inside)",
+            "self.hook = _UnnamedCalls(scheme, inside, seed=seed)",
+            "self.hook = _UnnamedCalls(scheme, inside)",
             f"{GROUP}::test_two_ranks_without_a_hook_get_the_bits_of_a_hook",
         ),
         (
@@ -194,21 +173,6 @@ MUTANTS: list[Mutant] = [
             'getattr(one, "stands_for", one)',
             "one",
             f"{TORCHFT}::test_a_loss_computed_beside_the_wrapper_warns_at_the_end",
-        ),
-    ),
-    *planted(
-        "commhooks/hosts/attached.py",
-        (
-            "a model that has moved to a plain group trains on",
-            'if getattr(model.process_group, "hook", None) is not self.hook:',
-            'if getattr(model.process_group, "hook", self.hook) is not self.hook:',
-            GROUP_REFUSES,
-        ),
-        (
-            "plain sums are divided and multiplied again",
-            "exact = type(self.hook.scheme) is Dense",
-            "exact = False",
-            f"{GROUP}::test_without_a_scheme_a_model_gets_the_bits_of_a_plain_group[3]",
         ),
     ),
     *planted(

@@ -73,7 +73,6 @@ FEATURES: dict[str, dict[str, Any]] = {
     "hold": {"setting": ("hold",), "micro": 2},
     "layout scheme": {"setting": ("layout_scheme",)},
     "layout shape": {"setting": ("layout_shape",)},
-    "through a group": {"setting": ("through_group",)},
     "part of the ranks": {"setting": ("part",), "world": 3},
     "three ranks": {"world": 3},
     "no_sync": {"micro": 2},
@@ -115,7 +114,6 @@ ALONE = {
     ("torch", "setting in_backward"): "without a hook, too",
     ("torch", "raise within"): _RAISED,
     ("torch", "raise after"): f"{_RAISED}|without a hook, too",
-    ("core", "through a group"): "takes, or has, a hook",
 }
 # Two features that are refused together, on both classes unless one is named, and how.
 _CHANGING = ("unused by rank", "unused everywhere", "skips unused", "freeze")
@@ -134,9 +132,6 @@ TOGETHER: dict[tuple[str, str], str] = {
     ("setting delayed", "setting in_backward"): "run in backward",
     ("setting delayed", "join"): "does not take part in the delayed all-reduce",
     ("setting delayed", "join by input"): "does not take part in the delayed all-reduce",
-    ("through a group", "join"): "runs with join",
-    ("through a group", "model sparse"): "sparse gradients",
-    ("through a group", "join by input"): "runs with join",
 }
 # What the package says where a scheme, an option or a wrapper does not go with another.
 OF_SCHEMES = (
@@ -186,7 +181,6 @@ APART = {
     ("part of the ranks", "another group"): "the ranks that are in no group do not come to it",
     ("freeze", "another group"): "our class averages what is trained when the ranks change",
     ("no_sync", "discard"): "the discarded pass makes the next no_sync pass a synchronised one",
-    ("through a group", "setting mesh"): "the mesh has the group",
     ("scheme noop", "wrap ef21"): "ranks that average nothing follow different estimates",
     ("scheme noop", "leave"): "nobody waits for anybody",
     ("scheme noop", "setting delayed"): "delayed gradients are averaged, the others are not",
