@@ -11,6 +11,7 @@ from ddp_core import (
     MissingRankError,
     PeerError,
     RoundsError,
+    SilentStoreError,
 )
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "RegistrationError",
     "RoundsError",
     "SchemeError",
+    "SilentStoreError",
     "UnknownSchemeError",
     "VerificationError",
 ]

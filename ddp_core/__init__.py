@@ -33,17 +33,18 @@ from ddp_core.exchange.errors import (
     MissingRankError,
     PeerError,
     RoundsError,
+    SilentStoreError,
     needs,
 )
 from ddp_core.exchange.lane_groups import (
     LaneGroup,
     borrow,
-    group_store,
-    group_timeout,
     host_backend,
     is_gloo,
+    made_in_time,
 )
 from ddp_core.exchange.lanes import Lanes
+from ddp_core.exchange.shared_store import SharedStore, group_store, group_timeout, shared_store
 from ddp_core.exchange.simulate import simulate
 from ddp_core.exchange.streams import Streams
 from ddp_core.exchange.task import Exchange, RoundRecord, Task
@@ -78,6 +79,8 @@ __all__ = [
     "Reducer",
     "RoundRecord",
     "RoundsError",
+    "SharedStore",
+    "SilentStoreError",
     "Streams",
     "Task",
     "Timeline",
@@ -94,10 +97,12 @@ __all__ = [
     "group_timeout",
     "host_backend",
     "is_gloo",
+    "made_in_time",
     "needs",
     "on_device",
     "on_device_of",
     "overlapped",
+    "shared_store",
     "simulate",
     "stream_of",
 ]

@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook as torchs
 from torch.distributed.optim.zero_redundancy_optimizer import _OverlapStatus
 
 from ddp_core.ddp.ddp import DistributedDataParallel
-from ddp_core.exchange.lane_groups import LaneGroup, borrow
+from ddp_core.exchange.lane_groups import LaneGroup, borrow, made_in_time
 from ddp_core.reducer.held import HeldBucket
 from ddp_core.reducer.launch import CommHook, Launcher
 from ddp_core.reducer.layout import arrange
@@ -219,7 +219,8 @@ def _own_group(
 ) -> tuple[dist.ProcessGroup, Callable[[], None]]:
     """A group of the same ranks whose collectives nobody else starts, and how to let it go."""
     if device.type != "cpu":
-        own: Any = dist.new_group(dist.get_process_group_ranks(group))
+        ranks = dist.get_process_group_ranks(group)
+        own: Any = made_in_time(group, lambda: dist.new_group(ranks))
         return own, lambda: None
     (lent,) = borrow(group, 1)
     return lent.group, lambda: _let_go(lent)

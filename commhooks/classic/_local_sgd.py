@@ -6,6 +6,7 @@ a hook with the classes themselves and refuses strings.
 
 import socket
 import weakref
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from commhooks.classic._owner import Group, Owner, owner_of
 from commhooks.core.dense import Dense
 from commhooks.errors import RegistrationError
 from commhooks.schemes.noop import Noop
+from ddp_core import made_in_time
 
 __all__ = ["PostLocalSGDState", "post_localSGD_hook"]
 
@@ -154,7 +156,8 @@ def _same_host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     made: dist.ProcessGroup | None = None
     for host in [mine] if alone else sorted(set(hosts)):
         on_host = [rank for rank, other in zip(ranks, hosts, strict=True) if other == host]
-        group_of_host: dist.ProcessGroup = dist.new_group(on_host, use_local_synchronization=alone)
+        make = partial(dist.new_group, on_host, use_local_synchronization=alone)
+        group_of_host: dist.ProcessGroup = made_in_time(group, make)
         made = group_of_host if host == mine else made
     assert made is not None
     return made

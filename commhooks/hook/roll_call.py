@@ -6,15 +6,15 @@ ranks do not come leaves no collective behind: the ranks may call again.
 
 from __future__ import annotations
 
-import contextlib
 import time
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from ddp_core import MissingRankError, group_store, group_timeout
+from ddp_core import MissingRankError, SharedStore, SilentStoreError, group_timeout, shared_store
 
 __all__ = ["forget", "roll_call"]
 
@@ -38,27 +38,24 @@ def roll_call(call: str, group: dist.ProcessGroup, limit: timedelta | None = Non
 
     Raises:
         MissingRankError: some ranks did not come; the others get the same message.
+        SilentStoreError: the process that holds the store does not answer.
     """
-    store = group_store(group)
+    store = shared_store(group)
     if store is None or group.size() == 1:
         return
     longest = min(limit or timedelta.max, group_timeout(group) or limit or _DEFAULT)
-    key = _next_key(group, store)
-    store.set(f"{key}/{group.rank()}", call)
-    # Whoever writes the outcome first decides for all ranks: the last rank may come while another
-    # one gives up.
-    if store.add(f"{key}/came", 1) == group.size():
-        outcome = store.compare_set(f"{key}/outcome", "", _EVERYONE).decode()
-    else:
-        outcome = _wait(store, f"{key}/outcome", longest)
-    if outcome is None:
-        # Before the outcome is written: a rank that reads it may call again at once, and has to
-        # find the new generation. Not ``add``: several ranks may give up, the last of them after
-        # the first has called again.
-        generation, _ = _calls[group]
-        store.compare_set(_GENERATION, str(generation), str(generation + 1))
-        text = _who_came(store, key, group.size(), longest)
-        outcome = store.compare_set(f"{key}/outcome", "", text).decode()
+    seconds = longest.total_seconds()
+    end = time.monotonic() + seconds
+    try:
+        key = _next_key(group, store, end)
+        try:
+            outcome = _outcome(call, group, store, key, end, seconds)
+        except SilentStoreError:
+            # Read by the others once the store answers again; nobody waits for that.
+            store.tell(_giving_up(group, key, f"rank {group.rank()} gave up: its store was silent"))
+            raise
+    except SilentStoreError as error:
+        raise SilentStoreError(f"{call}: {error}") from error
     if outcome != _EVERYONE:
         raise MissingRankError(
             f"{call}: {outcome}. All ranks have to come here, between two steps; look at "
@@ -69,44 +66,70 @@ def roll_call(call: str, group: dist.ProcessGroup, limit: timedelta | None = Non
 def forget(group: dist.ProcessGroup) -> None:
     """Removes the last call's keys from the store, after all ranks have passed."""
     # Else every handshake of a long job leaves keys in the memory of the store's process.
-    store, (generation, number) = group_store(group), _calls.get(group, (0, 0))
+    store, (generation, number) = shared_store(group), _calls.get(group, (0, 0))
     key = f"commhooks/{generation}/{number}"
     names = [f"{key}/{group.rank()}"]
     if group.rank() == 0:
         names += [f"{key}/came", f"{key}/outcome"]
-    for name in names:
-        with contextlib.suppress(Exception):  # a FileStore, say, may not delete keys
-            store.delete_key(name)
+    if store is not None:  # some stores do not delete keys: that is no error
+        store.tell(lambda it: [it.delete_key(name) for name in names])
 
 
-def _next_key(group: dist.ProcessGroup, store: Any) -> str:
+def _next_key(group: dist.ProcessGroup, store: SharedStore, end: float) -> str:
     # Ranks that gave up on a call have counted it, and a rank that never came has not: after that
     # their numbers differ, so numbers begin again in a new generation.
-    generation = store.add(_GENERATION, 0)
+    generation = store.ask(lambda it: it.add(_GENERATION, 0), end - time.monotonic())
     last = _calls.get(group, (0, 0))
     number = last[1] + 1 if last[0] == generation else 1
     _calls[group] = generation, number
     return f"commhooks/{generation}/{number}"
 
 
-def _wait(store: Any, name: str, limit: timedelta) -> str | None:
-    """Returns the value of a key once it is set, or None after ``limit``."""
-    # Polls: the store's own ``wait`` keeps all other threads of the process from the store.
-    end, pause = time.monotonic() + limit.total_seconds(), 1e-3
-    while not store.check([name]):
-        if time.monotonic() > end:
-            return None
-        time.sleep(pause)
-        pause = min(2 * pause, 0.25)
-    text: str = store.get(name).decode()
-    return text
+def _outcome(
+    call: str, group: dist.ProcessGroup, store: SharedStore, key: str, end: float, seconds: float
+) -> str:
+    """Comes, and returns what was decided: whoever writes the outcome first decides for all ranks.
+
+    The last rank may come while another one gives up.
+    """
+    size = group.size()
+
+    def come(it: Any) -> str:
+        it.set(f"{key}/{group.rank()}", call)
+        if it.add(f"{key}/came", 1) == size:
+            return str(it.compare_set(f"{key}/outcome", "", _EVERYONE).decode())
+        return ""
+
+    outcome = store.ask(come, end - time.monotonic()) or _wait(store, f"{key}/outcome", end)
+    if outcome is not None:
+        return outcome
+    limit = f"{seconds:g} s"
+    ranks = range(size)
+    came = store.ask(lambda it: [one for one in ranks if it.check([f"{key}/{one}"])], 0.0)
+    return store.ask(_giving_up(group, key, _who_came(came, size, limit)), 0.0)
 
 
-def _who_came(store: Any, key: str, size: int, limit: timedelta) -> str:
-    came = [rank for rank in range(size) if store.check([f"{key}/{rank}"])]
+def _wait(store: SharedStore, key: str, end: float) -> str | None:
+    return store.wait_for(key, end - time.monotonic())
+
+
+def _giving_up(group: dist.ProcessGroup, key: str, text: str) -> Callable[[Any], str]:
+    """Ends a call to which not all ranks came, unless it has ended; returns its outcome."""
+    generation, _ = _calls[group]
+
+    def give_up(it: Any) -> str:
+        # Before the outcome is written: a rank that reads it may call again at once, and has to
+        # find the new generation. Not ``add``: several ranks may give up, the last of them after
+        # the first has called again.
+        it.compare_set(_GENERATION, str(generation), str(generation + 1))
+        return str(it.compare_set(f"{key}/outcome", "", text).decode())
+
+    return give_up
+
+
+def _who_came(came: list[int], size: int, limit: str) -> str:
     missing = sorted(set(range(size)) - set(came))
-    seconds = f"{limit.total_seconds():g} s"
-    return f"not every rank came: {_ranks(missing)} did not within {seconds}, {_ranks(came)} did"
+    return f"not every rank came: {_ranks(missing)} did not within {limit}, {_ranks(came)} did"
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -12,7 +12,7 @@ from commhooks.errors import RegistrationError
 from commhooks.hook.binding import need_group
 from commhooks.hosts.backend import Settings, make_known
 from commhooks.hosts.scheme_group import NAME, SchemeGroup
-from ddp_core import group_timeout
+from ddp_core import group_timeout, made_in_time
 
 __all__ = ["process_group"]
 
@@ -62,7 +62,8 @@ def process_group(
     make_known()
     ranks = dist.get_process_group_ranks(inside)
     unsorted: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
-    made: SchemeGroup = dist.new_group(
+    make = partial(
+        dist.new_group,
         ranks,
         timeout=group_timeout(inside),
         backend=NAME,
@@ -71,5 +72,6 @@ def process_group(
         use_local_synchronization=len(ranks) != dist.get_world_size(),
         **unsorted,
     )
+    made: SchemeGroup = made_in_time(inside, make)
     made.show_backends()
     return made

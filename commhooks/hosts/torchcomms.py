@@ -19,7 +19,7 @@ from commhooks.hosts.carrier import carrier, discard
 from commhooks.hosts.collectives import Collectives
 from commhooks.hosts.torchcomms_methods import METHODS
 from commhooks.wrappers.make import make
-from ddp_core import group_store, group_timeout
+from ddp_core import group_store, group_timeout, made_in_time
 
 __all__ = ["SchemeBackend", "register_backend"]
 
@@ -98,7 +98,7 @@ class SchemeBackend:
         members, timeout = [of_job[one] for one in ranks], group_timeout(self.group)
         store = PrefixStore(f"split/{self._splits}/{ranks[0]}", group_store(self.group))
         child: Any = type(self)()
-        child._part = carrier(store, members, own, timeout, name)
+        child._part = made_in_time(self.group, lambda: carrier(store, members, own, timeout, name))
         child.init(self._device, name, options)
         child._set_device_and_options(self._device, options)  # as torchcomms does after ``init``
         return child

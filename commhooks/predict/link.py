@@ -22,7 +22,8 @@ from commhooks.predict.link_cells import REQUESTS, Cell, Size
 from commhooks.predict.link_fit import COLLECTIVES, Layout, Part, Time, fitted, modelled
 from commhooks.predict.link_overlap import measured_overlap
 from ddp_core import AllReduce
-from ddp_core.exchange.lane_groups import backend_for, group_store, is_gloo
+from ddp_core.exchange.lane_groups import backend_for, is_gloo
+from ddp_core.exchange.shared_store import SharedStore, group_store
 
 __all__ = ["LinkReport", "link_report", "measure_link"]
 
@@ -163,8 +164,9 @@ class _Measurement:
         self._begin, self._budget = time.perf_counter(), budget_s
         self._rank, self._size, self._device = group.rank(), group.size(), device
         self._timeout = timedelta(seconds=timeout_s)
-        store = group_store(group)
-        self._store = dist.distributed_c10d.PrefixStore(f"commhooks/link/{next(_numbers)}", store)
+        name = f"commhooks/link/{next(_numbers)}"
+        store = dist.distributed_c10d.PrefixStore(name, group_store(group))
+        self._store = SharedStore(store)
         self._node = self._nodes(dist.get_rank())
         per_node = max(self._node.count(node) for node in self._node)
         self._layout = Layout(self._size, min(per_node, self._size))
@@ -191,7 +193,7 @@ class _Measurement:
         # Rank 0's numbers: two processors may round differently.
         links = [one and [one.latency, one.bandwidth] for one in (fit.between, fit.inside)]
         if self._rank == 0:
-            self._store.set("fit", json.dumps(links))
+            self._set("fit", json.dumps(links))
         between, inside = json.loads(self._get("fit"))
         fit = replace(
             fit,
@@ -212,7 +214,7 @@ class _Measurement:
         """Returns the node of each rank, by the number of ranks per node that torchrun tells."""
         local = os.environ.get("LOCAL_WORLD_SIZE")
         mine = socket.gethostname() if local is None else f"node {global_rank // int(local)}"
-        self._store.set(f"node of {self._rank}", mine)
+        self._set(f"node of {self._rank}", mine)
         return [self._get(f"node of {rank}") for rank in range(self._size)]
 
     def _make_parts(self) -> list[_Own]:
@@ -233,27 +235,37 @@ class _Measurement:
     def _own(self, part: Part, ranks: list[int], name: str) -> _Own:
         if self._rank not in ranks or len(ranks) < 2:
             return _Own(part, len(ranks), None)
-        store = dist.distributed_c10d.PrefixStore(name, self._store)
         rank, size = ranks.index(self._rank), len(ranks)
-        backend: Any
-        if self._device.type == "cpu":
-            kind = dist.ProcessGroup.BackendType.GLOO
-            backend = dist.ProcessGroupGloo(store, rank, size, timeout=self._timeout)
-        else:
-            kind = dist.ProcessGroup.BackendType.NCCL
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = self._timeout
-            backend = dist.ProcessGroupNCCL(store, rank, size, options)
-        # As the groups of lanes, torch.distributed does not know it.
-        group: Any = dist.ProcessGroup(store, rank, size)
-        group._set_default_backend(kind)
-        group._register_backend(self._device, kind, backend)
-        group._set_group_name(f"commhooks/link/{name}")
-        return _Own(part, size, group)
+
+        def connect(store: Any) -> Any:
+            store = dist.distributed_c10d.PrefixStore(name, store)
+            backend: Any
+            if self._device.type == "cpu":
+                kind = dist.ProcessGroup.BackendType.GLOO
+                backend = dist.ProcessGroupGloo(store, rank, size, timeout=self._timeout)
+            else:
+                kind = dist.ProcessGroup.BackendType.NCCL
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = self._timeout
+                backend = dist.ProcessGroupNCCL(store, rank, size, options)
+            # As the groups of lanes, torch.distributed does not know it.
+            group: Any = dist.ProcessGroup(store, rank, size)
+            group._set_default_backend(kind)
+            group._register_backend(self._device, kind, backend)
+            group._set_group_name(f"commhooks/link/{name}")
+            return group
+
+        # A second more, in which the backend says which rank did not come.
+        return _Own(part, size, self._store.ask(connect, self._timeout.total_seconds() + 1))
+
+    def _set(self, key: str, text: str) -> None:
+        self._store.ask(lambda store: store.set(key, text), self._timeout.total_seconds())
 
     def _get(self, key: str) -> str:
-        self._store.wait([key], self._timeout)
-        return str(self._store.get(key).decode())
+        text = self._store.wait_for(key, self._timeout.total_seconds())
+        if text is None:
+            raise RuntimeError(f"{key!r} did not come from another rank")
+        return text
 
     def _highest(self, values: Sequence[float]) -> list[float]:
         """Returns the largest of all ranks, value by value."""

@@ -9,7 +9,6 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ from commhooks.hook import HookState, register
 from commhooks.wrappers import Schedule
 from commhooks.wrappers.make import make
 from ddp_core import AllReduce
-from ddp_core.exchange.lane_groups import group_store
+from ddp_core.exchange.shared_store import SharedStore, group_limit, group_store
 
 __all__ = ["BLOCK", "KINDS", "WARM_UP", "Facts", "OneValue", "Travel", "Turns"]
 
@@ -38,7 +37,7 @@ WARM_UP = 10
 # time, and the step after waits for the slowest.
 BLOCK = 6
 _SETTLED = 3  # steps after which buckets are what they will be
-_MEETING = timedelta(seconds=120)  # of ranks that end the same step
+_MEETING = 120.0  # seconds, of ranks that end the same step
 _numbers = itertools.count()  # of the measurements in this process, equal on all ranks
 
 
@@ -111,7 +110,9 @@ class Turns:
         self._hook.stays = "its steps are being measured (headroom); change the ranks after that"
         self._group = ddp.process_group
         name = f"commhooks/headroom/{next(_numbers)}"
-        self._store = dist.distributed_c10d.PrefixStore(name, group_store(self._group))
+        store = dist.distributed_c10d.PrefixStore(name, group_store(self._group))
+        self._store = SharedStore(store)
+        self._limit = min(_MEETING, group_limit(self._group))
         self._cuda = ddp.device_type == "cuda" if hasattr(ddp, "device_type") else False
         self._marks: list[Any] = []
         self._turns = 0
@@ -156,7 +157,7 @@ class Turns:
         if self._hook.rank == 0:
             # The next turn takes as long as this one.
             seconds = _seconds(self._marks[-1 - len(KINDS) * BLOCK], self._marks[-1])
-            self._store.set(key, "no" if time.time() + seconds > self._deadline else "yes")
+            self._set(key, "no" if time.time() + seconds > self._deadline else "yes")
         return self._get(key) == "no"
 
     def results(self) -> tuple[list[dict[str, list[float]]], Facts, list[Travel]]:
@@ -174,12 +175,12 @@ class Turns:
         mine = [_seconds(begin, end) for begin, end in itertools.pairwise(self._marks)]
         rank, size = self._hook.rank, self._hook.world_size
         travel, dense_nbytes = _travel(self._hook)
-        self._store.set(f"times of {rank}", json.dumps([mine, travel]))
+        self._set(f"times of {rank}", json.dumps([mine, travel]))
         if rank == 0:
             everyone = [json.loads(self._get(f"times of {one}")) for one in range(size)]
             slowest = [max(step) for step in zip(*(one[0] for one in everyone), strict=True)]
             travels = [[Travel(*one) for one in theirs] for _, theirs in everyone]
-            self._store.set("result", json.dumps([slowest, _of_all(travels)]))
+            self._set("result", json.dumps([slowest, _of_all(travels)]))
         slowest, agreed = json.loads(self._get("result"))
         facts = Facts(
             world_size=size,
@@ -195,19 +196,21 @@ class Turns:
         """Returns when all ranks are here, rank 0 last: its process may be the one of the store."""
         rank, size = self._hook.rank, self._hook.world_size
         self._hook.close()
-        self._store.set(f"rank {rank} parts", "")
+        self._set(f"rank {rank} parts", "")
         for one in range(size) if rank == 0 else ():
             self._get(f"rank {one} parts")
 
+    def _set(self, key: str, text: str) -> None:
+        self._store.ask(lambda store: store.set(key, text), self._limit)
+
     def _get(self, key: str) -> str:
-        try:
-            self._store.wait([key], _MEETING)
-        except RuntimeError as error:
+        text = self._store.wait_for(key, self._limit)
+        if text is None:
             raise MissingRankError(
-                f"headroom: {key!r} did not come from another rank within "
-                f"{_MEETING.total_seconds():.0f} s; all ranks run the same steps"
-            ) from error
-        return str(self._store.get(key).decode())
+                f"headroom: {key!r} did not come from another rank within {self._limit:g} s; all "
+                f"ranks run the same steps"
+            )
+        return text
 
 
 def _schedule(turns: int) -> Scheme:

@@ -13,6 +13,7 @@ __all__ = [
     "MissingRankError",
     "PeerError",
     "RoundsError",
+    "SilentStoreError",
     "needs",
 ]
 
@@ -50,6 +51,10 @@ class MismatchError(Error, RuntimeError):
 
 class MissingRankError(MismatchError):
     """Raised when a rank did not come to a call that all ranks make alike."""
+
+
+class SilentStoreError(MissingRankError):
+    """Raised when the process that holds the store of the process group does not answer."""
 
 
 class RoundsError(Error, RuntimeError):

@@ -14,24 +14,28 @@ import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from ddp_core.exchange.shared_store import SharedStore, group_limit, group_timeout, shared_store
 
 __all__ = [
     "LaneGroup",
     "backend_for",
     "borrow",
-    "group_store",
-    "group_timeout",
     "host_backend",
     "is_gloo",
     "is_nccl",
+    "made_in_time",
 ]
 
+_T = TypeVar("_T")
 _CPU = torch.device("cpu")
+_MORE = (
+    1.0  # seconds until the store counts as silent, after what waits for other ranks has given up
+)
 
 
 def backend_for(group: dist.ProcessGroup, device: torch.device) -> Any:
@@ -56,26 +60,6 @@ def is_gloo(backend: object) -> bool:
 def is_nccl(backend: object) -> bool:
     """Whether it is NCCL's."""
     return dist.is_nccl_available() and isinstance(backend, dist.ProcessGroupNCCL)
-
-
-def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """Returns the timeout of ``group``; None if the backend does not tell."""
-    for device in (_CPU, *getattr(group, "_device_types", ())):
-        with contextlib.suppress(Exception):
-            backend = group._get_backend(device)
-            backend = getattr(backend, "wrapped_pg", backend)
-            return timedelta(seconds=backend.options._timeout.total_seconds())
-    return None
-
-
-def group_store(group: dist.ProcessGroup) -> Any:
-    """Returns the store that all ranks of ``group`` see; None if it has none."""
-    with contextlib.suppress(Exception):
-        return dist.distributed_c10d._get_process_group_store(group)
-    # A group that somebody else made of torch's classes (torchft) has brought its own.
-    with contextlib.suppress(Exception):
-        return group.get_group_store()
-    return None
 
 
 @dataclass(eq=False)
@@ -175,7 +159,7 @@ def borrow(parent: dist.ProcessGroup, count: int) -> list[LaneGroup]:
     Raises:
         RuntimeError: torch.distributed does not know ``parent``.
     """
-    store = group_store(parent)
+    store = shared_store(parent)
     if store is None:
         raise RuntimeError(
             f"Lanes: a scheme of several rounds needs a process group for each further round, with "
@@ -213,22 +197,46 @@ def borrow(parent: dist.ProcessGroup, count: int) -> list[LaneGroup]:
     return taken
 
 
-def _make(parent: dist.ProcessGroup, name: str, store: Any) -> Any:
+def _make(parent: dist.ProcessGroup, name: str, store: SharedStore) -> Any:
     """A group of the same ranks whose collectives return at once."""
     timeout = group_timeout(parent)
-    backend = host_backend(parent)
-    if is_gloo(backend):
-        store = dist.distributed_c10d.PrefixStore(name, store)
+    if is_gloo(host_backend(parent)):
         times = {} if timeout is None else {"timeout": timeout}
-        gloo = dist.ProcessGroupGloo(store, parent.rank(), parent.size(), **times)
-        return _group_of(gloo, store, parent, name)
+
+        def connect(store: Any) -> Any:
+            store = dist.distributed_c10d.PrefixStore(name, store)
+            gloo = dist.ProcessGroupGloo(store, parent.rank(), parent.size(), **times)
+            return _group_of(gloo, store, parent, name)
+
+        return store.ask(connect, group_limit(parent) + _MORE)
     ranks = dist.get_process_group_ranks(parent)
-    return dist.new_group(
-        ranks,
-        timeout=timeout,
-        backend=dist.get_backend(parent),
-        use_local_synchronization=len(ranks) != dist.get_world_size(),
+    return made_in_time(
+        parent,
+        lambda: dist.new_group(
+            ranks,
+            timeout=timeout,
+            backend=dist.get_backend(parent),
+            use_local_synchronization=len(ranks) != dist.get_world_size(),
+        ),
     )
+
+
+def made_in_time(parent: dist.ProcessGroup, make: Callable[[], _T]) -> _T:
+    """Returns what ``make`` returns: a group, whose ranks find each other in the store.
+
+    Raises:
+        SilentStoreError: the store of ``parent`` does not answer within its timeout.
+    """
+    store = shared_store(parent)
+    if store is None:
+        return make()
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1  # -1: none
+
+    def made(_: Any) -> _T:
+        with torch.cuda.device(device):  # a thread has its own
+            return make()
+
+    return store.ask(made, group_limit(parent) + _MORE)
 
 
 def _group_of(backend: Any, store: Any, parent: dist.ProcessGroup, name: str) -> Any:

@@ -6,22 +6,20 @@ the others have sent, or will send, in the step that it has dropped.
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Sequence
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from ddp_core.exchange.errors import MismatchError
-from ddp_core.exchange.lane_groups import group_timeout
+from ddp_core.exchange.shared_store import SharedStore, group_limit
 
 __all__ = ["Abandonments"]
 
 _ALIKE = "all ranks alike"
-_DEFAULT = timedelta(minutes=5)  # if the group has no limit
 _LISTED = 16
+_SOON = 1.0  # seconds in which a store answers
 
 
 class _Dropped(NamedTuple):
@@ -41,14 +39,14 @@ class Abandonments:
 
     Args:
         group: the ranks.
-        store: what they share, if anything.
+        store: asks what they share, if anything.
         name: distinguishes reducers of one group; the same on all ranks.
 
     Attributes:
         first_step: the one with which these ranks began. A rank that came to them counts from 0.
     """
 
-    def __init__(self, group: dist.ProcessGroup, store: Any, name: str) -> None:
+    def __init__(self, group: dist.ProcessGroup, store: SharedStore | None, name: str) -> None:
         self._group, self._store, self._name = group, store, name
         self._rank, self._size = group.rank(), group.size()
         self.first_step = 0
@@ -80,7 +78,7 @@ class Abandonments:
             try:
                 outcome = self._outcome(self._mine)
             except RuntimeError as error:
-                outcome = f"{self._text(self._mine)}, and the store failed: {error}"
+                outcome = f"{self._text(self._mine)}, and {error}"
             if outcome == _ALIKE:
                 self._forget(self._number - 1)
                 self._number, self._mine = self._number + 1, None
@@ -101,74 +99,83 @@ class Abandonments:
         """
         if self._store is None or self._size == 1:
             return None
-        with contextlib.suppress(RuntimeError):  # the store's host may be gone
-            if not self._store.check([self._key()]):
+        # What this rank waits for has a timeout of its own, so a silent store is not waited for.
+        seen = self._store.peek(self._seen(), _SOON)
+        if not seen:
+            return None
+        (who, theirs), outcome = seen
+        said = ""
+        if outcome is None and self._mine is not None:
+            # What it has launched is settled here, and comes if all have launched as much.
+            if theirs != self._mine:
+                said = self._difference(who, theirs, self._mine)
+        elif outcome is None and theirs[:2] <= (step - self.first_step, bucket):
+            mine = f"bucket {bucket} of step {step}" if bucket >= 0 else f"ranks in step {step}"
+            said = f"{self._text(theirs, who)}, rank {self._rank} waits for {mine}"
+        if said:
+            outcome = self._store.peek(self._decision(said), _SOON)
+        if outcome is None or outcome == _ALIKE:
+            return None
+        self._error = outcome
+        return outcome
+
+    def _seen(self) -> Callable[[Any], tuple[tuple[int, _Dropped], str | None] | None]:
+        """Asks what the first rank has dropped, and what was decided."""
+        key = self._key()
+
+        def seen(store: Any) -> tuple[tuple[int, _Dropped], str | None] | None:
+            if not store.check([key]):
                 return None
-            who, theirs = _parse(self._store.get(self._key()))
-            outcome = self._decided()
-            if outcome is None and self._mine is not None:
-                # What it has launched is settled here, and comes if all have launched as much.
-                if theirs != self._mine:
-                    outcome = self._differ(who, theirs, self._mine)
-            elif outcome is None and theirs[:2] <= (step - self.first_step, bucket):
-                mine = f"bucket {bucket} of step {step}" if bucket >= 0 else f"ranks in step {step}"
-                text = f"{self._text(theirs, who)}, rank {self._rank} waits for {mine}"
-                outcome = self._decide(text)
-            if outcome is not None and outcome != _ALIKE:
-                self._error = outcome
-                return outcome
-        return None
+            first = _parse(store.get(key))
+            decided = store.check([f"{key}/outcome"])
+            return first, store.get(f"{key}/outcome").decode() if decided else None
+
+        return seen
+
+    def _decision(self, outcome: str) -> Callable[[Any], str]:
+        """Decides for all ranks, unless another one has: returns what was decided."""
+        key = f"{self._key()}/outcome"
+        return lambda store: str(store.compare_set(key, "", outcome).decode())
 
     def _outcome(self, mine: _Dropped) -> str:
         """Tells the others; returns what all ranks then know. Whoever decides first does so."""
-        store, key = self._store, self._key()
+        store, key, rank = self._store, self._key(), self._rank
         if store is None:
             return f"{self._text(mine)}, and the group has no store to ask the others"
-        text = f"{self._rank} {mine.step} {mine.launched} {int(mine.told)}"
-        who, first = _parse(store.compare_set(key, "", text))
-        if first != mine:
-            return self._differ(who, first, mine)
-        store.set(f"{key}/{self._rank}", "")
-        if store.add(f"{key}/came", 1) == self._size:
-            return self._decide(_ALIKE)
-        limit = group_timeout(self._group) or _DEFAULT
-        outcome = self._wait(limit)
+        limit = group_limit(self._group)
+        end = time.monotonic() + limit
+
+        def decide(outcome: str) -> str:
+            return store.ask(self._decision(outcome), end - time.monotonic())
+
+        text = f"{rank} {mine.step} {mine.launched} {int(mine.told)}"
+        first = store.ask(lambda it: it.compare_set(key, "", text), limit)
+        who, theirs = _parse(first)
+        if theirs != mine:
+            return decide(self._difference(who, theirs, mine))
+
+        def come(it: Any) -> bool:
+            it.set(f"{key}/{rank}", "")
+            return bool(it.add(f"{key}/came", 1) == self._size)
+
+        if store.ask(come, end - time.monotonic()):
+            return decide(_ALIKE)
+        outcome = store.wait_for(f"{key}/outcome", end - time.monotonic())
         if outcome is not None:
             return outcome
-        came = [rank for rank in range(self._size) if store.check([f"{key}/{rank}"])]
-        missing = [rank for rank in range(self._size) if rank not in came]
-        return self._decide(
-            f"{self._text(mine, *came)}, {_ranks(missing)} did not within "
-            f"{limit.total_seconds():g} s"
-        )
+        ranks = range(self._size)
+        came = store.ask(lambda it: [one for one in ranks if it.check([f"{key}/{one}"])], 0.0)
+        missing = [one for one in ranks if one not in came]
+        return decide(f"{self._text(mine, *came)}, {_ranks(missing)} did not within {limit:g} s")
 
-    def _differ(self, who: int, theirs: _Dropped, mine: _Dropped) -> str:
-        return self._decide(f"{self._text(theirs, who)}, {self._text(mine)}")
+    def _difference(self, who: int, theirs: _Dropped, mine: _Dropped) -> str:
+        return f"{self._text(theirs, who)}, {self._text(mine)}"
 
     def _text(self, dropped: _Dropped, *who: int) -> str:
         """Says what ranks have dropped; this one by default."""
         how = "heard of another rank's failure in" if dropped.told else "dropped"
         step, buckets = dropped.step + self.first_step, dropped.launched
         return f"{_ranks(who or [self._rank])} {how} step {step} after {buckets} buckets"
-
-    def _wait(self, limit: timedelta) -> str | None:
-        # Polls: the store's own ``wait`` keeps all other threads of the process from the store.
-        end, pause = time.monotonic() + limit.total_seconds(), 1e-3
-        while (outcome := self._decided()) is None and time.monotonic() < end:
-            time.sleep(pause)
-            pause = min(2 * pause, 0.25)
-        return outcome
-
-    def _decided(self) -> str | None:
-        key = f"{self._key()}/outcome"
-        if not self._store.check([key]):
-            return None
-        text: str = self._store.get(key).decode()
-        return text
-
-    def _decide(self, outcome: str) -> str:
-        text: str = self._store.compare_set(f"{self._key()}/outcome", "", outcome).decode()
-        return text
 
     def _key(self) -> str:
         return f"ddp_core/{self._name}/abandoned/{self._number}"
@@ -179,9 +186,8 @@ class Abandonments:
         names = [f"{key}/{self._rank}"]
         if self._rank == 0:
             names += [key, f"{key}/came", f"{key}/outcome"]
-        for name in names if number >= 0 else ():
-            with contextlib.suppress(Exception):  # a store may not delete keys
-                self._store.delete_key(name)
+        if self._store is not None and number >= 0:
+            self._store.tell(lambda store: [store.delete_key(name) for name in names])
 
 
 def _parse(value: bytes) -> tuple[int, _Dropped]:

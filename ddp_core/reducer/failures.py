@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from datetime import timedelta
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_core.exchange.errors import CollectiveError, PeerError
-from ddp_core.exchange.lane_groups import group_store
+from ddp_core.exchange.shared_store import shared_store
 from ddp_core.reducer.abandoned import Abandonments
 
 __all__ = [
@@ -31,6 +30,7 @@ __all__ = [
 
 # So long nobody looks at the board; most waits are over by then.
 SLICE = timedelta(seconds=1)
+_SLICE = SLICE.total_seconds()
 
 
 class Place(NamedTuple):
@@ -55,23 +55,32 @@ class FailureBoard:
     def __init__(self, group: dist.ProcessGroup, name: str) -> None:
         self._rank = group.rank()
         self._name = name
-        self._store = group_store(group)  # without one, failures time out instead
+        self._reported = -1  # the attempt of the last report
+        self._store = shared_store(group)  # without one, failures time out instead
         self.abandonments = Abandonments(group, self._store, name)
 
     def report(self, attempt: int, text: str) -> None:
-        """Tells the other ranks; never raises."""
-        if self._store is not None:
-            with contextlib.suppress(Exception):  # the store's host may be gone
-                self._store.compare_set(self._key(attempt), "", f"rank {self._rank}: {text}")
+        """Tells the other ranks; never raises. The first report of an attempt counts."""
+        if self._store is not None and attempt != self._reported:
+            self._reported, key = attempt, self._key(attempt)
+            text = f"rank {self._rank}: {text}"
+            # The process may end at once, so it waits until the others can read it.
+            self._store.tell(lambda store: store.compare_set(key, "", text), _SLICE)
 
     def look(self, place: Place) -> str | None:
-        """Returns what another rank has reported that will not come to this place."""
-        text: str | None = None
-        if self._store is not None:
-            with contextlib.suppress(Exception):
-                if self._store.check([self._key(place.attempt)]):
-                    text = self._store.get(self._key(place.attempt)).decode()
-        if text is None or text.startswith(f"rank {self._rank}:"):
+        """Returns what another rank has reported that will not come to this place.
+
+        A store that does not answer is not waited for: what is awaited has a timeout of its own.
+        """
+        if self._store is None:
+            return None
+        key = self._key(place.attempt)
+
+        def reported(store: Any) -> str:
+            return str(store.get(key).decode()) if store.check([key]) else ""
+
+        text = self._store.peek(reported, _SLICE)
+        if not text or text.startswith(f"rank {self._rank}:"):
             return self.abandonments.look(place.step, place.bucket)
         return text
 

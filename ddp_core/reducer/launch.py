@@ -15,7 +15,7 @@ from torch import Tensor
 from ddp_core.exchange.clocks import event_after, put
 from ddp_core.exchange.collectives import AllReduce
 from ddp_core.exchange.errors import CollectiveError, PeerError
-from ddp_core.exchange.lane_groups import group_timeout
+from ddp_core.exchange.shared_store import group_timeout
 from ddp_core.exchange.sparse_sum import SparseSum
 from ddp_core.exchange.task import RoundRecord
 from ddp_core.reducer.events import StepEvents

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from ddp_core import MismatchError
+from ddp_core import MismatchError, SharedStore
 from ddp_core.reducer import abandoned
 from ddp_core.reducer.abandoned import Abandonments
 
@@ -27,8 +26,8 @@ from ddp_core.reducer.abandoned import Abandonments
 def test_only_ranks_that_have_dropped_alike_go_on(
     ours: Any, theirs: Any, alike: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(abandoned, "group_timeout", lambda group: timedelta(seconds=20))
-    store = dist.HashStore()
+    monkeypatch.setattr(abandoned, "group_limit", lambda group: 20.0)
+    store = SharedStore(dist.HashStore())
 
     def rank(number: int) -> str:
         group: Any = SimpleNamespace(rank=lambda: number, size=lambda: 2)

@@ -10,8 +10,10 @@ import torch.distributed as dist
 from commhooks.errors import MissingRankError
 from commhooks.hook import roll_call as _roll_call
 from commhooks.hook.roll_call import forget, roll_call
+from ddp_core import SharedStore, SilentStoreError
 
 SHORT, LONG = timedelta(seconds=0.3), timedelta(seconds=20)
+SOON = 0.0  # for questions that are answered at once
 
 
 class _Group:
@@ -29,8 +31,8 @@ class _Group:
 
 @pytest.fixture
 def groups(monkeypatch):
-    store = dist.HashStore()
-    monkeypatch.setattr(_roll_call, "group_store", lambda group: store)
+    store = SharedStore(dist.HashStore())
+    monkeypatch.setattr(_roll_call, "shared_store", lambda group: store)
     return [_Group(rank, 3) for rank in range(3)]
 
 
@@ -78,30 +80,30 @@ def test_who_came_is_told_the_same_words_and_all_may_call_again(groups):
 def test_ranks_that_give_up_one_after_the_other_meet_again(groups, monkeypatch):
     wait, keys = _roll_call._wait, []
 
-    def give_up_late(store, name, limit):
+    def give_up_late(store, name, end):
         """Rank 1 gives up when rank 0 has given up and called again."""
         monkeypatch.setattr(_roll_call, "_wait", wait)
         with pytest.raises(MissingRankError):
             roll_call("switch", groups[0], SHORT)
-        keys.append(_roll_call._next_key(groups[0], store))
+        keys.append(_roll_call._next_key(groups[0], store, SOON))
 
     monkeypatch.setattr(_roll_call, "_wait", give_up_late)
     with pytest.raises(MissingRankError):
         roll_call("switch", groups[1], SHORT)
-    store = _roll_call.group_store(None)
-    assert [_roll_call._next_key(groups[rank], store) for rank in (1, 2)] == keys * 2
+    store = _roll_call.shared_store(None)
+    assert [_roll_call._next_key(groups[rank], store, SOON) for rank in (1, 2)] == keys * 2
 
 
 def test_a_rank_that_comes_to_an_ended_call_is_told(groups, monkeypatch):
     # It had asked for the number of the call before the others gave up.
-    key = _roll_call._next_key(groups[1], _roll_call.group_store(None))
+    key = _roll_call._next_key(groups[1], _roll_call.shared_store(None), SOON)
     assert _call(groups, [0, 2], limit=SHORT)[0] is not None
-    monkeypatch.setattr(_roll_call, "_next_key", lambda group, store: key)
+    monkeypatch.setattr(_roll_call, "_next_key", lambda group, store, end: key)
     [text] = _call(groups, [1])
     assert "rank 1 did not" in text
     monkeypatch.undo()
 
 
 def test_nobody_else_is_waited_for_without_a_store(monkeypatch):
-    monkeypatch.setattr(_roll_call, "group_store", lambda group: None)
+    monkeypatch.setattr(_roll_call, "shared_store", lambda group: None)
     roll_call("register", _Group(0, 3), SHORT)
