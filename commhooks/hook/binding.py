@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.errors import RegistrationError
-from commhooks.hook.parameters import Parameters, find_owner
+from commhooks.hook.parameters import Parameters, find_owner, values_of
 from ddp_core import DistributedDataParallel as CoreDDP
 from ddp_core import on_device, on_device_of
 
@@ -73,6 +73,7 @@ class Binding:
         self.pickled_on: Origin | None = None
         self._process_group = process_group
         self._follows_model = False  # the group is the model's
+        self._shards_of: Callable[[], Mapping[str, Tensor]] | None = None  # of a host with shards
         # Weak: DistributedDataParallel holds the state, and no cycle should keep a model alive.
         self._model: weakref.ref[nn.Module] | None = None
 
@@ -114,12 +115,15 @@ class Binding:
         parameters: Parameters,
         group: dist.ProcessGroup,
         device: torch.device,
+        values: Callable[[], Mapping[str, Tensor]] = dict,
     ) -> None:
         """Takes a model whose host reduces its gradients to shards, over the ranks of ``group``.
 
         Args:
             device: where they are reduced, wherever parameters lie between steps (offloading).
+            values: returns the parameters, or shards of them, that ranks have in common, by name.
         """
+        self._shards_of = values
         self._model, self.parameters, self._process_group = weakref.ref(model), parameters, group
         self.also_on = device
 
@@ -176,6 +180,13 @@ class Binding:
         model = self.model
         told = isinstance(model, CoreDDP) and model.reducer.launcher.tells(state)
         return model if told else None
+
+    def values(self) -> Mapping[str, Tensor]:
+        """Returns the parameters, or shards of them, that the ranks have in common, by name."""
+        if self._shards_of is not None:
+            return self._shards_of()
+        model = self.model
+        return {} if model is None else values_of(model)
 
     def devices(self) -> set[str]:
         """Returns the types of the devices that the model's parameters are on."""

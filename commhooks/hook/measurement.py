@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from functools import lru_cache
-from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import torch
@@ -13,6 +11,7 @@ from torch import Tensor
 from commhooks.core.layout import Layout
 from commhooks.core.memory import Memory, staged_in
 from commhooks.core.scheme import Scheme
+from commhooks.hook.equal import hashes
 from commhooks.hook.sketch import dots_of, sketches_of
 from commhooks.kernels import squared_norms
 from commhooks.wrappers.feedback import RESIDUAL, keeps_residual
@@ -24,8 +23,6 @@ __all__ = ["ROWS", "Comparison", "Errors", "Measurement", "Observer", "norms_of"
 # What a rank tells the others of each parameter: norms of its gradient, of the averaged gradient,
 # of their difference and of its residual, and the hash of the averaged gradient.
 ROWS = ("gradient", "mean", "difference", "residual", "hash")
-_CHUNK = 2**17  # integers that are hashed at a time: they stay in a CPU's cache, and in its heap
-
 
 Comparison = Generator[Collective, Tensor, None]
 
@@ -105,11 +102,11 @@ class Measurement:
             memory: with the residual before this step, and the one that the step has staged.
         """
         flat, sizes = mean.detach().view(-1), self.layout.sizes
-        averaged, hashes = norms_of(flat, sizes), _hashes(flat, sizes)
+        averaged, bits = norms_of(flat, sizes), hashes(flat, sizes)
         own, residual, sent = self._sent(memory)
         self._difference.sub_(flat)
         away = norms_of(self._difference, sizes)
-        self.rows = torch.stack([own, averaged, away, residual, hashes.view(torch.float64)])
+        self.rows = torch.stack([own, averaged, away, residual, bits.view(torch.float64)])
         if not self._averages:
             self._keep([])
             return
@@ -213,66 +210,5 @@ def norms_of(flat: Tensor, sizes: Sequence[int]) -> Tensor:
     return squares.sqrt_()
 
 
-def _sums(values: Tensor, owners: Sequence[int], count: int) -> Tensor:
-    """Returns the sum of the values of each owner."""
-    places = torch.tensor(owners, dtype=torch.int64, device=values.device)
-    return values.new_zeros(count).index_add_(0, places, values)
-
-
 def _wide(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
-
-
-def _hashes(flat: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Returns an integer per parameter that depends on every bit and on every position."""
-    # In 32 bits, modulo 2^32: six times as fast as in 64. An odd multiplier per place, so that a
-    # change of one entry changes the sum. An entry of 64 bits counts as two.
-    wide = flat.element_size() == 8
-    integer = torch.int16 if flat.element_size() == 2 else torch.int32
-    low, high = _multipliers(flat.device)
-    sums: list[Tensor] = []
-    owners: list[int] = []
-    parameter, left = 0, sizes[0] if sizes else 0
-    for number, chunk in enumerate(flat.split(_CHUNK // 2)):
-        spans = []
-        room = chunk.numel()
-        while room:
-            while not left:
-                parameter, left = parameter + 1, sizes[parameter + 1]
-            taken = min(room, left)
-            spans.append((parameter, taken))
-            room, left = room - taken, left - taken
-        # Zero has two forms, which count as equal.
-        if not spans:
-            continue
-        bits = chunk.add(0.0).view(integer).to(torch.int32)
-        upper = bits >> 16 if integer == torch.int32 else None
-        bits.mul_(low[: len(bits)])
-        if upper is not None:
-            # An odd multiple of the sign bit is the sign bit again, so that every second pair of
-            # signs would cancel: the upper bits count a second time, further down.
-            bits.add_(upper.mul_(high[: len(bits)]))
-        owners += [owner for owner, _ in spans]
-        found = _sums_of_spans(bits, [taken * (1 + wide) for _, taken in spans])
-        sums.append(found.mul_(2 * number + 1))
-    none = torch.zeros(0, dtype=torch.int64, device=flat.device)
-    return _sums(torch.cat([none, *sums]), owners, len(sizes))
-
-
-@lru_cache(maxsize=8)
-def _multipliers(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns odd numbers, one per place in a chunk, for the lower and the upper bits."""
-    # A copy from the host is over when it returns: any stream of a GPU may read what is kept.
-    places = torch.arange(_CHUNK, dtype=torch.int32, device="cpu")
-    low = places.mul(0x4C957F2D & ~1).add_(0x2545F491)
-    return low.to(device), places.mul_(0x5851F42D & ~1).add_(0x14057B7F).to(device)
-
-
-def _sums_of_spans(values: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Returns the sum in 64 bits of each of successive spans of integers."""
-    if len(sizes) == 1:
-        return values.sum(dtype=torch.int64).view(1)
-    # One pass over all of them, and exact: integers wrap around.
-    ends = torch.tensor([*accumulate(sizes)], device=values.device)
-    sums = values.cumsum(0, dtype=torch.int64)[ends - 1]
-    return sums.diff(prepend=sums.new_zeros(1))

@@ -120,6 +120,8 @@ class Meeting:
             "verify_every": getattr(self.verification, "every", None),
             "verify": getattr(self.verification, "action", None),
             "verify_with": getattr(self.verification, "reference", None),
+            # Also of frozen ones, which are no facts without verification.
+            "parameters to compare": list(self._binding.values()) if self.verification else [],
         }
 
     def _agree_after_load(self) -> None:
@@ -152,7 +154,12 @@ class Meeting:
         if self.verification is not None:
             binding = self._binding
             self.verification.open(
-                binding.group(), devices, self._drivers.join, binding.beside, owner=self
+                binding.group(),
+                devices,
+                self._drivers.join,
+                binding.beside,
+                binding.values,
+                owner=self,
             )
 
     def _send_exactly(self, scheme: Scheme) -> None:

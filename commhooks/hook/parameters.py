@@ -27,7 +27,10 @@ __all__ = [
     "find_ddp",
     "find_owner",
     "memory_order",
+    "names_of",
     "not_reduced",
+    "shared_buffers",
+    "values_of",
 ]
 
 
@@ -321,6 +324,37 @@ def not_reduced(model: nn.Module) -> dict[str, nn.Parameter]:
     """Returns the parameters that are in no bucket, by name, without those that are ignored."""
     reduced = {id(value) for value in _reduced(model)}
     return {name: value for name, value in _named(model) if id(value) not in reduced}
+
+
+def values_of(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the values that all ranks have, by name: also frozen ones, in their own precision.
+
+    Within a backward pass of mixed precision, parameters are low-precision copies.
+    """
+    inner, full = _inner(model), {}
+    if isinstance(model, CoreDDP) and model._parts.precision is not None:
+        full = model._parts.precision.full_values()
+    alone = set(getattr(inner, "_ddp_params_and_buffers_to_ignore", ()))
+    named = {name: one for name, one in inner.named_parameters() if name not in alone}
+    plain = plain_names(named)
+    return {
+        plain[name]: full.get(id(one), getattr(one, "_fp_param", one))  # the latter is torch's
+        for name, one in named.items()
+    }
+
+
+def shared_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the buffers that all ranks have, by name."""
+    inner = _inner(model)
+    alone = set(getattr(inner, "_ddp_params_and_buffers_to_ignore", ()))
+    return {name: one for name, one in inner.named_buffers() if name not in alone}
+
+
+def names_of(model: nn.Module) -> dict[int, str]:
+    """Returns the names of all parameters by identity."""
+    named = dict(_inner(model).named_parameters())
+    plain = plain_names(named)
+    return {id(one): plain[name] for name, one in named.items()}
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...]:

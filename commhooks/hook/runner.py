@@ -159,6 +159,11 @@ class Runner:
         self.settle()
         return self._step is not None or self._engine.under_way
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether the next bucket begins a step."""
+        return self._step is None
+
     def _enter(self, bucket: Any, buffer: Tensor, group: dist.ProcessGroup) -> Step:
         """Returns the step that the bucket belongs to, and watches its backward pass."""
         key, this_pass = key_of(bucket, buffer), torch._C._current_graph_task_id()

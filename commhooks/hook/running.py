@@ -102,6 +102,8 @@ class Running(Meeting):
         if self.verification is not None:
             need_verifiable(bucket.buffer().device)
             self.verification.step_begins(self.step)
+            if self._runner.is_idle:
+                self.verification.first_bucket_comes(self.step, self.scheme)
         return self._runner.start(
             bucket,
             self._binding.group(),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from commhooks.hook.parameters import Parameters
 from commhooks.hook.sharded_bucket import need_shards
@@ -23,6 +25,7 @@ def fit_to_host(
     *,
     shards_for: str,
     verification: Verification | None,
+    values: Callable[[], Mapping[str, Tensor]] = dict,
 ) -> None:
     """Fits a new hook to its host, before the hook meets the other ranks (``HookState.agree``).
 
@@ -35,6 +38,7 @@ def fit_to_host(
         shards_for: name of the host if each rank needs only its shard of the mean; "" if each rank
             needs the whole mean.
         verification: how steps are verified; None: not at all.
+        values: returns the parameters, or shards of them, that ranks have in common, by name.
 
     Raises:
         RegistrationError: the scheme cannot return a shard.
@@ -43,7 +47,7 @@ def fit_to_host(
     if shards_for:
         need_shards(hook.scheme, shards_for)
         hook.shards_for, hook.compared_with = shards_for, "reduce-scatter"
-    hook._binding.adopt_sharded(model, known, group, device)
+    hook._binding.adopt_sharded(model, known, group, device, values)
     if verification is not None:
         # The dense mean of a shard travels in the bucket's own exchange.
         further_rounds = int(bool(shards_for) and verification.dense)

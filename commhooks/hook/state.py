@@ -16,8 +16,10 @@ from commhooks.errors import RegistrationError
 from commhooks.hook import pickling, saving
 from commhooks.hook.binding import need_group
 from commhooks.hook.brief import brief
+from commhooks.hook.equal import need_equal, state_of
 from commhooks.hook.handshake import MEETING
 from commhooks.hook.moving import Moving
+from commhooks.hook.parameters import names_of, shared_buffers
 from commhooks.hook.sharded_bucket import need_shards
 from commhooks.wrappers.feedback import RESIDUAL, FlushResidual, keeps_residual
 from commhooks.wrappers.make import describe, make
@@ -143,6 +145,46 @@ class HookState(Moving):
         value = self._engine.memory.get(RESIDUAL, name)
         # A copy: the tensor in memory is a view of the flat buffer that later steps overwrite.
         return None if value is None else self._parameters.in_order(name, value).clone()
+
+    def verify_equal(
+        self, optimizer: torch.optim.Optimizer | None = None, *, buffers: bool = False
+    ) -> None:
+        """Raises on every rank if some have other parameters than the others; all ranks call it.
+
+        Compares every bit, by 8 bytes of each parameter. With ``register(verify_every=...)`` ranks
+        do so for parameters while they train.
+
+        Args:
+            optimizer: of this model; its settings and its state are compared, too.
+            buffers: compares these, too. Those of batch norm are equal where a forward pass begins,
+                when DistributedDataParallel has sent rank 0's, and differ behind it.
+
+        Raises:
+            VerificationError: something differs; names the first, and the ranks.
+            RegistrationError: the call is in the middle of a step, there is no model, or its host
+                or the optimizer keeps another part on each rank.
+            MissingRankError: some ranks did not come within 5 minutes or the group's timeout.
+
+        Example:
+            >>> hook.verify_equal(optimizer)
+        """
+        call = "HookState.verify_equal"
+        if self._runner.under_way:
+            raise RegistrationError(f"{call}: a step is under way; call it after the step")
+        self._bind()
+        model, values = self._binding.model, self._binding.values()
+        if model is None or not values:
+            raise RegistrationError(
+                f"{call}: there are no parameters that ranks have in common: the hook has no "
+                f"model, or its host keeps another shard of each on every rank"
+            )
+        told: dict[str, Any] = {f"parameter {name!r}": one for name, one in values.items()}
+        if buffers:
+            told |= {f"buffer {name!r}": one for name, one in shared_buffers(model).items()}
+        if optimizer is not None:
+            told |= state_of(optimizer, names_of(model))
+        with self._binding.on_device():
+            need_equal(call, told, self._binding.group())
 
     def close(self) -> None:
         """Stops the driver thread and destroys the extra process groups. Safe to call twice."""

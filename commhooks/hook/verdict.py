@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from commhooks.core.scheme import Scheme, children, walk
 from commhooks.hook.brief import brief
+from commhooks.hook.equal import odd_ones, others_in_words
 from commhooks.hook.measurement import ROWS, Measurement
 from commhooks.schemes.casts import TwoPhaseCast
 from commhooks.schemes.integer_sum import GlobalQSGD, IntSGD
@@ -26,6 +26,7 @@ __all__ = [
     "Verified",
     "broken_law",
     "judge",
+    "judge_parameters",
     "law_of",
     "lost_values",
     "rows_of",
@@ -45,8 +46,8 @@ class Finding(NamedTuple):
     """Describes something that a verified step has shown to be wrong.
 
     Attributes:
-        step, bucket, parameter: where.
-        kind: "ranks differ", "error" or "not finite".
+        step, bucket, parameter: where; the bucket is -1 where the parameter itself is wrong.
+        kind: "ranks differ", "error", "not finite" or "parameters differ".
         ranks: ranks that it concerns.
         text: the same in words, with the numbers.
     """
@@ -60,10 +61,8 @@ class Finding(NamedTuple):
 
     def __str__(self) -> str:
         ranks = f"rank{'s' * (len(self.ranks) != 1)} {', '.join(map(str, self.ranks[:16]))}"
-        return (
-            f"step {self.step}, {ranks}, bucket {self.bucket}, parameter {self.parameter!r}: "
-            f"{self.text}"
-        )
+        bucket = f"bucket {self.bucket}, " * (self.bucket >= 0)
+        return f"step {self.step}, {ranks}, {bucket}parameter {self.parameter!r}: {self.text}"
 
 
 class Verified(NamedTuple):
@@ -200,7 +199,9 @@ def judge(
     finite = bool(own.isfinite().all()) and bool(kept.isfinite().all())
     if law.agrees:
         for position, which in _odd_ones(ranks, mean):
-            find(position, "ranks differ", which, _difference(law, which, len(ranks)))
+            others = others_in_words(which, len(ranks))
+            found = f"the average of {law.name} has other bits here than on {others}"
+            find(position, "ranks differ", which, found)
     if not law.averages:
         return [], findings
     error, balance, dense = one.errors(sketches)
@@ -323,24 +324,31 @@ def _odd_ones(ranks: Tensor, mean: Tensor) -> list[tuple[int, list[int]]]:
     """
     hashes = ranks[:, ROWS.index("hash")].contiguous().view(torch.int64)
     differ = (hashes != hashes[0]).any(0) & mean.isfinite().any(0)
-    found = []
-    for position in differ.nonzero().view(-1).tolist():
-        column = hashes[:, position].tolist()
-        counts = Counter(column)
-        most = max(counts.values())
-        usual = next(value for value in column if counts[value] == most)  # of rank 0 in a tie
-        found.append((position, [rank for rank, value in enumerate(column) if value != usual]))
-    return found
+    found = differ.nonzero().view(-1).tolist()
+    return [(position, odd_ones(hashes[:, position].tolist())) for position in found]
 
 
-def _difference(law: Law, which: list[int], count: int) -> str:
-    others = [rank for rank in range(count) if rank not in which]
-    listed = ", ".join(map(str, others[:16])) + ", ..." * (len(others) > 16)
-    if len(others) == 1:
-        why = "at least one of the two is wrong" if count == 2 else "no two ranks need agree"
-    else:
-        why = "which agree"
-    return (
-        f"the average of {law.name} has other bits here than on rank{'s' * (len(others) > 1)} "
-        f"{listed}: {why}"
-    )
+def judge_parameters(step: int, names: Sequence[str], hashes: Tensor) -> list[Finding]:
+    """Returns a finding for each set of ranks that has other parameters than most ranks have.
+
+    It names the first of these parameters: all of them drift apart soon.
+
+    Args:
+        step: before which the parameters were looked at.
+        names: of all parameters.
+        hashes: of their values, int64 of shape ``(ranks, parameters)``.
+    """
+    positions: dict[tuple[int, ...], list[int]] = {}
+    for position in (hashes != hashes[0]).any(0).nonzero().view(-1).tolist():
+        which = tuple(odd_ones(hashes[:, position].tolist()))
+        positions.setdefault(which, []).append(position)
+    findings = []
+    for which, (first, *more) in positions.items():
+        also = f", and {len(more)} more parameters have," * bool(more)
+        text = (
+            f"before this step it has{also} other bits here than on "
+            f"{others_in_words(which, len(hashes))}. The ranks train different models; load one "
+            f"checkpoint on all of them"
+        )
+        findings.append(Finding(step, -1, names[first], "parameters differ", which, text))
+    return findings

@@ -13,7 +13,7 @@ from commhooks.errors import CollectiveError
 from commhooks.hook.measurement import Measurement
 from commhooks.hook.shard_measurement import ShardMeasurement
 from commhooks.hook.shard_verdict import judge_shards
-from commhooks.hook.verdict import Finding, Law, Verified, judge
+from commhooks.hook.verdict import Finding, Law, Verified, judge, judge_parameters
 from ddp_core import AllReduce, LaneGroup
 
 __all__ = ["VerifiedStep"]
@@ -26,6 +26,8 @@ class VerifiedStep:
         step: its number.
         law: of the scheme that ran.
         measured: its buckets, at least one.
+        names: of the parameters that ranks have in common.
+        hashes: of their values before the step.
         group: the ranks; issues the collectives.
         lent: what counts the collectives of a group that was borrowed for them.
 
@@ -38,12 +40,15 @@ class VerifiedStep:
         step: int,
         law: Law,
         measured: list[Measurement],
+        names: Sequence[str],
+        hashes: Tensor,
         group: dist.ProcessGroup,
         lent: LaneGroup | None,
     ) -> None:
         self.step, self.law, self.measured, self._lent = step, law, measured, lent
+        self._names, self._hashes = names, hashes
         # Rows of all ranks: only this rank's are filled in before the sum.
-        self._table, self._sketches = _table(measured, group), _joined(measured)
+        self._table, self._sketches = _table(measured, hashes, group), _joined(measured)
         requests = [AllReduce(self._table, "sum")]
         if law.averages:
             if self._sketches.numel():
@@ -85,15 +90,17 @@ class VerifiedStep:
             rows += judged
             findings += found
             begin = end
-        return findings, rows
+        hashes = ranks[:, begin:].view(torch.int64)
+        return judge_parameters(self.step, self._names, hashes) + findings, rows
 
 
-def _table(measured: Sequence[Measurement], group: dist.ProcessGroup) -> Tensor:
+def _table(measured: Sequence[Measurement], hashes: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Returns what becomes the rows of all ranks by a sum: as integers, so that no bit changes."""
     device = measured[0].rows.device
-    rows = torch.cat([one.rows.to(device).reshape(-1) for one in measured])
+    rows = torch.cat([one.rows.to(device).reshape(-1) for one in measured]).view(torch.int64)
+    rows = torch.cat([rows, hashes.to(device)])
     table = torch.zeros((group.size(), len(rows)), dtype=torch.int64, device=device)
-    table[group.rank()] = rows.view(torch.int64)
+    table[group.rank()] = rows
     return table
 
 

@@ -7,15 +7,17 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from commhooks.core.scheme import Scheme
 from commhooks.core.settings import fitting
 from commhooks.errors import CollectiveError, OptionError, RegistrationError
+from commhooks.hook.equal import hashes_of, keeps_equal, local_part
 from commhooks.hook.measurement import Measurement
 from commhooks.hook.verdict import Finding, Verified, law_of
 from commhooks.hook.verified import (
@@ -45,6 +47,9 @@ class Verification:
     while training goes on. The result is looked at when a later step begins and it has come; with
     ``action="raise"`` the next step waits for it. A second verified step waits for the first.
     When the hook ends or the program does, what was found in the last steps is a warning.
+
+    Before a verified step the ranks' parameters have to be equal, too, if the scheme keeps them so;
+    hashes of them are compared. After a scheme that does not (local steps, gossip) they are not.
 
     Args:
         every: verifies the steps that are multiples of this number.
@@ -89,6 +94,10 @@ class Verification:
         self._unraised: list[Finding] = []
         self._beside: Sequence[dist.ProcessGroup] = ()
         self._untold = False  # a step was verified, and the ranks beside have not heard of it
+        self._values: Callable[[], Mapping[str, Tensor]] = dict
+        self._names: tuple[str, ...] = ()
+        self._noted: tuple[int, Tensor] | None = None  # a step, and hashes of parameters before it
+        self._apart = False  # a scheme has run that lets parameters differ
         self._last = ""
 
     def open(
@@ -97,6 +106,7 @@ class Verification:
         devices: Set[str],
         join: Callable[[], None],
         beside: Sequence[dist.ProcessGroup] = (),
+        values: Callable[[], Mapping[str, Tensor]] = dict,
         *,
         owner: object,
     ) -> None:
@@ -107,12 +117,14 @@ class Verification:
             devices: types of those that the model is on.
             join: makes the caller's stream wait for the exchanges.
             beside: groups of ranks that have other parts of the gradients, and raise as well.
+            values: returns the parameters that ranks have in common, by name; no other names later.
             owner: the hook; with it, or at exit, the last verified step is looked at.
         """
         self._beside = beside
         if self._group is not None:
             return
         self._group, self._join = group, join
+        self._values, self._names, self._apart = values, tuple(values()), False
         # Its own group: on the hook's, the next step's messages would queue behind this one's. On a
         # GPU the order of collectives of one group is that of the host, the same on all ranks.
         if devices <= {"cpu"} and is_gloo(host_backend(group)):
@@ -127,6 +139,14 @@ class Verification:
         """Whether a step is verified."""
         return step % self.every == 0 and self._group is not None
 
+    def first_bucket_comes(self, step: int, scheme: Scheme) -> None:
+        """Notes hashes of the parameters: no optimizer steps any before the first average comes."""
+        self._apart = self._apart or not keeps_equal(scheme)
+        if self.wants(step, scheme) and not self._apart:
+            values, none = self._values(), torch.zeros(0, device="cpu")
+            parts = [local_part(values.get(name, none)) for name in self._names]
+            self._noted = step, hashes_of(parts)
+
     def step_over(self, step: int, scheme: Scheme, measured: list[Measurement]) -> None:
         """Starts the all-reduces of a verified step; waits for nothing."""
         group = self._group
@@ -134,7 +154,11 @@ class Verification:
             return
         self._join()
         law = law_of(scheme, group.size(), step)
-        self._pending.append(VerifiedStep(step, law, measured, group, self._lent))
+        noted, self._noted = self._noted, None
+        if noted is None or noted[0] != step:  # of as many parameters, since others may have some
+            noted = step, torch.zeros(len(self._names), dtype=torch.int64, device="cpu")
+        compared = (measured, self._names, noted[1])
+        self._pending.append(VerifiedStep(step, law, *compared, group, self._lent))
         self._untold = True
 
     # ---- what the hook calls

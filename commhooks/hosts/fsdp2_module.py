@@ -47,6 +47,10 @@ class FSDP2Module:
             )
         return known.layout_of([self._names[id(one)] for one in trained])
 
+    def values(self) -> dict[str, Tensor]:
+        """Returns this rank's shards of the parameters, by the names of the parameters."""
+        return {self._names[id(one)]: one.sharded_param for one in self.group.fsdp_params}
+
     def divided_before(self, gradient: Tensor) -> float:
         """Returns by what FSDP2 has divided a gradient before its reduce-scatter.
 

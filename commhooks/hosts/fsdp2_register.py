@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
 from functools import partial
 from pkgutil import resolve_name
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
@@ -29,6 +30,7 @@ from commhooks.hosts.fsdp2_checks import (
     warn_of_others,
 )
 from commhooks.hosts.fsdp2_model import FSDP2Model, groups_of
+from commhooks.hosts.fsdp2_module import FSDP2Module
 from commhooks.hosts.guard import HostGuard
 from commhooks.wrappers.make import describe
 
@@ -73,7 +75,19 @@ def register_on_fsdp2(
         hook._binding.shards = shards
     device = found.modules[0].group.device
     shards_for = "FSDP2" if between is None else ""
-    fit_to_host(hook, model, known, group, device, shards_for=shards_for, verification=verification)
+    values: Callable[[], Mapping[str, Tensor]] = dict  # no two ranks have the same shard
+    if between is not None:
+        values = partial(_own_shards, list(map(weakref.ref, found.modules)))
+    fit_to_host(
+        hook,
+        model,
+        known,
+        group,
+        device,
+        shards_for=shards_for,
+        verification=verification,
+        values=values,
+    )
 
     other = other_kind.hook_of(found.modules[0].group)
     hook._binding.beside = _other_nodes(found, other) if between is None else _other_shards(found)
@@ -91,6 +105,16 @@ def register_on_fsdp2(
         setattr(module.group, kind.place, kind(hook, module, known))
     model.register_forward_pre_hook(_guard(model, hook, kind))
     return hook
+
+
+def _own_shards(modules: list[weakref.ref[FSDP2Module]]) -> dict[str, Tensor]:
+    """Returns this rank's shards of all parameters, by name."""
+    # Held weakly: the modules hold the hook.
+    found: dict[str, Tensor] = {}
+    for one in modules:
+        module = one()
+        found |= {} if module is None else module.values()
+    return found
 
 
 def _guard(model: nn.Module, hook: HookState, kind: type[Replacement]) -> HostGuard:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from commhooks.hook.reporting import Tried
     from commhooks.hook.state import HookState
-    from commhooks.hook.verdict import Verified
+    from commhooks.hook.verdict import Finding, Verified
     from commhooks.hook.verify import Verification
 
 __all__ = ["write_page"]
@@ -172,10 +172,14 @@ def _errors(page: Page, verification: Verification) -> None:
         return
     columns = ("step", "kind", "ranks", "bucket", "parameter", "what")
     lines = [
-        (str(one.step), one.kind, _ranks(one.ranks), str(one.bucket), one.parameter, one.text)
+        (str(one.step), one.kind, _ranks(one.ranks), _bucket(one), one.parameter, one.text)
         for one in found
     ]
     page.table(columns, lines, f"The last {len(found)} of {len(verification.findings)} findings.")
+
+
+def _bucket(finding: Finding) -> str:
+    return str(finding.bucket) if finding.bucket >= 0 else ""
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -85,6 +85,10 @@ class Precision:
         """Whether the parameters are low-precision now."""
         return bool(self._full)
 
+    def full_values(self) -> dict[int, Tensor]:
+        """Returns the parameters' own data while they are low-precision, by identity."""
+        return {id(one): data for one, data in zip(self._casts, self._full, strict=False)}
+
     # ---- forward
 
     def begin_forward(self) -> Use:

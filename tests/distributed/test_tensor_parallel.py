@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     parallelize_module,
 )
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 import commhooks
+from commhooks.errors import CheckpointError
 from ddp_core import DistributedDataParallel
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_fsdp2 import backward, model_of
@@ -152,3 +164,200 @@ def _recomputes(rank: int, world_size: int) -> None:
 
 def test_activation_checkpointing_finds_the_shards_of_its_layers() -> None:
     run_ranks(_recomputes, 2)
+
+
+class _Net(nn.Module):
+    """Has layers that are cut, and a matrix of two modules, whose parts are of several sizes."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = model_of((5, 8, 3))
+        self.one, self.two = nn.Linear(3, 7, bias=False), nn.Linear(3, 7, bias=False)
+        self.two.weight = self.one.weight
+        self.rows = nn.Parameter(torch.randn(8, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers(x)
+        for matrix in (self.one.weight, self.two.weight, self.rows):
+            whole = matrix.full_tensor() if isinstance(matrix, DTensor) else matrix
+            x = x @ whole.t() @ whole
+        return x
+
+
+def _cut(net: _Net, mesh: Any) -> None:
+    """Cuts along one dimension of a mesh, or along two."""
+    parallelize_module(net.layers, mesh["tp"], PLAN)
+    cuts, rows = [Shard(0)], distribute_tensor(net.rows.detach(), mesh["tp"], [Shard(0)])
+    mesh = mesh["tp"] if mesh.ndim == 2 else mesh["outer", "tp"]
+    if mesh.ndim == 2:
+        cuts = [Shard(0), Shard(1)]
+        # The inner dimension cuts first, as that of tensor parallelism does in FSDP2.
+        outer, inner = mesh.get_coordinate()
+        rows = DTensor.from_local(
+            net.rows.detach()[4 * inner + 2 * outer :][:2],
+            mesh,
+            [_StridedShard(0, split_factor=2), Shard(0)],
+            shape=net.rows.shape,
+            stride=net.rows.stride(),
+        )
+    net.rows = nn.Parameter(rows)
+    weight = nn.Parameter(distribute_tensor(net.one.weight.detach(), mesh, cuts))
+    net.one.weight = net.two.weight = weight
+
+
+LAYOUTS: dict[str, tuple[int, ...]] = {
+    "2 x 2": (2, 2),
+    "1 x 4": (1, 4),
+    "4 x 1": (4, 1),
+    "1 x 2 x 2": (1, 2, 2),
+    "without": (4,),
+}
+
+
+def _laid_out(layout: str, seed: int) -> tuple[Any, torch.optim.Optimizer]:
+    sizes, net = LAYOUTS[layout], _Net(seed)
+    names = ("dp", "outer", "tp") if len(sizes) == 3 else ("dp", "tp")
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names[: len(sizes)])
+    if mesh.ndim > 1:
+        _cut(net, mesh)
+    model = DistributedDataParallel(net, device_mesh=mesh["dp"])
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def _step(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> torch.Tensor:
+    """Trains on one input of all ranks; returns what the model says of it before."""
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))
+    y = model(x)
+    optimizer.zero_grad()
+    y.square().mean().backward()
+    optimizer.step()
+    return y.detach()  # type: ignore[no-any-return]
+
+
+def _saves(rank: int, world_size: int, folder: str) -> None:
+    model, optimizer = _laid_out("2 x 2", 0)
+    hook = commhooks.register(model, "topk", ratio=0.5)
+    for step in range(3):
+        _step(model, optimizer, step)
+    for state in (model.state_dict(), model.module.state_dict(), get_model_state_dict(model)):
+        assert all(isinstance(one, DTensor) for one in state.values())
+    assert model.module.layers.state_dict().keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    state = model.state_dict(keep_vars=True)
+    assert state["module.one.weight"].requires_grad
+    # The memory is that of the parameters: nothing is copied or gathered.
+    local = model.state_dict()["module.one.weight"].to_local()
+    assert local.data_ptr() == model.module.one.weight.data_ptr()
+    saved = {
+        "model": model.module.state_dict(),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+        "hook": hook,
+    }
+    dcp.save(saved, checkpoint_id=folder)
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    whole = {name: one.clone() for name, one in whole.items()}
+    wanted = [_step(model, optimizer, 9)]
+
+    for layout in LAYOUTS:
+        model, optimizer = _laid_out(layout, 1)
+        loaded = {
+            "model": model.module.state_dict(),
+            "optimizer": get_optimizer_state_dict(model, optimizer),
+        }
+        dcp.load(loaded, checkpoint_id=folder)
+        model.module.load_state_dict(loaded["model"])
+        set_optimizer_state_dict(model, optimizer, loaded["optimizer"])
+        found = [_step(model, optimizer, seed) for seed in (9, 10)]  # the second after AdamW's step
+        wanted += found[len(wanted) :]
+        torch.testing.assert_close(found, wanted, msg=layout)
+        model, optimizer = _laid_out(layout, 2)
+        hook = commhooks.register(model, "topk", ratio=0.5)
+        if layout == "2 x 2":
+            commhooks.load_dcp(hook, folder)
+            assert hook.step == 3
+        else:
+            with pytest.raises(CheckpointError, match=r"it has piece . of 2 .* this rank trains"):
+                commhooks.load_dcp(hook, folder)
+            hook._attendance.excused = True
+        # Whole tensors, as without tensor parallelism: each rank takes its own part.
+        broadcast = layout == "1 x 2 x 2"
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+        given = {} if broadcast and rank else dict(whole)
+        set_model_state_dict(model, given, options=options)
+        with torch.no_grad():
+            y = model(torch.randn(4, 5, generator=torch.Generator().manual_seed(9)))
+        torch.testing.assert_close(y, wanted[0], msg=layout)
+
+
+def test_a_checkpoint_is_the_same_on_every_mesh(tmp_path: Any) -> None:
+    run_ranks(_saves, 4, str(tmp_path))
+
+
+def _files(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+
+    def built(seed: int) -> tuple[Any, torch.optim.Optimizer]:
+        net = _Net(seed)
+        _cut(net, mesh)
+        model = DistributedDataParallel(net, device_mesh=mesh["dp"])
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    model, optimizer = built(0)
+    for step in range(2):
+        _step(model, optimizer, step)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    # What earlier releases wrote, a file for each rank: shards.
+    plain = {name: one.to_local().clone() for name, one in model.state_dict().items()}
+    older = copy.deepcopy(optimizer.state_dict())
+    for values in older["state"].values():
+        values.update({k: v.to_local() for k, v in values.items() if isinstance(v, DTensor)})
+    wanted = [_step(model, optimizer, seed) for seed in (9, 10)]
+    for parameters, moments in ((state["model"], state["optimizer"]), (plain, older)):
+        model, optimizer = built(1)
+        assert str(model.load_state_dict(parameters)) == "<All keys matched successfully>"
+        optimizer.load_state_dict(moments)  # before its first step
+        for seed, one in zip((9, 10), wanted, strict=True):
+            assert torch.equal(_step(model, optimizer, seed), one)
+        optimizer.load_state_dict(moments)  # and after it
+        assert all(not isinstance(v, DTensor) for s in optimizer.state.values() for v in s.values())
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\).*"module.rows"'):
+        model.load_state_dict({k: v for k, v in state["model"].items() if "rows" not in k})
+    prefixed = model.module.one.state_dict(prefix="deep.")
+    assert type(prefixed["deep.weight"]) is DTensor
+    turned = init_device_mesh("cpu", (2, 1), mesh_dim_names=("tp", "dp"))
+    foreign = DTensor.from_local(plain["module.rows"], turned, [Shard(0), Replicate()])
+    with pytest.raises(RuntimeError, match=r"'module.rows' is a DTensor on .*DeviceMesh"):
+        model.load_state_dict({**state["model"], "module.rows": foreign})
+    # Other placements are redistributed, as they were before wrapping.
+    whole = DTensor.from_local(model.state_dict()["module.rows"].full_tensor(), mesh["tp"])
+    model.module.rows.data.zero_()
+    model.load_state_dict({**state["model"], "module.rows": whole})
+    assert torch.equal(model.module.rows, whole.to_local()[4 * rank :][:4])
+    # Parameters that are replaced are those that the model computes with.
+    for values in (state["model"], plain):
+        model, _ = built(2)
+        model.load_state_dict(values, assign=True)
+        with torch.no_grad():
+            y = model(torch.randn(4, 5, generator=torch.Generator().manual_seed(9)))
+        assert torch.equal(y, wanted[0])
+
+
+def test_files_of_each_rank_load_with_shards_or_dtensors() -> None:
+    run_ranks(_files, 2)
+
+
+def test_an_optimizer_with_values_of_a_shard_of_another_shape_says_so() -> None:
+    run_ranks(_factored, 2)
+
+
+def _factored(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = DistributedDataParallel(_build(mesh), device_mesh=mesh["dp"])
+    optimizer = torch.optim.Adafactor(model.parameters())
+    backward(model, 0, 0)
+    optimizer.step()
+    with pytest.warns(RuntimeWarning, match="col_var, row_var have other shapes"):
+        optimizer.state_dict()

@@ -31,7 +31,8 @@ from commhooks.core.layout import Layout
 from commhooks.core.memory import Memory
 from commhooks.errors import OptionError, VerificationError
 from commhooks.hook import verify as _verify
-from commhooks.hook.measurement import _CHUNK, Measurement, _hashes, norms_of
+from commhooks.hook.equal import _CHUNK, hashes
+from commhooks.hook.measurement import Measurement, norms_of
 from commhooks.hook.verdict import law_of
 from commhooks.hook.verify import Verification
 from commhooks.wrappers import DelayedStart, PeriodicDense, Schedule
@@ -516,39 +517,39 @@ def test_wrong_arguments_are_refused() -> None:
 def test_a_hash_depends_on_every_bit_and_its_place(dtype: torch.dtype) -> None:
     x = torch.randn(_CHUNK + 500, generator=torch.Generator().manual_seed(0)).to(dtype)
     sizes = [0, 7, _CHUNK + 400, 93, 0]
-    before = _hashes(x, sizes)
+    before = hashes(x, sizes)
     for place, owner in ((3, 1), (_CHUNK + 2, 2), (_CHUNK + 499, 3)):
         y = x.clone()
         y[place] = torch.nextafter(y[place].float(), torch.tensor(9.0)).to(dtype) + 0.01
-        assert (_hashes(y, sizes) != before).nonzero().view(-1).tolist() == [owner]
+        assert (hashes(y, sizes) != before).nonzero().view(-1).tolist() == [owner]
     swapped = x.clone()
     swapped[[1, 2]] = x[[2, 1]]
-    assert (_hashes(swapped, sizes) != before).nonzero().view(-1).tolist() == [1]
-    assert torch.equal(_hashes(torch.zeros(4), [4]), _hashes(-torch.zeros(4), [4]))
-    assert _hashes(x[:0], [0, 0]).tolist() == [0, 0]
+    assert (hashes(swapped, sizes) != before).nonzero().view(-1).tolist() == [1]
+    assert torch.equal(hashes(torch.zeros(4), [4]), hashes(-torch.zeros(4), [4]))
+    assert hashes(x[:0], [0, 0]).tolist() == [0, 0]
 
 
 def test_a_hash_depends_on_the_order_of_chunks() -> None:
     x = torch.randn(_CHUNK, generator=torch.Generator().manual_seed(0))
     swapped = torch.cat([*x.chunk(2)][::-1])
-    assert _hashes(swapped, [_CHUNK]) != _hashes(x, [_CHUNK])
+    assert hashes(swapped, [_CHUNK]) != hashes(x, [_CHUNK])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_two_wrong_signs_do_not_cancel_in_a_hash(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1000, generator=generator).sign().to(dtype) * 0.5
-    before = _hashes(x, [1000])
+    before = hashes(x, [1000])
     for _ in range(100):
         places = torch.randperm(1000, generator=generator)[:2]
         y = x.clone()
         y[places] *= -1
-        assert _hashes(y, [1000]) != before
+        assert hashes(y, [1000]) != before
     flipped = x.clone()  # a power of two apart, where a product modulo 2^32 may be the same
     flipped[::128] *= 2
     shifted = x.clone()
     shifted[64::128] *= 2
-    assert _hashes(flipped, [1000]) != _hashes(shifted, [1000])
+    assert hashes(flipped, [1000]) != hashes(shifted, [1000])
 
 
 # ---- a correct scheme breaks no law

@@ -614,7 +614,7 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "all shards count as equally large",
-            "            shape=self.spec.shape,\n            stride=self.spec.stride,\n",
+            "        shape=spec.shape,\n        stride=spec.stride,\n",
             "",
             f"{PARALLEL}::test_shared_uneven_and_frozen_parameters_stay_what_they_are",
         ),
@@ -623,6 +623,30 @@ MUTANTS: list[Mutant] = [
             "always_call=True",
             "always_call=False",
             f"{PARALLEL}::test_a_forward_pass_that_raised_leaves_no_old_tensors",
+        ),
+        (
+            "a model of shards is saved as plain tensors",
+            "state[prefix + place.name] = _distributed(local, place.spec)",
+            "state[prefix + place.name] = local",
+            f"{PARALLEL}::test_a_checkpoint_is_the_same_on_every_mesh",
+        ),
+        (
+            "moments of shards are saved as plain tensors",
+            "            return _distributed(value, spec)\n        if value.numel()",
+            "            return value\n        if value.numel()",
+            f"{PARALLEL}::test_a_checkpoint_is_the_same_on_every_mesh",
+        ),
+        (
+            "every rank takes the first piece of a whole tensor",
+            "value = value.narrow(dim, min(begin, value.shape[dim]), size)",
+            "value = value.narrow(dim, 0, size)",
+            f"{PARALLEL}::test_a_checkpoint_is_the_same_on_every_mesh",
+        ),
+        (
+            "an optimizer keeps DTensors that it loaded before its first step",
+            "        _load_state(optimizer)  # what was loaded",
+            "        pass  # what was loaded",
+            f"{PARALLEL}::test_files_of_each_rank_load_with_shards_or_dtensors",
         ),
     ),
     *planted(
