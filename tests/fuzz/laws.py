@@ -31,7 +31,6 @@ REFUSALS = (
     r"does not take part in the delayed all-reduce",
     r"torch.utils.checkpoint is incompatible with .grad\(\)",
     r"compiled with non-empty donated buffers",
-    r"weighted gradients begin at zero",
 )
 _OWN = ("RegistrationError", "OptionError", "UnknownSchemeError")
 
@@ -139,10 +138,6 @@ def _of_sums(case: Case, ranks: Sequence[Report]) -> Verdict:
     applied = wanted = torch.zeros(())
     exact = torch.zeros(())
     rough = 0.0
-    # The reference has its weights in the loss, so each operation of backward, also one of another
-    # layer's type, rounds otherwise.
-    is_weighted = any(one.startswith("weighted_") for one in case.setting)
-    extra = is_weighted * float(ranks[0].spacings.max())
     for step in range(len(records[0])):
         of_step = [rank[step] for rank in records]
         one = of_step[leader]
@@ -151,7 +146,7 @@ def _of_sums(case: Case, ranks: Sequence[Report]) -> Verdict:
         applied = applied + one.applied * one.share
         wanted = wanted + torch.stack([other.wanted for other in of_step]).sum(0) / world
         sizes = torch.stack([other.sizes for other in of_step]).max(0).values
-        exact = exact + sizes * ((world + 2) * ranks[0].spacings + extra)
+        exact = exact + sizes * (world + 2) * ranks[0].spacings
         rough += _roughness(float(sizes.norm()), laws, world)
     if not applied.shape:
         return Verdict("ok")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import random
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,7 +82,6 @@ class Run:
         self.steps = 0  # synchronised ones that ended, with the hook
         self.is_exact = True  # goes on as the run that it resumes, bit for bit
         self.counts = True  # whether hook.step is to be that
-        self.kind = next((one[9:] for one in case.setting if one.startswith("weighted_")), None)
         self.active = self.world  # ranks that have input, the first ones
 
     def wrap(self) -> None:
@@ -106,8 +104,6 @@ class Run:
             options["device_mesh"] = init_device_mesh("cpu", (self.world,))
         else:
             options["process_group"] = self.group
-        if self.kind is not None:
-            options["weighted"] = self.kind
         if "through_group" in case.setting:
             scheme = build(case.scheme, case.options, case.wrap)
             self.through = commhooks.process_group(scheme, self.group, seed=case.seed)
@@ -150,7 +146,6 @@ class Run:
             quiet: Any = contextlib.nullcontext() if last else self.ddp.no_sync()
             if "hold" in case.setting:
                 quiet = self.ddp.hold()
-            self.give_weight(number, micro)
             try:
                 with quiet:
                     self._pass(self.call, number, micro, gates, plan)
@@ -166,10 +161,6 @@ class Run:
         if "hold" in case.setting:
             self.ddp.reduce()
         self._reference_passes(number, plan, sums)
-        if self.kind is not None and not any(
-            self.weight(number, micro, self.rank) for micro in range(case.micro)
-        ):  # zeros, whatever it is
-            sums = {name: torch.zeros_like(one) for name, one in sums.items()}
         return self._record(sums, held, plan)
 
     def _gates(self, plan: Plan) -> dict[str, str]:
@@ -189,32 +180,7 @@ class Run:
             if plan.penalty:
                 (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
                 loss = loss + slope.float().square().mean()
-        if model is self.reference:
-            loss = loss * self._share(number, micro)
-        elif self.kind == "sum":
-            loss = loss * self.weight(number, micro, self.rank)
         loss.backward()
-
-    # ---- weights of ranks
-
-    def weight(self, number: int, micro: int, rank: int) -> int:
-        """What a pass counts; nothing on some ranks, never on all."""
-        draw = random.Random(f"{self.case.seed}/{number}/{micro}/{rank}")
-        none = rank > 0 and (micro == 0 or self.kind == "sum")
-        return draw.choice((0, 1, 2, 5, 40) if none else (1, 2, 5, 40))
-
-    def give_weight(self, number: int, micro: int) -> None:
-        """Says it, where ranks have weights."""
-        if self.kind is not None:
-            self.ddp.weight(self.weight(number, micro, self.rank))
-
-    def _share(self, number: int, micro: int) -> float:
-        """By what this pass's mean is multiplied, for the mean over ranks to be that of weights."""
-        if self.kind is None:
-            return 1.0
-        micros, ranks = range(self.case.micro), range(self.active)
-        total = sum(self.weight(number, one, rank) for one in micros for rank in ranks)
-        return self.weight(number, micro, self.rank) * self.world / total
 
     def _zero(self, kind: str) -> None:
         if kind != "keep":

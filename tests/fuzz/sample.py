@@ -98,7 +98,6 @@ def _setting(draw: random.Random, values: dict[str, Any]) -> tuple[str, ...]:
         # By a draw of its own, so that seeds are the cases that they were in all else.
         own = random.Random(f"when and by what {values['seed']}")
         found += _some(own, ("hold",), 0.12)
-        found += own.choice(([], [], [], [], [], ["weighted_mean"], ["weighted_sum"]))
     return tuple(found)
 
 
@@ -190,13 +189,6 @@ def _sensible(values: dict[str, Any]) -> dict[str, Any]:
         setting -= {"group"}
     if "part" in setting:
         events = [event for event in events if event[1] != "group"]
-    if {"weighted_mean", "weighted_sum"} & setting:
-        setting -= {"delayed", "ignored"}
-        if values["zero"] == "keep":
-            values["zero"] = "none"
-        if values["micro"] > 1 and "hold" not in setting:
-            # The next pass is averaged in place of the one that raised: its weight goes with it.
-            events = [event for event in events if event[1] != "raise"]
     if "in_backward" in setting:
         drop = {"raise", "poison", "resume"}
         events = [event for event in events if event[1] not in drop]

@@ -218,7 +218,6 @@ class _Player:
         with run.ddp.join(divide_by_initial_world_size=not by_input):
             for number in range(counts[run.rank]):
                 active = run.active = sum(count > number for count in counts)
-                divides &= run.kind is None  # weights say what ranks count
                 self._step(number, share=active / world if divides else 1.0)
                 if run.hook is not None:
                     run.steps = run.hook.step
@@ -334,9 +333,6 @@ class _Player:
         use = used(self.case, number, 0, self.rank)
         self.report.stage = "leaving"
         x = batch(self.case, number, 0, self.rank).requires_grad_()
-        if run.kind is not None:
-            run.ddp.zero_grad()
-        run.give_weight(number, 0)
         run.call(x, use, {place: "raise"} if mine else {}, self.rank).float().mean().backward()
         self._forward(run, number)  # what torch says of an unfinished step, it says here
         run.call(x, use, {}, self.rank).float().mean().backward()
