@@ -297,16 +297,17 @@ class _Group(Hosted):
 
 
 class _GroupOfFsdp2(_Group):
-    """``replicate()`` of FSDP2 over such a group."""
+    """``replicate()`` or ``fully_shard`` of FSDP2 over such a group."""
 
-    settings = ((),)
+    settings = ((), ("sharded",))
     models = ("frozen", "norm", "large", "checkpoint", "all_bf16")
 
     def host(self, scheme: Scheme) -> None:
         ranks = list(range(self.world))
         names = ("replicate",)
         mesh = DeviceMesh.from_group(self.over(scheme), "cpu", mesh=ranks, mesh_dim_names=names)
-        self.call = replicate_with_fsdp(self.net, mesh=mesh)
+        over = sharded if "sharded" in self.case.setting else replicate_with_fsdp
+        self.call = over(self.net, mesh=mesh)
 
 
 class _Replicate(Hosted):
@@ -683,7 +684,7 @@ class _Functions(_Collectives):
 HOSTS: dict[str, type[Hosted]] = {
     "replicate": _Composable,
     "group": _Group,
-    "replicate_fsdp2": _GroupOfFsdp2,
+    "fsdp2_of_group": _GroupOfFsdp2,
     "hosts_replicate": _Replicate,
     "fsdp2": _Fsdp2,
     "hsdp": _Hsdp,

@@ -64,7 +64,10 @@ def _hosted(draw: random.Random, values: dict[str, Any], kind: type[Hosted]) -> 
         return {"scheme": "none", "options": {}, "wrap": ()}
 
     values |= fitting()
-    values["model"] = tuple(_some(draw, kind.models, 0.15))
+    model = _some(draw, kind.models, 0.15)
+    if "complex" in model:
+        model = [one for one in model if not one.startswith("all_")]
+    values["model"] = tuple(model)
     events: list[tuple[Any, ...]] = []
     for _ in range(draw.choice((0, 1, 1, 2))):
         what, at = draw.choice(kind.happens), draw.randrange(values["steps"])

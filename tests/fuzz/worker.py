@@ -266,7 +266,7 @@ class _Player:
         self._switches(again, self.switched)
         again.load(state)
         again.steps, again.counts = run.steps, run.counts
-        if self.case.host == "torch":
+        if self.case.host in ("torch", "replicate"):  # the same class inside
             # A state of the first steps cannot know the buckets to come, see docs/design/steps.md.
             again.is_exact = run.steps >= (3 if "static_graph" in self.case.ddp else 2)
             if run.hook._runner.regrouping.wanted:  # it was loaded itself, a step ago
