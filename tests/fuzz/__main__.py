@@ -1,6 +1,7 @@
 """Tries random configurations in real processes.
 
 ``python -m tests.fuzz --cases 2000 --processes 2``: as many cases, two teams of ranks at a time.
+``python -m tests.fuzz --seed 17``: the case of that seed; with ``--cases``, the first of so many.
 ``python -m tests.fuzz --case '{"scheme": "topk", ...}'``: that one; several run one after the other
 in the same processes.
 """
@@ -32,6 +33,7 @@ class Figures:
     cases: int = 0
     statuses: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)  # of refusals
+    hosts: Counter[str] = field(default_factory=Counter)
     found: list[tuple[Case, Verdict, list[int]]] = field(default_factory=list)  # with all seeds
     steps: int = 0
     seconds: float = 0.0
@@ -50,6 +52,9 @@ class Figures:
             f"{self.cases} configurations, {self.steps} steps, {self.seconds:.0f} s "
             f"({rate:.1f} a second): {dict(self.statuses)}"
         ]
+        lines.append(
+            "  hosts: " + ", ".join(f"{n} {host}" for host, n in sorted(self.hosts.items()))
+        )
         lines += [f"  refused {n}: {reason}" for reason, n in self.reasons.most_common()]
         for case, verdict, seeds in self.found:
             lines.append(f"BROKEN ({verdict.law}), {len(seeds)} times, seeds {seeds[:8]}:")
@@ -87,6 +92,7 @@ def explore(
         verdict = runner.run(case)
         with lock:
             figures.cases += 1
+            figures.hosts[case.host] += 1
             figures.steps += case.steps * (1 + len(case.legs))
             figures.statuses[verdict.status] += 1
             if verdict.status == "refused":
@@ -157,18 +163,20 @@ def _after_others(runner: Runner, case: Case, verdict: Verdict) -> Verdict:
 def main() -> int:
     """The command line; 1 if a law was broken."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
-    parser.add_argument("--cases", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0, help="of the first case")
+    parser.add_argument("--cases", type=int, help="100; the one of --seed, if that is given")
+    parser.add_argument("--seed", type=int, help="of the first case")
     parser.add_argument("--processes", type=int, default=2, help="teams of ranks at a time")
     parser.add_argument("--patience", type=float, default=10.0, help="seconds")
     parser.add_argument("--shrink", type=float, default=120.0, help="seconds for a broken case")
     parser.add_argument("--plant", default="", choices=["", *BUGS], help="a bug to look for")
     parser.add_argument("--case", action="append", help="JSON, or a seed")
     asked = parser.parse_args()
-    if asked.case:
-        return _run_these(asked.case, asked.patience, asked.plant, asked.shrink)
+    if asked.case or (asked.seed is not None and asked.cases is None):
+        cases = asked.case or [str(asked.seed)]
+        return _run_these(cases, asked.patience, asked.plant, asked.shrink)
+    first = asked.seed or 0
     figures = explore(
-        range(asked.seed, asked.seed + asked.cases),
+        range(first, first + (asked.cases or 100)),
         processes=asked.processes,
         patience=asked.patience,
         plant=asked.plant,

@@ -16,12 +16,15 @@ class Case:
 
     Attributes:
         seed: of weights, batches and random choices.
-        host: "torch", whose DistributedDataParallel is used; or "core", ours.
+        host: "torch", whose DistributedDataParallel is used; "core", ours; or a name of
+            ``tests.fuzz.hosts``.
         world: ranks.
         scheme: a registered name.
         options: of ``commhooks.make``.
         wrap: names of wrappers around it, innermost first; see ``tests.fuzz.schemes``.
         model: what the model has beyond three layers; see ``tests.fuzz.model``.
+        scaled: gradients are from 1e-6 to 1e3 times as large, by parameter.
+        store: of the processes' group: "file", or "tcp".
         use: which branches of the model are used when; see ``tests.fuzz.model``.
         ddp: arguments of DistributedDataParallel.
         setting: other ways to set up: "delayed", "layout", "group", "in_backward", "hold", ...
@@ -40,6 +43,8 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     wrap: tuple[str, ...] = ()
     model: tuple[str, ...] = ()
+    scaled: bool = False
+    store: str = "file"
     use: str = "all"
     ddp: dict[str, Any] = field(default_factory=dict)
     setting: tuple[str, ...] = ()
@@ -80,8 +85,9 @@ class Case:
     @property
     def features(self) -> frozenset[str]:
         """All that is not plain, but for numbers that only say how much."""
-        found = {f"{n}={getattr(self, n)}" for n in ("host", "scheme", "use", "zero")}
-        found -= {f"{n}={getattr(Case(), n)}" for n in ("host", "scheme", "use", "zero")}
+        names = ("host", "scheme", "use", "zero", "scaled", "store")
+        found = {f"{n}={getattr(self, n)}" for n in names}
+        found -= {f"{n}={getattr(Case(), n)}" for n in names}
         found |= {f"option {name}" for name in self.options}
         found |= {f"wrap {name}" for name in self.wrap}
         found |= {f"model {name}" for name in self.model}
@@ -101,7 +107,7 @@ class Case:
 
     @staticmethod
     def _kind(event: tuple[Any, ...]) -> tuple[Any, ...]:
-        return event[1:3] if event[1] in ("raise", "leave", "switch") else event[1:2]
+        return event[1:3] if event[1] in ("raise", "leave", "switch", "cast") else event[1:2]
 
     def without_hook(self) -> Case:
         """The same without a hook: what DistributedDataParallel does by itself."""
@@ -133,7 +139,7 @@ class Case:
             for key in values:
                 yield replace(self, **{name: {k: v for k, v in values.items() if k != key}})
         plain = Case()
-        for name in ("join", "use", "micro", "zero"):
+        for name in ("scaled", "store", "join", "use", "micro", "zero"):
             if getattr(self, name) != getattr(plain, name):
                 yield replace(self, **{name: getattr(plain, name)})
         if self.scheme != "none":
@@ -151,7 +157,8 @@ class Case:
                 earlier = (event[0] - 1, *event[1:])
                 events = (*self.events[:index], earlier, *self.events[index + 1 :])
                 yield replace(self, events=events)
-        if self.host == "core":
-            yield replace(self, host="torch")
+        for host in ("torch", "core"):
+            if host not in (self.host, "core" if self.host == "torch" else ""):
+                yield replace(self, host=host)
         if self.seed:
             yield replace(self, seed=0)

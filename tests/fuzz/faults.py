@@ -13,10 +13,16 @@ import torch.distributed as dist
 
 import commhooks
 import ddp_core
+from commhooks.core.dense import Dense
 from commhooks.core.memory import Memory
 from commhooks.core.scheme import Bucket
 from commhooks.hook import state as _state
+from commhooks.hook.calls import Calls
 from commhooks.hook.engine import Engine
+from commhooks.hosts import collectives, fsdp1
+from commhooks.hosts.fsdp2 import BetweenNodes, SchemeReduceScatter
+from commhooks.hosts.scheme_group import SchemeGroup
+from commhooks.local import diloco
 from ddp_core.ddp.join import ShadowHook
 from ddp_core.reducer.flat import FlatBucket
 from ddp_core.reducer.unused import UsedMap
@@ -177,6 +183,103 @@ def _feedback_is_off(rank: int) -> Patch:
         return (yield from exchange(self, bucket))
 
     return commhooks.ErrorFeedback, "exchange", without
+
+
+# ---- on other hosts, and in what goes between ranks
+
+
+@_bug
+def _small_gradients_are_lost(rank: int) -> Patch:
+    exchange = Dense.exchange
+
+    def coarse(self: Dense, bucket: Any) -> Any:
+        raw = bucket.raw
+        raw[raw.abs() < 1e-4 * raw.abs().max()] = 0
+        return exchange(self, bucket)
+
+    return Dense, "exchange", coarse
+
+
+@_bug
+def _host_forgets_to_divide(rank: int) -> Patch:
+    call = SchemeReduceScatter.__call__
+
+    def sums(self: Any, output: Any, *rest: Any, **options: Any) -> None:
+        call(self, output, *rest, **options)
+        output.mul_(1.5)
+
+    return SchemeReduceScatter, "__call__", sums
+
+
+@_bug
+def _shard_of_another_rank(rank: int) -> Patch:
+    call = SchemeReduceScatter.__call__
+
+    def turned(self: Any, output: Any, given: Any, group: Any, *rest: Any, **options: Any) -> None:
+        parts = given.view(group.size(), -1)
+        call(self, output, parts.roll(1, 0).view(-1), group, *rest, **options)
+
+    return SchemeReduceScatter, "__call__", turned
+
+
+@_bug
+def _between_nodes_is_nothing_sent(rank: int) -> Patch:
+    return BetweenNodes, "__call__", lambda self, reduced: None
+
+
+@_bug
+def _all_ranks_are_replicas(rank: int) -> Patch:
+    issue = ddp_core.AllReduce.issue
+    return ddp_core.AllReduce, "issue", lambda self, group: issue(self, dist.group.WORLD)
+
+
+@_bug
+def _a_group_gives_the_mean_for_a_sum(rank: int) -> Patch:
+    run = SchemeGroup._run
+    return SchemeGroup, "_run", lambda self, tensor, op: run(self, tensor, dist.ReduceOp.AVG)
+
+
+@_bug
+def _collectives_sum_for_a_mean(rank: int) -> Patch:
+    return collectives, "sums", lambda kind, op: True
+
+
+@_bug
+def _names_share_what_they_keep(rank: int) -> Patch:
+    return Calls, "_named", lambda self, call, name: str(tuple(call.given.shape))
+
+
+@_bug
+def _units_are_divided_twice(rank: int) -> Patch:
+    reduce_unit = fsdp1.reduce_unit
+
+    def twice(state: Any, gradient: Any, *shard: Any) -> None:
+        reduce_unit(state, gradient.div_(state[0].world_size), *shard)
+
+    return fsdp1, "reduce_unit", twice
+
+
+@_bug
+def _a_bad_shard_is_stepped(rank: int) -> Patch:
+    return commhooks.zero.shards, "_on_all_ranks", lambda means, group: True
+
+
+@_bug
+def _a_bad_distance_is_taken(rank: int) -> Patch:
+    return diloco, "_is_finite", lambda mean: True
+
+
+@_bug
+def _a_tcp_store_is_not_known(rank: int) -> Patch:
+    call = _state.HookState.agree
+
+    def only_files(self: Any, *rest: Any) -> None:
+        store = dist.distributed_c10d._get_default_store()
+        if rank and "TCP" in type(store.underlying_store).__name__:
+            raise OSError("no such file")
+        call(self, *rest)
+
+    return _state.HookState, "agree", only_files
 
 
 @_bug

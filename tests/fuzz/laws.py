@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from tests.fuzz.case import Case
+from tests.fuzz.hosts import BY_TENSOR
 from tests.fuzz.pool import Trouble
-from tests.fuzz.schemes import Law, build, law_of
+from tests.fuzz.schemes import APART, Law, build, law_of
 from tests.fuzz.worker import Report
 
 __all__ = ["Verdict", "continues", "judge", "keeps_sums"]
@@ -32,6 +33,8 @@ REFUSALS = (
     r"torch.utils.checkpoint is incompatible with .grad\(\)",
     r"compiled with non-empty donated buffers",
 )
+# What an error says of parameters that were replaced, or cast.
+CHANGES = r"assign|replaced|other objects|dtype|float64|bfloat16"
 _OWN = ("RegistrationError", "OptionError", "UnknownSchemeError")
 
 
@@ -54,6 +57,9 @@ def judge(case: Case, reports: Sequence[Report | Trouble]) -> Verdict:
     ranks = [one for one in reports if isinstance(one, Report) and not one.idle]
     if any(event[1] == "leave" for event in case.events):
         return _of_leaving(ranks)
+    changes = [event for event in case.events if event[1] in ("assign", "cast")]
+    if changes:
+        return _of_changes(changes[0][0], ranks)
     if any(one.error for one in ranks):
         return _of_errors(ranks)
     for one in ranks:
@@ -120,6 +126,16 @@ def _of_leaving(ranks: Sequence[Report]) -> Verdict:
     return Verdict("ok")
 
 
+def _of_changes(step: int, ranks: Sequence[Report]) -> Verdict:
+    """Parameters that are others, or of another type, are an error on every rank in a step."""
+    stages = (f"step {step}", f"step {step + 1}")
+    for rank, one in enumerate(ranks):
+        kind, text = one.error or ("", "no error")
+        if one.error is None or one.stage not in stages or not re.search(CHANGES, text):
+            return Verdict("broken", "change", f"rank {rank}, {one.stage}: {kind}: {text}")
+    return Verdict("ok")
+
+
 # ---- what was applied
 
 
@@ -130,14 +146,14 @@ def _of_sums(case: Case, ranks: Sequence[Report]) -> Verdict:
     averages_later = any(event[1] == "unregister" for event in case.events)
     if kinds == {"local"} and not averages_later and case.join is None:
         return _of_local(ranks)
-    if not kinds <= {"sum", "noisy"}:
+    if not kinds <= {"sum", "noisy"} or {"momentum", "packed"} & set(case.setting):
         return Verdict("ok")
     world = len(ranks)
     records = [[one for one in rank.records if one.hooked] for rank in ranks]
     leader = max(range(world), key=lambda r: sum(one.digest != "" for one in records[r]))
-    applied = wanted = torch.zeros(())
-    exact = torch.zeros(())
-    rough = 0.0
+    applied = wanted = exact = rough = torch.zeros(())
+    names = {case.scheme, *(event[2] for event in case.events if event[1] == "switch")}
+    apart = names <= APART or case.host in BY_TENSOR
     for step in range(len(records[0])):
         of_step = [rank[step] for rank in records]
         one = of_step[leader]
@@ -146,8 +162,8 @@ def _of_sums(case: Case, ranks: Sequence[Report]) -> Verdict:
         applied = applied + one.applied * one.share
         wanted = wanted + torch.stack([other.wanted for other in of_step]).sum(0) / world
         sizes = torch.stack([other.sizes for other in of_step]).max(0).values
-        exact = exact + sizes * (world + 2) * ranks[0].spacings
-        rough += _roughness(float(sizes.norm()), laws, world)
+        exact = exact + (sizes * ranks[0].spacings + one.least) * (world + 2)
+        rough = rough + _roughness(sizes if apart else sizes.norm(), laws, world)
     if not applied.shape:
         return Verdict("ok")
     before, after = (
@@ -167,11 +183,16 @@ def _of_sums(case: Case, ranks: Sequence[Report]) -> Verdict:
     return Verdict("ok")
 
 
-def _roughness(norm: float, laws: Sequence[Law], world: int) -> float:
-    """Of a step: noise, and rounding that does not depend on a parameter's own type."""
-    noise = max(law.noise for law in laws)
-    wire = max(law.wire for law in laws)
-    return norm * (_SUMS + (world + 1) / 2 * wire + _NOISE * math.sqrt(noise))
+def _roughness(norm: torch.Tensor, laws: Sequence[Law], world: int) -> torch.Tensor:
+    """Of a step: noise, and rounding that does not depend on a parameter's own type.
+
+    Args:
+        norm: of what is sent: by parameter, or of everything where parameters are coded together.
+    """
+    noise, wire, least = (
+        max(getattr(law, name) for law in laws) for name in ("noise", "wire", "least")
+    )
+    return norm * (_SUMS + (world + 1) / 2 * wire + _NOISE * math.sqrt(noise)) + world * least
 
 
 def _of_local(ranks: Sequence[Report]) -> Verdict:

@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -102,6 +103,32 @@ class Gate(torch.autograd.Function):
         return grad, None
 
 
+class Scaled(torch.autograd.Function):
+    """A parameter as it is, whose gradient is so many times as large."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * ctx.scale, None
+
+
+class Line(nn.Linear):
+    """A linear layer whose parameters' gradients have scales of their own."""
+
+    scales = (1.0, 1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = (
+            one if one is None or scale == 1.0 else Scaled.apply(one, scale)
+            for one, scale in zip((self.weight, self.bias), self.scales, strict=True)
+        )
+        return F.linear(x, weight, bias)
+
+
 class Net(nn.Module):
     """``first``, ``middle`` and ``out``, with what the case asks for."""
 
@@ -111,8 +138,8 @@ class Net(nn.Module):
         self.wants = wants = set(case.model)
         if "front" in wants:
             self.branches = _layers(2)
-        self.first = nn.Linear(8, WIDTH)
-        self.middle = nn.Linear(WIDTH, WIDTH)
+        self.first = Line(8, WIDTH)
+        self.middle = Line(WIDTH, WIDTH)
         self.parts = nn.ModuleDict(
             {name: self._part(name) for name in sorted(wants) if name in _LAYERS}
         )
@@ -134,9 +161,13 @@ class Net(nn.Module):
             self.register_buffer("state", torch.zeros(3))
         self.seen: list[Tensor] = []  # the buffer, forward by forward
         self.replay: list[Tensor] = []  # what to take instead of the buffer
-        self.out = nn.Linear(WIDTH, 6)
+        self.out = Line(WIDTH, 6)
         if "branches" in wants:
             self.branches = _layers(2)
+        for name, layer in self.named_modules():
+            if case.scaled and isinstance(layer, Line):
+                draw = random.Random(f"{case.seed}/{name}")
+                layer.scales = (10 ** draw.uniform(-6, 3), 10 ** draw.uniform(-6, 3))
         for name in ("bf16", "f64"):
             if f"all_{name}" in wants:
                 self.to(DTYPES[name])
@@ -187,11 +218,11 @@ class Net(nn.Module):
 
 
 def _layers(number: int) -> nn.ModuleList:
-    return nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(number))
+    return nn.ModuleList(Line(WIDTH, WIDTH) for _ in range(number))
 
 
 def _line() -> nn.Module:
-    return nn.Linear(WIDTH, WIDTH)
+    return Line(WIDTH, WIDTH)
 
 
 _LAYERS: dict[str, Any] = {
@@ -200,7 +231,7 @@ _LAYERS: dict[str, Any] = {
     ),
     "conv": lambda: nn.Conv2d(4, 4, 3, padding=1).to(memory_format=torch.channels_last),
     "norm": lambda: nn.LayerNorm(WIDTH),
-    "large": lambda: nn.Linear(WIDTH, 1100, bias=False),
+    "large": lambda: Line(WIDTH, 1100, bias=False),
     "sparse": lambda: nn.Embedding(20, WIDTH, sparse=True),
 }
 

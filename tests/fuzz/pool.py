@@ -54,11 +54,12 @@ class Team:
 
     Args:
         patience: seconds in which ranks do nothing before they count as hung.
+        store: where they find one another: "file", or "tcp", of which the first rank is the host.
     """
 
-    def __init__(self, size: int, patience: float = 10.0) -> None:
+    def __init__(self, size: int, patience: float = 10.0, store: str = "file") -> None:
         _start_server()
-        self.size, self.patience = size, patience
+        self.size, self.patience, self.store = size, patience, store
         self.usable = True
         self._directory = tempfile.mkdtemp(prefix="team-")
         self._pipes: list[connection.Connection] = []
@@ -66,7 +67,7 @@ class Team:
         for rank in range(size):
             ours, theirs = _context.Pipe()
             process = _context.Process(
-                target=_serve, args=(rank, size, self._directory, theirs), daemon=True
+                target=_serve, args=(rank, size, self._directory, theirs, store), daemon=True
             )
             process.start()
             theirs.close()
@@ -156,7 +157,9 @@ class Team:
 # ---- in the rank's process
 
 
-def _serve(rank: int, size: int, directory: str, pipe: connection.Connection) -> None:
+def _serve(
+    rank: int, size: int, directory: str, pipe: connection.Connection, kind: str = "file"
+) -> None:
     """Joins the group and answers until the pipe ends."""
     import torch
     import torch.distributed as dist
@@ -170,7 +173,7 @@ def _serve(rank: int, size: int, directory: str, pipe: connection.Connection) ->
     warnings.simplefilter("ignore")
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(str(Path(directory, "store")), size),
+        store=_store(kind, Path(directory, "store"), rank, size),
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=_LONGEST),
@@ -192,3 +195,21 @@ def _serve(rank: int, size: int, directory: str, pipe: connection.Connection) ->
         pipe.send_bytes(pickle.dumps(answer))
         del function, argument, answer
         gc.collect()
+
+
+def _store(kind: str, path: Path, rank: int, size: int) -> Any:
+    """Returns the store of a team; of TCP, the file has the port that the first rank was given."""
+    import torch.distributed as dist
+
+    if kind == "file":
+        return dist.FileStore(str(path), size)
+    if rank == 0:
+        host = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
+        path.with_suffix(".new").write_text(str(host.port))
+        path.with_suffix(".new").rename(path)
+        return host
+    for _ in range(3000):
+        if path.exists():
+            return dist.TCPStore("127.0.0.1", int(path.read_text()), size, is_master=False)
+        time.sleep(0.01)
+    raise RuntimeError("the first rank has told no port")

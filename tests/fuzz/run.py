@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,11 +15,12 @@ from torch.utils.checkpoint import checkpoint
 
 import commhooks
 import ddp_core
+from commhooks.checkpoint.ranks import resizes_of
 from tests.fuzz.case import Case
 from tests.fuzz.model import Boom, Net, batch, used
 from tests.fuzz.schemes import build
 
-__all__ = ["Plan", "Record", "Run", "digest"]
+__all__ = ["RATE", "Plan", "Record", "Run", "digest", "flat_of", "rate_of"]
 
 RATE = 0.01
 PRECISION = {"bf16": (torch.bfloat16, None), "bf16_f32": (torch.bfloat16, torch.float32)}
@@ -45,6 +47,7 @@ class Record:
     digest: str
     missing: list[bool]  # by parameter, whether grad is None
     idle: list[bool]  # by parameter, whether this rank has no gradient of it
+    least: Tensor | float = 0.0  # by parameter, rounding that is not of the gradient's size
     share: float = 1.0  # of the ranks, those that had input
     counts: bool = True  # for the sum law; not where it is not finite
     hooked: bool = True
@@ -61,7 +64,14 @@ class Noting(torch.optim.SGD):
 
 
 class Run:
-    """A wrapped model and its hook; ``step`` also computes this rank's gradient without either."""
+    """A wrapped model and its hook; ``step`` also computes this rank's gradient without either.
+
+    Attributes:
+        gathers: a state of all ranks is needed to go on elsewhere.
+        leaves_bad_steps: a step that is not finite changes nothing, instead of showing.
+    """
+
+    gathers = leaves_bad_steps = False
 
     def __init__(self, case: Case, rank: int, group: Any) -> None:
         self.case, self.rank, self.group = case, rank, group
@@ -103,6 +113,10 @@ class Run:
             options["device_mesh"] = init_device_mesh("cpu", (self.world,))
         else:
             options["process_group"] = self.group
+        if "through_group" in case.setting:
+            scheme = build(case.scheme, case.options, case.wrap)
+            self.through = commhooks.process_group(scheme, self.group, seed=case.seed)
+            options["process_group"] = self.through
         host = ddp_core.DistributedDataParallel if case.host == "core" else DistributedDataParallel
         if "hold" in case.setting and not hasattr(host, "hold"):
             raise TypeError("torch's DistributedDataParallel has no hold()")
@@ -221,8 +235,8 @@ class Run:
                 parameter.shape,
             ):
                 raise AssertionError(f"{name}.grad is {grad.dtype} of {tuple(grad.shape)}")
-            applied.append(_flat(parameter, grad))
-        wanted = [_flat(parameter, sums.get(name)) for name, parameter in self._parameters()]
+            applied.append(flat_of(parameter, grad))
+        wanted = [flat_of(parameter, sums.get(name)) for name, parameter in self._parameters()]
         for name, mine, own in zip(self.trained, applied, wanted, strict=True):
             if name in self.ignored:  # as this rank made it, and in no sum
                 if (mine - own).abs().nan_to_num().max() > 1e-6:
@@ -237,6 +251,7 @@ class Run:
             digest(shown),
             [parameter.grad is None for _, parameter in self._parameters()],
             [name not in sums for name in self.trained],
+            least=self.least(),
             hooked=not plan.no_hook,
         )
         self.steps += not plan.no_hook
@@ -245,7 +260,8 @@ class Run:
             with torch.no_grad():
                 for parameter in self.net.parameters():
                     if parameter.grad is not None:
-                        parameter.add_(parameter.grad, alpha=-RATE)
+                        rate = rate_of(parameter, parameter.grad) if self.case.scaled else RATE
+                        parameter.add_(parameter.grad, alpha=-rate)
         elif not record.counts:
             self._zero("none")
         return record
@@ -255,28 +271,78 @@ class Run:
         found = []
         for name, parameter in self._parameters():
             value = None if self.hook is None else self.hook.residual(name)
-            found.append(_flat(parameter, value))
+            found.append(flat_of(parameter, value))
         return found
 
     def spacings(self) -> Tensor:
         """By trained parameter, the spacing of 1 in the types its gradient takes."""
+        return self._of_types(lambda kind: kind.eps)
+
+    def least(self) -> Tensor:
+        """By trained parameter, the smallest number of these types."""
+        return self._of_types(lambda kind: kind.eps * kind.tiny)
+
+    def _of_types(self, figure: Callable[[Any], float]) -> Tensor:
         found = []
         for _, parameter in self._parameters():
             types = [parameter.dtype, self.low, self.reduce]
             kinds = [t for t in types if t is not None and (t.is_floating_point or t.is_complex)]
-            found.append(max(torch.finfo(kind).eps for kind in kinds))
+            found.append(max(figure(torch.finfo(kind)) for kind in kinds))
         return torch.tensor(found, dtype=torch.float64)
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
         own = dict(self.net.named_parameters())
         return [(name, own[name]) for name in self.trained]
 
+    # ---- states
+
+    def weights(self) -> dict[str, Any]:
+        """The model's state, of whole parameters."""
+        return self.net.state_dict()
+
+    def state(self, *, gather: bool = False) -> Any:
+        """What the hook continues from."""
+        return self.hook.state_dict(gather=gather)
+
+    def load(self, state: Any) -> None:
+        """Continues from it."""
+        self.hook.load_state_dict(state)
+
+    def saved(self, states: list[Any]) -> Any:
+        """What to load of the states of all ranks."""
+        return states[self.rank] if len(states) == self.world else states
+
+    def memory(self) -> Iterator[tuple[str, str, Tensor, bool]]:
+        """What the hook keeps: key, name, value, and whether ranks have the same."""
+        own = resizes_of(self.hook.scheme).keys()
+        for key, values in self.hook.state_dict()[f"rank{self.hook.rank}"]["memory"].items():
+            for name, value in values.items():
+                yield key, name, value, key not in own
+
+    def skipped(self) -> int:
+        """Steps that were not finite, as the host counts them."""
+        return int(self.hook.skipped_steps)
+
+    def calls(self) -> int:
+        """Steps of the host in one of the case."""
+        return 1
+
+    def shown(self) -> list[Tensor]:
+        """Parameters that all ranks have alike."""
+        return [p for n, p in self.net.named_parameters() if n not in self.ignored]
+
     def sizes(self) -> list[int]:
         """Entries of the trained parameters in the flat tensors of a record."""
-        return [_flat(p, None).numel() for _, p in self._parameters()]
+        return [flat_of(p, None).numel() for _, p in self._parameters()]
 
 
-def _flat(parameter: Tensor, value: Tensor | None) -> Tensor:
+def rate_of(parameter: Tensor, grad: Tensor) -> float:
+    """A rate at which gradients of any size move a parameter by no more than ``RATE``."""
+    flat = flat_of(parameter, grad)
+    return RATE / max(1.0, float(flat.abs().max())) if len(flat) else RATE
+
+
+def flat_of(parameter: Tensor, value: Tensor | None) -> Tensor:
     if value is None:
         value = torch.zeros_like(parameter)
     value = value.detach()

@@ -26,13 +26,13 @@ class Runner:
 
     def __init__(self, patience: float = 10.0, plant: str = "") -> None:
         self.patience, self.plant = patience, plant
-        self._teams: dict[int, Team] = {}
-        self._ran: dict[int, list[Case]] = {}  # on the team of that size
+        self._teams: dict[tuple[int, str], Team] = {}
+        self._ran: dict[tuple[int, str], list[Case]] = {}  # on the team of that size and store
 
     def run(self, case: Case) -> Verdict:
         """The verdict on a case; what torch's class cannot do without a hook counts as refused."""
         verdict = self._run(case)
-        if verdict.status == "broken" and case.host == "torch":
+        if verdict.status == "broken" and case.host == "torch" and verdict.law != "change":
             plain = verdict if "plain" in case.setting else self._run(case.without_hook())
             if plain.status == "broken":
                 return Verdict("refused", "torch", f"without a hook, too: {plain.law}")
@@ -44,8 +44,8 @@ class Runner:
         leaves = any(event[1] == "leave" for event in case.events)  # and nobody goes on
         for number, size in enumerate((case.world, *(() if leaves else case.legs))):
             leg = Leg(case, number, saved, self.plant)
-            reports = self._team(size).run(play, [leg] * size)
-            self._ran[size].append(case)
+            reports = self._team(size, case.store).run(play, [leg] * size)
+            self._ran[size, case.store].append(case)
             verdict = judge(case, reports)
             if verdict.status != "ok":
                 self.restart(size)
@@ -59,19 +59,19 @@ class Runner:
 
     def before(self, case: Case) -> list[Case]:
         """What ran on the same processes before the last run of ``case``."""
-        return self._ran.get(case.world, [])[:-1]
+        return self._ran.get((case.world, case.store), [])[:-1]
 
     def restart(self, size: int | None = None) -> None:
         """Ends the team of that size, or all: the next case gets new processes."""
-        for one in [size] if size is not None else list(self._teams):
-            team = self._teams.pop(one, None)
+        for one in [one for one in self._teams if size in (None, one[0])]:
+            self._teams.pop(one).close()
+
+    def _team(self, size: int, store: str) -> Team:
+        kind = size, store
+        team = self._teams.get(kind)
+        if team is None or not team.usable or len(self._ran[kind]) >= _CASES_OF_A_TEAM:
             if team is not None:
                 team.close()
-
-    def _team(self, size: int) -> Team:
-        team = self._teams.get(size)
-        if team is None or not team.usable or len(self._ran[size]) >= _CASES_OF_A_TEAM:
-            self.restart(size)
-            self._teams[size] = team = Team(size, self.patience)
-            self._ran[size] = []
+            self._teams[kind] = team = Team(size, self.patience, store)
+            self._ran[kind] = []
         return team

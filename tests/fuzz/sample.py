@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 from tests.fuzz.case import Case
+from tests.fuzz.hosts import HOSTS, Hosted
 from tests.fuzz.model import BRANCH_USES, MODEL_FEATURES
 from tests.fuzz.schemes import OPTIONS, SCHEMES, WRAPPERS, build
 
@@ -13,15 +14,21 @@ __all__ = ["sample"]
 
 _BUCKETS = (None, 0.0005, 0.001, 0.002)
 _PLACES = ("first", "middle", "last")
+# Whether parameters that are replaced or cast in the middle are drawn: an error within a step.
+CHANGES_ARE_ERRORS = False
 
 
 def sample(seed: int) -> Case:
     """The case of a seed; what makes no sense together is not drawn."""
     draw = random.Random(f"case {seed}")
     values: dict[str, Any] = {"seed": seed}
-    values["host"] = draw.choice(("torch", "core", "core"))
-    values["world"] = draw.choice((2, 2, 2, 2, 2, 3, 3, 4))
+    values["host"] = draw.choice(("torch", "torch", "core", "core", "core", *HOSTS))
+    values["world"] = draw.choice((1, 2, 2, 2, 2, 2, 3, 3, 4))
     values["steps"] = draw.randint(3, 7)
+    values["scaled"] = draw.random() < 0.4
+    values["store"] = draw.choice(("file", "file", "tcp"))
+    if values["host"] in HOSTS:
+        return Case(**_hosted(draw, values, HOSTS[values["host"]]))
     values |= _scheme(draw)
     values["model"], values["use"] = _model(draw)
     values["ddp"] = _ddp(draw, values)
@@ -35,9 +42,49 @@ def sample(seed: int) -> Case:
     else:
         values["events"] = _events(draw, values)
         if draw.random() < 0.1 and "part" not in values["setting"]:
-            others = [draw.choice((2, 3, 4)) for _ in range(draw.randint(1, 2))]
+            others = [draw.choice((1, 2, 3, 4)) for _ in range(draw.randint(1, 2))]
             values["legs"] = tuple(others if draw.random() < 0.7 else [values["world"]])
     return Case(**_sensible(values))
+
+
+def _hosted(draw: random.Random, values: dict[str, Any], kind: type[Hosted]) -> dict[str, Any]:
+    """The case of another host than DistributedDataParallel."""
+    setting = values["setting"] = draw.choice(kind.settings)
+    values["world"] = draw.choice(kind.worlds)
+    values["steps"] = draw.randint(2, 5)
+    values["micro"] = draw.choice((1, 1, 2))
+
+    def fitting() -> dict[str, Any]:
+        for _ in range(60):
+            found = _scheme(draw)
+            if found and kind.takes(
+                build(found["scheme"], found["options"], found["wrap"]), setting
+            ):
+                return found
+        return {"scheme": "none", "options": {}, "wrap": ()}
+
+    values |= fitting()
+    model = _some(draw, kind.models, 0.15)
+    if "complex" in model:
+        model = [one for one in model if not one.startswith("all_")]
+    values["model"] = tuple(model)
+    events: list[tuple[Any, ...]] = []
+    for _ in range(draw.choice((0, 1, 1, 2))):
+        what, at = draw.choice(kind.happens), draw.randrange(values["steps"])
+        if what == "poison":
+            events.append((at, what, draw.choice(_PLACES), draw.choice(("inf", "nan"))))
+        elif what == "switch":
+            other = fitting()
+            if not other["wrap"]:
+                events.append((at, what, other["scheme"], other["options"]))
+        elif what == "resume":
+            events.append((at, what, draw.choice(("torch", "gathered"))))
+        else:
+            events.append((at, what))
+    values["events"] = tuple(sorted(events, key=lambda event: event[0]))
+    if kind.resizes and draw.random() < 0.25:
+        values["legs"] = tuple(draw.choice(kind.worlds) for _ in range(draw.randint(1, 2)))
+    return values
 
 
 def _some(draw: random.Random, choices: Any, share: float) -> list[Any]:
@@ -124,8 +171,11 @@ def _events(draw: random.Random, values: dict[str, Any]) -> tuple[tuple[Any, ...
                 found.append((draw.randrange(at + 1, steps), "thaw"))
         else:
             found.append((at, kind))
-    if draw.random() < 0.02:
+    if draw.random() < 0.02 and values["world"] > 1:
         return ((1, "leave", draw.choice(_PLACES)),)
+    if CHANGES_ARE_ERRORS and draw.random() < 0.05:
+        change = draw.choice((("assign",), ("cast", "double"), ("cast", "bfloat16")))
+        return ((draw.randrange(1, steps), *change),)
     return tuple(sorted(found, key=lambda event: event[0]))
 
 
@@ -190,6 +240,7 @@ def _sensible(values: dict[str, Any]) -> dict[str, Any]:
     if "part" in setting:
         events = [event for event in events if event[1] != "group"]
     if "in_backward" in setting:
+        values["scaled"] = False  # the optimizer's one rate is not for gradients of any size
         drop = {"raise", "poison", "resume"}
         events = [event for event in events if event[1] not in drop]
         setting -= {"late", "ignored", "delayed"}

@@ -65,6 +65,12 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "onebit_adam": {"freeze_step": 2, "block": 64},
     "noop": {},
 }
+# Those that code each parameter, or each entry, by itself: a small gradient beside large ones has
+# errors of its own size. In the others it shares a block, a scale or a matrix with them.
+APART = {
+    *("none", "allreduce", "fp16", "bf16", "topk", "random_k", "random_block", "aligned_topk"),
+    *("powersgd", "acpsgd", "noop"),
+}
 # Of ``commhooks.make``, for any scheme.
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "error_feedback": (True,),
@@ -107,20 +113,21 @@ class Law(NamedTuple):
             exact), "noisy" (likewise, but for noise), "other", "local" (nothing is averaged).
         noise: most that the squared error of a step can be expected to be, in squared gradients.
         wire: spacing of 1 in the narrowest type that a payload takes; 0: the gradient's own.
+        least: the smallest number of that type.
     """
 
     kind: str
     noise: float = 0.0
     wire: float = 0.0
+    least: float = 0.0
 
 
 def law_of(scheme: Scheme) -> Law:
     """The law of a scheme."""
     inside = list(walk(scheme))
-    wire = max(
-        (torch.finfo(o.dtype).eps for o in inside if isinstance(o, (Cast, TwoPhaseCast))),
-        default=0.0,
-    )
+    kinds = [torch.finfo(o.dtype) for o in inside if isinstance(o, (Cast, TwoPhaseCast))]
+    wire = max((one.eps for one in kinds), default=0.0)
+    least = max((one.eps * one.tiny for one in kinds), default=0.0)
     if not scheme.traits.averages:
         return Law("local" if isinstance(scheme, commhooks.schemes.Noop) else "other")
     if scheme.traits.returns == "update" or any(
@@ -134,7 +141,7 @@ def law_of(scheme: Scheme) -> Law:
         if one.traits.biased:
             return Law("other")
         noise = max(noise, (1 + one.traits.error.variance) ** max(one.traits.rounds, 1) - 1)
-    return Law("noisy", noise, wire) if noise else Law("sum", 0.0, wire)
+    return Law("noisy" if noise else "sum", noise, wire, least)
 
 
 def _leaves(scheme: Scheme) -> Iterator[Scheme]:

@@ -32,6 +32,20 @@ CASES = {
     "one_rank_waits": Case(scheme="bf16"),
     "joined_rank_keeps_its_model": Case(host="core", join=1),
     "feedback_is_off": Case(host="core", scheme="random_block"),
+    "small_gradients_are_lost": Case(scaled=True),
+    "host_forgets_to_divide": Case(host="fsdp2"),
+    "shard_of_another_rank": Case(host="fsdp2", scheme="int8"),
+    "between_nodes_is_nothing_sent": Case(host="hsdp", world=4, setting=("between",)),
+    "all_ranks_are_replicas": Case(host="tensor_parallel", world=4),
+    "a_group_gives_the_mean_for_a_sum": Case(host="group"),
+    "collectives_sum_for_a_mean": Case(host="collectives", setting=("all_reduce",)),
+    "names_share_what_they_keep": Case(
+        host="collectives", scheme="topk", setting=("all_reduce",), model=("large",)
+    ),
+    "units_are_divided_twice": Case(host="fsdp1", setting=("FULL_SHARD",)),
+    "a_bad_shard_is_stepped": Case(host="zero", events=((1, "poison", "middle", "nan"),)),
+    "a_bad_distance_is_taken": Case(host="diloco", events=((1, "poison", "middle", "nan"),)),
+    "a_tcp_store_is_not_known": Case(host="core", store="tcp"),
     "process_dies": Case(),
 }
 

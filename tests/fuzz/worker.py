@@ -10,15 +10,19 @@ import torch
 import torch.distributed as dist
 
 import commhooks
-from commhooks.checkpoint.ranks import resizes_of
 from tests.fuzz import faults
 from tests.fuzz.case import Case
+from tests.fuzz.hosts import HOSTS
 from tests.fuzz.model import Boom, batch, used
 from tests.fuzz.pool import Leave
 from tests.fuzz.run import Plan, Record, Run, digest
 from tests.fuzz.schemes import build
 
 __all__ = ["Leg", "Report", "play"]
+
+
+# Schemes without memory do not count skipped steps as yet.
+ALWAYS_COUNTED = False
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,7 @@ class _Player:
         self.runs: list[Run] = []  # the second one resumed from the first
         self.switched: list[Any] = []
         self.first = leg.number * leg.case.steps
+        self.least = self.most = 0  # steps to skip: not finite for sure, or as it may be
 
     def play(self) -> None:
         case, report = self.case, self.report
@@ -105,7 +110,7 @@ class _Player:
             report.stage = "load"
             self.switched = [event[2:] for event in case.events if event[1] == "switch"]
             self._switches(run, self.switched)
-            run.hook.load_state_dict(self._saved())
+            run.load(run.saved([_unpack(one)["hook"] for one in self.leg.saved]))
             run.steps = run.hook.step
         report.before = run.residuals()
         if case.join is None:
@@ -128,20 +133,14 @@ class _Player:
         return dist.group.WORLD
 
     def _start(self, group: Any, like: Run | None = None) -> Run:
-        run = Run(self.case, group.rank(), group)
+        run = HOSTS.get(self.case.host, Run)(self.case, group.rank(), group)
         self.runs.append(run)
         if like is not None:
-            run.net.load_state_dict(like.net.state_dict())
+            run.net.load_state_dict(like.weights())
         elif self.leg.saved:
             run.net.load_state_dict(_unpack(self.leg.saved[0])["model"])
         run.wrap()
         return run
-
-    def _saved(self) -> Any:
-        states = [_unpack(one)["hook"] for one in self.leg.saved]
-        if len(states) == self.runs[0].world:
-            return states[self.rank]
-        return states
 
     # ---- steps
 
@@ -197,11 +196,19 @@ class _Player:
 
         Not at every place where it was: a sparse scheme sends some of the entries.
         """
+        run = self.runs[0]
         if not plan.gates or not self.case.averages:
+            self.most += not record.applied.isfinite().all()
             return
         bad = (~record.wanted.isfinite()).to(torch.int32)
-        dist.all_reduce(bad, group=self.runs[0].group)
-        if bad.any() and record.applied.isfinite().all():
+        dist.all_reduce(bad, group=run.group)
+        self.least += bool(bad.any())
+        self.most += bool(bad.any()) or not record.applied.isfinite().all()
+        if bad.any() and run.leaves_bad_steps:
+            record.counts = False
+            if record.applied.any():
+                self.report.broken.append(("bad", f"step {number}: is not finite, and was taken"))
+        elif bad.any() and record.applied.isfinite().all():
             text = (
                 f"step {number}: {int((bad > 0).sum())} entries are not finite, all that arrive are"
             )
@@ -244,7 +251,7 @@ class _Player:
 
     def _on_resume(self, number: int, form: str = "torch") -> None:
         run = self.runs[0]
-        state = run.hook.state_dict()
+        state = run.state(gather=form == "gathered")
         if form == "flat":
             tensors, metadata = commhooks.checkpoint.flatten_state(state)
             state = commhooks.checkpoint.unflatten_state(tensors, metadata)
@@ -257,9 +264,9 @@ class _Player:
             mine.grad = None if theirs.grad is None else theirs.grad.detach().clone()
         again.register()
         self._switches(again, self.switched)
-        again.hook.load_state_dict(state)
+        again.load(state)
         again.steps, again.counts = run.steps, run.counts
-        if self.case.host != "core":
+        if self.case.host in ("torch", "replicate"):  # the same class inside
             # A state of the first steps cannot know the buckets to come, see docs/design/steps.md.
             again.is_exact = run.steps >= (3 if "static_graph" in self.case.ddp else 2)
             if run.hook._runner.regrouping.wanted:  # it was loaded itself, a step ago
@@ -278,7 +285,7 @@ class _Player:
 
     def _on_save(self, number: int) -> None:
         for run in self.runs:
-            run.hook.load_state_dict(_unpack(_pack(run.hook.state_dict())))
+            run.load(_unpack(_pack(run.state())))
 
     def _on_freeze(self, number: int) -> None:
         for run in self.runs:
@@ -287,6 +294,16 @@ class _Player:
     def _on_thaw(self, number: int) -> None:
         for run in self.runs:
             run.net.parts["extra"].requires_grad_(True)
+
+    def _on_assign(self, number: int) -> None:
+        """All parameters are other objects: the hook's own have no gradients from now on."""
+        for run in self.runs:
+            state = {name: one.clone() for name, one in run.ddp.state_dict().items()}
+            run.ddp.load_state_dict(state, assign=True)
+
+    def _on_cast(self, number: int, how: str) -> None:
+        for run in self.runs:
+            getattr(run.ddp, how)()
 
     def _on_eval(self, number: int) -> None:
         for run in self.runs:
@@ -343,23 +360,26 @@ class _Player:
         report, case = self.report, self.case
         report.after = run.residuals()
         if case.averages:
-            kept = [p for n, p in run.net.named_parameters() if n not in run.ignored]
-            report.bits["parameters"] = digest(kept)
+            report.bits["parameters"] = digest(run.shown())
         if run.hook is None:
             return
         for one in self.runs:
             self._count(one, "at the end")
-        state = run.hook.state_dict()
-        report.bits["step"] = str(state["step"])
-        mine = state[f"rank{run.hook.rank}"]["memory"]
-        per_rank = resizes_of(run.hook.scheme).keys()
-        for key, values in mine.items():
-            for name, value in values.items():
-                if value.is_floating_point() and not value.isfinite().all():
-                    report.broken.append(("memory", f"{key} of {name} is not finite"))
-                if key not in per_rank:
-                    report.bits[f"memory {key} {name}"] = digest([value])
-        report.state = _pack({"model": run.net.state_dict(), "hook": state})
+        report.bits["step"] = str(run.hook.step)
+        keeps = False
+        for key, name, value, equal in run.memory():
+            keeps = True
+            if value.is_floating_point() and not value.isfinite().all():
+                report.broken.append(("memory", f"{key} of {name} is not finite"))
+            if equal:
+                report.bits[f"memory {key} {name}"] = digest([value])
+        plain = all(event[1] not in ("switch", "save", "raise") for event in case.events)
+        counts = plain and case.averages and not self.leg.number and (keeps or ALWAYS_COUNTED)
+        most = self.most * run.calls()
+        if counts and not self.least <= run.skipped() <= most:
+            text = f"{run.skipped()} steps were skipped, not {self.least} to {most}"
+            report.broken.append(("skipped", text))
+        report.state = _pack({"model": run.weights(), "hook": run.state(gather=run.gathers)})
 
     def close(self) -> None:
         for run in self.runs:

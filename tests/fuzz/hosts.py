@@ -1,0 +1,697 @@
+"""Runs of a case on other hosts than DistributedDataParallel: one class for each.
+
+All are held against the same: this rank's gradient by the model alone. What a host shards is put
+together, so that every rank reports whole parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._composable.replicate import replicate
+from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
+import ddp_core
+from commhooks.checkpoint.ranks import resizes_of
+from commhooks.core.scheme import Scheme, slots_of
+from tests.distributed.test_fsdp2 import sharded
+from tests.fuzz.case import Case
+from tests.fuzz.model import Line
+from tests.fuzz.run import RATE, Plan, Record, Run, digest, flat_of, rate_of
+from tests.fuzz.schemes import APART, build
+
+__all__ = ["BY_TENSOR", "HOSTS", "Hosted"]
+
+BY_TENSOR = ("collectives", "functions")  # each parameter is exchanged by itself
+
+
+@cache
+def _mesh(*sizes: int) -> Any:
+    """A mesh of all ranks; one for all cases of a process, since each makes groups."""
+    names = ("outer", "inner")[-len(sizes) :]
+    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+
+
+def _whole(tensor: Any) -> Tensor:
+    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole.detach()  # type: ignore[no-any-return]
+
+
+def _here(tensor: Any) -> Tensor:
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.detach()  # type: ignore[no-any-return]
+
+
+def _shards(scheme: Scheme) -> bool:
+    """Whether each rank may get its shard of the mean alone."""
+    return scheme.traits.averages and scheme.traits.shards and not scheme.traits.coalesce
+
+
+class Hosted(Run):
+    """A model whose parameters get their gradients as in a plain model; hosts replace the rest.
+
+    Attributes:
+        worlds: numbers of ranks that are drawn, and ``settings``, of which one is.
+        models: features of the model that are drawn, and ``happens``, kinds of events.
+        resizes: a state loads on other numbers of ranks.
+        shards: a rank keeps parts of what all keep.
+    """
+
+    gathers = True
+    worlds: ClassVar[tuple[int, ...]] = (1, 2, 2, 2, 3, 4)
+    settings: ClassVar[tuple[tuple[str, ...], ...]] = ((),)
+    models: ClassVar[tuple[str, ...]] = ("frozen", "norm", "large", "checkpoint", "all_bf16")
+    happens: ClassVar[tuple[str, ...]] = ("poison", "resume", "save", "switch")
+    resizes = True
+    shards = False
+
+    @classmethod
+    def takes(cls, scheme: Scheme, setting: tuple[str, ...]) -> bool:
+        """Whether the host runs a scheme."""
+        return scheme.traits.averages
+
+    def wrap(self) -> None:
+        """Makes the host and its hooks."""
+        self.reference.load_state_dict(self.net.state_dict())
+        self.hooks: list[Any] = []
+        self.scales_nodes: set[int] = set()  # hooks that average within a node only
+        self.host(build(self.case.scheme, self.case.options, self.case.wrap))
+        self.hook = self.hooks[0] if self.hooks else None
+
+    def register(self) -> None:
+        """The hook is there already."""
+
+    def host(self, scheme: Scheme) -> None:
+        """Wraps the model as ``self.call``, and makes the hooks."""
+        raise NotImplementedError
+
+    # ---- a step
+
+    def step(self, number: int, plan: Plan) -> Record | None:
+        held = self.residuals()
+        wanted = self.own(number, plan)
+        self.exchange(number, plan, wanted)
+        means = self.means()
+        flat = self.spread([flat_of(one, one) for one in means])
+        local = self.spread([flat_of(one, one) for one in wanted])
+        norms = [float((w + h).norm()) for w, h in zip(local, held, strict=True)]
+        record = Record(
+            torch.cat(flat),
+            torch.cat(local),
+            torch.tensor(norms, dtype=torch.float64),
+            digest(flat),
+            [],
+            [],
+            least=self.least(),
+        )
+        self.steps += 1
+        finite = bool(record.applied.isfinite().all())
+        record.counts = finite and bool(record.wanted.isfinite().all())
+        if finite:  # as all ranks have it
+            self.move(means, flat)
+        for parameter in self.places():
+            parameter.grad = None
+        return record
+
+    def own(self, number: int, plan: Plan) -> list[Tensor]:
+        """This rank's gradients, by the model alone."""
+        for parameter in self.reference.parameters():
+            parameter.grad = None
+        for micro in range(self.case.micro):
+            self._pass(self.reference, number, micro, self.gates(plan, micro), plan)
+        return [_here(one.grad) for one in self.known()]
+
+    def exchange(self, number: int, plan: Plan, wanted: list[Tensor]) -> None:
+        """Lets the host do its passes."""
+        for micro in range(self.case.micro):
+            with self.quiet(micro < self.case.micro - 1):
+                self._pass(self.call, number, micro, self.gates(plan, micro), plan)
+
+    def means(self) -> list[Tensor]:
+        """What the host has made of the gradients, whole."""
+        return [_whole(one.grad) for one in self.places()]
+
+    def move(self, means: list[Tensor], flat: list[Tensor]) -> None:
+        """Steps the host's parameters, and those of the model alone to the same bits."""
+        with torch.no_grad():
+            for place, own, mean, all_of_it in zip(
+                self.places(), self.known(), means, flat, strict=True
+            ):
+                rate = rate_of(all_of_it, all_of_it)
+                if place.grad is not None and _here(place).numel():
+                    _here(place).sub_(_here(place.grad) * rate)
+                _here(own).sub_(mean * rate)
+
+    def gates(self, plan: Plan, micro: int) -> dict[str, str]:
+        return self._gates(plan) if micro == self.case.micro - 1 else {}
+
+    @contextlib.contextmanager
+    def quiet(self, is_quiet: bool) -> Iterator[None]:
+        """Whether a pass only accumulates."""
+        if hasattr(self.call, "set_requires_gradient_sync"):
+            self.call.set_requires_gradient_sync(not is_quiet)
+            yield
+        else:
+            with self.call.no_sync() if is_quiet else contextlib.nullcontext():
+                yield
+
+    # ---- its tensors
+
+    def places(self) -> list[Any]:
+        """The host's trained parameters."""
+        own = dict(self.net.named_parameters())
+        return [own[name] for name in self.trained]
+
+    def known(self) -> list[Any]:
+        """Those of the model alone."""
+        own = dict(self.reference.named_parameters())
+        return [own[name] for name in self.trained]
+
+    def spread(self, flat: list[Tensor]) -> list[Tensor]:
+        """What all ranks are to have alike, of tensors that are cut otherwise."""
+        return flat
+
+    def _parameters(self) -> Any:
+        return list(zip(self.trained, self.known(), strict=True))
+
+    def sizes(self) -> list[int]:
+        return [one.numel() for one in self.spread([flat_of(p, None) for p in self.locals()])]
+
+    def locals(self) -> list[Tensor]:
+        """This rank's part of the model alone."""
+        return [_here(one) for one in self.known()]
+
+    def shown(self) -> list[Tensor]:
+        host = [_whole(one) for one in self.places()]
+        for name, one, own in zip(self.trained, host, self.locals(), strict=True):
+            if not torch.equal(one, own):
+                raise AssertionError(f"{name} is not what its means have made of it")
+        return self.spread([flat_of(one, one) for one in host])
+
+    # ---- memory
+
+    def residuals(self) -> list[Tensor]:
+        """This rank's, or the mean of all ranks' where a rank has parts of them."""
+        parts = [self._residuals_of(index) for index in range(len(self.hooks))]
+        found = []
+        for name, like in zip(self.trained, self.locals(), strict=True):
+            values = [part[name].reshape(-1)[: like.numel()] for part in parts if name in part]
+            total = flat_of(like, None)
+            for value in values:
+                total = total + value.double()
+            found.append(total)
+        return self.spread(found)
+
+    def _residuals_of(self, index: int) -> dict[str, Tensor]:
+        hook = self.hooks[index]
+        if not self.shards:
+            own = {name: hook.residual(name) for name in self.trained}
+            return {name: value for name, value in own.items() if value is not None}
+        if not self._keeps():
+            return {}
+        state = hook.state_dict(gather=True)
+        parts = [one["memory"] for key, one in state.items() if key.startswith("rank")]
+        found = {}
+        for name in parts[0].get("residual", {}):
+            found[name] = torch.stack([one["residual"][name].double() for one in parts]).mean(0)
+            if index in self.scales_nodes:
+                dist.all_reduce(found[name])
+                found[name] /= dist.get_world_size()
+        return found
+
+    def _keeps(self) -> bool:
+        """Whether a scheme of the case keeps memory."""
+        case = self.case
+        built = [build(case.scheme, case.options, case.wrap)]
+        built += [build(event[2], event[3], ()) for event in case.events if event[1] == "switch"]
+        return any(slots_of(one) for one in built)
+
+    def memory(self) -> Iterator[tuple[str, str, Tensor, bool]]:
+        for hook in self.hooks:
+            own = resizes_of(hook.scheme).keys()
+            for field, part in hook.state_dict().items():
+                for key, values in part["memory"].items() if field.startswith("rank") else ():
+                    for name, value in values.items():
+                        yield key, name, value, key not in own and not self.shards
+
+    def weights(self) -> dict[str, Any]:
+        return {name: _whole(one) for name, one in self.reference.state_dict().items()}
+
+    def state(self, *, gather: bool = False) -> Any:
+        return [hook.state_dict(gather=gather) for hook in self.hooks]
+
+    def load(self, state: Any) -> None:
+        for hook, one in zip(self.hooks, state, strict=True):
+            hook.load_state_dict(one)
+
+    def saved(self, states: list[Any]) -> Any:
+        return states[0]
+
+
+class _Composable(Hosted):
+    """``replicate()``, which is torch's DistributedDataParallel inside."""
+
+    models = (*Hosted.models, "tied", "scalar")
+
+    def host(self, scheme: Scheme) -> None:
+        self.call = replicate(self.net, process_group=self.group, **self.case.ddp)
+        self.hooks = [commhooks.register(self.call, scheme, seed=self.case.seed)]
+
+
+class _Group(Hosted):
+    """A process group that runs the scheme, under one of the two classes."""
+
+    settings = ((), ("core",))
+    models = (*Hosted.models, "tied", "scalar")
+    happens = ("poison",)
+    resizes = False
+
+    @classmethod
+    def takes(cls, scheme: Scheme, setting: tuple[str, ...]) -> bool:
+        return not slots_of(scheme) and scheme.traits.returns == "mean"
+
+    def over(self, scheme: Scheme) -> Any:
+        return commhooks.process_group(scheme, self.group, seed=self.case.seed, least=1)
+
+    def host(self, scheme: Scheme) -> None:
+        core = "core" in self.case.setting
+        kind = ddp_core.DistributedDataParallel if core else DistributedDataParallel
+        self.call = kind(self.net, process_group=self.over(scheme), **self.case.ddp)
+
+
+class _GroupOfFsdp2(_Group):
+    """``replicate()`` or ``fully_shard`` of FSDP2 over such a group."""
+
+    settings = ((), ("sharded",))
+    models = ("frozen", "norm", "large", "checkpoint", "all_bf16")
+
+    def host(self, scheme: Scheme) -> None:
+        ranks = list(range(self.world))
+        names = ("replicate",)
+        mesh = DeviceMesh.from_group(self.over(scheme), "cpu", mesh=ranks, mesh_dim_names=names)
+        over = sharded if "sharded" in self.case.setting else replicate_with_fsdp
+        self.call = over(self.net, mesh=mesh)
+
+
+class _Replicate(Hosted):
+    """``commhooks.hosts.replicate``."""
+
+    def host(self, scheme: Scheme) -> None:
+        self.call, layers = self.net, [self.net.first, self.net.out]
+        self.hooks = [
+            commhooks.hosts.replicate(
+                self.net, scheme, modules=layers, mesh=self._replicas(), seed=self.case.seed
+            )
+        ]
+
+    def _replicas(self) -> Any:
+        return _mesh(1, self.world)
+
+
+class _Fsdp2(Hosted):
+    """FSDP2, whose reduce-scatter is the scheme's."""
+
+    worlds = (2, 2, 3, 4)
+    shards = True
+
+    @classmethod
+    def takes(cls, scheme: Scheme, setting: tuple[str, ...]) -> bool:
+        return _shards(scheme)
+
+    def host(self, scheme: Scheme) -> None:
+        self.call = sharded(self.net, _mesh(self.world))
+        self.hooks = [commhooks.register(self.call, scheme, seed=self.case.seed)]
+
+
+class _Hsdp(_Fsdp2):
+    """FSDP2 within nodes, with a scheme between them, within them, or both."""
+
+    worlds = (4,)
+    settings = (("between",), ("between",), ("inside",), ("both",), ("native",))
+    resizes = False
+
+    @classmethod
+    def takes(cls, scheme: Scheme, setting: tuple[str, ...]) -> bool:
+        return _shards(scheme) or (setting == ("between",) and scheme.traits.averages)
+
+    def host(self, scheme: Scheme) -> None:
+        mesh, (kind,), seed = _mesh(2, self.world // 2), self.case.setting, self.case.seed
+        self.call = sharded(self.net, mesh if kind == "native" else mesh["inner"])
+        between = {"between": mesh["outer"], "seed": seed}
+        if kind == "between":
+            self.hooks = [commhooks.register(self.call, scheme, **between)]
+            return
+        inside = commhooks.register(self.call, scheme, seed=seed)
+        self.hooks, self.scales_nodes = [inside], {0}
+        if kind != "native":
+            outer = scheme if kind == "both" else "none"
+            self.hooks.append(commhooks.register(self.call, outer, **between))
+
+
+class _Fsdp1(Hosted):
+    """FSDP1, with whole or with sharded parameters."""
+
+    worlds = (2, 2, 3, 4)
+    settings = (("FULL_SHARD",), ("SHARD_GRAD_OP",), ("NO_SHARD",))
+    models = ("frozen", "norm", "large", "all_bf16")
+
+    def __init__(self, case: Case, rank: int, group: Any) -> None:
+        super().__init__(case, rank, group)
+        self.shards = "NO_SHARD" not in case.setting
+
+    @classmethod
+    def takes(cls, scheme: Scheme, setting: tuple[str, ...]) -> bool:
+        return _shards(scheme) or (setting == ("NO_SHARD",) and scheme.traits.averages)
+
+    def host(self, scheme: Scheme) -> None:
+        self.call = FullyShardedDataParallel(
+            self.net,
+            process_group=self.group,
+            sharding_strategy=ShardingStrategy[self.case.setting[0]],
+            device_id=torch.device("cpu"),
+            auto_wrap_policy=ModuleWrapPolicy({Line}),
+            use_orig_params=True,
+        )
+        self.hooks = [commhooks.register(self.call, scheme, seed=self.case.seed)]
+
+    def places(self) -> list[Any]:
+        return [one for one in self.call.parameters() if one.requires_grad]
+
+    def means(self) -> list[Tensor]:
+        if not self.shards:
+            return super().means()
+        with FullyShardedDataParallel.summon_full_params(self.call, with_grads=True):
+            return [one.grad.detach().clone() for one in self.places()]
+
+    def shown(self) -> list[Tensor]:
+        with FullyShardedDataParallel.summon_full_params(self.call, writeback=False):
+            return super().shown()
+
+
+class _TensorParallel(Hosted):
+    """Our class beside tensor parallelism: rows of the mesh are replicas."""
+
+    worlds = (4,)
+    models = ("frozen", "norm")
+    resizes = False
+
+    def __init__(self, case: Case, rank: int, group: Any) -> None:
+        super().__init__(case, rank, group)
+        self.mesh = _mesh(2, group.size() // 2)
+        self.rank, self.world = self.mesh["outer"].get_local_rank(), 2
+
+    def host(self, scheme: Scheme) -> None:
+        for net in (self.net, self.reference):
+            plan: dict[str, Any] = {
+                "middle": ColwiseParallel(output_layouts=Replicate()),
+                "out": RowwiseParallel(input_layouts=Replicate()),
+            }
+            parallelize_module(net, self.mesh["inner"], plan)
+        options = {"device_mesh": self.mesh["outer"], **self.case.ddp}
+        self.call = ddp_core.DistributedDataParallel(self.net, **options)
+        self.hooks = [commhooks.register(self.call, scheme, seed=self.case.seed)]
+
+    def move(self, means: list[Tensor], flat: list[Tensor]) -> None:
+        super().move([_here(one) for one in means], flat)
+
+    def memory(self) -> Iterator[tuple[str, str, Tensor, bool]]:
+        part = self.mesh["inner"].get_local_rank()
+        for key, name, value, equal in super().memory():
+            yield key, f"{name}, part {part}", value, equal
+
+    def spread(self, flat: list[Tensor]) -> list[Tensor]:
+        """Of each parameter the parts of all ranks of a row, one after the other."""
+        group = self.mesh["inner"].get_group()
+        mine = torch.cat(flat)
+        rows = [torch.empty_like(mine) for _ in range(group.size())]
+        dist.all_gather(rows, mine, group=group)
+        sizes = [len(one) for one in flat]
+        return [torch.cat(parts) for parts in zip(*(row.split(sizes) for row in rows), strict=True)]
+
+
+class _Zero(Hosted):
+    """``ZeroOptimizer``, whose means show in what becomes of parameters only."""
+
+    settings = ((), (), ("packed",), ("in_backward",))
+    leaves_bad_steps = shards = True
+
+    @classmethod
+    def takes(cls, scheme: Scheme, setting: tuple[str, ...]) -> bool:
+        return _shards(scheme)
+
+    def host(self, scheme: Scheme) -> None:
+        case = self.case
+        self.call = ddp_core.DistributedDataParallel(self.net, process_group=self.group, **case.ddp)
+        # What is coded together has one rate, so that errors of its size move nothing far.
+        apart = {case.scheme, *(e[2] for e in case.events if e[1] == "switch")} <= APART
+        scales = self._scales()
+        self.rates = [RATE / (one if apart else max(scales)) for one in scales]
+        self.zero = commhooks.ZeroOptimizer(
+            self.call,
+            torch.optim.SGD,
+            scheme=scheme,
+            gather="int8" if "packed" in case.setting else "none",
+            params=[
+                {"params": [one], "lr": rate}
+                for one, rate in zip(self.places(), self.rates, strict=True)
+            ],
+            in_backward="in_backward" in case.setting,
+            seed=case.seed,
+        )
+        self.hooks = [self.zero.hook]
+
+    def _scales(self) -> list[float]:
+        """By parameter, how many times as large its gradients are."""
+        layers = dict(self.net.named_modules())
+        found = []
+        for name in self.trained:
+            layer, _, kind = name.rpartition(".")
+            scales = getattr(layers[layer], "scales", (1.0, 1.0))
+            found.append(scales[kind == "bias"])
+        return found
+
+    def exchange(self, number: int, plan: Plan, wanted: list[Tensor]) -> None:
+        self.before = [one.detach().clone() for one in self.places()]
+        super().exchange(number, plan, wanted)
+        self.zero.step()
+        self.zero.zero_grad()
+
+    def means(self) -> list[Tensor]:
+        return [
+            (before.double() - one.detach().double()) / rate
+            for before, one, rate in zip(self.before, self.places(), self.rates, strict=True)
+        ]
+
+    def move(self, means: list[Tensor], flat: list[Tensor]) -> None:
+        self.reference.load_state_dict(self.net.state_dict())
+
+    def least(self) -> Tensor:
+        own = [
+            4 * torch.finfo(one.dtype).eps * float(one.detach().abs().max()) / rate
+            for one, rate in zip(self.places(), self.rates, strict=True)
+        ]
+        return super().least() + torch.tensor(own, dtype=torch.float64)
+
+    def skipped(self) -> int:
+        return int(self.zero.skipped_steps)
+
+    def state(self, *, gather: bool = False) -> Any:
+        return self.zero.state_dict(gather=gather)
+
+    def load(self, state: Any) -> None:
+        self.zero.load_state_dict(state)
+
+
+class _DiLoCo(Hosted):
+    """``DiLoCo``: what is averaged is how far the ranks' models have moved."""
+
+    settings = ((), (), ("momentum",))
+    models = ("norm", "large")
+    leaves_bad_steps = True
+
+    @classmethod
+    def takes(cls, scheme: Scheme, setting: tuple[str, ...]) -> bool:
+        return scheme.traits.returns == "mean" and scheme.traits.agrees
+
+    def host(self, scheme: Scheme) -> None:
+        self.call, more = self.net, {}
+        if "momentum" not in self.case.setting:
+            more = {"lr": 1.0, "momentum": 0.0, "nesterov": False}
+        self.outer = commhooks.DiLoCo(
+            self.net,
+            scheme,
+            every=self.case.micro,
+            process_group=self.group,
+            seed=self.case.seed,
+            **more,
+        )
+        self.hooks = [self.outer.hook]
+
+    def own(self, number: int, plan: Plan) -> list[Tensor]:
+        """Trains this rank's model; returns how far it came."""
+        self.before = [one.detach().clone() for one in self.places()]
+        for micro in range(self.case.micro):
+            if micro:
+                self.outer.step()
+            self._pass(self.net, number, micro, self.gates(plan, micro), plan)
+            with torch.no_grad():
+                for one in self.places():
+                    one.sub_(one.grad * rate_of(one, one.grad))
+                    one.grad = None
+        return [a - b.detach() for a, b in zip(self.before, self.places(), strict=True)]
+
+    def exchange(self, number: int, plan: Plan, wanted: list[Tensor]) -> None:
+        self.outer.step()
+
+    def means(self) -> list[Tensor]:
+        return [a - b.detach() for a, b in zip(self.before, self.places(), strict=True)]
+
+    def move(self, means: list[Tensor], flat: list[Tensor]) -> None:
+        self.reference.load_state_dict(self.net.state_dict())
+
+    def least(self) -> Tensor:
+        own = [4 * torch.finfo(one.dtype).eps * float(one.abs().max()) for one in self.before]
+        return super().least() + torch.tensor(own, dtype=torch.float64)
+
+    def state(self, *, gather: bool = False) -> Any:
+        return self.outer.state_dict(gather=gather)
+
+    def load(self, state: Any) -> None:
+        self.outer.load_state_dict(state)
+
+
+_CALLS = ("all_reduce", "reduce_scatter", "all_gather")
+
+
+class _Collectives(Hosted):
+    """``Collectives``: each gradient is a tensor with a name."""
+
+    settings = tuple((call, *more) for call in _CALLS for more in ((), ("async",), ("sum",)))
+    models = (*Hosted.models, "all_f64", "scalar", "complex")
+
+    @classmethod
+    def takes(cls, scheme: Scheme, setting: tuple[str, ...]) -> bool:
+        if scheme.traits.returns != "mean" or not scheme.traits.agrees:
+            return False
+        if "all_gather" in setting:
+            return scheme.gathers
+        return "all_reduce" in setting or scheme.traits.shards
+
+    def host(self, scheme: Scheme) -> None:
+        self.call = self.net
+        self.through = self._maker(scheme)
+        for name, one in zip(self.trained, self.places(), strict=True):
+            if self.hooks:
+                self.through.declare(name, self._input(one.detach()))
+
+    def _maker(self, scheme: Scheme) -> Any:
+        found = commhooks.Collectives(scheme, self.group, seed=self.case.seed)
+        self.hooks = [found]
+        return found
+
+    def _named(self, name: str) -> dict[str, Any]:
+        return {"name": name}
+
+    def _input(self, tensor: Tensor) -> Tensor:
+        """What is sent of a tensor: as it is, or flat and as many entries for each rank."""
+        if "reduce_scatter" not in self.case.setting:
+            return tensor.clone()
+        return torch.nn.functional.pad(tensor.reshape(-1), (0, -tensor.numel() % self.world))
+
+    def exchange(self, number: int, plan: Plan, wanted: list[Tensor]) -> None:
+        sums, later = "sum" in self.case.setting, "async" in self.case.setting
+        op: dict[str, Any] = {} if sums else {"op": dist.ReduceOp.AVG}
+        outputs, handles = [], []
+        for name, one in zip(self.trained, wanted, strict=True):
+            sent, output, options = self._input(one), None, {**self._named(name), "async_op": later}
+            if "all_reduce" in self.case.setting:
+                handles.append(self.through.all_reduce(sent, **options, **op))
+                output = sent
+            elif "reduce_scatter" in self.case.setting:
+                output = sent.new_empty(sent.numel() // self.world)
+                handles.append(self.through.reduce_scatter(output, sent, **options, **op))
+            else:
+                output = sent.new_empty(self.world * sent.numel())
+                handles.append(self.through.all_gather(output, sent, **options))
+            outputs.append(output)
+        for handle in handles:
+            if handle is not None:
+                handle.wait()
+        self._means = [
+            self._mean(output, one) / (self.world if sums else 1)
+            for output, one in zip(outputs, wanted, strict=True)
+        ]
+
+    def _mean(self, output: Tensor, like: Tensor) -> Tensor:
+        """Of what came back: the mean, or the sum."""
+        if "all_gather" in self.case.setting:
+            whole = output.view(self.world, -1).to(torch.promote_types(like.dtype, torch.float32))
+            found = whole.mean(0) if "sum" not in self.case.setting else whole.sum(0)
+            return found.view(like.shape).to(like.dtype)
+        if "reduce_scatter" in self.case.setting:
+            parts = [torch.empty_like(output) for _ in range(self.world)]
+            dist.all_gather(parts, output, group=self.group)
+            return torch.cat(parts)[: like.numel()].view(like.shape)
+        return output
+
+    def means(self) -> list[Tensor]:
+        return self._means
+
+    def calls(self) -> int:
+        return len(self.trained)
+
+    def move(self, means: list[Tensor], flat: list[Tensor]) -> None:
+        for place, mean in zip(self.places(), means, strict=True):
+            place.grad = mean
+        super().move(means, flat)
+
+
+class _Functions(_Collectives):
+    """``commhooks.all_reduce`` and the others, which keep no memory."""
+
+    happens = ("poison",)
+    resizes = False
+
+    @classmethod
+    def takes(cls, scheme: Scheme, setting: tuple[str, ...]) -> bool:
+        return not slots_of(scheme) and super().takes(scheme, setting)
+
+    def _maker(self, scheme: Scheme) -> Any:
+        self.scheme = scheme
+        return commhooks
+
+    def _named(self, name: str) -> dict[str, Any]:
+        return {"scheme": self.scheme, "group": self.group}
+
+
+HOSTS: dict[str, type[Hosted]] = {
+    "replicate": _Composable,
+    "group": _Group,
+    "fsdp2_of_group": _GroupOfFsdp2,
+    "hosts_replicate": _Replicate,
+    "fsdp2": _Fsdp2,
+    "hsdp": _Hsdp,
+    "fsdp1": _Fsdp1,
+    "tensor_parallel": _TensorParallel,
+    "zero": _Zero,
+    "diloco": _DiLoCo,
+    "collectives": _Collectives,
+    "functions": _Functions,
+}
