@@ -563,9 +563,13 @@ def test_another_process_group_takes_effect_in_the_next_step() -> None:
 
 def own_hook(rank: int, world_size: int) -> int:
     """A hook of one's own with a state of the package counts its steps as torch's does."""
-    model, state = make_model(2), classic.PowerSGDState(None)
+    model, state = make_model(4), classic.PowerSGDState(None)
+
+    buckets = 0
 
     def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        nonlocal buckets
+        buckets += 1
         state.maybe_increase_iter(bucket)
         work = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
         return work.then(lambda done: done.value()[0])
@@ -579,6 +583,7 @@ def own_hook(rank: int, world_size: int) -> int:
         backward(other, rank, step)
     running.maybe_increase_iter(LastBucket())  # type: ignore[arg-type]
     assert running.iter == 3
+    assert buckets > 3  # more than one in a step
     with pytest.raises(ValueError, match="0 or more, got -1"):
         running.iter = -1
     return state.iter

@@ -481,7 +481,7 @@ def _diloco(rank: int, world_size: int) -> Any:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     own = group_of(0, 1) if rank < 2 else group_of(2)
-    outer = commhooks.DiLoCo(model, "topk", every=2, ratio=0.3, process_group=own)
+    outer = commhooks.DiLoCo(model, "topk", every=2, delay=1, ratio=0.3, process_group=own)
 
     def train(count: int, first: int) -> None:
         for number in range(first, first + count):
@@ -491,13 +491,16 @@ def _diloco(rank: int, world_size: int) -> Any:
             outer.step()
 
     if rank < 2:
-        train(5, 0)
+        train(4, 0)
+        assert outer._pending  # what was sent to the ranks before is dropped
         assert "call change_group of that" in outcome(outer.hook.change_group, own)[1]
     everybody = group_of(0, 1, 2)
     change = outer.change_group(everybody)
     assert change.joined == (2,)
-    assert (outer.steps, outer.outer_steps) == (5, 2)
-    train(3, 5)
+    assert (outer.steps, outer.outer_steps) == (4, 1)
+    if rank == 2:  # it trains from there
+        assert torch.equal(flat(model.parameters()), flat(outer._all()[0].outer))
+    train(3, 4)
     values = flat(model.parameters())
     outer.close()
     return values

@@ -704,4 +704,29 @@ MUTANTS: list[Mutant] = [
             f"{DISTRIBUTED}/test_fsdp2.py::test_none_has_the_bits_of_fsdp2_itself[1-2]",
         ),
     ),
+    *planted(
+        "ddp_core/reducer/in_flight.py",
+        (
+            "futures of buffer hooks are kept for ever",
+            "            self._effective, self._futures = None, []\n",
+            "            self._effective = None\n",
+            "tests/distributed/test_ddp_parity.py"
+            "::test_a_scenario_ends_with_the_bits_of_torch[buffer-hook-after]",
+        ),
+        (
+            "a bucket is the last one where another one follows",
+            "not any(needed[bucket.number + 1 :])",
+            "not any(needed[bucket.number + 2 :])",
+            f"{UNIT}/test_bucket.py::test_the_last_bucket_that_is_sent_is_told_so",
+        ),
+    ),
+    *planted(
+        "ddp_core/reducer/flat.py",
+        (
+            "views are not divided where others are copied",
+            "        if in_place:\n            torch._foreach_div_",
+            "        if not copies:\n            torch._foreach_div_",
+            f"{UNIT}/test_bucket.py::test_a_bucket_of_views_and_copies_is_divided_once",
+        ),
+    ),
 ]

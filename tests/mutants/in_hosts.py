@@ -287,4 +287,40 @@ MUTANTS: list[Mutant] = [
             QUORUM,
         ),
     ),
+    *planted(
+        "commhooks/local/diloco.py",
+        (
+            "what was sent to the ranks before is applied on some of those now",
+            "self._pending, change = [], move(self.hook, group)",
+            "change = move(self.hook, group)",
+            "tests/distributed/test_other_ranks.py::test_diloco_takes_a_rank_in",
+        ),
+    ),
+    *planted(
+        "commhooks/local/other_ranks.py",
+        (
+            "a rank that joins trains from its own parameters",
+            "            fragment.restore()\n",
+            "            pass\n",
+            "tests/distributed/test_other_ranks.py::test_diloco_takes_a_rank_in",
+        ),
+    ),
+    *planted(
+        "commhooks/hook/ledger.py",
+        (
+            "a total of dense bytes counts those that were sent",
+            "self.dense_wire_bytes += row.dense_wire_bytes",
+            "self.dense_wire_bytes += row.wire_bytes",
+            "tests/unit/test_ledger.py::test_totals_are_sums_over_all_rows",
+        ),
+    ),
+    *planted(
+        "commhooks/hook/state.py",
+        (
+            "a residual that was asked for changes with later steps",
+            "self._parameters.in_order(name, value).clone()",
+            "self._parameters.in_order(name, value)",
+            "tests/unit/test_attachment.py::test_a_residual_that_was_asked_for_stays_what_it_is",
+        ),
+    ),
 ]

@@ -252,4 +252,93 @@ MUTANTS: list[Mutant] = [
             f"{FEEDBACK}::test_onebit_with_feedback",
         ),
     ),
+    *planted(
+        "commhooks/core/bucket.py",
+        (
+            "a float64 gradient is packed without its residual",
+            "raw = self.gradient.float()",
+            "raw = self.raw.float()",
+            f"{UNIT}/test_wrappers.py::test_the_residual_of_a_float64_gradient_is_sent",
+        ),
+    ),
+    *planted(
+        "commhooks/core/memory.py",
+        (
+            "a flush removes what is kept of a parameter that was left alone",
+            "            flat = torch.zeros_like(before)\n",
+            "            return None\n",
+            f"{UNIT}/test_memory.py"
+            "::test_a_flush_leaves_what_is_kept_of_a_parameter_that_was_left_alone",
+        ),
+        (
+            "a buffer that is kept is the next scratch",
+            "old.shape == flat.shape and not share_storage(flat, old)",
+            "old.shape == flat.shape",
+            f"{UNIT}/test_memory.py::test_a_scratch_is_not_what_was_read_and_written_back",
+        ),
+        (
+            "a buffer that is kept after a bad step is the next scratch",
+            "        if not share_storage(flat, kept.flat.get(place)):\n",
+            "        if True:\n",
+            f"{UNIT}/test_memory.py::test_a_scratch_is_not_what_was_read_and_written_back",
+        ),
+    ),
+    *planted(
+        "commhooks/schemes/casts.py",
+        (
+            "16-bit roundings are the same on all ranks",
+            "random=random.noise",
+            "random=random.shared",
+            f"{UNIT}/test_halves.py"
+            "::test_random_roundings_of_equal_gradients_average_out_over_ranks",
+        ),
+        (
+            "the padding of a 16-bit payload is whatever was there",
+            "        narrow[n:].zero_()  # padding travels, too: the same bytes in every run\n",
+            "",
+            f"{UNIT}/test_halves.py::test_all_bytes_of_a_payload_of_16_bits_are_written",
+        ),
+    ),
+    *planted(
+        "commhooks/wrappers/guard.py",
+        (
+            "the moving average of the guard has its weights swapped",
+            "0.8 * before + 0.2 * value",
+            "0.2 * before + 0.8 * value",
+            f"{UNIT}/test_policies.py"
+            "::test_growth_is_that_over_a_moving_average_from_the_fourth_measurement_on",
+        ),
+        (
+            "growth is judged from the third measurement on",
+            "if looks >= 3 and before > 0",
+            "if looks >= 2 and before > 0",
+            f"{UNIT}/test_policies.py"
+            "::test_growth_is_that_over_a_moving_average_from_the_fourth_measurement_on",
+        ),
+        (
+            "a rank subtracts its shard of the mean for itself only",
+            "-= bucket.world_size * mean[",
+            "-= mean[",
+            f"{UNIT}/test_halves.py::test_guard_measures_the_error_of_shards",
+        ),
+    ),
+    *planted(
+        "commhooks/classic/_stateless.py",
+        (
+            "blocks of quantisation per channel have the size of the default",
+            "MinMaxPerChannel(bucket_size)",
+            "MinMaxPerChannel()",
+            f"{UNIT}/test_attachment.py"
+            "::test_quantization_per_channel_is_by_blocks_of_the_size_that_is_told",
+        ),
+    ),
+    *planted(
+        "commhooks/classic/_powersgd.py",
+        (
+            "a hook of one's own counts buckets, not steps",
+            "if bucket.is_last() and not self._on_models.inners:",
+            "if not self._on_models.inners:",
+            "tests/distributed/test_classic.py::test_a_hook_of_ones_own_counts_steps_in_the_state",
+        ),
+    ),
 ]

@@ -1,6 +1,7 @@
 """Models in wrappers, frozen layers, hooks that nobody calls; on one rank."""
 
 import copy
+import functools
 import gc
 import warnings
 import weakref
@@ -16,8 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 import commhooks
 import ddp_core
 from commhooks import HookState, comm_hook
+from commhooks.classic import quantization_perchannel_hook
 from commhooks.core.names import plain_name, plain_names
 from commhooks.errors import RegistrationError
+from commhooks.hook import as_hook
 from commhooks.hook import parameters as _model
 from ddp_core import DistributedDataParallel as CoreDDP
 
@@ -359,6 +362,30 @@ def test_a_discarded_forward_pass_with_delayed_parameters_is_no_missing_hook():
 
 
 # ---- wrong use
+
+
+def test_a_residual_that_was_asked_for_stays_what_it_is():
+    ddp = DistributedDataParallel(layers())
+    hook = commhooks.register(ddp, "topk", ratio=0.1)
+    for _ in range(2):  # buckets are others after the first step, and so are their buffers
+        step(ddp)
+    residual = hook.residual("0.weight")
+    before = residual.clone()
+    for value in (2.0, 3.0, 4.0):  # memory fills two buffers in turn
+        step(ddp, value)
+        assert torch.equal(residual, before)
+        assert not torch.equal(hook.residual("0.weight"), before)
+
+
+def test_quantization_per_channel_is_by_blocks_of_the_size_that_is_told():
+    found = []
+    for size in (16, 64):
+        ddp = DistributedDataParallel(layers(1))
+        hook = functools.partial(quantization_perchannel_hook, bucket_size=size)
+        ddp.register_comm_hook(None, as_hook(hook))
+        ddp(torch.arange(16.0).view(2, 8)).square().sum().backward()
+        found.append(ddp.module[0].weight.grad)
+    assert not torch.equal(*found)
 
 
 def test_the_residual_of_no_parameter_is_an_error():

@@ -1,10 +1,16 @@
 """GradBucket: torch's six methods over one flat tensor."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from ddp_core import GradBucket
+from ddp_core.reducer.flat import FlatBucket
+from ddp_core.reducer.in_flight import InFlight
+from ddp_core.reducer.parameters import Trained
 
 PARAMETERS = [
     nn.Parameter(torch.zeros(2, 3)),
@@ -57,6 +63,44 @@ def test_a_new_buffer_has_as_many_entries() -> None:
 def test_a_buffer_that_does_not_fit_the_parameters_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="flat"):
         GradBucket(0, torch.zeros(shape), PARAMETERS)
+
+
+@pytest.mark.parametrize("replaced", [0, 1])
+def test_a_bucket_of_views_and_copies_is_divided_once(replaced: int) -> None:
+    parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))]
+    trained = [Trained(str(index), one, sparse=False) for index, one in enumerate(parameters)]
+    flat = FlatBucket([0, 1], trained, as_view=True)
+    for slot, one in enumerate(parameters):
+        one.grad = torch.full_like(one, 6.0)
+        if slot != replaced:
+            flat.views[slot].fill_(6.0)
+            one.grad = flat.views[slot]
+    flat.fill([one.grad for one in parameters], 2.0)
+    assert flat.buffer.tolist() == [3.0] * 5
+
+
+@pytest.mark.parametrize(
+    ("needed", "last"),
+    [(None, [2]), ([True] * 3, [2]), ([True, True, False], [1]), ([True, False, True], [2])],
+)
+def test_the_last_bucket_that_is_sent_is_told_so(
+    needed: list[bool] | None, last: list[int]
+) -> None:
+    sent: list[tuple[int, bool]] = []
+
+    def launch(one: Any, *, is_last: bool, times: object) -> None:
+        sent.append((one.number, is_last))
+
+    buckets = [SimpleNamespace(number=number, buffer=torch.zeros(1)) for number in range(3)]
+    flight: Any = SimpleNamespace(
+        step=SimpleNamespace(needed=needed),
+        buckets=buckets,
+        launcher=SimpleNamespace(launch=launch),
+        times_of=lambda one: None,
+    )
+    for one in buckets:
+        InFlight.send(flight, one)  # type: ignore[arg-type]
+    assert [number for number, is_last in sent if is_last] == last
 
 
 def test_no_parameters_make_an_empty_bucket() -> None:

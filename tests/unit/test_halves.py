@@ -13,7 +13,7 @@ from torch.testing import assert_close
 import commhooks
 from commhooks import ErrorFeedback, Scheme, make
 from commhooks.core import Bucket, Layout
-from commhooks.core.packed import PackedCodec
+from commhooks.core.packed import PackedCodec, Piece, Randomness
 from commhooks.core.shards import Span, equal_shards
 from commhooks.errors import SchemeError
 from commhooks.hook.engine import Engine
@@ -121,6 +121,15 @@ def test_the_two_halves_are_the_whole_exchange_bit_for_bit(codec: PackedCodec):
     expected = simulate(whole)[0].mean
     cut = CUTS["aligned"]
     assert torch.equal(gathered(codec, parts_of_mean(codec, grads, cut), cut)[0], expected)
+
+
+def test_all_bytes_of_a_payload_of_16_bits_are_written():
+    codec, raw = TwoPhaseCast(torch.bfloat16), numbers(0, 13)
+    payloads = []
+    for before in (0, 255):
+        payloads.append(torch.full((codec.payload_bytes(13),), before, dtype=torch.uint8))
+        codec.pack(Piece(raw), payloads[-1], Randomness(bucket(raw, 0), "worker"))
+    assert torch.equal(*payloads)
 
 
 def test_parts_too_small_for_a_payload_travel_as_they_are():
@@ -241,10 +250,12 @@ def test_on_many_ranks_each_shard_is_as_near_the_mean_as_its_scheme_declares(nam
         assert (found.double() - mean_of(parts)).norm() < allowed * size
 
 
-@pytest.mark.parametrize("name", ["int8", "fp8"])
-def test_random_roundings_of_equal_gradients_average_out_over_ranks(name):
+@pytest.mark.parametrize(
+    "scheme", [make("int8"), make("fp8"), make("bf16", stochastic=True)], ids=str
+)
+def test_random_roundings_of_equal_gradients_average_out_over_ranks(scheme):
     def error(count: int) -> float:
-        ranks = Ranks(make(name), count, (64 * 384 // count,))
+        ranks = Ranks(scheme, count, (64 * 384 // count,))
         grads = ranks.gradients(0)[:1] * count
         return distance(torch.cat(ranks.reduce_scatter(grads)), grads[0])
 

@@ -25,9 +25,10 @@ def test_totals_are_sums_over_all_rows() -> None:
     ledger = Ledger()
     for step in range(3):
         for round_ in range(2):
-            ledger.add(row(step, 0, round_))
+            ledger.add(row(step, 0, round_, dense_wire_bytes=50.0))
         ledger.launched_last(step, 0.0)
     assert (ledger.dense_bytes, ledger.payload_bytes, ledger.wire_bytes) == (300, 240, 360.0)
+    assert ledger.dense_wire_bytes == 300.0
     assert ledger.steps == 3
 
 

@@ -107,6 +107,7 @@ def test_scratch_is_never_a_live_tensor(good: Tensor) -> None:
 def test_a_scratch_is_not_what_was_read_and_written_back(good: Tensor) -> None:
     memory = memory_with(AB)
     old = memory.read("r", AB, device=CPU)
+    memory.scratch("r", AB, like=old)  # from now on buffers of this key are spared
     memory.write("r", AB, old.view(-1))  # a view, as ``Bucket.write`` stages it
     memory.commit(good)
     memory.scratch("r", AB, like=old).fill_(torch.nan)
@@ -136,6 +137,15 @@ def test_removing_forgets_only_after_a_good_step() -> None:
     memory.commit(GOOD)
     assert not memory.has("r")
     assert list(memory.items()) == []
+
+
+def test_a_flush_leaves_what_is_kept_of_a_parameter_that_was_left_alone() -> None:
+    memory = memory_with(AB)
+    memory.write("r", AB, None)
+    memory.commit(GOOD, left_alone=["b"])
+    a, b = AB.views(memory.read("r", AB, device=CPU))
+    assert not a.any()
+    assert torch.equal(b, AB.views(filled(AB))[1])
 
 
 def test_a_parameter_left_alone_at_first_begins_with_its_initial_value() -> None:

@@ -181,6 +181,26 @@ def test_a_guard_sees_growth_without_a_bound() -> None:
 
 
 @dataclass(frozen=True)
+class Wrong(Scheme):
+    """Averages with a relative error that is told for each step."""
+
+    errors: tuple[float, ...]
+
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        mean = yield AllReduce(bucket.gradient * (1 - self.errors[bucket.step]))
+        return Result(mean)
+
+
+def test_growth_is_that_over_a_moving_average_from_the_fourth_measurement_on() -> None:
+    # The third is 3.5 times the average before, and not judged. Then the average is 0.8 * 0.1 +
+    # 0.2 * 0.35 = 0.15, and 0.5 is 3.3 times that; with its weights swapped it would be 0.3.
+    guard = Guard(Wrong((0.1, 0.1, 0.35, 0.5)), every=1, growth=3.0)
+    _, said = _steps(Simulation(guard, {"w": (N,)}, world_size=2), 4)
+    assert len(said) == 1
+    assert "step 3, bucket of w: the error is 0.5, 3.3 times what it used to be" in said[0]
+
+
+@dataclass(frozen=True)
 class Int8ThenBroken(Scheme):
     step: int
 

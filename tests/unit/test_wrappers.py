@@ -21,6 +21,7 @@ from commhooks import (
     Scheme,
     Simulation,
     Traits,
+    make,
 )
 from commhooks.core import Layout
 from commhooks.core.scheme import SchemeExchange, slot_error, slots_of
@@ -201,6 +202,13 @@ def test_feedback_in_a_rule_knows_of_a_cast_around_all() -> None:
     mean = ranks.step([grad])[0]
     head = slice(132, 252)
     assert_close((mean + ranks.memory(0))[head], grad[head], rtol=0, atol=ATOL)
+
+
+def test_the_residual_of_a_float64_gradient_is_sent() -> None:
+    ranks = Simulation(make("topk", ratio=0.25), {"w": (8,)}, world_size=1)
+    grad = torch.arange(1.0, 9.0, dtype=torch.float64)
+    sent = torch.stack([ranks.step([grad.clone()])[0] for _ in range(30)])
+    assert (sent != 0).any(0).all()  # the smallest entries, too: the sum law cannot see it
 
 
 # ---- switching: a residual that nobody keeps is flushed
