@@ -331,7 +331,7 @@ def _refused(rank: int, world_size: int) -> None:
     kind: Any = "mean" if rank else None
     got, text = outcome(DistributedDataParallel, mlp(), weighted=kind) or ("", "")
     assert got == "MismatchError"
-    assert "None on rank 0, 'mean' on rank 1" in text
+    assert "rank 0 has weighted=None, rank 1 has weighted='mean'" in text
 
 
 def test_what_cannot_be_weighted_is_refused() -> None:
