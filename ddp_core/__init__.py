@@ -3,6 +3,7 @@
 Knows torch and no scheme: it takes hooks, and generators that yield collectives.
 """
 
+from ddp_core.ddp.agreement import first_difference, module_facts
 from ddp_core.ddp.ddp import DistributedDataParallel
 from ddp_core.exchange.clocks import Clock, Moment, clock_of, event_after
 from ddp_core.exchange.collective import overlapped
@@ -92,12 +93,14 @@ __all__ = [
     "clock_of",
     "completed",
     "event_after",
+    "first_difference",
     "future_on",
     "group_store",
     "group_timeout",
     "host_backend",
     "is_gloo",
     "made_in_time",
+    "module_facts",
     "needs",
     "on_device",
     "on_device_of",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from commhooks._version import __version__
 from commhooks.checkpoint.checksum import digest
@@ -17,6 +18,7 @@ from commhooks.hook.binding import Binding
 from commhooks.hook.engine import Engine
 from commhooks.wrappers.feedback import without_flush
 from commhooks.wrappers.make import describe
+from ddp_core import module_facts
 
 __all__ = ["facts_of", "need_own_memory"]
 
@@ -36,6 +38,7 @@ def facts_of(
     """
     # A pending flush is no difference: a rank without a residual exchanges the same.
     registered, pieces = without_flush(scheme), binding.parameters.placement
+    ddp = binding.model if isinstance(binding.model, DistributedDataParallel) else None
     return {
         "scheme and options": describe(registered),
         "commhooks version": __version__,
@@ -49,6 +52,7 @@ def facts_of(
         ),
         "world size": engine.world_size,
         "memory": _origin(engine, binding),
+        **({} if ddp is None else module_facts(ddp)),
         "environment": [
             fact for inside in walk(scheme) for fact in inside.environment(engine.world_size)
         ],

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from commhooks.checkpoint.form import rank_fields
 from commhooks.errors import CheckpointError
+from commhooks.hook.parameters import find_owner
 from commhooks.hook.saving import needed_fields
 from commhooks.hook.state import HookState
 
@@ -29,6 +30,9 @@ _Path = tuple[str | int, ...]
 
 
 class _Loads(Protocol):
+    @property
+    def process_group(self) -> dist.ProcessGroup | None: ...
+
     def load_state_dict(self, state: Any) -> Any: ...
 
 
@@ -48,7 +52,7 @@ def load_dcp(
         hook: a HookState, PowerSGDState or DiLoCo, registered as when it was saved.
         checkpoint: the folder, or a storage reader.
         key: the key under which the hook was saved.
-        process_group: as for ``dcp.load``; by default the default group.
+        process_group: as for ``dcp.load``; by default the ranks that the hook averages over.
 
     Raises:
         CheckpointError: nothing is saved under ``key``, or the saved state does not fit; see
@@ -62,6 +66,7 @@ def load_dcp(
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
+    group = process_group or _own_group(hook)
     reader: Any = checkpoint
     if isinstance(checkpoint, (str, os.PathLike)):
         reader = FileSystemReader(checkpoint)
@@ -73,7 +78,7 @@ def load_dcp(
     # Plain values first: they say whose parts this rank needs, which may be few of many.
     tensors = [name for name in paths if hasattr(stored.state_dict_metadata[name], "chunks")]
     flat: dict[str, Any] = {name: "" for name in paths if name not in tensors}
-    load(flat, storage_reader=reader, process_group=process_group)
+    load(flat, storage_reader=reader, process_group=group)
     error: CheckpointError | None = None
     if isinstance(hook, HookState):
         state = _nested({paths[name]: value for name, value in flat.items()})
@@ -91,12 +96,26 @@ def load_dcp(
         tensors = [name for name in tensors if paths[name][0] not in unwanted]
     # ``load`` reads in place, into tensors of the stored dtypes and shapes.
     values: dict[str, Any] = {name: _empty(stored.state_dict_metadata[name]) for name in tensors}
-    load(values, storage_reader=reader, process_group=process_group)
+    load(values, storage_reader=reader, process_group=group)
     if error is not None:
         raise error
     hook.load_state_dict(
         _nested({paths[name]: value for name, value in {**flat, **values}.items()})
     )
+
+
+def _own_group(hook: _Loads) -> dist.ProcessGroup | None:
+    """Returns the ranks that a hook averages over; None, the default group, if torch cannot ask.
+
+    Torch knows no groups of somebody else's making (torchft).
+    """
+    group = hook.process_group
+    if (
+        group is None and (model := find_owner(hook)) is not None
+    ):  # a PowerSGDState takes its model's
+        group = model.process_group
+    known = dist.distributed_c10d._world.pg_map
+    return group if group is not None and group in known else None
 
 
 def _paths(metadata: Any, key: str) -> dict[str, _Path]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from commhooks.hook.roll_call import forget, roll_call
-from ddp_core import MismatchError, MissingRankError
+from ddp_core import MismatchError, MissingRankError, first_difference
 
 __all__ = ["MEETING", "handshake"]
 
@@ -56,28 +56,7 @@ def handshake(
     told = [one for _, one in everyone]
     everyone = [theirs for theirs, _ in everyone]
     # ``call`` is the first field: of ranks in different calls, nothing else is compared.
-    for field in dict.fromkeys(field for theirs in everyone for field in theirs):
-        values = [theirs.get(field) for theirs in everyone]
-        odd = [rank for rank, value in enumerate(values) if value != values[0]]
-        if odd:
-            raise MismatchError(f"{call}: {_difference(field, values, odd[0])}")
+    text = first_difference(everyone)
+    if text is not None:
+        raise MismatchError(f"{call}: {text}")
     return told
-
-
-def _difference(field: str, values: list[Any], odd: int) -> str:
-    mine, theirs = values[0], values[odd]
-    ranks = [rank for rank, value in enumerate(values) if value != mine]
-    if isinstance(mine, list) and isinstance(theirs, list):
-        for position in range(max(len(mine), len(theirs))):
-            item = mine[position] if position < len(mine) else "nothing"
-            other = theirs[position] if position < len(theirs) else "nothing"
-            if item != other:
-                return (
-                    f"{field} differ between ranks at position {position}: rank 0 has {item}, "
-                    f"rank {odd} has {other} (ranks that differ from rank 0: {ranks})"
-                )
-    verb = "differ" if " and " in field else "differs"
-    return (
-        f"{field} {verb} between ranks: rank 0 has {mine!r}, rank {odd} has {theirs!r} "
-        f"(ranks that differ from rank 0: {ranks})"
-    )

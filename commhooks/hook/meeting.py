@@ -9,6 +9,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from commhooks.checkpoint.form import SavedBuckets
@@ -69,6 +70,12 @@ class Meeting:
     @property
     def _parameters(self) -> Parameters:
         return self._binding.parameters
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """Returns the ranks to average over."""
+        self._bind()
+        return self._binding.group()
 
     def saved_plan(self) -> str:
         """Returns what a hook that chooses its scheme goes on with; empty if it chooses none."""

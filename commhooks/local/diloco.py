@@ -155,6 +155,11 @@ class DiLoCo:
 
     # ---- other ranks
 
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """Returns the ranks to average over."""
+        return self.hook.process_group
+
     def change_group(self, group: dist.ProcessGroup) -> GroupChange:
         """Goes on with other ranks; all ranks of ``group`` call it, see ``HookState.change_group``.
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
 
 from ddp_core.ddp import construct as _construct
+from ddp_core.ddp.agreement import frozen_facts, module_facts, verify_across_ranks
 from ddp_core.ddp.buffers import Buffers
 from ddp_core.ddp.compile import splitting_at_buckets
 from ddp_core.ddp.delayed import DelayedAllReduce
@@ -22,7 +23,6 @@ from ddp_core.ddp.reduction import ReductionMethods
 from ddp_core.ddp.tensor_parallel import localize
 from ddp_core.ddp.torch_methods import TorchMethods
 from ddp_core.reducer.layout import BucketCaps
-from ddp_core.reducer.parameters import verify_across_ranks
 from ddp_core.reducer.ranges import named_range
 from ddp_core.reducer.step import ReducerSettings
 from ddp_core.reducer.timeline import Timeline
@@ -143,9 +143,11 @@ class DistributedDataParallel(ReductionMethods, TorchMethods, TorchDDP):
         )
         if trained and init_sync:
             # First, for a broadcast into tensors of other sizes would hang or mix them up.
-            verify_across_ranks(trained, group)
             # `broadcast_buffers=False` leaves them alone at the start, too.
             own_buffers = forward_sync_buffers is None and broadcast_buffers is False
+            arguments = [f"takes rank 0's buffers: {not own_buffers}"]
+            facts = module_facts(self, taken=not own_buffers, arguments=arguments)
+            verify_across_ranks(trained, facts | frozen_facts(replica), group)
             replica.take_from(0, buffers=not own_buffers)
         self._parts.put_together(self)
         log_recorded_steps(self._parts)

@@ -9,6 +9,9 @@ dropped what another still holds. Here the ranks compare, each time, which group
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
+import sys
 import threading
 import uuid
 import weakref
@@ -115,8 +118,11 @@ class _Pool:
         self.all: dict[str, LaneGroup] = {}
         self.free: dict[str, LaneGroup] = {}
         self.closed = False
+        self.is_inherited = False  # by a child of os.fork(), see _keep
 
     def drop(self, lent: LaneGroup) -> None:
+        if self.is_inherited:
+            return
         self.all.pop(lent.name, None)
         self.free.pop(lent.name, None)
         group, lent.group = lent.group, None
@@ -151,6 +157,26 @@ def _bury(pool: _Pool, lent: LaneGroup, ended: Callable[[], object]) -> None:
 
 # By the group they belong to; they go with it, or when the interpreter ends.
 _pools: weakref.WeakKeyDictionary[dist.ProcessGroup, _Pool] = weakref.WeakKeyDictionary()
+
+
+def _keep() -> None:
+    """Lets a child of os.fork() end: it keeps its parent's process groups to the very end.
+
+    A group waits for its threads when it goes. The child has none of them, so it would wait for
+    ever, or abort.
+    """
+    if not dist.is_available():
+        return
+    groups = list(dist.distributed_c10d._world.pg_group_ranks)
+    for pool in _pools.values():
+        pool.is_inherited = True
+        groups += [lent.group for lent in pool.all.values()]
+    for group in groups:  # no list would do: the interpreter clears those when it ends
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_keep)
 
 
 def borrow(parent: dist.ProcessGroup, count: int) -> list[LaneGroup]:

@@ -1,11 +1,9 @@
-"""The parameters a reducer is responsible for: which they are, that all ranks have the same, and
-that all ranks start from the same values."""
+"""The parameters a reducer is responsible for, and how ranks start from the same values."""
 
 from __future__ import annotations
 
-import hashlib
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,15 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ddp_core.exchange.devices import on_device_of
-from ddp_core.exchange.errors import MismatchError
-
 __all__ = [
     "Trained",
     "broadcast_coalesced",
     "refuse_thawed",
     "trained_parameters",
-    "verify_across_ranks",
 ]
 
 
@@ -91,60 +85,6 @@ def _thawed(owner: weakref.ref[Any], name: str, _: Tensor) -> None:
         f"DistributedDataParallel again after requires_grad_(True), or construct it with the "
         f"parameter trained, freeze that afterwards, and pass find_unused_parameters=True"
     )
-
-
-def verify_across_ranks(parameters: Sequence[Trained], group: dist.ProcessGroup) -> None:
-    """Raises on every rank if the ranks' parameters differ in number, shape, strides or dtype.
-
-    Raises:
-        MismatchError: names the first parameter that differs.
-    """
-    facts = [
-        (one.name, tuple(one.parameter.shape), one.parameter.stride(), str(one.parameter.dtype))
-        for one in parameters
-    ]
-    text = repr([fact[1:] for fact in facts]).encode()
-    digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
-    device = parameters[0].parameter.device if parameters else torch.device("cpu")
-    mine = torch.tensor([len(facts), digest], device=device)
-    # Two numbers first: names and shapes of a large model travel only where they differ.
-    everyone = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(everyone, mine, group=group)
-    if all(torch.equal(other, mine) for other in everyone):  # equal here on all ranks or on none
-        return
-    details: list[Any] = [None] * group.size()
-    with on_device_of(one.parameter for one in parameters):
-        dist.all_gather_object(details, facts, group=group)
-    for rank, theirs in enumerate(details):
-        if len(theirs) != len(details[0]):
-            raise MismatchError(
-                f"DDP expects same model across all ranks, but Rank 0 has {len(details[0])} "
-                f"params, while rank {rank} has inconsistent {len(theirs)} params. "
-                f"{_first_difference(details[0], theirs, rank)}"
-            )
-    for rank, theirs in enumerate(details):
-        if [fact[1:] for fact in theirs] != [fact[1:] for fact in details[0]]:
-            raise MismatchError(
-                f"DDP expects same model across all ranks: "
-                f"{_first_difference(details[0], theirs, rank)}"
-            )
-
-
-def _first_difference(reference: list[Any], theirs: list[Any], rank: int) -> str:
-    for position, (left, right) in enumerate(zip(reference, theirs, strict=False)):
-        if left[1:] != right[1:]:
-            return (
-                f"params[{position}] is {_describe(left)} on rank 0, "
-                f"{_describe(right)} on rank {rank}"
-            )
-    longer, owner = (reference, 0) if len(reference) > len(theirs) else (theirs, rank)
-    extra = longer[min(len(reference), len(theirs))]
-    return f"The first that only rank {owner} has is {_describe(extra)}"
-
-
-def _describe(fact: tuple[str, tuple[int, ...], tuple[int, ...], str]) -> str:
-    name, shape, stride, dtype = fact
-    return f"{name!r} with sizes {list(shape)}, strides {list(stride)}, {dtype}"
 
 
 def broadcast_coalesced(

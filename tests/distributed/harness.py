@@ -33,6 +33,9 @@ _ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
     "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
 }
+# Files whose ranks meet in a TCPStore, in a process of its own as under torchrun; others do in a
+# FileStore, which starts faster and cannot fall silent.
+_OVER_TCP = ("test_ddp_abandoned", "test_ddp_faults", "test_handshake", "test_silent_store")
 _GRACE = 3.0  # seconds that the other ranks have to end by themselves once one has failed
 
 _context = get_context("forkserver")
@@ -77,6 +80,7 @@ class _Job:
     args: tuple[Any, ...]
     directory: str
     pg_timeout: float
+    store: tuple[int, int]  # process and port of a TCPStore; zeros: there is none
     ignore_warnings: tuple[str, ...] = field(default_factory=tuple)
 
 
@@ -91,7 +95,7 @@ def run_ranks(
 ) -> list[Any]:
     """Calls ``worker(rank, world_size, *args)`` in a process per rank; returns their values.
 
-    Each rank has a Gloo process group over a file store and one torch thread. Warnings are errors.
+    Each rank has a Gloo process group and one torch thread. Warnings are errors.
 
     Args:
         worker: a function at the top of an importable module.
@@ -106,13 +110,17 @@ def run_ranks(
     """
     _start_server()
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
-        ranks = [
-            _start(_Job(worker, rank, world_size, args, directory, pg_timeout, ignore_warnings))
-            for rank in range(world_size)
-        ]
+        host, store = None, (0, 0)
+        if worker.__module__.rpartition(".")[2] in _OVER_TCP:
+            host, store = _start_store()
+        told = args, directory, pg_timeout, store, ignore_warnings
+        ranks = [_start(_Job(worker, rank, world_size, *told)) for rank in range(world_size)]
         try:
             _collect(ranks, time.monotonic() + timeout, may_die)
         finally:
+            if host is not None:
+                host.kill()
+                host.join()
             for one in ranks:
                 one.process.kill()
                 one.process.join()
@@ -141,6 +149,17 @@ def _environment(changes: dict[str, str]) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+def _start_store() -> tuple[Any, tuple[int, int]]:
+    """Starts the process that holds a TCPStore; also returns its number and the port."""
+    ours, theirs = _context.Pipe(duplex=False)
+    process = _context.Process(target=_hold_store, args=(theirs,), daemon=True)
+    process.start()
+    port = ours.recv()
+    ours.close()
+    assert process.pid is not None
+    return process, (process.pid, port)
 
 
 def _start(job: _Job) -> _Rank:
@@ -202,6 +221,21 @@ def _stacks(one: _Rank) -> str:
 
 # ---- in the rank's process
 
+_store_process = 0
+
+
+def store_process() -> int:
+    """The process that holds the TCPStore of the ranks, to stop it."""
+    return _store_process
+
+
+def _hold_store(pipe: connection.Connection) -> None:
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipe.send(store.port)
+    signal.pause()
+
 
 def _main(pickled: bytes, pipe: connection.Connection) -> None:
     """Runs one rank and sends (value, traceback, exception, when)."""
@@ -233,7 +267,11 @@ def _run(job: _Job) -> Any:
         warnings.simplefilter("error")
         for message in job.ignore_warnings:
             warnings.filterwarnings("ignore", message)
-        store = dist.FileStore(str(Path(job.directory, "store")), job.world_size)
+        global _store_process
+        _store_process, port = job.store
+        store: Any = dist.FileStore(str(Path(job.directory, "store")), job.world_size)
+        if port:
+            store = dist.TCPStore("127.0.0.1", port, is_master=False)
         dist.init_process_group(
             "gloo",
             store=store,

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commhooks
 import ddp_core
-from ddp_core import DistributedDataParallel
+from ddp_core import DistributedDataParallel, MixedPrecision
 from ddp_core.reducer.layout import agree_on
 from tests.distributed import models
 from tests.distributed.harness import run_ranks
@@ -358,6 +358,50 @@ def test_different_models_are_an_error_on_every_rank_that_names_the_parameter(ki
         assert "DDP expects same model across all ranks" in error[1]
         assert first in error[1] or kind == "number"
         assert "rank 1" in error[1]
+
+
+DIFFERENCES: dict[str, tuple[str, str]] = {  # what messages say of rank 0, and of rank 1
+    "a buffer": ("nothing", "'here' with sizes [3], torch.float32"),
+    "a frozen layer": ("nothing", "'6.weight' with sizes [2, 2], torch.float32"),
+    "find_unused_parameters": ("find_unused_parameters=False", "find_unused_parameters=True"),
+    "static_graph": ("static_graph=False", "static_graph=True"),
+    "broadcast_buffers": ("forward_sync_buffers=True", "forward_sync_buffers=False"),
+    "mixed_precision": ("mixed_precision=None", "mixed_precision=['torch.bfloat16', 'None', "),
+}
+
+
+def _built_differently(rank: int, world_size: int) -> dict[str, tuple[str, str] | None]:
+    found = {}
+    for what in DIFFERENCES:
+        module, options = mlp(), {}
+        module.register_buffer("there", torch.ones(3))
+        if rank and what == "a buffer":
+            module.register_buffer("here", torch.ones(3))
+        elif rank and what == "a frozen layer":
+            module.append(nn.Linear(2, 2).requires_grad_(False))
+        elif what == "broadcast_buffers":
+            options["forward_sync_buffers"] = not rank
+        elif rank and what == "mixed_precision":
+            options[what] = MixedPrecision(param_dtype=torch.bfloat16)
+        elif rank:
+            options[what] = True
+        found[what] = outcome(DistributedDataParallel, module, **options)
+    # What decides no message may differ.
+    module = mlp()
+    if rank:
+        module.register_buffer("here", torch.ones(3))
+    options = {"gradient_as_bucket_view": bool(rank), "bucket_cap_mb": 1 + rank}
+    DistributedDataParallel(module, broadcast_buffers=False, **options)
+    return found
+
+
+def test_ranks_that_were_built_differently_are_told():
+    for found in run_ranks(_built_differently, 2, pg_timeout=10):
+        for what, (mine, theirs) in DIFFERENCES.items():
+            name, text = found[what] or ("", "")
+            assert name == "MismatchError", what
+            assert f"rank 0 has {mine}" in text, text
+            assert f"rank 1 has {theirs}" in text, text
 
 
 def _construction_errors(rank: int, world_size: int) -> list[Any]:

@@ -83,6 +83,12 @@ def _differ_in(field, odd, monkeypatch):
     elif field == "order of the saved buckets":
         saved = [["0.weight", "0.bias"]] if odd else [["0.bias", "0.weight"]]
         _agree(lambda state: state._take_up(SavedBuckets(saved)))
+    elif field == "buffers to synchronise":
+        module = mlp()
+        module.register_buffer("here" if odd else "there", torch.ones(3))
+        commhooks.register(DistributedDataParallel(module), "none")
+    elif field == "arguments of DistributedDataParallel":
+        commhooks.register(DistributedDataParallel(mlp(), static_graph=odd), "none")
     elif field == SKIPPED:
         with _changed(_register, "_has_skipped", lambda ddp: odd):
             commhooks.register(DistributedDataParallel(mlp()), "none")
@@ -117,6 +123,8 @@ FIELDS = [
     "order of the saved buckets",
     "world size",
     "memory",
+    "buffers to synchronise",
+    "arguments of DistributedDataParallel",
     "environment",
     *VERIFIED,
     "parameters",

@@ -1,5 +1,8 @@
 """Groups of lanes: lent again and again, on all kinds of process groups, in real processes."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -133,6 +136,41 @@ def _spoil(rank, world_size, how):
 @pytest.mark.parametrize("how", ["failed", "no answer", "one more", "nothing"])
 def test_a_group_with_something_left_over_on_one_rank_is_not_lent_again(how):
     assert run_ranks(_spoil, 2, how) == [(how == "nothing", 1, 4.0)] * 2
+
+
+# ---- a child of os.fork()
+
+FORKS = """
+import os, signal, sys, torch, torch.distributed as dist, commhooks, ddp_core
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = ddp_core.DistributedDataParallel(torch.nn.Linear(8, 8))
+hook = commhooks.register(model, "powersgd")
+group = commhooks.process_group("int8")
+
+def step():
+    model.zero_grad()
+    model(torch.ones(2, 8)).sum().backward()
+    return float(model.module.weight.grad.sum())
+
+before = [step() for _ in range(3)]
+if not (child := os.fork()):
+    sys.exit(7)  # as one that ends normally: with finalizers
+signal.alarm(30)  # nobody waits for a child that hangs
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), abs(step() - before[0]) < 0.01)
+dist.destroy_process_group()
+"""
+
+
+def test_a_child_of_fork_ends_and_its_parent_trains_on():
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS],
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0"},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout == "7 True\n"
 
 
 # ---- groups that torch.distributed does not know

@@ -228,6 +228,36 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
+        "ddp_core/exchange/shared_store.py",
+        (
+            "a store that does not answer is waited for",
+            "        if not asked.answered.wait(limit):\n",
+            "        if not asked.answered.wait():\n",
+            f"{UNIT}/test_shared_store.py::test_a_silent_store_is_waited_for_as_long_as_the_limit",
+        ),
+        (
+            "whoever waits for something else waits for a silent store again and again",
+            "        if self.is_silent:\n            return None\n",
+            "",
+            f"{UNIT}/test_shared_store.py::test_a_silent_store_is_waited_for_as_long_as_the_limit",
+        ),
+    ),
+    *planted(
+        "ddp_core/ddp/agreement.py",
+        (
+            "ranks that were built with other arguments train together",
+            "    if text is not None:\n",
+            "    if False:\n",
+            f"{CORE}::test_ranks_that_were_built_differently_are_told",
+        ),
+        (
+            "buffers are not compared",
+            '"buffers to synchronise": _described(named) if syncs or taken else [],',
+            '"buffers to synchronise": [],',
+            f"{CORE}::test_ranks_that_were_built_differently_are_told",
+        ),
+    ),
+    *planted(
         "ddp_core/reducer/unreduced.py",
         (
             "no_sync around backward alone is averaged",
@@ -559,8 +589,8 @@ MUTANTS: list[Mutant] = [
         "ddp_core/reducer/abandoned.py",
         (
             "a rank that dropped a step elsewhere goes on",
-            "        if first != mine:\n",
-            "        if False:\n",
+            "        if theirs != mine:\n            return decide",
+            "        if False:\n            return decide",
             f"{UNIT}/test_abandonments.py::test_only_ranks_that_have_dropped_alike_go_on",
         ),
         (

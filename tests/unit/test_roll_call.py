@@ -10,7 +10,7 @@ import torch.distributed as dist
 from commhooks.errors import MissingRankError
 from commhooks.hook import roll_call as _roll_call
 from commhooks.hook.roll_call import forget, roll_call
-from ddp_core import SharedStore, SilentStoreError
+from ddp_core import SharedStore
 
 SHORT, LONG = timedelta(seconds=0.3), timedelta(seconds=20)
 SOON = 0.0  # for questions that are answered at once

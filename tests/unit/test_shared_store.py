@@ -1,0 +1,149 @@
+"""A store that does not answer is not waited for without a limit, whoever asks it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from commhooks.errors import MismatchError, SilentStoreError
+from commhooks.hook import roll_call as _roll_call
+from ddp_core import SharedStore
+from ddp_core.reducer import abandoned, failures
+from ddp_core.reducer.failures import FailureBoard, Place
+
+PLACE = Place(attempt=50, step=50, bucket=0)
+
+
+class Stopping:
+    """A store whose host stops, and may go on."""
+
+    def __init__(self) -> None:
+        self.store = dist.HashStore()  # type: ignore[attr-defined]
+        self.goes_on = threading.Event()
+        self.goes_on.set()
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> Any:
+            self.goes_on.wait()
+            return getattr(self.store, name)(*args)
+
+        return call
+
+
+class Group:
+    """A rank's view of a group of two."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return 2
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stopping]:
+    """Asked by rank 1; rank 0 has a client of its own."""
+    stopping = Stopping()
+    shared = {0: SharedStore(stopping.store), 1: SharedStore(stopping)}
+    for module in (_roll_call, failures):
+        monkeypatch.setattr(module, "shared_store", lambda group: shared[group.rank()])
+    monkeypatch.setattr(abandoned, "group_limit", lambda group: 0.2)
+    yield stopping
+    stopping.goes_on.set()
+
+
+def _seconds(call: Any) -> float:
+    begin = time.monotonic()
+    call()
+    return time.monotonic() - begin
+
+
+def test_a_silent_store_is_waited_for_as_long_as_the_limit(store: Stopping) -> None:
+    shared = SharedStore(store)
+    shared.ask(lambda it: it.set("key", "text"), 10.0)
+    assert shared.wait_for("key", 10.0) == "text"
+    assert shared.wait_for("other", 0.1) is None
+    store.goes_on.clear()
+    with pytest.raises(SilentStoreError, match=r"has not answered for 1\.1 s"):
+        shared.ask(lambda it: it.check(["key"]), 1.1)
+    # From now on at once, for whoever waits for something else.
+    assert _seconds(lambda: shared.peek(lambda it: it.check(["key"]), 20.0)) < 5
+    assert _seconds(lambda: shared.tell(lambda it: it.set("told", "late"), 20.0)) < 5
+    store.goes_on.set()
+    assert shared.wait_for("told", 10.0) == "late"
+    assert shared.peek(lambda it: it.check(["key"]), 10.0) is True
+
+
+def test_what_a_store_raises_is_raised(store: Stopping) -> None:
+    with pytest.raises(ZeroDivisionError):
+        SharedStore(store).ask(lambda it: 1 / 0, 10.0)
+
+
+def test_a_child_of_fork_asks_nothing(store: Stopping, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = SharedStore(store)
+    monkeypatch.setattr("os.getpid", lambda: -1)
+    with pytest.raises(RuntimeError, match=r"os\.fork"):
+        shared.ask(lambda it: it.check(["key"]), 10.0)
+
+
+def test_who_waits_for_a_bucket_does_not_wait_for_the_board(store: Stopping) -> None:
+    board, other = FailureBoard(Group(1), "0"), FailureBoard(Group(0), "0")  # type: ignore[arg-type]
+    store.goes_on.clear()
+    assert _seconds(lambda: [board.look(PLACE) for _ in range(20)]) < 10
+    assert _seconds(lambda: [board.report(attempt, "late") for attempt in range(20)]) < 10
+    store.goes_on.set()
+    other.report(50, "words")
+    while (text := board.look(PLACE)) is None:
+        time.sleep(0.01)
+    assert text == "rank 0: words"
+
+
+def test_ranks_that_dropped_a_step_end_within_the_timeout(store: Stopping) -> None:
+    board = FailureBoard(Group(1), "0")  # type: ignore[arg-type]
+    board.abandonments.note(3, 2, told=False)
+    store.goes_on.clear()
+    with pytest.raises(MismatchError, match="has not answered"):
+        board.abandonments.agree()
+
+
+def test_a_call_that_a_silent_store_ended_is_told_to_the_others(
+    store: Stopping, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups, limit = [Group(0), Group(1)], timedelta(seconds=0.2)
+    begun: list[str] = []
+
+    def stop(it: SharedStore, key: str, end: float) -> str | None:
+        store.goes_on.clear()
+        begun.append(key)
+        return it.wait_for(key, end - time.monotonic())
+
+    monkeypatch.setattr(_roll_call, "_wait", stop)
+    with pytest.raises(SilentStoreError, match=r"^register: the process that holds the store"):
+        _roll_call.roll_call("register", groups[1], limit)  # type: ignore[arg-type]
+    store.goes_on.set()
+    outcome = SharedStore(store.store).wait_for(begun[0], 10.0)
+    assert outcome == "rank 1 gave up: its store was silent"
+    # Both begin anew, and meet.
+    monkeypatch.undo()
+    shared = {rank: SharedStore(store.store) for rank in range(2)}
+    monkeypatch.setattr(_roll_call, "shared_store", lambda group: shared[group.rank()])
+    long = timedelta(seconds=20)
+    threads = [
+        threading.Thread(target=_roll_call.roll_call, args=("switch", group, long))
+        for group in groups
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert not any(thread.is_alive() for thread in threads)
+    assert _roll_call._calls[groups[0]] == _roll_call._calls[groups[1]]  # type: ignore[index]
