@@ -7,14 +7,21 @@ state is.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from commhooks.errors import CheckpointError
 
-__all__ = ["Cut", "cut_of", "piece_here", "read_placement", "stored_placement"]
+__all__ = [
+    "Cut",
+    "cut_of",
+    "need_placement",
+    "piece_here",
+    "read_placement",
+    "stored_placement",
+]
 
 _ALONG = re.compile(r" along dimension (\d{1,9})")
 
@@ -114,3 +121,28 @@ def read_placement(stored: object, what: str) -> dict[str, str]:
     # Earlier releases wrote them in the order of the mesh.
     ordered = [(_in_order(re.split(", (?=piece )", piece)), names) for piece, *names in stored]
     return {name: piece for piece, names in ordered for name in names}
+
+
+def need_placement(
+    call: str, stored: object, here: Mapping[str, str], find: Callable[[str], str]
+) -> None:
+    """Raises CheckpointError unless a state is of the pieces that this rank trains.
+
+    Args:
+        call: the name of the public call.
+        stored: what :func:`stored_placement` returned; None: the state does not tell.
+        here: this rank's pieces by parameter, of those that are cut.
+        find: tells the name here of a parameter in the state.
+    """
+    if stored is None:
+        return
+    saved = read_placement(stored, f"{call}: 'placement'")
+    saved = {find(name): piece for name, piece in saved.items()}
+    for name in dict.fromkeys([*here, *saved]):
+        if saved.get(name) != here.get(name):
+            raise CheckpointError(
+                f"{call}: the state is of another part of the model: of {name!r} it has "
+                f"{saved.get(name, 'all of it')}, and this rank trains "
+                f"{here.get(name, 'all of it')}. Beside tensor parallelism give each rank what "
+                f"ranks with its pieces saved"
+            )

@@ -45,37 +45,39 @@ def keeps_equal(scheme: Scheme) -> bool:
 
 def hashes_of(tensors: Sequence[Tensor]) -> Tensor:
     """Returns an integer for each tensor, on the device of the first; any dtypes, any strides."""
-    if not tensors:
-        return torch.zeros(0, dtype=torch.int64, device="cpu")
-    device = tensors[0].device
-    places: list[int] = []
-    found: list[Tensor] = []
-    for some, flat in _flattened(tensors):
-        places += some
-        sizes = [tensors[place].numel() for place in some]
-        found.append(hashes(flat, sizes).to(device, non_blocking=True))
-    # In the order of the tensors; made on the host, as a copy of what no GPU has to tell.
-    order = torch.tensor(places, device="cpu").argsort().to(device)
-    return torch.cat(found)[order]
-
-
-def _flattened(tensors: Sequence[Tensor]) -> Iterator[tuple[list[int], Tensor]]:
-    """Yields places of tensors of one dtype and device, and their entries one after the other."""
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for place, tensor in enumerate(tensors):
         kinds.setdefault((tensor.dtype, tensor.device), []).append(place)
-    for some in kinds.values():
-        waiting: list[int] = []
-        for place in some:
-            if tensors[place].numel() >= _CHUNK:  # by itself: it is not copied
-                yield [place], tensors[place].detach().reshape(-1)
-                continue
-            waiting.append(place)
-            if sum(tensors[one].numel() for one in waiting) >= _CHUNK:
-                yield waiting, torch.cat([tensors[one].detach().reshape(-1) for one in waiting])
-                waiting = []
-        if waiting:
-            yield waiting, torch.cat([tensors[one].detach().reshape(-1) for one in waiting])
+    found: list[Tensor] = []
+    for places in kinds.values():
+        some = [tensors[place].detach() for place in places]
+        found += [hashes(*joined) for joined in _joined(some)]
+    if not found:
+        return torch.zeros(0, dtype=torch.int64, device="cpu")
+    device = tensors[0].device
+    together = torch.cat([one.to(device, non_blocking=True) for one in found])
+    if len(kinds) == 1:
+        return together
+    order = torch.tensor([place for places in kinds.values() for place in places], device="cpu")
+    return together[order.argsort().to(device)]
+
+
+def _joined(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, list[int]]]:
+    """Yields the entries of successive tensors of one dtype, one after the other, and sizes."""
+    waiting: list[Tensor] = []
+    room = _CHUNK
+    for tensor in tensors:
+        large = tensor.numel() >= _CHUNK  # by itself: it is not copied
+        if waiting and (large or tensor.numel() > room):
+            yield torch.cat(waiting), [one.numel() for one in waiting]
+            waiting, room = [], _CHUNK
+        if large:
+            yield tensor.reshape(-1), [tensor.numel()]
+        else:
+            waiting.append(tensor.reshape(-1))
+            room -= tensor.numel()
+    if waiting:
+        yield torch.cat(waiting), [one.numel() for one in waiting]
 
 
 def hashes(flat: Tensor, sizes: Sequence[int]) -> Tensor:

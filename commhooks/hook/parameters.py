@@ -337,10 +337,7 @@ def values_of(model: nn.Module) -> dict[str, Tensor]:
     alone = set(getattr(inner, "_ddp_params_and_buffers_to_ignore", ()))
     named = {name: one for name, one in inner.named_parameters() if name not in alone}
     plain = plain_names(named)
-    return {
-        plain[name]: full.get(id(one), getattr(one, "_fp_param", one))  # the latter is torch's
-        for name, one in named.items()
-    }
+    return {plain[name]: full.get(id(one), one) for name, one in named.items()}
 
 
 def shared_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 
+from commhooks.core.names import piece_name
 from commhooks.core.scheme import Scheme
 from commhooks.errors import HookNotAttachedError
 from commhooks.hook.handshake import MEETING
@@ -77,7 +78,8 @@ def register_on_fsdp2(
     shards_for = "FSDP2" if between is None else ""
     values: Callable[[], Mapping[str, Tensor]] = dict  # no two ranks have the same shard
     if between is not None:
-        values = partial(_own_shards, list(map(weakref.ref, found.modules)))
+        rank = shards.rank() if shards.size() > 1 else None
+        values = partial(_own_shards, list(map(weakref.ref, found.modules)), rank)
     fit_to_host(
         hook,
         model,
@@ -107,14 +109,18 @@ def register_on_fsdp2(
     return hook
 
 
-def _own_shards(modules: list[weakref.ref[FSDP2Module]]) -> dict[str, Tensor]:
-    """Returns this rank's shards of all parameters, by name."""
+def _own_shards(modules: list[weakref.ref[FSDP2Module]], rank: int | None) -> dict[str, Tensor]:
+    """Returns this rank's shards of all parameters, by name.
+
+    Args:
+        rank: among those that have the other shards; None: there are no others.
+    """
     # Held weakly: the modules hold the hook.
     found: dict[str, Tensor] = {}
     for one in modules:
         module = one()
         found |= {} if module is None else module.values()
-    return found
+    return found if rank is None else {piece_name(name, rank): one for name, one in found.items()}
 
 
 def _guard(model: nn.Module, hook: HookState, kind: type[Replacement]) -> HostGuard:

@@ -192,7 +192,7 @@ class DiLoCo:
             "momentum": _copies(self._all(), "momentum"),
             "arriving": arriving,
         }
-        return sealed(state)
+        return sealed(state, self.hook._parameters.placement)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from a saved state, bit for bit as if training had not stopped.
@@ -202,7 +202,7 @@ class DiLoCo:
                 changed.
         """
         fragments = {fragment.number: fragment for fragment in self._all()}
-        state = check_state(state, fragments, self.every)
+        state = check_state(state, fragments, self.every, self.hook._parameters)
         # The hook refuses to load while an exchange is under way. Its result, or error, is dropped.
         for pending in self._pending:
             with suppress(RuntimeError):

@@ -131,6 +131,13 @@ def fragments_of(model: nn.Module, count: int) -> list[list[Fragment]]:
         raise ValueError(
             f"DiLoCo(fragments={count}): the model has {len(trained)} trained parameters"
         )
+    cut = [name for name, parameter in trained if hasattr(parameter, "placements")]
+    if cut:
+        raise ValueError(
+            f"DiLoCo(model, ...): {cut[0]} is a DTensor, of which each rank has a shard; beside "
+            f"tensor parallelism wrap the model in ddp_core.DistributedDataParallel and register "
+            f'"noop" on it, which makes parameters of the shards'
+        )
     whole = sum(parameter.numel() for _, parameter in trained)
     parts: list[list[tuple[str, Tensor]]] = [[] for _ in range(count)]
     before = 0

@@ -10,27 +10,41 @@ from torch import Tensor
 
 from commhooks.checkpoint.checksum import digest
 from commhooks.checkpoint.form import MAX_STEP, tensor_error, whole_number
+from commhooks.checkpoint.placement import need_placement, stored_placement
 from commhooks.errors import CheckpointError
+from commhooks.hook.parameters import Parameters
 from commhooks.local.fragments import Fragment
 
 __all__ = ["VERSION", "check_state", "sealed"]
 
-VERSION = 2  # version 1 had neither "version" nor "checksum"
+# Version 1 had neither "version" nor "checksum". States of whole parameters have version 2, without
+# a "placement".
+VERSION = 3
 _FIELDS = ("hook", "steps", "outer_steps", "outer", "momentum", "arriving")
 
 
-def sealed(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns a state with its version and checksum; the hook's part has a checksum already."""
-    return {**state, "version": VERSION, "checksum": _checksum(state)}
+def sealed(state: dict[str, Any], placement: Mapping[str, str]) -> dict[str, Any]:
+    """Returns a state with its version and checksum; the hook's part has a checksum already.
+
+    Args:
+        placement: this rank's pieces by parameter, of those that are cut (tensor parallelism).
+    """
+    if placement:
+        state = {**state, "placement": stored_placement(placement)}
+    version = VERSION if placement else VERSION - 1
+    return {**state, "version": version, "checksum": _checksum(state)}
 
 
-def check_state(state: object, fragments: Mapping[int, Fragment], every: int) -> Mapping[str, Any]:
+def check_state(
+    state: object, fragments: Mapping[int, Fragment], every: int, known: Parameters
+) -> Mapping[str, Any]:
     """Returns a state after checking all but the hook's part, which the hook checks.
 
     Args:
         state: anything that was loaded from a file.
         fragments: those of the model, by number.
         every: inner steps between two exchanges of a parameter.
+        known: the model's parameters.
 
     Raises:
         CheckpointError: the state is foreign, incomplete, damaged, or of another model.
@@ -53,6 +67,8 @@ def check_state(state: object, fragments: Mapping[int, Fragment], every: int) ->
             "the checksum is wrong: the state was changed after it was saved, or the file is "
             "damaged. Load an older checkpoint"
         )
+    placement = state.get("placement", [] if version == VERSION else None)
+    need_placement("DiLoCo.load_state_dict", placement, known.placement, known.find)
     return state
 
 
@@ -117,7 +133,8 @@ def _checksum(state: Mapping[str, Any]) -> str:
     for saved in state["arriving"]:
         arriving.append([saved["fragment"], saved["left"]])
         tensors["arriving", str(saved["fragment"])] = saved["mean"]
-    return digest([state["steps"], state["outer_steps"], arriving], tensors)
+    placement = [state["placement"]] if "placement" in state else []
+    return digest([state["steps"], state["outer_steps"], arriving, *placement], tensors)
 
 
 def _refused(why: str) -> CheckpointError:

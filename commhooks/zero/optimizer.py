@@ -197,7 +197,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if pieces is None:
             return {}
         groups = saving.groups(self.param_groups, self._groups, self.hook._binding.names)
-        return {"version": saving.VERSION, "hook": hook, "groups": groups, "pieces": pieces}
+        state = {"hook": hook, "groups": groups, "pieces": pieces}
+        return saving.sealed(state, self.hook._parameters.placement)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continues from a saved state; all ranks call it, after the model has loaded its own.
@@ -210,7 +211,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         known = self.hook._parameters
         own = saving.groups(self.param_groups, self._groups, self.hook._binding.names)
-        saving.check(state_dict, own, known.shapes)
+        saving.check(state_dict, own, known)
         self.hook.load_state_dict(state_dict["hook"])
         self._model.reducer.rebuild()  # the saved run's buckets
         self._shards.cut()

@@ -9,24 +9,36 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from commhooks.checkpoint.placement import need_placement, stored_placement
 from commhooks.errors import CheckpointError
 from commhooks.hook.gather import gather
 from commhooks.hook.parameters import Parameters
 from commhooks.zero.shard import Piece, copied
 
 __all__ = [
-    "VERSION",
     "check",
     "gathered",
     "groups",
     "home_of",
     "load_piece",
     "saved_pieces",
+    "sealed",
 ]
 
-VERSION = 1
+_VERSION = 2  # version 1 had no "placement", which states of whole parameters still lack
 _FIELDS = ("version", "hook", "groups", "pieces")
 Saved = dict[str, dict[str, Any]]  # by name: begin and end, exact values, state
+
+
+def sealed(state: dict[str, Any], placement: Mapping[str, str]) -> dict[str, Any]:
+    """Returns a state with its version and, where parameters are cut, the pieces that it is of.
+
+    Args:
+        placement: this rank's pieces by parameter, of those that are cut (tensor parallelism).
+    """
+    if not placement:
+        return {"version": _VERSION - 1, **state}
+    return {"version": _VERSION, **state, "placement": stored_placement(placement)}
 
 
 def groups(
@@ -103,26 +115,29 @@ def gathered(
     return together
 
 
-def check(state: object, groups: Sequence[Mapping[str, Any]], shapes: Mapping[str, Any]) -> None:
+def check(state: object, groups: Sequence[Mapping[str, Any]], known: Parameters) -> None:
     """Raises unless a state is one of ``ZeroOptimizer`` and fits the model and its groups.
 
     Args:
         groups: of this optimizer, as they would be saved.
-        shapes: of the model's parameters, by name.
+        known: the model's parameters.
 
     Raises:
-        CheckpointError: it is foreign, newer, or of another model or other groups.
+        CheckpointError: it is foreign, newer, or of another model, other groups or other pieces.
     """
     if not isinstance(state, Mapping) or any(field not in state for field in _FIELDS):
         raise CheckpointError(
             f"ZeroOptimizer.load_state_dict: takes what its state_dict() returned, with "
             f"{', '.join(_FIELDS)}; the state of a plain optimizer is not one"
         )
-    if state["version"] != VERSION:
+    if state["version"] not in (_VERSION - 1, _VERSION):
         raise CheckpointError(
             f"ZeroOptimizer.load_state_dict: version {state['version']!r} of the format, this "
-            f"release reads {VERSION}: update commhooks"
+            f"release reads up to {_VERSION}: update commhooks"
         )
+    placement = state.get("placement", [] if state["version"] == _VERSION else None)
+    need_placement("ZeroOptimizer.load_state_dict", placement, known.placement, known.find)
+    shapes = known.shapes
     wanted, found = ([group["names"] for group in one] for one in (groups, state["groups"]))
     if wanted != found:
         raise CheckpointError(

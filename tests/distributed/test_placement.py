@@ -363,3 +363,35 @@ def _not_cut(rank: int, world_size: int) -> None:
 
 def test_what_is_not_cut_says_nothing_and_loads_anywhere() -> None:
     run_ranks(_not_cut, 2, ignore_warnings=QUIET)
+
+
+def _optimizers(rank: int, world_size: int) -> None:
+    """A sharded or an outer optimizer saves shards, too, and takes those of its own columns."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+
+    def model() -> nn.Module:
+        cut = parallelize_module(model_of((33, 64, 7)), mesh["tp"], PLAN)
+        return DistributedDataParallel(cut, device_mesh=mesh["dp"])
+
+    def zero() -> Any:
+        return commhooks.ZeroOptimizer(model(), torch.optim.AdamW, lr=0.1)
+
+    def diloco() -> Any:
+        local = model()
+        commhooks.register(local, "noop")._attendance.excused = True
+        return commhooks.DiLoCo(local, every=1, process_group=mesh["dp"].get_group())
+
+    for build in (zero, diloco):
+        one, other = build(), build()
+        state = one.state_dict()
+        theirs = _everyone(state)[rank ^ 1]
+        wrong = rf"of '0.weight' it has piece {1 - rank} of 2 .* this rank trains piece {rank} of 2"
+        with pytest.raises(CheckpointError, match=wrong):
+            other.load_state_dict(theirs)
+        other.load_state_dict(state)
+    with pytest.raises(ValueError, match=r"0\.weight is a DTensor.* register \"noop\" on it"):
+        commhooks.DiLoCo(parallelize_module(model_of((33, 64, 7)), mesh["tp"], PLAN))
+
+
+def test_optimizers_of_shards_refuse_those_of_another_column() -> None:
+    run_ranks(_optimizers, 2, ignore_warnings=QUIET)

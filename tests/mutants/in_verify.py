@@ -5,6 +5,8 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant, planted
 
 VERIFY = "tests/distributed/test_verify.py"
+EQUAL = "tests/distributed/test_equal_parameters.py"
+NAMED = f"{EQUAL}::test_the_first_parameter_that_differs_is_named_with_its_ranks"
 SHARDS = "tests/distributed/test_verify_shards.py"
 PLANTED = f"{VERIFY}::test_a_planted_bug_is_named_with_step_rank_and_parameter"
 NORM = "tests/unit/test_sketch.py::test_a_norm_is_known_to_some_percent"
@@ -34,6 +36,12 @@ MUTANTS: list[Mutant] = [
             "differ = (hashes != hashes[0]).any(0)",
             "differ = (hashes != hashes).any(0)",
             PLANTED,
+        ),
+        (
+            "parameters that differ are not found",
+            "for position in (hashes != hashes[0]).any(0).nonzero()",
+            "for position in (hashes != hashes).any(0).nonzero()",
+            NAMED,
         ),
         (
             "the norm of the dense mean is what remains of a larger error",
@@ -108,12 +116,6 @@ MUTANTS: list[Mutant] = [
             f"{SHARDS}::test_residuals_are_part_of_what_shards_have_to_average",
         ),
         (
-            "chunks of a hash count alike",
-            "sums.append(found.mul_(2 * number + 1))",
-            "sums.append(found)",
-            f"{VERIFY}::test_a_hash_depends_on_the_order_of_chunks",
-        ),
-        (
             "what the ranks have sent is sketched with the average in it",
             "[sent.sub_(flat)]",
             "[sent]",
@@ -130,6 +132,63 @@ MUTANTS: list[Mutant] = [
             "            del self._difference\n",
             "            pass\n",
             f"{VERIFY}::test_no_copy_of_the_gradient_is_kept_beside_sketches",
+        ),
+    ),
+    *planted(
+        "commhooks/hook/equal.py",
+        (
+            "chunks of a hash count alike",
+            "sums.append(found.mul_(2 * number + 1))",
+            "sums.append(found)",
+            f"{VERIFY}::test_a_hash_depends_on_the_order_of_chunks",
+        ),
+        (
+            "a hash writes to integers",
+            "own = chunk.add(0.0) if inexact else chunk.clone()",
+            "own = chunk.add(0.0) if inexact else chunk",
+            f"{EQUAL}::test_a_hash_is_of_every_bit_whatever_the_dtype",
+        ),
+        (
+            "hashes are in the order of dtypes",
+            "return torch.cat(found)[order]",
+            "return torch.cat(found)",
+            f"{EQUAL}::test_a_hash_is_of_every_bit_whatever_the_dtype",
+        ),
+        (
+            "a schedule with local steps promises equal parameters",
+            "all(one.traits.agrees and one.traits.averages for one in walk(scheme))",
+            "scheme.traits.agrees and scheme.traits.averages",
+            f"{EQUAL}::test_schemes_that_let_ranks_go_apart_promise_nothing",
+        ),
+        (
+            "the majority is wrong",
+            "if value != usual]",
+            "if value == usual]",
+            NAMED,
+        ),
+        (
+            "an optimizer's settings may differ",
+            """found[f"{key!r} of the optimizer's group {number}"] = value""",
+            "pass",
+            f"{EQUAL}::test_verify_equal_names_what_differs",
+        ),
+    ),
+    *planted(
+        "commhooks/hook/parameters.py",
+        (
+            "low-precision copies of parameters are compared",
+            "plain[name]: full.get(id(one), one)",
+            "plain[name]: one",
+            f"{EQUAL}::test_parameters_are_compared_in_full_precision_and_before_they_are_stepped",
+        ),
+    ),
+    *planted(
+        "commhooks/hosts/fsdp2_register.py",
+        (
+            "replicas of a shard are not compared",
+            "    if between is not None:\n        rank = shards.rank()",
+            "    if False:\n        rank = shards.rank()",
+            f"{EQUAL}::test_replicas_of_a_shard_are_compared_with_each_other",
         ),
     ),
     *planted(
@@ -173,6 +232,12 @@ MUTANTS: list[Mutant] = [
     ),
     *planted(
         "commhooks/hook/verify.py",
+        (
+            "parameters are compared after a scheme that lets them differ",
+            "self._apart = self._apart or not keeps_equal(scheme)",
+            "self._apart = not keeps_equal(scheme)",
+            f"{EQUAL}::test_schemes_that_let_ranks_go_apart_promise_nothing",
+        ),
         (
             "a hook that is dropped tells of no finding",
             "self._disarm = weakref.finalize(owner, self.close).detach",
