@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from commhooks._torch import comm_hooks
 from commhooks.core.dense import Dense
 from commhooks.core.scheme import Scheme
 from commhooks.errors import HookNotAttachedError, RegistrationError
@@ -19,6 +20,7 @@ from commhooks.hook.reducer_bucket import ReducerBucket
 from commhooks.hook.state import HookState
 from commhooks.hosts.reducer_buckets import ReducerBuckets
 from ddp_core import DistributedDataParallel as CoreDDP
+from ddp_core._torch import backward_number, in_join
 
 __all__ = ["STAYS", "AttachedModel"]
 
@@ -51,7 +53,7 @@ class AttachedModel:
         ranks: dist.ProcessGroup,
         seed: int,
     ) -> None:
-        if isinstance(model, CoreDDP) or model._comm_hooks:
+        if isinstance(model, CoreDDP) or comm_hooks(model):
             raise RegistrationError(
                 "process_group(...).attach(model): this DistributedDataParallel takes, or has, a "
                 "hook; commhooks.register(model, scheme) with a plain process group does the same"
@@ -73,7 +75,7 @@ class AttachedModel:
 
     def start(self, tensor: Tensor, op: Any) -> torch.futures.Future[Tensor] | None:
         """Starts the exchange of a bucket; returns None if the tensor is none."""
-        if torch._C._current_graph_task_id() < 0 or op != dist.ReduceOp.SUM:
+        if backward_number() < 0 or op != dist.ReduceOp.SUM:
             return None
         model = self._model()
         unused = model is not None and model.find_unused_parameters
@@ -90,7 +92,7 @@ class AttachedModel:
 
     def _forward(self, module: nn.Module, inputs: Any) -> None:
         model = self._model()
-        if model is None or not torch.is_grad_enabled() or torch._C._current_graph_task_id() >= 0:
+        if model is None or not torch.is_grad_enabled() or backward_number() >= 0:
             return
         if getattr(model.process_group, "hook", None) is not self.hook:
             raise RegistrationError(
@@ -99,7 +101,7 @@ class AttachedModel:
                 "again over a group of commhooks.process_group, attach it, and load this hook's "
                 "state_dict"
             )
-        if model._join_config.enable:
+        if in_join(model):
             raise RegistrationError(
                 "process_group(...).attach(model): a rank without inputs (join) is not told whose "
                 "gradients it reduces; commhooks.register(model, scheme) runs with join"

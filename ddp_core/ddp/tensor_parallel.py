@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ddp_core._torch import dtensor_spec_of, local_spec_of
+
 __all__ = ["dtensor_spec", "localize"]
 
 
@@ -26,7 +28,7 @@ def dtensor_spec(parameter: Tensor) -> Any:
 
     Also of the shards that torch's DistributedDataParallel has made.
     """
-    return getattr(parameter, _SPEC, None) or getattr(parameter, "_st_info", None)
+    return getattr(parameter, _SPEC, None) or local_spec_of(parameter)
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,14 +91,14 @@ def localize(module: nn.Module) -> None:
                 continue
             if id(parameter) not in locals_of:
                 local = nn.Parameter(parameter.to_local().detach(), parameter.requires_grad)
-                setattr(local, _SPEC, parameter._spec)
+                setattr(local, _SPEC, dtensor_spec_of(parameter))
                 locals_of[id(parameter)] = local
             local = locals_of[id(parameter)]
-            places.append(_Place(owner, name, local, parameter._spec))
+            places.append(_Place(owner, name, local, dtensor_spec_of(parameter)))
     if not places:
         return
     for place in places:
-        place.owner._parameters[place.name] = place.local
+        place.owner.register_parameter(place.name, place.local)
     # The whole module for what others than their owners use, and each owner for itself: activation
     # checkpointing calls it again in backward.
     owners = dict.fromkeys(place.owner for place in places)

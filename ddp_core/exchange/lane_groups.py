@@ -20,6 +20,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddp_core._torch import (
+    add_backend,
+    backend_of,
+    backend_timeout,
+    device_types,
+    is_known_group,
+    set_default_backend,
+    set_group_name,
+    store_of,
+)
+
 __all__ = [
     "LaneGroup",
     "backend_for",
@@ -38,7 +49,7 @@ def backend_for(group: dist.ProcessGroup, device: torch.device) -> Any:
     """Returns what carries tensors of ``device``, without a wrapper that checks collectives."""
     backend: Any = None
     with contextlib.suppress(Exception):  # a group of somebody else's making has none
-        backend = group._get_backend(device)
+        backend = backend_of(group, device)
         backend = getattr(backend, "wrapped_pg", backend)
     return backend
 
@@ -60,18 +71,18 @@ def is_nccl(backend: object) -> bool:
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
     """Returns the timeout of ``group``; None if the backend does not tell."""
-    for device in (_CPU, *getattr(group, "_device_types", ())):
+    for device in (_CPU, *device_types(group)):
         with contextlib.suppress(Exception):
-            backend = group._get_backend(device)
+            backend = backend_of(group, device)
             backend = getattr(backend, "wrapped_pg", backend)
-            return timedelta(seconds=backend.options._timeout.total_seconds())
+            return timedelta(seconds=backend_timeout(backend.options).total_seconds())
     return None
 
 
 def group_store(group: dist.ProcessGroup) -> Any:
     """Returns the store that all ranks of ``group`` see; None if it has none."""
     with contextlib.suppress(Exception):
-        return dist.distributed_c10d._get_process_group_store(group)
+        return store_of(group)
     # A group that somebody else made of torch's classes (torchft) has brought its own.
     with contextlib.suppress(Exception):
         return group.get_group_store()
@@ -137,7 +148,7 @@ class _Pool:
         self.free.pop(lent.name, None)
         group, lent.group = lent.group, None
         with contextlib.suppress(Exception):
-            if group in dist.distributed_c10d._world.pg_map:
+            if is_known_group(group):
                 dist.destroy_process_group(group)
             elif group is not None:
                 group.shutdown()
@@ -239,7 +250,7 @@ def _group_of(backend: Any, store: Any, parent: dist.ProcessGroup, name: str) ->
     """
     kind = dist.ProcessGroup.BackendType.GLOO
     group: Any = dist.ProcessGroup(store, parent.rank(), parent.size())
-    group._set_default_backend(kind)
-    group._register_backend(_CPU, kind, backend)
-    group._set_group_name(name)
+    set_default_backend(group, kind)
+    add_backend(group, _CPU, kind, backend)
+    set_group_name(group, name)
     return group

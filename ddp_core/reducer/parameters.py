@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ddp_core._torch import foreach_copy
 from ddp_core.exchange.devices import on_device_of
 from ddp_core.exchange.errors import MismatchError
 
@@ -205,4 +206,4 @@ def _unpack(work: dist.Work, flat: Tensor, chunk: list[Tensor], *, copy: bool) -
     if copy:
         parts = flat.split([tensor.numel() for tensor in chunk])
         values = [part.view(tensor.shape) for part, tensor in zip(parts, chunk, strict=True)]
-        torch._foreach_copy_(chunk, values)
+        foreach_copy(chunk, values)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_core._torch import sparse_values
 from ddp_core.reducer.accumulators import NO_BACKWARD, backward_number
 from ddp_core.reducer.launch import Launcher
 from ddp_core.reducer.parameters import Trained
@@ -214,4 +215,4 @@ class Weights:
 
 
 def _values(grad: Tensor) -> Tensor:
-    return grad._values() if grad.is_sparse else grad
+    return sparse_values(grad) if grad.is_sparse else grad
