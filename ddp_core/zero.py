@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook as torchs
-from torch.distributed.optim.zero_redundancy_optimizer import _OverlapStatus
 
+from ddp_core._torch import assigned, foreach_copy, overlaps, step_shard
 from ddp_core.ddp.ddp import DistributedDataParallel
 from ddp_core.exchange.lane_groups import LaneGroup, borrow, made_in_time
 from ddp_core.reducer.held import HeldBucket
@@ -66,7 +66,7 @@ def hook_with_zero_step_interleaved(
 def _overlapped(
     hook: CommHook, ddp: DistributedDataParallel, zero: Any, shard_buckets: bool, *, early: bool
 ) -> CommHook:
-    if not zero._overlap_with_ddp:
+    if not overlaps(zero):
         raise ValueError(
             "ZeroRedundancyOptimizer must be constructed with `overlap_with_ddp=True` to use this "
             "hook properly"
@@ -157,7 +157,7 @@ class _ZeroSteps:
                     sizes = [parameter.numel() for parameter in sent.parameters]
                     parts = zip(sent.flat.split(sizes), sent.parameters, strict=True)
                     values = [part.view(parameter.shape) for part, parameter in parts]
-                    torch._foreach_copy_(sent.parameters, values)
+                    foreach_copy(sent.parameters, values)
 
     def _launcher(self) -> Launcher:
         reducer = None if self._reducer is None else self._reducer()
@@ -169,21 +169,20 @@ class _ZeroSteps:
 
         The same on all ranks, before the first step; later buckets may be others.
         """
-        zero, info = self._zero, self._zero._overlap_info
-        if info.status != _OverlapStatus.INITIALIZED:
-            reducer = None if self._reducer is None else self._reducer()
-            assert reducer is not None
-            trained = reducer.parameters
-            units = arrange(trained, reducer.plan.caps.limits)
-            info.params_per_bucket = [[trained[i].parameter for i in unit] for unit in units]
-            info.shard_buckets = self._shard_buckets
-            info.total_size = sum(one.parameter.numel() for one in trained)
-            zero._init_zero_for_overlap()
-        for rank, assignments in enumerate(zero._bucket_assignments_per_rank):
+        for rank, assignments in enumerate(assigned(self._zero, self._describe_buckets)):
             for assignment in assignments.values():
                 self._owner.update(dict.fromkeys(assignment.parameters, rank))
-        local = zero.optim.param_groups[0]["params"]
+        local = self._zero.optim.param_groups[0]["params"]
         self._place = {parameter: place for place, parameter in enumerate(local)}
+
+    def _describe_buckets(self, info: Any) -> None:
+        reducer = None if self._reducer is None else self._reducer()
+        assert reducer is not None
+        trained = reducer.parameters
+        units = arrange(trained, reducer.plan.caps.limits)
+        info.params_per_bucket = [[trained[i].parameter for i in unit] for unit in units]
+        info.shard_buckets = self._shard_buckets
+        info.total_size = sum(one.parameter.numel() for one in trained)
 
     def _step(self, parameters: list[Any]) -> None:
         """Steps those that are this rank's; one without a gradient stays as it is."""
@@ -193,7 +192,7 @@ class _ZeroSteps:
                 gradients[self._place[parameter]] = parameter.grad
         if any(gradient is not None for gradient in gradients):
             self._follow_schedule()
-            self._zero._local_step(gradients)
+            step_shard(self._zero, gradients)
 
     def _follow_schedule(self) -> None:
         """The functional optimizer reads its defaults; schedulers write to the groups."""

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ._torch import version_of
 from .runtime.arguments import whole
 
 __all__ = ["Matrices", "OnDevice", "matrices_of", "on_device", "runs_of", "table_of"]
@@ -94,7 +95,7 @@ def table_of(caller: str, matrices: Matrices) -> Tensor:
 def _version_of(table: Tensor) -> int:
     """Returns a number that changes when the table is written to, by torch's own count."""
     try:
-        return table._version
+        return version_of(table)
     except RuntimeError:  # an inference tensor has no counter
         return 0
 

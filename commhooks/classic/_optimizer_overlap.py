@@ -11,10 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
-from torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import (
-    _OptimizerHookState,
-)
 
+from commhooks._torch import OptimizerHookState as _OptimizerHookState
 from commhooks.classic._launch import BucketFuture, HookFunction
 
 __all__ = ["_OptimizerHookState", "_hook_then_optimizer", "in_bucket"]

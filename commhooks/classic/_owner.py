@@ -10,6 +10,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from commhooks._torch import comm_hooks
 from commhooks.core.scheme import Scheme
 from commhooks.hook.parameters import ddp_models
 from commhooks.hook.state import HookState
@@ -94,6 +95,6 @@ def find_model(parameters: Sequence[Tensor]) -> DistributedDataParallel | None:
     for model in ddp_models():
         if wanted.issubset(map(id, model.parameters())):
             candidate = model
-            if model._comm_hooks:
+            if comm_hooks(model):
                 break
     return candidate

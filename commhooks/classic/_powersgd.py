@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
+from commhooks._torch import comm_hooks
 from commhooks.classic._launch import BucketFuture, Launcher, Wires, classic_hook, classics
 from commhooks.classic._owner import Group
 from commhooks.classic._powersgd_models import OnModels
@@ -258,7 +259,7 @@ def _registration_of(state: PowerSGDState) -> tuple[Sequence[Tensor], Kind, Wire
     """
     # torch tells a state nothing when it is registered: the hook is first called with a bucket.
     for model in ddp_models():
-        for hook, registered in model._comm_hooks:
+        for hook, registered in comm_hooks(model):
             while hook not in classics and hasattr(hook, "__wrapped__"):
                 hook = hook.__wrapped__
             classic = classics.get(hook)

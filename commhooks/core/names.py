@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
+from commhooks._torch import WRAPPERS
+
 __all__ = [
     "is_padding",
     "padding_name",
@@ -20,8 +22,6 @@ __all__ = [
 
 T = TypeVar("T")
 
-# The parts of names that torch.compile, activation checkpointing and FSDP add.
-_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 _PIECE = re.compile(r"(.+)#(0|[1-9][0-9]{0,8})", re.DOTALL)
 
 
@@ -32,7 +32,7 @@ def plain_name(name: str) -> str:
         >>> plain_name("module._orig_mod.layers.0._checkpoint_wrapped_module.weight")
         'layers.0.weight'
     """
-    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    parts = [part for part in name.split(".") if part not in WRAPPERS]
     # DistributedDataParallel adds it in front. Further inside it may be a module of the user's.
     while len(parts) > 1 and parts[0] == "module":
         del parts[0]

@@ -16,6 +16,7 @@ from commhooks.hook.parameters import not_reduced
 from commhooks.hook.running import Running
 from commhooks.hook.tracing import not_traced
 from ddp_core import DistributedDataParallel as CoreDDP
+from ddp_core._torch import in_join
 
 __all__ = ["AttachmentGuard", "Unfrozen"]
 
@@ -91,7 +92,7 @@ class AttachmentGuard:
 
     def _refuse_guessing(self, module: Any) -> None:
         """Raises if the hook could not know which gradients torch's class writes."""
-        joins = module._join_config.enable and module.find_unused_parameters
+        joins = in_join(module) and module.find_unused_parameters
         if joins and self._state._engine.keeps_memory and not isinstance(module, CoreDDP):
             raise RegistrationError(
                 f"DistributedDataParallel.join with find_unused_parameters=True and "

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from commhooks._torch import comm_hooks
+
 __all__ = ["Attendance"]
 
 _ADVICE = (
@@ -66,7 +68,7 @@ class Attendance:
         """Takes note of a gradient of a watched parameter."""
         ddp = model()
         # What is registered may stand for the state, and call it (torchft).
-        named = [hook[1] for hook in getattr(ddp, "_comm_hooks", ())]
+        named = [hook[1] for hook in (() if ddp is None else comm_hooks(ddp))]
         others = [one for one in named if getattr(one, "stands_for", one) is not state()]
         # Two backward passes without a call are training. In the first one the hook's call may
         # still come, since a bucket is launched after its gradients.

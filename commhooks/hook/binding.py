@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from commhooks._torch import move_to_group
 from commhooks.errors import RegistrationError
 from commhooks.hook.parameters import Parameters, find_owner, values_of
 from ddp_core import DistributedDataParallel as CoreDDP
@@ -167,7 +168,7 @@ class Binding:
         # ``ddp_core`` moves itself, and has called the hook in the course of that. Torch's forgets
         # a step that has raised by this call, so it comes also where the model has moved already.
         if follows and model is not None and not isinstance(model, CoreDDP):
-            model._update_process_group(group)
+            move_to_group(model, group)
 
     def moves_itself(self, group: dist.ProcessGroup) -> CoreDDP | None:
         """Returns the model if it is ``ddp_core``'s, is to follow to ``group``, and has not yet."""

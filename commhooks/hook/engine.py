@@ -27,6 +27,7 @@ from commhooks.hook.measurement import Measurement, Observer
 from commhooks.hook.shard_measurement import ShardMeasurement
 from commhooks.kernels import all_finite
 from ddp_core import AllReduce, Exchange
+from ddp_core._torch import sparse_values
 
 __all__ = ["Engine", "measures_densely"]
 
@@ -192,7 +193,7 @@ class Engine:
         try:
             if grad.is_sparse:
                 mean = yield from _exchange_sparse(grad, self.scheme)
-                values = mean._values()
+                values = sparse_values(mean)
             elif run is None and not grad.is_floating_point():
                 mean = yield from _exchange_complex(grad, self.scheme)
                 values = torch.view_as_real(mean)

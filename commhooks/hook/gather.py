@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _get_object_coll_device
 
+from commhooks._torch import device_of_objects
 from commhooks.core.bytes import as_bytes
 from commhooks.errors import RegistrationError
 from commhooks.hook.handshake import handshake
@@ -107,7 +107,7 @@ def _send(
         mine: the tensors, on rank ``source``; None on the others.
     """
     # NCCL sends tensors of a GPU only, so a message goes through the group's device.
-    rank, device = group.rank(), _get_object_coll_device(group)
+    rank, device = group.rank(), device_of_objects(group)
     receives = mine is None and to in (None, rank)
     flat: list[Tensor] = []
     if mine is not None:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
+from ddp_core._torch import AnyFuture
+
 __all__ = ["as_hook", "comm_hook"]
 
 
@@ -74,7 +76,7 @@ def as_hook(function: Callable[..., Any]) -> Callable[..., Any]:
     def hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         future = function(state, bucket)
         # The base class: futures that come from C++ are no ``torch.futures.Future``.
-        if not isinstance(future, torch._C.Future):
+        if not isinstance(future, AnyFuture):
             raise TypeError(
                 f"the communication hook {name} returns a torch.futures.Future[Tensor], "
                 f"got {type(future).__name__}"

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from commhooks._torch import foreach_norms
 from commhooks.core.layout import Layout
 from commhooks.core.memory import Memory, staged_in
 from commhooks.core.scheme import Scheme
@@ -203,7 +204,7 @@ def norms_of(flat: Tensor, sizes: Sequence[int]) -> Tensor:
     """
     # A loop over parts, each with calls of its own, took most of the time of a verified step.
     if flat.device.type != "cpu" or flat.dtype == torch.float64:
-        return torch.stack(torch._foreach_norm(flat.split(list(sizes)), 2, dtype=torch.float64))
+        return torch.stack(foreach_norms(flat.split(list(sizes)), 2, dtype=torch.float64))
     squares = torch.empty(len(sizes), dtype=torch.float64, device="cpu")
     # A scheme's own view may have gaps, which kernels do not know of.
     squared_norms(flat.contiguous(), squares, tuple(sizes))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from commhooks._torch import comm_hooks, knows_comm_hooks, logging_data, reducer_buckets
 from commhooks.checkpoint.placement import Cut, cut_of
 from commhooks.core.layout import Layout
 from commhooks.core.names import is_padding, plain_name, plain_names
@@ -18,6 +19,7 @@ from commhooks.core.slot import Slot
 from commhooks.errors import RegistrationError
 from commhooks.wrappers.feedback import RESIDUAL
 from ddp_core import DistributedDataParallel as CoreDDP
+from ddp_core._torch import backward_number, ignored_names
 from ddp_core.ddp.tensor_parallel import dtensor_spec
 
 __all__ = [
@@ -77,7 +79,7 @@ def find_owner(state: object) -> DistributedDataParallel | None:
     bucket.
     """
     for candidate in ddp_models():
-        if any(registered is state for _, registered in candidate._comm_hooks):
+        if any(registered is state for _, registered in comm_hooks(candidate)):
             return candidate
     return None
 
@@ -89,7 +91,7 @@ def ddp_models() -> Iterator[DistributedDataParallel]:
         if not issubclass(type(candidate), DistributedDataParallel):
             continue
         # A module whose constructor raised, or has not ended, lacks them.
-        if hasattr(candidate, "module") and hasattr(candidate, "_comm_hooks"):
+        if hasattr(candidate, "module") and knows_comm_hooks(candidate):
             yield candidate
 
 
@@ -276,7 +278,7 @@ def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 def _ignored(model: nn.Module) -> set[str]:
     ignored: set[str] = set(getattr(model, "parameters_to_ignore", ()))
-    return ignored | set(getattr(_inner(model), "_ddp_params_and_buffers_to_ignore", ()))
+    return ignored | set(ignored_names(_inner(model)))
 
 
 def _inner(model: nn.Module) -> nn.Module:
@@ -309,12 +311,12 @@ def _reduced(model: nn.Module) -> list[nn.Parameter]:
         reduced = {id(trainable.parameter) for trainable in reducer.parameters}
         return [value for value in named if id(value) in reduced]
     # The reducer holds its lock while it calls a hook: asking it within backward would never end.
-    if torch._C._current_graph_task_id() >= 0:
+    if backward_number() >= 0:
         return trained
     with contextlib.suppress(Exception):  # torch's class does not tell in every version and state
-        if model._get_ddp_logging_data()["num_parameter_tensors"] != len(trained):
+        if logging_data(model)["num_parameter_tensors"] != len(trained):
             # Only where the counts differ: this allocates the memory of all gradients once.
-            buckets = reducer._get_zeros_like_grad_buckets()
+            buckets = reducer_buckets(reducer)
             reduced = {id(value) for bucket in buckets for value in bucket.parameters()}
             return [value for value in named if id(value) in reduced]
     return trained

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from commhooks._torch import comm_hooks, forward_pre_hooks
 from commhooks.core.scheme import Scheme
 from commhooks.errors import OptionError, RegistrationError
 from commhooks.hook.attachment import AttachmentGuard
@@ -110,8 +111,8 @@ def register(
         raise RegistrationError("register(between=...) is for models of FSDP2 (fully_shard)")
     ddp = find_ddp(model)
     _drop_stale(ddp)
-    if ddp._comm_hooks:
-        hook, present = ddp._comm_hooks[0]
+    if comm_hooks(ddp):
+        hook, present = comm_hooks(ddp)[0]
         if isinstance(present, HookState):
             raise RegistrationError(
                 f"register: this model already has the hook {present}; change its scheme with "
@@ -217,12 +218,12 @@ def unregister(model: nn.Module) -> None:
     """
     ddp = find_ddp(model)
     core = _core(ddp, "unregister")
-    state = core._comm_hooks[0][1] if core._comm_hooks else None
+    state = comm_hooks(core)[0][1] if comm_hooks(core) else None
     if not isinstance(state, HookState):
         raise RegistrationError("unregister: no hook was registered by commhooks on this model")
-    for key, guard in list(ddp._forward_pre_hooks.items()):
+    for key, guard in list(forward_pre_hooks(ddp).items()):
         if isinstance(guard, AttachmentGuard):
-            del ddp._forward_pre_hooks[key]
+            del forward_pre_hooks(ddp)[key]
     if state.verification is not None:
         state.verification.close()  # the step that flushes is not verified
     if keeps_residual(state.scheme):
@@ -255,10 +256,10 @@ def _drop_stale(ddp: DistributedDataParallel) -> None:
     # torch has no way to ask the reducer; the guard of another module shows that this is a copy.
     guards = [
         (key, guard)
-        for key, guard in ddp._forward_pre_hooks.items()
+        for key, guard in forward_pre_hooks(ddp).items()
         if isinstance(guard, AttachmentGuard)
     ]
     for key, guard in guards:
         if not guard.attached_to(ddp):
-            del ddp._forward_pre_hooks[key]
-            ddp._comm_hooks.clear()
+            del forward_pre_hooks(ddp)[key]
+            comm_hooks(ddp).clear()

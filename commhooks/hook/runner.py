@@ -29,6 +29,7 @@ from commhooks.hook.regrouping import Regrouping
 from commhooks.hook.sharded_bucket import ShardedBucket
 from commhooks.hook.step import Step, gradients_of, key_of, left_alone
 from ddp_core import Drivers, call_after_backward, clock_of
+from ddp_core._torch import backward_number, current_node
 
 __all__ = ["Runner"]
 
@@ -140,7 +141,7 @@ class Runner:
         """Ends or abandons a step whose backward pass is known to be over."""
         # After a pass that raised autograd runs no callback: a step that is open now was abandoned.
         step = self._step
-        if step is None or not step.passes or torch._C._current_graph_task_id() >= 0:
+        if step is None or not step.passes or backward_number() >= 0:
             return
         # The engine's current pass is a fact of one thread: a thread that saves checkpoints sees
         # none while another thread is in the middle of backward.
@@ -166,7 +167,7 @@ class Runner:
 
     def _enter(self, bucket: Any, buffer: Tensor, group: dist.ProcessGroup) -> Step:
         """Returns the step that the bucket belongs to, and watches its backward pass."""
-        key, this_pass = key_of(bucket, buffer), torch._C._current_graph_task_id()
+        key, this_pass = key_of(bucket, buffer), backward_number()
         step = self._open_for(bucket, key, this_pass)
         if step is None:
             # A host that shards gradients waits for each bucket before it hands over the next one.
@@ -211,7 +212,7 @@ class Runner:
         if step is not self._step:  # ddp_core has ended it, or it was abandoned
             return
         # After a reentrant pass the current node is the outer pass's: more buckets may come.
-        nested = torch._C._current_autograd_node() is not None
+        nested = current_node() is not None
         if nested and not step.complete:
             step.paused = True
             return

@@ -15,6 +15,7 @@ from commhooks.core.layout import Layout
 from commhooks.hook.coalesce import Names
 from commhooks.hook.sharded_bucket import ShardedBucket
 from ddp_core import Clock, GradBucket
+from ddp_core._torch import version_of
 
 __all__ = ["Gradient", "Step", "gradients_of", "key_of", "left_alone"]
 
@@ -80,7 +81,7 @@ class Gradient:
         if self.version is None or grad.is_sparse:
             return False
         # A gradient that is a view of its bucket has the average without another write.
-        return grad._version == self.version and grad.untyped_storage().data_ptr() != self.bucket
+        return version_of(grad) == self.version and grad.untyped_storage().data_ptr() != self.bucket
 
 
 def key_of(bucket: Any, buffer: Tensor) -> Any:
@@ -98,7 +99,7 @@ def gradients_of(parameters: Sequence[Tensor], buffer: Tensor) -> list[Gradient]
     """Describes the gradients of a bucket's parameters, to be compared when the step ends."""
     bucket = buffer.untyped_storage().data_ptr()
     return [
-        Gradient(parameter, None if parameter.grad is None else parameter.grad._version, bucket)
+        Gradient(parameter, None if parameter.grad is None else version_of(parameter.grad), bucket)
         for parameter in parameters
     ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
+from ddp_core._torch import not_compiled
 
 __all__ = ["not_traced"]
 
@@ -14,5 +14,5 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 def not_traced(function: _Function) -> _Function:
     """Makes the compiler leave a function alone, with all that it calls: the graph breaks there."""
-    decorated: Any = torch._disable_dynamo(function, recursive=True)  # type: ignore[attr-defined]
+    decorated: Any = not_compiled(function, recursive=True)
     return decorated  # type: ignore[no-any-return]

@@ -13,7 +13,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commhooks._torch import group_ranks, set_timeout
 from commhooks.errors import RegistrationError
+from ddp_core._torch import (
+    add_backend,
+    backend_of,
+    device_types,
+    set_default_backend,
+    set_group_name,
+)
 
 __all__ = ["carrier", "discard"]
 
@@ -45,26 +53,21 @@ def carrier(
             else:
                 options: Any = dist.ProcessGroupNCCL.Options()
                 options.group_name, options.global_ranks_in_group = name, list(ranks)
-                options._timeout = timeout or options._timeout
+                set_timeout(options, timeout)
                 backends[backend] = dist.ProcessGroupNCCL(prefix, rank, len(ranks), options)
         kind = getattr(dist.ProcessGroup.BackendType, backend)
-        made._register_backend(torch.device(device), kind, backends[backend])
-        made._set_default_backend(kind)
-    made._set_group_name(name)
+        add_backend(made, torch.device(device), kind, backends[backend])
+        set_default_backend(made, kind)
+    set_group_name(made, name)
     # A state is saved under the rank in the job.
-    _ranks_by_group()[group] = {one: place for place, one in enumerate(ranks)}
+    group_ranks()[group] = {one: place for place, one in enumerate(ranks)}
     return group
 
 
 def discard(group: dist.ProcessGroup) -> None:
     """Shuts down a group of :func:`carrier`. Safe to call twice."""
-    _ranks_by_group().pop(group, None)
+    group_ranks().pop(group, None)
     group.shutdown()
-
-
-def _ranks_by_group() -> dict[Any, dict[int, int]]:
-    found: dict[Any, dict[int, int]] = dist.distributed_c10d._world.pg_group_ranks
-    return found
 
 
 def _backends_of_default() -> dict[str, str]:
@@ -73,7 +76,7 @@ def _backends_of_default() -> dict[str, str]:
     if default is None:  # it is the default group that is made
         with_nccl = torch.cuda.is_available() and dist.is_nccl_available()
         return {"cpu": "GLOO", **({"cuda": "NCCL"} if with_nccl else {})}
-    found = {one.type: default._get_backend(one).name().upper() for one in default._device_types}
+    found = {one.type: backend_of(default, one).name().upper() for one in device_types(default)}
     others = sorted(set(found.values()) - {"GLOO", "NCCL"})
     if others:
         raise RegistrationError(

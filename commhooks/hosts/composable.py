@@ -11,8 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._composable.replicate import replicate
 
+from commhooks._torch import (
+    comm_hooks,
+    composable_ddp,
+    composable_hooks,
+    composable_options,
+    replicate,
+)
 from commhooks.core.names import plain_names
 from commhooks.core.scheme import Scheme
 from commhooks.errors import RegistrationError
@@ -31,7 +37,9 @@ def register_on_composable(
 ) -> HookState:
     """Registers a scheme on a module that was passed to ``replicate()``; all ranks call it."""
     state: Any = replicate.state(model)
-    present = state._ddp._comm_hooks if state.has_initialized else state._comm_hook_args
+    present = (
+        comm_hooks(composable_ddp(state)) if state.has_initialized else composable_hooks(state)
+    )
     if present:
         raise RegistrationError(
             f"register: this module of replicate() already has a hook ({present[0]}), and takes one"
@@ -40,7 +48,7 @@ def register_on_composable(
     hook = HookState(scheme, model, process_group=group, seed=seed, history=history, **options)
     hook.agree("commhooks.register", {"host": "replicate"}, MEETING)
     # Later hooks of the module are put on a list that nobody reads any more.
-    takes_hooks: Any = state._ddp if state.has_initialized else model
+    takes_hooks: Any = composable_ddp(state) if state.has_initialized else model
     takes_hooks.register_comm_hook(hook, comm_hook)
 
     unfrozen: list[Unfrozen] = []
@@ -59,7 +67,7 @@ def register_on_composable(
 
 def _frozen(model: nn.Module, state: Any) -> dict[str, nn.Parameter]:
     """Returns the parameters that ``replicate()`` was given and does not average, by name."""
-    lost = set(map(id, not_reduced(state._ddp).values()))
+    lost = set(map(id, not_reduced(composable_ddp(state)).values()))
     named = dict(model.named_parameters())
     plain = plain_names(named)
     return {plain[name]: one for name, one in named.items() if id(one) in lost}
@@ -68,8 +76,8 @@ def _frozen(model: nn.Module, state: Any) -> dict[str, nn.Parameter]:
 def _group(state: Any) -> dist.ProcessGroup | None:
     """Returns the ranks that ``replicate()`` averages over; None: all."""
     if state.has_initialized:
-        made: dist.ProcessGroup = state._ddp.process_group
+        made: dist.ProcessGroup = composable_ddp(state).process_group
         return made
-    given, mesh = (state._init_kwargs.get(name) for name in ("process_group", "device_mesh"))
+    given, mesh = (composable_options(state).get(name) for name in ("process_group", "device_mesh"))
     found: dist.ProcessGroup | None = given if mesh is None else mesh.get_group()
     return found

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from commhooks._torch import flat_parameter, fsdp1_hook, is_in_fsdp1_backward, set_fsdp1_hook
 from commhooks.core.layout import Layout
 from commhooks.core.scheme import Scheme
 from commhooks.core.shards import equal_shards
@@ -53,11 +54,11 @@ def register_on_fsdp1(
     for number, (unit, layout) in enumerate(zip(units.values(), known.layouts, strict=True)):
         # As FSDP1's own register_comm_hook, which gives all units one state: a hook could not
         # tell which unit it is called for.
-        unit._comm_hook = reduce_unit
-        unit._comm_hook_state = (hook, number, layout, originals(unit, layout))
+        set_fsdp1_hook(unit, reduce_unit, (hook, number, layout, originals(unit, layout)))
 
     def has_hook(unit: Any) -> bool:
-        return unit._comm_hook is reduce_unit and unit._comm_hook_state[0] is hook
+        present, state = fsdp1_hook(unit)
+        return present is reduce_unit and state[0] is hook
 
     need_ready = partial(_need_ready, FullyShardedDataParallel.fsdp_modules(model))
     model.register_forward_pre_hook(HostGuard(hook, units, _units, has_hook, need_ready))
@@ -69,7 +70,7 @@ def _need_ready(units: list[Any]) -> None:
 
     The gradients of that pass would be wrong, and FSDP1 has no method that forgets the other one.
     """
-    if any(getattr(unit, "_post_backward_callback_queued", False) for unit in units):
+    if any(is_in_fsdp1_backward(unit) for unit in units):
         raise HookNotAttachedError(
             "commhooks: the last backward pass has raised, and FSDP1 is still in it: the gradients "
             "of the next one would be wrong. End the processes and resume from a checkpoint; FSDP2 "
@@ -103,7 +104,7 @@ def _units(model: nn.Module) -> dict[str, Any]:
     return {
         name: one
         for name, one in found.items()
-        if isinstance(one, FullyShardedDataParallel) and one._handle is not None
+        if isinstance(one, FullyShardedDataParallel) and flat_parameter(one) is not None
     }
 
 
@@ -119,7 +120,7 @@ def _group(units: list[Any]) -> Any:
                 f"register: FSDP1 takes no hook with {one.sharding_strategy}; use FSDP2 "
                 f"(fully_shard) and register(model, scheme, between=...)"
             )
-        if one._comm_hook is not None:
+        if fsdp1_hook(one)[0] is not None:
             raise RegistrationError("register: this model already has a hook, and FSDP1 takes one")
     if not units:
         raise RegistrationError("register: no unit of this FSDP1 model has parameters")

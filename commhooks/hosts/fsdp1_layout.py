@@ -7,6 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from commhooks._torch import (
+    dtensor_specs_in,
+    flat_masks,
+    flat_names,
+    flat_originals,
+    flat_parameter,
+    flat_shapes,
+)
 from commhooks.checkpoint.placement import Cut, cut_of
 from commhooks.core.layout import Layout
 from commhooks.core.names import is_padding, padding_name, plain_name
@@ -17,21 +25,21 @@ __all__ = ["cuts_in", "originals", "pieces"]
 
 def pieces(name: str, unit: Any, ranks: int) -> list[tuple[Parameter, bool]]:
     """Returns what is in a unit's flat gradient, with padding, and whether each is trained."""
-    flat, prefix = unit._handle.flat_param, _prefix(name)
+    flat, prefix = flat_parameter(unit), _prefix(name)
     names = _names(name, flat)
-    values = flat._params or [flat] * len(names)
+    values = flat_originals(flat) or [flat] * len(names)
     # A parameter lies there as in its own memory: channels-last weights have their channels last.
     orders = [
         memory_order(torch.empty_strided(shape, stride, device="meta"))
-        for shape, stride in zip(flat._shapes, flat._strides, strict=True)
+        for shape, stride in flat_shapes(flat)
     ]
-    named = zip(names, flat._shapes, values, orders, strict=True)
-    sizes = zip(flat._numels_with_padding, flat._is_padding_mask, strict=True)
+    shapes = [shape for shape, _ in flat_shapes(flat)]
+    named = zip(names, shapes, values, orders, strict=True)
     found = [
         (padding_name(f"{prefix}{place}"), torch.Size([numel]), flat, (0,))
         if padded
         else next(named)
-        for place, (numel, padded) in enumerate(sizes)
+        for place, (numel, padded) in enumerate(flat_masks(flat))
     ]
     total = sum(shape.numel() for _, shape, *_ in found)
     found.append((padding_name(f"{prefix}end"), torch.Size([-total % ranks]), flat, (0,)))
@@ -43,9 +51,9 @@ def pieces(name: str, unit: Any, ranks: int) -> list[tuple[Parameter, bool]]:
 
 def cuts_in(name: str, unit: Any) -> dict[str, Cut]:
     """Returns how tensor parallelism cuts the parameters in a unit's flat gradient."""
-    flat = unit._handle.flat_param
+    flat = flat_parameter(unit)
     # FSDP1 keeps what a DTensor was; another extension than torch's own may keep anything.
-    found = zip(_names(name, flat), flat._param_extensions, strict=True)
+    found = zip(_names(name, flat), dtensor_specs_in(flat), strict=True)
     return {one: cut_of(spec) for one, spec in found if hasattr(spec, "placements")}
 
 
@@ -54,7 +62,7 @@ def _prefix(name: str) -> str:
 
 
 def _names(name: str, flat: Any) -> list[str]:
-    return [plain_name(f"{_prefix(name)}{one}") for one in flat._fqns]
+    return [plain_name(f"{_prefix(name)}{one}") for one in flat_names(flat)]
 
 
 def _sizes(shape: torch.Size, order: tuple[int, ...]) -> torch.Size:
@@ -64,4 +72,4 @@ def _sizes(shape: torch.Size, order: tuple[int, ...]) -> torch.Size:
 def originals(unit: Any, layout: Layout) -> dict[str, Tensor]:
     """Returns the parameters in a flat gradient, by name; none if only the whole is known."""
     names = [name for name in layout.names if not is_padding(name)]
-    return dict(zip(names, unit._handle.flat_param._params or (), strict=False))
+    return dict(zip(names, flat_originals(flat_parameter(unit)), strict=False))

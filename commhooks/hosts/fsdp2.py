@@ -20,9 +20,8 @@ from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 
+from commhooks._torch import ALL_REDUCE, REDUCE_SCATTER, DefaultAllocMixin, ReduceScatter
 from commhooks.core.shards import equal_shards
 from commhooks.hook.sharded_bucket import ShardedBucket, average
 from commhooks.hook.sharded_parameters import ShardedParameters
@@ -60,7 +59,7 @@ class Replacement:
 class SchemeReduceScatter(Replacement, DefaultAllocMixin, ReduceScatter):
     """Reduces and scatters the gradients of one FSDP2 module by a hook's scheme."""
 
-    place = "_reduce_scatter_comm"
+    place = REDUCE_SCATTER
 
     def __call__(
         self,
@@ -96,7 +95,7 @@ class SchemeReduceScatter(Replacement, DefaultAllocMixin, ReduceScatter):
 class BetweenNodes(Replacement):
     """Averages the reduced gradients of one FSDP2 module over replicas by a hook's scheme."""
 
-    place = "_all_reduce_hook"
+    place = ALL_REDUCE
 
     def __call__(self, reduced: Tensor) -> None:
         # FSDP2 keeps what its own all-reduce works on, and gives this back to the stream of the

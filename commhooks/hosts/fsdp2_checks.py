@@ -7,9 +7,8 @@ import warnings
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 
+from commhooks._torch import DDPMeshInfo, DefaultReduceScatter
 from commhooks.core.user_line import user_line
 from commhooks.errors import RegistrationError
 from commhooks.hosts.fsdp2 import Replacement

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+
+from commhooks._torch import (
+    AllGather,
     DefaultAllGather,
     DefaultAllocMixin,
+    TrainingState,
+    fsdp2_training_state,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-
 from commhooks.core.layout import Layout
 from commhooks.core.scheme import Scheme
 from commhooks.hook.call import write_into
@@ -73,7 +74,7 @@ class DifferencesAllGather(DefaultAllocMixin, AllGather):
         # without a message. All ranks are at the same place, so that they decide alike. A module
         # that runs within backward gathers: its parameters may be new, and a rank knows of its own
         # shard only.
-        for_gradients = self._group._training_state == TrainingState.PRE_BACKWARD
+        for_gradients = fsdp2_training_state(self._group) == TrainingState.PRE_BACKWARD
         if in_backward and for_gradients and self.held is not None:
             borrow_memory(self.held)
             write_into(output_tensor, self.held)

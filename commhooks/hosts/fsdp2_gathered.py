@@ -7,8 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
+from commhooks._torch import DefaultAllGather, fsdp2_gather, owner_of, set_fsdp2_gather
 from commhooks.core.scheme import Scheme
 from commhooks.hook.only_here import OnlyHere
 from commhooks.hosts.collectives import Collectives
@@ -44,7 +44,8 @@ class GatheredParameters(Collectives):
         """Makes FSDP2's groups of parameters gather by ``gather(group)``."""
         self._groups = groups
         for group in groups:
-            group._all_gather_comm = one = gather(group)
+            one = gather(group)
+            set_fsdp2_gather(group, one)
             if isinstance(one, DifferencesAllGather):
                 # After a load of the model, of one of its modules, or of a part of that.
                 begins = OnlyHere(one.begin_anew)
@@ -59,8 +60,8 @@ class GatheredParameters(Collectives):
         it, does it by itself. A backward pass has the weights of its forward pass all the same.
         """
         for group in self._groups:
-            if isinstance(group._all_gather_comm, DifferencesAllGather):
-                group._all_gather_comm.begin_anew()
+            if isinstance(present := fsdp2_gather(group), DifferencesAllGather):
+                present.begin_anew()
 
     def switch(self, scheme: str | Scheme, **options: Any) -> None:
         """Gathers by another scheme from the next call on; "none" sends parameters as they are."""
@@ -69,7 +70,7 @@ class GatheredParameters(Collectives):
     def close(self) -> None:
         """Ends all calls; FSDP2 gathers by itself from then on. Safe to call twice."""
         for group in self._groups:
-            group._all_gather_comm = DefaultAllGather()
+            set_fsdp2_gather(group, DefaultAllGather())
         for handle in self._handles:
             handle.remove()
         self._groups, self._handles = (), []
@@ -81,5 +82,5 @@ def _owners(group: Any) -> set[nn.Module]:
 
     Each of them may be loaded by itself; the module that FSDP2 wraps may only be around them.
     """
-    places = [one._module_info for one in group.fsdp_params]
+    places = [owner_of(one) for one in group.fsdp_params]
     return {module for one in places for module in (one.module, *one.shared_modules)}

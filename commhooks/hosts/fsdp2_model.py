@@ -7,15 +7,22 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
+from commhooks._torch import (
+    FSDPMeshInfo,
+    dtensor_spec_before,
+    fsdp2_groups,
+    fsdp2_ranks,
+    owner_of,
+    size_before,
+)
 from commhooks.checkpoint.placement import cut_of
 from commhooks.core.names import plain_names
 from commhooks.errors import RegistrationError
 from commhooks.hook.sharded_parameters import ShardedParameter
 from commhooks.hosts.fsdp2_module import FSDP2Module
 
-__all__ = ["FSDP2Model", "groups_of", "parameter_of", "spec_of"]
+__all__ = ["FSDP2Model", "groups_of", "parameter_of"]
 
 
 class FSDP2Model(NamedTuple):
@@ -50,8 +57,8 @@ class FSDP2Model(NamedTuple):
                 f"gradients by an all-reduce that takes no scheme; commhooks.hosts.replicate("
                 f"model, scheme) does the same with a scheme"
             )
-        ranks = groups[0]._reduce_scatter_process_group
-        if any(group._reduce_scatter_process_group is not ranks for group in groups):
+        ranks = fsdp2_ranks(groups[0])
+        if any(fsdp2_ranks(group) is not ranks for group in groups):
             raise RegistrationError(
                 f"{call}: the FSDP2 modules of this model are sharded over different ranks; take "
                 f"each of them by itself"
@@ -70,9 +77,7 @@ def groups_of(model: nn.Module, call: str = "register") -> dict[str, Any]:
     """Returns FSDP2's groups of parameters, by the name of the (first) module that has each."""
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
-        groups = (
-            module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else []
-        )
+        groups = fsdp2_groups(module) if isinstance(module, FSDPModule) else []
         if len(groups) > 1:
             raise RegistrationError(
                 f"{call}: the parameters of the FSDP2 module {name or 'root'} are on several "
@@ -89,22 +94,16 @@ def parameter_of(sharded: Any) -> nn.Parameter:
 
     It may have been replaced since ``fully_shard``; FSDP2 looks again in the first forward pass.
     """
-    place = sharded._module_info
+    place = owner_of(sharded)
     parameter: nn.Parameter = getattr(place.module, place.param_name)
     return parameter
-
-
-def spec_of(sharded: Any) -> Any:
-    """Returns the spec of the DTensor that a parameter was before FSDP2; None: it was none."""
-    # The second is its name in torch 2.9.
-    return getattr(sharded, "_unsharded_dtensor_spec", getattr(sharded, "_tp_spec", None))
 
 
 def _sharded(parameter: Any, name: str, group: Any) -> ShardedParameter:
     policy = group.mp_policy
     dtype = policy.reduce_dtype or policy.param_dtype or parameter.sharded_param.dtype
     trained = parameter.sharded_param.requires_grad
-    cut = cut_of(spec_of(parameter))
+    cut = cut_of(dtensor_spec_before(parameter))
     return ShardedParameter(
-        name, parameter._orig_size, dtype, parameter.fsdp_placement.dim, trained, cut
+        name, size_before(parameter), dtype, parameter.fsdp_placement.dim, trained, cut
     )

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
-from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 
+from commhooks._torch import DDPMeshInfo, divide_factors, fsdp2_module_name, fsdp2_ranks
 from commhooks.core.layout import Layout
 from commhooks.errors import RegistrationError
 from commhooks.hook.sharded_parameters import ShardedParameters
@@ -41,8 +40,8 @@ class FSDP2Module:
         if total != numel:
             raise RegistrationError(
                 f"commhooks: FSDP2 reduces {numel} entries of module "
-                f"{self.group._module_fqn or 'root'}, whose trained parameters have {total}: some "
-                f"got no gradient in this step. Call "
+                f"{fsdp2_module_name(self.group) or 'root'}, whose trained parameters have "
+                f"{total}: some got no gradient in this step. Call "
                 f"model.set_reduce_scatter_unused_params(True), so that zeros stand for them"
             )
         return known.layout_of([self._names[id(one)] for one in trained])
@@ -61,7 +60,7 @@ class FSDP2Module:
 
     def reduced_units(self, reduced: Tensor) -> float:
         """Returns what FSDP2 hands to its all-reduce hook, over the mean of this node's ranks."""
-        ranks = self.group._reduce_scatter_process_group.size()
+        ranks = fsdp2_ranks(self.group).size()
         given = self.group.gradient_divide_factor
         before, _, op, _ = self._dividers(reduced)
         if ranks == 1:  # no reduce-scatter: it divides by what was asked for at once
@@ -72,8 +71,8 @@ class FSDP2Module:
 
     def _dividers(self, gradient: Tensor) -> Any:
         group, mesh = self.group, self.group.mesh_info
-        return _get_gradient_divide_factors(
-            group._reduce_scatter_process_group,
+        return divide_factors(
+            fsdp2_ranks(group),
             mesh.replicate_process_group if isinstance(mesh, DDPMeshInfo) else None,
             gradient.dtype,
             gradient.device.type,

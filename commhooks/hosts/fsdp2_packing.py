@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from commhooks._torch import dtensor_spec_before
 from commhooks.checkpoint.placement import cut_of
 from commhooks.core.bytes import as_bytes
 from commhooks.core.layout import Layout
 from commhooks.core.scheme import Scheme
 from commhooks.hook.call import Call, write_into
 from commhooks.hook.engine import Engine
-from commhooks.hosts.fsdp2_model import spec_of
 from ddp_core import AllGather, Collective, Exchange
 
 __all__ = ["GatherPacked", "Packing"]
@@ -45,7 +45,7 @@ class Packing:
         So all is packed without tensor parallelism, and where it cuts all or none of a group: in
         the latter case its ranks pack equal messages.
         """
-        cuts = [cut_of(spec_of(one)).between for one in group.fsdp_params]
+        cuts = [cut_of(dtensor_spec_before(one)).between for one in group.fsdp_params]
         every: frozenset[tuple[int, ...]] = frozenset().union(*cuts)
         numels = [one.padded_sharded_param_size.numel() for one in group.fsdp_params]
         return cls(tuple((n, cut == every) for n, cut in zip(numels, cuts, strict=True)))

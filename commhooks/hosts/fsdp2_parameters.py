@@ -12,12 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
-    DefaultAllGather,
-    DefaultAllocMixin,
-)
 
+from commhooks._torch import AllGather, DefaultAllGather, DefaultAllocMixin, fsdp2_gather
 from commhooks.core.dense import Dense
 from commhooks.core.scheme import Scheme, walk
 from commhooks.errors import RegistrationError
@@ -102,7 +98,7 @@ def gather_parameters(
         )
     found = FSDP2Model.of(model, "gather_parameters")
     groups = [module.group for module in found.modules]
-    taken = [group._all_gather_comm for group in groups]
+    taken = [fsdp2_gather(group) for group in groups]
     if any(type(one) is not DefaultAllGather for one in taken):
         raise RegistrationError(
             f"gather_parameters: FSDP2 gathers by {type(taken[0]).__name__} already "

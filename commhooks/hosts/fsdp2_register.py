@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 
+from commhooks._torch import DDPMeshInfo, fsdp2_is_in_backward, fsdp2_state
 from commhooks.core.names import piece_name
 from commhooks.core.scheme import Scheme
 from commhooks.errors import HookNotAttachedError
@@ -130,7 +130,7 @@ def _guard(model: nn.Module, hook: HookState, kind: type[Replacement]) -> HostGu
         return kind.hook_of(group) is hook
 
     # Looked up once: a model may have thousands of modules.
-    states = [one._get_fsdp_state() for one in model.modules() if isinstance(one, FSDPModule)]
+    states = [fsdp2_state(one) for one in model.modules() if isinstance(one, FSDPModule)]
     return HostGuard(hook, groups_of(model), groups_of, has_hook, partial(_need_ready, states))
 
 
@@ -139,7 +139,7 @@ def _need_ready(states: list[Any]) -> None:
 
     It would compute with parameters that it gathered before, and leave gradients unreduced.
     """
-    if any(state._state_ctx.post_backward_final_callback_queued for state in states):
+    if any(fsdp2_is_in_backward(state) for state in states):
         raise HookNotAttachedError(
             "commhooks: the last backward pass has raised, and FSDP2 is still in it: the gradients "
             "of the next one would be wrong. Call reset_iter_state() of the root FSDP2 module and "

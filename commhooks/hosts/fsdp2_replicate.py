@@ -19,6 +19,7 @@ from commhooks.core.scheme import Scheme
 from commhooks.errors import RegistrationError
 from commhooks.hook.registration import register
 from commhooks.hook.state import HookState
+from ddp_core._torch import device_types
 
 __all__ = ["replicate"]
 
@@ -75,7 +76,7 @@ def _device_of(model: nn.Module) -> str:
     """Returns the type of device that a model is trained on."""
     lies_on: str = next((value.device.type for value in model.parameters()), "cpu")
     world: Any = dist.group.WORLD
-    if lies_on in {device.type for device in world._device_types}:
+    if lies_on in {device.type for device in device_types(world)}:
         return lies_on
     # On the host or on "meta", and NCCL averages: ``fully_shard`` moves it there, as by default.
     accelerator = torch.accelerator.current_accelerator()

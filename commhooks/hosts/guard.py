@@ -12,6 +12,7 @@ from commhooks.core.names import plain_name
 from commhooks.errors import HookNotAttachedError
 from commhooks.hook.state import HookState
 from commhooks.hook.tracing import not_traced
+from ddp_core._torch import backward_number
 
 __all__ = ["HostGuard"]
 
@@ -58,6 +59,6 @@ class HostGuard:
                 f"register after the last fully_shard, and set no other reduction afterwards"
             )
         # Activation checkpointing runs forward passes within backward.
-        if self._need_ready is not None and torch._C._current_graph_task_id() < 0:
+        if self._need_ready is not None and backward_number() < 0:
             self._need_ready()
         self._hook.forward_begins()

@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from commhooks._torch import coalesced_calls
 from commhooks.core.scheme import Scheme, slots_of
 from commhooks.errors import RegistrationError
 from commhooks.hook.attendance import Attendance
@@ -92,7 +93,7 @@ def _at_once(group: dist.ProcessGroup | None) -> Iterator[None]:
 
     It would keep sums of the group until its end, and give a handle that nobody may wait for.
     """
-    kept: Any = dist.distributed_c10d._world.pg_coalesce_state
+    kept: Any = coalesced_calls()
     of: Any = group or dist.group.WORLD
     coalesced = kept.pop(of, None)
     try:

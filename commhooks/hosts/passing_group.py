@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from commhooks.hook.tracing import not_traced
 from commhooks.hosts.carrier import discard
+from ddp_core._torch import add_backend, backend_of, device_types
 
 __all__ = ["PassingGroup"]
 
@@ -40,11 +41,11 @@ class PassingGroup(dist.ProcessGroup):
         super().__init__(inside.rank(), inside.size())  # type: ignore[call-arg]
         self.inside, self._owns, self._shows_backends = inside, owns, owns
         kinds = dist.ProcessGroup.BackendType
-        for device in inside._device_types:
-            backend = inside._get_backend(device)
+        for device in device_types(inside):
+            backend = backend_of(inside, device)
             # What is not passed on below goes straight to the backend, in C++.
             kind = getattr(kinds, backend.name().upper(), kinds.CUSTOM)
-            self._register_backend(device, kind, backend)
+            add_backend(self, device, kind, backend)
 
     def shutdown(self) -> None:
         """Shuts down the group inside; one that is somebody else's goes on."""

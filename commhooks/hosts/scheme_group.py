@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from commhooks._torch import SCATTERING
 from commhooks.core.dense import Dense
 from commhooks.core.scheme import Scheme, slots_of
 from commhooks.errors import RegistrationError
@@ -28,8 +29,6 @@ __all__ = ["NAME", "SchemeGroup", "averages", "need_no_memory"]
 
 NAME = "commhooks"  # of the backend
 
-# Two names of one method, of which a version of torch calls one.
-_BY_SCHEME = ("reduce_scatter_single", "_reduce_scatter_base")
 # These reduce a list of tensors at once.
 _LISTS = (
     *("allreduce_coalesced", "reduce_scatter"),
@@ -206,7 +205,7 @@ def _for_list(name: str) -> Any:
     return method
 
 
-for _names, _made in ((_BY_SCHEME, _by_scheme), (_LISTS, _for_list)):
+for _names, _made in ((SCATTERING, _by_scheme), (_LISTS, _for_list)):
     for _name in _names:
         if hasattr(dist.ProcessGroup, _name):
             setattr(SchemeGroup, _name, _made(_name))

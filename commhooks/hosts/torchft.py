@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from commhooks._torch import comm_hooks
 from commhooks.core.scheme import Scheme
 from commhooks.errors import RegistrationError
 from commhooks.hook import HookState, comm_hook
@@ -49,7 +50,7 @@ def register(
         >>> hook = commhooks.hosts.torchft.register(model, manager, "int8")
     """
     wrapped = isinstance(model, DistributedDataParallel)
-    if not wrapped or model._comm_hooks or model.process_group.size() != 1:
+    if not wrapped or comm_hooks(model) or model.process_group.size() != 1:
         raise RegistrationError(
             "hosts.torchft.register: the model is torch's DistributedDataParallel without a hook, "
             f"over ProcessGroupDummy(0, 1), got {type(model).__name__}: the manager's group is the "

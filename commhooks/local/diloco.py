@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from commhooks._torch import comm_hooks
 from commhooks.core.scheme import Scheme
 from commhooks.hook import GroupChange
 from commhooks.hook import saving as _checkpoint_hook
@@ -276,8 +277,8 @@ def _need_local(model: object) -> None:
         )
     if not isinstance(model, DistributedDataParallel):
         return
-    state = model._comm_hooks[0][1] if model._comm_hooks else None
-    if not model._comm_hooks or (isinstance(state, HookState) and state.scheme.traits.averages):
+    state = comm_hooks(model)[0][1] if comm_hooks(model) else None
+    if not comm_hooks(model) or (isinstance(state, HookState) and state.scheme.traits.averages):
         raise ValueError(
             "DiLoCo(model, ...): this DistributedDataParallel averages gradients in every step, so "
             'the ranks never go apart; register(model, "noop") or hook.switch("noop") first, or '

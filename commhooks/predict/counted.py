@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
+from commhooks._torch import tree_map
 from commhooks.predict.models import Model
 from commhooks.predict.planned import PredictionError
 from commhooks.predict.workload import Layer

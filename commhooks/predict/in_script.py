@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from commhooks._torch import comm_hooks, forward_pre_hooks
 from commhooks.errors import Error
 from commhooks.predict.headroom import Headroom
 from commhooks.predict.turns import Turns
@@ -74,14 +75,14 @@ class _Script:
 
     def begin(self, ddp: DistributedDataParallel, inputs: Any) -> bool:
         """Registers the hook on the first model that trains with others; whether it did."""
-        if ddp._comm_hooks:
-            self.refuse_hook(None, ddp._comm_hooks[0][0])
+        if comm_hooks(ddp):
+            self.refuse_hook(None, comm_hooks(ddp)[0][0])
         if torch.distributed.get_world_size(ddp.process_group) == 1:
             self.tell(alone=True)
             if torch.distributed.get_world_size() == 1:
                 self.end()
             return False  # perhaps another model is of more ranks
-        self.measured, known = ddp, set(ddp._forward_pre_hooks)
+        self.measured, known = ddp, set(forward_pre_hooks(ddp))
         try:
             self.turns = Turns(ddp, self.steps, deadline=self.deadline)
         except Error as error:
@@ -90,7 +91,7 @@ class _Script:
         ddp.register_comm_hook = self.refuse_hook  # type: ignore[method-assign]
         # The pre-hook that came with the communication hook has not seen the pass that begins now,
         # which no_sync() may be around.
-        for key, hook in list(ddp._forward_pre_hooks.items()):
+        for key, hook in list(forward_pre_hooks(ddp).items()):
             if key not in known:
                 hook(ddp, inputs)
         atexit.register(self.at_exit)

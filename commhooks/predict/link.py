@@ -16,12 +16,14 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
+from commhooks._torch import set_timeout
 from commhooks.errors import MissingRankError, RegistrationError
 from commhooks.predict.fabric import Fabric, Link
 from commhooks.predict.link_cells import REQUESTS, Cell, Size
 from commhooks.predict.link_fit import COLLECTIVES, Layout, Part, Time, fitted, modelled
 from commhooks.predict.link_overlap import measured_overlap
 from ddp_core import AllReduce
+from ddp_core._torch import add_backend, set_default_backend, set_group_name
 from ddp_core.exchange.lane_groups import backend_for, is_gloo
 from ddp_core.exchange.shared_store import SharedStore, group_store
 
@@ -246,13 +248,13 @@ class _Measurement:
             else:
                 kind = dist.ProcessGroup.BackendType.NCCL
                 options = dist.ProcessGroupNCCL.Options()
-                options._timeout = self._timeout
+                set_timeout(options, self._timeout)
                 backend = dist.ProcessGroupNCCL(store, rank, size, options)
             # As the groups of lanes, torch.distributed does not know it.
             group: Any = dist.ProcessGroup(store, rank, size)
-            group._set_default_backend(kind)
-            group._register_backend(self._device, kind, backend)
-            group._set_group_name(f"commhooks/link/{name}")
+            set_default_backend(group, kind)
+            add_backend(group, self._device, kind, backend)
+            set_group_name(group, f"commhooks/link/{name}")
             return group
 
         # A second more, in which the backend says which rank did not come.

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from commhooks._torch import UNSAFE_VIEW, TorchDispatchMode
 from commhooks.core.flat_values import Initial
 from commhooks.core.layout import Layout
 from commhooks.core.memory import Memory
@@ -176,7 +176,7 @@ class _Counter(TorchDispatchMode):
 _ATEN = torch.ops.aten
 # Operations that only allocate, or describe memory.
 _FREE = {_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.detach}
-_FREE |= {_ATEN.new_empty_strided, _ATEN.alias, _ATEN._unsafe_view, torch.ops.prim.device}
+_FREE |= {_ATEN.new_empty_strided, _ATEN.alias, UNSAFE_VIEW, torch.ops.prim.device}
 
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:

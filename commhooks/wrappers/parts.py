@@ -12,6 +12,7 @@ from commhooks.core.bucket import Bucket, Result, SchemeExchange
 from commhooks.core.scheme import Scheme
 from commhooks.core.shards import Span
 from ddp_core import AllReduce, Collective, as_request
+from ddp_core._torch import foreach_copy
 
 __all__ = ["Part", "side_by_side", "whole_of"]
 
@@ -77,7 +78,7 @@ class Part:
                 targets.append(into[first - there[0] : last - there[0]])
                 sources.append(flat[first + shift : last + shift])
         if targets:  # together: on a GPU each by itself would be a launch
-            torch._foreach_copy_(targets, sources)
+            foreach_copy(targets, sources)
 
 
 def _shards_of(spans: Sequence[Span], shards: Sequence[Span]) -> Sequence[Span] | None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from commhooks._torch import comm_hooks
 from commhooks.core.scheme import Scheme
 from commhooks.errors import RegistrationError
 from commhooks.hook.exactly import shared_and_rounded
@@ -47,7 +48,7 @@ def need_model(model: nn.Module) -> CoreDDP:
             "every rank; wrap the module in ddp_core.DistributedDataParallel (same arguments), or "
             "use FSDP2 with commhooks.register"
         )
-    if ddp._comm_hooks:
+    if comm_hooks(ddp):
         raise RegistrationError(
             "ZeroOptimizer: this model has a hook already; give the optimizer the scheme: "
             "ZeroOptimizer(model, optimizer, scheme=...)"

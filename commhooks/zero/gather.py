@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from commhooks._torch import foreach_add
 from commhooks.core.dense import Dense
 from commhooks.core.packed import to_shards
 from commhooks.core.scheme import Scheme
@@ -12,6 +13,7 @@ from commhooks.hook.engine import Engine
 from commhooks.schemes._differences import codec_of_differences
 from commhooks.zero.shard import BucketShard
 from ddp_core import Exchange
+from ddp_core._torch import foreach_copy
 from ddp_core.reducer.views import views_of
 
 __all__ = ["Gather"]
@@ -59,6 +61,6 @@ class Gather:
         rows = zip(shard.parameters, parameters, views, strict=True)
         kept = [(into, view) for one, into, view in rows if one not in shard.dropped]
         if kept:
-            write = torch._foreach_add_ if packed else torch._foreach_copy_
+            write = foreach_add if packed else foreach_copy
             write([into for into, _ in kept], [view for _, view in kept])
         shard.settle(rounded=packed or shard.dtype != shard.exact.dtype)

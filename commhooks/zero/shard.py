@@ -12,6 +12,7 @@ from commhooks.core.layout import Layout
 from commhooks.core.packed import spans
 from commhooks.core.shards import Span
 from commhooks.errors import RegistrationError
+from ddp_core._torch import version_of
 
 __all__ = ["BucketShard", "Piece", "copied"]
 
@@ -155,7 +156,7 @@ class BucketShard:
             )
 
     def _present_versions(self) -> list[int]:
-        return [parameter._version for parameter in self.parameters]
+        return list(map(version_of, self.parameters))
 
     def drop(self, parameters: Collection[nn.Parameter], states: MutableMapping[Any, Any]) -> None:
         """Drops the gradients of some parameters, and takes back what was stepped by them."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from commhooks._torch import made_subclass
 from commhooks.errors import RegistrationError
 
 __all__ = ["InShards", "StandIns"]
@@ -23,7 +24,7 @@ class InShards(Tensor):
     def __new__(cls, parameter: Tensor) -> InShards:
         # One entry of memory for all.
         nothing = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device)
-        made: InShards = Tensor._make_subclass(cls, nothing.expand(parameter.shape))
+        made: InShards = made_subclass(cls, nothing.expand(parameter.shape))
         return made
 
     @classmethod

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddp_core._torch import versions_kept
 from ddp_core.ddp.replica import Replica
 
 __all__ = ["BufferHook", "Buffers"]
@@ -69,8 +70,7 @@ class Buffers:
         self.find()
         values = list(self.named.values())
         # The values may change between forward and backward without autograd complaining.
-        preserved: Any = torch.autograd._unsafe_preserve_version_counter(tuple(values))  # type: ignore[attr-defined]
-        with torch.no_grad(), preserved:
+        with torch.no_grad(), versions_kept(tuple(values)):
             if self.hook is not None:
                 return list(self.hook.hook(self.hook.state, self.named) or ())
             self._replica.broadcast(values, source)

@@ -9,13 +9,11 @@ Here it uses this module's capacities, and the reducer takes what came out.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
-
+from ddp_core._torch import active_module, compiles, split_for, splitter_module
 from ddp_core.reducer.plan import BucketPlan
 
 __all__ = ["splitting_at_buckets"]
@@ -28,28 +26,28 @@ def splitting_at_buckets(module: Any, plan: BucketPlan) -> Iterator[None]:
     Args:
         module: has the attribute ``bucket_bytes_cap``, which the compiler reads.
     """
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes a second
+    if not compiles():  # nothing is compiled, and importing it takes a second
         yield
         return
     compiler, splitter = _compiler()
     # The compiler looks for the module in this class attribute, and splits by this class.
-    before, original = TorchDDP._active_ddp_module, compiler.DDPOptimizer
-    TorchDDP._active_ddp_module = module
+    before, original = active_module(), compiler.DDPOptimizer
+    split_for(module)
     compiler.DDPOptimizer = functools.partial(splitter, plan)
     try:
         yield
     finally:
-        TorchDDP._active_ddp_module = before
+        split_for(before)
         compiler.DDPOptimizer = original
 
 
 @functools.cache
 def _compiler() -> tuple[Any, Any]:
     """The compiler's module, and the class that takes the place of its optimizer."""
-    # Here and not above: the import takes a second, which only who compiles has to wait for.
-    from torch._dynamo.backends import distributed
+    compiler = splitter_module()
+    original: Any = compiler.DDPOptimizer
 
-    class Splitter(distributed.DDPOptimizer):
+    class Splitter(original):  # type: ignore[misc]
         """The compiler's own, with our first capacity, which reports the buckets it chose."""
 
         def __init__(
@@ -77,4 +75,4 @@ def _compiler() -> tuple[Any, Any]:
             self._plan.take_splits(chosen)
             return compiled
 
-    return distributed, Splitter
+    return compiler, Splitter

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._utils import _get_device_index
 
+from ddp_core._torch import device_index, ignored_names
 from ddp_core.ddp.replica import Placement, Replica
 from ddp_core.reducer.optimizer import has_optimizer_in_backward
 
@@ -94,7 +94,7 @@ def replica(
     output_device: Any,
 ) -> Replica:
     """Returns the model on this rank, without what is delayed or what its author has left out."""
-    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    ignored = set(ignored_names(module))
     ignored |= {name for name, _ in delayed}
     managed = [parameter for name, parameter in module.named_parameters() if name not in ignored]
     check_parameters(managed, delayed)
@@ -125,8 +125,8 @@ def _placement(
                 f"{device_ids}, output_device {output_device}, and module parameters {devices}."
             )
         return Placement(device, None, None, len(devices) > 1)
-    index = _get_device_index(device_ids[0], True)
-    output = index if output_device is None else _get_device_index(output_device, True)
+    index = device_index(device_ids[0], True)
+    output = index if output_device is None else device_index(output_device, True)
     return Placement(device, [index], output, False)
 
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch.nn.parallel.scatter_gather import scatter_kwargs
 
+from ddp_core._torch import in_join, not_compiled
 from ddp_core.ddp.parts import Parts
 from ddp_core.ddp.sink import through_sink
 from ddp_core.ddp.uneven import Plans, announce
@@ -21,7 +22,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 def not_traced(*, recursive: bool) -> Callable[[_Method], _Method]:
     """Makes the compiler leave the method alone, and what it calls if ``recursive``."""
-    decorator: Any = torch._disable_dynamo(recursive=recursive)  # type: ignore[attr-defined]
+    decorator: Any = not_compiled(recursive=recursive)
     return decorator  # type: ignore[no-any-return]
 
 
@@ -86,7 +87,7 @@ class ForwardPass:
             return
         if plans.at_point:
             parts.buffers.sync_next = True  # whatever ran within `hold`
-        if plans.grads or self._module._join_config.enable or parts.buffers.are_due:
+        if plans.grads or in_join(self._module) or parts.buffers.are_due:
             parts.before_collectives()
         work = announce(self._module, parts.replica, plans)
         if plans.grads:
@@ -141,5 +142,5 @@ class ForwardPass:
         buffers.sync_next = sync
 
     def _synchronise_buffers(self, *, awaits: bool) -> None:
-        joins = self._module._join_config.enable
+        joins = in_join(self._module)
         self._parts.synchronise_buffers(joins=joins, awaits=awaits)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import DebugLevel, get_debug_level
+from torch.distributed import DebugLevel, get_debug_level  # type: ignore[attr-defined]
 
 from ddp_core.ddp.parts import Parts
 from ddp_core.reducer.timeline import StepTimes

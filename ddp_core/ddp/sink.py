@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ddp_core._torch import tree_flatten, tree_unflatten, will_run
 from ddp_core.reducer.backward import Backward
 
 __all__ = ["through_sink"]
@@ -33,7 +33,7 @@ class _Sink(torch.autograd.Function):
         step = ctx.step()
         # A pass that was asked for certain gradients only (torch.autograd.grad, `inputs=`) leaves
         # the probe out. It may come to no parameter at all, and then it is not a step's.
-        if step is not None and torch._C._will_engine_execute_node(ctx.probe):
+        if step is not None and will_run(ctx.probe):
             step.begins()
         return (None, None, None, *grads)
 

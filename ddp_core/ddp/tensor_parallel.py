@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ddp_core._torch import dtensor_spec_of, local_spec_of
+
 __all__ = ["dtensor_spec", "localize"]
 
 
@@ -36,7 +38,7 @@ def dtensor_spec(parameter: Tensor) -> Any:
 
     Also of the shards that torch's DistributedDataParallel has made.
     """
-    return getattr(parameter, _SPEC, None) or getattr(parameter, "_st_info", None)
+    return getattr(parameter, _SPEC, None) or local_spec_of(parameter)
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,10 +161,10 @@ def localize(module: nn.Module) -> None:
                 continue
             if id(parameter) not in locals_of:
                 local = nn.Parameter(parameter.to_local().detach(), parameter.requires_grad)
-                setattr(local, _SPEC, parameter._spec)
+                setattr(local, _SPEC, dtensor_spec_of(parameter))
                 locals_of[id(parameter)] = local
             owner._parameters[name] = locals_of[id(parameter)]
-            places.append(_Place(owner, name, parameter._spec))
+            places.append(_Place(owner, name, dtensor_spec_of(parameter)))
     if not places:
         return
     # The whole module for what others than their owners use, and each owner for itself: activation

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ddp_core._torch import in_join
 from ddp_core.ddp.construct import warn_that_static_finds_unused
 from ddp_core.ddp.join import ShadowHook
 from ddp_core.ddp.logging_data import logging_data
@@ -67,7 +68,7 @@ class TorchMethods(TorchNames):
 
     def _sync_buffers(self) -> None:
         # A rank without inputs takes part: then all have to agree on whose buffers hold.
-        joins = self._join_config.enable
+        joins = in_join(self)
         self._parts.synchronise_buffers(joins=joins, awaits=False)
 
     def _check_and_sync_module_buffers(self) -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 
+from ddp_core._torch import in_join
 from ddp_core.ddp.replica import Replica
 
 __all__ = ["Plans", "UnevenInputs", "announce", "common_rank", "hear_of_plans"]
@@ -41,7 +42,7 @@ def announce(joinable: Any, replica: Replica, plans: Plans) -> dist.Work | None:
         Work that counts the ranks with inputs, within ``join``.
     """
     work: dist.Work | None = Join.notify_join_context(joinable)
-    if joinable._join_config.enable:
+    if in_join(joinable):
         flags = torch.tensor(plans, dtype=torch.float32, device=replica.device)
         dist.all_reduce(flags, group=replica.group, async_op=True)
     return work

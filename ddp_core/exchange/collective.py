@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_core._torch import sparse_indices, sparse_values
 from ddp_core.exchange.pairs import Pairs
 from ddp_core.exchange.sparse_sum import SparseSum
 
@@ -78,7 +79,7 @@ class Collective:
     def payload_nbytes(self) -> int:
         """Returns the bytes that this rank hands to the collective."""
         if self.tensor.is_sparse:  # indices travel as well, and entries that are zero do not
-            parts = (self.tensor._indices(), self.tensor._values())
+            parts = (sparse_indices(self.tensor), sparse_values(self.tensor))
             return sum(part.numel() * part.element_size() for part in parts)
         return self.tensor.numel() * self.tensor.element_size()
 

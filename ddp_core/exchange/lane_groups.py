@@ -22,6 +22,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ddp_core._torch import (
+    add_backend,
+    backend_of,
+    is_known_group,
+    set_default_backend,
+    set_group_name,
+)
 from ddp_core.exchange.shared_store import SharedStore, group_limit, group_timeout, shared_store
 
 __all__ = [
@@ -45,7 +52,7 @@ def backend_for(group: dist.ProcessGroup, device: torch.device) -> Any:
     """Returns what carries tensors of ``device``, without a wrapper that checks collectives."""
     backend: Any = None
     with contextlib.suppress(Exception):  # a group of somebody else's making has none
-        backend = group._get_backend(device)
+        backend = backend_of(group, device)
         backend = getattr(backend, "wrapped_pg", backend)
     return backend
 
@@ -127,7 +134,7 @@ class _Pool:
         self.free.pop(lent.name, None)
         group, lent.group = lent.group, None
         with contextlib.suppress(Exception):
-            if group in dist.distributed_c10d._world.pg_map:
+            if is_known_group(group):
                 dist.destroy_process_group(group)
             elif group is not None:
                 group.shutdown()
@@ -273,7 +280,7 @@ def _group_of(backend: Any, store: Any, parent: dist.ProcessGroup, name: str) ->
     """
     kind = dist.ProcessGroup.BackendType.GLOO
     group: Any = dist.ProcessGroup(store, parent.rank(), parent.size())
-    group._set_default_backend(kind)
-    group._register_backend(_CPU, kind, backend)
-    group._set_group_name(name)
+    set_default_backend(group, kind)
+    add_backend(group, _CPU, kind, backend)
+    set_group_name(group, name)
     return group

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_core._torch import number_of_entries, sparse_indices, sparse_values
 from ddp_core.exchange.lane_groups import backend_for, is_gloo
 from ddp_core.exchange.pairs import future_after
 
@@ -39,17 +40,17 @@ class SparseSum:
     def __init__(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
         self._tensor, self._lock = tensor, threading.Lock()
         own = tensor.coalesce()
-        indices, values = own._indices(), own._values()
-        mine = torch.full((1,), own._nnz(), dtype=torch.int64, device=values.device)
+        indices, values = sparse_indices(own), sparse_values(own)
+        mine = torch.full((1,), number_of_entries(own), dtype=torch.int64, device=values.device)
         counts, work = _gather(mine, group)
         work.wait()
         self._counts: list[int] = counts.view(-1).tolist()
         most = max(self._counts)
         # Every rank sends as many entries; those above its own number are not looked at.
         padded = indices.new_zeros(most, indices.shape[0])
-        padded[: own._nnz()] = indices.t()
+        padded[: number_of_entries(own)] = indices.t()
         filled = values.new_zeros(most, *values.shape[1:])
-        filled[: own._nnz()] = values
+        filled[: number_of_entries(own)] = values
         self._parts = [_gather(part, group) for part in (padded, filled)] if most else []
 
     def wait(self, timeout: timedelta | None = None) -> bool:

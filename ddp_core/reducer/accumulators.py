@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from ddp_core._torch import backward_number, call_at_end, current_node, will_run
+
 __all__ = ["NO_BACKWARD", "Accumulators", "backward_number", "call_after_backward", "is_nested"]
 
 NO_BACKWARD = -1
@@ -67,7 +69,7 @@ class Accumulators:
         me = weakref.ref(self)
 
         def look(index: int, _: object) -> None:
-            here, node = me(), torch._C._current_autograd_node()
+            here, node = me(), current_node()
             listener = None if here is None else here._listener()
             if here is not None and listener is not None and node is not here._nodes[index]:
                 listener.came_elsewhere(index)
@@ -77,8 +79,7 @@ class Accumulators:
 
     def out_of_reach(self) -> list[int]:
         """Returns the parameters that the backward pass under way will not come to."""
-        will_come = torch._C._will_engine_execute_node
-        return [index for index, node in enumerate(self._nodes) if not will_come(node)]
+        return [index for index, node in enumerate(self._nodes) if not will_run(node)]
 
 
 def call_after_backward(function: Callable[[], None]) -> None:
@@ -86,19 +87,12 @@ def call_after_backward(function: Callable[[], None]) -> None:
 
     Within a reentrant backward pass: when that inner pass has.
     """
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(function)
-
-
-def backward_number() -> int:
-    """Returns the number of this thread's backward pass; a reentrant one inside has its own."""
-    number: int = torch._C._current_graph_task_id()
-    return number
+    call_at_end(function)
 
 
 def is_nested() -> bool:
     """Whether, after backward, the pass that ended was a reentrant one within another."""
-    return torch._C._current_autograd_node() is not None
+    return current_node() is not None
 
 
 def _hook(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket as TorchGradBucket
+from torch.distributed import GradBucket as TorchGradBucket  # type: ignore[attr-defined]
 
 from ddp_core.exchange.task import RoundRecord
 

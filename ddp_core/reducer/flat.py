@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ddp_core._torch import foreach_copy, foreach_divide, foreach_multiply, foreach_zero
 from ddp_core.reducer.held import HeldBucket
 from ddp_core.reducer.parameters import Trained
 from ddp_core.reducer.views import flat_buffer, same_memory, views_of
@@ -108,12 +109,12 @@ class FlatBucket(HeldBucket):
                 fresh.append(slot)
                 values.append(grad)
         if absent:
-            torch._foreach_zero_(absent)
+            foreach_zero(absent)
         if fresh:
             views = self.views
             if len(fresh) < len(views):
                 views = [views[slot] for slot in fresh]
-            torch._foreach_copy_(views, values)  # one call for all: see docs/design/reducer.md
+            foreach_copy(views, values)  # one call for all: see docs/design/reducer.md
             if self.as_view:
                 for slot, view in zip(fresh, views, strict=True):
                     self.parameters[slot].grad = view
@@ -131,9 +132,9 @@ class FlatBucket(HeldBucket):
             self.buffer.div_(divisor)
             return
         if copies:
-            torch._foreach_mul_([self.views[slot] for slot in copies], 1.0 / divisor)
+            foreach_multiply([self.views[slot] for slot in copies], 1.0 / divisor)
         if in_place:
-            torch._foreach_div_([self.views[slot] for slot in in_place], divisor)
+            foreach_divide([self.views[slot] for slot in in_place], divisor)
 
     # ---- results out
 
@@ -179,7 +180,7 @@ class FlatBucket(HeldBucket):
                 grads.append(grad)
                 values.append(views[slot])
         if grads:
-            torch._foreach_copy_(grads, values)
+            foreach_copy(grads, values)
 
     def is_in_view(self, slot: int) -> bool:
         grad = self.parameters[slot].grad

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_core._torch import AnyFuture
 from ddp_core.exchange.clocks import event_after, put
 from ddp_core.exchange.collectives import AllReduce
 from ddp_core.exchange.errors import CollectiveError, PeerError
@@ -168,7 +169,7 @@ class Launcher:
             handed.note = times.rounds.append
         future = hook(state, handed)
         # The futures of collectives are of the C++ class, Python's is one of its subclasses.
-        if not isinstance(future, torch._C.Future):
+        if not isinstance(future, AnyFuture):
             raise TypeError(
                 f"the communication hook {name_of(hook)} returns a "
                 f"torch.futures.Future[Tensor], got {type(future).__name__}"

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from ddp_core._torch import optimizers_in_backward
 from ddp_core.reducer.held import HeldBucket
 
 __all__ = [
@@ -37,7 +38,7 @@ class StepsInBackward(Protocol):
 
 def has_optimizer_in_backward(parameters: Sequence[nn.Parameter]) -> bool:
     """Whether ``torch.distributed.optim._apply_optimizer_in_backward`` was called on one."""
-    return any(hasattr(parameter, "_in_backward_optimizers") for parameter in parameters)
+    return any(optimizers_in_backward(parameter) is not None for parameter in parameters)
 
 
 def take_over(parameters: Sequence[nn.Parameter]) -> None:
@@ -58,7 +59,7 @@ class OptimizersInBackward:
     def bucket_averaged(self, bucket: HeldBucket) -> None:
         with torch.no_grad():
             for parameter in bucket.parameters:
-                optimizers = getattr(parameter, "_in_backward_optimizers", ())
+                optimizers = optimizers_in_backward(parameter)
                 if optimizers and parameter.grad is not None:
                     for optimizer in optimizers:
                         optimizer.step()

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ddp_core._torch import foreach_copy
+
 __all__ = [
     "Trained",
     "broadcast_coalesced",
@@ -133,4 +135,4 @@ def _unpack(work: dist.Work, flat: Tensor, chunk: list[Tensor], *, copy: bool) -
     if copy:
         parts = flat.split([tensor.numel() for tensor in chunk])
         values = [part.view(tensor.shape) for part, tensor in zip(parts, chunk, strict=True)]
-        torch._foreach_copy_(chunk, values)
+        foreach_copy(chunk, values)

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
+from ddp_core._torch import keeps_graph, tree_leaves, tree_map, version_of
 from ddp_core.reducer.accumulators import (
     NO_BACKWARD,
     backward_number,
@@ -113,7 +113,7 @@ class Precision:
                 low = [data.to(self.param_dtype) for data in full]
             for parameter, data in zip(self._casts, low, strict=True):
                 parameter.data = data
-            self._full, self._versions = full, [one._version for one in self._casts]
+            self._full, self._versions = full, list(map(version_of, self._casts))
         return Use(self, number)
 
     def end_forward(self, use: Use, output: Any) -> None:
@@ -150,7 +150,7 @@ class Precision:
         grads = [parameter.grad for parameter in self._trained]
         if full:
             for parameter, data, version in zip(self._casts, full, self._versions, strict=True):
-                if parameter._version != version:
+                if version_of(parameter) != version:
                     self._changed = self._names[id(parameter)]
                 parameter.grad = None
                 parameter.data = data
@@ -178,7 +178,7 @@ class Use:
 
     def backward_begins(self, _: object) -> None:
         """Ends with this backward pass, unless its graph is kept for another one."""
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
+        if not keeps_graph():
             call_after_backward(partial(self.end, after_backward=True))
 
     def end(self, *, after_backward: bool = False) -> None:

@@ -6,6 +6,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from ddp_core._torch import profiler_runs
+
 __all__ = ["named_range"]
 
 _NOTHING = nullcontext()
@@ -18,7 +20,7 @@ def named_range(name: str, bucket: int | None = None) -> AbstractContextManager[
         bucket: whose range it is, if it is one's.
     """
     # Asked at every call: `record_function` itself takes microseconds without a profiler, too.
-    if not torch._C._autograd._profiler_enabled():
+    if not profiler_runs():
         return _NOTHING
     title = name if bucket is None else f"{name}: bucket {bucket}"
     return torch.autograd.profiler.record_function(f"DistributedDataParallel.{title}")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from .._torch import current_device, current_stream
 from . import nvrtc
 from .arguments import as_ctypes
 
@@ -68,16 +69,6 @@ class _Stream(NamedTuple):
     ptr: int
 
 
-# Torch's public functions build an object or look at its initialisation first, which costs more
-# than the launch; the two below are what its compiler calls. A torch without CUDA has neither.
-_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-_current_stream: Callable[[int], int] = getattr(
-    torch._C,
-    "_cuda_getCurrentRawStream",
-    lambda index: torch.cuda.current_stream(index).cuda_stream,
-)
-
-
 def launch(
     source: str,
     name: str,
@@ -101,12 +92,12 @@ def launch(
         threads: of a block.
     """
     index = device.index or 0
-    if index != _current_device():
+    if index != current_device():
         with torch.cuda.device(index):
             return launch(source, name, device, work, arguments, rows, threads=threads)
     # CuPy has a current stream of its own. Torch's allocator reuses memory in the order of torch's
     # stream, and a kernel on another one would race with it; capturing a graph would fail as well.
-    stream = _Stream(_current_stream(index))
+    stream = _Stream(current_stream(index))
     values = tuple([_CONVERSIONS.get(type(value), _as_cupy)(value) for value in arguments])
     grid = grid_for(work, index, rows, threads)
     _function(source, name, index)(grid, (threads,), values, stream=stream)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch import schema_of
 from . import cpu, cuda, nvrtc
 from .arguments import Arguments, check
 
@@ -79,7 +80,7 @@ class Op:
         _LIBRARY.impl(self.name, self._run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"commhooks::{self.name}", self._pretend, lib=_LIBRARY)
         self._dispatched = getattr(torch.ops.commhooks, self.name)
-        declared = self._dispatched.default._schema.arguments
+        declared = schema_of(self._dispatched.default).arguments
         self._arguments = Arguments(caller or self.name, declared, same)
         _OPS[self.name] = self
 

@@ -26,9 +26,9 @@ class Machine:
         self.current, self.launches = 0, []
         monkeypatch.setattr(cuda, "_function", lambda *which: self.function(which))
         monkeypatch.setattr(cuda, "_most_blocks", lambda index: 2 * 132 * 64 // 8)
-        monkeypatch.setattr(cuda, "_current_device", lambda: self.current)
+        monkeypatch.setattr(cuda, "current_device", lambda: self.current)
         monkeypatch.setattr(torch.cuda, "device", self.device)
-        monkeypatch.setattr(cuda, "_current_stream", lambda index: 1000 + index)
+        monkeypatch.setattr(cuda, "current_stream", lambda index: 1000 + index)
         # Any use of CuPy itself is an error: its stream classes warn or cost more than a launch.
         monkeypatch.setitem(sys.modules, "cupy", None)
 

@@ -413,7 +413,7 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "updates of the low-precision copies are lost in silence",
-            "if parameter._version != version:",
+            "if version_of(parameter) != version:",
             "if False:",
             f"{PRECISION}::test_an_update_of_the_low_copies_is_not_lost_in_silence",
         ),

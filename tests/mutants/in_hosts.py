@@ -179,7 +179,7 @@ MUTANTS: list[Mutant] = [
         "commhooks/hosts/composable.py",
         (
             "a hook is put on a list that nobody reads any more",
-            "takes_hooks: Any = state._ddp if state.has_initialized else model",
+            "takes_hooks: Any = composable_ddp(state) if state.has_initialized else model",
             "takes_hooks: Any = model",
             f"{GROUP}::test_a_module_of_replicate_is_registered_before_and_after_its_first_forward",
         ),

@@ -364,8 +364,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "another hook of a unit is not noticed",
-            "return unit._comm_hook is reduce_unit and unit._comm_hook_state[0] is hook",
-            "return unit._comm_hook is not None",
+            "return present is reduce_unit and state[0] is hook",
+            "return present is not None",
             f"{FSDP1}::test_what_cannot_run_is_refused",
         ),
         (
@@ -570,13 +570,13 @@ MUTANTS: list[Mutant] = [
         "commhooks/hosts/fsdp2_model.py",
         (
             "FSDP2 does not say which pieces it has",
-            "cut = cut_of(spec_of(parameter))",
+            "cut = cut_of(dtensor_spec_before(parameter))",
             'piece = ""',
             f"{COLUMNS}[fsdp2]",
         ),
         (
             "modules that are sharded over other ranks are taken",
-            "if any(group._reduce_scatter_process_group is not ranks for group in groups):",
+            "if any(fsdp2_ranks(group) is not ranks for group in groups):",
             "if ranks is None:",
             f"{FSDP2_REFUSED}::test_modules_that_are_sharded_over_different_ranks_are_refused",
         ),
@@ -618,7 +618,7 @@ MUTANTS: list[Mutant] = [
         "ddp_core/ddp/tensor_parallel.py",
         (
             "local shards forget whose they are",
-            "setattr(local, _SPEC, parameter._spec)",
+            "setattr(local, _SPEC, dtensor_spec_of(parameter))",
             "setattr(local, _SPEC, None)",
             f"{COLUMNS}[ddp_core]",
         ),

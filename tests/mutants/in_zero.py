@@ -157,8 +157,8 @@ MUTANTS: list[Mutant] = [
         "commhooks/zero/gather.py",
         (
             "differences replace parameters",
-            "torch._foreach_add_ if packed else torch._foreach_copy_",
-            "torch._foreach_copy_",
+            "foreach_add if packed else foreach_copy",
+            "foreach_copy",
             LOST,
         ),
     ),

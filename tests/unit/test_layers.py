@@ -46,9 +46,10 @@ LATER = {
 }
 # Floors of each package, the lowest first: a folder, or a file beside them, imports what is below.
 FLOORS = {
-    "ddp_core": ["exchange", "reducer", "ddp", "zero"],
+    "ddp_core": ["_torch", "exchange", "reducer", "ddp", "zero"],
     "kernels": ["runtime"],
     "commhooks": [
+        "_torch",
         "_version",
         "errors",
         "core",

@@ -1,0 +1,229 @@
+"""Looks up every private name of torch that ``ddp_core`` uses, so that a rename is mended here.
+
+``tests/torch_names.txt`` lists them with the versions of torch that have them. What is called in
+every step is bound once, and not wrapped: it costs what the name itself costs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._utils import _get_device_index as device_index
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+__all__ = [
+    "AnyFuture",
+    "active_module",
+    "add_backend",
+    "assigned",
+    "backend_of",
+    "backend_timeout",
+    "backward_number",
+    "call_at_end",
+    "compiles",
+    "current_node",
+    "device_index",
+    "device_types",
+    "dtensor_spec_of",
+    "foreach_copy",
+    "foreach_divide",
+    "foreach_multiply",
+    "foreach_zero",
+    "ignored_names",
+    "in_join",
+    "is_known_group",
+    "keeps_graph",
+    "local_spec_of",
+    "not_compiled",
+    "number_of_entries",
+    "optimizers_in_backward",
+    "overlaps",
+    "profiler_runs",
+    "set_default_backend",
+    "set_group_name",
+    "sparse_indices",
+    "sparse_values",
+    "split_for",
+    "splitter_module",
+    "step_shard",
+    "store_of",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_unflatten",
+    "version_of",
+    "versions_kept",
+    "will_run",
+]
+
+# ---- autograd
+
+# The number of this thread's backward pass; below 0: there is none.
+backward_number: Callable[[], int] = torch._C._current_graph_task_id
+# The node that runs on this thread; None: no backward pass does.
+current_node: Callable[[], Any] = torch._C._current_autograd_node
+# Whether the backward pass under way will come to a node.
+will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
+# Whether the graph of the backward pass under way is kept for another pass.
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+profiler_runs: Callable[[], bool] = torch._C._autograd._profiler_enabled
+# Runs a function when the backward pass under way has succeeded.
+call_at_end: Callable[[Callable[[], None]], None] = (
+    torch.autograd.Variable._execution_engine.queue_callback
+)
+# Lets tensors change without autograd complaining in backward.
+versions_kept: Callable[[tuple[Tensor, ...]], AbstractContextManager[None]] = (
+    torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
+)
+# How often a tensor was written to in place.
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+# The class of futures that collectives give; ``torch.futures.Future`` is one of its subclasses.
+AnyFuture = torch._C.Future
+
+# ---- tensors
+
+foreach_copy = torch._foreach_copy_
+foreach_divide = torch._foreach_div_
+foreach_multiply = torch._foreach_mul_
+foreach_zero = torch._foreach_zero_
+# Of a sparse tensor that may have an index several times.
+sparse_indices: Callable[[Tensor], Tensor] = Tensor._indices
+sparse_values: Callable[[Tensor], Tensor] = Tensor._values
+number_of_entries: Callable[[Tensor], int] = Tensor._nnz
+# Mesh, placements and shape of a DTensor.
+dtensor_spec_of: Callable[[Any], Any] = attrgetter("_spec")
+
+
+def local_spec_of(parameter: Tensor) -> Any:
+    """Returns what torch's DistributedDataParallel notes of a DTensor at its local shard."""
+    return getattr(parameter, "_st_info", None)
+
+
+def optimizers_in_backward(parameter: Tensor) -> Sequence[Any] | None:
+    """Returns the optimizers that step a parameter in backward; None: it was given to none."""
+    return getattr(parameter, "_in_backward_optimizers", None)
+
+
+# ---- modules
+
+
+def ignored_names(module: nn.Module) -> Iterable[str]:
+    """Returns the parameters and buffers of a module that data parallelism leaves alone."""
+    names: Iterable[str] = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    return names
+
+
+def in_join(module: Any) -> bool:
+    """Whether a DistributedDataParallel runs in torch's ``Join``."""
+    enabled: bool = module._join_config.enable
+    return enabled
+
+
+# ---- torch.compile
+
+# Makes a decorator: the compiler leaves a function alone, and with ``recursive`` what it calls.
+not_compiled: Any = torch._disable_dynamo  # type: ignore[attr-defined]
+
+
+def compiles() -> bool:
+    """Whether the compiler was imported, which takes a second."""
+    return "torch._dynamo" in sys.modules
+
+
+def splitter_module() -> Any:
+    """Imports the compiler's module with ``DDPOptimizer``, which splits graphs at buckets."""
+    from torch._dynamo.backends import distributed
+
+    return distributed
+
+
+def active_module() -> Any:
+    """Returns the module that the compiler splits graphs for."""
+    return TorchDDP._active_ddp_module
+
+
+def split_for(module: Any) -> None:
+    """Tells the compiler the module that it splits graphs for."""
+    TorchDDP._active_ddp_module = module
+
+
+# ---- process groups
+
+
+def backend_of(group: Any, device: torch.device) -> Any:
+    """Returns what carries tensors of a device in a group; raises if nothing does."""
+    return group._get_backend(device)
+
+
+def device_types(group: Any) -> Sequence[torch.device]:
+    """Returns the devices that a group has backends for; none if it does not tell."""
+    return getattr(group, "_device_types", ())
+
+
+def backend_timeout(options: Any) -> timedelta:
+    """Returns the timeout in the options of a backend."""
+    timeout: timedelta = options._timeout
+    return timeout
+
+
+def store_of(group: dist.ProcessGroup) -> Any:
+    """Returns the store of a group that torch.distributed has made."""
+    return dist.distributed_c10d._get_process_group_store(group)
+
+
+def is_known_group(group: Any) -> bool:
+    """Whether torch.distributed has made a group, and has not destroyed it."""
+    return group in dist.distributed_c10d._world.pg_map
+
+
+def add_backend(group: Any, device: torch.device, kind: Any, backend: Any) -> None:
+    """Makes a group carry tensors of a device by ``backend``."""
+    group._register_backend(device, kind, backend)
+
+
+def set_default_backend(group: Any, kind: Any) -> None:
+    """Makes a group use the backend of this kind where no device decides."""
+    group._set_default_backend(kind)
+
+
+def set_group_name(group: Any, name: str) -> None:
+    """Names a group that torch.distributed has not made."""
+    group._set_group_name(name)
+
+
+# ---- ZeroRedundancyOptimizer
+
+
+def overlaps(zero: Any) -> bool:
+    """Whether it was made with ``overlap_with_ddp=True``."""
+    overlap: bool = zero._overlap_with_ddp
+    return overlap
+
+
+def assigned(zero: Any, describe: Callable[[Any], None]) -> Sequence[Any]:
+    """Returns what each rank owns of each bucket.
+
+    Args:
+        describe: writes the buckets into its argument; called once.
+    """
+    from torch.distributed.optim.zero_redundancy_optimizer import _OverlapStatus
+
+    if zero._overlap_info.status != _OverlapStatus.INITIALIZED:
+        describe(zero._overlap_info)
+        zero._init_zero_for_overlap()
+    owned: Sequence[Any] = zero._bucket_assignments_per_rank
+    return owned
+
+
+def step_shard(zero: Any, gradients: Sequence[Tensor | None]) -> None:
+    """Steps the parameters that this rank owns."""
+    zero._local_step(gradients)
