@@ -15,6 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 
 from commhooks.core.scheme import Scheme
 from commhooks.errors import HookNotAttachedError
+from commhooks.hook.attachment import HostGuard
 from commhooks.hook.handshake import MEETING
 from commhooks.hook.sharded_host import fit_to_host
 from commhooks.hook.sharded_parameters import OwnShards, ShardedParameters
@@ -29,7 +30,6 @@ from commhooks.hosts.fsdp2_checks import (
     warn_of_others,
 )
 from commhooks.hosts.fsdp2_model import FSDP2Model, groups_of
-from commhooks.hosts.guard import HostGuard
 from commhooks.wrappers.make import describe
 
 __all__ = ["register_on_fsdp2"]

@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ddp_core.exchange.devices import on_device_of
 from ddp_core.exchange.errors import MismatchError
+from ddp_core.reducer.accumulators import when_accumulated
 
 __all__ = [
     "Trained",
@@ -68,10 +69,8 @@ def refuse_thawed(owner: Any, ignored: Collection[str]) -> None:
             earlier.remove()
         if parameter.requires_grad or name in ignored or not _may_thaw(parameter):
             continue
-        parameter.requires_grad_(True)  # else it takes no hook
         refuse = partial(_thawed, weakref.ref(owner), name)
-        _refusals[parameter] = parameter.register_post_accumulate_grad_hook(refuse)
-        parameter.requires_grad_(False)
+        _refusals[parameter] = when_accumulated(parameter, refuse)
 
 
 _refusals: WeakIdKeyDictionary = WeakIdKeyDictionary()  # handles, by parameter
