@@ -1,26 +1,219 @@
-"""Defines ``AttachmentGuard``, which raises in a forward pass if the hook would not run."""
+"""What has to hold while a model trains: its hook runs, on the gradients that it was made for."""
 
 from __future__ import annotations
 
+import os
 import warnings
 import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from commhooks.core.names import plain_name
 from commhooks.errors import HookNotAttachedError, RegistrationError
-from commhooks.hook.parameters import not_reduced
-from commhooks.hook.running import Running
+from commhooks.hook.parameters import not_reduced, reduced
 from commhooks.hook.tracing import not_traced
 from ddp_core import DistributedDataParallel as CoreDDP
 from ddp_core._torch import in_join
+from ddp_core.reducer.accumulators import (
+    NO_BACKWARD,
+    backward_number,
+    call_after_backward,
+    is_nested,
+    when_accumulated,
+)
+from ddp_core.reducer.graph_errors import local_error, twice_error
+from ddp_core.reducer.known import KnownParameters, has_another_wrapper
 
-__all__ = ["AttachmentGuard", "Unfrozen"]
+if TYPE_CHECKING:
+    from commhooks.hook.running import Running
 
+__all__ = ["AttachmentGuard", "Attendance", "HostGuard", "Unfrozen", "known_parameters"]
+
+_ADVICE = (
+    "Was it registered (commhooks.register(model, ...), or model.register_comm_hook(state, "
+    "commhooks.comm_hook)), and is the loss computed through the DistributedDataParallel? "
+    "Lightning's DDPStrategy(ddp_comm_hook=...) registers on CUDA only"
+)
 _IS_TRAINED = attrgetter("requires_grad")
+# Each costs a call in every backward pass. A part of a model that trains alone has some of them.
+_WATCHED = 32
+
+
+class Attendance:
+    """Counts the calls of a hook; notices gradients that come without one.
+
+    Torch's class does not tell what its reducer does with a gradient, so some are watched: after
+    them a bucket has to come in the same pass. ``ddp_core`` looks itself. A state that was never
+    called warns when it is gone.
+
+    Attributes:
+        calls: number of buckets that came to the hook.
+        excused: whether the state was used for something else than to run (saved, say).
+        is_guarded: whether it hears of forward passes.
+    """
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.excused = False
+        self._knows_model = self._trained = self.is_guarded = False
+        self._handles: list[Any] = []
+        self._names: list[str] = []
+        self._seen: set[int] = set()
+        self._model: weakref.ref[Any] | None = None
+        self._latest: tuple[int, Tensor | None] = (0, None)  # watched parameter, the one of now
+        self._called_before = -1  # calls when the latest watched gradient came; -1: none came
+        self._watched_in = NO_BACKWARD  # the pass at whose end `_pass_ended` is called
+        # A forward pass was synchronised, and its last bucket has not come.
+        self._expects = False
+        self._is_local = False  # the latest forward pass was within no_sync
+        # A gradient of a reentrant pass came after it; a further bucket may still come.
+        self._doubtful: str | None = None
+        self._called_at_forward, self._was_silent = 0, False
+
+    def report_at_the_end_of(self, state: object, what: str, advice: str = _ADVICE) -> None:
+        """Warns when ``state`` is dropped, or the interpreter ends, if it was never called.
+
+        Args:
+            state: what should be called.
+            what: its name in the warning.
+            advice: what may be the matter.
+        """
+        # A finalizer also runs at exit. It must not hold the state, which would never be dropped.
+        weakref.finalize(state, self._end, what, advice)
+
+    def watch(
+        self,
+        state: object,
+        model: DistributedDataParallel,
+        parameters: Mapping[str, nn.Parameter] | None = None,
+    ) -> None:
+        """Watches gradients of ``model``: all the time on torch's class, else until a call.
+
+        Args:
+            parameters: those in its buckets, by name; None: under their names there.
+        """
+        self._knows_model, self._model = True, weakref.ref(model)
+        found = list((reduced(model) if parameters is None else parameters).items())
+        chosen = found[:: len(found) // _WATCHED + 1]
+        chosen += found[-1:] if found[-1:] != chosen[-1:] else []
+        came = partial(self._gradient_came, weakref.ref(state), self._model)
+        for place, (name, parameter) in enumerate(chosen):
+            self._names.append(name)
+            # Not called for torch.autograd.grad, which accumulates nothing.
+            hook = partial(came, place)
+            self._handles.append(when_accumulated(parameter, hook))
+
+    def dismiss(self) -> None:
+        """Turns the warning off: the state need not run in a backward pass."""
+        self._knows_model, self.excused = False, True
+        self._stop()
+
+    def _stop(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    # ---- what tells it
+
+    def came(self, bucket: Any) -> None:
+        """Takes note of a call, with this bucket."""
+        self.calls += 1
+        self._doubtful = None
+        if bucket.is_last():
+            self._expects = False
+
+    def forward_begins(self, *, synchronises: bool) -> None:
+        """Takes note of a forward pass of the wrapper that records a graph.
+
+        Raises:
+            HookNotAttachedError: two passes have brought gradients, and no call; or one has brought
+                a gradient twice.
+        """
+        if self._doubtful is not None:
+            text, self._doubtful = self._doubtful, None
+            raise HookNotAttachedError(text)
+        self.is_guarded, self._is_local = True, not synchronises
+        if not synchronises:
+            return
+        silent = self._called_before == self._called_at_forward == self.calls
+        # After one such pass, torch's class may be about to say that parameters were unused.
+        if silent and self._was_silent:
+            raise HookNotAttachedError(
+                "two backward passes have brought gradients, and the registered hook was not "
+                "called: the reducer of this DistributedDataParallel does not have it. Wrap the "
+                "module again, and register the hook again"
+            )
+        self._was_silent, self._called_at_forward = silent, self.calls
+        self._expects, self._called_before = True, -1
+
+    def _gradient_came(self, state: Any, model: Any, place: int, parameter: Tensor) -> None:
+        """Takes note of a gradient of a watched parameter."""
+        ddp = model()
+        if ddp is None or not ddp.require_backward_grad_sync:
+            return
+        # What is registered may stand for the state, and call it (torchft).
+        named = [hook[1] for hook in getattr(ddp, "_comm_hooks", ())]
+        others = [one for one in named if getattr(one, "stands_for", one) is not state()]
+        # Two backward passes without a call are training. In the first one the hook's call may
+        # still come, since a bucket is launched after its gradients.
+        if not self.calls and not others:
+            self._trained |= place in self._seen
+            self._seen.add(place)
+        if isinstance(ddp, CoreDDP):
+            if self.calls or self._trained:
+                self._stop()
+            return
+        if not named or others:
+            return
+        self._latest, self._called_before = (place, parameter), self.calls
+        if self._watched_in != backward_number():
+            self._watched_in = backward_number()
+            call_after_backward(self._pass_ended)
+
+    def _pass_ended(self) -> None:
+        """Raises if no bucket came after the latest watched gradient of a backward pass."""
+        (place, parameter), self._latest = self._latest, (0, None)
+        self._watched_in = NO_BACKWARD
+        if parameter is None:  # a reentrant pass has looked
+            return
+        if self.calls != self._called_before or self._expects or self._is_local:
+            return
+        model = None if self._model is None else self._model()
+        if not self.is_guarded or model is None or has_another_wrapper(model, parameter):
+            return
+        if is_nested():  # a trainer may have begun another step without a forward pass
+            self._doubtful = twice_error(self._names[place], place)
+            return
+        raise HookNotAttachedError(local_error(self._names[place], landed=self.calls > 0))
+
+    def _end(self, what: str, advice: str) -> None:
+        # With a model, training decides. Without, a state that was neither called nor used for
+        # anything else is suspicious only where there are other ranks to average with.
+        if self.calls or (not self._trained if self._knows_model else self.excused):
+            return
+        if not self._knows_model and not _is_one_of_several():
+            return
+        trained = ", though its model was trained" if self._trained else ""
+        warnings.warn(
+            f"{what} was never called{trained}: no gradient was averaged by it. {advice}",
+            RuntimeWarning,
+            stacklevel=1,
+        )
+
+
+def _is_one_of_several() -> bool:
+    """Whether this process takes, or took, part in distributed training."""
+    # At exit the process group may be destroyed already; torchrun's variable is still there.
+    if dist.is_available() and dist.is_initialized():
+        return True
+    return os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1")
 
 
 class Unfrozen:
@@ -51,16 +244,42 @@ class Unfrozen:
         )
 
 
+def known_parameters(owner: nn.Module, ddp: Any, prefix: str = "module.") -> KnownParameters:
+    """Returns what notices that a model of torch's class trains other parameters.
+
+    Args:
+        owner: the module that is called.
+        ddp: its DistributedDataParallel.
+        prefix: of names in the owner.
+    """
+    within = set(map(id, reduced(ddp).values()))
+    named = {name.removeprefix(prefix): one for name, one in owner.named_parameters()}
+    # It counts parameters that require no gradient among its own, and ignored ones not.
+    ignored = [one for name, one in named.items() if name in ddp.parameters_to_ignore]
+    return KnownParameters(
+        owner,
+        {name: one for name, one in named.items() if id(one) in within},
+        ignored=ddp.parameters_to_ignore,
+        first=[*ddp._module_parameters, *ignored],
+        prefix=prefix,
+        finds_unused=ddp.find_unused_parameters or ddp.static_graph,
+        watches_nodes=ddp.mixed_precision is None,
+        kind=HookNotAttachedError,
+    )
+
+
 class AttachmentGuard:
-    """Raises, as a forward pre-hook, if the registered hook would not run."""
+    """Raises, as a forward pre-hook of DistributedDataParallel, if the hook would not run."""
 
     def __init__(self, state: Running, ddp: DistributedDataParallel) -> None:
         self._state = state
         # Weak: the module holds its pre-hooks, and no cycle should keep a model alive.
         self._ddp: weakref.ref[nn.Module] | None = weakref.ref(ddp)
-        self._had_grad = _has_gradients(ddp)
-        self._accumulates = False
         self._unfrozen = Unfrozen(not_reduced(ddp))
+        # ``ddp_core`` looks itself.
+        own = isinstance(ddp, CoreDDP)
+        self._known: KnownParameters | None = None if own else known_parameters(ddp, ddp)
+        state._attendance.is_guarded = True
 
     def attached_to(self, module: nn.Module) -> bool:
         """Whether ``module`` is the one the hook was registered on, in this process."""
@@ -68,27 +287,24 @@ class AttachmentGuard:
 
     # Not traced by torch.compile: it acts on state that changes from step to step.
     @not_traced
-    def __call__(self, module: nn.Module, inputs: Any) -> None:
+    def __call__(self, module: Any, inputs: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
         if not self.attached_to(module):
+            if not module.training:  # an average of weights, say (AveragedModel)
+                return
             raise HookNotAttachedError(
                 "this DistributedDataParallel was unpickled or copied: it lists a communication "
                 "hook that its reducer does not have, so gradients would be averaged without it. "
-                "Call commhooks.register(model, ...) on it, then load_state_dict"
+                "Call commhooks.register(model, ...) on it, then load_state_dict; an average of "
+                "weights is evaluated after eval(), or under torch.no_grad()"
             )
-        if torch.is_grad_enabled():
-            self._refuse_guessing(module)
-            self._state.forward_begins()
-            self._unfrozen.warn()
-        # A hook that was called once is attached. Gradients from before ``register`` prove nothing.
-        if self._state.calls or self._had_grad:
-            return
-        if not getattr(module, "require_backward_grad_sync", True):
-            self._accumulates = True  # gradients come from no_sync() from now on
-        elif not self._accumulates and _has_gradients(module):
-            raise HookNotAttachedError(
-                "a backward pass made gradients but the registered hook was never called. Is the "
-                "loss computed through the wrapped module instead of the DistributedDataParallel?"
-            )
+        self._refuse_guessing(module)
+        if self._known is not None:
+            self._known.check()
+            self._state._attendance.forward_begins(synchronises=module.require_backward_grad_sync)
+        self._state.forward_begins()
+        self._unfrozen.warn()
 
     def _refuse_guessing(self, module: Any) -> None:
         """Raises if the hook could not know which gradients torch's class writes."""
@@ -108,17 +324,52 @@ class AttachmentGuard:
         return {"state": self._state}
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
-        self._state, self._ddp = saved["state"], None
-        self._had_grad = self._accumulates = False
+        self._state, self._ddp, self._known = saved["state"], None, None
         self._unfrozen = Unfrozen({})
 
 
-def _has_gradients(ddp: Any) -> bool:
-    """Whether a parameter that the hook averages has a gradient."""
-    # Delayed parameters, which are ignored, have gradients after every forward pass.
-    ignored = ddp.parameters_to_ignore
-    return any(
-        parameter.grad is not None
-        for name, parameter in ddp.module.named_parameters()
-        if name not in ignored
-    )
+class HostGuard:
+    """Tells a hook, as a forward pre-hook, that a pass begins; raises if the hook would not run.
+
+    Args:
+        hook: that the host runs.
+        units: the parts of the model that the host reduces one by one, by name; all have the hook.
+        present: returns those that a model has now.
+        has_hook: whether one of them has the hook still.
+        need_ready: raises if the host cannot begin a pass, since the one before has raised.
+    """
+
+    def __init__(
+        self,
+        hook: Running,
+        units: Mapping[str, Any],
+        present: Callable[[nn.Module], Mapping[str, Any]],
+        has_hook: Callable[[Any], bool],
+        need_ready: Callable[[], None] | None = None,
+    ) -> None:
+        self._hook, self._units = hook, dict(units)
+        self._present, self._has_hook, self._need_ready = present, has_hook, need_ready
+        self._looks = True
+
+    # Not traced by torch.compile: it acts on state that changes from step to step.
+    @not_traced
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        units = self._units
+        if self._looks:  # once: after its first forward pass a host takes no further modules
+            self._looks, units = False, {**units, **self._present(module)}
+        lost = [
+            plain_name(name) or "root" for name, unit in units.items() if not self._has_hook(unit)
+        ]
+        if lost:
+            raise HookNotAttachedError(
+                f"commhooks: {self._hook} would not run on {', '.join(lost[:5])}"
+                f"{', ...' * (len(lost) > 5)}: sharded after register, or given another reduction "
+                f"since (set_custom_reduce_scatter, set_all_reduce_hook, another hook). Call "
+                f"register after the last fully_shard, and set no other reduction afterwards"
+            )
+        # Activation checkpointing runs forward passes within backward.
+        if self._need_ready is not None and backward_number() == NO_BACKWARD:
+            self._need_ready()
+        self._hook.forward_begins()

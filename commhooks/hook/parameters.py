@@ -31,6 +31,7 @@ __all__ = [
     "memory_order",
     "names_of",
     "not_reduced",
+    "reduced",
     "shared_buffers",
     "values_of",
 ]
@@ -298,14 +299,25 @@ def _aliases(model: nn.Module, names: Mapping[int, str]) -> dict[str, str]:
     return {other: first for other, first in pairs if other != first}
 
 
+def reduced(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Returns the parameters in the model's buckets, by name."""
+    within = set(map(id, _reduced(model)))
+    return {name: value for name, value in _named(model) if id(value) in within}
+
+
 def _reduced(model: nn.Module) -> list[nn.Parameter]:
     """Returns the parameters in the model's buckets, in the order of their names."""
     # Not simply those that require a gradient: a layer may have been frozen, or set free, since
     # DistributedDataParallel was made, and stays in its bucket, or in none.
     named = [value for _, value in _named(model)]
-    trained = [value for value in named if value.requires_grad]
     if not isinstance(model, DistributedDataParallel):
-        return trained
+        return [value for value in named if value.requires_grad]
+    if not isinstance(model, CoreDDP):
+        # Nor those that are other objects by now.
+        known: Any = model._module_parameters
+        wrapped = set(map(id, known))
+        named = [value for value in named if id(value) in wrapped]
+    trained = [value for value in named if value.requires_grad]
     reducer: Any = getattr(model, "reducer", None)
     if isinstance(model, CoreDDP) and reducer is not None:
         reduced = {id(trainable.parameter) for trainable in reducer.parameters}
@@ -324,8 +336,23 @@ def _reduced(model: nn.Module) -> list[nn.Parameter]:
 
 def not_reduced(model: nn.Module) -> dict[str, nn.Parameter]:
     """Returns the parameters that are in no bucket, by name, without those that are ignored."""
-    reduced = {id(value) for value in _reduced(model)}
-    return {name: value for name, value in _named(model) if id(value) not in reduced}
+    within = set(map(id, _reduced(model)))
+    # Those that are other objects than at first raise by themselves (``KnownParameters``).
+    return {
+        name: value
+        for name, value in _named(model)
+        if id(value) not in within and _was_wrapped(model, value)
+    }
+
+
+def _was_wrapped(model: Any, parameter: Tensor) -> bool:
+    """Whether a model had the parameter when it became a DistributedDataParallel."""
+    if isinstance(model, CoreDDP):
+        return model._parts.known.had(parameter)
+    if isinstance(model, DistributedDataParallel):
+        known: Any = model._module_parameters
+        return any(parameter is one for one in known)
+    return True
 
 
 def values_of(model: nn.Module) -> dict[str, Tensor]:

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.checkpoint.form import SavedBuckets
 from commhooks.core.scheme import Scheme
 from commhooks.errors import RegistrationError
-from commhooks.hook.attendance import Attendance
+from commhooks.hook.attachment import AttachmentGuard, Attendance
 from commhooks.hook.binding import Binding
 from commhooks.hook.capture import need_bucket, need_no_capture
 from commhooks.hook.continuation import Continuation
@@ -21,6 +22,7 @@ from commhooks.hook.ledger import Ledger
 from commhooks.hook.meeting import Meeting
 from commhooks.hook.runner import Runner
 from commhooks.hook.verify import Verification, need_verifiable
+from ddp_core import DistributedDataParallel as CoreDDP
 from ddp_core import Drivers
 
 __all__ = ["Running"]
@@ -96,7 +98,9 @@ class Running(Meeting):
         need_no_capture(bucket.buffer().device, self.scheme, agreed=self._agreed)
         # A collective. Every rank comes here with its first bucket, before it exchanges anything.
         self._agree_after_load()
-        self._attendance.calls += 1
+        if not self._attendance.calls:
+            self._guard_model()
+        self._attendance.came(bucket)
         self._binding.check_group()
         self._check_ranks()
         if self.verification is not None:
@@ -110,6 +114,14 @@ class Running(Meeting):
             finds_unused=self._binding.may_leave_alone(bucket),
             told=self._binding.core_telling(self) is not None,
         )
+
+    def _guard_model(self) -> None:
+        """Guards torch's class where the hook was registered by hand; ``ddp_core`` looks itself."""
+        model = self._binding.model
+        if not isinstance(model, DistributedDataParallel) or isinstance(model, CoreDDP):
+            return
+        if not any(isinstance(one, AttachmentGuard) for one in model._forward_pre_hooks.values()):
+            model.register_forward_pre_hook(AttachmentGuard(self, model))
 
     # ---- what ddp_core calls
 

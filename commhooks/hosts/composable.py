@@ -22,12 +22,13 @@ from commhooks._torch import (
 from commhooks.core.names import plain_names
 from commhooks.core.scheme import Scheme
 from commhooks.errors import RegistrationError
-from commhooks.hook.attachment import Unfrozen
+from commhooks.hook.attachment import Unfrozen, known_parameters
 from commhooks.hook.handshake import MEETING
 from commhooks.hook.hook_function import comm_hook
 from commhooks.hook.only_here import OnlyHere
 from commhooks.hook.parameters import not_reduced
 from commhooks.hook.state import HookState
+from ddp_core.reducer.known import KnownParameters
 
 __all__ = ["register_on_composable"]
 
@@ -51,15 +52,21 @@ def register_on_composable(
     takes_hooks: Any = composable_ddp(state) if state.has_initialized else model
     takes_hooks.register_comm_hook(hook, comm_hook)
 
-    unfrozen: list[Unfrozen] = []
+    guards: list[tuple[KnownParameters, Unfrozen]] = []
 
     def forward_begins(module: nn.Module, inputs: Any) -> None:
         if not torch.is_grad_enabled():
             return
+        ddp = state._ddp
+        if not guards:  # the first forward pass has made the DistributedDataParallel
+            guards.append((known_parameters(module, ddp, ""), Unfrozen(_frozen(module, state))))
+            hook._attendance.watch(hook, ddp, guards[0][0].averaged)
+        known, unfrozen = guards[0]
+        if not state._init_kwargs.get("device_mesh"):  # else they are DTensors in forward passes
+            known.check()
+        hook._attendance.forward_begins(synchronises=ddp.require_backward_grad_sync)
         hook.forward_begins()
-        if not unfrozen:  # the first forward pass has made the DistributedDataParallel
-            unfrozen.append(Unfrozen(_frozen(model, state)))
-        unfrozen[0].warn()
+        unfrozen.warn()
 
     model.register_forward_pre_hook(OnlyHere(forward_begins))
     return hook

@@ -18,6 +18,7 @@ from commhooks.core.layout import Layout
 from commhooks.core.scheme import Scheme
 from commhooks.core.shards import equal_shards
 from commhooks.errors import HookNotAttachedError, RegistrationError
+from commhooks.hook.attachment import HostGuard
 from commhooks.hook.handshake import MEETING
 from commhooks.hook.sharded_bucket import ShardedBucket, average
 from commhooks.hook.sharded_host import fit_to_host
@@ -25,7 +26,6 @@ from commhooks.hook.sharded_parameters import FlatParameters
 from commhooks.hook.state import HookState
 from commhooks.hook.verify import Verification
 from commhooks.hosts.fsdp1_layout import cuts_in, originals, pieces
-from commhooks.hosts.guard import HostGuard
 
 __all__ = ["register_on_fsdp1"]
 

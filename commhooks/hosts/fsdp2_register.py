@@ -17,6 +17,7 @@ from commhooks._torch import DDPMeshInfo, fsdp2_is_in_backward, fsdp2_state
 from commhooks.core.names import piece_name
 from commhooks.core.scheme import Scheme
 from commhooks.errors import HookNotAttachedError
+from commhooks.hook.attachment import HostGuard
 from commhooks.hook.handshake import MEETING
 from commhooks.hook.sharded_host import fit_to_host
 from commhooks.hook.sharded_parameters import OwnShards, ShardedParameters
@@ -32,7 +33,6 @@ from commhooks.hosts.fsdp2_checks import (
 )
 from commhooks.hosts.fsdp2_model import FSDP2Model, groups_of
 from commhooks.hosts.fsdp2_module import FSDP2Module
-from commhooks.hosts.guard import HostGuard
 from commhooks.wrappers.make import describe
 
 __all__ = ["register_on_fsdp2"]

@@ -12,7 +12,7 @@ from torch import Tensor
 from commhooks._torch import coalesced_calls
 from commhooks.core.scheme import Scheme, slots_of
 from commhooks.errors import RegistrationError
-from commhooks.hook.attendance import Attendance
+from commhooks.hook.attachment import Attendance
 from commhooks.hosts.functions import reduce_scatter
 from commhooks.wrappers.make import describe, make
 

@@ -108,9 +108,11 @@ def need_none_accumulated(ddp: CoreDDP) -> None:
 
     Raises:
         RegistrationError: there are.
+        RuntimeError: the backward pass did not come to all parameters.
     """
     if ddp.reducer.backward.has_raised:  # what came of it is known to be incomplete
         return
+    ddp.reducer.check_finished()  # names parameters that got no gradient, frozen ones, say
     for one in ddp.reducer.parameters:
         if one.parameter.grad is not None and type(one.parameter.grad) is not InShards:
             raise RegistrationError(

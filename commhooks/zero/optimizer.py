@@ -169,6 +169,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         need_none_accumulated(self._model)
+        if not self._shards.any_arrived:  # nothing trains, or something else does
+            self._model._parts.known.check()
         self._shards.step()
         self.skipped_steps += not self._shards.finite
         return loss

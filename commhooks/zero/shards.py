@@ -87,6 +87,11 @@ class Shards:
             shard.settle(rounded=True)
 
     @property
+    def any_arrived(self) -> bool:
+        """Whether a bucket has a gradient since ``zero_grad``."""
+        return any(shard.arrived for shard in self._all)
+
+    @property
     def waiting(self) -> bool:
         """Whether a bucket was stepped in backward, and its values were not applied."""
         return any(shard.gathered is not None for shard in self._all)

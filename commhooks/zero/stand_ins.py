@@ -14,6 +14,10 @@ from commhooks.errors import RegistrationError
 __all__ = ["InShards", "StandIns"]
 
 
+_CONVERSIONS: tuple[Any, ...] = (Tensor.to, Tensor.type, Tensor.cuda, Tensor.cpu)
+_CONVERSIONS += (Tensor.double, Tensor.float, Tensor.half, Tensor.bfloat16)
+
+
 class InShards(Tensor):
     """Stands in ``.grad`` of a parameter, the mean of whose gradient lies in shards.
 
@@ -29,6 +33,16 @@ class InShards(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # What ``Module.to`` asks before it converts.
+        if func in (Tensor.is_floating_point, Tensor.is_complex):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args)
+        if func in _CONVERSIONS:
+            raise RegistrationError(
+                f"a model whose gradients lie in shards (ZeroOptimizer) is converted to another "
+                f"dtype or device (.{func.__name__}): convert the module before it is wrapped, or "
+                f"wrap it again and make another ZeroOptimizer"
+            )
         raise RegistrationError(
             "the mean of this gradient lies in shards on the ranks (ZeroOptimizer), and .grad has "
             "none: use ZeroOptimizer.clip_grad_norm_, or the gradients in its param_groups"

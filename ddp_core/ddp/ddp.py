@@ -175,6 +175,7 @@ class DistributedDataParallel(ReductionMethods, TorchMethods, TorchDDP):
     def _after_delayed(self, output: Any) -> Any:
         assert self._parts.delayed is not None  # all parameters are: there is no reducer
         if torch.is_grad_enabled():
+            self._parts.known.check()
             self._parts.delayed.prepare(synchronises=self.require_backward_grad_sync)
         return output
 

@@ -60,6 +60,11 @@ class DelayedAllReduce:
         parameters = [parameter for _, parameter in named]
         return cls(parameters, trigger, replica.group, chunk_nbytes=replica.chunk_nbytes)
 
+    def named(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        """Returns the parameters by their names in the module."""
+        mine = set(map(id, self._parameters))
+        return {name: one for name, one in module.named_parameters() if id(one) in mine}
+
     def attach(self, group: dist.ProcessGroup) -> None:
         """Watches the parameters; also after unpickling, which keeps nothing but them."""
         self.group, self._synchronises = group, True

@@ -80,6 +80,8 @@ class ForwardPass:
     def begin_step(self, plans: Plans) -> None:
         """Does what all ranks do alike; collectives have one order, see `ShadowHook`."""
         parts, reducer = self._parts, self._parts.reducer
+        if plans.grads:
+            parts.known.check()
         parts.find_optimizers()
         if reducer.backward.unreduced.holding:  # nothing travels, see `hold`
             if plans.grads:

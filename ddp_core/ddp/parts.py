@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ddp_core.ddp.buffers import Buffers
 from ddp_core.ddp.construct import refuse_sync_batch_norm
@@ -16,6 +16,7 @@ from ddp_core.ddp.hooks import CommHooks
 from ddp_core.ddp.replica import Replica
 from ddp_core.ddp.torch_reducer import TorchReducer
 from ddp_core.ddp.uneven import UnevenInputs, common_rank
+from ddp_core.reducer.known import KnownParameters, has_another_wrapper
 from ddp_core.reducer.optimizer import OptimizersInBackward, has_optimizer_in_backward, take_over
 from ddp_core.reducer.parameters import refuse_thawed
 from ddp_core.reducer.precision import Precision
@@ -40,12 +41,14 @@ class Parts:
         reduces: whether there are other parameters, which a reducer averages.
 
     Attributes:
+        known: notices where the model trains other parameters.
         reducer: averages gradients; there is none if all of them are delayed.
         hooks: how it averages them.
         precision: of its parameters, if mixed precision is asked for.
         uneven: how the module takes part in ``join``.
     """
 
+    known: KnownParameters
     reducer: TorchReducer
     hooks: CommHooks
 
@@ -73,6 +76,17 @@ class Parts:
         self.hooks = CommHooks(self._model, self.settings.caps)
         if self.reduces:
             self._make_reducer()
+        settings, replica = self.settings, self.replica
+        averaged = {one.name: one.parameter for one in replica.trained()}
+        if self.delayed is not None:
+            averaged |= self.delayed.named(replica.module)
+        self.known = KnownParameters(
+            model,
+            averaged,
+            ignored=replica.ignored,
+            finds_unused=settings.find_unused or settings.static_graph,
+            watches_nodes=self._mixed_precision is None,
+        )
 
     def _make_reducer(self) -> None:
         replica, config = self.replica, self._mixed_precision
@@ -90,7 +104,9 @@ class Parts:
             name=str(len(of_group)),
         )
         of_group.append(weakref.ref(self.reducer))
-        self.reducer.backward.unreduced.synchronises = partial(_synchronises, self._model)
+        unreduced = self.reducer.backward.unreduced
+        unreduced.synchronises = partial(_synchronises, self._model)
+        unreduced.is_shared = partial(_is_shared, self._model)
         self.hooks.attach(self.reducer)
         if self.precision is not None:
             self.reducer.accumulators.refuse_other_nodes()
@@ -174,7 +190,7 @@ class Parts:
     def __getstate__(self) -> dict[str, Any]:
         # What belongs to a process group is made again; a hook is registered again.
         state = {**vars(self), "precision": None, "_looked_for_optimizers": False}
-        for name in ("hooks", "reducer", "_model"):
+        for name in ("hooks", "reducer", "known", "_model"):
             state.pop(name, None)
         return state
 
@@ -190,3 +206,9 @@ def _synchronises(model: weakref.ref[Any]) -> bool:
     """Whether a model is outside of ``no_sync`` and ``hold``; trainers set the attribute, too."""
     found = model()
     return found is None or bool(found.require_backward_grad_sync)
+
+
+def _is_shared(model: weakref.ref[Any], parameter: Tensor) -> bool:
+    """Whether another wrapper has the parameter, too, or this one is gone."""
+    found = model()
+    return found is None or has_another_wrapper(found, parameter)

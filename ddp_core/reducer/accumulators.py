@@ -9,11 +9,19 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ddp_core._torch import backward_number, call_at_end, current_node, will_run
 
-__all__ = ["NO_BACKWARD", "Accumulators", "backward_number", "call_after_backward", "is_nested"]
+__all__ = [
+    "NO_BACKWARD",
+    "Accumulators",
+    "accumulator_of",
+    "backward_number",
+    "call_after_backward",
+    "is_nested",
+    "when_accumulated",
+]
 
 NO_BACKWARD = -1
 
@@ -45,13 +53,7 @@ class Accumulators:
         """Puts a hook on every node; anew, where parameters have got other ones."""
         self.unwatch()
         for index, parameter in enumerate(self._parameters):
-            trains = parameter.requires_grad
-            parameter.requires_grad_(True)  # one that is frozen for now has no node else
-            with torch.enable_grad():
-                alias = parameter.view_as(parameter)
-            parameter.requires_grad_(trains)
-            assert alias.grad_fn is not None
-            node: Any = alias.grad_fn.next_functions[0][0]
+            node = accumulator_of(parameter)
             self._nodes.append(node)
             self._handles.append(node.register_hook(_hook(self._listener, index, self._lock)))
 
@@ -75,11 +77,36 @@ class Accumulators:
                 listener.came_elsewhere(index)
 
         for index, parameter in enumerate(self._parameters):
-            parameter.register_post_accumulate_grad_hook(partial(look, index))
+            when_accumulated(parameter, partial(look, index))
 
     def out_of_reach(self) -> list[int]:
         """Returns the parameters that the backward pass under way will not come to."""
         return [index for index, node in enumerate(self._nodes) if not will_run(node)]
+
+
+def accumulator_of(parameter: Tensor) -> Any:
+    """Returns the node that writes a parameter's gradient; a parameter does not keep it alive."""
+    trains = parameter.requires_grad
+    if not trains:
+        parameter.requires_grad_(True)  # one that is frozen for now has no node else
+    with torch.enable_grad():
+        alias = parameter.view_as(parameter)
+    if not trains:
+        parameter.requires_grad_(False)
+    assert alias.grad_fn is not None
+    return alias.grad_fn.next_functions[0][0]
+
+
+def when_accumulated(parameter: Tensor, function: Callable[[Tensor], None]) -> Any:
+    """Calls a function with a parameter, frozen or not, after each gradient; returns a handle.
+
+    Unlike a hook of its node it stays where the parameter gets another one.
+    """
+    trains = parameter.requires_grad
+    parameter.requires_grad_(True)  # else it takes no hook
+    handle = parameter.register_post_accumulate_grad_hook(function)
+    parameter.requires_grad_(trains)
+    return handle
 
 
 def call_after_backward(function: Callable[[], None]) -> None:

@@ -17,7 +17,6 @@ from ddp_core.reducer.graph_errors import GraphErrors
 from ddp_core.reducer.history import History
 from ddp_core.reducer.in_flight import InFlight
 from ddp_core.reducer.installed import InstalledBuckets
-from ddp_core.reducer.late import LateGradients
 from ddp_core.reducer.plan import BucketPlan
 from ddp_core.reducer.precision import Precision
 from ddp_core.reducer.step import Step
@@ -51,8 +50,7 @@ class Backward:
         self._parameters, self._usage = flight.parameters, flight.usage
         self._plan, self._history, self._errors = plan, history, errors
         self._precision, self._opened_in = precision, NO_BACKWARD  # number of the open pass
-        self.late = LateGradients(flight.parameters, flight.usage, errors)
-        self.unreduced = Unreduced(flight.parameters, self.late, errors)
+        self.unreduced = Unreduced(flight.parameters, flight.usage, errors)
         self.accumulators = Accumulators([one.parameter for one in flight.parameters], self)
 
     @property
@@ -74,7 +72,12 @@ class Backward:
         if not step.is_open and (step.expecting or self._precision is not None):
             self._open(step)
         if not step.expecting:  # no_sync, hold, or a second backward pass without a forward
-            self.unreduced.gradient_came(index)
+            try:
+                self.unreduced.gradient_came(index, step)
+            except BaseException:
+                if self._precision is not None:  # the pass ends here
+                    self._precision.restore()
+                raise
             return
         if usage.is_static and not self._is_last_call(step, index):
             return
@@ -164,6 +167,7 @@ class Backward:
             if self._usage.is_static and not self._end_static(step):
                 return
             if step.launched == len(flight.buckets):
+                step.was_nested = is_nested()
                 self.finish(step)
         except BaseException:
             flight.step.is_open = True  # it raises
@@ -215,11 +219,10 @@ class Backward:
         self._plan.step_ended(arrived + step.unused)
         self._history.step_landed(step)
         step.outcomes = []  # their tensors are not needed any more, the step is kept
-        self.unreduced.step_landed()
+        self.unreduced.step_landed(step)
         self._flight.launcher.step += 1
         # The state is told last, when the reducer is between two steps.
         self._flight.begin(Step())
-        self.late.step_landed(step)
         self._flight.launcher.events.step_landed(step.left_alone)
 
     def missing(self) -> list[int]:

@@ -14,6 +14,7 @@ __all__ = [
     "changed_error",
     "full_precision_error",
     "late_error",
+    "local_error",
     "twice_error",
     "unused_error",
 ]
@@ -62,6 +63,12 @@ class GraphErrors:
     def unused(self, missing: Sequence[int], *, finds: bool) -> NoReturn:
         """Raises since parameters got no gradient. Others are not told: their backward is over."""
         text = unused_error(missing, self._names(missing), self._rank, finds=finds)
+        frozen = [i for i in missing if not self._parameters[i].parameter.requires_grad]
+        if frozen:
+            text += (
+                f". Frozen since the model was wrapped: {_shown(self._names(frozen))}; wrap the "
+                f"module again after freezing"
+            )
         self._launcher.error = text
         raise RuntimeError(text)
 
@@ -124,6 +131,25 @@ def late_error(name: str) -> str:
         f"gradients, where it counted as unused, so it would stay this rank's own. With "
         f"find_unused_parameters=True backward runs once for every forward: add the losses and "
         f"call backward on the sum"
+    )
+
+
+def local_error(name: str, landed: bool) -> str:
+    """Returns the message for a gradient that came in no step.
+
+    Args:
+        landed: whether a step's gradients were averaged since the latest forward pass.
+    """
+    what = (
+        "after this step's gradients were averaged"
+        if landed
+        else "without a forward pass of DistributedDataParallel"
+    )
+    return (
+        f"the gradient of {name} came {what}: it would stay this rank's own, and ranks would drift "
+        f"apart. Compute the loss through the wrapper, not through its module; of several losses, "
+        f"or of several forward passes, add them and call backward once. Passes that are to stay "
+        f"on this rank go within no_sync() or hold()"
     )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ddp_core._torch import foreach_copy
+from ddp_core.reducer.accumulators import when_accumulated
 
 __all__ = [
     "Trained",
@@ -64,10 +65,8 @@ def refuse_thawed(owner: Any, ignored: Collection[str]) -> None:
             earlier.remove()
         if parameter.requires_grad or name in ignored or not _may_thaw(parameter):
             continue
-        parameter.requires_grad_(True)  # else it takes no hook
         refuse = partial(_thawed, weakref.ref(owner), name)
-        _refusals[parameter] = parameter.register_post_accumulate_grad_hook(refuse)
-        parameter.requires_grad_(False)
+        _refusals[parameter] = when_accumulated(parameter, refuse)
 
 
 _refusals: WeakIdKeyDictionary = WeakIdKeyDictionary()  # handles, by parameter

@@ -123,7 +123,7 @@ class Reducer:
         self.check_finished()
         if self.backward.has_raised:
             self.in_flight.abandon()
-        self.backward.late.forward_begins()
+        self.backward.unreduced.forward_begins()
         if self.backward.unreduced.holding:  # ranks may run different numbers of passes
             # A forward pass outside had no backward pass: torch's class would average the next.
             self.in_flight.step.expecting = False

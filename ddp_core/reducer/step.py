@@ -36,6 +36,7 @@ class Step:
     is_plain: bool = False  # an arrival is nothing but an arrival
     prepared_in: int = NO_BACKWARD  # the pass in which its forward ran (activation checkpointing)
     recomputed_in: int = NO_BACKWARD  # the pass in which its forward ran once more
+    was_nested: bool = False  # it ended with a reentrant pass within another
     complete: bool = True  # all gradients were reduced, or none is to be
     marked: list[int] = field(default_factory=list)  # parameters that count as arrived, in order
     unused: list[int] = field(default_factory=list)  # those that backward does not come to

@@ -1,4 +1,4 @@
-"""Gradients that have come and were not averaged, by which no optimizer may step."""
+"""Gradients that come and are not averaged: refused, or not to be stepped by."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ddp_core.reducer.graph_errors import GraphErrors
-from ddp_core.reducer.late import LateGradients
+from ddp_core.reducer.accumulators import NO_BACKWARD, backward_number
+from ddp_core.reducer.graph_errors import GraphErrors, late_error, local_error, twice_error
 from ddp_core.reducer.parameters import Trained
+from ddp_core.reducer.step import Step
+from ddp_core.reducer.unused import Usage
 
 __all__ = ["Unreduced"]
 
@@ -24,29 +27,36 @@ _MIXED = (
 
 
 class Unreduced:
-    """Takes note of gradients that stay this rank's own, and refuses to step by them.
+    """Takes note of gradients that stay this rank's own, and raises where ranks would drift apart.
+
+    Within ``no_sync`` and ``hold`` gradients are this rank's own until they are averaged, and no
+    optimizer may step by what is held. Elsewhere each belongs to a step, which a forward pass of
+    the wrapper begins: one that comes in no step raises.
 
     Args:
         parameters: of the model.
-        late: finds out which of them come after their step.
-        errors: raises where backward alone is within ``no_sync`` or ``hold``.
+        errors: raises where passes contradict each other.
 
     Attributes:
         holding: whether passes are within ``hold``.
         came: whether a gradient has come since gradients were averaged.
         synchronises: says whether the module is outside of ``no_sync`` and ``hold`` now.
+        is_shared: says whether another wrapper has a parameter, too, and may average it.
         forward_synchronised: whether the latest forward pass that recorded a graph was.
     """
 
     def __init__(
         self,
         parameters: Sequence[Trained],
-        late: LateGradients,
+        usage: Usage,
         errors: GraphErrors,
     ) -> None:
-        self._parameters, self._late, self._errors = parameters, late, errors
+        self._parameters, self._usage, self._errors = parameters, usage, errors
         self.holding = self.came = False
         self.synchronises: Callable[[], bool] = _always
+        self.is_shared: Callable[[Tensor], bool] = _never
+        self._landed: Step | None = None  # the last step, until the next forward
+        self._landed_before: Step | None = None  # the last one at that forward
         self.forward_synchronised = True
         self._order: dict[int, None] = {}
         self._disarm: Callable[[], object] | None = None
@@ -56,20 +66,45 @@ class Unreduced:
         """Returns parameters in the order of their last gradients within ``hold``."""
         return list(self._order)
 
-    def gradient_came(self, index: int) -> None:
-        """Takes note of a gradient that is not averaged now."""
+    def gradient_came(self, index: int, step: Step) -> None:
+        """Takes note of a gradient that is not averaged now.
+
+        Raises:
+            RuntimeError: it would stay this rank's own, and nobody has asked for that.
+        """
         self.came = True
         if self.holding:
             self._order.pop(index, None)
             self._order[index] = None
             self._arm(_HELD)
-        elif not self.forward_synchronised and self.synchronises():
+        self._refuse_late(index)
+        # After an error of the same pass (in another thread of autograd) that one counts.
+        if self.holding or step.marked or not self.synchronises():
+            return
+        if not self.forward_synchronised:
             self._arm(_MIXED)
-        self._late.came(index)
+        elif not self.is_shared(self._parameters[index].parameter):
+            raise RuntimeError(local_error(self._parameters[index].name, self._landed is not None))
+
+    def _refuse_late(self, index: int) -> None:
+        """Raises if a gradient contradicts what the ranks have agreed on in the last step."""
+        landed, name = self._landed, self._parameters[index].name
+        if landed is None:
+            return
+        if landed.was_nested or backward_number() == landed.recomputed_in != NO_BACKWARD:
+            raise RuntimeError(twice_error(name, index))
+        if index in landed.unused and self._usage.is_static:
+            self._errors.changed([index], came=True)
+        if self._usage.finds and not landed.used[index]:
+            raise RuntimeError(late_error(name))
+
+    def forward_begins(self) -> None:
+        """Counts a gradient that comes from now on as the next step's."""
+        self._landed_before, self._landed = self._landed, None
 
     def forward_was_recomputed(self) -> None:
         """Takes back what was noted of a forward pass: it was one within ``no_sync``, again."""
-        self._late.forward_was_recomputed()
+        self._landed = self._landed_before
         self.forward_synchronised = False
 
     def pass_averages(self) -> None:
@@ -84,9 +119,9 @@ class Unreduced:
             self._disarm()
             self._disarm = None
 
-    def step_landed(self) -> None:
-        """Forgets what came before: it was averaged."""
-        self.came = False
+    def step_landed(self, step: Step) -> None:
+        """Forgets what came before: it was averaged; what comes from now on is too late for it."""
+        self.came, self._landed = False, step
         self._order.clear()
 
     def _arm(self, why: str) -> None:
@@ -109,6 +144,10 @@ class Unreduced:
 
 def _always() -> bool:
     return True
+
+
+def _never(_: Tensor) -> bool:
+    return False
 
 
 def _refuse(

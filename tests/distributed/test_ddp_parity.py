@@ -222,17 +222,6 @@ def one_of_two_outputs(cls, rank):
     return [*seen, parameters(model)]
 
 
-def retained_graph(cls, rank):
-    """A second backward pass through the same forward stays local, as in torch."""
-    model = cls(net(), bucket_cap_mb=0.01)
-    for step in range(3):
-        model.zero_grad()
-        loss = loss_of(model(*rows(step, rank)))
-        loss.backward(retain_graph=True)
-        loss.backward()
-    return gradients(model)
-
-
 def gradient_penalty(cls, rank):
     """A penalty on the gradient of the input: backward goes through a backward."""
     model = cls(net(), bucket_cap_mb=0.01)
@@ -552,7 +541,6 @@ SCENARIOS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     for scenario in (
         two_forwards,
         one_of_two_outputs,
-        retained_graph,
         gradient_penalty,
         two_losses,
         evaluation_between,

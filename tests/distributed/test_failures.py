@@ -16,10 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks import HookState, Result, Scheme, Traits
 from ddp_core import AllReduce
+from ddp_core import DistributedDataParallel as CoreDDP
 from tests.distributed.harness import Died, run_ranks
 from tests.distributed.training import (
     OTHERS,
@@ -352,14 +354,43 @@ def test_a_copied_ddp_raises_until_it_is_registered_again(how):
 def _inner_loss(rank: int, world_size: int) -> Any:
     model = ddp(mlp())
     commhooks.register(model, "powersgd")
-    model.module(batch(0, rank, 8, 16)).square().mean().backward()
-    return outcome(model, batch(1, rank, 8, 16))
+    return outcome(model.module(batch(0, rank, 8, 16)).square().mean().backward)
 
 
-def test_a_loss_through_the_inner_module_is_an_error_at_the_next_forward():
+def test_a_loss_through_the_inner_module_is_an_error():
     for error in run_ranks(_inner_loss, 2):
         assert error[0] == "HookNotAttachedError"
-        assert "never called" in error[1]
+        assert "without a forward pass of DistributedDataParallel" in error[1]
+
+
+def _in_the_middle(rank: int, world_size: int) -> list[Any]:
+    errors = []
+    for kind, scheme in ((DistributedDataParallel, "int8"), (CoreDDP, ""), (CoreDDP, "powersgd")):
+        for how in ("assign", "double", "beside"):
+            model = kind(mlp())
+            if scheme:
+                commhooks.register(model, scheme)
+            x = batch(rank, 0, 8, 16)
+            model(x).square().mean().backward()
+            model.zero_grad()
+            if how == "assign":
+                state = {name: value.clone() for name, value in model.state_dict().items()}
+                model.load_state_dict(state, assign=True)
+            elif how == "double":
+                model.double()
+                x = x.double()
+            one: Any = model.module if how == "beside" else model
+            errors.append((how, outcome(lambda x, one: one(x).square().mean().backward(), x, one)))
+    return errors
+
+
+def test_parameters_that_change_in_the_middle_of_training_are_an_error_on_every_rank():
+    """After a step, ranks would go on with their own gradients otherwise."""
+    reasons = {"assign": "another object", "double": "torch.float64", "beside": "came after this"}
+    for errors in run_ranks(_in_the_middle, 2):
+        for how, error in errors:
+            assert error is not None, how
+            assert reasons[how] in error[1]
 
 
 def _registered_late(rank: int, world_size: int) -> Any:

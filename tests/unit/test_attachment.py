@@ -13,6 +13,8 @@ from torch import nn
 from torch.distributed._composable import replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
 
 import commhooks
 import ddp_core
@@ -227,6 +229,8 @@ def test_a_layer_may_be_trained_once_it_is_wrapped_anew():
     model[1].requires_grad_(True)
     del again
     gc.collect()
+    del old
+    gc.collect()
     step(model)  # by itself
 
 
@@ -282,7 +286,7 @@ def test_a_state_whose_model_trained_without_it_warns_when_it_is_dropped(kind):
 
 def test_a_loss_computed_beside_the_wrapper_warns_when_the_hook_is_dropped():
     held = {"ddp": DistributedDataParallel(layers())}
-    held["state"] = commhooks.register(held["ddp"], "int8")
+    held["state"] = HookState("int8", held["ddp"])  # and never registered
     train_beside(held["ddp"])
     with pytest.warns(RuntimeWarning, match=r"HookState\(.*never called"):
         drop("ddp", "state", scope=held)
@@ -323,14 +327,13 @@ def test_a_state_that_did_what_was_asked_of_it_says_nothing(what):
     drop(*held, scope=held)
 
 
-def test_looking_whether_a_hook_is_called_ends_with_its_first_call():
-    ddp = DistributedDataParallel(layers())
+def test_few_gradients_are_watched():
+    ddp = DistributedDataParallel(layers(200))
     commhooks.register(ddp, "int8")
-    parameters = list(ddp.parameters())
-    assert sum(bool(one._backward_hooks) for one in parameters) == 2
-    for _ in range(2):
-        step(ddp)
-    assert not any(one._backward_hooks for one in parameters)
+    watched = [bool(one._post_accumulate_grad_hooks) for one in ddp.parameters()]
+    assert watched[0]
+    assert watched[-1]
+    assert sum(watched) < 40
     copy.deepcopy(ddp.module)
 
 
@@ -359,6 +362,262 @@ def test_a_discarded_forward_pass_with_delayed_parameters_is_no_missing_hook():
     ddp(torch.ones(2, 8))
     assert module[2].weight.grad is not None  # made by the forward pass
     ddp(torch.ones(2, 8)).sum().backward()
+
+
+# ---- other parameters than those that were wrapped, and gradients beside the wrapper
+
+
+HOOKED = [(DistributedDataParallel, "int8"), (CoreDDP, None), (CoreDDP, "int8")]
+
+
+def trained(kind, scheme, model=None, **options):
+    ddp = kind(layers() if model is None else model, **options)
+    hook = None if scheme is None else commhooks.register(ddp, scheme)
+    for _ in range(2):
+        step(ddp)
+    return ddp, hook
+
+
+def assign(ddp):
+    ddp.load_state_dict({k: v.clone() for k, v in ddp.state_dict().items()}, assign=True)
+
+
+def overwrite(ddp):
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    ddp.bfloat16().float()
+    torch.__future__.set_overwrite_module_params_on_conversion(False)
+
+
+def new_layer(ddp):
+    ddp.module.add_module("new", nn.Linear(8, 8))
+
+
+def one_weight(ddp):
+    ddp.module[1].weight = nn.Parameter(ddp.module[1].weight.detach().clone())
+
+
+def tied(ddp):
+    ddp.module[1].weight = ddp.module[0].weight
+
+
+def parametrized(ddp):
+    nn.utils.parametrize.register_parametrization(ddp.module[1], "weight", nn.Identity())
+
+
+CHANGES = {
+    parametrized: r"1.weight was of another dtype.*Tensor\.set_",
+    assign: "2.bias is another object than those that were wrapped",
+    overwrite: "2.bias is another object than those that were wrapped",
+    one_weight: "1.weight is another object than those that were wrapped",
+    new_layer: "new.bias is another object than those that were wrapped",
+    tied: "the model has no parameter 1.weight any more",
+    lambda ddp: ddp.double(): "is of torch.float64 on cpu now, and was of torch.float32",
+    lambda ddp: ddp.module[1].double(): "1.weight is of torch.float64",
+    lambda ddp: ddp.double().float(): "was of another dtype, or on another device, for a while",
+    lambda ddp: ddp.module[1].double().float(): r"1\.\w+ was of another dtype",
+}
+
+
+@pytest.mark.parametrize(("change", "reason"), CHANGES.items())
+@pytest.mark.parametrize(("kind", "scheme"), HOOKED)
+def test_a_change_of_the_parameters_is_an_error_in_the_next_step(kind, scheme, change, reason):
+    ddp, _ = trained(kind, scheme)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of set_overwrite_module_params_on_conversion
+        change(ddp)
+    with pytest.raises(RuntimeError, match=reason):
+        ddp(torch.ones(2, 8, dtype=next(ddp.parameters()).dtype)).sum().backward()
+
+
+@pytest.mark.parametrize(("kind", "scheme"), HOOKED)
+def test_a_converted_layer_of_a_large_model_is_found_where_parameters_may_be_unused(kind, scheme):
+    ddp, _ = trained(kind, scheme, layers(20), find_unused_parameters=True)
+    ddp.module[13].double().float()
+    with pytest.raises(RuntimeError, match=r"13\.\w+ was of another dtype"):
+        for _ in range(10):
+            step(ddp)
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize(("kind", "scheme"), HOOKED)
+def test_a_loss_beside_the_wrapper_is_an_error(kind, scheme, before):
+    ddp = kind(layers())
+    if scheme:
+        commhooks.register(ddp, scheme)
+    if before:
+        step(ddp)
+    ddp.zero_grad()
+    why = "came after this step's" if before else "came without a forward pass of Distributed"
+    with pytest.raises(RuntimeError, match=why):
+        ddp.module(torch.ones(2, 8)).sum().backward()
+    for _ in range(2):  # it goes on
+        step(ddp)
+
+
+@pytest.mark.parametrize(("kind", "scheme"), HOOKED)
+def test_a_hook_that_was_registered_by_hand_is_guarded_from_its_first_call(kind, scheme):
+    ddp = kind(layers())
+    if scheme:
+        ddp.register_comm_hook(HookState(scheme, ddp), comm_hook)
+    for _ in range(2):
+        step(ddp)
+    with pytest.raises(RuntimeError, match="came after this step's"):
+        ddp.module(torch.ones(2, 8)).sum().backward()
+    assign(ddp)
+    with pytest.raises(RuntimeError, match="another object"):
+        step(ddp)
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        for _ in range(2):
+            x = checkpoint(self.layer, x, use_reentrant=True)
+        return x
+
+
+@pytest.mark.parametrize(("kind", "scheme"), HOOKED)
+def test_a_layer_that_a_reentrant_checkpoint_runs_twice_is_an_error(kind, scheme):
+    ddp = kind(Twice())
+    if scheme:
+        commhooks.register(ddp, scheme)
+    with pytest.raises(RuntimeError, match="marked as ready twice"):
+        for _ in range(2):
+            ddp(torch.ones(2, 8, requires_grad=True)).sum().backward()
+
+
+def test_parameters_that_were_replaced_before_register_are_not_called_frozen():
+    ddp = DistributedDataParallel(layers())
+    one_weight(ddp)
+    commhooks.register(ddp, "int8")  # no warning
+    with pytest.raises(RuntimeError, match="1.weight is another object"):
+        step(ddp)
+
+
+def swapped(ddp, x):
+    """Averages of weights are put in place for a while."""
+    kept = [one.data for one in ddp.parameters()]
+    for one in ddp.parameters():
+        one.data = one.data * 0.5
+    with torch.no_grad():
+        ddp(x)
+    for one, value in zip(ddp.parameters(), kept, strict=True):
+        one.data = value
+
+
+def functional(ddp, x):
+    others = {name: nn.Parameter(value.detach()) for name, value in ddp.named_parameters()}
+    torch.func.functional_call(ddp, others, (x,)).sum().backward()
+    torch.func.functional_call(
+        ddp, {k: v.detach().requires_grad_() for k, v in others.items()}, (x,)
+    ).sum().backward()
+
+
+def accumulated(ddp, x):
+    for _ in range(2):
+        with ddp.no_sync():
+            ddp(x).sum().backward()
+            ddp.module(x).sum().backward()
+    ddp(x).sum().backward()
+    ddp.zero_grad()
+
+
+def half_inside(ddp, x):
+    """Torch's guide has the forward pass inside; the last backward pass averages all."""
+    with ddp.no_sync():
+        loss = ddp(x).sum()
+    loss.backward()
+    ddp(x).sum().backward()
+    ddp.zero_grad()
+
+
+def unused_layer(ddp, x):
+    ddp.module.teacher = [layers()]
+    ddp.module.add_module("teacher_of_later", layers(1))
+    first = ddp.module.forward
+    ddp.module.forward = lambda x: ddp.module[:3](x)
+    ddp(x).sum().backward()
+    ddp.module.forward = first
+    del ddp.module.teacher_of_later, ddp.module.teacher
+
+
+def wrapped_again(ddp, x):
+    again = type(ddp)(ddp.module)
+    step(again)
+    ddp.zero_grad()
+
+
+FINE = [
+    lambda ddp, x: ddp(x),  # and no backward pass
+    lambda ddp, x: torch.autograd.grad(ddp.module(x).sum(), list(ddp.parameters())),
+    lambda ddp, x: ddp.eval()(x).sum().backward(),
+    lambda ddp, x: ddp.module.requires_grad_(False).requires_grad_(True),
+    swapped,
+    functional,
+    accumulated,
+    half_inside,
+    unused_layer,
+    wrapped_again,
+]
+
+
+@pytest.mark.parametrize("use", FINE)
+@pytest.mark.parametrize(("kind", "scheme"), HOOKED)
+def test_what_is_no_mistake_is_no_error(kind, scheme, use):
+    ddp, hook = trained(kind, scheme)
+    use(ddp, torch.ones(2, 8))
+    ddp.train()
+    for _ in range(3):
+        step(ddp)
+    assert hook is None or hook.step >= 5
+
+
+def test_the_composable_form_is_guarded():
+    for change, reason in ((assign, "2.bias is another"), (nn.Module.double, "torch.float64")):
+        model = replicate(layers())
+        commhooks.register(model, "int8")
+        for _ in range(2):
+            model(torch.ones(2, 8)).sum().backward()
+        with pytest.raises(RuntimeError, match=r"gradient of [12]\.\w+ came after"):
+            model[2](model[1](torch.ones(2, 8))).sum().backward()
+        change(model)
+        with pytest.raises(RuntimeError, match=reason):
+            model(torch.ones(2, 8, dtype=model[0].weight.dtype)).sum().backward()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_copy_is_evaluated_and_not_trained(kind):
+    ddp, _ = trained(kind, "powersgd")
+    average = AveragedModel(ddp, use_buffers=True)
+    x = torch.ones(2, 8)
+    with torch.no_grad():
+        average(x)
+    average.eval()(x)
+    average.train()
+    with pytest.raises(RuntimeError, match=r"unpickled or copied.*eval\(\)"):
+        average(x)
+    step(ddp)
+
+
+def test_a_zero_optimizer_says_what_is_wrong_with_the_parameters():
+    for change, reason in (
+        (lambda ddp: ddp.module[1].requires_grad_(False), "Frozen since .* 1.weight, 1.bias"),
+        (assign, "is another object"),
+        (nn.Module.double, r"converted to another dtype or device \(\.double\)"),
+        (lambda ddp: (ddp.zero_grad(), ddp.double()), "is of torch.float64 on cpu now"),
+    ):
+        ddp = CoreDDP(layers())
+        zero = commhooks.ZeroOptimizer(ddp, torch.optim.SGD, lr=0.1)
+        step(ddp)
+        zero.step()
+        with pytest.raises(RuntimeError, match=reason):
+            change(ddp)
+            zero.zero_grad()
+            ddp(torch.ones(2, 8, dtype=ddp.module[0].weight.dtype)).sum().backward()
+            zero.step()
 
 
 # ---- wrong use
