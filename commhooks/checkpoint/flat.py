@@ -10,6 +10,7 @@ from urllib.parse import quote
 from torch import Tensor
 
 from commhooks.checkpoint.form import MemoryDict, StateDict, read_memory
+from commhooks.core.settings import from_json
 from commhooks.errors import CheckpointError
 
 __all__ = ["flatten_state", "unflatten_state"]
@@ -55,14 +56,13 @@ def unflatten_state(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) 
     """
     memories: dict[str, MemoryDict] = {}
     try:
-        state: dict[str, Any] = json.loads(metadata["commhooks"])
+        state: dict[str, Any] = from_json(metadata["commhooks"])
         for field, value in state.items():
             if isinstance(value, dict):
                 keys = value.pop("keys")
                 value["memory"] = {key: {} for key in keys}
                 memories[field] = {_quoted(key): value["memory"][key] for key in keys}
-    # ``json.loads`` recurses: deeply nested brackets in a damaged file are a RecursionError.
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             "unflatten_state: no readable 'commhooks' metadata; was the file saved with "
             "flatten_state(hook.state_dict())?"

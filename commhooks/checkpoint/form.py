@@ -17,9 +17,11 @@ from commhooks.checkpoint.checksum import FIELDS, checksum
 from commhooks.checkpoint.placement import read_placement
 from commhooks.core.names import renamed
 from commhooks.errors import CheckpointError
+from commhooks.kernels import all_finite
 
 __all__ = [
     "COMMON",
+    "FLOATS",
     "FORMAT",
     "MAX_STEP",
     "VERSION",
@@ -28,8 +30,8 @@ __all__ = [
     "Saved",
     "SavedBuckets",
     "StateDict",
-    "check_layout",
-    "check_limits",
+    "check_numbers",
+    "need_fields",
     "rank_fields",
     "read",
     "read_memory",
@@ -53,9 +55,9 @@ _SHARED = [name for name in FIELDS if name not in ("format", "commhooks", "torch
 _RANK_KEY = re.compile(r"rank(0|[1-9][0-9]{0,8})")
 MAX_STEP = 2**62  # the next steps still fit the 64 bits in which kernels take a step
 _MOST_RANKS = 2**31 - 1
-_FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 _INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
-_DTYPES = _FLOATS | _INTEGERS | {torch.bool}  # complex parameters are pairs of reals
+_DTYPES = FLOATS | _INTEGERS | {torch.bool}  # complex parameters are pairs of reals
 
 
 class Part(NamedTuple):
@@ -200,17 +202,32 @@ def _check_common(state: object, call: str) -> None:
         "seed": (-(2**63), 2**63 - 1),
         "world_size": (1, _MOST_RANKS),
     }
+    check_numbers(state, ranges, call)
+    _check_layout(state.get("layout", []), call)
+    _check_limits(state.get("bucket_bytes", []), call)
+
+
+def need_fields(state: object, fields: Collection[str], call: str) -> None:
+    """Raises unless ``state`` is a dict of these fields, and no others."""
+    if not isinstance(state, Mapping) or set(state) != set(fields):
+        raise CheckpointError(
+            f"{call}: a dict of {', '.join(fields)}, got {_short(state)}; the file is damaged"
+        )
+
+
+def check_numbers(
+    state: StateDict, ranges: Mapping[str, tuple[int, int]], call: str = "load_state_dict"
+) -> None:
+    """Raises unless these fields are whole numbers in their ranges, ends included."""
     for field, (least, most) in ranges.items():
-        if not whole_number(state[field], least, most):
+        if not whole_number(state.get(field), least, most):
             raise CheckpointError(
                 f"{call}: {field!r} is a whole number from {least} to {most}, got "
-                f"{_short(state[field])}; the file is damaged"
+                f"{_short(state.get(field))}; the file is damaged"
             )
-    check_layout(state.get("layout", []), call)
-    check_limits(state.get("bucket_bytes", []), call)
 
 
-def check_layout(layout: object, call: str) -> None:
+def _check_layout(layout: object, call: str) -> None:
     """Raises unless ``layout`` is a list of lists of parameter names, no name twice."""
     # ``type(...) is list``: a subclass, or a tensor, may answer questions in any way.
     buckets = layout if type(layout) is list else [None]
@@ -222,7 +239,7 @@ def check_layout(layout: object, call: str) -> None:
         )
 
 
-def check_limits(limits: object, call: str) -> None:
+def _check_limits(limits: object, call: str) -> None:
     """Raises unless ``limits`` is a list of sizes in bytes."""
     if type(limits) is not list or not all(whole_number(size, 0, 2**63 - 1) for size in limits):
         raise CheckpointError(
@@ -295,7 +312,7 @@ def _part(state: StateDict, field: str, call: str, verify: bool) -> Part:
 
 
 def read_memory(stored: Any, field: str, call: str) -> MemoryDict:
-    """Returns tensors by key and parameter name; raises unless all are dense and of numbers."""
+    """Returns tensors by key and parameter name; raises unless all are dense and finite."""
     if not isinstance(stored, Mapping):
         raise CheckpointError(f"{call}: {field} is no dict of tensors; the file is damaged")
     memory: MemoryDict = {}
@@ -311,6 +328,13 @@ def read_memory(stored: Any, field: str, call: str) -> MemoryDict:
                 raise CheckpointError(
                     f"{call}: {field}[{_short(key)}][{_short(name)}] does not hold tensors of "
                     f"plain numbers: it {error}; the file is damaged"
+                )
+            # In float32, in which kernels compute: a larger float64 value is infinite there. A NaN
+            # in memory makes all later gradients NaN, on all ranks.
+            if value.is_floating_point() and not all_finite(value.detach().float()):
+                raise CheckpointError(
+                    f"{call}: {field}[{_short(key)}][{_short(name)}] is not finite in float32; the "
+                    f"file is damaged"
                 )
         memory[key] = dict(values)
     return memory

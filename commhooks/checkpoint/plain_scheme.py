@@ -1,7 +1,8 @@
 """Converts schemes to dicts of plain values, which ``torch.load`` takes by default, and back.
 
 A scheme is rebuilt by the constructor of its class, which checks the settings, and only if the
-class is imported already: a file cannot make this module import or call anything else.
+class is one of this package's that touches no file, or one that the program has added to torch's
+safe globals: a file cannot make this module import or call anything else.
 """
 
 from __future__ import annotations
@@ -10,13 +11,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import torch
+
 from commhooks.core.scheme import Scheme
+from commhooks.core.settings import printable, shown
 from commhooks.errors import CheckpointError
 from commhooks.wrappers.per_parameter import Rule
 
 __all__ = ["from_plain", "to_plain"]
 
 _CLASS, _SETTINGS = "class", "settings"
+_DEEPEST = 64  # schemes and lists within each other
 
 
 def to_plain(value: Any) -> Any:
@@ -34,30 +39,59 @@ def to_plain(value: Any) -> Any:
     return value
 
 
-def from_plain(value: Any) -> Any:
+def from_plain(value: Any, *, inside: int = 0) -> Any:
     """Returns what ``to_plain`` converted, with tuples for lists.
 
+    Args:
+        inside: number of schemes and lists around it.
+
     Raises:
-        CheckpointError: the class is not imported, or refuses the settings.
+        CheckpointError: the class is not imported, is none that a file may name, or refuses the
+            settings.
     """
+    if inside > _DEEPEST:
+        raise CheckpointError("a saved scheme is nested too deeply; the file is damaged")
     # Tuples, since a scheme with a list in its settings has no hash.
     if isinstance(value, list):
-        return tuple(from_plain(item) for item in value)
+        return tuple(from_plain(item, inside=inside + 1) for item in value)
     if not isinstance(value, Mapping):
         return value
     name, settings = value.get(_CLASS), value.get(_SETTINGS)
     # Not only registered schemes: wrappers and users' classes as well.
     known = {_name(kind): kind for kind in _classes()}
-    name = _without_module(name) if isinstance(name, str) else name
-    if name not in known or not isinstance(settings, Mapping):
+    name = _without_module(name) if isinstance(name, str) else shown(name)
+    if name not in known or not isinstance(settings, Mapping) or not all(map(_is_text, settings)):
         raise CheckpointError(
-            f"a saved scheme is of {str(name)[:200]!r}, which is not imported here; import it "
-            f"before the state is loaded"
+            f"a saved scheme is of {shown(name)}, which is not imported here; import it before "
+            f"the state is loaded"
         )
+    kind = known[name]
+    if not _may_be_named(kind):
+        raise CheckpointError(
+            f"a saved scheme is of {name!r}, which a file may not choose unless the program "
+            f"allows it: torch.serialization.add_safe_globals([{kind.__name__}]). Or save "
+            f"hook.state_dict(), which continues on the scheme that is registered"
+        )
+    inner = {key: from_plain(item, inside=inside + 1) for key, item in settings.items()}
     try:
-        return known[name](**{str(key): from_plain(item) for key, item in settings.items()})
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"a saved scheme has settings that it refuses: {error}") from error
+        return kind(**inner)
+    except Exception as error:  # a constructor may raise anything at settings of any type
+        raise CheckpointError(
+            f"a saved scheme has settings that it refuses: {printable(str(error))}"
+        ) from error
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _may_be_named(kind: type) -> bool:
+    """Whether a file may choose a class: it only computes, or the program has allowed it."""
+    touches_files = issubclass(kind, Scheme) and kind.touches_files
+    if kind.__module__.partition(".")[0] == "commhooks" and not touches_files:
+        return True
+    allowed = torch.serialization.get_safe_globals()
+    return any(kind is (one[0] if isinstance(one, tuple) else one) for one in allowed)
 
 
 def _name(kind: type) -> str:

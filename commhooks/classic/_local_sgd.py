@@ -13,17 +13,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
+from commhooks.checkpoint.form import MAX_STEP, check_numbers, need_fields
 from commhooks.classic._hook_access import group_of
 from commhooks.classic._launch import BucketFuture, Wires, cast_payloads, classic_hook
 from commhooks.classic._owner import Group, Owner, owner_of
 from commhooks.core.dense import Dense
-from commhooks.errors import RegistrationError
+from commhooks.errors import CheckpointError, RegistrationError
 from commhooks.schemes.noop import Noop
 from ddp_core import made_in_time
 
 __all__ = ["PostLocalSGDState", "post_localSGD_hook"]
 
 DENSE, NOOP = Dense(), Noop()
+_PICKLE = "the pickled PostLocalSGDState"
 
 
 class PostLocalSGDState:
@@ -101,6 +103,13 @@ class PostLocalSGDState:
         }
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
+        # ``torch.load`` calls this with whatever a file says, so all of it is checked first.
+        flags = ("post_local_gradient_allreduce", "had_subgroup")
+        need_fields(saved, ("start_localSGD_iter", "iter", *flags), _PICKLE)
+        whole = {"start_localSGD_iter": (-MAX_STEP, MAX_STEP), "iter": (0, MAX_STEP)}
+        check_numbers(saved, whole, _PICKLE)
+        if not all(type(saved[flag]) is bool for flag in flags):
+            raise CheckpointError(f"{_PICKLE} is damaged: {' and '.join(flags)} are True or False")
         start, allreduce = saved["start_localSGD_iter"], saved["post_local_gradient_allreduce"]
         self.__init__(None, None, start, allreduce)  # type: ignore[misc]
         self.iter = saved["iter"]

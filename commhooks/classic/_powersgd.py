@@ -13,17 +13,28 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from commhooks._torch import comm_hooks
+from commhooks.checkpoint.form import MAX_STEP, check_numbers, need_fields, read, whole_number
 from commhooks.classic._launch import BucketFuture, Launcher, Wires, classic_hook, classics
 from commhooks.classic._owner import Group
 from commhooks.classic._powersgd_models import OnModels
-from commhooks.classic._powersgd_settings import BATCHED, LAYERWISE, SETTINGS, Kind, scheme_of
+from commhooks.classic._powersgd_settings import (
+    BATCHED,
+    LAYERWISE,
+    SETTINGS,
+    Kind,
+    scheme_of,
+)
 from commhooks.classic._powersgd_stats import CompressionStats
 from commhooks.classic._views import MemoryByBucket
-from commhooks.errors import RegistrationError
+from commhooks.core.settings import check_seed, declared, fitting
+from commhooks.errors import CheckpointError, RegistrationError
 from commhooks.hook.parameters import ddp_models
 from commhooks.hook.state import HookState
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
+
+
+_PICKLE = "the pickled PowerSGDState"
 
 
 class PowerSGDState(CompressionStats, MemoryByBucket):
@@ -182,11 +193,30 @@ class PowerSGDState(CompressionStats, MemoryByBucket):
         }
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
-        self.__init__(None, **saved["settings"])  # type: ignore[misc]
-        self.total_numel_before_compression, self.total_numel_after_compression = saved["numel"]
+        # ``torch.load`` calls this with whatever a file says, so all of it is checked first.
+        need_fields(saved, ("settings", "iter", "numel", "saved"), _PICKLE)
+        settings, numel, states = saved["settings"], saved["numel"], saved["saved"]
+        need_fields(settings, SETTINGS, _PICKLE)
+        check_numbers(saved, {"iter": (0, MAX_STEP)}, _PICKLE)
+        if not _is_pair(numel) or not all(whole_number(one, 0, MAX_STEP) for one in numel):
+            raise CheckpointError(f"{_PICKLE} is damaged: its 'numel' are no two numbers")
+        if type(states) is not list or not all(map(_is_pair, states)):
+            raise CheckpointError(f"{_PICKLE} is damaged: its 'saved' are no states")
+        try:
+            for state, strict in states:
+                read(state, _PICKLE)
+                fitting(_PICKLE, "strict", strict, bool)
+            kinds = declared(PowerSGDState.__init__)
+            for name in SETTINGS:
+                fitting(_PICKLE, name, settings[name], kinds[name])
+            check_seed(settings["random_seed"])
+            self.__init__(None, **settings)  # type: ignore[misc]
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"{_PICKLE} is damaged: {error}") from error
+        self.total_numel_before_compression, self.total_numel_after_compression = numel
         self.next_stats_report = saved["iter"]
-        self._on_models.saved, self._on_models.was_pickled = list(saved["saved"]), True
-        self._on_models.first_iter = None if saved["saved"] else saved["iter"]
+        self._on_models.saved, self._on_models.was_pickled = list(states), True
+        self._on_models.first_iter = None if states else saved["iter"]
 
     def __repr__(self) -> str:
         settings = ", ".join(f"{name}={getattr(self, name)!r}" for name in SETTINGS)
@@ -226,6 +256,10 @@ class PowerSGDState(CompressionStats, MemoryByBucket):
         """Makes the state on its model, and loads what waits for it, before the first step."""
         registration = _registration_of(self)
         return None if registration is None else self._on_models.restored(self, *registration).hook
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2
 
 
 # torch.load(..., weights_only=True) then loads a pickled state, which has tensors, numbers and

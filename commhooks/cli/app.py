@@ -17,6 +17,7 @@ from commhooks.cli import link as _link
 from commhooks.cli import simulate as _simulate
 from commhooks.cli.fabrics import print_presets
 from commhooks.cli.user_schemes import load_files
+from commhooks.core.settings import printable
 from commhooks.errors import Error, MissingPackageError
 from commhooks.predict.step import MOST_RANKS
 
@@ -42,7 +43,10 @@ class _Commands(TyperGroup):
             typer.echo(error, err=True)
             raise typer.Exit(1) from error
         except (OSError, Error) as error:
-            raise typer.BadParameter(str(error)) from error
+            raise typer.BadParameter(printable(str(error))) from error
+        except typer.BadParameter as error:
+            error.message = printable(error.message)  # which quotes files
+            raise
 
 
 app = typer.Typer(no_args_is_help=True, cls=_Commands)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from functools import wraps
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -79,7 +79,10 @@ class Scheme:
         traits: declares number of rounds, error, and what the scheme returns.
         keeps: declares the tensors that the scheme itself keeps per parameter. Schemes inside a
             wrapper declare their own; :func:`slots_of` returns all.
+        touches_files: whether the scheme acts outside of memory, so that no pickle may choose it.
     """
+
+    touches_files: ClassVar[bool] = False
 
     # Properties with defaults: a subclass writes ``traits = Traits(...)``, or a property where the
     # answer depends on its settings.

@@ -1,9 +1,10 @@
-"""Checks settings of schemes and options of functions against their declared types."""
+"""Checks what users and files give: settings and options by their declared types, and texts."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import json
 import math
 import numbers
 import operator
@@ -34,7 +35,10 @@ __all__ = [
     "checked",
     "declared",
     "fitting",
+    "from_json",
+    "is_shape",
     "need_dataclass",
+    "printable",
     "shown",
 ]
 
@@ -44,6 +48,8 @@ Bound: TypeAlias = Annotated[float, _ENDLESS]  # a limit; the only float that ma
 P = ParamSpec("P")
 R = TypeVar("R")
 _MOST_SHOWN = 80
+_MOST_DIMENSIONS, _MOST_ENTRIES = 64, 2**48  # of a tensor; no memory has as many
+_DEEPEST = 16  # lists and dicts within each other; those that this package writes have seven
 _SEEDS = range(-(2**63), 2**63)
 
 
@@ -157,6 +163,54 @@ def shown(value: Any) -> str:
     except Exception:  # a class of the user's: the message at hand is worth more than its error
         text = f"a {type(value).__name__}"
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
+def printable(text: str) -> str:
+    """Returns a text of a file or a name with escapes for what no terminal should act on.
+
+    Line ends stay; control characters, marks of direction and halves of characters do not.
+    """
+    return "".join(
+        one if one.isprintable() or one == "\n" else one.encode("unicode_escape").decode()
+        for one in text
+    )
+
+
+def from_json(text: str) -> Any:
+    """Returns the value of a JSON text from a file, which anybody may have written.
+
+    Raises:
+        ValueError: the text is no JSON, is nested deeply, or has a text that is none.
+    """
+    deep = ValueError(f"it is nested more than {_DEEPEST} deep")
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise deep from None
+    level: list[Any] = [value]
+    for _ in range(_DEEPEST):
+        inside: list[Any] = []
+        for one in level:
+            if isinstance(one, str):
+                one.encode()  # half a character is a UnicodeEncodeError, which is a ValueError
+            elif isinstance(one, dict):
+                inside += [*one, *one.values()]
+            elif isinstance(one, list):
+                inside += one
+        if not inside:
+            return value
+        level = inside
+    raise deep
+
+
+def is_shape(sizes: object) -> bool:
+    """Whether a value from a file is the shape of a tensor that there may be."""
+    return (
+        isinstance(sizes, list | tuple)
+        and len(sizes) <= _MOST_DIMENSIONS
+        and all(type(size) is int and 0 <= size <= _MOST_ENTRIES for size in sizes)
+        and math.prod(sizes) <= _MOST_ENTRIES
+    )
 
 
 # ---- what is declared

@@ -12,7 +12,7 @@ from commhooks.checkpoint.checksum import digest
 from commhooks.checkpoint.form import SavedBuckets
 from commhooks.checkpoint.ranks import resizes_of
 from commhooks.core.names import whole_name
-from commhooks.core.scheme import Scheme, walk
+from commhooks.core.scheme import Scheme, slot_error, walk
 from commhooks.errors import CheckpointError
 from commhooks.hook.binding import Binding
 from commhooks.hook.engine import Engine
@@ -80,6 +80,11 @@ def _origin(engine: Engine, binding: Binding) -> str:
     pieces = binding.parameters.placement
     if origin is None:
         return _OWN
+    for key, name, value in engine.memory.items():
+        shape = binding.parameters.shapes.get(name)
+        error = None if shape is None else slot_error(engine.scheme, key, value, shape)
+        if error is not None:
+            return f"of another model or scheme: {key!r} of {name!r} {error}"
     if origin.placement is not None:
         for name in dict.fromkeys(whole_name(name) for _, name, _ in engine.memory.items()):
             its, own = origin.placement.get(name, "all"), pieces.get(name, "all")

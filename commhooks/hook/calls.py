@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commhooks.checkpoint.form import MAX_STEP, SavedBuckets, read
+from commhooks.checkpoint.form import FLOATS, MAX_STEP, SavedBuckets, read, whole_number
 from commhooks.core.layout import Layout
 from commhooks.core.scheme import Scheme, slots_of
+from commhooks.core.settings import from_json, is_shape
 from commhooks.errors import CheckpointError, RegistrationError
 from commhooks.hook.call import Call, Handle, Kind
 from commhooks.hook.capture import need_no_capture
@@ -191,8 +192,12 @@ class Calls(HookState):
     ) -> None:
         """Continues from a saved state; see :meth:`commhooks.HookState.load_state_dict`."""
         self.wait()
-        plan = read(state, "load_state_dict", verify=False).common.get("plan", "")
-        steps, tensors, first = _tensors_of(plan)
+        saved = read(state, "load_state_dict", verify=False)
+        steps, tensors, first = _tensors_of(saved.common.get("plan", ""))
+        if not strict:  # else a size that only the plan tells would be that of the next saved state
+            tensors = tensors.having(
+                name for part in saved.parts for of_key in part.memory.values() for name in of_key
+            )
         before = self._tensors
         self._tensors = self._binding.parameters = before.and_also(tensors)
         try:
@@ -259,17 +264,28 @@ def _tensors_of(plan: str) -> tuple[dict[str, int], NamedTensors, int | None]:
     steps, tensors = {}, NamedTensors()
     try:
         # Another text is of a hook that chooses its scheme: it names no tensors.
-        told = json.loads(plan or "{}")
+        told = from_json(plan or "{}")
         for name, (step, known) in told.get("tensors", {}).items():
-            steps[name] = range(MAX_STEP)[step]
+            steps[name] = _step_of(step)
             if known is not None:
-                shape, dtype = known
-                tensors.declare(name, torch.Size(shape), getattr(torch, dtype))
-        first = told.get("first", 0 if steps else None)
-        if first is not None:
-            first = range(MAX_STEP)[first]
-    except (ValueError, TypeError, IndexError, AttributeError) as error:
+                tensors.declare(name, *_shape_of(*known))
+        first = _step_of(told.get("first", 0)) if steps or "first" in told else None
+    except (ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"load_state_dict: 'plan' does not describe tensors, got {plan[:80]!r}; damaged"
         ) from error
     return steps, tensors, first
+
+
+def _step_of(step: Any) -> int:
+    if not whole_number(step, 0, MAX_STEP):
+        raise ValueError("no number of a step")
+    number: int = step
+    return number
+
+
+def _shape_of(shape: Any, dtype: Any) -> tuple[torch.Size, torch.dtype]:
+    kinds = {str(kind).split(".")[1]: kind for kind in FLOATS}  # others are not compressed
+    if not is_shape(shape) or dtype not in kinds:
+        raise ValueError("no tensor")
+    return torch.Size(shape), kinds[dtype]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 
@@ -48,6 +48,12 @@ class NamedTensors(Parameters):
         both = NamedTensors()
         both._by_name = {**self._by_name, **other._by_name}
         return both
+
+    def having(self, names: Iterable[str]) -> NamedTensors:
+        """Returns the tensors of some names, which there need not be."""
+        some = NamedTensors()
+        some._by_name = {name: self._by_name[name] for name in names if name in self._by_name}
+        return some
 
     def described(self, name: str) -> tuple[list[int], str] | None:
         """Returns shape and dtype of a tensor in a form for JSON; None if it is not declared."""

@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
+from commhooks.checkpoint.checksum import checksum
 from commhooks.checkpoint.form import (
-    MAX_STEP,
+    FORMAT,
+    VERSION,
     MemoryDict,
     SavedBuckets,
-    check_layout,
-    check_limits,
-    read_memory,
+    check_numbers,
+    read,
     whole_number,
 )
-from commhooks.checkpoint.placement import read_placement, stored_placement
+from commhooks.checkpoint.placement import stored_placement
 from commhooks.checkpoint.plain_scheme import from_plain, to_plain
 from commhooks.core.scheme import Scheme
 from commhooks.errors import CheckpointError
 from commhooks.hook.binding import Origin
 from commhooks.hook.running import Running
 
-__all__ = ["buckets_of", "check_pickled", "origin_of", "to_pickle"]
+__all__ = ["Pickled", "from_pickle", "sealed", "to_pickle"]
 
 _PICKLE = "the pickled HookState"
+_MOST_RANKS = 2**31 - 1
+
+
+class Pickled(NamedTuple):
+    """Holds a pickled state that was checked; ``origin`` is None if its ranks were not known."""
+
+    scheme: Scheme
+    seed: int
+    step: int
+    history: int
+    memory: MemoryDict
+    buckets: SavedBuckets
+    origin: Origin | None
 
 
 def to_pickle(hook: Running) -> dict[str, Any]:
@@ -35,18 +50,26 @@ def to_pickle(hook: Running) -> dict[str, Any]:
     # Copies: values are views of flat buffers, and a saved view brings the whole buffer along.
     for key, name, value in engine.memory.items():
         memory.setdefault(key, {})[name] = value.detach().clone()
-    return {
-        "scheme": to_plain(engine.scheme),
-        "seed": engine.seed,
-        "step": engine.step,
-        "history": hook.ledger.history,
-        "memory": memory,
-        "layout": [list(names) for names in buckets.layout],
-        "bucket_bytes": list(buckets.bucket_bytes),
-        "arrival": None if buckets.arrival is None else list(buckets.arrival),
-        "ranks": None if origin is None else origin[:2],
-        "placement": None if placement is None else stored_placement(placement),
-    }
+    return sealed(
+        {
+            "scheme": to_plain(engine.scheme),
+            "seed": engine.seed,
+            "step": engine.step,
+            "history": hook.ledger.history,
+            "memory": memory,
+            "layout": [list(names) for names in buckets.layout],
+            "bucket_bytes": list(buckets.bucket_bytes),
+            "arrival": None if buckets.arrival is None else list(buckets.arrival),
+            "ranks": None if origin is None else origin[:2],
+            "placement": None if placement is None else stored_placement(placement),
+        }
+    )
+
+
+def sealed(pickled: dict[str, Any]) -> dict[str, Any]:
+    """Returns a pickled form with its checksum, that of the state it stands for."""
+    state, field = _as_state(pickled | {"checksum": ""})
+    return pickled | {"checksum": checksum(state, state[field])}
 
 
 def _origin(hook: Running) -> Origin | None:
@@ -59,51 +82,62 @@ def _origin(hook: Running) -> Origin | None:
     return Origin(engine.rank, engine.world_size, hook._parameters.placement)
 
 
-def check_pickled(saved: Any) -> Scheme:
-    """Checks a pickled state and returns its scheme.
+def from_pickle(pickled: Any) -> Pickled:
+    """Checks a pickled state, as every saved state is, and returns what it has.
 
     Raises:
-        CheckpointError: the state is damaged, or its scheme is not imported.
+        CheckpointError: the state is damaged, or its scheme is none that a file may name.
     """
-    # A pickle has no checksum, so types and ranges are all there is to check.
-    if not isinstance(saved, dict):
+    if not isinstance(pickled, Mapping):
         raise CheckpointError(f"{_PICKLE} is damaged: it is no dict")
-    numbers = {"seed": (-(2**63), 2**63 - 1), "step": (0, MAX_STEP), "history": (1, 2**62)}
-    for field, (least, most) in numbers.items():
-        if not whole_number(saved.get(field), least, most):
-            raise CheckpointError(f"{_PICKLE} is damaged: its {field!r} is no number")
-    ranks = saved.get("ranks")
-    if ranks is not None and not (
-        isinstance(ranks, tuple) and len(ranks) == 2 and all(type(rank) is int for rank in ranks)
-    ):
-        raise CheckpointError(f"{_PICKLE} is damaged: its 'ranks' are no numbers")
-    origin_of(saved)  # raises if it is damaged
-    read_memory(saved.get("memory"), "memory", _PICKLE)
-    layout, limits, arrival = buckets_of(saved)
-    check_layout(layout, _PICKLE)
-    check_layout([[] if arrival is None else arrival], _PICKLE)
-    check_limits(limits, _PICKLE)
+    check_numbers(pickled, {"history": (1, 2**62)}, _PICKLE)
+    state, _ = _as_state(pickled)
+    saved = read(state, _PICKLE)
+    (part,) = saved.parts
+    known = pickled.get("ranks") is not None
+    if part.memory and not known:
+        raise CheckpointError(f"{_PICKLE} is damaged: it has memory of no rank")
     # A scheme that is no dataclass has no plain form, and is pickled as it is.
-    scheme = saved.get("scheme")
+    scheme = pickled.get("scheme")
     if not isinstance(scheme, Scheme):
         scheme = from_plain(scheme)
     if not isinstance(scheme, Scheme):
         raise CheckpointError(f"{_PICKLE} is damaged: it has no scheme")
-    return scheme
+    common = saved.common
+    return Pickled(
+        scheme=scheme,
+        seed=common["seed"],
+        step=common["step"],
+        history=pickled["history"],
+        memory=part.memory,
+        buckets=SavedBuckets(common["layout"], common["bucket_bytes"], part.arrival),
+        origin=Origin(part.rank, common["world_size"], part.placement) if known else None,
+    )
 
 
-def origin_of(saved: dict[str, Any]) -> Origin | None:
-    """Returns where a state was pickled; None if it did not know its ranks yet."""
-    if saved.get("ranks") is None:
-        return None
-    stored = saved.get("placement")  # pickles of earlier releases do not tell
-    placement = None if stored is None else read_placement(stored, f"{_PICKLE}: 'placement'")
-    rank, world_size = saved["ranks"]
-    return Origin(rank, world_size, placement)
-
-
-def buckets_of(saved: dict[str, Any]) -> SavedBuckets:
-    """Returns the buckets in a pickled state."""
-    # Defaults: states of earlier versions lack these fields.
-    layout, limits = saved.get("layout", []), saved.get("bucket_bytes", [])
-    return SavedBuckets(layout, limits, saved.get("arrival"))
+def _as_state(pickled: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """Returns the state of one rank that a pickled form stands for, and the name of its part."""
+    ranks = (0, 1) if pickled.get("ranks") is None else pickled["ranks"]
+    is_pair = type(ranks) is tuple and len(ranks) == 2
+    if not is_pair or not all(whole_number(one, 0, _MOST_RANKS) for one in ranks):
+        raise CheckpointError(f"{_PICKLE} is damaged: its 'ranks' are no numbers")
+    rank, world_size = ranks
+    part = {"rank": rank, "memory": pickled.get("memory"), "arrival": pickled.get("arrival")}
+    field, placement, sum_of_it = f"rank{rank}", pickled.get("placement"), pickled.get("checksum")
+    if placement is not None:  # pickles of earlier releases do not tell
+        part["placement"] = placement
+    if sum_of_it is not None:  # nor have they a checksum
+        part |= {"global_rank": rank, "leader": 0, "checksum": sum_of_it}
+    version = 1 if sum_of_it is None else 2 if placement is None else VERSION
+    return {
+        "format": FORMAT,
+        "version": version,
+        "scheme": "",
+        "structure": "",
+        "step": pickled.get("step"),
+        "seed": pickled.get("seed"),
+        "world_size": world_size,
+        "layout": pickled.get("layout", []),
+        "bucket_bytes": pickled.get("bucket_bytes", []),
+        field: part,
+    }, field

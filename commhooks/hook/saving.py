@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from commhooks._version import __version__
 from commhooks.checkpoint.checksum import checksum
@@ -32,6 +33,8 @@ from commhooks.checkpoint.ranks import (
     with_own_pieces,
 )
 from commhooks.core.scheme import Scheme
+from commhooks.core.slot import Slot
+from commhooks.core.step_info import StepInfo
 from commhooks.errors import CheckpointError, RegistrationError
 from commhooks.hook.gather import gather as gather_states
 from commhooks.hook.gather import need_receiver
@@ -49,6 +52,8 @@ from commhooks.wrappers.make import describe
 from ddp_core import MismatchError, MissingRankError
 
 __all__ = ["Loaded", "needed_fields", "prepare", "save", "take_up"]
+
+MakeInitial = Callable[[Slot, str, torch.Size, StepInfo], Tensor | None]
 
 
 class Loaded(NamedTuple):
@@ -174,23 +179,33 @@ def _saved_memory(hook: Running) -> MemoryDict:
     """Returns copies of all values by key and name, with initial ones where no step has been."""
     # Initial values too: ``dcp.load`` reads only the tensors that the template from ``state_dict``
     # has, and ``check_complete`` can then tell a lost value from an unused one.
-    values = _declared(hook, hook.scheme, hook.step)
+    values = _declared(hook, hook.scheme, hook.step, _initial)
     for key, name, tensor in hook._engine.memory.items():
         values.setdefault(key, {})[name] = tensor.detach().clone()
     return as_saved(hook, hook.scheme, values)
 
 
-def _declared(hook: Running, scheme: Scheme, step: int) -> MemoryDict:
+def _declared(hook: Running, scheme: Scheme, step: int, make: MakeInitial) -> MemoryDict:
     """Returns the initial memory of a scheme by key and name, in the memory order of buckets."""
     values: MemoryDict = {}
     for name, shape, dtype, _ in hook._parameters:
         now = hook._engine.step_info(dtype, step)
         for slot in scheme.begins_with(name, shape, dtype, step):
             kept = slot.shape(shape)
-            first = None if kept is None else slot.initial(name, torch.Size(kept), now)
+            first = None if kept is None else make(slot, name, torch.Size(kept), now)
             if first is not None:
                 values.setdefault(slot.key, {})[name] = first
     return values
+
+
+def _initial(slot: Slot, name: str, shape: torch.Size, now: StepInfo) -> Tensor | None:
+    return slot.initial(name, shape, now)
+
+
+def _like_initial(slot: Slot, name: str, shape: torch.Size, now: StepInfo) -> Tensor | None:
+    """Returns an initial value without memory, since its size may be a file's word."""
+    small = slot.initial(name, torch.Size([1] * len(shape)), now)
+    return None if small is None else small.new_empty(shape, device="meta")
 
 
 # ---- loading
@@ -242,7 +257,7 @@ def prepare(
     # With the flush as well: states of earlier versions name it as a part of the scheme.
     same_settings = fits and common["scheme"] in (describe(scheme), describe(hook.scheme))
     # At the state's step, not the hook's: schedules keep other tensors at other steps.
-    declared = _declared(hook, scheme, common["step"])
+    declared = _declared(hook, scheme, common["step"], _like_initial)
     declared = {key: values for key, values in declared.items() if key not in foreign}
 
     def check(memory: MemoryDict) -> None:

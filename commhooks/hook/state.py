@@ -233,15 +233,21 @@ class HookState(Moving):
     def __getstate__(self) -> dict[str, Any]:
         return pickling.to_pickle(self)
 
-    def __setstate__(self, saved: dict[str, Any]) -> None:
+    def __setstate__(self, pickled: dict[str, Any]) -> None:
         # ``torch.load`` calls this with whatever a file says, so all of it is checked first.
-        scheme = pickling.check_pickled(saved)
+        saved = pickling.from_pickle(pickled)
         self._since = 0
-        self._init(scheme, saved["seed"], saved["history"])
-        self._binding.pickled_on = pickling.origin_of(saved)
-        self._engine.step = saved["step"]
-        self._engine.memory.load(saved["memory"])
-        self._continuation.hold(pickling.buckets_of(saved))
+        self._init(saved.scheme, saved.seed, saved.history)
+        self._binding.pickled_on = saved.origin
+        self._engine.step = saved.step
+        self._engine.memory.load(saved.memory)
+        self._continuation.hold(saved.buckets)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HookState:
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        # The scheme itself, which is frozen: a file's word for it may not name every class.
+        copied.__setstate__({**self.__getstate__(), "scheme": self.scheme})
+        return copied
 
 
 # Pickles name the class by its module: this name stays the same when the file moves. A pickled

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any
 
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from torch import nn
 from commhooks.checkpoint.form import read
 from commhooks.core.registry import need_known
 from commhooks.core.scheme import Scheme
-from commhooks.core.settings import fitting
+from commhooks.core.settings import fitting, from_json
 from commhooks.errors import CheckpointError
 from commhooks.hook.reporting import Tried
 from commhooks.hook.state import HookState
@@ -25,6 +25,8 @@ from commhooks.wrappers.feedback import without_flush
 from commhooks.wrappers.make import describe, make
 
 __all__ = ["AutoHook"]
+
+_MOST_MB = 1e6  # of a bucket
 
 
 class AutoHook(HookState):
@@ -174,10 +176,9 @@ class AutoHook(HookState):
 
     def _saved_choice(self, plan: dict[str, Any], saved: str) -> tuple[str, Scheme] | None:
         """Returns the scheme of a plan, or the candidate that a run without a plan had."""
-        if plan.get("split"):
-            split = Split(**{**plan["split"], "parameters": tuple(plan["split"]["parameters"])})
-            if {split.first, split.last} <= set(self._candidates):
-                return str(split), split_scheme(split, self._candidates)
+        split = plan.get("split")
+        if split is not None and {split.first, split.last} <= set(self._candidates):
+            return str(split), split_scheme(split, self._candidates)
         for name, scheme in self._candidates.items():
             if describe(scheme) == saved:
                 return name, scheme
@@ -185,21 +186,20 @@ class AutoHook(HookState):
 
 
 def _read_plan(text: str) -> dict[str, Any]:
-    """Returns what ``saved_plan`` wrote; empty for a run that chose nothing.
+    """Returns what ``saved_plan`` wrote, its split made; empty for a run that chose nothing.
 
     Raises:
         CheckpointError: it is something else.
     """
     try:
-        plan = json.loads(text or "{}")
-        cap_mb, split = plan.get("cap_mb"), plan.get("split")
-        whole = isinstance(cap_mb, float | int | None)
-        if split is not None:
-            members = [split["first"], split["last"], *split["parameters"]]
-            whole &= set(split) == {field.name for field in fields(Split)}
-            whole &= all(isinstance(one, str) for one in members)
-        if whole:
-            return dict(plan)
-    except (ValueError, TypeError, AttributeError, KeyError):
+        plan: dict[str, Any] = {"cap_mb": None, "split": None, **from_json(text or "{}")}
+        if plan["split"] is not None:
+            # Tuples, as frozen schemes need them; a text would be taken for its letters.
+            members = fitting("Split", "parameters", plan["split"]["parameters"], list)
+            plan["split"] = Split(**{**plan["split"], "parameters": tuple(members)})
+        cap_mb = fitting("plan", "cap_mb", plan["cap_mb"], float | None)
+        if cap_mb is None or 0 < cap_mb <= _MOST_MB:
+            return plan
+    except (ValueError, TypeError, KeyError):
         pass
     raise CheckpointError(f"load_state_dict: 'plan' is no plan of auto, got {text[:80]!r}; damaged")

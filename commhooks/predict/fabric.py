@@ -8,11 +8,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from commhooks.core.settings import Bound, check_settings
+from commhooks.core.settings import Bound, check_settings, from_json, printable, shown
 
 __all__ = ["Fabric", "Library", "Link", "load_fabric", "save_fabric"]
 
 Library = Literal["gloo", "mpi", "nccl"]
+
+MOST_SECONDS = 1e9  # 30 years: sums and products of what is longer leave the range of numbers
+_MOST_MEMBERS = 2**31 - 1  # ranks of a node
 
 # What ``source`` says of a fabric that was measured on one node.
 COPIED = "commhooks link, on one node: the link between nodes is a copy of that inside"
@@ -35,9 +38,11 @@ class Link:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        if not (self.latency >= 0 and self.bandwidth > 0 and self.chunk_s >= 0):
+        times = (self.latency, self.chunk_s)
+        if not (all(0 <= one <= MOST_SECONDS for one in times) and self.bandwidth >= 1):
             raise ValueError(
-                f"Link(latency, bandwidth, chunk_s): 0 or more, above 0, 0 or more, got {self}"
+                f"Link(latency, bandwidth, chunk_s): seconds from 0 to {MOST_SECONDS:.0g}, a byte "
+                f"per second or more, seconds, got {self}"
             )
 
 
@@ -89,24 +94,25 @@ class Fabric:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        if not (self.start_s >= 0 and self.core_s_per_byte >= 0):
+        object.__setattr__(self, "name", printable(self.name))  # a file's, shown on a terminal
+        if not all(0 <= one <= MOST_SECONDS for one in (self.start_s, self.core_s_per_byte)):
             raise ValueError(
-                f"Fabric(start_s, core_s_per_byte): seconds, 0 or more, got {self.start_s!r} and "
-                f"{self.core_s_per_byte!r}"
+                f"Fabric(start_s, core_s_per_byte): seconds, from 0 to {MOST_SECONDS:.0g}, got "
+                f"{self.start_s!r} and {self.core_s_per_byte!r}"
             )
-        if self.multicast is not None and not self.multicast > 0:
+        if self.multicast is not None and not self.multicast >= 1:
             raise ValueError(
-                f"Fabric(multicast=...): bytes per second, above 0, got {self.multicast!r}"
+                f"Fabric(multicast=...): bytes per second, 1 or more, got {self.multicast!r}"
             )
         if not 0 <= self.overlap <= 1 or (self.overlap and self.library != "gloo"):
             raise ValueError(
                 f"Fabric(overlap=...): from 0 to 1, and 0 unless the library is gloo, got "
                 f"{self.overlap!r} on {self.library}"
             )
-        if self.ranks_per_node < 1:
+        if not 1 <= self.ranks_per_node <= _MOST_MEMBERS:
             raise ValueError(
-                f"Fabric(ranks_per_node=...): a whole number, 1 or more, got "
-                f"{self.ranks_per_node!r}"
+                f"Fabric(ranks_per_node=...): a whole number from 1 to {_MOST_MEMBERS}, got "
+                f"{shown(self.ranks_per_node)}"
             )
         if self.ranks_per_node > 1 and self.inside is None:
             raise ValueError(
@@ -138,11 +144,13 @@ def load_fabric(path: str | Path) -> Fabric:
         ValueError: the file has something else.
     """
     try:
-        values: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+        values: dict[str, Any] = from_json(Path(path).read_text(encoding="utf-8"))
         values.pop("measured", None)  # for readers of the file
         between, inside = values.pop("between"), values.pop("inside", None)
         return Fabric(
             between=Link(**between), inside=None if inside is None else Link(**inside), **values
         )
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"load_fabric({str(path)!r}): not a fabric's file: {error}") from error
+        raise ValueError(
+            f"load_fabric({str(path)!r}): not a fabric's file: {printable(str(error))}"
+        ) from error

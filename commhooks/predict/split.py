@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from commhooks.core.scheme import Scheme
+from commhooks.core.settings import check_settings, shown
+from commhooks.errors import OptionError
 from commhooks.predict.device import Device
 from commhooks.predict.fabric import Fabric
 from commhooks.predict.pipeline import Parts, pipelined
@@ -40,6 +42,11 @@ class Split:
     count: int
     of: int
     parameters: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        if not all(isinstance(one, str) for one in self.parameters):
+            raise OptionError(f"Split(parameters=...): names, got {shown(self.parameters)}")
 
     def __str__(self) -> str:
         which = "bucket" if self.count == 1 else f"{self.count} buckets"

@@ -15,12 +15,14 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from commhooks.core.settings import check_settings, shown
+from commhooks.core.settings import check_settings, from_json, is_shape, printable, shown
+from commhooks.predict.fabric import MOST_SECONDS
 from ddp_core.reducer.layout import assign_buckets
 
 __all__ = ["Buckets", "Layer", "Workload", "load_workload", "save_workload"]
 
 MiB = 2**20
+_MOST_FLOPS = 1e30  # of a parameter: far more than any takes
 
 
 @dataclass(frozen=True)
@@ -40,13 +42,12 @@ class Layer:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        whole = isinstance(self.shape, tuple) and all(
-            isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in self.shape
-        )
-        if not whole or self.flops < 0:
+        whole = isinstance(self.shape, tuple) and is_shape(self.shape)
+        if not whole or not 0 <= self.flops <= _MOST_FLOPS:
             raise ValueError(
-                f"Layer(shape, flops): a tuple of whole numbers, 0 or more each, and a number, 0 "
-                f"or more, got {shown(self.shape)} and {self.flops!r} for {shown(self.name)}"
+                f"Layer(shape, flops): a tuple of whole numbers, 0 or more each, of 2**48 entries "
+                f"at most, and a number from 0 to {_MOST_FLOPS:.0g}, got {shown(self.shape)} and "
+                f"{self.flops!r} for {shown(self.name)}"
             )
 
     @property
@@ -97,18 +98,20 @@ class Workload:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        object.__setattr__(self, "name", printable(self.name))  # a file's, shown on a terminal
         for name in ("forward_s", "backward_s", "optimizer_s", "behind_s"):
-            if getattr(self, name) < 0:
+            if not 0 <= getattr(self, name) <= MOST_SECONDS:
                 raise ValueError(
-                    f"Workload({name}=...): seconds, 0 or more, got {getattr(self, name)!r}"
+                    f"Workload({name}=...): seconds, from 0 to {MOST_SECONDS:.0g}, got "
+                    f"{getattr(self, name)!r}"
                 )
         if self.ready_s is not None:
             times = np.array(self.ready_s)
             if times.shape != (len(self.layers),) or not (
-                times.dtype.kind in "iuf" and np.isfinite(times).all() and (times >= 0).all()
+                times.dtype.kind in "iuf" and ((times >= 0) & (times <= MOST_SECONDS)).all()
             ):
                 raise ValueError(
-                    f"Workload(ready_s=...): finite seconds, 0 or more, one for each of "
+                    f"Workload(ready_s=...): seconds from 0 to {MOST_SECONDS:.0g}, one for each of "
                     f"{len(self.layers)} layers, got {shown(self.ready_s)}"
                 )
 
@@ -226,7 +229,7 @@ def load_workload(path: str | Path) -> Workload:
         ValueError: the file has something else.
     """
     try:
-        values: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+        values: dict[str, Any] = from_json(Path(path).read_text(encoding="utf-8"))
         layers = tuple(
             Layer(one["name"], tuple(one["shape"]), one["flops"]) for one in values.pop("layers")
         )
@@ -235,4 +238,6 @@ def load_workload(path: str | Path) -> Workload:
             layers=layers, ready_s=None if ready_s is None else tuple(ready_s), **values
         )
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"load_workload({str(path)!r}): not a workload's file: {error}") from error
+        raise ValueError(
+            f"load_workload({str(path)!r}): not a workload's file: {printable(str(error))}"
+        ) from error

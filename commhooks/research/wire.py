@@ -4,7 +4,7 @@ Payloads between the ranks of a job have no header: all ranks know scheme, sizes
 that is stored or sent elsewhere has a header of 64 bytes, little endian::
 
     0   4  "CHPK"
-    4   2  version of the format, 1
+    4   2  version of the format, 2
     6   1  1 if there is a checksum
     7   1  0
     8   8  codec: BLAKE2b of its settings

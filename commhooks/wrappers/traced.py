@@ -39,6 +39,8 @@ class Traced(Wrapper):
     every: int = 100
     steps: int = 20
 
+    touches_files = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         with needs("Traced(...)", "safetensors"):  # now, not in the first backward pass

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import json
+import math
 import random
 import struct
 import tempfile
 import traceback
 import zlib
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +22,20 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 from typer.testing import CliRunner
 
 import commhooks
 from commhooks.checkpoint.checksum import checksum
 from commhooks.cli.app import app
+from commhooks.core.scheme import walk
 from commhooks.errors import CheckpointError, PayloadError
+from commhooks.hook.calls import _tensors_of as tensors_of
+from commhooks.hook.pickling import sealed as sealed_pickle
 from commhooks.local.saving import sealed as sealed_outer
+from commhooks.predict.auto import _read_plan as plan_of_auto
 from commhooks.research.wire import HEADER_BYTES, decode, encode
-from tests.hostile.values import changed, damaged
+from tests.hostile.values import Written, changed, changed_json, damaged
 
 __all__ = ["KINDS", "Target"]
 
@@ -113,7 +121,16 @@ class Target:
         self.outer = commhooks.DiLoCo(model, "topk", every=4, delay=2)
         for _ in range(5):
             self.outer.step()
-        self._models: list[Any]
+        self.calls = commhooks.Collectives("topk", ratio=0.1)
+        for name in ("a", "b", "b"):
+            self.calls.all_reduce(torch.randn(30, 4), name)
+        classic = DistributedDataParallel(nn.Linear(12, 9))
+        self._keep.append(classic)
+        power = commhooks.PowerSGDState(None, 2, start_powerSGD_iter=2, min_compression_rate=0.5)
+        classic.register_comm_hook(power, commhooks.powerSGD_hook)
+        for _ in range(3):
+            classic(torch.randn(4, 12)).square().mean().backward()
+        self.pickled = [*self.hooks, power, commhooks.PostLocalSGDState(None, None, 4)]
 
     def _trained(self, name: str, options: dict[str, Any]) -> commhooks.HookState:
         torch.manual_seed(0)
@@ -222,6 +239,78 @@ def torch_pickle(target: Target, rng: random.Random) -> None:
         repr(loaded)
 
 
+def pickled_form(target: Target, rng: random.Random) -> None:
+    """What a pickle hands to ``__setstate__`` is refused, or makes a state as good as any other."""
+    before = rng.choice(target.pickled)
+    form = before.__getstate__()
+    given = changed(form, rng)
+    if "memory" in form and rng.random() < 0.7:
+        with contextlib.suppress(Exception):
+            given = sealed_pickle(given)
+    after = type(before).__new__(type(before))
+    refused = ""
+    try:
+        after.__setstate__(given)
+    except CheckpointError as error:
+        refused = str(error)
+    assert len(refused) < 2000, "a message of a page"
+    if refused:
+        return
+    again = after.__getstate__()
+    if isinstance(after, commhooks.HookState):
+        assert not any(
+            isinstance(one, (Written, commhooks.wrappers.Traced)) for one in walk(after.scheme)
+        )
+        memory = [one for values in again["memory"].values() for one in values.values()]
+        assert all(bool(one.float().isfinite().all()) for one in memory)
+        assert again["ranks"] is None or 0 <= again["ranks"][0] < again["ranks"][1] < 2**31
+    else:
+        assert type(again["iter"]) is int
+        assert again["iter"] >= 0
+
+
+def plan(target: Target, rng: random.Random) -> None:
+    """A changed plan in a state is refused and changes nothing, or is followed as it says."""
+    before = target.calls.state_dict()
+    text = changed_json(json.loads(before["plan"]), rng)
+    given = {**copy.deepcopy(before), "plan": text}
+    _seal(given)
+    _load(target.calls, given, before, strict=rng.random() < 0.7)
+    with contextlib.suppress(CheckpointError):
+        steps, _, first = tensors_of(text)
+        told = json.loads(text)
+        assert steps == {name: one[0] for name, one in told.get("tensors", {}).items()}
+        assert all(type(step) is int and step >= 0 for step in (*steps.values(), first or 0))
+    split = {"first": "none", "last": "int8", "count": 1, "of": 2, "parameters": ["weight"]}
+    with contextlib.suppress(CheckpointError):
+        read = plan_of_auto(changed_json({"name": "x", "cap_mb": 4.0, "split": split}, rng))
+        assert read["cap_mb"] is None or 0 < read["cap_mb"] < math.inf
+        assert read["split"] is None or isinstance(hash(read["split"]), int)
+
+
+def prediction(target: Target, rng: random.Random) -> None:
+    """A changed file of a fabric or of a step ends with a message, or with a finite prediction."""
+    link = commhooks.predict.Link(1e-5, 1e9)
+    fabric = commhooks.predict.Fabric("mine", link, inside=link, ranks_per_node=2)
+    layers = [commhooks.predict.Layer(f"{one}.weight", (64, 9), 1e6) for one in "ab"]
+    step = commhooks.predict.Workload.of("mine", layers, forward_s=0.01)
+    files = {"fabric": asdict(fabric), "timeline": asdict(step)}
+    lies = rng.choice(list(files))
+    for name, value in files.items():
+        text = (
+            changed_json(json.loads(json.dumps(value)), rng) if name == lies else json.dumps(value)
+        )
+        (target.folder / name).write_text(text, encoding="utf-8", errors="surrogatepass")
+    words = [rng.choice(("simulate", "advise")), "--ranks", "8", "--schemes", "bf16,int8"]
+    for name in files:
+        words += [f"--{name}", str(target.folder / name)]
+    result = CliRunner().invoke(app, words)
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    assert result.exit_code in (0, 2)
+    assert not set(result.output) & {"\x1b", "\x07"}
+    assert result.exit_code or "inf" not in result.output.split()
+
+
 def _saved(value: Any) -> bytes:
     file = io.BytesIO()
     torch.save(value, file)
@@ -273,11 +362,8 @@ def diloco(target: Target, rng: random.Random) -> None:
     given = changed(before, rng)
     if rng.random() < 0.6:
         with contextlib.suppress(Exception):
-            if all(
-                one.numel() < 10**6
-                for what in ("outer", "momentum")
-                for one in given[what].values()
-            ):
+            tensors = [one for one in tree_leaves(given) if isinstance(one, torch.Tensor)]
+            if all(one.numel() < 10**6 for one in tensors):
                 given = sealed_outer(given)
                 _seal(given["hook"])
     _load(target.outer, given, before)
@@ -331,6 +417,9 @@ KINDS: dict[str, Callable[[Target, random.Random], None]] = {
     "state": state,
     "torch file": torch_file,
     "pickled hook": torch_pickle,
+    "pickled form": pickled_form,
+    "plan": plan,
+    "prediction": prediction,
     "safetensors file": safetensors_file,
     "flat form": flat,
     "diloco": diloco,

@@ -3,43 +3,70 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-__all__ = ["changed", "damaged"]
+import commhooks
 
-_VALUES: list[Callable[[], Any]] = [
+__all__ = ["Written", "changed", "changed_json", "damaged"]
+
+# What JSON has, too.
+_PLAIN: list[Callable[[], Any]] = [
     lambda: None,
     lambda: True,
     lambda: False,
     lambda: 0,
     lambda: -1,
+    lambda: -5,
     lambda: 1,
     lambda: 2,
     lambda: 2**31 - 1,
     lambda: 2**62,
     lambda: 2**63,
     lambda: 2**80,
-    lambda: 10**5000,
+    lambda: 10**30,
     lambda: 0.5,
+    lambda: 1e308,
+    lambda: 1e-308,
     lambda: float("nan"),
+    lambda: float("inf"),
     lambda: "",
     lambda: "7",
     lambda: "rank0",
+    lambda: "load",
+    lambda: "int64",
     lambda: "x" * 100_000,
     lambda: "\ud800",
-    lambda: b"\x00" * 9,
+    lambda: "\x1b]0;owned\x07\x1b[31m",
     list,
     lambda: [[]],
     lambda: [["weight"], ["weight"]],
+    lambda: [2**31, 2**31],
+    lambda: [-30, -4],
+    lambda: [10**9],
+    lambda: [0, [[10**9], "float32"]],
     lambda: [0] * 10_000,
-    lambda: (1, 2),
     dict,
     lambda: {"": {}},
     lambda: {"rank": 0, "memory": {}},
+    lambda: {"class": "commhooks.Traced", "settings": {"scheme": _dense(), "folder": "found"}},
+    lambda: {"class": f"{__name__}.Written", "settings": {}},
+    lambda: {"class": "commhooks.PowerSGD", "settings": {"rank": 10**9}},
+]
+_VALUES: list[Callable[[], Any]] = [
+    *_PLAIN,
+    lambda: _deep(),
+    lambda: [_deep()],
+    lambda: 10**5000,
+    lambda: b"\x00" * 9,
+    lambda: (1, 2),
+    lambda: (-5, 3),
+    lambda: (0, 10**30),
     lambda: {1: 2},
     lambda: object(),
     lambda: int,
@@ -67,7 +94,23 @@ _VALUES: list[Callable[[], Any]] = [
 ]
 
 
-def changed(state: Any, rng: random.Random) -> Any:
+@dataclass(frozen=True)
+class Written(commhooks.schemes.Dense):
+    """A user's class, which the program has not allowed to files."""
+
+
+def _dense() -> dict[str, Any]:
+    return {"class": "commhooks.Dense", "settings": {}}
+
+
+def _deep() -> Any:
+    value = _dense()
+    for _ in range(2000):
+        value = {"class": "commhooks.DelayedStart", "settings": {"scheme": value, "steps": 1}}
+    return value
+
+
+def changed(state: Any, rng: random.Random, values: Sequence[Callable[[], Any]] = _VALUES) -> Any:
     """A deep copy with one to three places replaced, renamed, left out or doubled."""
     state = copy.deepcopy(state)
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
@@ -85,8 +128,15 @@ def changed(state: Any, rng: random.Random) -> Any:
         elif what == 2 and isinstance(holder[key], torch.Tensor) and holder[key].numel():
             _damage(holder[key], rng)
         else:
-            holder[key] = rng.choice(_VALUES)()
+            holder[key] = rng.choice(values)()
     return state
+
+
+def changed_json(value: Any, rng: random.Random) -> str:
+    """The text of a value that was changed as ``changed`` does, or of one nested deeply."""
+    if rng.random() < 0.03:
+        return "[" * 100_000 + "]" * 100_000
+    return json.dumps(changed(value, rng, _PLAIN))
 
 
 def _damage(value: torch.Tensor, rng: random.Random) -> None:
@@ -99,7 +149,7 @@ def _damage(value: torch.Tensor, rng: random.Random) -> None:
             data[rng.randrange(len(data))] = rng.choice((0, 127, 128, 255, rng.randrange(256)))
 
 
-def _places(value: Any) -> Any:
+def _places(value: Any, inside: int = 0) -> Any:
     """Every (dict or list, key or position) in a nested value."""
     keys = (
         list(value)
@@ -110,7 +160,8 @@ def _places(value: Any) -> Any:
     )
     for key in list(keys)[:50]:
         yield value, key
-        yield from _places(value[key])
+        if inside < 20:
+            yield from _places(value[key], inside + 1)
 
 
 def damaged(data: bytes, rng: random.Random) -> bytes:
