@@ -120,6 +120,7 @@ def _compiled_module(rank: int, world_size: int) -> Any:
     return len(model.reducer.buckets)
 
 
+@pytest.mark.slow
 def test_a_module_that_was_compiled_before_it_is_wrapped_is_split_too():
     assert all(
         buckets >= 4

@@ -262,6 +262,7 @@ LEVELS = {"int4": 2 / 7, "int8": 2 / 127, "onebit": 1.0, "eden": 1.0, "topk": 1.
 LEVELS |= dict.fromkeys(("quantization_pertensor", "quantization_perchannel"), 2 / 255)
 
 
+@pytest.mark.slow
 def test_four_accumulated_batches_equal_one_large_batch():
     found = each(_accumulate, 2, [(config,) for config in CONFIGS])
     for config, results in zip(CONFIGS, found, strict=True):
@@ -301,6 +302,7 @@ def _join(rank: int, world_size: int, config: str) -> tuple[Tensor, int, Tensor,
     return applied, steps, averaged(wanted), held
 
 
+@pytest.mark.slow
 def test_join_with_eight_and_five_batches_loses_nothing():
     found = each(_join, 2, [(config,) for config in CONFIGS])
     for config, results in zip(CONFIGS, found, strict=True):

@@ -72,6 +72,7 @@ def test_a_host_reaches_only_the_others(way: namespaces.Access) -> None:
     assert devices >= {"lo", "eth0"}
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_is_told_with_its_output() -> None:
     if reason := namespaces.reason_not_to_run():
         pytest.skip(reason)

@@ -123,6 +123,7 @@ def invoke(*arguments: str) -> Any:
     return CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_file_that_simulate_reads(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
