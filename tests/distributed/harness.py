@@ -156,6 +156,7 @@ def _start_store() -> tuple[Any, tuple[int, int]]:
     ours, theirs = _context.Pipe(duplex=False)
     process = _context.Process(target=_hold_store, args=(theirs,), daemon=True)
     process.start()
+    theirs.close()
     port = ours.recv()
     ours.close()
     assert process.pid is not None

@@ -17,6 +17,8 @@ import torch.distributed as dist
 import commhooks
 import ddp_core
 from commhooks.errors import SilentStoreError
+from experiments import namespaces
+from tests.distributed import silent_stores
 from tests.distributed.harness import run_ranks, store_process
 from tests.distributed.training import batch, mlp
 
@@ -25,7 +27,7 @@ CLASSES = {
     "core": ddp_core.DistributedDataParallel,
 }
 TIMEOUT = 3.0
-MORE = 3.0  # seconds beyond it
+MORE = silent_stores.MORE
 
 
 @contextmanager
@@ -81,7 +83,8 @@ def test_a_call_that_waits_for_the_store_ends_at_the_timeout() -> None:
 def _wait_for_a_bucket(rank: int, world_size: int, kind: str) -> str:
     model = CLASSES[kind](mlp())
     hook = commhooks.register(model, "powersgd")
-    _step(model, rank)
+    for _ in range(3):
+        _step(model, rank)
     dist.barrier()
     os.kill(store_process(), signal.SIGSTOP)
     if rank == 1:  # whom rank 0 waits for
@@ -97,4 +100,14 @@ def _wait_for_a_bucket(rank: int, world_size: int, kind: str) -> str:
 @pytest.mark.parametrize("kind", CLASSES)
 def test_a_step_ends_by_the_timeout_of_its_collectives(kind: str) -> None:
     text, _ = run_ranks(_wait_for_a_bucket, 2, kind, pg_timeout=TIMEOUT, may_die=[1])
-    assert "in step 1, bucket 0" in text
+    assert "in step 3, bucket 0" in text
+
+
+@pytest.mark.parametrize("fault", ["rank 0", pytest.param("cable", marks=pytest.mark.netns)])
+def test_a_step_ends_in_time_where_rank_0_holds_the_store(fault: str) -> None:
+    if fault == "cable" and namespaces.access().kind != "root":
+        pytest.skip("needs root, and network namespaces")
+    waits = silent_stores.run(silent_stores.Case(fault, "core", "powersgd", "step"), TIMEOUT)
+    for wait in waits:
+        assert TIMEOUT - 1 < wait.seconds < TIMEOUT + MORE, wait
+        assert wait.told.startswith("CollectiveError: the exchange failed in step 3"), wait
