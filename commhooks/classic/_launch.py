@@ -13,6 +13,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from commhooks.classic._owner import Group, owner_of
 from commhooks.core.scheme import Scheme
 from commhooks.errors import HookNotAttachedError, RegistrationError
+from commhooks.hosts import functions
 from commhooks.wrappers.cast import Cast
 
 __all__ = [
@@ -60,12 +61,20 @@ classics: MutableMapping[Callable[..., Any], Classic] = weakref.WeakKeyDictionar
 def classic_hook(
     launch: Launcher,
 ) -> Callable[[Callable[P, BucketFuture]], Callable[P, BucketFuture]]:
-    """Returns a decorator that registers a hook and checks that its caller is DDP."""
+    """Returns a decorator that registers a hook, and tells its callers apart: DDP and FSDP1."""
 
     def decorate(function: Callable[P, BucketFuture]) -> Callable[P, BucketFuture]:
         @functools.wraps(function)  # keeps the annotations, which DDP compares with its own
         def hook(*args: P.args, **kwargs: P.kwargs) -> BucketFuture:
-            _check_caller(hook.__name__, args)
+            given = args[1] if len(args) > 1 else None
+            if isinstance(given, Tensor):
+                return _on_fsdp1(hook.__name__, launch, *args)  # type: ignore[return-value]
+            if isinstance(given, tuple):  # Dynamo's Python reducer, which takes no future
+                raise HookNotAttachedError(
+                    f"{hook.__name__} got a (gradient, parameter) tuple in place of a bucket, as "
+                    f"with torch._dynamo.config.optimize_ddp = 'python_reducer', which ignores "
+                    f"what hooks return. Set optimize_ddp = True (the default), which keeps buckets"
+                )
             return function(*args, **kwargs)
 
         classics[hook] = Classic(launch)
@@ -74,24 +83,26 @@ def classic_hook(
     return decorate
 
 
-def _check_caller(name: str, args: tuple[object, ...]) -> None:
-    """Raises if a caller's second argument is no bucket.
+def _on_fsdp1(name: str, launch: Any, group: Any, gradient: Tensor, shard: Any = None) -> None:
+    """Averages what FSDP1's ``register_comm_hook`` hands to a hook, in both of its signatures.
 
-    FSDP passes tensors, and Dynamo's Python reducer passes tuples: neither uses a returned future.
+    Args:
+        name: of the hook, for messages.
+        gradient: the whole gradient of a unit; takes the mean where there is no ``shard``.
+        shard: takes the mean of this rank's shard.
     """
-    given = args[1] if len(args) > 1 else None
-    if isinstance(given, Tensor):
+    scheme = getattr(launch, "args", (None,))[0]
+    if not isinstance(scheme, Scheme) or not isinstance(group, dist.ProcessGroup):
         raise RegistrationError(
-            f"{name} is a hook for DistributedDataParallel, and was called with a tensor in place "
-            f"of a bucket, as FSDP does: a sharded model reduces its gradients itself; wrap it in "
-            f"DistributedDataParallel instead"
+            f"{name} was called with a tensor in place of a bucket, as FSDP1 calls hooks, which "
+            f"tells them neither parameters nor ranks: model.register_comm_hook(process_group, "
+            f"hook) takes the hooks that keep nothing, with their ranks as state; all schemes run "
+            f"by commhooks.register(model, scheme), also on FSDP"
         )
-    if isinstance(given, tuple):
-        raise HookNotAttachedError(
-            f"{name} got a (gradient, parameter) tuple in place of a bucket, as with "
-            f"torch._dynamo.config.optimize_ddp = 'python_reducer', which ignores what hooks "
-            f"return. Set optimize_ddp = True (the default), which keeps buckets"
-        )
+    if shard is None:
+        functions.all_reduce(gradient, scheme, op=dist.ReduceOp.AVG, group=group)
+    else:
+        functions.reduce_scatter(shard, gradient, scheme, op=dist.ReduceOp.AVG, group=group)
 
 
 def launch_on_group(scheme: Scheme, group: Group, bucket: GradBucket, wires: Wires) -> BucketFuture:

@@ -37,6 +37,11 @@ def headroom(command: Sequence[str], steps: int, time_limit: float, out: Path | 
         time_limit: seconds from now on.
         out: file for the numbers, as JSON.
     """
+    if not hasattr(os, "killpg"):  # before anything is started
+        raise typer.BadParameter(
+            "commhooks headroom needs a POSIX system (Linux, macOS): it ends a script's processes "
+            "as one group, which this system does not have"
+        )
     need_folders(out)
     if out is not None:
         out.touch()  # now: a wrong path costs no measurement

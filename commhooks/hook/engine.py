@@ -206,7 +206,7 @@ class Engine:
                 if measurement is not None:
                     measurement.finish(mean, step.memory)
                     yield from measurement.compare()
-            if self.keeps_memory or self.notes_finite:
+            if self.judges(values):
                 # The mean has the same bits on every rank, so the verdict needs no message.
                 step.finite.append(all_finite(values) if finite is None else finite)
                 step.sharded |= shards is not None
@@ -218,6 +218,12 @@ class Engine:
             raise
         finally:
             self._finish(step)
+
+    def judges(self, mean: Tensor) -> bool:
+        """Whether it matters that a mean is finite: for memory, or for the count of bad steps."""
+        counts = mean.device.type == "cpu" and self.traits.averages
+        is_wide = mean.is_floating_point() and mean.element_size() > 1
+        return self.keeps_memory or self.notes_finite or (counts and is_wide)
 
     @property
     def needs_agreement(self) -> bool:

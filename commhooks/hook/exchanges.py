@@ -121,7 +121,8 @@ class Exchanges:
                 self._engine.world_size,
                 partial(self._drivers.run, group=step.group, waits=True),
             )
-        if not self._engine.keeps_memory:
+        # Ranks beside count the same steps as bad, where steps are counted at all.
+        if not self._engine.keeps_memory and step.device.type != "cpu":
             return
         for group in beside:
             # Not by the drivers, whose lanes are of the hook's group; nothing else is under way.

@@ -83,7 +83,7 @@ class Reporting(Running):
         ``decode_s``          seconds of work after the last collectives, summed
         ``exposed_s``         seconds that backward waited
         ``memory_bytes``      of residuals and other state of the scheme
-        ``skipped_steps``     dropped so far, since gradients were not finite
+        ``skipped_steps``     so far, whose average was not finite (on the CPU)
         ``verify/error``      largest error of a parameter in the last verified step, over the norm
                               of its dense mean
         ``verify/cosine_min`` smallest cosine between an averaged gradient and the dense mean there

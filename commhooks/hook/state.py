@@ -128,7 +128,10 @@ class HookState(Moving):
 
     @property
     def skipped_steps(self) -> int:
-        """Returns the number of steps dropped for non-finite gradients; counted on the CPU only."""
+        """Returns the number of steps whose average was not finite; counted on the CPU only.
+
+        Each counts, whatever the scheme; what a scheme keeps stays as it was before the step.
+        """
         return self._engine.skipped
 
     def residual(self, name: str) -> Tensor | None:

@@ -145,7 +145,8 @@ def _same_memory(a: Simulation, b: Simulation) -> bool:
 
 
 @OF_A_STEP.add(
-    "what is not finite arrives so on every rank, and memory stays as it was", of_agreement=True
+    "what is not finite arrives so on every rank, counts, and leaves memory as it was",
+    of_agreement=True,
 )
 def _not_finite(make: MakeScheme) -> None:
     for place in (0, 77, NUMEL - 1):  # in the first matrix, and in the last vector
@@ -159,3 +160,6 @@ def _not_finite(make: MakeScheme) -> None:
             for rank, mean in enumerate(ranks.step(grads)):
                 need(not mean[place].isfinite(), f"{bad} at {place} is finite on rank {rank}")
             need(_same_memory(ranks, clean), f"{bad} at {place} of one rank changes memory")
+            counts = [engine.skipped for engine in ranks.engines]
+            averages = ranks.engines[0].traits.averages
+            need(counts == [int(averages)] * 3, f"{bad} at {place}: skipped steps are {counts}")

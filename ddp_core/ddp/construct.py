@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ddp_core._torch import device_index, ignored_names
 from ddp_core.ddp.replica import Placement, Replica
@@ -22,6 +24,7 @@ __all__ = [
     "reduced_dtype",
     "refuse_sync_batch_norm",
     "replica",
+    "warn_of_broadcast_buffers",
     "warn_of_check_reduction",
     "warn_that_static_finds_unused",
 ]
@@ -165,6 +168,26 @@ def warn_of_check_reduction(*, stacklevel: int) -> None:
         FutureWarning,
         stacklevel=stacklevel,
     )
+
+
+def warn_of_broadcast_buffers(*, both: bool, stacklevel: int) -> None:
+    """Warns of ``broadcast_buffers`` as torch does, where torch has ``forward_sync_buffers``.
+
+    Args:
+        both: whether the other one was given as well.
+    """
+    if "forward_sync_buffers" not in inspect.signature(TorchDDP.__init__).parameters:
+        return
+    text = (
+        "Both `broadcast_buffers` and `forward_sync_buffers` were specified. `broadcast_buffers` "
+        "is deprecated and its value is ignored when `forward_sync_buffers` is provided."
+        if both
+        else "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead. IMPORTANT: "
+        "unlike `broadcast_buffers=False`, `forward_sync_buffers=False` still syncs buffers at "
+        "init. If you rely on buffers NOT being synced at init (e.g. rank-local buffers), keep "
+        "using `broadcast_buffers=False` until `init_sync_buffers` is available."
+    )
+    warnings.warn(text, FutureWarning, stacklevel=stacklevel)
 
 
 def warn_that_static_finds_unused(*, stacklevel: int) -> None:

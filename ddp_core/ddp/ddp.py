@@ -110,6 +110,10 @@ class DistributedDataParallel(ReductionMethods, TorchMethods, TorchDDP):
             self.device_mesh = device_mesh
         delayed = _construct.delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
         replica = _construct.replica(module, group, delayed, device_ids, output_device)
+        if broadcast_buffers is not None:
+            _construct.warn_of_broadcast_buffers(
+                both=forward_sync_buffers is not None, stacklevel=3
+            )
         if check_reduction:
             _construct.warn_of_check_reduction(stacklevel=3)
         self.module, self.dim, self.logger = module, dim, None
@@ -153,7 +157,7 @@ class DistributedDataParallel(ReductionMethods, TorchMethods, TorchDDP):
         log_recorded_steps(self._parts)
         if trained and static_graph and find_unused_parameters:
             _construct.warn_that_static_finds_unused(stacklevel=3)
-        log_construction(self._parts)
+        log_construction(self._parts, mixed_precision)
 
     # ---- training
 

@@ -43,7 +43,7 @@ class CommHooks:
         """Sets the hook of all following steps; None: the plain all-reduce."""
         reducer = self._reducer
         if hook is not None:
-            check_hook(hook)
+            self._check(hook)
         # The step of a backward pass that raised is nobody's any more; without this it would
         # count as under way until the next forward pass.
         reducer.drop_raised_step()
@@ -58,6 +58,13 @@ class CommHooks:
         if callable(attached):
             attached(self._model())
 
+    def _check(self, hook: CommHook) -> None:
+        try:
+            check_hook(hook)
+        except (TypeError, ValueError) as error:
+            self._reducer.launcher.error = f"{type(error)}: {error}"  # for the logging data
+            raise
+
     def launch_by_them(self) -> None:
         """Makes the reducer that there is now launch buckets by the hook that is set."""
         self._reducer.launcher.set_hook(self.registered[0] if self.registered else None)
@@ -65,7 +72,7 @@ class CommHooks:
     def schedule(self, step: int, hook: CommHook | None, state: Any) -> None:
         """Sets the hook from synchronised step ``step`` on."""
         if hook is not None:
-            check_hook(hook)
+            self._check(hook)
         now = self._reducer.launcher.step
         if step < now:
             raise ValueError(

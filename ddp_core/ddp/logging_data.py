@@ -95,8 +95,12 @@ def logging_data(parts: Parts) -> dict[str, Any]:
     return data
 
 
-def log_construction(parts: Parts) -> None:
-    """Logs what was constructed, with ``TORCH_DISTRIBUTED_DEBUG=INFO`` or ``DETAIL``."""
+def log_construction(parts: Parts, mixed_precision: Any) -> None:
+    """Logs what torch's class logs of its settings, and all with ``TORCH_DISTRIBUTED_DEBUG``."""
+    if not parts.reduces:
+        logger.info("Delay the AllReduce of all parameters.")
+    if mixed_precision is not None:
+        logger.warning("Received mixed precision config %s", mixed_precision)
     if get_debug_level() != DebugLevel.OFF and parts.reduces:
         _log("DistributedDataParallel initialized with", logging_data(parts))
 

@@ -66,6 +66,9 @@ class TorchMethods(TorchNames):
 
     # ---- torch's steps that stand alone
 
+    def _clear_grad_buffer(self) -> None:
+        """Does nothing: ``zero_grad`` clears delayed gradients, too, which have no buffer here."""
+
     def _sync_buffers(self) -> None:
         # A rank without inputs takes part: then all have to agree on whose buffers hold.
         joins = in_join(self)
@@ -130,7 +133,6 @@ _REFUSED = dict.fromkeys(
 )
 _REFUSED |= dict.fromkeys(
     (
-        "_clear_grad_buffer",
         "_inside_ddp_forward",
         "_lazy_init",
         "_module_wait_for_copy_hook",

@@ -41,7 +41,7 @@ class TorchReducer(Reducer):
         self.plan.step_ended(None)
 
     def _get_local_used_map(self) -> Tensor:
-        return self.usage.used.local()
+        return self.usage.used.latest()
 
     def _get_zeros_like_grad_buckets(self) -> list[GradBucket]:
         last = self.buckets[-1]
@@ -83,7 +83,9 @@ class TorchReducer(Reducer):
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         if sample_rate < 1:
-            raise ValueError("DDP runtime logging sample rate should be equal or greater than 1")
+            text = "DDP runtime logging sample rate should be equal or greater than 1"
+            self.launcher.error = f"{ValueError}: {text}"  # as torch's logging data have it
+            raise ValueError(text)
         self.timeline.every = sample_rate
 
     def _remove_autograd_hooks(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ from ddp_core.reducer.timeline import Timeline
 from ddp_core.reducer.unused import Usage
 
 __all__ = ["Reducer"]
+
+logger = logging.getLogger("ddp_core")
 
 
 class Reducer:
@@ -185,6 +188,7 @@ class Reducer:
             raise rebuild_failed(error, self.launcher.step) from error
         if members is not None and members != self._installed.members:
             self._installed.install(members)
+            logger.info("Reducer buckets have been rebuilt in this iteration.")
 
     def keep_registered_buckets(self) -> None:
         """Lays buckets out by registration, for good; all ranks call it, before the first step."""

@@ -103,6 +103,13 @@ class UsedMap:
             self._everywhere = self._counts.tolist()
         return self._everywhere
 
+    def latest(self) -> torch.Tensor:
+        """Returns how many ranks have used each parameter, by the latest sum; before, own flags."""
+        if self._counts is None:
+            return self.local()
+        self.wait()
+        return self._counts % _IN_VIEW
+
     def contradictions(self) -> list[int]:
         """Returns parameters that this rank uses though the sum says that no rank does."""
         unused = self.globally_unused(range(len(self._mine)))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
+import warnings
 from typing import Any
 from unittest.mock import patch
 
@@ -12,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_core import DistributedDataParallel, GradBucket
+from ddp_core import DistributedDataParallel, GradBucket, MixedPrecision
 from ddp_core.ddp.torch_methods import _REFUSED as MODULE_REFUSED
 from ddp_core.ddp.torch_reducer import _REFUSED as REDUCER_REFUSED
 from ddp_core.ddp.torch_reducer import TorchReducer
@@ -96,7 +98,10 @@ def _trainers(rank: int, world_size: int) -> None:
         total = grads.clone()
         dist.all_reduce(total)
         torch.testing.assert_close(total / 2, grads)
-    assert reducer._get_local_used_map().dtype == torch.int32
+    used = reducer._get_local_used_map()
+    assert used.dtype == torch.int32
+    assert used.tolist() == [2] * len(used)  # the sum of the last step, as torch's
+    model._clear_grad_buffer()
     (zeros, *_) = reducer._get_zeros_like_grad_buckets()
     assert not reducer._run_comm_hook(zeros).wait()[0].any()
     assert reducer._ddp_graph_static()
@@ -107,6 +112,57 @@ def _trainers(rank: int, world_size: int) -> None:
 
 def test_a_trainer_finds_torchs_names():
     run_ranks(_trainers, 2)
+
+
+def _warnings_of(kind: Any, options: dict[str, Any]) -> list[tuple[str, type, str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        kind(mlp(), **options)
+    return [(str(one.message), one.category, one.filename) for one in caught]
+
+
+def _says(rank: int, world_size: int) -> None:
+    kept, log = Kept(), logging.getLogger("ddp_core")
+    log.addHandler(kept)
+    log.setLevel(logging.INFO)
+    both = {"broadcast_buffers": False, "forward_sync_buffers": True}
+    known = inspect.signature(TORCH.__init__).parameters  # releases before 2.13 do not warn
+    for options in (
+        {"broadcast_buffers": False},
+        {name: both[name] for name in both if name in known},
+    ):
+        said = [_warnings_of(kind, options) for kind in (TORCH, DistributedDataParallel)]
+        assert said[0] == said[1]
+        assert ("forward_sync_buffers" in known) == bool(said[0])
+    whole = mlp()
+    named = list(whole.named_parameters())
+    DistributedDataParallel(
+        whole, delay_all_reduce_named_params=named, param_to_hook_all_reduce=named[0][1]
+    )
+    DistributedDataParallel(mlp(), mixed_precision=MixedPrecision(torch.bfloat16))
+    model = DistributedDataParallel(mlp(), bucket_cap_mb=0.0005)
+    for step in range(3):
+        loss_of(model(batch(step, rank, 4, 16))).backward()
+    assert [text[:30] for text in kept.texts] == [
+        "Delay the AllReduce of all par",
+        "Received mixed precision confi",
+        "Reducer buckets have been rebu",
+    ]
+    torchs = TORCH(mlp())
+    for hook in (5, lambda state, bucket: None):
+        if callable(hook):
+            hook.__annotations__["bucket"] = int
+        data = []
+        for one in (torchs, model):
+            assert outcome(one.register_comm_hook, None, hook) is not None
+            told = one._get_ddp_logging_data()
+            data.append((told["has_error"], told["error"]))
+        assert data[0] == data[1]
+        assert data[0][0] == 1
+
+
+def test_torchs_warnings_log_lines_and_logged_errors_are_ours_too():
+    run_ranks(_says, 1)
 
 
 class Kept(logging.Handler):

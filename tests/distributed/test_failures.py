@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import os
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+import ddp_core
 from commhooks import HookState, Result, Scheme, Traits
 from ddp_core import AllReduce
 from ddp_core import DistributedDataParallel as CoreDDP
@@ -482,6 +484,22 @@ def test_an_infinite_gradient_on_one_rank_is_skipped_by_all_and_leaves_no_trace(
         }
         assert torch.equal(weights, want)
         assert torch.equal(held, want_held)
+
+
+def _counted(rank: int, world_size: int) -> None:
+    for wrap in (DistributedDataParallel, ddp_core.DistributedDataParallel):
+        for scheme in ("none", "bf16", "int8"):
+            model = wrap(mlp())
+            hook = commhooks.register(model, scheme)
+            for number in range(3):
+                loss = model(batch(number, rank, 8, 16)).square().mean()
+                (loss * (math.inf if (number, rank) == (1, 1) else 1.0)).backward()
+                model.zero_grad()
+            assert hook.skipped_steps == hook.metrics()["skipped_steps"] == 1, scheme
+
+
+def test_an_infinite_step_counts_where_a_scheme_keeps_nothing():
+    run_ranks(_counted, 2)
 
 
 # ---- import

@@ -92,7 +92,8 @@ def _native(rank: int, world_size: int, policy: dict[str, torch.dtype], accumula
             assert torch.equal(one, other), name
     assert hook.step == 2
     assert hook.calls == 2 * 3  # one for each layer with parameters
-    assert {row.bucket for row in hook.ledger._rows} == {0, 1, 2}
+    # The last row is of the verdict: whether all shards are finite.
+    assert {row.bucket for row in hook.ledger._rows} == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -266,6 +267,11 @@ def _overflow(rank: int, world_size: int) -> None:
     assert (hook.step, hook.skipped_steps) == (2, 1)
     backward(model, 2, rank)
     assert all(bool(value.isfinite().all()) for value in gradients(model).values())
+    hook.switch("none")  # without memory
+    handle = model[0].register_forward_hook(lambda *a: _Infinite.apply(a[2]) if rank else None)
+    backward(model, 3, rank)
+    handle.remove()
+    assert hook.skipped_steps == 2
 
 
 def test_a_step_that_overflows_on_one_rank_changes_no_residual_on_any() -> None:

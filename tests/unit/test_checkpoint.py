@@ -431,7 +431,7 @@ def test_ranks_of_unlike_models_are_not_added_up() -> None:
     ],
 )
 def test_memory_that_is_not_finite_is_refused(value: Tensor) -> None:
-    with pytest.raises(CheckpointError, match="bias.*not finite in float32"):
+    with pytest.raises(CheckpointError, match=r"bias.*not finite in float32"):
         read_memory({"residual": {"bias": value}}, "rank0", "load_state_dict")
 
 

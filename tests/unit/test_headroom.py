@@ -217,6 +217,16 @@ def test_a_wrong_command_is_a_sentence(arguments: list[str], said: str) -> None:
     assert said in done.output
 
 
+def test_a_system_without_process_groups_is_told_so_first(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delattr("os.killpg")
+    out = tmp_path / "out.json"
+    done = CliRunner().invoke(app, ["headroom", "--out", str(out), "--", "nothing"])
+    assert (done.exit_code, out.exists()) == (2, False)
+    assert "POSIX" in done.output
+
+
 def test_a_script_that_failed_is_not_told_to_train_longer() -> None:
     told = {"needed": 130, "ended": 20}
     assert "train longer, or ask for fewer --steps" in command._reason(told, 0, False, 600.0)
