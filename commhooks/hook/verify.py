@@ -143,7 +143,7 @@ class Verification:
         """Notes hashes of the parameters: no optimizer steps any before the first average comes."""
         self._apart = self._apart or not keeps_equal(scheme)
         if self.wants(step, scheme) and not self._apart:
-            values, none = self._values(), torch.zeros(0, device="cpu")
+            values, none = self._values(), torch.zeros(0, dtype=torch.float32, device="cpu")
             parts = [local_part(values.get(name, none)) for name in self._names]
             self._noted = step, hashes_of(parts)
 
