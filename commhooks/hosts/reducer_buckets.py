@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from commhooks._torch import reducer_buckets
 from commhooks.errors import RegistrationError
 from commhooks.hook.parameters import memory_order
 from commhooks.hook.reducer_bucket import ReducerBucket
@@ -96,7 +97,7 @@ class ReducerBuckets:
         # It allocates the memory of all gradients, which is why it is not done in every step, and
         # why no view of it is kept.
         try:
-            buckets = model.reducer._get_zeros_like_grad_buckets()
+            buckets = reducer_buckets(model.reducer)
         except RuntimeError as error:
             raise RegistrationError(
                 "process_group(...).attach(model): torch does not tell the buckets of a model with "
