@@ -273,8 +273,12 @@ def fsdp2_state(module: Any) -> Any:
 
 def fsdp2_groups(module: Any) -> Sequence[Any]:
     """Returns the groups of parameters that FSDP2 gathers and reduces for a module."""
-    groups: Sequence[Any] = module._get_fsdp_state()._fsdp_param_groups
-    return groups
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        groups: Sequence[Any] = state._fsdp_param_groups
+        return groups
+    one = state._fsdp_param_group  # up to torch 2.11 a module has one, or none
+    return [] if one is None else [one]
 
 
 def fsdp2_is_in_backward(state: Any) -> bool:

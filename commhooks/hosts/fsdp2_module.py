@@ -42,7 +42,8 @@ class FSDP2Module:
                 f"commhooks: FSDP2 reduces {numel} entries of module "
                 f"{fsdp2_module_name(self.group) or 'root'}, whose trained parameters have "
                 f"{total}: some got no gradient in this step. Call "
-                f"model.set_reduce_scatter_unused_params(True), so that zeros stand for them"
+                f"model.set_reduce_scatter_unused_params(True), so that zeros stand for them; "
+                f"where this torch has no such method, add 0 * parameter.sum() to the loss"
             )
         return known.layout_of([self._names[id(one)] for one in trained])
 

@@ -79,5 +79,5 @@ def _device_of(model: nn.Module) -> str:
     if lies_on in {device.type for device in device_types(world)}:
         return lies_on
     # On the host or on "meta", and NCCL averages: ``fully_shard`` moves it there, as by default.
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if accelerator is None else accelerator.type

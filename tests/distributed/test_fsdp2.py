@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+from commhooks._torch import fsdp2_groups
 from commhooks.core import Bucket, SchemeExchange
 from commhooks.errors import RegistrationError
 from commhooks.hosts import gather_parameters, replicate
@@ -502,6 +503,8 @@ def _unused(rank: int, world_size: int) -> None:
     commhooks.register(model, "int8")
     with pytest.raises(Exception, match="set_reduce_scatter_unused_params"):
         backward(model, 0, rank)
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        return  # up to torch 2.11
     model = fully_shard(_Branches(), mesh=mesh)
     model.set_reduce_scatter_unused_params(True)
     hook = commhooks.register(model, "int8")
@@ -623,12 +626,15 @@ def _own_group(rank: int, world_size: int) -> None:
     hook = commhooks.register(model, "int8")
     gathered = gather_parameters(model)
     groups = [one._binding.group() for one in (hook, gathered)]
-    mesh = model[0]._get_fsdp_state()._fsdp_param_groups[0].mesh_info
+    mesh = fsdp2_groups(model[0])[0].mesh_info
     assert groups == [mesh.reduce_scatter_process_group, mesh.shard_process_group]
     assert groups[0] is not groups[1]
     backward(model, 0, rank)
 
 
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_separate_reduce_scatter_group"), reason="torch has one group"
+)
 def test_gradients_and_parameters_travel_in_the_groups_of_fsdp2() -> None:
     run_ranks(_own_group, 2)
 

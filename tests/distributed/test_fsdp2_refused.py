@@ -12,6 +12,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_common
 from torch.distributed.tensor import Shard
 
 import commhooks
+from commhooks._torch import fsdp2_groups
 from commhooks.errors import HookNotAttachedError, RegistrationError
 from commhooks.hosts import gather_parameters
 from tests.distributed.harness import run_ranks
@@ -50,12 +51,12 @@ def _symmetric(rank: int, world_size: int) -> None:
     """As ``set_symm_mem_for_comm`` leaves a model, which itself needs GPUs."""
     model = sharded(model_of())
     for module in _modules(model):
-        for group in module._get_fsdp_state()._fsdp_param_groups:
+        for group in fsdp2_groups(module):
             group._all_gather_comm = object.__new__(_fsdp_collectives.SymmMemAllGather)
     with pytest.raises(RegistrationError, match=r"gathers by SymmMemAllGather .*set_symm_mem"):
         gather_parameters(model)
     for module in _modules(model):
-        for group in module._get_fsdp_state()._fsdp_param_groups:
+        for group in fsdp2_groups(module):
             group._reduce_scatter_comm = object.__new__(_fsdp_collectives.SymmMemReduceScatter)
     with pytest.raises(RegistrationError, match=r"SymmMemReduceScatter .*or set_symm_mem_for_comm"):
         commhooks.register(model, "int8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -329,8 +330,10 @@ def _on_fsdp(rank: int, world_size: int) -> dict[str, Any]:
         group, "cpu", mesh=list(range(world_size)), mesh_dim_names=("replicate",)
     )
     model = mlp(32, 4)
+    # Of torch 2.9 the second.
+    named = "mesh" if "mesh" in signature(on_fsdp).parameters else "device_mesh"
     for module in (model[0], model[2], model):
-        on_fsdp(module, mesh=mesh)
+        on_fsdp(module, **{named: mesh})
     found["over the group"] = (
         near(local_means(model, rank, STEPS), 0.04) and group.hook.calls == 3 * STEPS
     )

@@ -20,6 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import ProcessGroupAl
 from torch.utils.checkpoint import checkpoint
 
 import commhooks
+from commhooks._torch import fsdp2_groups
 from commhooks.errors import HookNotAttachedError, RegistrationError
 from commhooks.hosts import gather_parameters
 from tests.distributed.harness import run_ranks
@@ -124,6 +125,8 @@ def _adds_up(rank: int, world_size: int, build: Callable[[], nn.Module]) -> tupl
     [(_two_roots, 3), (_zeros_at_first, 6), (_together, 3), (_unsharded_root, 3)],
 )
 def test_nothing_is_lost_or_sent_twice(build: Callable[[], nn.Module], steps: int) -> None:
+    if build is _zeros_at_first and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        pytest.skip("up to torch 2.11 FSDP2 reduces no zeros")
     for worst, counted in run_ranks(_adds_up, 2, build):
         assert worst < 1e-3
         assert counted == steps
@@ -235,7 +238,7 @@ def _taken(rank: int, world_size: int) -> None:
         commhooks.register(model, "int8", between=mesh["replicate"])
     model = sharded(model_of())
     model[2].set_allocate_memory_from_process_group_for_comm(True)  # type: ignore[index, operator]
-    group = model[2]._get_fsdp_state()._fsdp_param_groups[0]  # type: ignore[index, operator, union-attr]
+    group = fsdp2_groups(model[2])[0]  # type: ignore[index]
     assert isinstance(group._reduce_scatter_comm, ProcessGroupAllocReduceScatter)
     with pytest.raises(RegistrationError, match="leave that call out"):
         commhooks.register(model, "int8")

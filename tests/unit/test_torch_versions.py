@@ -1,0 +1,163 @@
+"""Private names of torch: used in one module per package, and recorded per version of torch.
+
+``python -m tests.unit.test_torch_versions`` writes those of the present torch into
+``tests/torch_names.txt``.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from pkgutil import resolve_name
+
+import pytest
+import torch
+
+import commhooks._torch
+from tests.unit.test_layers import ROOT, modules
+
+RECORD = ROOT / "tests" / "torch_names.txt"
+FILES = [path for one in ("commhooks", "ddp_core", "kernels") for path in modules(one)]
+TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in FILES}
+HOMES = ("commhooks/_torch.py", "ddp_core/_torch.py", "kernels/_torch.py")
+VERSION = torch.__version__.partition("+")[0]
+LOOK_UPS = {"attrgetter", "delattr", "getattr", "hasattr", "setattr"}
+# Private names of others: the standard library's everywhere, and those of one framework.
+STANDARD = {"_asdict", "_exit", "_fields", "_getframe", "_replace"}
+FRAMEWORKS = {
+    "commhooks/hosts/lightning.py": {"_ddp_kwargs", "_ddp_comm_hook"},
+    "commhooks/hosts/torchcomms.py": {"_set_device_and_options"},
+    "commhooks/hosts/torchft.py": {"_pg", "_timeout"},
+    "commhooks/hosts/torchft_collectives.py": {"_pg", "_wrap_work"},
+    "commhooks/hosts/torchft_quorum.py": {"_pg"},
+}
+
+
+def recorded() -> dict[tuple[str, str], list[str]]:
+    """Versions that have a name, by owner and name."""
+    lines = [line.split() for line in RECORD.read_text().splitlines() if line[:1] not in ("", "#")]
+    return {(owner, name): versions for owner, name, *versions in lines}
+
+
+def exists(owner: str, name: str) -> bool:
+    """Whether the present torch has a name: an attribute, or one that its code gives to objects."""
+    try:
+        found = resolve_name(owner)
+    except (ImportError, AttributeError):
+        return False
+    if hasattr(found, name) or (hasattr(found, "__path__") and find_spec(f"{owner}.{name}")):
+        return True
+    if owner == "torch._C":  # a build without CUDA lacks some
+        files = [Path(torch.__file__).parent / "_C" / "__init__.pyi"]
+    else:  # the modules of a class and of its bases, or the module itself
+        named = {getattr(one, "__module__", owner) for one in getattr(found, "__mro__", [found])}
+        where = [getattr(sys.modules[one], "__file__", None) for one in named if one != "builtins"]
+        files = [Path(one) for one in where if one is not None and one.endswith(".py")]
+    text = "".join(file.read_text() for file in files)
+    return re.search(rf"\b{name}\b", text) is not None
+
+
+def is_private(name: str) -> bool:
+    return re.fullmatch(r"_[A-Za-z]\w*", name) is not None and not name.endswith("__")
+
+
+def used(tree: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    """Private names that code uses, and what is imported from private modules of torch."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            yield node.attr, node
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in LOOK_UPS:
+            yield from _strings(node)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch."):
+            within = any(is_private(part) for part in str(node.module).split("."))
+            for alias in node.names:
+                if within or is_private(alias.name):
+                    yield alias.name, node
+
+
+def _strings(tree: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and is_private(str(node.value)):
+            yield str(node.value), node
+
+
+def own_names() -> set[str]:
+    """All names that our code gives to something."""
+    found = set(STANDARD)
+    for tree in TREES.values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                found.add(node.attr)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+    return found
+
+
+def is_ours(node: ast.AST) -> bool:
+    """Whether a name is looked up at our own object: ``self``, ``cls`` or ``super()``."""
+    if not isinstance(node, ast.Attribute):
+        return False
+    at = node.value.func if isinstance(node.value, ast.Call) else node.value
+    return isinstance(at, ast.Name) and at.id in ("self", "cls", "super")
+
+
+def test_no_other_module_uses_a_private_name_of_torch() -> None:
+    of_torch, own = {name for _, name in recorded()}, own_names()
+    wrong = []
+    for file, tree in TREES.items():
+        if file in HOMES:
+            continue
+        for name, node in used(tree):
+            chain = ast.unparse(node.value) if isinstance(node, ast.Attribute) else ""
+            is_torchs = chain.partition(".")[0] in ("torch", "dist") or isinstance(
+                node, ast.ImportFrom
+            )
+            unknown = isinstance(node, ast.Attribute) and name not in own
+            if not is_torchs and not unknown and (name not in of_torch or is_ours(node)):
+                continue
+            if name not in FRAMEWORKS.get(file, ()):
+                wrong.append(f"{file}:{node.lineno}: {name}")
+    assert not wrong, "a private name of torch belongs into the _torch.py of its package"
+
+
+def test_every_private_name_is_recorded() -> None:
+    trees = [TREES[file] for file in HOMES]
+    named = {name for tree in trees for name, _ in (*used(tree), *_strings(tree))}
+    named |= {value.rpartition(":")[2] for value in commhooks._torch._LATER.values()}
+    assert named == {name for _, name in recorded()}
+
+
+def test_the_present_torch_has_the_names_of_the_record() -> None:
+    record = recorded()
+    versions = next(line for line in RECORD.read_text().splitlines() if "Versions:" in line)
+    if VERSION not in versions.split():
+        pytest.skip(f"torch {VERSION} is not recorded: python -m tests.unit.test_torch_versions")
+    differ = [
+        f"{owner} {name}"
+        for (owner, name), having in record.items()
+        if exists(owner, name) is not (VERSION in having)
+    ]
+    assert not differ
+
+
+def write() -> None:
+    """Writes which names the present torch has into the record."""
+    head, *_ = RECORD.read_text().partition("\n\n")
+    known = set(head[head.index("Versions:") :].split()[1:]) | {VERSION}
+    order = sorted(known, key=lambda one: [int(part) for part in one.split(".")])
+    lines = []
+    for (owner, name), versions in sorted(recorded().items()):
+        has = (set(versions) - {VERSION}) | ({VERSION} if exists(owner, name) else set())
+        lines.append(" ".join([owner, name, *(one for one in order if one in has)]))
+    head = head[: head.index("Versions:")] + "Versions: " + " ".join(order)
+    RECORD.write_text(head + "\n\n" + "\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    write()
