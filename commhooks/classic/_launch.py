@@ -68,7 +68,8 @@ def classic_hook(
         def hook(*args: P.args, **kwargs: P.kwargs) -> BucketFuture:
             given = args[1] if len(args) > 1 else None
             if isinstance(given, Tensor):
-                return _on_fsdp1(hook.__name__, launch, *args)  # type: ignore[return-value]
+                average: Any = _on_fsdp1
+                return average(hook.__name__, launch, *args)  # type: ignore[no-any-return]
             if isinstance(given, tuple):  # Dynamo's Python reducer, which takes no future
                 raise HookNotAttachedError(
                     f"{hook.__name__} got a (gradient, parameter) tuple in place of a bucket, as "

@@ -64,6 +64,7 @@ class Engine:
         self.observer: Observer | None = None
         self.onward: Engine | None = None  # averages the means of this one further
         self.notes_finite = False  # for an engine that averages before this one
+        self.counts = True  # steps that are not finite, where no memory depends on that
         self.exactly = Exactly()  # the parameters that no scheme may round
         self._lock = threading.Lock()  # backward's thread ends steps, the lanes' finishes exchanges
         self._open: _Step | None = None
@@ -221,7 +222,7 @@ class Engine:
 
     def judges(self, mean: Tensor) -> bool:
         """Whether it matters that a mean is finite: for memory, or for the count of bad steps."""
-        counts = mean.device.type == "cpu" and self.traits.averages
+        counts = self.counts and mean.device.type == "cpu" and self.traits.averages
         is_wide = mean.is_floating_point() and mean.element_size() > 1
         return self.keeps_memory or self.notes_finite or (counts and is_wide)
 

@@ -122,7 +122,8 @@ class Exchanges:
                 partial(self._drivers.run, group=step.group, waits=True),
             )
         # Ranks beside count the same steps as bad, where steps are counted at all.
-        if not self._engine.keeps_memory and step.device.type != "cpu":
+        counts = self._engine.counts and step.device.type == "cpu"
+        if not (self._engine.keeps_memory or counts):
             return
         for group in beside:
             # Not by the drivers, whose lanes are of the hook's group; nothing else is under way.

@@ -30,6 +30,7 @@ class ZeroHook(HookState):
     def serve(self, owner: Any, shards: Sequence[BucketShard]) -> None:
         """Reduces to these shards from now on, and tells their owner, :class:`Shards`."""
         self._shards, self._means = shards, dict[int, Tensor]()
+        self._engine.counts = False  # the owner's ranks agree on the means in any case
         self.shards_for = "ZeroOptimizer"
         self.stays = (
             "a ZeroOptimizer keeps its shards on these ranks: save state_dict(gather=True), and "
@@ -83,7 +84,9 @@ class ZeroHook(HookState):
         alone: Any = set(left_alone)
         super().step_landed(alone)
         means, self._means = self._means, {}
-        self._owner.landed(means, alone)
+        finite = self._owner.landed(means, alone)
+        if not self._engine.keeps_memory:
+            self._engine.skipped += not finite
 
     def step_abandoned(self) -> None:
         super().step_abandoned()

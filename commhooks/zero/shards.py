@@ -104,8 +104,8 @@ class Shards:
         for shard in self._all:
             self._stand_ins.make_room(shard.parameters)
 
-    def landed(self, means: Mapping[int, Tensor], left_alone: Collection[nn.Parameter]) -> None:
-        """Takes the means of a backward pass, by bucket."""
+    def landed(self, means: Mapping[int, Tensor], left_alone: Collection[nn.Parameter]) -> bool:
+        """Takes the means of a backward pass, by bucket; whether they are finite on all ranks."""
         finite = _on_all_ranks(means, self._model.process_group)
         self.finite &= finite
         for number, mean in means.items():
@@ -117,6 +117,7 @@ class Shards:
             self._stand_ins.put(shard.parameters, left_alone)
         if means and not self.in_backward:
             self.told.grad = torch.full_like(self.told, 0.0 if finite else torch.nan)
+        return finite
 
     def drop_with_stand_ins(self) -> None:
         """Drops the means of parameters whose stand-in was dropped, as ``model.zero_grad()`` does.

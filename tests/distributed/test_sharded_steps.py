@@ -418,6 +418,7 @@ def _compared(rank: int, world_size: int) -> list[Any]:
 
 def test_bytes_are_compared_with_those_of_the_hosts_own_collective() -> None:
     for rows, said, calls in run_ranks(_compared, 3):
+        rows = rows[rows.dense_bytes > 0]  # the last one is of the verdict, one number
         assert (rows.wire_bytes == rows.dense_wire_bytes).all()
         assert (rows.exposed_s > 0).all()
         assert "where a dense reduce-scatter sends" in said
