@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from commhooks.checkpoint.form import MemoryDict, tensor_error
+from commhooks.core.names import is_padding
 from commhooks.core.scheme import Scheme, slot_error, walk
 from commhooks.errors import CheckpointError
 from commhooks.wrappers.base import Choice
@@ -88,7 +89,10 @@ def check_complete(
     for key, values in declared.items():
         if not same_settings and (several or per_rank.get(key) != "sum"):
             continue
-        missing = sorted(set(values) - set(memory.get(key, {})))
+        # What fills up pieces differs with the number of ranks, and begins with nothing.
+        missing = sorted(
+            name for name in set(values) - set(memory.get(key, {})) if not is_padding(name)
+        )
         if missing:
             raise CheckpointError(
                 f"load_state_dict: the state is incomplete, it lacks {key!r} of {missing[:5]}: the "

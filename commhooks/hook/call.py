@@ -19,7 +19,7 @@ from commhooks.errors import RegistrationError
 from commhooks.hook.engine import Engine
 from ddp_core import AllGather, AllReduce, Exchange, ReduceScatter, event_after
 
-__all__ = ["Call", "Handle", "Kind", "sums", "write_into"]
+__all__ = ["Call", "Handle", "Kind", "sums", "travels_coded", "write_into"]
 
 Kind = Literal["all_reduce", "reduce_scatter", "all_gather"]
 Run = Callable[[Bucket], SchemeExchange]
@@ -119,8 +119,7 @@ class Call:
 
         So do floating numbers of 8 bits, such as weights that were quantised before.
         """
-        given = self.given
-        return not given.is_floating_point() or given.itemsize == 1 or type(scheme) is Dense
+        return not travels_coded(self.given) or type(scheme) is Dense
 
     def need(self, scheme: Scheme) -> None:
         """Raises RegistrationError unless a scheme can do what the call asks for."""
@@ -190,6 +189,11 @@ def sums(kind: Kind, op: Any) -> bool:
         f"commhooks.{kind}(op=...) is ReduceOp.SUM or ReduceOp.AVG, got {op}: schemes average; "
         f"torch.distributed has the other operations"
     )
+
+
+def travels_coded(tensor: Tensor) -> bool:
+    """Whether a scheme codes a tensor: floating numbers of more than 8 bits."""
+    return tensor.is_floating_point() and tensor.itemsize > 1
 
 
 def _real(tensor: Tensor) -> Tensor:

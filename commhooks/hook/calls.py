@@ -16,7 +16,7 @@ from commhooks.core.layout import Layout
 from commhooks.core.scheme import Scheme, slots_of
 from commhooks.core.settings import from_json, is_shape
 from commhooks.errors import CheckpointError, RegistrationError
-from commhooks.hook.call import Call, Handle, Kind
+from commhooks.hook.call import Call, Handle, Kind, travels_coded
 from commhooks.hook.capture import need_no_capture
 from commhooks.hook.engine import Engine
 from commhooks.hook.exchanges import Exchanges
@@ -175,12 +175,14 @@ class Calls(HookState):
     def declare(self, name: str, like: Tensor) -> None:
         """Tells name, shape and dtype of a tensor before its first call.
 
-        Needed only to load a state that a hook on a model has saved.
+        Needed only to load a state that a hook on a model has saved. Whole and complex numbers
+        travel exactly, so that nothing is kept for them.
 
         Raises:
             ValueError: a tensor of this name has another shape or dtype.
         """
-        self._tensors.declare(name, like.shape, like.dtype)
+        if travels_coded(like):
+            self._tensors.declare(name, like.shape, like.dtype)
 
     def state_dict(self, *, gather: bool = False, to: int | None = None) -> dict[str, Any]:
         """Returns what a later run continues from; see :meth:`commhooks.HookState.state_dict`."""

@@ -382,6 +382,7 @@ def _across_hosts(rank: int, world_size: int) -> dict[str, Any]:
     collectives = commhooks.Collectives("topk", ratio=0.1)
     unknown = outcome(collectives.load_state_dict, hook.state_dict())
     collectives.declare("weight", layer.weight)
+    collectives.declare("wave", torch.zeros(3, dtype=torch.complex64))  # travels exactly
     collectives.load_state_dict(hook.state_dict())
     tensor = numbers(3, rank, *SHAPE)
     collectives.all_reduce(tensor, "weight", op=AVG)

@@ -204,9 +204,9 @@ def _small_gradients_are_lost(rank: int) -> Patch:
 def _host_forgets_to_divide(rank: int) -> Patch:
     call = SchemeReduceScatter.__call__
 
-    def sums(self: Any, output: Any, *rest: Any, **options: Any) -> None:
-        call(self, output, *rest, **options)
-        output.mul_(1.5)
+    def sums(self: Any, output_tensor: Any, **options: Any) -> None:
+        call(self, output_tensor, **options)
+        output_tensor.mul_(options["group"].size())
 
     return SchemeReduceScatter, "__call__", sums
 
@@ -215,16 +215,17 @@ def _host_forgets_to_divide(rank: int) -> Patch:
 def _shard_of_another_rank(rank: int) -> Patch:
     call = SchemeReduceScatter.__call__
 
-    def turned(self: Any, output: Any, given: Any, group: Any, *rest: Any, **options: Any) -> None:
-        parts = given.view(group.size(), -1)
-        call(self, output, parts.roll(1, 0).view(-1), group, *rest, **options)
+    def turned(self: Any, output_tensor: Any, input_tensor: Any, **options: Any) -> None:
+        parts = input_tensor.view(options["group"].size(), -1).roll(1, 0)
+        call(self, output_tensor, parts.view(-1), **options)
 
     return SchemeReduceScatter, "__call__", turned
 
 
 @_bug
-def _between_nodes_is_nothing_sent(rank: int) -> Patch:
-    return BetweenNodes, "__call__", lambda self, reduced: None
+def _what_comes_from_other_nodes_is_lost(rank: int) -> Patch:
+    call = BetweenNodes.__call__
+    return BetweenNodes, "__call__", lambda self, reduced: call(self, reduced.clone())
 
 
 @_bug
@@ -275,7 +276,7 @@ def _a_tcp_store_is_not_known(rank: int) -> Patch:
 
     def only_files(self: Any, *rest: Any) -> None:
         store = dist.distributed_c10d._get_default_store()
-        if rank and "TCP" in type(store.underlying_store).__name__:
+        if "TCP" in type(store.underlying_store).__name__:
             raise OSError("no such file")
         call(self, *rest)
 

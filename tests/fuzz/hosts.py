@@ -657,6 +657,17 @@ class _Collectives(Hosted):
     def calls(self) -> int:
         return len(self.trained)
 
+    def settle(self, record: Record) -> None:
+        """Leaves out tensors that are not finite; the others have been exchanged all the same."""
+        sizes = self.sizes()
+        parts = [*zip(record.wanted.split(sizes), record.applied.split(sizes), strict=True)]
+        bad = torch.tensor([float(not (w + a).isfinite().all()) for w, a in parts])
+        dist.all_reduce(bad, group=self.group)
+        for (wanted, applied), one in zip(parts, bad, strict=True):
+            if one:
+                wanted.zero_(), applied.zero_()
+        record.counts = True
+
     def move(self, means: list[Tensor], flat: list[Tensor]) -> None:
         for place, mean in zip(self.places(), means, strict=True):
             place.grad = mean

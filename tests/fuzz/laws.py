@@ -151,7 +151,7 @@ def _of_sums(case: Case, ranks: Sequence[Report]) -> Verdict:
     world = len(ranks)
     records = [[one for one in rank.records if one.hooked] for rank in ranks]
     leader = max(range(world), key=lambda r: sum(one.digest != "" for one in records[r]))
-    applied = wanted = exact = rough = torch.zeros(())
+    applied = wanted = exact = noise = torch.zeros(())
     names = {case.scheme, *(event[2] for event in case.events if event[1] == "switch")}
     apart = names <= APART or case.host in BY_TENSOR
     for step in range(len(records[0])):
@@ -162,8 +162,12 @@ def _of_sums(case: Case, ranks: Sequence[Report]) -> Verdict:
         applied = applied + one.applied * one.share
         wanted = wanted + torch.stack([other.wanted for other in of_step]).sum(0) / world
         sizes = torch.stack([other.sizes for other in of_step]).max(0).values
+        if not apart and case.scaled:  # a small gradient has the errors of a large one
+            sizes = sizes.norm().expand(len(sizes))
         exact = exact + (sizes * ranks[0].spacings + one.least) * (world + 2)
-        rough = rough + _roughness(sizes if apart else sizes.norm(), laws, world)
+        norm = sizes if apart else sizes.norm()
+        exact = exact + _rounding(norm, laws, world)
+        noise = noise + norm * _NOISE * math.sqrt(max(law.noise for law in laws))
     if not applied.shape:
         return Verdict("ok")
     before, after = (
@@ -171,8 +175,14 @@ def _of_sums(case: Case, ranks: Sequence[Report]) -> Verdict:
         for name in ("before", "after")
     )
     off = (applied + after - before - wanted).abs()
-    bound = torch.repeat_interleave(exact + rough, torch.tensor(ranks[0].entries)) + 1e-30
+    entries = torch.tensor(ranks[0].entries)
+    bound = torch.repeat_interleave(exact + noise, entries) + 1e-30
+    # Noise is bounded as a whole: rounding in each entry, noise in the norm of all.
+    most = float(torch.repeat_interleave(exact, entries).norm() + noise.norm()) + 1e-30
     worst = int((off / bound).argmax()) if len(off) else 0
+    if off.norm() > most:
+        text = f"applied + residual - sum of gradients: {float(off.norm()):.3g}, allowed {most:.3g}"
+        return Verdict("broken", "sum", f"{text}; wanted {float(wanted.norm()):.3g}")
     if len(off) and not off[worst] <= bound[worst]:
         text = (
             f"applied + residual - sum of gradients is {float(off[worst]):.3g} at entry {worst}, "
@@ -183,16 +193,14 @@ def _of_sums(case: Case, ranks: Sequence[Report]) -> Verdict:
     return Verdict("ok")
 
 
-def _roughness(norm: torch.Tensor, laws: Sequence[Law], world: int) -> torch.Tensor:
-    """Of a step: noise, and rounding that does not depend on a parameter's own type.
+def _rounding(norm: torch.Tensor, laws: Sequence[Law], world: int) -> torch.Tensor:
+    """Of a step, what does not depend on a parameter's own type.
 
     Args:
         norm: of what is sent: by parameter, or of everything where parameters are coded together.
     """
-    noise, wire, least = (
-        max(getattr(law, name) for law in laws) for name in ("noise", "wire", "least")
-    )
-    return norm * (_SUMS + (world + 1) / 2 * wire + _NOISE * math.sqrt(noise)) + world * least
+    wire, least = (max(getattr(law, name) for law in laws) for name in ("wire", "least"))
+    return norm * (_SUMS + (world + 1) / 2 * wire) + world**2 * least
 
 
 def _of_local(ranks: Sequence[Report]) -> Verdict:

@@ -323,6 +323,9 @@ class Run:
         """Steps that were not finite, as the host counts them."""
         return int(self.hook.skipped_steps)
 
+    def settle(self, record: Record) -> None:
+        """Leaves out of a record what is in no sum."""
+
     def calls(self) -> int:
         """Steps of the host in one of the case."""
         return 1

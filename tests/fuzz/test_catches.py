@@ -35,7 +35,7 @@ CASES = {
     "small_gradients_are_lost": Case(scaled=True),
     "host_forgets_to_divide": Case(host="fsdp2"),
     "shard_of_another_rank": Case(host="fsdp2", scheme="int8"),
-    "between_nodes_is_nothing_sent": Case(host="hsdp", world=4, setting=("between",)),
+    "what_comes_from_other_nodes_is_lost": Case(host="hsdp", world=4, setting=("between",)),
     "all_ranks_are_replicas": Case(host="tensor_parallel", world=4),
     "a_group_gives_the_mean_for_a_sum": Case(host="group"),
     "collectives_sum_for_a_mean": Case(host="collectives", setting=("all_reduce",)),

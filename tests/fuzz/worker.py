@@ -163,6 +163,7 @@ class _Player:
                 name = f"gradients of step {number}" if share == 1 else f"{self.rank}/{number}"
                 report.bits[name] = record.digest
             self._check_bad(number, plan, record)
+            self.runs[0].settle(record)
         for other, again in zip(self.runs[1:], records[1:], strict=True):
             if not other.is_exact or record is None or again is None:
                 continue
@@ -373,7 +374,9 @@ class _Player:
                 report.broken.append(("memory", f"{key} of {name} is not finite"))
             if equal:
                 report.bits[f"memory {key} {name}"] = digest([value])
-        plain = all(event[1] not in ("switch", "save", "raise") for event in case.events)
+        plain = all(
+            event[1] not in ("switch", "save", "raise", "unregister") for event in case.events
+        )
         counts = plain and case.averages and not self.leg.number and (keeps or ALWAYS_COUNTED)
         most = self.most * run.calls()
         if counts and not self.least <= run.skipped() <= most:

@@ -479,6 +479,12 @@ def test_memory_that_is_missing_is_refused(same_settings: bool) -> None:
             check_complete(memory, SCHEME, PER_RANK, DECLARED, same_settings=same_settings)
 
 
+def test_what_fills_up_pieces_need_not_be_there() -> None:
+    """A unit of FSDP1 has it on some numbers of ranks only."""
+    declared = {"residual": {"0.2#padding": torch.zeros(2)}}
+    check_complete({}, SCHEME, PER_RANK, declared, same_settings=True)
+
+
 def test_a_factor_that_is_missing_is_refused_unless_settings_say_so() -> None:
     memory = {"residual": residual(0)}
     with pytest.raises(CheckpointError, match=r"lacks 'powersgd.q' of \['weight'\]"):
