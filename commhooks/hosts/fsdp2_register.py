@@ -8,7 +8,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
@@ -101,7 +101,14 @@ def _guard(model: nn.Module, hook: HookState, kind: type[Replacement]) -> HostGu
 
     # Looked up once: a model may have thousands of modules.
     states = [one._get_fsdp_state() for one in model.modules() if isinstance(one, FSDPModule)]
-    return HostGuard(hook, groups_of(model), groups_of, has_hook, partial(_need_ready, states))
+    need_ready = partial(_need_ready, states)
+    return HostGuard(model, hook, groups_of(model), groups_of, has_hook, need_ready, _held)
+
+
+def _held(model: nn.Module) -> list[Tensor]:
+    """Returns the shards of a model, also where whole parameters are in their places."""
+    groups = groups_of(model).values()
+    return [one.sharded_param for group in groups for one in group.fsdp_params]
 
 
 def _need_ready(states: list[Any]) -> None:
