@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from commhooks.core.names import plain_name
 from commhooks.errors import HookNotAttachedError, RegistrationError
@@ -29,12 +31,16 @@ from ddp_core.reducer.accumulators import (
     when_accumulated,
 )
 from ddp_core.reducer.graph_errors import local_error, twice_error
-from ddp_core.reducer.known import KnownParameters, has_another_wrapper
+from ddp_core.reducer.known import KnownParameters, Structure, has_another_wrapper
 
-if TYPE_CHECKING:
-    from commhooks.hook.running import Running
-
-__all__ = ["AttachmentGuard", "Attendance", "HostGuard", "Unfrozen", "known_parameters"]
+__all__ = [
+    "AttachmentGuard",
+    "Attendance",
+    "HostGuard",
+    "StaleOptimizers",
+    "Unfrozen",
+    "known_parameters",
+]
 
 _ADVICE = (
     "Was it registered (commhooks.register(model, ...), or model.register_comm_hook(state, "
@@ -271,7 +277,7 @@ def known_parameters(owner: nn.Module, ddp: Any, prefix: str = "module.") -> Kno
 class AttachmentGuard:
     """Raises, as a forward pre-hook of DistributedDataParallel, if the hook would not run."""
 
-    def __init__(self, state: Running, ddp: DistributedDataParallel) -> None:
+    def __init__(self, state: Any, ddp: DistributedDataParallel) -> None:
         self._state = state
         # Weak: the module holds its pre-hooks, and no cycle should keep a model alive.
         self._ddp: weakref.ref[nn.Module] | None = weakref.ref(ddp)
@@ -328,25 +334,87 @@ class AttachmentGuard:
         self._unfrozen = Unfrozen({})
 
 
+class StaleOptimizers:
+    """Refuses, as a pre-hook of all optimizers, to step parameters that a model has no more.
+
+    A host that shards takes parameters of ``load_state_dict(assign=True)`` for its own, so their
+    gradients are averaged; an optimizer that was made before trains nothing from then on.
+
+    Args:
+        model: held weakly.
+        held: returns parameters that the host has taken out of the model for a while.
+    """
+
+    def __init__(self, model: nn.Module, held: Callable[[nn.Module], Iterable[Tensor]]) -> None:
+        self._model, self._held = weakref.ref(model), held
+        self._structure = Structure(model)
+        self._had: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._note(model)
+        handle = register_optimizer_step_pre_hook(partial(_refuse_stale, weakref.ref(self)))
+        weakref.finalize(self, handle.remove)
+
+    def _note(self, model: nn.Module) -> set[int]:
+        """Takes note of the model's parameters; returns the ids of those that it has now."""
+        present = [*model.parameters(), *self._held(model)]
+        for one in present:
+            self._had[one] = None
+        return set(map(id, present))
+
+    def look(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises if an optimizer has a parameter that the model had before, and has no more."""
+        model = self._model()
+        if model is None or not self._structure.has_changed:
+            return
+        present = self._note(model)
+        for group in optimizer.param_groups:
+            if any(one in self._had and id(one) not in present for one in group["params"]):
+                raise HookNotAttachedError(
+                    f"{type(optimizer).__name__}.step: the model has other parameters than the "
+                    f"optimizer (load_state_dict(assign=True), a new layer), which would train "
+                    f"nothing: make the optimizer again, and load its state"
+                )
+        self._structure.remember(model)
+
+    def __reduce__(self) -> Any:
+        return _nothing, ()  # of a copy
+
+
+def _nothing() -> None:
+    return None
+
+
+def _refuse_stale(
+    me: weakref.ref[StaleOptimizers], optimizer: torch.optim.Optimizer, *_: Any
+) -> None:
+    stale = me()
+    if stale is not None:
+        stale.look(optimizer)
+
+
 class HostGuard:
     """Tells a hook, as a forward pre-hook, that a pass begins; raises if the hook would not run.
 
     Args:
+        model: that the host shards.
         hook: that the host runs.
         units: the parts of the model that the host reduces one by one, by name; all have the hook.
         present: returns those that a model has now.
         has_hook: whether one of them has the hook still.
         need_ready: raises if the host cannot begin a pass, since the one before has raised.
+        held: returns parameters that the host has taken out of the model for a while.
     """
 
     def __init__(
         self,
-        hook: Running,
+        model: nn.Module,
+        hook: Any,
         units: Mapping[str, Any],
         present: Callable[[nn.Module], Mapping[str, Any]],
         has_hook: Callable[[Any], bool],
-        need_ready: Callable[[], None] | None = None,
+        need_ready: Callable[[], None],
+        held: Callable[[nn.Module], Iterable[Tensor]],
     ) -> None:
+        self._stale = StaleOptimizers(model, held)
         self._hook, self._units = hook, dict(units)
         self._present, self._has_hook, self._need_ready = present, has_hook, need_ready
         self._looks = True
@@ -370,6 +438,6 @@ class HostGuard:
                 f"register after the last fully_shard, and set no other reduction afterwards"
             )
         # Activation checkpointing runs forward passes within backward.
-        if self._need_ready is not None and backward_number() == NO_BACKWARD:
+        if backward_number() == NO_BACKWARD:
             self._need_ready()
         self._hook.forward_begins()

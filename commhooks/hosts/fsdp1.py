@@ -61,8 +61,16 @@ def register_on_fsdp1(
         return present is reduce_unit and state[0] is hook
 
     need_ready = partial(_need_ready, FullyShardedDataParallel.fsdp_modules(model))
-    model.register_forward_pre_hook(HostGuard(hook, units, _units, has_hook, need_ready))
+    model.register_forward_pre_hook(
+        HostGuard(model, hook, units, _units, has_hook, need_ready, _held)
+    )
     return hook
+
+
+def _held(model: nn.Module) -> list[Tensor]:
+    """Returns the parameters that a model has between steps, also those that are out of it now."""
+    flat = [unit._handle.flat_param for unit in _units(model).values()]
+    return [*flat, *(one for each in flat for one in each._params or ())]
 
 
 def _need_ready(units: list[Any]) -> None:

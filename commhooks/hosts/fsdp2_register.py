@@ -131,7 +131,14 @@ def _guard(model: nn.Module, hook: HookState, kind: type[Replacement]) -> HostGu
 
     # Looked up once: a model may have thousands of modules.
     states = [fsdp2_state(one) for one in model.modules() if isinstance(one, FSDPModule)]
-    return HostGuard(hook, groups_of(model), groups_of, has_hook, partial(_need_ready, states))
+    need_ready = partial(_need_ready, states)
+    return HostGuard(model, hook, groups_of(model), groups_of, has_hook, need_ready, _held)
+
+
+def _held(model: nn.Module) -> list[Tensor]:
+    """Returns the shards of a model, also where whole parameters are in their places."""
+    groups = groups_of(model).values()
+    return [one.sharded_param for group in groups for one in group.fsdp_params]
 
 
 def _need_ready(states: list[Any]) -> None:

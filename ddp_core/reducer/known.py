@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ddp_core.reducer.accumulators import accumulator_of, when_accumulated
 
-__all__ = ["KnownParameters", "has_another_wrapper"]
+__all__ = ["KnownParameters", "Structure", "has_another_wrapper"]
 
 _END = object()
 _POINTER = torch.Tensor.data_ptr
@@ -25,6 +25,26 @@ _AGAIN = (
     "wrap the module again (and register its hook, and make its optimizer, again), or do that "
     "before wrapping"
 )
+
+
+class Structure:
+    """Remembers which modules and parameters a module has; a look is without a loop in Python."""
+
+    def __init__(self, owner: nn.Module) -> None:
+        self.remember(owner)
+
+    def remember(self, owner: nn.Module) -> None:
+        """Takes the present structure for the one that is compared with."""
+        # The tables of all modules, empty ones, too: something may be put in. Views are live.
+        tables = [t for one in owner.modules() for t in (one._modules, one._parameters)]
+        self._views = [table.values() for table in tables]
+        self._objects = [*chain.from_iterable(self._views), _END]
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether there are other objects than those that are remembered."""
+        present = chain(chain.from_iterable(self._views), (_END,))
+        return not all(map(is_, present, self._objects))
 
 
 class KnownParameters:
@@ -74,6 +94,7 @@ class KnownParameters:
         for parameter in owner.parameters() if first is None else first:
             if id(parameter) not in averaged:
                 self._others[parameter] = True
+        self._structure = Structure(owner)
         self._look_for_others()
         self._pointers = self._present_pointers()
 
@@ -95,7 +116,7 @@ class KnownParameters:
             RuntimeError: (or ``kind``) a parameter has another node, or is gone. A new one raises
                 when its first gradient comes: it may never have one.
         """
-        if not all(map(is_, chain(chain.from_iterable(self._views), (_END,)), self._objects)):
+        if self._structure.has_changed:
             self._look_for_others()
         if not self._nodes:
             return
@@ -116,14 +137,6 @@ class KnownParameters:
 
     def _present_pointers(self) -> list[int]:
         return list(map(_POINTER, self._in_memory))
-
-    def _remember(self, owner: nn.Module) -> None:
-        """Takes the present structure for the one that the next passes have."""
-        # The tables of all modules, empty ones, too: something may be put in. Views of them are
-        # live, and compared without a loop in Python.
-        tables = [t for one in owner.modules() for t in (one._modules, one._parameters)]
-        self._views = [table.values() for table in tables]
-        self._objects = [*chain.from_iterable(self._views), _END]
 
     def _look_for_others(self) -> None:
         """Finds out what is different in the model's structure."""
@@ -155,7 +168,7 @@ class KnownParameters:
                 f"one), and its gradient is waited for: {_AGAIN}"
             )
         if not borrowed:
-            self._remember(owner)
+            self._structure.remember(owner)
 
     def _refuse_gradient(
         self, owner: nn.Module, module: nn.Module, key: str, parameter: nn.Parameter, name: str

@@ -365,7 +365,7 @@ def test_a_loss_through_the_inner_module_is_an_error():
         assert "without a forward pass of DistributedDataParallel" in error[1]
 
 
-def _in_the_middle(rank: int, world_size: int) -> list[Any]:
+def _changed_in_training(rank: int, world_size: int) -> list[Any]:
     errors = []
     for kind, scheme in ((DistributedDataParallel, "int8"), (CoreDDP, ""), (CoreDDP, "powersgd")):
         for how in ("assign", "double", "beside"):
@@ -389,7 +389,7 @@ def _in_the_middle(rank: int, world_size: int) -> list[Any]:
 def test_parameters_that_change_in_the_middle_of_training_are_an_error_on_every_rank():
     """After a step, ranks would go on with their own gradients otherwise."""
     reasons = {"assign": "another object", "double": "torch.float64", "beside": "came after this"}
-    for errors in run_ranks(_in_the_middle, 2):
+    for errors in run_ranks(_changed_in_training, 2):
         for how, error in errors:
             assert error is not None, how
             assert reasons[how] in error[1]

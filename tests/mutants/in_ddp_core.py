@@ -162,14 +162,14 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "local steps within no_sync are refused",
-            "elif not self.forward_synchronised and self.synchronises():",
-            "elif not self.forward_synchronised:",
+            "if self.holding or step.marked or not self.synchronises():",
+            "if self.holding or step.marked:",
             f"{HOLD}::test_a_pass_of_which_one_half_is_inside_is_an_error",
         ),
         (
             "what was averaged counts as new",
-            "        self.came = False\n        self._order",
-            "        self._order",
+            "self.came, self._landed = False, step",
+            "self._landed = step",
             f"{HOLD}::test_a_second_reduce_is_an_error_on_all_ranks",
         ),
     ),

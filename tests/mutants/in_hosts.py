@@ -10,6 +10,9 @@ GROUP = "tests/distributed/test_process_group.py"
 GROUP_REFUSES = f"{GROUP}::test_what_a_group_cannot_do_is_refused_with_what_to_do"
 LAZY = "tests/unit/test_lazy_hosts.py"
 TORCHFT = "tests/distributed/test_torchft.py"
+ATTACHMENT = "tests/unit/test_attachment.py"
+CHANGED = f"{ATTACHMENT}::test_a_change_of_the_parameters_is_an_error_in_the_next_step"
+FINE = f"{ATTACHMENT}::test_what_is_no_mistake_is_no_error"
 QUORUM = f"{TORCHFT}::test_a_hook_follows_the_quorum[int8]"
 
 MUTANTS: list[Mutant] = [
@@ -167,12 +170,96 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hook/attendance.py",
+        "commhooks/hook/attachment.py",
         (
             "a hook that another object stands for is not watched",
             'getattr(one, "stands_for", one)',
             "one",
             f"{TORCHFT}::test_a_loss_computed_beside_the_wrapper_warns_at_the_end",
+        ),
+        (
+            "gradients beside torch's wrapper are silent",
+            "if self.calls != self._called_before or self._expects or self._is_local:",
+            "if True:",
+            f"{ATTACHMENT}::test_a_loss_beside_the_wrapper_is_an_error",
+        ),
+        (
+            "a pass whose forward half is within no_sync is a mistake",
+            "or self._expects or self._is_local:",
+            "or self._expects:",
+            f"{FINE} -k half_inside",
+        ),
+        (
+            "an average of a wrapped model is not evaluated",
+            "            if not module.training:  # an average",
+            "            if False:  # an average",
+            f"{ATTACHMENT}::test_a_copy_is_evaluated_and_not_trained",
+        ),
+        (
+            "a layer that comes twice in reentrant passes is not told of",
+            "            self._doubtful = twice_error(self._names[place], place)\n",
+            "",
+            f"{ATTACHMENT}::test_a_layer_that_a_reentrant_checkpoint_runs_twice_is_an_error",
+        ),
+    ),
+    *planted(
+        "commhooks/hook/running.py",
+        (
+            "a hook that was registered by hand is not guarded",
+            "            self._guard_model()\n",
+            "            pass\n",
+            f"{ATTACHMENT}::test_a_hook_that_was_registered_by_hand_is_guarded_from_its_first_call",
+        ),
+    ),
+    *planted(
+        "ddp_core/reducer/known.py",
+        (
+            "parameters that are other objects are not noticed",
+            "            self._look_for_others()\n        if not self._nodes:",
+            "            pass\n        if not self._nodes:",
+            CHANGED,
+        ),
+        (
+            "parameters that were converted are not noticed",
+            "accumulator_of(parameter) is not self._nodes[index]:",
+            "False:",
+            CHANGED,
+        ),
+        (
+            "parameters that are looked at in turn are always the first",
+            "self._turn = (begin + _LOOKS) % count",
+            "self._turn = 0",
+            f"{ATTACHMENT}::test_a_converted_layer_of_a_large_model_is_found_where_parameters_may_be_unused",
+        ),
+        (
+            "tensors of functional_call are taken for new parameters",
+            "module._parameters.get(key) is not came",
+            "False",
+            f"{FINE} -k functional",
+        ),
+        (
+            "a module that is wrapped again is refused by the first wrapper",
+            "        if any(parameter is other for other in one.module.parameters()):\n",
+            "        if False:\n",
+            f"{FINE} -k wrapped_again",
+        ),
+    ),
+    *planted(
+        "ddp_core/reducer/unreduced.py",
+        (
+            "a gradient without a forward pass stays local, silently",
+            "elif not self.is_shared(self._parameters[index].parameter):",
+            "elif False:",
+            f"{ATTACHMENT}::test_a_loss_beside_the_wrapper_is_an_error",
+        ),
+    ),
+    *planted(
+        "commhooks/zero/checks.py",
+        (
+            "a frozen layer is taken for a pass within no_sync",
+            "    ddp.reducer.check_finished()  # names",
+            "    pass  # names",
+            f"{ATTACHMENT}::test_a_zero_optimizer_says_what_is_wrong_with_the_parameters",
         ),
     ),
     *planted(

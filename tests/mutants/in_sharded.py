@@ -440,7 +440,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hosts/guard.py",
+        "commhooks/hook/attachment.py",
         (
             "modules that are sharded later are not missed",
             "{**units, **self._present(module)}",
