@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -146,14 +147,10 @@ def splitter_module() -> Any:
     return distributed
 
 
-def active_module() -> Any:
-    """Returns the module that the compiler splits graphs for."""
-    return TorchDDP._active_ddp_module
-
-
-def split_for(module: Any) -> None:
-    """Tells the compiler the module that it splits graphs for."""
-    TorchDDP._active_ddp_module = module
+# The module that the compiler splits graphs for, and how it is told. They run where modules may be
+# compiled: functions of Python would be compiled, too.
+active_module: Callable[[], Any] = partial(getattr, TorchDDP, "_active_ddp_module")
+split_for: Callable[[Any], None] = partial(setattr, TorchDDP, "_active_ddp_module")
 
 
 # ---- process groups
