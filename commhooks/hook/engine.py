@@ -231,6 +231,11 @@ class Engine:
         """Whether the open step's verdict is not known without a message: ranks have shards."""
         return self._open is not None and self._open.sharded
 
+    @property
+    def has_verdict(self) -> bool:
+        """Whether means of the open step were looked at, on every rank alike."""
+        return self._open is not None and bool(self._open.finite)
+
     def agreement(self) -> Exchange:
         """Agrees on whether all parts of the open step are finite, before ``end`` commits."""
         step = self._open

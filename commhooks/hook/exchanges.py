@@ -121,11 +121,8 @@ class Exchanges:
                 self._engine.world_size,
                 partial(self._drivers.run, group=step.group, waits=True),
             )
-        # Ranks beside count the same steps as bad, where steps are counted at all.
-        counts = self._engine.counts and step.device.type == "cpu"
-        if not (self._engine.keeps_memory or counts):
-            return
-        for group in beside:
+        # Ranks beside count the same steps as bad, where means are looked at.
+        for group in beside if self._engine.has_verdict else ():
             # Not by the drivers, whose lanes are of the hook's group; nothing else is under way.
             streams = self._beside.setdefault(group, Streams(group))
             self._agree(step, group.size(), streams.run)
