@@ -22,7 +22,7 @@ from commhooks.errors import HookNotAttachedError, RegistrationError
 from commhooks.hook.parameters import not_reduced, reduced
 from commhooks.hook.tracing import not_traced
 from ddp_core import DistributedDataParallel as CoreDDP
-from ddp_core._torch import in_join
+from ddp_core._torch import in_join, local_spec_of
 from ddp_core.reducer.accumulators import (
     NO_BACKWARD,
     backward_number,
@@ -268,7 +268,10 @@ def known_parameters(owner: nn.Module, ddp: Any, prefix: str = "module.") -> Kno
         ignored=ddp.parameters_to_ignore,
         first=[*ddp._module_parameters, *ignored],
         prefix=prefix,
-        finds_unused=ddp.find_unused_parameters or ddp.static_graph,
+        # Beside tensor parallelism torch's class takes parameters out of the model.
+        may_lack=ddp.find_unused_parameters
+        or ddp.static_graph
+        or any(local_spec_of(one) is not None for one in reduced(ddp).values()),
         watches_nodes=ddp.mixed_precision is None,
         kind=HookNotAttachedError,
     )

@@ -84,7 +84,7 @@ class Parts:
             model,
             averaged,
             ignored=replica.ignored,
-            finds_unused=settings.find_unused or settings.static_graph,
+            may_lack=settings.find_unused or settings.static_graph,
             watches_nodes=self._mixed_precision is None,
         )
 

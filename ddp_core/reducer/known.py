@@ -60,7 +60,7 @@ class KnownParameters:
         ignored: names of others that may come and go.
         first: parameters that the model had when it was wrapped; None: all that it has now.
         prefix: what is left out of names in the owner.
-        finds_unused: whether a parameter may be without a gradient.
+        may_lack: whether a parameter may be without a gradient, or out of the model.
         watches_nodes: whether nodes are to stay; with mixed precision they do not.
         kind: of the errors.
     """
@@ -73,13 +73,13 @@ class KnownParameters:
         ignored: Collection[str] = (),
         first: Iterable[Tensor] | None = None,
         prefix: str = "module.",
-        finds_unused: bool = False,
+        may_lack: bool = False,
         watches_nodes: bool = True,
         kind: type[Exception] = RuntimeError,
     ) -> None:
         self._owner, self._prefix, self._ignored = weakref.ref(owner), prefix, ignored
         self._names, self._parameters = list(known), list(known.values())
-        self._finds_unused, self._kind = finds_unused, kind
+        self._may_lack, self._kind = may_lack, kind
         self._nodes: list[Any] = []
         if watches_nodes:
             self._nodes = [accumulator_of(one) for one in self._parameters]
@@ -162,7 +162,7 @@ class KnownParameters:
                     self._others[one] = False
                     if name not in self._ignored:
                         self._refuse_gradient(owner, module, key, one, name)
-        if gone and not strange and not self._finds_unused:
+        if gone and not strange and not self._may_lack:
             raise self._kind(
                 f"the model has no parameter {_listed(gone)} any more (deleted, or tied to another "
                 f"one), and its gradient is waited for: {_AGAIN}"
