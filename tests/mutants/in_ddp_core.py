@@ -232,7 +232,7 @@ MUTANTS: list[Mutant] = [
         (
             "a store that does not answer is waited for",
             "        if not asked.answered.wait(limit):\n",
-            "        if not asked.answered.wait():\n",
+            "        if not asked.answered.wait(20 * limit):\n",
             f"{UNIT}/test_shared_store.py::test_a_silent_store_is_waited_for_as_long_as_the_limit",
         ),
         (
