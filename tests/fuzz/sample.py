@@ -14,8 +14,6 @@ __all__ = ["sample"]
 
 _BUCKETS = (None, 0.0005, 0.001, 0.002)
 _PLACES = ("first", "middle", "last")
-# Whether parameters that are replaced or cast in the middle are drawn: an error within a step.
-CHANGES_ARE_ERRORS = False
 
 
 def sample(seed: int) -> Case:
@@ -173,7 +171,7 @@ def _events(draw: random.Random, values: dict[str, Any]) -> tuple[tuple[Any, ...
             found.append((at, kind))
     if draw.random() < 0.02 and values["world"] > 1:
         return ((1, "leave", draw.choice(_PLACES)),)
-    if CHANGES_ARE_ERRORS and draw.random() < 0.05:
+    if draw.random() < 0.05:  # an error within a step
         change = draw.choice((("assign",), ("cast", "double"), ("cast", "bfloat16")))
         return ((draw.randrange(1, steps), *change),)
     return tuple(sorted(found, key=lambda event: event[0]))

@@ -21,10 +21,6 @@ from tests.fuzz.schemes import build
 __all__ = ["Leg", "Report", "play"]
 
 
-# Schemes without memory do not count skipped steps as yet.
-ALWAYS_COUNTED = False
-
-
 @dataclass(frozen=True)
 class Leg:
     """A part of a case on one number of ranks.
@@ -377,7 +373,7 @@ class _Player:
         plain = all(
             event[1] not in ("switch", "save", "raise", "unregister") for event in case.events
         )
-        counts = plain and case.averages and not self.leg.number and (keeps or ALWAYS_COUNTED)
+        counts = plain and case.averages and not self.leg.number
         most = self.most * run.calls()
         if counts and not self.least <= run.skipped() <= most:
             text = f"{run.skipped()} steps were skipped, not {self.least} to {most}"
