@@ -363,9 +363,7 @@ class _Player:
         for one in self.runs:
             self._count(one, "at the end")
         report.bits["step"] = str(run.hook.step)
-        keeps = False
         for key, name, value, equal in run.memory():
-            keeps = True
             if value.is_floating_point() and not value.isfinite().all():
                 report.broken.append(("memory", f"{key} of {name} is not finite"))
             if equal:
