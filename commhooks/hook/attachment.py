@@ -49,7 +49,7 @@ _ADVICE = (
 )
 _IS_TRAINED = attrgetter("requires_grad")
 # Each costs a call in every backward pass. A part of a model that trains alone has some of them.
-_WATCHED = 32
+_WATCHED = 16
 
 
 class Attendance:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -128,3 +129,24 @@ def _other_ranks(rank: int, world_size: int) -> None:
 
 def test_modules_that_are_sharded_over_different_ranks_are_refused() -> None:
     run_ranks(_other_ranks, 2)
+
+
+def _stale(rank: int, world_size: int) -> None:
+    """An optimizer keeps parameters that ``assign=True`` has taken out of the model."""
+    model = sharded(model_of())
+    hook = commhooks.register(model, "int8")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    backward(model, 0, rank)
+    optimizer.step()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    backward(model, 1, rank)
+    for _ in range(2):
+        with pytest.raises(HookNotAttachedError, match=r"SGD\.step: the model has other param"):
+            optimizer.step()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert hook.step == 2
+
+
+def test_an_optimizer_of_parameters_that_were_replaced_is_refused() -> None:
+    run_ranks(_stale, 2)

@@ -187,7 +187,7 @@ MUTANTS: list[Mutant] = [
             "a pass whose forward half is within no_sync is a mistake",
             "or self._expects or self._is_local:",
             "or self._expects:",
-            f"{FINE} -k half_inside",
+            FINE,
         ),
         (
             "an average of a wrapped model is not evaluated",
@@ -235,13 +235,13 @@ MUTANTS: list[Mutant] = [
             "tensors of functional_call are taken for new parameters",
             "module._parameters.get(key) is not came",
             "False",
-            f"{FINE} -k functional",
+            FINE,
         ),
         (
             "a module that is wrapped again is refused by the first wrapper",
             "        if any(parameter is other for other in one.module.parameters()):\n",
             "        if False:\n",
-            f"{FINE} -k wrapped_again",
+            FINE,
         ),
     ),
     *planted(
