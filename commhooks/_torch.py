@@ -6,8 +6,9 @@ all of them with the versions of torch that have them.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from datetime import timedelta
+from operator import attrgetter
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +56,7 @@ __all__ = [
     "ReduceScatter",
     "TorchDispatchMode",
     "TrainingState",
+    "base_of",
     "coalesced_calls",
     "comm_hooks",
     "composable_ddp",
@@ -80,7 +82,6 @@ __all__ = [
     "fsdp2_ranks",
     "fsdp2_state",
     "fsdp2_training_state",
-    "group_ranks",
     "is_in_fsdp1_backward",
     "knows_comm_hooks",
     "logging_data",
@@ -94,6 +95,7 @@ __all__ = [
     "set_timeout",
     "size_before",
     "tree_map",
+    "without_overrides",
 ]
 
 # Imported when they are asked for: only models of FSDP need it, and it takes half a second.
@@ -129,6 +131,10 @@ UNSAFE_VIEW = torch.ops.aten._unsafe_view
 # The parts of names that torch.compile, activation checkpointing and FSDP add.
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 made_subclass: Any = Tensor._make_subclass
+# The tensor that another one is a view of; None: it is no view.
+base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
+# Within it, functions of torch do not call ``__torch_function__`` of subclasses.
+without_overrides: Any = torch._C.DisableTorchFunctionSubclass
 
 
 def forward_pre_hooks(module: nn.Module) -> MutableMapping[int, Any]:
@@ -195,12 +201,6 @@ SCATTERING = ("reduce_scatter_single", "_reduce_scatter_base")
 def set_timeout(options: Any, timeout: timedelta | None) -> None:
     """Writes a timeout into the options of a backend; None leaves what is there."""
     options._timeout = timeout or options._timeout
-
-
-def group_ranks() -> dict[Any, dict[int, int]]:
-    """Returns the ranks of each group that torch.distributed knows, by rank in the job."""
-    found: dict[Any, dict[int, int]] = dist.distributed_c10d._world.pg_group_ranks
-    return found
 
 
 def coalesced_calls() -> dict[Any, Any]:

@@ -30,6 +30,7 @@ __all__ = [
     "backend_timeout",
     "backward_number",
     "call_at_end",
+    "children_of",
     "compiles",
     "current_node",
     "device_index",
@@ -39,10 +40,12 @@ __all__ = [
     "foreach_divide",
     "foreach_multiply",
     "foreach_zero",
+    "group_ranks",
     "ignored_names",
     "in_join",
     "is_known_group",
     "keeps_graph",
+    "local_shape",
     "local_spec_of",
     "not_compiled",
     "number_of_entries",
@@ -114,7 +117,17 @@ def optimizers_in_backward(parameter: Tensor) -> Sequence[Any] | None:
     return getattr(parameter, "_in_backward_optimizers", None)
 
 
+def local_shape(spec: Any) -> tuple[Sequence[int], Sequence[int]]:
+    """Returns the sizes of this rank's shard of a DTensor, and where each dimension begins."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return compute_local_shape_and_global_offset(spec.shape, spec.mesh, spec.placements)
+
+
 # ---- modules
+
+# The modules that belong to a module itself, by name; live.
+children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
 
 
 def ignored_names(module: nn.Module) -> Iterable[str]:
@@ -180,6 +193,12 @@ def store_of(group: dist.ProcessGroup) -> Any:
 def is_known_group(group: Any) -> bool:
     """Whether torch.distributed has made a group, and has not destroyed it."""
     return group in dist.distributed_c10d._world.pg_map
+
+
+def group_ranks() -> dict[Any, dict[int, int]]:
+    """Returns the ranks of each group that torch.distributed knows, by rank in the job."""
+    found: dict[Any, dict[int, int]] = dist.distributed_c10d._world.pg_group_ranks
+    return found
 
 
 def add_backend(group: Any, device: torch.device, kind: Any, backend: Any) -> None:

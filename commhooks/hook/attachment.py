@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from commhooks._torch import comm_hooks
 from commhooks.core.names import plain_name
 from commhooks.errors import HookNotAttachedError, RegistrationError
 from commhooks.hook.parameters import not_reduced, reduced
@@ -165,7 +166,7 @@ class Attendance:
         if ddp is None or not ddp.require_backward_grad_sync:
             return
         # What is registered may stand for the state, and call it (torchft).
-        named = [hook[1] for hook in getattr(ddp, "_comm_hooks", ())]
+        named = [hook[1] for hook in comm_hooks(ddp)]
         others = [one for one in named if getattr(one, "stands_for", one) is not state()]
         # Two backward passes without a call are training. In the first one the hook's call may
         # still come, since a bucket is launched after its gradients.

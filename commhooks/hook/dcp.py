@@ -20,6 +20,7 @@ from commhooks.errors import CheckpointError
 from commhooks.hook.parameters import find_owner
 from commhooks.hook.saving import needed_fields
 from commhooks.hook.state import HookState
+from ddp_core._torch import is_known_group
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader
@@ -114,8 +115,7 @@ def _own_group(hook: _Loads) -> dist.ProcessGroup | None:
         group is None and (model := find_owner(hook)) is not None
     ):  # a PowerSGDState takes its model's
         group = model.process_group
-    known = dist.distributed_c10d._world.pg_map
-    return group if group is not None and group in known else None
+    return group if is_known_group(group) else None
 
 
 def _paths(metadata: Any, key: str) -> dict[str, _Path]:

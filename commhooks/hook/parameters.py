@@ -363,7 +363,7 @@ def values_of(model: nn.Module) -> dict[str, Tensor]:
     inner, full = _inner(model), {}
     if isinstance(model, CoreDDP) and model._parts.precision is not None:
         full = model._parts.precision.full_values()
-    alone = set(getattr(inner, "_ddp_params_and_buffers_to_ignore", ()))
+    alone = set(ignored_names(inner))
     named = {name: one for name, one in inner.named_parameters() if name not in alone}
     plain = plain_names(named)
     return {plain[name]: full.get(id(one), one) for name, one in named.items()}
@@ -372,7 +372,7 @@ def values_of(model: nn.Module) -> dict[str, Tensor]:
 def shared_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Returns the buffers that all ranks have, by name."""
     inner = _inner(model)
-    alone = set(getattr(inner, "_ddp_params_and_buffers_to_ignore", ()))
+    alone = set(ignored_names(inner))
     return {name: one for name, one in inner.named_buffers() if name not in alone}
 
 

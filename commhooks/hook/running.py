@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from commhooks._torch import forward_pre_hooks
 from commhooks.checkpoint.form import SavedBuckets
 from commhooks.core.scheme import Scheme
 from commhooks.errors import RegistrationError
@@ -120,7 +121,7 @@ class Running(Meeting):
         model = self._binding.model
         if not isinstance(model, DistributedDataParallel) or isinstance(model, CoreDDP):
             return
-        if not any(isinstance(one, AttachmentGuard) for one in model._forward_pre_hooks.values()):
+        if not any(isinstance(one, AttachmentGuard) for one in forward_pre_hooks(model).values()):
             model.register_forward_pre_hook(AttachmentGuard(self, model))
 
     # ---- what ddp_core calls

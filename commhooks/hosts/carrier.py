@@ -13,12 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from commhooks._torch import group_ranks, set_timeout
+from commhooks._torch import set_timeout
 from commhooks.errors import RegistrationError
 from ddp_core._torch import (
     add_backend,
     backend_of,
     device_types,
+    group_ranks,
     set_default_backend,
     set_group_name,
 )

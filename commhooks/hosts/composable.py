@@ -57,12 +57,14 @@ def register_on_composable(
     def forward_begins(module: nn.Module, inputs: Any) -> None:
         if not torch.is_grad_enabled():
             return
-        ddp = state._ddp
+        ddp = composable_ddp(state)
         if not guards:  # the first forward pass has made the DistributedDataParallel
             guards.append((known_parameters(module, ddp, ""), Unfrozen(_frozen(module, state))))
             hook._attendance.watch(hook, ddp, guards[0][0].averaged)
         known, unfrozen = guards[0]
-        if not state._init_kwargs.get("device_mesh"):  # else they are DTensors in forward passes
+        if not composable_options(state).get(
+            "device_mesh"
+        ):  # else they are DTensors in forward passes
             known.check()
         hook._attendance.forward_begins(synchronises=ddp.require_backward_grad_sync)
         hook.forward_begins()

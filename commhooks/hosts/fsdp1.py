@@ -13,7 +13,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from commhooks._torch import flat_parameter, fsdp1_hook, is_in_fsdp1_backward, set_fsdp1_hook
+from commhooks._torch import (
+    flat_originals,
+    flat_parameter,
+    fsdp1_hook,
+    is_in_fsdp1_backward,
+    set_fsdp1_hook,
+)
 from commhooks.core.layout import Layout
 from commhooks.core.scheme import Scheme
 from commhooks.core.shards import equal_shards
@@ -69,8 +75,8 @@ def register_on_fsdp1(
 
 def _held(model: nn.Module) -> list[Tensor]:
     """Returns the parameters that a model has between steps, also those that are out of it now."""
-    flat = [unit._handle.flat_param for unit in _units(model).values()]
-    return [*flat, *(one for each in flat for one in each._params or ())]
+    flat = [flat_parameter(unit) for unit in _units(model).values()]
+    return [*flat, *(one for each in flat for one in flat_originals(each))]
 
 
 def _need_ready(units: list[Any]) -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commhooks._torch import SCATTERING
+from commhooks._torch import SCATTERING, base_of
 from commhooks.core.dense import Dense
 from commhooks.core.scheme import Scheme, slots_of
 from commhooks.errors import RegistrationError
@@ -175,7 +175,7 @@ def _is_real(tensor: Tensor) -> bool:
     2 columns may be meant, which nothing tells from complex numbers in inference mode or of
     functional collectives: it travels exactly, too.)
     """
-    base = tensor._base
+    base = base_of(tensor)
     pairs = tensor.shape[-1:] == (2,) or (base is not None and base.is_complex())
     return tensor.is_floating_point() and not pairs
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from commhooks._torch import made_subclass
+from commhooks._torch import made_subclass, without_overrides
 from commhooks.errors import RegistrationError
 
 __all__ = ["InShards", "StandIns"]
@@ -35,7 +35,7 @@ class InShards(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # What ``Module.to`` asks before it converts.
         if func in (Tensor.is_floating_point, Tensor.is_complex):
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_overrides():
                 return func(*args)
         if func in _CONVERSIONS:
             raise RegistrationError(

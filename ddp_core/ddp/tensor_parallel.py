@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ddp_core._torch import dtensor_spec_of, local_spec_of
+from ddp_core._torch import dtensor_spec_of, local_shape, local_spec_of, not_compiled
 
 __all__ = ["dtensor_spec", "localize"]
 
@@ -78,16 +78,13 @@ def _shard_of(value: Tensor, own: torch.Size, spec: Any) -> Tensor:
         ValueError: the DTensor is on another mesh.
     """
     from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     value = value.detach()
     if not isinstance(value, DTensor):
         if value.shape == own or value.shape != spec.shape:
             return value
         # Not ``distribute_tensor``, which does not know the shards of several mesh dimensions.
-        sizes, begins = compute_local_shape_and_global_offset(
-            value.shape, spec.mesh, spec.placements
-        )
+        sizes, begins = local_shape(spec)
         for dim, (begin, size) in enumerate(zip(begins, sizes, strict=True)):
             value = value.narrow(dim, min(begin, value.shape[dim]), size)
         return value
@@ -197,7 +194,7 @@ def _watch_optimizers() -> None:
 _known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
-@torch._disable_dynamo  # type: ignore[attr-defined]
+@not_compiled
 def _step_begins(optimizer: Optimizer, *_: Any) -> None:
     if optimizer not in _known:
         _known.add(optimizer)

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from ddp_core._torch import (
     add_backend,
     backend_of,
+    group_ranks,
     is_known_group,
     set_default_backend,
     set_group_name,
@@ -174,7 +175,7 @@ def _keep() -> None:
     """
     if not dist.is_available():
         return
-    groups = list(dist.distributed_c10d._world.pg_group_ranks)
+    groups = list(group_ranks())
     for pool in _pools.values():
         pool.is_inherited = True
         groups += [lent.group for lent in pool.all.values()]

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ddp_core._torch import backend_of, backend_timeout, device_types, store_of
 from ddp_core.exchange.errors import SilentStoreError
 
 __all__ = ["SharedStore", "group_limit", "group_store", "group_timeout", "shared_store"]
@@ -36,11 +37,11 @@ _GRACE = 1.0
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
     """Returns the timeout of ``group``; None if the backend does not tell."""
-    for device in (_CPU, *getattr(group, "_device_types", ())):
+    for device in (_CPU, *device_types(group)):
         with contextlib.suppress(Exception):
-            backend = group._get_backend(device)
+            backend = backend_of(group, device)
             backend = getattr(backend, "wrapped_pg", backend)
-            return timedelta(seconds=backend.options._timeout.total_seconds())
+            return timedelta(seconds=backend_timeout(backend.options).total_seconds())
     return None
 
 
@@ -55,7 +56,7 @@ def group_store(group: dist.ProcessGroup) -> Any:
     To make groups of: a call on it may never return, see :func:`shared_store`.
     """
     with contextlib.suppress(Exception):
-        return dist.distributed_c10d._get_process_group_store(group)
+        return store_of(group)
     # A group that somebody else made of torch's classes (torchft) has brought its own.
     with contextlib.suppress(Exception):
         return group.get_group_store()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ddp_core._torch import children_of
 from ddp_core.reducer.accumulators import accumulator_of, when_accumulated
 
 __all__ = ["KnownParameters", "Structure", "has_another_wrapper"]
@@ -36,7 +37,7 @@ class Structure:
     def remember(self, owner: nn.Module) -> None:
         """Takes the present structure for the one that is compared with."""
         # The tables of all modules, empty ones, too: something may be put in. Views are live.
-        tables = [t for one in owner.modules() for t in (one._modules, one._parameters)]
+        tables = [t for one in owner.modules() for t in (children_of(one), one._parameters)]
         self._views = [table.values() for table in tables]
         self._objects = [*chain.from_iterable(self._views), _END]
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import commhooks
 from commhooks.checkpoint.checksum import checksum
+from commhooks.local.saving import VERSION as OUTER_VERSION
 from commhooks.local.saving import sealed as sealed_outer
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import ddp, outcome
@@ -147,7 +148,7 @@ UNSEALED: dict[str, Any] = {
     "a changed mean": lambda s: s["arriving"][0]["mean"].add_(1),
     "no checksum": lambda s: s.pop("checksum"),
     "an older version": lambda s: s.update(version=1),
-    "a newer version": lambda s: s.update(version=3),
+    "a newer version": lambda s: s.update(version=OUTER_VERSION + 1),
     "a version that is true": lambda s: s.update(version=True),
 }
 

@@ -8,6 +8,7 @@ import gc
 import json
 import pickle
 import resource
+import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -391,7 +392,9 @@ def _built_differently(rank: int, world_size: int) -> dict[str, tuple[str, str] 
     if rank:
         module.register_buffer("here", torch.ones(3))
     options = {"gradient_as_bucket_view": bool(rank), "bucket_cap_mb": 1 + rank}
-    DistributedDataParallel(module, broadcast_buffers=False, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of a torch with forward_sync_buffers
+        DistributedDataParallel(module, broadcast_buffers=False, **options)
     return found
 
 

@@ -754,8 +754,8 @@ MUTANTS: list[Mutant] = [
         "ddp_core/reducer/flat.py",
         (
             "views are not divided where others are copied",
-            "        if in_place:\n            torch._foreach_div_",
-            "        if not copies:\n            torch._foreach_div_",
+            "        if in_place:\n            foreach_divide",
+            "        if not copies:\n            foreach_divide",
             f"{UNIT}/test_bucket.py::test_a_bucket_of_views_and_copies_is_divided_once",
         ),
     ),

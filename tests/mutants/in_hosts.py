@@ -187,7 +187,7 @@ MUTANTS: list[Mutant] = [
             "a pass whose forward half is within no_sync is a mistake",
             "or self._expects or self._is_local:",
             "or self._expects:",
-            FINE,
+            f"{FINE}[DistributedDataParallel-int8_0-half_inside]",
         ),
         (
             "an average of a wrapped model is not evaluated",
@@ -235,13 +235,13 @@ MUTANTS: list[Mutant] = [
             "tensors of functional_call are taken for new parameters",
             "module._parameters.get(key) is not came",
             "False",
-            FINE,
+            f"{FINE}[DistributedDataParallel-int8_1-functional]",
         ),
         (
             "a module that is wrapped again is refused by the first wrapper",
             "        if any(parameter is other for other in one.module.parameters()):\n",
             "        if False:\n",
-            FINE,
+            f"{FINE}[DistributedDataParallel-int8_1-wrapped_again]",
         ),
     ),
     *planted(
@@ -302,7 +302,7 @@ MUTANTS: list[Mutant] = [
         "commhooks/hook/call.py",
         (
             "whole numbers are rounded by a scheme",
-            "return not given.is_floating_point() or given.itemsize == 1 or type(scheme) is Dense",
+            "return not travels_coded(self.given) or type(scheme) is Dense",
             "return type(scheme) is Dense",
             f"{FUNCTIONS}::test_tensors_of_any_kind_are_reduced_in_place[2]",
         ),
