@@ -251,7 +251,7 @@ MUTANTS: list[Mutant] = [
         "commhooks/hook/call.py",
         (
             "whole numbers are rounded by a scheme",
-            "return not given.is_floating_point() or given.itemsize == 1 or type(scheme) is Dense",
+            "return not travels_coded(self.given) or type(scheme) is Dense",
             "return type(scheme) is Dense",
             f"{FUNCTIONS}::test_tensors_of_any_kind_are_reduced_in_place[2]",
         ),
