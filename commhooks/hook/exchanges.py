@@ -93,8 +93,8 @@ class Exchanges:
         if isinstance(bucket, ShardedBucket):
             waits, dense_sends = bucket.waits, bucket.dense_sends
             step.left_alone.update(bucket.left_alone)
-            if bucket.then is not None:
-                exchange, further_rounds = bucket.continued(exchange), 1
+            exchange = bucket.continued(exchange)
+            further_rounds += bucket.then is not None
             further_rounds += bucket.shards is not None and measures_densely(self._engine)
         return self.start(
             step,

@@ -68,8 +68,12 @@ class ShardedBucket:
         return {"shards": self.shards, "output": self.output}
 
     def continued(self, exchange: Exchange) -> Exchange:
-        """Returns an exchange of the bucket's mean, followed by ``then``."""
+        """Returns an exchange that leaves the mean in its place, followed by ``then``."""
         mean = yield from exchange
+        into = self.gradient if self.output is None else self.output
+        # A scheme may return memory of its own, as ``Scaled`` does.
+        if mean.data_ptr() != into.data_ptr():
+            mean = into.copy_(mean)
         return mean if self.then is None else (yield from self.then(mean))
 
 
@@ -103,7 +107,4 @@ def need_shards(scheme: Scheme, host: str, call: str = "register") -> None:
 
 def average(hook: Any, bucket: ShardedBucket) -> None:
     """Averages a bucket by a :class:`commhooks.HookState`, into ``output`` or the gradient."""
-    into = bucket.gradient if bucket.output is None else bucket.output
-    mean = hook.start(replace(bucket, waits=True)).wait()
-    if mean.data_ptr() != into.data_ptr():
-        into.copy_(mean)
+    hook.start(replace(bucket, waits=True)).wait()

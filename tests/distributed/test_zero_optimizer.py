@@ -26,6 +26,7 @@ from commhooks.zero.saving import home_of
 from ddp_core import DistributedDataParallel, MixedPrecision
 from tests.device.bodies import default_dtype
 from tests.distributed.harness import run_ranks
+from tests.distributed.test_fsdp2 import Elsewhere
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 1e-2}),
@@ -110,6 +111,21 @@ def test_two_ranks_have_the_bits_of_plain_training(name: str, in_backward: bool)
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_other_ranks_train_as_without_shards(world_size: int) -> None:
     run_ranks(_plain_bits, world_size, "adamw", False, False)
+
+
+def _own_memory(rank: int, world_size: int, in_backward: bool) -> None:
+    kind, settings = OPTIMIZERS["sgd"]
+    plain, ours = wrapped(model_of()), wrapped(model_of())
+    one = ZeroOptimizer(plain, kind, **settings)
+    other = ZeroOptimizer(ours, kind, scheme=Elsewhere(), in_backward=in_backward, **settings)
+    train(plain, one, rank, 0, 2)
+    train(ours, other, rank, 0, 2)
+    assert same(plain, ours)
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_scheme_may_return_the_mean_in_memory_of_its_own(in_backward: bool) -> None:
+    run_ranks(_own_memory, 2, in_backward)
 
 
 FEATURES = (

@@ -222,7 +222,8 @@ class Hosted(Run):
     def _residuals_of(self, index: int) -> dict[str, Tensor]:
         hook = self.hooks[index]
         if not self.shards:
-            own = {name: hook.residual(name) for name in self.trained}
+            kept = [n for n, p in self._parameters() if not p.is_complex()]
+            own = {name: hook.residual(name) for name in kept}
             return {name: value for name, value in own.items() if value is not None}
         if not self._keeps():
             return {}
@@ -663,9 +664,10 @@ class _Collectives(Hosted):
         parts = [*zip(record.wanted.split(sizes), record.applied.split(sizes), strict=True)]
         bad = torch.tensor([float(not (w + a).isfinite().all()) for w, a in parts])
         dist.all_reduce(bad, group=self.group)
-        for (wanted, applied), one in zip(parts, bad, strict=True):
-            if one:
+        for index, (wanted, applied) in enumerate(parts):
+            if bad[index]:
                 wanted.zero_(), applied.zero_()
+                record.sizes[index] = 0
         record.counts = True
 
     def move(self, means: list[Tensor], flat: list[Tensor]) -> None:

@@ -81,7 +81,9 @@ def _hosted(draw: random.Random, values: dict[str, Any], kind: type[Hosted]) -> 
             events.append((at, what))
     values["events"] = tuple(sorted(events, key=lambda event: event[0]))
     if kind.resizes and draw.random() < 0.25:
-        values["legs"] = tuple(draw.choice(kind.worlds) for _ in range(draw.randint(1, 2)))
+        # What a reduce-scatter needs of padding would be another shape of the same name.
+        worlds = (values["world"],) if "reduce_scatter" in setting else kind.worlds
+        values["legs"] = tuple(draw.choice(worlds) for _ in range(draw.randint(1, 2)))
     return values
 
 

@@ -397,8 +397,8 @@ MUTANTS: list[Mutant] = [
         "commhooks/hook/sharded_bucket.py",
         (
             "FSDP2's output is not written where a scheme has memory of its own",
-            "        into.copy_(mean)\n",
-            "        pass\n",
+            "            mean = into.copy_(mean)\n",
+            "            pass\n",
             f"{FSDP2}::{OWN_MEMORY}",
         ),
         (
