@@ -194,7 +194,7 @@ def _watch_optimizers() -> None:
 _known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
-@not_compiled
+@not_compiled  # type: ignore[untyped-decorator]
 def _step_begins(optimizer: Optimizer, *_: Any) -> None:
     if optimizer not in _known:
         _known.add(optimizer)
