@@ -105,9 +105,14 @@ def _differ_in(field, odd, monkeypatch):
         commhooks.register(DistributedDataParallel(mlp()), "none", **verified)
     elif field == "parameters":
         _register_own(None, name="zero" if odd else "0")
+    elif field == COMPARED:
+        frozen, name = mlp(), "odd" if odd else "even"
+        frozen.register_parameter(name, nn.Parameter(torch.zeros(2), requires_grad=False))
+        commhooks.register(DistributedDataParallel(frozen), "none", verify_every=3)
 
 
 VERIFIED = {"verify_every": 2, "verify": "raise", "verify_with": "dense"}
+COMPARED = "parameters to compare"
 SKIPPED = "trained before, with buckets that torch skips"
 FIELDS = [
     "call",
@@ -127,6 +132,7 @@ FIELDS = [
     "arguments of DistributedDataParallel",
     "environment",
     *VERIFIED,
+    COMPARED,
     "parameters",
 ]
 
