@@ -103,17 +103,16 @@ def _differ_in(field, odd, monkeypatch):
     elif field.startswith("verify"):
         verified = {"verify_every": 3, **({field: VERIFIED[field]} if odd else {})}
         commhooks.register(DistributedDataParallel(mlp()), "none", **verified)
-    elif field == "parameters to compare":
-        frozen = mlp()
-        if odd:
-            frozen.register_parameter("more", nn.Parameter(torch.zeros(2), requires_grad=False))
-        own = ddp_core.DistributedDataParallel(frozen, init_sync=False)
-        commhooks.register(own, "none", verify_every=3)
     elif field == "parameters":
         _register_own(None, name="zero" if odd else "0")
+    elif field == COMPARED:
+        frozen, name = mlp(), "odd" if odd else "even"
+        frozen.register_parameter(name, nn.Parameter(torch.zeros(2), requires_grad=False))
+        commhooks.register(DistributedDataParallel(frozen), "none", verify_every=3)
 
 
 VERIFIED = {"verify_every": 2, "verify": "raise", "verify_with": "dense"}
+COMPARED = "parameters to compare"
 SKIPPED = "trained before, with buckets that torch skips"
 FIELDS = [
     "call",
@@ -133,7 +132,7 @@ FIELDS = [
     "arguments of DistributedDataParallel",
     "environment",
     *VERIFIED,
-    "parameters to compare",
+    COMPARED,
     "parameters",
 ]
 
