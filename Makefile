@@ -4,11 +4,16 @@ PYTHON ?= python3
 WORKERS ?= 4
 VENV := .venv
 FRAMEWORKS := .venv-frameworks
+TORCH := .venv-torch-$(VERSION)
 RUN := $(VENV)/bin/python
 # torch is pinned in constraints.txt: without a pin pip fetches gigabytes of CUDA packages.
 INSTALL := $(RUN) -m pip install --quiet --constraint constraints.txt
 
-.PHONY: bandwidth test test-all test-frameworks docs format clean
+# Makes an environment that sees what is in $(VENV), torch among it, and hides what is installed into it.
+ABOVE = $(RUN) -m venv --clear --without-pip $(1) && $(RUN) -c "import site; print(site.getsitepackages()[0])" \
+	> $$($(1)/bin/python -c "import site; print(site.getsitepackages()[0])")/below.pth
+
+.PHONY: bandwidth test test-all test-frameworks test-torch docs format clean
 
 bandwidth: $(VENV)/experiments
 	$(RUN) -m experiments.bandwidth
@@ -30,13 +35,23 @@ test-frameworks: $(VENV)/frameworks
 	$(FRAMEWORKS)/bin/python -m pytest -p no:cacheprovider tests/frameworks tests/distributed/test_torchft.py
 
 $(VENV)/frameworks: $(VENV)/dev pyproject.toml
-	$(RUN) -m venv --clear $(FRAMEWORKS)
-	$(RUN) -c "import site; print(site.getsitepackages()[0])" \
-		> $$($(FRAMEWORKS)/bin/python -c "import site; print(site.getsitepackages()[0])")/below.pth
+	$(call ABOVE,$(FRAMEWORKS))
 	$(RUN) -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['frameworks'], sep='\n')" \
 		> $(FRAMEWORKS)/requirements.txt
 	$(FRAMEWORKS)/bin/python -m pip install --quiet --constraint constraints.txt \
 		--requirement $(FRAMEWORKS)/requirements.txt
+	touch $@
+
+# The tests, without format, lint and types, on another torch: make test-torch VERSION=2.11.0. On x86-64 pip fetches
+# gigabytes of CUDA packages with it, unless PIP_EXTRA_INDEX_URL names an index of builds for the CPU.
+test-torch: $(TORCH)/created
+	$(TORCH)/bin/python -m tests.unit.test_torch_versions
+	$(TORCH)/bin/python -m pytest -p no:cacheprovider --numprocesses $(WORKERS) --dist worksteal -m "not slow"
+
+.venv-torch-%/created: $(VENV)/dev
+	$(call ABOVE,.venv-torch-$*)
+	grep -vE '^(torch|nvidia-.*|setuptools)==' constraints.txt > .venv-torch-$*/constraints.txt
+	.venv-torch-$*/bin/python -m pip install --quiet --constraint .venv-torch-$*/constraints.txt torch==$*
 	touch $@
 
 # The site of docs/ with reference and search: python -m http.server --directory build/site
@@ -60,4 +75,4 @@ $(VENV)/dev: $(VENV)/created pyproject.toml constraints.txt
 	touch $@ $(VENV)/experiments
 
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS) build dist *.egg-info
+	rm -rf $(VENV) $(FRAMEWORKS) .venv-torch-* build dist *.egg-info

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ALL_REDUCE",
+    "COLLECTIVES",
     "REDUCE_SCATTER",
     "SCATTERING",
     "UNSAFE_VIEW",
@@ -194,6 +195,17 @@ def composable_options(state: Any) -> dict[str, Any]:
 
 # ---- process groups
 
+# What torch looks up in a Python class first. Where it finds nothing it may call the backend with
+# the interpreter's lock held, which waits for ever if a thread of Gloo drops a Python object
+# meanwhile: that thread has Gloo's own lock, and wants the interpreter's. Some names are of one
+# version only.
+COLLECTIVES = (
+    *("_allgather_base", "all_gather_single", "all_gather_single_coalesced", "all_to_all_single"),
+    *("allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "allreduce_coalesced"),
+    *("alltoall", "alltoall_base", "barrier", "broadcast", "gather", "gather_single", "recv"),
+    *("recv_anysource", "reduce", "reduce_scatter", "reduce_scatter_single_coalesced"),
+    *("reduce_scatter_tensor_coalesced", "scatter", "send"),
+)
 # Two names of one method, of which a version of torch calls one.
 SCATTERING = ("reduce_scatter_single", "_reduce_scatter_base")
 
@@ -326,5 +338,5 @@ def size_before(parameter: Any) -> torch.Size:
 
 def dtensor_spec_before(parameter: Any) -> Any:
     """Returns the spec of the DTensor that a parameter was before FSDP2; None: it was none."""
-    # The second is its name in torch 2.9.
+    # The second is its name up to torch 2.11.
     return getattr(parameter, "_unsharded_dtensor_spec", getattr(parameter, "_tp_spec", None))

@@ -8,21 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commhooks._torch import COLLECTIVES
 from commhooks.hook.tracing import not_traced
 from commhooks.hosts.carrier import discard
 from ddp_core._torch import add_backend, backend_of, device_types
 
 __all__ = ["PassingGroup"]
-
-# What torch looks up in a Python class first. Where it finds nothing it calls the backend with the
-# interpreter's lock held, which waits for ever if a thread of Gloo drops a Python object meanwhile:
-# that thread has Gloo's own lock, and wants the interpreter's. Some names are of one version only.
-_PASSED_ON = (
-    *("allgather", "allreduce_coalesced", "barrier", "broadcast", "recv", "reduce_scatter"),
-    *("send", "all_gather_single_coalesced", "all_to_all_single"),
-    *("reduce_scatter_single_coalesced", "allgather_into_tensor_coalesced", "alltoall_base"),
-    "reduce_scatter_tensor_coalesced",
-)
 
 _NOTHING_TO_CONNECT = SimpleNamespace(supports_splitting=False)
 
@@ -85,6 +76,6 @@ def _passed_on(name: str) -> Any:
     return method
 
 
-for _name in _PASSED_ON:
+for _name in COLLECTIVES:
     if hasattr(dist.ProcessGroup, _name):
         setattr(PassingGroup, _name, _passed_on(_name))

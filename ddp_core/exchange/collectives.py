@@ -39,7 +39,7 @@ _REDUCE_OPS = {
     "max": dist.ReduceOp.MAX,
 }
 _NCCL_SCALES = 2**20  # entries of a tensor, at most
-# torch 2.13 renamed the tensor collectives; 2.9 only has the old names.
+# torch 2.13 renamed the tensor collectives; 2.11 only has the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 

@@ -16,7 +16,7 @@ from ddp_core.exchange.pairs import future_after
 
 __all__ = ["SparseSum", "sums_sparse"]
 
-# torch 2.13 renamed it; 2.9 only has the old name.
+# torch 2.13 renamed it; 2.11 only has the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 

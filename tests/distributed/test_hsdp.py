@@ -404,7 +404,6 @@ def test_a_distributed_checkpoint_loads_on_another_mesh(
 # ---- units: FSDP2 divides what it hands over, and memory is of the gradient on every host
 
 
-TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 UNITS: dict[str, tuple[dict[str, torch.dtype], float | None]] = {
     "float32": ({}, None),
     "float64, divided before": ({"reduce_dtype": torch.float64}, None),
@@ -417,8 +416,6 @@ def _kept_and_applied(rank: int, world_size: int, place: str) -> Any:
     """Returns residuals and gradients of two steps, by case."""
     mesh, found = mesh_of(2, world_size // 2), {}
     for case, (policy, factor) in UNITS.items():
-        if case == "a factor" and (place, world_size) == ("between", 2) and TORCH < (2, 11):
-            continue  # it reduces over one rank, too, by an operation that Gloo does not have
         model = model_of()
         within = mesh["shard"] if place == "between" else init_device_mesh("cpu", (world_size,))
         sharded(model, within, mp_policy=MixedPrecisionPolicy(**policy))

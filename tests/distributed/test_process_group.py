@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import threading
 import warnings
-from inspect import signature
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 import ddp_core
+from commhooks.hosts.scheme_group import SchemeGroup
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import (
     batch,
@@ -330,10 +332,8 @@ def _on_fsdp(rank: int, world_size: int) -> dict[str, Any]:
         group, "cpu", mesh=list(range(world_size)), mesh_dim_names=("replicate",)
     )
     model = mlp(32, 4)
-    # Of torch 2.9 the second.
-    named = "mesh" if "mesh" in signature(on_fsdp).parameters else "device_mesh"
     for module in (model[0], model[2], model):
-        on_fsdp(module, **{named: mesh})
+        on_fsdp(module, mesh=mesh)
     found["over the group"] = (
         near(local_means(model, rank, STEPS), 0.04) and group.hook.calls == 3 * STEPS
     )
@@ -358,6 +358,24 @@ def test_replicas_on_fsdp2_average_by_a_scheme() -> None:
 
 
 # ---- reduce-scatter, by which FSDP reduces
+
+
+def test_every_call_of_torch_is_passed_on_in_python() -> None:
+    # What is not may wait for ever, see ``COLLECTIVES``; torch 2.14 did in ``all_gather_single``.
+    code = inspect.getsource(dist.distributed_c10d)
+    called = set(re.findall(r"\bgroup\.(\w+)\(", code))
+    called -= {
+        "rank",
+        "size",
+        "set_timeout",
+        "_get_backend",
+        "_start_coalescing",
+        "_end_coalescing",
+    }
+    mro = SchemeGroup.__mro__
+    ours = {name for one in mro[: mro.index(dist.ProcessGroup)] for name in vars(one)}
+    assert {"allgather", "broadcast"} <= called
+    assert called <= ours
 
 
 def _sharded(rank: int, world_size: int) -> dict[str, Any]:

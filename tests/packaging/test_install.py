@@ -298,7 +298,7 @@ def test_metadata_states_versions_and_extras(wheel: Path) -> None:
         metadata = Parser().parsestr(archive.read(name).decode())
     assert metadata["Requires-Python"] == ">=3.10"
     requires = metadata.get_all("Requires-Dist")
-    assert [one for one in requires if "extra ==" not in one] == ["torch>=2.9", "numpy"]
+    assert [one for one in requires if "extra ==" not in one] == ["torch>=2.11", "numpy"]
     extras = set(metadata.get_all("Provides-Extra"))
     assert {"report", "cli", "trace", "plot", "all", "cuda12", "cuda13"} <= extras
     assert 'cupy-cuda12x; extra == "cuda12"' in requires
