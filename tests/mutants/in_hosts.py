@@ -229,7 +229,7 @@ MUTANTS: list[Mutant] = [
             "parameters that are looked at in turn are always the first",
             "self._turn = (begin + _LOOKS) % count",
             "self._turn = 0",
-            f"{ATTACHMENT}::test_a_converted_layer_of_a_large_model_is_found_where_parameters_may_be_unused",
+            f"{ATTACHMENT}::test_a_converted_layer_whose_memory_is_the_same_by_chance_is_found",
         ),
         (
             "tensors of functional_call are taken for new parameters",
