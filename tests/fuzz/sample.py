@@ -6,7 +6,8 @@ import random
 from typing import Any
 
 from tests.fuzz.case import Case
-from tests.fuzz.hosts import HOSTS, Hosted
+from tests.fuzz.hosted import Hosted
+from tests.fuzz.hosts import HOSTS
 from tests.fuzz.model import BRANCH_USES, MODEL_FEATURES
 from tests.fuzz.schemes import OPTIONS, SCHEMES, WRAPPERS, build
 
