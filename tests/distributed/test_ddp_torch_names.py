@@ -202,7 +202,8 @@ def _logs(rank: int, world_size: int, level: str) -> Any:
 
 @pytest.mark.parametrize("level", ["OFF", "INFO", "DETAIL"])
 def test_debug_levels_log_as_torchs_and_profiles_have_ranges(level):
-    ((texts, ranges, data, buckets),) = run_ranks(_logs, 1, level)
+    quiet = (".*Profiler clears events",)  # of torch 2.11
+    ((texts, ranges, data, buckets),) = run_ranks(_logs, 1, level, ignore_warnings=quiet)
     assert len(texts) == {"OFF": 0, "INFO": 1, "DETAIL": 3}[level]
     assert all("module_name: Branches" in text for text in texts)
     assert "initialized with" in "".join(texts) or level == "OFF"
