@@ -76,6 +76,7 @@ __all__ = [
     "foreach_norms",
     "forward_pre_hooks",
     "fsdp1_hook",
+    "fsdp1_synchronises",
     "fsdp2_gather",
     "fsdp2_groups",
     "fsdp2_is_in_backward",
@@ -232,6 +233,11 @@ def fsdp1_hook(unit: Any) -> tuple[Any, Any]:
 def set_fsdp1_hook(unit: Any, hook: Any, state: Any) -> None:
     """Gives a unit a communication hook with a state of its own."""
     unit._comm_hook, unit._comm_hook_state = hook, state
+
+
+def fsdp1_synchronises(unit: Any) -> bool:
+    """Whether a unit is outside of ``no_sync``."""
+    return bool(unit._sync_gradients)
 
 
 def is_in_fsdp1_backward(unit: Any) -> bool:

@@ -6,6 +6,8 @@ rank's contiguous shard of it, which may begin anywhere within a parameter.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,6 +19,7 @@ from commhooks._torch import (
     flat_originals,
     flat_parameter,
     fsdp1_hook,
+    fsdp1_synchronises,
     is_in_fsdp1_backward,
     set_fsdp1_hook,
 )
@@ -32,6 +35,13 @@ from commhooks.hook.sharded_parameters import FlatParameters
 from commhooks.hook.state import HookState
 from commhooks.hook.verify import Verification
 from commhooks.hosts.fsdp1_layout import cuts_in, originals, pieces
+from ddp_core.reducer.accumulators import (
+    NO_BACKWARD,
+    backward_number,
+    call_after_backward,
+    when_accumulated,
+)
+from ddp_core.reducer.graph_errors import local_error
 
 __all__ = ["register_on_fsdp1"]
 
@@ -60,7 +70,9 @@ def register_on_fsdp1(
     for number, (unit, layout) in enumerate(zip(units.values(), known.layouts, strict=True)):
         # As FSDP1's own register_comm_hook, which gives all units one state: a hook could not
         # tell which unit it is called for.
-        set_fsdp1_hook(unit, reduce_unit, (hook, number, layout, originals(unit, layout)))
+        parameters = originals(unit, layout)
+        beside = _Beside(unit, parameters) if _is_whole(unit) else None
+        set_fsdp1_hook(unit, reduce_unit, (hook, number, layout, parameters, beside))
 
     def has_hook(unit: Any) -> bool:
         present, state = fsdp1_hook(unit)
@@ -71,6 +83,32 @@ def register_on_fsdp1(
         HostGuard(model, hook, units, _units, has_hook, need_ready, _held)
     )
     return hook
+
+
+class _Beside:
+    """Raises for a loss that was not computed through a unit whose parameters are whole.
+
+    Sharded ones are no matrices outside of it. In a forward pass of the unit autograd sees views of
+    its flat parameter instead, so its parameters get gradients of their own beside it only: of a
+    penalty on weights, in a pass that the hook runs in as well, or of a loss, in one without.
+    """
+
+    def __init__(self, unit: Any, parameters: Mapping[str, Tensor]) -> None:
+        self._unit = weakref.ref(unit)
+        self.hook_ran_in = self._looks_after = NO_BACKWARD
+        for name, parameter in parameters.items():
+            when_accumulated(parameter, partial(self._came, name))
+
+    def _came(self, name: str, _: Tensor) -> None:
+        if self._looks_after != backward_number():
+            self._looks_after = backward_number()
+            call_after_backward(partial(self._pass_ended, name, self._looks_after))
+
+    def _pass_ended(self, name: str, number: int) -> None:
+        unit = self._unit()
+        if number != self.hook_ran_in and unit is not None and fsdp1_synchronises(unit):
+            landed = self.hook_ran_in != NO_BACKWARD
+            raise HookNotAttachedError(local_error(name, landed, "FullyShardedDataParallel"))
 
 
 def _held(model: nn.Module) -> list[Tensor]:
@@ -93,16 +131,20 @@ def _need_ready(units: list[Any]) -> None:
 
 
 def reduce_unit(
-    state: tuple[HookState, int, Layout, dict[str, Tensor]], gradient: Tensor, *shard: Tensor
+    state: tuple[HookState, int, Layout, dict[str, Tensor], _Beside | None],
+    gradient: Tensor,
+    *shard: Tensor,
 ) -> None:
     """Averages the gradient of one unit: FSDP1's hook in both of its signatures.
 
     Args:
-        state: the hook, the unit's number, its layout and its parameters.
+        state: the hook, the unit's number, its layout, its parameters, and what is told of passes.
         gradient: the whole flat gradient, padded where it is sharded; takes the mean if it is not.
         shard: takes the mean of this rank's shard; missing where nothing is sharded.
     """
-    hook, number, layout, parameters = state
+    hook, number, layout, parameters, beside = state
+    if beside is not None:
+        beside.hook_ran_in = backward_number()
     bucket = ShardedBucket(number, gradient, layout)
     if shard:
         parts = equal_shards(gradient.numel(), gradient.numel() // shard[0].numel())

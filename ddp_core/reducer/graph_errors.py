@@ -134,16 +134,17 @@ def late_error(name: str) -> str:
     )
 
 
-def local_error(name: str, landed: bool) -> str:
+def local_error(name: str, landed: bool, wrapper: str = "DistributedDataParallel") -> str:
     """Returns the message for a gradient that came in no step.
 
     Args:
         landed: whether a step's gradients were averaged since the latest forward pass.
+        wrapper: the class that averages.
     """
     what = (
         "after this step's gradients were averaged"
         if landed
-        else "without a forward pass of DistributedDataParallel"
+        else f"without a forward pass of {wrapper}"
     )
     return (
         f"the gradient of {name} came {what}: it would stay this rank's own, and ranks would drift "

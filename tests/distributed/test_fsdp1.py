@@ -259,6 +259,31 @@ def test_a_pass_after_one_that_raised_is_an_error(strategy: str) -> None:
     run_ranks(_after_error, 2, strategy, ignore_warnings=QUIET)
 
 
+def _beside(rank: int, world_size: int) -> list[str]:
+    errors = []
+    for trained in (False, True):
+        model = _unit("NO_SHARD")
+        commhooks.register(model, "int8")
+        if trained:
+            with model.no_sync():
+                backward(model, 0, rank)
+            penalty = sum(one.square().sum() for one in model.parameters())
+            (model(torch.randn(4, 33)).square().sum() + penalty).backward()
+        layer = model.get_submodule("_fsdp_wrapped_module.0._fsdp_wrapped_module")
+        loss = layer(torch.randn(4, 33)).square().sum()
+        with pytest.raises(HookNotAttachedError) as error:
+            loss.backward()
+        errors.append(str(error.value))
+    return errors
+
+
+def test_a_loss_beside_a_whole_unit_is_an_error() -> None:
+    """The parameters of a sharded one are flat pieces outside of it, which no layer takes."""
+    for first, later in run_ranks(_beside, 2, ignore_warnings=QUIET):
+        assert "without a forward pass of FullyShardedDataParallel" in first
+        assert "after this step's gradients were averaged" in later
+
+
 def _frozen_later(rank: int, world_size: int, strategy: str) -> None:
     model = _unit(strategy)
     hook = commhooks.register(model, "int4", block=64)

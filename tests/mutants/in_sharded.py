@@ -6,6 +6,7 @@ from tests.mutants.mutant import Mutant, planted
 
 FSDP2 = "tests/distributed/test_fsdp2.py"
 FSDP1 = "tests/distributed/test_fsdp1.py"
+BESIDE = f"{FSDP1}::test_a_loss_beside_a_whole_unit_is_an_error"
 HALVES = "tests/unit/test_halves.py"
 ADD_UP = f"{FSDP2}::test_what_is_sent_and_what_is_kept_are_the_gradients"
 LOADS = f"{FSDP2}::test_what_one_host_saves_another_loads"
@@ -352,9 +353,21 @@ MUTANTS: list[Mutant] = [
         "commhooks/hosts/fsdp1.py",
         (
             "all units have one number",
-            "(hook, number, layout, originals(",
-            "(hook, 0, layout, originals(",
+            "(hook, number, layout, parameters, beside)",
+            "(hook, 0, layout, parameters, beside)",
             f"{FSDP1}::test_the_mean_arrives[True-FULL_SHARD]",
+        ),
+        (
+            "a loss beside a unit that is whole stays local, silently",
+            "_Beside(unit, parameters) if _is_whole(unit) else None",
+            "None",
+            BESIDE,
+        ),
+        (
+            "a penalty on the parameters of a whole unit is refused",
+            "        beside.hook_ran_in = backward_number()\n",
+            "        pass\n",
+            BESIDE,
         ),
         (
             "whole gradients are padded as if they were cut",
