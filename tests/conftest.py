@@ -80,7 +80,7 @@ VARIANTS = {
     "tests/distributed/test_zero_optimizer.py::test_what_ranks_have_and_what_the_owner_keeps": 3,
     "tests/emulator/test_emulator.py::test_a_sanitizer_catches_the_rest": 3,
     "tests/emulator/test_emulator.py::test_cuda_kernels_are_clean_under_sanitizers": 2,
-    "tests/fuzz/test_catches.py::test_a_planted_bug_is_found": 2,
+    "tests/fuzz/test_catches.py::test_a_planted_bug_is_found": 3,
     "tests/fuzz/test_fuzz.py::test_random_configurations": 2,
     "tests/kernels/test_blockwise.py::test_kernels_equal_the_definition_on_large": 2,
     "tests/kernels/test_nvrtc.py::test_every_kernel_compiles_and_spills_nothing": 4,

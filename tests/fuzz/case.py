@@ -83,6 +83,11 @@ class Case:
         return "noop" not in switched | {self.scheme}
 
     @property
+    def change(self) -> int | None:
+        """The step before which parameters are replaced or cast."""
+        return next((event[0] for event in self.events if event[1] in ("assign", "cast")), None)
+
+    @property
     def features(self) -> frozenset[str]:
         """All that is not plain, but for numbers that only say how much."""
         names = ("host", "scheme", "use", "zero", "scaled", "store")

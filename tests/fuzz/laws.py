@@ -57,9 +57,8 @@ def judge(case: Case, reports: Sequence[Report | Trouble]) -> Verdict:
     ranks = [one for one in reports if isinstance(one, Report) and not one.idle]
     if any(event[1] == "leave" for event in case.events):
         return _of_leaving(ranks)
-    changes = [event for event in case.events if event[1] in ("assign", "cast")]
-    if changes:
-        return _of_changes(changes[0][0], ranks)
+    if case.change is not None and any(one.error for one in ranks):
+        return _of_changes(case.change, ranks)
     if any(one.error for one in ranks):
         return _of_errors(ranks)
     for one in ranks:
@@ -127,7 +126,10 @@ def _of_leaving(ranks: Sequence[Report]) -> Verdict:
 
 
 def _of_changes(step: int, ranks: Sequence[Report]) -> Verdict:
-    """Parameters that are others, or of another type, are an error on every rank in a step."""
+    """Parameters that are others, or of another type, are an error on every rank in a step.
+
+    Or they are averaged as before, which the other laws look at: a type may be what it was.
+    """
     stages = (f"step {step}", f"step {step + 1}")
     for rank, one in enumerate(ranks):
         kind, text = one.error or ("", "no error")

@@ -14,6 +14,7 @@ __all__ = ["Runner"]
 
 # After so many cases a team starts anew: what a case leaves behind must not add up.
 _CASES_OF_A_TEAM = 100
+_TEAMS = 5  # kept at a time; each process has the memory of a torch
 
 
 class Runner:
@@ -32,7 +33,7 @@ class Runner:
     def run(self, case: Case) -> Verdict:
         """The verdict on a case; what torch's class cannot do without a hook counts as refused."""
         verdict = self._run(case)
-        if verdict.status == "broken" and case.host == "torch" and verdict.law != "change":
+        if verdict.status == "broken" and case.host == "torch" and case.change is None:
             plain = verdict if "plain" in case.setting else self._run(case.without_hook())
             if plain.status == "broken":
                 return Verdict("refused", "torch", f"without a hook, too: {plain.law}")
@@ -41,7 +42,7 @@ class Runner:
     def _run(self, case: Case) -> Verdict:
         saved: tuple[bytes, ...] = ()
         before: Sequence[Report] = ()
-        leaves = any(event[1] == "leave" for event in case.events)  # and nobody goes on
+        leaves = any(event[1] == "leave" for event in case.events) or case.change is not None
         for number, size in enumerate((case.world, *(() if leaves else case.legs))):
             leg = Leg(case, number, saved, self.plant)
             reports = self._team(size, case.store).run(play, [leg] * size)
@@ -68,10 +69,13 @@ class Runner:
 
     def _team(self, size: int, store: str) -> Team:
         kind = size, store
-        team = self._teams.get(kind)
+        team = self._teams.pop(kind, None)  # and put back as the last one that was used
         if team is None or not team.usable or len(self._ran[kind]) >= _CASES_OF_A_TEAM:
             if team is not None:
                 team.close()
-            self._teams[kind] = team = Team(size, self.patience, store)
+            while len(self._teams) >= _TEAMS:
+                self._teams.pop(next(iter(self._teams))).close()
+            team = Team(size, self.patience, store)
             self._ran[kind] = []
+        self._teams[kind] = team
         return team

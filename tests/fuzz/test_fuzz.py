@@ -10,7 +10,7 @@ from tests.fuzz.laws import Verdict
 from tests.fuzz.sample import sample
 from tests.fuzz.shrink import shrink
 
-CASES, PARTS = 24, 2
+CASES, PARTS = 20, 2
 
 
 @pytest.mark.distributed
