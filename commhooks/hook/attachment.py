@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import WeakIdKeyDictionary
 
 from commhooks._torch import comm_hooks
 from commhooks.core.names import plain_name
@@ -352,31 +351,28 @@ class StaleOptimizers:
     def __init__(self, model: nn.Module, held: Callable[[nn.Module], Iterable[Tensor]]) -> None:
         self._model, self._held = weakref.ref(model), held
         self._structure = Structure(model)
-        self._had: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._note(model)
+        # Not weakly: torch does not swap a tensor that has weak references (``to_empty``).
+        self._had = self._present(model)
         handle = register_optimizer_step_pre_hook(partial(_refuse_stale, weakref.ref(self)))
         weakref.finalize(self, handle.remove)
 
-    def _note(self, model: nn.Module) -> set[int]:
-        """Takes note of the model's parameters; returns the ids of those that it has now."""
-        present = [*model.parameters(), *self._held(model)]
-        for one in present:
-            self._had[one] = None
-        return set(map(id, present))
+    def _present(self, model: nn.Module) -> dict[int, Tensor]:
+        return {id(one): one for one in (*model.parameters(), *self._held(model))}
 
     def look(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises if an optimizer has a parameter that the model had before, and has no more."""
         model = self._model()
         if model is None or not self._structure.has_changed:
             return
-        present = self._note(model)
+        present = self._present(model)
         for group in optimizer.param_groups:
-            if any(one in self._had and id(one) not in present for one in group["params"]):
+            if any(id(one) in self._had and id(one) not in present for one in group["params"]):
                 raise HookNotAttachedError(
                     f"{type(optimizer).__name__}.step: the model has other parameters than the "
                     f"optimizer (load_state_dict(assign=True), a new layer), which would train "
                     f"nothing: make the optimizer again, and load its state"
                 )
+        self._had = present
         self._structure.remember(model)
 
     def __reduce__(self) -> Any:
