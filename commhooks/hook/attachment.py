@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from commhooks._torch import comm_hooks
 from commhooks.core.names import plain_name
@@ -32,6 +31,7 @@ from ddp_core.reducer.accumulators import (
 )
 from ddp_core.reducer.graph_errors import local_error, twice_error
 from ddp_core.reducer.known import KnownParameters, Structure, has_another_wrapper
+from ddp_core.reducer.optimizer import before_every_step
 
 __all__ = [
     "AttachmentGuard",
@@ -75,7 +75,9 @@ class Attendance:
         self._model: weakref.ref[Any] | None = None
         self._latest: tuple[int, Tensor | None] = (0, None)  # watched parameter, the one of now
         self._called_before = -1  # calls when the latest watched gradient came; -1: none came
-        self._watched_in = NO_BACKWARD  # the pass at whose end `_pass_ended` is called
+        self._watched_in = NO_BACKWARD  # the pass of the latest watched gradient
+        # In that pass: whether gradients count as training, and whether a bucket has to come.
+        self._counts = self._attends = False
         # A forward pass was synchronised, and its last bucket has not come.
         self._expects = False
         self._is_local = False  # the latest forward pass was within no_sync
@@ -161,26 +163,31 @@ class Attendance:
 
     def _gradient_came(self, state: Any, model: Any, place: int, parameter: Tensor) -> None:
         """Takes note of a gradient of a watched parameter."""
-        ddp = model()
+        number = backward_number()
+        if self._watched_in != number:
+            self._pass_begins(state(), model())
+            self._watched_in = number
+        # Two backward passes without a call are training. In the first one the hook's call may
+        # still come, since a bucket is launched after its gradients.
+        if self._counts and not self.calls:
+            self._trained |= place in self._seen
+            self._seen.add(place)
+        if self._attends:
+            self._latest, self._called_before = (place, parameter), self.calls
+
+    def _pass_begins(self, state: object, ddp: Any) -> None:
+        """Asks what does not change within a backward pass, with its first watched gradient."""
+        self._counts = self._attends = False
         if ddp is None or not ddp.require_backward_grad_sync:
             return
         # What is registered may stand for the state, and call it (torchft).
         named = [hook[1] for hook in comm_hooks(ddp)]
-        others = [one for one in named if getattr(one, "stands_for", one) is not state()]
-        # Two backward passes without a call are training. In the first one the hook's call may
-        # still come, since a bucket is launched after its gradients.
-        if not self.calls and not others:
-            self._trained |= place in self._seen
-            self._seen.add(place)
+        self._counts = all(getattr(one, "stands_for", one) is state for one in named)
         if isinstance(ddp, CoreDDP):
             if self.calls or self._trained:
                 self._stop()
-            return
-        if not named or others:
-            return
-        self._latest, self._called_before = (place, parameter), self.calls
-        if self._watched_in != backward_number():
-            self._watched_in = backward_number()
+        elif named and self._counts:
+            self._attends = True
             call_after_backward(self._pass_ended)
 
     def _pass_ended(self) -> None:
@@ -338,7 +345,7 @@ class AttachmentGuard:
 
 
 class StaleOptimizers:
-    """Refuses, as a pre-hook of all optimizers, to step parameters that a model has no more.
+    """Refuses to step parameters that a model has no more.
 
     A host that shards takes parameters of ``load_state_dict(assign=True)`` for its own, so their
     gradients are averaged; an optimizer that was made before trains nothing from then on.
@@ -353,13 +360,12 @@ class StaleOptimizers:
         self._structure = Structure(model)
         # Not weakly: torch does not swap a tensor that has weak references (``to_empty``).
         self._had = self._present(model)
-        handle = register_optimizer_step_pre_hook(partial(_refuse_stale, weakref.ref(self)))
-        weakref.finalize(self, handle.remove)
+        before_every_step(self._optimizer_steps)
 
     def _present(self, model: nn.Module) -> dict[int, Tensor]:
         return {id(one): one for one in (*model.parameters(), *self._held(model))}
 
-    def look(self, optimizer: torch.optim.Optimizer) -> None:
+    def _optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises if an optimizer has a parameter that the model had before, and has no more."""
         model = self._model()
         if model is None or not self._structure.has_changed:
@@ -381,14 +387,6 @@ class StaleOptimizers:
 
 def _nothing() -> None:
     return None
-
-
-def _refuse_stale(
-    me: weakref.ref[StaleOptimizers], optimizer: torch.optim.Optimizer, *_: Any
-) -> None:
-    stale = me()
-    if stale is not None:
-        stale.look(optimizer)
 
 
 class HostGuard:

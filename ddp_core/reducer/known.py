@@ -21,7 +21,7 @@ __all__ = ["KnownParameters", "Structure", "has_another_wrapper"]
 
 _END = object()
 _POINTER = torch.Tensor.data_ptr
-_LOOKS = 4  # at nodes, in each forward pass; each is microseconds
+_LOOKS = 1  # at nodes, in each forward pass; each takes tens of microseconds
 _AGAIN = (
     "wrap the module again (and register its hook, and make its optimizer, again), or do that "
     "before wrapping"

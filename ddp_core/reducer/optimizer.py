@@ -1,22 +1,30 @@
-"""Optimizers that step in backward, bucket by bucket, as soon as a bucket is averaged."""
+"""Optimizers that step in backward, bucket by bucket; what looks before any optimizer steps."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import weakref
+from collections.abc import Callable, Sequence
+from functools import cache
+from threading import Lock
+from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from ddp_core._torch import optimizers_in_backward
+from ddp_core._torch import not_compiled, optimizers_in_backward
 from ddp_core.reducer.held import HeldBucket
 
 __all__ = [
     "OptimizersInBackward",
     "StepsInBackward",
+    "before_every_step",
     "has_optimizer_in_backward",
     "take_over",
 ]
+
+_looks: list[weakref.WeakMethod[Callable[[Optimizer], None]]] = []
+_lock = Lock()
 
 
 class StepsInBackward(Protocol):
@@ -67,3 +75,29 @@ class OptimizersInBackward:
 
     def all_averaged(self) -> None:
         """Does nothing: all optimizers have stepped."""
+
+
+def before_every_step(look: Callable[[Optimizer], None]) -> None:
+    """Calls a method before each step of any optimizer, as long as its object lives.
+
+    Args:
+        look: the method, held weakly; what it raises keeps the optimizer from stepping.
+    """
+    _listen()
+    with _lock:
+        _looks[:] = [*(one for one in _looks if one() is not None), weakref.WeakMethod(look)]
+
+
+@cache
+def _listen() -> None:
+    # One hook that stays. Python may collect what a hook belongs to while torch iterates over all
+    # hooks: a finalizer that removes the hook would break that step of an optimizer.
+    register_optimizer_step_pre_hook(_step_begins)
+
+
+@not_compiled  # type: ignore[untyped-decorator]
+def _step_begins(optimizer: Optimizer, *_: Any) -> None:
+    for one in list(_looks):
+        look = one()
+        if look is not None:
+            look(optimizer)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddp_core.reducer.accumulators import NO_BACKWARD, backward_number
 from ddp_core.reducer.graph_errors import GraphErrors, late_error, local_error, twice_error
+from ddp_core.reducer.optimizer import before_every_step
 from ddp_core.reducer.parameters import Trained
 from ddp_core.reducer.step import Step
 from ddp_core.reducer.unused import Usage
@@ -59,7 +56,9 @@ class Unreduced:
         self._landed_before: Step | None = None  # the last one at that forward
         self.forward_synchronised = True
         self._order: dict[int, None] = {}
-        self._disarm: Callable[[], object] | None = None
+        self._why = ""  # no optimizer may step by gradients of now
+        # Of all optimizers, as nobody tells which ones have these parameters.
+        before_every_step(self._optimizer_steps)
 
     @property
     def order(self) -> list[int]:
@@ -76,13 +75,13 @@ class Unreduced:
         if self.holding:
             self._order.pop(index, None)
             self._order[index] = None
-            self._arm(_HELD)
+            self._why = self._why or _HELD
         self._refuse_late(index)
         # After an error of the same pass (in another thread of autograd) that one counts.
         if self.holding or step.marked or not self.synchronises():
             return
         if not self.forward_synchronised:
-            self._arm(_MIXED)
+            self._why = self._why or _MIXED
         elif not self.is_shared(self._parameters[index].parameter):
             raise RuntimeError(local_error(self._parameters[index].name, self._landed is not None))
 
@@ -115,23 +114,22 @@ class Unreduced:
 
     def averaging_begins(self) -> None:
         """Lets optimizers step again, those in backward first."""
-        if self._disarm is not None:
-            self._disarm()
-            self._disarm = None
+        self._why = ""
 
     def step_landed(self, step: Step) -> None:
         """Forgets what came before: it was averaged; what comes from now on is too late for it."""
         self.came, self._landed = False, step
         self._order.clear()
 
-    def _arm(self, why: str) -> None:
-        if self._disarm is not None:
-            return
-        # For all optimizers, as nobody tells which ones have these parameters. It is there only
-        # while a step would be a mistake, or somebody else's.
-        refuse = partial(_refuse, weakref.ref(self), why)
-        handle = register_optimizer_step_pre_hook(refuse)
-        self._disarm = weakref.finalize(self, handle.remove)
+    def _optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises before a step that would use gradients of this rank only."""
+        name = self._first_with_gradient(optimizer) if self._why else None
+        if name is not None:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step would use this rank's own gradient of {name}, "
+                f"and ranks would drift apart: it {self._why}. To drop such gradients call "
+                f"zero_grad(set_to_none=True)"
+            )
 
     def _first_with_gradient(self, optimizer: torch.optim.Optimizer) -> str | None:
         name_of = {id(one.parameter): one.name for one in self._parameters}
@@ -148,16 +146,3 @@ def _always() -> bool:
 
 def _never(_: Tensor) -> bool:
     return False
-
-
-def _refuse(
-    me: weakref.ref[Unreduced], why: str, optimizer: torch.optim.Optimizer, *_: Any
-) -> None:
-    unreduced = me()
-    name = None if unreduced is None else unreduced._first_with_gradient(optimizer)
-    if name is not None:
-        raise RuntimeError(
-            f"{type(optimizer).__name__}.step would use this rank's own gradient of {name}, and "
-            f"ranks would drift apart: it {why}. To drop such gradients call "
-            f"zero_grad(set_to_none=True)"
-        )

@@ -133,8 +133,13 @@ def test_modules_that_are_sharded_over_different_ranks_are_refused() -> None:
 
 def _stale(rank: int, world_size: int) -> None:
     """An optimizer keeps parameters that ``assign=True`` has taken out of the model."""
-    model = sharded(model_of())
-    hook = commhooks.register(model, "int8")
+    if world_size == 2:
+        model = sharded(model_of())
+        hook = commhooks.register(model, "int8")
+    else:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        model = sharded(model_of(), mesh["shard"])
+        hook = commhooks.register(model, "int8", between=mesh["replicate"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     backward(model, 0, rank)
     optimizer.step()
@@ -148,5 +153,6 @@ def _stale(rank: int, world_size: int) -> None:
     assert hook.step == 2
 
 
-def test_an_optimizer_of_parameters_that_were_replaced_is_refused() -> None:
-    run_ranks(_stale, 2)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_an_optimizer_of_parameters_that_were_replaced_is_refused(world_size: int) -> None:
+    run_ranks(_stale, world_size)

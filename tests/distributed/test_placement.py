@@ -321,7 +321,9 @@ def _stay_equal(rank: int, world_size: int, host: str) -> None:
             assert told or torch.equal(*everyone), (name, everyone)
 
 
-@pytest.mark.parametrize("host", ["ddp_core", "torch", "fsdp2"])
+@pytest.mark.parametrize(
+    "host", ["ddp_core", pytest.param("torch", marks=pytest.mark.slow), "fsdp2"]
+)
 def test_parameters_that_are_not_cut_stay_equal_over_the_ranks_of_tensor_parallelism(
     host: str,
 ) -> None:

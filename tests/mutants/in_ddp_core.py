@@ -150,7 +150,7 @@ MUTANTS: list[Mutant] = [
         "ddp_core/reducer/unreduced.py",
         (
             "an optimizer may step by gradients that are held",
-            "            self._arm(_HELD)\n",
+            "            self._why = self._why or _HELD\n",
             "",
             f"{HOLD}::test_an_optimizer_refuses_gradients_that_are_held",
         ),

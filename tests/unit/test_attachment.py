@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed._composable import replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
@@ -24,6 +25,7 @@ from commhooks.core.names import plain_name, plain_names
 from commhooks.errors import RegistrationError
 from commhooks.hook import as_hook
 from commhooks.hook import parameters as _model
+from commhooks.hook.attachment import StaleOptimizers
 from ddp_core import DistributedDataParallel as CoreDDP
 from ddp_core.reducer.known import KnownParameters
 
@@ -441,7 +443,7 @@ def test_a_converted_layer_whose_memory_is_the_same_by_chance_is_found(kind, sch
     ddp, _ = trained(kind, scheme, layers(20), find_unused_parameters=True)
     ddp.module[13].double().float()
     with pytest.raises(RuntimeError, match=r"13\.\w+ was of another dtype"):
-        train(ddp, 10)
+        train(ddp, 40)
 
 
 @pytest.mark.parametrize("before", [False, True])
@@ -779,3 +781,31 @@ def test_a_state_goes_with_its_last_reference() -> None:
     gone = weakref.ref(state)
     del state
     assert gone() is None
+
+
+def held_model():
+    model = CoreDDP(layers())
+    with model.hold():
+        model(torch.ones(2, 8)).sum().backward()
+    return model
+
+
+@pytest.mark.parametrize(
+    "make", [held_model, lambda: StaleOptimizers(layers(), lambda _: ())], ids=["held", "sharded"]
+)
+def test_a_model_may_be_collected_while_an_optimizer_calls_its_hooks(make):
+    """Python may collect at any time, also while torch iterates over all hooks of optimizers."""
+    watching = [make()]
+
+    def collect(*_):
+        watching.clear()
+        gc.collect()
+
+    handle = register_optimizer_step_pre_hook(collect)
+    handle.hooks_dict_ref().move_to_end(handle.id, last=False)  # comes before those of `make`
+    other = nn.Linear(2, 2)
+    try:
+        torch.optim.SGD(other.parameters(), lr=0.1).step()
+    finally:
+        handle.remove()
+    assert not watching
