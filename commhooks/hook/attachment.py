@@ -37,7 +37,7 @@ __all__ = [
     "AttachmentGuard",
     "Attendance",
     "HostGuard",
-    "StaleOptimizers",
+    "ShardedParameters",
     "Unfrozen",
     "known_parameters",
 ]
@@ -47,7 +47,7 @@ _ADVICE = (
     "commhooks.comm_hook)), and is the loss computed through the DistributedDataParallel? "
     "Lightning's DDPStrategy(ddp_comm_hook=...) registers on CUDA only"
 )
-_IS_TRAINED = attrgetter("requires_grad")
+_IS_TRAINED, _DTYPE = attrgetter("requires_grad"), attrgetter("dtype")
 # Each costs a call in every backward pass. A part of a model that trains alone has some of them.
 _WATCHED = 16
 
@@ -344,11 +344,12 @@ class AttachmentGuard:
         self._unfrozen = Unfrozen({})
 
 
-class StaleOptimizers:
-    """Refuses to step parameters that a model has no more.
+class ShardedParameters:
+    """Raises where a model that a host shards trains other parameters than before.
 
-    A host that shards takes parameters of ``load_state_dict(assign=True)`` for its own, so their
-    gradients are averaged; an optimizer that was made before trains nothing from then on.
+    A host takes parameters of ``load_state_dict(assign=True)`` for its own, so their gradients are
+    averaged; an optimizer that was made before trains nothing from then on. It has its own memory
+    for whole parameters, which ``.double()`` leaves as it was.
 
     Args:
         model: held weakly.
@@ -359,11 +360,31 @@ class StaleOptimizers:
         self._model, self._held = weakref.ref(model), held
         self._structure = Structure(model)
         # Not weakly: torch does not swap a tensor that has weak references (``to_empty``).
-        self._had = self._present(model)
+        self._had: dict[int, Tensor] = {}
+        self._remember(model)
         before_every_step(self._optimizer_steps)
 
     def _present(self, model: nn.Module) -> dict[int, Tensor]:
         return {id(one): one for one in (*model.parameters(), *self._held(model))}
+
+    def _remember(self, model: nn.Module) -> None:
+        self._had = self._present(model)
+        self._dtypes = list(map(_DTYPE, self._had.values()))
+        self._structure.remember(model)
+
+    def check(self) -> None:
+        """Raises, before a forward pass, if parameters are of another dtype than before."""
+        dtypes = list(map(_DTYPE, self._had.values()))
+        if dtypes == self._dtypes:
+            return
+        now, before = next(
+            pair for pair in zip(dtypes, self._dtypes, strict=True) if len({*pair}) > 1
+        )
+        raise HookNotAttachedError(
+            f"commhooks: parameters are of {now}, and were of {before} when the model was sharded: "
+            f"FSDP keeps their memory of before. Convert the model before it is sharded, or give "
+            f"FSDP the dtype (MixedPrecisionPolicy, MixedPrecision), and register its hook again"
+        )
 
     def _optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises if an optimizer has a parameter that the model had before, and has no more."""
@@ -378,8 +399,7 @@ class StaleOptimizers:
                     f"optimizer (load_state_dict(assign=True), a new layer), which would train "
                     f"nothing: make the optimizer again, and load its state"
                 )
-        self._had = present
-        self._structure.remember(model)
+        self._remember(model)
 
     def __reduce__(self) -> Any:
         return _nothing, ()  # of a copy
@@ -412,7 +432,7 @@ class HostGuard:
         need_ready: Callable[[], None],
         held: Callable[[nn.Module], Iterable[Tensor]],
     ) -> None:
-        self._stale = StaleOptimizers(model, held)
+        self._parameters = ShardedParameters(model, held)
         self._hook, self._units = hook, dict(units)
         self._present, self._has_hook, self._need_ready = present, has_hook, need_ready
         self._looks = True
@@ -422,6 +442,7 @@ class HostGuard:
     def __call__(self, module: nn.Module, inputs: Any) -> None:
         if not torch.is_grad_enabled():
             return
+        self._parameters.check()
         units = self._units
         if self._looks:  # once: after its first forward pass a host takes no further modules
             self._looks, units = False, {**units, **self._present(module)}

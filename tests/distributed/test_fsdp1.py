@@ -328,3 +328,18 @@ def test_values_of_channels_last_weights_are_saved_in_their_dimensions() -> None
     assert wanted["0.weight"].shape == (5, 3, 2, 3)
     for name, value in wanted.items():
         assert (found[name] - value).norm() < 0.1 * value.norm(), name
+
+
+def _converted(rank: int, world_size: int) -> None:
+    for strategy in ("FULL_SHARD", "NO_SHARD"):
+        for original in (True, False):
+            model = _unit(strategy, original)
+            commhooks.register(model, "int8")
+            backward(model, 0, rank)
+            model.double()
+            with pytest.raises(HookNotAttachedError, match=r"are of torch\.float64, and were"):
+                backward(model, 1, rank)
+
+
+def test_parameters_of_another_dtype_are_an_error_before_the_forward_pass() -> None:
+    run_ranks(_converted, 2, ignore_warnings=QUIET)

@@ -156,3 +156,20 @@ def _stale(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_an_optimizer_of_parameters_that_were_replaced_is_refused(world_size: int) -> None:
     run_ranks(_stale, world_size)
+
+
+def _converted(rank: int, world_size: int) -> None:
+    model = sharded(model_of())
+    hook = commhooks.register(model, "int8")
+    backward(model, 0, rank)
+    for convert in (model.double, model[0].bfloat16):
+        convert()
+        with pytest.raises(HookNotAttachedError, match=r"and were of torch\.float32 when"):
+            backward(model, 1, rank)
+        model.float()
+    backward(model, 1, rank)
+    assert hook.step == 2
+
+
+def test_parameters_of_another_dtype_are_an_error_before_the_forward_pass() -> None:
+    run_ranks(_converted, 2)

@@ -460,6 +460,12 @@ MUTANTS: list[Mutant] = [
             "units",
             f"{STEPS}::test_modules_that_are_sharded_after_register_are_missed",
         ),
+        (
+            "a sharded model that was converted meets torch's own error",
+            "        self._parameters.check()\n",
+            "",
+            f"{FSDP1}::test_parameters_of_another_dtype_are_an_error_before_the_forward_pass",
+        ),
     ),
     *planted(
         "commhooks/hosts/fsdp2.py",

@@ -25,7 +25,7 @@ from commhooks.core.names import plain_name, plain_names
 from commhooks.errors import RegistrationError
 from commhooks.hook import as_hook
 from commhooks.hook import parameters as _model
-from commhooks.hook.attachment import StaleOptimizers
+from commhooks.hook.attachment import ShardedParameters
 from ddp_core import DistributedDataParallel as CoreDDP
 from ddp_core.reducer.known import KnownParameters
 
@@ -791,7 +791,7 @@ def held_model():
 
 
 @pytest.mark.parametrize(
-    "make", [held_model, lambda: StaleOptimizers(layers(), lambda _: ())], ids=["held", "sharded"]
+    "make", [held_model, lambda: ShardedParameters(layers(), lambda _: ())], ids=["held", "sharded"]
 )
 def test_a_model_may_be_collected_while_an_optimizer_calls_its_hooks(make):
     """Python may collect at any time, also while torch iterates over all hooks of optimizers."""
