@@ -9,8 +9,8 @@ RUN := $(VENV)/bin/python
 # torch is pinned in constraints.txt: without a pin pip fetches gigabytes of CUDA packages.
 INSTALL := $(RUN) -m pip install --quiet --constraint constraints.txt
 
-# Makes an environment that sees what is in $(VENV), torch among it, and hides what is installed into it.
-ABOVE = $(RUN) -m venv --clear --without-pip $(1) && $(RUN) -c "import site; print(site.getsitepackages()[0])" \
+# Makes an environment that sees what is in $(VENV), torch among it; what is installed into it comes first, and is not in $(VENV).
+ABOVE = $(RUN) -m venv --clear --without-pip $(1) && $(RUN) -c "import site; print(f'import site; site.addsitedir({site.getsitepackages()[0]!r})')" \
 	> $$($(1)/bin/python -c "import site; print(site.getsitepackages()[0])")/below.pth
 
 .PHONY: bandwidth test test-all test-frameworks test-torch docs format clean
@@ -51,7 +51,7 @@ test-torch: $(TORCH)/created
 .venv-torch-%/created: $(VENV)/dev
 	$(call ABOVE,.venv-torch-$*)
 	grep -vE '^(torch|nvidia-.*|setuptools)==' constraints.txt > .venv-torch-$*/constraints.txt
-	.venv-torch-$*/bin/python -m pip install --quiet --constraint .venv-torch-$*/constraints.txt torch==$*
+	.venv-torch-$*/bin/python -m pip install --quiet --constraint .venv-torch-$*/constraints.txt torch==$* 'setuptools>=77'
 	touch $@
 
 # The site of docs/ with reference and search: python -m http.server --directory build/site

@@ -36,6 +36,7 @@ _ENVIRONMENT = {
 # Files whose ranks meet in a TCPStore, in a process of its own as under torchrun; others do in a
 # FileStore, which starts faster and cannot fall silent.
 _OVER_TCP = ("test_ddp_abandoned", "test_ddp_faults", "test_handshake", "test_silent_store")
+_TORCHS_OWN = ("Sparse invariant checks are implicitly disabled",)  # 2.11, whatever it is told
 _GRACE = 3.0  # seconds that the other ranks have to end by themselves once one has failed
 
 _context = get_context("forkserver")
@@ -266,7 +267,7 @@ def _run(job: _Job) -> Any:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         torch.set_num_threads(1)
         warnings.simplefilter("error")
-        for message in job.ignore_warnings:
+        for message in (*_TORCHS_OWN, *job.ignore_warnings):
             warnings.filterwarnings("ignore", message)
         global _store_process
         _store_process, port = job.store

@@ -109,7 +109,10 @@ ALONE = {
     ("torch", "layout scheme"): _LAYOUT,
     ("torch", "layout shape"): _LAYOUT,
     ("torch", "unregister"): _LAYOUT,
-    ("torch", "mixed precision"): "already has the hook",
+    (
+        "torch",
+        "mixed precision",
+    ): "already has the hook|AcceleratorError",  # torch 2.11: on GPUs only
     ("torch", "hold"): "has no hold",
     ("torch", "setting in_backward"): "without a hook, too",
     ("torch", "raise within"): _RAISED,
