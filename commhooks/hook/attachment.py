@@ -70,7 +70,7 @@ class Attendance:
         self.excused = False
         self._knows_model = self._trained = self.is_guarded = False
         self._handles: list[Any] = []
-        self._names: list[str] = []
+        self._names: dict[int, str] = {}  # of those that are watched, by index in the model
         self._seen: set[int] = set()
         self._model: weakref.ref[Any] | None = None
         self._latest: tuple[int, Tensor | None] = (0, None)  # watched parameter, the one of now
@@ -109,11 +109,10 @@ class Attendance:
         """
         self._knows_model, self._model = True, weakref.ref(model)
         found = list((reduced(model) if parameters is None else parameters).items())
-        chosen = found[:: len(found) // _WATCHED + 1]
-        chosen += found[-1:] if found[-1:] != chosen[-1:] else []
+        places = sorted({*range(0, len(found), len(found) // _WATCHED + 1), len(found) - 1} - {-1})
         came = partial(self._gradient_came, weakref.ref(state), self._model)
-        for place, (name, parameter) in enumerate(chosen):
-            self._names.append(name)
+        for place in places:
+            self._names[place], parameter = found[place]
             # Not called for torch.autograd.grad, which accumulates nothing.
             hook = partial(came, place)
             self._handles.append(when_accumulated(parameter, hook))
@@ -361,6 +360,7 @@ class ShardedParameters:
         self._structure = Structure(model)
         # Not weakly: torch does not swap a tensor that has weak references (``to_empty``).
         self._had: dict[int, Tensor] = {}
+        self._gone: list[weakref.ref[Tensor]] = []  # those that an optimizer may have still
         self._remember(model)
         before_every_step(self._optimizer_steps)
 
@@ -387,19 +387,26 @@ class ShardedParameters:
         )
 
     def _optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises if an optimizer has a parameter that the model had before, and has no more."""
+        """Raises if an optimizer has a parameter that the model had once, and has no more."""
         model = self._model()
-        if model is None or not self._structure.has_changed:
+        if model is None:
             return
-        present = self._present(model)
-        for group in optimizer.param_groups:
-            if any(id(one) in self._had and id(one) not in present for one in group["params"]):
-                raise HookNotAttachedError(
-                    f"{type(optimizer).__name__}.step: the model has other parameters than the "
-                    f"optimizer (load_state_dict(assign=True), a new layer), which would train "
-                    f"nothing: make the optimizer again, and load its state"
-                )
-        self._remember(model)
+        if self._structure.has_changed:
+            before = self._had | {
+                id(one): one for gone in self._gone if (one := gone()) is not None
+            }
+            self._remember(model)
+            lost = [one for key, one in before.items() if key not in self._had]
+            self._gone = [weakref.ref(one) for one in lost]
+        if not self._gone:
+            return
+        gone = {id(gone()) for gone in self._gone}
+        if any(id(one) in gone for group in optimizer.param_groups for one in group["params"]):
+            raise HookNotAttachedError(
+                f"{type(optimizer).__name__}.step: the model has other parameters than the "
+                f"optimizer (load_state_dict(assign=True), a new layer), which would train "
+                f"nothing: make the optimizer again, and load its state"
+            )
 
     def __reduce__(self) -> Any:
         return _nothing, ()  # of a copy
@@ -444,8 +451,8 @@ class HostGuard:
             return
         self._parameters.check()
         units = self._units
-        if self._looks:  # once: after its first forward pass a host takes no further modules
-            self._looks, units = False, {**units, **self._present(module)}
+        if self._looks:  # until it is right once: after that a host takes no further modules
+            units = {**units, **self._present(module)}
         lost = [
             plain_name(name) or "root" for name, unit in units.items() if not self._has_hook(unit)
         ]
@@ -456,6 +463,7 @@ class HostGuard:
                 f"since (set_custom_reduce_scatter, set_all_reduce_hook, another hook). Call "
                 f"register after the last fully_shard, and set no other reduction afterwards"
             )
+        self._looks = False
         # Activation checkpointing runs forward passes within backward.
         if backward_number() == NO_BACKWARD:
             self._need_ready()

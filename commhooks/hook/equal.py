@@ -176,7 +176,7 @@ def need_equal(call: str, told: Mapping[str, Any], group: dist.ProcessGroup) -> 
         VerificationError: values differ; names the first, and the ranks that differ from most.
         MissingRankError: not all ranks came.
     """
-    own = {name: _described(value) for name, value in told.items()}
+    own = _described(told)
     everyone: list[dict[str, str]] = handshake(call, {}, group, MEETING, tells=own)
     wrong = []
     for name in dict.fromkeys(name for theirs in everyone for name in theirs):
@@ -235,14 +235,30 @@ def _nested(state: Mapping[Any, Any], before: str = "") -> Iterator[tuple[str, A
             yield f"{before}{key}", value
 
 
-def _described(value: object) -> str:
-    """Returns a value in words that are equal where all of its bits are."""
-    if not isinstance(value, Tensor):
+def _described(told: Mapping[str, Any]) -> dict[str, str]:
+    """Returns values in words that are equal where all of their bits are."""
+    tensors = {name: local_part(one) for name, one in told.items() if isinstance(one, Tensor)}
+    # One by one, since ranks may have others; a GPU is waited for when all hashes are under way.
+    numbers = [hashes_of([_bits(one)])[0] for one in tensors.values()]
+    words = {name: _plain_words(one) for name, one in told.items()}
+    for (name, one), number in zip(tensors.items(), numbers, strict=True):
+        hashed = f"with the hash {int(number) % 2**64:016x}"
+        words[name] = f"{tuple(one.shape)} of {one.dtype} {hashed}"
+    return words
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    dense = tensor.to_dense() if tensor.layout != torch.strided else tensor
+    return dense.int_repr() if dense.is_quantized else dense
+
+
+def _plain_words(value: object) -> str:
+    """Returns a number, a text or a list of such; of others, whose text may differ, the class."""
+    if value is None or isinstance(value, (bool, int, float, complex, str)):
         return repr(value)
-    value = local_part(value)
-    dense = value.to_dense() if value.layout != torch.strided else value
-    number = int(hashes_of([dense])[0]) % 2**64
-    return f"{tuple(value.shape)} of {value.dtype} with the hash {number:016x}"
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(_plain_words, value))})"
+    return f"a value of {type(value).__qualname__}"
 
 
 def local_part(tensor: Tensor) -> Tensor:

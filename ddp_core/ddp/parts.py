@@ -140,6 +140,7 @@ class Parts:
             before = self.reducer
             self._make_reducer()
             self.reducer.follow(before)
+            before.accumulators.close()
             self.hooks.launch_by_them()
 
     # ---- what forward passes do

@@ -47,6 +47,7 @@ class Accumulators:
         self._lock = threading.RLock() if several else None
         self._nodes: list[Any] = []  # a parameter does not keep its node alive
         self._handles: list[Any] = []
+        self._refusals: list[Any] = []
         self.watch()
 
     def watch(self) -> None:
@@ -77,7 +78,13 @@ class Accumulators:
                 listener.came_elsewhere(index)
 
         for index, parameter in enumerate(self._parameters):
-            when_accumulated(parameter, partial(look, index))
+            self._refusals.append(when_accumulated(parameter, partial(look, index)))
+
+    def close(self) -> None:
+        """Removes all hooks, for good: each would be a call in every backward pass."""
+        self.unwatch()
+        for handle in self._refusals:
+            handle.remove()
 
     def out_of_reach(self) -> list[int]:
         """Returns the parameters that the backward pass under way will not come to."""

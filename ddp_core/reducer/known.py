@@ -5,14 +5,13 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Collection, Iterable, Mapping
-from itertools import chain, islice
+from itertools import chain
 from operator import is_
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ddp_core._torch import children_of
 from ddp_core.reducer.accumulators import accumulator_of, when_accumulated
@@ -21,7 +20,6 @@ __all__ = ["KnownParameters", "Structure", "has_another_wrapper"]
 
 _END = object()
 _POINTER = torch.Tensor.data_ptr
-_LOOKS = 1  # at nodes, in each forward pass; each takes tens of microseconds
 _AGAIN = (
     "wrap the module again (and register its hook, and make its optimizer, again), or do that "
     "before wrapping"
@@ -84,17 +82,18 @@ class KnownParameters:
         self._nodes: list[Any] = []
         if watches_nodes:
             self._nodes = [accumulator_of(one) for one in self._parameters]
-        self._types = [(one.dtype, one.device) for one in self._parameters]
+        self._types = [self._type_of(index) for index in range(len(self._parameters))]
         # Other subclasses of Tensor may have no memory of their own.
         self._plain = [i for i, one in enumerate(self._parameters) if type(one) is nn.Parameter]
         self._in_memory = [self._parameters[i] for i in self._plain] if watches_nodes else []
-        self._turn = 0
-        # Parameters that are not averaged, and whether they were in the model from the first.
-        self._others: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._turn, self._is_new = 0, False
+        # Parameters that are not averaged, and whether they were in the model from the first. Not
+        # weakly: torch does not swap a tensor that has weak references.
+        self._others: dict[int, tuple[Tensor, bool]] = {}
         averaged = set(map(id, self._parameters))
         for parameter in owner.parameters() if first is None else first:
             if id(parameter) not in averaged:
-                self._others[parameter] = True
+                self._others[id(parameter)] = parameter, True
         self._structure = Structure(owner)
         self._look_for_others()
         self._pointers = self._present_pointers()
@@ -106,9 +105,11 @@ class KnownParameters:
 
     def had(self, parameter: Tensor) -> bool:
         """Whether the model had the parameter from the first."""
-        return self._others.get(parameter, False) or any(
-            parameter is one for one in self._parameters
-        )
+        return self._was_there(parameter) or any(parameter is one for one in self._parameters)
+
+    def _was_there(self, other: Tensor) -> bool:
+        """Whether the model had one that is not averaged from the first."""
+        return self._others.get(id(other), (None, False))[1]
 
     def check(self) -> None:
         """Looks at the model, before a forward pass that records a graph.
@@ -118,23 +119,32 @@ class KnownParameters:
                 when its first gradient comes: it may never have one.
         """
         if self._structure.has_changed:
+            self._is_new = True
             self._look_for_others()
         if not self._nodes:
             return
         # Another type is other memory. Other memory alone is fine: averages of weights, say.
-        changed: Iterable[int] = ()
+        looks: list[int] = []
         pointers = self._present_pointers()
         if pointers != self._pointers:
             rows = zip(self._plain, pointers, self._pointers, strict=True)
             changed = [i for i, now, before in rows if now != before]
-            self._pointers = pointers
-        # Memory may be the same by chance (``.double().float()``): some are looked at in turn.
-        begin, count = self._turn, len(self._parameters)
-        self._turn = (begin + _LOOKS) % count
-        for index in chain(islice(changed, 2 * _LOOKS), range(begin, min(begin + _LOOKS, count))):
+            changed = [i for i in changed if self._parameters[i].requires_grad]
+            looks = [i for i in changed if self._type_of(i) != self._types[i]][:1] + changed[:2]
+        # Memory may be the same by chance (``.double().float()``): one more is looked at in turn,
+        # and all of them where modules are others (a parametrization).
+        looks += range(len(self._parameters)) if self._is_new else [self._turn]
+        self._turn = (self._turn + 1) % len(self._parameters)
+        for index in looks:
             parameter = self._parameters[index]
             if parameter.requires_grad and accumulator_of(parameter) is not self._nodes[index]:
                 self._raise_converted(index)
+        # Not before: whoever tries again meets the same error.
+        self._pointers, self._is_new = pointers, False
+
+    def _type_of(self, index: int) -> tuple[torch.dtype, torch.device]:
+        parameter = self._parameters[index]
+        return parameter.dtype, parameter.device
 
     def _present_pointers(self) -> list[int]:
         return list(map(_POINTER, self._in_memory))
@@ -153,14 +163,14 @@ class KnownParameters:
         strange = borrowed = False
         for module in owner.modules():
             for key, one in module._parameters.items():
-                if one is None or id(one) in known or self._others.get(one, False):
+                if one is None or id(one) in known or self._was_there(one):
                     continue
                 strange = True
                 # Not of torch.func.functional_call, whose tensors are in their places for a while.
                 borrowed |= not isinstance(one, nn.Parameter)
                 name = present[id(one)].removeprefix(self._prefix)
-                if isinstance(one, nn.Parameter) and one not in self._others:
-                    self._others[one] = False
+                if isinstance(one, nn.Parameter) and id(one) not in self._others:
+                    self._others[id(one)] = one, False
                     if name not in self._ignored:
                         self._refuse_gradient(owner, module, key, one, name)
         if gone and not strange and not self._may_lack:
@@ -214,18 +224,29 @@ class KnownParameters:
         )
 
 
-def has_another_wrapper(owner: object, parameter: Tensor) -> bool:
+def has_another_wrapper(owner: nn.Module, parameter: Tensor) -> bool:
     """Whether another DistributedDataParallel has a parameter as well, and may average it.
 
-    It looks at all objects of the process: to be asked before an error only.
+    The first time it looks at all objects of the process; after that it knows.
     """
+    known = _wrappers.setdefault(owner, {})
+    found = known.get(id(parameter))
+    if found is not None and found() is not None:
+        return True
+    known.clear()
     for one in gc.get_objects():
         # By type: ``isinstance`` reads ``__class__``, which may be a property of any user's object.
         if not issubclass(type(one), TorchDDP) or one is owner or not hasattr(one, "module"):
             continue
-        if any(parameter is other for other in one.module.parameters()):
-            return True
-    return False
+        # All of them at once: each of the others comes here with its own gradient.
+        known |= {id(other): weakref.ref(one) for other in one.module.parameters()}
+    return id(parameter) in known
+
+
+# Of each wrapper: another one that has a parameter, by the parameter's identity.
+_wrappers: weakref.WeakKeyDictionary[nn.Module, dict[int, weakref.ref[nn.Module]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def _listed(names: Collection[str]) -> str:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ddp_core._torch import foreach_copy
 from ddp_core.reducer.accumulators import when_accumulated
@@ -60,16 +59,18 @@ def refuse_thawed(owner: Any, ignored: Collection[str]) -> None:
     costs nothing where they stay frozen.
     """
     for name, parameter in owner.module.named_parameters():
-        earlier = _refusals.pop(parameter, None)
+        earlier = _refusals.pop(id(parameter), None)
         if earlier is not None:
             earlier.remove()
         if parameter.requires_grad or name in ignored or not _may_thaw(parameter):
             continue
         refuse = partial(_thawed, weakref.ref(owner), name)
-        _refusals[parameter] = when_accumulated(parameter, refuse)
+        _refusals[id(parameter)] = when_accumulated(parameter, refuse)
 
 
-_refusals: WeakIdKeyDictionary = WeakIdKeyDictionary()  # handles, by parameter
+# Handles by the parameter's identity, not by weak references, with which torch does not swap it.
+# A handle of one that is gone does nothing.
+_refusals: dict[int, Any] = {}
 
 
 def _may_thaw(parameter: Tensor) -> bool:

@@ -539,5 +539,7 @@ def test_import_takes_nothing_heavy(imported):
 
 def test_import_is_quick(imported):
     """By what it loads: its time depends on what else the machine does."""
-    others = [name for name in imported[0] if name.split(".")[0] not in ("commhooks", "ddp_core")]
+    # Torch's flop counter takes triton, where torch was built for GPUs.
+    expected = ("commhooks", "ddp_core", "triton")
+    others = [name for name in imported[0] if name.split(".")[0] not in expected]
     assert len(others) < 20, others

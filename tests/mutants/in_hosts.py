@@ -227,7 +227,7 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "parameters that are looked at in turn are always the first",
-            "self._turn = (begin + _LOOKS) % count",
+            "self._turn = (self._turn + 1) % len(self._parameters)",
             "self._turn = 0",
             f"{ATTACHMENT}::test_a_converted_layer_whose_memory_is_the_same_by_chance_is_found",
         ),
@@ -238,9 +238,15 @@ MUTANTS: list[Mutant] = [
             f"{FINE}[DistributedDataParallel-int8_1-functional]",
         ),
         (
+            "whoever tries again trains a model that was converted",
+            "            looks = [i for i in changed",
+            "            self._pointers = pointers\n            looks = [i for i in changed",
+            "tests/unit/test_attachment.py::test_a_change_of_the_parameters_is_an_error_in_the_next_step",
+        ),
+        (
             "a module that is wrapped again is refused by the first wrapper",
-            "        if any(parameter is other for other in one.module.parameters()):\n",
-            "        if False:\n",
+            "        known |= {id(other): weakref.ref(one) for other in one.module.parameters()}\n",
+            "",
             f"{FINE}[DistributedDataParallel-int8_1-wrapped_again]",
         ),
     ),

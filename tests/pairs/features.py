@@ -109,10 +109,7 @@ ALONE = {
     ("torch", "layout scheme"): _LAYOUT,
     ("torch", "layout shape"): _LAYOUT,
     ("torch", "unregister"): _LAYOUT,
-    (
-        "torch",
-        "mixed precision",
-    ): "already has the hook|AcceleratorError",  # torch 2.11: on GPUs only
+    ("torch", "mixed precision"): "already has the hook|AcceleratorError",  # the latter: 2.11
     ("torch", "hold"): "has no hold",
     ("torch", "setting in_backward"): "without a hook, too",
     ("torch", "raise within"): _RAISED,
