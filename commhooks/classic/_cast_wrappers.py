@@ -62,9 +62,7 @@ def _wrap_classic(inner: Classic, dtype: torch.dtype) -> HookFunction:
     def wrapped(hook_state: Any, bucket: GradBucket) -> BucketFuture:
         return inner.launch(hook_state, bucket, wires)
 
-    hook = classic_hook(inner.launch)(wrapped)
-    classics[hook] = Classic(inner.launch, wires)  # for a further wrapper around this hook
-    return hook
+    return classic_hook(inner.launch, wires)(wrapped)
 
 
 def _wrap_foreign(hook: HookFunction, dtype: torch.dtype) -> HookFunction:

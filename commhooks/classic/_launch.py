@@ -59,9 +59,13 @@ classics: MutableMapping[Callable[..., Any], Classic] = weakref.WeakKeyDictionar
 
 
 def classic_hook(
-    launch: Launcher,
+    launch: Launcher, wires: Wires = ()
 ) -> Callable[[Callable[P, BucketFuture]], Callable[P, BucketFuture]]:
-    """Returns a decorator that registers a hook, and tells its callers apart: DDP and FSDP1."""
+    """Returns a decorator that registers a hook, and tells its callers apart: DDP and FSDP1.
+
+    Args:
+        wires: the dtypes that the hook calls ``launch`` with.
+    """
 
     def decorate(function: Callable[P, BucketFuture]) -> Callable[P, BucketFuture]:
         @functools.wraps(function)  # keeps the annotations, which DDP compares with its own
@@ -69,7 +73,7 @@ def classic_hook(
             given = args[1] if len(args) > 1 else None
             if isinstance(given, Tensor):
                 average: Any = _on_fsdp1
-                return average(hook.__name__, launch, *args)  # type: ignore[no-any-return]
+                return average(hook.__name__, Classic(launch, wires), *args)  # type: ignore[no-any-return]
             if isinstance(given, tuple):  # Dynamo's Python reducer, which takes no future
                 raise HookNotAttachedError(
                     f"{hook.__name__} got a (gradient, parameter) tuple in place of a bucket, as "
@@ -78,28 +82,31 @@ def classic_hook(
                 )
             return function(*args, **kwargs)
 
-        classics[hook] = Classic(launch)
+        classics[hook] = Classic(launch, wires)
         return hook
 
     return decorate
 
 
-def _on_fsdp1(name: str, launch: Any, group: Any, gradient: Tensor, shard: Any = None) -> None:
+def _on_fsdp1(name: str, classic: Classic, group: Any, gradient: Tensor, shard: Any = None) -> None:
     """Averages what FSDP1's ``register_comm_hook`` hands to a hook, in both of its signatures.
 
     Args:
         name: of the hook, for messages.
+        classic: what it runs.
         gradient: the whole gradient of a unit; takes the mean where there is no ``shard``.
         shard: takes the mean of this rank's shard.
     """
-    scheme = getattr(launch, "args", (None,))[0]
+    scheme = getattr(classic.launch, "args", (None,))[0]
     if not isinstance(scheme, Scheme) or not isinstance(group, dist.ProcessGroup):
         raise RegistrationError(
-            f"{name} was called with a tensor in place of a bucket, as FSDP1 calls hooks, which "
-            f"tells them neither parameters nor ranks: model.register_comm_hook(process_group, "
-            f"hook) takes the hooks that keep nothing, with their ranks as state; all schemes run "
-            f"by commhooks.register(model, scheme), also on FSDP"
+            f"FSDP1 cannot run {name} with a state of {type(group).__name__}, since it tells hooks "
+            f"neither parameters nor ranks: model.register_comm_hook(process_group, hook) takes "
+            f"allreduce_hook, fp16_compress_hook and bf16_compress_hook, with a process group such "
+            f"as torch.distributed.group.WORLD; all schemes run by commhooks.register(model, "
+            f"scheme). FSDP1 is still within this backward pass: end the process"
         )
+    scheme = cast_payloads(scheme, classic.wires)
     if shard is None:
         functions.all_reduce(gradient, scheme, op=dist.ReduceOp.AVG, group=group)
     else:
