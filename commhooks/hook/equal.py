@@ -204,9 +204,15 @@ def state_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict
 
     Raises:
         RegistrationError: it steps shards, of which each rank has others.
+        TypeError: it is no optimizer.
     """
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(
+            f"HookState.verify_equal(optimizer) takes one optimizer, got "
+            f"{type(optimizer).__name__}; several are compared in a call each"
+        )
     stepped = [one for group in optimizer.param_groups for one in group["params"]]
     known = all(id(one) in names for one in stepped)  # shards are none of the model's parameters
     if not known or isinstance(optimizer, ZeroRedundancyOptimizer):

@@ -91,5 +91,6 @@ def need_right(wrong: Sequence[Finding], beside: Sequence[dist.ProcessGroup]) ->
         text = "\n  ".join(text for _, text in told)
         raise VerificationError(
             f"verification of step {told[0][0]}:\n  {text}\nTraining cannot be trusted from "
-            f"this step on. verify='warn' goes on; hook.switch('none') does without the scheme"
+            f"this step on. Where parameters differ, load one checkpoint on all ranks; else "
+            f"hook.switch('none') does without the scheme. verify='warn' goes on"
         )

@@ -62,7 +62,6 @@ class Verification:
             "dense": with the dense mean itself, an all-reduce in float32 (float64 if they are).
 
     Attributes:
-        findings: what was found, the oldest first.
         steps: number of steps that were verified.
 
     Example:
@@ -80,7 +79,7 @@ class Verification:
     ) -> None:
         self.every, self.action = _checked(every, action, reference)
         self.reference, self.dense = reference, reference == "dense"
-        self.findings: deque[Finding] = deque(maxlen=history)
+        self._findings: deque[Finding] = deque(maxlen=history)
         self.steps = 0
         self._rows: deque[Verified] = deque(maxlen=history)
         self._latest: list[Verified] = []  # of the last verified step
@@ -132,6 +131,11 @@ class Verification:
             self._group = self._lent.group
         # At interpreter exit before Gloo's threads lose the interpreter.
         self._disarm = weakref.finalize(owner, self.close).detach
+
+    @property
+    def findings(self) -> list[Finding]:
+        """Returns what was found, the oldest first."""
+        return list(self._findings)
 
     # ---- what the engine calls
 
@@ -238,13 +242,13 @@ class Verification:
     def metrics(self) -> dict[str, float]:
         """Returns numbers of the last verified step, see :meth:`HookState.metrics`."""
         self._collect(wait=False)
-        return numbers_of(self._latest, len(self.findings))
+        return numbers_of(self._latest, len(self._findings))
 
     def __str__(self) -> str:
         self._collect(wait=False)
         if not self.steps:
             return "no step was verified yet"
-        return in_words(self._last, self.steps, self._latest, list(self.findings))
+        return in_words(self._last, self.steps, self._latest, self.findings)
 
     # ---- inside
 
@@ -255,7 +259,7 @@ class Verification:
                 pending = self._pending.popleft()
                 pending.wait()
                 found, rows = pending.judge()
-                self.findings += found
+                self._findings += found
                 self._rows += rows
                 self._latest = rows
                 self.steps, self._last = self.steps + 1, pending.law.name

@@ -141,7 +141,7 @@ def _errors(page: Page, verification: Verification) -> None:
     if not verification.steps:
         page.text("No step was verified yet.")
         return
-    found = list(verification.findings)[-_MOST:]
+    found = verification.findings[-_MOST:]
     if rows:
         # What is infinite (a dense mean of zero) comes first, what is not known last.
         order = sorted(rows, key=lambda row: (row.error != row.error, -row.error))

@@ -271,6 +271,8 @@ def _refused(rank: int, world_size: int) -> None:
     for optimizer in (zero, redundant):
         with pytest.raises(RegistrationError, match="keeps a part of its state"):
             zero.hook.verify_equal(optimizer)
+    with pytest.raises(TypeError, match="takes one optimizer, got list"):
+        zero.hook.verify_equal([zero])
     hook = commhooks.register(sharded(model_of()), "int8")
     with pytest.raises(RegistrationError, match="another shard of each on every rank"):
         hook.verify_equal()
