@@ -98,6 +98,7 @@ __all__ = [
     "size_before",
     "tree_map",
     "without_overrides",
+    "wrapped_parameters",
 ]
 
 # Imported when they are asked for: only models of FSDP need it, and it takes half a second.
@@ -151,6 +152,12 @@ def comm_hooks(ddp: nn.Module) -> list[tuple[Any, Any]]:
     """Returns the registered communication hooks, each with its state."""
     hooks: Any = ddp._comm_hooks
     found: list[tuple[Any, Any]] = hooks
+    return found
+
+
+def wrapped_parameters(ddp: Any) -> list[nn.Parameter]:
+    """Returns the trained parameters that torch's class had when it was made."""
+    found: list[nn.Parameter] = ddp._module_parameters
     return found
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from commhooks._torch import comm_hooks
+from commhooks._torch import comm_hooks, wrapped_parameters
 from commhooks.core.names import plain_name
 from commhooks.errors import HookNotAttachedError, RegistrationError
 from commhooks.hook.parameters import not_reduced, reduced
@@ -272,7 +272,7 @@ def known_parameters(owner: nn.Module, ddp: Any, prefix: str = "module.") -> Kno
         owner,
         {name: one for name, one in named.items() if id(one) in within},
         ignored=ddp.parameters_to_ignore,
-        first=[*ddp._module_parameters, *ignored],
+        first=[*wrapped_parameters(ddp), *ignored],
         prefix=prefix,
         # Beside tensor parallelism torch's class takes parameters out of the model.
         may_lack=ddp.find_unused_parameters

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from commhooks._torch import comm_hooks, knows_comm_hooks, logging_data, reducer_buckets
+from commhooks._torch import (
+    comm_hooks,
+    knows_comm_hooks,
+    logging_data,
+    reducer_buckets,
+    wrapped_parameters,
+)
 from commhooks.checkpoint.placement import Cut, cut_of
 from commhooks.core.layout import Layout
 from commhooks.core.names import is_padding, plain_name, plain_names
@@ -314,8 +320,7 @@ def _reduced(model: nn.Module) -> list[nn.Parameter]:
         return [value for value in named if value.requires_grad]
     if not isinstance(model, CoreDDP):
         # Nor those that are other objects by now.
-        known: Any = model._module_parameters
-        wrapped = set(map(id, known))
+        wrapped = set(map(id, wrapped_parameters(model)))
         named = [value for value in named if id(value) in wrapped]
     trained = [value for value in named if value.requires_grad]
     reducer: Any = getattr(model, "reducer", None)
@@ -350,8 +355,7 @@ def _was_wrapped(model: Any, parameter: Tensor) -> bool:
     if isinstance(model, CoreDDP):
         return model._parts.known.had(parameter)
     if isinstance(model, DistributedDataParallel):
-        known: Any = model._module_parameters
-        return any(parameter is one for one in known)
+        return any(parameter is one for one in wrapped_parameters(model))
     return True
 
 
