@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ddp_core._torch import dtensor_spec_of, local_shape, local_spec_of, not_compiled
+from ddp_core._torch import dtensor_spec_of, local_shape, local_spec_of
+from ddp_core.reducer.optimizer import before_every_step
 
 __all__ = ["dtensor_spec", "localize"]
 
@@ -188,14 +188,13 @@ def _watch_optimizers() -> None:
 
     An optimizer takes the hooks that do it in its first step: it has no state before.
     """
-    register_optimizer_step_pre_hook(_step_begins)
+    before_every_step(_step_begins)
 
 
 _known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
-@not_compiled  # type: ignore[untyped-decorator]
-def _step_begins(optimizer: Optimizer, *_: Any) -> None:
+def _step_begins(optimizer: Optimizer) -> None:
     if optimizer not in _known:
         _known.add(optimizer)
         optimizer.register_state_dict_post_hook(_save_state)

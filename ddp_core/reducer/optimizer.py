@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
 from threading import Lock
+from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +24,7 @@ __all__ = [
     "take_over",
 ]
 
-_looks: list[weakref.WeakMethod[Callable[[Optimizer], None]]] = []
+_looks: list[Callable[[], Callable[[Optimizer], None] | None]] = []
 _lock = Lock()
 
 
@@ -78,14 +79,15 @@ class OptimizersInBackward:
 
 
 def before_every_step(look: Callable[[Optimizer], None]) -> None:
-    """Calls a method before each step of any optimizer, as long as its object lives.
+    """Calls a function before each step of any optimizer; a method as long as its object lives.
 
     Args:
-        look: the method, held weakly; what it raises keeps the optimizer from stepping.
+        look: what it raises keeps the optimizer from stepping.
     """
     _listen()
+    found = weakref.WeakMethod(look) if isinstance(look, MethodType) else lambda: look
     with _lock:
-        _looks[:] = [*(one for one in _looks if one() is not None), weakref.WeakMethod(look)]
+        _looks[:] = [*(one for one in _looks if one() is not None), found]
 
 
 @cache
