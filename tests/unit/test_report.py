@@ -264,7 +264,7 @@ def _verified(found: list[Finding], rows: list[Verified]) -> commhooks.HookState
     ddp(torch.randn(2, 8)).sum().backward()
     assert hook.verification is not None
     hook.verification.latest(wait=True)
-    hook.verification.findings += found
+    hook.verification._findings += found
     hook.verification._latest = rows
     return hook
 
