@@ -241,7 +241,7 @@ MUTANTS: list[Mutant] = [
             "whoever tries again trains a model that was converted",
             "            looks = [i for i in changed",
             "            self._pointers = pointers\n            looks = [i for i in changed",
-            "tests/unit/test_attachment.py::test_a_change_of_the_parameters_is_an_error_in_the_next_step",
+            f"{ATTACHMENT}::test_a_converted_model_is_found_behind_layers_that_are_frozen_now",
         ),
         (
             "a module that is wrapped again is refused by the first wrapper",
