@@ -392,15 +392,14 @@ class ShardedParameters:
         if model is None:
             return
         if self._structure.has_changed:
-            before = self._had | {
-                id(one): one for gone in self._gone if (one := gone()) is not None
-            }
+            before = self._had.values()
             self._remember(model)
-            lost = [one for key, one in before.items() if key not in self._had]
-            self._gone = [weakref.ref(one) for one in lost]
+            self._gone += [weakref.ref(one) for one in before if id(one) not in self._had]
         if not self._gone:
             return
-        gone = {id(gone()) for gone in self._gone}
+        # Those of earlier optimizers end with them, and some may be back in the model.
+        self._gone = [one for one in self._gone if one() is not None and id(one()) not in self._had]
+        gone = {id(one()) for one in self._gone}
         if any(id(one) in gone for group in optimizer.param_groups for one in group["params"]):
             raise HookNotAttachedError(
                 f"{type(optimizer).__name__}.step: the model has other parameters than the "
