@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from commhooks.core.bucket import Bucket, Result, SchemeExchange
+from commhooks.core.dense import Dense
 from commhooks.core.scheme import Scheme
 from commhooks.core.shards import Span
 from commhooks.kernels import all_finite, scaled_cast
@@ -27,7 +28,7 @@ class Cast(Wrapper):
 
     Sums are divided before the cast, so that a sum over many ranks does not overflow. A value that
     overflows all the same arrives as infinity on every rank, which a loss scaler relies on; on the
-    CPU every eighth step is checked, and the first overflow that is found warns.
+    CPU the first overflow warns.
 
     Args:
         scheme: the scheme whose payloads are cast.
@@ -59,6 +60,9 @@ class Cast(Wrapper):
         """Runs an exchange of the scheme inside, whose collectives travel in 16 bits."""
         # Only feedback, around this wrapper or inside, asks what was sent; others save the pass.
         keep_sent = bucket.unsent is not None or has_feedback(self.scheme)
+        # A wider mean is finite where its payload is, which has half the bytes.
+        judges = isinstance(self.scheme, Dense) and bucket.raw.element_size() > 2
+        finite = None
         try:
             request = as_request(next(inner))
             while True:
@@ -89,12 +93,14 @@ class Cast(Wrapper):
                     overlap.finish()
                 # A mean was summed in shares of 1 / ranks; a sum has to be multiplied back.
                 wide = _widen(arrived, tensor, 1.0 if _is_mean(request) else scale)
-                if self.dtype == torch.float16 and bucket.step % _LOOK_EVERY == 0:
-                    _warn_of_overflow(arrived)
+                if arrived.device.type == "cpu" and (judges or self.dtype == torch.float16):
+                    finite = all_finite(arrived)
+                    if self.dtype == torch.float16 and not finite:
+                        _warn_of_overflow()
                 request = as_request(inner.send(wide))
         except StopIteration as stop:
             result: Result = stop.value
-            return result
+            return result._replace(finite=finite) if judges else result
 
     def _narrow(self, request: Collective, world_size: int) -> tuple[Collective, float]:
         """Returns the cast request, and the factor by which a rank's share in it is too small."""
@@ -125,19 +131,13 @@ def _widen(arrived: Tensor, like: Tensor, scale: float) -> Tensor:
     return wide if scale == 1.0 else wide.mul_(scale)
 
 
-# An overflow that no loss scaler skips makes the parameters, and so all later gradients, infinite:
-# a check of some steps finds it. A check of every payload takes 3 to 4 % of a step on the CPU, see
-# docs/design/foundation.md.
-_LOOK_EVERY = 8
 _warned_of_overflow = False
 
 
-def _warn_of_overflow(arrived: Tensor) -> None:
-    """Warns once when float16 payloads arrive as infinity; never waits for a GPU."""
+def _warn_of_overflow() -> None:
+    """Warns once in a process that a float16 payload arrived as infinity."""
     global _warned_of_overflow
-    if _warned_of_overflow or arrived.device.type != "cpu" or not arrived.numel():
-        return
-    if not all_finite(arrived):
+    if not _warned_of_overflow:
         _warned_of_overflow = True
         warnings.warn(
             "a float16 payload is not finite: the gradient was not, or it overflowed 65504 in the "
