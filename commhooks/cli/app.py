@@ -108,15 +108,28 @@ def tradeoff(
         ),
     ] = None,
     trace: Annotated[
-        Path | None,
-        typer.Option(help="Folder of gradients that commhooks.wrappers.Traced recorded."),
+        list[Path] | None,
+        typer.Option(
+            help="Folder of gradients that commhooks.wrappers.Traced recorded; more of them with "
+            "the option again."
+        ),
+    ] = None,
+    ranks: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1, help="Takes the first ranks of a trace, this many; may be given again."
+        ),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for the table, and a picture with matplotlib.")
     ] = None,
 ) -> None:
-    """Compares the error of schemes with their bits, on random and on recorded gradients."""
-    _commands.tradeoff(which or [], trace, out)
+    """Compares the errors of schemes with their bits, on random and on recorded gradients.
+
+    The errors are those of the whole gradient, of the tensor in the middle, of the worst tensor,
+    and with every entry divided by Adam's denominator.
+    """
+    _commands.tradeoff(which or [], trace or [], ranks or [], out)
 
 
 @app.command()

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -24,15 +25,26 @@ from commhooks._version import __version__
 from commhooks.cli.catalogue import one_thread
 from commhooks.cli.launch import one_launch
 from commhooks.cli.template import TEMPLATE
+from commhooks.cli.tradeoff import (
+    FIGURES,
+    Case,
+    Point,
+    Steps,
+    cases_of,
+    cell,
+    measured,
+    random_steps,
+    with_fronts,
+    write_csv,
+)
 from commhooks.cli.tradeoff import SAME as NOT_COMPARED
-from commhooks.cli.tradeoff import Point, cases_of, drawn, measured, page_of, with_front, write_csv
+from commhooks.cli.tradeoff_plot import drawn, page_of
 from commhooks.cli.user_schemes import made, sentence, split
 from commhooks.core.registry import factory_of
 from commhooks.errors import MissingPackageError
 from commhooks.kernels.runtime import cpu, cuda
 from commhooks.research.conformance import check_scheme, laws_of
 from commhooks.research.trace import Trace
-from ddp_core import needs
 
 __all__ = ["check", "doctor", "new", "tradeoff", "version"]
 
@@ -164,13 +176,19 @@ def check(target: str) -> int:
 # ---- tradeoff
 
 
-def tradeoff(which: Sequence[str], trace: Path | None, out: Path | None) -> None:
-    """Prints the bits and the error of schemes, and writes both to a folder.
+def tradeoff(
+    which: Sequence[str], traces: Sequence[Path], ranks: Sequence[int], out: Path | None
+) -> list[Point]:
+    """Prints the bits and the errors of schemes, and writes them to a folder.
 
     Args:
         which: names, and files with more schemes; without names, all schemes are compared.
-        trace: folder of recorded gradients. None: random ones only.
+        traces: folders of recorded gradients, besides random ones.
+        ranks: numbers of ranks, of which each trace has the first ones; none: all that recorded.
         out: folder to write to. None: nothing is written.
+
+    Returns:
+        What was measured.
     """
     named, added = split(which)
     some = list(dict.fromkeys([*named, *added]))  # a scheme of a file may be named, too
@@ -183,31 +201,37 @@ def tradeoff(which: Sequence[str], trace: Path | None, out: Path | None) -> None
                 f"{name} gives the optimizer something else than an average of gradients: there is "
                 f"no error to measure"
             )
-    recorded = _recorded(trace)
+    recorded = [_recorded(folder, count) for folder in traces for count in ranks or [None]]
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)  # now: a wrong path costs no measurement
-    points: list[Point] = []
-    with one_thread():
-        for case in track(cases_of(compared), "schemes"):
-            try:
-                points += measured(case, recorded)
-            except Exception as error:  # raised by a user's scheme
-                raise typer.BadParameter(f"{case.label}: {sentence(error)}") from error
-    points = with_front(points)
-    for kind in dict.fromkeys(point.gradients for point in points):
-        Console().print(_errors([point for point in points if point.gradients == kind], kind))
+    cases, points = cases_of(compared), list[Point]()
+    # One at a time, by a generator: the steps of a large model fill the memory.
+    of_traces = (Steps.last_of(folder.name, trace) for trace, folder in recorded)
+    for steps in chain(random_steps(), of_traces):
+        some = with_fronts(_measured(cases, steps))
+        Console().print(_errors(some, steps.title))
+        points += some
+        if out is not None:
+            write_csv(points, out / "tradeoff.csv")  # now: a later trace may fail
     if out is not None:
         _write(points, out)
+    return points
 
 
-def _recorded(folder: Path | None) -> Trace | None:
-    if folder is None:
-        return None
-    # ``replay`` needs pandas, but is called after all random gradients.
-    with needs("--trace", "pandas"):
-        import pandas  # noqa: F401
+def _measured(cases: Sequence[Case], steps: Steps) -> list[Point]:
+    points = []
+    with one_thread():
+        for case in track(cases, steps.title):
+            try:
+                points.append(measured(case, steps))
+            except Exception as error:  # raised by a user's scheme
+                raise typer.BadParameter(f"{case.label}: {sentence(error)}") from error
+    return points
+
+
+def _recorded(folder: Path, ranks: int | None) -> tuple[Trace, Path]:
     try:
-        return Trace(folder)
+        return Trace(folder, ranks=ranks), folder
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
 
@@ -220,19 +244,22 @@ def _comparable(every: Sequence[str], added: Sequence[str]) -> list[str]:
     return sorted(compared if not added or set(added) & set(compared) else [*added, *compared])
 
 
-def _errors(points: Sequence[Point], kind: str) -> Table:
-    table = Table(title=f"{kind} gradients", caption="*: none has fewer bits and less error")
-    for column, justify in (("scheme", "left"), ("bits", "right"), ("error", "right")):
-        table.add_column(column, justify=justify, no_wrap=True)  # type: ignore[arg-type]
-    table.add_column("front")
+def _errors(points: Sequence[Point], title: str) -> Table:
+    caption = "*: none has fewer bits and less of it"
+    if any(point.noise for point in points):
+        caption += "; noise: tensors of zeros that are not zero in the average, per step"
+    table = Table(title=title, caption=caption)
+    table.add_column("scheme", no_wrap=True)
+    for column in ("bits", *FIGURES.values(), "noise"):
+        table.add_column(column, justify="right")
     for point in sorted(points, key=lambda point: (point.bits, point.error)):
-        mark = "*" if point.front else ""
-        table.add_row(escape(point.scheme), f"{point.bits:.3g}", f"{point.error:.3g}", mark)
+        figures = (cell(point, name) for name in FIGURES)
+        noise = f"{point.noise:.3g}" if point.noise else ""
+        table.add_row(escape(point.scheme), f"{point.bits:.3g}", *figures, noise)
     return table
 
 
 def _write(points: Sequence[Point], folder: Path) -> None:
-    write_csv(points, folder / "tradeoff.csv")
     try:
         figure = drawn(points)
         figure.savefig(folder / "tradeoff.png", dpi=110)

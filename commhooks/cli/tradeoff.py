@@ -2,36 +2,44 @@
 
 Each scheme averages gradients of 4 simulated ranks, with entries of N(0, 1), of a Laplace and of a
 t(3) distribution; half of the variance is common to all ranks. Recorded gradients are measured,
-too. ``error`` is the mean over steps of |mean - exact|^2 / |exact|^2, without error feedback;
-``bits`` are the bits per entry of an all-reduce that sends as many bytes. A scheme is on the front
-if no other has less error with as many bits or fewer.
+too. Schemes run without error feedback over the last steps, up to six; the figures are means over
+the second half of these, when factors and scales have settled. ``bits`` are the bits per entry of
+an all-reduce that sends as many bytes. A scheme is on the front of a figure if no other has less of
+it with as many bits or fewer.
 """
 
 from __future__ import annotations
 
 import csv
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from commhooks import Simulation, make
-from commhooks.report.colours import BLUE, GREY
-from commhooks.report.labels import spread
-from commhooks.report.page import Page
-from commhooks.research.trace import Trace, bits_per_entry, replay
-from ddp_core import needs
+from commhooks.core.layout import Layout
+from commhooks.research.trace import Gradients, Step, measure, simulation_of, steps_of
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+__all__ = [
+    "FIGURES",
+    "Case",
+    "Point",
+    "Steps",
+    "by_title",
+    "cases_of",
+    "cell",
+    "measured",
+    "random_steps",
+    "title_of",
+    "with_fronts",
+    "write_csv",
+]
 
-__all__ = ["Case", "Point", "cases_of", "drawn", "measured", "page_of", "with_front", "write_csv"]
-
-WORLD_SIZE, STEPS, SHAPE = 4, 3, (512, 512)
+WORLD_SIZE, RANDOM_STEPS, SHAPE = 4, 4, (512, 512)
+MOST_STEPS = 6  # that a scheme runs over
 # Settings beyond the defaults, by name.
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "eden": [{"bits": bits} for bits in (1, 2, 3, 4)],
@@ -47,6 +55,13 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "int4": [{}, {"rotate": False}],
 }
 HIDDEN = {"local_size", "memory"}  # settings that labels leave out
+# The figures of error, and what tables and pictures call them.
+FIGURES = {
+    "error": "error",
+    "median": "median tensor",
+    "worst": "worst tensor",
+    "adam": "Adam's metric",
+}
 # Not compared: "drive" is another name of "eden", "none" is exact, and "noop" averages nothing.
 SAME = {"drive", "none", "noop"}
 
@@ -66,13 +81,26 @@ class Case:
 
 @dataclass(frozen=True)
 class Point:
-    """Holds the bits and the error of a scheme on gradients of one kind."""
+    """Holds the bits and the error of a scheme on gradients of one kind.
+
+    Attributes:
+        scheme, gradients, ranks: what was measured, on what, and on how many ranks.
+        bits: per entry.
+        error, median, worst, adam, noise: see
+            :class:`commhooks.research.error_figures.ErrorFigures`.
+        fronts: figures in which no other scheme with as many bits is better.
+    """
 
     scheme: str
     gradients: str
+    ranks: int
     bits: float
     error: float
-    front: bool = False
+    median: float
+    worst: float
+    adam: float
+    noise: float
+    fronts: frozenset[str] = frozenset()
 
 
 def cases_of(names: Iterable[str]) -> list[Case]:
@@ -80,41 +108,66 @@ def cases_of(names: Iterable[str]) -> list[Case]:
     return [Case(name, options) for name in names for options in SETTINGS.get(name, [{}])]
 
 
-def measured(case: Case, trace: Trace | None = None) -> Iterator[Point]:
-    """Yields a point for every kind of random gradients, and one for ``trace``."""
-    for tail in TAILS:
-        yield _synthetic(case, tail)
-    if trace is not None:
-        table = replay(trace, case.name, error_feedback=False, **case.options)
-        means = float(table.bits.mean()), float(table.error.mean())
-        yield Point(case.label, "recorded", *means)
+@dataclass(frozen=True)
+class Steps:
+    """Holds the steps that schemes run over.
+
+    Attributes:
+        name: of the distribution, or of the trace.
+        steps: of which the second half counts.
+    """
+
+    name: str
+    steps: Sequence[Step]
+
+    @property
+    def title(self) -> str:
+        return title_of(self.name, len(self.steps[0].grads))
+
+    @classmethod
+    def last_of(cls, name: str, gradients: Gradients) -> Steps:
+        """Reads all steps, since Adam's second moment is of all, and keeps the last ones."""
+        return cls(name, list(deque(steps_of(gradients), maxlen=MOST_STEPS)))
 
 
-def _synthetic(case: Case, tail: str) -> Point:
-    scheme = make(case.name, error_feedback=False, **case.options)
-    ranks = Simulation(scheme, {"weight": SHAPE}, world_size=WORLD_SIZE)
-    errors = []
-    for step in range(1 + STEPS):
-        grads = _gradients(tail, step)
-        ranks.requests.clear()
-        ranks.wire_bytes.clear()
-        mean, exact = ranks.step(grads)[0].double(), torch.stack(grads).double().mean(0)
-        if step:  # intsgd, for one, sends the first step dense
-            errors.append(float((mean - exact).square().sum() / exact.square().sum()))
-    bits = bits_per_entry(ranks, SHAPE[0] * SHAPE[1])
-    return Point(case.label, tail, bits, sum(errors) / STEPS)
+def random_steps() -> list[Steps]:
+    """Returns the random gradients of each distribution."""
+    return [Steps.last_of(tail, _Random(tail)) for tail in TAILS]
+
+
+def measured(case: Case, steps: Steps) -> Point:
+    """Runs a scheme over the steps."""
+    first = steps.steps[0]
+    ranks = simulation_of(first, case.name, error_feedback=False, **case.options)
+    rows = []
+    for step in steps.steps:
+        bits, figures, _ = measure(ranks, step)
+        rows.append((bits, *figures))
+    # The first steps of low-rank schemes are for their factors; intsgd sends the first one dense.
+    rows = rows[len(rows) // 2 :]
+    means = [sum(column) / len(rows) for column in zip(*rows, strict=True)]
+    return Point(case.label, steps.name, len(first.grads), *means)
 
 
 # ---- gradients
 
 
-def _gradients(tail: str, step: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    n = SHAPE[0] * SHAPE[1]
-    # A common part, as gradients of one model have. Without it, the error of a mean of four ranks
-    # would be relative to a mean that is mostly noise.
-    common = TAILS[tail](generator, n)
-    return [(common + TAILS[tail](generator, n)) / 2**0.5 for _ in range(WORLD_SIZE)]
+class _Random:
+    """Draws the gradients of one tensor; random ones have no structure that a scheme could use."""
+
+    steps, world_size = range(RANDOM_STEPS), WORLD_SIZE
+
+    def __init__(self, tail: str) -> None:
+        self._draw = TAILS[tail]
+
+    def gradients(self, step: int) -> tuple[Layout, list[Tensor]]:
+        generator = torch.Generator().manual_seed(step)
+        layout = Layout(["weight"], [SHAPE])
+        # A common part, as gradients of one model have. Without it, the error of a mean of four
+        # ranks would be relative to a mean that is mostly noise.
+        common = self._draw(generator, layout.numel)
+        own = [self._draw(generator, layout.numel) for _ in range(WORLD_SIZE)]
+        return layout, [(common + one) / 2**0.5 for one in own]
 
 
 def _normal(generator: torch.Generator, n: int) -> Tensor:
@@ -143,114 +196,45 @@ TAILS: dict[str, Callable[[torch.Generator, int], Tensor]] = {
 # ---- results
 
 
-def with_front(points: Sequence[Point]) -> list[Point]:
-    """Marks the points that no other scheme beats in bits and error on the same gradients."""
+def title_of(gradients: str, ranks: int) -> str:
+    """Returns in words what was measured on."""
+    return f"{gradients} gradients, {ranks} ranks"
 
-    def beaten(point: Point) -> bool:
+
+def by_title(points: Iterable[Point]) -> dict[str, list[Point]]:
+    """Returns the points on the same gradients and number of ranks, by the title of these."""
+    parts: dict[str, list[Point]] = {}
+    for point in points:
+        parts.setdefault(title_of(point.gradients, point.ranks), []).append(point)
+    return parts
+
+
+def with_fronts(points: Sequence[Point]) -> list[Point]:
+    """Marks the points that no other one beats in bits and a figure; all on the same gradients."""
+
+    def beaten(point: Point, figure: str) -> bool:
         return any(
-            other.bits <= point.bits and other.error < point.error
+            other.bits <= point.bits and getattr(other, figure) < getattr(point, figure)
             for other in points
-            if other.gradients == point.gradients and other.scheme != point.scheme
         )
 
-    return [replace(point, front=not beaten(point)) for point in points]
+    return [
+        replace(point, fronts=frozenset(name for name in FIGURES if not beaten(point, name)))
+        for point in points
+    ]
+
+
+def cell(point: Point, figure: str) -> str:
+    """Returns a figure with three digits, and a star if the point is on its front."""
+    return f"{getattr(point, figure):.3g}{' *' * (figure in point.fronts)}"
 
 
 def write_csv(points: Sequence[Point], path: Path) -> None:
     """Writes a row per point."""
+    columns = ["scheme", "gradients", "ranks", "bits", *FIGURES, "noise"]
     with path.open("w", newline="", encoding="utf-8") as file:
         rows = csv.writer(file, lineterminator="\n")
-        rows.writerow(["scheme", "gradients", "bits", "error", "front"])
-        rows.writerows((p.scheme, p.gradients, p.bits, p.error, p.front) for p in points)
-
-
-def drawn(points: Sequence[Point]) -> Figure:
-    """Returns a picture with a panel for each kind of gradients.
-
-    Raises:
-        MissingPackageError: matplotlib is not installed.
-    """
-    with needs("The picture", "matplotlib"):
-        from matplotlib.figure import Figure  # pyplot would look for a display
-
-    kinds = list(dict.fromkeys(point.gradients for point in points))
-    # One below the other: side by side, letters would be too small at the width of a page.
-    figure = Figure(figsize=(7.0, 6.2 * len(kinds)), layout="constrained")
-    axes = figure.subplots(len(kinds), 1, squeeze=False)[:, 0]
-    for kind, panel in zip(kinds, axes, strict=True):
-        shown = [point for point in points if point.gradients == kind and point.error > 1e-12]
-        # Room above for what loses nearly all of a random gradient, and on the right for the rest.
-        panel.set(xscale="log", yscale="log", xlim=(0.02, 6e2), ylim=(3e-8, 1e4))
-        panel.set(xlabel="bits per entry", ylabel="error of the mean (squared, relative)")
-        panel.set_xticks([0.1, 1, 10], ["0.1", "1", "10"])
-        panel.set_yticks([10.0**power for power in range(-7, 1)])
-        panel.set_title(f"{kind} gradients; blue: no scheme is better in both")
-        panel.spines[["top", "right"]].set_visible(False)
-        _draw_panel(panel, sorted(shown, key=lambda point: point.bits))
-    return figure
-
-
-def page_of(points: Sequence[Point], figure: Figure) -> Page:
-    """Returns a page with the picture, and a table for each kind of gradients."""
-    page = Page("Bits and error of every scheme")
-    page.text(
-        "Error of the mean of four ranks (squared, relative), after some steps with the scheme's "
-        "own memory, against the bits that one rank sends per entry. On the front: no other scheme "
-        "has fewer bits and a smaller error on the same gradients."
-    )
-    page.figure(figure, "blue: on the front")
-    for kind in dict.fromkeys(point.gradients for point in points):
-        page.section(f"{kind} gradients")
-        some = sorted((p for p in points if p.gradients == kind), key=lambda point: point.bits)
-        rows = [(p.scheme, p.bits, f"{p.error:.3g}", "front" if p.front else "") for p in some]
-        page.table(("scheme", "bits per entry", "error", ""), rows)
-    return page
-
-
-def _draw_panel(panel: Any, points: Sequence[Point]) -> None:
-    front = [point for point in points if point.front]
-    line = [point.bits for point in front], [point.error for point in front]
-    panel.plot(*line, color=BLUE, linewidth=1, drawstyle="steps-post")
-    for point in points:
-        panel.plot(point.bits, point.error, "o", color=_colour(point), markersize=4)
-    # Sparse and low-rank schemes lose most of a random gradient, which has no structure: of these
-    # only those on the front have a label.
-    above = [point for point in front if point.error > _CROWDED]
-    beside = [point for point in points if point.error <= _CROWDED]
-    places = spread([math.log10(point.bits) for point in above], 0.28, -1.6, 2.0)
-    for point, place in zip(above, places, strict=True):
-        _label(
-            panel, point, (10.0**place, 6.0), {"rotation": 50, "ha": "left", "va": "bottom"}, (0, 0)
-        )
-    places = spread([math.log10(point.error) for point in beside], 0.38, -7.3, 0.9)
-    for point, place in zip(beside, places, strict=True):
-        _label(panel, point, (30.0, 10.0**place), {"ha": "left", "va": "center"}, (0, 0.5))
-
-
-_CROWDED = 0.5
-
-
-def _label(
-    panel: Any,
-    point: Point,
-    place: tuple[float, float],
-    text: dict[str, Any],
-    side: tuple[float, float],
-) -> None:
-    colour = _colour(point)
-    arrow: dict[str, Any] = {
-        "arrowstyle": "-",
-        "color": colour,
-        "linewidth": 0.4,
-        "shrinkA": 1,
-        "shrinkB": 2,
-    }
-    arrow["relpos"] = side  # where the line meets the text
-    where = (point.bits, point.error)
-    panel.annotate(
-        point.scheme, where, xytext=place, color=colour, fontsize=7.5, arrowprops=arrow, **text
-    )
-
-
-def _colour(point: Point) -> str:
-    return BLUE if point.front else GREY
+        rows.writerow([*columns, "fronts"])
+        for point in points:
+            fronts = " ".join(name for name in FIGURES if name in point.fronts)
+            rows.writerow([*(getattr(point, column) for column in columns), fronts])

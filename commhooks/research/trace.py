@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from commhooks.core.layout import Layout
 from commhooks.core.scheme import Scheme
-from commhooks.core.settings import shown
+from commhooks.core.settings import fitting, shown
+from commhooks.research.error_figures import ErrorFigures, SecondMoment, error_figures
 from commhooks.research.simulation import Simulation
 from commhooks.wrappers.traced import FILE_NAME
 from ddp_core import needs
@@ -19,7 +21,16 @@ from ddp_core import needs
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Trace", "bits_per_entry", "replay"]
+__all__ = [
+    "Gradients",
+    "Step",
+    "Trace",
+    "bits_per_entry",
+    "measure",
+    "replay",
+    "simulation_of",
+    "steps_of",
+]
 
 
 class Trace:
@@ -27,18 +38,19 @@ class Trace:
 
     Args:
         folder: where the files of all ranks are.
+        ranks: reads the first ranks only, this many; None: all that recorded.
 
     Attributes:
         steps: recorded steps, ascending.
-        world_size: number of ranks that recorded.
+        world_size: number of ranks that are read.
 
     Raises:
         MissingPackageError: safetensors is not installed.
         FileNotFoundError: the folder has no recorded gradients.
-        ValueError: a rank lacks a step that another rank has.
+        ValueError: a rank lacks a step that another rank has, or fewer than ``ranks`` recorded.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, *, ranks: int | None = None) -> None:
         with needs("Trace(...)", "safetensors"):
             import safetensors  # noqa: F401
         self._files: dict[tuple[int, int], list[Path]] = {}
@@ -54,6 +66,14 @@ class Trace:
             for rank in range(self.world_size):
                 if (step, rank) not in self._files:
                     raise ValueError(f"Trace({str(folder)!r}): rank {rank} has no step {step}")
+        if ranks is not None:
+            ranks = fitting("Trace", "ranks", ranks, int)
+            if not 1 <= ranks <= self.world_size:
+                raise ValueError(
+                    f"Trace({str(folder)!r}, ranks=...): {self.world_size} ranks recorded, so it "
+                    f"is 1 to {self.world_size}, got {ranks}"
+                )
+            self.world_size = ranks
 
     def gradients(self, step: int) -> tuple[Layout, list[Tensor]]:
         """Returns the layout of a step, and the gradients of each rank: flat, float32.
@@ -80,6 +100,64 @@ class Trace:
         return tensors
 
 
+class Gradients(Protocol):
+    """Names what :class:`Trace` offers: gradients of all ranks, step by step."""
+
+    @property
+    def steps(self) -> Sequence[int]: ...
+    @property
+    def world_size(self) -> int: ...
+    def gradients(self, step: int) -> tuple[Layout, list[Tensor]]: ...
+
+
+class Step(NamedTuple):
+    """Holds the gradients of one step, and what a scheme is compared with.
+
+    Attributes:
+        number: of the step.
+        layout: of the gradients.
+        grads: flat gradient of each rank.
+        exact: their mean, in float64.
+        moment: Adam's second moment of the means up to this step.
+    """
+
+    number: int
+    layout: Layout
+    grads: list[Tensor]
+    exact: Tensor
+    moment: Tensor
+
+
+def steps_of(gradients: Gradients) -> Iterator[Step]:
+    """Yields the steps in order, with the exact mean and Adam's second moment of each.
+
+    Example:
+        >>> for step in steps_of(Trace("trace")):
+        ...     print(step.number, float(step.exact.norm()))
+    """
+    moment = SecondMoment()
+    for number in gradients.steps:
+        layout, grads = gradients.gradients(number)
+        exact = torch.zeros(layout.numel, dtype=torch.float64, device="cpu")
+        for grad in grads:  # not stacked: in float64, all ranks at once would need much memory
+            exact += grad
+        exact /= len(grads)
+        yield Step(number, layout, grads, exact, moment.updated(exact))
+
+
+def measure(ranks: Simulation, step: Step) -> tuple[float, ErrorFigures, Tensor]:
+    """Runs a step on simulated ranks.
+
+    Returns:
+        The bits per entry, see :func:`bits_per_entry`; the figures of the error; the average.
+    """
+    ranks.requests.clear()
+    ranks.wire_bytes.clear()
+    mean = ranks.step(step.grads, buckets=[step.layout])[0]
+    figures = error_figures(mean, step.exact, step.layout, step.moment)
+    return bits_per_entry(ranks, step.layout.numel), figures, mean
+
+
 def replay(trace: Trace, scheme: str | Scheme, **options: Any) -> pd.DataFrame:
     """Runs a scheme over recorded gradients, on as many simulated ranks as recorded them.
 
@@ -89,9 +167,11 @@ def replay(trace: Trace, scheme: str | Scheme, **options: Any) -> pd.DataFrame:
         options: of the scheme, see :func:`commhooks.make`.
 
     Returns:
-        One row per recorded step. ``bits``: per entry, see :func:`bits_per_entry`. ``error``:
-        relative squared error of the mean. ``cosine``: of the angle between the mean and the exact
-        mean. ``residual``: norm of all residuals over the norm of all gradients.
+        One row per recorded step. ``bits``: per entry, see :func:`bits_per_entry`. ``error``,
+        ``median``, ``worst``, ``adam``, ``noise``: the error of the mean, see
+        :class:`commhooks.research.error_figures.ErrorFigures`. ``cosine``: of the angle between
+        the mean and the exact mean. ``residual``: norm of all residuals over the norm of all
+        gradients.
 
     Example:
         >>> replay(Trace("trace"), "int4")
@@ -103,30 +183,31 @@ def replay(trace: Trace, scheme: str | Scheme, **options: Any) -> pd.DataFrame:
         raise TypeError(f"replay(trace, ...): of a folder, give Trace(folder); got {shown(trace)}")
     ranks: Simulation | None = None
     rows: list[dict[str, float]] = []
-    for step in trace.steps:
-        layout, grads = trace.gradients(step)
-        shapes = dict(zip(layout.names, layout.shapes, strict=True))
+    for step in steps_of(trace):
         if ranks is None:
-            ranks = Simulation(scheme, shapes, world_size=trace.world_size, **options)
-        ranks.requests.clear()
-        ranks.wire_bytes.clear()
-        mean = ranks.step(grads, buckets=[layout])[0].double()
-        exact = torch.stack(grads).double().mean(0)
-        # A step of zeros, as of a skipped batch, has no relative error: the absolute one is shown.
-        size = float(exact.square().sum()) or 1.0
-        whole = sum(float(grad.square().sum()) for grad in grads) or 1.0
-        residual = sum(_squared_residual(ranks, rank, layout) for rank in range(trace.world_size))
+            ranks = simulation_of(step, scheme, **options)
+        bits, figures, mean = measure(ranks, step)
+        whole = sum(float(grad.square().sum()) for grad in step.grads) or 1.0
+        residual = sum(
+            _squared_residual(ranks, rank, step.layout) for rank in range(len(step.grads))
+        )
         rows.append(
             {
-                "step": step,
-                "bits": bits_per_entry(ranks, layout.numel),
-                "error": float((mean - exact).square().sum()) / size,
-                "cosine": float(torch.cosine_similarity(mean, exact, dim=0)),
+                "step": step.number,
+                "bits": bits,
+                **figures._asdict(),
+                "cosine": float(torch.cosine_similarity(mean.double(), step.exact, dim=0)),
                 "residual": math.sqrt(residual / whole),
             }
         )
     table: pd.DataFrame = pd.DataFrame(rows)
     return table
+
+
+def simulation_of(step: Step, scheme: str | Scheme, **options: Any) -> Simulation:
+    """Returns simulated ranks for the parameters of a step, which has not run yet."""
+    shapes = dict(zip(step.layout.names, step.layout.shapes, strict=True))
+    return Simulation(scheme, shapes, world_size=len(step.grads), **options)
 
 
 def _squared_residual(ranks: Simulation, rank: int, layout: Layout) -> float:
@@ -137,6 +218,8 @@ def _squared_residual(ranks: Simulation, rank: int, layout: Layout) -> float:
 
 def bits_per_entry(ranks: Simulation, numel: int) -> float:
     """Returns the bits per entry of an all-reduce that sends as many bytes as ``ranks`` did.
+
+    All bytes count: codes, scales, indices, and what fills a payload up.
 
     Args:
         ranks: simulated ranks, whose ``requests`` and ``wire_bytes`` are of one step.

@@ -5,15 +5,18 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from torch import Tensor
 
 from commhooks.core.bucket import Bucket, SchemeExchange
 from commhooks.core.scheme import Scheme
 from commhooks.wrappers.base import Wrapper
 from ddp_core import needs
 
-__all__ = ["FILE_NAME", "Traced"]
+__all__ = ["FILE_NAME", "Traced", "write"]
 
 FILE_NAME = re.compile(r"step(\d+)_rank(\d+)_\w+\.safetensors")
 
@@ -63,13 +66,28 @@ class Traced(Wrapper):
         return bucket.step in recorded or len(recorded) < self.steps
 
     def _save(self, bucket: Bucket) -> None:
-        from safetensors.torch import save_file
-
         layout = bucket.layout
-        views = zip(layout.names, layout.views(bucket.raw.detach()), strict=True)
-        # A scheme knows no number of its bucket: the names of its parameters tell files apart.
-        digest = hashlib.blake2b("\n".join(layout.names).encode(), digest_size=4).hexdigest()
-        folder = Path(self.folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"step{bucket.step:07}_rank{bucket.rank}_{digest}.safetensors"
-        save_file({name: view.cpu().contiguous().clone() for name, view in views}, path)
+        views = layout.views(bucket.raw.detach())
+        write(self.folder, bucket.step, bucket.rank, dict(zip(layout.names, views, strict=True)))
+
+
+def write(
+    folder: str | os.PathLike[str], step: int, rank: int, grads: Mapping[str, Tensor]
+) -> None:
+    """Writes the gradients of a rank's bucket as :class:`commhooks.research.trace.Trace` reads it.
+
+    Args:
+        folder: of the trace; made if it does not exist.
+        step, rank: that the gradients are of.
+        grads: by parameter.
+    """
+    from safetensors.torch import save_file
+
+    # A scheme knows no number of its bucket: the names of its parameters tell files apart.
+    digest = hashlib.blake2b("\n".join(grads).encode(), digest_size=4).hexdigest()
+    path = Path(folder) / f"step{step:07}_rank{rank}_{digest}.safetensors"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Renamed when it is complete: half a file of a run that was ended would stop its readers.
+    part = path.with_suffix(".part")
+    save_file({name: grad.cpu().contiguous().clone() for name, grad in grads.items()}, part)
+    part.replace(path)

@@ -12,7 +12,6 @@ from unittest import mock
 import pandas as pd
 import pytest
 import torch
-from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import commhooks
@@ -20,11 +19,12 @@ from commhooks import Scheme, __main__, make, scheme_names
 from commhooks.cli import catalogue as _catalogue
 from commhooks.cli import commands as _commands
 from commhooks.cli.app import app
-from commhooks.core import Layout
 from commhooks.core import registry as _registry
 from commhooks.kernels import use_kernels
 from commhooks.kernels.runtime import cpu, cuda
 from commhooks.research.conformance import LAWS
+from commhooks.research.trace import Trace, replay
+from commhooks.wrappers.traced import write
 
 
 def doctor() -> str:
@@ -158,13 +158,33 @@ def test_a_tradeoff_is_printed_and_written(tmp_path: Path) -> None:
     assert set(table.scheme) == {"int8", "int8 stochastic=False", "fp16"}
     assert list(table.gradients.unique()) == ["normal", "Laplace", "t(3)"]
     normal = table[table.gradients == "normal"].set_index("scheme")
-    assert dict(normal.front) == {"int8": False, "int8 stochastic=False": True, "fp16": True}
+    # One tensor has one error; Adam's metric needs luck to be equal.
+    assert (normal["median"] == normal.error).all()
+    assert (normal.worst == normal.error).all()
+    fronts = "error median worst adam"
+    assert dict(normal.fronts.fillna("")) == {
+        "int8": "",
+        "int8 stochastic=False": fronts,
+        "fp16": fronts,
+    }
     ratio = normal.error["int8"] / normal.error["int8 stochastic=False"]
     assert ratio == pytest.approx(2, rel=0.05)
     assert normal.bits["fp16"] == 16
     assert (out / "tradeoff.png").read_bytes().startswith(b"\x89PNG")
-    (front,) = (line for line in done.output.splitlines()[:12] if " fp16 " in line)
-    assert front.split("│")[4].strip() == "*"
+    assert table_of(done.output, "normal gradients, 4 ranks")["fp16"]["error"].endswith(" *")
+
+
+def table_of(output: str, title: str) -> dict[str, dict[str, str]]:
+    """The rows of a printed table by scheme, with their cells by column."""
+    _, _, below = output.partition(title)
+    lines = [line.replace("┃", "│") for line in below.splitlines()]
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
+    (names, *rows), found = rows, {}
+    for row in rows:
+        if row[0] == names[0]:  # the next table
+            break
+        found[row[0]] = dict(zip(names, row, strict=True))
+    return found
 
 
 @pytest.mark.usefixtures("forget_new_schemes")
@@ -232,16 +252,36 @@ def test_a_folder_that_cannot_be_made_is_named_before_the_measurement(
     assert "Not a directory" in done.output
 
 
-def test_a_tradeoff_on_recorded_gradients(tmp_path: Path) -> None:
-    layout = Layout(["weight"], [(40, 30)])
-    for rank in range(2):
-        gradient = torch.randn(layout.numel, generator=torch.Generator().manual_seed(rank))
-        file = tmp_path / f"step0000000_rank{rank}_00000000.safetensors"
-        save_file({"weight": gradient.view(40, 30)}, file)
-    done = invoke("tradeoff", "int8", "--trace", str(tmp_path))
+def test_a_tradeoff_on_recorded_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_commands, "random_steps", list)
+    folder, out = tmp_path / "run", tmp_path / "out"
+    for step in range(2):
+        for rank in range(3):
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            large, small = torch.randn(40, 30, generator=generator), torch.randn(9)
+            write(folder, step, rank, {"large": large, "small": 1e-3 * small, "z": torch.zeros(9)})
+    done = invoke("tradeoff", "int8", "--trace", str(folder), "--ranks", "2", "--out", str(out))
     assert done.exit_code == 0, done.output
-    assert done.output.count("int8 stochastic=False") == 4
-    assert "recorded gradients" in done.output
+    assert done.output.count("int8 stochastic=False") == 1
+    found = table_of(done.output, "run gradients, 2 ranks")["int8"]
+    assert list(found) == [
+        "scheme", "bits", "error", "median tensor", "worst tensor", "Adam's metric", "noise",
+    ]  # fmt: skip
+    figures = [float(found[column].removesuffix(" *")) for column in list(found)[2:6]]
+    # The step that counts, by the library.
+    last = replay(Trace(folder, ranks=2), "int8", error_feedback=False).iloc[-1]
+    expected = last[["error", "median", "worst", "adam"]].tolist()
+    assert figures == pytest.approx(expected, rel=0.01)
+    table = pd.read_csv(out / "tradeoff.csv")
+    assert table[table.gradients == "run"].ranks.tolist() == [2, 2]
+    assert "run gradients, 2 ranks" in (out / "tradeoff.html").read_text()
+
+
+def test_a_trace_of_too_few_ranks_is_a_sentence(tmp_path: Path) -> None:
+    write(tmp_path, 0, 0, {"w": torch.ones(4)})
+    done = invoke("tradeoff", "int8", "--trace", str(tmp_path), "--ranks", "2")
+    assert done.exit_code == 2
+    assert "1 ranks recorded" in done.output
 
 
 def test_a_picture_without_matplotlib_is_named_and_the_table_is_there(
@@ -252,16 +292,6 @@ def test_a_picture_without_matplotlib_is_named_and_the_table_is_there(
     assert done.exit_code == 0, done.output
     assert "The picture needs matplotlib" in done.output
     assert [path.name for path in tmp_path.iterdir()] == ["tradeoff.csv"]
-
-
-def test_recorded_gradients_without_pandas_are_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    done = invoke("tradeoff", "int8", "--trace", str(tmp_path))
-    assert done.exit_code == 1
-    assert done.output.startswith("--trace needs pandas, which cannot be imported (")
-    assert done.output.endswith("): pip install pandas\n")
 
 
 def test_without_its_packages_the_command_line_is_a_sentence(

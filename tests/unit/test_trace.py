@@ -57,14 +57,18 @@ def test_local_gradients_are_written_by_parameter(tmp_path: Path) -> None:
 def test_replay_is_what_training_would_have_seen(tmp_path: Path) -> None:
     record(tmp_path)
     exact = replay(Trace(tmp_path), "none")
-    assert list(exact.columns) == ["step", "bits", "error", "cosine", "residual"]
+    figures = ["error", "median", "worst", "adam", "noise"]
+    assert list(exact.columns) == ["step", "bits", *figures, "cosine", "residual"]
+    # Rounding, which entries that are nearly zero in the first step make larger in Adam's metric.
+    assert (exact[figures].drop(columns="adam") < 1e-12).all(axis=None)
+    assert (exact.adam < 1e-9).all()
     assert exact.step.tolist() == [0, 2, 4]
-    assert (exact.error < 1e-12).all()
     assert exact.bits.tolist() == [32] * 3
     signs = replay(Trace(tmp_path), "onebit", block=256)
     assert (signs.bits < 2).all()
     assert (signs.error > 0.1).all()
     assert signs.residual.iloc[-1] > signs.residual.iloc[0] > 0
+    assert (signs.worst > signs["median"]).all()  # of two tensors
     assert (replay(Trace(tmp_path), "int8").cosine > 0.999).all()
 
 
@@ -76,6 +80,24 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         path.unlink()
     with pytest.raises(ValueError, match="rank 1 has no step 2"):
         Trace(tmp_path)
+
+
+def test_the_first_ranks_of_a_trace_are_a_trace(tmp_path: Path) -> None:
+    grads = record(tmp_path)
+    trace = Trace(tmp_path, ranks=2)
+    _, found = trace.gradients(4)
+    assert trace.world_size == len(found) == 2
+    assert all(map(torch.equal, found, grads[4][:2]))
+    assert len(replay(trace, "int8")) == 3
+    for ranks in (0, 4):
+        with pytest.raises(ValueError, match=f"it is 1 to 3, got {ranks}"):
+            Trace(tmp_path, ranks=ranks)
+
+
+def test_half_a_file_is_no_gradient(tmp_path: Path) -> None:
+    record(tmp_path)
+    (tmp_path / "step0000006_rank0_00000000.part").write_bytes(b"half")
+    assert Trace(tmp_path).steps == [0, 2, 4]
 
 
 @pytest.mark.parametrize("name", ["every", "steps"])
