@@ -1,4 +1,4 @@
-"""Defines the tasks of the studies: digits, and Python source.
+"""Defines the tasks of the studies: digits, and Python source for a transformer and an LSTM.
 
 The data are real and on every machine: scikit-learn's digits, and the source of the standard
 library.
@@ -16,7 +16,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["TASKS", "CharTransformer", "Task", "TinyLayers", "characters", "digits", "tiny_layers"]
+__all__ = [
+    "TASKS",
+    "CharLstm",
+    "CharTransformer",
+    "Task",
+    "TinyLayers",
+    "characters",
+    "digits",
+    "judge",
+    "lstm",
+    "tiny_layers",
+]
 
 Batch = tuple[Tensor, Tensor]
 
@@ -119,6 +130,24 @@ class CharTransformer(nn.Module):
         return self.norm(self.blocks(hidden)) @ self.tokens.weight.t()
 
 
+class CharLstm(nn.Module):
+    """An LSTM of two layers over bytes, 128 wide; 0.26 M parameters.
+
+    The four gates share a weight, and their gradients differ much in size.
+    """
+
+    def __init__(self, width: int = 128, *, vocabulary: int = 128) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width // 2)
+        self.lstm = nn.LSTM(width // 2, width, num_layers=2, batch_first=True)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, _ = self.lstm(self.tokens(x))
+        logits: Tensor = self.head(hidden)
+        return logits
+
+
 def digits(world_size: int, *, batch_size: int = 16, seed: int = 0) -> Task:
     """Makes the task of scikit-learn's 1797 handwritten digits, of which a fifth is held out."""
     from sklearn.datasets import load_digits  # here: the other task does not need scikit-learn
@@ -142,7 +171,7 @@ def digits(world_size: int, *, batch_size: int = 16, seed: int = 0) -> Task:
         with torch.no_grad():
             logits = model(images[:held_out])
         model.train()
-        return _judge(logits, labels[:held_out])
+        return judge(logits, labels[:held_out])
 
     return Task("digits", DigitsCnn, batch, evaluate, lr=0.02)
 
@@ -183,12 +212,19 @@ def characters(world_size: int, *, batch_size: int = 4, length: int = 64, seed: 
         with torch.no_grad():
             logits = model(x)
         model.train()
-        return _judge(logits, target)
+        return judge(logits, target)
 
     return Task("characters", partial(CharTransformer, length), batch, evaluate, lr=2e-3, adam=True)
 
 
-def _judge(logits: Tensor, target: Tensor) -> tuple[float, float]:
+def lstm(world_size: int, *, batch_size: int = 4, length: int = 64, seed: int = 0) -> Task:
+    """Makes the task of the same text for :class:`CharLstm`."""
+    task = characters(world_size, batch_size=batch_size, length=length, seed=seed)
+    return replace(task, name="lstm", model=CharLstm)
+
+
+def judge(logits: Tensor, target: Tensor) -> tuple[float, float]:
+    """Returns the mean cross entropy and the share of right predictions."""
     loss = F.cross_entropy(logits.flatten(0, -2), target.flatten())
     accuracy = (logits.argmax(-1) == target).float().mean()
     return float(loss), float(accuracy)
@@ -209,5 +245,6 @@ def _library_source(limit: int) -> Tensor:
 TASKS: dict[str, Callable[..., Task]] = {
     "digits": digits,
     "characters": characters,
+    "lstm": lstm,
     "tiny layers": tiny_layers,
 }

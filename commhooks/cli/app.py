@@ -129,7 +129,7 @@ def tradeoff(
     The errors are those of the whole gradient, of the tensor in the middle, of the worst tensor,
     and with every entry divided by Adam's denominator.
     """
-    _commands.tradeoff(which or [], trace or [], ranks or [], out)
+    _commands.tradeoff(which or [], _commands.recorded(trace or [], ranks or []), out)
 
 
 @app.command()

@@ -7,10 +7,11 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -46,7 +47,10 @@ from commhooks.kernels.runtime import cpu, cuda
 from commhooks.research.conformance import check_scheme, laws_of
 from commhooks.research.trace import Trace
 
-__all__ = ["check", "doctor", "new", "tradeoff", "version"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["check", "doctor", "new", "recorded", "tradeoff", "version"]
 
 
 # ---- version and doctor
@@ -177,15 +181,18 @@ def check(target: str) -> int:
 
 
 def tradeoff(
-    which: Sequence[str], traces: Sequence[Path], ranks: Sequence[int], out: Path | None
+    which: Sequence[str],
+    traces: Sequence[Trace],
+    out: Path | None,
+    picture: Callable[[Sequence[Point]], Figure] = drawn,
 ) -> list[Point]:
     """Prints the bits and the errors of schemes, and writes them to a folder.
 
     Args:
         which: names, and files with more schemes; without names, all schemes are compared.
-        traces: folders of recorded gradients, besides random ones.
-        ranks: numbers of ranks, of which each trace has the first ones; none: all that recorded.
+        traces: recorded gradients, besides random ones.
         out: folder to write to. None: nothing is written.
+        picture: draws what was measured.
 
     Returns:
         What was measured.
@@ -201,20 +208,19 @@ def tradeoff(
                 f"{name} gives the optimizer something else than an average of gradients: there is "
                 f"no error to measure"
             )
-    recorded = [_recorded(folder, count) for folder in traces for count in ranks or [None]]
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)  # now: a wrong path costs no measurement
     cases, points = cases_of(compared), list[Point]()
     # One at a time, by a generator: the steps of a large model fill the memory.
-    of_traces = (Steps.last_of(folder.name, trace) for trace, folder in recorded)
+    of_traces = (Steps.last_of(trace.name, trace) for trace in traces)
     for steps in chain(random_steps(), of_traces):
-        some = with_fronts(_measured(cases, steps))
-        Console().print(_errors(some, steps.title))
-        points += some
+        marked = with_fronts(_measured(cases, steps))
+        Console().print(_errors(marked, steps.title))
+        points += marked
         if out is not None:
             write_csv(points, out / "tradeoff.csv")  # now: a later trace may fail
     if out is not None:
-        _write(points, out)
+        _write(points, out, picture)
     return points
 
 
@@ -229,9 +235,20 @@ def _measured(cases: Sequence[Case], steps: Steps) -> list[Point]:
     return points
 
 
-def _recorded(folder: Path, ranks: int | None) -> tuple[Trace, Path]:
+def recorded(folders: Sequence[Path], ranks: Sequence[int]) -> list[Trace]:
+    """Returns the traces in some folders.
+
+    Args:
+        folders: of recorded gradients.
+        ranks: numbers of ranks, of which each trace has the first ones; none: all that recorded.
+
+    Raises:
+        typer.BadParameter: a trace lacks a rank or a step.
+    """
     try:
-        return Trace(folder, ranks=ranks), folder
+        if not ranks:
+            return [Trace(folder) for folder in folders]
+        return [Trace(folder, ranks=count) for folder in folders for count in ranks]
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
 
@@ -259,9 +276,11 @@ def _errors(points: Sequence[Point], title: str) -> Table:
     return table
 
 
-def _write(points: Sequence[Point], folder: Path) -> None:
+def _write(
+    points: Sequence[Point], folder: Path, picture: Callable[[Sequence[Point]], Figure]
+) -> None:
     try:
-        figure = drawn(points)
+        figure = picture(points)
         figure.savefig(folder / "tradeoff.png", dpi=110)
         page_of(points, figure).write(folder / "tradeoff.html")
     except MissingPackageError as error:

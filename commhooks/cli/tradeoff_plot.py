@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from commhooks.cli.tradeoff import FIGURES, Point, by_title, cell
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["drawn", "page_of"]
 
+LIGHT = "#C8C8C8"
 _LOW = 3e-8  # where the axis of errors begins
 _CROWDED = 0.5
 
@@ -34,11 +35,15 @@ class _Dot(NamedTuple):
         return BLUE if self.front else GREY
 
 
-def drawn(points: Sequence[Point]) -> Figure:
+def drawn(points: Sequence[Point], behind: Mapping[str, Sequence[Point]] | None = None) -> Figure:
     """Returns a picture with a part for each kind of gradients, one below the other.
 
     Random gradients are one tensor, so a single panel has their error and names all schemes;
     recorded ones have a panel for each figure, which names those on its front.
+
+    Args:
+        points: marked with their fronts.
+        behind: more points by name of gradients, which are small dots.
 
     Raises:
         MissingPackageError: matplotlib is not installed.
@@ -57,7 +62,10 @@ def drawn(points: Sequence[Point]) -> Figure:
         if single[title]:
             _draw_panel(row.subplots(), part, "error", everyone=True)
         else:
+            more = (behind or {}).get(part[0].gradients, [])
             for panel, name in zip(row.subplots(2, 2).flat, FIGURES, strict=True):
+                errors = [getattr(point, name) for point in more]
+                panel.plot([p.bits for p in more], errors, ".", color=LIGHT, markersize=3, zorder=0)
                 _draw_panel(panel, part, name, everyone=False)
     return figure
 

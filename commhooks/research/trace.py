@@ -41,6 +41,7 @@ class Trace:
         ranks: reads the first ranks only, this many; None: all that recorded.
 
     Attributes:
+        name: of the folder.
         steps: recorded steps, ascending.
         world_size: number of ranks that are read.
 
@@ -53,6 +54,7 @@ class Trace:
     def __init__(self, folder: str | Path, *, ranks: int | None = None) -> None:
         with needs("Trace(...)", "safetensors"):
             import safetensors  # noqa: F401
+        self.name = Path(folder).resolve().name
         self._files: dict[tuple[int, int], list[Path]] = {}
         for path in sorted(Path(folder).glob("step*.safetensors")):
             if match := FILE_NAME.fullmatch(path.name):
