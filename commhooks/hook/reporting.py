@@ -73,24 +73,26 @@ class Reporting(Running):
     def metrics(self, prefix: str = "") -> dict[str, float]:
         """Returns numbers of the latest step, for any logger.
 
-        ===================== ===================================================================
-        ``dense_bytes``       of the gradients
-        ``payload_bytes``     that this rank handed to collectives
-        ``wire_bytes``        that this rank sent, by the formulas of the collectives
-        ``dense_wire_bytes``  that it would send without compression
-        ``encode_s``          seconds of work before collectives, summed over buckets
-        ``wire_s``            seconds from issue to end of collectives, summed
-        ``decode_s``          seconds of work after the last collectives, summed
-        ``exposed_s``         seconds that backward waited
-        ``memory_bytes``      of residuals and other state of the scheme
-        ``skipped_steps``     so far, whose average was not finite (on the CPU)
-        ``verify/error``      largest error of a parameter in the last verified step, over the norm
-                              of its dense mean
-        ``verify/cosine_min`` smallest cosine between an averaged gradient and the dense mean there
-        ``verify/findings``   number of findings of the verification so far
-        ===================== ===================================================================
+        ======================= =================================================================
+        ``dense_bytes``         of the gradients
+        ``payload_bytes``       that this rank handed to collectives
+        ``wire_bytes``          that this rank sent, by the formulas of the collectives
+        ``dense_wire_bytes``    that it would send without compression
+        ``encode_s``            seconds of work before collectives, summed over buckets
+        ``wire_s``              seconds from issue to end of collectives, summed
+        ``decode_s``            seconds of work after the last collectives, summed
+        ``exposed_s``           seconds that backward waited
+        ``memory_bytes``        of residuals and other state of the scheme
+        ``skipped_steps``       so far, whose average was not finite (on the CPU)
+        ``verify/error``        largest error of a parameter in the last verified step, over the
+                                norm of its dense mean
+        ``verify/error_median`` that of the parameter in the middle; without those whose dense mean
+                                is zero
+        ``verify/cosine_min``   smallest cosine of an averaged gradient and the dense mean there
+        ``verify/findings``     number of findings of the verification so far
+        ======================= =================================================================
 
-        The last three are there with ``register(verify_every=...)``. Times that are not known, as
+        The last four are there with ``register(verify_every=...)``. Times that are not known, as
         in most steps on a GPU, are left out.
 
         Args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import warnings
 from collections.abc import Sequence
 from typing import Literal
@@ -31,11 +32,21 @@ def _worst_of(rows: list[Verified]) -> str:
     known = [row for row in rows if row.error == row.error]
     if not known:
         return ""
-    worst = max(known, key=lambda row: row.error)
+    worst, median = max(known, key=lambda row: row.error), _median_of(rows)
+    others = "" if median is None else f"; the median of all parameters is {median:.3g}"
     return (
         f", the last is {worst.step}. Its largest error is {worst.error:.3g} of the dense mean, of "
-        f"{worst.parameter!r}, at a cosine of {worst.cosine:.5g}"
+        f"{worst.parameter!r}, at a cosine of {worst.cosine:.5g}{others}"
     )
+
+
+def _median_of(rows: list[Verified]) -> float | None:
+    """Returns the error of the parameter in the middle; None: every dense mean is zero.
+
+    A parameter whose dense mean is zero has no relative error, and one that is lost has none.
+    """
+    errors = [row.error for row in rows if row.norm > 0 and row.error == row.error]
+    return statistics.median(errors) if errors else None
 
 
 def in_words(name: str, steps: int, rows: list[Verified], findings: list[Finding]) -> str:
@@ -51,6 +62,8 @@ def numbers_of(rows: list[Verified], findings: int) -> dict[str, float]:
     found = {"verify/findings": float(findings)}
     if errors := [row.error for row in rows if row.error == row.error]:
         found["verify/error"] = max(errors)
+    if (median := _median_of(rows)) is not None:
+        found["verify/error_median"] = median
     if cosines := [row.cosine for row in rows if row.cosine == row.cosine]:
         found["verify/cosine_min"] = min(cosines)
     return found

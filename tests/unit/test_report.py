@@ -252,7 +252,8 @@ def test_the_metrics_are_the_documented_ones() -> None:
     hook.verification.report()
     documented = commhooks.HookState.metrics.__doc__
     assert documented is not None
-    assert {"verify/error", "verify/cosine_min", "verify/findings"} <= set(hook.metrics())
+    verified = {"verify/error", "verify/error_median", "verify/cosine_min", "verify/findings"}
+    assert verified <= set(hook.metrics())
     for name in hook.metrics():
         assert f"``{name}``" in documented
 
@@ -288,6 +289,8 @@ def test_a_verified_run_shows_the_parameters_of_largest_error(tmp_path: Path) ->
     numbers = hook.metrics()
     assert numbers["verify/findings"] == 1
     assert numbers["verify/error"] == math.inf
+    assert numbers["verify/error_median"] == pytest.approx(0.155)  # of 0.01 to 0.30
+    assert "the median of all parameters is 0.155." in str(hook.verification)
     assert numbers["verify/cosine_min"] == 0.5
 
 
