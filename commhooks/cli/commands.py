@@ -9,7 +9,6 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,13 +27,14 @@ from commhooks.cli.launch import one_launch
 from commhooks.cli.template import TEMPLATE
 from commhooks.cli.tradeoff import (
     FIGURES,
+    MOST_STEPS,
     Case,
+    Course,
     Point,
-    Steps,
     cases_of,
     cell,
-    measured,
-    random_steps,
+    random_gradients,
+    title_of,
     with_fronts,
     write_csv,
 )
@@ -45,7 +45,7 @@ from commhooks.core.registry import factory_of
 from commhooks.errors import MissingPackageError
 from commhooks.kernels.runtime import cpu, cuda
 from commhooks.research.conformance import check_scheme, laws_of
-from commhooks.research.trace import Trace
+from commhooks.research.trace import Gradients, Trace, steps_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -211,11 +211,9 @@ def tradeoff(
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)  # now: a wrong path costs no measurement
     cases, points = cases_of(compared), list[Point]()
-    # One at a time, by a generator: the steps of a large model fill the memory.
-    of_traces = (Steps.last_of(trace.name, trace) for trace in traces)
-    for steps in chain(random_steps(), of_traces):
-        marked = with_fronts(_measured(cases, steps))
-        Console().print(_errors(marked, steps.title))
+    for gradients in (*random_gradients(), *traces):
+        marked = with_fronts(_measured(cases, gradients))
+        Console().print(_errors(marked, title_of(gradients.name, gradients.world_size)))
         points += marked
         if out is not None:
             write_csv(points, out / "tradeoff.csv")  # now: a later trace may fail
@@ -224,15 +222,19 @@ def tradeoff(
     return points
 
 
-def _measured(cases: Sequence[Case], steps: Steps) -> list[Point]:
-    points = []
+def _measured(cases: Sequence[Case], gradients: Gradients) -> list[Point]:
+    """Runs all schemes over each step: of a large model, memory has room for one step."""
+    courses = [Course(case) for case in cases]
+    title = title_of(gradients.name, gradients.world_size)
+    total = min(len(gradients.steps), MOST_STEPS) * len(cases)
+    pairs = ((step, one) for step in steps_of(gradients, MOST_STEPS) for one in courses)
     with one_thread():
-        for case in track(cases, steps.title):
+        for step, course in track(pairs, title, total):
             try:
-                points.append(measured(case, steps))
+                course.run(step)
             except Exception as error:  # raised by a user's scheme
-                raise typer.BadParameter(f"{case.label}: {sentence(error)}") from error
-    return points
+                raise typer.BadParameter(f"{course.case.label}: {sentence(error)}") from error
+    return [course.point(gradients) for course in courses]
 
 
 def recorded(folders: Sequence[Path], ranks: Sequence[int]) -> list[Trace]:

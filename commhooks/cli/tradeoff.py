@@ -11,7 +11,6 @@ it with as many bits or fewer.
 from __future__ import annotations
 
 import csv
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,18 +20,19 @@ import torch
 from torch import Tensor
 
 from commhooks.core.layout import Layout
-from commhooks.research.trace import Gradients, Step, measure, simulation_of, steps_of
+from commhooks.research.simulation import Simulation
+from commhooks.research.trace import Gradients, Step, measure, simulation_of
 
 __all__ = [
     "FIGURES",
+    "MOST_STEPS",
     "Case",
+    "Course",
     "Point",
-    "Steps",
     "by_title",
     "cases_of",
     "cell",
-    "measured",
-    "random_steps",
+    "random_gradients",
     "title_of",
     "with_fronts",
     "write_csv",
@@ -108,48 +108,40 @@ def cases_of(names: Iterable[str]) -> list[Case]:
     return [Case(name, options) for name in names for options in SETTINGS.get(name, [{}])]
 
 
-@dataclass(frozen=True)
-class Steps:
-    """Holds the steps that schemes run over.
+class Course:
+    """Runs a scheme over successive steps, and measures its average of each.
 
-    Attributes:
-        name: of the distribution, or of the trace.
-        steps: of which the second half counts.
+    Args:
+        case: the scheme and its settings.
     """
 
-    name: str
-    steps: Sequence[Step]
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self._ranks: Simulation | None = None
+        self._rows: list[tuple[float, ...]] = []
 
-    @property
-    def title(self) -> str:
-        return title_of(self.name, len(self.steps[0].grads))
+    def run(self, step: Step) -> None:
+        """Runs the scheme's next step."""
+        if self._ranks is None:
+            options = self.case.options
+            self._ranks = simulation_of(step, self.case.name, error_feedback=False, **options)
+        bits, figures, _ = measure(self._ranks, step)
+        self._rows.append((bits, *figures))
 
-    @classmethod
-    def last_of(cls, name: str, gradients: Gradients) -> Steps:
-        """Reads all steps, since Adam's second moment is of all, and keeps the last ones."""
-        return cls(name, list(deque(steps_of(gradients), maxlen=MOST_STEPS)))
-
-
-def random_steps() -> list[Steps]:
-    """Returns the random gradients of each distribution."""
-    return [Steps.last_of(tail, _Random(tail)) for tail in TAILS]
-
-
-def measured(case: Case, steps: Steps) -> Point:
-    """Runs a scheme over the steps."""
-    first = steps.steps[0]
-    ranks = simulation_of(first, case.name, error_feedback=False, **case.options)
-    rows = []
-    for step in steps.steps:
-        bits, figures, _ = measure(ranks, step)
-        rows.append((bits, *figures))
-    # The first steps of low-rank schemes are for their factors; intsgd sends the first one dense.
-    rows = rows[len(rows) // 2 :]
-    means = [sum(column) / len(rows) for column in zip(*rows, strict=True)]
-    return Point(case.label, steps.name, len(first.grads), *means)
+    def point(self, gradients: Gradients) -> Point:
+        """Returns the means over the second half of the steps."""
+        # The first steps of low-rank schemes are for their factors; intsgd sends the first dense.
+        rows = self._rows[len(self._rows) // 2 :]
+        means = [sum(column) / len(rows) for column in zip(*rows, strict=True)]
+        return Point(self.case.label, gradients.name, gradients.world_size, *means)
 
 
 # ---- gradients
+
+
+def random_gradients() -> list[Gradients]:
+    """Returns the random gradients of each distribution."""
+    return [_Random(tail) for tail in TAILS]
 
 
 class _Random:
@@ -158,7 +150,7 @@ class _Random:
     steps, world_size = range(RANDOM_STEPS), WORLD_SIZE
 
     def __init__(self, tail: str) -> None:
-        self._draw = TAILS[tail]
+        self.name, self._draw = tail, TAILS[tail]
 
     def gradients(self, step: int) -> tuple[Layout, list[Tensor]]:
         generator = torch.Generator().manual_seed(step)

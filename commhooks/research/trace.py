@@ -83,14 +83,15 @@ class Trace:
         Raises:
             ValueError: the ranks recorded different parameters.
         """
-        ranks = [self._read(step, rank) for rank in range(self.world_size)]
-        # By name: buckets change after the first step, parameters do not.
-        names = sorted(ranks[0])
-        layout = Layout(names, [ranks[0][name].shape for name in names])
-        for rank, tensors in enumerate(ranks):
-            if sorted(tensors) != names:
+        layout, flat = Layout([], []), []
+        for rank in range(self.world_size):  # one at a time: files of all ranks may be gigabytes
+            tensors = self._read(step, rank)
+            names = sorted(tensors)  # by name: buckets change after the first step
+            if not rank:
+                layout = Layout(names, [tensors[name].shape for name in names])
+            elif tuple(names) != layout.names:
                 raise ValueError(f"Trace: in step {step}, ranks 0 and {rank} have other parameters")
-        flat = [torch.cat([tensors[n].reshape(-1).float() for n in names]) for tensors in ranks]
+            flat.append(torch.cat([tensors[name].reshape(-1).float() for name in names]))
         return layout, flat
 
     def _read(self, step: int, rank: int) -> dict[str, Tensor]:
@@ -105,6 +106,8 @@ class Trace:
 class Gradients(Protocol):
     """Names what :class:`Trace` offers: gradients of all ranks, step by step."""
 
+    @property
+    def name(self) -> str: ...
     @property
     def steps(self) -> Sequence[int]: ...
     @property
@@ -130,21 +133,28 @@ class Step(NamedTuple):
     moment: Tensor
 
 
-def steps_of(gradients: Gradients) -> Iterator[Step]:
+def steps_of(gradients: Gradients, last: int | None = None) -> Iterator[Step]:
     """Yields the steps in order, with the exact mean and Adam's second moment of each.
+
+    Args:
+        gradients: a trace.
+        last: yields the last steps only, this many. The moment is of those before, too.
 
     Example:
         >>> for step in steps_of(Trace("trace")):
         ...     print(step.number, float(step.exact.norm()))
     """
     moment = SecondMoment()
-    for number in gradients.steps:
+    first = 0 if last is None else len(gradients.steps) - last
+    for index, number in enumerate(gradients.steps):
         layout, grads = gradients.gradients(number)
         exact = torch.zeros(layout.numel, dtype=torch.float64, device="cpu")
         for grad in grads:  # not stacked: in float64, all ranks at once would need much memory
             exact += grad
         exact /= len(grads)
-        yield Step(number, layout, grads, exact, moment.updated(exact))
+        second = moment.updated(exact)
+        if index >= first:
+            yield Step(number, layout, grads, exact, second)
 
 
 def measure(ranks: Simulation, step: Step) -> tuple[float, ErrorFigures, Tensor]:

@@ -246,14 +246,14 @@ def test_a_folder_that_cannot_be_made_is_named_before_the_measurement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setattr(_commands, "measured", mock.Mock(side_effect=AssertionError))
+    monkeypatch.setattr(_commands, "Course", mock.Mock(side_effect=AssertionError))
     done = invoke("tradeoff", "int8", "--out", str(tmp_path / "file" / "folder"))
     assert done.exit_code == 2
     assert "Not a directory" in done.output
 
 
 def test_a_tradeoff_on_recorded_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_commands, "random_steps", list)
+    monkeypatch.setattr(_commands, "random_gradients", list)
     folder, out = tmp_path / "run", tmp_path / "out"
     for step in range(2):
         for rank in range(3):

@@ -66,8 +66,7 @@ def test_other_numbers_of_entries_raise() -> None:
 class Drawn:
     """Gradients of 3 ranks that shrink over 5 steps; entry 3 is zero in all of them."""
 
-    steps = (0, 1, 2, 3, 4)
-    world_size = 3
+    name, steps, world_size = "drawn", (0, 1, 2, 3, 4), 3
 
     def gradients(self, step: int) -> tuple[Layout, list[torch.Tensor]]:
         generator = torch.Generator().manual_seed(step)
@@ -97,10 +96,17 @@ def test_the_second_moment_is_that_of_torchs_adam() -> None:
         assert found.adam == pytest.approx(sum(wrong) / sum(divided), rel=1e-9)
 
 
+def test_the_last_steps_have_the_moment_of_all() -> None:
+    every, last = list(steps_of(Drawn())), list(steps_of(Drawn(), 2))
+    assert [step.number for step in last] == [3, 4]
+    assert all(torch.equal(a.moment, b.moment) for a, b in zip(every[3:], last, strict=True))
+    assert len(list(steps_of(Drawn(), 9))) == 5
+
+
 def test_bits_count_scales_and_padding() -> None:
     # Two ranks, two phases: each rank sends its half twice. int8 has a float32 scale per block.
     class Ones:
-        steps, world_size = (0,), 2
+        name, steps, world_size = "ones", (0,), 2
 
         def gradients(self, step: int) -> tuple[Layout, list[torch.Tensor]]:
             return Layout(["w"], [(4096,)]), [torch.ones(4096)] * 2
