@@ -97,9 +97,17 @@ class Simulation:
         for engine in self.engines:
             for index in range(len(ranks[0])):
                 engine.begin_bucket(index, is_last=index == len(ranks[0]) - 1)
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(means[0])
         for groups in zip(*ranks, strict=True):
             pairs = zip(self.engines, groups, strict=True)
-            simulate([self._exchange(engine, group) for engine, group in pairs])
+            try:
+                simulate([self._exchange(engine, group) for engine, group in pairs])
+            finally:
+                # Nobody waits for the buckets here; but a future that does not complete keeps its
+                # callback, and with it the gradients of all steps.
+                for group in groups:
+                    group.release(done)
         self.buckets = [group.find_layout().names for group in ranks[0]]
         self._restored = []
         return means

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,15 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         path.unlink()
     with pytest.raises(ValueError, match="rank 1 has no step 2"):
         Trace(tmp_path)
+
+
+@pytest.mark.parametrize("scheme", ["none", "int8"])
+def test_simulated_ranks_keep_no_gradients_of_past_steps(scheme: str) -> None:
+    ranks = Simulation(scheme, SHAPES, world_size=2, error_feedback=False)
+    means = ranks.step([torch.ones(1240)] * 2)
+    kept = [weakref.ref(mean.untyped_storage()) for mean in means]
+    del means
+    assert [storage() for storage in kept] == [None, None]
 
 
 def test_the_first_ranks_of_a_trace_are_a_trace(tmp_path: Path) -> None:
