@@ -110,21 +110,22 @@ def _draw_panel(panel: Any, points: Sequence[Point], figure: str, *, everyone: b
     panel.minorticks_off()
     panel.spines[["top", "right"]].set_visible(False)
     _draw_limit(panel)
-    # What no scheme loses is off the axis; what is above it (noise where Adam's denominator is
-    # 1e-8) is at its end.
+    # Triangles at both ends of the axis are beyond it: noise where Adam's denominator is 1e-8, and
+    # tensors that travel exactly. Without an error at all there is nothing to compare.
+    low = _LOW if everyone else 0.0
     shown = [
-        _Dot(point.scheme, point.bits, min(getattr(point, figure), high), figure in point.fronts)
+        _Dot(point.scheme, point.bits, getattr(point, figure), figure in point.fronts)
         for point in sorted(points, key=lambda point: point.bits)
-        if getattr(point, figure) > _LOW
+        if getattr(point, figure) > low
     ]
     front = [dot for dot in shown if dot.front]
     line = [dot.bits for dot in front], [dot.error for dot in front]
     panel.plot(*line, color=BLUE, linewidth=1, drawstyle="steps-post")
+    shown = [dot._replace(error=min(max(dot.error, _LOW), high)) for dot in shown]
+    front = [dot for dot in shown if dot.front]
     for dot in shown:
-        panel.plot(
-            dot.bits, dot.error, "^" if dot.error == high else "o",
-            color=dot.colour, markersize=4, clip_on=False,
-        )  # fmt: skip
+        marker = {high: "^", _LOW: "v"}.get(dot.error, "o")
+        panel.plot(dot.bits, dot.error, marker, color=dot.colour, markersize=4, clip_on=False)
     if everyone:
         _name_all(panel, front, shown)
     else:

@@ -47,6 +47,16 @@ def test_a_tensor_of_zeros_is_left_out_and_counted_if_it_gets_noise() -> None:
     assert noisy.adam == pytest.approx(1e10, rel=1e-6)
 
 
+def test_a_tensor_of_rounding_counts_as_zero() -> None:
+    # The root mean square of the whole is 1/2, of the second 3.5e-7: less than 2^-20 of it.
+    tiny = figures([1.5, 0.0, 1e-3, 0.0], [1.0, 0.0, 5e-7, 0.0])
+    assert (tiny.median, tiny.worst, tiny.noise) == (0.25, 0.25, 1)
+    exact = figures([1.5, 0.0, 5e-7, 0.0], [1.0, 0.0, 5e-7, 0.0])
+    assert (exact.worst, exact.noise) == (0.25, 0)
+    small = figures([1.5, 0.0, 3e-5, 0.0], [1.0, 0.0, 1e-5, 0.0])
+    assert (small.worst, small.noise) == (pytest.approx(4.0), 0)
+
+
 def test_a_step_of_zeros_has_figures() -> None:
     assert figures([0.0] * 4, [0.0] * 4) == (0.0, 0.0, 0.0, 0.0, 0)
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 import typer
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
+from commhooks.cli import commands as _commands
 from commhooks.errors import MissingPackageError
 from commhooks.research.trace import Trace, replay
+from commhooks.wrappers.traced import write
 from experiments import minilm as _minilm
 from experiments import traces as _traces
+from experiments import tradeoff as _tradeoff
 from experiments.minilm import MiniLm, WordPiece, minilm
 from experiments.tasks import TASKS, Task
 from experiments.traces import Run, record
@@ -202,3 +206,35 @@ def test_wrong_settings_are_sentences(arguments: list[str], said: str) -> None:
     done = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
     assert done.exit_code == 2
     assert said in done.output
+
+
+def test_all_schemes_are_measured_on_all_traces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_commands, "random_gradients", list)  # which take most of the time
+    generator = torch.Generator().manual_seed(0)
+    for stage in (0, 100, 20):
+        for rank in range(4):
+            grads = {"w": torch.randn(600, generator=generator), "z": torch.zeros(40)}
+            write(tmp_path / f"some_step{stage}", stage, rank, grads)
+    out = tmp_path / "out"
+    _tradeoff.main(["int8", "fp16"], tmp_path, "2,4,8", out)
+    table = pd.read_csv(out / "tradeoff.csv")
+    int8 = table[table.scheme == "int8"]
+    assert [*zip(int8.gradients, int8.ranks, strict=True)] == [
+        (f"some_step{stage}", ranks) for stage in (0, 20, 100) for ranks in (2, 4)
+    ]
+    means = pd.read_csv(out / "means.csv").set_index("scheme")
+    assert means.gradients.tolist() == ["some"] * 3  # int8 with two settings
+    for figure in ("error", "median", "worst", "adam"):
+        product = int8[int8.ranks == 4][figure].prod()
+        assert means[figure]["int8"] == pytest.approx(product ** (1 / 3))
+    assert (out / "tradeoff.png").stat().st_size > 10_000
+
+
+def test_the_command_says_how_traces_are_recorded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_commands, "tradeoff", lambda *_: [])
+    _tradeoff.main(["int8"], tmp_path, "2", tmp_path)
+    assert "python -m experiments.traces records some" in capsys.readouterr().out
