@@ -19,6 +19,7 @@ __all__ = ["drawn", "page_of"]
 
 LIGHT = "#C8C8C8"
 _LOW = 3e-8  # where the axis of errors begins
+_EXACT = 1e-12
 _CROWDED = 0.5
 
 
@@ -111,12 +112,11 @@ def _draw_panel(panel: Any, points: Sequence[Point], figure: str, *, everyone: b
     panel.spines[["top", "right"]].set_visible(False)
     _draw_limit(panel)
     # Triangles at both ends of the axis are beyond it: noise where Adam's denominator is 1e-8, and
-    # tensors that travel exactly. Without an error at all there is nothing to compare.
-    low = _LOW if everyone else 0.0
+    # tensors that travel exactly. What travels exactly as a whole is not compared.
     shown = [
         _Dot(point.scheme, point.bits, getattr(point, figure), figure in point.fronts)
         for point in sorted(points, key=lambda point: point.bits)
-        if getattr(point, figure) > low
+        if point.error > _EXACT
     ]
     front = [dot for dot in shown if dot.front]
     line = [dot.bits for dot in front], [dot.error for dot in front]
@@ -129,7 +129,7 @@ def _draw_panel(panel: Any, points: Sequence[Point], figure: str, *, everyone: b
     if everyone:
         _name_all(panel, front, shown)
     else:
-        _name_beside(panel, front, 100.0, (0.5, -7.3, 1.8))
+        _name_beside(panel, front, 60.0, (0.5, -7.3, 1.8))
 
 
 def _draw_limit(panel: Any) -> None:
