@@ -160,8 +160,17 @@ def steps_of(gradients: Gradients, last: int | None = None) -> Iterator[Step]:
 def measure(ranks: Simulation, step: Step) -> tuple[float, ErrorFigures, Tensor]:
     """Runs a step on simulated ranks.
 
+    Args:
+        ranks: of the parameters of the step, see :func:`simulation_of`; they go on from the step
+            before.
+        step: as :func:`steps_of` yields it.
+
     Returns:
         The bits per entry, see :func:`bits_per_entry`; the figures of the error; the average.
+
+    Example:
+        >>> for step in steps_of(Trace("trace")):
+        ...     print(measure(simulation_of(step, "int8"), step)[1].worst)
     """
     ranks.requests.clear()
     ranks.wire_bytes.clear()
@@ -217,7 +226,13 @@ def replay(trace: Trace, scheme: str | Scheme, **options: Any) -> pd.DataFrame:
 
 
 def simulation_of(step: Step, scheme: str | Scheme, **options: Any) -> Simulation:
-    """Returns simulated ranks for the parameters of a step, which has not run yet."""
+    """Returns simulated ranks for the parameters of a step, which has not run yet.
+
+    Args:
+        step: as :func:`steps_of` yields it.
+        scheme: a scheme or a registered name.
+        options: of the scheme, see :func:`commhooks.make`.
+    """
     shapes = dict(zip(step.layout.names, step.layout.shapes, strict=True))
     return Simulation(scheme, shapes, world_size=len(step.grads), **options)
 
