@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -9,8 +10,18 @@ from typing import Any
 import torch
 
 from .runtime.arguments import check_whole, whole
+from .segments import Segments
 
-__all__ = ["ALIGNMENT", "FORMATS", "Format", "Payload", "layout_of", "payload_bytes"]
+__all__ = [
+    "ALIGNMENT",
+    "FORMATS",
+    "Format",
+    "Payload",
+    "layout_of",
+    "one_segment",
+    "payload_bytes",
+    "segments_for",
+]
 
 ALIGNMENT = 16  # bytes; of every row of a matrix of payloads
 # Multiples of a warp's 32 lanes; 2048 entries are 64 registers of a lane.
@@ -81,11 +92,17 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Payload:
-    """Locates the parts of a payload of ``n`` entries: scales, then codes."""
+    """Locates the parts of a payload: scales, codes, and entries of 16 bits.
+
+    Attributes:
+        n: coded entries.
+        tails: entries of 16 bits.
+    """
 
     format: Format
     block: int
     n: int
+    tails: int = 0
 
     @property
     def codes_at(self) -> int:
@@ -94,22 +111,46 @@ class Payload:
         return -(-blocks * self.format.scale_bytes // ALIGNMENT) * ALIGNMENT
 
     @property
+    def tails_at(self) -> int:
+        """Returns the position of the first entry of 16 bits, in bytes."""
+        units = -(-self.n // self.format.unit)
+        return self.codes_at + units * self.format.unit * self.format.bits // 8
+
+    @property
     def bytes(self) -> int:
         """Returns the length, a multiple of 16."""
-        units = -(-self.n // self.format.unit)
-        code_bytes = units * self.format.unit * self.format.bits // 8
-        return -(-(self.codes_at + code_bytes) // ALIGNMENT) * ALIGNMENT
+        return -(-(self.tails_at + 2 * self.tails) // ALIGNMENT) * ALIGNMENT
 
 
-def layout_of(caller: str, format: str, block: Any, n: int) -> Payload:
+def segments_for(
+    format: str, block: int, rows: Sequence[Sequence[int]], *, rotated: bool = False
+) -> Segments:
+    """Returns the blocks of a message with these segments in its rows.
+
+    Args:
+        rotated: blocks are rotated, so that all their slots are used, and nothing is in 16 bits:
+            noise that a rotation spreads over the zeros of a short block is dropped.
+    """
+    _check("segments_for", format, block)
+    granule = max(256, block)
+    return Segments(rows, granule, 0 if rotated else Payload(FORMATS[format], block, granule).bytes // 2)
+
+
+@lru_cache(maxsize=4096)
+def one_segment(format: str, block: int, n: int, rotated: bool = False) -> Segments:
+    """Returns the blocks of a payload whose entries are one segment."""
+    return segments_for(format, block, [[n]], rotated=rotated)
+
+
+def layout_of(caller: str, format: str, block: Any, n: int, tails: int = 0) -> Payload:
     """Returns the layout of a payload; raises ValueError for an unknown format or block."""
     _check(caller, format, block)
-    return _layout(format, int(block), n)
+    return _layout(format, int(block), n, tails)
 
 
 @lru_cache(maxsize=4096)  # a few per bucket, which ops ask for in every step
-def _layout(format: str, block: int, n: int) -> Payload:
-    return Payload(FORMATS[format], block, n)
+def _layout(format: str, block: int, n: int, tails: int) -> Payload:
+    return Payload(FORMATS[format], block, n, tails)
 
 
 def _check(caller: str, format: str, block: Any) -> None:
@@ -121,10 +162,12 @@ def _check(caller: str, format: str, block: Any) -> None:
         raise ValueError(f"{caller}(block): {format} takes one of {allowed}, got {block!r}")
 
 
-def payload_bytes(n: int, format: str, block: int) -> int:
-    """Returns the number of bytes of the payload of ``n`` entries."""
-    n = whole("payload_bytes", "n", n)
-    check_whole("payload_bytes", "n", n, 0, 2**56)
+def payload_bytes(n: int | Segments, format: str, block: int) -> int:
+    """Returns the number of bytes of the payload of ``n`` entries, or of a row of a message."""
     _check("payload_bytes", format, block)
+    if not isinstance(n, Segments):
+        n = whole("payload_bytes", "n", n)
+        check_whole("payload_bytes", "n", n, 0, 2**56)
+        n = segments_for(format, block, [[n]])
     # Not through the cache, which torch.compile does not trace.
-    return Payload(FORMATS[format], block, n).bytes
+    return Payload(FORMATS[format], block, n.slots, n.tails).bytes

@@ -12,7 +12,13 @@ from torch import Tensor
 
 from commhooks.kernels import blockwise, philox
 from commhooks.kernels._blockwise_formats import Payload
-from commhooks.kernels.blockwise import FORMATS, dequantize, payload_bytes, quantize
+from commhooks.kernels.blockwise import (
+    FORMATS,
+    dequantize,
+    payload_bytes,
+    quantize,
+    segments_for,
+)
 from commhooks.kernels.requantize import requantize, requantize_op
 from tests.kernels.inputs import CPP, DTYPES, LARGE, SIZES, plain, same, tricky, unaligned
 from tests.kernels.machines import machines, on
@@ -48,8 +54,10 @@ def outputs(
     kept = plain(n, seed=1) if residual else None
     left = torch.full((n,), 5.0) if residual else None
     random = (torch.tensor(3), 2**40 + 17, 2, 512) if noise else philox.NO_STREAM
-    payload = torch.full((payload_bytes(n, format, block),), 77, dtype=torch.uint8)
-    run(blockwise.quantize_op, x, payload, format, block, n, kept, left, *random)
+    table = segments_for(format, block, cut(n)).table
+    payload = torch.full((payload_bytes(segments_for(format, block, cut(n)), format, block),), 77)
+    payload = payload.to(torch.uint8)
+    run(blockwise.quantize_op, x, payload, format, block, table, -1, kept, left, *random)
     found = {"payload": payload}
     if left is not None:
         found["left"] = left
@@ -59,17 +67,17 @@ def outputs(
     payloads[1] = payload
     for dtype in DTYPES:
         out = torch.full((n,), 7.0).to(dtype)
-        run(blockwise.dequantize_op, payloads, out, format, block, n, 1 / 3, False)
+        run(blockwise.dequantize_op, payloads, out, format, block, table, -1, 1 / 3, False)
         found[f"sum, {dtype}"] = out
     out = torch.full((n,), 7.0).to(x.dtype)
-    run(blockwise.dequantize_op, payloads[:1], out, format, block, n, -1.0, True)
+    run(blockwise.dequantize_op, payloads[:1], out, format, block, table, -1, -1.0, True)
     found["accumulated"] = out
     if block == 256:
         again = torch.full_like(payload, 77)
         rest = None if left is None else left.clone()
         run(
             requantize_op,
-            *(payloads[:2], again, n, format, block, n, 0.5, rest, 3.0, noise, *random),
+            *(payloads[:2], again, format, block, table, 0, 0.5, rest, 3.0, noise, *random),
         )
         found["again"] = again
         if rest is not None:
@@ -78,23 +86,42 @@ def outputs(
     return found
 
 
+def cut(n: int) -> list[list[int]]:
+    """A row of segments: long ones, short ones, one that ends in 16 bits, and an empty one."""
+    sizes, rest = [], n
+    for part in (n // 3, 7, 0, 256, n // 7, 130):
+        sizes.append(min(part, rest))
+        rest -= sizes[-1]
+    return [[*sizes, rest]]
+
+
 def in_rows(
     run: Any, x: Tensor, format: str, block: int, kept: Tensor | None, random: Any
 ) -> dict[str, Tensor]:
-    """The same as a message of six rows, the last of which are short and empty."""
+    """The same as a message of six rows, which differ in length, and of which one is empty."""
     n = x.numel()
-    shard = -(-n // (4 * block)) * block
+    lengths = [n // 4, n // 3, 0, n // 8, 1 if n > 7 else 0]
+    segments = segments_for(
+        format, block, [cut(length)[0] for length in (*lengths, n - sum(lengths))]
+    )
     left = torch.full((n,), 5.0)
-    rows = torch.full((6, payload_bytes(shard, format, block)), 77, dtype=torch.uint8)
-    run(blockwise.quantize_op, x, rows, format, block, shard, kept, left, *random)
+    rows = torch.full((6, payload_bytes(segments, format, block)), 77, dtype=torch.uint8)
+    run(blockwise.quantize_op, x, rows, format, block, segments.table, -1, kept, left, *random)
     out = torch.full((n,), 7.0).to(x.dtype)
     messages = torch.stack([rows, rows])
-    run(blockwise.dequantize_op, messages, out, format, block, shard, 0.5, False)
-    # A short payload, in the layout of a full one.
-    short, again = max(0, n - 3 * shard), torch.full_like(rows[0], 77)
-    arguments = (rows[3:4], again, short, format, block, shard, 0.5, None, 1.0, False)
+    run(blockwise.dequantize_op, messages, out, format, block, segments.table, -1, 0.5, False)
+    # One row by itself, in the layout of all.
+    again, begin, end = torch.full_like(rows[0], 77), *segments.row(3)
+    arguments = (rows[3:4], again, format, block, segments.table, 3, 0.5, None, 1.0, False)
     run(requantize_op, *arguments, *random)
-    return {"rows": rows, "rows, left": left, "rows, sum": out, "rows, again": again}
+    alone, payload = torch.full((end - begin,), 7.0), torch.full_like(rows[0], 77)
+    run(blockwise.dequantize_op, rows[3:4], alone, format, block, segments.table, 3, 0.5, False)
+    part = (x[begin:end], payload, format, block, segments.table, 3)
+    run(blockwise.quantize_op, *part, None, None, *random)
+    return {
+        **{"rows": rows, "rows, left": left, "rows, sum": out, "row, again": again},
+        **{"row, sum": alone, "row": payload},
+    }
 
 
 def define(op: Any, *args: Any) -> None:
