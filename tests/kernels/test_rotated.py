@@ -60,7 +60,7 @@ def outputs(run: Any, x: torch.Tensor, format: str, block: int, *, full: bool) -
             run(rotated.dequantize_rotated_op, payloads, out, *settings, 0.4, full, *TURN)
             results.append(out)
     row, (begin, end) = 3, segments.row(3)  # by itself
-    one, alone = torch.full_like(payload[0], 77), torch.full((end - begin,), 7.0)
+    one, alone = torch.full_like(payload[0], 77), torch.full((end - begin,), 7.0).to(x.dtype)
     settings = (format, block, segments.table, row)
     run(rotated.quantize_rotated_op, x[begin:end], one, *settings, *TURN, None, None, *noise)
     run(rotated.dequantize_rotated_op, one[None], alone, *settings, 0.4, False, *TURN)
