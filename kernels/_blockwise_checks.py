@@ -39,8 +39,10 @@ def check_messages(
     check(caller, "payloads", payloads, like=payloads, dtypes=(torch.uint8,))
     shape = tuple(payloads.shape)
     inner = shape[1:]
-    if not shape or not shape[0] or (
-        inner != (rows, layout.bytes) and (rows > 1 or inner != (layout.bytes,))
+    if (
+        not shape
+        or not shape[0]
+        or (inner != (rows, layout.bytes) and (rows > 1 or inner != (layout.bytes,)))
     ):
         _refuse_size(caller, "payloads", "1 or more, ", rows, layout, shape)
 

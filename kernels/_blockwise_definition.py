@@ -38,7 +38,7 @@ def encode_row(
         narrow = stochastic(tail, torch.bfloat16, here).to(torch.bfloat16)
     else:
         narrow = tail.to(torch.bfloat16)
-    # Torch's conversions have several NaNs; kernels have one, which stochastic rounding gives a sign.
+    # Torch's conversions have several NaNs; kernels have one, with a sign where they draw.
     negative = tail.view(torch.int32) < 0 if noise is not None else torch.zeros_like(tail) > 0
     nan = torch.where(negative, -0x40, 0x7FC0).to(torch.int16)
     bits = torch.where(narrow.isnan(), nan, narrow.view(torch.int16))

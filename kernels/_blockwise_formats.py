@@ -133,7 +133,9 @@ def segments_for(
     """
     _check("segments_for", format, block)
     granule = max(256, block)
-    return Segments(rows, granule, 0 if rotated else Payload(FORMATS[format], block, granule).bytes // 2)
+    return Segments(
+        rows, granule, 0 if rotated else Payload(FORMATS[format], block, granule).bytes // 2
+    )
 
 
 @lru_cache(maxsize=4096)

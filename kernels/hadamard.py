@@ -147,9 +147,7 @@ def _check(
     check_whole("hadamard", "row", row, -1, rows)
     check_whole("hadamard", "rows of segments", rows, 1, 2**16)  # a grid's second dimension
     if segments.most or segments.granule % block:
-        raise ValueError(
-            f"hadamard(segments): of segments_for(..., {block}, ..., rotated=True)"
-        )
+        raise ValueError(f"hadamard(segments): of segments_for(..., {block}, ..., rotated=True)")
     begin, end = segments.row(row)
     sizes = (end - begin, segments.slots * (rows if row < 0 else 1))
     check("hadamard", "x", x, like=x, dtypes=(torch.float32,), n=sizes[inverse])
@@ -170,9 +168,7 @@ def _hadamard_cpu(x: Tensor, out: Tensor, block: int, inverse: bool, *rest: Any)
 
 
 @hadamard_op.kernel("cuda")
-def _hadamard_cuda(
-    x: Tensor, out: Tensor, block: int, inverse: bool, *rest: Any
-) -> None:
+def _hadamard_cuda(x: Tensor, out: Tensor, block: int, inverse: bool, *rest: Any) -> None:
     *key, table, row = rest
     n, there, rows = x.numel(), None, 1
     if table is not None:

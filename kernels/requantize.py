@@ -124,9 +124,7 @@ def _requantize_cpu(
 ) -> None:
     layout = layout_for("requantize", format, block, table)
     source = (payloads, payloads.stride(0), len(payloads), factor, table, row)
-    cpu.call(
-        "requantize", layout.format.number, block, *source, *rest, payload, *places(layout)
-    )
+    cpu.call("requantize", layout.format.number, block, *source, *rest, payload, *places(layout))
 
 
 @requantize_op.kernel("cuda")

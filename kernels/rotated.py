@@ -160,7 +160,9 @@ def dequantize_rotated_op(
     for place, (index, begin, end) in enumerate(rows_of(segments, row)):
         # The sum is rotated back once, not each payload: fewer transforms, and fewer roundings.
         total = definition.sum_payloads(rows[:, place], layout, layout.n)
-        transform(total, total, block, True, turn, turn_seed, turn_stream, turn_first + place * philox.ROW)
+        transform(
+            total, total, block, True, turn, turn_seed, turn_stream, turn_first + place * philox.ROW
+        )
         slots, entries = segments.coded(index, out.device)
         here = out.view(-1)[begin:end]
         sums = torch.empty(end - begin, dtype=torch.float32, device=out.device)

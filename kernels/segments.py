@@ -122,7 +122,9 @@ class Segments:
 
     def row(self, index: int) -> tuple[int, int]:
         """Returns the begin and the end of a row in the flat tensor; of -1 those of all rows."""
-        return (0, self.entries[-1]) if index < 0 else (self.entries[index], self.entries[index + 1])
+        return (
+            (0, self.entries[-1]) if index < 0 else (self.entries[index], self.entries[index + 1])
+        )
 
     # What definitions use: indices in place of runs.
 
@@ -153,7 +155,7 @@ class Segments:
 
 
 def _append(runs: list[Run], run: Run, unit: int) -> int:
-    """Appends a run, or makes the last one longer; returns the room that it takes, in whole units."""
+    """Appends a run, or makes the last one longer; returns its room, in whole units."""
     place, begin, count = run
     if count:
         last = runs[-1] if runs else (0, 0, 0)

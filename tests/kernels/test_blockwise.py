@@ -118,8 +118,12 @@ def in_rows(
     part = (x[begin:end], payload, format, block, segments.table, 3)
     run(blockwise.quantize_op, *part, None, None, *random)
     return {
-        **{"rows": rows, "rows, left": left, "rows, sum": out, "row, again": again},
-        **{"row, sum": alone, "row": payload},
+        "rows": rows,
+        "rows, left": left,
+        "rows, sum": out,
+        "row, again": again,
+        "row, sum": alone,
+        "row": payload,
     }
 
 
