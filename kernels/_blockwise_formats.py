@@ -17,6 +17,7 @@ __all__ = [
     "FORMATS",
     "Format",
     "Payload",
+    "check_form",
     "layout_of",
     "one_segment",
     "payload_bytes",
@@ -123,30 +124,33 @@ class Payload:
 
 
 def segments_for(
-    format: str, block: int, rows: Sequence[Sequence[int]], *, rotated: bool = False
+    format: str, block: int, rows: Sequence[Sequence[int]], *, whole: bool = False
 ) -> Segments:
     """Returns the blocks of a message with these segments in its rows.
 
     Args:
-        rotated: blocks are rotated, so that all their slots are used, and nothing is in 16 bits:
-            noise that a rotation spreads over the zeros of a short block is dropped.
+        whole: nothing is in 16 bits. For rotated blocks, where it would gain little: the noise that
+            the rotation spreads over the zeros of a short block is dropped.
     """
-    _check("segments_for", format, block)
+    check_form("segments_for", format, block)
+    return Segments(rows, *_granule(format, block, whole))
+
+
+def _granule(format: str, block: int, whole: bool) -> tuple[int, int]:
+    """Returns the slots that a run begins at multiples of, and the largest rest in 16 bits."""
     granule = max(256, block)
-    return Segments(
-        rows, granule, 0 if rotated else Payload(FORMATS[format], block, granule).bytes // 2
-    )
+    return granule, 0 if whole else Payload(FORMATS[format], block, granule).bytes // 2
 
 
 @lru_cache(maxsize=4096)
-def one_segment(format: str, block: int, n: int, rotated: bool = False) -> Segments:
+def one_segment(format: str, block: int, n: int, whole: bool = False) -> Segments:
     """Returns the blocks of a payload whose entries are one segment."""
-    return segments_for(format, block, [[n]], rotated=rotated)
+    return segments_for(format, block, [[n]], whole=whole)
 
 
 def layout_of(caller: str, format: str, block: Any, n: int, tails: int = 0) -> Payload:
     """Returns the layout of a payload; raises ValueError for an unknown format or block."""
-    _check(caller, format, block)
+    check_form(caller, format, block)
     return _layout(format, int(block), n, tails)
 
 
@@ -155,7 +159,8 @@ def _layout(format: str, block: int, n: int, tails: int) -> Payload:
     return Payload(FORMATS[format], block, n, tails)
 
 
-def _check(caller: str, format: str, block: Any) -> None:
+def check_form(caller: str, format: str, block: Any) -> None:
+    """Raises ValueError for an unknown format, or a block that it does not take."""
     known = FORMATS.get(format) if isinstance(format, str) else None
     if known is None:
         raise ValueError(f"{caller}(format): one of {', '.join(FORMATS)}, got {format!r}")
@@ -166,10 +171,13 @@ def _check(caller: str, format: str, block: Any) -> None:
 
 def payload_bytes(n: int | Segments, format: str, block: int) -> int:
     """Returns the number of bytes of the payload of ``n`` entries, or of a row of a message."""
-    _check("payload_bytes", format, block)
-    if not isinstance(n, Segments):
-        n = whole("payload_bytes", "n", n)
-        check_whole("payload_bytes", "n", n, 0, 2**56)
-        n = segments_for(format, block, [[n]])
-    # Not through the cache, which torch.compile does not trace.
-    return Payload(FORMATS[format], block, n.slots, n.tails).bytes
+    check_form("payload_bytes", format, block)
+    if isinstance(n, Segments):
+        return Payload(FORMATS[format], block, n.slots, n.tails).bytes
+    n = whole("payload_bytes", "n", n)
+    check_whole("payload_bytes", "n", n, 0, 2**56)
+    # As Segments counts them, but in terms that torch.compile traces.
+    granule, most = _granule(format, block, False)
+    tails = n % granule if n % granule <= most else 0
+    slots = -(-(n - tails) // granule) * granule
+    return Payload(FORMATS[format], block, slots, tails).bytes

@@ -1,7 +1,7 @@
 // Quantises in blocks on the CPU; the specification is in _blockwise_definition.py.
 #include "include/blockwise_cpu.h"
 
-EXPORT(quantize)(i64 format, i64 dtype, i64 block, const void* x, Segments segments, i64 chosen,
+EXPORT(quantize)(i64 format, i64 dtype, i64 block, const void* x, const Run* segments, i64 chosen,
                  const float* residual, float* unsent, const i64* step, i64 seed, i64 stream, i64 first,
                  u8* payload, i64 codes_at, i64 tails_at, i64 bytes) {
     Random random = random_of(step, seed, stream, first);
@@ -41,7 +41,7 @@ EXPORT(quantize)(i64 format, i64 dtype, i64 block, const void* x, Segments segme
 }
 
 EXPORT(dequantize)(i64 format, i64 dtype, const u8* payloads, i64 codes_at, i64 tails_at, i64 bytes,
-                   i64 stride, i64 count, Segments segments, i64 chosen, i64 block, float factor,
+                   i64 stride, i64 count, const Run* segments, i64 chosen, i64 block, float factor,
                    i64 accumulate, void* out) {
     with_format((int)format, [&](auto f) {
         with_dtype((int)dtype, [&](auto number) {
@@ -102,7 +102,7 @@ void requantize_run(const Payloads& from, i64 n, int block, float factor, float*
 }  // namespace
 
 EXPORT(requantize)(i64 format, i64 blocks_of, const u8* payloads, i64 stride, i64 payload_count,
-                   float factor, Segments segments, i64 row, float* unsent, float weight, i64 accumulate,
+                   float factor, const Run* segments, i64 row, float* unsent, float weight, i64 accumulate,
                    const i64* step, i64 seed, i64 stream, i64 first, u8* payload, i64 codes_at,
                    i64 tails_at, i64 bytes) {
     const Payloads from = {payloads, payloads + codes_at, stride, (int)payload_count};

@@ -19,6 +19,7 @@ from ._blockwise_formats import (
     ALIGNMENT,
     FORMATS,
     Payload,
+    check_form,
     layout_of,
     one_segment,
     payload_bytes,
@@ -111,14 +112,20 @@ def table_for(
     block: int,
     x: Any,
     *,
-    rotated: bool = False,
+    whole: bool = False,
 ) -> Tensor:
     """Returns the table, which ops take: a schema of torch.library has no type for `Segments`."""
+    check_form(caller, format, block)
     if segments is None:
-        segments = one_segment(format, block, as_tensor(caller, "x", x).numel(), rotated)
-    elif not isinstance(segments, Segments):
+        return _table(format, int(block), as_tensor(caller, "x", x).numel(), whole)
+    if not isinstance(segments, Segments):
         raise TypeError(f"{caller}(segments): Segments or None, got {type(segments).__name__}")
     return segments.table
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _table(format: str, block: int, n: int, whole: bool) -> Tensor:
+    return one_segment(format, block, n, whole).table
 
 
 # Quantise -------------------------------------------------------------------------------------

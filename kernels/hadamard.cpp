@@ -23,7 +23,7 @@ void transform_all(Rotation& rotation, i64 slot, const float* x, i64 n, int bloc
 }  // namespace
 
 EXPORT(hadamard)(i64 block, const float* x, i64 n, float scale, i64 inverse, const i64* step, i64 seed,
-                 i64 stream, i64 first, Segments table, i64 chosen, float* out) {
+                 i64 stream, i64 first, const Run* table, i64 chosen, float* out) {
     Rotation rotation = {random_of(step, seed, stream, first), scale};
     if (!table) return transform_all(rotation, 0, x, n, (int)block, inverse, out);
     for (i64 place = 0; place < rows_chosen(table, chosen); ++place, rotation.random.first += kRowKeys) {

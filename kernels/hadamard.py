@@ -40,7 +40,7 @@ def hadamard(
             be ``x``.
         block: entries per block, a power of two from 32 to 2048.
         random: bits for the signs; ``first`` is a multiple of 4096. Row r takes ``random.row(r)``.
-        segments: where blocks begin, of ``segments_for(..., rotated=True)``; slots that no entry
+        segments: where blocks begin, of ``segments_for(..., whole=True)``; slots that no entry
             has are zeros. A row of slots follows the other. None: the entries are a multiple of
             ``block``, and have the slots of the same number.
         row: ``x`` and ``out`` are this row; -1: all rows.
@@ -147,7 +147,7 @@ def _check(
     check_whole("hadamard", "row", row, -1, rows)
     check_whole("hadamard", "rows of segments", rows, 1, 2**16)  # a grid's second dimension
     if segments.most or segments.granule % block:
-        raise ValueError(f"hadamard(segments): of segments_for(..., {block}, ..., rotated=True)")
+        raise ValueError(f"hadamard(segments): of segments_for(..., {block}, ..., whole=True)")
     begin, end = segments.row(row)
     sizes = (end - begin, segments.slots * (rows if row < 0 else 1))
     check("hadamard", "x", x, like=x, dtypes=(torch.float32,), n=sizes[inverse])

@@ -9,7 +9,7 @@ template <class Call> static void with_even_format(i64 format, Call call) {
     else call(Sign{});
 }
 
-EXPORT(quantize_rotated)(i64 format, i64 dtype, i64 block, const void* x, Segments table, i64 chosen,
+EXPORT(quantize_rotated)(i64 format, i64 dtype, i64 block, const void* x, const Run* table, i64 chosen,
                          float scale, const i64* turn, i64 turn_seed, i64 turn_stream, i64 turn_first,
                          const float* residual, float* unsent, const i64* step, i64 seed, i64 stream,
                          i64 first, u8* payload, i64 codes_at, i64 tails_at, i64 bytes) {
@@ -40,7 +40,7 @@ EXPORT(quantize_rotated)(i64 format, i64 dtype, i64 block, const void* x, Segmen
 }
 
 EXPORT(dequantize_rotated)(i64 format, i64 dtype, i64 block_size, const u8* payloads, i64 codes_at,
-                           i64 tails_at, i64 bytes, i64 stride, i64 count, Segments table, i64 chosen,
+                           i64 tails_at, i64 bytes, i64 stride, i64 count, const Run* table, i64 chosen,
                            float factor, i64 accumulate, float scale, const i64* turn, i64 turn_seed,
                            i64 turn_stream, i64 turn_first, void* out) {
     const int block = (int)block_size;

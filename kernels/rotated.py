@@ -57,7 +57,7 @@ def quantize_rotated(
         block: entries per scale and per rotation, a power of two up to 1024.
         rotation: bits for the signs, the same key on all ranks; ``first`` is a multiple of 4096.
             Row r of a message takes ``rotation.row(r)``.
-        segments: of ``segments_for(format, block, ..., rotated=True)``. None: ``x`` is one segment.
+        segments: of ``segments_for(format, block, ..., whole=True)``. None: ``x`` is one segment.
 
     Raises:
         TypeError, ValueError: a tensor has the wrong dtype, size or device; the message names it.
@@ -66,7 +66,7 @@ def quantize_rotated(
     """
     key = philox.key_of("quantize_rotated", random)
     turn = philox.key_of("quantize_rotated", rotation, "rotation")
-    table = table_for("quantize_rotated", segments, format, block, x, rotated=True)
+    table = table_for("quantize_rotated", segments, format, block, x, whole=True)
     quantize_rotated_op(x, payload, format, block, table, row, *turn, residual, unsent, *key)
 
 
@@ -84,7 +84,7 @@ def dequantize_rotated(
 ) -> None:
     """Writes the sum of the decoded payloads, rotated back; otherwise as ``dequantize``."""
     turn = philox.key_of("dequantize_rotated", rotation, "rotation")
-    table = table_for("dequantize_rotated", segments, format, block, out, rotated=True)
+    table = table_for("dequantize_rotated", segments, format, block, out, whole=True)
     dequantize_rotated_op(payloads, out, format, block, table, row, factor, accumulate, *turn)
 
 
@@ -225,7 +225,7 @@ def _check_blocks(caller: str, format: str, block: int, table: Tensor) -> None:
     if block > _LONGEST:
         raise ValueError(f"{caller}(block): {_LONGEST} at most, got {block}")
     if segments_of(caller, table).most:
-        raise ValueError(f"{caller}(segments): of segments_for(..., rotated=True)")
+        raise ValueError(f"{caller}(segments): of segments_for(..., whole=True)")
 
 
 # Kernels --------------------------------------------------------------------------------------

@@ -37,7 +37,6 @@ __all__ = [
     "Randomness",
     "Shard",
     "Shards",
-    "between_blocks",
     "spans",
     "to_shards",
 ]
@@ -103,6 +102,15 @@ class PackedCodec(Payloads):
             return _shards(self, layout, count)
         except TypeError:  # a setting that has no hash, such as a list
             return _shards.__wrapped__(self, layout, count)
+
+    def cut(self, layout: Layout, count: int, unit: int) -> Sequence[Span]:
+        """Returns begin and end of ``count`` shards, at multiples of ``unit``.
+
+        A codec of blocks counts them from the begin of each parameter.
+        """
+        if self.segments([[1]]) is None:
+            return spans(layout.numel, count, unit)
+        return _between_blocks(layout, count, unit)
 
     def shards_at(self, layout: Layout, parts: Sequence[Span]) -> Shards:
         """Returns the shards of a bucket with these begins and ends."""
@@ -189,9 +197,7 @@ def _gather(
 
 @lru_cache(maxsize=4096)  # a few per bucket, in every step
 def _shards(codec: PackedCodec, layout: Layout, count: int) -> Shards:
-    if codec.segments([[1]]) is None:
-        return to_shards(codec, spans(layout.numel, count, codec.granularity))
-    return to_shards(codec, between_blocks(layout, count, codec.granularity), layout)
+    return to_shards(codec, codec.cut(layout, count, codec.granularity), layout)
 
 
 @lru_cache(maxsize=4096)
@@ -218,7 +224,7 @@ def to_shards(codec: PackedCodec, parts: Sequence[Span], layout: Layout | None =
     return shards
 
 
-def between_blocks(layout: Layout, count: int, unit: int) -> list[Span]:
+def _between_blocks(layout: Layout, count: int, unit: int) -> list[Span]:
     """Returns begin and end of ``count`` spans of nearly equal size, cut between blocks."""
     cuts, n = [0], layout.numel
     for index in range(1, count):

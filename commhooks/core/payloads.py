@@ -95,7 +95,9 @@ class Payloads(Scheme):
     def pack_shard(self, piece: Piece, shards: Shards, index: int, random: Randomness) -> Tensor:
         """Packs one shard, whose entries are ``piece``, into a row as of :meth:`pack_shards`."""
         begin, end, nbytes = shards[index]
-        row = piece.x.new_zeros(shards[0].nbytes, dtype=torch.uint8)
+        row = piece.x.new_empty(shards[0].nbytes, dtype=torch.uint8)
+        if nbytes < row.numel() or begin == end:
+            row.zero_()  # the end of a short shard's row travels, too
         if begin < end:
             self.pack(piece, row[:nbytes], random.row(index))
         return row

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from commhooks.core.bucket import Bucket, SchemeExchange
 from commhooks.core.layout import Layout
-from commhooks.core.packed import PackedCodec, Piece, Randomness, Shards, between_blocks
+from commhooks.core.packed import PackedCodec, Piece, Randomness, Shards
 from commhooks.core.registry import register_scheme
 from commhooks.core.scheme import Scheme
 from commhooks.core.traits import Traits, composed
@@ -140,9 +140,9 @@ def _cut(
     """Returns the parts of a bucket that the ranks of a node sum, and the shards of each part."""
     # Parts are cut at multiples of both units, as both codecs pack them.
     unit = math.lcm(scheme.inside.granularity, scheme.between.granularity)
-    spans = between_blocks(layout, local, unit)
-    parts = scheme.inside.shards_at(layout, spans)
-    layouts = [Layout([""] * len(sizes), [(n,) for n in sizes]) for sizes in layout.cut(spans)]
+    at = scheme.inside.cut(layout, local, unit)
+    parts = scheme.inside.shards_at(layout, at)
+    layouts = [Layout([""] * len(sizes), [(n,) for n in sizes]) for sizes in layout.cut(at)]
     return parts, [scheme.between.shards(part, nodes) for part in layouts]
 
 

@@ -97,7 +97,7 @@ class Blockwise(PackedCodec):
         return max(256, self.block)
 
     def segments(self, rows: Sequence[Sequence[int]]) -> Segments:
-        return segments_for(self.format, self.block, rows, rotated=self.rotate)
+        return segments_for(self.format, self.block, rows, whole=self.rotate)
 
     def row_bytes(self, segments: Segments) -> int:
         return payload_bytes(segments, self.format, self.block)

@@ -30,7 +30,7 @@ def test_kernels_equal_the_definition():
                         run(hadamard_op, x, got, block, inverse, *key)
                         assert same(expected, got), (machine, block, blocks, inverse)
                 for n, parts in itertools.product((1, 2000, 9001), (lambda n: [cut(n)], cut_rows)):
-                    agree(run, block, segments_for("int8", block, parts(n), rotated=True), machine)
+                    agree(run, block, segments_for("int8", block, parts(n), whole=True), machine)
 
 
 def agree(run: Any, block: int, segments: Segments, machine: str) -> None:
@@ -78,7 +78,7 @@ def test_the_inverse_undoes_it(block):
 def test_a_row_is_that_of_its_own_stream():
     x, out, alone = plain(3 * 4096), torch.empty(3 * 4096), torch.empty(4096)
     stream = philox.RandomBits(1, torch.tensor(2))
-    segments = segments_for("int8", 512, [[4096]] * 3, rotated=True)
+    segments = segments_for("int8", 512, [[4096]] * 3, whole=True)
     hadamard(x, out, 512, stream, segments=segments)
     for row in range(3):
         hadamard(x[row * 4096 : (row + 1) * 4096], alone, 512, stream.row(row))
@@ -119,7 +119,7 @@ def fuzz(run: Any, rng: random.Random) -> None:
     key = (torch.tensor(rng.randrange(2**40)), rng.randrange(2**63), 1, 4096 * rng.randrange(5))
     run(hadamard_op, x, torch.empty_like(x), block, rng.random() < 0.5, *key, None, -1)
     n = rng.randrange(5000)
-    segments = segments_for("int8", block, rng.choice([[cut(n)], cut_rows(n)]), rotated=True)
+    segments = segments_for("int8", block, rng.choice([[cut(n)], cut_rows(n)]), whole=True)
     slots = torch.randn(segments.slots * len(segments.rows))
     inverse, entries = rng.random() < 0.5, torch.randn(n)
     pair = (slots, entries) if inverse else (entries, slots)

@@ -47,7 +47,7 @@ def outputs(run: Any, x: torch.Tensor, format: str, block: int, *, full: bool) -
     noise = NOISE if full else philox.NO_STREAM
     results = []
     for parts in ([cut(n)], cut_rows(n)):
-        segments = segments_for(format, block, parts, rotated=True)
+        segments = segments_for(format, block, parts, whole=True)
         payload = torch.full(
             (len(parts), payload_bytes(segments, format, block)), 77, dtype=torch.uint8
         )
@@ -123,7 +123,7 @@ def test_an_outlier_does_not_cost_its_block():
         ({"block": 2048}, r"\(block\): 1024 at most"),
         (
             {"segments": segments_for("int8", 256, [[512]])},
-            r"\(segments\): of segments_for\(..., rotated=True\)",
+            r"\(segments\): of segments_for\(..., whole=True\)",
         ),
         ({"rotation": philox.RandomBits(1, torch.tensor(1), first=256)}, "multiple of 4096"),
         ({"payload": torch.ones(3).byte()}, "see payload_bytes"),
@@ -148,7 +148,7 @@ def fuzz(run: Any, rng: random.Random) -> None:
     kept, left = (torch.randn(n) if rng.random() < 0.5 else None for _ in range(2))
     turn = (torch.tensor(rng.randrange(2**40)), rng.randrange(2**63), 1, 4096 * rng.randrange(5))
     noise = NOISE if rng.random() < 0.5 else philox.NO_STREAM
-    segments = segments_for(format, block, rng.choice([[cut(n)], cut_rows(n)]), rotated=True)
+    segments = segments_for(format, block, rng.choice([[cut(n)], cut_rows(n)]), whole=True)
     form, rows = (format, block, segments.table, -1), len(segments.rows)
     payload = torch.empty(rows, payload_bytes(segments, format, block), dtype=torch.uint8)
     run(rotated.quantize_rotated_op, x, payload, *form, *turn, kept, left, *noise)
