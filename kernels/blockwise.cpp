@@ -47,7 +47,8 @@ EXPORT(dequantize)(i64 format, i64 dtype, const u8* payloads, i64 codes_at, i64 
         with_dtype((int)dtype, [&](auto number) {
             using F = decltype(f);
             using T = decltype(number);
-            for (i64 place = 0; place < rows_chosen(segments, chosen); ++place, payloads += bytes) {
+            const i64 rows = rows_chosen(segments, chosen);
+            for (i64 place = 0; place < rows; ++place, payloads += bytes) {
                 const Row row = row_of(segments, chosen, place);
                 const Payloads from = {payloads, payloads + codes_at, stride, (int)count};
                 T* to = (T*)out + row.entry;
@@ -55,11 +56,13 @@ EXPORT(dequantize)(i64 format, i64 dtype, const u8* payloads, i64 codes_at, i64 
                 for (; run < end; ++run) {
                     const Payloads here = from_slot<F>(from, run->slot, (int)block);
                     T* entries = to + run->begin;
-                    const bool streams = worth_streaming(entries, run->count);
                     if (accumulate) decode_all<F, T, true>(here, run->count, (int)block, factor, entries);
-                    else if (streams)
-                        decode_all<F, T, false, sizeof(T) == 4>(here, run->count, (int)block, factor, entries);
-                    else decode_all<F, T, false>(here, run->count, (int)block, factor, entries);
+                    else if constexpr (sizeof(T) == 4) {
+                        // A bucket that is larger than the cache; short runs are not worth a buffer.
+                        if (slots_of_row(segments) * rows >= kStreamed && run->count >= kLongest)
+                            decode_streaming<F>(here, run->count, (int)block, factor, entries);
+                        else decode_all<F, T, false>(here, run->count, (int)block, factor, entries);
+                    } else decode_all<F, T, false>(here, run->count, (int)block, factor, entries);
                 }
                 each_tail(segments, row.index, [&](i64 entry, i64 i) {
                     const float value = sum_of_tails(payloads + tails_at, stride, count, i) * factor;

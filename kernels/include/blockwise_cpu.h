@@ -23,7 +23,8 @@ template <class T> struct Source {
     const T* x;
     const float* residual;
 
-    bool in_place() const { return sizeof(T) == 4 && !residual; }
+    // A copy is aligned, and read twice.
+    bool in_place() const { return sizeof(T) == 4 && !residual && (unsigned long)x % sizeof(Floats) == 0; }
 };
 
 // The bits of the largest magnitude of a block and, for signs, its mean magnitude.
@@ -196,7 +197,7 @@ INLINE void sum_block(const Payloads& from, i64 b, int block, int end, Emit emit
     }
 }
 
-template <class F, class T, bool ACCUMULATE, bool STREAM = false>
+template <class F, class T, bool ACCUMULATE>
 void decode_all(const Payloads& from, i64 n, int block, float factor, T* out) {
     for (i64 at = 0; at < n; at += block, out += block) {
         const int count = (int)(n - at < block ? n - at : block);
@@ -206,8 +207,7 @@ void decode_all(const Payloads& from, i64 n, int block, float factor, T* out) {
                 row[v] = sum[v] * factor;
                 if (ACCUMULATE) row[v] += load(to + v * kWidth);
             }
-            if constexpr (STREAM) stream(to, row);
-            else store(to, row);
+            store(to, row);
         };
         sum_block<F>(from, at / block, block, rounded_up(count, kUnit<F>),
                      [=](int i, const Floats(&sum)[kVectors]) __attribute__((always_inline)) {
@@ -218,7 +218,39 @@ void decode_all(const Payloads& from, i64 n, int block, float factor, T* out) {
                          for (int l = 0; l < count - i; ++l) out[i + l] = some[l];
                      });
     }
-    if constexpr (STREAM) end_of_stream();
+}
+
+// The same with stores past the cache. Parameters begin anywhere, and such stores are aligned: blocks are
+// decoded to a buffer whose rows lie as those of memory, and the end of a row that is not whole waits there.
+template <class F> void decode_streaming(const Payloads& from, i64 n, int block, float factor, float* out) {
+    alignas(128) float buffer[kLongest + 2 * kRow];
+    const int ahead = (int)((unsigned long)out / 4 % kRow);  // entries of the first row that are not ours
+    float* row = out - ahead;
+    int first = ahead, filled = ahead;
+    for (i64 at = 0; at < n; at += block) {
+        const int count = (int)(n - at < block ? n - at : block);
+        float* to = buffer + filled;
+        sum_block<F>(from, at / block, block, rounded_up(count, kUnit<F>),
+                     [=](int i, const Floats(&sum)[kVectors]) __attribute__((always_inline)) {
+                         for (int v = 0; v < kVectors; ++v) store_as(to + i + v * kWidth, sum[v] * factor);
+                     });
+        filled += count;
+        int done = 0;
+        for (; done + kRow <= filled; done += kRow, row += kRow) {
+            if (first) {
+                for (; first < kRow; ++first) row[first] = buffer[first];
+                first = 0;
+                continue;
+            }
+            Floats entries[kVectors];
+            for (int v = 0; v < kVectors; ++v) entries[v] = load(buffer + done + v * kWidth);
+            stream(row, entries);
+        }
+        filled -= done;
+        for (int i = 0; i < filled && done; ++i) buffer[i] = buffer[done + i];
+    }
+    for (; first < filled; ++first) row[first] = buffer[first];
+    end_of_stream();
 }
 
 // Calls f with the format of a number; _blockwise_formats.py has the same numbers.

@@ -134,8 +134,8 @@ def test_what_is_wrong_is_said() -> None:
     with pytest.raises(PayloadError, match="other settings than Blockwise"):
         decode(int4, message)
     newer = message.clone()
-    newer[4] = 3
-    with pytest.raises(PayloadError, match="version 3 of the format, this release reads version 2"):
+    newer[4] = 4
+    with pytest.raises(PayloadError, match="version 4 of the format, this release reads version 3"):
         decode(int8, newer)
     with pytest.raises(PayloadError, match="not a payload: begins with"):
         decode(int8, b"x" * 100)
